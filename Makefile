@@ -1,0 +1,159 @@
+# What a developer types.  All of it works on a fresh clone where there are
+# Python 3.10 or later, gcc and make; `make help` lists the targets.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BUILD  ?= build
+JOBS   ?= 2
+ifeq ($(origin CC), default)
+CC := gcc
+endif
+
+# V=1 shows the commands of the C build whole.
+SHOW = $(if $(V),,@echo "  $(1)";)
+
+PY  := $(VENV)/bin/python
+BIN := $(VENV)/bin
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+# ---- the environment -----------------------------------------------------------
+
+DEPENDENCIES := $(VENV)/.dependencies
+INSTALLED    := $(VENV)/.installed
+SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.py' \
+	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
+
+$(DEPENDENCIES): $(wildcard requirements/*.txt)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "Python 3.10 or later is needed: make PYTHON=python3.12"; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c requirements/constraints.txt torch setuptools numpy \
+	    cloudpickle -r requirements/test.txt -r requirements/lint.txt
+	@touch $@
+
+$(INSTALLED): $(DEPENDENCIES) $(SOURCES) setup.py pyproject.toml
+	rm -rf $(BUILD)/lib*
+	$(PIP) install -q --no-build-isolation --no-deps .
+	@touch $@
+
+.PHONY: install
+install: $(INSTALLED) ## make .venv, and build and install the package into it
+
+# ---- what a user looks at first ------------------------------------------------
+
+.PHONY: demo bench
+demo: $(INSTALLED) ## train on handwritten digits by plain torch and by Paceline
+	$(PY) tests/examples/digits_ddp.py $(DEMO_FLAGS)
+
+bench: $(INSTALLED) ## paired timings against torch on this machine
+	@set -e; for script in $(wildcard tests/bench/bench_*.py); do \
+	    echo "== $$script"; $(PY) $$script $(BENCH_FLAGS); done
+
+# ---- tests ---------------------------------------------------------------------
+
+.PHONY: test py-test
+test: c-test py-test ## C tests, doctests, and the Python suite
+
+# pytest's 5 says that there is no doctest, which is no failure.
+py-test: $(INSTALLED) ## doctests and the Python suite (PYTEST_FLAGS="-k bucket")
+	$(PY) -m pytest -q --doctest-modules --pyargs paceline || [ $$? -eq 5 ]
+	$(PY) -m pytest $(wildcard tests/unit tests/parity tests/ranks) $(PYTEST_FLAGS)
+
+# The C tests come in flavours.  Each source is compiled once a flavour, into
+# build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
+FLAVOURS     := plain asan tsan
+FLAGS_plain  := -O2 -g -Werror
+FLAGS_asan   := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined \
+	-fno-sanitize-recover=all
+FLAGS_tsan   := -O1 -g -fno-omit-frame-pointer -fsanitize=thread
+
+C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS
+C_SOURCES := $(wildcard csrc/core/*.c csrc/backend/*.c csrc/comm/*.c)
+C_TESTS   := $(wildcard tests/c/test_*.c)
+C_HELPERS := $(filter-out $(C_TESTS), $(wildcard tests/c/*.c))
+
+define FLAVOUR_RULES
+OBJECTS_$(1)  := $(patsubst %.c, $(BUILD)/c/$(1)/%.o, $(C_SOURCES) $(C_HELPERS))
+PROGRAMS_$(1) := $(patsubst tests/c/%.c, $(BUILD)/c/$(1)/%, $(C_TESTS))
+
+$(BUILD)/c/$(1)/%.o: %.c csrc/compile_flags.txt Makefile
+	@mkdir -p $$(@D)
+	$$(call SHOW,$(1) $$<)$(CC) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+
+$(BUILD)/c/$(1)/test_%: $(BUILD)/c/$(1)/tests/c/test_%.o $$(OBJECTS_$(1))
+	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) $$^ -o $$@ -pthread -lm -ldl
+
+.PHONY: c-$(1)
+c-$(1): $$(PROGRAMS_$(1)) ; @:
+
+-include $$(OBJECTS_$(1):.o=.d) $$(C_TESTS:%.c=$(BUILD)/c/$(1)/%.d)
+endef
+$(foreach flavour, $(FLAVOURS), $(eval $(call FLAVOUR_RULES,$(flavour))))
+.SECONDARY:
+
+.PHONY: c-test sanitize
+c-test: ## build and run the C tests
+	@$(MAKE) --no-print-directory -j$(JOBS) c-plain
+	@tests/c/run.sh $(BUILD)/c/plain
+
+sanitize: ## the C tests under ASan with UBSan, and under TSan
+	@$(MAKE) --no-print-directory -j$(JOBS) c-asan c-tsan
+	@tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
+
+# ---- lint ----------------------------------------------------------------------
+
+C_ALL   := $(wildcard csrc/*/*.c)
+C_TEXT  := $(wildcard csrc/*/*.[ch] tests/c/*.[ch])
+PY_DIRS := setup.py $(wildcard python tests notebooks)
+
+.PHONY: lint format lint-rules lint-python lint-c lint-tidy
+lint: lint-rules lint-python lint-c lint-tidy ## every check of form; changes nothing
+
+lint-rules: $(DEPENDENCIES)
+	$(PY) tests/lint/rules.py
+	$(BIN)/codespell
+
+lint-python: $(INSTALLED)
+	$(BIN)/ruff check -q $(PY_DIRS)
+	$(BIN)/ruff format -q --check $(PY_DIRS)
+	$(BIN)/mypy python/paceline
+	$(PY) -m mypy.stubtest paceline._native --mypy-config-file pyproject.toml \
+	    $(addprefix --allowlist , $(wildcard tests/lint/stubtest_allow.txt))
+
+lint-c: $(DEPENDENCIES)
+	$(BIN)/clang-format --dry-run -Werror $(C_TEXT)
+	$(BIN)/cppcheck -q -j$(JOBS) --std=c11 --library=python --inline-suppr \
+	    --error-exitcode=1 \
+	    --enable=warning,portability,performance --suppress=missingIncludeSystem \
+	    $(C_ALL)
+
+# clang-tidy reads csrc/compile_flags.txt by itself.
+lint-tidy: $(DEPENDENCIES)
+	@echo "clang-tidy $(words $(C_ALL)) files"
+	@printf '%s\n' $(C_ALL) | xargs -P$(JOBS) -n1 $(BIN)/clang-tidy --quiet \
+	    --extra-arg=-Wno-pedantic \
+	    --extra-arg=-isystem$$($(PY) -c 'import sysconfig as s; print(s.get_path("include"))')
+
+format: $(DEPENDENCIES) ## bring C and Python into the form that lint asks for
+	$(BIN)/clang-format -i $(C_TEXT)
+	$(BIN)/ruff check -q --fix $(PY_DIRS)
+	$(BIN)/ruff format -q $(PY_DIRS)
+
+# ---- cleaning ------------------------------------------------------------------
+
+.PHONY: clean distclean
+clean: ## remove what was built, but not .venv
+	rm -rf $(BUILD) dist python/*.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find python tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(INSTALLED)
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)

@@ -1,0 +1,205 @@
+"""The rules of this project that no other tool knows.
+
+Run from anywhere: ``python tests/lint/rules.py [root]``.  It prints
+``path:line: rule: what is wrong`` and exits with 1 when there is anything to print.
+
+Where a rule makes a piece of code worse, say so on the line, with the reason::
+
+    _exit(1); /* lint: no-exit - a forked child that must not run our handlers */
+
+Functions of C are found by their form, `{` and `}` alone in the first column, which
+clang-format guarantees.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 500
+MIN_TEST_WORDS = 3
+
+# From the bottom to the top; a file belongs to the first layer that matches, and
+# includes only from its own layer and from those below it.  The reducer lives in
+# core/ for want of a folder of its own, but sits above comm/.
+LAYERS = [
+    ("public", ["include/*"]),
+    ("status", ["core/status.*"]),
+    ("reducer", ["core/reducer*", "reducer/*"]),
+    ("core", ["core/*"]),
+    ("backend", ["backend/*"]),
+    ("comm", ["comm/*"]),
+    ("python", ["python/*"]),
+]
+ORDER = ["public", "status", "core", "backend", "comm", "reducer", "python"]
+
+# rule: pattern, the only file where it may stand, words
+CALLS = {
+    "no-getenv": (
+        r"\b(secure_)?getenv\s*\(",
+        "core/config.c",
+        "the environment is read in core/config.c alone",
+    ),
+    "no-print": (
+        r"\b(v?printf|puts|putchar|perror)\s*\("
+        r"|\b(v?fprintf|fputs|fputc|fwrite|putc)\s*\([^;]*\b(stdout|stderr)\b"
+        r"|\b(v?dprintf|write)\s*\(\s*([12]|STDOUT_FILENO|STDERR_FILENO)\s*,",
+        "core/log.c",
+        "only core/log.c prints",
+    ),
+    "no-exit": (
+        r"(?<![\w.>])(exit|_exit|_Exit|quick_exit|abort)\s*\(",
+        None,
+        "a library neither exits nor aborts",
+    ),
+}
+
+# The path under csrc/ or tests/, the text; yields (line, rule, words).
+Found = Iterator[tuple[int, str, str]]
+COMMENT = r"//[^\n]*|/\*.*?\*/"
+LITERAL = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])*'"
+
+
+def blank(text: str, *, literals: bool = True) -> str:
+    """Turn comments, and strings too, into spaces; every line keeps its number."""
+
+    def spaces(match: re.Match[str]) -> str:
+        if match[0][0] != "/" and not literals:
+            return match[0]
+        return re.sub(r"[^\n]", " ", match[0])
+
+    return re.sub(f"{COMMENT}|{LITERAL}", spaces, text, flags=re.DOTALL)
+
+
+def line_of(text: str, position: int) -> int:
+    """Return the number of the line, from 1, that holds a position of the text."""
+    return text.count("\n", 0, position) + 1
+
+
+def layer_of(path: str) -> str | None:
+    """Return the layer of a path relative to csrc/; None for a folder of no layer."""
+    for name, patterns in LAYERS:
+        if any(fnmatch(path, p) for p in patterns):
+            return name
+    return None
+
+
+def check_file_size(path: str, text: str) -> Found:
+    """At most 500 lines a file."""
+    n_lines = text.count("\n")
+    if n_lines > MAX_FILE_LINES:
+        yield 1, "file-size", f"{n_lines} lines, {MAX_FILE_LINES} allowed"
+
+
+def check_function_size(path: str, text: str) -> Found:
+    """At most 60 lines a C function, from its first line to its closing brace."""
+    lines = blank(text).splitlines()
+    opened = None
+    for at, line in enumerate(lines):
+        if line.rstrip() == "{":
+            opened = at
+            while opened > 0 and re.search(r"[\w,)*]\s*$", lines[opened - 1]):
+                if lines[opened - 1].startswith("#"):
+                    break
+                opened -= 1
+        elif line.rstrip() == "}" and opened is not None:
+            n_lines = at - opened + 1
+            if n_lines > MAX_FUNCTION_LINES:
+                words = f"{n_lines} lines, {MAX_FUNCTION_LINES} allowed"
+                yield opened + 1, "function-size", words
+            opened = None
+
+
+def check_calls(path: str, text: str) -> Found:
+    """Calls that one file alone may make, or none."""
+    code = blank(text)
+    for rule, (pattern, home, words) in CALLS.items():
+        if path != home:
+            for match in re.finditer(pattern, code):
+                yield line_of(code, match.start()), rule, words
+
+
+def check_includes(path: str, text: str) -> Found:
+    """Layers include downward; Python is known in csrc/python alone."""
+    layer = layer_of(path)
+    if layer is None:
+        yield 1, "layers", "the file belongs to no layer: see LAYERS"
+        return
+    pattern = r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]'
+    code = blank(text, literals=False)
+    for match in re.finditer(pattern, code, flags=re.MULTILINE):
+        line, name = line_of(code, match.start()), match[2]
+        if name == "Python.h" and layer != "python":
+            yield line, "layers", "Python.h is for csrc/python alone"
+        if match[1] == '"':
+            target = resolve(path, name)
+            below = layer_of(target)
+            if below is None:
+                yield line, "layers", f"{target} belongs to no layer"
+            elif ORDER.index(below) > ORDER.index(layer):
+                yield line, "layers", f"{layer} includes upward, from {below}"
+
+
+def resolve(path: str, include: str) -> str:
+    """Return the path under csrc/ that `path` means by #include "include"."""
+    parts = [*path.split("/")[:-1]]
+    for part in include.split("/"):
+        if part == ".." and parts:
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)
+
+
+def check_test_names(path: str, text: str) -> Found:
+    """Names of tests are sentences."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            words = node.name.removeprefix("test_").split("_")
+            if len(words) < MIN_TEST_WORDS:
+                yield node.lineno, "test-name", f"{node.name} is not yet a sentence"
+
+
+def allowed(line: str, rule: str) -> bool:
+    """Tell whether the line lifts the rule and gives a reason."""
+    return re.search(rf"(/\*|//|#) lint: {rule} - \w", line) is not None
+
+
+Check = Callable[[str, str], Found]
+TABLE: list[tuple[str, str, list[Check]]] = [
+    (
+        "csrc",
+        "**/*.[ch]",
+        [check_file_size, check_function_size, check_calls, check_includes],
+    ),
+    ("python/paceline", "**/*.py*", [check_file_size]),
+    ("tests", "**/test_*.py", [check_test_names]),
+]
+
+
+def run(root: Path) -> list[str]:
+    """Return what is wrong under a root, one line a thing."""
+    wrong = []
+    for folder, glob, checks in TABLE:
+        for path in sorted((root / folder).glob(glob)):
+            if path.suffix == ".pyc":
+                continue
+            text = path.read_text()
+            lines = text.splitlines() or [""]
+            for check in checks:
+                inner = path.relative_to(root / folder).as_posix()
+                for line, rule, words in check(inner, text):
+                    if not allowed(lines[line - 1], rule):
+                        name = path.relative_to(root)
+                        wrong.append(f"{name}:{line}: {rule}: {words}")
+    return wrong
+
+
+if __name__ == "__main__":
+    default = Path(__file__).parents[2]
+    problems = run(Path(sys.argv[1]) if len(sys.argv) > 1 else default)
+    print("\n".join(problems) or "rules: nothing to say")
+    sys.exit(bool(problems))
