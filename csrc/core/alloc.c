@@ -1,0 +1,62 @@
+/* alloc.c - the one allocator, and the faults that tests order. */
+#include "alloc.h"
+
+#include <errno.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef PL_FAULTS
+#include <stdatomic.h>
+
+static atomic_long fault_at[PLI_N_FAULTS];
+static atomic_long fault_seen[PLI_N_FAULTS];
+
+void pli_fault_arm(enum pli_fault_kind kind, long n)
+{
+    atomic_store(&fault_seen[kind], 0);
+    atomic_store(&fault_at[kind], n);
+}
+
+long pli_fault_count(enum pli_fault_kind kind)
+{
+    return atomic_load(&fault_seen[kind]);
+}
+
+int pli_fault_hit(enum pli_fault_kind kind)
+{
+    const long now = atomic_fetch_add(&fault_seen[kind], 1) + 1;
+    if (now != atomic_load(&fault_at[kind]))
+        return 0;
+    errno = ENOMEM;
+    return 1;
+}
+#endif
+
+pl_status pli_calloc(size_t count, size_t size, const char *purpose, void *out)
+{
+    pl_status st = PL_OK;
+    void *memory = NULL;
+    if (size != 0 && count > (SIZE_MAX - PL_CACHE_LINE) / size)
+        PL_FAIL(PL_ENOMEM, "%s: %zu x %zu bytes is more than there can be", purpose,
+                count, size);
+    /* aligned_alloc wants a multiple of the alignment, and more than nothing */
+    const size_t bytes = (count * size + PL_CACHE_LINE) / PL_CACHE_LINE * PL_CACHE_LINE;
+#ifdef PL_FAULTS
+    if (pli_fault_hit(PLI_FAULT_ALLOC))
+        PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes (ordered by a test)", purpose,
+                bytes);
+#endif
+    memory = aligned_alloc(PL_CACHE_LINE, bytes);
+    if (memory == NULL)
+        PL_FAIL(PL_ENOMEM, "%s: no memory for %zu bytes", purpose, bytes);
+    memset(memory, 0, bytes);
+    memcpy(out, &memory, sizeof memory); /* out is the address of any pointer */
+done:
+    return st;
+}
+
+void pli_free(void *memory)
+{
+    free(memory);
+}

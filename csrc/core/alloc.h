@@ -1,0 +1,40 @@
+/* alloc.h - all memory and all system calls pass here, so that a test can fail any.
+ *
+ * In a build with -DPL_FAULTS the n-th allocation, or the n-th guarded system
+ * call, of the process can be made to fail; otherwise the guards vanish.
+ */
+#ifndef PLI_ALLOC_H
+#define PLI_ALLOC_H
+
+#include <stddef.h>
+
+#include "status.h"
+
+/* Zeroed memory for `count` things of `size` bytes, aligned to a cache line.
+ * *out is for pli_free().  PL_ENOMEM names the purpose. */
+pl_status pli_calloc(size_t count, size_t size, const char *purpose,
+                     void *out) PL_MUST_USE;
+void pli_free(void *memory);
+
+#ifdef PL_FAULTS
+enum pli_fault_kind { PLI_FAULT_ALLOC, PLI_FAULT_SYSCALL, PLI_N_FAULTS };
+
+/* From now on the n-th call of this kind fails (1: the next); 0: none does. */
+void pli_fault_arm(enum pli_fault_kind kind, long n);
+
+/* Calls of this kind since it was last armed. */
+long pli_fault_count(enum pli_fault_kind kind);
+
+/* Non-zero, with errno = ENOMEM, where this call is the one to fail. */
+int pli_fault_hit(enum pli_fault_kind kind);
+
+/* A system call that returns -1 on failure. */
+#define PL_SYS(call) (pli_fault_hit(PLI_FAULT_SYSCALL) ? -1 : (call))
+/* A system call that returns a pointer, and `bad` on failure. */
+#define PL_SYS_PTR(call, bad) (pli_fault_hit(PLI_FAULT_SYSCALL) ? (bad) : (call))
+#else
+#define PL_SYS(call) (call)
+#define PL_SYS_PTR(call, bad) (call)
+#endif
+
+#endif
