@@ -1,0 +1,123 @@
+/* cpu.c - host memory: the calling thread moves it, and nothing is ever late.
+ *
+ * Sums are taken by the plain entry point of cpu_sum.h, so that what is added here
+ * (a gradient that arrives twice in one backward) has the same roundings as what
+ * the ranks add together.
+ */
+#include <string.h>
+
+#include "../core/alloc.h"
+#include "../core/config.h"
+#include "backend.h"
+#include "cpu_sum.h"
+
+typedef struct cpu_backend {
+    pl_backend super;
+    const pli_sum_table *sums;
+} cpu_backend;
+
+pl_status pli_cpu_sums(const pli_sum_table **out)
+{
+    pl_status st = PL_OK;
+    const char *word = pli_config_isa();
+    pli_isa isa = PLI_ISA_PLAIN;
+    if (word == NULL) {
+        *out = pli_sum_table_best();
+        goto done;
+    }
+    PL_TRY(pli_isa_parse(word, &isa));
+    const pli_sum_table *sums = pli_sum_table_of(isa);
+    if (sums == NULL)
+        PL_FAIL(
+            PL_EINVAL,
+            "PACELINE_ISA is '%s', which this processor or build lacks: unset it, or "
+            "take 'plain'",
+            word);
+    *out = sums;
+done:
+    return st;
+}
+
+static pl_status cpu_copy(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                          pl_stream *stream)
+{
+    (void)backend;
+    (void)stream;
+    for (size_t i = 0; i < n_moves; i++) {
+        const size_t n_bytes = moves[i].n_elems * pl_dtype_bytes(moves[i].dtype);
+        if (moves[i].from == NULL)
+            memset(moves[i].to, 0, n_bytes);
+        else
+            memcpy(moves[i].to, moves[i].from, n_bytes);
+    }
+    return PL_OK;
+}
+
+static pl_status cpu_add(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                         pl_stream *stream)
+{
+    const cpu_backend *self = (const cpu_backend *)backend;
+    (void)stream;
+    for (size_t i = 0; i < n_moves; i++) {
+        if (moves[i].from == NULL)
+            continue;
+        const void *const in[2] = {moves[i].to, moves[i].from};
+        void *const out[1] = {moves[i].to};
+        self->sums->fn[moves[i].dtype][PL_SUM](&(pli_sum_args){
+            .in = in, .n_in = 2, .out = out, .n_out = 1, .n_elems = moves[i].n_elems});
+    }
+    return PL_OK;
+}
+
+/* There is no event on the CPU: what a call did has happened when it returns. */
+static pl_status cpu_event_create(pl_backend *backend, pl_event **out)
+{
+    (void)backend;
+    *out = NULL;
+    return PL_OK;
+}
+
+static pl_status cpu_event_nothing(pl_backend *backend, pl_event *event,
+                                   pl_stream *stream)
+{
+    (void)backend;
+    (void)event;
+    (void)stream;
+    return PL_OK;
+}
+
+static void cpu_event_destroy(pl_backend *backend, pl_event *event)
+{
+    (void)backend;
+    (void)event;
+}
+
+static void cpu_destroy(pl_backend *backend)
+{
+    pli_free(backend);
+}
+
+static const pl_backend_ops cpu_ops = {
+    .name = "cpu",
+    .copy = cpu_copy,
+    .add = cpu_add,
+    .event_create = cpu_event_create,
+    .event_record = cpu_event_nothing,
+    .event_wait = cpu_event_nothing,
+    .event_destroy = cpu_event_destroy,
+    .destroy = cpu_destroy,
+};
+
+pl_status pli_cpu_backend_create(pl_backend **out)
+{
+    pl_status st = PL_OK;
+    cpu_backend *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self, "CPU backend", &self));
+    PL_TRY(pli_cpu_sums(&self->sums));
+    self->super.ops = &cpu_ops;
+    *out = &self->super;
+    self = NULL;
+done:
+    pli_free(self);
+    return st;
+}

@@ -1,0 +1,105 @@
+/* cpu_sum.c - names of the instruction sets, and which of them this processor has.
+ *
+ * The choice is made by plain calls and a table of function pointers, because
+ * ifunc and target_clones need a dynamic linker that musl does not have.
+ */
+#include "cpu_sum.h"
+
+#include <string.h>
+
+#include "../core/status.h"
+#include "cpu_sum_tables.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+static int has_avx2(void)
+{
+    unsigned a;
+    unsigned b;
+    unsigned c;
+    unsigned d;
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2"))
+        return 0;
+    /* Not every supported compiler lets __builtin_cpu_supports be asked for f16c.
+     * That the system saves its registers is part of the answer for avx2. */
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+
+static int has_avx512(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#else
+static int has_avx2(void)
+{
+    return 0;
+}
+
+static int has_avx512(void)
+{
+    return 0;
+}
+#endif
+
+const char *pli_isa_text(pli_isa isa)
+{
+    switch (isa) {
+#define ISA_TEXT(name, text)                                                           \
+    case name:                                                                         \
+        return text;
+        PLI_ISA_MAP(ISA_TEXT)
+#undef ISA_TEXT
+    case PLI_N_ISAS:
+        break;
+    }
+    return "unknown";
+}
+
+pl_status pli_isa_parse(const char *text, pli_isa *out)
+{
+    pl_status st = PL_OK;
+    for (int i = 0; i < PLI_N_ISAS; i++) {
+        if (strcmp(text, pli_isa_text((pli_isa)i)) == 0) {
+            *out = (pli_isa)i;
+            goto done;
+        }
+    }
+#define ISA_WORD(name, text) " " text
+    PL_FAIL(PL_EINVAL, "unknown instruction set '%s'; the allowed words are:%s", text,
+            PLI_ISA_MAP(ISA_WORD));
+#undef ISA_WORD
+done:
+    return st;
+}
+
+const pli_sum_table *pli_sum_table_of(pli_isa isa)
+{
+    switch (isa) {
+    case PLI_ISA_PLAIN:
+        return pli_sum_table_plain();
+    case PLI_ISA_NEON:
+        return pli_sum_table_neon();
+    case PLI_ISA_AVX2:
+        return has_avx2() ? pli_sum_table_avx2() : NULL;
+    case PLI_ISA_AVX512:
+        return has_avx512() ? pli_sum_table_avx512() : NULL;
+    case PLI_N_ISAS:
+        break;
+    }
+    return NULL;
+}
+
+const pli_sum_table *pli_sum_table_best(void)
+{
+    const pli_sum_table *best = pli_sum_table_of(PLI_ISA_PLAIN);
+    for (int i = PLI_ISA_PLAIN + 1; i < PLI_N_ISAS; i++) {
+        const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
+        if (table != NULL)
+            best = table;
+    }
+    return best;
+}
