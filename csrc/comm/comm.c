@@ -1,0 +1,115 @@
+/* comm.c - the one door: every operation is checked here, whatever carries it. */
+#include "comm.h"
+
+const char *pli_op_kind_text(pl_op_kind kind)
+{
+    static const char *const texts[PL_N_OP_KINDS] = {
+        [PL_ALL_REDUCE] = "all-reduce",         [PL_REDUCE] = "reduce",
+        [PL_REDUCE_SCATTER] = "reduce-scatter", [PL_ALL_GATHER] = "all-gather",
+        [PL_BROADCAST] = "broadcast",           [PL_BARRIER] = "barrier",
+    };
+    return (unsigned)kind < PL_N_OP_KINDS ? texts[kind] : "no operation";
+}
+
+static int is_reducing(pl_op_kind kind)
+{
+    return kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER;
+}
+
+static pl_status check_range(const pl_comm *comm, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    const size_t elem_bytes = pl_dtype_bytes(op->dtype);
+    if (elem_bytes == 0)
+        PL_FAIL(PL_EINVAL, "dtype %d is none of pl_dtype", (int)op->dtype);
+    if (op->offset_bytes % elem_bytes != 0)
+        PL_FAIL(PL_EINVAL, "offset_bytes %zu is no multiple of a %s's %zu bytes",
+                op->offset_bytes, pl_dtype_text(op->dtype), elem_bytes);
+    if (op->offset_bytes > comm->arena_bytes ||
+        op->n_elems > (comm->arena_bytes - op->offset_bytes) / elem_bytes)
+        PL_FAIL(PL_EINVAL,
+                "range of %zu %s at byte %zu leaves the arena, which has %zu bytes",
+                op->n_elems, pl_dtype_text(op->dtype), op->offset_bytes,
+                comm->arena_bytes);
+done:
+    return st;
+}
+
+static pl_status check_op(const pl_comm *comm, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    if ((unsigned)op->kind >= PL_N_OP_KINDS)
+        PL_FAIL(PL_EINVAL, "kind %d is none of pl_op_kind", (int)op->kind);
+    if (op->kind == PL_BARRIER)
+        goto done;
+    PL_TRY(check_range(comm, op));
+    if ((op->kind == PL_REDUCE || op->kind == PL_BROADCAST) &&
+        (op->root < 0 || op->root >= comm->world_size))
+        PL_FAIL(PL_EINVAL, "root %d is none of the %d ranks", op->root,
+                comm->world_size);
+    if (is_reducing(op->kind) && (unsigned)op->reduction >= PL_N_REDUCTIONS)
+        PL_FAIL(PL_EINVAL, "reduction %d is none of pl_reduction", (int)op->reduction);
+    if ((op->kind == PL_REDUCE_SCATTER || op->kind == PL_ALL_GATHER) &&
+        op->n_elems % (size_t)comm->world_size != 0)
+        PL_FAIL(PL_EINVAL, "%s of %zu elements cannot be split over %d ranks",
+                pli_op_kind_text(op->kind), op->n_elems, comm->world_size);
+done:
+    return st;
+}
+
+pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    static const pli_order no_order = {NULL, NULL};
+    PL_TRY(check_op(comm, op));
+    PL_TRY(comm->ops->issue(comm, op, &no_order, out));
+done:
+    return st;
+}
+
+pl_status pl_comm_progress(pl_comm *comm)
+{
+    return comm->ops->progress(comm);
+}
+
+pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    return comm->ops->wait(comm, ticket, slice_ns);
+}
+
+pl_status pl_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
+{
+    return comm->ops->recover(comm, slice_ns, out);
+}
+
+void pl_comm_abort(pl_comm *comm, const char *words)
+{
+    if (comm != NULL)
+        comm->ops->abort(comm, words);
+}
+
+void pl_comm_leave(pl_comm *comm)
+{
+    comm->ops->leave(comm);
+}
+
+void pl_comm_destroy(pl_comm *comm)
+{
+    if (comm != NULL)
+        comm->ops->destroy(comm);
+}
+
+int pl_comm_rank(const pl_comm *comm)
+{
+    return comm->rank;
+}
+
+int pl_comm_world_size(const pl_comm *comm)
+{
+    return comm->world_size;
+}
+
+size_t pl_comm_arena_bytes(const pl_comm *comm)
+{
+    return comm->arena_bytes;
+}

@@ -1,0 +1,158 @@
+/* failure.c - who is to blame, in a word for the fast path and in words for people. */
+#include "failure.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "../core/clock.h"
+#include "comm.h"
+
+/* How long a report waits for words that the culprit has promised. */
+enum { WORDS_PATIENCE_MS = 400 };
+
+static uint64_t pack(const pli_failure *failure)
+{
+    return failure->epoch << 24 | (uint64_t)(uint8_t)failure->rank << 16 |
+           (uint64_t)failure->reason << 8 | 1;
+}
+
+static pli_failure unpack(uint64_t word)
+{
+    return (pli_failure){
+        .epoch = word >> 24,
+        .rank = (int)(word >> 16 & 0xff),
+        .reason = (pli_reason)(word >> 8 & 0xff),
+    };
+}
+
+int pli_failure_get(const pli_segment *segment, pli_failure *out)
+{
+    const uint64_t word = atomic_load(&pli_header_of(segment)->failure);
+    if (word == 0)
+        return 0;
+    *out = unpack(word);
+    return 1;
+}
+
+int pli_failure_is_final(const pli_failure *failure)
+{
+    return failure->reason != PLI_RAISED;
+}
+
+int pli_failure_concerns(const pli_failure *failure, uint64_t epoch)
+{
+    return pli_failure_is_final(failure) || failure->epoch >= epoch;
+}
+
+void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
+{
+    _Atomic uint64_t *word = &pli_header_of(segment)->failure;
+    uint64_t standing = atomic_load(word);
+    do {
+        if (standing != 0) {
+            const pli_failure old = unpack(standing);
+            if (pli_failure_is_final(&old) ||
+                (!pli_failure_is_final(failure) && old.epoch >= failure->epoch))
+                break;
+        }
+    } while (!atomic_compare_exchange_weak(word, &standing, pack(failure)));
+    pli_bell_ring(segment);
+}
+
+void pli_bell_ring(const pli_segment *segment)
+{
+    pli_header *header = pli_header_of(segment);
+    /* Pairs with the waiter, which counts itself before it looks at what the caller
+     * has just stored: one of the two sees the other. */
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&header->n_waiters, memory_order_relaxed) == 0)
+        return;
+    atomic_fetch_add(&header->bell, 1);
+    (void)syscall(SYS_futex, &header->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+static const char *activity_text(const pli_rank *rank)
+{
+    static const char *const texts[PL_N_ACTIVITIES] = {
+#define ACTIVITY_TEXT(name, text) [name] = text,
+        PLI_ACTIVITY_MAP(ACTIVITY_TEXT)
+#undef ACTIVITY_TEXT
+    };
+    const uint32_t activity = atomic_load(&rank->activity);
+    return activity < PL_N_ACTIVITIES ? texts[activity] : "an unknown activity";
+}
+
+/* "step 12, in backward, operation 3": where a rank stands. */
+static void describe(const pli_rank *rank, char *out, size_t out_bytes)
+{
+    const uint64_t posted = atomic_load(&rank->posted);
+    (void)snprintf(
+        out, out_bytes, "step %llu, in %s, after operation %llu",
+        (unsigned long long)atomic_load(&rank->step), activity_text(rank),
+        (unsigned long long)(posted & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1)));
+}
+
+static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
+{
+    const int64_t until = pli_now_ns() + WORDS_PATIENCE_MS * PLI_MS;
+    while (atomic_load(&culprit->words_state) == PLI_WORDS_FOLLOW &&
+           pli_now_ns() < until)
+        pli_sleep_ns(2 * PLI_MS);
+    out[0] = '\0';
+    if (atomic_load(&culprit->words_state) != PLI_WORDS_READY)
+        return;
+    const size_t n = strnlen(culprit->words, PLI_WORDS_BYTES - 1);
+    (void)snprintf(out, out_bytes, "\n\nIts own last words:\n%.*s", (int)n,
+                   culprit->words);
+}
+
+pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
+                             int me, const char *waiting_for)
+{
+    pli_rank *culprit = pli_rank_of(segment, failure->rank);
+    const int r = failure->rank;
+    const int pid = (int)atomic_load(&culprit->pid);
+    char there[160];
+    char here[160];
+    char words[PLI_WORDS_BYTES + 64];
+    describe(culprit, there, sizeof there);
+    describe(pli_rank_of(segment, me), here, sizeof here);
+    copy_words(culprit, words, sizeof words);
+    switch (failure->reason) {
+    case PLI_RAISED:
+        return pli_fail(
+            PL_EPEER,
+            "rank %d: the step of rank %d failed (%s), so this one cannot be "
+            "finished (%s%s)%s",
+            me, r, there, here, waiting_for, words);
+    case PLI_DIED:
+        return pli_fail(
+            PL_EPEER,
+            "rank %d: rank %d (process %d) died (%s); this rank was at %s%s%s", me, r,
+            pid, there, here, waiting_for, words);
+    case PLI_LEFT:
+        return pli_fail(
+            PL_EPEER,
+            "rank %d: rank %d (process %d) has left (%s), but this rank waits "
+            "for it (%s%s): every rank needs the same number of steps%s",
+            me, r, pid, there, here, waiting_for, words);
+    case PLI_LATE:
+        return pli_fail(
+            PL_ETIMEOUT,
+            "rank %d: rank %d (process %d) lives but kept the others waiting "
+            "beyond the deadline (%s); this rank was at %s%s%s",
+            me, r, pid, there, here, waiting_for, words);
+    case PLI_MISMATCH:
+        return pli_fail(PL_EMISMATCH,
+                        "rank %d: rank %d issued another operation than this rank (%s "
+                        "there, %s here): the ranks must run the same steps%s",
+                        me, r, there, here, words);
+    case PLI_N_REASONS:
+        break;
+    }
+    return pli_fail(PL_EPEER, "rank %d: rank %d failed for an unknown reason", me, r);
+}

@@ -1,0 +1,81 @@
+/* progress.c - a list of worlds under a lock that waiters only try. */
+#include "progress.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#include "../core/alloc.h"
+
+struct pli_progress {
+    pthread_mutex_t lock;
+    pl_comm **comms;
+    size_t n_comms;
+    size_t capacity;
+};
+
+pl_status pli_progress_create(pli_progress **out)
+{
+    pl_status st = PL_OK;
+    pli_progress *progress = NULL;
+    PL_TRY(pli_calloc(1, sizeof *progress, "progress of worlds", &progress));
+    (void)pthread_mutex_init(&progress->lock, NULL); /* cannot fail on Linux */
+    *out = progress;
+done:
+    return st;
+}
+
+void pli_progress_destroy(pli_progress *progress)
+{
+    if (progress == NULL)
+        return;
+    (void)pthread_mutex_destroy(&progress->lock);
+    pli_free(progress->comms);
+    pli_free(progress);
+}
+
+pl_status pli_progress_join(pli_progress *progress, pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    if (progress == NULL)
+        return PL_OK;
+    (void)pthread_mutex_lock(&progress->lock);
+    if (progress->n_comms == progress->capacity) {
+        const size_t capacity = 2 * progress->capacity + 4;
+        pl_comm **comms = NULL;
+        PL_TRY(pli_calloc(capacity, sizeof *comms, "list of worlds", &comms));
+        if (progress->n_comms > 0)
+            memcpy(comms, progress->comms, progress->n_comms * sizeof *comms);
+        pli_free(progress->comms);
+        progress->comms = comms;
+        progress->capacity = capacity;
+    }
+    progress->comms[progress->n_comms++] = comm;
+done:
+    (void)pthread_mutex_unlock(&progress->lock);
+    return st;
+}
+
+void pli_progress_leave(pli_progress *progress, const pl_comm *comm)
+{
+    if (progress == NULL)
+        return;
+    (void)pthread_mutex_lock(&progress->lock);
+    for (size_t i = 0; i < progress->n_comms; i++) {
+        if (progress->comms[i] != comm)
+            continue;
+        progress->comms[i] = progress->comms[--progress->n_comms];
+        break;
+    }
+    (void)pthread_mutex_unlock(&progress->lock);
+}
+
+void pli_progress_others(pli_progress *progress, const pl_comm *but)
+{
+    /* Whoever holds the lock is doing just this, or changing the list briefly. */
+    if (progress == NULL || pthread_mutex_trylock(&progress->lock) != 0)
+        return;
+    for (size_t i = 0; i < progress->n_comms; i++)
+        if (progress->comms[i] != but)
+            (void)progress->comms[i]->ops->progress(progress->comms[i]);
+    (void)pthread_mutex_unlock(&progress->lock);
+}

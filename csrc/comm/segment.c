@@ -1,0 +1,162 @@
+/* segment.c - one memfd, mapped by every rank. */
+#include "segment.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../core/alloc.h"
+
+#define SEGMENT_MAGIC UINT64_C(0x656e696c65636170) /* "paceline" */
+enum { SEGMENT_VERSION = 1 };
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+
+static size_t round_up(size_t n, size_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
+                    pli_segment *out)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t n = (size_t)world_size;
+    const size_t words =
+        sizeof(pli_header) + n * sizeof(pli_rank) + n * ring_ops * sizeof(uint64_t);
+    *out = (pli_segment){
+        .fd = -1,
+        .world_size = world_size,
+        .ring_ops = ring_ops,
+        .arena_bytes = round_up(arena_bytes > 0 ? arena_bytes : 1, page),
+        .arenas_at = round_up(words, page),
+    };
+    out->map_bytes = out->arenas_at + n * out->arena_bytes;
+}
+
+static pl_status map_segment(pli_segment *segment)
+{
+    pl_status st = PL_OK;
+    void *base = PL_SYS_PTR(mmap(NULL, segment->map_bytes, PROT_READ | PROT_WRITE,
+                                 MAP_SHARED, segment->fd, 0),
+                            MAP_FAILED);
+    if (base == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot map %zu bytes of shared memory", segment->map_bytes);
+    segment->base = base;
+done:
+    return st;
+}
+
+pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_ops,
+                             pli_segment *out)
+{
+    pl_status st = PL_OK;
+    pli_segment segment;
+    lay_out(world_size, arena_bytes, ring_ops, &segment);
+    segment.fd = PL_SYS(memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (segment.fd < 0)
+        PL_FAIL_ERRNO("cannot make shared memory (memfd_create)");
+    if (PL_SYS(ftruncate(segment.fd, (off_t)segment.map_bytes)) != 0)
+        PL_FAIL_ERRNO("cannot size shared memory to %zu bytes", segment.map_bytes);
+    if (PL_SYS(fcntl(segment.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) != 0)
+        PL_FAIL_ERRNO("cannot seal the size of shared memory");
+    PL_TRY(map_segment(&segment));
+    pli_header *header = pli_header_of(&segment);
+    header->magic = SEGMENT_MAGIC;
+    header->version = SEGMENT_VERSION;
+    header->world_size = (uint32_t)world_size;
+    header->ring_ops = ring_ops;
+    header->arena_bytes = segment.arena_bytes;
+    *out = segment;
+    segment = (pli_segment){.fd = -1};
+done:
+    pli_segment_fini(&segment);
+    return st;
+}
+
+static pl_status check_header(const pli_segment *segment)
+{
+    pl_status st = PL_OK;
+    const pli_header *header = pli_header_of(segment);
+    if (header->magic != SEGMENT_MAGIC || header->version != SEGMENT_VERSION)
+        PL_FAIL(PL_EMISMATCH,
+                "the ranks run different versions of paceline (shared memory has "
+                "version %u, this rank expects %d): install the same one for all",
+                header->version, SEGMENT_VERSION);
+    if (header->world_size != (uint32_t)segment->world_size ||
+        header->ring_ops != segment->ring_ops ||
+        header->arena_bytes != segment->arena_bytes)
+        PL_FAIL(PL_EMISMATCH,
+                "the ranks ask for different shared memory: %u ranks of %zu bytes "
+                "there, %d of %zu here",
+                header->world_size, (size_t)header->arena_bytes, segment->world_size,
+                segment->arena_bytes);
+done:
+    return st;
+}
+
+pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
+                            uint32_t ring_ops, pli_segment *out)
+{
+    pl_status st = PL_OK;
+    pli_segment segment;
+    struct stat file;
+    lay_out(world_size, arena_bytes, ring_ops, &segment);
+    segment.fd = fd;
+    if (PL_SYS(fstat(fd, &file)) != 0)
+        PL_FAIL_ERRNO("cannot look at the shared memory that a peer sent");
+    if ((size_t)file.st_size != segment.map_bytes)
+        PL_FAIL(PL_EMISMATCH,
+                "the ranks ask for different shared memory: %zu bytes there, %zu here",
+                (size_t)file.st_size, segment.map_bytes);
+    PL_TRY(map_segment(&segment));
+    PL_TRY(check_header(&segment));
+    *out = segment;
+    segment = (pli_segment){.fd = -1};
+done:
+    if (st != PL_OK)
+        segment.fd = -1; /* the caller's still */
+    pli_segment_fini(&segment);
+    return st;
+}
+
+pl_status pli_segment_populate(const pli_segment *segment, int rank)
+{
+    pl_status st = PL_OK;
+    const off_t at = (off_t)(segment->arenas_at + (size_t)rank * segment->arena_bytes);
+    if (PL_SYS(madvise(pli_arena_of(segment, rank), segment->arena_bytes,
+                       MADV_POPULATE_WRITE)) == 0)
+        goto done;
+    /* An older kernel: reserve the pages at least. */
+    if (PL_SYS(fallocate(segment->fd, 0, at, (off_t)segment->arena_bytes)) != 0)
+        PL_FAIL_ERRNO("no memory for this rank's %zu bytes of shared gradients",
+                      segment->arena_bytes);
+done:
+    return st;
+}
+
+void pli_segment_keep_from_children(const pli_segment *segment, int rank)
+{
+    /* A child keeps its copy of this rank's own arena, for the gradients that its
+     * parent's tensors show; failure costs memory in a child, nothing else. */
+    char *own = pli_arena_of(segment, rank);
+    char *end = segment->base + segment->map_bytes;
+    (void)madvise(segment->base, (size_t)(own - segment->base), MADV_DONTFORK);
+    if (own + segment->arena_bytes < end)
+        (void)madvise(own + segment->arena_bytes,
+                      (size_t)(end - own - (ptrdiff_t)segment->arena_bytes),
+                      MADV_DONTFORK);
+}
+
+void pli_segment_fini(pli_segment *segment)
+{
+    if (segment->base != NULL)
+        (void)munmap(segment->base, segment->map_bytes);
+    if (segment->fd >= 0)
+        (void)close(segment->fd);
+    *segment = (pli_segment){.fd = -1};
+}

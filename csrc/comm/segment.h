@@ -1,0 +1,111 @@
+/* segment.h - the memory that the ranks of a host share, and the words in it.
+ *
+ *   +---------+-------------+------------------+---------+---------+-----
+ *   | header  | rank words  | tags, per rank   | arena 0 | arena 1 | ...
+ *   +---------+-------------+------------------+---------+---------+-----
+ *
+ * The segment is one memfd: it has no name, so nothing is left of it once every
+ * process that mapped it is gone, however that went.  A counter is written by one
+ * rank, read by all, and only grows; its number is epoch << PLI_EPOCH_SHIFT | n,
+ * so that a new epoch outruns everything of the old one.
+ */
+#ifndef PLI_SEGMENT_H
+#define PLI_SEGMENT_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "../core/status.h"
+
+enum { PLI_EPOCH_SHIFT = 40, PLI_WORDS_BYTES = 6144 };
+
+/* Why a world failed.  After PLI_RAISED it can go on in a new epoch; the other
+ * reasons are final. */
+typedef enum pli_reason {
+    PLI_RAISED,   /* a rank's step failed, and the rank said so */
+    PLI_DIED,     /* a rank's process ended without a word */
+    PLI_LEFT,     /* a rank said goodbye while others waited for it */
+    PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
+    PLI_MISMATCH, /* a rank issued another operation than the rest */
+    PLI_N_REASONS
+} pli_reason;
+
+typedef enum pli_life { PLI_ABSENT, PLI_PRESENT, PLI_GONE } pli_life;
+
+/* Whether a rank has left words for the peers. */
+typedef enum pli_words { PLI_NO_WORDS, PLI_WORDS_FOLLOW, PLI_WORDS_READY } pli_words;
+
+typedef struct pli_header {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t world_size;
+    uint32_t ring_ops;
+    uint64_t arena_bytes;
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t failure; /* see failure.h; 0: none */
+    _Alignas(PL_CACHE_LINE) _Atomic uint32_t bell;    /* futex word */
+    _Atomic uint32_t n_waiters;
+} pli_header;
+
+/* What one rank writes and the others read. */
+typedef struct pli_rank {
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t posted; /* operations issued */
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
+    _Atomic uint64_t step;
+    _Atomic uint32_t activity; /* pl_activity */
+    _Atomic uint32_t life;     /* pli_life */
+    _Atomic int32_t pid;       /* as the rank itself sees it */
+    _Atomic uint32_t words_state;
+    char words[PLI_WORDS_BYTES];
+} pli_rank;
+
+typedef struct pli_segment {
+    int fd;
+    int world_size;
+    uint32_t ring_ops;
+    size_t arena_bytes; /* rounded up to pages */
+    size_t map_bytes;
+    size_t arenas_at; /* offset of arena 0 in the file */
+    char *base;
+} pli_segment;
+
+/* Makes the memfd and maps it.  ring_ops is a power of two. */
+pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_ops,
+                             pli_segment *out) PL_MUST_USE;
+
+/* Maps a segment that a peer made; takes the descriptor over on success. */
+pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
+                            uint32_t ring_ops, pli_segment *out) PL_MUST_USE;
+
+/* Gives one rank's arena its pages now, so that a memory limit is an error here
+ * and not a SIGBUS later. */
+pl_status pli_segment_populate(const pli_segment *segment, int rank) PL_MUST_USE;
+
+/* Keeps the peers' part of the segment, and all words, out of forked children. */
+void pli_segment_keep_from_children(const pli_segment *segment, int rank);
+
+void pli_segment_fini(pli_segment *segment);
+
+static inline pli_header *pli_header_of(const pli_segment *segment)
+{
+    return (pli_header *)(void *)segment->base;
+}
+
+static inline pli_rank *pli_rank_of(const pli_segment *segment, int rank)
+{
+    return (pli_rank *)(void *)(segment->base + sizeof(pli_header)) + rank;
+}
+
+/* What a rank's operations were: one word each, the ring of its last ring_ops. */
+static inline _Atomic uint64_t *pli_tags_of(const pli_segment *segment, int rank)
+{
+    return (_Atomic uint64_t *)(void *)pli_rank_of(segment, segment->world_size) +
+           (size_t)rank * segment->ring_ops;
+}
+
+static inline char *pli_arena_of(const pli_segment *segment, int rank)
+{
+    return segment->base + segment->arenas_at + (size_t)rank * segment->arena_bytes;
+}
+
+#endif

@@ -1,0 +1,46 @@
+/* shm.h - makes a world of processes of one host.
+ *
+ * Rank 0 listens on a Unix socket of the abstract namespace, whose name the ranks
+ * have agreed on by other means (the user's process group).  Each other rank
+ * connects and says hello; when all have, rank 0 sends each the segment's
+ * descriptor.  A rank that fails meanwhile closes its socket, or dies and is seen by
+ * its pidfd: no rank waits for one that is gone.
+ */
+#ifndef PLI_SHM_H
+#define PLI_SHM_H
+
+#include "progress.h"
+
+enum { PLI_ADDRESS_BYTES = 48 };
+
+typedef struct pli_listener pli_listener;
+
+typedef struct pli_shm_options {
+    int rank;
+    int world_size;
+    size_t arena_bytes;  /* equal on all ranks */
+    size_t n_ops;        /* the most operations ever in flight; equal on all ranks */
+    int64_t deadline_ns; /* of each wait, counted from the peer's last sign of life */
+    const int *pids;     /* per rank, as this process sees them; 0: not visible */
+    pli_progress *progress; /* borrowed until the world is destroyed; NULL: none */
+    /* Asked every 100 ms: non-zero gives up with PL_EAGAIN.  NULL: never. */
+    int (*is_interrupted)(void *context);
+    void *context;
+} pli_shm_options;
+
+/* Rank 0: opens a socket with a random name, written to `address`. */
+pl_status pli_listener_create(char address[PLI_ADDRESS_BYTES],
+                              pli_listener **out) PL_MUST_USE;
+void pli_listener_destroy(pli_listener *listener);
+
+/* Joins the world; returns once every rank has.  Rank 0 gives its listener, the
+ * others its address.  *out: for pl_comm_destroy(). */
+pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *listener,
+                         const char *address, pl_comm **out) PL_MUST_USE;
+
+/* Maps `bytes` of this rank's own arena a second time: *out is for munmap().  Only
+ * for a world that pli_shm_create() made. */
+pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
+                          void **out) PL_MUST_USE;
+
+#endif

@@ -1,0 +1,84 @@
+/* window.c - mapping, counting, and turning shared pages into private ones in place. */
+#include "window.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#include "../core/alloc.h"
+
+static void drop_user(pli_window *window)
+{
+    if (atomic_fetch_sub(&window->n_users, 1) > 1)
+        return;
+    if (window->base != NULL)
+        (void)munmap(window->base, window->n_bytes);
+    pli_free(window->n_views);
+    pli_free(window);
+}
+
+pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                            size_t n_slots, pli_window **out)
+{
+    pl_status st = PL_OK;
+    pli_window *window = NULL;
+    void *base = NULL;
+    PL_TRY(pli_calloc(1, sizeof *window, "window", &window));
+    atomic_store(&window->n_users, 1);
+    window->n_slots = n_slots;
+    window->n_bytes = n_bytes;
+    PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
+                      &window->n_views));
+    PL_TRY(pli_shm_map_own(comm, offset_bytes, n_bytes, &base));
+    window->base = base;
+    *out = window;
+    window = NULL;
+done:
+    pli_window_release(window);
+    return st;
+}
+
+pl_status pli_window_retire(pli_window *window)
+{
+    pl_status st = PL_OK;
+    void *copy = MAP_FAILED;
+    if (pli_window_n_views(window) == 0)
+        goto done;
+    copy = PL_SYS_PTR(mmap(NULL, window->n_bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+                      MAP_FAILED);
+    if (copy == MAP_FAILED)
+        PL_FAIL_ERRNO("no memory to keep %zu bytes of old gradients", window->n_bytes);
+    memcpy(copy, window->base, window->n_bytes);
+    if (PL_SYS_PTR(mremap(copy, window->n_bytes, window->n_bytes,
+                          MREMAP_MAYMOVE | MREMAP_FIXED, window->base),
+                   MAP_FAILED) == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot keep %zu bytes of old gradients", window->n_bytes);
+    copy = MAP_FAILED;
+done:
+    if (copy != MAP_FAILED)
+        (void)munmap(copy, window->n_bytes);
+    return st;
+}
+
+void pli_window_see(pli_window *window, size_t slot)
+{
+    atomic_fetch_add(&window->n_users, 1);
+    atomic_fetch_add(&window->n_views[slot], 1);
+}
+
+void pli_window_unsee(pli_window *window, size_t slot)
+{
+    atomic_fetch_sub(&window->n_views[slot], 1);
+    drop_user(window);
+}
+
+size_t pli_window_n_views(const pli_window *window)
+{
+    return atomic_load(&window->n_users) - 1;
+}
+
+void pli_window_release(pli_window *window)
+{
+    if (window != NULL)
+        drop_user(window);
+}

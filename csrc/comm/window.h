@@ -1,0 +1,42 @@
+/* window.h - a second mapping of this rank's buckets, for the eyes of the user.
+ *
+ * What the user sees as a parameter's gradient is a view into a window.  Views are
+ * counted, each by the parameter it belongs to.  When a slot is about to be written
+ * while somebody still holds an old view of it (kept gradients), the whole window is
+ * *retired*: its pages become a private copy at the same address, so every alias keeps
+ * its values, and new views come from a new window.  A window lives as long as its
+ * reducer or any view of it.
+ */
+#ifndef PLI_WINDOW_H
+#define PLI_WINDOW_H
+
+#include <stdatomic.h>
+
+#include "shm.h"
+
+typedef struct pli_window {
+    char *base;
+    size_t n_bytes;
+    atomic_size_t n_users; /* the reducer, and each view */
+    size_t n_slots;
+    atomic_uint *n_views; /* by slot */
+} pli_window;
+
+/* Maps [offset_bytes, offset_bytes + n_bytes) of this rank's arena. */
+pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                            size_t n_slots, pli_window **out) PL_MUST_USE;
+
+/* Turns the window into private memory, unless no view is left to see it. */
+pl_status pli_window_retire(pli_window *window) PL_MUST_USE;
+
+/* Counts a view of `slot` in; pli_window_unsee() counts it out, from any thread. */
+void pli_window_see(pli_window *window, size_t slot);
+void pli_window_unsee(pli_window *window, size_t slot);
+
+/* Views of any slot. */
+size_t pli_window_n_views(const pli_window *window);
+
+/* The reducer's own share; NULL is allowed. */
+void pli_window_release(pli_window *window);
+
+#endif

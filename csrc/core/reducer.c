@@ -1,0 +1,317 @@
+/* reducer.c - from the first gradient of a step to its last. */
+#include "reducer.h"
+
+#include <string.h>
+
+#include "alloc.h"
+#include "reducer_state.h"
+
+enum { OPS_BESIDE_BUCKETS = 8 }; /* flags, order, extra, and some to spare */
+
+/* ---- the arena -------------------------------------------------------------- */
+
+static size_t line_up(size_t n_bytes)
+{
+    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+}
+
+static size_t late_at(const pl_reducer_spec *spec)
+{
+    return spec->n_params;
+}
+
+static size_t order_at(const pl_reducer_spec *spec)
+{
+    return line_up(2 * spec->n_params);
+}
+
+static size_t extra_at(const pl_reducer_spec *spec)
+{
+    return order_at(spec) + line_up(spec->n_params * sizeof(uint32_t));
+}
+
+static size_t buckets_at(const pl_reducer_spec *spec)
+{
+    /* On a page of its own, so that it can be mapped by itself. */
+    const size_t page = 65536; /* a multiple of every page size in use */
+    return (extra_at(spec) + line_up(spec->extra_bytes) + page - 1) / page * page;
+}
+
+size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
+{
+    return buckets_at(spec) + pl_plan_bytes(spec->params, spec->n_params);
+}
+
+size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
+{
+    return spec->n_params + OPS_BESIDE_BUCKETS;
+}
+
+/* ---- life ------------------------------------------------------------------- */
+
+static pl_status allocate(const pl_reducer_spec *spec, pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    const size_t n = spec->n_params;
+    PL_TRY(pli_calloc(n, sizeof *self->params, "reducer's parameters", &self->params));
+    memcpy(self->params, spec->params, n * sizeof *self->params);
+    PL_TRY(pli_calloc(n, sizeof *self->slots, "reducer's slots", &self->slots));
+    PL_TRY(pli_calloc(n, sizeof *self->buckets, "reducer's buckets", &self->buckets));
+    PL_TRY(pli_calloc(n, sizeof *self->backups, "reducer's backups", &self->backups));
+    PL_TRY(pl_plan_create(self->params, n, NULL, &spec->caps, &self->plan));
+done:
+    return st;
+}
+
+pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
+                            pl_backend *backend, pl_reducer **out)
+{
+    pl_status st = PL_OK;
+    pl_reducer *self = NULL;
+    if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
+        PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
+                pl_comm_arena_bytes(comm), spec->n_params,
+                pl_reducer_arena_bytes(spec));
+    PL_TRY(pli_calloc(1, sizeof *self, "reducer", &self));
+    PL_TRY(allocate(spec, self));
+    self->comm = comm;
+    self->backend = backend;
+    self->spec = *spec;
+    self->spec.params = self->params;
+    self->arena = pli_comm_arena(comm);
+    self->late_at = late_at(spec);
+    self->order_at = order_at(spec);
+    self->extra_at = extra_at(spec);
+    self->buckets_at = buckets_at(spec);
+    *out = self;
+    self = NULL;
+done:
+    pl_reducer_destroy(self);
+    return st;
+}
+
+static void drop_backups(pl_reducer *self)
+{
+    for (size_t i = 0; self->backups != NULL && i < self->spec.n_params; i++) {
+        pli_free(self->backups[i]);
+        self->backups[i] = NULL;
+    }
+}
+
+void pl_reducer_destroy(pl_reducer *self)
+{
+    if (self == NULL)
+        return;
+    drop_backups(self);
+    pl_plan_destroy(self->plan);
+    pli_free(self->params);
+    pli_free(self->slots);
+    pli_free(self->buckets);
+    pli_free(self->backups);
+    pli_free(self);
+}
+
+/* ---- a step begins ---------------------------------------------------------- */
+
+void reducer_arm_buckets(pl_reducer *self)
+{
+    self->n_posted = 0;
+    self->n_outstanding = 0;
+    for (size_t b = 0; b < self->plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        uint32_t n_pending = 0;
+        uint32_t n_unexpected = 0;
+        for (size_t m = 0; m < bucket->n_params; m++) {
+            n_pending += self->slots[bucket->params[m]].n_expected > 0;
+            n_unexpected += self->slots[bucket->params[m]].n_expected == 0;
+        }
+        self->n_outstanding += n_pending;
+        self->buckets[b] = (bucket_state){.phase = PL_BUCKET_FILLING,
+                                          .n_pending = n_pending + (n_unexpected > 0)};
+    }
+}
+
+/* Lays the buckets out in the order that rank 0 saw; every rank does so in the same
+ * step, the second. */
+static pl_status take_up_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pl_plan *plan = NULL;
+    const uint32_t *order =
+        (const uint32_t *)(const void *)(self->arena + self->order_at);
+    PL_TRY(pl_plan_create(self->params, self->spec.n_params, order, &self->spec.caps,
+                          &plan));
+    pl_plan_destroy(self->plan);
+    self->plan = plan;
+    self->generation++;
+    self->learning = LEARNING_DONE;
+done:
+    return st;
+}
+
+pl_status pl_reducer_begin(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_IDLE)
+        PL_FAIL(PL_ESTATE, "a step begins while another is under way");
+    if (self->learning == LEARNING_ORDER_KNOWN)
+        PL_TRY(take_up_order(self));
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        self->slots[i].n_fires = 0;
+    self->n_fires = 0;
+    memset(used_of(self), 0, 2 * self->spec.n_params);
+    reducer_arm_buckets(self);
+    self->step++;
+    self->phase = REDUCER_FILLING;
+    pli_comm_note(self->comm, PL_BACKWARD, self->step);
+done:
+    return st;
+}
+
+/* ---- gradients arrive --------------------------------------------------------- */
+
+pl_status reducer_post_ready(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    while (self->n_posted < self->plan->n_buckets &&
+           self->buckets[self->n_posted].phase == PL_BUCKET_READY) {
+        const size_t b = self->n_posted;
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        const pl_op op = {
+            .kind = PL_ALL_REDUCE,
+            .reduction = PL_MEAN,
+            .dtype = bucket->dtype,
+            .offset_bytes = self->buckets_at + bucket->offset_bytes,
+            .n_elems = bucket->n_elems,
+        };
+        PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
+        PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_POSTED, b));
+        self->n_posted++;
+    }
+done:
+    return st;
+}
+
+static pl_status move_in(pl_reducer *self, size_t param, const void *data,
+                         pl_delivery delivery, pl_stream *stream)
+{
+    const pl_move move = {
+        .to = slot_memory(self, param),
+        .from = data,
+        .dtype = self->params[param].dtype,
+        .n_elems = self->params[param].n_elems,
+    };
+    switch (delivery) {
+    case PL_REPLACE:
+        return self->backend->ops->copy(self->backend, &move, 1, stream);
+    case PL_ADD:
+        return self->backend->ops->add(self->backend, &move, 1, stream);
+    case PL_IN_PLACE:
+        break;
+    }
+    return PL_OK;
+}
+
+/* Counts a fire; the bucket is ready with the last that is expected of it. */
+static pl_status count_fire(pl_reducer *self, size_t param)
+{
+    pl_status st = PL_OK;
+    slot_state *slot = &self->slots[param];
+    const size_t b = self->plan->slots[param].bucket;
+    bucket_state *bucket = &self->buckets[b];
+    slot->fired_at = self->n_fires++;
+    if (slot->n_fires < UINT16_MAX)
+        slot->n_fires++;
+    if (slot->n_fires != slot->n_expected)
+        goto done;
+    self->n_outstanding--;
+    if (bucket->phase == PL_BUCKET_FILLING && --bucket->n_pending == 0) {
+        PL_TRY(pl_bucket_move(&bucket->phase, PL_BUCKET_READY, b));
+        PL_TRY(reducer_post_ready(self));
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_deliver(pl_reducer *self, size_t param, const void *data,
+                             pl_delivery delivery, pl_stream *stream, pl_verdict *out)
+{
+    pl_status st = PL_OK;
+    pl_verdict verdict = PL_TAKEN;
+    const bucket_state *bucket = &self->buckets[self->plan->slots[param].bucket];
+    if (self->phase != REDUCER_FILLING)
+        PL_FAIL(PL_ESTATE, "a gradient arrives outside a step");
+    if (bucket->phase == PL_BUCKET_POSTED) {
+        late_of(self)[param] = 1;
+        verdict = PL_LATE;
+    } else {
+        PL_TRY(move_in(self, param, data, delivery, stream));
+        /* READY but waiting for its turn: the slot may still take more. */
+    }
+    if (data != NULL)
+        used_of(self)[param] = 1;
+    PL_TRY(count_fire(self, param));
+    PL_TRY(pl_comm_progress(self->comm));
+    *out = verdict;
+done:
+    return st;
+}
+
+void pl_reducer_hold(pl_reducer *self, size_t param)
+{
+    self->buckets[self->plan->slots[param].bucket].n_pending++;
+}
+
+/* ---- what may be asked -------------------------------------------------------- */
+
+int pl_reducer_is_active(const pl_reducer *self)
+{
+    return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
+}
+
+int pl_reducer_is_complete(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FILLING && self->learning != LEARNING_NOTHING &&
+           self->n_outstanding == 0;
+}
+
+unsigned pl_reducer_fires(const pl_reducer *self, size_t param)
+{
+    return self->slots[param].n_fires;
+}
+
+int pl_reducer_is_used(const pl_reducer *self, size_t param)
+{
+    return used_of(self)[param] != 0;
+}
+
+size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
+{
+    return self->buckets_at + self->plan->slots[param].offset_bytes;
+}
+
+void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_bytes)
+{
+    *offset_bytes = self->buckets_at;
+    *n_bytes = self->plan->n_bytes;
+}
+
+void *pl_reducer_extra(const pl_reducer *self)
+{
+    return self->arena + self->extra_at;
+}
+
+unsigned pl_reducer_generation(const pl_reducer *self)
+{
+    return self->generation;
+}
+
+uint64_t pl_reducer_step(const pl_reducer *self)
+{
+    return self->step;
+}
+
+const pl_plan *pl_reducer_plan(const pl_reducer *self)
+{
+    return self->plan;
+}

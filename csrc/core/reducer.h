@@ -1,0 +1,133 @@
+/* reducer.h - fills buckets as gradients arrive, issues them, says when means are in.
+ *
+ * One step:
+ *
+ *     begin   deliver deliver deliver ...   settle ...   close   wait   [amend ...
+ *     close wait]   end
+ *
+ * `deliver` is called as each gradient comes out of backward, and posts a bucket as
+ * soon as all that came last time are in (never before the buckets ahead of it: the
+ * order is every rank's).  `settle` speaks for a parameter that no gradient came for.
+ * `close` posts what is left, with two bytes a parameter that tell who used what;
+ * `wait` ends with every mean in place.
+ *
+ * A gradient that comes after its bucket was posted is *late*: deliver refuses it, the
+ * caller keeps it, and after `wait` every rank amends that parameter in a round of its
+ * own.  Buckets are posted early only on the strength of the last step, so a model
+ * whose parameters fire as often as last time is never late.
+ *
+ * The arena:
+ *
+ *     [ used: n bytes ][ late: n bytes ][ order: n words ][ extra ][ buckets ]
+ *
+ * `extra` is broadcast from rank 0 with each step; the caller decides what it means.
+ * One thread at a time calls a reducer.
+ */
+#ifndef PLI_REDUCER_H
+#define PLI_REDUCER_H
+
+#include "../backend/backend.h"
+#include "../comm/comm.h"
+#include "plan.h"
+
+typedef struct pl_reducer pl_reducer;
+
+/* What a gradient does to what its slot holds. */
+typedef enum pl_delivery {
+    PL_REPLACE,  /* the slot becomes the data; zeros where there is none */
+    PL_ADD,      /* the data is added to the slot */
+    PL_IN_PLACE, /* the data is in the slot already */
+} pl_delivery;
+
+typedef enum pl_verdict {
+    PL_TAKEN, /* the data was copied: the caller may drop it */
+    PL_LATE,  /* the bucket is posted: the caller keeps it until the amendment */
+} pl_verdict;
+
+/* What every rank must agree on before a world is made. */
+typedef struct pl_reducer_spec {
+    const pl_param *params; /* borrowed during calls only */
+    size_t n_params;
+    size_t extra_bytes;
+    pl_plan_caps caps;
+} pl_reducer_spec;
+
+/* The arena that such a reducer needs, and its most operations in flight. */
+size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec);
+size_t pl_reducer_max_ops(const pl_reducer_spec *spec);
+
+/* comm and backend are borrowed until the reducer is destroyed. */
+pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
+                            pl_backend *backend, pl_reducer **out) PL_MUST_USE;
+void pl_reducer_destroy(pl_reducer *reducer);
+
+/* Starts a step.  PL_ESTATE where one is under way: pl_reducer_reset() it first. */
+pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
+
+/* Hands over a gradient that backward has just produced; `data` is dense, in the
+ * slot's layout; NULL: none came, which counts as zeros and as not used. */
+pl_status pl_reducer_deliver(pl_reducer *reducer, size_t param, const void *data,
+                             pl_delivery delivery, pl_stream *stream,
+                             pl_verdict *out) PL_MUST_USE;
+
+/* Keeps the parameter's bucket back until `close`, whatever else comes: nothing that
+ * arrives for it can then be late.  Before its first delivery in a step. */
+void pl_reducer_hold(pl_reducer *reducer, size_t param);
+
+/* Before `close`, for a parameter that was not delivered: `data` (NULL: zeros) is what
+ * this rank contributes should any rank have used it. */
+typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
+pl_status pl_reducer_settle(pl_reducer *reducer, size_t param, const void *data,
+                            pl_delivery delivery, pl_use use) PL_MUST_USE;
+
+pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
+
+/* PL_EAGAIN after about slice_ns. */
+pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
+
+/* After `wait`: the parameters that some rank delivered late.  Each rank gives what it
+ * has for each: PL_ADD adds to the mean, PL_REPLACE puts a new total in its place. */
+size_t pl_reducer_n_late(const pl_reducer *reducer);
+int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
+pl_status pl_reducer_amend(pl_reducer *reducer, size_t param, const void *data,
+                           pl_delivery delivery) PL_MUST_USE;
+
+/* Ends the step: what was learned of it shapes the next. */
+pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
+
+/* Declares the step failed, on this rank and so on all; `words` may be NULL. */
+void pl_reducer_fail(pl_reducer *reducer, const char *words);
+
+/* Makes a reducer whose step failed, here or elsewhere, ready for a new one, once
+ * every rank does the same; PL_EAGAIN after slice_ns.  At once where none failed. */
+pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
+
+/* ---- what may be asked ------------------------------------------------------ */
+
+/* Non-zero between begin and end. */
+int pl_reducer_is_active(const pl_reducer *reducer);
+
+/* Non-zero once everything that came in the last step has come in this one. */
+int pl_reducer_is_complete(const pl_reducer *reducer);
+
+/* Times that a gradient came for this parameter in this step. */
+unsigned pl_reducer_fires(const pl_reducer *reducer, size_t param);
+
+/* After `wait`: non-zero where some rank had a gradient for it. */
+int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
+
+/* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
+size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);
+
+/* The arena's range of buckets, and the memory of `extra`. */
+void pl_reducer_buckets(const pl_reducer *reducer, size_t *offset_bytes,
+                        size_t *n_bytes);
+void *pl_reducer_extra(const pl_reducer *reducer);
+
+/* Grows with each new plan; slots have moved since where it differs. */
+unsigned pl_reducer_generation(const pl_reducer *reducer);
+
+uint64_t pl_reducer_step(const pl_reducer *reducer);
+const pl_plan *pl_reducer_plan(const pl_reducer *reducer);
+
+#endif

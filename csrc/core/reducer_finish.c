@@ -1,0 +1,244 @@
+/* reducer_finish.c - the end of a step: the rest posted, the late amended, the next
+ * step's plan learned; and the end of a step that failed. */
+#include <string.h>
+
+#include "alloc.h"
+#include "reducer.h"
+#include "reducer_state.h"
+
+pl_status pl_reducer_settle(pl_reducer *self, size_t param, const void *data,
+                            pl_delivery delivery, pl_use use)
+{
+    pl_status st = PL_OK;
+    const size_t b = self->plan->slots[param].bucket;
+    const pl_move move = {
+        .to = slot_memory(self, param),
+        .from = data,
+        .dtype = self->params[param].dtype,
+        .n_elems = self->params[param].n_elems,
+    };
+    if (self->phase != REDUCER_FILLING || self->buckets[b].phase == PL_BUCKET_POSTED)
+        PL_FAIL(PL_ESTATE, "parameter %zu is settled when its bucket is gone", param);
+    if (delivery != PL_IN_PLACE)
+        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, NULL));
+    if (use == PL_USED)
+        used_of(self)[param] = 1;
+done:
+    return st;
+}
+
+static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,
+                             size_t n_bytes)
+{
+    const pl_op op = {.kind = kind,
+                      .reduction = kind == PL_BROADCAST ? PL_SUM : PL_MAX,
+                      .dtype = PL_U8,
+                      .root = 0,
+                      .offset_bytes = offset_bytes,
+                      .n_elems = n_bytes};
+    return pl_comm_issue(self->comm, &op, &self->last_ticket);
+}
+
+/* The parameters by their latest fire, then those that did not fire: rank 0's view of
+ * this becomes every rank's plan. */
+static pl_status write_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    const size_t n = self->spec.n_params;
+    uint32_t *order = (uint32_t *)(void *)(self->arena + self->order_at);
+    uint32_t *param_of_fire = NULL;
+    size_t n_written = 0;
+    PL_TRY(pli_calloc(self->n_fires, sizeof *param_of_fire, "order", &param_of_fire));
+    for (size_t i = 0; i < n; i++)
+        if (self->slots[i].n_fires > 0)
+            param_of_fire[self->slots[i].fired_at] = (uint32_t)i + 1;
+    for (size_t f = 0; f < self->n_fires; f++)
+        if (param_of_fire[f] != 0)
+            order[n_written++] = param_of_fire[f] - 1;
+    for (size_t i = n; i-- > 0;)
+        if (self->slots[i].n_fires == 0)
+            order[n_written++] = (uint32_t)i;
+done:
+    pli_free(param_of_fire);
+    return st;
+}
+
+static pl_status close_step(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    for (size_t b = self->n_posted; b < self->plan->n_buckets; b++)
+        if (self->buckets[b].phase == PL_BUCKET_FILLING)
+            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
+    PL_TRY(reducer_post_ready(self));
+    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, 2 * self->spec.n_params));
+    if (self->learning == LEARNING_NOTHING) {
+        PL_TRY(write_order(self));
+        PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
+                           self->spec.n_params * sizeof(uint32_t)));
+    }
+    if (self->spec.extra_bytes > 0)
+        PL_TRY(issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes));
+done:
+    return st;
+}
+
+static pl_status close_amendments(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        if (!pl_reducer_is_late(self, i))
+            continue;
+        const pl_op op = {.kind = PL_ALL_REDUCE,
+                          .reduction = PL_MEAN,
+                          .dtype = self->params[i].dtype,
+                          .offset_bytes = pl_reducer_slot_offset(self, i),
+                          .n_elems = self->params[i].n_elems};
+        PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_close(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase == REDUCER_FILLING) {
+        PL_TRY(close_step(self));
+        self->phase = REDUCER_WAITING;
+    } else if (self->phase == REDUCER_AMENDING) {
+        PL_TRY(close_amendments(self));
+    } else {
+        PL_FAIL(PL_ESTATE, "a step is closed that is not open");
+    }
+    pli_comm_note(self->comm, PL_FINISHING, self->step);
+done:
+    return st;
+}
+
+/* Adds each amended mean to the one put aside for it. */
+static pl_status merge_backups(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        if (self->backups[i] == NULL)
+            continue;
+        const pl_move move = {.to = slot_memory(self, i),
+                              .from = self->backups[i],
+                              .dtype = self->params[i].dtype,
+                              .n_elems = self->params[i].n_elems};
+        PL_TRY(self->backend->ops->add(self->backend, &move, 1, NULL));
+        pli_free(self->backups[i]);
+        self->backups[i] = NULL;
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_WAITING && self->phase != REDUCER_AMENDING)
+        PL_FAIL(PL_ESTATE, "a step is waited for that is not closed");
+    PL_TRY(pl_comm_wait(self->comm, self->last_ticket, slice_ns));
+    if (self->phase == REDUCER_AMENDING) {
+        PL_TRY(merge_backups(self));
+        memset(late_of(self), 0, self->spec.n_params);
+    } else {
+        for (size_t b = 0; b < self->plan->n_buckets; b++)
+            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_REDUCED, b));
+    }
+    self->phase = REDUCER_REDUCED;
+done:
+    return st;
+}
+
+int pl_reducer_is_late(const pl_reducer *self, size_t param)
+{
+    return late_of(self)[param] != 0;
+}
+
+size_t pl_reducer_n_late(const pl_reducer *self)
+{
+    size_t n_late = 0;
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        n_late += late_of(self)[i] != 0;
+    return n_late;
+}
+
+pl_status pl_reducer_amend(pl_reducer *self, size_t param, const void *data,
+                           pl_delivery delivery)
+{
+    pl_status st = PL_OK;
+    const size_t n_bytes =
+        self->params[param].n_elems * pl_dtype_bytes(self->params[param].dtype);
+    const pl_move move = {.to = slot_memory(self, param),
+                          .from = data,
+                          .dtype = self->params[param].dtype,
+                          .n_elems = self->params[param].n_elems};
+    if ((self->phase != REDUCER_REDUCED && self->phase != REDUCER_AMENDING) ||
+        !pl_reducer_is_late(self, param))
+        PL_FAIL(PL_ESTATE, "parameter %zu is amended but not late", param);
+    if (delivery == PL_ADD && self->backups[param] == NULL) {
+        PL_TRY(pli_calloc(n_bytes, 1, "an amended mean", &self->backups[param]));
+        memcpy(self->backups[param], slot_memory(self, param), n_bytes);
+    }
+    PL_TRY(self->backend->ops->copy(self->backend, &move, 1, NULL));
+    self->phase = REDUCER_AMENDING;
+done:
+    return st;
+}
+
+pl_status pl_reducer_end(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_REDUCED)
+        PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        self->slots[i].n_expected = self->slots[i].n_fires;
+    if (self->learning == LEARNING_NOTHING)
+        self->learning = LEARNING_ORDER_KNOWN;
+    self->phase = REDUCER_IDLE;
+    pli_comm_note(self->comm, PL_IDLE, self->step);
+done:
+    return st;
+}
+
+void pl_reducer_fail(pl_reducer *self, const char *words)
+{
+    pl_comm_abort(self->comm, words);
+    self->phase = REDUCER_FAILED;
+}
+
+/* Ranks may have failed on either side of a step's end, so nothing that was learned
+ * can be trusted to be the same everywhere: all start again from the first plan. */
+static pl_status forget(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pl_plan *plan = NULL;
+    PL_TRY(pl_plan_create(self->params, self->spec.n_params, NULL, &self->spec.caps,
+                          &plan));
+    pl_plan_destroy(self->plan);
+    self->plan = plan;
+    self->generation++;
+    self->learning = LEARNING_NOTHING;
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        self->slots[i] = (slot_state){0};
+        pli_free(self->backups[i]);
+        self->backups[i] = NULL;
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_recover(pl_reducer *self, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    PL_TRY(pl_comm_recover(self->comm, slice_ns, &recovery));
+    if (recovery == PL_NOTHING_FAILED && self->phase != REDUCER_FAILED)
+        goto done;
+    PL_TRY(forget(self));
+    self->phase = REDUCER_IDLE;
+done:
+    return st;
+}

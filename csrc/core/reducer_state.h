@@ -1,0 +1,77 @@
+/* reducer_state.h - what a reducer holds; for reducer.c and reducer_finish.c alone. */
+#ifndef PLI_REDUCER_STATE_H
+#define PLI_REDUCER_STATE_H
+
+#include "bucket.h"
+#include "reducer.h"
+
+typedef enum reducer_phase {
+    REDUCER_IDLE,     /* between steps */
+    REDUCER_FILLING,  /* begin .. close */
+    REDUCER_WAITING,  /* close .. wait */
+    REDUCER_REDUCED,  /* wait .. end: means are in place */
+    REDUCER_AMENDING, /* after the first amend: a second close and wait follow */
+    REDUCER_FAILED,   /* until recovered */
+} reducer_phase;
+
+/* What the next begin knows of the steps before. */
+typedef enum reducer_learning {
+    LEARNING_NOTHING,     /* no step yet: nothing is posted before close */
+    LEARNING_ORDER_KNOWN, /* a step has shown the order: the next begin takes it up */
+    LEARNING_DONE,        /* the plan follows that order */
+} reducer_learning;
+
+typedef struct slot_state {
+    uint16_t n_fires;
+    uint16_t n_expected; /* fires of the last step; 0 too where none is known */
+    uint32_t fired_at;   /* position among this step's fires, of the latest */
+} slot_state;
+
+typedef struct bucket_state {
+    pl_bucket_phase phase;
+    uint32_t n_pending; /* expected fires yet to come; one more where close must come */
+} bucket_state;
+
+struct pl_reducer {
+    pl_comm *comm;
+    pl_backend *backend;
+    pl_reducer_spec spec; /* params: own copy */
+    pl_param *params;
+    pl_plan *plan;
+    slot_state *slots;
+    bucket_state *buckets; /* room for n_params of them */
+    void **backups;        /* by parameter: a mean put aside while it is amended */
+    char *arena;
+    size_t late_at, order_at, extra_at, buckets_at;
+    reducer_phase phase;
+    reducer_learning learning;
+    unsigned generation;
+    uint64_t step;
+    size_t n_posted;      /* buckets, in order */
+    size_t n_outstanding; /* parameters whose expected fires are not all in */
+    uint32_t n_fires;
+    pl_ticket last_ticket;
+};
+
+static inline unsigned char *used_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena;
+}
+
+static inline unsigned char *late_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena + self->late_at;
+}
+
+static inline char *slot_memory(const pl_reducer *self, size_t param)
+{
+    return self->arena + self->buckets_at + self->plan->slots[param].offset_bytes;
+}
+
+/* Counts what each bucket waits for, and puts all in PL_BUCKET_FILLING. */
+void reducer_arm_buckets(pl_reducer *self);
+
+/* Posts every bucket that is ready and whose turn it is. */
+pl_status reducer_post_ready(pl_reducer *self) PL_MUST_USE;
+
+#endif

@@ -1,0 +1,414 @@
+/* grads.c - one gradient: into its slot, and back as a mean. */
+#include "grads.h"
+
+#include <string.h>
+
+#include "../core/alloc.h"
+
+enum { RELEASE_GIL_BYTES = 65536 }; /* copies larger than this let others run */
+
+static const module_state *state_of_reducer(reducer_object *self)
+{
+    return state_of((PyObject *)self);
+}
+
+static size_t window_offset(const reducer_object *self, size_t i)
+{
+    size_t buckets_at, n_bytes;
+    pl_reducer_buckets(self->reducer, &buckets_at, &n_bytes);
+    return pl_reducer_slot_offset(self->reducer, i) - buckets_at;
+}
+
+static void *slot_memory(const reducer_object *self, size_t i)
+{
+    return (char *)pli_comm_arena(self->comm) +
+           pl_reducer_slot_offset(self->reducer, i);
+}
+
+static unsigned n_views(const reducer_object *self, size_t i)
+{
+    return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;
+}
+
+static int is_live_view(const reducer_object *self, size_t i, const pli_tensor *grad)
+{
+    return n_views(self, i) > 0 &&
+           grad->data == self->window->base + window_offset(self, i) &&
+           pli_layout_equal(&grad->layout, &self->slots[i].layout);
+}
+
+int pli_grads_refresh_window(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    size_t offset, n_bytes;
+    if (self->window != NULL && pli_window_n_views(self->window) > 0) {
+        if (pli_check(state, pli_window_retire(self->window)) != 0)
+            return -1;
+        pli_window_release(self->window);
+        self->window = NULL;
+    }
+    self->generation = pl_reducer_generation(self->reducer);
+    if (self->window != NULL)
+        return 0;
+    pl_reducer_buckets(self->reducer, &offset, &n_bytes);
+    return pli_check(state, pli_window_create(self->comm, offset, n_bytes,
+                                              self->n_slots, &self->window));
+}
+
+/* ---- reading -------------------------------------------------------------------- */
+
+/* The parameter's gradient: 1 and *out (new reference), 0 where it has none, -1. */
+static int get_grad(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *grad = PyObject_GetAttr(slot->param, state->str_grad);
+    if (grad == NULL)
+        return -1;
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    if (pli_tensor_read(state, grad, "a parameter's gradient", tensor) != 0) {
+        Py_DECREF(grad);
+        return -1;
+    }
+    if (tensor->layout.dtype != slot->layout.dtype ||
+        tensor->layout.n_elems != slot->layout.n_elems) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "parameter %zu was %zu x %s when it was wrapped, and its gradient is "
+            "%zu x %s: wrap the model again after changing its parameters",
+            i, slot->layout.n_elems, pl_dtype_text(slot->layout.dtype),
+            tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
+        Py_DECREF(grad);
+        return -1;
+    }
+    *out = grad;
+    return 1;
+}
+
+static int set_grad(reducer_object *self, size_t i, PyObject *grad)
+{
+    return PyObject_SetAttr(self->slots[i].param, state_of_reducer(self)->str_grad,
+                            grad);
+}
+
+/* Another hook of the user's would see `.grad` before the step ends. */
+static int is_watched(const grad_slot *slot)
+{
+    return slot->hooks != NULL && PyDict_Size(slot->hooks) > 1;
+}
+
+/* ---- a gradient arrives ------------------------------------------------------------
+ */
+
+static int deliver(reducer_object *self, size_t i, const void *data,
+                   pl_delivery delivery, pl_verdict *out)
+{
+    pl_status st;
+    if (pli_layout_bytes(&self->slots[i].layout) < RELEASE_GIL_BYTES) {
+        st = pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
+    } else {
+        Py_BEGIN_ALLOW_THREADS st =
+            pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
+        Py_END_ALLOW_THREADS
+    }
+    return pli_check(state_of_reducer(self), st);
+}
+
+/* The gradient in the slot's layout: *out is `grad` itself where it has that, else a
+ * copy made by torch. */
+static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
+                          pli_tensor *tensor, PyObject **out)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    if (pli_layout_equal(&tensor->layout, &slot->layout)) {
+        *out = Py_NewRef(grad);
+        return 0;
+    }
+    PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
+    PyObject *copy =
+        detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
+    PyObject *source = copy != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
+    PyObject *result =
+        source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
+    int status = -1;
+    if (result != NULL &&
+        pli_tensor_read(state, copy, "a gradient's copy", tensor) == 0) {
+        *out = Py_NewRef(copy);
+        status = 0;
+        if (!pli_layout_equal(&tensor->layout, &slot->layout)) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "the layout of parameter %zu changed after wrapping: wrap the "
+                         "model again",
+                         i);
+            Py_CLEAR(*out);
+            status = -1;
+        }
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(source);
+    Py_XDECREF(copy);
+    Py_XDECREF(detached);
+    return status;
+}
+
+static int arrive_by_copy(reducer_object *self, size_t i, PyObject *grad,
+                          pli_tensor *tensor)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *dense = NULL;
+    pl_verdict verdict;
+    if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
+        return -1;
+    /* What a peer's amendment adds must be what this rank's adds: a large gradient that
+     * stays whole here can only come before its bucket is posted. */
+    if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
+        pl_reducer_hold(self->reducer, i);
+    const int status = deliver(self, i, tensor->data, PL_REPLACE, &verdict);
+    Py_DECREF(dense);
+    if (status == 0) {
+        Py_XSETREF(slot->held, Py_NewRef(grad));
+        slot->mode = GRAD_COPY;
+    }
+    return status;
+}
+
+static int keep_late(grad_slot *slot, PyObject *grad)
+{
+    if (slot->late == NULL) {
+        slot->late = Py_NewRef(grad);
+        return 0;
+    }
+    PyObject *sum = PyObject_CallMethod(slot->late, "add_", "O", grad);
+    Py_XDECREF(sum);
+    return sum != NULL ? 0 : -1;
+}
+
+static int arrive_by_view(reducer_object *self, size_t i, PyObject *grad,
+                          pli_tensor *tensor)
+{
+    grad_slot *slot = &self->slots[i];
+    const int is_in_place = is_live_view(self, i, tensor);
+    const int is_first = slot->mode == GRAD_UNTOUCHED;
+    PyObject *dense = NULL;
+    pl_verdict verdict;
+    if ((is_first && !is_in_place && n_views(self, i) > 0 &&
+         pli_grads_refresh_window(self) != 0) || /* somebody keeps the last gradient */
+        in_slot_layout(self, i, grad, tensor, &dense) != 0)
+        return -1;
+    const pl_delivery delivery =
+        is_in_place ? PL_IN_PLACE : (is_first ? PL_REPLACE : PL_ADD);
+    const int status = deliver(self, i, tensor->data, delivery, &verdict);
+    Py_DECREF(dense);
+    if (status != 0)
+        return -1;
+    slot->mode = GRAD_VIEW;
+    if (verdict == PL_LATE) {
+        if (keep_late(slot, grad) != 0)
+            return -1;
+    } else if (is_in_place) {
+        Py_XSETREF(slot->held, Py_NewRef(grad));
+    }
+    return set_grad(self, i, Py_None);
+}
+
+int pli_grads_arrive(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    pli_tensor tensor;
+    pl_verdict verdict;
+    const int has_grad = get_grad(self, i, &grad, &tensor);
+    if (has_grad < 0)
+        return -1;
+    if (has_grad == 0) /* an undefined gradient: nothing to add, nothing to wait for */
+        return deliver(self, i, NULL,
+                       slot->mode == GRAD_UNTOUCHED ? PL_REPLACE : PL_ADD, &verdict);
+    const int is_view = slot->mode == GRAD_VIEW ||
+                        (slot->mode == GRAD_UNTOUCHED && slot->policy == POLICY_VIEW &&
+                         self->recording == RECORDING_OFF && !is_watched(slot) &&
+                         pli_layout_equal(&tensor.layout, &slot->layout));
+    const int status = is_view ? arrive_by_view(self, i, grad, &tensor)
+                               : arrive_by_copy(self, i, grad, &tensor);
+    Py_DECREF(grad);
+    return status;
+}
+
+/* ---- no gradient arrived ------------------------------------------------------------
+ */
+
+static int settle(reducer_object *self, size_t i, const void *data,
+                  pl_delivery delivery)
+{
+    const pl_use use = self->slots[i].sync == GRAD_UNSYNCED ? PL_USED : PL_UNUSED;
+    return pli_check(state_of_reducer(self),
+                     pl_reducer_settle(self->reducer, i, data, delivery, use));
+}
+
+int pli_grads_settle(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    const size_t n_bytes = pli_layout_bytes(&slot->layout);
+    PyObject *grad = NULL;
+    PyObject *dense = NULL;
+    pli_tensor tensor;
+    const int has_grad = get_grad(self, i, &grad, &tensor);
+    int status = -1;
+    if (has_grad <= 0)
+        return has_grad < 0 ? -1 : settle(self, i, NULL, PL_REPLACE);
+    if (is_live_view(self, i, &tensor)) {
+        /* If no rank used it, it must come out of the reduction as it went in. */
+        if (pli_check(state_of_reducer(self),
+                      pli_calloc(n_bytes, 1, "an unused gradient", &slot->backup)) != 0)
+            goto done;
+        memcpy(slot->backup, tensor.data, n_bytes);
+        slot->mode = GRAD_VIEW;
+        status = settle(self, i, NULL, PL_IN_PLACE);
+    } else {
+        if ((slot->policy == POLICY_VIEW && n_views(self, i) > 0 &&
+             pli_grads_refresh_window(self) != 0) ||
+            in_slot_layout(self, i, grad, &tensor, &dense) != 0)
+            goto done;
+        slot->mode = GRAD_COPY;
+        status = settle(self, i, tensor.data, PL_REPLACE);
+    }
+    if (status == 0)
+        slot->held = Py_NewRef(grad);
+done:
+    Py_XDECREF(dense);
+    Py_DECREF(grad);
+    return status;
+}
+
+/* ---- the round of the late
+ * ------------------------------------------------------------ */
+
+static int amend(reducer_object *self, size_t i, const void *data, pl_delivery delivery)
+{
+    return pli_check(state_of_reducer(self),
+                     pl_reducer_amend(self->reducer, i, data, delivery));
+}
+
+int pli_grads_amend(reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *dense = NULL;
+    pli_tensor tensor;
+    PyObject *given = slot->policy == POLICY_VIEW ? slot->late : slot->held;
+    const pl_delivery delivery = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
+    if (given == NULL)
+        return amend(self, i, NULL, delivery);
+    if (pli_tensor_read(state, given, "a parameter's gradient", &tensor) != 0 ||
+        in_slot_layout(self, i, given, &tensor, &dense) != 0)
+        return -1;
+    const int status = amend(self, i, tensor.data, delivery);
+    Py_DECREF(dense);
+    return status;
+}
+
+/* ---- the mean ----------------------------------------------------------------------
+ */
+
+/* Writes the mean where the user's gradient is. */
+static int copy_back(reducer_object *self, size_t i, PyObject *grad)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    pli_tensor tensor;
+    if (pli_tensor_read(state, grad, "a parameter's gradient", &tensor) != 0)
+        return -1;
+    if (pli_layout_equal(&tensor.layout, &slot->layout)) {
+        memcpy(tensor.data, slot_memory(self, i), pli_layout_bytes(&slot->layout));
+    } else {
+        PyObject *mean = pli_tensor_borrow(state, slot_memory(self, i), &slot->layout);
+        PyObject *target =
+            mean != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
+        PyObject *result =
+            target != NULL ? PyObject_CallMethod(target, "copy_", "O", mean) : NULL;
+        Py_XDECREF(mean);
+        Py_XDECREF(target);
+        Py_XDECREF(result);
+        if (result == NULL)
+            return -1;
+    }
+    if (self->recording == RECORDING_OFF)
+        return 0;
+    /* Somebody may have saved it for the second backward: let autograd find out. */
+    PyObject *result = PyObject_CallOneArg(state->increment_version, grad);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* A gradient for a parameter that only other ranks used. */
+static int bind_new(reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    if (slot->policy == POLICY_VIEW) {
+        if (n_views(self, i) > 0 && pli_grads_refresh_window(self) != 0)
+            return -1;
+        grad = pli_tensor_view(state, self->window, i, window_offset(self, i),
+                               &slot->layout);
+    } else {
+        PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
+        grad =
+            detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
+        Py_XDECREF(detached);
+        if (grad != NULL && copy_back(self, i, grad) != 0)
+            Py_CLEAR(grad);
+    }
+    const int status = grad != NULL ? set_grad(self, i, grad) : -1;
+    Py_XDECREF(grad);
+    return status;
+}
+
+static int bind_used(reducer_object *self, size_t i)
+{
+    const grad_slot *slot = &self->slots[i];
+    pli_tensor tensor;
+    switch (slot->mode) {
+    case GRAD_COPY:
+        return copy_back(self, i, slot->held);
+    case GRAD_VIEW:
+        if (slot->held == NULL)
+            break;
+        if (pli_tensor_read(state_of_reducer(self), slot->held, "a gradient's view",
+                            &tensor) != 0)
+            return -1;
+        if (!is_live_view(self, i, &tensor)) /* its window was retired meanwhile */
+            break;
+        return set_grad(self, i, slot->held);
+    case GRAD_UNTOUCHED:
+        break;
+    }
+    return bind_new(self, i);
+}
+
+int pli_grads_bind(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    int status = 0;
+    if (pl_reducer_is_used(self->reducer, i)) {
+        status = bind_used(self, i);
+        slot->sync = GRAD_SYNCED;
+    } else if (slot->backup != NULL) {
+        memcpy(slot_memory(self, i), slot->backup, pli_layout_bytes(&slot->layout));
+    }
+    pli_grads_drop(self, i);
+    return status;
+}
+
+void pli_grads_drop(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    slot->mode = GRAD_UNTOUCHED;
+    Py_CLEAR(slot->held);
+    Py_CLEAR(slot->late);
+    pli_free(slot->backup);
+    slot->backup = NULL;
+}

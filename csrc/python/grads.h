@@ -1,0 +1,135 @@
+/* grads.h - the Reducer object: what becomes of each parameter's `.grad`.
+ *
+ * Two policies, chosen by size, so equal on every rank:
+ *
+ *   copy  (small) the gradient stays the user's tensor; its values are copied to the
+ *         slot as it comes and the mean is copied back at the end.  Cheapest: no tensor
+ *         is made, no attribute set.
+ *   view  (large) the gradient is copied to the slot and dropped at once, so that
+ * malloc can reuse it while it is warm; `.grad` is None until the end of the step, then
+ *         a view of the slot.  A gradient that is such a view already (accumulation)
+ *         needs no copy at all.
+ *
+ * A large gradient is treated as `copy` for one step where a view would be seen: its
+ * own graph is recorded (create_graph), somebody else's hook looks at it, or its
+ * strides are not the slot's.
+ */
+#ifndef PLI_GRADS_H
+#define PLI_GRADS_H
+
+#include "../core/reducer.h"
+#include "tensor.h"
+#include "world.h"
+
+typedef enum grad_mode { GRAD_UNTOUCHED, GRAD_COPY, GRAD_VIEW } grad_mode;
+typedef enum grad_policy { POLICY_COPY, POLICY_VIEW } grad_policy;
+
+/* Whether this rank's gradient holds something that the peers have not seen. */
+typedef enum grad_sync { GRAD_SYNCED, GRAD_UNSYNCED } grad_sync;
+
+typedef struct grad_slot {
+    PyObject *param;
+    PyObject *hook;    /* the hook object */
+    PyObject *handle;  /* torch's RemovableHandle of it */
+    PyObject *hooks;   /* the parameter's dict of such hooks; NULL: not known */
+    pli_layout layout; /* of the slot */
+    grad_policy policy;
+    grad_sync sync;
+    /* of the step under way */
+    grad_mode mode;
+    PyObject *held; /* copy: where the mean goes; view: the view found in place */
+    PyObject *late; /* view: what came after the bucket was posted */
+    void *backup;   /* of a view nobody may have used */
+} grad_slot;
+
+/* A module's buffer: where to find the tensor that is it now. */
+typedef struct grad_buffer {
+    PyObject *owner; /* the module's `_buffers` */
+    PyObject *name;
+    size_t offset; /* in the reducer's extra memory */
+    size_t n_bytes;
+} grad_buffer;
+
+typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
+typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
+typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
+
+typedef struct reducer_object {
+    PyObject_HEAD PyObject *weak_references;
+    PyObject *world;
+    pl_comm *comm; /* the world's */
+    pl_backend *backend;
+    pl_reducer *reducer;
+    pli_window *window;
+    unsigned generation; /* of the plan that the window shows */
+    grad_slot *slots;
+    size_t n_slots;
+    grad_buffer *buffers;
+    size_t n_buffers;
+    buffers_state buffers_state;
+    sync_mode sync_now;     /* what the user asks for at this moment */
+    sync_mode sync_forward; /* ... asked for at the last forward */
+    grad_recording recording;
+    int n_guards;  /* queued in the engine, not yet called */
+    int owner_pid; /* a forked child has no part in the world */
+} reducer_object;
+
+/* measure(params, buffers, bucket_bytes, last_bytes) -> (arena_bytes, n_ops) */
+PyObject *pli_measure(PyObject *module, PyObject *args);
+
+/* ---- grads.c: one gradient ------------------------------------------------------ */
+
+/* Backward has produced a gradient for slot i. */
+int pli_grads_arrive(reducer_object *self, size_t i);
+
+/* Before the end of the step: slot i got none. */
+int pli_grads_settle(reducer_object *self, size_t i);
+
+/* After it: the mean is in the slot, or every rank left the parameter unused. */
+int pli_grads_bind(reducer_object *self, size_t i);
+
+/* What slot i has to add in the round of the late. */
+int pli_grads_amend(reducer_object *self, size_t i);
+
+/* Drops what the step held; the gradients are not means. */
+void pli_grads_drop(reducer_object *self, size_t i);
+
+/* Makes the window show the current plan; whoever sees an old view keeps its values. */
+int pli_grads_refresh_window(reducer_object *self);
+
+/* ---- step.c: one backward ---------------------------------------------------------
+ */
+
+/* -1, with an exception, in a process forked from the rank. */
+int pli_step_check_process(const reducer_object *self);
+
+int pli_step_begin(reducer_object *self);
+int pli_step_finish(reducer_object *self);
+
+/* The step failed here: tells the peers; an exception that is set stays set. */
+void pli_step_fail(reducer_object *self, const char *words);
+
+/* Asks the engine to call us when this backward ends, unless it will already. */
+int pli_step_queue_guard(reducer_object *self);
+
+/* ---- buffers.c: what a module keeps beside its parameters ---------------------------
+ */
+
+/* Writes this rank's buffers to the memory that rank 0 sends with each step. */
+int pli_buffers_pack(reducer_object *self);
+
+/* Takes over what the last step brought from rank 0. */
+int pli_buffers_apply(reducer_object *self);
+
+/* ---- hook_type.c, guard_type.c ------------------------------------------------------
+ */
+
+PyObject *pli_hook_new(const module_state *state, reducer_object *reducer,
+                       size_t index);
+
+/* The reducer is gone: the hook does nothing from now on. */
+void pli_hook_forget(PyObject *hook);
+
+PyObject *pli_guard_new(const module_state *state, reducer_object *reducer);
+
+#endif

@@ -1,0 +1,90 @@
+/* hook_type.c - the callable behind each parameter's post-accumulate-grad hook.
+ *
+ * It knows its reducer without owning it: the parameter owns the hook, the reducer owns
+ * the parameter, and a cycle through torch's C++ could not be collected.  The reducer
+ * clears the link when it goes.
+ */
+#include "grads.h"
+
+typedef struct hook_object {
+    PyObject_HEAD reducer_object *reducer; /* borrowed; NULL once that is gone */
+    size_t index;
+} hook_object;
+
+static int on_gradient(reducer_object *self, size_t i)
+{
+    if (!pl_reducer_is_active(self->reducer)) {
+        if (self->sync_now == SYNC_OFF || self->sync_forward == SYNC_OFF) {
+            self->slots[i].sync = GRAD_UNSYNCED;
+            return 0;
+        }
+        /* The guard comes first: it tells the peers should this backward fail. */
+        if (pli_step_queue_guard(self) != 0 || pli_step_begin(self) != 0)
+            return -1;
+    } else if (self->n_guards == 0 && pli_step_queue_guard(self) != 0) {
+        return -1;
+    }
+    return pli_grads_arrive(self, i);
+}
+
+static PyObject *hook_call(PyObject *object, PyObject *param)
+{
+    const hook_object *self = (hook_object *)object;
+    (void)param;
+    if (self->reducer != NULL && on_gradient(self->reducer, self->index) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_call_def = {"paceline_hook", hook_call, METH_O,
+                                    "paceline_hook($self, param, /)\n--\n\nTake the "
+                                    "gradient that backward has produced."};
+
+PyObject *pli_hook_new(const module_state *state, reducer_object *reducer, size_t index)
+{
+    hook_object *self = PyObject_New(hook_object, state->hook_type);
+    if (self == NULL)
+        return NULL;
+    self->reducer = reducer;
+    self->index = index;
+    return (PyObject *)self;
+}
+
+void pli_hook_forget(PyObject *hook)
+{
+    ((hook_object *)hook)->reducer = NULL;
+}
+
+/* The function that torch calls: as cheap as a callable gets. */
+static PyObject *hook_function(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyCFunction_New(&hook_call_def, object);
+}
+
+static void hook_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyGetSetDef hook_getset[] = {
+    {"function", hook_function, NULL, "The callable to register.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_getset, hook_getset},
+    {Py_tp_doc, "A parameter's hook; made by Reducer alone."},
+    {0, NULL},
+};
+
+PyType_Spec pli_hook_spec = {
+    .name = "paceline._native.Hook",
+    .basicsize = sizeof(hook_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = hook_slots,
+};

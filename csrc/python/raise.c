@@ -1,0 +1,51 @@
+/* raise.c - from a status to the exception that PL_STATUS_MAP names. */
+#include <string.h>
+
+#include "state.h"
+
+static const char *exception_name(pl_status st)
+{
+    switch (st) {
+#define EXCEPTION_NAME(name, number, text, exception)                                  \
+    case name:                                                                         \
+        return exception;
+        PL_STATUS_MAP(EXCEPTION_NAME)
+#undef EXCEPTION_NAME
+    }
+    return "RuntimeError";
+}
+
+static PyObject *exception_of(const module_state *state, pl_status st)
+{
+    const struct {
+        const char *name;
+        PyObject *type;
+    } table[] = {
+        {"ValueError", PyExc_ValueError},
+        {"MemoryError", PyExc_MemoryError},
+        {"OSError", PyExc_OSError},
+        {"NotImplementedError", PyExc_NotImplementedError},
+        {"PeerError", state->peer_error},
+        {"PeerTimeoutError", state->peer_timeout_error},
+        {"MismatchError", state->mismatch_error},
+    };
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++)
+        if (strcmp(table[i].name, exception_name(st)) == 0)
+            return table[i].type;
+    return PyExc_RuntimeError;
+}
+
+PyObject *pli_raise(const module_state *state, pl_status st)
+{
+    if (st != PL_OK && !PyErr_Occurred())
+        PyErr_SetString(exception_of(state, st), pl_error_message());
+    return NULL;
+}
+
+int pli_check(const module_state *state, pl_status st)
+{
+    if (st == PL_OK)
+        return 0;
+    pli_raise(state, st);
+    return -1;
+}

@@ -1,0 +1,215 @@
+/* reducer_build.c - what a reducer is made of: its parameters, buffers and hooks. */
+#include <string.h>
+
+#include "../core/alloc.h"
+#include "reducer_build.h"
+
+/* ---- what is reduced ---------------------------------------------------------------
+ */
+
+int pli_reducer_check_sizes(const pli_reducer_arguments *given)
+{
+    if (given->bucket_bytes > 0 && given->last_bytes > 0 && given->view_bytes >= 0)
+        return 0;
+    PyErr_Format(
+        PyExc_ValueError,
+        "bucket_bytes %zd and last_bytes %zd must be positive, view_bytes %zd not "
+        "negative",
+        given->bucket_bytes, given->last_bytes, given->view_bytes);
+    return -1;
+}
+
+static int read_param(const module_state *state, PyObject *param, grad_slot *slot)
+{
+    pli_tensor tensor;
+    if (pli_tensor_read(state, param, "a parameter", &tensor) != 0)
+        return -1;
+    slot->layout = tensor.layout;
+    if (!pli_layout_is_dense(&slot->layout))
+        pli_layout_make_row_major(&slot->layout);
+    slot->param = Py_NewRef(param);
+    return 0;
+}
+
+static int read_params(const module_state *state, PyObject *params, grad_slot **out,
+                       size_t *out_n)
+{
+    int status = -1;
+    PyObject *fast = PySequence_Fast(params, "params: give a sequence of tensors");
+    if (fast == NULL)
+        return -1;
+    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
+    if (n == 0) {
+        PyErr_SetString(PyExc_ValueError, "params is empty: give at least one tensor");
+        goto done;
+    }
+    if (pli_check(state, pli_calloc(n, sizeof **out, "gradients", out)) != 0)
+        goto done;
+    *out_n = n;
+    for (size_t i = 0; i < n; i++)
+        if (read_param(state, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i),
+                       *out + i) != 0)
+            goto done;
+    status = 0;
+done:
+    Py_DECREF(fast);
+    return status;
+}
+
+static int read_buffers(const module_state *state, PyObject *buffers, grad_buffer **out,
+                        size_t *out_n, size_t *out_bytes)
+{
+    int status = -1;
+    PyObject *fast =
+        PySequence_Fast(buffers, "buffers: give a sequence of (dict, name)");
+    if (fast == NULL)
+        return -1;
+    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
+    if (pli_check(state, pli_calloc(n, sizeof **out, "buffers", out)) != 0)
+        goto done;
+    for (size_t b = 0; b < n; b++) {
+        grad_buffer *buffer = *out + b;
+        pli_tensor tensor;
+        PyObject *owner, *name;
+        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b), "O!O!",
+                              &PyDict_Type, &owner, &PyUnicode_Type, &name))
+            goto done;
+        PyObject *object = PyDict_GetItemWithError(owner, name);
+        if (object == NULL || pli_tensor_read(state, object, "a buffer", &tensor) != 0)
+            goto done;
+        buffer->owner = Py_NewRef(owner);
+        buffer->name = Py_NewRef(name);
+        buffer->offset = *out_bytes;
+        buffer->n_bytes = pli_layout_bytes(&tensor.layout);
+        *out_bytes +=
+            (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+        *out_n = b + 1;
+    }
+    status = 0;
+done:
+    Py_DECREF(fast);
+    return status;
+}
+
+void pli_free_slots(grad_slot *slots, size_t n_slots)
+{
+    for (size_t i = 0; slots != NULL && i < n_slots; i++) {
+        Py_XDECREF(slots[i].param);
+        Py_XDECREF(slots[i].hook);
+        Py_XDECREF(slots[i].handle);
+        Py_XDECREF(slots[i].hooks);
+        Py_XDECREF(slots[i].held);
+        Py_XDECREF(slots[i].late);
+        pli_free(slots[i].backup);
+    }
+    pli_free(slots);
+}
+
+void pli_free_buffers(grad_buffer *buffers, size_t n_buffers)
+{
+    for (size_t b = 0; buffers != NULL && b < n_buffers; b++) {
+        Py_XDECREF(buffers[b].owner);
+        Py_XDECREF(buffers[b].name);
+    }
+    pli_free(buffers);
+}
+
+/* The core's view of the same; params is for pli_free(). */
+static int make_spec(const module_state *state, const pli_reducer_arguments *given,
+                     const grad_slot *slots, size_t n_slots, size_t extra_bytes,
+                     pl_param **params, pl_reducer_spec *out)
+{
+    if (pli_check(state, pli_calloc(n_slots, sizeof **params, "parameters", params)) !=
+        0)
+        return -1;
+    for (size_t i = 0; i < n_slots; i++)
+        (*params)[i] = (pl_param){.n_elems = slots[i].layout.n_elems,
+                                  .dtype = slots[i].layout.dtype};
+    *out = (pl_reducer_spec){
+        .params = *params,
+        .n_params = n_slots,
+        .extra_bytes = extra_bytes,
+        .caps = {.bucket_bytes = (size_t)given->bucket_bytes,
+                 .last_bytes = (size_t)given->last_bytes},
+    };
+    return 0;
+}
+
+PyObject *pli_measure(PyObject *module, PyObject *args)
+{
+    const module_state *state = PyModule_GetState(module);
+    pli_reducer_arguments given = {0};
+    grad_slot *slots = NULL;
+    grad_buffer *buffers = NULL;
+    pl_param *params = NULL;
+    size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
+    pl_reducer_spec spec;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "OOnn:measure", &given.params, &given.buffers,
+                          &given.bucket_bytes, &given.last_bytes) ||
+        pli_reducer_check_sizes(&given) != 0)
+        return NULL;
+    if (read_params(state, given.params, &slots, &n_slots) == 0 &&
+        read_buffers(state, given.buffers, &buffers, &n_buffers, &extra_bytes) == 0 &&
+        make_spec(state, &given, slots, n_slots, extra_bytes, &params, &spec) == 0)
+        result = Py_BuildValue("nn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
+                               (Py_ssize_t)pl_reducer_max_ops(&spec));
+    pli_free_slots(slots, n_slots);
+    pli_free_buffers(buffers, n_buffers);
+    pli_free(params);
+    return result;
+}
+
+/* ---- construction
+ * -------------------------------------------------------------------- */
+
+static int register_hook(const module_state *state, reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    slot->hook = pli_hook_new(state, self, i);
+    PyObject *function =
+        slot->hook != NULL ? PyObject_GetAttrString(slot->hook, "function") : NULL;
+    if (function == NULL)
+        return -1;
+    slot->handle = PyObject_CallMethod(
+        slot->param, "register_post_accumulate_grad_hook", "O", function);
+    Py_DECREF(function);
+    if (slot->handle == NULL)
+        return -1;
+    slot->hooks = PyObject_GetAttrString(slot->param, "_post_accumulate_grad_hooks");
+    if (slot->hooks == NULL || !PyDict_Check(slot->hooks)) {
+        Py_CLEAR(slot->hooks);
+        PyErr_Clear();
+    }
+    return 0;
+}
+
+int pli_reducer_build(const module_state *state, reducer_object *self,
+                      const pli_reducer_arguments *given)
+{
+    pl_param *params = NULL;
+    size_t extra_bytes = 0;
+    pl_reducer_spec spec;
+    int status = -1;
+    if (read_params(state, given->params, &self->slots, &self->n_slots) != 0 ||
+        read_buffers(state, given->buffers, &self->buffers, &self->n_buffers,
+                     &extra_bytes) != 0 ||
+        make_spec(state, given, self->slots, self->n_slots, extra_bytes, &params,
+                  &spec) != 0 ||
+        pli_check(state, pli_cpu_backend_create(&self->backend)) != 0 ||
+        pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
+                                           &self->reducer)) != 0)
+        goto done;
+    for (size_t i = 0; i < self->n_slots; i++) {
+        grad_slot *slot = &self->slots[i];
+        slot->policy = pli_layout_bytes(&slot->layout) >= (size_t)given->view_bytes
+                           ? POLICY_VIEW
+                           : POLICY_COPY;
+        if (register_hook(state, self, i) != 0)
+            goto done;
+    }
+    status = 0;
+done:
+    pli_free(params);
+    return status;
+}

@@ -1,0 +1,288 @@
+/* reducer_type.c - paceline._native.Reducer: construction, and what Python may ask. */
+#include <stddef.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "reducer_build.h"
+
+#include <structmember.h>
+
+static reducer_object *reducer_of(PyObject *object)
+{
+    return (reducer_object *)object;
+}
+
+/* ---- construction and end ------------------------------------------------------ */
+
+static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"world",      "params",     "buffers", "bucket_bytes",
+                            "last_bytes", "view_bytes", NULL};
+    const module_state *state = state_of_type(type);
+    pli_reducer_arguments given;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOnnn:Reducer", names,
+                                     state->world_type, &given.world, &given.params,
+                                     &given.buffers, &given.bucket_bytes,
+                                     &given.last_bytes, &given.view_bytes) ||
+        pli_reducer_check_sizes(&given) != 0)
+        return NULL;
+    if (state->queue_callback == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "attach_torch() was not called");
+        return NULL;
+    }
+    reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->world = Py_NewRef(given.world);
+    self->comm = ((world_object *)given.world)->comm;
+    self->sync_now = self->sync_forward = SYNC_ON;
+    self->owner_pid = getpid();
+    if (pli_reducer_build(state, self, &given) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void remove_hooks(reducer_object *self)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
+        if (self->slots[i].hook != NULL)
+            pli_hook_forget(self->slots[i].hook);
+        if (self->slots[i].handle == NULL)
+            continue;
+        PyObject *result = PyObject_CallMethod(self->slots[i].handle, "remove", NULL);
+        if (result == NULL)
+            PyErr_Clear(); /* at interpreter exit: the hook does nothing anyway */
+        Py_XDECREF(result);
+        Py_CLEAR(self->slots[i].handle);
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const reducer_object *self = reducer_of(object);
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->world);
+    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
+        Py_VISIT(self->slots[i].param);
+        Py_VISIT(self->slots[i].handle);
+        Py_VISIT(self->slots[i].held);
+        Py_VISIT(self->slots[i].late);
+    }
+    for (size_t b = 0; self->buffers != NULL && b < self->n_buffers; b++)
+        Py_VISIT(self->buffers[b].owner);
+    return 0;
+}
+
+static int reducer_clear(PyObject *object)
+{
+    reducer_object *self = reducer_of(object);
+    remove_hooks(self);
+    pli_free_slots(self->slots, self->n_slots);
+    self->slots = NULL;
+    self->n_slots = 0;
+    pli_free_buffers(self->buffers, self->n_buffers);
+    self->buffers = NULL;
+    self->n_buffers = 0;
+    return 0;
+}
+
+static void reducer_dealloc(PyObject *object)
+{
+    reducer_object *self = reducer_of(object);
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs(object);
+    (void)reducer_clear(object);
+    pl_reducer_destroy(self->reducer);
+    pli_backend_destroy(self->backend);
+    pli_window_release(self->window);
+    Py_CLEAR(self->world); /* last: all of the above lives in its memory */
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* ---- methods
+ * ------------------------------------------------------------------------- */
+
+static int is_in_backward(const module_state *state)
+{
+    PyObject *node = PyObject_CallNoArgs(state->current_node);
+    const int is_inside = node != NULL && node != Py_None;
+    PyErr_Clear();
+    Py_XDECREF(node);
+    return is_inside;
+}
+
+static pl_status recover_slice(void *reducer, int64_t slice_ns)
+{
+    return pl_reducer_recover(reducer, slice_ns);
+}
+
+static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    const module_state *state = state_of(object);
+    (void)ignored;
+    /* A forward inside a backward is a checkpoint's recomputation: it changes nothing.
+     */
+    if (is_in_backward(state))
+        Py_RETURN_NONE;
+    if (pli_step_check_process(self) != 0)
+        return NULL;
+    if (pl_reducer_is_active(self->reducer) && pli_step_finish(self) != 0)
+        return NULL;
+    self->sync_forward = self->sync_now;
+    if (self->sync_now == SYNC_ON &&
+        pli_wait_in_slices(state, recover_slice, self->reducer) != 0)
+        return NULL;
+    if (pli_buffers_apply(self) != 0)
+        return NULL;
+    pli_comm_last_words(self->comm, NULL); /* an exception of before was overcome */
+    pli_comm_note(self->comm, PL_FORWARD, pl_reducer_step(self->reducer));
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    if (pli_buffers_apply(reducer_of(object)) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_on_output(PyObject *object, PyObject *gradient)
+{
+    reducer_object *self = reducer_of(object);
+    (void)gradient;
+    if (self->sync_now == SYNC_ON && self->sync_forward == SYNC_ON &&
+        pli_step_queue_guard(self) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_finish(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (pl_reducer_is_active(self->reducer) && pli_step_finish(self) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_note_exception(PyObject *object, PyObject *words)
+{
+    const char *text = NULL;
+    if (words != Py_None && (text = PyUnicode_AsUTF8(words)) == NULL)
+        return NULL;
+    pli_comm_last_words(reducer_of(object)->comm, text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_get_sync(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(reducer_of(object)->sync_now == SYNC_ON);
+}
+
+static int reducer_set_sync(PyObject *object, PyObject *value, void *closure)
+{
+    const int is_on = value != NULL ? PyObject_IsTrue(value) : -1;
+    (void)closure;
+    if (is_on < 0)
+        return -1;
+    reducer_of(object)->sync_now = is_on ? SYNC_ON : SYNC_OFF;
+    return 0;
+}
+
+static PyObject *reducer_get_step(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
+}
+
+static PyObject *reducer_get_is_active(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(pl_reducer_is_active(reducer_of(object)->reducer));
+}
+
+/* [[parameter, ...], ...]: the buckets in their order, as the plan has them now. */
+static PyObject *reducer_get_buckets(PyObject *object, void *closure)
+{
+    const pl_plan *plan = pl_reducer_plan(reducer_of(object)->reducer);
+    PyObject *buckets = PyList_New((Py_ssize_t)plan->n_buckets);
+    (void)closure;
+    for (size_t b = 0; buckets != NULL && b < plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &plan->buckets[b];
+        PyObject *members = PyList_New((Py_ssize_t)bucket->n_params);
+        for (size_t m = 0; members != NULL && m < bucket->n_params; m++) {
+            PyObject *index = PyLong_FromUnsignedLong(bucket->params[m]);
+            if (index == NULL)
+                Py_CLEAR(members);
+            else
+                PyList_SET_ITEM(members, (Py_ssize_t)m, index);
+        }
+        if (members == NULL)
+            Py_CLEAR(buckets);
+        else
+            PyList_SET_ITEM(buckets, (Py_ssize_t)b, members);
+    }
+    return buckets;
+}
+
+static PyMethodDef reducer_methods[] = {
+    {"forward_begins", reducer_forward_begins, METH_NOARGS,
+     "forward_begins($self, /)\n--\n\nTake over buffers, leave a failed step behind, "
+     "and "
+     "remember whether the backward to come synchronises."},
+    {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
+     "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
+    {"on_output", reducer_on_output, METH_O,
+     "on_output($self, gradient, /)\n--\n\nHook for an output: a backward begins."},
+    {"finish", reducer_finish, METH_NOARGS,
+     "finish($self, /)\n--\n\nFinish a step that is under way, if any."},
+    {"note_exception", reducer_note_exception, METH_O,
+     "note_exception($self, words, /)\n--\n\nKeep words for peers that must name this "
+     "rank; None forgets them."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reducer_getset[] = {
+    {"sync", reducer_get_sync, reducer_set_sync, "Whether gradients are synchronised.",
+     NULL},
+    {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
+    {"is_active", reducer_get_is_active, NULL, "Whether a step is under way.", NULL},
+    {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef reducer_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(reducer_object, weak_references),
+     READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot reducer_slots[] = {
+    {Py_tp_new, reducer_new},
+    {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_traverse, reducer_traverse},
+    {Py_tp_clear, reducer_clear},
+    {Py_tp_methods, reducer_methods},
+    {Py_tp_getset, reducer_getset},
+    {Py_tp_members, reducer_members},
+    {Py_tp_doc,
+     "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes)\n--\n\n"
+     "Means of gradients over the ranks of a world, taken during backward."},
+    {0, NULL},
+};
+
+PyType_Spec pli_reducer_spec = {
+    .name = "paceline._native.Reducer",
+    .basicsize = sizeof(reducer_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = reducer_slots,
+};

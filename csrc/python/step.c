@@ -1,0 +1,131 @@
+/* step.c - one backward: from its first gradient to its means. */
+#include "grads.h"
+
+#include <unistd.h>
+
+static const module_state *state_of_reducer(reducer_object *self)
+{
+    return state_of((PyObject *)self);
+}
+
+static pl_status recover_slice(void *reducer, int64_t slice_ns)
+{
+    return pl_reducer_recover(reducer, slice_ns);
+}
+
+static pl_status wait_slice(void *reducer, int64_t slice_ns)
+{
+    return pl_reducer_wait(reducer, slice_ns);
+}
+
+/* Whether this backward records a graph of its own (create_graph). */
+static int read_recording(reducer_object *self)
+{
+    PyObject *is_enabled = PyObject_CallNoArgs(state_of_reducer(self)->is_grad_enabled);
+    if (is_enabled == NULL)
+        return -1;
+    self->recording = is_enabled == Py_True ? RECORDING_ON : RECORDING_OFF;
+    Py_DECREF(is_enabled);
+    return 0;
+}
+
+int pli_step_check_process(const reducer_object *self)
+{
+    if (getpid() == self->owner_pid)
+        return 0;
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "this process (%d) was forked from rank %d (process %d) and is no rank "
+        "itself: use the bare model (wrapper.module) here",
+        (int)getpid(), pl_comm_rank(self->comm), self->owner_pid);
+    return -1;
+}
+
+int pli_step_begin(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
+        pli_wait_in_slices(state, recover_slice, self->reducer) != 0 ||
+        pli_check(state, pl_reducer_begin(self->reducer)) != 0)
+        return -1;
+    if (self->window != NULL &&
+        self->generation == pl_reducer_generation(self->reducer))
+        return 0;
+    return pli_grads_refresh_window(self);
+}
+
+int pli_step_queue_guard(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    if (self->n_guards > 0)
+        return 0;
+    PyObject *guard = pli_guard_new(state, self);
+    if (guard == NULL)
+        return -1;
+    PyObject *result = PyObject_CallOneArg(state->queue_callback, guard);
+    /* The guard of a refused callback must not report a failed backward: it counts only
+     * from here on. */
+    if (result != NULL)
+        self->n_guards++;
+    Py_XDECREF(result);
+    Py_DECREF(guard);
+    return result != NULL ? 0 : -1;
+}
+
+static int close_and_wait(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    if (pli_check(state, pl_reducer_close(self->reducer)) != 0)
+        return -1;
+    return pli_wait_in_slices(state, wait_slice, self->reducer);
+}
+
+static int amend_late(reducer_object *self)
+{
+    if (pl_reducer_n_late(self->reducer) == 0)
+        return 0;
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (pl_reducer_is_late(self->reducer, i) && pli_grads_amend(self, i) != 0)
+            return -1;
+    return close_and_wait(self);
+}
+
+static int try_finish(reducer_object *self)
+{
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (pl_reducer_fires(self->reducer, i) == 0 && pli_grads_settle(self, i) != 0)
+            return -1;
+    if (pli_buffers_pack(self) != 0 || close_and_wait(self) != 0 ||
+        amend_late(self) != 0)
+        return -1;
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (pli_grads_bind(self, i) != 0)
+            return -1;
+    return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
+}
+
+int pli_step_finish(reducer_object *self)
+{
+    if (try_finish(self) == 0)
+        return 0;
+    pli_step_fail(self, NULL);
+    return -1;
+}
+
+void pli_step_fail(reducer_object *self, const char *words)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    pl_reducer_fail(self->reducer, words);
+    for (size_t i = 0; i < self->n_slots; i++) {
+        const grad_slot *slot = &self->slots[i];
+        /* A view that was taken away is given back; its values are no means. */
+        if (slot->mode == GRAD_VIEW && slot->held != NULL &&
+            PyObject_SetAttr(slot->param, state_of_reducer(self)->str_grad,
+                             slot->held) != 0)
+            PyErr_Clear();
+        pli_grads_drop(self, i);
+    }
+    self->buffers_state = BUFFERS_CURRENT;
+    PyErr_Restore(type, value, traceback);
+}

@@ -1,0 +1,20 @@
+/* world.h - a rank's end of a world, as Python holds it. */
+#ifndef PLI_WORLD_H
+#define PLI_WORLD_H
+
+#include "../comm/comm.h"
+#include "state.h"
+
+typedef struct world_object {
+    PyObject_HEAD pl_comm *comm;
+    PyObject *weak_references;
+} world_object;
+
+/* What waits in slices, so that signals are seen: any pl_*_wait or _recover. */
+typedef pl_status (*pli_slice_fn)(void *self, int64_t slice_ns);
+
+/* Calls `slice` with the GIL released until it is done, looking at signals between;
+ * -1 with an exception set. */
+int pli_wait_in_slices(const module_state *state, pli_slice_fn slice, void *self);
+
+#endif

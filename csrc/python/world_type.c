@@ -1,0 +1,386 @@
+/* world_type.c - paceline._native.World and the Listener that rank 0 makes it with. */
+#include <stddef.h>
+#include <string.h>
+
+#include "../comm/shm.h"
+#include "../core/config.h"
+#include "broadcast.h"
+#include "world.h"
+
+#include <structmember.h>
+
+enum { SLICE_MS = 50 };
+
+/* ---- Listener ------------------------------------------------------------------ */
+
+typedef struct listener_object {
+    PyObject_HEAD pli_listener *listener;
+    char address[PLI_ADDRESS_BYTES];
+} listener_object;
+
+static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Listener", names))
+        return NULL;
+    listener_object *self = (listener_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    const pl_status st = pli_listener_create(self->address, &self->listener);
+    if (st != PL_OK) {
+        pli_raise(state_of_type(type), st);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void listener_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    pli_listener_destroy(((listener_object *)object)->listener);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *listener_address(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(((listener_object *)object)->address);
+}
+
+static PyGetSetDef listener_getset[] = {
+    {"address", listener_address, NULL, "Name that the other ranks connect to.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot listener_slots[] = {
+    {Py_tp_new, listener_new},
+    {Py_tp_dealloc, listener_dealloc},
+    {Py_tp_getset, listener_getset},
+    {Py_tp_doc, "Listener()\n--\n\nSocket over which rank 0 gathers a world."},
+    {0, NULL},
+};
+
+PyType_Spec pli_listener_spec = {
+    .name = "paceline._native.Listener",
+    .basicsize = sizeof(listener_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = listener_slots,
+};
+
+/* ---- World --------------------------------------------------------------------- */
+
+int pli_wait_in_slices(const module_state *state, pli_slice_fn slice, void *self)
+{
+    for (;;) {
+        pl_status st;
+        Py_BEGIN_ALLOW_THREADS st = slice(self, SLICE_MS * INT64_C(1000000));
+        Py_END_ALLOW_THREADS if (st != PL_EAGAIN) return pli_check(state, st);
+        if (PyErr_CheckSignals() != 0)
+            return -1;
+    }
+}
+
+static int read_pids(PyObject *sequence, int world_size, int *pids)
+{
+    PyObject *fast = PySequence_Fast(sequence, "pids: give a sequence of integers");
+    if (fast == NULL)
+        return -1;
+    if (PySequence_Fast_GET_SIZE(fast) != world_size) {
+        PyErr_Format(PyExc_ValueError, "pids has %zd entries for %d ranks",
+                     PySequence_Fast_GET_SIZE(fast), world_size);
+        Py_DECREF(fast);
+        return -1;
+    }
+    for (int r = 0; r < world_size; r++)
+        pids[r] = (int)PyLong_AsLong(PySequence_Fast_GET_ITEM(fast, r));
+    Py_DECREF(fast);
+    return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+static int is_interrupted(void *context)
+{
+    (void)context;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const int is_set = PyErr_CheckSignals() != 0;
+    PyGILState_Release(gil);
+    return is_set;
+}
+
+typedef struct world_arguments {
+    int rank;
+    int world_size;
+    Py_ssize_t arena_bytes;
+    Py_ssize_t n_ops;
+    double timeout;
+    PyObject *pids;
+    PyObject *meeting; /* Listener on rank 0, else its address */
+} world_arguments;
+
+static pl_status join_world(const module_state *state, const world_arguments *given,
+                            const int *pids, const char *address, pl_comm **out)
+{
+    pl_status st = PL_OK;
+    pli_shm_options options = {
+        .rank = given->rank,
+        .world_size = given->world_size,
+        .arena_bytes = (size_t)given->arena_bytes,
+        .n_ops = (size_t)given->n_ops,
+        .pids = pids,
+        .progress = state->progress,
+        .is_interrupted = is_interrupted,
+    };
+    const pli_listener *listener =
+        given->rank == 0 ? ((listener_object *)given->meeting)->listener : NULL;
+    PL_TRY(
+        pli_config_timeout_ns((int64_t)(given->timeout * 1e9), &options.deadline_ns));
+    Py_BEGIN_ALLOW_THREADS st = pli_shm_create(&options, listener, address, out);
+    Py_END_ALLOW_THREADS done : return st;
+}
+
+static int check_arguments(const module_state *state, const world_arguments *given)
+{
+    if (given->world_size < 1 || given->world_size > PL_MAX_RANKS || given->rank < 0 ||
+        given->rank >= given->world_size) {
+        PyErr_Format(PyExc_ValueError,
+                     "rank %d of world_size %d: one host has 1 to %d ranks",
+                     given->rank, given->world_size, PL_MAX_RANKS);
+        return -1;
+    }
+    if (given->arena_bytes < 0 || given->n_ops < 1 || !(given->timeout > 0.0)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "arena_bytes, n_ops and timeout must be positive");
+        return -1;
+    }
+    if (given->rank == 0 && !Py_IS_TYPE(given->meeting, state->listener_type)) {
+        PyErr_SetString(PyExc_TypeError, "meeting: rank 0 gives its Listener");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank",    "world_size", "arena_bytes", "n_ops",
+                            "timeout", "pids",       "meeting",     NULL};
+    const module_state *state = state_of_type(type);
+    world_arguments given;
+    const char *address = NULL;
+    int pids[PL_MAX_RANKS];
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iinndOO:World", names, &given.rank,
+                                     &given.world_size, &given.arena_bytes,
+                                     &given.n_ops, &given.timeout, &given.pids,
+                                     &given.meeting) ||
+        check_arguments(state, &given) != 0 ||
+        read_pids(given.pids, given.world_size, pids) != 0)
+        return NULL;
+    if (given.rank != 0 && (address = PyUnicode_AsUTF8(given.meeting)) == NULL)
+        return NULL;
+    world_object *self = (world_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    const pl_status st = join_world(state, &given, pids, address, &self->comm);
+    if (st != PL_OK) {
+        pli_raise(state, st);
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void world_dealloc(PyObject *object)
+{
+    world_object *self = (world_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs(object);
+    pl_comm_destroy(self->comm);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static pl_comm *comm_of(PyObject *object)
+{
+    return ((world_object *)object)->comm;
+}
+
+static int parse_word(const char *what, const char *word, const char *const *words,
+                      int n_words, int *out)
+{
+    for (int i = 0; i < n_words; i++) {
+        if (strcmp(word, words[i]) != 0)
+            continue;
+        *out = i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s: '%s' is not known", what, word);
+    return -1;
+}
+
+static PyObject *world_issue(PyObject *object, PyObject *args)
+{
+    static const char *const reductions[] = {"sum", "mean", "max"};
+    const char *kinds[PL_N_OP_KINDS];
+    const char *dtypes[PL_N_DTYPES];
+    const char *kind_word, *dtype_word, *reduction_word;
+    Py_ssize_t offset, n_elems;
+    int root = 0, kind = 0, dtype = 0, reduction = 0;
+    pl_ticket ticket = 0;
+    pl_comm *comm = comm_of(object);
+    for (int i = 0; i < PL_N_OP_KINDS; i++)
+        kinds[i] = pli_op_kind_text((pl_op_kind)i);
+    for (int i = 0; i < PL_N_DTYPES; i++)
+        dtypes[i] = pl_dtype_text((pl_dtype)i);
+    if (!PyArg_ParseTuple(args, "sssnn|i:issue", &kind_word, &dtype_word,
+                          &reduction_word, &offset, &n_elems, &root) ||
+        parse_word("kind", kind_word, kinds, PL_N_OP_KINDS, &kind) != 0 ||
+        parse_word("dtype", dtype_word, dtypes, PL_N_DTYPES, &dtype) != 0 ||
+        parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
+                   &reduction) != 0)
+        return NULL;
+    const pl_op op = {.kind = (pl_op_kind)kind,
+                      .reduction = (pl_reduction)reduction,
+                      .dtype = (pl_dtype)dtype,
+                      .root = root,
+                      .offset_bytes = (size_t)offset,
+                      .n_elems = (size_t)n_elems};
+    const pl_status st = pl_comm_issue(comm, &op, &ticket);
+    if (st != PL_OK)
+        return pli_raise(state_of(object), st);
+    return PyLong_FromUnsignedLongLong(ticket);
+}
+
+typedef struct wait_call {
+    pl_comm *comm;
+    pl_ticket ticket;
+} wait_call;
+
+static pl_status wait_slice(void *context, int64_t slice_ns)
+{
+    const wait_call *call = context;
+    return pl_comm_wait(call->comm, call->ticket, slice_ns);
+}
+
+static PyObject *world_wait(PyObject *object, PyObject *ticket)
+{
+    wait_call call = {.comm = comm_of(object)};
+    call.ticket = PyLong_AsUnsignedLongLong(ticket);
+    if (PyErr_Occurred() != NULL ||
+        pli_wait_in_slices(state_of(object), wait_slice, &call) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static pl_status recover_slice(void *context, int64_t slice_ns)
+{
+    pl_recovery recovery;
+    return pl_comm_recover(context, slice_ns, &recovery);
+}
+
+static PyObject *world_recover(PyObject *object, PyObject *ignored)
+{
+    pl_comm *comm = comm_of(object);
+    (void)ignored;
+    if (pli_wait_in_slices(state_of(object), recover_slice, comm) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *world_abort(PyObject *object, PyObject *words)
+{
+    const char *text = PyUnicode_AsUTF8(words);
+    if (text == NULL)
+        return NULL;
+    pl_comm_abort(comm_of(object), text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *world_note_exception(PyObject *object, PyObject *words)
+{
+    const char *text = NULL;
+    if (words != Py_None && (text = PyUnicode_AsUTF8(words)) == NULL)
+        return NULL;
+    pli_comm_last_words(comm_of(object), text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *world_leave(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    pl_comm_leave(((world_object *)object)->comm);
+    Py_RETURN_NONE;
+}
+
+static PyObject *world_buffer(PyObject *object, void *closure)
+{
+    pl_comm *comm = comm_of(object);
+    (void)closure;
+    return PyMemoryView_FromMemory(pli_comm_arena(comm),
+                                   (Py_ssize_t)pl_comm_arena_bytes(comm), PyBUF_WRITE);
+}
+
+static PyObject *world_rank(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pl_comm_rank(comm_of(object)));
+}
+
+static PyObject *world_size(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pl_comm_world_size(comm_of(object)));
+}
+
+static PyMethodDef world_methods[] = {
+    {"issue", world_issue, METH_VARARGS,
+     "issue($self, kind, dtype, reduction, offset_bytes, n_elems, root=0, /)\n--\n\n"
+     "Say that this rank's range is ready for one collective; return its ticket."},
+    {"wait", world_wait, METH_O,
+     "wait($self, ticket, /)\n--\n\nWait until every rank did its part up to ticket."},
+    {"recover", world_recover, METH_NOARGS,
+     "recover($self, /)\n--\n\nLeave a failed step behind, together with every rank."},
+    {"broadcast", pli_world_broadcast, METH_O,
+     "broadcast($self, tensors, /)\n--\n\nOverwrite every rank's tensors with rank "
+     "0's."},
+    {"abort", world_abort, METH_O,
+     "abort($self, words, /)\n--\n\nFail this step on every rank, for a reason in "
+     "words."},
+    {"note_exception", world_note_exception, METH_O,
+     "note_exception($self, words, /)\n--\n\nKeep words for peers that must name this "
+     "rank; None forgets them."},
+    {"leave", world_leave, METH_NOARGS,
+     "leave($self, /)\n--\n\nSay goodbye to the peers; may be called twice."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef world_getset[] = {
+    {"buffer", world_buffer, NULL, "This rank's own arena, writable; borrowed.", NULL},
+    {"rank", world_rank, NULL, "This rank.", NULL},
+    {"world_size", world_size, NULL, "Number of ranks.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef world_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(world_object, weak_references),
+     READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot world_slots[] = {
+    {Py_tp_new, world_new},
+    {Py_tp_dealloc, world_dealloc},
+    {Py_tp_methods, world_methods},
+    {Py_tp_getset, world_getset},
+    {Py_tp_members, world_members},
+    {Py_tp_doc,
+     "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting)\n--\n\n"
+     "A rank's end of a world of processes on one host."},
+    {0, NULL},
+};
+
+PyType_Spec pli_world_spec = {
+    .name = "paceline._native.World",
+    .basicsize = sizeof(world_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = world_slots,
+};

@@ -1,0 +1,51 @@
+"""Paceline: data-parallel training of PyTorch models, by a C core.
+
+Importing this package imports neither torch nor anything of CUDA: that happens when a
+name below is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from paceline._native import MismatchError, PeerError, PeerTimeoutError
+
+if TYPE_CHECKING:
+    from paceline._checkpoint import load, save
+    from paceline._ddp import DistributedDataParallel
+
+try:
+    __version__ = metadata.version("paceline")
+except metadata.PackageNotFoundError:  # built in place
+    __version__ = "0+unknown"
+
+__all__ = [
+    "DistributedDataParallel",
+    "MismatchError",
+    "PeerError",
+    "PeerTimeoutError",
+    "__version__",
+    "load",
+    "save",
+]
+
+_HOMES = {
+    "DistributedDataParallel": "paceline._ddp",
+    "load": "paceline._checkpoint",
+    "save": "paceline._checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

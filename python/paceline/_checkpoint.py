@@ -1,0 +1,173 @@
+"""Checkpoints: written once, whole or not at all, read with either kind of keys."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+PREFIX = "module."
+
+
+def has_prefix(keys: list[str]) -> bool:
+    """Tell whether these are a wrapper's keys: all begin with ``module.``."""
+    return bool(keys) and all(key.startswith(PREFIX) for key in keys)
+
+
+def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
+    """Return a state dict without a wrapper's prefix, metadata included."""
+    stripped = OrderedDict(
+        (key.removeprefix(PREFIX), value) for key, value in state.items()
+    )
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        stripped._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (key.removeprefix(PREFIX), value)
+            for key, value in metadata.items()
+            if key != ""  # the wrapper's own entry; "module" becomes ""
+        )
+        if "module" in stripped._metadata:  # type: ignore[attr-defined]
+            stripped._metadata[""] = stripped._metadata.pop("module")  # type: ignore[attr-defined]
+    return stripped
+
+
+def _is_writer(process_group: dist.ProcessGroup | None) -> bool:
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return True
+    return dist.get_rank(process_group) == 0
+
+
+def save(
+    obj: Any,
+    path: str | os.PathLike[str],
+    *,
+    prefix: Literal["keep", "strip"] = "keep",
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a model, or any object, from rank 0 alone, whole or not at all.
+
+    The file appears under its name only once it is complete: a reader never sees half
+    of it, and a crash leaves the old file.  The other ranks return at once; put a
+    ``torch.distributed.barrier()`` behind where they read the file next.
+
+    Parameters
+    ----------
+    obj : torch.nn.Module or object
+        A module is saved as its ``state_dict()``, anything else as it is.
+    path : path-like
+        Where to; its folder must exist.
+    prefix : {"keep", "strip"}, default "keep"
+        Whether the keys of a wrapper's parameters keep ``module.`` in front; stripped,
+        the bare model loads them.
+    process_group : torch.distributed.ProcessGroup, optional
+        Whose rank 0 writes: the default group's, where there is one.
+
+    Raises
+    ------
+    ValueError
+        If ``prefix`` is another word.
+    OSError
+        If the file cannot be written.
+
+    Notes
+    -----
+    The format is ``torch.save``'s: ``torch.load`` reads it too.
+
+    Examples
+    --------
+    >>> import tempfile, torch, paceline
+    >>> path = tempfile.mkdtemp() + "/model.pt"
+    >>> paceline.save(torch.nn.Linear(2, 1), path)
+    >>> sorted(paceline.load(path))
+    ['bias', 'weight']
+    """
+    if prefix not in ("keep", "strip"):
+        raise ValueError(f"prefix is {prefix!r}: give 'keep' or 'strip'")
+    if not _is_writer(process_group):
+        return
+    state = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
+    if prefix == "strip" and isinstance(state, dict) and has_prefix(list(state)):
+        state = strip_prefix(state)
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(
+        prefix=f".{target.name}.", suffix=".part", dir=target.parent
+    )
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def load(
+    path: str | os.PathLike[str],
+    module: torch.nn.Module | None = None,
+    *,
+    map_location: Any = None,
+    weights_only: bool = True,
+) -> Any:
+    """Read what :func:`save` or ``torch.save`` has written, with either kind of keys.
+
+    Parameters
+    ----------
+    path : path-like
+        The file.
+    module : torch.nn.Module, optional
+        A wrapper or a bare model, whose parameters are set to those of the file.
+    map_location : optional
+        As for ``torch.load``.
+    weights_only : bool, default True
+        As for ``torch.load``: refuse anything but tensors and plain containers.
+
+    Returns
+    -------
+    object
+        What the file holds; a state dict comes without the prefix.
+
+    Raises
+    ------
+    RuntimeError
+        If the parameters are not those of ``module``, with torch's list of them.
+
+    Examples
+    --------
+    >>> import tempfile, torch, paceline
+    >>> path = tempfile.mkdtemp() + "/model.pt"
+    >>> model = torch.nn.Linear(2, 1)
+    >>> paceline.save(model, path)
+    >>> _ = paceline.load(path, model)
+    """
+    state = torch.load(path, map_location=map_location, weights_only=weights_only)
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        keys = list(state)
+        own = getattr(module, "module", None)
+        ambiguous = (
+            own is None and module is not None and set(keys) == set(module.state_dict())
+        )
+        if has_prefix(keys) and not ambiguous:
+            state = strip_prefix(state)
+    if module is not None:
+        bare = module
+        if isinstance(
+            module,
+            (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel),
+        ):
+            bare = module.module
+        bare.load_state_dict(state)
+    return state

@@ -1,0 +1,489 @@
+"""DistributedDataParallel: torch's class in name and contract, our core underneath."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline import _native, _options, _torch
+from paceline._checkpoint import PREFIX
+from paceline._model import Model, raise_first_difference
+from paceline._options import Options
+from paceline._rendezvous import Meeting
+
+
+class DistributedDataParallel(TorchDDP):
+    """Trains one model on all ranks of a process group: a drop-in for torch's class.
+
+    Each rank runs the same script on its share of the data; gradients come out of
+    ``backward()`` averaged over the ranks, and parameters stay equal.  Gradients travel
+    through memory that the ranks of a host share, summed while backward still runs.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, with its parameters on the CPU.
+    device_ids, output_device : optional
+        For GPU modules: None here.
+    dim : int, default 0
+        Kept for compatibility.
+    broadcast_buffers : bool, optional
+        Whether rank 0's buffers (BatchNorm's statistics) reach every rank; default
+        True.
+    init_sync : bool, default True
+        Whether models are compared over the ranks at construction, and rank 0's
+        parameters and buffers copied to all.
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks; the default group where none is given.  Its CPU backend must be Gloo,
+        and its 1 to 64 ranks must run on one host.
+    bucket_cap_mb : float, optional
+        Mebibytes of gradients that are averaged at a time.  Default 1, which suits
+        shared memory (torch's 25 suits networks).
+    find_unused_parameters, gradient_as_bucket_view, static_graph : bool
+        Accepted and not needed: unused parameters are found by themselves, large
+        gradients are always views, and a graph may change from step to step.
+    skip_all_reduce_unused_params, batched_grad_copy : bool
+        Accepted and not needed, likewise.
+    check_reduction : bool
+        Deprecated in torch, without effect.
+    device_mesh : torch.distributed.DeviceMesh, optional
+        A whole 1-D mesh, in place of ``process_group``.
+    forward_sync_buffers : bool, optional
+        The newer name of ``broadcast_buffers``.
+    delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, \
+bucket_cap_mb_list : optional
+        Not supported yet.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model.
+    require_backward_grad_sync : bool
+        Whether backward averages gradients; :meth:`no_sync` sets it.
+
+    Raises
+    ------
+    RuntimeError
+        On every rank, if no parameter of some rank's model requires a gradient, or a
+        lazy one has no shape yet.
+    paceline.MismatchError
+        On every rank, if the models differ: the first difference is named.
+    NotImplementedError
+        If an argument, a device or a process group is not supported yet.
+    ValueError
+        If there is no process group, or an argument is out of range.
+    paceline.PeerError
+        If another rank dies during construction; later also from ``backward()``.
+
+    Notes
+    -----
+    The contract is that of `torch's class
+    <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
+    Where it differs:
+
+    - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
+    - Evaluation (``torch.no_grad``) never communicates.
+    - Rank 0's buffers are sent with each synchronised backward, and taken over by the
+      other ranks at their next forward or ``state_dict()``.
+    - ``no_sync()`` also works around ``backward()`` alone.
+    - In a backward a large parameter's ``.grad`` is None from the arrival of its
+      gradient until the average is there, unless hooks of yours are on it.
+    - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it.
+    - Sums are taken in rank order, so each run gives the same bits.
+
+    Examples
+    --------
+    A script for ``torchrun --nproc-per-node 2 train.py``::
+
+        import torch
+        import torch.distributed as dist
+        from paceline import DistributedDataParallel
+
+        dist.init_process_group("gloo")
+        model = DistributedDataParallel(torch.nn.Linear(10, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(100):
+            optimizer.zero_grad()
+            model(torch.randn(8, 10)).square().mean().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """
+
+    def __init__(  # the signature is torch's
+        self,
+        module: torch.nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)  # none of torch's own machinery
+        _torch.attach()
+        _options.warn_of_deprecated(check_reduction)
+        _options.refuse_unsupported(
+            {
+                "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                "param_to_hook_all_reduce": param_to_hook_all_reduce,
+                "mixed_precision": mixed_precision,
+                "bucket_cap_mb_list": bucket_cap_mb_list,
+            }
+        )
+        bucket_bytes, last_bytes = _options.read_bucket_bytes(bucket_cap_mb)
+        options = Options(
+            group=_options.read_group(process_group, device_mesh),
+            sync_buffers=_options.read_sync_buffers(
+                broadcast_buffers, forward_sync_buffers
+            ),
+            sync_at_start=bool(init_sync),
+            bucket_bytes=bucket_bytes,
+            last_bytes=last_bytes,
+        )
+        self.module = module
+        self.dim = dim
+        self.device_ids = None
+        self.output_device = None
+        self.process_group = options.group
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_forward_param_sync = True
+        self.bucket_bytes_cap = bucket_bytes
+        self.forward_sync_buffers = options.sync_buffers
+        if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
+            self.broadcast_buffers = options.sync_buffers  # torch before 2.13
+        self._set_up(options, (device_ids, output_device))
+
+    # ---- construction -------------------------------------------------------------
+
+    def _set_up(
+        self, options: Options, devices: tuple[Any, Any] = (None, None)
+    ) -> None:
+        """Compare the ranks' models, make the world, register the hooks."""
+        meeting = Meeting(options.group)
+        model = Model.of(self.module)
+        self._agree(meeting, model, options, devices)
+        self._options = options
+        self._reducer: _native.Reducer | None = None
+        self._sync_without_peers = True
+        self.device = model.parameters[0][1].device
+        self.device_type = self.device.type
+        self.parameters_to_ignore = set(
+            getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        self.modules_buffers = [owner[name] for _, owner, name in model.buffers]
+        self._module_parameters = [p for _, p in model.parameters]
+        if meeting.size == 1:
+            return  # the gradients of one rank are their own average
+        buffers = model.buffers if options.sync_buffers else []
+        owners = [(owner, name) for _, owner, name in buffers]
+        caps = (options.bucket_bytes, options.last_bytes)
+        arena_bytes, n_ops = _native.measure(model.trainable, owners, *caps)
+        world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
+        if options.sync_at_start:
+            self._copy_from_rank_0(world, model)
+        self._reducer = _native.Reducer(
+            world, model.trainable, owners, *caps, _options.VIEW_BYTES
+        )
+
+    def _agree(
+        self,
+        meeting: Meeting,
+        model: Model,
+        options: Options,
+        devices: tuple[Any, Any],
+    ) -> None:
+        """Raise on every rank what is wrong on any."""
+        error: Exception | None = None
+        try:
+            self._check_devices(devices, model)
+            model.check()
+            model.check_supported(self.module)
+        except (RuntimeError, ValueError, NotImplementedError) as problem:
+            error = problem
+        digest = None if error is not None else model.digest()
+        caps = (options.bucket_bytes, options.last_bytes, options.sync_buffers)
+        told = meeting.exchange((digest, caps, error, options.sync_at_start))
+        if error is not None:
+            raise error
+        for rank, (_, _, other, _) in enumerate(told):
+            if other is not None:
+                raise type(other)(f"rank {rank}: {other}")
+        self._compare_options([row[1] for row in told])
+        # The buckets must agree in any case, or gradients would be cross-wired.
+        if len({row[0] for row in told}) > 1:
+            raise_first_difference(meeting.exchange(model.describe()))
+
+    @staticmethod
+    def _compare_options(told: list[tuple[int, int, bool]]) -> None:
+        names = ("bucket_cap_mb", "bucket_cap_mb", "broadcast_buffers")
+        for rank, theirs in enumerate(told):
+            for name, first, other in zip(names, told[0], theirs, strict=True):
+                if first != other:
+                    raise _native.MismatchError(
+                        f"{name} differs: rank 0 was given what makes {first}, rank "
+                        f"{rank} what makes {other}; give every rank the same"
+                    )
+
+    @staticmethod
+    def _check_devices(devices: tuple[Any, Any], model: Model) -> None:
+        device_ids, output_device = devices
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError("device_ids can only be None or contain a single element.")
+        if device_ids or output_device:
+            found = sorted({str(p.device) for _, p in model.parameters})
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only "
+                "work with single-device/multiple-device GPU modules or CPU modules, "
+                f"but got device_ids {device_ids}, output_device {output_device}, and "
+                f"module parameters {found}. Leave both out on the CPU."
+            )
+
+    @staticmethod
+    def _copy_from_rank_0(world: _native.World, model: Model) -> None:
+        tensors = model.tensors()
+        plain = [t.detach() for t in tensors]
+        dense = [t if _torch.is_dense(t) else t.contiguous() for t in plain]
+        world.broadcast(dense)
+        if world.rank == 0:
+            return
+        with torch.no_grad():
+            for target, source in zip(plain, dense, strict=True):
+                if target is not source:
+                    target.copy_(source)
+        torch.autograd.graph.increment_version(tensors)
+
+    # ---- a step -------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Parameters
+        ----------
+        *inputs, **kwargs
+            For the module's own ``forward``.
+
+        Returns
+        -------
+        object
+            What the module returns, itself.
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank died or failed and the step cannot be taken.
+        """
+        if _torch.is_profiling():
+            with torch.autograd.profiler.record_function(
+                "DistributedDataParallel.forward"
+            ):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reducer = self._reducer
+        if reducer is None:
+            return self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():
+            reducer.apply_buffers()
+            return self.module(*inputs, **kwargs)
+        reducer.forward_begins()
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException:
+            reducer.note_exception(traceback.format_exc())
+            raise
+        _watch_output(output, reducer)
+        return output
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward averages gradients over the ranks."""
+        if self._reducer is None:
+            return bool(self._sync_without_peers)
+        return self._reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._reducer is None:
+            self._sync_without_peers = bool(value)
+        else:
+            self._reducer.sync = bool(value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank, without averaging.
+
+        A backward is not averaged when its forward ran inside the context (torch's
+        contract), or when it runs inside itself.  The first averaged backward after it
+        averages all that has accumulated.
+
+        Examples
+        --------
+        >>> with model.no_sync():  # doctest: +SKIP
+        ...     loss(model(first)).backward()
+        >>> loss(model(second)).backward()  # doctest: +SKIP
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ---- state --------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, its keys prefixed by ``module.``."""
+        if self._reducer is not None:
+            self._reducer.apply_buffers()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a state dict whose keys have the prefix ``module.``, or have it not.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to tensor
+            Of this wrapper, or of the bare module.
+        *args, **kwargs
+            As for ``torch.nn.Module.load_state_dict``.
+
+        Returns
+        -------
+        NamedTuple
+            Missing and unexpected keys.
+        """
+        bare = set(self.module.state_dict())
+        n_bare = len(bare.intersection(state_dict))
+        n_prefixed = sum(PREFIX + key in state_dict for key in bare)
+        if n_bare > n_prefixed:
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set training mode, as ``torch.nn.Module`` does."""
+        torch.nn.Module.train(self, mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not _torch.is_default_group(self.process_group):
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the "
+                "default process group. That is, when you have called "
+                "init_process_group and have not passed process_group argument to DDP "
+                "constructor"
+            )
+        state = copy.copy(self.__dict__)
+        options = state.pop("_options")
+        for name in ("process_group", "_reducer"):
+            del state[name]
+        state["_option_values"] = {
+            name: getattr(options, name)
+            for name in ("sync_buffers", "sync_at_start", "bucket_bytes", "last_bytes")
+        }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        values = state.pop("_option_values")
+        torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        options = Options(group=_torch.default_group(), **values)
+        self.process_group = options.group
+        self._set_up(options)
+
+    # ---- what is not there yet ----------------------------------------------------
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """Not there yet."""
+        _refuse("join")
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Not there yet."""
+        _refuse("join_hook")
+
+    def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Not there yet."""
+        _refuse("register_comm_hook")
+
+    def _register_builtin_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("_register_builtin_comm_hook")
+
+    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("_register_buffer_comm_hook")
+
+    def _register_fused_optim(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("_register_fused_optim")
+
+    def _get_ddp_logging_data(self) -> NoReturn:
+        _refuse("_get_ddp_logging_data")
+
+    def _set_ddp_runtime_logging_sample_rate(self, *_: Any) -> NoReturn:
+        _refuse("_set_ddp_runtime_logging_sample_rate")
+
+    def _set_sparse_metadata(self, *_: Any) -> NoReturn:
+        _refuse("_set_sparse_metadata")
+
+    def _update_process_group(self, *_: Any) -> NoReturn:
+        _refuse("_update_process_group")
+
+    def _remove_autograd_hooks(self) -> NoReturn:
+        _refuse("_remove_autograd_hooks")
+
+    def _check_reducer_finalized(self) -> NoReturn:
+        _refuse("_check_reducer_finalized")
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = True  # nothing to do: see the class's docstring
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether a synchronised step sends rank 0's buffers."""
+        return (
+            self.require_forward_param_sync
+            and bool(self._options.sync_buffers)
+            and len(self.modules_buffers) > 0
+        )
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"DistributedDataParallel.{name} is not there in this version of paceline"
+    )
+
+
+def _watch_output(output: Any, reducer: _native.Reducer) -> None:
+    """Have the beginning of the backward of ``output`` noticed.
+
+    Its end is then known too: also where every gradient comes out of a backward inside
+    it, as with reentrant checkpointing.
+    """
+    if isinstance(output, torch.Tensor):
+        leaves = [output]
+    else:
+        leaves = _torch.tensor_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+            leaf.register_hook(reducer.on_output)  # type: ignore[no-untyped-call]

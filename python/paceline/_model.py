@@ -1,0 +1,194 @@
+"""What the ranks' models must agree on, and who says what where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline import _native, _torch
+
+NO_GRADIENT = (
+    "DistributedDataParallel is not needed when a module doesn't have any parameter "
+    "that requires a gradient."
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module's tensors, as data parallelism sees them.
+
+    Attributes
+    ----------
+    parameters : list of (str, torch.Tensor)
+        All parameters that are not ignored, each once, in registration order.
+    buffers : list of (str, dict, str)
+        All buffers that are not ignored: full name, the ``_buffers`` they are in, and
+        their name there.
+    """
+
+    parameters: list[tuple[str, torch.nn.Parameter]]
+    buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Model:
+        """Collect the tensors of ``module``.
+
+        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as torch's
+        wrapper leaves them.
+        """
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if name not in ignored
+        ]
+        buffers = []
+        seen: set[int] = set()
+        for prefix, owner in module.named_modules():
+            for name, buffer in owner._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is None or id(buffer) in seen or full in ignored:
+                    continue
+                seen.add(id(buffer))
+                buffers.append((full, owner._buffers, name))
+        return cls(parameters, buffers)
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The parameters that require a gradient."""
+        return [p for _, p in self.parameters if p.requires_grad]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all parameters and buffers."""
+        return [p for _, p in self.parameters] + [
+            owner[name] for _, owner, name in self.buffers
+        ]
+
+    def check(self) -> None:
+        """Raise where this rank's model cannot be wrapped at all.
+
+        Raises
+        ------
+        RuntimeError
+            If no parameter requires a gradient, or a lazy one has no shape yet.
+        ValueError
+            If the parameters are on several types of devices.
+        NotImplementedError
+            If a parameter or buffer is not a strided tensor on the CPU.
+        """
+        for name, tensor in self._named_tensors():
+            if _torch.is_lazy(tensor):
+                raise RuntimeError(
+                    "Modules with uninitialized parameters can't be used with "
+                    f"`DistributedDataParallel`: '{name}' has no shape yet. Run a "
+                    "dummy forward pass to correctly initialize the modules"
+                )
+        if not self.trainable:
+            raise RuntimeError(
+                f"{NO_GRADIENT} Use the module as it is, or set requires_grad."
+            )
+        kinds = sorted({p.device.type for _, p in self.parameters})
+        if len(kinds) > 1:
+            raise ValueError(
+                "DistributedDataParallel's input module must be on the same type of "
+                f"devices, but input module parameters locate in {kinds}."
+            )
+        for name, tensor in self._named_tensors():
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+                raise NotImplementedError(
+                    f"'{name}' is a {tensor.layout} tensor on device {tensor.device}: "
+                    "this version of paceline trains strided tensors on the CPU; move "
+                    "the module by .cpu() first"
+                )
+
+    def check_supported(self, module: torch.nn.Module) -> None:
+        """Raise for what a module does that is not there yet.
+
+        Raises
+        ------
+        NotImplementedError
+            If an embedding makes sparse gradients.
+        ValueError
+            If the module has a SyncBatchNorm, which needs a GPU.
+        """
+        for name, part in module.named_modules():
+            if getattr(part, "sparse", False) and isinstance(
+                part, (torch.nn.Embedding, torch.nn.EmbeddingBag)
+            ):
+                raise NotImplementedError(
+                    f"'{name}' makes sparse gradients: this version of paceline "
+                    "reduces dense ones; make it with sparse=False"
+                )
+            if isinstance(part, torch.nn.SyncBatchNorm):
+                raise ValueError(
+                    "SyncBatchNorm layers only work with GPU modules: "
+                    f"'{name}' is on the CPU; use BatchNorm"
+                )
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        named: list[tuple[str, torch.Tensor]] = list(self.parameters)
+        named += [(full, owner[name]) for full, owner, name in self.buffers]
+        return named
+
+    # ---- agreement ------------------------------------------------------------------
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """Return (kind, name, what) of each tensor: all that ranks must agree on."""
+        described = [
+            ("parameter", name, _describe(p, p.requires_grad))
+            for name, p in self.parameters
+        ]
+        described += [
+            ("buffer", full, _describe(owner[name], None))
+            for full, owner, name in self.buffers
+        ]
+        return described
+
+    def digest(self) -> str:
+        """Return a hash of :meth:`describe`."""
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+
+
+def _describe(tensor: torch.Tensor, requires_grad: bool | None) -> str:
+    words = f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    if requires_grad is None:
+        return words
+    return words + (", trainable" if requires_grad else ", frozen")
+
+
+def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
+    """Raise the first difference between rank 0's model and another's.
+
+    Parameters
+    ----------
+    models : list
+        Every rank's :meth:`Model.describe`, by rank.
+
+    Raises
+    ------
+    paceline.MismatchError
+        The same on every rank; returns where there is no difference.
+    """
+    for rank, model in enumerate(models):
+        counts = [
+            sum(kind == "parameter" for kind, _, _ in m) for m in (models[0], model)
+        ]
+        for mine, other in itertools.zip_longest(models[0], model):
+            if mine != other:
+                raise _native.MismatchError(
+                    "DDP expects same model across all ranks, but rank 0 has "
+                    f"{_words(mine)} where rank {rank} has {_words(other)} "
+                    f"(rank 0 has {counts[0]} params, rank {rank} has {counts[1]}). "
+                    "Build the same model, in the same order, on every rank."
+                )
+
+
+def _words(entry: tuple[str, str, str] | None) -> str:
+    if entry is None:
+        return "nothing"
+    kind, name, what = entry
+    return f"{kind} '{name}' ({what})"

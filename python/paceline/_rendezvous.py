@@ -1,0 +1,336 @@
+"""From a user's process group to a world of ranks in shared memory.
+
+The group's own collectives carry the first words, since its connections already notice a
+rank that dies; the group's store carries each rank's process id beforehand, so that the
+rank can be named.  From then on the native world watches the processes itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+import os
+import pickle
+import select
+import sys
+import time
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _native, _torch
+
+_POLL_SECONDS = 0.002
+_LOOK_EVERY_SECONDS = 0.1
+_BLAME_SECONDS = 0.6
+"""How long a failed exchange looks for the rank that caused it."""
+
+_wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+_live_worlds: weakref.WeakSet[_native.World] = weakref.WeakSet()
+_owner_pid = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a rank runs: what must agree for ranks to share memory and see each other.
+
+    Attributes
+    ----------
+    boot : str
+        The kernel's boot id.
+    network : int
+        Network namespace, which the abstract sockets live in.
+    processes : int
+        PID namespace: process ids mean the same inside one.
+    pid : int
+        The rank's process id in its own namespace.
+    """
+
+    boot: str
+    network: int
+    processes: int
+    pid: int
+
+    @classmethod
+    def here(cls) -> Host:
+        """Describe this process."""
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return cls(
+            boot=boot,
+            network=os.stat("/proc/self/ns/net").st_ino,
+            processes=os.stat("/proc/self/ns/pid").st_ino,
+            pid=os.getpid(),
+        )
+
+    def shares_memory_with(self, other: Host) -> bool:
+        """Tell whether ranks there and here can map the same memory."""
+        return self.boot == other.boot and self.network == other.network
+
+    def visible_pid(self, viewer: Host) -> int:
+        """Return the process id as ``viewer`` sees it; 0 where it cannot."""
+        return self.pid if self.processes == viewer.processes else 0
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        return bool(poller.poll(0))
+    finally:
+        os.close(fd)
+
+
+class _Presence:
+    """The ranks' process ids in the store, and a word that says who is gone."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.here = Host.here()
+        self._hosts: dict[int, Host] = {rank: self.here}
+        self._store: dist.Store | None = None
+        store = _torch.group_store(group)
+        if store is None:
+            return
+        name = _torch.group_name(group)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        number = next(_wrap_numbers[name])
+        prefix = f"paceline/{name}/{restart}/{number}"
+        self._store = dist.PrefixStore(prefix, store)
+        with self._store_failure():
+            self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
+
+    def _store_failure(self) -> _StoreFailure:
+        return _StoreFailure(self.rank)
+
+    def look(self) -> None:
+        """Raise ``PeerError`` where a rank is known to be gone."""
+        if self._store is None:
+            return
+        with self._store_failure():
+            if self._store.check(["gone"]):
+                gone = int(self._store.get("gone"))
+                self._fail(gone, "died during construction")
+            for rank in range(self.size):
+                if rank not in self._hosts and self._store.check([f"host/{rank}"]):
+                    words = json.loads(self._store.get(f"host/{rank}"))
+                    self._hosts[rank] = Host(**words)
+        for rank, host in self._hosts.items():
+            pid = host.visible_pid(self.here) if rank != self.rank else 0
+            if pid and host.boot == self.here.boot and _has_ended(pid):
+                with self._store_failure():
+                    self._store.set("gone", str(rank))
+                self._fail(rank, f"(process {pid}) died during construction")
+
+    def blame(self, cause: BaseException) -> None:
+        """Raise ``PeerError`` for a collective that failed, naming whom it can."""
+        until = time.monotonic() + _BLAME_SECONDS
+        while time.monotonic() < until:
+            self.look()
+            time.sleep(10 * _POLL_SECONDS)
+        silent = [rank for rank in range(self.size) if rank not in self._hosts]
+        whom = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {silent}"
+        if not silent:
+            whom = "a rank"
+        raise _native.PeerError(
+            f"rank {self.rank}: {whom} was lost during construction ({cause})"
+        ) from cause
+
+    def _fail(self, rank: int, words: str) -> None:
+        raise _native.PeerError(f"rank {self.rank}: rank {rank} {words}")
+
+
+class _StoreFailure:
+    """Turns the store's own failures into the loss of rank 0, which hosts it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, dist.DistError):
+            raise _native.PeerError(
+                f"rank {self._rank}: the group's store is gone, and with it rank 0 or "
+                f"the launcher that hosts it, during construction ({error})"
+            ) from error
+
+
+class Meeting:
+    """The ranks of a process group, before they share memory.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The user's group; its CPU backend must be Gloo.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.size > 1:
+            self._check_backend()
+            self._presence = _Presence(group, self.rank, self.size)
+
+    def _check_backend(self) -> None:
+        name = _torch.cpu_backend_name(self.group)
+        if name != "gloo":
+            raise NotImplementedError(
+                f"process_group carries CPU tensors by '{name}': this version of "
+                "paceline meets over Gloo only, as in init_process_group('gloo')"
+            )
+
+    def exchange(self, words: Any) -> list[Any]:
+        """Give one picklable object to all ranks; return every rank's, by rank.
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank dies meanwhile.
+        """
+        if self.size == 1:
+            return [words]
+        mine = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        longest = int(max(size.item() for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        rows = self._all_gather(padded)
+        return [
+            pickle.loads(row[: int(size)].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(rows, mine, group=self.group, async_op=True)
+            look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+            while not work.is_completed():
+                time.sleep(_POLL_SECONDS)
+                if time.monotonic() > look_at:
+                    self._presence.look()
+                    look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+            work.wait()
+        except _native.PeerError:
+            raise
+        except RuntimeError as error:
+            self._presence.blame(error)
+        return rows
+
+    def connect(self, arena_bytes: int, n_ops: int) -> _native.World:
+        """Make the world; collective over the group.
+
+        Parameters
+        ----------
+        arena_bytes : int
+            Bytes of shared memory a rank; the same on every rank.
+        n_ops : int
+            The most operations in flight; the same on every rank.
+
+        Returns
+        -------
+        paceline._native.World
+
+        Raises
+        ------
+        NotImplementedError
+            On every rank, if the ranks run on more than one host.
+        paceline.PeerError
+            If a rank dies meanwhile.
+        """
+        here = Host.here()
+        listener = _native.Listener() if self.rank == 0 else None
+        address = listener.address if listener is not None else None
+        told = self.exchange((here, address))
+        hosts = [host for host, _ in told]
+        self._check_one_host(hosts)
+        world = _native.World(
+            rank=self.rank,
+            world_size=self.size,
+            arena_bytes=arena_bytes,
+            n_ops=n_ops,
+            timeout=_torch.group_timeout_seconds(self.group),
+            pids=[host.visible_pid(here) for host in hosts],
+            meeting=listener if listener is not None else told[0][1],
+        )
+        _remember(world)
+        return world
+
+    def _check_one_host(self, hosts: list[Host]) -> None:
+        away = [
+            rank
+            for rank, host in enumerate(hosts)
+            if not host.shares_memory_with(hosts[0])
+        ]
+        if away:
+            raise NotImplementedError(
+                f"ranks {away} run on another host, or in another container's network, "
+                "than rank 0: this version of paceline joins the ranks of one host "
+                "(containers: share the network namespace)"
+            )
+
+
+def connect(
+    group: dist.ProcessGroup | None = None,
+    arena_bytes: int = 1 << 20,
+    n_ops: int = 64,
+) -> _native.World:
+    """Make a world of raw shared memory over a process group.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        The default group where none is given.
+    arena_bytes : int
+        Bytes of shared memory a rank.
+    n_ops : int
+        The most operations in flight.
+
+    Returns
+    -------
+    paceline._native.World
+    """
+    _torch.attach()
+    return Meeting(group or _torch.default_group()).connect(arena_bytes, n_ops)
+
+
+# ---- the end of the process ---------------------------------------------------------
+
+
+def _remember(world: _native.World) -> None:
+    global _owner_pid
+    if _owner_pid != os.getpid():
+        _owner_pid = os.getpid()
+        atexit.unregister(_say_goodbye)
+        atexit.register(_say_goodbye)
+    _live_worlds.add(world)
+
+
+def _say_goodbye() -> None:
+    """Leave every world; peers that wait for this rank get the traceback, if any."""
+    if os.getpid() != _owner_pid:
+        return  # a forked child: the worlds are its parent's
+    error = getattr(sys, "last_value", None)
+    words = "".join(traceback.format_exception(error)) if error is not None else None
+    for world in list(_live_worlds):
+        with suppress(RuntimeError, UnicodeEncodeError):
+            if words is not None:
+                world.note_exception(words)
+            world.leave()
