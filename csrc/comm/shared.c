@@ -274,7 +274,14 @@ done:
 
 static pl_status shared_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
-    return wait_for(shared_of(comm), done_counter, ticket, slice_ns);
+    pl_status st = PL_OK;
+    pli_shared_comm *self = shared_of(comm);
+    if (ticket > base_of(self) + atomic_load(&self->n_posted))
+        PL_FAIL(PL_EINVAL, "ticket %llu is waited for, but was never issued",
+                (unsigned long long)ticket);
+    PL_TRY(wait_for(self, done_counter, ticket, slice_ns));
+done:
+    return st;
 }
 
 /* ---- failing, and going on ------------------------------------------------- */

@@ -6,7 +6,10 @@
 #include "alloc.h"
 #include "reducer_state.h"
 
-enum { OPS_BESIDE_BUCKETS = 8 }; /* flags, order, extra, and some to spare */
+enum {
+    OPS_BESIDE_BUCKETS = 8, /* flags, order, extra, and some to spare */
+    CHUNK_BYTES = 1 << 20   /* of one operation: it stays in cache between two ranks */
+};
 
 /* ---- the arena -------------------------------------------------------------- */
 
@@ -44,7 +47,8 @@ size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
 
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
 {
-    return spec->n_params + OPS_BESIDE_BUCKETS;
+    size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* at least one a parameter */
+    return n_ops + pl_plan_bytes(spec->params, spec->n_params) / CHUNK_BYTES;
 }
 
 /* ---- life ------------------------------------------------------------------- */
@@ -159,6 +163,7 @@ pl_status pl_reducer_begin(pl_reducer *self)
     for (size_t i = 0; i < self->spec.n_params; i++)
         self->slots[i].n_fires = 0;
     self->n_fires = 0;
+    self->n_fired_params = 0;
     memset(used_of(self), 0, 2 * self->spec.n_params);
     reducer_arm_buckets(self);
     self->step++;
@@ -170,21 +175,36 @@ done:
 
 /* ---- gradients arrive --------------------------------------------------------- */
 
+/* Issues the next operation of a bucket: CHUNK_BYTES of it, or what remains. */
+static pl_status issue_chunk(pl_reducer *self, size_t b)
+{
+    pl_status st = PL_OK;
+    const pl_bucket_plan *bucket = &self->plan->buckets[b];
+    const size_t elem_bytes = pl_dtype_bytes(bucket->dtype);
+    const size_t n_left = bucket->n_elems - self->buckets[b].n_issued;
+    const size_t n_most = CHUNK_BYTES / elem_bytes;
+    const pl_op op = {
+        .kind = PL_ALL_REDUCE,
+        .reduction = PL_MEAN,
+        .dtype = bucket->dtype,
+        .offset_bytes = self->buckets_at + bucket->offset_bytes +
+                        self->buckets[b].n_issued * elem_bytes,
+        .n_elems = n_left < n_most ? n_left : n_most,
+    };
+    PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
+    self->buckets[b].n_issued += op.n_elems;
+done:
+    return st;
+}
+
 pl_status reducer_post_ready(pl_reducer *self)
 {
     pl_status st = PL_OK;
     while (self->n_posted < self->plan->n_buckets &&
            self->buckets[self->n_posted].phase == PL_BUCKET_READY) {
         const size_t b = self->n_posted;
-        const pl_bucket_plan *bucket = &self->plan->buckets[b];
-        const pl_op op = {
-            .kind = PL_ALL_REDUCE,
-            .reduction = PL_MEAN,
-            .dtype = bucket->dtype,
-            .offset_bytes = self->buckets_at + bucket->offset_bytes,
-            .n_elems = bucket->n_elems,
-        };
-        PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
+        while (self->buckets[b].n_issued < self->plan->buckets[b].n_elems)
+            PL_TRY(issue_chunk(self, b));
         PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_POSTED, b));
         self->n_posted++;
     }
@@ -212,6 +232,44 @@ static pl_status move_in(pl_reducer *self, size_t param, const void *data,
     return PL_OK;
 }
 
+/* Whether a large gradient can be summed while it is still being copied: its bucket is
+ * its own, whose turn it is, and nothing more is expected of it. */
+static int can_stream(const pl_reducer *self, size_t param, const void *data,
+                      pl_delivery delivery)
+{
+    const size_t b = self->plan->slots[param].bucket;
+    const slot_state *slot = &self->slots[param];
+    return delivery == PL_REPLACE && data != NULL && self->n_posted == b &&
+           self->plan->buckets[b].n_params == 1 && self->buckets[b].n_pending == 1 &&
+           self->buckets[b].phase == PL_BUCKET_FILLING &&
+           slot->n_fires + 1 == slot->n_expected;
+}
+
+/* Copies and issues chunk by chunk: each is summed while it is in cache. */
+static pl_status stream_in(pl_reducer *self, size_t param, const void *data,
+                           pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pl_param *tensor = &self->params[param];
+    const size_t b = self->plan->slots[param].bucket;
+    const size_t elem_bytes = pl_dtype_bytes(tensor->dtype);
+    const size_t n_most = CHUNK_BYTES / elem_bytes;
+    for (size_t first = 0; first < tensor->n_elems; first += n_most) {
+        const size_t n_left = tensor->n_elems - first;
+        const pl_move move = {
+            .to = slot_memory(self, param) + first * elem_bytes,
+            .from = (const char *)data + first * elem_bytes,
+            .dtype = tensor->dtype,
+            .n_elems = n_left < n_most ? n_left : n_most,
+        };
+        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, stream));
+        PL_TRY(issue_chunk(self, b));
+        PL_TRY(pl_comm_progress(self->comm));
+    }
+done:
+    return st;
+}
+
 /* Counts a fire; the bucket is ready with the last that is expected of it. */
 static pl_status count_fire(pl_reducer *self, size_t param)
 {
@@ -220,6 +278,7 @@ static pl_status count_fire(pl_reducer *self, size_t param)
     const size_t b = self->plan->slots[param].bucket;
     bucket_state *bucket = &self->buckets[b];
     slot->fired_at = self->n_fires++;
+    self->n_fired_params += slot->n_fires == 0;
     if (slot->n_fires < UINT16_MAX)
         slot->n_fires++;
     if (slot->n_fires != slot->n_expected)
@@ -244,6 +303,8 @@ pl_status pl_reducer_deliver(pl_reducer *self, size_t param, const void *data,
     if (bucket->phase == PL_BUCKET_POSTED) {
         late_of(self)[param] = 1;
         verdict = PL_LATE;
+    } else if (can_stream(self, param, data, delivery)) {
+        PL_TRY(stream_in(self, param, data, stream));
     } else {
         PL_TRY(move_in(self, param, data, delivery, stream));
         /* READY but waiting for its turn: the slot may still take more. */
@@ -273,6 +334,11 @@ int pl_reducer_is_complete(const pl_reducer *self)
 {
     return self->phase == REDUCER_FILLING && self->learning != LEARNING_NOTHING &&
            self->n_outstanding == 0;
+}
+
+size_t pl_reducer_n_unfired(const pl_reducer *self)
+{
+    return self->spec.n_params - self->n_fired_params;
 }
 
 unsigned pl_reducer_fires(const pl_reducer *self, size_t param)

@@ -110,6 +110,9 @@ int pl_reducer_is_active(const pl_reducer *reducer);
 /* Non-zero once everything that came in the last step has come in this one. */
 int pl_reducer_is_complete(const pl_reducer *reducer);
 
+/* Parameters for which no gradient has come in this step. */
+size_t pl_reducer_n_unfired(const pl_reducer *reducer);
+
 /* Times that a gradient came for this parameter in this step. */
 unsigned pl_reducer_fires(const pl_reducer *reducer, size_t param);
 

@@ -30,6 +30,7 @@ typedef struct slot_state {
 typedef struct bucket_state {
     pl_bucket_phase phase;
     uint32_t n_pending; /* expected fires yet to come; one more where close must come */
+    size_t n_issued;    /* elements, from the bucket's start */
 } bucket_state;
 
 struct pl_reducer {
@@ -50,6 +51,7 @@ struct pl_reducer {
     size_t n_posted;      /* buckets, in order */
     size_t n_outstanding; /* parameters whose expected fires are not all in */
     uint32_t n_fires;
+    size_t n_fired_params;
     pl_ticket last_ticket;
 };
 

@@ -51,6 +51,7 @@ typedef struct grad_buffer {
 } grad_buffer;
 
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
+typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
@@ -70,6 +71,7 @@ typedef struct reducer_object {
     sync_mode sync_now;     /* what the user asks for at this moment */
     sync_mode sync_forward; /* ... asked for at the last forward */
     grad_recording recording;
+    grad_engine engine;
     int n_guards;  /* queued in the engine, not yet called */
     int owner_pid; /* a forked child has no part in the world */
 } reducer_object;
@@ -111,6 +113,9 @@ void pli_step_fail(reducer_object *self, const char *words);
 
 /* Asks the engine to call us when this backward ends, unless it will already. */
 int pli_step_queue_guard(reducer_object *self);
+
+/* After each gradient: ends the step here where the engine will not call back. */
+int pli_step_finish_inline(reducer_object *self);
 
 /* ---- buffers.c: what a module keeps beside its parameters ---------------------------
  */

@@ -11,20 +11,28 @@ typedef struct hook_object {
     size_t index;
 } hook_object;
 
+static int begin(reducer_object *self)
+{
+    /* The guard comes first: it tells the peers should this backward fail. */
+    if (pli_step_queue_guard(self) != 0)
+        return -1;
+    return pli_step_begin(self);
+}
+
 static int on_gradient(reducer_object *self, size_t i)
 {
-    if (!pl_reducer_is_active(self->reducer)) {
-        if (self->sync_now == SYNC_OFF || self->sync_forward == SYNC_OFF) {
-            self->slots[i].sync = GRAD_UNSYNCED;
-            return 0;
-        }
-        /* The guard comes first: it tells the peers should this backward fail. */
-        if (pli_step_queue_guard(self) != 0 || pli_step_begin(self) != 0)
-            return -1;
-    } else if (self->n_guards == 0 && pli_step_queue_guard(self) != 0) {
-        return -1;
+    const int is_active = pl_reducer_is_active(self->reducer);
+    if (!is_active && (self->sync_now == SYNC_OFF || self->sync_forward == SYNC_OFF)) {
+        self->slots[i].sync = GRAD_UNSYNCED;
+        return 0;
     }
-    return pli_grads_arrive(self, i);
+    if (!is_active && begin(self) != 0)
+        return -1;
+    /* An inner backward's guard may have been called: the outer one needs its own. */
+    if (self->n_guards == 0 && self->engine == ENGINE_CALLS_BACK &&
+        pli_step_queue_guard(self) != 0)
+        return -1;
+    return pli_grads_arrive(self, i) != 0 ? -1 : pli_step_finish_inline(self);
 }
 
 static PyObject *hook_call(PyObject *object, PyObject *param)

@@ -56,6 +56,36 @@ done:
     return status;
 }
 
+static int read_buffer(const module_state *state, PyObject *pair, size_t offset,
+                       grad_buffer *out)
+{
+    PyObject *owner, *name;
+    pli_tensor tensor;
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2 ||
+        !PyDict_Check(PyTuple_GET_ITEM(pair, 0)) ||
+        !PyUnicode_Check(PyTuple_GET_ITEM(pair, 1))) {
+        PyErr_Format(PyExc_TypeError, "buffers has %R: give pairs of (dict, name)",
+                     pair);
+        return -1;
+    }
+    owner = PyTuple_GET_ITEM(pair, 0);
+    name = PyTuple_GET_ITEM(pair, 1);
+    PyObject *object = PyDict_GetItemWithError(owner, name);
+    if (object == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_KeyError, "buffers names '%U', which its dict lacks",
+                         name);
+        return -1;
+    }
+    if (pli_tensor_read(state, object, "a buffer", &tensor) != 0)
+        return -1;
+    *out = (grad_buffer){.owner = Py_NewRef(owner),
+                         .name = Py_NewRef(name),
+                         .offset = offset,
+                         .n_bytes = pli_layout_bytes(&tensor.layout)};
+    return 0;
+}
+
 static int read_buffers(const module_state *state, PyObject *buffers, grad_buffer **out,
                         size_t *out_n, size_t *out_bytes)
 {
@@ -69,18 +99,9 @@ static int read_buffers(const module_state *state, PyObject *buffers, grad_buffe
         goto done;
     for (size_t b = 0; b < n; b++) {
         grad_buffer *buffer = *out + b;
-        pli_tensor tensor;
-        PyObject *owner, *name;
-        if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b), "O!O!",
-                              &PyDict_Type, &owner, &PyUnicode_Type, &name))
+        if (read_buffer(state, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b),
+                        *out_bytes, buffer) != 0)
             goto done;
-        PyObject *object = PyDict_GetItemWithError(owner, name);
-        if (object == NULL || pli_tensor_read(state, object, "a buffer", &tensor) != 0)
-            goto done;
-        buffer->owner = Py_NewRef(owner);
-        buffer->name = Py_NewRef(name);
-        buffer->offset = *out_bytes;
-        buffer->n_bytes = pli_layout_bytes(&tensor.layout);
         *out_bytes +=
             (buffer->n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
         *out_n = b + 1;

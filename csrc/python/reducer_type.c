@@ -133,8 +133,15 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         Py_RETURN_NONE;
     if (pli_step_check_process(self) != 0)
         return NULL;
-    if (pl_reducer_is_active(self->reducer) && pli_step_finish(self) != 0)
+    if (pl_reducer_is_active(self->reducer)) {
+        /* The optimizer has run since, on gradients that were no means. */
+        pli_step_fail(self, "the end of the last backward was never seen");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "the last backward's gradients were not averaged, since its end "
+            "was never seen: run the model's forward through the wrapper");
         return NULL;
+    }
     self->sync_forward = self->sync_now;
     if (self->sync_now == SYNC_ON &&
         pli_wait_in_slices(state, recover_slice, self->reducer) != 0)
@@ -190,8 +197,12 @@ static PyObject *reducer_get_sync(PyObject *object, void *closure)
 
 static int reducer_set_sync(PyObject *object, PyObject *value, void *closure)
 {
-    const int is_on = value != NULL ? PyObject_IsTrue(value) : -1;
     (void)closure;
+    if (value == NULL) {
+        PyErr_SetString(PyExc_TypeError, "sync cannot be deleted");
+        return -1;
+    }
+    const int is_on = PyObject_IsTrue(value);
     if (is_on < 0)
         return -1;
     reducer_of(object)->sync_now = is_on ? SYNC_ON : SYNC_OFF;

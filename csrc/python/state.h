@@ -16,9 +16,10 @@
 
 /* torch's callables: field of the state and keyword of attach_torch(). */
 #define PLI_TORCH_MAP(X)                                                               \
-    X(queue_callback)    /* engine: run a callable when this backward ends */          \
-    X(current_node)      /* the autograd node under evaluation, or None */             \
-    X(is_grad_enabled)   /* inside a hook: is this backward itself recorded? */        \
+    X(queue_callback)  /* engine: run a callable when this backward ends */            \
+    X(current_node)    /* the autograd node under evaluation, or None */               \
+    X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
+    X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
     X(increment_version) /* tells autograd that tensors were overwritten */            \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
     X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */

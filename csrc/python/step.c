@@ -18,14 +18,24 @@ static pl_status wait_slice(void *reducer, int64_t slice_ns)
     return pl_reducer_wait(reducer, slice_ns);
 }
 
-/* Whether this backward records a graph of its own (create_graph). */
-static int read_recording(reducer_object *self)
+/* 1 or 0 as `question()` answers, or -1. */
+static int ask(PyObject *question)
 {
-    PyObject *is_enabled = PyObject_CallNoArgs(state_of_reducer(self)->is_grad_enabled);
-    if (is_enabled == NULL)
+    PyObject *answer = PyObject_CallNoArgs(question);
+    const int is_true = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return is_true;
+}
+
+/* What kind of backward this is: recorded itself (create_graph), or compiled. */
+static int read_backward(reducer_object *self)
+{
+    const int is_recorded = ask(state_of_reducer(self)->is_grad_enabled);
+    const int is_compiled = ask(state_of_reducer(self)->is_compiled);
+    if (is_recorded < 0 || is_compiled < 0)
         return -1;
-    self->recording = is_enabled == Py_True ? RECORDING_ON : RECORDING_OFF;
-    Py_DECREF(is_enabled);
+    self->recording = is_recorded ? RECORDING_ON : RECORDING_OFF;
+    self->engine = is_compiled ? ENGINE_COMPILED : ENGINE_CALLS_BACK;
     return 0;
 }
 
@@ -44,7 +54,7 @@ int pli_step_check_process(const reducer_object *self)
 int pli_step_begin(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
-    if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
+    if (pli_step_check_process(self) != 0 || read_backward(self) != 0 ||
         pli_wait_in_slices(state, recover_slice, self->reducer) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
@@ -70,6 +80,13 @@ int pli_step_queue_guard(reducer_object *self)
     Py_XDECREF(result);
     Py_DECREF(guard);
     return result != NULL ? 0 : -1;
+}
+
+int pli_step_finish_inline(reducer_object *self)
+{
+    if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_unfired(self->reducer) > 0)
+        return 0;
+    return pli_step_finish(self);
 }
 
 static int close_and_wait(reducer_object *self)

@@ -14,9 +14,23 @@ import torch.distributed as dist
 PREFIX = "module."
 
 
-def has_prefix(keys: list[str]) -> bool:
-    """Tell whether these are a wrapper's keys: all begin with ``module.``."""
-    return bool(keys) and all(key.startswith(PREFIX) for key in keys)
+def has_prefix(state: Any) -> bool:
+    """Tell whether these look like a wrapper's: all keys begin with ``module.``."""
+    return (
+        isinstance(state, dict)
+        and bool(state)
+        and all(isinstance(key, str) and key.startswith(PREFIX) for key in state)
+    )
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside a data-parallel wrapper, or the module itself."""
+    if isinstance(
+        module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    ):
+        bare: torch.nn.Module = module.module
+        return bare
+    return module
 
 
 def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
@@ -26,13 +40,12 @@ def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
     )
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
+        # "" is the wrapper's own entry; that of the module inside takes its place.
         stripped._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (key.removeprefix(PREFIX), value)
+            ("" if key == "module" else key.removeprefix(PREFIX), value)
             for key, value in metadata.items()
-            if key != ""  # the wrapper's own entry; "module" becomes ""
+            if key == "module" or key.startswith(PREFIX)
         )
-        if "module" in stripped._metadata:  # type: ignore[attr-defined]
-            stripped._metadata[""] = stripped._metadata.pop("module")  # type: ignore[attr-defined]
     return stripped
 
 
@@ -90,8 +103,11 @@ def save(
         raise ValueError(f"prefix is {prefix!r}: give 'keep' or 'strip'")
     if not _is_writer(process_group):
         return
-    state = obj.state_dict() if isinstance(obj, torch.nn.Module) else obj
-    if prefix == "strip" and isinstance(state, dict) and has_prefix(list(state)):
+    is_module = isinstance(obj, torch.nn.Module)
+    state = obj.state_dict() if is_module else obj
+    # A bare model may have a part called `module`: those names are its own.
+    is_wrapped = not is_module or unwrap(obj) is not obj
+    if prefix == "strip" and is_wrapped and has_prefix(state):
         state = strip_prefix(state)
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(
@@ -154,20 +170,10 @@ def load(
     >>> _ = paceline.load(path, model)
     """
     state = torch.load(path, map_location=map_location, weights_only=weights_only)
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-        keys = list(state)
-        own = getattr(module, "module", None)
-        ambiguous = (
-            own is None and module is not None and set(keys) == set(module.state_dict())
-        )
-        if has_prefix(keys) and not ambiguous:
-            state = strip_prefix(state)
-    if module is not None:
-        bare = module
-        if isinstance(
-            module,
-            (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel),
-        ):
-            bare = module.module
+    bare = unwrap(module) if module is not None else None
+    own = set(bare.state_dict()) if bare is not None else set()
+    if has_prefix(state) and own.isdisjoint(state):
+        state = strip_prefix(state)
+    if bare is not None:
         bare.load_state_dict(state)
     return state

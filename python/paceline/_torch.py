@@ -6,6 +6,7 @@ Nothing else in the package asks for a torch version or touches a private name.
 from __future__ import annotations
 
 import datetime
+import sys
 from typing import Any
 
 import torch
@@ -42,11 +43,21 @@ def attach() -> None:
         queue_callback=torch.autograd.Variable._execution_engine.queue_callback,
         current_node=torch._C._current_autograd_node,
         is_grad_enabled=torch.is_grad_enabled,
+        is_compiled=is_compiled_autograd,
         increment_version=torch.autograd.graph.increment_version,
         empty_like=torch.empty_like,
         from_dlpack=torch.utils.dlpack.from_dlpack,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+    )
+
+
+def is_compiled_autograd() -> bool:
+    """Tell whether compiled autograd runs backward: final callbacks are not called."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return any(
+        getattr(module, flag, False)
+        for flag in ("in_compiled_autograd_region", "compiled_autograd_enabled")
     )
 
 
