@@ -28,6 +28,13 @@ static int take_exchange(module_state *state, PyObject *capsule)
         Py_CLEAR(state->exchange_capsule);
         return 0;
     }
+    if (!PyCapsule_IsValid(capsule, DL_EXCHANGE_CAPSULE)) {
+        PyErr_Format(PyExc_TypeError,
+                     "attach_torch: exchange is %R: give the capsule of "
+                     "torch.Tensor.__dlpack_c_exchange_api__, or None",
+                     capsule);
+        return -1;
+    }
     const dl_exchange *exchange = PyCapsule_GetPointer(capsule, DL_EXCHANGE_CAPSULE);
     while (exchange != NULL && exchange->version.major != DL_MAJOR)
         exchange = exchange->previous;

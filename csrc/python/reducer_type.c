@@ -183,7 +183,7 @@ static PyObject *reducer_finish(PyObject *object, PyObject *ignored)
 static PyObject *reducer_note_exception(PyObject *object, PyObject *words)
 {
     const char *text = NULL;
-    if (words != Py_None && (text = PyUnicode_AsUTF8(words)) == NULL)
+    if (words != Py_None && (text = pli_words(words)) == NULL)
         return NULL;
     pli_comm_last_words(reducer_of(object)->comm, text);
     Py_RETURN_NONE;

@@ -90,8 +90,14 @@ int pli_tensor_read(const module_state *state, PyObject *object, const char *wha
         return fill(&dl, what, out);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    /* torch's words go on with a C++ stack: the first line is enough. */
+    PyObject *words = value != NULL ? PyObject_Str(value) : NULL;
+    PyObject *lines = words != NULL ? PyUnicode_Splitlines(words, 0) : NULL;
     PyErr_Format(PyExc_TypeError, "%s is no strided tensor in memory: %S", what,
-                 value != NULL ? value : Py_None);
+                 lines != NULL && PyList_GET_SIZE(lines) > 0 ? PyList_GET_ITEM(lines, 0)
+                                                             : Py_None);
+    Py_XDECREF(lines);
+    Py_XDECREF(words);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);

@@ -17,4 +17,7 @@ typedef pl_status (*pli_slice_fn)(void *self, int64_t slice_ns);
  * -1 with an exception set. */
 int pli_wait_in_slices(const module_state *state, pli_slice_fn slice, void *self);
 
+/* The text of an argument `words`, borrowed; NULL with TypeError. */
+const char *pli_words(PyObject *words);
+
 #endif

@@ -1,4 +1,5 @@
 /* world_type.c - paceline._native.World and the Listener that rank 0 makes it with. */
+#include <limits.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -10,6 +11,7 @@
 #include <structmember.h>
 
 enum { SLICE_MS = 50 };
+#define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
 
 /* ---- Listener ------------------------------------------------------------------ */
 
@@ -82,21 +84,35 @@ int pli_wait_in_slices(const module_state *state, pli_slice_fn slice, void *self
     }
 }
 
+static int read_pid(PyObject *item, int rank, int *out)
+{
+    int overflow = 0;
+    const long pid =
+        PyLong_Check(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
+    if (overflow != 0 || pid < 0 || pid > INT_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "pids[%d] is %R: give a process id, or 0 for none", rank, item);
+        return -1;
+    }
+    *out = (int)pid;
+    return 0;
+}
+
 static int read_pids(PyObject *sequence, int world_size, int *pids)
 {
+    int status = 0;
     PyObject *fast = PySequence_Fast(sequence, "pids: give a sequence of integers");
     if (fast == NULL)
         return -1;
     if (PySequence_Fast_GET_SIZE(fast) != world_size) {
         PyErr_Format(PyExc_ValueError, "pids has %zd entries for %d ranks",
                      PySequence_Fast_GET_SIZE(fast), world_size);
-        Py_DECREF(fast);
-        return -1;
+        status = -1;
     }
-    for (int r = 0; r < world_size; r++)
-        pids[r] = (int)PyLong_AsLong(PySequence_Fast_GET_ITEM(fast, r));
+    for (int r = 0; status == 0 && r < world_size; r++)
+        status = read_pid(PySequence_Fast_GET_ITEM(fast, r), r, &pids[r]);
     Py_DECREF(fast);
-    return PyErr_Occurred() != NULL ? -1 : 0;
+    return status;
 }
 
 static int is_interrupted(void *context)
@@ -133,8 +149,9 @@ static pl_status join_world(const module_state *state, const world_arguments *gi
     };
     const pli_listener *listener =
         given->rank == 0 ? ((listener_object *)given->meeting)->listener : NULL;
-    PL_TRY(
-        pli_config_timeout_ns((int64_t)(given->timeout * 1e9), &options.deadline_ns));
+    const double timeout =
+        given->timeout < LONGEST_TIMEOUT ? given->timeout : LONGEST_TIMEOUT;
+    PL_TRY(pli_config_timeout_ns((int64_t)(timeout * 1e9), &options.deadline_ns));
     Py_BEGIN_ALLOW_THREADS st = pli_shm_create(&options, listener, address, out);
     Py_END_ALLOW_THREADS done : return st;
 }
@@ -148,13 +165,22 @@ static int check_arguments(const module_state *state, const world_arguments *giv
                      given->rank, given->world_size, PL_MAX_RANKS);
         return -1;
     }
-    if (given->arena_bytes < 0 || given->n_ops < 1 || !(given->timeout > 0.0)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "arena_bytes, n_ops and timeout must be positive");
+    if (given->arena_bytes < 0 || given->n_ops < 1) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "arena_bytes is %zd and n_ops is %zd: give 0 or more, and 1 or more",
+            given->arena_bytes, given->n_ops);
         return -1;
     }
-    if (given->rank == 0 && !Py_IS_TYPE(given->meeting, state->listener_type)) {
-        PyErr_SetString(PyExc_TypeError, "meeting: rank 0 gives its Listener");
+    if (!(given->timeout > 0.0)) {
+        PyErr_SetString(PyExc_ValueError, "timeout must be more than 0 seconds");
+        return -1;
+    }
+    if (given->rank == 0 ? !Py_IS_TYPE(given->meeting, state->listener_type)
+                         : !PyUnicode_Check(given->meeting)) {
+        PyErr_Format(PyExc_TypeError,
+                     "meeting is %R: rank 0 gives its Listener, the others its address",
+                     given->meeting);
         return -1;
     }
     return 0;
@@ -238,6 +264,12 @@ static PyObject *world_issue(PyObject *object, PyObject *args)
         parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
                    &reduction) != 0)
         return NULL;
+    if (offset < 0 || n_elems < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "offset_bytes is %zd and n_elems is %zd: neither can be negative",
+                     offset, n_elems);
+        return NULL;
+    }
     const pl_op op = {.kind = (pl_op_kind)kind,
                       .reduction = (pl_reduction)reduction,
                       .dtype = (pl_dtype)dtype,
@@ -286,9 +318,17 @@ static PyObject *world_recover(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+const char *pli_words(PyObject *words)
+{
+    if (PyUnicode_Check(words))
+        return PyUnicode_AsUTF8(words);
+    PyErr_Format(PyExc_TypeError, "words is %R: give a string", words);
+    return NULL;
+}
+
 static PyObject *world_abort(PyObject *object, PyObject *words)
 {
-    const char *text = PyUnicode_AsUTF8(words);
+    const char *text = pli_words(words);
     if (text == NULL)
         return NULL;
     pl_comm_abort(comm_of(object), text);
@@ -298,7 +338,7 @@ static PyObject *world_abort(PyObject *object, PyObject *words)
 static PyObject *world_note_exception(PyObject *object, PyObject *words)
 {
     const char *text = NULL;
-    if (words != Py_None && (text = PyUnicode_AsUTF8(words)) == NULL)
+    if (words != Py_None && (text = pli_words(words)) == NULL)
         return NULL;
     pli_comm_last_words(comm_of(object), text);
     Py_RETURN_NONE;

@@ -38,8 +38,8 @@ class DistributedDataParallel(TorchDDP):
         Whether rank 0's buffers (BatchNorm's statistics) reach every rank; default
         True.
     init_sync : bool, default True
-        Whether models are compared over the ranks at construction, and rank 0's
-        parameters and buffers copied to all.
+        Whether rank 0's parameters and buffers are copied to all ranks at construction.
+        (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
         The ranks; the default group where none is given.  Its CPU backend must be Gloo,
         and its 1 to 64 ranks must run on one host.
@@ -170,6 +170,7 @@ bucket_cap_mb_list : optional
         self.static_graph = static_graph
         self.require_forward_param_sync = True
         self.bucket_bytes_cap = bucket_bytes
+        self.use_side_stream_for_tensor_copies = False  # for the inherited to_kwargs()
         self.forward_sync_buffers = options.sync_buffers
         if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
             self.broadcast_buffers = options.sync_buffers  # torch before 2.13
@@ -182,8 +183,7 @@ bucket_cap_mb_list : optional
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks."""
         meeting = Meeting(options.group)
-        model = Model.of(self.module)
-        self._agree(meeting, model, options, devices)
+        model = self._agree(meeting, options, devices)
         self._options = options
         self._reducer: _native.Reducer | None = None
         self._sync_without_peers = True
@@ -210,40 +210,49 @@ bucket_cap_mb_list : optional
     def _agree(
         self,
         meeting: Meeting,
-        model: Model,
         options: Options,
         devices: tuple[Any, Any],
-    ) -> None:
-        """Raise on every rank what is wrong on any."""
+    ) -> Model:
+        """Return the model, or raise on every rank what is wrong on any."""
         error: Exception | None = None
+        model = Model([], [])
         try:
+            if not isinstance(self.module, torch.nn.Module):
+                raise TypeError(
+                    f"module is {type(self.module).__name__}: give a torch.nn.Module"
+                )
+            model = Model.of(self.module)
             self._check_devices(devices, model)
             model.check()
             model.check_supported(self.module)
-        except (RuntimeError, ValueError, NotImplementedError) as problem:
+        except (RuntimeError, TypeError, ValueError) as problem:
             error = problem
         digest = None if error is not None else model.digest()
-        caps = (options.bucket_bytes, options.last_bytes, options.sync_buffers)
-        told = meeting.exchange((digest, caps, error, options.sync_at_start))
+        agreed = {
+            "bucket_cap_mb": options.bucket_bytes,
+            "broadcast_buffers": options.sync_buffers,
+            "init_sync": options.sync_at_start,
+        }
+        told = meeting.exchange((digest, agreed, error))
         if error is not None:
             raise error
-        for rank, (_, _, other, _) in enumerate(told):
+        for rank, (_, _, other) in enumerate(told):
             if other is not None:
                 raise type(other)(f"rank {rank}: {other}")
         self._compare_options([row[1] for row in told])
         # The buckets must agree in any case, or gradients would be cross-wired.
         if len({row[0] for row in told}) > 1:
             raise_first_difference(meeting.exchange(model.describe()))
+        return model
 
     @staticmethod
-    def _compare_options(told: list[tuple[int, int, bool]]) -> None:
-        names = ("bucket_cap_mb", "bucket_cap_mb", "broadcast_buffers")
+    def _compare_options(told: list[dict[str, Any]]) -> None:
         for rank, theirs in enumerate(told):
-            for name, first, other in zip(names, told[0], theirs, strict=True):
-                if first != other:
+            for name, first in told[0].items():
+                if theirs[name] != first:
                     raise _native.MismatchError(
                         f"{name} differs: rank 0 was given what makes {first}, rank "
-                        f"{rank} what makes {other}; give every rank the same"
+                        f"{rank} what makes {theirs[name]}; give every rank the same"
                     )
 
     @staticmethod

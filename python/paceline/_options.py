@@ -82,12 +82,13 @@ def read_bucket_bytes(bucket_cap_mb: float | None) -> tuple[int, int]:
     """
     if bucket_cap_mb is None:
         return DEFAULT_BUCKET_BYTES, DEFAULT_LAST_BYTES
-    n_bytes = int(float(bucket_cap_mb) * MIB)
-    if n_bytes <= 0:
+    wanted = float(bucket_cap_mb) * MIB
+    if not 1 <= wanted < 2**62:
         raise ValueError(
             f"bucket_cap_mb is {bucket_cap_mb}: give the mebibytes of a bucket, as in "
             "bucket_cap_mb=25, or None"
         )
+    n_bytes = int(wanted)
     return n_bytes, min(n_bytes, DEFAULT_LAST_BYTES)
 
 
@@ -124,5 +125,5 @@ def warn_of_deprecated(check_reduction: bool) -> None:
             "The `check_reduction` argument in `DistributedDataParallel` module is "
             "deprecated. Please avoid using it.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
