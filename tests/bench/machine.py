@@ -1,0 +1,63 @@
+"""What a figure was measured on: without it a figure says nothing."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def cpu_model() -> str:
+    """The processor's name as Linux knows it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def cpu_quota() -> float | None:
+    """CPUs that the cgroup allows, or None where it sets no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def memory_gib() -> float:
+    """The memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def load() -> float:
+    """The load of the last minute, at this moment."""
+    return round(os.getloadavg()[0], 2)
+
+
+def describe() -> dict[str, Any]:
+    """All that a reader needs to judge the figures."""
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "cores_quota": cpu_quota(),
+        "memory_gib": round(memory_gib(), 1),
+        "load_at_start": load(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "numpy": version("numpy"),
+        "paceline": version("paceline"),
+    }

@@ -1,0 +1,58 @@
+"""One rank of one group: joins the others, does its job, leaves the figures of rank 0.
+
+Run by `groups.py` as `python rank.py FOLDER RANK`; FOLDER holds `job.json`.  Each rank
+ends itself, with a traceback of all threads, when the job's time is over, so that
+nothing can hang for ever, not even when the parent is gone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from all_reduce import time_all_reduce
+from job import Job
+from steps import measure_memory, time_steps
+
+TASKS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "steps": time_steps,
+    "memory": measure_memory,
+    "all_reduce": time_all_reduce,
+}
+
+
+def main() -> None:
+    """Join, work, report, leave."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    job = Job.load(folder / "job.json")
+    faulthandler.dump_traceback_later(job.limit_seconds, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=job.ranks,
+        timeout=datetime.timedelta(seconds=job.limit_seconds),
+    )
+    figures = TASKS[job.task](job)
+    if rank == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Gloo's threads outlive the group and can end a process with SIGABRT while the
+    # interpreter is taken down.  Nothing is left to do: leave without that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

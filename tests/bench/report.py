@@ -1,0 +1,279 @@
+"""From the figures of all groups to a summary, a text table and a plot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import contestants
+import matplotlib as mpl
+from contestants import FLOOR, PACELINE, TORCH, TORCH_VIEW
+from stats import median_with_interval, percentile
+
+Figures = dict[str, Any]
+
+RATIOS = [(TORCH, PACELINE), (TORCH_VIEW, PACELINE), (PACELINE, FLOOR), (TORCH, FLOOR)]
+COLOURS = {  # told apart by everybody
+    FLOOR: "#999999",
+    TORCH: "#d55e00",
+    TORCH_VIEW: "#e69f00",
+    PACELINE: "#0072b2",
+    "gloo": "#d55e00",
+}
+
+
+def median(values: list[float]) -> float:
+    """Middle value."""
+    return percentile(values, 50)
+
+
+def names_in(groups: list[Figures]) -> list[str]:
+    """The contestants of these groups, in the order of the registry."""
+    return [c.name for c in contestants.ALL if c.name in groups[0]["contestants"]]
+
+
+def summarise_contestant(groups: list[Figures], name: str) -> Figures:
+    """One line of the table: wall times in ms, CPU time in ms, page faults."""
+    runs = [group["contestants"][name] for group in groups]
+    p10s = [percentile(run["step_us"], 10) / 1e3 for run in runs]
+    return {
+        "wall_min_ms": min(min(run["step_us"]) for run in runs) / 1e3,
+        "wall_p10_ms": median(p10s),
+        "wall_p10_best_ms": min(p10s),
+        "wall_median_ms": median([median(run["step_us"]) / 1e3 for run in runs]),
+        "cpu_median_ms": median([median(run["cpu_us"]) / 1e3 for run in runs]),
+        "cpu_min_ms": min(min(run["cpu_us"]) for run in runs) / 1e3,
+        "faults": median([median(run["faults"]) for run in runs]),
+    }
+
+
+def summarise_steps(groups: list[Figures]) -> Figures:
+    """All that the table says about a model.
+
+    A ratio is taken of the two p10 of one group; its median and interval are over
+    groups.  `best` is the ratio of the best p10 of each, wherever they occurred.
+    """
+    names = names_in(groups)
+    lines = {name: summarise_contestant(groups, name) for name in names}
+    ratios = {}
+    for a, b in RATIOS:
+        if a in names and b in names:
+            of_groups = [
+                percentile(group["contestants"][a]["step_us"], 10)
+                / percentile(group["contestants"][b]["step_us"], 10)
+                for group in groups
+            ]
+            best = lines[a]["wall_p10_best_ms"] / lines[b]["wall_p10_best_ms"]
+            cpu = lines[a]["cpu_median_ms"] / lines[b]["cpu_median_ms"]
+            ratios[f"{a}/{b}"] = {
+                "groups": of_groups,
+                **asdict(median_with_interval(of_groups)),
+                "best": best,
+                "cpu": cpu,
+            }
+    return {"contestants": lines, "ratios": ratios}
+
+
+def summarise_all_reduce(groups: list[Figures], ranks: int) -> Figures:
+    """Summarise {size: {contestant: min, p10, median in us, algbw, busbw in GB/s}}.
+
+    Bandwidths are those of the p10.
+    """
+    summary: Figures = {}
+    names = list(groups[0]["times_us"])
+    for size in groups[0]["times_us"][names[0]]:
+        summary[size] = {}
+        for name in names:
+            runs = [group["times_us"][name][size] for group in groups]
+            p10_us = median([percentile(run, 10) for run in runs])
+            algbw = int(size) / p10_us / 1e3
+            summary[size][name] = {
+                "min_us": min(min(run) for run in runs),
+                "p10_us": p10_us,
+                "median_us": median([median(run) for run in runs]),
+                "algbw_gb_s": algbw,
+                "busbw_gb_s": algbw * 2 * (ranks - 1) / ranks,
+            }
+        if len(names) == 2:
+            of_groups = [
+                percentile(group["times_us"]["gloo"][size], 10)
+                / percentile(group["times_us"]["paceline"][size], 10)
+                for group in groups
+            ]
+            summary[size]["gloo/paceline"] = asdict(median_with_interval(of_groups))
+    return summary
+
+
+def size_name(n_bytes: int) -> str:
+    """Name a size: 4 KiB, 1 MiB.
+
+    >>> size_name(65536), size_name(4 << 20)
+    ('64 KiB', '4 MiB')
+    """
+    return f"{n_bytes >> 20} MiB" if n_bytes >> 20 else f"{n_bytes >> 10} KiB"
+
+
+def header_lines(results: Figures) -> list[str]:
+    """Machine, versions and settings."""
+    machine, settings = results["machine"], results["settings"]
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"load {machine['load_at_start']} at the start, {machine['date']}",
+        f"Linux {machine['kernel']}, {machine['libc']}, Python {machine['python']}, "
+        f"torch {machine['torch']}, paceline {machine['paceline'] or '-'}",
+        f"{settings['ranks']} ranks of 1 thread, malloc {settings['malloc']}, "
+        f"{settings['pairs']} groups of processes",
+    ]
+    if machine["environment"]:
+        set_here = (f"{k}={v}" for k, v in machine["environment"].items())
+        lines.append("environment: " + " ".join(set_here))
+    return lines
+
+
+def model_lines(model: Figures) -> list[str]:
+    """The table of one model."""
+    groups, summary, memory = model["groups"], model["summary"], model["memory"]
+    lines = [
+        "",
+        f"{model['title']}: {groups[0]['n_parameters']:,} parameters in "
+        f"{groups[0]['n_tensors']} tensors, {len(groups)} groups, "
+        f"load {min(g['load'] for g in groups)} to {max(g['load'] for g in groups)}",
+        f"{'':13}{'wall of a step, ms':35}{'CPU, ms':>11}{'page':>8}"
+        f"{'PSS, MiB, after':>21}",
+        f"{'':13}{'min':>8} {'p10':>8} {'median':>8} {'best p10':>9} {'median':>10}"
+        f" {'faults':>7} {'backward':>9}{'zero_grad':>11}",
+    ]
+    for name, line in summary["contestants"].items():
+        pss = memory.get(name)
+        kept = ("pss_after_backward_mib", "pss_after_zero_grad_mib")
+        grown = [f"{pss[k]:10.0f}" if pss else f"{'-':>10}" for k in kept]
+        lines.append(
+            f"{name:12} {line['wall_min_ms']:8.2f} {line['wall_p10_ms']:8.2f} "
+            f"{line['wall_median_ms']:8.2f} {line['wall_p10_best_ms']:9.2f} "
+            f"{line['cpu_median_ms']:10.2f} {line['faults']:7.0f} {''.join(grown)}"
+        )
+    lines.append("ratio of p10             median over groups [95 %]   best p10   CPU")
+    for name, ratio in summary["ratios"].items():
+        interval = f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        lines.append(
+            f"{name:24} {interval:>26} {ratio['best']:10.2f} {ratio['cpu']:5.2f}"
+        )
+    differences: dict[str, float] = {}
+    for group in groups:
+        for name, value in group["gradient_difference"].items():
+            differences[name] = max(value, differences.get(name, 0.0))
+    said = ", ".join(f"{name} {value:g}" for name, value in differences.items())
+    lines.append(f"gradients off an average by hand, of the largest element: {said}")
+    return lines
+
+
+def all_reduce_lines(all_reduce: Figures) -> list[str]:
+    """The table of plain all-reduces."""
+    lines = [
+        "",
+        f"{'all-reduce of float32':25}{'min us':>8}{'p10 us':>10}{'median us':>11}"
+        f"{'algbw GB/s':>12}{'busbw GB/s':>12}",
+    ]
+    for size, entries in all_reduce["summary"].items():
+        for name, line in entries.items():
+            label = f"{size_name(int(size)):>8}  {name:14}"
+            if "p10_us" in line:
+                lines.append(
+                    f"{label} {line['min_us']:8.1f}  {line['p10_us']:8.1f}  "
+                    f"{line['median_us']:9.1f}  {line['algbw_gb_s']:10.2f}  "
+                    f"{line['busbw_gb_s']:10.2f}"
+                )
+            else:
+                lines.append(
+                    f"{label} {line['median']:8.2f} [{line['low']:.2f}, "
+                    f"{line['high']:.2f}] of p10, median over groups [95 %]"
+                )
+    return lines
+
+
+def as_text(results: Figures) -> str:
+    """Everything as a plain text table."""
+    lines = header_lines(results)
+    for model in results["models"].values():
+        if model["groups"]:
+            lines += model_lines(model)
+    if results["all_reduce"]["groups"]:
+        lines += all_reduce_lines(results["all_reduce"])
+    lines += [f"FAILED {failure['what']}" for failure in results["failures"]]
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Figures, path: Path) -> None:
+    """Draw step times relative to no communication, and all-reduce bandwidth."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # after use(): it picks the backend
+
+    models = [m for m in results["models"].values() if m["groups"]]
+    reduced = results["all_reduce"].get("summary", {})
+    n_panels = bool(models) + bool(reduced)
+    if not n_panels:
+        return
+    figure, panels = plt.subplots(
+        1, n_panels, figsize=(6.5 * n_panels, 4.5), layout="constrained", squeeze=False
+    )
+    axes = list(panels[0])
+    if models:
+        plot_steps(axes.pop(0), models)
+    if reduced:
+        plot_all_reduce(axes.pop(0), reduced)
+    settings, machine = results["settings"], results["machine"]
+    figure.suptitle(
+        f"{settings['ranks']} ranks on {machine['cores']} cores, {machine['cpu']}, "
+        f"torch {machine['torch']}, malloc {settings['malloc']}",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_steps(axes: Any, models: list[Figures]) -> None:
+    """Draw a dot a contestant, with its interval over groups, in multiples of FLOOR."""
+    labelled = set()
+    for row, model in enumerate(models):
+        groups = model["groups"]
+        names = names_in(groups)
+        base = FLOOR if FLOOR in names else names[0]
+        for place, name in enumerate(names):
+            ratios = [
+                percentile(g["contestants"][name]["step_us"], 10)
+                / percentile(g["contestants"][base]["step_us"], 10)
+                for g in groups
+            ]
+            spread = median_with_interval(ratios)
+            axes.errorbar(
+                spread.median,
+                row + (place - (len(names) - 1) / 2) * 0.17,
+                xerr=[[spread.median - spread.low], [spread.high - spread.median]],
+                fmt="o",
+                color=COLOURS[name],
+                capsize=2,
+                label=None if name in labelled else name,
+            )
+            labelled.add(name)
+    axes.set_yticks(range(len(models)), [m["title"] for m in models], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"step time (p10), in multiples of {FLOOR!r}; bars: 95 %")
+    axes.axvline(1, color="#cccccc", zorder=0)
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def plot_all_reduce(axes: Any, summary: Figures) -> None:
+    """Draw bus bandwidth over size."""
+    sizes = [int(size) for size in summary]
+    for name in ("gloo", "paceline"):
+        if name in next(iter(summary.values())):
+            busbw = [summary[str(size)][name]["busbw_gb_s"] for size in sizes]
+            axes.plot(sizes, busbw, marker="o", color=COLOURS[name], label=name)
+    axes.set_xscale("log", base=4)
+    axes.set_xticks(sizes, [size_name(size) for size in sizes], fontsize=7)
+    axes.minorticks_off()
+    axes.set(ylabel="all-reduce busbw, GB/s (p10)", yscale="log")
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,230 @@
+"""Times whole training steps of several contestants inside one group of processes.
+
+A step is zero_grad() with its default, forward, loss, backward, and SGD without
+momentum: all that a training loop pays, so that work that a contestant moves from
+backward to elsewhere is seen too.
+
+How the contestants are made equal
+----------------------------------
+- Each has a model of its own in the same process, of the same seed, on the same inputs.
+- They take turns in blocks of a few steps, in an order that is shuffled anew for each
+  round and is the same on all ranks.  A block begins with a barrier and a few untimed
+  steps: caches and heap have just been used by someone else.
+- After a block, gradients are dropped by zero_grad(), whoever it was.
+- `none` has no barrier between its steps: it is the price of computing alone.  All
+  ranks still run it at the same time, side by side, and so share memory bandwidth and
+  caches as the others do, and can drift apart only within a block.  On a busy machine
+  that is kind to `none`: a rank that is disturbed delays nobody, while a step with
+  communication takes as long as its slowest rank.  Ratios to `none` are therefore
+  upper bounds.
+- The garbage collector runs as it does for users.
+
+Every figure is a mean over the ranks.  Wall time is taken for each step.  One rank's
+clock alone would flatter whoever communicates: a rank that is woken late finds its
+peers ahead of it and need not wait in the next step, so its steps are long and short by
+turns, and the short ones would make the 10th percentile.  CPU time (user and system,
+all threads of a process, so including those of a communication library) and minor page
+faults are taken for each block and divided by its steps.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import contestants
+import models
+import torch
+import torch.distributed as dist
+from job import Job
+from models import Batch, ModelSpec
+from torch import Tensor, nn
+
+MODEL_SEED = 1
+N_BATCHES = 4
+N_CHECKED_STEPS = 3
+MEMORY_STEPS = 5
+
+# Of the largest element of a gradient.  Two ranks give the same bits; with more, the
+# order of summation may differ, which is some units in the last place (6e-8), carried
+# on through the steps that are checked.
+TOLERANCE = 1e-5
+
+
+@dataclass
+class Entry:
+    """A contestant at work: its model, its optimizer and its figures."""
+
+    name: str
+    spec: ModelSpec
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    step_ns: list[int] = field(default_factory=list)  # one a step
+    cpu_ns: list[float] = field(default_factory=list)  # one a block, of a step
+    faults: list[float] = field(default_factory=list)  # one a block, of a step
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(MODEL_SEED)
+        self.model = contestants.BY_NAME[self.name].wrap(self.spec.build())
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=models.LEARNING_RATE
+        )
+
+    def backward(self, batch: Batch) -> None:
+        """Run a step without its last part."""
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        self.spec.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, batch: Batch) -> None:
+        """Run a whole step: what is timed."""
+        self.backward(batch)
+        self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each parameter; all must have one."""
+        found = [p.grad for p in self.model.parameters()]
+        missing = sum(g is None for g in found)
+        if missing:
+            raise AssertionError(f"{self.name}: {missing} parameters have no gradient")
+        return [g for g in found if g is not None]
+
+    def time_block(self, batches: list[Batch], settle: int, n_steps: int) -> None:
+        """Take one turn."""
+        dist.barrier()
+        for i in range(settle):
+            self.step(batches[i % N_BATCHES])
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        cpu_ns = time.process_time_ns()
+        for i in range(n_steps):
+            batch = batches[i % N_BATCHES]
+            begin_ns = time.perf_counter_ns()
+            self.step(batch)
+            self.step_ns.append(time.perf_counter_ns() - begin_ns)
+        self.cpu_ns.append((time.process_time_ns() - cpu_ns) / n_steps)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        self.faults.append(faults / n_steps)
+        self.optimizer.zero_grad()
+
+
+def make_batches(spec: ModelSpec) -> list[Batch]:
+    """The inputs of this rank: each rank has others, so that averaging matters."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [spec.make_batch(generator) for _ in range(N_BATCHES)]
+
+
+def check_gradients(
+    spec: ModelSpec, entries: list[Entry], batches: list[Batch]
+) -> dict[str, float]:
+    """Compare everyone's gradients with an average made by hand.
+
+    Several steps are checked, for the first is special to most implementations.
+    Returns the largest difference of each contestant, relative to the largest element
+    of the gradient, over all ranks; raises when it is too large.
+    """
+    bare = Entry(contestants.FLOOR, spec)
+    communicating = [e for e in entries if e.name != contestants.FLOOR]
+    largest = dict.fromkeys([e.name for e in communicating], 0.0)
+    for batch in batches[:N_CHECKED_STEPS]:
+        bare.backward(batch)
+        for gradient in bare.gradients():
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        for entry in communicating:
+            entry.backward(batch)
+            pairs = zip(entry.gradients(), bare.gradients(), strict=True)
+            for ours, right in pairs:
+                scale = right.abs().max().clamp_min(torch.finfo(right.dtype).tiny)
+                difference = ((ours - right).abs().max() / scale).item()
+                # max() would lose a NaN
+                if not difference <= largest[entry.name]:
+                    largest[entry.name] = difference
+            entry.optimizer.step()
+        bare.optimizer.step()
+    for name in largest:
+        worst = torch.tensor(largest[name])
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        largest[name] = worst.item()
+        if not largest[name] <= TOLERANCE:
+            raise AssertionError(
+                f"{name}: gradients are wrong by {largest[name]:g} of their largest "
+                f"element, more than {TOLERANCE:g}: not timed"
+            )
+    for entry in communicating:
+        entry.optimizer.zero_grad()
+    return largest
+
+
+def over_ranks(values: list[float]) -> list[float]:
+    """The mean over ranks of each of these figures, which all ranks have."""
+    mean = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
+
+
+def time_steps(job: Job) -> dict[str, Any]:
+    """Check all contestants, then let them take turns."""
+    spec = models.BY_NAME[job.model]
+    batches = make_batches(spec)
+    entries = [Entry(name, spec) for name in job.contestants]
+    differences = check_gradients(spec, entries, batches)
+    n_steps = job.steps_per_block or spec.steps_per_block
+    order = random.Random(job.order_seed)
+    for _ in range(job.blocks):
+        for entry in order.sample(entries, len(entries)):
+            entry.time_block(batches, job.settle_steps, n_steps)
+    parameters = list(entries[0].model.parameters())
+    return {
+        "n_parameters": sum(p.numel() for p in parameters),
+        "n_tensors": len(parameters),
+        "gradient_difference": differences,
+        "contestants": {
+            entry.name: {
+                "step_us": over_ranks([ns / 1e3 for ns in entry.step_ns]),
+                "cpu_us": over_ranks([ns / 1e3 for ns in entry.cpu_ns]),
+                "faults": over_ranks(entry.faults),
+            }
+            for entry in entries
+        },
+    }
+
+
+def pss_mib() -> float:
+    """This process's memory; a page shared by n processes counts as 1/n of a page.
+
+    The resident set would count shared buckets in full once for every rank.
+    """
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("/proc/self/smaps_rollup has no Pss line")
+
+
+def pss_together_mib() -> float:
+    """PSS while all ranks stand at the same point."""
+    dist.barrier()
+    figure = pss_mib()
+    dist.barrier()
+    return figure
+
+
+def measure_memory(job: Job) -> dict[str, Any]:
+    """Memory of rank 0 with one contestant alone in the processes."""
+    spec = models.BY_NAME[job.model]
+    batches = make_batches(spec)
+    before = pss_together_mib()
+    entry = Entry(job.contestants[0], spec)
+    for i in range(MEMORY_STEPS):
+        entry.step(batches[i % N_BATCHES])
+    entry.backward(batches[0])
+    after_backward = pss_together_mib()
+    entry.optimizer.zero_grad()
+    return {
+        "pss_before_mib": before,
+        "pss_after_backward_mib": after_backward,
+        "pss_after_zero_grad_mib": pss_together_mib(),
+    }
