@@ -137,7 +137,8 @@ static int module_exec(PyObject *module)
         add_type(module, &pli_world_spec, &state->world_type) != 0 ||
         add_type(module, &pli_reducer_spec, &state->reducer_type) != 0 ||
         add_type(module, &pli_hook_spec, &state->hook_type) != 0 ||
-        add_type(module, &pli_guard_spec, &state->guard_type) != 0)
+        add_type(module, &pli_guard_spec, &state->guard_type) != 0 ||
+        add_type(module, &pli_watch_spec, &state->watch_type) != 0)
         return -1;
     state->str_grad = PyUnicode_InternFromString("grad");
     if (state->str_grad == NULL)
@@ -153,6 +154,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->reducer_type);
     Py_VISIT(state->hook_type);
     Py_VISIT(state->guard_type);
+    Py_VISIT(state->watch_type);
     Py_VISIT(state->peer_error);
     Py_VISIT(state->peer_timeout_error);
     Py_VISIT(state->mismatch_error);
@@ -171,6 +173,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->reducer_type);
     Py_CLEAR(state->hook_type);
     Py_CLEAR(state->guard_type);
+    Py_CLEAR(state->watch_type);
     Py_CLEAR(state->peer_error);
     Py_CLEAR(state->peer_timeout_error);
     Py_CLEAR(state->mismatch_error);

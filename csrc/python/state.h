@@ -30,6 +30,7 @@ typedef struct module_state {
     PyTypeObject *reducer_type;
     PyTypeObject *hook_type;
     PyTypeObject *guard_type;
+    PyTypeObject *watch_type;
     PyObject *peer_error;
     PyObject *peer_timeout_error;
     PyObject *mismatch_error;
@@ -67,5 +68,6 @@ extern PyType_Spec pli_world_spec;
 extern PyType_Spec pli_reducer_spec;
 extern PyType_Spec pli_hook_spec;
 extern PyType_Spec pli_guard_spec;
+extern PyType_Spec pli_watch_spec;
 
 #endif

@@ -6,7 +6,7 @@ import copy
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,18 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import _native, _options, _torch
 from paceline._checkpoint import PREFIX
-from paceline._model import Model, raise_first_difference
+from paceline._model import (
+    Model,
+    is_stateless_call,
+    raise_first_difference,
+    watch,
+)
 from paceline._options import Options
 from paceline._rendezvous import Meeting
+from paceline._unsupported import Unsupported
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(Unsupported):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
 
     Each rank runs the same script on its share of the data; gradients come out of
@@ -88,6 +94,8 @@ bucket_cap_mb_list : optional
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
     Where it differs:
 
+    - Parameters may be frozen, unfrozen, converted, replaced or added after wrapping:
+      the next forward notices, on every rank, and wraps the model anew.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
     - Evaluation (``torch.no_grad``) never communicates.
     - Rank 0's buffers are sent with each synchronised backward, and taken over by the
@@ -187,6 +195,7 @@ bucket_cap_mb_list : optional
         self._options = options
         self._reducer: _native.Reducer | None = None
         self._sync_without_peers = True
+        self._is_alone = meeting.size == 1
         self.device = model.parameters[0][1].device
         self.device_type = self.device.type
         self.parameters_to_ignore = set(
@@ -194,7 +203,7 @@ bucket_cap_mb_list : optional
         )
         self.modules_buffers = [owner[name] for _, owner, name in model.buffers]
         self._module_parameters = [p for _, p in model.parameters]
-        if meeting.size == 1:
+        if self._is_alone:
             return  # the gradients of one rank are their own average
         buffers = model.buffers if options.sync_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
@@ -203,6 +212,7 @@ bucket_cap_mb_list : optional
         world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
         if options.sync_at_start:
             self._copy_from_rank_0(world, model)
+        self._watch = watch(self.module)
         self._reducer = _native.Reducer(
             world, model.trainable, owners, *caps, _options.VIEW_BYTES
         )
@@ -313,10 +323,19 @@ bucket_cap_mb_list : optional
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reducer = self._reducer
         if reducer is None:
+            if not self._is_alone:
+                raise RuntimeError(
+                    "wrapping the model anew after a change has failed: make a new "
+                    "DistributedDataParallel of wrapper.module on every rank"
+                )
             return self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             reducer.apply_buffers()
             return self.module(*inputs, **kwargs)
+        if self._watch.changed():
+            if is_stateless_call(self.module):
+                return self.module(*inputs, **kwargs)
+            reducer = self._adopt_changes()
         reducer.forward_begins()
         try:
             output = self.module(*inputs, **kwargs)
@@ -325,6 +344,22 @@ bucket_cap_mb_list : optional
             raise
         _watch_output(output, reducer)
         return output
+
+    def _adopt_changes(self) -> _native.Reducer:
+        """Wrap the model anew, as it is now: every rank notices at this same forward.
+
+        A rank that is alone in having changed its model leaves the others' world, and
+        they raise ``PeerError`` where they wait for it.
+        """
+        assert self._reducer is not None
+        self._reducer.apply_buffers()
+        sync = self._reducer.sync
+        self._reducer = None
+        self._set_up(self._options)
+        reducer: _native.Reducer | None = self._reducer
+        assert reducer is not None
+        reducer.sync = sync
+        return reducer
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -408,8 +443,8 @@ bucket_cap_mb_list : optional
             )
         state = copy.copy(self.__dict__)
         options = state.pop("_options")
-        for name in ("process_group", "_reducer"):
-            del state[name]
+        for name in ("process_group", "_reducer", "_watch"):
+            state.pop(name, None)
         state["_option_values"] = {
             name: getattr(options, name)
             for name in ("sync_buffers", "sync_at_start", "bucket_bytes", "last_bytes")
@@ -424,46 +459,7 @@ bucket_cap_mb_list : optional
         self.process_group = options.group
         self._set_up(options)
 
-    # ---- what is not there yet ----------------------------------------------------
-
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there yet."""
-        _refuse("join")
-
-    def join_hook(self, **_: Any) -> NoReturn:
-        """Not there yet."""
-        _refuse("join_hook")
-
-    def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there yet."""
-        _refuse("register_comm_hook")
-
-    def _register_builtin_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("_register_builtin_comm_hook")
-
-    def _register_buffer_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("_register_buffer_comm_hook")
-
-    def _register_fused_optim(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("_register_fused_optim")
-
-    def _get_ddp_logging_data(self) -> NoReturn:
-        _refuse("_get_ddp_logging_data")
-
-    def _set_ddp_runtime_logging_sample_rate(self, *_: Any) -> NoReturn:
-        _refuse("_set_ddp_runtime_logging_sample_rate")
-
-    def _set_sparse_metadata(self, *_: Any) -> NoReturn:
-        _refuse("_set_sparse_metadata")
-
-    def _update_process_group(self, *_: Any) -> NoReturn:
-        _refuse("_update_process_group")
-
-    def _remove_autograd_hooks(self) -> NoReturn:
-        _refuse("_remove_autograd_hooks")
-
-    def _check_reducer_finalized(self) -> NoReturn:
-        _refuse("_check_reducer_finalized")
+    # ---- small things --------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
         self.static_graph = True  # nothing to do: see the class's docstring
@@ -475,12 +471,6 @@ bucket_cap_mb_list : optional
             and bool(self._options.sync_buffers)
             and len(self.modules_buffers) > 0
         )
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"DistributedDataParallel.{name} is not there in this version of paceline"
-    )
 
 
 def _watch_output(output: Any, reducer: _native.Reducer) -> None:

@@ -153,6 +153,33 @@ class Model:
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
 
+def watch(module: torch.nn.Module) -> _native.Watch:
+    """Return what notices that ``module`` gains, loses, swaps or converts a part.
+
+    Buffers are watched by name only: modules replace them as they run.
+    """
+    dicts: list[dict[str, Any]] = []
+    items: list[tuple[dict[str, Any], str]] = []
+    parameters: list[tuple[dict[str, Any], str]] = []
+    for part in module.modules():
+        children: dict[str, Any] = part._modules
+        own: dict[str, Any] = part._parameters
+        dicts += [children, own, part._buffers]
+        items += [(children, name) for name in children]
+        items += [(own, name) for name, value in own.items() if value is None]
+        parameters += [(own, name) for name, value in own.items() if value is not None]
+    return _native.Watch(dicts, items, parameters)
+
+
+def is_stateless_call(module: torch.nn.Module) -> bool:
+    """Tell whether ``functional_call`` has swapped the parameters for one call."""
+    return any(
+        value is not None and not isinstance(value, torch.nn.Parameter)
+        for part in module.modules()
+        for value in part._parameters.values()
+    )
+
+
 def _describe(tensor: torch.Tensor, requires_grad: bool | None) -> str:
     words = f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
     if requires_grad is None:

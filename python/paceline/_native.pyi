@@ -85,6 +85,16 @@ class Reducer:
     def note_exception(self, words: str | None, /) -> None: ...
 
 @final
+class Watch:
+    def __new__(
+        cls,
+        dicts: list[dict[str, Any]],
+        items: list[tuple[dict[str, Any], str]],
+        parameters: list[tuple[dict[str, Any], str]],
+    ) -> Watch: ...
+    def changed(self) -> bool: ...
+
+@final
 class Hook:
     @property
     def function(self) -> Callable[[torch.Tensor], None]: ...

@@ -130,8 +130,10 @@ def is_profiling() -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's elements fill one block of memory, each once."""
-    if tensor.is_contiguous():
-        return True
-    return bool(
-        torch._prims_common.is_non_overlapping_and_dense(tensor)  # type: ignore[attr-defined]
-    )
+    block = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
+        if stride != block:
+            return False
+        block *= size
+    return True
