@@ -1,9 +1,9 @@
-/* buffers.c - rank 0's buffers travel with each step, and are taken over later.
+/* buffers.c - rank 0's buffers travel with each step, in the round of the gradients.
  *
- * They are sent at the end of backward, in the same round as the gradients, so they
- * cost no waiting of their own.  They are written into the module's tensors at the next
- * forward only: between two forwards whose backwards are still to come nothing is sent,
- * so nothing that a graph has saved is overwritten.
+ * The other ranks take them over at the end of backward.  Where more forwards await
+ * their backward, whose graphs may have saved the buffers, that is put off until the
+ * next forward or state_dict(), and a buffer that somebody else has written or replaced
+ * meanwhile (a checkpoint was loaded) is left as it is.
  */
 #include "grads.h"
 
@@ -39,10 +39,8 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
 int pli_buffers_pack(reducer_object *self)
 {
     char *extra = pl_reducer_extra(self->reducer);
-    self->buffers_state = self->n_buffers > 0 ? BUFFERS_RECEIVED : BUFFERS_CURRENT;
     if (pl_comm_rank(self->comm) != 0)
         return 0;
-    self->buffers_state = BUFFERS_CURRENT;
     for (size_t b = 0; b < self->n_buffers; b++) {
         const grad_buffer *buffer = &self->buffers[b];
         PyObject *object = NULL;
@@ -55,30 +53,86 @@ int pli_buffers_pack(reducer_object *self)
     return 0;
 }
 
-int pli_buffers_apply(reducer_object *self)
+/* A tensor's version counter, or -1 with an exception. */
+static long version_of(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    const long number = version != NULL ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return number;
+}
+
+/* Overwrites one buffer, unless it has the values already: then no graph that saved it
+ * need be told of a change. */
+static int overwrite(reducer_object *self, const pli_tensor *tensor, PyObject *object,
+                     const grad_buffer *buffer)
 {
     const module_state *state = state_of((PyObject *)self);
-    const char *extra = pl_reducer_extra(self->reducer);
-    if (self->buffers_state == BUFFERS_CURRENT)
+    const char *values = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    if (buffer->n_bytes == 0 || memcmp(tensor->data, values, buffer->n_bytes) == 0)
         return 0;
-    self->buffers_state = BUFFERS_CURRENT;
+    memcpy(tensor->data, values, buffer->n_bytes);
+    PyObject *result = PyObject_CallOneArg(state->increment_version, object);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* Remembers each buffer as it is, to take it over later. */
+static int put_off(reducer_object *self)
+{
     for (size_t b = 0; b < self->n_buffers; b++) {
-        const grad_buffer *buffer = &self->buffers[b];
+        grad_buffer *buffer = &self->buffers[b];
         PyObject *object = NULL;
         pli_tensor tensor;
         if (read_buffer(self, buffer, &object, &tensor) != 0)
             return -1;
-        /* Equal already, most of the time for all but statistics: then no graph that
-         * saved it need be told of a change. */
-        PyObject *result = Py_None;
-        if (memcmp(tensor.data, extra + buffer->offset, buffer->n_bytes) != 0) {
-            memcpy(tensor.data, extra + buffer->offset, buffer->n_bytes);
-            result = PyObject_CallOneArg(state->increment_version, object);
-            Py_XDECREF(result);
-        }
-        Py_DECREF(object);
-        if (result == NULL)
+        Py_XSETREF(buffer->seen, object);
+        buffer->version = version_of(object);
+        if (buffer->version < 0)
             return -1;
     }
+    self->buffers_state = BUFFERS_RECEIVED;
     return 0;
+}
+
+int pli_buffers_receive(reducer_object *self)
+{
+    if (self->n_buffers == 0 || pl_comm_rank(self->comm) == 0)
+        return 0;
+    if (self->n_pending_forwards > 0)
+        return put_off(self);
+    for (size_t b = 0; b < self->n_buffers; b++) {
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        if (read_buffer(self, &self->buffers[b], &object, &tensor) != 0)
+            return -1;
+        const int status = overwrite(self, &tensor, object, &self->buffers[b]);
+        Py_DECREF(object);
+        if (status != 0)
+            return -1;
+    }
+    self->buffers_state = BUFFERS_CURRENT;
+    return 0;
+}
+
+int pli_buffers_apply(reducer_object *self)
+{
+    int status = 0;
+    if (self->buffers_state == BUFFERS_CURRENT)
+        return 0;
+    self->buffers_state = BUFFERS_CURRENT;
+    for (size_t b = 0; b < self->n_buffers; b++) {
+        grad_buffer *buffer = &self->buffers[b];
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        if (status == 0 &&
+            PyDict_GetItem(buffer->owner, buffer->name) == buffer->seen) {
+            status = read_buffer(self, buffer, &object, &tensor);
+            if (status == 0 && version_of(object) == buffer->version)
+                status = overwrite(self, &tensor, object, buffer);
+        }
+        Py_XDECREF(object);
+        Py_CLEAR(buffer->seen);
+    }
+    return status;
 }

@@ -103,10 +103,22 @@ static int is_watched(const grad_slot *slot)
 /* ---- a gradient arrives ------------------------------------------------------------
  */
 
+/* Before a slot is written anew: whoever keeps a view of its last gradient keeps the
+ * values. */
+static int protect_kept(reducer_object *self, size_t i, pl_delivery delivery)
+{
+    if (delivery == PL_IN_PLACE || self->slots[i].mode != GRAD_UNTOUCHED ||
+        n_views(self, i) == 0)
+        return 0;
+    return pli_grads_refresh_window(self);
+}
+
 static int deliver(reducer_object *self, size_t i, const void *data,
                    pl_delivery delivery, pl_verdict *out)
 {
     pl_status st;
+    if (protect_kept(self, i, delivery) != 0)
+        return -1;
     if (pli_layout_bytes(&self->slots[i].layout) < RELEASE_GIL_BYTES) {
         st = pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
     } else {
@@ -195,9 +207,7 @@ static int arrive_by_view(reducer_object *self, size_t i, PyObject *grad,
     const int is_first = slot->mode == GRAD_UNTOUCHED;
     PyObject *dense = NULL;
     pl_verdict verdict;
-    if ((is_first && !is_in_place && n_views(self, i) > 0 &&
-         pli_grads_refresh_window(self) != 0) || /* somebody keeps the last gradient */
-        in_slot_layout(self, i, grad, tensor, &dense) != 0)
+    if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
         return -1;
     const pl_delivery delivery =
         is_in_place ? PL_IN_PLACE : (is_first ? PL_REPLACE : PL_ADD);
@@ -244,6 +254,8 @@ static int settle(reducer_object *self, size_t i, const void *data,
                   pl_delivery delivery)
 {
     const pl_use use = self->slots[i].sync == GRAD_UNSYNCED ? PL_USED : PL_UNUSED;
+    if (protect_kept(self, i, delivery) != 0)
+        return -1;
     return pli_check(state_of_reducer(self),
                      pl_reducer_settle(self->reducer, i, data, delivery, use));
 }
@@ -265,15 +277,11 @@ int pli_grads_settle(reducer_object *self, size_t i)
                       pli_calloc(n_bytes, 1, "an unused gradient", &slot->backup)) != 0)
             goto done;
         memcpy(slot->backup, tensor.data, n_bytes);
-        slot->mode = GRAD_VIEW;
         status = settle(self, i, NULL, PL_IN_PLACE);
-    } else {
-        if ((slot->policy == POLICY_VIEW && n_views(self, i) > 0 &&
-             pli_grads_refresh_window(self) != 0) ||
-            in_slot_layout(self, i, grad, &tensor, &dense) != 0)
-            goto done;
-        slot->mode = GRAD_COPY;
+        slot->mode = GRAD_VIEW;
+    } else if (in_slot_layout(self, i, grad, &tensor, &dense) == 0) {
         status = settle(self, i, tensor.data, PL_REPLACE);
+        slot->mode = GRAD_COPY;
     }
     if (status == 0)
         slot->held = Py_NewRef(grad);
@@ -350,8 +358,6 @@ static int bind_new(reducer_object *self, size_t i)
     const grad_slot *slot = &self->slots[i];
     PyObject *grad = NULL;
     if (slot->policy == POLICY_VIEW) {
-        if (n_views(self, i) > 0 && pli_grads_refresh_window(self) != 0)
-            return -1;
         grad = pli_tensor_view(state, self->window, i, window_offset(self, i),
                                &slot->layout);
     } else {

@@ -48,11 +48,16 @@ typedef struct grad_buffer {
     PyObject *name;
     size_t offset; /* in the reducer's extra memory */
     size_t n_bytes;
+    PyObject *seen; /* the tensor, and its version, when taking over was put off */
+    long version;
 } grad_buffer;
 
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
 typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
+/* Who queued a guard.  The backward in which an output's hook runs holds all of that
+ * forward's graph; one in which a parameter's hook runs may be inside that. */
+typedef enum guard_origin { GUARD_OF_OUTPUT, GUARD_OF_PARAMETER } guard_origin;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
 typedef struct reducer_object {
@@ -72,8 +77,9 @@ typedef struct reducer_object {
     sync_mode sync_forward; /* ... asked for at the last forward */
     grad_recording recording;
     grad_engine engine;
-    int n_guards;  /* queued in the engine, not yet called */
-    int owner_pid; /* a forked child has no part in the world */
+    int n_pending_forwards; /* whose backward has not begun, as far as is known */
+    int n_guards;           /* queued in the engine, not yet called */
+    int owner_pid;          /* a forked child has no part in the world */
 } reducer_object;
 
 /* measure(params, buffers, bucket_bytes, last_bytes) -> (arena_bytes, n_ops) */
@@ -112,7 +118,7 @@ int pli_step_finish(reducer_object *self);
 void pli_step_fail(reducer_object *self, const char *words);
 
 /* Asks the engine to call us when this backward ends, unless it will already. */
-int pli_step_queue_guard(reducer_object *self);
+int pli_step_queue_guard(reducer_object *self, guard_origin origin);
 
 /* After each gradient: ends the step here where the engine will not call back. */
 int pli_step_finish_inline(reducer_object *self);
@@ -123,7 +129,10 @@ int pli_step_finish_inline(reducer_object *self);
 /* Writes this rank's buffers to the memory that rank 0 sends with each step. */
 int pli_buffers_pack(reducer_object *self);
 
-/* Takes over what the last step brought from rank 0. */
+/* After the step: takes over what came from rank 0, or puts that off. */
+int pli_buffers_receive(reducer_object *self);
+
+/* Takes over what was put off. */
 int pli_buffers_apply(reducer_object *self);
 
 /* ---- hook_type.c, guard_type.c ------------------------------------------------------
@@ -135,6 +144,7 @@ PyObject *pli_hook_new(const module_state *state, reducer_object *reducer,
 /* The reducer is gone: the hook does nothing from now on. */
 void pli_hook_forget(PyObject *hook);
 
-PyObject *pli_guard_new(const module_state *state, reducer_object *reducer);
+PyObject *pli_guard_new(const module_state *state, reducer_object *reducer,
+                        guard_origin origin);
 
 #endif

@@ -15,6 +15,7 @@ typedef enum guard_phase { GUARD_QUEUED, GUARD_CALLED } guard_phase;
 
 typedef struct guard_object {
     PyObject_HEAD reducer_object *reducer; /* owned */
+    guard_origin origin;
     guard_phase phase;
 } guard_object;
 
@@ -41,13 +42,16 @@ static PyObject *guard_call(PyObject *object, PyObject *args, PyObject *kwargs)
         Py_RETURN_NONE;
     self->phase = GUARD_CALLED;
     reducer->n_guards--;
+    if (!pl_reducer_is_active(reducer->reducer))
+        Py_RETURN_NONE;
     const int nested = is_nested(state_of(object));
     if (nested < 0)
         return NULL;
-    /* The end of an inner backward ends the step only if nothing more is expected;
+    /* The end of an inner backward ends the step only if all of the forward's graph is
+     * in it (the wrapper itself is checkpointed), or nothing more is expected;
      * otherwise the next hook queues a guard of its own. */
-    if (!pl_reducer_is_active(reducer->reducer) ||
-        (nested && !pl_reducer_is_complete(reducer->reducer)))
+    if (nested && self->origin == GUARD_OF_PARAMETER &&
+        !pl_reducer_is_complete(reducer->reducer))
         Py_RETURN_NONE;
     if (pli_step_finish(reducer) != 0)
         return NULL;
@@ -135,12 +139,14 @@ static void guard_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-PyObject *pli_guard_new(const module_state *state, reducer_object *reducer)
+PyObject *pli_guard_new(const module_state *state, reducer_object *reducer,
+                        guard_origin origin)
 {
     guard_object *self = PyObject_New(guard_object, state->guard_type);
     if (self == NULL)
         return NULL;
     self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
+    self->origin = origin;
     self->phase = GUARD_QUEUED;
     return (PyObject *)self;
 }

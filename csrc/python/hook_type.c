@@ -14,7 +14,7 @@ typedef struct hook_object {
 static int begin(reducer_object *self)
 {
     /* The guard comes first: it tells the peers should this backward fail. */
-    if (pli_step_queue_guard(self) != 0)
+    if (pli_step_queue_guard(self, GUARD_OF_PARAMETER) != 0)
         return -1;
     return pli_step_begin(self);
 }
@@ -30,7 +30,7 @@ static int on_gradient(reducer_object *self, size_t i)
         return -1;
     /* An inner backward's guard may have been called: the outer one needs its own. */
     if (self->n_guards == 0 && self->engine == ENGINE_CALLS_BACK &&
-        pli_step_queue_guard(self) != 0)
+        pli_step_queue_guard(self, GUARD_OF_PARAMETER) != 0)
         return -1;
     return pli_grads_arrive(self, i) != 0 ? -1 : pli_step_finish_inline(self);
 }

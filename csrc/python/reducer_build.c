@@ -129,6 +129,7 @@ void pli_free_slots(grad_slot *slots, size_t n_slots)
 void pli_free_buffers(grad_buffer *buffers, size_t n_buffers)
 {
     for (size_t b = 0; buffers != NULL && b < n_buffers; b++) {
+        Py_XDECREF(buffers[b].seen);
         Py_XDECREF(buffers[b].owner);
         Py_XDECREF(buffers[b].name);
     }

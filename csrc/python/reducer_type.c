@@ -148,8 +148,18 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         return NULL;
     if (pli_buffers_apply(self) != 0)
         return NULL;
+    self->n_pending_forwards++;
     pli_comm_last_words(self->comm, NULL); /* an exception of before was overcome */
-    pli_comm_note(self->comm, PL_FORWARD, pl_reducer_step(self->reducer));
+    pli_comm_note(self->comm, PL_FORWARD, pl_reducer_step(self->reducer) + 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_forward_ends(PyObject *object, PyObject *ignored)
+{
+    const reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (!pl_reducer_is_active(self->reducer))
+        pli_comm_note(self->comm, PL_IDLE, pl_reducer_step(self->reducer) + 1);
     Py_RETURN_NONE;
 }
 
@@ -165,8 +175,10 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *gradient)
 {
     reducer_object *self = reducer_of(object);
     (void)gradient;
+    if (self->n_pending_forwards > 0)
+        self->n_pending_forwards--;
     if (self->sync_now == SYNC_ON && self->sync_forward == SYNC_ON &&
-        pli_step_queue_guard(self) != 0)
+        pli_step_queue_guard(self, GUARD_OF_OUTPUT) != 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -250,6 +262,8 @@ static PyMethodDef reducer_methods[] = {
      "forward_begins($self, /)\n--\n\nTake over buffers, leave a failed step behind, "
      "and "
      "remember whether the backward to come synchronises."},
+    {"forward_ends", reducer_forward_ends, METH_NOARGS,
+     "forward_ends($self, /)\n--\n\nSay so to the peers."},
     {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
      "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
     {"on_output", reducer_on_output, METH_O,

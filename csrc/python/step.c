@@ -64,12 +64,12 @@ int pli_step_begin(reducer_object *self)
     return pli_grads_refresh_window(self);
 }
 
-int pli_step_queue_guard(reducer_object *self)
+int pli_step_queue_guard(reducer_object *self, guard_origin origin)
 {
     const module_state *state = state_of_reducer(self);
     if (self->n_guards > 0)
         return 0;
-    PyObject *guard = pli_guard_new(state, self);
+    PyObject *guard = pli_guard_new(state, self, origin);
     if (guard == NULL)
         return -1;
     PyObject *result = PyObject_CallOneArg(state->queue_callback, guard);
@@ -118,14 +118,29 @@ static int try_finish(reducer_object *self)
     for (size_t i = 0; i < self->n_slots; i++)
         if (pli_grads_bind(self, i) != 0)
             return -1;
+    if (pli_buffers_receive(self) != 0)
+        return -1;
     return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
+}
+
+/* The peers are told why: in the words of the exception that is set. */
+static void fail_with_exception(reducer_object *self)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *words = value != NULL ? PyObject_Str(value) : NULL;
+    const char *text = words != NULL ? PyUnicode_AsUTF8(words) : NULL;
+    PyErr_Clear();
+    pli_step_fail(self, text != NULL ? text : "its backward could not be finished");
+    Py_XDECREF(words);
+    PyErr_Restore(type, value, traceback);
 }
 
 int pli_step_finish(reducer_object *self)
 {
     if (try_finish(self) == 0)
         return 0;
-    pli_step_fail(self, NULL);
+    fail_with_exception(self);
     return -1;
 }
 

@@ -173,7 +173,10 @@ static int check_arguments(const module_state *state, const world_arguments *giv
         return -1;
     }
     if (!(given->timeout > 0.0)) {
-        PyErr_SetString(PyExc_ValueError, "timeout must be more than 0 seconds");
+        PyObject *timeout = PyFloat_FromDouble(given->timeout);
+        PyErr_Format(PyExc_ValueError, "timeout is %R: give more than 0 seconds",
+                     timeout != NULL ? timeout : Py_None);
+        Py_XDECREF(timeout);
         return -1;
     }
     if (given->rank == 0 ? !Py_IS_TYPE(given->meeting, state->listener_type)

@@ -99,7 +99,7 @@ bucket_cap_mb_list : optional
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
     - Evaluation (``torch.no_grad``) never communicates.
     - Rank 0's buffers are sent with each synchronised backward, and taken over by the
-      other ranks at their next forward or ``state_dict()``.
+      other ranks at its end (or, where more forwards await their backward, later).
     - ``no_sync()`` also works around ``backward()`` alone.
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
       gradient until the average is there, unless hooks of yours are on it.
@@ -150,23 +150,18 @@ bucket_cap_mb_list : optional
         torch.nn.Module.__init__(self)  # none of torch's own machinery
         _torch.attach()
         _options.warn_of_deprecated(check_reduction)
-        _options.refuse_unsupported(
-            {
+        group = _options.read_group(process_group, device_mesh)
+        options, error = _options.read(
+            group,
+            bucket_cap_mb=bucket_cap_mb,
+            sync_buffers=(broadcast_buffers, forward_sync_buffers),
+            sync_at_start=init_sync,
+            unsupported={
                 "delay_all_reduce_named_params": delay_all_reduce_named_params,
                 "param_to_hook_all_reduce": param_to_hook_all_reduce,
                 "mixed_precision": mixed_precision,
                 "bucket_cap_mb_list": bucket_cap_mb_list,
-            }
-        )
-        bucket_bytes, last_bytes = _options.read_bucket_bytes(bucket_cap_mb)
-        options = Options(
-            group=_options.read_group(process_group, device_mesh),
-            sync_buffers=_options.read_sync_buffers(
-                broadcast_buffers, forward_sync_buffers
-            ),
-            sync_at_start=bool(init_sync),
-            bucket_bytes=bucket_bytes,
-            last_bytes=last_bytes,
+            },
         )
         self.module = module
         self.dim = dim
@@ -177,21 +172,24 @@ bucket_cap_mb_list : optional
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.require_forward_param_sync = True
-        self.bucket_bytes_cap = bucket_bytes
+        self.bucket_bytes_cap = options.bucket_bytes
         self.use_side_stream_for_tensor_copies = False  # for the inherited to_kwargs()
         self.forward_sync_buffers = options.sync_buffers
         if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
             self.broadcast_buffers = options.sync_buffers  # torch before 2.13
-        self._set_up(options, (device_ids, output_device))
+        self._set_up(options, (device_ids, output_device), error)
 
     # ---- construction -------------------------------------------------------------
 
     def _set_up(
-        self, options: Options, devices: tuple[Any, Any] = (None, None)
+        self,
+        options: Options,
+        devices: tuple[Any, Any] = (None, None),
+        error: Exception | None = None,
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks."""
         meeting = Meeting(options.group)
-        model = self._agree(meeting, options, devices)
+        model = self._agree(meeting, options, devices, error)
         self._options = options
         self._reducer: _native.Reducer | None = None
         self._sync_without_peers = True
@@ -212,6 +210,7 @@ bucket_cap_mb_list : optional
         world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
         if options.sync_at_start:
             self._copy_from_rank_0(world, model)
+        self._world = world
         self._watch = watch(self.module)
         self._reducer = _native.Reducer(
             world, model.trainable, owners, *caps, _options.VIEW_BYTES
@@ -222,9 +221,9 @@ bucket_cap_mb_list : optional
         meeting: Meeting,
         options: Options,
         devices: tuple[Any, Any],
+        error: Exception | None,
     ) -> Model:
         """Return the model, or raise on every rank what is wrong on any."""
-        error: Exception | None = None
         model = Model([], [])
         try:
             if not isinstance(self.module, torch.nn.Module):
@@ -236,7 +235,7 @@ bucket_cap_mb_list : optional
             model.check()
             model.check_supported(self.module)
         except (RuntimeError, TypeError, ValueError) as problem:
-            error = problem
+            error = error or problem
         digest = None if error is not None else model.digest()
         agreed = {
             "bucket_cap_mb": options.bucket_bytes,
@@ -342,6 +341,7 @@ bucket_cap_mb_list : optional
         except BaseException:
             reducer.note_exception(traceback.format_exc())
             raise
+        reducer.forward_ends()
         _watch_output(output, reducer)
         return output
 
@@ -354,6 +354,12 @@ bucket_cap_mb_list : optional
         assert self._reducer is not None
         self._reducer.apply_buffers()
         sync = self._reducer.sync
+        # By name: outputs of earlier forwards may keep the reducer, and its world, alive.
+        self._world.note_exception(
+            "Its model was changed after wrapping. Change it on every rank, before the "
+            "same forward."
+        )
+        self._world.leave()
         self._reducer = None
         self._set_up(self._options)
         reducer: _native.Reducer | None = self._reducer
@@ -421,6 +427,8 @@ bucket_cap_mb_list : optional
         NamedTuple
             Missing and unexpected keys.
         """
+        if self._reducer is not None:
+            self._reducer.apply_buffers()  # before they are overwritten, not after
         bare = set(self.module.state_dict())
         n_bare = len(bare.intersection(state_dict))
         n_prefixed = sum(PREFIX + key in state_dict for key in bare)
@@ -443,7 +451,7 @@ bucket_cap_mb_list : optional
             )
         state = copy.copy(self.__dict__)
         options = state.pop("_options")
-        for name in ("process_group", "_reducer", "_watch"):
+        for name in ("process_group", "_reducer", "_watch", "_world"):
             state.pop(name, None)
         state["_option_values"] = {
             name: getattr(options, name)

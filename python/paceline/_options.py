@@ -42,6 +42,35 @@ class Options:
     last_bytes: int
 
 
+def read(
+    group: dist.ProcessGroup,
+    *,
+    bucket_cap_mb: float | None,
+    sync_buffers: tuple[bool | None, bool | None],
+    sync_at_start: bool,
+    unsupported: dict[str, Any],
+) -> tuple[Options, Exception | None]:
+    """Return the options, and what is wrong with them: told to all ranks, not raised.
+
+    A rank that raised here, alone, would leave the others waiting for it.
+    """
+    error: Exception | None = None
+    bucket_bytes, last_bytes = DEFAULT_BUCKET_BYTES, DEFAULT_LAST_BYTES
+    try:
+        refuse_unsupported(unsupported)
+        bucket_bytes, last_bytes = read_bucket_bytes(bucket_cap_mb)
+    except (NotImplementedError, TypeError, ValueError) as problem:
+        error = problem
+    options = Options(
+        group=group,
+        sync_buffers=read_sync_buffers(*sync_buffers),
+        sync_at_start=bool(sync_at_start),
+        bucket_bytes=bucket_bytes,
+        last_bytes=last_bytes,
+    )
+    return options, error
+
+
 def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     """Return the group that the two arguments name.
 
@@ -52,10 +81,19 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     NotImplementedError
         If the mesh is a slice of a larger one.
     ValueError
-        If neither is given and there is no default group.
+        If neither is given and there is no default group, or this rank is not in the
+        group.
     """
     if device_mesh is None:
-        return process_group if process_group is not None else _torch.default_group()
+        if process_group is None:
+            return _torch.default_group()
+        if dist.get_rank(process_group) < 0:
+            raise ValueError(
+                "process_group does not have this rank (new_group() gave it a token): "
+                "wrap the model on the group's own ranks only"
+            )
+        given: dist.ProcessGroup = process_group
+        return given
     if process_group is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from paceline import _native, _torch
 
 _POLL_SECONDS = 0.002
+_LOOK_FIRST_SECONDS = 0.01
 _LOOK_EVERY_SECONDS = 0.1
 _BLAME_SECONDS = 0.6
 """How long a failed exchange looks for the rank that caused it."""
@@ -96,7 +98,12 @@ def _has_ended(pid: int) -> bool:
 
 
 class _Presence:
-    """The ranks' process ids in the store, and a word that says who is gone."""
+    """Who the ranks are, and whether each still runs.
+
+    Until the ranks have met they know each other from the store alone; from then on no
+    call of the store is needed, which matters: a store that a dead rank 0 hosted answers
+    nothing, and breaks no connection as long as that rank's DataLoader workers live.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -113,27 +120,49 @@ class _Presence:
         self._store = dist.PrefixStore(prefix, store)
         with self._store_failure():
             self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
+            self._read_hosts(self._store)
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Where each rank runs, once all are known."""
+        return [self._hosts[rank] for rank in range(self.size)]
+
+    def meet(self, hosts: list[Host]) -> None:
+        """Take over what the ranks have told each other."""
+        self._hosts = dict(enumerate(hosts))
+        if all(host.processes == self.here.processes for host in hosts):
+            self._store = None  # every process can be watched from here
 
     def _store_failure(self) -> _StoreFailure:
         return _StoreFailure(self.rank)
 
+    def _read_hosts(self, store: dist.Store) -> None:
+        for rank in range(self.size):
+            if rank not in self._hosts and store.check([f"host/{rank}"]):
+                words = json.loads(store.get(f"host/{rank}"))
+                self._hosts[rank] = Host(**words)
+
     def look(self) -> None:
         """Raise ``PeerError`` where a rank is known to be gone."""
+        self._look_at_processes()
         if self._store is None:
             return
         with self._store_failure():
             if self._store.check(["gone"]):
                 gone = int(self._store.get("gone"))
                 self._fail(gone, "died during construction")
-            for rank in range(self.size):
-                if rank not in self._hosts and self._store.check([f"host/{rank}"]):
-                    words = json.loads(self._store.get(f"host/{rank}"))
-                    self._hosts[rank] = Host(**words)
+            self._read_hosts(self._store)
+        self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
         for rank, host in self._hosts.items():
-            pid = host.visible_pid(self.here) if rank != self.rank else 0
-            if pid and host.boot == self.here.boot and _has_ended(pid):
-                with self._store_failure():
-                    self._store.set("gone", str(rank))
+            if rank == self.rank or host.boot != self.here.boot:
+                continue
+            pid = host.visible_pid(self.here)
+            if pid and _has_ended(pid):
+                if self._store is not None and rank != 0:
+                    with self._store_failure():
+                        self._store.set("gone", str(rank))
                 self._fail(rank, f"(process {pid}) died during construction")
 
     def blame(self, cause: BaseException) -> None:
@@ -206,6 +235,11 @@ class Meeting:
         """
         if self.size == 1:
             return [words]
+        told = self._exchange((self._presence.here, words))
+        self._presence.meet([host for host, _ in told])
+        return [theirs for _, theirs in told]
+
+    def _exchange(self, words: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([mine.numel()]))
         longest = int(max(size.item() for size in sizes))
@@ -221,7 +255,7 @@ class Meeting:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = dist.all_gather(rows, mine, group=self.group, async_op=True)
-            look_at = time.monotonic() + _LOOK_EVERY_SECONDS
+            look_at = time.monotonic() + _LOOK_FIRST_SECONDS
             while not work.is_completed():
                 time.sleep(_POLL_SECONDS)
                 if time.monotonic() > look_at:
@@ -255,11 +289,10 @@ class Meeting:
         paceline.PeerError
             If a rank dies meanwhile.
         """
-        here = Host.here()
         listener = _native.Listener() if self.rank == 0 else None
         address = listener.address if listener is not None else None
-        told = self.exchange((here, address))
-        hosts = [host for host, _ in told]
+        told = self.exchange(address)
+        here, hosts = self._presence.here, self._presence.hosts
         self._check_one_host(hosts)
         world = _native.World(
             rank=self.rank,
@@ -268,7 +301,7 @@ class Meeting:
             n_ops=n_ops,
             timeout=_torch.group_timeout_seconds(self.group),
             pids=[host.visible_pid(here) for host in hosts],
-            meeting=listener if listener is not None else told[0][1],
+            meeting=listener if listener is not None else told[0],
         )
         _remember(world)
         return world
@@ -314,20 +347,36 @@ def connect(
 # ---- the end of the process ---------------------------------------------------------
 
 
+_GOODBYE_PRIORITY = 100
+"""Before multiprocessing's own finalizers, which have 10 at the most."""
+
+
 def _remember(world: _native.World) -> None:
     global _owner_pid
     if _owner_pid != os.getpid():
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)
         atexit.register(_say_goodbye)
+        # A process that multiprocessing started ends without calling atexit.
+        util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
     _live_worlds.add(world)
+
+
+def _last_error() -> BaseException | None:
+    """Return the exception that ends this process, if one does."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None:
+        error = sys.exc_info()[1]  # multiprocessing is on its way out with it
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch's spawn exits in its handler
+    return error
 
 
 def _say_goodbye() -> None:
     """Leave every world; peers that wait for this rank get the traceback, if any."""
     if os.getpid() != _owner_pid:
         return  # a forked child: the worlds are its parent's
-    error = getattr(sys, "last_value", None)
+    error = _last_error()
     words = "".join(traceback.format_exception(error)) if error is not None else None
     for world in list(_live_worlds):
         with suppress(RuntimeError, UnicodeEncodeError):
