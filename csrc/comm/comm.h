@@ -38,6 +38,7 @@ typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
                        pl_ticket *out);
+    void (*work)(pl_comm *comm); /* progress, but failures are left to be met later */
     pl_status (*progress)(pl_comm *comm);
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);

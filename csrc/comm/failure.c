@@ -66,10 +66,9 @@ void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
 void pli_bell_ring(const pli_segment *segment)
 {
     pli_header *header = pli_header_of(segment);
-    /* Pairs with the waiter, which counts itself before it looks at what the caller
-     * has just stored: one of the two sees the other. */
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(&header->n_waiters, memory_order_relaxed) == 0)
+    /* Sequentially consistent, as are the caller's store and the waiter's count and
+     * looks: either this sees the waiter, or the waiter sees what was stored. */
+    if (atomic_load(&header->n_waiters) == 0)
         return;
     atomic_fetch_add(&header->bell, 1);
     (void)syscall(SYS_futex, &header->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
@@ -130,6 +129,10 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
             "finished (%s%s)%s",
             me, r, there, here, waiting_for, words);
     case PLI_DIED:
+        if (atomic_load(&culprit->life) == PLI_ABSENT)
+            return pli_fail(PL_EPEER,
+                            "rank %d: rank %d died or gave up during construction", me,
+                            r);
         return pli_fail(
             PL_EPEER,
             "rank %d: rank %d (process %d) died (%s); this rank was at %s%s%s", me, r,
@@ -147,6 +150,11 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
             "beyond the deadline (%s); this rank was at %s%s%s",
             me, r, pid, there, here, waiting_for, words);
     case PLI_MISMATCH:
+        if (r == me)
+            return pli_fail(PL_EMISMATCH,
+                            "rank %d: this rank issued another operation than the "
+                            "others (%s): the ranks must run the same steps",
+                            me, here);
         return pli_fail(PL_EMISMATCH,
                         "rank %d: rank %d issued another operation than this rank (%s "
                         "there, %s here): the ranks must run the same steps%s",

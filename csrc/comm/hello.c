@@ -77,7 +77,9 @@ static pl_status wait_readable(const pli_shm_options *options, const pli_watch *
             break;
         if (n < 0 && errno != EINTR)
             PL_FAIL_ERRNO("cannot wait for the other ranks");
-        const int dead = pli_watch_ended(watch, 0);
+        int dead = pli_watch_ended(watch, PLI_PROCESS_ENDED, 0);
+        if (dead < 0)
+            dead = pli_watch_ended(watch, PLI_SOCKET_CLOSED, 0);
         if (dead >= 0 && poll(&one, 1, 0) <= 0)
             PL_FAIL(PL_EPEER,
                     "rank %d: rank %d (process %d) died or gave up during construction",
@@ -159,15 +161,29 @@ pl_status pli_hello_answer(int socket, const pli_welcome *welcome, int fd)
         head->cmsg_len = CMSG_LEN(sizeof fd);
         memcpy(CMSG_DATA(head), &fd, sizeof fd);
     }
-    if (PL_SYS(sendmsg(socket, &packet, MSG_NOSIGNAL)) != (ssize_t)sizeof message)
+    const ssize_t n = PL_SYS(sendmsg(socket, &packet, MSG_NOSIGNAL));
+    if (n < 0 && (errno == EPIPE || errno == ECONNRESET))
+        PL_FAIL(PL_EPEER, "another rank died or gave up during construction");
+    if (n != (ssize_t)sizeof message)
         PL_FAIL_ERRNO("cannot send shared memory to another rank");
 done:
     return st;
 }
 
-static pl_status receive_welcome(int socket, int rank, int *out_fd)
+/* Rank 0 is gone, or gave up over a rank that is. */
+static pl_status fail_without_rank_0(const pli_shm_options *options,
+                                     const pli_watch *watch)
+{
+    const int dead = pli_watch_ended(watch, PLI_PROCESS_ENDED, 0);
+    return pli_fail(PL_EPEER, "rank %d: rank %d died or gave up during construction",
+                    options->rank, dead > 0 ? dead : 0);
+}
+
+static pl_status receive_welcome(const pli_shm_options *options, const pli_watch *watch,
+                                 int *out_fd)
 {
     pl_status st = PL_OK;
+    const int rank = options->rank;
     pli_welcome welcome = {0};
     int fd = -1;
     _Alignas(struct cmsghdr) char control[CMSG_SPACE(sizeof fd)] = {0};
@@ -176,12 +192,12 @@ static pl_status receive_welcome(int socket, int rank, int *out_fd)
                             .msg_iovlen = 1,
                             .msg_control = control,
                             .msg_controllen = sizeof control};
-    const ssize_t n = PL_SYS(recvmsg(socket, &packet, MSG_CMSG_CLOEXEC));
+    const ssize_t n = PL_SYS(recvmsg(watch->socket[0], &packet, MSG_CMSG_CLOEXEC));
     const struct cmsghdr *head = n > 0 ? CMSG_FIRSTHDR(&packet) : NULL;
     if (head != NULL && head->cmsg_type == SCM_RIGHTS)
         memcpy(&fd, CMSG_DATA(head), sizeof fd);
     if (n != (ssize_t)sizeof welcome || welcome.magic != HELLO_MAGIC)
-        PL_FAIL(PL_EPEER, "rank %d: rank 0 died or gave up during construction", rank);
+        PL_TRY(fail_without_rank_0(options, watch));
     if (welcome.status != PL_OK)
         PL_FAIL(PL_EPEER, "rank %d: rank 0 could not make the world: %.*s", rank,
                 (int)sizeof welcome.words - 1, welcome.words);
@@ -214,14 +230,16 @@ pl_status pli_hello_say(const pli_shm_options *options, const char *address,
     fill_address(address, &name, &name_len);
     if (PL_SYS(connect(fd, (struct sockaddr *)&name, name_len)) != 0) {
         if (errno == ECONNREFUSED)
-            PL_FAIL(PL_EPEER, "rank %d: rank 0 died or gave up during construction",
-                    options->rank);
+            PL_TRY(fail_without_rank_0(options, watch));
         PL_FAIL_ERRNO("rank %d: cannot connect to rank 0", options->rank);
     }
-    if (PL_SYS(send(fd, &hello, sizeof hello, MSG_NOSIGNAL)) != (ssize_t)sizeof hello)
+    const ssize_t n = PL_SYS(send(fd, &hello, sizeof hello, MSG_NOSIGNAL));
+    if (n < 0 && (errno == EPIPE || errno == ECONNRESET))
+        PL_TRY(fail_without_rank_0(options, watch));
+    if (n != (ssize_t)sizeof hello)
         PL_FAIL_ERRNO("rank %d: cannot speak to rank 0", options->rank);
     PL_TRY(wait_readable(options, watch, fd));
-    PL_TRY(receive_welcome(fd, options->rank, out_fd));
+    PL_TRY(receive_welcome(options, watch, out_fd));
 done:
     return st;
 }

@@ -26,7 +26,8 @@ typedef struct pli_welcome {
 pl_status pli_hello_accept(const pli_shm_options *options, const pli_listener *listener,
                            pli_watch *watch) PL_MUST_USE;
 
-/* Rank 0: answers one rank; `fd` < 0 where `welcome` carries a failure. */
+/* Rank 0: answers one rank; `fd` < 0 where `welcome` carries a failure.  PL_EPEER where
+ * that rank is gone. */
 pl_status pli_hello_answer(int socket, const pli_welcome *welcome, int fd) PL_MUST_USE;
 
 /* Another rank: connects, says hello, and waits for the descriptor. */

@@ -21,6 +21,17 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
+/* The sizes below are sums and products of these two. */
+static pl_status check_sizes(int world_size, size_t arena_bytes)
+{
+    pl_status st = PL_OK;
+    if (arena_bytes > PTRDIFF_MAX / ((size_t)world_size + 1))
+        PL_FAIL(PL_ENOMEM, "%d x %zu bytes of shared memory are more than there can be",
+                world_size, arena_bytes);
+done:
+    return st;
+}
+
 static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
                     pli_segment *out)
 {
@@ -55,7 +66,8 @@ pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_o
                              pli_segment *out)
 {
     pl_status st = PL_OK;
-    pli_segment segment;
+    pli_segment segment = {.fd = -1};
+    PL_TRY(check_sizes(world_size, arena_bytes));
     lay_out(world_size, arena_bytes, ring_ops, &segment);
     segment.fd = PL_SYS(memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING));
     if (segment.fd < 0)
@@ -103,8 +115,9 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
                             uint32_t ring_ops, pli_segment *out)
 {
     pl_status st = PL_OK;
-    pli_segment segment;
+    pli_segment segment = {.fd = -1};
     struct stat file;
+    PL_TRY(check_sizes(world_size, arena_bytes));
     lay_out(world_size, arena_bytes, ring_ops, &segment);
     segment.fd = fd;
     if (PL_SYS(fstat(fd, &file)) != 0)

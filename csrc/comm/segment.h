@@ -51,6 +51,7 @@ typedef struct pli_rank {
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t posted; /* operations issued */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
+    _Atomic uint64_t done_before; /* `done` at the end of the last epoch that it ran */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
     _Atomic uint32_t life;     /* pli_life */

@@ -4,13 +4,13 @@
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "../core/alloc.h"
 #include "../core/clock.h"
+#include "counters.h"
 #include "failure.h"
 
 enum {
@@ -24,38 +24,6 @@ static pli_shared_comm *shared_of(pl_comm *comm)
     return (pli_shared_comm *)(void *)comm;
 }
 
-static uint64_t base_of(const pli_shared_comm *self)
-{
-    return self->epoch << PLI_EPOCH_SHIFT;
-}
-
-typedef _Atomic uint64_t *(*counter_fn)(pli_rank *rank);
-
-static _Atomic uint64_t *posted_counter(pli_rank *rank)
-{
-    return &rank->posted;
-}
-
-static _Atomic uint64_t *done_counter(pli_rank *rank)
-{
-    return &rank->done;
-}
-
-static _Atomic uint64_t *epoch_counter(pli_rank *rank)
-{
-    return &rank->epoch;
-}
-
-/* The first rank whose counter is below `least`, or -1. */
-static int laggard(const pli_shared_comm *self, counter_fn counter, uint64_t least)
-{
-    for (int r = 0; r < self->super.world_size; r++)
-        if (atomic_load_explicit(counter(pli_rank_of(self->segment, r)),
-                                 memory_order_acquire) < least)
-            return r;
-    return -1;
-}
-
 /* One word that differs where two operations differ. */
 static uint64_t tag_of(const pl_op *op)
 {
@@ -66,11 +34,17 @@ static uint64_t tag_of(const pl_op *op)
     return tag ^ tag >> 32;
 }
 
+/* Non-zero, with *out filled, where this rank's epoch has failed. */
+static int failure_stands(const pli_shared_comm *self, pli_failure *out)
+{
+    return pli_failure_get(self->segment, out) &&
+           pli_failure_concerns(out, self->epoch);
+}
+
 static pl_status fail_as(pli_shared_comm *self, const char *waiting_for)
 {
     pli_failure failure = {0};
-    if (!pli_failure_get(self->segment, &failure) ||
-        !pli_failure_concerns(&failure, self->epoch))
+    if (!failure_stands(self, &failure))
         return PL_OK;
     return pli_failure_report(self->segment, &failure, self->super.rank, waiting_for);
 }
@@ -102,7 +76,7 @@ static pl_status shared_issue(pl_comm *comm, const pl_op *op, const pli_order *o
     atomic_store_explicit(&pli_tags_of(self->segment, comm->rank)[slot], tag_of(op),
                           memory_order_relaxed);
     atomic_store_explicit(&self->n_posted, n, memory_order_release);
-    atomic_store_explicit(&mine->posted, base_of(self) + n, memory_order_release);
+    atomic_store(&mine->posted, base_of(self) + n);
     pli_bell_ring(self->segment);
     *out = base_of(self) + n;
 done:
@@ -127,16 +101,44 @@ static int all_posted(pli_shared_comm *self, uint64_t n)
     return 1;
 }
 
+static void set_failure(const pli_shared_comm *self, int rank, pli_reason reason)
+{
+    pli_failure_set(
+        self->segment,
+        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
+}
+
+static uint64_t tag_at(const pli_shared_comm *self, int rank, size_t slot)
+{
+    return atomic_load_explicit(&pli_tags_of(self->segment, rank)[slot],
+                                memory_order_relaxed);
+}
+
+/* The rank with whom the fewest agree, the last of several: every rank finds the same
+ * one, whoever looks first. */
+static int odd_one_out(const pli_shared_comm *self, size_t slot)
+{
+    int odd = 0;
+    int n_fewest = PL_MAX_RANKS + 1;
+    for (int r = 0; r < self->super.world_size; r++) {
+        int n_agree = 0;
+        for (int other = 0; other < self->super.world_size; other++)
+            n_agree += tag_at(self, other, slot) == tag_at(self, r, slot);
+        if (n_agree <= n_fewest) {
+            n_fewest = n_agree;
+            odd = r;
+        }
+    }
+    return odd;
+}
+
 static int is_same_everywhere(pli_shared_comm *self, size_t slot)
 {
     const uint64_t mine = tag_of(&self->ring[slot]);
     for (int r = 0; r < self->super.world_size; r++) {
-        if (atomic_load_explicit(&pli_tags_of(self->segment, r)[slot],
-                                 memory_order_relaxed) == mine)
+        if (tag_at(self, r, slot) == mine)
             continue;
-        pli_failure_set(
-            self->segment,
-            &(pli_failure){.epoch = self->epoch, .rank = r, .reason = PLI_MISMATCH});
+        set_failure(self, odd_one_out(self, slot), PLI_MISMATCH);
         return 0;
     }
     return 1;
@@ -150,20 +152,20 @@ static void work_locked(pli_shared_comm *self)
     while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
         const uint64_t n = self->n_done + 1;
         const size_t slot = n & (self->segment->ring_ops - 1);
-        if (!all_posted(self, n) || (pli_failure_get(self->segment, &failure) &&
-                                     pli_failure_concerns(&failure, self->epoch)))
+        if (!all_posted(self, n) || failure_stands(self, &failure))
             break;
         if (!is_same_everywhere(self, slot))
             break;
         pli_part_run(self, &self->ring[slot]);
         self->n_done = n;
-        atomic_store_explicit(&mine->done, base_of(self) + n, memory_order_release);
+        atomic_store(&mine->done, base_of(self) + n);
         pli_bell_ring(self->segment);
     }
 }
 
-static void work(pli_shared_comm *self)
+static void shared_work(pl_comm *comm)
 {
+    pli_shared_comm *self = shared_of(comm);
     if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
         return; /* another thread is at it */
     work_locked(self);
@@ -172,49 +174,63 @@ static void work(pli_shared_comm *self)
 
 static pl_status shared_progress(pl_comm *comm)
 {
-    pli_shared_comm *self = shared_of(comm);
-    work(self);
-    return fail_as(self, "");
+    shared_work(comm);
+    return fail_as(shared_of(comm), "");
 }
 
 /* ---- waiting -------------------------------------------------------------- */
 
-/* Whom an operation waits for: a rank that has not even posted it comes first. */
-static int culprit_of(const pli_shared_comm *self, counter_fn counter, uint64_t least)
+/* Of those below `least`: one that has left, else the one that is furthest behind in
+ * posting, for which the rest may be waiting too, else in doing; or -1. */
+static int culprit_of(const pli_shared_comm *self, pli_counter counter, uint64_t least)
 {
-    const int silent =
-        counter == done_counter ? laggard(self, posted_counter, least) : -1;
-    return silent >= 0 ? silent : laggard(self, counter, least);
+    int culprit = -1;
+    uint64_t lowest[2] = {UINT64_MAX, UINT64_MAX};
+    for (int r = 0; r < self->super.world_size; r++) {
+        const uint64_t count = counter(self, r);
+        const uint64_t posted = posted_counter(self, r);
+        if (count >= least)
+            continue;
+        if (has_left(self, r))
+            return r;
+        if (posted < lowest[0] || (posted == lowest[0] && count < lowest[1])) {
+            culprit = r;
+            lowest[0] = posted;
+            lowest[1] = count;
+        }
+    }
+    return culprit;
 }
 
-static void set_failure(const pli_shared_comm *self, int rank, pli_reason reason)
+/* Blames a rank whose process has ended; returns whether there was one. */
+static int blame_dead(const pli_shared_comm *self, pli_counter counter, uint64_t least)
 {
-    pli_failure_set(
-        self->segment,
-        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
+    for (int end = 0; end < PLI_N_ENDS; end++) {
+        int r = -1;
+        while ((r = pli_watch_ended(&self->watch, (pli_end)end, r + 1)) >= 0) {
+            /* One that did all that is waited for has failed nobody yet. */
+            if (counter(self, r) >= least)
+                continue;
+            set_failure(self, r, has_left(self, r) ? PLI_LEFT : PLI_DIED);
+            return 1;
+        }
+    }
+    return 0;
 }
 
 /* Looks at the peers once in a while: gone, dead, or beyond the deadline? */
-static void look_at_peers(pli_shared_comm *self, counter_fn counter, uint64_t least)
+static void look_at_peers(pli_shared_comm *self, pli_counter counter, uint64_t least)
 {
     const int culprit = culprit_of(self, counter, least);
     if (culprit < 0)
         return;
-    pli_rank *rank = pli_rank_of(self->segment, culprit);
-    if (atomic_load(&rank->life) == PLI_GONE) {
+    const pli_rank *rank = pli_rank_of(self->segment, culprit);
+    if (has_left(self, culprit)) {
         set_failure(self, culprit, PLI_LEFT);
         return;
     }
-    for (int r = pli_watch_ended(&self->watch, 0); r >= 0;
-         r = pli_watch_ended(&self->watch, r + 1)) {
-        /* One that did all that is waited for has failed nobody yet. */
-        if (atomic_load(counter(pli_rank_of(self->segment, r))) >= least)
-            continue;
-        const int said_goodbye =
-            atomic_load(&pli_rank_of(self->segment, r)->life) == PLI_GONE;
-        set_failure(self, r, said_goodbye ? PLI_LEFT : PLI_DIED);
+    if (blame_dead(self, counter, least))
         return;
-    }
     const uint64_t sign = atomic_load(&rank->posted) + atomic_load(&rank->done) +
                           atomic_load(&rank->step) + ((uint64_t)culprit << 56);
     const int64_t now = pli_now_ns();
@@ -226,37 +242,38 @@ static void look_at_peers(pli_shared_comm *self, counter_fn counter, uint64_t le
     }
 }
 
-static void nap(pli_shared_comm *self, counter_fn counter, uint64_t least)
+static void nap(pli_shared_comm *self, pli_counter counter, uint64_t least)
 {
     pli_header *header = pli_header_of(self->segment);
     const struct timespec limit = {.tv_nsec = NAP_MS * PLI_MS};
     pli_failure failure;
     atomic_fetch_add(&header->n_waiters, 1);
     const uint32_t heard = atomic_load(&header->bell);
-    atomic_thread_fence(memory_order_seq_cst);
     const uint64_t next =
         atomic_load(&pli_rank_of(self->segment, self->super.rank)->done) + 1;
     const int has_work = next <= base_of(self) + atomic_load(&self->n_posted) &&
                          laggard(self, posted_counter, next) < 0;
     if (!has_work && laggard(self, counter, least) >= 0 &&
-        !(pli_failure_get(self->segment, &failure) &&
-          pli_failure_concerns(&failure, self->epoch)))
+        !failure_stands(self, &failure))
         (void)syscall(SYS_futex, &header->bell, FUTEX_WAIT, heard, &limit, NULL, 0);
     atomic_fetch_sub(&header->n_waiters, 1);
 }
 
 /* Waits until every rank's counter has reached `least`. */
-static pl_status wait_for(pli_shared_comm *self, counter_fn counter, uint64_t least,
+static pl_status wait_for(pli_shared_comm *self, pli_counter counter, uint64_t least,
                           int64_t slice_ns)
 {
     pl_status st = PL_OK;
     const int64_t begin = pli_now_ns();
+    pli_failure failure;
     int n_spins = self->n_spins;
     for (;;) {
-        work(self);
+        shared_work(&self->super);
         if (laggard(self, counter, least) < 0)
             break;
-        PL_TRY(fail_as(self, ", waiting"));
+        /* Whoever failed may have seen the end of what is waited for before. */
+        if (failure_stands(self, &failure) && laggard(self, counter, least) >= 0)
+            PL_TRY(fail_as(self, ", waiting"));
         if (n_spins-- > 0) {
             pli_pause();
             continue;
@@ -311,41 +328,60 @@ static void shared_abort(pl_comm *comm, const char *words)
     set_failure(self, comm->rank, PLI_RAISED);
 }
 
-/* Takes up the next epoch: everything of the old one counts as done. */
-static void enter_next_epoch(pli_shared_comm *self)
+/* Takes up the epoch behind the one that failed. */
+static void enter_epoch_after(pli_shared_comm *self, const pli_failure *failure)
 {
     pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
     while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
         pli_pause(); /* a thread ends its part of an aborted operation */
-    self->epoch++;
+    if (self->phase == PLI_RUNNING)
+        atomic_store(&mine->done_before, base_of(self) + self->n_done);
+    self->epoch = failure->epoch + 1;
     atomic_store(&self->n_posted, 0);
     self->n_all_posted = 0;
     self->n_done = 0;
     atomic_flag_clear_explicit(&self->busy, memory_order_release);
-    shared_last_words(&self->super, NULL);
+    /* Words that are there stay until everyone has had the time to read them. */
+    uint32_t promised = PLI_WORDS_FOLLOW;
+    (void)atomic_compare_exchange_strong(&mine->words_state, &promised, PLI_NO_WORDS);
+    self->patience_since_ns = 0;
     atomic_store(&mine->posted, base_of(self));
     atomic_store(&mine->done, base_of(self));
     atomic_store(&mine->epoch, self->epoch);
     pli_bell_ring(self->segment);
 }
 
+/* Whether this rank must leave its epoch, be it while it recovers. */
+static int has_failed(const pli_shared_comm *self, pli_failure *out)
+{
+    if (!failure_stands(self, out))
+        return 0;
+    if (self->phase == PLI_RUNNING || out->rank == self->super.rank)
+        return 1;
+    /* Where all have come to this epoch, it has begun, and what failed is the step in
+     * it: this rank will meet that failure there. */
+    return laggard(self, epoch_counter, self->epoch) >= 0;
+}
+
 static pl_status shared_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
 {
     pl_status st = PL_OK;
     pli_shared_comm *self = shared_of(comm);
-    pli_failure failure;
-    if (self->phase == PLI_RUNNING) {
-        if (!pli_failure_get(self->segment, &failure) ||
-            !pli_failure_concerns(&failure, self->epoch)) {
+    do {
+        pli_failure failure = {0};
+        if (has_failed(self, &failure)) {
+            if (pli_failure_is_final(&failure))
+                PL_TRY(fail_as(self, ""));
+            enter_epoch_after(self, &failure);
+            self->phase = PLI_RECOVERING;
+        } else if (self->phase == PLI_RUNNING) {
             *out = PL_NOTHING_FAILED;
             goto done;
         }
-        if (pli_failure_is_final(&failure))
-            PL_TRY(fail_as(self, ""));
-        enter_next_epoch(self);
-        self->phase = PLI_RECOVERING;
-    }
-    PL_TRY(wait_for(self, epoch_counter, self->epoch, slice_ns));
+        st = wait_for(self, epoch_counter, self->epoch, slice_ns);
+    } while (st == PL_EPEER); /* a recovery that another aborts is begun anew */
+    PL_TRY(st);
+    shared_last_words(comm, NULL);
     self->phase = PLI_RUNNING;
     *out = PL_RECOVERED;
 done:
@@ -397,6 +433,7 @@ static void shared_destroy(pl_comm *comm)
 static const pl_comm_ops shared_ops = {
     .name = "shm",
     .issue = shared_issue,
+    .work = shared_work,
     .progress = shared_progress,
     .wait = shared_wait,
     .recover = shared_recover,
@@ -443,10 +480,10 @@ pl_status pli_shared_create(const pli_shared_options *options, pli_shared_comm *
     PL_TRY(pli_cpu_sums(&self->sums));
     PL_TRY(pli_calloc(segment->ring_ops, sizeof *self->ring, "operations in flight",
                       &self->ring));
+    self->segment = segment; /* before others can meet this world */
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;
     self->shared = options->shared;
-    self->segment = segment;
     pli_rank *mine = pli_rank_of(segment, options->rank);
     atomic_store(&mine->pid, options->pid);
     atomic_store(&mine->life, PLI_PRESENT);

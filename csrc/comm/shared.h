@@ -39,7 +39,7 @@ typedef struct pli_shared_comm {
     int owner_pid; /* a forked child must not say goodbye for its parent */
     int n_spins;
     pli_shared_phase phase;
-    uint64_t epoch;
+    uint64_t epoch;            /* changed under busy, by this rank's thread alone */
     _Atomic uint64_t n_posted; /* by this rank, in this epoch */
     uint64_t n_all_posted;     /* lowest count seen of all ranks; guarded by busy */
     uint64_t n_done;           /* guarded by busy */

@@ -31,8 +31,13 @@ static pl_status lead(const pli_shm_options *options, const pli_listener *listen
     PL_TRY(pli_hello_accept(options, listener, watch));
     PL_TRY(pli_segment_create(options->world_size, options->arena_bytes,
                               pli_ring_ops(options->n_ops), &segment));
-    for (int r = 1; r < options->world_size; r++)
-        PL_TRY(pli_hello_answer(watch->socket[r], &welcome, segment.fd));
+    for (int r = 1; r < options->world_size; r++) {
+        /* One that has gone meanwhile is found, and named, when the ranks meet. */
+        const pl_status answered =
+            pli_hello_answer(watch->socket[r], &welcome, segment.fd);
+        if (answered != PL_EPEER)
+            PL_TRY(answered);
+    }
     *out = segment;
     segment = (pli_segment){.fd = -1};
 done:

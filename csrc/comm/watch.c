@@ -40,10 +40,11 @@ static int has_ended(int fd)
     return fd >= 0 && poll(&one, 1, 0) > 0;
 }
 
-int pli_watch_ended(const pli_watch *watch, int from)
+int pli_watch_ended(const pli_watch *watch, pli_end end, int from)
 {
+    const int *fds = end == PLI_PROCESS_ENDED ? watch->pidfd : watch->socket;
     for (int r = from; r < watch->n_ranks; r++)
-        if (has_ended(watch->pidfd[r]) || has_ended(watch->socket[r]))
+        if (has_ended(fds[r]))
             return r;
     return -1;
 }

@@ -21,8 +21,12 @@ void pli_watch_init(pli_watch *watch, int n_ranks);
  * PL_OK, watching nothing, where the kernel has no pidfds. */
 pl_status pli_watch_add(pli_watch *watch, int rank, int pid) PL_MUST_USE;
 
-/* The first rank from `from` on that has ended, or -1. */
-int pli_watch_ended(const pli_watch *watch, int from);
+/* A rank whose process has ended may have made others give up, which then close their
+ * sockets: look for the first sign first. */
+typedef enum pli_end { PLI_PROCESS_ENDED, PLI_SOCKET_CLOSED, PLI_N_ENDS } pli_end;
+
+/* The first rank from `from` on of which `end` is seen, or -1. */
+int pli_watch_ended(const pli_watch *watch, pli_end end, int from);
 
 void pli_watch_fini(pli_watch *watch);
 

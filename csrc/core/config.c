@@ -24,7 +24,7 @@ pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
     }
     char *end = NULL;
     const double seconds = strtod(word, &end);
-    if (*end != '\0' || !(seconds > 0.0) || seconds > 1e9)
+    if (*end != '\0' || !(seconds >= 1e-9) || seconds > 1e9)
         PL_FAIL(PL_EINVAL,
                 "PACELINE_TIMEOUT is '%s': give a positive number of seconds, as in "
                 "PACELINE_TIMEOUT=1800",

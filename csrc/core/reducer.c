@@ -76,6 +76,10 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
         PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
                 pl_comm_arena_bytes(comm), spec->n_params,
                 pl_reducer_arena_bytes(spec));
+    for (size_t i = 0; i < spec->n_params; i++)
+        if (spec->params[i].dtype < PL_F16)
+            PL_FAIL(PL_EINVAL, "parameter %zu is %s: only floating point has a mean", i,
+                    pl_dtype_text(spec->params[i].dtype));
     PL_TRY(pli_calloc(1, sizeof *self, "reducer", &self));
     PL_TRY(allocate(spec, self));
     self->comm = comm;
@@ -120,7 +124,6 @@ void pl_reducer_destroy(pl_reducer *self)
 void reducer_arm_buckets(pl_reducer *self)
 {
     self->n_posted = 0;
-    self->n_outstanding = 0;
     for (size_t b = 0; b < self->plan->n_buckets; b++) {
         const pl_bucket_plan *bucket = &self->plan->buckets[b];
         uint32_t n_pending = 0;
@@ -129,7 +132,6 @@ void reducer_arm_buckets(pl_reducer *self)
             n_pending += self->slots[bucket->params[m]].n_expected > 0;
             n_unexpected += self->slots[bucket->params[m]].n_expected == 0;
         }
-        self->n_outstanding += n_pending;
         self->buckets[b] = (bucket_state){.phase = PL_BUCKET_FILLING,
                                           .n_pending = n_pending + (n_unexpected > 0)};
     }
@@ -283,7 +285,6 @@ static pl_status count_fire(pl_reducer *self, size_t param)
         slot->n_fires++;
     if (slot->n_fires != slot->n_expected)
         goto done;
-    self->n_outstanding--;
     if (bucket->phase == PL_BUCKET_FILLING && --bucket->n_pending == 0) {
         PL_TRY(pl_bucket_move(&bucket->phase, PL_BUCKET_READY, b));
         PL_TRY(reducer_post_ready(self));
@@ -328,12 +329,6 @@ void pl_reducer_hold(pl_reducer *self, size_t param)
 int pl_reducer_is_active(const pl_reducer *self)
 {
     return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
-}
-
-int pl_reducer_is_complete(const pl_reducer *self)
-{
-    return self->phase == REDUCER_FILLING && self->learning != LEARNING_NOTHING &&
-           self->n_outstanding == 0;
 }
 
 size_t pl_reducer_n_unfired(const pl_reducer *self)

@@ -98,17 +98,17 @@ pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 /* Declares the step failed, on this rank and so on all; `words` may be NULL. */
 void pl_reducer_fail(pl_reducer *reducer, const char *words);
 
-/* Makes a reducer whose step failed, here or elsewhere, ready for a new one, once
- * every rank does the same; PL_EAGAIN after slice_ns.  At once where none failed. */
+/* To be called before a step begins.  Where a step has failed on another rank, and this
+ * one has not been told yet, it is told now: PL_EPEER, so that every rank gives the
+ * same step up, however late it comes to it.  Where it knows, it leaves the failure
+ * behind, together with every rank (PL_EAGAIN after slice_ns).  PL_OK at once where all
+ * is well. */
 pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* ---- what may be asked ------------------------------------------------------ */
 
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);
-
-/* Non-zero once everything that came in the last step has come in this one. */
-int pl_reducer_is_complete(const pl_reducer *reducer);
 
 /* Parameters for which no gradient has come in this step. */
 size_t pl_reducer_n_unfired(const pl_reducer *reducer);

@@ -107,6 +107,7 @@ pl_status pl_reducer_close(pl_reducer *self)
         self->phase = REDUCER_WAITING;
     } else if (self->phase == REDUCER_AMENDING) {
         PL_TRY(close_amendments(self));
+        self->phase = REDUCER_WAITING_AGAIN;
     } else {
         PL_FAIL(PL_ESTATE, "a step is closed that is not open");
     }
@@ -137,10 +138,10 @@ done:
 pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
-    if (self->phase != REDUCER_WAITING && self->phase != REDUCER_AMENDING)
+    if (self->phase != REDUCER_WAITING && self->phase != REDUCER_WAITING_AGAIN)
         PL_FAIL(PL_ESTATE, "a step is waited for that is not closed");
     PL_TRY(pl_comm_wait(self->comm, self->last_ticket, slice_ns));
-    if (self->phase == REDUCER_AMENDING) {
+    if (self->phase == REDUCER_WAITING_AGAIN) {
         PL_TRY(merge_backups(self));
         memset(late_of(self), 0, self->spec.n_params);
     } else {
@@ -193,6 +194,8 @@ pl_status pl_reducer_end(pl_reducer *self)
     pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
         PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
+    if (pl_reducer_n_late(self) > 0)
+        PL_FAIL(PL_ESTATE, "a step ends whose late gradients were not amended");
     for (size_t i = 0; i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_fires;
     if (self->learning == LEARNING_NOTHING)
@@ -234,9 +237,13 @@ pl_status pl_reducer_recover(pl_reducer *self, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     pl_recovery recovery = PL_NOTHING_FAILED;
-    PL_TRY(pl_comm_recover(self->comm, slice_ns, &recovery));
-    if (recovery == PL_NOTHING_FAILED && self->phase != REDUCER_FAILED)
+    if (self->phase != REDUCER_FAILED) {
+        st = pl_comm_progress(self->comm);
+        if (st != PL_OK)
+            self->phase = REDUCER_FAILED;
         goto done;
+    }
+    PL_TRY(pl_comm_recover(self->comm, slice_ns, &recovery));
     PL_TRY(forget(self));
     self->phase = REDUCER_IDLE;
 done:

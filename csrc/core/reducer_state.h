@@ -6,12 +6,13 @@
 #include "reducer.h"
 
 typedef enum reducer_phase {
-    REDUCER_IDLE,     /* between steps */
-    REDUCER_FILLING,  /* begin .. close */
-    REDUCER_WAITING,  /* close .. wait */
-    REDUCER_REDUCED,  /* wait .. end: means are in place */
-    REDUCER_AMENDING, /* after the first amend: a second close and wait follow */
-    REDUCER_FAILED,   /* until recovered */
+    REDUCER_IDLE,          /* between steps */
+    REDUCER_FILLING,       /* begin .. close */
+    REDUCER_WAITING,       /* close .. wait */
+    REDUCER_REDUCED,       /* wait .. end: means are in place */
+    REDUCER_AMENDING,      /* after the first amend, until the second close */
+    REDUCER_WAITING_AGAIN, /* ... until the second wait */
+    REDUCER_FAILED,        /* until recovered */
 } reducer_phase;
 
 /* What the next begin knows of the steps before. */
@@ -48,8 +49,7 @@ struct pl_reducer {
     reducer_learning learning;
     unsigned generation;
     uint64_t step;
-    size_t n_posted;      /* buckets, in order */
-    size_t n_outstanding; /* parameters whose expected fires are not all in */
+    size_t n_posted; /* buckets, in order */
     uint32_t n_fires;
     size_t n_fired_params;
     pl_ticket last_ticket;

@@ -124,7 +124,8 @@ typedef uint64_t pl_ticket;
 
 typedef struct pl_comm pl_comm;
 
-/* Issues op: says that this rank's range is ready, and returns at once.
+/* Issues op: says that this rank's range is ready, and returns at once.  Until it is
+ * waited for, the range is not this rank's, and no other operation may overlap it.
  * PL_EINVAL for a bad range; PL_EPEER, PL_EMISMATCH once the world has failed. */
 PL_API pl_status pl_comm_issue(pl_comm *comm, const pl_op *op,
                                pl_ticket *out) PL_MUST_USE;

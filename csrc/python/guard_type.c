@@ -1,17 +1,21 @@
 /* guard_type.c - an object in the engine's list of final callbacks: called when a
  * backward ends, and dropped without a call when it failed.
  *
- * Called, it finishes the step, unless the backward that ends is one inside another
- * (reentrant checkpointing).  Dropped uncalled, it declares the step failed to the
- * peers at once, and has the traceback follow: by then the exception is on its way
- * through Python, so a pending call looks for it where an `except` or `finally` holds
- * it, or where the interpreter leaves what nobody caught.
+ * Called, it finishes the step; where the backward that ends is one inside another
+ * (reentrant checkpointing), it climbs out first.  Dropped uncalled, it declares the
+ * step failed to the peers at once, and has the traceback follow: by then the exception
+ * is on its way through Python, so a pending call looks for it where an `except` or
+ * `finally` holds it, or where the interpreter leaves what nobody caught.
  */
 #include "grads.h"
 
 enum { MOST_LOOKS = 64 }; /* for the exception, before the peers get none */
 
-typedef enum guard_phase { GUARD_QUEUED, GUARD_CALLED } guard_phase;
+typedef enum guard_phase {
+    GUARD_QUEUED,   /* in the engine's list */
+    GUARD_CLIMBING, /* on the node around an inner backward */
+    GUARD_CALLED,
+} guard_phase;
 
 typedef struct guard_object {
     PyObject_HEAD reducer_object *reducer; /* owned */
@@ -21,39 +25,58 @@ typedef struct guard_object {
 
 /* ---- called --------------------------------------------------------------------- */
 
-/* 1 inside the evaluation of a node, 0 at the end of the outermost backward, -1. */
-static int is_nested(const module_state *state)
+/* The backward that ends is inside the evaluation of `node`.  Has the guard called once
+ * more when that is over, by a hook of the node: from there it queues a guard in the
+ * backward around, and so climbs to the outermost. */
+static int climb(reducer_object *reducer, PyObject *node)
 {
-    PyObject *node = PyObject_CallNoArgs(state->current_node);
+    guard_object *climber = (guard_object *)pli_guard_new(state_of((PyObject *)reducer),
+                                                          reducer, GUARD_OF_PARAMETER);
+    if (climber == NULL)
+        return -1;
+    climber->phase = GUARD_CLIMBING;
+    PyObject *handle = PyObject_CallMethod(node, "register_hook", "O", climber);
+    if (handle == NULL)
+        climber->phase = GUARD_CALLED;
+    Py_XDECREF(handle);
+    Py_DECREF(climber);
+    return handle != NULL ? 0 : -1;
+}
+
+static int on_backward_end(const guard_object *self)
+{
+    reducer_object *reducer = self->reducer;
+    reducer->n_guards--;
+    if (!pl_reducer_is_active(reducer->reducer))
+        return 0;
+    PyObject *node = PyObject_CallNoArgs(state_of((PyObject *)self)->current_node);
     if (node == NULL)
         return -1;
-    const int is_inside = node != Py_None;
+    /* An output's guard is in the backward that holds all of its forward's graph, be it
+     * inside another one (the wrapper itself is checkpointed). */
+    const int is_outermost = node == Py_None || self->origin == GUARD_OF_OUTPUT;
+    const int status = is_outermost ? pli_step_finish(reducer) : climb(reducer, node);
     Py_DECREF(node);
-    return is_inside;
+    return status;
+}
+
+static int on_node_end(const guard_object *self)
+{
+    reducer_object *reducer = self->reducer;
+    if (!pl_reducer_is_active(reducer->reducer))
+        return 0;
+    return pli_step_queue_guard(reducer, GUARD_OF_PARAMETER);
 }
 
 static PyObject *guard_call(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     guard_object *self = (guard_object *)object;
-    reducer_object *reducer = self->reducer;
-    (void)args;
+    const guard_phase phase = self->phase;
+    (void)args; /* a node's hook is given gradients */
     (void)kwargs;
-    if (self->phase == GUARD_CALLED)
-        Py_RETURN_NONE;
     self->phase = GUARD_CALLED;
-    reducer->n_guards--;
-    if (!pl_reducer_is_active(reducer->reducer))
-        Py_RETURN_NONE;
-    const int nested = is_nested(state_of(object));
-    if (nested < 0)
-        return NULL;
-    /* The end of an inner backward ends the step only if all of the forward's graph is
-     * in it (the wrapper itself is checkpointed), or nothing more is expected;
-     * otherwise the next hook queues a guard of its own. */
-    if (nested && self->origin == GUARD_OF_PARAMETER &&
-        !pl_reducer_is_complete(reducer->reducer))
-        Py_RETURN_NONE;
-    if (pli_step_finish(reducer) != 0)
+    if ((phase == GUARD_QUEUED && on_backward_end(self) != 0) ||
+        (phase == GUARD_CLIMBING && on_node_end(self) != 0))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -115,7 +138,6 @@ static int look_for_exception(void *context)
 static void report_failed_backward(reducer_object *reducer)
 {
     search *self = PyMem_Calloc(1, sizeof *self);
-    reducer->n_guards--;
     /* Also where no gradient had come yet: the peers cannot finish without this rank.
      */
     pli_step_fail(reducer, NULL);
@@ -132,8 +154,13 @@ static void guard_dealloc(PyObject *object)
 {
     guard_object *self = (guard_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0)
+    if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0) {
+        self->reducer->n_guards--;
         report_failed_backward(self->reducer);
+    } else if (self->phase == GUARD_CLIMBING &&
+               pl_reducer_is_active(self->reducer->reducer)) {
+        report_failed_backward(self->reducer);
+    }
     Py_DECREF(self->reducer);
     type->tp_free(object);
     Py_DECREF(type);

@@ -40,12 +40,21 @@ static inline int check_that(int is_true, const char *words, const char *more,
     return 0;
 }
 
+/* More about a check that has just failed, as long as failures are printed. */
+#define CHECK_MORE(...)                                                                \
+    do {                                                                               \
+        if (atomic_load(&check_n_failures) <= CHECK_MAX_PRINTED) {                     \
+            (void)fprintf(stderr, "    " __VA_ARGS__);                                 \
+            (void)fputc('\n', stderr);                                                 \
+        }                                                                              \
+    } while (0)
+
 static inline int check_ok(pl_status st, const char *words, const char *file, int line)
 {
     if (st == PL_OK)
         return 1;
     (void)check_that(0, words, " did not return PL_OK:", file, line);
-    (void)fprintf(stderr, "    %s: %s\n", pl_status_text(st), pl_error_message());
+    CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
     return 0;
 }
 

@@ -1,0 +1,127 @@
+/* ops.h - one operation on arenas of known values: fill, and say what must be there.
+ *
+ * Rank r's part i holds a small integer that its rank, its place and a seed give, so
+ * every rank knows what all others had.  Values are multiples of the world size: the
+ * mean is exact too.
+ */
+#ifndef PLT_OPS_H
+#define PLT_OPS_H
+
+#include <stdio.h>
+
+#include "../../csrc/comm/comm.h"
+#include "check.h"
+#include "values.h"
+
+enum { OPS_GUARD_BYTES = 64, OPS_GUARD = 0xa5 };
+
+static inline int ops_value(const pl_op *op, unsigned seed, int world_size, int rank,
+                            size_t i)
+{
+    const unsigned mixed =
+        ((unsigned)i * 2654435761u + (unsigned)rank * 40503u + seed * 2246822519u) >>
+        16;
+    const int small = (int)(mixed % 7) - 3;
+    return world_size * (op->dtype == PL_U8 && small < 0 ? -small : small);
+}
+
+static inline int ops_reduced(const pl_op *op, unsigned seed, int world_size, size_t i)
+{
+    int sum = 0;
+    int most = -VALUE_MOST;
+    for (int r = 0; r < world_size; r++) {
+        const int value = ops_value(op, seed, world_size, r, i);
+        sum += value;
+        most = value > most ? value : most;
+    }
+    if (op->reduction == PL_MAX)
+        return most;
+    return op->reduction == PL_MEAN ? sum / world_size : sum;
+}
+
+/* What rank `rank` must hold in part i once the operation is done. */
+static inline int ops_expected(const pl_op *op, unsigned seed, int world_size, int rank,
+                               size_t i)
+{
+    const size_t block =
+        value_n_parts(op->dtype, op->n_elems) / (size_t)world_size; /* of two kinds */
+    switch (op->kind) {
+    case PL_ALL_REDUCE:
+        return ops_reduced(op, seed, world_size, i);
+    case PL_REDUCE:
+        if (rank == op->root)
+            return ops_reduced(op, seed, world_size, i);
+        break;
+    case PL_REDUCE_SCATTER:
+        if (i / block == (size_t)rank)
+            return ops_reduced(op, seed, world_size, i);
+        break;
+    case PL_ALL_GATHER:
+        return ops_value(op, seed, world_size, (int)(i / block), i);
+    case PL_BROADCAST:
+        return ops_value(op, seed, world_size, op->root, i);
+    case PL_BARRIER:
+    case PL_N_OP_KINDS:
+        break;
+    }
+    return ops_value(op, seed, world_size, rank, i);
+}
+
+static inline char *ops_range(pl_comm *comm, const pl_op *op)
+{
+    return (char *)pli_comm_arena(comm) + op->offset_bytes;
+}
+
+/* Fills this rank's range and guards it on both sides. */
+static inline void ops_fill(pl_comm *comm, const pl_op *op, unsigned seed)
+{
+    char *range = ops_range(comm, op);
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    if (op->kind == PL_BARRIER)
+        return;
+    memset(range - OPS_GUARD_BYTES, OPS_GUARD, OPS_GUARD_BYTES);
+    memset(range + n_bytes, OPS_GUARD, OPS_GUARD_BYTES);
+    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
+        value_put(range, value_part(op->dtype), i,
+                  ops_value(op, seed, comm->world_size, comm->rank, i));
+}
+
+static inline void ops_check(pl_comm *comm, const pl_op *op, unsigned seed)
+{
+    const char *range = ops_range(comm, op);
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    size_t n_wrong = 0;
+    if (op->kind == PL_BARRIER)
+        return;
+    for (size_t i = 0; i < OPS_GUARD_BYTES; i++)
+        n_wrong += (unsigned char)range[n_bytes + i] != OPS_GUARD ||
+                   (unsigned char)range[(ptrdiff_t)i - OPS_GUARD_BYTES] != OPS_GUARD;
+    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
+        n_wrong += !value_is(range, value_part(op->dtype), i,
+                             ops_expected(op, seed, comm->world_size, comm->rank, i));
+    if (!CHECK(n_wrong == 0))
+        CHECK_MORE("%s of %zu %s, reduction %d, rank %d of %d: %zu wrong",
+                   pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
+                   (int)op->reduction, comm->rank, comm->world_size, n_wrong);
+}
+
+/* Whether the reduction is one of the dtype's. */
+static inline int ops_is_allowed(pl_dtype dtype, pl_reduction reduction)
+{
+    if (reduction == PL_SUM)
+        return 1;
+    return (reduction == PL_MAX) == (value_is_integer(dtype) != 0);
+}
+
+static inline int ops_reduces(pl_op_kind kind)
+{
+    return kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER;
+}
+
+/* Bytes of an arena that holds such a range and its guards. */
+static inline size_t ops_arena_bytes(size_t n_elems)
+{
+    return n_elems * 16 + 4 * (size_t)OPS_GUARD_BYTES;
+}
+
+#endif

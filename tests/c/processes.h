@@ -1,0 +1,202 @@
+/* processes.h - ranks as forked processes, and a board of shared memory between them.
+ *
+ *     parent:  board_create ... processes_start ... (kills, stops) ... processes_end
+ *     child:   child_join ... operations ... child_report
+ *
+ * The parent stays a single thread, and so does each child.  A child ends by exit(),
+ * so that a leak checker has its say, and by its own alarm at the latest.
+ */
+#ifndef PLT_PROCESSES_H
+#define PLT_PROCESSES_H
+
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../../csrc/comm/shm.h"
+#include "leaks.h"
+#include "ops.h"
+#include "ranks.h"
+
+enum { PROCESSES_MAX = 8, PROCESSES_ALARM_S = 40 };
+
+/* What a rank tells of its end. */
+typedef struct report {
+    pl_status status;
+    int64_t at_ns;
+    atomic_int n_ops; /* operations waited for */
+    atomic_int is_joined;
+    atomic_int is_made;
+    char words[1024];
+} report;
+
+typedef struct board {
+    int world_size;
+    uint64_t seed;
+    size_t arena_bytes;
+    int64_t deadline_ns;
+    int pids[PL_MAX_RANKS];
+    char address[PLI_ADDRESS_BYTES];
+    atomic_int is_listening; /* rank 0 has written its address */
+    atomic_int is_started;   /* the parent has seen it: construction may begin */
+    atomic_int is_stopped;   /* the parent wants the ranks to come to an end */
+    atomic_int note;         /* for a test's own use */
+    report reports[PROCESSES_MAX];
+} board;
+
+typedef struct child {
+    board *board;
+    int rank;
+    draw random;
+    pli_listener *listener; /* rank 0's */
+    int n_descriptors;      /* before it joined */
+    pl_comm *comm;
+} child;
+
+typedef void (*child_fn)(child *self);
+
+static inline board *board_create(int world_size, uint64_t seed)
+{
+    board *it = mmap(NULL, sizeof *it, PROT_READ | PROT_WRITE,
+                     MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (it == MAP_FAILED)
+        exit(2);
+    it->world_size = world_size;
+    it->seed = seed;
+    it->arena_bytes = 65536;
+    it->deadline_ns = RANKS_DEADLINE_NS;
+    return it;
+}
+
+static inline void board_destroy(board *it)
+{
+    (void)munmap(it, sizeof *it);
+}
+
+static inline void await_flag(const atomic_int *flag)
+{
+    while (atomic_load(flag) == 0)
+        pli_sleep_ns(100000);
+}
+
+/* ---- in a child -------------------------------------------------------------------
+ */
+
+static inline void child_report(child *self, pl_status st)
+{
+    report *mine = &self->board->reports[self->rank];
+    mine->at_ns = pli_now_ns();
+    mine->status = st;
+    (void)snprintf(mine->words, sizeof mine->words, "%.1000s",
+                   st == PL_OK ? "" : pl_error_message());
+    atomic_store(&mine->is_made, 1);
+}
+
+static inline pl_status child_join(child *self)
+{
+    const board *all = self->board;
+    const pli_shm_options options = {.rank = self->rank,
+                                     .world_size = all->world_size,
+                                     .arena_bytes = all->arena_bytes,
+                                     .n_ops = 64,
+                                     .deadline_ns = all->deadline_ns,
+                                     .pids = all->pids};
+    const pl_status st =
+        pli_shm_create(&options, self->listener, all->address, &self->comm);
+    pli_listener_destroy(self->listener);
+    self->listener = NULL;
+    if (st == PL_OK)
+        atomic_store(&self->board->reports[self->rank].is_joined, 1);
+    return st;
+}
+
+/* One exact all-reduce, its n-th. */
+static inline pl_status child_reduce(child *self, unsigned n)
+{
+    pl_ticket ticket = 0;
+    const pl_op op = {.reduction = PL_MEAN,
+                      .dtype = n % 2 == 0 ? PL_F32 : PL_BF16,
+                      .offset_bytes = OPS_GUARD_BYTES,
+                      .n_elems = 1000 + n % 3};
+    ops_fill(self->comm, &op, n);
+    pl_status st = pl_comm_issue(self->comm, &op, &ticket);
+    if (st == PL_OK)
+        st = wait_through(self->comm, ticket);
+    if (st == PL_OK) {
+        ops_check(self->comm, &op, n);
+        atomic_fetch_add(&self->board->reports[self->rank].n_ops, 1);
+    }
+    return st;
+}
+
+/* Destroys the world: then nothing of it may be left. */
+static inline void child_leave(child *self)
+{
+    pl_comm_destroy(self->comm);
+    self->comm = NULL;
+    CHECK(n_open_descriptors() == self->n_descriptors);
+    CHECK(n_shared_mappings() == 0);
+}
+
+static inline void child_main(board *all, int rank, child_fn run)
+{
+    child self = {.board = all,
+                  .rank = rank,
+                  .random = draw_of(all->seed * PL_MAX_RANKS + (uint64_t)rank)};
+    (void)alarm(PROCESSES_ALARM_S);
+    atomic_store(&check_n_failures, 0);
+    self.n_descriptors = n_open_descriptors();
+    if (rank == 0) {
+        if (!CHECK_OK(pli_listener_create(all->address, &self.listener)))
+            exit(3);
+        atomic_store(&all->is_listening, 1);
+    }
+    await_flag(&all->is_started);
+    run(&self);
+    if (self.comm != NULL)
+        child_leave(&self);
+    exit(atomic_load(&check_n_failures) == 0 ? 0 : 1);
+}
+
+/* ---- in the parent -----------------------------------------------------------------
+ */
+
+/* Forks one process a rank; the construction begins when this returns. */
+static inline void processes_start(board *all, child_fn run)
+{
+    (void)fflush(NULL);
+    for (int r = 0; r < all->world_size; r++) {
+        const pid_t pid = fork();
+        if (pid < 0)
+            exit(2);
+        if (pid == 0)
+            child_main(all, r, run);
+        all->pids[r] = pid;
+    }
+    await_flag(&all->is_listening);
+    atomic_store(&all->is_started, 1);
+}
+
+/* Waits for the reports of all ranks but `culprit`. */
+static inline void processes_await_reports(const board *all, int culprit)
+{
+    for (int r = 0; r < all->world_size; r++)
+        if (r != culprit)
+            await_flag(&all->reports[r].is_made);
+}
+
+/* Waits for all; every rank but `killed` must have ended well. */
+static inline void processes_end(board *all, int killed)
+{
+    for (int r = 0; r < all->world_size; r++) {
+        int how = 0;
+        (void)waitpid(all->pids[r], &how, 0);
+        if (r != killed && !CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0))
+            CHECK_MORE("rank %d of %d ended with %#x, seed %d", r, all->world_size, how,
+                       (int)all->seed);
+    }
+}
+
+#endif

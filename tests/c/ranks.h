@@ -1,0 +1,110 @@
+/* ranks.h - ranks as threads: start them, wait as a binding would, take them down. */
+#ifndef PLT_RANKS_H
+#define PLT_RANKS_H
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "../../csrc/comm/comm.h"
+#include "check.h"
+#include "draw.h"
+
+#define RANKS_SLICE_NS (50 * PLI_MS)
+#define RANKS_DEADLINE_NS (30000 * PLI_MS) /* no test means to reach it */
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+enum { IS_SANITIZED = 1 };
+#else
+enum { IS_SANITIZED = 0 };
+#endif
+
+typedef struct rank_job {
+    int rank;
+    int world_size;
+    pl_comm *comm;
+    void *context;
+    draw random; /* this rank's own */
+    void (*run)(struct rank_job *job);
+} rank_job;
+
+static inline void *ranks_thread(void *memory)
+{
+    rank_job *job = memory;
+    job->run(job);
+    return NULL;
+}
+
+/* Runs `run` on one thread a rank, to the end of all. */
+static inline void ranks_run(int world_size, pl_comm *const *comms,
+                             void (*run)(rank_job *job), void *context, uint64_t seed)
+{
+    rank_job jobs[PL_MAX_RANKS];
+    pthread_t threads[PL_MAX_RANKS];
+    for (int r = 0; r < world_size; r++) {
+        jobs[r] = (rank_job){.rank = r,
+                             .world_size = world_size,
+                             .comm = comms[r],
+                             .context = context,
+                             .random = draw_of(seed * PL_MAX_RANKS + (uint64_t)r),
+                             .run = run};
+        if (pthread_create(&threads[r], NULL, ranks_thread, &jobs[r]) != 0)
+            exit(2);
+    }
+    for (int r = 0; r < world_size; r++)
+        (void)pthread_join(threads[r], NULL);
+}
+
+/* Makes a world, runs it, and destroys it. */
+static inline void ranks_run_world(int world_size, size_t arena_bytes,
+                                   void (*run)(rank_job *job), void *context,
+                                   uint64_t seed)
+{
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    if (!CHECK_OK(pl_local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, comms)))
+        return;
+    ranks_run(world_size, comms, run, context, seed);
+    for (int r = 0; r < world_size; r++)
+        pl_comm_destroy(comms[r]);
+}
+
+static inline pl_status wait_through(pl_comm *comm, pl_ticket ticket)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_comm_wait(comm, ticket, RANKS_SLICE_NS);
+    return st;
+}
+
+static inline pl_status recover_through(pl_comm *comm, pl_recovery *out)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_comm_recover(comm, RANKS_SLICE_NS, out);
+    return st;
+}
+
+/* Whether the words of this thread's last failure contain `words`. */
+static inline int error_has(const char *words)
+{
+    return strstr(pl_error_message(), words) != NULL;
+}
+
+/* Whether a message blames rank `rank`, as told to rank `me` ("rank 0: rank 1 died");
+ * "rank 1" is not "rank 12". */
+static inline int blames(const char *message, int me, int rank)
+{
+    char name[32];
+    (void)snprintf(name, sizeof name, "rank %d: ", me);
+    if (strncmp(message, name, strlen(name)) == 0)
+        message += strlen(name);
+    (void)snprintf(name, sizeof name, "rank %d", rank);
+    for (const char *at = strstr(message, name); at != NULL; at = strstr(at + 1, name))
+        if (at[strlen(name)] < '0' || at[strlen(name)] > '9')
+            return 1;
+    return 0;
+}
+
+#endif

@@ -1,0 +1,306 @@
+/* steps.h - training steps of a made-up model, of which every rank knows all.
+ *
+ * Which parameter fires how often, on which rank, with which values: all is drawn from
+ * (seed, step, rank, parameter), so each rank can tell the exact means.  Values are
+ * multiples of the world size.
+ */
+#ifndef PLT_STEPS_H
+#define PLT_STEPS_H
+
+#include <stdlib.h>
+
+#include "../../csrc/core/reducer.h"
+#include "ranks.h"
+#include "values.h"
+
+enum { STEPS_MAX_PARAMS = 40, STEPS_MAX_ELEMS = 300, STEPS_MAX_FIRES = 2 };
+
+typedef struct model {
+    uint64_t seed;
+    int world_size;
+    size_t n_params;
+    pl_param params[STEPS_MAX_PARAMS];
+    pl_plan_caps caps;
+    unsigned percent_unused; /* of parameters, each rank and step for itself */
+    unsigned percent_twice;
+    unsigned percent_held;
+    int64_t rest_ns; /* the longest pause between gradients; 0: none */
+} model;
+
+static inline model model_of(uint64_t seed, int world_size, size_t n_params)
+{
+    static const pl_dtype dtypes[] = {PL_F32,  PL_BF16, PL_F16, PL_F64,
+                                      PL_C128, PL_C64,  PL_F32};
+    draw random = draw_of(seed);
+    model it = {.seed = seed,
+                .world_size = world_size,
+                .n_params = n_params,
+                .caps = {.bucket_bytes = 512 + draw_below(&random, 4096),
+                         .last_bytes = draw_below(&random, 1024)}};
+    const size_t n_dtypes = 1 + draw_below(&random, 7);
+    for (size_t i = 0; i < n_params; i++)
+        it.params[i] = (pl_param){.n_elems = 1 + draw_below(&random, STEPS_MAX_ELEMS),
+                                  .dtype = dtypes[draw_below(&random, n_dtypes)]};
+    return it;
+}
+
+static inline pl_reducer_spec spec_of(const model *it)
+{
+    return (pl_reducer_spec){.params = it->params,
+                             .n_params = it->n_params,
+                             .extra_bytes = sizeof(uint64_t),
+                             .caps = it->caps};
+}
+
+/* ---- what is drawn ------------------------------------------------------------------
+ */
+
+static inline unsigned step_percent(const model *it, uint64_t step, int rank, size_t i,
+                                    unsigned salt)
+{
+    draw random = draw_of(it->seed * 1000003 + step * 10007 + (uint64_t)i * 101 +
+                          (uint64_t)rank * 11 + salt);
+    return (unsigned)draw_below(&random, 100);
+}
+
+static inline int step_n_fires(const model *it, uint64_t step, int rank, size_t i)
+{
+    if (step_percent(it, step, rank, i, 1) < it->percent_unused)
+        return 0;
+    return step_percent(it, step, rank, i, 2) < it->percent_twice ? 2 : 1;
+}
+
+static inline int step_is_held(const model *it, uint64_t step, int rank, size_t i)
+{
+    return step_percent(it, step, rank, i, 3) < it->percent_held;
+}
+
+static inline int step_value(const model *it, uint64_t step, int rank, size_t i,
+                             int fire, size_t part)
+{
+    const unsigned mixed =
+        ((unsigned)part * 2654435761u + (unsigned)i * 40503u +
+         (unsigned)step * 2246822519u + (unsigned)rank * 3266489917u +
+         (unsigned)fire * 668265263u) >>
+        16;
+    return it->world_size * ((int)(mixed % 5) - 2);
+}
+
+static inline size_t param_parts(const model *it, size_t i)
+{
+    return value_n_parts(it->params[i].dtype, it->params[i].n_elems);
+}
+
+/* The sum of one rank's fires [from, to) for one part. */
+static inline int step_total(const model *it, uint64_t step, int rank, size_t i,
+                             int from, int to, size_t part)
+{
+    int total = 0;
+    for (int fire = from; fire < to; fire++)
+        total += step_value(it, step, rank, i, fire, part);
+    return total;
+}
+
+static inline void fill_fires(const model *it, uint64_t step, int rank, size_t i,
+                              int from, int to, void *out)
+{
+    for (size_t part = 0; part < param_parts(it, i); part++)
+        value_put(out, value_part(it->params[i].dtype), part,
+                  step_total(it, step, rank, i, from, to, part));
+}
+
+static inline int step_mean(const model *it, uint64_t step, size_t i, size_t part)
+{
+    int sum = 0;
+    for (int r = 0; r < it->world_size; r++)
+        sum += step_total(it, step, r, i, 0, step_n_fires(it, step, r, i), part);
+    return sum / it->world_size;
+}
+
+static inline int step_is_used(const model *it, uint64_t step, size_t i)
+{
+    for (int r = 0; r < it->world_size; r++)
+        if (step_n_fires(it, step, r, i) > 0)
+            return 1;
+    return 0;
+}
+
+/* ---- a step -------------------------------------------------------------------------
+ */
+
+typedef struct trainer {
+    const model *model;
+    pl_comm *comm;
+    pl_backend *backend;
+    pl_reducer *reducer;
+    int rank;
+    draw *random;
+    int n_late; /* verdicts so far */
+    int taken[STEPS_MAX_PARAMS];
+    _Alignas(16) char data[STEPS_MAX_ELEMS * 16];
+} trainer;
+
+static inline int trainer_create(const model *it, pl_comm *comm, draw *random,
+                                 trainer *out)
+{
+    const pl_reducer_spec spec = spec_of(it);
+    *out = (trainer){
+        .model = it, .comm = comm, .rank = pl_comm_rank(comm), .random = random};
+    return CHECK_OK(pli_cpu_backend_create(&out->backend)) &&
+           CHECK_OK(pl_reducer_create(&spec, comm, out->backend, &out->reducer));
+}
+
+static inline void trainer_destroy(trainer *self)
+{
+    pl_reducer_destroy(self->reducer);
+    pli_backend_destroy(self->backend);
+}
+
+static inline char *trainer_slot(const trainer *self, size_t i)
+{
+    return (char *)pli_comm_arena(self->comm) +
+           pl_reducer_slot_offset(self->reducer, i);
+}
+
+/* The first fire replaces, or is in its slot already; later ones add. */
+static inline pl_status trainer_fire(trainer *self, uint64_t step, size_t i, int fire)
+{
+    pl_verdict verdict = PL_LATE;
+    void *data = self->data;
+    pl_delivery delivery = fire == 0 ? PL_REPLACE : PL_ADD;
+    if (fire == 0 && draw_below(self->random, 3) == 0) {
+        delivery = PL_IN_PLACE;
+        data = trainer_slot(self, i);
+    }
+    fill_fires(self->model, step, self->rank, i, fire, fire + 1, data);
+    const pl_status st =
+        pl_reducer_deliver(self->reducer, i, data, delivery, NULL, &verdict);
+    if (st != PL_OK)
+        return st;
+    if (verdict == PL_TAKEN)
+        self->taken[i]++;
+    else
+        self->n_late++;
+    CHECK(verdict == PL_TAKEN || fire > 0);
+    CHECK(verdict == PL_TAKEN || !step_is_held(self->model, step, self->rank, i));
+    return PL_OK;
+}
+
+/* Fires come in any order of parameters, the first of each before the second of any. */
+static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_params)
+{
+    const model *it = self->model;
+    uint32_t order[STEPS_MAX_PARAMS];
+    for (size_t i = 0; i < it->n_params; i++) {
+        self->taken[i] = 0;
+        if (step_is_held(it, step, self->rank, i))
+            pl_reducer_hold(self->reducer, i);
+    }
+    for (int fire = 0; fire < STEPS_MAX_FIRES; fire++) {
+        draw_order(self->random, order, it->n_params);
+        for (size_t k = 0; k < n_params; k++) {
+            if (it->rest_ns > 0)
+                draw_rest(self->random, it->rest_ns);
+            if (fire >= step_n_fires(it, step, self->rank, order[k]))
+                continue;
+            const pl_status st = trainer_fire(self, step, order[k], fire);
+            if (st != PL_OK)
+                return st;
+        }
+    }
+    return PL_OK;
+}
+
+static inline pl_status trainer_wait(trainer *self)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_wait(self->reducer, RANKS_SLICE_NS);
+    return st;
+}
+
+/* Every other step amends by adding what came late, the rest by new totals. */
+static inline pl_status trainer_amend(trainer *self, uint64_t step)
+{
+    const model *it = self->model;
+    for (size_t i = 0; i < it->n_params; i++) {
+        const int n_fires = step_n_fires(it, step, self->rank, i);
+        const int from = step % 2 == 0 ? self->taken[i] : 0;
+        if (!pl_reducer_is_late(self->reducer, i))
+            continue;
+        fill_fires(it, step, self->rank, i, from, n_fires, self->data);
+        const pl_status st =
+            pl_reducer_amend(self->reducer, i, from < n_fires ? self->data : NULL,
+                             step % 2 == 0 ? PL_ADD : PL_REPLACE);
+        if (st != PL_OK)
+            return st;
+    }
+    const pl_status st = pl_reducer_close(self->reducer);
+    return st == PL_OK ? trainer_wait(self) : st;
+}
+
+static inline pl_status trainer_finish(trainer *self, uint64_t step)
+{
+    const model *it = self->model;
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
+        if (step_n_fires(it, step, self->rank, i) == 0)
+            st = pl_reducer_settle(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
+    if (self->rank == 0)
+        memcpy(pl_reducer_extra(self->reducer), &step, sizeof step);
+    if (st == PL_OK)
+        st = pl_reducer_close(self->reducer);
+    if (st == PL_OK)
+        st = trainer_wait(self);
+    if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
+        st = trainer_amend(self, step);
+    return st;
+}
+
+/* After the step's means are in, and before its end. */
+static inline void trainer_check(trainer *self, uint64_t step)
+{
+    const model *it = self->model;
+    uint64_t extra = 0;
+    memcpy(&extra, pl_reducer_extra(self->reducer), sizeof extra);
+    CHECK(extra == step);
+    CHECK(pl_reducer_n_late(self->reducer) == 0);
+    for (size_t i = 0; i < it->n_params; i++) {
+        const pl_dtype part_dtype = value_part(it->params[i].dtype);
+        size_t n_wrong = 0;
+        for (size_t part = 0; part < param_parts(it, i); part++)
+            n_wrong += !value_is(trainer_slot(self, i), part_dtype, part,
+                                 step_mean(it, step, i, part));
+        if (!CHECK(n_wrong == 0))
+            CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu "
+                       "parts wrong",
+                       (int)it->seed, (int)step, self->rank, it->world_size, i,
+                       pl_dtype_text(it->params[i].dtype), n_wrong);
+        CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
+              (step_is_used(it, step, i) != 0));
+        CHECK((int)pl_reducer_fires(self->reducer, i) ==
+              step_n_fires(it, step, self->rank, i));
+    }
+}
+
+static inline pl_status trainer_recover(trainer *self)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_recover(self->reducer, RANKS_SLICE_NS);
+    return st;
+}
+
+/* A whole step that nothing disturbs. */
+static inline int trainer_step(trainer *self, uint64_t step)
+{
+    if (!CHECK_OK(trainer_recover(self)) ||
+        !CHECK_OK(pl_reducer_begin(self->reducer)) ||
+        !CHECK_OK(trainer_backward(self, step, self->model->n_params)) ||
+        !CHECK_OK(trainer_finish(self, step)))
+        return 0;
+    trainer_check(self, step);
+    return CHECK_OK(pl_reducer_end(self->reducer));
+}
+
+#endif

@@ -1,0 +1,381 @@
+/* test_faults.c - every allocation and every guarded system call fails once.
+ *
+ * A scenario is run with its first such call failing, then with its second, until it
+ * comes to its end without reaching the one that was to fail.  Whatever fails, the
+ * scenario returns an error in words, nothing is kept, and no peer hangs.
+ */
+#include "../../csrc/comm/window.h"
+#include "../../csrc/core/alloc.h"
+#include "../../csrc/core/plan.h"
+#include "processes.h"
+#include "steps.h"
+
+enum { MAX_CALLS = 500 };
+
+static const char *const kind_texts[PLI_N_FAULTS] = {"allocation", "system call"};
+
+typedef pl_status (*scenario)(void);
+
+/* Returns how many calls there were to fail. */
+static long fail_each(enum pli_fault_kind kind, scenario run)
+{
+    long n_failed = 0;
+    for (long n = 1; CHECK(n < MAX_CALLS); n++) {
+        const int n_descriptors = n_open_descriptors();
+        (void)pli_fail(PL_OK, "%s", "");
+        pli_fault_arm(kind, n);
+        const pl_status st = run();
+        const int is_hit = pli_fault_count(kind) >= n;
+        pli_fault_arm(kind, 0);
+        CHECK(n_open_descriptors() == n_descriptors);
+        CHECK(n_shared_mappings() == 0);
+        if (!is_hit) {
+            CHECK_OK(st);
+            break;
+        }
+        n_failed += st != PL_OK;
+        if (!CHECK(st == PL_OK || pl_error_message()[0] != '\0'))
+            CHECK_MORE("%s %d left no words", kind_texts[kind], (int)n);
+    }
+    return n_failed;
+}
+
+/* ---- what one thread makes
+ * ------------------------------------------------------------ */
+
+static const pl_param params[] = {
+    {100, PL_F32}, {50, PL_F32}, {30, PL_F64}, {100, PL_F32}};
+enum { N_PARAMS = sizeof params / sizeof params[0] };
+static const pl_reducer_spec spec = {
+    .params = params, .n_params = N_PARAMS, .extra_bytes = 8};
+
+static pl_status make_plans(void)
+{
+    static const uint32_t order[N_PARAMS] = {2, 0, 3, 1};
+    pl_plan *plan = NULL;
+    pl_status st = pl_plan_create(params, N_PARAMS, NULL, &spec.caps, &plan);
+    pl_plan_destroy(plan);
+    if (st != PL_OK)
+        return st;
+    plan = NULL;
+    st = pl_plan_create(params, N_PARAMS, order, &spec.caps, &plan);
+    pl_plan_destroy(plan);
+    return st;
+}
+
+static pl_status make_local_world(void)
+{
+    pl_comm *comms[4] = {NULL};
+    const pl_status st = pl_local_create(4, 5000, RANKS_DEADLINE_NS, comms);
+    for (int r = 0; r < 4; r++)
+        pl_comm_destroy(comms[r]); /* NULL where it failed */
+    return st;
+}
+
+static pl_status make_lone_world(pl_comm **out)
+{
+    static const int nobody[1] = {0};
+    char address[PLI_ADDRESS_BYTES];
+    pli_listener *listener = NULL;
+    pli_progress *progress = NULL;
+    pl_status st = pli_progress_create(&progress);
+    const pli_shm_options options = {.world_size = 1,
+                                     .arena_bytes = 70000,
+                                     .n_ops = 1,
+                                     .deadline_ns = RANKS_DEADLINE_NS,
+                                     .pids = nobody,
+                                     .progress = out == NULL ? progress : NULL};
+    pl_comm *comm = NULL;
+    if (st == PL_OK)
+        st = pli_listener_create(address, &listener);
+    if (st == PL_OK)
+        st = pli_shm_create(&options, listener, NULL, &comm);
+    if (out != NULL)
+        *out = comm;
+    else
+        pl_comm_destroy(comm);
+    pli_listener_destroy(listener);
+    pli_progress_destroy(progress);
+    return st;
+}
+
+static pl_status make_shm_world(void)
+{
+    return make_lone_world(NULL);
+}
+
+static pl_status make_and_retire_window(void)
+{
+    pl_comm *comm = NULL;
+    pli_window *window = NULL;
+    pl_status st = make_lone_world(&comm);
+    if (st == PL_OK)
+        st = pli_window_create(comm, 0, 70000, 3, &window);
+    if (st == PL_OK) {
+        memset(pli_comm_arena(comm), 1, 70000);
+        pli_window_see(window, 2);
+        st = pli_window_retire(window);
+        /* Kept or not, the view is there to be read. */
+        CHECK(window->base[0] == 1 && window->base[69999] == 1);
+        pli_window_unsee(window, 2);
+    }
+    pli_window_release(window);
+    pl_comm_destroy(comm);
+    return st;
+}
+
+static void plans_survive_the_failure_of_any_allocation(void)
+{
+    CHECK(fail_each(PLI_FAULT_ALLOC, make_plans) == 16);
+}
+
+static void worlds_survive_the_failure_of_any_allocation(void)
+{
+    CHECK(fail_each(PLI_FAULT_ALLOC, make_local_world) == 9);
+    CHECK(fail_each(PLI_FAULT_ALLOC, make_shm_world) >= 6);
+    CHECK(fail_each(PLI_FAULT_ALLOC, make_and_retire_window) >= 7);
+}
+
+static void worlds_survive_the_failure_of_any_system_call(void)
+{
+    CHECK(fail_each(PLI_FAULT_SYSCALL, make_local_world) == 4);
+    CHECK(fail_each(PLI_FAULT_SYSCALL, make_shm_world) >= 8);
+    CHECK(fail_each(PLI_FAULT_SYSCALL, make_and_retire_window) >= 11);
+}
+
+/* ---- steps of a reducer
+ * ----------------------------------------------------------------- */
+
+typedef struct pair {
+    pl_comm *comms[2];
+    pl_backend *backend;
+    pl_reducer *reducers[2];
+} pair;
+
+static void pair_destroy(pair *it)
+{
+    for (int r = 0; r < 2; r++) {
+        pl_reducer_destroy(it->reducers[r]);
+        pl_comm_destroy(it->comms[r]);
+    }
+    pli_backend_destroy(it->backend);
+}
+
+static pl_status pair_create(pair *out)
+{
+    *out = (pair){.backend = NULL};
+    pl_status st = pli_cpu_backend_create(&out->backend);
+    if (st == PL_OK)
+        st = pl_local_create(2, pl_reducer_arena_bytes(&spec), RANKS_DEADLINE_NS,
+                             out->comms);
+    for (int r = 0; r < 2 && st == PL_OK; r++)
+        st = pl_reducer_create(&spec, out->comms[r], out->backend, &out->reducers[r]);
+    if (st != PL_OK)
+        pair_destroy(out);
+    return st;
+}
+
+static pl_status make_reducers(void)
+{
+    pair it;
+    const pl_status st = pair_create(&it);
+    if (st == PL_OK)
+        pair_destroy(&it);
+    return st;
+}
+
+/* The first that is not PL_OK, of a call for each rank. */
+#define BOTH(call)                                                                     \
+    do {                                                                               \
+        for (int r = 0; r < 2; r++) {                                                  \
+            pl_reducer *self = it->reducers[r];                                        \
+            const pl_status st_ = (call);                                              \
+            if (st_ != PL_OK)                                                          \
+                return st_;                                                            \
+        }                                                                              \
+    } while (0)
+
+static pl_status finish(const pair *it)
+{
+    BOTH(pl_reducer_close(self));
+    const pl_status st = pl_comm_progress(it->comms[1]);
+    if (st != PL_OK)
+        return st;
+    BOTH(pl_reducer_wait(self, RANKS_SLICE_NS));
+    return PL_OK;
+}
+
+/* Every parameter once; from the second step on, the first to come is late as well. */
+static pl_status one_step(const pair *it, int is_late)
+{
+    static const double zeros[100] = {0};
+    pl_verdict verdict = PL_TAKEN;
+    BOTH(pl_reducer_begin(self));
+    for (size_t i = 0; i < N_PARAMS; i++)
+        BOTH(pl_reducer_deliver(self, i, zeros, PL_REPLACE, NULL, &verdict));
+    if (is_late)
+        BOTH(pl_reducer_deliver(self, 0, zeros, PL_ADD, NULL, &verdict));
+    CHECK((verdict == PL_LATE) == (is_late != 0));
+    const pl_status st = finish(it);
+    if (st != PL_OK)
+        return st;
+    if (is_late) {
+        BOTH(pl_reducer_amend(self, 0, zeros, PL_ADD));
+        const pl_status again = finish(it);
+        if (again != PL_OK)
+            return again;
+    }
+    BOTH(pl_reducer_end(self));
+    return PL_OK;
+}
+
+/* Both ranks leave the failed step behind; a failure on the way is overcome. */
+static pl_status recover_both(const pair *it)
+{
+    pl_status first = PL_OK;
+    pl_status st[2] = {PL_EAGAIN, PL_EAGAIN};
+    for (int r = 0; r < 2; r++)
+        pl_reducer_fail(it->reducers[r], NULL);
+    for (int round = 0; round < 10; round++) {
+        for (int r = 0; r < 2; r++) {
+            if (st[r] != PL_OK)
+                st[r] = pl_reducer_recover(it->reducers[r], 0);
+            if (st[r] != PL_OK && st[r] != PL_EAGAIN)
+                first = st[r];
+        }
+    }
+    CHECK(st[0] == PL_OK && st[1] == PL_OK);
+    return first;
+}
+
+static pl_status run_steps(void)
+{
+    pair it;
+    pl_status st = pair_create(&it);
+    if (st != PL_OK)
+        return st;
+    st = one_step(&it, 0);
+    if (st == PL_OK)
+        st = one_step(&it, 1);
+    if (st != PL_OK) {
+        char words[256];
+        (void)snprintf(words, sizeof words, "%s", pl_error_message());
+        CHECK_OK(recover_both(&it));
+        CHECK_OK(one_step(&it, 0));
+        CHECK_OK(one_step(&it, 1));
+        (void)pli_fail(st, "%s", words);
+    }
+    pair_destroy(&it);
+    return st;
+}
+
+static pl_status recover_and_go_on(void)
+{
+    pair it;
+    pl_status st = pair_create(&it);
+    if (st != PL_OK)
+        return st;
+    st = one_step(&it, 0);
+    if (st == PL_OK) {
+        st = recover_both(&it);
+        if (st != PL_OK) {
+            CHECK_OK(one_step(&it, 0));
+            CHECK_OK(one_step(&it, 1));
+        }
+    }
+    pair_destroy(&it);
+    return st;
+}
+
+static void reducers_survive_the_failure_of_any_allocation(void)
+{
+    CHECK(fail_each(PLI_FAULT_ALLOC, make_reducers) > 20);
+}
+
+static void after_a_step_in_which_an_allocation_failed_the_next_goes_well(void)
+{
+    CHECK(fail_each(PLI_FAULT_ALLOC, run_steps) > 40);
+    CHECK(fail_each(PLI_FAULT_ALLOC, recover_and_go_on) > 40);
+}
+
+/* ---- processes
+ * --------------------------------------------------------------------------- */
+
+enum { FAULT_DEADLINE_MS = 20000, N_PROCESSES = 3 };
+
+typedef struct order {
+    enum pli_fault_kind kind;
+    int rank; /* the one whose call fails */
+    int n;
+} order;
+
+static order order_in_force; /* of the children to be forked */
+
+/* The rank whose call fails goes away with it, as a process does; the rest find out. */
+static void join_and_reduce(child *self)
+{
+    const int is_ordered = self->rank == order_in_force.rank;
+    if (is_ordered)
+        pli_fault_arm(order_in_force.kind, order_in_force.n);
+    pl_status st = child_join(self);
+    if (is_ordered) {
+        const int is_hit = pli_fault_count(order_in_force.kind) >= order_in_force.n;
+        atomic_store(&self->board->note, is_hit);
+        pli_fault_arm(order_in_force.kind, 0);
+    }
+    if (st == PL_OK)
+        st = child_reduce(self, 1);
+    child_report(self, st);
+    if (self->comm == NULL) {
+        CHECK(n_open_descriptors() == self->n_descriptors);
+        CHECK(n_shared_mappings() == 0);
+    }
+}
+
+/* Returns whether there was a call to fail. */
+static int fail_one(const order *what)
+{
+    board *all = board_create(N_PROCESSES, (uint64_t)what->n);
+    all->deadline_ns = FAULT_DEADLINE_MS * PLI_MS;
+    order_in_force = *what;
+    const int64_t begin = pli_now_ns();
+    processes_start(all, join_and_reduce);
+    processes_end(all, -1);
+    const int is_hit = atomic_load(&all->note);
+    for (int r = 0; r < N_PROCESSES; r++) {
+        const report *it = &all->reports[r];
+        const int is_well =
+            it->status == all->reports[what->rank].status || it->status == PL_EPEER;
+        if (!CHECK(is_hit ? is_well : it->status == PL_OK) ||
+            !CHECK(it->status == PL_OK || it->words[0] != '\0'))
+            CHECK_MORE("%s %d of rank %d; rank %d: %s: %s", kind_texts[what->kind],
+                       what->n, what->rank, r, pl_status_text(it->status), it->words);
+    }
+    CHECK(pli_now_ns() - begin < FAULT_DEADLINE_MS * PLI_MS / 2); /* nobody hung */
+    board_destroy(all);
+    return is_hit;
+}
+
+static void no_rank_hangs_when_a_call_of_another_fails_in_construction(void)
+{
+    for (int kind = 0; kind < PLI_N_FAULTS; kind++) {
+        for (int rank = 0; rank < N_PROCESSES; rank += 2) {
+            order what = {.kind = (enum pli_fault_kind)kind, .rank = rank, .n = 1};
+            while (fail_one(&what) && CHECK(what.n < MAX_CALLS))
+                what.n++;
+            CHECK(what.n > 3);
+        }
+    }
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(plans_survive_the_failure_of_any_allocation);
+    RUN(worlds_survive_the_failure_of_any_allocation);
+    RUN(worlds_survive_the_failure_of_any_system_call);
+    RUN(reducers_survive_the_failure_of_any_allocation);
+    RUN(after_a_step_in_which_an_allocation_failed_the_next_goes_well);
+    RUN(no_rank_hangs_when_a_call_of_another_fails_in_construction);
+    return check_report();
+}

@@ -1,0 +1,443 @@
+/* test_reducer.c - one step at a time, by hand: when buckets are posted, what is late,
+ * what is learned, and which calls are out of place.
+ *
+ * One thread plays both ranks, so that everything happens in the order written here.
+ * Steps of many ranks at random are test_reducer_ranks.c's.
+ */
+#include "steps.h"
+
+enum { N_RANKS = 2, N_PARAMS = 4, N_ELEMS = 16 }; /* a cache line of float32 each */
+
+typedef struct pair {
+    pl_comm *comms[N_RANKS];
+    pl_backend *backend;
+    pl_reducer *reducers[N_RANKS];
+} pair;
+
+/* Buckets of two parameters each: 3 2 | 1 0 at first. */
+static const pl_param params[N_PARAMS] = {
+    {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
+static const pl_reducer_spec spec = {.params = params,
+                                     .n_params = N_PARAMS,
+                                     .caps = {.bucket_bytes = 128, .last_bytes = 128}};
+
+static int pair_create(pair *out)
+{
+    *out = (pair){.backend = NULL};
+    if (!CHECK_OK(pli_cpu_backend_create(&out->backend)) ||
+        !CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
+                                  RANKS_DEADLINE_NS, out->comms)))
+        return 0;
+    for (int r = 0; r < N_RANKS; r++)
+        if (!CHECK_OK(pl_reducer_create(&spec, out->comms[r], out->backend,
+                                        &out->reducers[r])))
+            return 0;
+    return 1;
+}
+
+static void pair_destroy(pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++) {
+        pl_reducer_destroy(it->reducers[r]);
+        pl_comm_destroy(it->comms[r]);
+    }
+    pli_backend_destroy(it->backend);
+}
+
+static pl_verdict deliver(const pair *it, int rank, size_t param, float value,
+                          pl_delivery delivery)
+{
+    float data[N_ELEMS];
+    pl_verdict verdict = PL_LATE;
+    for (size_t i = 0; i < N_ELEMS; i++)
+        data[i] = value;
+    CHECK_OK(
+        pl_reducer_deliver(it->reducers[rank], param, data, delivery, NULL, &verdict));
+    return verdict;
+}
+
+static int holds(const pair *it, size_t param, float value)
+{
+    int is_held = 1;
+    for (int r = 0; r < N_RANKS; r++) {
+        const char *slot = (const char *)pli_comm_arena(it->comms[r]) +
+                           pl_reducer_slot_offset(it->reducers[r], param);
+        for (size_t i = 0; i < N_ELEMS; i++)
+            is_held &= ((const float *)(const void *)slot)[i] == value;
+    }
+    return is_held;
+}
+
+static void begin(const pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_begin(it->reducers[r]));
+}
+
+static void close_and_wait(const pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_close(it->reducers[r]));
+    CHECK_OK(pl_comm_progress(it->comms[1]));
+    CHECK_OK(pl_reducer_wait(it->reducers[0], RANKS_SLICE_NS));
+    CHECK_OK(pl_reducer_wait(it->reducers[1], RANKS_SLICE_NS));
+}
+
+static void end(const pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_end(it->reducers[r]));
+}
+
+/* Every parameter once on both ranks, in the order given for rank 0. */
+static void step_in_order(const pair *it, const uint32_t *order)
+{
+    begin(it);
+    for (size_t k = 0; k < N_PARAMS; k++) {
+        CHECK(deliver(it, 0, order[k], 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(deliver(it, 1, N_PARAMS - 1 - k, 3, PL_REPLACE) == PL_TAKEN);
+    }
+    close_and_wait(it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(it, i, 2));
+    end(it);
+}
+
+/* ---- learning
+ * ---------------------------------------------------------------------------- */
+
+static void the_second_step_lays_buckets_out_in_the_order_of_rank_0(void)
+{
+    static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
+    pair it;
+    if (!pair_create(&it))
+        return;
+    step_in_order(&it, order);
+    CHECK(pl_reducer_generation(it.reducers[1]) == 0);
+    CHECK(pl_reducer_plan(it.reducers[1])->members[0] == 3);
+    step_in_order(&it, order);
+    for (int r = 0; r < N_RANKS; r++) {
+        const pl_plan *plan = pl_reducer_plan(it.reducers[r]);
+        CHECK(pl_reducer_generation(it.reducers[r]) == 1);
+        CHECK(memcmp(plan->members, order, sizeof order) == 0);
+    }
+    step_in_order(&it, order);
+    CHECK(pl_reducer_generation(it.reducers[0]) == 1);
+    pair_destroy(&it);
+}
+
+static void the_parameters_that_no_gradient_came_for_are_counted(void)
+{
+    pair it;
+    if (!pair_create(&it))
+        return;
+    begin(&it);
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        CHECK(pl_reducer_n_unfired(it.reducers[0]) == N_PARAMS - i);
+        CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(deliver(&it, 0, i, 1, PL_ADD) == PL_TAKEN); /* twice is once */
+    }
+    CHECK(pl_reducer_n_unfired(it.reducers[0]) == 0);
+    CHECK(pl_reducer_n_unfired(it.reducers[1]) == N_PARAMS);
+    pair_destroy(&it);
+}
+
+/* ---- late gradients
+ * --------------------------------------------------------------------- */
+
+static void learn(const pair *it)
+{
+    static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
+    step_in_order(it, order);
+}
+
+static void a_gradient_behind_its_bucket_is_late_and_the_bucket_stays(void)
+{
+    pair it;
+    if (!pair_create(&it))
+        return;
+    learn(&it);
+    begin(&it);
+    CHECK(deliver(&it, 0, 3, 1, PL_REPLACE) == PL_TAKEN);
+    CHECK(deliver(&it, 0, 3, 1, PL_ADD) == PL_TAKEN); /* 2 is yet to come */
+    CHECK(deliver(&it, 0, 2, 1, PL_REPLACE) == PL_TAKEN);
+    CHECK(deliver(&it, 0, 2, 64, PL_ADD) == PL_LATE);
+    CHECK(deliver(&it, 0, 1, 1, PL_REPLACE) == PL_TAKEN);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(deliver(&it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
+    CHECK(deliver(&it, 0, 0, 1, PL_REPLACE) == PL_TAKEN);
+    close_and_wait(&it);
+    CHECK(holds(&it, 3, 1.5F) && holds(&it, 2, 1) && holds(&it, 1, 1));
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pl_reducer_n_late(it.reducers[r]) == 1);
+        CHECK(pl_reducer_is_late(it.reducers[r], 2));
+        CHECK(pl_reducer_fires(it.reducers[r], 2) == (r == 0 ? 2 : 1));
+    }
+    pair_destroy(&it);
+}
+
+/* Parameter 2 is late on rank 0 with 64, and has a mean of 1. */
+static void come_late(const pair *it)
+{
+    learn(it);
+    begin(it);
+    for (size_t i = N_PARAMS; i-- > 0;) {
+        CHECK(deliver(it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(deliver(it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
+    }
+    CHECK(deliver(it, 0, 2, 64, PL_ADD) == PL_LATE);
+    close_and_wait(it);
+}
+
+static void amend(const pair *it, int rank, const float *value, pl_delivery delivery)
+{
+    float data[N_ELEMS];
+    for (size_t i = 0; i < N_ELEMS; i++)
+        data[i] = value != NULL ? *value : 0;
+    CHECK_OK(
+        pl_reducer_amend(it->reducers[rank], 2, value != NULL ? data : NULL, delivery));
+}
+
+static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
+{
+    static const float extra = 64;
+    static const float total = 65;
+    static const float one = 1;
+    for (int is_added = 0; is_added < 2; is_added++) {
+        pair it;
+        if (!pair_create(&it))
+            return;
+        come_late(&it);
+        amend(&it, 0, is_added ? &extra : &total, is_added ? PL_ADD : PL_REPLACE);
+        amend(&it, 1, is_added ? NULL : &one, is_added ? PL_ADD : PL_REPLACE);
+        close_and_wait(&it);
+        CHECK(holds(&it, 2, 33) && holds(&it, 3, 1) && holds(&it, 1, 1));
+        CHECK(pl_reducer_n_late(it.reducers[0]) == 0);
+        end(&it);
+        /* It has been learned: twice is not late again. */
+        begin(&it);
+        for (size_t i = N_PARAMS; i-- > 0;)
+            CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(deliver(&it, 0, 2, 64, PL_ADD) == PL_TAKEN);
+        pair_destroy(&it);
+    }
+}
+
+static void a_held_bucket_waits_for_the_close(void)
+{
+    pair it;
+    if (!pair_create(&it))
+        return;
+    learn(&it);
+    begin(&it);
+    pl_reducer_hold(it.reducers[0], 2);
+    for (size_t i = N_PARAMS; i-- > 0;) {
+        CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(deliver(&it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
+    }
+    for (size_t i = 0; i < N_PARAMS; i++) /* the bucket behind waits too */
+        CHECK(deliver(&it, 0, i, 2, PL_ADD) == PL_TAKEN);
+    close_and_wait(&it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(&it, i, 2));
+    pair_destroy(&it);
+}
+
+/* ---- settling
+ * ---------------------------------------------------------------------------- */
+
+static void a_parameter_without_gradient_contributes_what_it_is_settled_with(void)
+{
+    const float data[N_ELEMS] = {4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
+    pair it;
+    if (!pair_create(&it))
+        return;
+    begin(&it);
+    pl_reducer *one = it.reducers[1];
+    CHECK(deliver(&it, 0, 0, 2, PL_REPLACE) == PL_TAKEN);
+    CHECK(deliver(&it, 0, 1, 2, PL_REPLACE) == PL_TAKEN);
+    for (size_t i = 2; i < N_PARAMS; i++)
+        CHECK_OK(pl_reducer_settle(it.reducers[0], i, NULL, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_settle(one, 0, NULL, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_settle(one, 1, data, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_settle(one, 2, data, PL_REPLACE, PL_USED));
+    CHECK_OK(pl_reducer_settle(one, 3, data, PL_REPLACE, PL_UNUSED));
+    close_and_wait(&it);
+    CHECK(holds(&it, 0, 1) && holds(&it, 1, 3) && holds(&it, 2, 2));
+    for (int r = 0; r < N_RANKS; r++) {
+        CHECK(pl_reducer_is_used(it.reducers[r], 0));
+        CHECK(pl_reducer_is_used(it.reducers[r], 1));
+        CHECK(pl_reducer_is_used(it.reducers[r], 2));
+        CHECK(!pl_reducer_is_used(it.reducers[r], 3));
+    }
+    end(&it);
+    pair_destroy(&it);
+}
+
+static void nothing_delivered_counts_as_zeros_and_as_not_used(void)
+{
+    pl_verdict verdict = PL_LATE;
+    pair it;
+    if (!pair_create(&it))
+        return;
+    begin(&it);
+    CHECK(deliver(&it, 0, 1, 2, PL_REPLACE) == PL_TAKEN);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(
+            pl_reducer_deliver(it.reducers[r], 0, NULL, PL_REPLACE, NULL, &verdict));
+    CHECK(verdict == PL_TAKEN);
+    CHECK_OK(pl_reducer_deliver(it.reducers[1], 1, NULL, PL_REPLACE, NULL, &verdict));
+    close_and_wait(&it);
+    CHECK(holds(&it, 0, 0) && holds(&it, 1, 1));
+    CHECK(!pl_reducer_is_used(it.reducers[0], 0));
+    CHECK(pl_reducer_is_used(it.reducers[1], 1));
+    pair_destroy(&it);
+}
+
+/* ---- calls out of place
+ * --------------------------------------------------------------------- */
+
+static void check_idle_refusals(pl_reducer *idle)
+{
+    const float data[N_ELEMS] = {0};
+    pl_verdict verdict = PL_LATE;
+    CHECK(!pl_reducer_is_active(idle));
+    CHECK(pl_reducer_deliver(idle, 0, data, PL_REPLACE, NULL, &verdict) == PL_ESTATE);
+    CHECK(pl_reducer_settle(idle, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
+    CHECK(pl_reducer_close(idle) == PL_ESTATE);
+    CHECK(pl_reducer_wait(idle, 0) == PL_ESTATE);
+    CHECK(pl_reducer_amend(idle, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK(pl_reducer_end(idle) == PL_ESTATE);
+    CHECK(verdict == PL_LATE); /* written on success alone */
+}
+
+static void a_call_out_of_place_is_refused_and_changes_nothing(void)
+{
+    const float data[N_ELEMS] = {0};
+    pl_verdict verdict = PL_LATE;
+    pair it;
+    if (!pair_create(&it))
+        return;
+    pl_reducer *one = it.reducers[0];
+    check_idle_refusals(one);
+    begin(&it);
+    CHECK(pl_reducer_is_active(one));
+    CHECK(pl_reducer_begin(one) == PL_ESTATE);
+    CHECK(pl_reducer_wait(one, 0) == PL_ESTATE);
+    CHECK(pl_reducer_end(one) == PL_ESTATE);
+    CHECK(pl_reducer_amend(one, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK_OK(pl_reducer_close(one));
+    CHECK(pl_reducer_close(one) == PL_ESTATE);
+    CHECK(pl_reducer_deliver(one, 0, data, PL_REPLACE, NULL, &verdict) == PL_ESTATE);
+    CHECK(pl_reducer_settle(one, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
+    CHECK(pl_reducer_wait(one, 0) == PL_EAGAIN);
+    CHECK(pl_reducer_end(one) == PL_ESTATE);
+    CHECK_OK(pl_reducer_close(it.reducers[1]));
+    CHECK_OK(pl_comm_progress(it.comms[1]));
+    CHECK_OK(pl_reducer_wait(one, RANKS_SLICE_NS));
+    CHECK(pl_reducer_amend(one, 0, NULL, PL_ADD) == PL_ESTATE); /* not late */
+    CHECK_OK(pl_reducer_wait(it.reducers[1], RANKS_SLICE_NS));
+    end(&it);
+    check_idle_refusals(one);
+    pair_destroy(&it);
+}
+
+static void an_amendment_is_waited_for_after_its_close_and_not_before(void)
+{
+    static const float extra = 64;
+    pair it;
+    if (!pair_create(&it))
+        return;
+    come_late(&it);
+    for (int r = 0; r < N_RANKS; r++)
+        amend(&it, r, &extra, PL_ADD);
+    CHECK(pl_reducer_wait(it.reducers[0], 0) == PL_ESTATE);
+    CHECK(pl_reducer_end(it.reducers[0]) == PL_ESTATE);
+    close_and_wait(&it);
+    CHECK(holds(&it, 2, 65));
+    end(&it);
+    pair_destroy(&it);
+}
+
+static void an_arena_too_small_or_no_parameter_makes_no_reducer(void)
+{
+    static const pl_reducer_spec nothing = {.params = params, .n_params = 0};
+    pl_reducer *reducer = NULL;
+    pair it;
+    pl_comm *small = NULL;
+    if (!pair_create(&it) ||
+        !CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
+        return;
+    CHECK(pl_reducer_create(&spec, small, it.backend, &reducer) == PL_EINVAL);
+    CHECK(error_has("too small for 4 parameters"));
+    CHECK(pl_reducer_create(&nothing, it.comms[0], it.backend, &reducer) == PL_EINVAL);
+    CHECK(reducer == NULL);
+    pl_reducer_destroy(NULL);
+    pli_backend_destroy(NULL);
+    pl_comm_destroy(small);
+    pair_destroy(&it);
+}
+
+static void a_failed_step_forgets_all_that_was_learned(void)
+{
+    static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
+    pair it;
+    if (!pair_create(&it))
+        return;
+    for (int round = 0; round < 3; round++) {
+        step_in_order(&it, order);
+        step_in_order(&it, order);
+        begin(&it);
+        CHECK(deliver(&it, 0, 1, 1, PL_REPLACE) == PL_TAKEN);
+        pl_reducer_fail(it.reducers[0], "an exception in backward");
+        CHECK(pl_reducer_close(it.reducers[1]) == PL_EPEER);
+        CHECK(error_has("an exception in backward"));
+        pl_reducer_fail(it.reducers[1], NULL);
+        CHECK(pl_reducer_begin(it.reducers[0]) == PL_ESTATE);
+        CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
+        CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
+        CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
+        CHECK(pl_reducer_plan(it.reducers[0])->members[0] == 3);
+        CHECK(pl_reducer_generation(it.reducers[0]) == 2u * (unsigned)(round + 1));
+    }
+    step_in_order(&it, order);
+    pair_destroy(&it);
+}
+
+static void a_rank_that_was_not_told_is_told_before_its_next_step(void)
+{
+    static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
+    pair it;
+    if (!pair_create(&it))
+        return;
+    step_in_order(&it, order);
+    CHECK_OK(pl_reducer_begin(it.reducers[0]));
+    pl_reducer_fail(it.reducers[0], "before the other rank had begun");
+    CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
+    CHECK(pl_reducer_recover(it.reducers[1], 0) == PL_EPEER);
+    CHECK(error_has("before the other rank had begun"));
+    CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
+    CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
+    step_in_order(&it, order);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_recover(it.reducers[r], 0)); /* nothing has failed */
+    pair_destroy(&it);
+}
+
+int main(void)
+{
+    (void)alarm(60);
+    RUN(the_second_step_lays_buckets_out_in_the_order_of_rank_0);
+    RUN(the_parameters_that_no_gradient_came_for_are_counted);
+    RUN(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays);
+    RUN(what_is_late_is_added_to_the_mean_or_takes_its_place);
+    RUN(a_held_bucket_waits_for_the_close);
+    RUN(a_parameter_without_gradient_contributes_what_it_is_settled_with);
+    RUN(nothing_delivered_counts_as_zeros_and_as_not_used);
+    RUN(a_call_out_of_place_is_refused_and_changes_nothing);
+    RUN(an_amendment_is_waited_for_after_its_close_and_not_before);
+    RUN(an_arena_too_small_or_no_parameter_makes_no_reducer);
+    RUN(a_failed_step_forgets_all_that_was_learned);
+    RUN(a_rank_that_was_not_told_is_told_before_its_next_step);
+    return check_report();
+}

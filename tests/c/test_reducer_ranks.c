@@ -1,0 +1,181 @@
+/* test_reducer_ranks.c - reducers on ranks that are threads: exact means, whatever
+ * fires, in whatever order, however late, and whoever fails meanwhile.
+ */
+#include "steps.h"
+
+enum { N_STEPS = 8 };
+
+static void run_model(const model *it, void (*run)(rank_job *job), void *context)
+{
+    const pl_reducer_spec spec = spec_of(it);
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    if (!CHECK_OK(pl_local_create(it->world_size, pl_reducer_arena_bytes(&spec),
+                                  RANKS_DEADLINE_NS, comms)))
+        return;
+    ranks_run(it->world_size, comms, run, context, it->seed);
+    for (int r = 0; r < it->world_size; r++)
+        pl_comm_destroy(comms[r]);
+}
+
+/* ---- steps that nothing disturbs
+ * -------------------------------------------------------- */
+
+static atomic_int n_late_verdicts;
+
+static void train(rank_job *job)
+{
+    const model *it = job->context;
+    trainer self;
+    if (!trainer_create(it, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= N_STEPS; step++) {
+        if (!trainer_step(&self, step))
+            break;
+        CHECK(pl_reducer_step(self.reducer) == step);
+        CHECK(pl_reducer_generation(self.reducer) == (step > 1));
+    }
+    atomic_fetch_add(&n_late_verdicts, self.n_late);
+    trainer_destroy(&self);
+}
+
+static void means_are_exact_in_worlds_of_1_to_4(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        for (uint64_t seed = 1; seed <= 5; seed++) {
+            model it = model_of(seed, world_size, 1 + seed * 7);
+            run_model(&it, train, &it);
+        }
+    }
+    CHECK(atomic_load(&n_late_verdicts) == 0);
+}
+
+static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        model it = model_of(20 + (uint64_t)world_size, world_size, 25);
+        it.percent_unused = 50;
+        run_model(&it, train, &it);
+    }
+}
+
+static void gradients_that_come_twice_are_added_also_where_they_come_late(void)
+{
+    atomic_store(&n_late_verdicts, 0);
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        model it = model_of(40 + (uint64_t)world_size, world_size, 30);
+        it.percent_twice = 30;
+        run_model(&it, train, &it);
+    }
+    CHECK(atomic_load(&n_late_verdicts) > 10);
+}
+
+static void buckets_that_are_held_take_all_that_comes(void)
+{
+    atomic_store(&n_late_verdicts, 0);
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        model it = model_of(60 + (uint64_t)world_size, world_size, 30);
+        it.percent_twice = 40;
+        it.percent_held = 100;
+        run_model(&it, train, &it);
+    }
+    CHECK(atomic_load(&n_late_verdicts) == 0);
+}
+
+static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
+{
+    for (uint64_t seed = 100; seed < 124; seed++) {
+        model it = model_of(seed, 1 + (int)(seed % 4), 1 + seed % STEPS_MAX_PARAMS);
+        it.percent_unused = 20;
+        it.percent_twice = 25;
+        it.percent_held = 5;
+        it.rest_ns = seed % 2 == 0 ? 60000 : 0;
+        run_model(&it, train, &it);
+    }
+}
+
+/* ---- steps that fail
+ * -------------------------------------------------------------------- */
+
+enum { N_FAILING_STEPS = 40 };
+
+typedef struct accident {
+    int culprit; /* -1: nothing happens in this step */
+    size_t after_params;
+    char words[48];
+} accident;
+
+static accident accident_of(const model *it, uint64_t step)
+{
+    draw shared = draw_of(it->seed * 7919 + step);
+    accident what = {.culprit = (int)draw_below(&shared, (size_t)it->world_size),
+                     .after_params = draw_below(&shared, it->n_params + 1)};
+    if (draw_below(&shared, 3) == 0)
+        what.culprit = -1;
+    (void)snprintf(what.words, sizeof what.words, "accident of step %d;", (int)step);
+    return what;
+}
+
+/* This rank fails in the middle of its backward, or is told that another did. */
+static void run_into_accident(trainer *self, uint64_t step, const accident *what)
+{
+    pl_status st = trainer_recover(self);
+    if (st == PL_OK)
+        st = pl_reducer_begin(self->reducer);
+    if (self->rank == what->culprit) {
+        CHECK_OK(st);
+        CHECK_OK(trainer_backward(self, step, what->after_params));
+        CHECK(pl_reducer_is_active(self->reducer));
+        pl_reducer_fail(self->reducer, what->words);
+    } else {
+        if (st == PL_OK)
+            st = trainer_backward(self, step, self->model->n_params);
+        if (st == PL_OK)
+            st = trainer_finish(self, step);
+        CHECK(st == PL_EPEER);
+        if (!CHECK(blames(pl_error_message(), self->rank, what->culprit) &&
+                   error_has(what->words)))
+            CHECK_MORE("%s", pl_error_message());
+        pl_reducer_fail(self->reducer, NULL);
+    }
+    CHECK(!pl_reducer_is_active(self->reducer));
+}
+
+static void train_with_accidents(rank_job *job)
+{
+    const model *it = job->context;
+    trainer self;
+    if (!trainer_create(it, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= N_FAILING_STEPS; step++) {
+        const accident what = accident_of(it, step);
+        draw_rest(&job->random, 200000);
+        if (what.culprit >= 0)
+            run_into_accident(&self, step, &what);
+        else if (!trainer_step(&self, step))
+            break;
+    }
+    trainer_destroy(&self);
+}
+
+static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
+{
+    for (uint64_t seed = 200; seed < 212; seed++) {
+        model it = model_of(seed, 2 + (int)(seed % 3), 1 + seed % STEPS_MAX_PARAMS);
+        it.percent_unused = 10;
+        it.percent_twice = 15;
+        it.rest_ns = seed % 2 == 0 ? 20000 : 0;
+        run_model(&it, train_with_accidents, &it);
+    }
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(means_are_exact_in_worlds_of_1_to_4);
+    RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
+    RUN(gradients_that_come_twice_are_added_also_where_they_come_late);
+    RUN(buckets_that_are_held_take_all_that_comes);
+    RUN(everything_at_once_comes_out_exact_with_ranks_that_dawdle);
+    RUN(after_a_step_that_failed_anywhere_the_next_is_exact);
+    return check_report();
+}

@@ -1,0 +1,248 @@
+/* test_shm.c - worlds of processes that come to a good end: made, used, and left, with
+ * nothing of them kept.
+ *
+ * What happens when processes die is test_shm_failure.c's.
+ */
+#include "processes.h"
+
+static void run_world(int world_size, uint64_t seed, child_fn run)
+{
+    board *all = board_create(world_size, seed);
+    processes_start(all, run);
+    processes_end(all, -1);
+    board_destroy(all);
+}
+
+/* ---- operations --------------------------------------------------------------------
+ */
+
+static void reduce_often(child *self)
+{
+    draw_rest(&self->random, 3 * PLI_MS);
+    if (!CHECK_OK(child_join(self)))
+        return;
+    CHECK(pl_comm_rank(self->comm) == self->rank);
+    CHECK(pl_comm_world_size(self->comm) == self->board->world_size);
+    CHECK(pl_comm_arena_bytes(self->comm) >= self->board->arena_bytes);
+    for (unsigned n = 0; n < 100; n++) {
+        draw_rest(&self->random, 50000);
+        if (!CHECK_OK(child_reduce(self, n)))
+            return;
+    }
+}
+
+static void processes_reduce_exactly_in_worlds_of_1_to_4(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++)
+        run_world(world_size, (uint64_t)world_size, reduce_often);
+}
+
+static void do_every_kind(child *self)
+{
+    const int world_size = self->board->world_size;
+    if (!CHECK_OK(child_join(self)))
+        return;
+    for (unsigned seed = 0; seed < 120; seed++) {
+        const pl_dtype dtype = (pl_dtype)(seed % PL_N_DTYPES);
+        const pl_op op = {.kind = (pl_op_kind)(seed % PL_N_OP_KINDS),
+                          .reduction = value_is_integer(dtype) ? PL_MAX : PL_MEAN,
+                          .dtype = dtype,
+                          .root = (int)seed % world_size,
+                          .offset_bytes = OPS_GUARD_BYTES,
+                          .n_elems = (size_t)world_size * (seed % 50)};
+        pl_ticket ticket = 0;
+        ops_fill(self->comm, &op, seed);
+        if (!CHECK_OK(pl_comm_issue(self->comm, &op, &ticket)) ||
+            !CHECK_OK(wait_through(self->comm, ticket)))
+            return;
+        ops_check(self->comm, &op, seed);
+    }
+}
+
+static void processes_do_every_kind_of_operation(void)
+{
+    for (int world_size = 2; world_size <= 4; world_size++)
+        run_world(world_size, 7, do_every_kind);
+}
+
+static void join_and_leave_often(child *self)
+{
+    for (int round = 0; round < 10; round++) {
+        if (!CHECK_OK(child_join(self)))
+            return;
+        CHECK_OK(child_reduce(self, (unsigned)round));
+        child_leave(self);
+        if (round == 9)
+            return;
+        /* rank 0 opens a new listener; the note counts the rounds */
+        if (self->rank == 0) {
+            CHECK_OK(pli_listener_create(self->board->address, &self->listener));
+            atomic_store(&self->board->note, round + 1);
+        }
+        while (atomic_load(&self->board->note) <= round)
+            pli_sleep_ns(100000);
+    }
+}
+
+static void worlds_made_one_after_another_leave_no_descriptor_and_no_mapping(void)
+{
+    run_world(3, 1, join_and_leave_often);
+}
+
+/* ---- failing softly
+ * ------------------------------------------------------------------ */
+
+static void abort_and_go_on(child *self)
+{
+    const int world_size = self->board->world_size;
+    if (!CHECK_OK(child_join(self)))
+        return;
+    for (int round = 0; round < 30; round++) {
+        const int culprit = round % world_size;
+        char words[32];
+        pl_recovery recovery = PL_NOTHING_FAILED;
+        (void)snprintf(words, sizeof words, "round %d;", round);
+        draw_rest(&self->random, 200000);
+        if (self->rank == culprit) {
+            pl_comm_abort(self->comm, words);
+        } else {
+            CHECK(child_reduce(self, 0) == PL_EPEER);
+            CHECK(blames(pl_error_message(), self->rank, culprit));
+            CHECK(error_has(words));
+        }
+        CHECK_OK(recover_through(self->comm, &recovery));
+        CHECK(recovery == PL_RECOVERED);
+        if (!CHECK_OK(child_reduce(self, (unsigned)round)))
+            return;
+    }
+}
+
+static void processes_go_on_after_an_aborted_step(void)
+{
+    run_world(3, 2, abort_and_go_on);
+}
+
+/* ---- processes of a rank's own
+ * --------------------------------------------------------- */
+
+/* Like a worker of a data loader: a child of the rank ends while the ranks go on. */
+static void have_children_that_end(child *self)
+{
+    if (!CHECK_OK(child_join(self)))
+        return;
+    for (unsigned n = 0; n < 5; n++) {
+        (void)fflush(NULL);
+        const pid_t pid = fork();
+        if (pid == 0) {
+            const unsigned char *arena = pli_comm_arena(self->comm);
+            const int holds_arena = arena[0] == (n == 0 ? 0 : OPS_GUARD);
+            if (n % 2 == 0)
+                pl_comm_destroy(self->comm); /* says no goodbye for its parent */
+            _exit(holds_arena ? 0 : 1);
+        }
+        int how = 0;
+        (void)waitpid(pid, &how, 0);
+        CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0);
+        if (!CHECK_OK(child_reduce(self, n)))
+            return;
+    }
+}
+
+static void children_of_a_rank_come_and_go_without_a_word_to_the_world(void)
+{
+    run_world(2, 3, have_children_that_end);
+}
+
+/* ---- construction that cannot be
+ * ---------------------------------------------------------- */
+
+static void ask_for_different_arenas(child *self)
+{
+    if (self->rank == self->board->world_size - 1) {
+        board mine = *self->board;
+        child other = *self;
+        mine.arena_bytes = 2 * self->board->arena_bytes;
+        other.board = &mine;
+        CHECK(child_join(&other) == PL_EMISMATCH);
+        CHECK(error_has("the ranks ask for different shared memory"));
+    } else {
+        CHECK(child_join(self) == PL_EPEER);
+        if (!CHECK(blames(pl_error_message(), self->rank, self->board->world_size - 1)))
+            CHECK_MORE("%s", pl_error_message());
+        CHECK(error_has("during construction"));
+    }
+    CHECK(n_open_descriptors() == self->n_descriptors);
+    CHECK(n_shared_mappings() == 0);
+}
+
+static void ranks_that_ask_for_different_arenas_make_no_world(void)
+{
+    for (int world_size = 2; world_size <= 4; world_size++)
+        run_world(world_size, 1, ask_for_different_arenas);
+}
+
+static int yes(void *context)
+{
+    return ++*(int *)context > 3;
+}
+
+static void an_interrupt_ends_the_wait_for_the_others(void)
+{
+    static const int nobody[2] = {0, 0};
+    char address[PLI_ADDRESS_BYTES];
+    pli_listener *listener = NULL;
+    pl_comm *comm = NULL;
+    int n_asked = 0;
+    const pli_shm_options options = {.world_size = 2,
+                                     .arena_bytes = 1,
+                                     .n_ops = 1,
+                                     .deadline_ns = RANKS_DEADLINE_NS,
+                                     .pids = nobody,
+                                     .is_interrupted = yes,
+                                     .context = &n_asked};
+    const int n_descriptors = n_open_descriptors();
+    const int64_t begin = pli_now_ns();
+    if (!CHECK_OK(pli_listener_create(address, &listener)))
+        return;
+    CHECK(pli_shm_create(&options, listener, NULL, &comm) == PL_EAGAIN);
+    CHECK(comm == NULL);
+    CHECK(n_asked == 4);
+    CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
+    pli_listener_destroy(listener);
+    pli_listener_destroy(NULL);
+    CHECK(n_open_descriptors() == n_descriptors);
+}
+
+static void ranks_that_never_come_end_the_wait_at_the_deadline(void)
+{
+    static const int nobody[2] = {0, 0};
+    char address[PLI_ADDRESS_BYTES];
+    pli_listener *listener = NULL;
+    pl_comm *comm = NULL;
+    const pli_shm_options options = {.world_size = 2,
+                                     .arena_bytes = 1,
+                                     .n_ops = 1,
+                                     .deadline_ns = 100 * PLI_MS,
+                                     .pids = nobody};
+    const int64_t begin = pli_now_ns();
+    if (!CHECK_OK(pli_listener_create(address, &listener)))
+        return;
+    CHECK(pli_shm_create(&options, listener, NULL, &comm) == PL_ETIMEOUT);
+    CHECK(error_has("not every rank came"));
+    CHECK(pli_now_ns() - begin >= 100 * PLI_MS);
+    pli_listener_destroy(listener);
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(processes_reduce_exactly_in_worlds_of_1_to_4);
+    RUN(processes_do_every_kind_of_operation);
+    RUN(worlds_made_one_after_another_leave_no_descriptor_and_no_mapping);
+    RUN(processes_go_on_after_an_aborted_step);
+    RUN(children_of_a_rank_come_and_go_without_a_word_to_the_world);
+    RUN(ranks_that_ask_for_different_arenas_make_no_world);
+    RUN(an_interrupt_ends_the_wait_for_the_others);
+    RUN(ranks_that_never_come_end_the_wait_at_the_deadline);
+    return check_report();
+}

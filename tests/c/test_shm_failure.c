@@ -1,0 +1,228 @@
+/* test_shm_failure.c - worlds of processes of which one is killed, stopped, or goes
+ * without a word: every other is told which, and soon.
+ *
+ * Seeds decide who and when; the operating system still has its say about the order of
+ * things, so a failure here need not come back at once.
+ */
+#include "processes.h"
+
+#define SOON_NS ((IS_SANITIZED ? 4000 : 1000) * PLI_MS)
+
+/* Joins after a while, and reduces until that fails or the parent ends it. */
+static void reduce_until_it_fails(child *self)
+{
+    pl_status st = PL_OK;
+    draw_rest(&self->random, 3 * PLI_MS);
+    st = child_join(self);
+    for (unsigned n = 0; st == PL_OK; n++) {
+        draw_rest(&self->random, 100000);
+        st = child_reduce(self, n);
+    }
+    child_report(self, st);
+    if (self->comm == NULL)
+        CHECK(n_open_descriptors() == self->n_descriptors);
+    /* No process ends in the instant in which it fails; this one stays until all have
+     * told whom they blame, or it would be blamed itself. */
+    await_flag(&self->board->is_stopped);
+}
+
+/* Holds the reports of all but `culprit` to the status and its name. */
+static void check_reports(const board *all, int culprit, pl_status expected,
+                          int64_t since_ns, int64_t most_ns)
+{
+    for (int r = 0; r < all->world_size; r++) {
+        const report *it = &all->reports[r];
+        if (r == culprit)
+            continue;
+        const int is_named = blames(it->words, r, culprit);
+        if (!CHECK(it->status == expected && is_named &&
+                   it->at_ns - since_ns < most_ns))
+            CHECK_MORE("seed %d, rank %d of %d, culprit %d: %s after %d ms: %s",
+                       (int)all->seed, r, all->world_size, culprit,
+                       pl_status_text(it->status),
+                       (int)((it->at_ns - since_ns) / PLI_MS), it->words);
+    }
+}
+
+static void wait_until_all_joined(const board *all)
+{
+    for (int r = 0; r < all->world_size; r++)
+        await_flag(&all->reports[r].is_joined);
+}
+
+/* ---- killed
+ * --------------------------------------------------------------------------- */
+
+static void kill_one(uint64_t seed, int is_joined)
+{
+    draw random = draw_of(seed);
+    const int world_size = 2 + (int)draw_below(&random, 3);
+    const int culprit = (int)draw_below(&random, (size_t)world_size);
+    board *all = board_create(world_size, seed);
+    processes_start(all, reduce_until_it_fails);
+    if (is_joined)
+        wait_until_all_joined(all);
+    pli_sleep_ns((int64_t)draw_below(&random, 4000000));
+    const int64_t begin = pli_now_ns();
+    (void)kill(all->pids[culprit], SIGKILL);
+    processes_await_reports(all, culprit);
+    atomic_store(&all->is_stopped, 1);
+    processes_end(all, culprit);
+    check_reports(all, culprit, PL_EPEER, begin, SOON_NS);
+    board_destroy(all);
+}
+
+static void a_rank_killed_while_it_works_is_named_by_all_at_once(void)
+{
+    for (uint64_t seed = 1; seed <= 40; seed++)
+        kill_one(seed, 1);
+}
+
+static void a_rank_killed_while_the_world_is_made_is_named_by_all_at_once(void)
+{
+    for (uint64_t seed = 1001; seed <= 1080; seed++)
+        kill_one(seed, 0);
+}
+
+/* Its child holds all its descriptors, as a data loader's worker does. */
+static void have_a_child_that_stays(child *self)
+{
+    if (!CHECK_OK(child_join(self)))
+        return;
+    if (self->rank == 1) {
+        const pid_t pid = fork();
+        if (pid == 0) {
+            (void)alarm(PROCESSES_ALARM_S);
+            await_flag(&self->board->is_stopped);
+            _exit(0);
+        }
+        atomic_store(&self->board->note, 1);
+    }
+    pl_status st = PL_OK;
+    for (unsigned n = 0; st == PL_OK; n++)
+        st = child_reduce(self, n);
+    child_report(self, st);
+}
+
+static void a_killed_rank_is_noticed_though_its_children_live(void)
+{
+    board *all = board_create(2, 1);
+    processes_start(all, have_a_child_that_stays);
+    await_flag(&all->note);
+    pli_sleep_ns(5 * PLI_MS);
+    const int64_t begin = pli_now_ns();
+    (void)kill(all->pids[1], SIGKILL);
+    processes_end(all, 1);
+    atomic_store(&all->is_stopped, 1);
+    check_reports(all, 1, PL_EPEER, begin, SOON_NS);
+    CHECK(strstr(all->reports[0].words, "died") != NULL);
+    board_destroy(all);
+}
+
+/* ---- gone of its own will
+ * ---------------------------------------------------------------- */
+
+static void go_without_a_word(child *self)
+{
+    pl_status st = child_join(self);
+    for (unsigned n = 0; st == PL_OK; n++) {
+        if (self->rank == 1 && n == 10)
+            _exit(0);
+        st = child_reduce(self, n);
+    }
+    CHECK(error_has("died"));
+    child_report(self, st);
+}
+
+static void say_goodbye(child *self)
+{
+    pl_status st = child_join(self);
+    for (unsigned n = 0; st == PL_OK; n++) {
+        if (self->rank == 1 && n == 10) {
+            child_leave(self);
+            if (atomic_load(&self->board->note))
+                pli_sleep_ns(50 * PLI_MS); /* it has left, and its process stays */
+            return;
+        }
+        st = child_reduce(self, n);
+    }
+    CHECK(error_has("has left"));
+    CHECK(error_has("every rank needs the same number of steps"));
+    child_report(self, st);
+}
+
+static void a_rank_that_goes_is_named_to_those_who_wait_for_it(void)
+{
+    static const child_fn ways[] = {go_without_a_word, say_goodbye, say_goodbye};
+    for (int way = 0; way < 3; way++) {
+        board *all = board_create(3, (uint64_t)way);
+        const int64_t begin = pli_now_ns();
+        atomic_store(&all->note, way == 2);
+        processes_start(all, ways[way]);
+        processes_end(all, 1);
+        check_reports(all, 1, PL_EPEER, begin, 2 * SOON_NS);
+        board_destroy(all);
+    }
+}
+
+/* ---- stopped
+ * ------------------------------------------------------------------------------ */
+
+static void a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        const int culprit = (int)seed % 3;
+        board *all = board_create(3, seed);
+        all->deadline_ns = 300 * PLI_MS;
+        processes_start(all, reduce_until_it_fails);
+        wait_until_all_joined(all);
+        pli_sleep_ns(5 * PLI_MS);
+        const int64_t begin = pli_now_ns();
+        (void)kill(all->pids[culprit], SIGSTOP);
+        processes_await_reports(all, culprit);
+        atomic_store(&all->is_stopped, 1);
+        (void)kill(all->pids[culprit], SIGKILL);
+        processes_end(all, culprit);
+        check_reports(all, culprit, PL_ETIMEOUT, begin, 300 * PLI_MS + SOON_NS);
+        for (int r = 0; r < 3; r++)
+            CHECK(r == culprit || all->reports[r].at_ns - begin >= 280 * PLI_MS);
+        board_destroy(all);
+    }
+}
+
+static void a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for(void)
+{
+    board *all = board_create(2, 1);
+    all->deadline_ns = 2000 * PLI_MS;
+    processes_start(all, reduce_until_it_fails);
+    wait_until_all_joined(all);
+    for (int round = 0; round < 3; round++) {
+        pli_sleep_ns(5 * PLI_MS);
+        (void)kill(all->pids[1], SIGSTOP);
+        pli_sleep_ns(60 * PLI_MS);
+        const int n_ops = atomic_load(&all->reports[0].n_ops);
+        pli_sleep_ns(40 * PLI_MS);
+        CHECK(atomic_load(&all->reports[0].n_ops) == n_ops);
+        (void)kill(all->pids[1], SIGCONT);
+        while (atomic_load(&all->reports[0].n_ops) < n_ops + 20)
+            pli_sleep_ns(PLI_MS);
+    }
+    (void)kill(all->pids[1], SIGKILL);
+    processes_await_reports(all, 1);
+    atomic_store(&all->is_stopped, 1);
+    processes_end(all, 1);
+    check_reports(all, 1, PL_EPEER, pli_now_ns(), SOON_NS);
+    board_destroy(all);
+}
+
+int main(void)
+{
+    (void)alarm(150);
+    RUN(a_rank_killed_while_it_works_is_named_by_all_at_once);
+    RUN(a_rank_killed_while_the_world_is_made_is_named_by_all_at_once);
+    RUN(a_killed_rank_is_noticed_though_its_children_live);
+    RUN(a_rank_that_goes_is_named_to_those_who_wait_for_it);
+    RUN(a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before);
+    RUN(a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for);
+    return check_report();
+}
