@@ -354,7 +354,7 @@ bucket_cap_mb_list : optional
         assert self._reducer is not None
         self._reducer.apply_buffers()
         sync = self._reducer.sync
-        # By name: outputs of earlier forwards may keep the reducer, and its world, alive.
+        # Outputs of earlier forwards may keep the reducer, and its world, alive.
         self._world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
             "same forward."
