@@ -124,19 +124,32 @@ done:
     return st;
 }
 
+static off_t own_offset(const pl_comm *comm, size_t offset_bytes)
+{
+    const pli_segment *segment = ((const pli_shared_comm *)(const void *)comm)->segment;
+    return (off_t)(segment->arenas_at + (size_t)comm->rank * segment->arena_bytes +
+                   offset_bytes);
+}
+
 pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void **out)
 {
     pl_status st = PL_OK;
     const pli_segment *segment = ((pli_shared_comm *)(void *)comm)->segment;
-    const off_t at = (off_t)(segment->arenas_at +
-                             (size_t)comm->rank * segment->arena_bytes + offset_bytes);
-    void *memory = PL_SYS_PTR(
-        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, segment->fd, at),
-        MAP_FAILED);
+    void *memory = PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                                   segment->fd, own_offset(comm, offset_bytes)),
+                              MAP_FAILED);
     if (memory == MAP_FAILED)
         PL_FAIL_ERRNO("cannot map %zu bytes of gradients", bytes);
     (void)madvise(memory, bytes, 22 /* MADV_POPULATE_READ: no faults later */);
     *out = memory;
 done:
     return st;
+}
+
+void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void *memory)
+{
+    const pli_segment *segment = ((pli_shared_comm *)(void *)comm)->segment;
+    /* Where it fails the child keeps sharing, as any MAP_SHARED memory is. */
+    (void)mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+               segment->fd, own_offset(comm, offset_bytes));
 }

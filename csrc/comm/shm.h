@@ -43,4 +43,9 @@ pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *lis
 pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
                           void **out) PL_MUST_USE;
 
+/* In a forked child: makes such a mapping copy-on-write, so that what the child writes
+ * there stays the child's. */
+void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
+                         void *memory);
+
 #endif

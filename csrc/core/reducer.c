@@ -331,6 +331,11 @@ int pl_reducer_is_active(const pl_reducer *self)
     return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
 }
 
+int pl_reducer_is_open(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FILLING;
+}
+
 size_t pl_reducer_n_unfired(const pl_reducer *self)
 {
     return self->spec.n_params - self->n_fired_params;

@@ -110,6 +110,9 @@ pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);
 
+/* Non-zero between begin and the first close: gradients are still taken. */
+int pl_reducer_is_open(const pl_reducer *reducer);
+
 /* Parameters for which no gradient has come in this step. */
 size_t pl_reducer_n_unfired(const pl_reducer *reducer);
 

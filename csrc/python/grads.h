@@ -61,7 +61,10 @@ typedef enum guard_origin { GUARD_OF_OUTPUT, GUARD_OF_PARAMETER } guard_origin;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
 typedef struct reducer_object {
-    PyObject_HEAD PyObject *weak_references;
+    PyObject_HEAD
+    struct reducer_object *next; /* in the module's list */
+    unsigned long thread;        /* in which the step under way began */
+    PyObject *weak_references;
     PyObject *world;
     pl_comm *comm; /* the world's */
     pl_backend *backend;
@@ -113,6 +116,10 @@ int pli_step_check_process(const reducer_object *self);
 
 int pli_step_begin(reducer_object *self);
 int pli_step_finish(reducer_object *self);
+
+/* The outermost backward of this thread is over: posts what is left of every step in
+ * it.  Another rank may wait for them in another order than this one will. */
+int pli_step_close_all(reducer_object *self);
 
 /* The step failed here: tells the peers; an exception that is set stays set. */
 void pli_step_fail(reducer_object *self, const char *words);

@@ -18,7 +18,8 @@ typedef enum guard_phase {
 } guard_phase;
 
 typedef struct guard_object {
-    PyObject_HEAD reducer_object *reducer; /* owned */
+    PyObject_HEAD
+    reducer_object *reducer; /* owned */
     guard_origin origin;
     guard_phase phase;
 } guard_object;
@@ -54,8 +55,13 @@ static int on_backward_end(const guard_object *self)
         return -1;
     /* An output's guard is in the backward that holds all of its forward's graph, be it
      * inside another one (the wrapper itself is checkpointed). */
-    const int is_outermost = node == Py_None || self->origin == GUARD_OF_OUTPUT;
-    const int status = is_outermost ? pli_step_finish(reducer) : climb(reducer, node);
+    int status = 0;
+    if (node == Py_None)
+        status = pli_step_close_all(reducer) != 0 ? -1 : pli_step_finish(reducer);
+    else if (self->origin == GUARD_OF_OUTPUT)
+        status = pli_step_finish(reducer);
+    else
+        status = climb(reducer, node);
     Py_DECREF(node);
     return status;
 }

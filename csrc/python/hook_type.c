@@ -6,8 +6,11 @@
  */
 #include "grads.h"
 
+#include <unistd.h>
+
 typedef struct hook_object {
-    PyObject_HEAD reducer_object *reducer; /* borrowed; NULL once that is gone */
+    PyObject_HEAD
+    reducer_object *reducer; /* borrowed; NULL once that is gone */
     size_t index;
 } hook_object;
 
@@ -21,13 +24,16 @@ static int begin(reducer_object *self)
 
 static int on_gradient(reducer_object *self, size_t i)
 {
-    const int is_active = pl_reducer_is_active(self->reducer);
-    if (!is_active && (self->sync_now == SYNC_OFF || self->sync_forward == SYNC_OFF)) {
-        self->slots[i].sync = GRAD_UNSYNCED;
-        return 0;
+    if (!pl_reducer_is_active(self->reducer)) {
+        if (getpid() != self->owner_pid)
+            return 0; /* a forked child trains the bare model for itself */
+        if (self->sync_now == SYNC_OFF || self->sync_forward == SYNC_OFF) {
+            self->slots[i].sync = GRAD_UNSYNCED;
+            return 0;
+        }
+        if (begin(self) != 0)
+            return -1;
     }
-    if (!is_active && begin(self) != 0)
-        return -1;
     /* An inner backward's guard may have been called: the outer one needs its own. */
     if (self->n_guards == 0 && self->engine == ENGINE_CALLS_BACK &&
         pli_step_queue_guard(self, GUARD_OF_PARAMETER) != 0)

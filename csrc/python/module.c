@@ -77,6 +77,20 @@ static PyObject *isa(PyObject *module, PyObject *ignored)
     return PyUnicode_FromString(pli_isa_text(sums->isa));
 }
 
+static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
+{
+    (void)ignored;
+    reducer_object *reducer = state_of_module(module)->reducers;
+    for (; reducer != NULL; reducer = reducer->next) {
+        size_t offset, n_bytes;
+        if (reducer->window == NULL)
+            continue;
+        pl_reducer_buckets(reducer->reducer, &offset, &n_bytes);
+        pli_shm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"attach_torch", (PyCFunction)(void (*)(void))attach_torch,
      METH_VARARGS | METH_KEYWORDS,
@@ -84,6 +98,8 @@ static PyMethodDef module_methods[] = {
     {"measure", pli_measure, METH_VARARGS,
      "measure(params, buffers, bucket_bytes, last_bytes, /)\n--\n\n"
      "Return (arena_bytes, n_ops) that a Reducer of these needs of its World."},
+    {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
+     "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nName of the instruction set of the sums."},
     {NULL, NULL, 0, NULL},
 };

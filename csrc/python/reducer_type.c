@@ -18,7 +18,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 {
     static char *names[] = {"world",      "params",     "buffers", "bucket_bytes",
                             "last_bytes", "view_bytes", NULL};
-    const module_state *state = state_of_type(type);
+    module_state *state = state_of_type(type);
     pli_reducer_arguments given;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOnnn:Reducer", names,
                                      state->world_type, &given.world, &given.params,
@@ -33,6 +33,8 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
+    self->next = state->reducers;
+    state->reducers = self;
     self->world = Py_NewRef(given.world);
     self->comm = ((world_object *)given.world)->comm;
     self->sync_now = self->sync_forward = SYNC_ON;
@@ -89,10 +91,20 @@ static int reducer_clear(PyObject *object)
     return 0;
 }
 
+static void leave_list(reducer_object *self, module_state *state)
+{
+    reducer_object **link = &state->reducers;
+    while (*link != NULL && *link != self)
+        link = &(*link)->next;
+    if (*link == self)
+        *link = self->next;
+}
+
 static void reducer_dealloc(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     PyTypeObject *type = Py_TYPE(object);
+    leave_list(self, state_of(object));
     PyObject_GC_UnTrack(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);

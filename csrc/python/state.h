@@ -36,8 +36,9 @@ typedef struct module_state {
     PyObject *mismatch_error;
     PyObject *str_grad; /* interned "grad" */
     pli_progress *progress;
-    const dl_exchange *exchange; /* NULL: torch before 2.10 */
-    PyObject *exchange_capsule;  /* owns it */
+    struct reducer_object *reducers; /* all that live, linked; borrowed */
+    const dl_exchange *exchange;     /* NULL: torch before 2.10 */
+    PyObject *exchange_capsule;      /* owns it */
 #define TORCH_FIELD(name) PyObject *name;
     PLI_TORCH_MAP(TORCH_FIELD)
 #undef TORCH_FIELD

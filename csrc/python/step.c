@@ -58,6 +58,7 @@ int pli_step_begin(reducer_object *self)
         pli_wait_in_slices(state, recover_slice, self->reducer) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
+    self->thread = PyThread_get_thread_ident();
     if (self->window != NULL &&
         self->generation == pl_reducer_generation(self->reducer))
         return 0;
@@ -89,12 +90,20 @@ int pli_step_finish_inline(reducer_object *self)
     return pli_step_finish(self);
 }
 
-static int close_and_wait(reducer_object *self)
+/* Speaks for what no gradient came for, and posts the rest of the step. */
+static int close_step(reducer_object *self)
 {
-    const module_state *state = state_of_reducer(self);
-    if (pli_check(state, pl_reducer_close(self->reducer)) != 0)
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (pl_reducer_fires(self->reducer, i) == 0 && pli_grads_settle(self, i) != 0)
+            return -1;
+    if (pli_buffers_pack(self) != 0)
         return -1;
-    return pli_wait_in_slices(state, wait_slice, self->reducer);
+    return pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
+}
+
+static int wait_step(reducer_object *self)
+{
+    return pli_wait_in_slices(state_of_reducer(self), wait_slice, self->reducer);
 }
 
 static int amend_late(reducer_object *self)
@@ -104,16 +113,16 @@ static int amend_late(reducer_object *self)
     for (size_t i = 0; i < self->n_slots; i++)
         if (pl_reducer_is_late(self->reducer, i) && pli_grads_amend(self, i) != 0)
             return -1;
-    return close_and_wait(self);
+    if (pli_check(state_of_reducer(self), pl_reducer_close(self->reducer)) != 0)
+        return -1;
+    return wait_step(self);
 }
 
 static int try_finish(reducer_object *self)
 {
-    for (size_t i = 0; i < self->n_slots; i++)
-        if (pl_reducer_fires(self->reducer, i) == 0 && pli_grads_settle(self, i) != 0)
-            return -1;
-    if (pli_buffers_pack(self) != 0 || close_and_wait(self) != 0 ||
-        amend_late(self) != 0)
+    if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
+        return -1;
+    if (wait_step(self) != 0 || amend_late(self) != 0)
         return -1;
     for (size_t i = 0; i < self->n_slots; i++)
         if (pli_grads_bind(self, i) != 0)
@@ -134,6 +143,21 @@ static void fail_with_exception(reducer_object *self)
     pli_step_fail(self, text != NULL ? text : "its backward could not be finished");
     Py_XDECREF(words);
     PyErr_Restore(type, value, traceback);
+}
+
+int pli_step_close_all(reducer_object *self)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    reducer_object *other = state_of_reducer(self)->reducers;
+    for (; other != NULL; other = other->next) {
+        if (other->thread != thread || !pl_reducer_is_open(other->reducer))
+            continue;
+        if (close_step(other) != 0) {
+            fail_with_exception(other);
+            return -1;
+        }
+    }
+    return 0;
 }
 
 int pli_step_finish(reducer_object *self)

@@ -24,7 +24,8 @@ typedef struct watched_dict {
 } watched_dict;
 
 typedef struct watch_object {
-    PyObject_HEAD watched_dict *dicts;
+    PyObject_HEAD
+    watched_dict *dicts;
     Py_ssize_t n_dicts;
     watched_item *items;
     Py_ssize_t n_items;

@@ -6,7 +6,8 @@
 #include "state.h"
 
 typedef struct world_object {
-    PyObject_HEAD pl_comm *comm;
+    PyObject_HEAD
+    pl_comm *comm;
     PyObject *weak_references;
 } world_object;
 

@@ -16,7 +16,8 @@ enum { SLICE_MS = 50 };
 /* ---- Listener ------------------------------------------------------------------ */
 
 typedef struct listener_object {
-    PyObject_HEAD pli_listener *listener;
+    PyObject_HEAD
+    pli_listener *listener;
     char address[PLI_ADDRESS_BYTES];
 } listener_object;
 

@@ -1,8 +1,8 @@
 """From a user's process group to a world of ranks in shared memory.
 
-The group's own collectives carry the first words, since its connections already notice a
-rank that dies; the group's store carries each rank's process id beforehand, so that the
-rank can be named.  From then on the native world watches the processes itself.
+The group's own collectives carry the first words, since its connections already notice
+a rank that dies; the group's store carries each rank's process id beforehand, so that
+the rank can be named.  From then on the native world watches the processes itself.
 """
 
 from __future__ import annotations
@@ -100,16 +100,16 @@ def _has_ended(pid: int) -> bool:
 class _Presence:
     """Who the ranks are, and whether each still runs.
 
-    Until the ranks have met they know each other from the store alone; from then on no
-    call of the store is needed, which matters: a store that a dead rank 0 hosted answers
-    nothing, and breaks no connection as long as that rank's DataLoader workers live.
+    Until the ranks have met they know each other from the store alone.  From then on no
+    call of the store is needed, which matters: a store that a dead rank 0 hosted does
+    not answer, nor is its connection lost while that rank's DataLoader workers live.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.here = Host.here()
         self._hosts: dict[int, Host] = {rank: self.here}
-        self._store: dist.Store | None = None
+        self._store: Any = None  # torch.distributed.Store
         store = _torch.group_store(group)
         if store is None:
             return
@@ -117,7 +117,7 @@ class _Presence:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
         prefix = f"paceline/{name}/{restart}/{number}"
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         with self._store_failure():
             self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
             self._read_hosts(self._store)
@@ -136,7 +136,7 @@ class _Presence:
     def _store_failure(self) -> _StoreFailure:
         return _StoreFailure(self.rank)
 
-    def _read_hosts(self, store: dist.Store) -> None:
+    def _read_hosts(self, store: Any) -> None:
         for rank in range(self.size):
             if rank not in self._hosts and store.check([f"host/{rank}"]):
                 words = json.loads(store.get(f"host/{rank}"))
@@ -353,6 +353,8 @@ _GOODBYE_PRIORITY = 100
 
 def _remember(world: _native.World) -> None:
     global _owner_pid
+    if not _owner_pid:  # the first world of the process
+        os.register_at_fork(after_in_child=_native.after_fork_in_child)
     if _owner_pid != os.getpid():
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)
