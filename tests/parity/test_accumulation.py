@@ -1,0 +1,571 @@
+"""Accumulation, unused parameters, and gradients that somebody keeps."""
+
+import copy
+import time
+import warnings
+
+import pytest
+import torch
+from cases import Twin, assert_equal, bits, integer_weights, mean_over, on_ranks
+from paceline import PeerError
+from torch import nn
+
+LARGE, SMALL = (120, 100), (7,)  # above and below what becomes a view
+
+
+class Bag(nn.Module):
+    """Large and small parameters in pairs; forward says which are used, and how."""
+
+    def __init__(self, n_pairs=3):
+        super().__init__()
+        self.weights = nn.ParameterList(
+            torch.zeros(shape) for _ in range(n_pairs) for shape in (LARGE, SMALL)
+        )
+
+    def forward(self, factors):
+        """Add up parameters times factors; None: the parameter is not used."""
+        terms = [
+            (p * f).sum()
+            for p, f in zip(self.weights, factors, strict=True)
+            if f is not None
+        ]
+        return sum(terms)
+
+
+def factors(ranks, model, key, used=None):
+    """Return the rank's own integers for what is used, None for the rest."""
+    return [
+        ranks.integers(*p.shape, key=(key, i)) if used is None or i in used else None
+        for i, p in enumerate(model.parameters())
+    ]
+
+
+def loss(ranks, key, used=None):
+    return lambda model: model(factors(ranks, model, key, used))
+
+
+# ---- no_sync ------------------------------------------------------------------------
+
+
+@on_ranks(2, 4, style=["round both", "round forward", "round backward"])
+def test_no_sync_accumulates_and_the_next_backward_averages_all(ranks, style):
+    twin = Twin(ranks, Bag())
+    for step in range(3):
+        twin.zero(set_to_none=step != 1)
+        for micro in range(2):
+            one = loss(ranks, (step, micro))
+            one(twin.plain).backward()
+            if style == "round both":
+                with twin.ours.no_sync():
+                    one(twin.ours).backward()
+            elif style == "round forward":
+                with twin.ours.no_sync():
+                    out = one(twin.ours)
+                out.backward()
+            else:
+                out = one(twin.ours)
+                with twin.ours.no_sync():
+                    out.backward()
+            twin.check()  # local, until the last one
+        twin.step(loss(ranks, (step, "last")))
+
+
+@on_ranks(2)
+def test_no_sync_round_everything_gives_the_gradients_of_torch(ranks):
+    ours, theirs = ranks.wrap(Bag()), ranks.wrap_by_torch(Bag())
+    for step in range(3):
+        for model in (ours, theirs):
+            model.zero_grad()
+            with model.no_sync():
+                loss(ranks, (step, 0))(model).backward()
+            loss(ranks, (step, 1))(model).backward()
+        for mine, p in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_equal(mine.grad, p.grad, f"step {step}")
+
+
+@on_ranks(2)
+def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
+    model = ranks.wrap(Bag())
+    with model.no_sync():
+        for step in range(ranks.rank + 1):  # ranks may take different numbers of them
+            loss(ranks, step)(model).backward()
+    loss(ranks, "last")(model).backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "the average")
+
+
+@on_ranks(2)
+def test_synchronisation_switched_by_hand_is_no_sync(ranks):
+    twin = Twin(ranks, Bag())
+    twin.ours.require_backward_grad_sync = False
+    for model in (twin.plain, twin.ours):
+        loss(ranks, 0)(model).backward()
+    twin.check()
+    twin.ours.require_backward_grad_sync = True
+    twin.step(loss(ranks, 1))
+
+
+@on_ranks(2)
+def test_parameters_used_only_in_micro_steps_are_synchronised_by_the_next(ranks):
+    twin = Twin(ranks, Bag())
+    for step in range(3):
+        twin.zero(set_to_none=step != 1)
+        twin.local(loss(ranks, (step, 0), {0, 1}))
+        twin.local(loss(ranks, (step, 1), {2, 3}))
+        twin.step(loss(ranks, (step, 2), {4, 5}))
+
+
+@on_ranks(2)
+def test_parameters_used_in_one_ranks_micro_steps_alone_are_synchronised(ranks):
+    twin = Twin(ranks, Bag())
+    for step in range(3):
+        twin.zero(set_to_none=step != 1)
+        twin.local(loss(ranks, (step, 0), {0, 1} if ranks.rank == 0 else {2, 3}))
+        twin.step(loss(ranks, (step, 1), {4, 5}))
+
+
+@on_ranks(2)
+def test_what_was_accumulated_and_reset_is_not_averaged(ranks):
+    twin = Twin(ranks, Bag())
+    twin.step(loss(ranks, 0))
+    twin.local(loss(ranks, 1))
+    twin.zero()
+    twin.step(loss(ranks, 2))
+
+
+# ---- unused parameters --------------------------------------------------------------
+
+USES = {
+    "other ones on each rank": lambda rank, step: {2 * rank, 2 * rank + 1, 4, 5},
+    "on rank 1 alone": lambda rank, step: {0, 1, 2, 3} if rank else {0, 1},
+    "by nobody, ever": lambda rank, step: {0, 1, 4, 5},
+    "by nobody, at times": lambda rank, step: {0, 1} if step % 2 else None,
+    "other ones in each step": lambda rank, step: {step % 6, (step + rank + 1) % 6},
+    "nothing on rank 1 but one": lambda rank, step: {5} if rank else None,
+    "the last ones alone": lambda rank, step: {4, 5} if step else None,
+}
+
+
+@on_ranks(2, 4, use=[*USES], set_to_none=[True, False])
+def test_parameters_may_be_unused(ranks, use, set_to_none):
+    twin = Twin(ranks, Bag(max(3, ranks.n)))
+    if use.startswith("other ones in"):
+        twin = Twin(ranks, Bag(3))
+    for step in range(5):
+        twin.zero(set_to_none)
+        used = USES[use](ranks.rank, step)
+        n = len(twin.plain.weights)
+        used = None if used is None else {i % n for i in used}
+        twin.step(loss(ranks, step, used))
+
+
+@on_ranks(2, use=["other ones on each rank", "on rank 1 alone", "by nobody, ever"])
+def test_unused_parameters_get_what_torch_gives_them(ranks, use):
+    ours = ranks.wrap(Bag())
+    theirs = ranks.wrap_by_torch(Bag(), find_unused_parameters=True)
+    for step in range(3):
+        used = USES[use](ranks.rank, step)
+        for model in (ours, theirs):
+            model.zero_grad()
+            loss(ranks, step, used)(model).backward()
+        for mine, p in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_equal(mine.grad, p.grad, f"step {step}")
+
+
+@on_ranks(2)
+def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ranks):
+    model = ranks.wrap(Bag())
+    for step in range(2):
+        loss(ranks, step)(model).backward()
+    before = [(p.grad, p.grad.clone(), p.grad.data_ptr()) for p in model.parameters()]
+    for step in range(3):
+        loss(ranks, step, {0, 1})(model).backward()
+    pairs = list(zip(model.parameters(), before, strict=True))
+    for p, (grad, values, pointer) in pairs[2:]:
+        assert p.grad is grad
+        assert p.grad.data_ptr() == pointer
+        assert_equal(p.grad, values, "an unused gradient")
+
+
+@on_ranks(2)
+def test_ranks_own_gradients_of_what_nobody_used_are_left_alone(ranks):
+    """As torch: what was set by hand and is used by nobody is nobody's to average."""
+    model = ranks.wrap(Bag())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(ranks.rank))
+    for step in range(3):
+        loss(ranks, step, {0, 1})(model).backward()
+        for p in list(model.parameters())[2:]:
+            assert p.grad.unique().tolist() == [float(ranks.rank)]
+
+
+@on_ranks(2)
+def test_a_parameter_that_becomes_used_late_is_averaged(ranks):
+    twin = Twin(ranks, Bag())
+    for step in range(6):
+        twin.zero()
+        twin.step(loss(ranks, step, {0, 1} if step < 3 else None))
+
+
+# ---- gradients that somebody keeps --------------------------------------------------
+
+KEEP = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "a view": lambda grad: grad.view(-1),
+    "a slice": lambda grad: grad.flatten()[1:],
+    "as numpy": lambda grad: grad.numpy(),
+}
+
+
+@on_ranks(2, keep=[*KEEP], set_to_none=[True, "never"])
+def test_kept_gradients_survive_the_next_backwards(ranks, keep, set_to_none):
+    model = ranks.wrap(Bag())
+    kept = []
+    for step in range(4):
+        if set_to_none is True or step > 0:
+            model.zero_grad()
+        loss(ranks, step)(model).backward()
+        grads = [p.grad for p in model.parameters()]
+        rows = [KEEP[keep](grad) for grad in grads]
+        kept.append([(row, torch.as_tensor(row).clone()) for row in rows])
+        del grads, rows
+        for old in kept:
+            for tensor, values in old:
+                assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
+
+
+@on_ranks(2)
+def test_kept_gradients_are_not_changed_by_the_peers(ranks):
+    """Rank 1 keeps, rank 0 does not: rank 0's next sums must not land in rank 1."""
+    model = ranks.wrap(Bag())
+    kept = []
+    for step in range(4):
+        model.zero_grad()
+        loss(ranks, step)(model).backward()
+        if ranks.rank == 1:
+            kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+        if ranks.rank == 1:
+            time.sleep(0.02)
+        for old in kept:
+            for tensor, values in old:
+                assert_equal(tensor, values, f"step {step}")
+
+
+NEXT = {
+    "unused here": lambda rank: {0, 1} if rank == 1 else None,
+    "unused there": lambda rank: {0, 1} if rank == 0 else None,
+    "unused everywhere": lambda rank: {0, 1},
+    "used everywhere": lambda rank: None,
+}
+
+
+@on_ranks(
+    2, use=[*NEXT], then=["plain", "recorded", "watched", "turned", "own", "late"]
+)
+def test_kept_gradients_survive_whatever_the_next_backward_is(ranks, use, then):
+    model = ranks.wrap(Bag())
+    for step in range(2):
+        loss(ranks, step)(model).backward()
+    kept = [p.grad.detach() for p in list(model.parameters())[2:]]
+    values = [tensor.clone() for tensor in kept]
+    model.zero_grad()
+    rows = factors(ranks, model, "next", NEXT[use](ranks.rank))
+    if then == "watched":
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+    if then == "own":
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 3.0)
+    if then == "turned":
+        rows = [f if f is None or f.dim() < 2 else turned(f) for f in rows]
+    total = model(rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        total.backward(create_graph=then == "recorded")
+    for i, (tensor, old) in enumerate(zip(kept, values, strict=True)):
+        assert_equal(tensor, old, f"kept gradient {i}")
+    for p in model.parameters():
+        p.grad = None  # of create_graph: a cycle
+
+
+def turned(tensor):
+    """Return the same values in the other order of memory."""
+    return tensor.t().contiguous().t()
+
+
+@on_ranks(2)
+def test_kept_gradients_can_be_added_and_put_back(ranks):
+    """The pattern of methods that combine the gradients of several losses."""
+    twin = Twin(ranks, Bag())
+    for step in range(3):
+        sums = {id(model): [] for model in (twin.plain, twin.ours)}
+        for task in range(3):
+            twin.zero()
+            twin.step(loss(ranks, (step, task)))
+            for model in (twin.plain, twin.ours):
+                sums[id(model)].append([p.grad for p in model.parameters()])
+        for model in (twin.plain, twin.ours):
+            for p, *rows in zip(model.parameters(), *sums[id(model)], strict=True):
+                p.grad = rows[0] - 2 * rows[1] + rows[2]
+        twin.check()
+
+
+@on_ranks(2)
+def test_swapped_gradients_are_told_apart(ranks):
+    """Two parameters of one shape exchange their gradients between backwards."""
+    twin = Twin(ranks, Bag(2))
+    for step in range(4):
+        twin.step(loss(ranks, step))
+        for model in (twin.plain, twin.ours):
+            a, _, b, _ = model.parameters()
+            a.grad, b.grad = b.grad, a.grad
+
+
+@on_ranks(2)
+def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks):
+    twin = Twin(ranks, Bag(2))
+    twin.step(loss(ranks, 0))
+    for model in (twin.plain, twin.ours):
+        a, _, b, _ = model.parameters()
+        b.grad = a.grad.clone()
+    twin.step(loss(ranks, 1))
+
+
+@on_ranks(2)
+def test_gradients_live_on_after_the_wrapper(ranks):
+    model = ranks.wrap(Bag())
+    loss(ranks, 0)(model).backward()
+    bare, before = model.module, [bits(p.grad) for p in model.parameters()]
+    del model
+    assert [bits(p.grad) for p in bare.parameters()] == before
+    loss(ranks, 1)(bare).backward()  # adds to it, locally
+
+
+@on_ranks(2)
+def test_a_module_may_be_wrapped_again(ranks):
+    twin = Twin(ranks, Bag())
+    twin.step(loss(ranks, 0))
+    bare = twin.ours.module
+    twin.ours = None
+    twin.ours = ranks.wrap(bare)
+    twin.step(loss(ranks, 1))
+    twin.zero()
+    twin.step(loss(ranks, 2))
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in bare.parameters())
+
+
+# ---- several forwards and backwards -------------------------------------------------
+
+
+def net():
+    return integer_weights(
+        nn.Sequential(
+            nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 70), nn.Linear(70, 2)
+        )
+    )
+
+
+@on_ranks(2)
+def test_two_forwards_before_one_backward(ranks):
+    twin = Twin(ranks, net())
+    a, b = ranks.integers(3, 6, key="a"), ranks.integers(2, 6, key="b")
+    for _ in range(3):
+        twin.zero()
+        twin.step(lambda model: model(a).sum() + 2 * model(b).sum())
+
+
+@on_ranks(2)
+def test_two_forwards_before_two_backwards(ranks):
+    twin = Twin(ranks, net())
+    x, y = ranks.integers(3, 6, key="a"), ranks.integers(2, 6, key="b")
+    for step in range(3):
+        twin.zero(set_to_none=step != 1)
+        for model in (twin.plain, twin.ours):
+            first, second = model(x).sum(), model(y).sum()
+            first.backward()
+            if model is twin.plain:
+                twin.average()
+            second.backward()
+            if model is twin.plain:
+                twin.average()
+        twin.check()
+
+
+@on_ranks(2)
+def test_two_losses_of_one_output_go_backward_apart(ranks):
+    twin = Twin(ranks, net())
+    x = ranks.integers(3, 6)
+    for _ in range(3):
+        twin.zero()
+        for model in (twin.plain, twin.ours):
+            out = model(x)
+            for column in (0, 1):
+                out[:, column].sum().backward(retain_graph=column == 0)
+                if model is twin.plain:
+                    twin.average()
+        twin.check()
+
+
+@on_ranks(2)
+def test_a_second_backward_through_a_retained_graph(ranks):
+    twin = Twin(ranks, net())
+    x = ranks.integers(3, 6)
+    for step in range(3):
+        twin.zero()
+        for model in (twin.plain, twin.ours):
+            out = model(x).sum()
+            for again in range(3):
+                out.backward(retain_graph=again < 2)
+                if model is twin.plain:
+                    twin.average()
+        twin.check()
+        del step
+
+
+@on_ranks(2)
+def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
+    twin = Twin(ranks, net())
+    x = ranks.integers(3, 6)
+    for _ in range(3):
+        twin.ours(x)
+        twin.ours(x * 2)
+        twin.zero()
+        twin.step(lambda model: model(x).sum())
+
+
+@on_ranks(2)
+def test_gradients_by_autograd_grad_are_local_and_leave_the_wrapper_usable(ranks):
+    twin = Twin(ranks, net())
+    x = ranks.integers(3, 6)
+    for _ in range(2):
+        for model in (twin.plain, twin.ours):
+            params = list(model.parameters())
+            grads = torch.autograd.grad(model(x).sum(), params)
+            assert all(p.grad is None for p in params)
+            setattr(twin, "of_" + type(model).__name__, grads)
+        rows = twin.of_Sequential, twin.of_DistributedDataParallel
+        for mine, other in zip(*rows, strict=True):
+            assert_equal(mine, other, "a local gradient")
+        twin.step(lambda model: model(x).sum())
+        twin.zero()
+
+
+@on_ranks(2)
+def test_backward_towards_some_inputs_averages_those(ranks):
+    twin = Twin(ranks, net())
+    x = ranks.integers(3, 6)
+    for _ in range(3):
+        twin.zero()
+        for model in (twin.plain, twin.ours):
+            some = list(model.parameters())[:2]
+            model(x).sum().backward(inputs=some)
+        twin.average()
+        twin.check()
+
+
+@on_ranks(2)
+def test_two_wrappers_go_backward_together_and_in_any_order(ranks):
+    """As in adversarial training: the generator's loss goes through both."""
+    make, judge = (
+        net(),
+        integer_weights(nn.Sequential(nn.Linear(2, 90), nn.Linear(90, 1))),
+    )
+    g, d = Twin(ranks, make), Twin(ranks, judge)
+    x = ranks.integers(3, 6)
+    for step in range(4):
+        for twin in (g, d):
+            twin.zero()
+        for one, two in ((g.plain, d.plain), (g.ours, d.ours)):
+            two(one(x).detach()).sum().backward()
+        d.average()
+        d.check()
+        d.zero()
+        order = (g.ours, d.ours) if step % 2 else (d.ours, g.ours)
+        for module in order:
+            module.train()
+        for one, two in ((g.plain, d.plain), (g.ours, d.ours)):
+            two(one(x)).sum().backward()
+        for twin in (g, d):
+            twin.average()
+            twin.check()
+
+
+@on_ranks(2)
+def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(ranks):
+    model = ranks.wrap(Bag())
+
+    def explode(_):
+        raise KeyError("mine")
+
+    for step in range(3):
+        model.zero_grad()
+        handle = model.module.weights[0].register_hook(explode)
+        with pytest.raises((KeyError, PeerError)):  # a peer's may come first
+            loss(ranks, step)(model).backward()
+        handle.remove()
+        model.zero_grad()
+        loss(ranks, step)(model).backward()
+        rows = ranks.all(factors(ranks, model, step))
+        for i, p in enumerate(model.parameters()):
+            assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
+
+
+@on_ranks(2, where=["before forward", "before backward"])
+def test_a_rank_that_is_late_hears_of_the_failure_at_that_step(ranks, where):
+    """Rank 0 fails, catches and goes on before rank 1 has come that far."""
+    model = ranks.wrap(Bag())
+    loss(ranks, "first")(model).backward()
+    model.zero_grad()
+    if ranks.rank == 1 and where == "before forward":
+        time.sleep(0.3)
+    elif where == "before backward":
+        total = loss(ranks, "failing")(model)
+        ranks.all("both went forward")
+        if ranks.rank == 1:
+            time.sleep(0.3)
+    if ranks.rank == 0:
+        model.module.weights[0].register_hook(explode_once())
+    try:
+        if where == "before forward":
+            total = loss(ranks, "failing")(model)
+        total.backward()
+    except (KeyError, PeerError) as error:
+        raised = type(error).__name__
+    else:
+        raised = "nothing"
+    assert ranks.all(raised) == ["KeyError", "PeerError"]
+    model.zero_grad()
+    loss(ranks, "next")(model).backward()
+    rows = ranks.all(factors(ranks, model, "next"))
+    for i, p in enumerate(model.parameters()):
+        assert_equal(p.grad, mean_over([row[i] for row in rows]), "the step after it")
+
+
+def explode_once():
+    fuse = [1]
+
+    def explode(_):
+        if fuse:
+            fuse.pop()
+            raise KeyError("mine")
+
+    return explode
+
+
+@on_ranks(2)
+def test_copies_of_a_wrapper_are_averaged_on_their_own(ranks):
+    import torch.distributed as dist
+
+    group, ranks.group = (
+        ranks.group,
+        dist.group.WORLD,
+    )  # copies are of the default group
+    first = ranks.wrap(Bag())
+    second = copy.deepcopy(first)
+    for model in (first, second):
+        loss(ranks, 0)(model).backward()
+    ranks.group = group
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert_equal(a.grad, b.grad, "a copy's gradient")
+        assert a.grad.data_ptr() != b.grad.data_ptr()
+    ranks.assert_same([p.grad for p in second.parameters()], "the copy")

@@ -1,0 +1,411 @@
+"""What models are made of and how they are called, as the plain module does it."""
+
+import copy
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from cases import (
+    Twin,
+    assert_equal,
+    integer_weights,
+    mean_over,
+    net,
+    on_ranks,
+    train,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# ---- modules ------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_weight_used_by_two_layers_is_averaged_once(ranks):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x).clamp(-3, 3))
+
+    train(Twin(ranks, integer_weights(Tied())), ranks, size=100)
+
+
+@on_ranks(2)
+def test_a_layer_used_twice_is_averaged_once(ranks):
+    layer = nn.Linear(100, 100)
+    module = nn.Sequential(layer, nn.Hardtanh(-2, 2), layer, nn.Hardtanh(-2, 2), layer)
+    train(Twin(ranks, integer_weights(module)), ranks, size=100)
+
+
+@on_ranks(2)
+def test_frozen_parameters_have_no_gradient(ranks):
+    module = net()
+    module[2].requires_grad_(False)
+    twin = Twin(ranks, module)
+    train(twin, ranks)
+    assert twin.ours.module[2].weight.grad is None
+
+
+@on_ranks(2)
+def test_ignored_parameters_stay_local(ranks):
+    module = net()
+    names = ["0.weight", "2.bias"]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, names
+    )
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    x = ranks.integers(3, 6)
+    for _ in range(2):
+        for model in (plain, ours):
+            model.zero_grad()
+            model(x).sum().backward()
+    grads = {name: p.grad for name, p in plain.named_parameters()}
+    rows = ranks.all(grads)
+    for name, p in module.named_parameters():
+        expected = mean_over([row[name] for row in rows])
+        assert_equal(p.grad, grads[name] if name in names else expected, name)
+
+
+@on_ranks(2)
+def test_ignored_parameters_are_not_taken_from_rank_0(ranks):
+    module = net()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(ranks.rank)
+    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    first = module[0].weight.clone()
+    ranks.wrap(module)
+    assert_equal(module[0].weight.data, first.data, "an ignored parameter")
+    ranks.assert_same(list(module.parameters())[1:], "the others")
+
+
+@on_ranks(2, 3, init_sync=[True, False])
+def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
+    module = nn.Sequential(nn.Linear(90, 100), nn.BatchNorm1d(100))
+    module = module.to(torch.float64)
+    module.register_buffer("kept", torch.full((3,), ranks.rank, dtype=torch.int16))
+    module.register_buffer("flag", torch.tensor(ranks.rank == 0))
+    module.register_buffer("none", None)
+    module.register_buffer("passing", torch.tensor(float(ranks.rank)), persistent=False)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(ranks.rank)
+    ranks.wrap(module, init_sync=init_sync)
+    from_rank = 0 if init_sync else ranks.rank
+    assert all(p.unique().tolist() == [from_rank] for p in module.parameters())
+    assert module.kept.tolist() == [from_rank] * 3
+    assert module.flag.item() == (from_rank == 0)
+    assert module.passing.item() == from_rank
+
+
+@on_ranks(2)
+def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(ranks):
+    module = net()
+    x = ranks.integers(3, 6).requires_grad_()
+    out = module(x).sum()
+    ranks.wrap(module)
+    if ranks.rank != 0:  # rank 0's parameters are what they were
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, x)
+    else:
+        torch.autograd.grad(out, x)
+
+
+@on_ranks(2, 3)
+def test_statistics_of_batch_norm_are_those_of_rank_0(ranks):
+    def norm():
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    module = norm()
+    ours, theirs = ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)
+    for step in range(4):
+        x = torch.randn(6, 4, generator=ranks.generator(step))
+        for model in (ours, theirs):
+            model(x).square().sum().backward()
+        if ranks.rank == 0:
+            for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+                assert_equal(mine, other, f"rank 0's buffers at step {step}")
+    state = ours.state_dict()
+    rows = ranks.all({k: v for k, v in state.items() if "0." in k})
+    for row in rows:
+        for name, tensor in row.items():
+            assert_equal(tensor, rows[0][name], name)
+    assert state["module.0.num_batches_tracked"].item() == 4
+
+
+@on_ranks(2, where=["state_dict", "eval", "train"])
+def test_buffers_arrive_where_they_are_looked_at(ranks, where):
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = ranks.wrap(module)
+    model(
+        torch.randn(6, 4, generator=ranks.generator(0)).add(ranks.rank)
+    ).sum().backward()
+    if where == "state_dict":
+        model.state_dict()
+    elif where == "eval":
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 4))
+    else:
+        module[0].momentum = 0.0  # the next forward itself changes nothing
+        model(torch.zeros(2, 4))
+    ranks.assert_same([module[0].running_mean, module[0].running_var], where)
+
+
+@on_ranks(2)
+def test_buffers_stay_local_if_asked_for(ranks):
+    model = ranks.wrap(nn.Sequential(nn.BatchNorm1d(4)), broadcast_buffers=False)
+    for _ in range(2):
+        model(torch.randn(6, 4).add(ranks.rank)).sum().backward()
+    model.state_dict()
+    rows = ranks.all(model.module[0].running_mean)
+    assert not torch.equal(*rows)
+
+
+@on_ranks(2)
+def test_two_forwards_through_batch_norm_before_one_backward(ranks):
+    """An error with torch: it overwrites what the first forward has saved."""
+    torch.manual_seed(0)
+    twin = Twin(
+        ranks, nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    )
+    for step in range(3):
+        x, y = torch.randn(2, 6, 4, generator=ranks.generator(step))
+        twin.zero()
+        twin.step(lambda m, x=x, y=y: (m(x) - m(y)).square().sum(), check=False)
+        ranks.assert_same([p.grad for p in twin.ours.parameters()], f"step {step}")
+        if ranks.rank == 0:
+            twin.check()
+
+
+@on_ranks(2)
+def test_replaced_buffers_are_found(ranks):
+    class Running(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x):
+            self.total = self.total + x.sum(0)
+            return super().forward(x)
+
+    model = ranks.wrap(Running())
+    for _ in range(3):
+        model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
+    assert model.state_dict()["module.total"].tolist() == [3.0] * 3
+
+
+@on_ranks(2)
+def test_evaluation_on_one_rank_alone_waits_for_nobody(ranks):
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = ranks.wrap(module)
+    for step in range(3):
+        model.train()
+        model(torch.randn(6, 4, generator=ranks.generator(step))).sum().backward()
+        if ranks.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(torch.zeros(1, 4))
+            with torch.inference_mode():
+                model(torch.zeros(1, 4))
+            model.state_dict()
+    ranks.assert_same([p.grad for p in model.parameters()], "the last step")
+
+
+# ---- ways to call -------------------------------------------------------------------
+
+
+class Methods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = net()
+
+    def forward(self, x):
+        return self.part(x)
+
+    def loss(self, x):
+        return self.part(x).sum()
+
+
+@on_ranks(2)
+def test_a_method_of_the_module_bypasses_forward(ranks):
+    twin = Twin(ranks, Methods())
+    for step in range(3):
+        twin.zero()
+        x = ranks.integers(3, 6, key=step)
+        twin.step(lambda model, x=x: getattr(model, "module", model).loss(x))
+
+
+@on_ranks(2)
+def test_the_bare_module_is_averaged_while_it_is_wrapped(ranks):
+    twin = Twin(ranks, net())
+    for step in range(3):
+        twin.zero()
+        x = ranks.integers(3, 6, key=step)
+        twin.step(lambda model, x=x: getattr(model, "module", model)(x).sum())
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    name: str = "result"
+
+
+class Opaque:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+OUTPUTS = {
+    "tuple": (lambda y: (y, None, 3), lambda out: out[0]),
+    "dict": (lambda y: {"a": [y], "b": "word"}, lambda out: out["a"][0]),
+    "dataclass": (lambda y: Result(y), lambda out: out.logits),
+    "plain object": (lambda y: Opaque(y), lambda out: out.hidden),
+    "closure": (lambda y: lambda: y, lambda out: out()),
+    "view": (lambda y: y.t()[0], lambda out: out),
+}
+
+
+@on_ranks(2, output=[*OUTPUTS])
+def test_outputs_may_be_of_any_kind(ranks, output):
+    pack, unpack = OUTPUTS[output]
+
+    class Packing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = net()
+            self.unused = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return pack(self.part(x))
+
+    train(Twin(ranks, Packing()), ranks, loss=lambda out: unpack(out).sum())
+
+
+@on_ranks(2)
+def test_outputs_may_be_changed_in_place(ranks):
+    def loss(out):
+        out += 1
+        out *= 2
+        return out.sum()
+
+    train(Twin(ranks, net()), ranks, loss=loss)
+
+
+@on_ranks(2)
+def test_gradients_flow_to_the_inputs(ranks):
+    twin = Twin(ranks, net())
+    rows = []
+    for model in (twin.plain, twin.ours):
+        x = ranks.integers(3, 6).requires_grad_()
+        model(x).sum().backward()
+        rows.append(x.grad)
+    assert_equal(*rows, "the gradient of the input")
+
+
+# ---- checkpointing ------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks under checkpointing; the number of uses may differ from step to step."""
+
+    def __init__(self, reentrant, width=100, shared=False):
+        super().__init__()
+        first = nn.Linear(width, width)
+        second = first if shared else nn.Linear(width, width)
+        self.blocks = nn.ModuleList([first, second, nn.Linear(width, width)])
+        self.reentrant = reentrant
+        self.uses = 1
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        for _ in range(self.uses):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+                x = x.clamp(-2, 2) if not self.reentrant else self.clip(x)
+        return x
+
+    def clip(self, x):
+        return checkpoint(partial(torch.clamp, min=-2, max=2), x, use_reentrant=True)
+
+
+@on_ranks(2, 4, reentrant=[True, False], shared=[False, True])
+def test_every_block_may_be_checkpointed(ranks, reentrant, shared):
+    module = integer_weights(Blocks(reentrant, shared=shared), -1, 2)
+    train(Twin(ranks, module), ranks, steps=4, size=100)
+
+
+@on_ranks(2, 3, reentrant=[True, False], width=[100, 5])
+def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, width):
+    """More firings than last time: some gradients come after their bucket has left."""
+    twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared=True), -1, 2))
+    for step, uses in enumerate([1, 2, 1, 3, 1, 1, 2, 2]):
+        uses += ranks.rank % 2 * (step % 2)  # and the ranks differ
+        twin.plain.uses = twin.ours.module.uses = uses
+        twin.zero(set_to_none=step % 3 != 1)
+        x = ranks.integers(2, width, key=step)
+        check = ranks.n != 3
+        twin.step(lambda model, x=x: model(x).sum(), check=check)
+        ranks.assert_same([p.grad for p in twin.ours.parameters()], f"step {step}")
+        if not check:
+            pairs = zip(twin.plain.parameters(), twin.ours.parameters(), strict=True)
+            for p, q in pairs:
+                torch.testing.assert_close(q.grad, p.grad, rtol=1e-6, atol=1e-4)
+                p.grad = q.grad.clone()
+
+
+@on_ranks(2, style=["round both", "round backward"])
+def test_accumulation_with_checkpointing(ranks, style):
+    twin = Twin(ranks, integer_weights(Blocks(True, shared=True), -1, 2))
+    for step in range(3):
+        twin.zero()
+        x = ranks.integers(2, 100, key=step)
+        twin.plain(x).sum().backward()
+        if style == "round both":
+            with twin.ours.no_sync():
+                twin.ours(x).sum().backward()
+        else:
+            out = twin.ours(x).sum()
+            with twin.ours.no_sync():
+                out.backward()
+        twin.check()
+        twin.step(lambda model, x=x: model(x * 2).sum())
+
+
+@on_ranks(2, reentrant=[True, False])
+def test_the_wrapper_itself_may_be_checkpointed(ranks, reentrant):
+    twin = Twin(ranks, net())
+    for step in range(3):
+        twin.zero()
+        x = ranks.integers(3, 6, key=step).requires_grad_()
+        run = partial(checkpoint, use_reentrant=reentrant)
+        twin.step(lambda model, x=x, run=run: run(model, x).sum())
+
+
+@on_ranks(2)
+def test_a_method_that_bypasses_forward_may_checkpoint_every_block(ranks):
+    """No hook fires in the outermost backward, and no output is known of: an error
+    that says so would do as well, on every rank and at that backward."""
+    twin = Twin(ranks, integer_weights(Blocks(True), -1, 2))
+    for step in range(3):
+        twin.zero()
+        x = ranks.integers(2, 100, key=step)
+        twin.step(lambda model, x=x: getattr(model, "module", model)(x).sum())
+
+
+@on_ranks(2)
+def test_gradients_are_ready_when_backward_returns_from_checkpointed_blocks(ranks):
+    """Not only at the optimizer's step: clipping needs them before."""
+    model = ranks.wrap(integer_weights(Blocks(True), -1, 2))
+    for step in range(3):
+        model.zero_grad()
+        model(ranks.integers(2, 100, key=step)).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ranks.assert_same([norm, *(p.grad for p in model.parameters())], "the norm")

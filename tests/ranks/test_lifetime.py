@@ -1,0 +1,228 @@
+"""What a wrapper leaves behind: hooks, descriptors, memory, children."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import descriptors, shared_mappings
+from support.ranks import run_ranks, values
+from torch.utils.data import DataLoader, TensorDataset
+
+N_CYCLES = 20
+
+
+def make_module() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 128), torch.nn.BatchNorm1d(128), torch.nn.Linear(128, 128)
+    )
+
+
+def step(model: torch.nn.Module, rank: int) -> None:
+    inputs = torch.arange(32.0).reshape(4, 8).remainder(5.0) + rank
+    model(inputs).sum().backward()
+
+
+def n_hooks(module: torch.nn.Module) -> list[int]:
+    hooks = [p._post_accumulate_grad_hooks for p in module.parameters()]
+    return [len(of_one) if of_one else 0 for of_one in hooks]
+
+
+def n_descriptors() -> int:
+    gc.collect()
+    return len(descriptors())
+
+
+def wrap_again_and_again(rank: int, n_ranks: int) -> dict[str, Any]:
+    module = make_module()
+    step(paceline.DistributedDataParallel(module), rank)  # torch's lazy descriptors
+    gc.collect()
+    before, hooks = n_descriptors(), []
+    for _ in range(N_CYCLES):
+        model = paceline.DistributedDataParallel(module)
+        step(model, rank)
+        hooks.append(n_hooks(module))
+        del model
+        hooks.append(n_hooks(module))
+        step(module, rank)  # the bare module trains on
+    module.zero_grad()
+    return {
+        "hooks": hooks,
+        "more": n_descriptors() - before,
+        "maps": shared_mappings(),
+    }
+
+
+def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else() -> None:
+    for value in values(run_ranks(wrap_again_and_again, 2)):
+        assert value["hooks"] == N_CYCLES * [[1] * 6, [0] * 6]
+        assert value["more"] == 0
+        assert value["maps"] == []
+
+
+def keep_gradients_after_del(rank: int, n_ranks: int) -> bool:
+    module = make_module()
+    model = paceline.DistributedDataParallel(module)
+    step(model, rank)
+    grads = [p.grad for p in module.parameters()]
+    expected = [g.clone() for g in grads]
+    del model
+    gc.collect()
+    same = all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
+    for parameter, grad in zip(module.parameters(), grads, strict=True):
+        grad.add_(1.0)  # their memory is theirs
+        parameter.grad = None
+    del grads
+    gc.collect()
+    return same and not shared_mappings()
+
+
+def test_gradients_outlive_their_wrapper_and_then_free_its_memory() -> None:
+    assert values(run_ranks(keep_gradients_after_del, 2)) == [True, True]
+
+
+def rebind(rank: int, n_ranks: int) -> dict[str, Any]:
+    module = make_module()
+    model = paceline.DistributedDataParallel(module)
+    step(model, rank)
+    model = paceline.DistributedDataParallel(module)  # the first lives until now
+    gc.collect()
+    module.zero_grad()
+    step(model, rank)
+    return {"hooks": n_hooks(module), "grad": module[2].weight.grad.clone()}
+
+
+def plain_gradient(rank: int) -> torch.Tensor:
+    module = make_module()
+    step(module, rank)
+    return module[2].weight.grad
+
+
+def test_a_module_wrapped_twice_is_averaged_once() -> None:
+    told = values(run_ranks(rebind, 2))
+    mean = (plain_gradient(0) + plain_gradient(1)) / 2
+    for value in told:
+        assert value["hooks"] == [1] * 6
+        torch.testing.assert_close(value["grad"], mean)
+
+
+# ---- ranks that do something alone ---------------------------------------------------
+
+
+def evaluate_on_rank_0(rank: int, n_ranks: int) -> torch.Tensor:
+    model = paceline.DistributedDataParallel(make_module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        model.train()
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(model, rank + epoch)
+            optimizer.step()
+        if rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+            model(torch.ones(2, 8))  # a graph that nobody runs backward
+            model.state_dict()
+    return model.module[2].weight.detach().clone()
+
+
+def test_rank_0_evaluates_alone() -> None:
+    first, second = values(run_ranks(evaluate_on_rank_0, 2))
+    assert torch.equal(first, second)
+
+
+def fork_a_child(rank: int, n_ranks: int, end: str) -> dict[str, Any]:
+    model = paceline.DistributedDataParallel(make_module())
+    step(model, rank)
+    before = n_descriptors()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    pid = os.fork()
+    if pid == 0:
+        run_child(model, end)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    same = all(
+        torch.equal(p.grad, was)
+        for p, was in zip(model.parameters(), gradients, strict=True)
+    )
+    for _ in range(3):
+        step(model, rank)
+    dist.barrier()
+    return {"code": code, "more": n_descriptors() - before, "same": same}
+
+
+def run_child(model: torch.nn.Module, end: str) -> None:
+    """Do in a forked child what an ordinary child does; never return."""
+    import atexit
+
+    code = 3
+    try:
+        if end == "uses the wrapper":
+            try:
+                step(model, 0)
+            except RuntimeError as error:
+                code = 0 if "forked from rank" in str(error) else 4
+        elif end == "writes its gradients":
+            for parameter in model.parameters():
+                parameter.grad.add_(1.0)
+            code = 0
+        elif end == "trains the bare model":
+            step(model.module, 0)
+            code = 0
+        else:
+            with torch.no_grad():
+                model.module(torch.ones(4, 8))
+            code = 0
+        del model
+        gc.collect()
+        atexit._run_exitfuncs()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+@pytest.mark.parametrize("end", ["exits", "uses the wrapper", "trains the bare model"])
+def test_a_forked_child_leaves_its_rank_alone(end: str) -> None:
+    for value in values(run_ranks(fork_a_child, 2, end)):
+        assert value["code"] == 0
+        assert value["more"] == 0
+
+
+def test_a_forked_child_does_not_write_to_its_parents_gradients() -> None:
+    for value in values(run_ranks(fork_a_child, 2, "writes its gradients")):
+        assert value["same"]
+
+
+def train_with_workers(rank: int, n_ranks: int, start: str) -> torch.Tensor:
+    # Made before and after the wrapper; their processes end in the middle of training.
+    data = TensorDataset(torch.arange(256.0).reshape(32, 8))
+    model = paceline.DistributedDataParallel(make_module())
+    loader = DataLoader(
+        data, batch_size=8, num_workers=2, multiprocessing_context=start
+    )
+    for _ in range(2):
+        for (inputs,) in loader:
+            model.zero_grad()
+            model(inputs + rank).sum().backward()
+    return model.module[2].weight.grad.clone()
+
+
+@pytest.mark.parametrize(
+    "start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+def test_dataloader_workers_come_and_go(start: str) -> None:
+    first, second = values(run_ranks(train_with_workers, 2, start, timeout=120))
+    assert torch.equal(first, second)
+
+
+def test_nothing_is_left_in_shared_memory() -> None:
+    assert not [name for name in os.listdir("/dev/shm") if "paceline" in name]
+    assert not list(Path("/tmp").glob("*paceline-*.sock"))

@@ -1,0 +1,286 @@
+"""Checkpoints are written whole or not at all, and read with either kind of keys."""
+
+import os
+import stat
+
+import paceline
+import pytest
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class HasModule(nn.Module):
+    """A bare model, all of whose keys begin with `module.` by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def forward(self, x):
+        return self.module(x)
+
+
+class Versioned(nn.Module):
+    """Keeps what version of itself its parameters were saved by."""
+
+    def __init__(self, version, **parts):
+        super().__init__()
+        self.version = version
+        self.seen = None
+        self.weight = nn.Parameter(torch.zeros(1))
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    @property
+    def _version(self):
+        return self.version
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        self.seen = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+def assert_same(left, right):
+    left, right = left.state_dict(), right.state_dict()
+    assert list(left) == list(right)
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.pt"
+
+
+@pytest.fixture(params=["bare", "wrapped"])
+def saved(request, alone):
+    model = Net()
+    wrap = paceline.DistributedDataParallel
+    return model if request.param == "bare" else wrap(model)
+
+
+# ---- both kinds of keys -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+def test_either_kind_of_file_loads_into_a_bare_model(saved, path, prefix):
+    paceline.save(saved, path, prefix=prefix)
+    model = Net()
+    paceline.load(path, model)
+    assert_same(model, getattr(saved, "module", saved))
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+def test_either_kind_of_file_loads_into_a_wrapper(saved, path, prefix):
+    paceline.save(saved, path, prefix=prefix)
+    wrapper = paceline.DistributedDataParallel(Net())
+    paceline.load(path, wrapper)
+    assert_same(wrapper.module, getattr(saved, "module", saved))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "first"),
+    [("keep", "module.inner.0.weight"), ("strip", "inner.0.weight")],
+)
+def test_the_prefix_of_a_wrapper_is_kept_or_stripped_in_the_file(
+    alone, path, prefix, first
+):
+    paceline.save(paceline.DistributedDataParallel(Net()), path, prefix=prefix)
+    assert next(iter(torch.load(path))) == first
+
+
+def test_a_loaded_state_dict_comes_without_the_prefix(saved, path):
+    paceline.save(saved, path)
+    assert list(paceline.load(path)) == list(Net().state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+def test_a_bare_model_with_a_part_called_module_round_trips(path, prefix):
+    model, other = HasModule(), HasModule()
+    paceline.save(model, path, prefix=prefix)
+    paceline.load(path, other)
+    assert_same(other, model)
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+def test_a_wrapped_model_with_a_part_called_module_round_trips(alone, path, prefix):
+    model = HasModule()
+    paceline.save(paceline.DistributedDataParallel(model), path, prefix=prefix)
+    bare, wrapper = HasModule(), paceline.DistributedDataParallel(HasModule())
+    paceline.load(path, bare)
+    paceline.load(path, wrapper)
+    assert_same(bare, model)
+    assert_same(wrapper.module, model)
+
+
+def test_data_parallel_of_torch_loads_and_saves_too(path):
+    wrapper = torch.nn.DataParallel(Net())
+    paceline.save(wrapper, path)
+    model, other = Net(), torch.nn.DataParallel(Net())
+    paceline.load(path, model)
+    paceline.load(path, other)
+    assert_same(model, wrapper.module)
+    assert_same(other.module, wrapper.module)
+
+
+# ---- metadata -----------------------------------------------------------------------
+
+
+def versioned(*versions):
+    root, part, leaf = versions
+    return Versioned(root, part=Versioned(part, leaf=Versioned(leaf)))
+
+
+def seen(model):
+    return [m.seen for m in model.modules() if isinstance(m, Versioned)]
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
+def test_the_versions_of_modules_are_kept_by_their_places(alone, path, prefix, wrap):
+    model = versioned(5, 6, 7)
+    whole = paceline.DistributedDataParallel(model) if wrap else model
+    paceline.save(whole, path, prefix=prefix)
+    bare = versioned(8, 9, 10)
+    paceline.load(path, bare)
+    assert seen(bare) == [5, 6, 7]
+
+
+def test_the_versions_of_a_part_called_module_are_kept_by_their_places(alone, path):
+    model = Versioned(5, module=Versioned(6, module=Versioned(7)))
+    paceline.save(paceline.DistributedDataParallel(model), path, prefix="strip")
+    other = Versioned(8, module=Versioned(9, module=Versioned(10)))
+    paceline.load(path, other)
+    assert seen(other) == [5, 6, 7]
+
+
+# ---- whole or not at all ------------------------------------------------------------
+
+
+class Unsaveable:
+    def __reduce__(self):
+        raise RuntimeError("this cannot be saved")
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_other(path):
+    paceline.save({"a": torch.ones(1)}, path)
+    with pytest.raises(RuntimeError, match="cannot be saved"):
+        paceline.save({"a": torch.zeros(1), "b": Unsaveable()}, path)
+    assert torch.load(path)["a"].item() == 1
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
+def test_a_save_that_breaks_off_in_the_middle_leaves_no_part(path, monkeypatch, error):
+    def break_off(state, file):
+        file.write(b"half of it")
+        raise error
+
+    monkeypatch.setattr(torch, "save", break_off)
+    with pytest.raises(type(error)):
+        paceline.save({"a": torch.zeros(1)}, path)
+    assert os.listdir(path.parent) == []
+
+
+def test_the_file_appears_under_its_name_only_once_it_is_complete(path, monkeypatch):
+    during = []
+    save = torch.save
+
+    def watch(state, file):
+        save(state, file)
+        during.extend(os.listdir(path.parent))
+
+    monkeypatch.setattr(torch, "save", watch)
+    paceline.save({"a": torch.zeros(1)}, path)
+    assert len(during) == 1
+    assert during != [path.name]
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        paceline.save({}, tmp_path / "nowhere" / "model.pt")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0, 0o666)])
+def test_the_permissions_are_those_of_any_new_file(path, mask, mode):
+    before = os.umask(mask)
+    try:
+        paceline.save({}, path)
+        assert os.umask(mask) == mask, "save() changed the umask"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+# ---- arguments ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["drop", "", None, True])
+def test_another_word_for_prefix_is_refused_before_anything_is_written(path, word):
+    with pytest.raises(ValueError, match=f"prefix is {word!r}: give 'keep' or 'strip'"):
+        paceline.save({}, path, prefix=word)
+    assert not path.exists()
+
+
+def test_paths_may_be_strings(path):
+    paceline.save({"a": torch.ones(1)}, str(path))
+    assert paceline.load(str(path))["a"].item() == 1
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        {"epoch": 3, "model": {"module.weight": torch.ones(2)}},
+        [1, 2, torch.ones(2)],
+        torch.ones(2),
+        {1: 2},
+        {},
+    ],
+    ids=["nested", "list", "tensor", "int keys", "empty"],
+)
+def test_what_is_no_state_dict_comes_back_as_it_was(path, thing):
+    paceline.save(thing, path, prefix="strip")
+    assert str(paceline.load(path)) == str(thing)
+
+
+def test_files_of_torch_save_are_read(alone, path):
+    wrapper = torch.nn.parallel.DistributedDataParallel(Net())
+    torch.save(wrapper.state_dict(), path)
+    model = Net()
+    paceline.load(path, model)
+    assert_same(model, wrapper.module)
+
+
+def test_files_are_readable_by_torch_load(path):
+    model, other = Net(), Net()
+    paceline.save(model, path)
+    other.load_state_dict(torch.load(path, weights_only=True))
+    assert_same(other, model)
+
+
+def test_arbitrary_objects_are_refused_unless_asked_for(path):
+    paceline.save({"a": Net()}, path)
+    with pytest.raises(Exception, match="weights_only"):
+        paceline.load(path)
+    assert isinstance(paceline.load(path, weights_only=False)["a"], Net)
+
+
+def test_where_tensors_go_can_be_said(path):
+    paceline.save(Net(), path)
+    loaded = paceline.load(path, map_location="meta")
+    assert {tensor.device.type for tensor in loaded.values()} == {"meta"}
+
+
+def test_parameters_of_another_model_raise_the_list_of_torch(path):
+    paceline.save(nn.Linear(3, 2), path)
+    with pytest.raises(RuntimeError, match=r"Missing key.*inner\.0\.weight"):
+        paceline.load(path, Net())
