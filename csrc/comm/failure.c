@@ -48,18 +48,30 @@ int pli_failure_concerns(const pli_failure *failure, uint64_t epoch)
     return pli_failure_is_final(failure) || failure->epoch >= epoch;
 }
 
+int pli_failure_raised_in(const pli_segment *segment, uint64_t epoch, pli_failure *out)
+{
+    const uint64_t word = atomic_load(&pli_header_of(segment)->raised);
+    if (word == 0)
+        return 0;
+    *out = unpack(word);
+    return out->epoch == epoch;
+}
+
 void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
 {
-    _Atomic uint64_t *word = &pli_header_of(segment)->failure;
-    uint64_t standing = atomic_load(word);
+    pli_header *header = pli_header_of(segment);
+    uint64_t standing = atomic_load(&header->failure);
     do {
         if (standing != 0) {
             const pli_failure old = unpack(standing);
             if (pli_failure_is_final(&old) ||
                 (!pli_failure_is_final(failure) && old.epoch >= failure->epoch))
-                break;
+                goto done;
         }
-    } while (!atomic_compare_exchange_weak(word, &standing, pack(failure)));
+    } while (!atomic_compare_exchange_weak(&header->failure, &standing, pack(failure)));
+    if (!pli_failure_is_final(failure))
+        atomic_store(&header->raised, pack(failure));
+done:
     pli_bell_ring(segment);
 }
 

@@ -22,6 +22,11 @@ typedef struct pli_failure {
 /* Non-zero, with *out filled, where the world has failed. */
 int pli_failure_get(const pli_segment *segment, pli_failure *out);
 
+/* Non-zero, with *out filled, where a step of `epoch` failed before anything final:
+ * what a rank of that epoch is to be told, though others have given up and left since.
+ */
+int pli_failure_raised_in(const pli_segment *segment, uint64_t epoch, pli_failure *out);
+
 /* Non-zero where that failure ends what a rank does in `epoch`. */
 int pli_failure_concerns(const pli_failure *failure, uint64_t epoch);
 

@@ -173,3 +173,11 @@ void pli_segment_fini(pli_segment *segment)
         (void)close(segment->fd);
     *segment = (pli_segment){.fd = -1};
 }
+
+uint32_t pli_ring_ops(size_t n_ops)
+{
+    uint32_t ring_ops = 64;
+    while (ring_ops < n_ops && ring_ops < UINT32_C(1) << 20)
+        ring_ops *= 2;
+    return ring_ops;
+}

@@ -42,7 +42,8 @@ typedef struct pli_header {
     uint32_t ring_ops;
     uint64_t arena_bytes;
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t failure; /* see failure.h; 0: none */
-    _Alignas(PL_CACHE_LINE) _Atomic uint32_t bell;    /* futex word */
+    _Atomic uint64_t raised; /* the last that was not final: maybe its cause */
+    _Alignas(PL_CACHE_LINE) _Atomic uint32_t bell; /* futex word */
     _Atomic uint32_t n_waiters;
 } pli_header;
 
@@ -69,6 +70,9 @@ typedef struct pli_segment {
     size_t arenas_at; /* offset of arena 0 in the file */
     char *base;
 } pli_segment;
+
+/* The smallest power of two that holds n_ops operations in flight. */
+uint32_t pli_ring_ops(size_t n_ops);
 
 /* Makes the memfd and maps it.  ring_ops is a power of two. */
 pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_ops,

@@ -44,8 +44,12 @@ static int failure_stands(const pli_shared_comm *self, pli_failure *out)
 static pl_status fail_as(pli_shared_comm *self, const char *waiting_for)
 {
     pli_failure failure = {0};
+    pli_failure cause;
     if (!failure_stands(self, &failure))
         return PL_OK;
+    if (pli_failure_is_final(&failure) &&
+        pli_failure_raised_in(self->segment, self->epoch, &cause))
+        failure = cause;
     return pli_failure_report(self->segment, &failure, self->super.rank, waiting_for);
 }
 
@@ -371,7 +375,7 @@ static pl_status shared_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *ou
         pli_failure failure = {0};
         if (has_failed(self, &failure)) {
             if (pli_failure_is_final(&failure))
-                PL_TRY(fail_as(self, ""));
+                PL_TRY(pli_failure_report(self->segment, &failure, comm->rank, ""));
             enter_epoch_after(self, &failure);
             self->phase = PLI_RECOVERING;
         } else if (self->phase == PLI_RUNNING) {
@@ -452,14 +456,6 @@ static int spins_for(int world_size)
         CPU_COUNT(&cores) < world_size)
         return SPINS_CROWDED;
     return SPINS_WITH_CORES;
-}
-
-uint32_t pli_ring_ops(size_t n_ops)
-{
-    uint32_t ring_ops = 64;
-    while (ring_ops < n_ops && ring_ops < UINT32_C(1) << 20)
-        ring_ops *= 2;
-    return ring_ops;
 }
 
 pl_status pli_shared_create(const pli_shared_options *options, pli_shared_comm **out)

@@ -70,7 +70,4 @@ void pli_part_run(const pli_shared_comm *self, const pl_op *op);
 
 void pli_shared_segment_release(pli_shared_segment *shared);
 
-/* The smallest power of two that holds n_ops operations in flight. */
-uint32_t pli_ring_ops(size_t n_ops);
-
 #endif

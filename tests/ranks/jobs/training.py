@@ -1,5 +1,6 @@
 """A script as users have it; the import of paceline is all that is not torch's."""
 
+import hashlib
 import os
 import sys
 
@@ -26,10 +27,10 @@ def main():
         loss.backward()
         optimizer.step()
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    flats = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(flats, flat)
-    assert all(torch.equal(other, flat) for other in flats)
-    print(f"rank {rank} of {dist.get_world_size()} is done: {flat.sum().item():.4f}")
+    # No collective of Gloo so close to the end: torch 2.13's worker thread may still
+    # hold its tensors when the interpreter ends, and then aborts the process.
+    digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    print(f"rank {rank} of {dist.get_world_size()} is done: {digest}")
     dist.destroy_process_group()
 
 
