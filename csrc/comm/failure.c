@@ -64,8 +64,7 @@ void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
     do {
         if (standing != 0) {
             const pli_failure old = unpack(standing);
-            if (pli_failure_is_final(&old) ||
-                (!pli_failure_is_final(failure) && old.epoch >= failure->epoch))
+            if (pli_failure_is_final(&old) || old.epoch >= failure->epoch)
                 goto done;
         }
     } while (!atomic_compare_exchange_weak(&header->failure, &standing, pack(failure)));

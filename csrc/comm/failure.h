@@ -2,7 +2,7 @@
  *
  * The first to notice a failure writes it; later ones of the same epoch are its
  * consequences and change nothing.  A final failure (any but PLI_RAISED) stands for
- * good.  The word packs
+ * good, in a later epoch than one that was raised.  The word packs
  *
  *     epoch : 40 | rank : 8 | reason : 8 | 1 : 8        0: nothing has failed
  *

@@ -149,7 +149,7 @@ done:
 void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void *memory)
 {
     const pli_segment *segment = ((pli_shared_comm *)(void *)comm)->segment;
-    /* Where it fails the child keeps sharing, as any MAP_SHARED memory is. */
-    (void)mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-               segment->fd, own_offset(comm, offset_bytes));
+    void *mapped = mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                        segment->fd, own_offset(comm, offset_bytes));
+    (void)mapped; /* where it fails, the child keeps sharing */
 }

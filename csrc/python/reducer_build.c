@@ -136,19 +136,20 @@ void pli_free_buffers(grad_buffer *buffers, size_t n_buffers)
     pli_free(buffers);
 }
 
-/* The core's view of the same; params is for pli_free(). */
+/* The core's view of the same; out->params is for pli_free(). */
 static int make_spec(const module_state *state, const pli_reducer_arguments *given,
                      const grad_slot *slots, size_t n_slots, size_t extra_bytes,
-                     pl_param **params, pl_reducer_spec *out)
+                     pl_reducer_spec *out)
 {
-    if (pli_check(state, pli_calloc(n_slots, sizeof **params, "parameters", params)) !=
+    pl_param *params = NULL;
+    if (pli_check(state, pli_calloc(n_slots, sizeof *params, "parameters", &params)) !=
         0)
         return -1;
     for (size_t i = 0; i < n_slots; i++)
-        (*params)[i] = (pl_param){.n_elems = slots[i].layout.n_elems,
-                                  .dtype = slots[i].layout.dtype};
+        params[i] = (pl_param){.n_elems = slots[i].layout.n_elems,
+                               .dtype = slots[i].layout.dtype};
     *out = (pl_reducer_spec){
-        .params = *params,
+        .params = params,
         .n_params = n_slots,
         .extra_bytes = extra_bytes,
         .caps = {.bucket_bytes = (size_t)given->bucket_bytes,
@@ -163,9 +164,8 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     pli_reducer_arguments given = {0};
     grad_slot *slots = NULL;
     grad_buffer *buffers = NULL;
-    pl_param *params = NULL;
     size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
-    pl_reducer_spec spec;
+    pl_reducer_spec spec = {0};
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOnn:measure", &given.params, &given.buffers,
                           &given.bucket_bytes, &given.last_bytes) ||
@@ -173,12 +173,12 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
         return NULL;
     if (read_params(state, given.params, &slots, &n_slots) == 0 &&
         read_buffers(state, given.buffers, &buffers, &n_buffers, &extra_bytes) == 0 &&
-        make_spec(state, &given, slots, n_slots, extra_bytes, &params, &spec) == 0)
+        make_spec(state, &given, slots, n_slots, extra_bytes, &spec) == 0)
         result = Py_BuildValue("nn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
                                (Py_ssize_t)pl_reducer_max_ops(&spec));
     pli_free_slots(slots, n_slots);
     pli_free_buffers(buffers, n_buffers);
-    pli_free(params);
+    pli_free((void *)spec.params);
     return result;
 }
 
@@ -209,15 +209,13 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
 int pli_reducer_build(const module_state *state, reducer_object *self,
                       const pli_reducer_arguments *given)
 {
-    pl_param *params = NULL;
     size_t extra_bytes = 0;
-    pl_reducer_spec spec;
+    pl_reducer_spec spec = {0};
     int status = -1;
     if (read_params(state, given->params, &self->slots, &self->n_slots) != 0 ||
         read_buffers(state, given->buffers, &self->buffers, &self->n_buffers,
                      &extra_bytes) != 0 ||
-        make_spec(state, given, self->slots, self->n_slots, extra_bytes, &params,
-                  &spec) != 0 ||
+        make_spec(state, given, self->slots, self->n_slots, extra_bytes, &spec) != 0 ||
         pli_check(state, pli_cpu_backend_create(&self->backend)) != 0 ||
         pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
                                            &self->reducer)) != 0)
@@ -232,6 +230,6 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
     }
     status = 0;
 done:
-    pli_free(params);
+    pli_free((void *)spec.params);
     return status;
 }

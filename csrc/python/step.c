@@ -137,7 +137,8 @@ static void fail_with_exception(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *words = value != NULL ? PyObject_Str(value) : NULL;
+    PyObject *words = PyUnicode_FromFormat("%s: %S", ((PyTypeObject *)type)->tp_name,
+                                           value != NULL ? value : Py_None);
     const char *text = words != NULL ? PyUnicode_AsUTF8(words) : NULL;
     PyErr_Clear();
     pli_step_fail(self, text != NULL ? text : "its backward could not be finished");
