@@ -34,7 +34,7 @@ enum { PL_CACHE_LINE = 64 }; /* alignment of every slot, and of shared words */
 
 /* ---- status ------------------------------------------------------------- */
 
-/* name, number, text, Python exception (see csrc/python/convert.c) */
+/* name, number, text, Python exception (see csrc/python/raise.c) */
 #define PL_STATUS_MAP(X)                                                               \
     X(PL_OK, 0, "success", "")                                                         \
     X(PL_EINVAL, 1, "invalid argument", "ValueError")                                  \
