@@ -61,7 +61,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
                             pl_backend *backend, pl_reducer **out) PL_MUST_USE;
 void pl_reducer_destroy(pl_reducer *reducer);
 
-/* Starts a step.  PL_ESTATE where one is under way: pl_reducer_reset() it first. */
+/* Starts a step.  PL_ESTATE where one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
 
 /* Hands over a gradient that backward has just produced; `data` is dense, in the

@@ -114,6 +114,9 @@ int pli_grads_refresh_window(reducer_object *self);
 /* -1, with an exception, in a process forked from the rank. */
 int pli_step_check_process(const reducer_object *self);
 
+/* Leaves a failed step behind, together with every rank; at once where none failed. */
+int pli_step_recover(reducer_object *self);
+
 int pli_step_begin(reducer_object *self);
 int pli_step_finish(reducer_object *self);
 

@@ -129,11 +129,6 @@ static int is_in_backward(const module_state *state)
     return is_inside;
 }
 
-static pl_status recover_slice(void *reducer, int64_t slice_ns)
-{
-    return pl_reducer_recover(reducer, slice_ns);
-}
-
 static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 {
     reducer_object *self = reducer_of(object);
@@ -155,8 +150,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         return NULL;
     }
     self->sync_forward = self->sync_now;
-    if (self->sync_now == SYNC_ON &&
-        pli_wait_in_slices(state, recover_slice, self->reducer) != 0)
+    if (self->sync_now == SYNC_ON && pli_step_recover(self) != 0)
         return NULL;
     if (pli_buffers_apply(self) != 0)
         return NULL;
@@ -192,24 +186,6 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *gradient)
     if (self->sync_now == SYNC_ON && self->sync_forward == SYNC_ON &&
         pli_step_queue_guard(self, GUARD_OF_OUTPUT) != 0)
         return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *reducer_finish(PyObject *object, PyObject *ignored)
-{
-    reducer_object *self = reducer_of(object);
-    (void)ignored;
-    if (pl_reducer_is_active(self->reducer) && pli_step_finish(self) != 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *reducer_note_exception(PyObject *object, PyObject *words)
-{
-    const char *text = NULL;
-    if (words != Py_None && (text = pli_words(words)) == NULL)
-        return NULL;
-    pli_comm_last_words(reducer_of(object)->comm, text);
     Py_RETURN_NONE;
 }
 
@@ -280,11 +256,6 @@ static PyMethodDef reducer_methods[] = {
      "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
     {"on_output", reducer_on_output, METH_O,
      "on_output($self, gradient, /)\n--\n\nHook for an output: a backward begins."},
-    {"finish", reducer_finish, METH_NOARGS,
-     "finish($self, /)\n--\n\nFinish a step that is under way, if any."},
-    {"note_exception", reducer_note_exception, METH_O,
-     "note_exception($self, words, /)\n--\n\nKeep words for peers that must name this "
-     "rank; None forgets them."},
     {NULL, NULL, 0, NULL},
 };
 

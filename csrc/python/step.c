@@ -51,11 +51,16 @@ int pli_step_check_process(const reducer_object *self)
     return -1;
 }
 
+int pli_step_recover(reducer_object *self)
+{
+    return pli_wait_in_slices(state_of_reducer(self), recover_slice, self->reducer);
+}
+
 int pli_step_begin(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
     if (pli_step_check_process(self) != 0 || read_backward(self) != 0 ||
-        pli_wait_in_slices(state, recover_slice, self->reducer) != 0 ||
+        pli_step_recover(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
     self->thread = PyThread_get_thread_ident();

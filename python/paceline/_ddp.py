@@ -339,7 +339,7 @@ bucket_cap_mb_list : optional
         try:
             output = self.module(*inputs, **kwargs)
         except BaseException:
-            reducer.note_exception(traceback.format_exc())
+            self._world.note_exception(traceback.format_exc())
             raise
         reducer.forward_ends()
         _watch_output(output, reducer)
