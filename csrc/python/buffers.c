@@ -9,6 +9,47 @@
 
 #include <string.h>
 
+#include "../core/alloc.h"
+
+typedef enum direction { TO_DENSE, FROM_DENSE } direction;
+
+/* Copies a tensor's elements, in the order of their indices, to or from one block. */
+static void move_elements(const pli_tensor *tensor, char *dense, direction way)
+{
+    const pli_layout *layout = &tensor->layout;
+    const size_t elem_bytes = pl_dtype_bytes(layout->dtype);
+    int64_t index[PLI_MAX_DIMS] = {0};
+    char *data = tensor->data;
+    for (size_t e = 0; e < layout->n_elems; e++, dense += elem_bytes) {
+        memcpy(way == TO_DENSE ? dense : data, way == TO_DENSE ? data : dense,
+               elem_bytes);
+        for (int d = layout->n_dims - 1; d >= 0; d--) {
+            data += layout->strides[d] * (int64_t)elem_bytes;
+            if (++index[d] < layout->shape[d])
+                break;
+            data -= layout->strides[d] * layout->shape[d] * (int64_t)elem_bytes;
+            index[d] = 0;
+        }
+    }
+}
+
+/* A dense one as it lies in memory: the strides are every rank's. */
+static void copy_out(const pli_tensor *tensor, char *block)
+{
+    if (pli_layout_is_dense(&tensor->layout))
+        memcpy(block, tensor->data, pli_layout_bytes(&tensor->layout));
+    else
+        move_elements(tensor, block, TO_DENSE);
+}
+
+static void copy_in(const pli_tensor *tensor, char *block)
+{
+    if (pli_layout_is_dense(&tensor->layout))
+        memcpy(tensor->data, block, pli_layout_bytes(&tensor->layout));
+    else
+        move_elements(tensor, block, FROM_DENSE);
+}
+
 static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject **out,
                        pli_tensor *tensor)
 {
@@ -23,13 +64,11 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
     }
     if (pli_tensor_read(state, object, "a buffer", tensor) != 0)
         return -1;
-    if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes ||
-        !pli_layout_is_dense(&tensor->layout)) {
-        PyErr_Format(
-            PyExc_RuntimeError,
-            "buffer '%U' changed its size, type or layout after wrapping: wrap "
-            "the model again",
-            buffer->name);
+    if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "buffer '%U' changed its size or type after wrapping: wrap the "
+                     "model again, or wrap it with broadcast_buffers=False",
+                     buffer->name);
         return -1;
     }
     *out = Py_NewRef(object);
@@ -47,7 +86,7 @@ int pli_buffers_pack(reducer_object *self)
         pli_tensor tensor;
         if (read_buffer(self, buffer, &object, &tensor) != 0)
             return -1;
-        memcpy(extra + buffer->offset, tensor.data, buffer->n_bytes);
+        copy_out(&tensor, extra + buffer->offset);
         Py_DECREF(object);
     }
     return 0;
@@ -62,16 +101,35 @@ static long version_of(PyObject *tensor)
     return number;
 }
 
+/* 1 or 0, or -1. */
+static int has_values(const module_state *state, const pli_tensor *tensor,
+                      const char *values)
+{
+    const size_t n_bytes = pli_layout_bytes(&tensor->layout);
+    char *mine = NULL;
+    if (n_bytes == 0)
+        return 1;
+    if (pli_layout_is_dense(&tensor->layout))
+        return memcmp(tensor->data, values, n_bytes) == 0;
+    if (pli_check(state, pli_calloc(n_bytes, 1, "a buffer's copy", &mine)) != 0)
+        return -1;
+    copy_out(tensor, mine);
+    const int is_same = memcmp(mine, values, n_bytes) == 0;
+    pli_free(mine);
+    return is_same;
+}
+
 /* Overwrites one buffer, unless it has the values already: then no graph that saved it
  * need be told of a change. */
 static int overwrite(reducer_object *self, const pli_tensor *tensor, PyObject *object,
                      const grad_buffer *buffer)
 {
     const module_state *state = state_of((PyObject *)self);
-    const char *values = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
-    if (buffer->n_bytes == 0 || memcmp(tensor->data, values, buffer->n_bytes) == 0)
-        return 0;
-    memcpy(tensor->data, values, buffer->n_bytes);
+    char *values = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    const int is_same = has_values(state, tensor, values);
+    if (is_same != 0)
+        return is_same < 0 ? -1 : 0;
+    copy_in(tensor, values);
     PyObject *result = PyObject_CallOneArg(state->increment_version, object);
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;

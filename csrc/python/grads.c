@@ -129,6 +129,34 @@ static int deliver(reducer_object *self, size_t i, const void *data,
     return pli_check(state_of_reducer(self), st);
 }
 
+/* A tuple of what a layout has for each dimension. */
+static PyObject *dims_tuple(const int64_t *dims, int n_dims)
+{
+    PyObject *tuple = PyTuple_New(n_dims);
+    for (int d = 0; tuple != NULL && d < n_dims; d++) {
+        PyObject *number = PyLong_FromLongLong(dims[d]);
+        if (number == NULL)
+            Py_CLEAR(tuple);
+        else
+            PyTuple_SET_ITEM(tuple, d, number);
+    }
+    return tuple;
+}
+
+/* A tensor of torch's own in the slot's layout: the parameter's may be another now. */
+static PyObject *empty_in_slot_layout(const grad_slot *slot)
+{
+    PyObject *shape = dims_tuple(slot->layout.shape, slot->layout.n_dims);
+    PyObject *strides = dims_tuple(slot->layout.strides, slot->layout.n_dims);
+    PyObject *empty = shape != NULL && strides != NULL
+                          ? PyObject_CallMethod(slot->param, "new_empty_strided", "OO",
+                                                shape, strides)
+                          : NULL;
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return empty;
+}
+
 /* The gradient in the slot's layout: *out is `grad` itself where it has that, else a
  * copy made by torch. */
 static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
@@ -140,9 +168,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
         *out = Py_NewRef(grad);
         return 0;
     }
-    PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
-    PyObject *copy =
-        detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
+    PyObject *copy = empty_in_slot_layout(slot);
     PyObject *source = copy != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
     PyObject *result =
         source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
@@ -153,7 +179,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
         status = 0;
         if (!pli_layout_equal(&tensor->layout, &slot->layout)) {
             PyErr_Format(PyExc_RuntimeError,
-                         "the layout of parameter %zu changed after wrapping: wrap the "
+                         "the shape of parameter %zu changed after wrapping: wrap the "
                          "model again",
                          i);
             Py_CLEAR(*out);
@@ -163,7 +189,6 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
     Py_XDECREF(result);
     Py_XDECREF(source);
     Py_XDECREF(copy);
-    Py_XDECREF(detached);
     return status;
 }
 
@@ -269,8 +294,12 @@ int pli_grads_settle(reducer_object *self, size_t i)
     pli_tensor tensor;
     const int has_grad = get_grad(self, i, &grad, &tensor);
     int status = -1;
-    if (has_grad <= 0)
-        return has_grad < 0 ? -1 : settle(self, i, NULL, PL_REPLACE);
+    if (has_grad < 0)
+        return -1;
+    if (has_grad == 0) {
+        slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
+        return settle(self, i, NULL, PL_REPLACE);
+    }
     if (is_live_view(self, i, &tensor)) {
         /* If no rank used it, it must come out of the reduction as it went in. */
         if (pli_check(state_of_reducer(self),

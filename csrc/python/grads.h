@@ -57,7 +57,11 @@ typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
 /* Who queued a guard.  The backward in which an output's hook runs holds all of that
  * forward's graph; one in which a parameter's hook runs may be inside that. */
-typedef enum guard_origin { GUARD_OF_OUTPUT, GUARD_OF_PARAMETER } guard_origin;
+typedef enum guard_origin {
+    GUARD_OF_OUTPUT,
+    GUARD_OF_PARAMETER,
+    GUARD_OF_LOCAL, /* of an output whose backward is not synchronised: ends that */
+} guard_origin;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
 typedef struct reducer_object {
@@ -77,7 +81,8 @@ typedef struct reducer_object {
     size_t n_buffers;
     buffers_state buffers_state;
     sync_mode sync_now;     /* what the user asks for at this moment */
-    sync_mode sync_forward; /* ... asked for at the last forward */
+    sync_mode sync_forward; /* ... asked for at the forward whose backward runs, or at
+                               the last one, if its outputs cannot tell */
     grad_recording recording;
     grad_engine engine;
     int n_pending_forwards; /* whose backward has not begun, as far as is known */
@@ -126,6 +131,9 @@ int pli_step_close_all(reducer_object *self);
 
 /* The step failed here: tells the peers; an exception that is set stays set. */
 void pli_step_fail(reducer_object *self, const char *words);
+
+/* A backward begins whose forward was not to be synchronised: none of it is. */
+int pli_step_begin_local(reducer_object *self);
 
 /* Asks the engine to call us when this backward ends, unless it will already. */
 int pli_step_queue_guard(reducer_object *self, guard_origin origin);

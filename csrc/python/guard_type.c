@@ -6,6 +6,8 @@
  * step failed to the peers at once, and has the traceback follow: by then the exception
  * is on its way through Python, so a pending call looks for it where an `except` or
  * `finally` holds it, or where the interpreter leaves what nobody caught.
+ *
+ * One of a backward that is not synchronised says, either way, that it is over.
  */
 #include "grads.h"
 
@@ -81,6 +83,10 @@ static PyObject *guard_call(PyObject *object, PyObject *args, PyObject *kwargs)
     (void)args; /* a node's hook is given gradients */
     (void)kwargs;
     self->phase = GUARD_CALLED;
+    if (self->origin == GUARD_OF_LOCAL) {
+        self->reducer->sync_forward = SYNC_ON;
+        Py_RETURN_NONE;
+    }
     if ((phase == GUARD_QUEUED && on_backward_end(self) != 0) ||
         (phase == GUARD_CLIMBING && on_node_end(self) != 0))
         return NULL;
@@ -160,7 +166,9 @@ static void guard_dealloc(PyObject *object)
 {
     guard_object *self = (guard_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0) {
+    if (self->origin == GUARD_OF_LOCAL) {
+        self->reducer->sync_forward = SYNC_ON;
+    } else if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0) {
         self->reducer->n_guards--;
         report_failed_backward(self->reducer);
     } else if (self->phase == GUARD_CLIMBING &&

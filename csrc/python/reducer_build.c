@@ -202,8 +202,12 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
     if (slot->hooks == NULL || !PyDict_Check(slot->hooks)) {
         Py_CLEAR(slot->hooks);
         PyErr_Clear();
+        return 0;
     }
-    return 0;
+    /* torch.utils.swap_tensors leaves the dict here and takes what calls it away: then
+     * a hook that is added is not called before the dict is set anew. */
+    return PyObject_SetAttrString(slot->param, "_post_accumulate_grad_hooks",
+                                  slot->hooks);
 }
 
 int pli_reducer_build(const module_state *state, reducer_object *self,

@@ -160,10 +160,14 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_forward_ends(PyObject *object, PyObject *ignored)
+static PyObject *reducer_forward_ends(PyObject *object, PyObject *is_watched)
 {
-    const reducer_object *self = reducer_of(object);
-    (void)ignored;
+    reducer_object *self = reducer_of(object);
+    const int can_tell = PyObject_IsTrue(is_watched);
+    if (can_tell < 0)
+        return NULL;
+    if (can_tell && !is_in_backward(state_of(object)))
+        self->sync_forward = SYNC_ON;
     if (!pl_reducer_is_active(self->reducer))
         pli_comm_note(self->comm, PL_IDLE, pl_reducer_step(self->reducer) + 1);
     Py_RETURN_NONE;
@@ -177,14 +181,21 @@ static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_on_output(PyObject *object, PyObject *gradient)
+static PyObject *reducer_on_output(PyObject *object, PyObject *args)
 {
     reducer_object *self = reducer_of(object);
-    (void)gradient;
-    if (self->n_pending_forwards > 0)
+    int is_synchronised, is_first;
+    if (!PyArg_ParseTuple(args, "pp:on_output", &is_synchronised, &is_first))
+        return NULL;
+    if (is_first && self->n_pending_forwards > 0)
         self->n_pending_forwards--;
-    if (self->sync_now == SYNC_ON && self->sync_forward == SYNC_ON &&
-        pli_step_queue_guard(self, GUARD_OF_OUTPUT) != 0)
+    if (!is_synchronised) {
+        if (pli_step_begin_local(self) != 0)
+            return NULL;
+        Py_RETURN_NONE;
+    }
+    self->sync_forward = SYNC_ON;
+    if (self->sync_now == SYNC_ON && pli_step_queue_guard(self, GUARD_OF_OUTPUT) != 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -250,12 +261,15 @@ static PyMethodDef reducer_methods[] = {
      "forward_begins($self, /)\n--\n\nTake over buffers, leave a failed step behind, "
      "and "
      "remember whether the backward to come synchronises."},
-    {"forward_ends", reducer_forward_ends, METH_NOARGS,
-     "forward_ends($self, /)\n--\n\nSay so to the peers."},
+    {"forward_ends", reducer_forward_ends, METH_O,
+     "forward_ends($self, is_watched, /)\n--\n\nSay so to the peers; whether "
+     "on_output will be called when its backward begins."},
     {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
      "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
-    {"on_output", reducer_on_output, METH_O,
-     "on_output($self, gradient, /)\n--\n\nHook for an output: a backward begins."},
+    {"on_output", reducer_on_output, METH_VARARGS,
+     "on_output($self, is_synchronised, is_first, /)\n--\n\nThe backward of a "
+     "forward begins: whether that one was to be synchronised, and whether this is "
+     "the first of its outputs."},
     {NULL, NULL, 0, NULL},
 };
 

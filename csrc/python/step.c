@@ -70,6 +70,22 @@ int pli_step_begin(reducer_object *self)
     return pli_grads_refresh_window(self);
 }
 
+int pli_step_begin_local(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    /* Together with an output that is to be synchronised, all is. */
+    if (self->n_guards > 0 || self->sync_forward == SYNC_OFF)
+        return 0;
+    PyObject *guard = pli_guard_new(state, self, GUARD_OF_LOCAL);
+    PyObject *result =
+        guard != NULL ? PyObject_CallOneArg(state->queue_callback, guard) : NULL;
+    if (result != NULL)
+        self->sync_forward = SYNC_OFF;
+    Py_XDECREF(result);
+    Py_XDECREF(guard);
+    return result != NULL ? 0 : -1;
+}
+
 int pli_step_queue_guard(reducer_object *self, guard_origin origin)
 {
     const module_state *state = state_of_reducer(self);

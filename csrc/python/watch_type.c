@@ -2,8 +2,8 @@
  *
  * Asked at every forward, so it looks only at what is cheap: whether each dictionary of
  * a module still has as many entries, whether each entry that matters is still the same
- * object, and whether each parameter still has its dtype and wants its gradient as
- * before.  About 50 ns a parameter.
+ * object, and whether each parameter still has its dtype and none that was frozen wants
+ * a gradient now.  About 50 ns a parameter.
  */
 #include "state.h"
 
@@ -140,9 +140,13 @@ static int item_has_changed(const watch_object *self, const watched_item *item)
     if (item->dtype == NULL)
         return 0;
     const int dtype = has_changed(value, self->str_dtype, item->dtype);
-    return dtype != 0
-               ? dtype
-               : has_changed(value, self->str_requires_grad, item->requires_grad);
+    if (dtype != 0)
+        return dtype;
+    /* One that was trained and is frozen is one that no gradient comes for: that needs
+     * no new wrapping, and often it is thawed again at once (adversarial training). */
+    if (item->requires_grad == Py_True)
+        return 0;
+    return has_changed(value, self->str_requires_grad, item->requires_grad);
 }
 
 static PyObject *watch_changed(PyObject *object, PyObject *ignored)

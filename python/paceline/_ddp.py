@@ -16,11 +16,13 @@ from paceline import _native, _options, _torch
 from paceline._checkpoint import PREFIX
 from paceline._model import (
     Model,
+    has_nothing_to_train,
     is_stateless_call,
     raise_first_difference,
     watch,
 )
 from paceline._options import Options
+from paceline._pass import Pass
 from paceline._rendezvous import Meeting
 from paceline._unsupported import Unsupported
 
@@ -94,8 +96,11 @@ bucket_cap_mb_list : optional
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
     Where it differs:
 
-    - Parameters may be frozen, unfrozen, converted, replaced or added after wrapping:
-      the next forward notices, on every rank, and wraps the model anew.
+    - Parameters may be frozen and unfrozen at any time.  They may be converted,
+      replaced or added after wrapping, and those that were frozen then be trained: the
+      next forward notices, on every rank, and wraps the model anew.
+    - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
+      records gradients, so one rank may make and evaluate a copy alone.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
     - Evaluation (``torch.no_grad``) never communicates.
     - Rank 0's buffers are sent with each synchronised backward, and taken over by the
@@ -193,6 +198,7 @@ bucket_cap_mb_list : optional
         self._options = options
         self._reducer: _native.Reducer | None = None
         self._sync_without_peers = True
+        self._is_copy = False
         self._is_alone = meeting.size == 1
         self.device = model.parameters[0][1].device
         self.device_type = self.device.type
@@ -211,7 +217,7 @@ bucket_cap_mb_list : optional
         if options.sync_at_start:
             self._copy_from_rank_0(world, model)
         self._world = world
-        self._watch = watch(self.module)
+        self._watch = watch(self)  # the module may be replaced as a whole
         self._reducer = _native.Reducer(
             world, model.trainable, owners, *caps, _options.VIEW_BYTES
         )
@@ -248,21 +254,11 @@ bucket_cap_mb_list : optional
         for rank, (_, _, other) in enumerate(told):
             if other is not None:
                 raise type(other)(f"rank {rank}: {other}")
-        self._compare_options([row[1] for row in told])
+        _options.raise_first_difference([row[1] for row in told])
         # The buckets must agree in any case, or gradients would be cross-wired.
         if len({row[0] for row in told}) > 1:
             raise_first_difference(meeting.exchange(model.describe()))
         return model
-
-    @staticmethod
-    def _compare_options(told: list[dict[str, Any]]) -> None:
-        for rank, theirs in enumerate(told):
-            for name, first in told[0].items():
-                if theirs[name] != first:
-                    raise _native.MismatchError(
-                        f"{name} differs: rank 0 was given what makes {first}, rank "
-                        f"{rank} what makes {theirs[name]}; give every rank the same"
-                    )
 
     @staticmethod
     def _check_devices(devices: tuple[Any, Any], model: Model) -> None:
@@ -321,29 +317,43 @@ bucket_cap_mb_list : optional
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reducer = self._reducer
-        if reducer is None:
-            if not self._is_alone:
-                raise RuntimeError(
-                    "wrapping the model anew after a change has failed: make a new "
-                    "DistributedDataParallel of wrapper.module on every rank"
-                )
-            return self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
-            reducer.apply_buffers()
+            if reducer is not None:
+                reducer.apply_buffers()
             return self.module(*inputs, **kwargs)
-        if self._watch.changed():
-            if is_stateless_call(self.module):
+        if reducer is None:
+            reducer = self._join_as_copy()
+        elif self._watch.changed():
+            if is_stateless_call(self.module) or has_nothing_to_train(self.module):
                 return self.module(*inputs, **kwargs)
             reducer = self._adopt_changes()
+        if reducer is None:
+            return self.module(*inputs, **kwargs)
         reducer.forward_begins()
+        one_pass = Pass(reducer)
         try:
             output = self.module(*inputs, **kwargs)
         except BaseException:
             self._world.note_exception(traceback.format_exc())
             raise
-        reducer.forward_ends()
-        _watch_output(output, reducer)
+        reducer.forward_ends(one_pass.watch(output))
         return output
+
+    def _join_as_copy(self) -> _native.Reducer | None:
+        """Have a copy (deepcopy, unpickled) that is to be trained meet its peers.
+
+        Not before: a rank may make a copy alone, to save or to evaluate it.
+        """
+        if self._is_copy and not has_nothing_to_train(self.module):
+            sync = self._sync_without_peers
+            self._set_up(self._options)
+            self.require_backward_grad_sync = sync
+        elif not self._is_alone and not self._is_copy:
+            raise RuntimeError(
+                "wrapping the model anew after a change has failed: make a new "
+                "DistributedDataParallel of wrapper.module on every rank"
+            )
+        return self._reducer
 
     def _adopt_changes(self) -> _native.Reducer:
         """Wrap the model anew, as it is now: every rank notices at this same forward.
@@ -463,9 +473,11 @@ bucket_cap_mb_list : optional
         state = dict(state)
         values = state.pop("_option_values")
         torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        options = Options(group=_torch.default_group(), **values)
-        self.process_group = options.group
-        self._set_up(options)
+        self._options = Options(group=_torch.default_group(), **values)
+        self.process_group = self._options.group
+        self._reducer = None
+        self._sync_without_peers = True
+        self._is_copy = True
 
     # ---- small things --------------------------------------------------------------
 
@@ -479,18 +491,3 @@ bucket_cap_mb_list : optional
             and bool(self._options.sync_buffers)
             and len(self.modules_buffers) > 0
         )
-
-
-def _watch_output(output: Any, reducer: _native.Reducer) -> None:
-    """Have the beginning of the backward of ``output`` noticed.
-
-    Its end is then known too: also where every gradient comes out of a backward inside
-    it, as with reentrant checkpointing.
-    """
-    if isinstance(output, torch.Tensor):
-        leaves = [output]
-    else:
-        leaves = _torch.tensor_leaves(output)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-            leaf.register_hook(reducer.on_output)  # type: ignore[no-untyped-call]

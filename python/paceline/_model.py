@@ -49,12 +49,13 @@ class Model:
         buffers = []
         seen: set[int] = set()
         for prefix, owner in module.named_modules():
-            for name, buffer in owner._buffers.items():
+            held = _as_dict(owner._buffers)
+            for name, buffer in held.items():
                 full = f"{prefix}.{name}" if prefix else name
                 if buffer is None or id(buffer) in seen or full in ignored:
                     continue
                 seen.add(id(buffer))
-                buffers.append((full, owner._buffers, name))
+                buffers.append((full, held, name))
         return cls(parameters, buffers)
 
     @property
@@ -111,10 +112,18 @@ class Model:
         Raises
         ------
         NotImplementedError
-            If an embedding makes sparse gradients.
+            If an embedding makes sparse gradients, or a parameter has an optimizer that
+            runs in backward.
         ValueError
             If the module has a SyncBatchNorm, which needs a GPU.
         """
+        for name, parameter in self.parameters:
+            if getattr(parameter, "_in_backward_optimizers", None):
+                raise NotImplementedError(
+                    f"'{name}' has an optimizer that runs in backward "
+                    "(_apply_optimizer_in_backward), and would step by gradients that "
+                    "are not averaged yet: step after backward()"
+                )
         for name, part in module.named_modules():
             if getattr(part, "sparse", False) and isinstance(
                 part, (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -162,13 +171,22 @@ def watch(module: torch.nn.Module) -> _native.Watch:
     items: list[tuple[dict[str, Any], str]] = []
     parameters: list[tuple[dict[str, Any], str]] = []
     for part in module.modules():
-        children: dict[str, Any] = part._modules
-        own: dict[str, Any] = part._parameters
-        dicts += [children, own, part._buffers]
+        children, own = _as_dict(part._modules), _as_dict(part._parameters)
+        dicts += [children, own, _as_dict(part._buffers)]
         items += [(children, name) for name in children]
         items += [(own, name) for name, value in own.items() if value is None]
         parameters += [(own, name) for name, value in own.items() if value is not None]
     return _native.Watch(dicts, items, parameters)
+
+
+def _as_dict(mapping: Any) -> dict[str, Any]:
+    """Return a module's mapping; a copy where TorchScript, which fixes it, keeps it."""
+    return mapping if isinstance(mapping, dict) else dict(mapping.items())
+
+
+def has_nothing_to_train(module: torch.nn.Module) -> bool:
+    """Tell whether no parameter requires a gradient: a teacher, say."""
+    return not any(p.requires_grad for p in module.parameters())
 
 
 def is_stateless_call(module: torch.nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline import _torch
+from paceline import _native, _torch
 
 MIB = 1 << 20
 DEFAULT_BUCKET_BYTES = 1 * MIB
@@ -165,3 +165,25 @@ def warn_of_deprecated(check_reduction: bool) -> None:
             FutureWarning,
             stacklevel=3,
         )
+
+
+def raise_first_difference(told: list[dict[str, Any]]) -> None:
+    """Raise where ranks were given different options.
+
+    Parameters
+    ----------
+    told : list of dict
+        Every rank's options that must agree, by rank.
+
+    Raises
+    ------
+    paceline.MismatchError
+        The same on every rank; returns where there is no difference.
+    """
+    for rank, theirs in enumerate(told):
+        for name, first in told[0].items():
+            if theirs[name] != first:
+                raise _native.MismatchError(
+                    f"{name} differs: rank 0 was given what makes {first}, rank {rank} "
+                    f"what makes {theirs[name]}; give every rank the same"
+                )

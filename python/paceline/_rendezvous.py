@@ -241,9 +241,10 @@ class Meeting:
 
     def _exchange(self, words: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(pickle.dumps(words)), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([mine.numel()]))
+        # The user's default device is another where he builds models on it.
+        sizes = self._all_gather(torch.tensor([mine.numel()], device="cpu"))
         longest = int(max(size.item() for size in sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: mine.numel()] = mine
         rows = self._all_gather(padded)
         return [

@@ -219,7 +219,7 @@ def a_parameter_is_replaced_after_wrapping(wrap: Any, rank: int) -> Pairs:
     }
 
 
-@experiment("likewise; not of the sixteen")
+@experiment("to paceline it is unused from then on; not of the sixteen")
 def a_parameter_is_frozen_after_wrapping(wrap: Any, rank: int) -> Pairs:
     """A parameter is frozen after wrapping, and two more steps are taken."""
     module = line()
@@ -312,7 +312,7 @@ def rank_1_alone_makes_its_model_float64(wrap: Any, rank: int) -> Pairs:
     return {"weight.grad": (grad(module.weight), 1.5)}
 
 
-@experiment("likewise; not of the sixteen")
+@experiment("to paceline it is unused on rank 1; not of the sixteen")
 def rank_1_alone_freezes_a_parameter(wrap: Any, rank: int) -> Pairs:
     """A parameter is frozen after wrapping, on rank 1 only."""
     module = line()

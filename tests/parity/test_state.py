@@ -240,13 +240,13 @@ def test_a_change_on_one_rank_alone_is_an_error_on_both(ranks):
     model = ranks.wrap(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     train(ranks, model)
     if ranks.rank == 1:
-        model.module[0].requires_grad_(False)
+        model.module[0].weight = nn.Parameter(torch.zeros(130, 4))
     with pytest.raises((paceline.PeerError, paceline.MismatchError)):
         train(ranks, model)
 
 
 @on_ranks(2)
-def test_another_memory_format_after_wrapping_is_noticed_or_averaged(ranks):
+def test_gradients_after_another_memory_format_are_averaged(ranks):
     module = integer_weights(nn.Sequential(nn.Conv2d(8, 64, 3)))
     twin = Twin(ranks, module)
     x = ranks.integers(2, 8, 5, 5)
@@ -254,14 +254,7 @@ def test_another_memory_format_after_wrapping_is_noticed_or_averaged(ranks):
     for one in (twin.plain, twin.ours.module):
         one.to(memory_format=torch.channels_last)
     twin.zero()
-    try:
-        twin.step(lambda model: model(x).sum(), check=False)
-    except RuntimeError as error:
-        words = str(error)
-    else:
-        twin.check()
-        words = "wrap the model again"
-    assert "wrap the model again" in words
+    twin.step(lambda model: model(x).sum())
 
 
 @on_ranks(2)

@@ -392,8 +392,8 @@ def test_an_aborted_world_recovers():
 
 
 def tinker_with(net, what):
-    if what == "frozen":
-        net[0].weight.requires_grad_(False)
+    if what == "unfrozen":
+        net[0].weight.requires_grad_(True)
     elif what == "converted":
         net.double()
     elif what == "replaced parameter":
@@ -413,7 +413,7 @@ def tinker_with(net, what):
 
 
 CHANGES = [
-    "frozen",
+    "unfrozen",
     "converted",
     "replaced parameter",
     "removed parameter",
@@ -428,11 +428,20 @@ CHANGES = [
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_of_a_model_is_noticed(what):
     net = watched_net()
+    net[0].weight.requires_grad_(what != "unfrozen")
     seen = watch(net)
     assert seen.changed() is False
     tinker_with(net, what)
     assert seen.changed() is True
     assert watch(net).changed() is False
+
+
+def test_freezing_a_parameter_and_thawing_it_is_no_change():
+    net = watched_net()
+    seen = watch(net)
+    for wanted in (False, True):
+        net[0].weight.requires_grad_(wanted)
+        assert seen.changed() is False
 
 
 def test_training_a_model_is_no_change():

@@ -1,0 +1,633 @@
+"""Whole recipes as users write them, for test_recipes.py.
+
+A recipe is a generator: it builds its models from a seed, wraps them by what it is
+given, trains, and yields what is to be compared after each step.  `ON_TORCH` are those
+that torch's class can run too, which makes it the reference.
+"""
+
+import contextlib
+import copy
+import threading
+import warnings
+
+import paceline
+import torch
+from torch import nn
+from torch.optim import swa_utils
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+N_STEPS = 3
+
+
+def tensors_of(*things):
+    """Return modules' parameters and gradients, and tensors as they are."""
+    found = []
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            found += [p.detach() for p in thing.parameters()]
+            found += [p.grad for p in thing.parameters()]
+        else:
+            found.append(thing)
+    return found
+
+
+class Run:
+    """What a recipe is given: how to wrap, and data that each rank has for itself."""
+
+    def __init__(self, ranks, wrap):
+        self.ranks, self.rank, self.wrap = ranks, ranks.rank, wrap
+        self.is_torch = wrap == ranks.wrap_by_torch
+
+    def normal(self, *shape, key=0):
+        return torch.randn(shape, generator=self.ranks.generator(key, shape))
+
+    def wrap_copyable(self, module, **options):
+        """Wrap over the default group: only then may a wrapper be copied."""
+        by_torch = nn.parallel.DistributedDataParallel
+        wrap = by_torch if self.is_torch else paceline.DistributedDataParallel
+        return wrap(module, **options)
+
+
+def mlp(n_in=6, n_out=2, width=130):
+    return nn.Sequential(
+        nn.Linear(n_in, width), nn.Tanh(), nn.Linear(width, 70), nn.Linear(70, n_out)
+    )
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def trained(run, model, optimizer, shape=(4, 6), loss=None):
+    """Take the plain steps of a plain loop; yield what is to be compared."""
+    loss = loss or (lambda out: out.square().mean())
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        loss(model(run.normal(*shape, key=step))).backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+# ---- methods of training -------------------------------------------------------------
+
+
+def sharpness_aware_minimization(run):
+    model = run.wrap(mlp())
+    optimizer = sgd(model, momentum=0.9)
+    for step in range(N_STEPS):
+        x = run.normal(4, 6, key=step)
+        model(x).square().mean().backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        olds = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.05 / (norm.item() + 1e-12))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for p, old in zip(model.parameters(), olds, strict=True):
+                p.copy_(old)
+        optimizer.step()
+        yield tensors_of(model)
+        optimizer.zero_grad()
+
+
+def projected_conflicting_gradients(run):
+    model = run.wrap(mlp(n_out=3))
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x = run.normal(4, 6, key=step)
+        tasks = []
+        for task in range(3):
+            optimizer.zero_grad()
+            model(x)[:, task].square().mean().backward()
+            tasks.append([p.grad for p in model.parameters()])
+        for p, *rows in zip(model.parameters(), *tasks, strict=True):
+            merged = torch.zeros_like(p)
+            for i, row in enumerate(rows):
+                row = row.clone()
+                for other in rows[:i] + rows[i + 1 :]:
+                    dot = (row * other).sum()
+                    if dot < 0:
+                        row -= dot / other.square().sum() * other
+                merged += row
+            p.grad = merged
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def moving_average_of_weights(run):
+    model = run.wrap(nn.Sequential(nn.Linear(6, 130), nn.Dropout(0.0), mlp(130)))
+    average = copy.deepcopy(model.module).requires_grad_(False).eval()
+    optimizer = sgd(model)
+    for _ in trained(run, model, optimizer):
+        with torch.no_grad():
+            for mean, p in zip(
+                average.parameters(), model.module.parameters(), strict=True
+            ):
+                mean.lerp_(p, 0.1)
+        yield tensors_of(model, average)
+
+
+def stochastic_weight_averaging(run):
+    module = nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130), nn.Linear(130, 2))
+    model = run.wrap_copyable(module)
+    average = swa_utils.AveragedModel(model)
+    optimizer = sgd(model)
+    scheduler = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    for _ in trained(run, model, optimizer):
+        average.update_parameters(model)
+        scheduler.step()
+        yield tensors_of(model, average)
+    swa_utils.update_bn([run.normal(4, 6, key=i) for i in range(3)], average)
+    # torch sends rank 0's statistics here too; paceline sends none without gradients.
+    yield [*average.buffers()] if run.rank == 0 else []
+
+
+class Lora(nn.Module):
+    def __init__(self, linear, rank=2):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, linear.in_features))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.down.t() @ self.up.t()
+
+
+def add_adapters(module):
+    module.requires_grad_(False)
+    for name, part in list(module.named_children()):
+        if isinstance(part, nn.Linear):
+            module.add_module(name, Lora(part))
+    return module
+
+
+def adapters_of_a_frozen_model(run):
+    model = run.wrap(add_adapters(mlp()))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    yield from trained(run, model, optimizer)
+
+
+def adversarial_training(run):
+    make, judge = run.wrap(mlp(6, 120)), run.wrap(mlp(120, 1))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (make, judge)]
+    for step in range(N_STEPS):
+        x, real = run.normal(4, 6, key=step), run.normal(4, 120, key=step)
+        optimizers[1].zero_grad()
+        fake = make(x)
+        loss = nn.functional.softplus(-judge(real)) + nn.functional.softplus(
+            judge(fake.detach())
+        )
+        loss.mean().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        nn.functional.softplus(-judge(fake)).mean().backward()
+        optimizers[0].step()
+        yield tensors_of(make, judge)
+
+
+def adversarial_training_with_a_frozen_judge(run):
+    """The judge is frozen as a whole while the other is trained, in each step."""
+    make, judge = run.wrap(mlp(6, 120)), run.wrap(mlp(120, 1))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (make, judge)]
+    for step in range(N_STEPS):
+        x, real = run.normal(4, 6, key=step), run.normal(4, 120, key=step)
+        fake = make(x)
+        judge.requires_grad_(False)
+        optimizers[0].zero_grad()
+        (-judge(fake)).mean().backward()
+        optimizers[0].step()
+        judge.requires_grad_(True)
+        optimizers[1].zero_grad()
+        (judge(fake.detach()) - judge(real)).mean().backward()
+        optimizers[1].step()
+        yield tensors_of(make, judge)
+
+
+def gradient_penalty(run):
+    judge = run.wrap(mlp(6, 1))
+    optimizer = torch.optim.Adam(judge.parameters(), lr=0.01, betas=(0.0, 0.9))
+    for step in range(N_STEPS):
+        real, fake = run.normal(2, 4, 6, key=step)
+        optimizer.zero_grad()
+        mixed = (0.3 * real + 0.7 * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(judge(mixed).sum(), mixed, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        (judge(fake).mean() - judge(real).mean() + 10 * penalty).backward()
+        optimizer.step()
+        yield tensors_of(judge)
+
+
+def quasi_newton(run):
+    model = run.wrap(nn.Linear(6, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    for step in range(N_STEPS):
+        x = run.normal(8, 6, key=step)
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return run.ranks.all(loss.item())[0]  # every rank must take the same turns
+
+        optimizer.step(closure)
+        yield tensors_of(model)
+
+
+def accumulation_with_clipping_and_a_scheduler(run):
+    model = run.wrap(mlp())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+    for step in range(N_STEPS):
+        for micro in range(4):
+            context = model.no_sync() if micro < 3 else contextlib.nullcontext()
+            with context:
+                (
+                    model(run.normal(4, 6, key=(step, micro))).square().mean() / 4
+                ).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        yield [norm, *tensors_of(model)]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+        yield tensors_of(model)
+
+
+def nested_no_sync_with_exceptions(run):
+    model = run.wrap(mlp())
+    for step in range(N_STEPS):
+        model.zero_grad(set_to_none=step != 1)
+        with model.no_sync():
+            with model.no_sync():
+                model(run.normal(4, 6, key=(step, 0))).square().mean().backward()
+            model(run.normal(4, 6, key=(step, 1))).square().mean().backward()
+            with contextlib.suppress(KeyError), model.no_sync():
+                raise KeyError
+            model(run.normal(4, 6, key=(step, 2))).square().mean().backward()
+        with contextlib.suppress(KeyError), model.no_sync():
+            model(run.normal(4, 6, key=(step, 3))).square().mean().backward()
+            raise KeyError
+        model(run.normal(4, 6, key=(step, 4))).square().mean().backward()
+        yield tensors_of(model)
+
+
+def distillation_with_a_frozen_teacher(run):
+    teacher = mlp().requires_grad_(False).eval()
+    model = run.wrap(mlp(width=90))
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x = run.normal(4, 6, key=step)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            target = teacher(x).softmax(-1)
+        guess = model(x).log_softmax(-1)
+        nn.functional.kl_div(guess, target, reduction="batchmean").backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def stateless_teacher(run):
+    """A teacher's weights are swapped into the wrapper itself, for one forward."""
+    model = run.wrap(mlp())
+    teacher = copy.deepcopy(model.module).requires_grad_(False)
+    swapped = {f"module.{k}": p for k, p in teacher.named_parameters()}
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x = run.normal(4, 6, key=step)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            target = torch.func.functional_call(model, swapped, (x,))
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def siamese_networks(run):
+    model = run.wrap(nn.Sequential(mlp(), nn.LayerNorm(2)))
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x, y = run.normal(2, 4, 6, key=step)
+        optimizer.zero_grad()
+        one, two = model(x), model(y)
+        logits = one @ two.t() / 0.1
+        nn.functional.cross_entropy(logits, torch.arange(4)).backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, n_layers=2):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 40, n_layers)
+        self.head = nn.Linear(40, 2)
+
+    def forward(self, x, state=None):
+        out, state = self.lstm(x, state)
+        return self.head(out), state
+
+
+def truncated_backpropagation_through_time(run):
+    model = run.wrap(Recurrent())
+    optimizer = sgd(model)
+    state = None
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        out, state = model(run.normal(5, 3, 6, key=step), state)
+        out.square().mean().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        state = tuple(part.detach() for part in state)
+        yield tensors_of(model)
+
+
+def meta_learning(run):
+    """One inner step by autograd.grad, then the outer gradient through it."""
+    model = run.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x, y = run.normal(2, 4, 6, key=step)
+        optimizer.zero_grad()
+        names, params = zip(*model.module.named_parameters(), strict=True)
+        inner = torch.func.functional_call(
+            model.module, dict(zip(names, params, strict=True)), (x,)
+        )
+        slopes = torch.autograd.grad(inner.square().mean(), params, create_graph=True)
+        fast = {n: p - 0.1 * g for n, p, g in zip(names, params, slopes, strict=True)}
+        outer = torch.func.functional_call(model.module, fast, (y,))
+        # Through the wrapper too: torch averages what comes of its forward only.
+        (outer.square().mean() + 0 * model(x).sum()).backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def several_optimizers(run):
+    model = run.wrap(mlp())
+    parameters = list(model.parameters())
+    first = torch.optim.SGD(parameters[:3], lr=0.1, momentum=0.9, nesterov=True)
+    second = torch.optim.RAdam(parameters[3:], lr=0.01)
+    for step in range(N_STEPS):
+        first.zero_grad()
+        second.zero_grad()
+        model(run.normal(4, 6, key=step)).square().mean().backward()
+        first.step()
+        if step % 2:
+            second.step()
+        yield tensors_of(model)
+
+
+def optimizers_of_every_kind(run):
+    for make in (
+        lambda p: torch.optim.Adam(p, foreach=True),
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+        lambda p: torch.optim.Adagrad(p, foreach=False),
+        lambda p: torch.optim.RMSprop(p, foreach=True),
+    ):
+        torch.manual_seed(2)
+        model = run.wrap(mlp())
+        yield from trained(run, model, make(model.parameters()))
+
+
+def sharded_optimizer_states(run):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = run.wrap(mlp())
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, process_group=run.ranks.group, lr=0.01
+    )
+    yield from trained(run, model, optimizer)
+
+
+def scaled_losses(run):
+    model = run.wrap(mlp())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    for step in range(N_STEPS + 1):
+        optimizer.zero_grad()
+        x = run.normal(4, 6, key=step)
+        if step == 1 and run.rank == 1:
+            x[0, 0] = float("inf")
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        yield [p.detach() for p in model.parameters()]
+        yield [torch.tensor(scaler.get_scale()), norm.isfinite()]
+
+
+def autocast_to_bfloat16(run):
+    model = run.wrap(nn.Sequential(nn.Conv1d(3, 40, 3), nn.Flatten(), mlp(160)))
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(run.normal(4, 3, 6, key=step))
+        out.float().square().mean().backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def data_of_a_loader_with_workers(run):
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(torch.randn(24, 6, generator=generator))
+    sampler = DistributedSampler(data, 2, run.rank, shuffle=True, seed=4)
+    loader = DataLoader(
+        data, 4, sampler=sampler, num_workers=1, multiprocessing_context="fork"
+    )
+    model = run.wrap(mlp())
+    optimizer = sgd(model)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        yield tensors_of(model)
+
+
+def a_backward_in_another_thread(run):
+    model = run.wrap(mlp())
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        loss = model(run.normal(4, 6, key=step)).square().mean()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+# ---- what models are made of ---------------------------------------------------------
+
+
+def weight_normalisation(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        old = nn.utils.weight_norm(nn.Linear(6, 130))
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(130, 90))
+    model = run.wrap(nn.Sequential(old, nn.Tanh(), new, nn.Linear(90, 2)))
+    yield from trained(run, model, sgd(model))
+
+
+def spectral_normalisation(run):
+    """The power iteration's buffers change in each of two forwards."""
+    parts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 40))
+    model = run.wrap(nn.Sequential(parts, nn.Tanh(), nn.Linear(40, 2)))
+    optimizer = sgd(model)
+    for step in range(N_STEPS):
+        x, y = run.normal(2, 4, 6, key=step)
+        optimizer.zero_grad()
+        (model(x).mean() - model(y).square().mean()).backward()
+        optimizer.step()
+        yield tensors_of(model)
+
+
+def orthogonal_weights(run):
+    part = nn.utils.parametrizations.orthogonal(nn.Linear(20, 20))
+    model = run.wrap(nn.Sequential(nn.Linear(6, 20), part, nn.Linear(20, 2)))
+    yield from trained(run, model, sgd(model))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(48, 4, batch_first=True, add_bias_kv=True)
+        self.norm, self.never = nn.LayerNorm(48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        out, weights = self.attend(x, x, x, need_weights=True)
+        return {"out": self.norm(out), "weights": weights}
+
+
+def attention_with_unused_parts(run):
+    model = run.wrap(Attention(), find_unused_parameters=True)
+    yield from trained(
+        run, model, sgd(model), (2, 5, 48), lambda out: out["out"].square().mean()
+    )
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 130), nn.Linear(130, 90).double()
+        self.c = nn.Linear(90, 40).bfloat16()
+        self.scale, self.turn = (
+            nn.Parameter(torch.ones(())),
+            nn.Parameter(torch.ones(40, dtype=torch.complex64)),
+        )
+
+    def forward(self, x):
+        x = self.c(self.b(self.a(x).double()).bfloat16()).float()
+        return torch.view_as_real(x * self.turn) * self.scale
+
+
+def mixed_types_with_complex_and_scalar_parameters(run):
+    model = run.wrap(Mixed())
+    yield from trained(run, model, torch.optim.SGD(model.parameters(), lr=0.125))
+
+
+def odd_strides(run):
+    module = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(256, 100))
+    module = module.to(memory_format=torch.channels_last)
+    module[2].weight = nn.Parameter(torch.randn(256, 100).t() / 16)
+    model = run.wrap(module)
+    yield from trained(run, model, sgd(model), (2, 8, 4, 4))
+
+
+def two_thousand_tiny_parameters(run):
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ParameterList(torch.randn(i % 3 + 1) for i in range(2000))
+
+        def forward(self, x):
+            return torch.cat(list(self.parts)).sin().sum() * x.mean()
+
+    model = run.wrap(Tiny())
+    yield from trained(run, model, sgd(model, foreach=True))
+
+
+def scripted_modules(run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(
+            nn.Sequential(nn.Linear(6, 130), nn.BatchNorm1d(130), nn.Linear(130, 2))
+        )
+    model = run.wrap(scripted)
+    yield from trained(run, model, sgd(model))
+
+
+def buffers_that_are_slices(run):
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 6)
+            self.register_buffer("mask", torch.ones(8, 8).tril()[:6, :6])
+            self.register_buffer("seen", torch.zeros(8, 8)[::2, 1::2])
+
+        def forward(self, x):
+            self.seen += x.detach().sum()
+            return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+    model = run.wrap(Masked())
+    yield from trained(run, model, sgd(model))
+    yield [model.module.seen] if run.rank == 0 else []
+
+
+# ---- hooks ---------------------------------------------------------------------------
+
+
+def hooks_on_modules_and_tensors(run):
+    seen = []
+    model = run.wrap(mlp())
+    model.register_full_backward_hook(lambda m, gi, go: seen.append(go[0].clone()))
+    model.register_forward_hook(lambda m, args, out: out * 2)
+    part = model.module[2]
+    part.register_full_backward_pre_hook(lambda m, go: (go[0] * 0.5,))
+    part.register_full_backward_hook(lambda m, gi, go: (gi[0] + 1,))
+    part.weight.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    for found in trained(run, model, sgd(model)):
+        yield [*found, *seen]
+        seen.clear()
+
+
+ON_TORCH = {
+    recipe.__name__: recipe
+    for recipe in (
+        sharpness_aware_minimization,
+        projected_conflicting_gradients,
+        moving_average_of_weights,
+        stochastic_weight_averaging,
+        adapters_of_a_frozen_model,
+        adversarial_training,
+        adversarial_training_with_a_frozen_judge,
+        gradient_penalty,
+        quasi_newton,
+        accumulation_with_clipping_and_a_scheduler,
+        nested_no_sync_with_exceptions,
+        distillation_with_a_frozen_teacher,
+        stateless_teacher,
+        siamese_networks,
+        truncated_backpropagation_through_time,
+        meta_learning,
+        several_optimizers,
+        optimizers_of_every_kind,
+        sharded_optimizer_states,
+        scaled_losses,
+        autocast_to_bfloat16,
+        data_of_a_loader_with_workers,
+        a_backward_in_another_thread,
+        weight_normalisation,
+        spectral_normalisation,
+        orthogonal_weights,
+        attention_with_unused_parts,
+        mixed_types_with_complex_and_scalar_parameters,
+        odd_strides,
+        two_thousand_tiny_parameters,
+        scripted_modules,
+        buffers_that_are_slices,
+        hooks_on_modules_and_tensors,
+    )
+}
