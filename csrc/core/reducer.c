@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "alloc.h"
+#include "reducer_exchange.h"
 #include "reducer_state.h"
 
 enum {
@@ -33,11 +34,17 @@ static size_t extra_at(const pl_reducer_spec *spec)
     return order_at(spec) + line_up(spec->n_params * sizeof(uint32_t));
 }
 
+static size_t staging_at(const pl_reducer_spec *spec)
+{
+    return extra_at(spec) + line_up(spec->extra_bytes);
+}
+
 static size_t buckets_at(const pl_reducer_spec *spec)
 {
     /* On a page of its own, so that it can be mapped by itself. */
     const size_t page = 65536; /* a multiple of every page size in use */
-    return (extra_at(spec) + line_up(spec->extra_bytes) + page - 1) / page * page;
+    const size_t n_bytes = staging_at(spec) + line_up(spec->staging_bytes);
+    return (n_bytes + page - 1) / page * page;
 }
 
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
@@ -48,6 +55,8 @@ size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
 {
     size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* at least one a parameter */
+    if (spec->staging_bytes > 0)
+        n_ops += PLI_EXCHANGE_SEGMENTS;
     return n_ops + pl_plan_bytes(spec->params, spec->n_params) / CHUNK_BYTES;
 }
 
@@ -301,7 +310,8 @@ pl_status pl_reducer_deliver(pl_reducer *self, size_t param, const void *data,
     const bucket_state *bucket = &self->buckets[self->plan->slots[param].bucket];
     if (self->phase != REDUCER_FILLING)
         PL_FAIL(PL_ESTATE, "a gradient arrives outside a step");
-    if (bucket->phase == PL_BUCKET_POSTED) {
+    /* One without elements has nothing in the bucket to come late for. */
+    if (bucket->phase == PL_BUCKET_POSTED && self->params[param].n_elems > 0) {
         late_of(self)[param] = 1;
         verdict = PL_LATE;
     } else if (can_stream(self, param, data, delivery)) {
@@ -311,7 +321,7 @@ pl_status pl_reducer_deliver(pl_reducer *self, size_t param, const void *data,
         /* READY but waiting for its turn: the slot may still take more. */
     }
     if (data != NULL)
-        used_of(self)[param] = 1;
+        used_of(self)[param] = USED_DENSE;
     PL_TRY(count_fire(self, param));
     PL_TRY(pl_comm_progress(self->comm));
     *out = verdict;
@@ -348,7 +358,13 @@ unsigned pl_reducer_fires(const pl_reducer *self, size_t param)
 
 int pl_reducer_is_used(const pl_reducer *self, size_t param)
 {
-    return used_of(self)[param] != 0;
+    return used_of(self)[param] != USED_BY_NONE;
+}
+
+unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
+{
+    const unsigned used = used_of(self)[param];
+    return used == USED_DENSE ? 0 : used;
 }
 
 size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
@@ -365,6 +381,11 @@ void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_
 void *pl_reducer_extra(const pl_reducer *self)
 {
     return self->arena + self->extra_at;
+}
+
+size_t pl_reducer_staging_offset(const pl_reducer *self)
+{
+    return staging_at(&self->spec);
 }
 
 unsigned pl_reducer_generation(const pl_reducer *self)

@@ -18,9 +18,11 @@
  *
  * The arena:
  *
- *     [ used: n bytes ][ late: n bytes ][ order: n words ][ extra ][ buckets ]
+ *     [ used: n bytes ][ late: n bytes ][ order: n words ]
+ *     [ extra ][ staging ][ buckets ]
  *
  * `extra` is broadcast from rank 0 with each step; the caller decides what it means.
+ * `staging` is the caller's, between `wait` and `end`: reducer_exchange.h.
  * One thread at a time calls a reducer.
  */
 #ifndef PLI_REDUCER_H
@@ -49,6 +51,7 @@ typedef struct pl_reducer_spec {
     const pl_param *params; /* borrowed during calls only */
     size_t n_params;
     size_t extra_bytes;
+    size_t staging_bytes; /* 0: none */
     pl_plan_caps caps;
 } pl_reducer_spec;
 
@@ -79,6 +82,10 @@ void pl_reducer_hold(pl_reducer *reducer, size_t param);
 typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
 pl_status pl_reducer_settle(pl_reducer *reducer, size_t param, const void *data,
                             pl_delivery delivery, pl_use use) PL_MUST_USE;
+
+/* Before `close`: what was just delivered or settled as used is sparse, in its first
+ * n_dims dimensions (1 to 254), and its slot holds it densely. */
+void pl_reducer_note_sparse(pl_reducer *reducer, size_t param, unsigned n_dims);
 
 pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
@@ -122,6 +129,10 @@ unsigned pl_reducer_fires(const pl_reducer *reducer, size_t param);
 /* After `wait`: non-zero where some rank had a gradient for it. */
 int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
 
+/* After `wait`: 0 where some rank's gradient was dense or none was used; else in how
+ * many dimensions they were sparse, the same on every rank. */
+unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
+
 /* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
 size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);
 
@@ -129,6 +140,9 @@ size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);
 void pl_reducer_buckets(const pl_reducer *reducer, size_t *offset_bytes,
                         size_t *n_bytes);
 void *pl_reducer_extra(const pl_reducer *reducer);
+
+/* Byte of the arena at which the staging begins. */
+size_t pl_reducer_staging_offset(const pl_reducer *reducer);
 
 /* Grows with each new plan; slots have moved since where it differs. */
 unsigned pl_reducer_generation(const pl_reducer *reducer);

@@ -22,9 +22,15 @@ pl_status pl_reducer_settle(pl_reducer *self, size_t param, const void *data,
     if (delivery != PL_IN_PLACE)
         PL_TRY(self->backend->ops->copy(self->backend, &move, 1, NULL));
     if (use == PL_USED)
-        used_of(self)[param] = 1;
+        used_of(self)[param] = USED_DENSE;
 done:
     return st;
+}
+
+void pl_reducer_note_sparse(pl_reducer *self, size_t param, unsigned n_dims)
+{
+    if (used_of(self)[param] != USED_BY_NONE)
+        used_of(self)[param] = (unsigned char)n_dims;
 }
 
 static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,

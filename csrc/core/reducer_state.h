@@ -22,6 +22,10 @@ typedef enum reducer_learning {
     LEARNING_DONE,        /* the plan follows that order */
 } reducer_learning;
 
+/* What a parameter's byte of `used` says; the ranks' maximum counts, so that dense and
+ * sparse together are dense.  Between the two: dimensions in which it is sparse. */
+enum { USED_BY_NONE = 0, USED_DENSE = UINT8_MAX };
+
 typedef struct slot_state {
     uint16_t n_fires;
     uint16_t n_expected; /* fires of the last step; 0 too where none is known */

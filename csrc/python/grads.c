@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "../core/alloc.h"
+#include "sparse.h"
 
 enum { RELEASE_GIL_BYTES = 65536 }; /* copies larger than this let others run */
 
@@ -51,13 +52,16 @@ int pli_grads_refresh_window(reducer_object *self)
     if (self->window != NULL)
         return 0;
     pl_reducer_buckets(self->reducer, &offset, &n_bytes);
+    if (n_bytes == 0) /* all are sparse, or empty: there is nothing to see */
+        return 0;
     return pli_check(state, pli_window_create(self->comm, offset, n_bytes,
                                               self->n_slots, &self->window));
 }
 
 /* ---- reading -------------------------------------------------------------------- */
 
-/* The parameter's gradient: 1 and *out (new reference), 0 where it has none, -1. */
+/* The parameter's gradient, a dense copy where it is sparse: 1 and *out (new
+ * reference), 0 where it has none, -1. */
 static int get_grad(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
 {
     const module_state *state = state_of_reducer(self);
@@ -69,7 +73,7 @@ static int get_grad(reducer_object *self, size_t i, PyObject **out, pli_tensor *
         Py_DECREF(grad);
         return 0;
     }
-    if (pli_tensor_read(state, grad, "a parameter's gradient", tensor) != 0) {
+    if (pli_sparse_read(self, i, &grad, tensor) != 0) {
         Py_DECREF(grad);
         return -1;
     }
@@ -192,6 +196,13 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
     return status;
 }
 
+/* The slot was filled with a dense copy of a sparse gradient. */
+static void note_sparse(reducer_object *self, size_t i)
+{
+    if (self->slots[i].n_sparse_dims > 0)
+        pl_reducer_note_sparse(self->reducer, i, self->slots[i].n_sparse_dims);
+}
+
 static int arrive_by_copy(reducer_object *self, size_t i, PyObject *grad,
                           pli_tensor *tensor)
 {
@@ -209,6 +220,7 @@ static int arrive_by_copy(reducer_object *self, size_t i, PyObject *grad,
     if (status == 0) {
         Py_XSETREF(slot->held, Py_NewRef(grad));
         slot->mode = GRAD_COPY;
+        note_sparse(self, i);
     }
     return status;
 }
@@ -256,16 +268,19 @@ int pli_grads_arrive(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     pli_tensor tensor;
     pl_verdict verdict;
+    if (slot->policy == POLICY_SPARSE)
+        return pli_sparse_arrive(self, i);
     const int has_grad = get_grad(self, i, &grad, &tensor);
     if (has_grad < 0)
         return -1;
     if (has_grad == 0) /* an undefined gradient: nothing to add, nothing to wait for */
         return deliver(self, i, NULL,
                        slot->mode == GRAD_UNTOUCHED ? PL_REPLACE : PL_ADD, &verdict);
-    const int is_view = slot->mode == GRAD_VIEW ||
-                        (slot->mode == GRAD_UNTOUCHED && slot->policy == POLICY_VIEW &&
-                         self->recording == RECORDING_OFF && !is_watched(slot) &&
-                         pli_layout_equal(&tensor.layout, &slot->layout));
+    const int is_view =
+        slot->mode == GRAD_VIEW ||
+        (slot->mode == GRAD_UNTOUCHED && slot->policy == POLICY_VIEW &&
+         self->recording == RECORDING_OFF && !is_watched(slot) &&
+         slot->n_sparse_dims == 0 && pli_layout_equal(&tensor.layout, &slot->layout));
     const int status = is_view ? arrive_by_view(self, i, grad, &tensor)
                                : arrive_by_copy(self, i, grad, &tensor);
     Py_DECREF(grad);
@@ -292,6 +307,8 @@ int pli_grads_settle(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     PyObject *dense = NULL;
     pli_tensor tensor;
+    if (slot->policy == POLICY_SPARSE)
+        return settle(self, i, NULL, PL_IN_PLACE);
     const int has_grad = get_grad(self, i, &grad, &tensor);
     int status = -1;
     if (has_grad < 0)
@@ -311,6 +328,7 @@ int pli_grads_settle(reducer_object *self, size_t i)
     } else if (in_slot_layout(self, i, grad, &tensor, &dense) == 0) {
         status = settle(self, i, tensor.data, PL_REPLACE);
         slot->mode = GRAD_COPY;
+        note_sparse(self, i);
     }
     if (status == 0)
         slot->held = Py_NewRef(grad);
@@ -406,6 +424,11 @@ static int bind_used(reducer_object *self, size_t i)
 {
     const grad_slot *slot = &self->slots[i];
     pli_tensor tensor;
+    if (slot->policy == POLICY_SPARSE)
+        return 0; /* pli_sparse_finish() has */
+    if (pl_reducer_sparse_dims(self->reducer, i) > 0 ||
+        (slot->n_sparse_dims > 0 && slot->mode == GRAD_COPY))
+        return pli_sparse_put_mean(self, i);
     switch (slot->mode) {
     case GRAD_COPY:
         return copy_back(self, i, slot->held);

@@ -1,6 +1,6 @@
 /* grads.h - the Reducer object: what becomes of each parameter's `.grad`.
  *
- * Two policies, chosen by size, so equal on every rank:
+ * Three policies, chosen by size and by what is declared, so equal on every rank:
  *
  *   copy  (small) the gradient stays the user's tensor; its values are copied to the
  *         slot as it comes and the mean is copied back at the end.  Cheapest: no tensor
@@ -9,6 +9,8 @@
  * malloc can reuse it while it is warm; `.grad` is None until the end of the step, then
  *         a view of the slot.  A gradient that is such a view already (accumulation)
  *         needs no copy at all.
+ *   sparse (declared) the gradient stays where it is, and its rows are averaged at the
+ *         end: sparse.h.
  *
  * A large gradient is treated as `copy` for one step where a view would be seen: its
  * own graph is recorded (create_graph), somebody else's hook looks at it, or its
@@ -22,7 +24,7 @@
 #include "world.h"
 
 typedef enum grad_mode { GRAD_UNTOUCHED, GRAD_COPY, GRAD_VIEW } grad_mode;
-typedef enum grad_policy { POLICY_COPY, POLICY_VIEW } grad_policy;
+typedef enum grad_policy { POLICY_COPY, POLICY_VIEW, POLICY_SPARSE } grad_policy;
 
 /* Whether this rank's gradient holds something that the peers have not seen. */
 typedef enum grad_sync { GRAD_SYNCED, GRAD_UNSYNCED } grad_sync;
@@ -35,6 +37,7 @@ typedef struct grad_slot {
     pli_layout layout; /* of the slot */
     grad_policy policy;
     grad_sync sync;
+    unsigned n_sparse_dims; /* of the gradient read last; 0: dense; see sparse.h */
     /* of the step under way */
     grad_mode mode;
     PyObject *held; /* copy: where the mean goes; view: the view found in place */
@@ -90,7 +93,7 @@ typedef struct reducer_object {
     int owner_pid;          /* a forked child has no part in the world */
 } reducer_object;
 
-/* measure(params, buffers, bucket_bytes, last_bytes) -> (arena_bytes, n_ops) */
+/* measure(params, buffers, bucket_bytes, last_bytes, sparse) -> (arena_bytes, n_ops) */
 PyObject *pli_measure(PyObject *module, PyObject *args);
 
 /* ---- grads.c: one gradient ------------------------------------------------------ */
@@ -128,6 +131,10 @@ int pli_step_finish(reducer_object *self);
 /* The outermost backward of this thread is over: posts what is left of every step in
  * it.  Another rank may wait for them in another order than this one will. */
 int pli_step_close_all(reducer_object *self);
+
+/* ... and finishes them, newest reducer first: the rounds that follow those of the
+ * buckets (of the late, of sparse rows) are then in one order on all ranks. */
+int pli_step_finish_all(reducer_object *self);
 
 /* The step failed here: tells the peers; an exception that is set stays set. */
 void pli_step_fail(reducer_object *self, const char *words);

@@ -59,7 +59,7 @@ static int on_backward_end(const guard_object *self)
      * inside another one (the wrapper itself is checkpointed). */
     int status = 0;
     if (node == Py_None)
-        status = pli_step_close_all(reducer) != 0 ? -1 : pli_step_finish(reducer);
+        status = pli_step_finish_all(reducer);
     else if (self->origin == GUARD_OF_OUTPUT)
         status = pli_step_finish(reducer);
     else

@@ -96,7 +96,7 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "attach_torch(**callables)\n--\n\nHand over what the extension needs of torch."},
     {"measure", pli_measure, METH_VARARGS,
-     "measure(params, buffers, bucket_bytes, last_bytes, /)\n--\n\n"
+     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), /)\n--\n\n"
      "Return (arena_bytes, n_ops) that a Reducer of these needs of its World."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},

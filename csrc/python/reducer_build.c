@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "../core/alloc.h"
+#include "../core/reducer_exchange.h"
 #include "reducer_build.h"
 
 /* ---- what is reduced ---------------------------------------------------------------
@@ -112,6 +113,32 @@ done:
     return status;
 }
 
+/* Gives those parameters the sparse policy that are declared so. */
+static int read_sparse(PyObject *sparse, grad_slot *slots, size_t n_slots)
+{
+    int status = -1;
+    PyObject *fast = sparse != NULL
+                         ? PySequence_Fast(sparse, "sparse: give a sequence of indices")
+                         : PyTuple_New(0);
+    if (fast == NULL)
+        return -1;
+    for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(fast); k++) {
+        const Py_ssize_t i = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(fast, k));
+        if (i == -1 && PyErr_Occurred())
+            goto done;
+        if (i < 0 || (size_t)i >= n_slots || slots[i].layout.n_dims == 0) {
+            PyErr_Format(PyExc_ValueError,
+                         "sparse has %zd: give indices of params that have rows", i);
+            goto done;
+        }
+        slots[i].policy = POLICY_SPARSE;
+    }
+    status = 0;
+done:
+    Py_DECREF(fast);
+    return status;
+}
+
 void pli_free_slots(grad_slot *slots, size_t n_slots)
 {
     for (size_t i = 0; slots != NULL && i < n_slots; i++) {
@@ -145,13 +172,18 @@ static int make_spec(const module_state *state, const pli_reducer_arguments *giv
     if (pli_check(state, pli_calloc(n_slots, sizeof *params, "parameters", &params)) !=
         0)
         return -1;
-    for (size_t i = 0; i < n_slots; i++)
-        params[i] = (pl_param){.n_elems = slots[i].layout.n_elems,
+    size_t n_sparse = 0;
+    for (size_t i = 0; i < n_slots; i++) {
+        const size_t is_sparse = slots[i].policy == POLICY_SPARSE;
+        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slots[i].layout.n_elems,
                                .dtype = slots[i].layout.dtype};
+        n_sparse += is_sparse;
+    }
     *out = (pl_reducer_spec){
         .params = params,
         .n_params = n_slots,
         .extra_bytes = extra_bytes,
+        .staging_bytes = n_sparse > 0 ? PLI_EXCHANGE_BYTES : 0,
         .caps = {.bucket_bytes = (size_t)given->bucket_bytes,
                  .last_bytes = (size_t)given->last_bytes},
     };
@@ -167,11 +199,12 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
     pl_reducer_spec spec = {0};
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "OOnn:measure", &given.params, &given.buffers,
-                          &given.bucket_bytes, &given.last_bytes) ||
+    if (!PyArg_ParseTuple(args, "OOnn|O:measure", &given.params, &given.buffers,
+                          &given.bucket_bytes, &given.last_bytes, &given.sparse) ||
         pli_reducer_check_sizes(&given) != 0)
         return NULL;
     if (read_params(state, given.params, &slots, &n_slots) == 0 &&
+        read_sparse(given.sparse, slots, n_slots) == 0 &&
         read_buffers(state, given.buffers, &buffers, &n_buffers, &extra_bytes) == 0 &&
         make_spec(state, &given, slots, n_slots, extra_bytes, &spec) == 0)
         result = Py_BuildValue("nn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
@@ -210,6 +243,12 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
                                   slot->hooks);
 }
 
+static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
+{
+    const size_t n_bytes = pli_layout_bytes(&slot->layout);
+    return n_bytes > 0 && n_bytes >= view_bytes ? POLICY_VIEW : POLICY_COPY;
+}
+
 int pli_reducer_build(const module_state *state, reducer_object *self,
                       const pli_reducer_arguments *given)
 {
@@ -217,6 +256,7 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
     pl_reducer_spec spec = {0};
     int status = -1;
     if (read_params(state, given->params, &self->slots, &self->n_slots) != 0 ||
+        read_sparse(given->sparse, self->slots, self->n_slots) != 0 ||
         read_buffers(state, given->buffers, &self->buffers, &self->n_buffers,
                      &extra_bytes) != 0 ||
         make_spec(state, given, self->slots, self->n_slots, extra_bytes, &spec) != 0 ||
@@ -226,9 +266,8 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
         goto done;
     for (size_t i = 0; i < self->n_slots; i++) {
         grad_slot *slot = &self->slots[i];
-        slot->policy = pli_layout_bytes(&slot->layout) >= (size_t)given->view_bytes
-                           ? POLICY_VIEW
-                           : POLICY_COPY;
+        if (slot->policy != POLICY_SPARSE)
+            slot->policy = policy_by_size(slot, (size_t)given->view_bytes);
         if (register_hook(state, self, i) != 0)
             goto done;
     }

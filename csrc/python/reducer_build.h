@@ -12,6 +12,7 @@ typedef struct pli_reducer_arguments {
     Py_ssize_t bucket_bytes;
     Py_ssize_t last_bytes;
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
+    PyObject *sparse;      /* sequence of indices into params; NULL: none */
 } pli_reducer_arguments;
 
 /* -1 with ValueError where a size cannot be. */

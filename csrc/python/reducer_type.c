@@ -17,13 +17,13 @@ static reducer_object *reducer_of(PyObject *object)
 static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"world",      "params",     "buffers", "bucket_bytes",
-                            "last_bytes", "view_bytes", NULL};
+                            "last_bytes", "view_bytes", "sparse",  NULL};
     module_state *state = state_of_type(type);
-    pli_reducer_arguments given;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOnnn:Reducer", names,
-                                     state->world_type, &given.world, &given.params,
-                                     &given.buffers, &given.bucket_bytes,
-                                     &given.last_bytes, &given.view_bytes) ||
+    pli_reducer_arguments given = {0};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!OOnnn|O:Reducer", names, state->world_type, &given.world,
+            &given.params, &given.buffers, &given.bucket_bytes, &given.last_bytes,
+            &given.view_bytes, &given.sparse) ||
         pli_reducer_check_sizes(&given) != 0)
         return NULL;
     if (state->queue_callback == NULL) {
@@ -296,9 +296,9 @@ static PyType_Slot reducer_slots[] = {
     {Py_tp_methods, reducer_methods},
     {Py_tp_getset, reducer_getset},
     {Py_tp_members, reducer_members},
-    {Py_tp_doc,
-     "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes)\n--\n\n"
-     "Means of gradients over the ranks of a world, taken during backward."},
+    {Py_tp_doc, "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes, "
+                "sparse=())\n--\n\n"
+                "Means of gradients over the ranks of a world, taken during backward."},
     {0, NULL},
 };
 

@@ -22,7 +22,12 @@
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
     X(increment_version) /* tells autograd that tensors were overwritten */            \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
-    X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */
+    X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
+    X(sparse_read)       /* these five: paceline._sparse */                            \
+    X(sparse_room)                                                                     \
+    X(sparse_put)                                                                      \
+    X(sparse_densify)                                                                  \
+    X(sparse_put_dense)
 
 typedef struct module_state {
     PyTypeObject *listener_type;

@@ -1,5 +1,5 @@
 /* step.c - one backward: from its first gradient to its means. */
-#include "grads.h"
+#include "sparse.h"
 
 #include <unistd.h>
 
@@ -143,7 +143,7 @@ static int try_finish(reducer_object *self)
 {
     if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
         return -1;
-    if (wait_step(self) != 0 || amend_late(self) != 0)
+    if (wait_step(self) != 0 || amend_late(self) != 0 || pli_sparse_finish(self) != 0)
         return -1;
     for (size_t i = 0; i < self->n_slots; i++)
         if (pli_grads_bind(self, i) != 0)
@@ -188,6 +188,27 @@ int pli_step_finish(reducer_object *self)
         return 0;
     fail_with_exception(self);
     return -1;
+}
+
+int pli_step_finish_all(reducer_object *self)
+{
+    const unsigned long thread = PyThread_get_thread_ident();
+    reducer_object *other = state_of_reducer(self)->reducers;
+    int status = pli_step_close_all(self);
+    Py_XINCREF(other);
+    while (other != NULL) {
+        if (status == 0 && other->thread == thread &&
+            pl_reducer_is_active(other->reducer))
+            status = pli_step_finish(other);
+        reducer_object *next = other->next;
+        Py_XINCREF(next);
+        Py_DECREF(other);
+        other = next;
+    }
+    /* The others' guards are dropped uncalled; this one's has been called. */
+    if (status != 0 && pl_reducer_is_active(self->reducer))
+        pli_step_fail(self, NULL);
+    return status;
 }
 
 void pli_step_fail(reducer_object *self, const char *words)

@@ -102,6 +102,8 @@ bucket_cap_mb_list : optional
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
       records gradients, so one rank may make and evaluate a copy alone.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
+    - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
+      average is then dense on all. Any parameter's gradient may be sparse.
     - Evaluation (``torch.no_grad``) never communicates.
     - Rank 0's buffers are sent with each synchronised backward, and taken over by the
       other ranks at its end (or, where more forwards await their backward, later).
@@ -212,14 +214,16 @@ bucket_cap_mb_list : optional
         buffers = model.buffers if options.sync_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
         caps = (options.bucket_bytes, options.last_bytes)
-        arena_bytes, n_ops = _native.measure(model.trainable, owners, *caps)
+        arena_bytes, n_ops = _native.measure(
+            model.trainable, owners, *caps, model.sparse
+        )
         world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
         if options.sync_at_start:
             self._copy_from_rank_0(world, model)
         self._world = world
         self._watch = watch(self)  # the module may be replaced as a whole
         self._reducer = _native.Reducer(
-            world, model.trainable, owners, *caps, _options.VIEW_BYTES
+            world, model.trainable, owners, *caps, _options.VIEW_BYTES, model.sparse
         )
 
     def _agree(

@@ -28,10 +28,13 @@ class Model:
     buffers : list of (str, dict, str)
         All buffers that are not ignored: full name, the ``_buffers`` they are in, and
         their name there.
+    declared_sparse : frozenset of int
+        The ``id`` of each parameter whose gradients are expected to be sparse.
     """
 
     parameters: list[tuple[str, torch.nn.Parameter]]
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
+    declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Model:
@@ -56,12 +59,19 @@ class Model:
                     continue
                 seen.add(id(buffer))
                 buffers.append((full, held, name))
-        return cls(parameters, buffers)
+        return cls(parameters, buffers, _declared_sparse(module))
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
         """The parameters that require a gradient."""
         return [p for _, p in self.parameters if p.requires_grad]
+
+    @property
+    def sparse(self) -> list[int]:
+        """Which of :attr:`trainable` are declared sparse."""
+        return [
+            i for i, p in enumerate(self.trainable) if id(p) in self.declared_sparse
+        ]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all parameters and buffers."""
@@ -112,8 +122,7 @@ class Model:
         Raises
         ------
         NotImplementedError
-            If an embedding makes sparse gradients, or a parameter has an optimizer that
-            runs in backward.
+            If a parameter has an optimizer that runs in backward.
         ValueError
             If the module has a SyncBatchNorm, which needs a GPU.
         """
@@ -125,13 +134,6 @@ class Model:
                     "are not averaged yet: step after backward()"
                 )
         for name, part in module.named_modules():
-            if getattr(part, "sparse", False) and isinstance(
-                part, (torch.nn.Embedding, torch.nn.EmbeddingBag)
-            ):
-                raise NotImplementedError(
-                    f"'{name}' makes sparse gradients: this version of paceline "
-                    "reduces dense ones; make it with sparse=False"
-                )
             if isinstance(part, torch.nn.SyncBatchNorm):
                 raise ValueError(
                     "SyncBatchNorm layers only work with GPU modules: "
@@ -148,7 +150,7 @@ class Model:
     def describe(self) -> list[tuple[str, str, str]]:
         """Return (kind, name, what) of each tensor: all that ranks must agree on."""
         described = [
-            ("parameter", name, _describe(p, p.requires_grad))
+            ("parameter", name, _describe(p, p.requires_grad) + self._words_of(p))
             for name, p in self.parameters
         ]
         described += [
@@ -157,9 +159,28 @@ class Model:
         ]
         return described
 
+    def _words_of(self, parameter: torch.nn.Parameter) -> str:
+        is_sparse = parameter.requires_grad and id(parameter) in self.declared_sparse
+        return ", sparse gradients" if is_sparse else ""
+
     def digest(self) -> str:
         """Return a hash of :meth:`describe`."""
         return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+
+
+def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters that only sparse embeddings use.
+
+    torch asks the first module that has the parameter.  Here all must agree: a weight
+    tied to an output layer gets dense gradients, which go by the buckets.
+    """
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for part in module.modules():
+        is_embedding = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        users = sparse if is_embedding and part.sparse else dense
+        users.update(id(p) for p in part.parameters(recurse=False))
+    return frozenset(sparse - dense)
 
 
 def watch(module: torch.nn.Module) -> _native.Watch:

@@ -17,6 +17,7 @@ def measure(
     buffers: Sequence[tuple[dict[str, Any], str]],
     bucket_bytes: int,
     last_bytes: int,
+    sparse: Sequence[int] = (),
     /,
 ) -> tuple[int, int]: ...
 
@@ -71,6 +72,7 @@ class Reducer:
         bucket_bytes: int,
         last_bytes: int,
         view_bytes: int,
+        sparse: Sequence[int] = (),
     ) -> Reducer: ...
     sync: bool
     @property

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.utils.dlpack
 from torch.distributed import distributed_c10d as c10d
 
-from paceline import _native
+from paceline import _native, _sparse
 
 MINIMUM = (2, 4)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
@@ -47,6 +47,11 @@ def attach() -> None:
         increment_version=torch.autograd.graph.increment_version,
         empty_like=torch.empty_like,
         from_dlpack=torch.utils.dlpack.from_dlpack,
+        sparse_read=_sparse.read,
+        sparse_room=_sparse.room,
+        sparse_put=_sparse.put,
+        sparse_densify=_sparse.densify,
+        sparse_put_dense=_sparse.put_dense,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )

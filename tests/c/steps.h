@@ -182,6 +182,7 @@ static inline pl_status trainer_fire(trainer *self, uint64_t step, size_t i, int
     else
         self->n_late++;
     CHECK(verdict == PL_TAKEN || fire > 0);
+    CHECK(verdict == PL_TAKEN || self->model->params[i].n_elems > 0);
     CHECK(verdict == PL_TAKEN || !step_is_held(self->model, step, self->rank, i));
     return PL_OK;
 }

@@ -294,6 +294,36 @@ static void nothing_delivered_counts_as_zeros_and_as_not_used(void)
     pair_destroy(&it);
 }
 
+static void a_mean_is_sparse_where_no_rank_has_a_dense_gradient(void)
+{
+    pair it;
+    if (pair_create(&it)) {
+        begin(&it);
+        for (int r = 0; r < N_RANKS; r++) {
+            pl_reducer *self = it.reducers[r];
+            (void)deliver(&it, r, 0, 2, PL_REPLACE);
+            (void)deliver(&it, r, 1, 2, PL_REPLACE);
+            CHECK_OK(pl_reducer_settle(self, 2, NULL, PL_REPLACE,
+                                       r == 0 ? PL_USED : PL_UNUSED));
+            CHECK_OK(pl_reducer_settle(self, 3, NULL, PL_REPLACE, PL_UNUSED));
+            for (size_t i = r == 0 ? 0 : 1; i < N_PARAMS; i++)
+                pl_reducer_note_sparse(self, i, 1 + (unsigned)(i == 1 && r == 1));
+        }
+        close_and_wait(&it);
+        for (int r = 0; r < N_RANKS; r++) {
+            static const unsigned n_dims[N_PARAMS] = {0, 2, 1, 0};
+            for (size_t i = 0; i < N_PARAMS; i++)
+                CHECK(pl_reducer_sparse_dims(it.reducers[r], i) == n_dims[i]);
+            CHECK(pl_reducer_is_used(it.reducers[r], 0));
+            CHECK(pl_reducer_is_used(it.reducers[r], 2));
+            CHECK(!pl_reducer_is_used(it.reducers[r], 3));
+        }
+        CHECK(holds(&it, 0, 2) && holds(&it, 1, 2));
+        end(&it);
+    }
+    pair_destroy(&it);
+}
+
 /* ---- calls out of place
  * --------------------------------------------------------------------- */
 
@@ -434,6 +464,7 @@ int main(void)
     RUN(a_held_bucket_waits_for_the_close);
     RUN(a_parameter_without_gradient_contributes_what_it_is_settled_with);
     RUN(nothing_delivered_counts_as_zeros_and_as_not_used);
+    RUN(a_mean_is_sparse_where_no_rank_has_a_dense_gradient);
     RUN(a_call_out_of_place_is_refused_and_changes_nothing);
     RUN(an_amendment_is_waited_for_after_its_close_and_not_before);
     RUN(an_arena_too_small_or_no_parameter_makes_no_reducer);

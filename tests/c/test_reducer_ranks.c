@@ -69,6 +69,18 @@ static void gradients_that_come_twice_are_added_also_where_they_come_late(void)
     CHECK(atomic_load(&n_late_verdicts) > 10);
 }
 
+static void parameters_without_elements_are_never_late(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++) {
+        model it = model_of(80 + (uint64_t)world_size, world_size, 30);
+        it.percent_twice = 40;
+        it.percent_unused = 10;
+        for (size_t i = 0; i < it.n_params; i += 2)
+            it.params[i].n_elems = 0;
+        run_model(&it, train, &it);
+    }
+}
+
 static void buckets_that_are_held_take_all_that_comes(void)
 {
     atomic_store(&n_late_verdicts, 0);
@@ -174,6 +186,7 @@ int main(void)
     RUN(means_are_exact_in_worlds_of_1_to_4);
     RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
     RUN(gradients_that_come_twice_are_added_also_where_they_come_late);
+    RUN(parameters_without_elements_are_never_late);
     RUN(buckets_that_are_held_take_all_that_comes);
     RUN(everything_at_once_comes_out_exact_with_ranks_that_dawdle);
     RUN(after_a_step_that_failed_anywhere_the_next_is_exact);

@@ -174,11 +174,6 @@ ON_ONE = {
         "['cpu', 'meta']",
     ),
     "all on another device": (lambda m: m.to("meta"), "NotImplementedError", "meta"),
-    "sparse": (
-        lambda m: m.append(nn.Embedding(3, 2, sparse=True)),
-        "NotImplementedError",
-        "'3' makes sparse gradients",
-    ),
     "synchronised batch norm": (
         lambda m: m.append(nn.SyncBatchNorm(2)),
         "ValueError",

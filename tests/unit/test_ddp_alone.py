@@ -404,8 +404,13 @@ def test_a_slice_of_a_mesh_is_refused():
 def test_a_module_that_cannot_be_wrapped_is_refused_alone_too():
     with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
         DistributedDataParallel(nn.ReLU())
-    with pytest.raises(NotImplementedError, match="sparse"):
-        DistributedDataParallel(nn.Embedding(2, 2, sparse=True))
+
+
+def test_a_rank_that_is_alone_trains_a_sparse_embedding():
+    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    model(torch.tensor([1, 3, 1])).sum().backward()
+    assert model.module.weight.grad.layout == torch.sparse_coo
+    assert model.module.weight.grad.to_dense().sum(1).tolist() == [0, 4, 0, 2]
 
 
 @pytest.mark.parametrize(

@@ -183,15 +183,30 @@ def test_a_sparse_tensor_is_named():
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients_are_refused_with_the_name_of_the_layer(kind):
-    net = nn.Sequential(kind(3, 2, sparse=True))
-    with pytest.raises(NotImplementedError, match=r"'0' makes sparse.*sparse=False"):
-        Model.of(net).check_supported(net)
+def test_embeddings_declare_their_gradients_sparse(kind):
+    frozen = kind(3, 2, sparse=True).requires_grad_(False)
+    parts = [nn.Linear(1, 1), frozen, kind(3, 2, sparse=True), kind(3, 2)]
+    model = Model.of(nn.Sequential(*parts))
+    model.check_supported(nn.Sequential(*parts))
+    assert model.sparse == [2]  # of those that are trained
+    told = [what for _, _, what in model.describe()]
+    assert [what.endswith(", sparse gradients") for what in told] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
-def test_dense_embeddings_are_supported():
-    net = nn.Embedding(3, 2)
-    Model.of(net).check_supported(net)
+def test_a_weight_is_declared_sparse_if_every_module_that_has_it_says_so():
+    table, twin = nn.Embedding(3, 2, sparse=True), nn.Embedding(3, 2, sparse=True)
+    twin.weight = table.weight
+    assert Model.of(nn.Sequential(table, twin)).sparse == [0]
+    out = nn.Linear(2, 3, bias=False)
+    out.weight = table.weight
+    for parts in ([table, out], [out, table]):
+        assert Model.of(nn.Sequential(*parts)).sparse == []
 
 
 def test_sync_batch_norm_is_refused_in_the_words_of_torch():

@@ -213,6 +213,35 @@ def test_a_bad_size_of_a_reducer_is_named_with_its_value(at, value, words):
         assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("sparse", "words"),
+    [
+        (3, ["sparse", "sequence"]),
+        ([2], ["sparse has 2"]),
+        ([1], ["sparse has 1", "rows"]),
+        (["a"], ["int"]),
+        ([-1], ["sparse has -1"]),
+    ],
+    ids=["no sequence", "no such parameter", "no rows", "text", "negative"],
+)
+def test_a_bad_declaration_of_what_is_sparse_is_named(sparse, words):
+    params = [PARAM, nn.Parameter(torch.tensor(1.0))]
+    for message in (
+        raised_by(_native.measure, params, [], MIB, MIB, sparse),
+        raised_by(_native.Reducer, make_world(), params, [], MIB, MIB, 0, sparse),
+    ):
+        assert all(word in message.lower() for word in words), message
+
+
+def test_a_sparse_parameter_takes_no_room_beside_the_staging_that_all_share():
+    params = [nn.Parameter(torch.ones(1000, 1000)) for _ in range(3)]
+    dense, _ = _native.measure(params, [], MIB, MIB)
+    one, _ = _native.measure(params, [], MIB, MIB, [1])
+    all_three, _ = _native.measure(params, [], MIB, MIB, [0, 1, 2])
+    assert dense - one == 4_000_000 - MIB
+    assert one - all_three == 8_000_000
+
+
 def test_a_reducer_needs_a_world():
     message = raised_by(_native.Reducer, 3, [PARAM], [], MIB, MIB, 1)
     assert "World" in message

@@ -1,0 +1,675 @@
+"""Sparse gradients on ranks: as torch averages them, and where it cannot.
+
+Bits are compared with torch's own wrapper wherever that trains the model.  It raises
+where a rank leaves a sparse embedding out, where a gradient is dense that should be
+sparse, or sparse that was not declared so: there the reference is the mean by hand.
+"""
+
+import copy
+import pickle
+import warnings
+
+import paceline
+import pytest
+import torch
+from cases import assert_equal, bits, integer_weights, mean_over, on_ranks
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+# ---- what is compared ---------------------------------------------------------------
+
+
+def assert_same_gradient(mine, theirs, what):
+    """Check layout, whether it is coalesced, and bits."""
+    if mine is None or theirs is None or mine.layout == torch.strided:
+        if mine is not None and theirs is not None:
+            assert mine.layout == theirs.layout, what
+        assert_equal(mine, theirs, what)
+        return
+    assert mine.layout == theirs.layout, f"{what}: {mine.layout}, {theirs.layout}"
+    assert mine.is_coalesced() == theirs.is_coalesced(), what
+    assert mine.sparse_dim() == theirs.sparse_dim(), what
+    mine, theirs = mine.coalesce(), theirs.coalesce()
+    assert mine.indices().tolist() == theirs.indices().tolist(), f"{what}: rows"
+    assert_equal(mine.values(), theirs.values(), f"{what}: values")
+
+
+def means_by_hand(ranks, module):
+    """Return the mean of each parameter's gradient, densely, by name."""
+    rows = ranks.all(
+        {
+            name: None if p.grad is None else p.grad.detach().to_dense()
+            for name, p in module.named_parameters()
+        }
+    )
+    return {name: mean_over([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_means(module, means, layouts):
+    """Check values against means by hand, and the layouts."""
+    for name, p in module.named_parameters():
+        layout = layouts.get(name, torch.strided)
+        assert p.grad is not None, f"{name} has no gradient"
+        assert p.grad.layout == layout, f"the layout of {name}: {p.grad.layout}"
+        assert_equal(p.grad.detach().to_dense(), means[name], f"the mean of {name}")
+        if layout == torch.sparse_coo:
+            assert p.grad.is_coalesced(), name
+
+
+SPARSE = {"table.weight": torch.sparse_coo}
+
+
+class Words(nn.Module):
+    """An embedding, and a layer whose gradients are dense."""
+
+    def __init__(self, n_rows=20, width=6, table=None, dtype=torch.float32):
+        super().__init__()
+        self.table = table or nn.Embedding(n_rows, width, sparse=True)
+        self.out = nn.Linear(self.table.embedding_dim, 3)
+        integer_weights(self.to(dtype))
+
+    def forward(self, words, *more):
+        return self.out(self.table(words, *more))
+
+
+class Both:
+    """The same model, wrapped by us and by torch."""
+
+    def __init__(self, ranks, module, **options):
+        self.ranks = ranks
+        self.ours = ranks.wrap(copy.deepcopy(module), **options)
+        self.theirs = ranks.wrap_by_torch(module, **options)
+
+    def each(self, do):
+        for model in (self.ours, self.theirs):
+            do(model)
+
+    def check(self, what=""):
+        theirs = dict(self.theirs.module.named_parameters())
+        for name, p in self.ours.module.named_parameters():
+            assert_same_gradient(p.grad, theirs[name].grad, f"{what} {name}")
+
+    def step(self, loss, **options):
+        self.each(lambda model: loss(model).backward(**options))
+        self.check()
+
+
+def words_of(ranks, n=12, n_rows=20, key=0):
+    """Return numbers of rows, the rank's own, some more than once."""
+    return torch.randint(0, n_rows, (n,), generator=ranks.generator("words", key, n))
+
+
+# ---- as torch does ------------------------------------------------------------------
+
+TABLES = {
+    "embedding": lambda: nn.Embedding(20, 6, sparse=True),
+    "padding": lambda: nn.Embedding(20, 6, sparse=True, padding_idx=3),
+    "largest norm": lambda: nn.Embedding(20, 6, sparse=True, max_norm=1.0),
+    "bag of sums": lambda: nn.EmbeddingBag(20, 6, sparse=True, mode="sum"),
+    "bag of means": lambda: nn.EmbeddingBag(20, 6, sparse=True, mode="mean"),
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+
+
+@on_ranks(2, 4, table=[*TABLES], dtype=[*DTYPES])
+def test_sparse_gradients_are_averaged_as_torch_averages_them(ranks, table, dtype):
+    both = Both(ranks, Words(table=TABLES[table](), dtype=DTYPES[dtype]))
+    offsets = (torch.tensor([0, 4, 8]),) if "bag" in table else ()
+    if table == "largest norm":  # the rows that it scales are no small integers
+        both.each(lambda model: model.module.out.weight.requires_grad_(False))
+        both = Both(ranks, both.ours.module)
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words, *offsets).sum())
+        assert both.ours.module.table.weight.grad.layout == torch.sparse_coo
+
+
+@on_ranks(2, 4, how=["not", "to None", "to zero"])
+def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, how):
+    both = Both(ranks, Words())
+    for step in range(4):
+        if how != "not":
+            both.each(lambda model: model.zero_grad(set_to_none=how == "to None"))
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+        if step == 0:
+            mine = both.ours.module.table.weight.grad
+        if how != "to None":
+            assert both.ours.module.table.weight.grad is mine
+
+
+@on_ranks(2, 4)
+def test_sparse_gradients_accumulate_without_averaging(ranks):
+    both = Both(ranks, Words())
+
+    def micro_step(model, words):
+        with model.no_sync():
+            model(words).sum().backward()
+
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        for part in range(2):
+            words = words_of(ranks, key=(step, part))
+            both.each(lambda model, words=words: micro_step(model, words))
+            both.check("not averaged")
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+@on_ranks(2, 4)
+def test_a_rank_may_have_no_rows_and_so_may_all(ranks):
+    both = Both(ranks, Words())
+    nothing = torch.empty(0, dtype=torch.int64)
+    for step in range(4):
+        both.each(lambda model: model.zero_grad())
+        is_empty = step == 3 or (step != 1 and ranks.rank == step % 2)
+        words = nothing if is_empty else words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+@on_ranks(2)
+def test_several_sparse_embeddings_of_any_type_are_averaged(ranks):
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = [(7, 3), (400, 5), (5, 1), (90, 130), (30, 2)]
+            self.tables = nn.ModuleList(
+                nn.Embedding(*size, sparse=True) for size in sizes
+            )
+            self.tables[1].double()
+            self.tables[2].bfloat16()
+            integer_weights(self)
+
+        def forward(self, words):
+            return sum(
+                table(words % table.num_embeddings).double().sum()
+                for table in self.tables
+            )
+
+    both = Both(ranks, Towers())
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, n=60, n_rows=400, key=step)
+        both.step(lambda model, words=words: model(words))
+
+
+@on_ranks(2, 4, shape=["many rows", "long rows", "wide values"])
+def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, shape):
+    n_rows, width, n, dtype = {
+        "many rows": (300_000, 2, 80_000, torch.float32),  # several rounds of numbers
+        "long rows": (5, 70_000, 3, torch.float32),  # longer than a segment
+        "wide values": (4_000, 200, 3_000, torch.float64),  # and of values
+    }[shape]
+    both = Both(ranks, nn.Embedding(n_rows, width, sparse=True, dtype=dtype))
+    for step in range(2):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, n=n, n_rows=n_rows, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+OPTIMIZERS = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    "SparseAdam": lambda model: torch.optim.SparseAdam(
+        model.module.table.parameters(), lr=0.5
+    ),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.5),
+}
+
+
+@on_ranks(2, optimizer=[*OPTIMIZERS])
+def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, optimizer):
+    both = Both(ranks, Words())
+    optimizers = [OPTIMIZERS[optimizer](model) for model in (both.ours, both.theirs)]
+    for step in range(4):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+        for one in optimizers:
+            one.step()
+    mine, theirs = both.ours.module.state_dict(), both.theirs.module.state_dict()
+    for name, value in mine.items():
+        assert_equal(value, theirs[name], name)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_recorded_backwards_average_sparse_gradients(ranks):
+    both = Both(ranks, Words())
+    for step in range(2):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            both.step(lambda model, words=words: model(words).sum(), create_graph=True)
+        both.each(lambda model: model.zero_grad(set_to_none=True))
+
+
+@on_ranks(2)
+def test_clipping_by_norm_fails_on_sparse_gradients_as_in_torch(ranks):
+    both = Both(ranks, Words())
+    both.step(lambda model: model(words_of(ranks)).sum())
+    for model in (both.ours, both.theirs):
+        with pytest.raises(NotImplementedError, match="linalg_vector_norm"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@on_ranks(2)
+def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
+    module = Words()
+    module.table.weight.requires_grad_(False)
+    both = Both(ranks, module)
+    both.step(lambda model: model(words_of(ranks)).sum())
+    assert both.ours.module.table.weight.grad is None
+
+
+# ---- what torch refuses: used by some -----------------------------------------------
+
+
+class Optional(Words):
+    """Leaves the embedding out where there are no words."""
+
+    def forward(self, words):
+        if len(words) == 0:
+            return self.out(torch.ones(2, self.out.in_features))
+        return super().forward(words)
+
+
+@on_ranks(2, 4)
+def test_ranks_that_left_a_sparse_embedding_out_get_the_mean_too(ranks):
+    module = integer_weights(Optional())
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    for step in range(4):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step)[: 0 if (ranks.rank + step) % 2 else 12]
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
+    ours = ranks.wrap(integer_weights(Optional()))
+    nothing = torch.empty(0, dtype=torch.int64)
+    ours(nothing).sum().backward()
+    assert ours.module.table.weight.grad is None
+    ours(words_of(ranks)).sum().backward()
+    kept = ours.module.table.weight.grad
+    values = kept.to_dense().clone()
+    ours(nothing).sum().backward()
+    assert ours.module.table.weight.grad is kept
+    assert_equal(kept.to_dense(), values, "the gradient")
+
+
+@on_ranks(2)
+def test_what_a_rank_accumulated_counts_where_only_others_use_the_embedding(ranks):
+    module = integer_weights(Optional())
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    words = words_of(ranks)
+    plain(words).sum().backward()
+    with ours.no_sync():
+        ours(words).sum().backward()
+    words = words_of(ranks, key=1)[: 0 if ranks.rank else 12]
+    plain(words).sum().backward()
+    ours(words).sum().backward()
+    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_what_only_unsynchronised_backwards_used_is_averaged_at_the_next(ranks):
+    module = integer_weights(Optional())
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    for words in (words_of(ranks), torch.empty(0, dtype=torch.int64)):
+        plain(words).sum().backward()
+    with ours.no_sync():
+        ours(words_of(ranks)).sum().backward()
+    ours(torch.empty(0, dtype=torch.int64)).sum().backward()
+    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+# ---- what torch refuses: dense and sparse together ----------------------------------
+
+
+@on_ranks(2, 4, who=["one rank", "all ranks"])
+def test_a_dense_gradient_on_any_rank_makes_the_mean_dense_on_all(ranks, who):
+    module = Words()
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    for step in range(4):
+        for model in (plain, ours):
+            model.zero_grad()
+            is_dense = step % 2 == 0 and (who == "all ranks" or ranks.rank == 1)
+            loss = model(words_of(ranks, key=step)).sum()
+            if is_dense:
+                table = model.module.table if model is ours else model.table
+                loss = loss + (2 + ranks.rank) * table.weight.sum()
+            loss.backward()
+        layouts = {} if step % 2 == 0 else SPARSE
+        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+
+
+@on_ranks(2)
+def test_dense_means_go_where_the_dense_gradient_was(ranks):
+    """And accumulate from there, in a layout of the user's too."""
+    module = nn.Embedding(8, 4, sparse=True)
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    for model in (plain, ours):
+        weight = model.module.weight if model is ours else model.weight
+        weight.grad = torch.zeros(4, 8).t()
+    mine = ours.module.weight.grad
+    for step in range(3):
+        words = words_of(ranks, n_rows=8, key=step)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        means = means_by_hand(ranks, plain)
+        assert_means(ours.module, means, {})
+        assert ours.module.weight.grad is mine
+        plain.weight.grad = means["weight"]
+
+
+class Tied(nn.Module):
+    """The output layer has the embedding's weight, as in language models."""
+
+    def __init__(self, n_rows):
+        super().__init__()
+        self.table = nn.Embedding(n_rows, 6, sparse=True)
+        self.out = nn.Linear(6, n_rows, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, words):
+        return self.out(self.table(words))
+
+
+@on_ranks(2, n_rows=[20, 3000])
+def test_a_weight_tied_to_an_output_layer_is_averaged(ranks, n_rows):
+    module = integer_weights(Tied(n_rows))
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    for step in range(3):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), {})
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_sparse_in_every_element_is_averaged_by_rows(ranks):
+    module = Words()
+    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    plain(words_of(ranks)).sum().backward()
+    ours.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+    ours(words_of(ranks)).sum().backward()
+    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+# ---- what torch refuses: sparse, but not declared -----------------------------------
+
+
+class Looked(nn.Module):
+    """A weight that is looked up by the function: nothing says that it is sparse."""
+
+    def __init__(self, n_rows, n_sparse_dims=1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_rows, 6))
+        self.other = nn.Parameter(torch.ones(6))
+        if n_sparse_dims == 2:
+            self.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+
+    def forward(self, words, is_dense=False):
+        if len(words) == 0:
+            return self.other.sum()
+        rows = functional.embedding(words, self.weight, sparse=True)
+        out = (rows * self.other).sum()
+        return out + 3 * self.weight.sum() if is_dense else out
+
+
+@on_ranks(2, 4, n_rows=[20, 3000], dims=[1, 2])
+def test_undeclared_sparse_gradients_are_averaged_and_stay_sparse(ranks, n_rows, dims):
+    module = Looked(n_rows, dims)
+    plain = Looked(n_rows)
+    ours = ranks.wrap(module)
+    for step in range(4):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step)
+        if step >= 2 and ranks.rank == step % 2:
+            words = words[:0]  # left out here: sparse here too
+        plain(words).backward()
+        ours(words).backward()
+        assert_means(
+            ours.module, means_by_hand(ranks, plain), {"weight": torch.sparse_coo}
+        )
+        assert ours.module.weight.grad.sparse_dim() == dims
+
+
+@on_ranks(2, n_rows=[20, 3000], how=["not", "to zero"])
+def test_undeclared_sparse_gradients_accumulate(ranks, n_rows, how):
+    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    for step in range(4):
+        if step > 0 and how == "to zero":
+            plain.zero_grad(set_to_none=False)
+            ours.zero_grad(set_to_none=False)
+        words = words_of(ranks, key=step)
+        plain(words).backward()
+        if step == 1:  # the next averages both
+            with ours.no_sync():
+                ours(words).backward()
+            continue
+        ours(words).backward()
+        means = means_by_hand(ranks, plain)
+        assert_means(ours.module, means, {"weight": torch.sparse_coo})
+        for name, p in plain.named_parameters():
+            p.grad = means[name].to_sparse(1) if name == "weight" else means[name]
+
+
+@on_ranks(2, n_rows=[20, 3000])
+def test_undeclared_sparse_gradients_of_unsynchronised_backwards_stay_sparse(
+    ranks, n_rows
+):
+    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    for step in range(3):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step)
+        plain(words).backward()
+        plain(words[:0]).backward()
+        with ours.no_sync():
+            ours(words).backward()
+        ours(words[:0]).backward()  # uses it on no rank, and averages what there is
+        means = means_by_hand(ranks, plain)
+        assert_means(ours.module, means, {"weight": torch.sparse_coo})
+
+
+@on_ranks(2, n_rows=[20, 3000])
+def test_undeclared_sparse_and_dense_gradients_together_are_dense(ranks, n_rows):
+    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    for step in range(6):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step)
+        # all dense, all sparse, one of each, and again
+        is_dense = [True, False, ranks.rank == 0][step % 3]
+        plain(words, is_dense).backward()
+        ours(words, is_dense).backward()
+        layouts = {"weight": torch.sparse_coo} if step % 3 == 1 else {}
+        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+
+
+# ---- kept, shared, late -------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gradients_that_are_kept_do_not_change(ranks):
+    ours = ranks.wrap(Words())
+    kept, values = [], []
+    for step in range(4):
+        ours.zero_grad()
+        ours(words_of(ranks, key=step)).sum().backward()
+        kept.append(ours.module.table.weight.grad)
+        values.append(kept[-1].to_dense().clone())
+    for step, (grad, value) in enumerate(zip(kept, values, strict=True)):
+        assert_equal(grad.to_dense(), value, f"the gradient of step {step}")
+
+
+class Checkpointed(nn.Module):
+    """An embedding that two checkpointed blocks use: its hook fires once for each."""
+
+    def __init__(self, declared, reentrant):
+        super().__init__()
+        self.table = nn.Embedding(3000, 6, sparse=declared)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def block(self, layer, words, x):
+        rows = functional.embedding(words, self.table.weight, sparse=True)
+        return layer(rows + x).clamp(-2, 2)
+
+    def forward(self, words):
+        x = torch.ones(1, requires_grad=True)
+        for layer in (self.first, self.second):
+            x = checkpoint(self.block, layer, words, x, use_reentrant=self.reentrant)
+        return x
+
+
+@on_ranks(2, 4, declared=[True, False], reentrant=[True, False])
+def test_an_embedding_may_be_used_in_two_checkpoints(ranks, declared, reentrant):
+    module = integer_weights(Checkpointed(declared, reentrant), -1, 2)
+    plain, ours = copy.deepcopy(module), ranks.wrap(module, bucket_cap_mb=0.001)
+    for step in range(4):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step, n_rows=3000)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2, 3)
+def test_one_backward_may_reach_two_sparse_wrappers_in_opposite_order(ranks):
+    plain = [Words(), Words()]
+    models = [ranks.wrap(copy.deepcopy(one)) for one in plain]
+    turn = ranks.rank % 2
+    for step in range(3):
+        words = words_of(ranks, key=step)
+        for pair in (plain, models):
+            for model in pair:
+                model.zero_grad()
+            outs = [pair[k](words) for k in (turn, 1 - turn)]
+            (outs[0].sum() + outs[1].sum()).backward()
+        for one, model in zip(plain, models, strict=True):
+            assert_means(model.module, means_by_hand(ranks, one), SPARSE)
+
+
+# ---- construction, copies, changes --------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_only_one_rank_declares_sparse_is_named_on_every_rank(ranks):
+    with pytest.raises(paceline.MismatchError, match=r"'table\.weight'.*sparse grad"):
+        ranks.wrap(Words(table=nn.Embedding(20, 6, sparse=ranks.rank == 1)))
+
+
+@on_ranks(2, clone=["pickle", "deepcopy"])
+def test_copies_of_a_wrapper_average_sparse_gradients(ranks, clone):
+    first = paceline.DistributedDataParallel(Words())
+    if clone == "pickle":
+        second = pickle.loads(pickle.dumps(first))
+    else:
+        second = copy.deepcopy(first)
+    plain = copy.deepcopy(first.module)
+    plain(words_of(ranks)).sum().backward()
+    means = means_by_hand(ranks, plain)
+    for model in (first, second):
+        model(words_of(ranks)).sum().backward()
+        assert_means(model.module, means, SPARSE)
+
+
+@on_ranks(2)
+def test_an_embedding_that_is_swapped_for_a_sparse_one_is_noticed(ranks):
+    ours = ranks.wrap(Words(table=nn.Embedding(20, 6)))
+    ours(words_of(ranks)).sum().backward()
+    assert ours.module.table.weight.grad.layout == torch.strided
+    ours.module.table = integer_weights(nn.Embedding(30, 6, sparse=True))
+    for step in range(3):
+        plain = copy.deepcopy(ours.module)
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step, n_rows=30)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_an_embedding_that_becomes_sparse_after_wrapping_is_averaged(ranks):
+    ours = ranks.wrap(Words(table=nn.Embedding(20, 6)))
+    for is_sparse in (False, True, False):
+        ours.module.table.sparse = is_sparse
+        plain = copy.deepcopy(ours.module)
+        plain.zero_grad()
+        ours.zero_grad()
+        plain(words_of(ranks)).sum().backward()
+        ours(words_of(ranks)).sum().backward()
+        layouts = SPARSE if is_sparse else {}
+        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+
+
+# ---- bits ---------------------------------------------------------------------------
+
+
+@on_ranks(2, 3, dtype=[*DTYPES])
+def test_the_mean_of_rows_has_the_bits_of_the_dense_mean_on_every_rank(ranks, dtype):
+    """Each row at most once a rank, so that nothing is rounded before the mean."""
+    torch.manual_seed(3)
+    tables = [nn.Embedding(50, 9, sparse=is_sparse) for is_sparse in (True, False)]
+    models = [ranks.wrap(table.to(DTYPES[dtype])) for table in tables]
+    words = torch.randperm(50, generator=ranks.generator("words"))[:20]
+    factor = torch.randn(20, 9, generator=ranks.generator("factor")).to(DTYPES[dtype])
+    for model in models:
+        (model(words) * factor).sum().backward()
+    thin, dense = (table.weight.grad for table in tables)
+    assert bits(thin.to_dense()) == bits(dense)
+    ranks.assert_same([thin.indices(), thin.values()], "rows")
+
+
+# ---- failures -----------------------------------------------------------------------
+
+
+def spoil(grad):
+    """Return a gradient with a row that its table has not."""
+    rows = torch.tensor([[10**6]])
+    return torch.sparse_coo_tensor(
+        rows, torch.ones(1, grad.shape[1]), (10**7, grad.shape[1])
+    )
+
+
+@on_ranks(2, 3)
+def test_a_rank_whose_rows_are_no_rows_fails_the_step_on_every_rank(ranks):
+    ours = ranks.wrap(Words())
+    weight = ours.module.table.weight
+    plain = copy.deepcopy(ours.module)
+    for step in range(4):
+        ours.zero_grad()
+        plain.zero_grad()
+        words = words_of(ranks, key=step)
+        if step % 2 == 1:
+            handle = None
+            if ranks.rank == 1:
+                handle = weight.register_post_accumulate_grad_hook(
+                    lambda p: setattr(p.grad, "data", spoil(p.grad))
+                )
+            kind, text = (
+                (RuntimeError, "wrap the model again")
+                if ranks.rank == 1
+                else (paceline.PeerError, "the step of rank 1 failed")
+            )
+            with pytest.raises(kind, match=text):
+                ours(words).sum().backward()
+            if handle is not None:
+                handle.remove()
+            continue
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
