@@ -258,6 +258,8 @@ static int arrive_by_view(reducer_object *self, size_t i, PyObject *grad,
             return -1;
     } else if (is_in_place) {
         Py_XSETREF(slot->held, Py_NewRef(grad));
+    } else if (self->retention.release == RELEASE_AT_END) {
+        Py_XSETREF(slot->kept, Py_NewRef(grad));
     }
     return set_grad(self, i, Py_None);
 }
@@ -467,6 +469,7 @@ void pli_grads_drop(reducer_object *self, size_t i)
     slot->mode = GRAD_UNTOUCHED;
     Py_CLEAR(slot->held);
     Py_CLEAR(slot->late);
+    Py_CLEAR(slot->kept);
     pli_free(slot->backup);
     slot->backup = NULL;
 }

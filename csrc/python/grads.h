@@ -42,6 +42,7 @@ typedef struct grad_slot {
     grad_mode mode;
     PyObject *held; /* copy: where the mean goes; view: the view found in place */
     PyObject *late; /* view: what came after the bucket was posted */
+    PyObject *kept; /* view: what was copied, until the end of the step */
     void *backup;   /* of a view nobody may have used */
 } grad_slot;
 
@@ -54,6 +55,21 @@ typedef struct grad_buffer {
     PyObject *seen; /* the tensor, and its version, when taking over was put off */
     long version;
 } grad_buffer;
+
+/* When a gradient that was copied to its slot is freed: see retain.c. */
+typedef enum grad_release {
+    RELEASE_AT_ONCE,
+    RELEASE_AT_END, /* of the step */
+    N_RELEASES
+} grad_release;
+
+typedef struct grad_retention {
+    grad_release release; /* in the step under way */
+    int can_keep;         /* all of it is little enough */
+    unsigned n_steps;
+    int64_t faults_before; /* page faults of this thread when the last step began */
+    int64_t fewest_faults[N_RELEASES]; /* of a step, in the last trial */
+} grad_retention;
 
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
 typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
@@ -83,6 +99,7 @@ typedef struct reducer_object {
     grad_buffer *buffers;
     size_t n_buffers;
     buffers_state buffers_state;
+    grad_retention retention;
     sync_mode sync_now;     /* what the user asks for at this moment */
     sync_mode sync_forward; /* ... asked for at the forward whose backward runs, or at
                                the last one, if its outputs cannot tell */
@@ -115,6 +132,14 @@ void pli_grads_drop(reducer_object *self, size_t i);
 
 /* Makes the window show the current plan; whoever sees an old view keeps its values. */
 int pli_grads_refresh_window(reducer_object *self);
+
+/* ---- retain.c: the memory of what was copied --------------------------------------
+ */
+
+void pli_retention_init(grad_retention *self, const grad_slot *slots, size_t n_slots);
+
+/* Chooses when this step's gradients are freed. */
+void pli_retention_begin_step(grad_retention *self);
 
 /* ---- step.c: one backward ---------------------------------------------------------
  */

@@ -148,6 +148,7 @@ void pli_free_slots(grad_slot *slots, size_t n_slots)
         Py_XDECREF(slots[i].hooks);
         Py_XDECREF(slots[i].held);
         Py_XDECREF(slots[i].late);
+        Py_XDECREF(slots[i].kept);
         pli_free(slots[i].backup);
     }
     pli_free(slots);
@@ -271,6 +272,7 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
         if (register_hook(state, self, i) != 0)
             goto done;
     }
+    pli_retention_init(&self->retention, self->slots, self->n_slots);
     status = 0;
 done:
     pli_free((void *)spec.params);

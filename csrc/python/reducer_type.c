@@ -72,6 +72,7 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->slots[i].handle);
         Py_VISIT(self->slots[i].held);
         Py_VISIT(self->slots[i].late);
+        Py_VISIT(self->slots[i].kept);
     }
     for (size_t b = 0; self->buffers != NULL && b < self->n_buffers; b++)
         Py_VISIT(self->buffers[b].owner);

@@ -64,6 +64,7 @@ int pli_step_begin(reducer_object *self)
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
     self->thread = PyThread_get_thread_ident();
+    pli_retention_begin_step(&self->retention);
     if (self->window != NULL &&
         self->generation == pl_reducer_generation(self->reducer))
         return 0;

@@ -1,6 +1,7 @@
 """Gradients have the bits of torch where sums are exact, and are equal over ranks."""
 
 import copy
+import gc
 import os
 import time
 
@@ -406,3 +407,22 @@ def test_the_object_of_a_gradient_survives_accumulation(ranks, size):
             grad, pointer = p.grad, p.grad.data_ptr()
     assert p.grad is grad
     assert p.grad.data_ptr() == pointer
+
+
+@on_ranks(2)
+def test_a_long_training_gives_the_bits_of_torch_and_keeps_no_tensor(ranks):
+    module = nn.Sequential(nn.Linear(6, 130), nn.Linear(130, 130), nn.Linear(130, 2))
+    models = [ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    n_tensors = []
+    for step in range(30):  # longer than the trial of when to free what was copied
+        x = torch.randn(4, 6, generator=ranks.generator(step, (4, 6)))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert_equal(mine.grad, theirs.grad, f"a gradient of step {step}")
+        gc.collect()
+        n_tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    assert n_tensors[3:] == n_tensors[3:4] * 27
