@@ -57,7 +57,7 @@ native = Extension(
     sources=sorted(str(p) for layer in LAYERS for p in CSRC.glob(f"{layer}/*.c")),
     depends=sorted(str(p) for p in CSRC.rglob("*") if p.is_file()),
     extra_compile_args=cflags + extra,
-    extra_link_args=["-pthread", *extra],
+    extra_link_args=["-pthread", "-lm", *extra],
 )
 
 setup(

@@ -29,6 +29,10 @@ typedef struct pl_backend_ops {
                       pl_stream *stream);
     pl_status (*add)(pl_backend *backend, const pl_move *moves, size_t n_moves,
                      pl_stream *stream);
+    /* to = to * numerator / denominator, in float64, rounded once; `from` is not read
+     */
+    pl_status (*scale)(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                       int numerator, int denominator, pl_stream *stream);
     pl_status (*event_create)(pl_backend *backend, pl_event **out);
     pl_status (*event_record)(pl_backend *backend, pl_event *event, pl_stream *stream);
     pl_status (*event_wait)(pl_backend *backend, pl_event *event, pl_stream *stream);

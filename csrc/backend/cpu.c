@@ -9,6 +9,7 @@
 #include "../core/alloc.h"
 #include "../core/config.h"
 #include "backend.h"
+#include "cpu_scale.h"
 #include "cpu_sum.h"
 
 typedef struct cpu_backend {
@@ -69,6 +70,16 @@ static pl_status cpu_add(pl_backend *backend, const pl_move *moves, size_t n_mov
     return PL_OK;
 }
 
+static pl_status cpu_scale(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                           int numerator, int denominator, pl_stream *stream)
+{
+    (void)backend;
+    (void)stream;
+    for (size_t i = 0; i < n_moves; i++)
+        pli_cpu_scale(&moves[i], numerator, denominator);
+    return PL_OK;
+}
+
 /* There is no event on the CPU: what a call did has happened when it returns. */
 static pl_status cpu_event_create(pl_backend *backend, pl_event **out)
 {
@@ -101,6 +112,7 @@ static const pl_backend_ops cpu_ops = {
     .name = "cpu",
     .copy = cpu_copy,
     .add = cpu_add,
+    .scale = cpu_scale,
     .event_create = cpu_event_create,
     .event_record = cpu_event_nothing,
     .event_wait = cpu_event_nothing,

@@ -19,7 +19,8 @@
     X(PL_IDLE, "the user's code")                                                      \
     X(PL_FORWARD, "forward")                                                           \
     X(PL_BACKWARD, "backward")                                                         \
-    X(PL_FINISHING, "the end of backward")
+    X(PL_FINISHING, "the end of backward")                                             \
+    X(PL_JOINED, "a join, out of batches")
 
 typedef enum pl_activity {
 #define PLI_ACTIVITY_ENUM(name, text) name,

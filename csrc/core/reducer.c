@@ -24,9 +24,14 @@ static size_t late_at(const pl_reducer_spec *spec)
     return spec->n_params;
 }
 
+static size_t roll_at(const pl_reducer_spec *spec)
+{
+    return 2 * spec->n_params;
+}
+
 static size_t order_at(const pl_reducer_spec *spec)
 {
-    return line_up(2 * spec->n_params);
+    return line_up(roll_at(spec) + PL_MAX_RANKS);
 }
 
 static size_t extra_at(const pl_reducer_spec *spec)
@@ -97,9 +102,11 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     self->spec.params = self->params;
     self->arena = pli_comm_arena(comm);
     self->late_at = late_at(spec);
+    self->roll_at = roll_at(spec);
     self->order_at = order_at(spec);
     self->extra_at = extra_at(spec);
     self->buckets_at = buckets_at(spec);
+    self->roll = reducer_full_roll(self);
     *out = self;
     self = NULL;
 done:
@@ -146,7 +153,7 @@ void reducer_arm_buckets(pl_reducer *self)
     }
 }
 
-/* Lays the buckets out in the order that rank 0 saw; every rank does so in the same
+/* Lays the buckets out in the order that the root saw; every rank does so in the same
  * step, the second. */
 static pl_status take_up_order(pl_reducer *self)
 {
@@ -175,7 +182,8 @@ pl_status pl_reducer_begin(pl_reducer *self)
         self->slots[i].n_fires = 0;
     self->n_fires = 0;
     self->n_fired_params = 0;
-    memset(used_of(self), 0, 2 * self->spec.n_params);
+    memset(used_of(self), 0, n_flag_bytes(self));
+    reducer_open_roll(self);
     reducer_arm_buckets(self);
     self->step++;
     self->phase = REDUCER_FILLING;
@@ -339,6 +347,11 @@ void pl_reducer_hold(pl_reducer *self, size_t param)
 int pl_reducer_is_active(const pl_reducer *self)
 {
     return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
+}
+
+int pl_reducer_has_failed(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FAILED;
 }
 
 int pl_reducer_is_open(const pl_reducer *self)

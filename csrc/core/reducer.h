@@ -16,12 +16,17 @@
  * own.  Buckets are posted early only on the strength of the last step, so a model
  * whose parameters fire as often as last time is never late.
  *
+ * A rank that has no gradients any more may *stand in*: it takes part in a step with
+ * zeros, so that the others get their means.  Each step's bytes tell every rank who
+ * did (the *roll*).
+ *
  * The arena:
  *
- *     [ used: n bytes ][ late: n bytes ][ order: n words ]
+ *     [ used: n bytes ][ late: n bytes ][ roll ][ order: n words ]
  *     [ extra ][ staging ][ buckets ]
  *
- * `extra` is broadcast from rank 0 with each step; the caller decides what it means.
+ * `extra` is broadcast with each step, from rank 0, or from the lowest rank that was
+ * active in the step before; the caller decides what it means.
  * `staging` is the caller's, between `wait` and `end`: reducer_exchange.h.
  * One thread at a time calls a reducer.
  */
@@ -99,6 +104,46 @@ int pl_reducer_is_late(const pl_reducer *reducer, size_t param);
 pl_status pl_reducer_amend(pl_reducer *reducer, size_t param, const void *data,
                            pl_delivery delivery) PL_MUST_USE;
 
+/* ---- ranks that stand in (reducer_join.c) ----------------------------------- */
+
+/* What a rank is to a step; a rank is active unless it says otherwise. */
+typedef enum pl_part {
+    PL_STANDING_IN, /* it has stood in before */
+    PL_JOINING,     /* it stands in for the first time */
+    PL_ACTIVE,
+} pl_part;
+
+/* Who was what in a step; every rank has the same. */
+typedef struct pl_roll {
+    int n_active;
+    int first_active; /* -1: none */
+    int last_joining; /* -1: none */
+} pl_roll;
+
+/* After `begin`: this rank has no gradients for the step.  Zeros are settled for every
+ * parameter; what remains is `close` and all that follows. */
+pl_status pl_reducer_stand_in(pl_reducer *reducer, pl_part part) PL_MUST_USE;
+
+/* The roll of the last step that was waited for; of all ranks before the first. */
+pl_roll pl_reducer_roll(const pl_reducer *reducer);
+
+/* Between steps, on every rank: takes all for active again.  A join is over, or begins.
+ */
+void pl_reducer_forget_roll(pl_reducer *reducer);
+
+/* The rank whose `extra` travels with this step, and whether it was active in it,
+ * which is known after `wait`: if it was not, its values are out of date. */
+int pl_reducer_root(const pl_reducer *reducer);
+int pl_reducer_root_is_active(const pl_reducer *reducer);
+
+/* After `wait`, before `end`: turns the means over all ranks into means over the active
+ * ones, by one multiplication and one rounding more; exact where the two numbers differ
+ * by a power of two, and nothing where they are equal. */
+pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
+
+/* ... one that is in no slot: what `mean->to` has. */
+pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
+
 /* Ends the step: what was learned of it shapes the next. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 
@@ -116,6 +161,9 @@ pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);
+
+/* Non-zero after a step has failed, until that is left behind. */
+int pl_reducer_has_failed(const pl_reducer *reducer);
 
 /* Non-zero between begin and the first close: gradients are still taken. */
 int pl_reducer_is_open(const pl_reducer *reducer);

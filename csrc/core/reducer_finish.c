@@ -39,13 +39,13 @@ static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_by
     const pl_op op = {.kind = kind,
                       .reduction = kind == PL_BROADCAST ? PL_SUM : PL_MAX,
                       .dtype = PL_U8,
-                      .root = 0,
+                      .root = self->root,
                       .offset_bytes = offset_bytes,
                       .n_elems = n_bytes};
     return pl_comm_issue(self->comm, &op, &self->last_ticket);
 }
 
-/* The parameters by their latest fire, then those that did not fire: rank 0's view of
+/* The parameters by their latest fire, then those that did not fire: the root's view of
  * this becomes every rank's plan. */
 static pl_status write_order(pl_reducer *self)
 {
@@ -76,7 +76,7 @@ static pl_status close_step(pl_reducer *self)
         if (self->buckets[b].phase == PL_BUCKET_FILLING)
             PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
     PL_TRY(reducer_post_ready(self));
-    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, 2 * self->spec.n_params));
+    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self)));
     if (self->learning == LEARNING_NOTHING) {
         PL_TRY(write_order(self));
         PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
@@ -117,7 +117,8 @@ pl_status pl_reducer_close(pl_reducer *self)
     } else {
         PL_FAIL(PL_ESTATE, "a step is closed that is not open");
     }
-    pli_comm_note(self->comm, PL_FINISHING, self->step);
+    pli_comm_note(self->comm, reducer_is_active_rank(self) ? PL_FINISHING : PL_JOINED,
+                  self->step);
 done:
     return st;
 }
@@ -153,6 +154,7 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
     } else {
         for (size_t b = 0; b < self->plan->n_buckets; b++)
             PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_REDUCED, b));
+        reducer_read_roll(self);
     }
     self->phase = REDUCER_REDUCED;
 done:
@@ -202,9 +204,10 @@ pl_status pl_reducer_end(pl_reducer *self)
         PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
     if (pl_reducer_n_late(self) > 0)
         PL_FAIL(PL_ESTATE, "a step ends whose late gradients were not amended");
-    for (size_t i = 0; i < self->spec.n_params; i++)
+    /* A step without gradients teaches nothing. */
+    for (size_t i = 0; reducer_is_active_rank(self) && i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_fires;
-    if (self->learning == LEARNING_NOTHING)
+    if (self->learning == LEARNING_NOTHING && pl_reducer_root_is_active(self))
         self->learning = LEARNING_ORDER_KNOWN;
     self->phase = REDUCER_IDLE;
     pli_comm_note(self->comm, PL_IDLE, self->step);
@@ -230,6 +233,7 @@ static pl_status forget(pl_reducer *self)
     self->plan = plan;
     self->generation++;
     self->learning = LEARNING_NOTHING;
+    self->roll = reducer_full_roll(self);
     for (size_t i = 0; i < self->spec.n_params; i++) {
         self->slots[i] = (slot_state){0};
         pli_free(self->backups[i]);

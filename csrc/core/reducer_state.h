@@ -48,7 +48,7 @@ struct pl_reducer {
     bucket_state *buckets; /* room for n_params of them */
     void **backups;        /* by parameter: a mean put aside while it is amended */
     char *arena;
-    size_t late_at, order_at, extra_at, buckets_at;
+    size_t late_at, roll_at, order_at, extra_at, buckets_at;
     reducer_phase phase;
     reducer_learning learning;
     unsigned generation;
@@ -56,6 +56,8 @@ struct pl_reducer {
     size_t n_posted; /* buckets, in order */
     uint32_t n_fires;
     size_t n_fired_params;
+    pl_roll roll; /* of the last step */
+    int root;     /* of this step's broadcasts */
     pl_ticket last_ticket;
 };
 
@@ -69,6 +71,18 @@ static inline unsigned char *late_of(const pl_reducer *self)
     return (unsigned char *)self->arena + self->late_at;
 }
 
+/* A pl_part a rank. */
+static inline unsigned char *roll_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena + self->roll_at;
+}
+
+/* The bytes that every step reduces: used, late and roll. */
+static inline size_t n_flag_bytes(const pl_reducer *self)
+{
+    return 2 * self->spec.n_params + (size_t)pl_comm_world_size(self->comm);
+}
+
 static inline char *slot_memory(const pl_reducer *self, size_t param)
 {
     return self->arena + self->buckets_at + self->plan->slots[param].offset_bytes;
@@ -76,6 +90,20 @@ static inline char *slot_memory(const pl_reducer *self, size_t param)
 
 /* Counts what each bucket waits for, and puts all in PL_BUCKET_FILLING. */
 void reducer_arm_buckets(pl_reducer *self);
+
+static inline int reducer_is_active_rank(const pl_reducer *self)
+{
+    return roll_of(self)[pl_comm_rank(self->comm)] == PL_ACTIVE;
+}
+
+/* Takes this rank as active, and the step before for who is likely to be. */
+void reducer_open_roll(pl_reducer *self);
+
+/* Reads what the ranks said of themselves. */
+void reducer_read_roll(pl_reducer *self);
+
+/* As if every rank had been active: what a reducer knows at first. */
+pl_roll reducer_full_roll(const pl_reducer *self);
 
 /* Posts every bucket that is ready and whose turn it is. */
 pl_status reducer_post_ready(pl_reducer *self) PL_MUST_USE;

@@ -1,4 +1,4 @@
-/* broadcast.c - World.broadcast: rank 0's tensors to every rank, through the arena.
+/* broadcast.c - World.broadcast: one rank's tensors to every rank, through the arena.
  *
  * Tensors are packed one after another into the arena, as many bytes as fit, and each
  * load is one operation; a tensor may span loads.
@@ -54,9 +54,10 @@ static pl_status wait_slice(void *context, int64_t slice_ns)
     return pl_comm_wait(self->comm, self->ticket, slice_ns);
 }
 
-static int send_loads(const module_state *state, pl_comm *comm, cursor *reader)
+static int send_loads(const module_state *state, pl_comm *comm, int root,
+                      cursor *reader)
 {
-    const direction way = pl_comm_rank(comm) == 0 ? TO_ARENA : FROM_ARENA;
+    const direction way = pl_comm_rank(comm) == root ? TO_ARENA : FROM_ARENA;
     const size_t room = pl_comm_arena_bytes(comm);
     char *arena = pli_comm_arena(comm);
     size_t n_total = 0;
@@ -64,7 +65,8 @@ static int send_loads(const module_state *state, pl_comm *comm, cursor *reader)
         n_total += pli_layout_bytes(&reader->tensors[i].layout);
     for (size_t n_done = 0; n_done < n_total;) {
         const size_t n = n_total - n_done < room ? n_total - n_done : room;
-        const pl_op op = {.kind = PL_BROADCAST, .dtype = PL_U8, .n_elems = n};
+        const pl_op op = {
+            .kind = PL_BROADCAST, .dtype = PL_U8, .root = root, .n_elems = n};
         load one = {.comm = comm};
         if (way == TO_ARENA)
             (void)move_load(reader, arena, n, way);
@@ -78,12 +80,16 @@ static int send_loads(const module_state *state, pl_comm *comm, cursor *reader)
     return 0;
 }
 
-PyObject *pli_world_broadcast(PyObject *object, PyObject *tensors)
+PyObject *pli_world_broadcast(PyObject *object, PyObject *args)
 {
     const module_state *state = state_of(object);
-    PyObject *fast = PySequence_Fast(tensors, "tensors: give a sequence of tensors");
+    PyObject *tensors = NULL;
     PyObject *result = NULL;
     cursor reader = {0};
+    int root = 0;
+    if (!PyArg_ParseTuple(args, "O|i:broadcast", &tensors, &root))
+        return NULL;
+    PyObject *fast = PySequence_Fast(tensors, "tensors: give a sequence of tensors");
     if (fast == NULL)
         return NULL;
     reader.n_tensors = PySequence_Fast_GET_SIZE(fast);
@@ -105,7 +111,7 @@ PyObject *pli_world_broadcast(PyObject *object, PyObject *tensors)
             goto done;
         }
     }
-    if (send_loads(state, ((world_object *)object)->comm, &reader) == 0)
+    if (send_loads(state, ((world_object *)object)->comm, root, &reader) == 0)
         result = Py_NewRef(Py_None);
 done:
     PyMem_Free(reader.tensors);

@@ -1,6 +1,7 @@
-/* buffers.c - rank 0's buffers travel with each step, in the round of the gradients.
+/* buffers.c - one rank's buffers travel with each step, in the round of the gradients.
  *
- * The other ranks take them over at the end of backward.  Where more forwards await
+ * That rank is the step's root: rank 0, unless it has joined (reducer_join.c).  The
+ * other ranks take them over at the end of backward.  Where more forwards await
  * their backward, whose graphs may have saved the buffers, that is put off until the
  * next forward or state_dict(), and a buffer that somebody else has written or replaced
  * meanwhile (a checkpoint was loaded) is left as it is.
@@ -78,7 +79,7 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
 int pli_buffers_pack(reducer_object *self)
 {
     char *extra = pl_reducer_extra(self->reducer);
-    if (pl_comm_rank(self->comm) != 0)
+    if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer))
         return 0;
     for (size_t b = 0; b < self->n_buffers; b++) {
         const grad_buffer *buffer = &self->buffers[b];
@@ -155,7 +156,9 @@ static int put_off(reducer_object *self)
 
 int pli_buffers_receive(reducer_object *self)
 {
-    if (self->n_buffers == 0 || pl_comm_rank(self->comm) == 0)
+    if (self->n_buffers == 0 ||
+        pl_comm_rank(self->comm) == pl_reducer_root(self->reducer) ||
+        !pl_reducer_root_is_active(self->reducer))
         return 0;
     if (self->n_pending_forwards > 0)
         return put_off(self);

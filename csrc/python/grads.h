@@ -83,6 +83,13 @@ typedef enum guard_origin {
 } guard_origin;
 typedef enum sync_mode { SYNC_OFF, SYNC_ON } sync_mode;
 
+/* By how many ranks the means of a join context are divided, and what happens there
+ * when the first rank has no batches left. */
+typedef enum join_divisor { DIVIDE_BY_WORLD_SIZE, DIVIDE_BY_N_ACTIVE } join_divisor;
+typedef enum join_end { JOIN_GOES_ON, JOIN_RAISES } join_end;
+/* What becomes of `.grad` on a rank that stands in. */
+typedef enum join_grads { JOIN_LEAVES_GRADS, JOIN_BINDS_MEANS } join_grads;
+
 typedef struct reducer_object {
     PyObject_HEAD
     struct reducer_object *next; /* in the module's list */
@@ -105,6 +112,10 @@ typedef struct reducer_object {
                                the last one, if its outputs cannot tell */
     grad_recording recording;
     grad_engine engine;
+    pl_part part; /* of this rank in the step under way */
+    join_divisor join_divisor;
+    join_end join_end;
+    join_grads join_grads;
     int n_pending_forwards; /* whose backward has not begun, as far as is known */
     int n_guards;           /* queued in the engine, not yet called */
     int owner_pid;          /* a forked child has no part in the world */
@@ -151,6 +162,8 @@ int pli_step_check_process(const reducer_object *self);
 int pli_step_recover(reducer_object *self);
 
 int pli_step_begin(reducer_object *self);
+
+/* Also raises, after a step without fault, where a join context is to end with it. */
 int pli_step_finish(reducer_object *self);
 
 /* The outermost backward of this thread is over: posts what is left of every step in
@@ -176,14 +189,39 @@ int pli_step_finish_inline(reducer_object *self);
 /* ---- buffers.c: what a module keeps beside its parameters ---------------------------
  */
 
-/* Writes this rank's buffers to the memory that rank 0 sends with each step. */
+/* Writes the root's buffers to the memory that it sends with each step. */
 int pli_buffers_pack(reducer_object *self);
 
-/* After the step: takes over what came from rank 0, or puts that off. */
+/* After the step: takes over what came from the root, or puts that off. */
 int pli_buffers_receive(reducer_object *self);
 
 /* Takes over what was put off. */
 int pli_buffers_apply(reducer_object *self);
+
+/* ---- join.c: ranks that have run out of batches -----------------------------------
+ */
+
+/* After `wait`, before the means are bound: divides them by the number of active ranks
+ * where that is asked for. */
+int pli_join_rescale(reducer_object *self);
+
+/* ... of a mean that is in no slot: `mean->to`. */
+int pli_join_rescale_mean(reducer_object *self, const pl_move *mean);
+
+/* Whether this rank takes the means as its gradients: one that stands in may not. */
+int pli_join_binds(const reducer_object *self);
+
+/* In place of pli_grads_bind() on a rank that stands in. */
+int pli_join_bind(reducer_object *self, size_t i);
+
+/* After the step's end: -1, with torch's exception, where a rank stood in for it and
+ * the join context is to end then. */
+int pli_join_check_end(const reducer_object *self);
+
+/* Methods and attributes of the Reducer. */
+PyObject *pli_join_stand_in(PyObject *object, PyObject *args);
+PyObject *pli_join_abandon(PyObject *object, PyObject *words);
+PyObject *pli_join_set(PyObject *object, PyObject *args);
 
 /* ---- hook_type.c, guard_type.c ------------------------------------------------------
  */

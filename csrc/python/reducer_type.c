@@ -14,6 +14,16 @@ static reducer_object *reducer_of(PyObject *object)
 
 /* ---- construction and end ------------------------------------------------------ */
 
+/* In the order in which they were made: the steps of one backward are finished so, and
+ * most ranks that stand in for several wrappers go through them in this order too. */
+static void enter_list(reducer_object *self, module_state *state)
+{
+    reducer_object **link = &state->reducers;
+    while (*link != NULL)
+        link = &(*link)->next;
+    *link = self;
+}
+
 static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"world",      "params",     "buffers", "bucket_bytes",
@@ -33,11 +43,11 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->next = state->reducers;
-    state->reducers = self;
+    enter_list(self, state);
     self->world = Py_NewRef(given.world);
     self->comm = ((world_object *)given.world)->comm;
     self->sync_now = self->sync_forward = SYNC_ON;
+    self->part = PL_ACTIVE;
     self->owner_pid = getpid();
     if (pli_reducer_build(state, self, &given) != 0)
         Py_CLEAR(self);
@@ -227,6 +237,12 @@ static PyObject *reducer_get_step(PyObject *object, void *closure)
     return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
 }
 
+static PyObject *reducer_get_n_active(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pl_reducer_roll(reducer_of(object)->reducer).n_active);
+}
+
 static PyObject *reducer_get_is_active(PyObject *object, void *closure)
 {
     (void)closure;
@@ -271,6 +287,17 @@ static PyMethodDef reducer_methods[] = {
      "on_output($self, is_synchronised, is_first, /)\n--\n\nThe backward of a "
      "forward begins: whether that one was to be synchronised, and whether this is "
      "the first of its outputs."},
+    {"stand_in", pli_join_stand_in, METH_VARARGS,
+     "stand_in($self, is_first, binds_means, /)\n--\n\nTake part in one step without "
+     "gradients; return the number of ranks that had some, and the highest rank that "
+     "stood in for the first time, or -1."},
+    {"set_join", pli_join_set, METH_VARARGS,
+     "set_join($self, divides_by_active, raises, /)\n--\n\nForget who stood in; say "
+     "whether means are over the active ranks, and whether backward raises where one "
+     "stands in."},
+    {"abandon", pli_join_abandon, METH_O,
+     "abandon($self, words, /)\n--\n\nTell the peers, unless they know, that this "
+     "rank will not take the next step, for a reason in words."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -279,6 +306,8 @@ static PyGetSetDef reducer_getset[] = {
      NULL},
     {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
     {"is_active", reducer_get_is_active, NULL, "Whether a step is under way.", NULL},
+    {"n_active", reducer_get_n_active, NULL,
+     "Number of ranks that had gradients in the last step.", NULL},
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

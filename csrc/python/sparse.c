@@ -43,6 +43,7 @@ typedef struct sparse_step {
     sparse_part *parts;
     pl_table *tables;
     pl_rows *rows;
+    pl_rows *rooms;
     pl_exchange *exchange;
 } sparse_step;
 
@@ -109,7 +110,10 @@ static int read_part(sparse_step *self, size_t t, size_t slot)
     part->slot = slot;
     self->tables[t] = table_of(&from->layout);
     self->rows[t] = (pl_rows){.indices = no_indices()};
-    part->own = PyObject_CallOneArg(state->sparse_read, from->param);
+    /* A rank that stands in has none: its gradient is that of a step before. */
+    part->own = self->reducer->part == PL_ACTIVE
+                    ? PyObject_CallOneArg(state->sparse_read, from->param)
+                    : Py_NewRef(Py_None);
     if (part->own == NULL)
         return -1;
     if (part->own == Py_None)
@@ -127,7 +131,8 @@ static int begin(sparse_step *self)
             0 ||
         pli_check(state, pli_calloc(n, sizeof *self->tables, "rows", &self->tables)) !=
             0 ||
-        pli_check(state, pli_calloc(n, sizeof *self->rows, "rows", &self->rows)) != 0)
+        pli_check(state, pli_calloc(n, sizeof *self->rows, "rows", &self->rows)) != 0 ||
+        pli_check(state, pli_calloc(n, sizeof *self->rooms, "rows", &self->rooms)) != 0)
         return -1;
     for (size_t i = 0; i < reducer->n_slots; i++)
         if (reducer->slots[i].policy == POLICY_SPARSE &&
@@ -161,6 +166,7 @@ static int make_room(sparse_step *self, size_t t)
         return -1;
     if (all.n_rows > 0 && all.indices != NULL && room.indices != NULL)
         memcpy(room.indices, all.indices, all.n_rows * sizeof *all.indices);
+    self->rooms[t] = room;
     pl_exchange_set_room(self->exchange, t, room.values);
     return 0;
 }
@@ -198,9 +204,16 @@ static int run(sparse_step *self)
             return -1;
     if (pli_wait_in_slices(state, mean_slice, self->exchange) != 0)
         return -1;
-    for (size_t t = 0; t < self->n_parts; t++)
-        if (put_mean(self, t) != 0)
+    for (size_t t = 0; t < self->n_parts; t++) {
+        const pl_move mean = {
+            .to = self->rooms[t].values,
+            .dtype = self->tables[t].dtype,
+            .n_elems = self->rooms[t].n_rows * self->tables[t].row_elems,
+        };
+        if (pli_join_rescale_mean(self->reducer, &mean) != 0 ||
+            (pli_join_binds(self->reducer) && put_mean(self, t) != 0))
             return -1;
+    }
     return 0;
 }
 
@@ -218,6 +231,7 @@ int pli_sparse_finish(reducer_object *self)
     pli_free(step.parts);
     pli_free(step.tables);
     pli_free(step.rows);
+    pli_free(step.rooms);
     return status;
 }
 

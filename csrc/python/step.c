@@ -115,7 +115,7 @@ int pli_step_finish_inline(reducer_object *self)
 /* Speaks for what no gradient came for, and posts the rest of the step. */
 static int close_step(reducer_object *self)
 {
-    for (size_t i = 0; i < self->n_slots; i++)
+    for (size_t i = 0; self->part == PL_ACTIVE && i < self->n_slots; i++)
         if (pl_reducer_fires(self->reducer, i) == 0 && pli_grads_settle(self, i) != 0)
             return -1;
     if (pli_buffers_pack(self) != 0)
@@ -144,10 +144,11 @@ static int try_finish(reducer_object *self)
 {
     if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
         return -1;
-    if (wait_step(self) != 0 || amend_late(self) != 0 || pli_sparse_finish(self) != 0)
+    if (wait_step(self) != 0 || amend_late(self) != 0 || pli_join_rescale(self) != 0 ||
+        pli_sparse_finish(self) != 0)
         return -1;
     for (size_t i = 0; i < self->n_slots; i++)
-        if (pli_grads_bind(self, i) != 0)
+        if ((self->part == PL_ACTIVE ? pli_grads_bind : pli_join_bind)(self, i) != 0)
             return -1;
     if (pli_buffers_receive(self) != 0)
         return -1;
@@ -186,7 +187,7 @@ int pli_step_close_all(reducer_object *self)
 int pli_step_finish(reducer_object *self)
 {
     if (try_finish(self) == 0)
-        return 0;
+        return pli_join_check_end(self);
     fail_with_exception(self);
     return -1;
 }

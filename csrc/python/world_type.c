@@ -383,9 +383,9 @@ static PyMethodDef world_methods[] = {
      "wait($self, ticket, /)\n--\n\nWait until every rank did its part up to ticket."},
     {"recover", world_recover, METH_NOARGS,
      "recover($self, /)\n--\n\nLeave a failed step behind, together with every rank."},
-    {"broadcast", pli_world_broadcast, METH_O,
-     "broadcast($self, tensors, /)\n--\n\nOverwrite every rank's tensors with rank "
-     "0's."},
+    {"broadcast", pli_world_broadcast, METH_VARARGS,
+     "broadcast($self, tensors, root=0, /)\n--\n\nOverwrite every rank's tensors with "
+     "one rank's."},
     {"abort", world_abort, METH_O,
      "abort($self, words, /)\n--\n\nFail this step on every rank, for a reason in "
      "words."},

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import _native, _options, _torch
 from paceline._checkpoint import PREFIX
+from paceline._join import Joining
 from paceline._model import (
     Model,
+    copy_model,
     has_nothing_to_train,
     is_stateless_call,
     raise_first_difference,
@@ -24,10 +27,9 @@ from paceline._model import (
 from paceline._options import Options
 from paceline._pass import Pass
 from paceline._rendezvous import Meeting
-from paceline._unsupported import Unsupported
 
 
-class DistributedDataParallel(Unsupported):
+class DistributedDataParallel(Joining):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
 
     Each rank runs the same script on its share of the data; gradients come out of
@@ -155,6 +157,7 @@ bucket_cap_mb_list : optional
         forward_sync_buffers: bool | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)  # none of torch's own machinery
+        Joinable.__init__(self)
         _torch.attach()
         _options.warn_of_deprecated(check_reduction)
         group = _options.read_group(process_group, device_mesh)
@@ -219,7 +222,7 @@ bucket_cap_mb_list : optional
         )
         world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
         if options.sync_at_start:
-            self._copy_from_rank_0(world, model)
+            copy_model(world, model.tensors())
         self._world = world
         self._watch = watch(self)  # the module may be replaced as a whole
         self._reducer = _native.Reducer(
@@ -278,20 +281,6 @@ bucket_cap_mb_list : optional
                 f"module parameters {found}. Leave both out on the CPU."
             )
 
-    @staticmethod
-    def _copy_from_rank_0(world: _native.World, model: Model) -> None:
-        tensors = model.tensors()
-        plain = [t.detach() for t in tensors]
-        dense = [t if _torch.is_dense(t) else t.contiguous() for t in plain]
-        world.broadcast(dense)
-        if world.rank == 0:
-            return
-        with torch.no_grad():
-            for target, source in zip(plain, dense, strict=True):
-                if target is not source:
-                    target.copy_(source)
-        torch.autograd.graph.increment_version(tensors)
-
     # ---- a step -------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -325,11 +314,16 @@ bucket_cap_mb_list : optional
             if reducer is not None:
                 reducer.apply_buffers()
             return self.module(*inputs, **kwargs)
+        is_changed = reducer is not None and self._watch.changed()
+        if is_changed and (
+            is_stateless_call(self.module) or has_nothing_to_train(self.module)
+        ):
+            return self.module(*inputs, **kwargs)
+        if self._join_config.enable and not self._is_alone:
+            self._notify_join()
         if reducer is None:
-            reducer = self._join_as_copy()
-        elif self._watch.changed():
-            if is_stateless_call(self.module) or has_nothing_to_train(self.module):
-                return self.module(*inputs, **kwargs)
+            reducer = self._meet_as_copy()
+        elif is_changed:
             reducer = self._adopt_changes()
         if reducer is None:
             return self.module(*inputs, **kwargs)
@@ -343,7 +337,7 @@ bucket_cap_mb_list : optional
         reducer.forward_ends(one_pass.watch(output))
         return output
 
-    def _join_as_copy(self) -> _native.Reducer | None:
+    def _meet_as_copy(self) -> _native.Reducer | None:
         """Have a copy (deepcopy, unpickled) that is to be trained meet its peers.
 
         Not before: a rank may make a copy alone, to save or to evaluate it.
@@ -366,6 +360,7 @@ bucket_cap_mb_list : optional
         they raise ``PeerError`` where they wait for it.
         """
         assert self._reducer is not None
+        self._check_all_are_active()
         self._reducer.apply_buffers()
         sync = self._reducer.sync
         # Outputs of earlier forwards may keep the reducer, and its world, alive.
@@ -379,6 +374,7 @@ bucket_cap_mb_list : optional
         reducer: _native.Reducer | None = self._reducer
         assert reducer is not None
         reducer.sync = sync
+        reducer.set_join(*self._join_rules)
         return reducer
 
     @property

@@ -226,6 +226,22 @@ def _describe(tensor: torch.Tensor, requires_grad: bool | None) -> str:
     return words + (", trainable" if requires_grad else ", frozen")
 
 
+def copy_model(
+    world: _native.World, tensors: list[torch.Tensor], root: int = 0
+) -> None:
+    """Overwrite every rank's tensors with those of one rank, in place."""
+    plain = [t.detach() for t in tensors]
+    dense = [t if _torch.is_dense(t) else t.contiguous() for t in plain]
+    world.broadcast(dense, root)
+    if world.rank == root:
+        return
+    with torch.no_grad():
+        for target, source in zip(plain, dense, strict=True):
+            if target is not source:
+                target.copy_(source)
+    torch.autograd.graph.increment_version(tensors)
+
+
 def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
     """Raise the first difference between rank 0's model and another's.
 

@@ -66,6 +66,11 @@ def is_compiled_autograd() -> bool:
     )
 
 
+def is_in_backward() -> bool:
+    """Tell whether this thread evaluates a node of an autograd graph."""
+    return torch._C._current_autograd_node() is not None
+
+
 def default_group() -> dist.ProcessGroup:
     """Return the process group that ``init_process_group`` made.
 

@@ -19,14 +19,6 @@ class Unsupported(TorchDDP):
     Their inherited code would fail on attributes that only torch's constructor makes.
     """
 
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there yet."""
-        _refuse("join")
-
-    def join_hook(self, **_: Any) -> NoReturn:
-        """Not there yet."""
-        _refuse("join_hook")
-
     def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Not there yet."""
         _refuse("register_comm_hook")

@@ -2,7 +2,7 @@
  *
  * Which parameter fires how often, on which rank, with which values: all is drawn from
  * (seed, step, rank, parameter), so each rank can tell the exact means.  Values are
- * multiples of the world size.
+ * multiples of the world size, or of another unit.
  */
 #ifndef PLT_STEPS_H
 #define PLT_STEPS_H
@@ -24,7 +24,9 @@ typedef struct model {
     unsigned percent_unused; /* of parameters, each rank and step for itself */
     unsigned percent_twice;
     unsigned percent_held;
-    int64_t rest_ns; /* the longest pause between gradients; 0: none */
+    int unit;
+    uint64_t n_batches[PL_MAX_RANKS]; /* steps that a rank has gradients for; 0: all */
+    int64_t rest_ns;                  /* the longest pause between gradients; 0: none */
 } model;
 
 static inline model model_of(uint64_t seed, int world_size, size_t n_params)
@@ -34,6 +36,7 @@ static inline model model_of(uint64_t seed, int world_size, size_t n_params)
     draw random = draw_of(seed);
     model it = {.seed = seed,
                 .world_size = world_size,
+                .unit = world_size,
                 .n_params = n_params,
                 .caps = {.bucket_bytes = 512 + draw_below(&random, 4096),
                          .last_bytes = draw_below(&random, 1024)}};
@@ -63,8 +66,15 @@ static inline unsigned step_percent(const model *it, uint64_t step, int rank, si
     return (unsigned)draw_below(&random, 100);
 }
 
+static inline int step_has_batch(const model *it, uint64_t step, int rank)
+{
+    return it->n_batches[rank] == 0 || step <= it->n_batches[rank];
+}
+
 static inline int step_n_fires(const model *it, uint64_t step, int rank, size_t i)
 {
+    if (!step_has_batch(it, step, rank))
+        return 0;
     if (step_percent(it, step, rank, i, 1) < it->percent_unused)
         return 0;
     return step_percent(it, step, rank, i, 2) < it->percent_twice ? 2 : 1;
@@ -83,7 +93,7 @@ static inline int step_value(const model *it, uint64_t step, int rank, size_t i,
          (unsigned)step * 2246822519u + (unsigned)rank * 3266489917u +
          (unsigned)fire * 668265263u) >>
         16;
-    return it->world_size * ((int)(mixed % 5) - 2);
+    return it->unit * ((int)(mixed % 5) - 2);
 }
 
 static inline size_t param_parts(const model *it, size_t i)
@@ -240,15 +250,14 @@ static inline pl_status trainer_amend(trainer *self, uint64_t step)
     return st == PL_OK ? trainer_wait(self) : st;
 }
 
-static inline pl_status trainer_finish(trainer *self, uint64_t step)
+/* The root has written its `extra`. */
+static inline pl_status trainer_finish_with_extra(trainer *self, uint64_t step)
 {
     const model *it = self->model;
     pl_status st = PL_OK;
     for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
         if (step_n_fires(it, step, self->rank, i) == 0)
             st = pl_reducer_settle(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
-    if (self->rank == 0)
-        memcpy(pl_reducer_extra(self->reducer), &step, sizeof step);
     if (st == PL_OK)
         st = pl_reducer_close(self->reducer);
     if (st == PL_OK)
@@ -256,6 +265,13 @@ static inline pl_status trainer_finish(trainer *self, uint64_t step)
     if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
         st = trainer_amend(self, step);
     return st;
+}
+
+static inline pl_status trainer_finish(trainer *self, uint64_t step)
+{
+    if (self->rank == 0)
+        memcpy(pl_reducer_extra(self->reducer), &step, sizeof step);
+    return trainer_finish_with_extra(self, step);
 }
 
 /* After the step's means are in, and before its end. */

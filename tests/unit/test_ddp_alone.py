@@ -424,8 +424,6 @@ def test_what_is_no_module_is_a_type_error(thing):
 # ---- against new versions of torch --------------------------------------------------
 
 NOT_THERE_YET = {
-    "join": (),
-    "join_hook": (),
     "register_comm_hook": (None, None),
     "_register_builtin_comm_hook": (None,),
     "_register_buffer_comm_hook": (None, None),

@@ -1,0 +1,285 @@
+"""Uneven numbers of batches: ranks that have run out stand in for the rest.
+
+Inside ``model.join()`` the ranks that still train take their ordinary steps and nothing
+more.  A rank that leaves the context *stands in*: it takes step after step with zeros
+(csrc/python/join.c), until a step shows that no rank had gradients; then all take over
+the model of the rank that came last.  So all goes through shared memory, no forward
+communicates, and a rank that fails is noticed by every other.
+
+torch's own ``Join([...])``, which knows several models and sharded optimizers, counts
+forwards over the process group instead, and calls what ``join_hook()`` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from types import TracebackType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from paceline import _native, _torch
+from paceline._model import Model, copy_model
+from paceline._options import Options
+from paceline._unsupported import Unsupported
+
+
+class Joining(Unsupported):
+    """What a wrapper does where ranks have different numbers of batches."""
+
+    _options: Options
+    _reducer: _native.Reducer | None
+    _world: _native.World
+    _is_in_join = False
+    _join_rules = (False, False)  # divides by active ranks, raises when one joins
+    _n_join_hooks = 0
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> JoinContext:
+        """Return a context in which ranks may take different numbers of steps.
+
+        A rank that leaves it waits for the others, and takes part in their steps with
+        zeros; its own ``.grad`` are left alone.  At its end every rank has the
+        parameters, and with ``broadcast_buffers`` the buffers, of the rank that left it
+        last (of several, the highest).
+
+        Parameters
+        ----------
+        divide_by_initial_world_size : bool, default True
+            Whether gradients are divided by the number of all ranks, or by that of the
+            ranks that still train.
+        enable : bool, default True
+            Without it, the context does nothing.
+        throw_on_early_termination : bool, default False
+            Whether to raise on every rank once one has run out of batches.
+
+        Returns
+        -------
+        context manager
+
+        Raises
+        ------
+        RuntimeError
+            With ``throw_on_early_termination``: on a rank that has run out, at the end
+            of the context; on the others, out of the backward that it has missed, whose
+            gradients are averaged.
+        paceline.PeerError
+            If another rank dies in the context, or leaves it by an exception: within a
+            second, wherever this rank waits for it.
+
+        Notes
+        -----
+        The contract is that of `torch's method
+        <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
+        Where it differs:
+
+        - What counts is synchronised backwards, not forwards: several forwards before a
+          backward, evaluation, and ``no_sync()`` in any form may be in the context.
+        - Rank 0's buffers are sent until it has run out, then those of the lowest rank
+          that still trains (torch: of the highest); in the step in which the sender
+          changes, ranks keep their own.
+        - ``divide_by_initial_world_size=False`` scales the averages over all ranks by
+          ``n_ranks / n_active``, in float64 and rounded once more.  That is exact where
+          the ratio is a power of two; with float32 on 2, 4, 8... ranks it gives the sum
+          divided by ``n_active``, rounded once.
+        - An exception in the context ends it on all ranks; all may catch it and go on.
+
+        Contexts of several wrappers are not nested: give all of them to torch's
+        ``Join([...])``.  The model must not be changed in the context after a rank has
+        run out.
+
+        In ``Join([...])`` of torch this class is a joinable, with torch's limits: it
+        counts forwards (those that record gradients), so each needs one backward, and
+        ``no_sync()`` must be around both.  A rank that has run out gets the averages as
+        its ``.grad`` there, so that a sharded optimizer in the list steps by them;
+        torch's class leaves it to step by old ones.  A rank that has run out waits in
+        the process group, so it hears of an exception elsewhere when the group does.
+
+        Examples
+        --------
+        >>> with model.join():  # doctest: +SKIP
+        ...     for batch in batches_of_this_rank:
+        ...         optimizer.zero_grad()
+        ...         loss(model(batch)).backward()
+        ...         optimizer.step()
+        """
+        rules = (not divide_by_initial_world_size, throw_on_early_termination)
+        return JoinContext(self, enable, rules)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what ``torch.distributed.algorithms.Join`` calls on a joined rank.
+
+        Parameters
+        ----------
+        **kwargs
+            ``divide_by_initial_world_size``, as for :meth:`join`; others are for other
+            joinables.
+
+        Returns
+        -------
+        torch.distributed.algorithms.JoinHook
+        """
+        divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
+        self._set_join_rules((divides_by_active, False))
+        self._n_join_hooks += 1
+        return StandIn(self, self._n_join_hooks)
+
+    def _set_join_rules(self, rules: tuple[bool, bool]) -> None:
+        self._join_rules = rules
+        if self._reducer is not None:
+            self._reducer.set_join(*rules)
+
+    def _notify_join(self) -> None:
+        """Tell torch's joined ranks of a forward, and whether its backward syncs."""
+        if _torch.is_in_backward():
+            return  # a checkpoint's recomputation
+        self._is_in_join = True
+        Join.notify_join_context(self)
+        self._share_sync(self.require_backward_grad_sync, is_waited_for=False)
+
+    def _share_sync(self, is_synced: bool, is_waited_for: bool) -> bool:
+        """Return whether any rank's backward will be synchronised."""
+        n_synced = torch.tensor([float(is_synced)])
+        work = dist.all_reduce(n_synced, group=self.process_group, async_op=True)
+        if is_waited_for and work is not None:
+            work.wait()
+        return bool(is_waited_for and n_synced.item() > 0)
+
+    def _check_all_are_active(self) -> None:
+        """Raise where the model cannot be wrapped anew, as some rank does not know."""
+        assert self._reducer is not None
+        if self._is_in_join and self._reducer.n_active < self._world.world_size:
+            raise RuntimeError(
+                "the model was changed in a join context after a rank has run out of "
+                "batches: change it on every rank, outside the context"
+            )
+
+    def _take_model_of(self, rank: int) -> None:
+        model = Model.of(self.module)
+        tensors: list[torch.Tensor] = [p for _, p in model.parameters]
+        if self._options.sync_buffers:
+            tensors = model.tensors()
+        copy_model(self._world, tensors, rank)
+
+    def _abandon(self, error: BaseException | None) -> None:
+        """Tell the peers that this rank leaves a join context before its end."""
+        if self._reducer is None:
+            return
+        words = "".join(traceback.format_exception(error)) if error else ""
+        self._reducer.abandon(words or "it left a join context by an exception")
+
+
+class JoinContext:
+    """What :meth:`Joining.join` returns."""
+
+    _open: ClassVar[list[JoinContext]] = []
+
+    def __init__(
+        self, wrapper: Joining, enable: bool, rules: tuple[bool, bool]
+    ) -> None:
+        self._wrapper = wrapper
+        self._enable = enable
+        self._rules = rules
+
+    def __enter__(self) -> None:
+        if not self._enable or self._wrapper._reducer is None:
+            return
+        if self._open:
+            raise RuntimeError(
+                "a join context is open already: for several wrappers, use "
+                "torch.distributed.algorithms.Join([first, second])"
+            )
+        self._open.append(self)
+        self._outer = self._wrapper._join_config  # of a Join of torch that is kept
+        Joinable.__init__(self._wrapper)  # nothing but: no such context
+        self._wrapper._is_in_join = True
+        self._wrapper._set_join_rules(self._rules)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        try:
+            if error is None:
+                self._stand_in()
+            elif not self._has_ended_early():
+                self._wrapper._abandon(error)
+        finally:
+            self._wrapper._is_in_join = False
+            self._wrapper._join_config = self._outer
+            self._wrapper._set_join_rules((False, False))
+
+    def _has_ended_early(self) -> bool:
+        """Tell whether every rank raises of itself, as it was asked to."""
+        wrapper = self._wrapper
+        return (
+            self._rules[1]
+            and wrapper._reducer is not None
+            and wrapper._reducer.n_active < wrapper._world.world_size
+        )
+
+    def _stand_in(self) -> None:
+        reducer = self._wrapper._reducer
+        if reducer is None:
+            return  # wrapping anew has failed, and was reported
+        n_active, last = reducer.stand_in(True, False)
+        while n_active > 0:
+            if self._rules[1]:
+                rank = self._wrapper._world.rank
+                raise RuntimeError(f"Rank {rank} exhausted all inputs.")
+            n_active, last = reducer.stand_in(False, False)
+        self._wrapper._take_model_of(last)
+
+
+class StandIn(JoinHook):
+    """What torch's ``Join`` calls on a rank that has run out of batches.
+
+    It lives as long as the ``Join``, so its end tells what torch does not: forwards are
+    no longer counted, or an exception has ended the context.
+    """
+
+    def __init__(self, wrapper: Joining, number: int) -> None:
+        self._wrapper = wrapper
+        self._number = number
+
+    def main_hook(self) -> None:
+        """Take part in one iteration of the others."""
+        reducer = self._wrapper._reducer
+        if self._wrapper._share_sync(False, is_waited_for=True) and reducer is not None:
+            reducer.stand_in(False, True)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of the last rank, once all have joined.
+
+        Parameters
+        ----------
+        is_last_joiner : bool
+            Whether no rank was left when this one ran out.
+        """
+        reducer = self._wrapper._reducer
+        if reducer is not None:
+            _, last = reducer.stand_in(is_last_joiner, False)
+            self._wrapper._take_model_of(last)
+        self._wrapper._is_in_join = False
+
+    def __del__(self) -> None:
+        wrapper = self._wrapper
+        if wrapper._n_join_hooks != self._number:
+            return  # the wrapper is in a newer context
+        Joinable.__init__(wrapper)
+        if wrapper._is_in_join:
+            wrapper._is_in_join = False
+            with contextlib.suppress(Exception):
+                wrapper._abandon(None)

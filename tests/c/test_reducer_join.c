@@ -1,0 +1,251 @@
+/* test_reducer_join.c - ranks that run out of gradients stand in, and the others' means
+ * are exact; every rank knows who stood in, and whose `extra` it has.
+ */
+#include "steps.h"
+
+enum { JOIN_MOST_STEPS = 7 };
+
+typedef struct lesson {
+    model it;
+    int divides_by_active;
+} lesson;
+
+/* Rank r has 1 to JOIN_MOST_STEPS - 1 batches. */
+static lesson lesson_of(uint64_t seed, int world_size, size_t n_params)
+{
+    lesson self = {.it = model_of(seed, world_size, n_params)};
+    draw random = draw_of(seed + 77);
+    for (int r = 0; r < world_size; r++)
+        self.it.n_batches[r] = 1 + draw_below(&random, JOIN_MOST_STEPS - 1);
+    return self;
+}
+
+static pl_roll expected_roll(const model *it, uint64_t step)
+{
+    pl_roll roll = {.first_active = -1, .last_joining = -1};
+    for (int r = it->world_size; r-- > 0;) {
+        if (step_has_batch(it, step, r)) {
+            roll.n_active++;
+            roll.first_active = r;
+        } else if (step == it->n_batches[r] + 1 && roll.last_joining < 0) {
+            roll.last_joining = r;
+        }
+    }
+    return roll;
+}
+
+static int rolls_equal(pl_roll a, pl_roll b)
+{
+    return a.n_active == b.n_active && a.first_active == b.first_active &&
+           a.last_joining == b.last_joining;
+}
+
+/* The root sends (step, rank); what it sends counts where it is active. */
+static void check_extra(trainer *self, uint64_t step)
+{
+    const model *it = self->model;
+    const pl_roll before = step > 1 ? expected_roll(it, step - 1) : (pl_roll){0};
+    const int root = before.first_active >= 0 ? before.first_active : 0;
+    uint64_t extra = 0;
+    CHECK(pl_reducer_root(self->reducer) == root);
+    CHECK((pl_reducer_root_is_active(self->reducer) != 0) ==
+          (step_has_batch(it, step, root) != 0));
+    memcpy(&extra, pl_reducer_extra(self->reducer), sizeof extra);
+    if (pl_reducer_root_is_active(self->reducer))
+        CHECK(extra == step * 100 + (uint64_t)root);
+}
+
+static void check_means(trainer *self, uint64_t step, int divisor)
+{
+    const model *it = self->model;
+    for (size_t i = 0; i < it->n_params; i++) {
+        const pl_dtype part_dtype = value_part(it->params[i].dtype);
+        size_t n_wrong = 0;
+        CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
+              (step_is_used(it, step, i) != 0));
+        for (size_t part = 0; part < param_parts(it, i); part++)
+            n_wrong +=
+                !value_is(trainer_slot(self, i), part_dtype, part,
+                          step_mean(it, step, i, part) * it->world_size / divisor);
+        if (!CHECK(n_wrong == 0))
+            CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu "
+                       "parts wrong",
+                       (int)it->seed, (int)step, self->rank, it->world_size, i,
+                       pl_dtype_text(it->params[i].dtype), n_wrong);
+    }
+}
+
+static int stand_in(trainer *self, uint64_t step)
+{
+    const int is_first = step == self->model->n_batches[self->rank] + 1;
+    if (!CHECK_OK(pl_reducer_stand_in(self->reducer,
+                                      is_first ? PL_JOINING : PL_STANDING_IN)) ||
+        !CHECK_OK(pl_reducer_close(self->reducer)) || !CHECK_OK(trainer_wait(self)))
+        return 0;
+    for (size_t i = 0; i < self->model->n_params; i++)
+        self->taken[i] = 0;
+    return pl_reducer_n_late(self->reducer) == 0 || CHECK_OK(trainer_amend(self, step));
+}
+
+static int train_once(trainer *self, uint64_t step)
+{
+    if (!CHECK_OK(trainer_backward(self, step, self->model->n_params)))
+        return 0;
+    const uint64_t extra = step * 100 + (uint64_t)self->rank;
+    const int is_root = pl_reducer_root(self->reducer) == self->rank;
+    if (is_root)
+        memcpy(pl_reducer_extra(self->reducer), &extra, sizeof extra);
+    return CHECK_OK(trainer_finish_with_extra(self, step));
+}
+
+static int step_unevenly(trainer *self, const lesson *what, uint64_t step)
+{
+    const model *it = self->model;
+    const pl_roll roll = expected_roll(it, step);
+    const int is_active = step_has_batch(it, step, self->rank);
+    if (!CHECK_OK(pl_reducer_begin(self->reducer)) ||
+        !(is_active ? train_once(self, step) : stand_in(self, step)))
+        return 0;
+    CHECK(rolls_equal(pl_reducer_roll(self->reducer), roll));
+    check_extra(self, step);
+    if (what->divides_by_active)
+        CHECK_OK(pl_reducer_rescale(self->reducer));
+    if (roll.n_active > 0)
+        check_means(self, step,
+                    what->divides_by_active ? roll.n_active : it->world_size);
+    return CHECK_OK(pl_reducer_end(self->reducer));
+}
+
+static void train_unevenly(rank_job *job)
+{
+    const lesson *what = job->context;
+    trainer self;
+    if (!trainer_create(&what->it, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= JOIN_MOST_STEPS; step++)
+        if (!step_unevenly(&self, what, step))
+            break;
+    CHECK(pl_reducer_roll(self.reducer).n_active == 0);
+    CHECK(pl_reducer_generation(self.reducer) == 1); /* an order was learned */
+    trainer_destroy(&self);
+}
+
+static void run_lesson(lesson *what)
+{
+    const pl_reducer_spec spec = spec_of(&what->it);
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    if (!CHECK_OK(pl_local_create(what->it.world_size, pl_reducer_arena_bytes(&spec),
+                                  RANKS_DEADLINE_NS, comms)))
+        return;
+    ranks_run(what->it.world_size, comms, train_unevenly, what, what->it.seed);
+    for (int r = 0; r < what->it.world_size; r++)
+        pl_comm_destroy(comms[r]);
+}
+
+static void ranks_that_stand_in_count_as_zeros(void)
+{
+    for (uint64_t seed = 1; seed <= 24; seed++) {
+        lesson what = lesson_of(seed, 1 + (int)(seed % 4), 1 + seed);
+        what.it.rest_ns = seed % 2 == 0 ? 20000 : 0;
+        run_lesson(&what);
+    }
+}
+
+static void they_amend_with_nothing_what_comes_late_to_others(void)
+{
+    for (uint64_t seed = 100; seed < 116; seed++) {
+        lesson what = lesson_of(seed, 2 + (int)(seed % 3), 30);
+        what.it.percent_twice = 30;
+        what.it.percent_unused = 20;
+        run_lesson(&what);
+    }
+}
+
+static void means_over_the_active_ranks_are_exact_where_they_can_be(void)
+{
+    for (uint64_t seed = 200; seed < 224; seed++) {
+        lesson what = lesson_of(seed, 2 + (int)(seed % 3), 30);
+        what.divides_by_active = 1;
+        what.it.unit = 12;
+        what.it.percent_unused = 20;
+        run_lesson(&what);
+    }
+}
+
+static void a_rank_with_gradients_does_not_stand_in(void)
+{
+    model it = model_of(5, 1, 2);
+    const pl_reducer_spec spec = spec_of(&it);
+    draw random = draw_of(1);
+    pl_comm *comm = NULL;
+    trainer self;
+    if (!CHECK_OK(pl_local_create(1, pl_reducer_arena_bytes(&spec), RANKS_DEADLINE_NS,
+                                  &comm)))
+        return;
+    if (trainer_create(&it, comm, &random, &self)) {
+        CHECK_OK(pl_reducer_begin(self.reducer));
+        CHECK_OK(trainer_backward(&self, 1, 1));
+        CHECK(pl_reducer_stand_in(self.reducer, PL_JOINING) == PL_ESTATE);
+        trainer_destroy(&self);
+    }
+    pl_comm_destroy(comm);
+}
+
+/* ---- the arithmetic ------------------------------------------------------------- */
+
+static void scaling_rounds_once_to_nearest_even(void)
+{
+    const pl_dtype dtypes[] = {PL_BF16, PL_F16};
+    pl_backend *backend = NULL;
+    if (!CHECK_OK(pli_cpu_backend_create(&backend)))
+        return;
+    for (size_t d = 0; d < 2; d++) { /* every 16-bit float, doubled and halved */
+        uint16_t before[1 << 16], data[1 << 16];
+        const pl_move move = {.to = data, .dtype = dtypes[d], .n_elems = 1 << 16};
+        const unsigned infinity = dtypes[d] == PL_BF16 ? 0x7f80 : 0x7c00;
+        const unsigned one = dtypes[d] == PL_BF16 ? 0x80 : 0x400;
+        size_t n_wrong = 0;
+        for (size_t i = 0; i < 1 << 16; i++)
+            before[i] = data[i] = (uint16_t)i;
+        CHECK_OK(backend->ops->scale(backend, &move, 1, 4, 2, NULL));
+        for (size_t i = 0; i < 1 << 16; i++) {
+            const unsigned size = before[i] & 0x7fff;
+            unsigned doubled = size < one ? size * 2 : size + one;
+            if (size >= infinity)
+                doubled = size;
+            else if (doubled > infinity)
+                doubled = infinity;
+            n_wrong += data[i] != ((before[i] & 0x8000) | doubled);
+        }
+        CHECK(n_wrong == 0);
+        memcpy(data, before, sizeof data);
+        CHECK_OK(backend->ops->scale(backend, &move, 1, 2, 4, NULL));
+        n_wrong = 0;
+        for (size_t i = 0; i < 1 << 16; i++) {
+            const unsigned size = before[i] & 0x7fff;
+            unsigned halved = size - one;
+            if (size >= infinity)
+                halved = size;
+            else if (size < 2 * one) /* half a step rounds to even */
+                halved = size / 2 + (size % 4 == 3);
+            n_wrong += data[i] != ((before[i] & 0x8000) | halved);
+        }
+        CHECK(n_wrong == 0);
+    }
+    float third[3] = {3.0F, 1.0F, -5.0F};
+    const pl_move move = {.to = third, .dtype = PL_F32, .n_elems = 3};
+    CHECK_OK(backend->ops->scale(backend, &move, 1, 4, 3, NULL));
+    CHECK(third[0] == 4.0F && third[1] == 4.0F / 3.0F && third[2] == -20.0F / 3.0F);
+    pli_backend_destroy(backend);
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(ranks_that_stand_in_count_as_zeros);
+    RUN(they_amend_with_nothing_what_comes_late_to_others);
+    RUN(means_over_the_active_ranks_are_exact_where_they_can_be);
+    RUN(a_rank_with_gradients_does_not_stand_in);
+    RUN(scaling_rounds_once_to_nearest_even);
+    return check_report();
+}
