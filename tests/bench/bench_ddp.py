@@ -5,6 +5,7 @@
     python tests/bench/bench_ddp.py --models mlp100m --malloc keep
     python tests/bench/bench_ddp.py --ranks 4        more ranks than cores
     python tests/bench/bench_ddp.py --only all_reduce
+    python tests/bench/bench_ddp.py --apart --only steps
 
 What is measured, and how
 -------------------------
@@ -20,33 +21,44 @@ slow quarter of an hour does not fall on one model alone.  Ratios are taken insi
 group and summarised over groups; see `stats.py`.  Figures of a busy machine are worth
 little: the load at the start of each group is part of the output.
 
+Together or apart
+-----------------
+Two questions, two ways to time steps.  The other tasks are the same in both.
+
+default     How much work is in each contestant's code?  All take turns in the same
+            processes, within seconds of each other, so load and heap are the same for
+            all and small differences show.  But the others' tensors keep the top of
+            the heap in use: glibc gives no memory back, and a step that frees and
+            allocates its gradients looks cheaper than it is for a user.
+--apart     How long does a user's step take?  His processes hold one contestant, and
+            so do these: a group is one set of fresh processes for each contestant, one
+            after another, in an order shuffled for each group.  Steps now pay for what
+            malloc makes of them: where it trims the heap in each step, the next has to
+            fault all pages in anew (see the columns "system" and "faults").  The check
+            of gradients, which would change the heap, runs once a model beforehand,
+            in processes of its own.  Contestants are minutes apart, so load differs
+            more between them: intervals are wider.
+
 No contestant is tuned: each has its defaults, one intra-op thread a rank and the same
 environment.  `--malloc keep` changes glibc's thresholds for all alike.
 
-Writes ddp-<ranks>r-<malloc>.json (all raw times too), .txt and .png under --out.
+Writes ddp-<ranks>r-<malloc>[-apart].json, .txt and .png under --out.  The .json has all
+raw times and is written after each group; Ctrl-C reports what there is by then.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import contestants
-import machine
 import models
 import report
-from groups import GroupError, run_group
-from job import Job
+from runner import Bench
 
 TASKS = ["steps", "memory", "all_reduce"]
-SIZES_BYTES = [4 << 10 << 2 * i for i in range(8)]  # 4 KiB to 64 MiB
-TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -67,6 +79,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=int, default=2)
     add("--pairs", type=int, help="groups of processes: default 5, with --quick 1")
     add("--blocks", type=int, help="turns of each contestant in a group: default 8")
+    add(
+        "--apart",
+        action="store_true",
+        help="time the steps of each contestant in processes of its own",
+    )
     add("--malloc", choices=["default", "keep"], default="default")
     add("--quick", action="store_true", help="few short turns: no figures to quote")
     add("--timeout", type=float, default=300.0, help="seconds that a group may take")
@@ -110,126 +127,15 @@ def present_contestants(parser: argparse.ArgumentParser, text: str | None) -> li
     return names
 
 
-class Bench:
-    """Runs the tasks, keeps what came out, writes it down after each group."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}.json"
-        settings = {k: v for k, v in vars(args).items() if k != "out"}
-        environment = {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
-        self.results: dict[str, Any] = {
-            "machine": {**machine.describe(), "environment": environment},
-            "settings": {**settings, "threads": 1},
-            "models": {
-                name: {"title": models.BY_NAME[name].title, "groups": [], "memory": {}}
-                for name in args.models
-            },
-            "all_reduce": {"groups": []},
-            "failures": [],
-        }
-
-    def run(self) -> None:
-        """Run every task."""
-        for pair in range(self.args.pairs):
-            if "steps" in self.args.only:
-                for name in self.args.models:
-                    self.steps(name, pair)
-            if "all_reduce" in self.args.only:
-                self.all_reduce(pair)
-        if "memory" in self.args.only:
-            for name in self.args.models:
-                for contestant in self.args.contestants:
-                    self.memory(name, contestant)
-
-    def steps(self, model: str, pair: int) -> None:
-        """Run one group of one model."""
-        job = Job(
-            task="steps",
-            ranks=self.args.ranks,
-            contestants=self.args.contestants,
-            model=model,
-            blocks=self.args.blocks,
-            steps_per_block=4 if self.args.quick else 0,
-            order_seed=pair,
-            limit_seconds=self.args.timeout,
-        )
-        entry = self.results["models"][model]
-
-        def keep(figures: dict[str, Any]) -> None:
-            entry["groups"].append(figures)
-            entry["summary"] = report.summarise_steps(entry["groups"])
-
-        self.group(f"{model}, group {pair + 1}", job, keep)
-
-    def all_reduce(self, pair: int) -> None:
-        """Run one group of plain all-reduces."""
-        names = ["gloo"]
-        if contestants.PACELINE in self.args.contestants:
-            names.append(contestants.PACELINE)
-        job = Job(
-            task="all_reduce",
-            ranks=self.args.ranks,
-            contestants=names,
-            blocks=self.args.blocks,
-            sizes_bytes=SIZES_BYTES,
-            order_seed=pair,
-            limit_seconds=self.args.timeout,
-        )
-        entry = self.results["all_reduce"]
-
-        def keep(figures: dict[str, Any]) -> None:
-            entry["groups"].append(figures)
-            entry["summary"] = report.summarise_all_reduce(
-                entry["groups"], self.args.ranks
-            )
-
-        self.group(f"all_reduce, group {pair + 1}", job, keep)
-
-    def memory(self, model: str, contestant: str) -> None:
-        """Measure the memory of one contestant."""
-        job = Job(
-            task="memory",
-            ranks=self.args.ranks,
-            contestants=[contestant],
-            model=model,
-            limit_seconds=self.args.timeout,
-        )
-
-        def keep(figures: dict[str, Any]) -> None:
-            self.results["models"][model]["memory"][contestant] = figures
-
-        self.group(f"memory, {model}, {contestant}", job, keep)
-
-    def group(
-        self, what: str, job: Job, keep: Callable[[dict[str, Any]], None]
-    ) -> None:
-        """Run one group; a failure is written down and the rest goes on."""
-        load, begin = machine.load(), time.monotonic()
-        try:
-            figures = run_group(job, self.args.malloc)
-        except GroupError as error:
-            self.results["failures"].append({"what": what, "why": str(error)})
-            print(f"{what}: FAILED\n{error}", file=sys.stderr, flush=True)
-        else:
-            keep({"load": load, **figures})
-            seconds = time.monotonic() - begin
-            print(f"{what}: {seconds:.0f} s, load {load}", file=sys.stderr, flush=True)
-        self.path.write_text(json.dumps(self.results))
-
-
 def main() -> None:
     """Run, print, and exit with 1 when a group failed."""
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
-    try:
-        bench.run()
-    except KeyboardInterrupt:
-        bench.results["failures"].append({"what": "interrupted", "why": ""})
+    bench.run()
+    bench.write()
     text = report.as_text(bench.results)
     print(text)
-    bench.path.write_text(json.dumps(bench.results))
     bench.path.with_suffix(".txt").write_text(text)
     report.plot(bench.results, bench.path.with_suffix(".png"))
     print(f"written: {bench.path} and .txt, .png")

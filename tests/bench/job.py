@@ -11,10 +11,10 @@ from pathlib import Path
 class Job:
     """One task for one group of processes."""
 
-    task: str  # "steps", "memory" or "all_reduce"
+    task: str  # one of TASKS in rank.py
     ranks: int
     contestants: list[str]
-    model: str = ""  # "steps" and "memory" only
+    model: str = ""  # all but "all_reduce"
     blocks: int = 1  # turns that each contestant takes
     steps_per_block: int = 0  # timed steps of a turn; 0: the model's own number
     settle_steps: int = 2  # untimed steps before them

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from all_reduce import time_all_reduce
 from job import Job
-from steps import measure_memory, time_steps
+from steps import check_alone, measure_memory, time_alone, time_in_turns
 
 TASKS: dict[str, Callable[[Job], dict[str, Any]]] = {
-    "steps": time_steps,
+    "steps": time_in_turns,
+    "steps_apart": time_alone,
+    "check": check_alone,
     "memory": measure_memory,
     "all_reduce": time_all_reduce,
 }

@@ -1,9 +1,14 @@
-"""From the figures of all groups to a summary, a text table and a plot."""
+"""From the figures of all groups to a summary, a text table and a plot.
+
+A group may lack a contestant, where a run with --apart was interrupted or one failed:
+each figure is over the groups that have it, a ratio over those that have both.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import contestants
@@ -30,12 +35,26 @@ def median(values: list[float]) -> float:
 
 def names_in(groups: list[Figures]) -> list[str]:
     """The contestants of these groups, in the order of the registry."""
-    return [c.name for c in contestants.ALL if c.name in groups[0]["contestants"]]
+    present = {name for group in groups for name in group["contestants"]}
+    return [c.name for c in contestants.ALL if c.name in present]
+
+
+def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
+    """The ratio of two contestants' p10 in each group that has both."""
+    pairs = [
+        (group["contestants"][a]["step_us"], group["contestants"][b]["step_us"])
+        for group in groups
+        if a in group["contestants"] and b in group["contestants"]
+    ]
+    return [percentile(ours, 10) / percentile(theirs, 10) for ours, theirs in pairs]
 
 
 def summarise_contestant(groups: list[Figures], name: str) -> Figures:
-    """One line of the table: wall times in ms, CPU time in ms, page faults."""
-    runs = [group["contestants"][name] for group in groups]
+    """One line of the table: wall times in ms, CPU time in ms, page faults.
+
+    System time is a part of CPU time, and a mean over blocks; see `steps.py`.
+    """
+    runs = [g["contestants"][name] for g in groups if name in g["contestants"]]
     p10s = [percentile(run["step_us"], 10) / 1e3 for run in runs]
     return {
         "wall_min_ms": min(min(run["step_us"]) for run in runs) / 1e3,
@@ -44,6 +63,7 @@ def summarise_contestant(groups: list[Figures], name: str) -> Figures:
         "wall_median_ms": median([median(run["step_us"]) / 1e3 for run in runs]),
         "cpu_median_ms": median([median(run["cpu_us"]) / 1e3 for run in runs]),
         "cpu_min_ms": min(min(run["cpu_us"]) for run in runs) / 1e3,
+        "system_mean_ms": median([fmean(run["system_us"]) / 1e3 for run in runs]),
         "faults": median([median(run["faults"]) for run in runs]),
     }
 
@@ -58,12 +78,7 @@ def summarise_steps(groups: list[Figures]) -> Figures:
     lines = {name: summarise_contestant(groups, name) for name in names}
     ratios = {}
     for a, b in RATIOS:
-        if a in names and b in names:
-            of_groups = [
-                percentile(group["contestants"][a]["step_us"], 10)
-                / percentile(group["contestants"][b]["step_us"], 10)
-                for group in groups
-            ]
+        if of_groups := ratios_of_p10(groups, a, b):
             best = lines[a]["wall_p10_best_ms"] / lines[b]["wall_p10_best_ms"]
             cpu = lines[a]["cpu_median_ms"] / lines[b]["cpu_median_ms"]
             ratios[f"{a}/{b}"] = {
@@ -114,6 +129,13 @@ def size_name(n_bytes: int) -> str:
     return f"{n_bytes >> 20} MiB" if n_bytes >> 20 else f"{n_bytes >> 10} KiB"
 
 
+def mode(settings: Figures) -> str:
+    """How steps were timed; `bench_ddp.py` says what follows from it."""
+    if settings["apart"]:
+        return "--apart, each contestant alone in processes of its own"
+    return "together, contestants take turns in the same processes"
+
+
 def header_lines(results: Figures) -> list[str]:
     """Machine, versions and settings."""
     machine, settings = results["machine"], results["settings"]
@@ -124,6 +146,7 @@ def header_lines(results: Figures) -> list[str]:
         f"torch {machine['torch']}, paceline {machine['paceline'] or '-'}",
         f"{settings['ranks']} ranks of 1 thread, malloc {settings['malloc']}, "
         f"{settings['pairs']} groups of processes",
+        f"steps: {mode(settings)}",
     ]
     if machine["environment"]:
         set_here = (f"{k}={v}" for k, v in machine["environment"].items())
@@ -139,19 +162,22 @@ def model_lines(model: Figures) -> list[str]:
         f"{model['title']}: {groups[0]['n_parameters']:,} parameters in "
         f"{groups[0]['n_tensors']} tensors, {len(groups)} groups, "
         f"load {min(g['load'] for g in groups)} to {max(g['load'] for g in groups)}",
-        f"{'':13}{'wall of a step, ms':35}{'CPU, ms':>11}{'page':>8}"
-        f"{'PSS, MiB, after':>21}",
-        f"{'':13}{'min':>8} {'p10':>8} {'median':>8} {'best p10':>9} {'median':>10}"
-        f" {'faults':>7} {'backward':>9}{'zero_grad':>11}",
+        f"{'':13}{'wall of a step, ms':32}{'CPU, ms':>17}{'page':>7}"
+        f"{'PSS, MiB, after':>19}",
+        f"{'':10}{'min':>8}{'p10':>9}{'median':>9}{'best p10':>9}"
+        f"{'all':>9}{'system':>8}{'faults':>7}{'backward':>9}{'zero_grad':>10}",
     ]
     for name, line in summary["contestants"].items():
-        pss = memory.get(name)
-        kept = ("pss_after_backward_mib", "pss_after_zero_grad_mib")
-        grown = [f"{pss[k]:10.0f}" if pss else f"{'-':>10}" for k in kept]
+        pss = memory.get(name, {})
+        kept = [
+            f"{pss[f'pss_after_{when}_mib']:.0f}" if pss else "-"
+            for when in ("backward", "zero_grad")
+        ]
         lines.append(
-            f"{name:12} {line['wall_min_ms']:8.2f} {line['wall_p10_ms']:8.2f} "
-            f"{line['wall_median_ms']:8.2f} {line['wall_p10_best_ms']:9.2f} "
-            f"{line['cpu_median_ms']:10.2f} {line['faults']:7.0f} {''.join(grown)}"
+            f"{name:10}{line['wall_min_ms']:8.2f}{line['wall_p10_ms']:9.2f}"
+            f"{line['wall_median_ms']:9.2f}{line['wall_p10_best_ms']:9.2f}"
+            f"{line['cpu_median_ms']:9.2f}{line['system_mean_ms']:8.2f}"
+            f"{line['faults']:7.0f}{kept[0]:>9}{kept[1]:>10}"
         )
     lines.append("ratio of p10             median over groups [95 %]   best p10   CPU")
     for name, ratio in summary["ratios"].items():
@@ -225,7 +251,8 @@ def plot(results: Figures, path: Path) -> None:
     settings, machine = results["settings"], results["machine"]
     figure.suptitle(
         f"{settings['ranks']} ranks on {machine['cores']} cores, {machine['cpu']}, "
-        f"torch {machine['torch']}, malloc {settings['malloc']}",
+        f"torch {machine['torch']}, malloc {settings['malloc']}\n"
+        f"steps {mode(settings)}",
         fontsize=9,
     )
     figure.savefig(path, dpi=130)
@@ -240,11 +267,9 @@ def plot_steps(axes: Any, models: list[Figures]) -> None:
         names = names_in(groups)
         base = FLOOR if FLOOR in names else names[0]
         for place, name in enumerate(names):
-            ratios = [
-                percentile(g["contestants"][name]["step_us"], 10)
-                / percentile(g["contestants"][base]["step_us"], 10)
-                for g in groups
-            ]
+            ratios = ratios_of_p10(groups, name, base)
+            if not ratios:
+                continue
             spread = median_with_interval(ratios)
             axes.errorbar(
                 spread.median,

@@ -1,4 +1,4 @@
-"""Times whole training steps of several contestants inside one group of processes.
+"""Times whole training steps of contestants inside one group of processes.
 
 A step is zero_grad() with its default, forward, loss, backward, and SGD without
 momentum: all that a training loop pays, so that work that a contestant moves from
@@ -19,12 +19,19 @@ How the contestants are made equal
   upper bounds.
 - The garbage collector runs as it does for users.
 
+With --apart, the processes hold one contestant, which takes all turns, as many and as
+long as above; the check of gradients is left to other processes.  Ratios to `none` are
+no bounds then: its heap is another one, and its faults may be more than the others'.
+`bench_ddp.py` says which question is answered by which way.
+
 Every figure is a mean over the ranks.  Wall time is taken for each step.  One rank's
 clock alone would flatter whoever communicates: a rank that is woken late finds its
 peers ahead of it and need not wait in the next step, so its steps are long and short by
 turns, and the short ones would make the 10th percentile.  CPU time (user and system,
-all threads of a process, so including those of a communication library) and minor page
-faults are taken for each block and divided by its steps.
+all threads of a process, so including those of a communication library), system time
+alone and minor page faults are taken for each block and divided by its steps.  Kernels
+may split CPU time into user and system by what they find at each tick of some ms: the
+system time of a short block is rough, and only a mean over many blocks is of use.
 """
 
 from __future__ import annotations
@@ -65,6 +72,7 @@ class Entry:
     optimizer: torch.optim.Optimizer = field(init=False)
     step_ns: list[int] = field(default_factory=list)  # one a step
     cpu_ns: list[float] = field(default_factory=list)  # one a block, of a step
+    system_s: list[float] = field(default_factory=list)  # as cpu_ns, in the kernel
     faults: list[float] = field(default_factory=list)  # one a block, of a step
 
     def __post_init__(self) -> None:
@@ -98,7 +106,7 @@ class Entry:
         dist.barrier()
         for i in range(settle):
             self.step(batches[i % N_BATCHES])
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        before = resource.getrusage(resource.RUSAGE_SELF)
         cpu_ns = time.process_time_ns()
         for i in range(n_steps):
             batch = batches[i % N_BATCHES]
@@ -106,8 +114,9 @@ class Entry:
             self.step(batch)
             self.step_ns.append(time.perf_counter_ns() - begin_ns)
         self.cpu_ns.append((time.process_time_ns() - cpu_ns) / n_steps)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        self.faults.append(faults / n_steps)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        self.system_s.append((after.ru_stime - before.ru_stime) / n_steps)
+        self.faults.append((after.ru_minflt - before.ru_minflt) / n_steps)
         self.optimizer.zero_grad()
 
 
@@ -166,26 +175,56 @@ def over_ranks(values: list[float]) -> list[float]:
     return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
 
 
-def time_steps(job: Job) -> dict[str, Any]:
+def time_in_turns(job: Job) -> dict[str, Any]:
     """Check all contestants, then let them take turns."""
     spec = models.BY_NAME[job.model]
     batches = make_batches(spec)
     entries = [Entry(name, spec) for name in job.contestants]
     differences = check_gradients(spec, entries, batches)
-    n_steps = job.steps_per_block or spec.steps_per_block
+    time_blocks(job, entries, batches)
+    return {"gradient_difference": differences, **figures_of(entries)}
+
+
+def time_alone(job: Job) -> dict[str, Any]:
+    """Time one contestant; nothing else has ever used these processes' heap."""
+    spec = models.BY_NAME[job.model]
+    batches = make_batches(spec)
+    [name] = job.contestants
+    entry = Entry(name, spec)
+    for batch in batches[:N_CHECKED_STEPS]:  # which the check has done elsewhere
+        entry.step(batch)
+    time_blocks(job, [entry], batches)
+    return figures_of([entry])
+
+
+def check_alone(job: Job) -> dict[str, Any]:
+    """Check all contestants and time none."""
+    spec = models.BY_NAME[job.model]
+    entries = [Entry(name, spec) for name in job.contestants]
+    differences = check_gradients(spec, entries, make_batches(spec))
+    return {"gradient_difference": differences}
+
+
+def time_blocks(job: Job, entries: list[Entry], batches: list[Batch]) -> None:
+    """Let each take its turns, in an order that is shuffled for each round."""
+    n_steps = job.steps_per_block or models.BY_NAME[job.model].steps_per_block
     order = random.Random(job.order_seed)
     for _ in range(job.blocks):
         for entry in order.sample(entries, len(entries)):
             entry.time_block(batches, job.settle_steps, n_steps)
+
+
+def figures_of(entries: list[Entry]) -> dict[str, Any]:
+    """The size of the model, and what was measured of each contestant."""
     parameters = list(entries[0].model.parameters())
     return {
         "n_parameters": sum(p.numel() for p in parameters),
         "n_tensors": len(parameters),
-        "gradient_difference": differences,
         "contestants": {
             entry.name: {
                 "step_us": over_ranks([ns / 1e3 for ns in entry.step_ns]),
                 "cpu_us": over_ranks([ns / 1e3 for ns in entry.cpu_ns]),
+                "system_us": over_ranks([s * 1e6 for s in entry.system_s]),
                 "faults": over_ranks(entry.faults),
             }
             for entry in entries

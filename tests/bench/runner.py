@@ -1,0 +1,235 @@
+"""Plans the groups of processes, runs one after another, keeps what comes out.
+
+The plan is made whole before anything starts, so that the time that is left can be
+estimated.  Everything known is written down after each group: an interrupted run loses
+the group that was running and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import contestants
+import machine
+import models
+import report
+from groups import GroupError, run_group
+from job import Job
+
+Figures = dict[str, Any]
+
+SIZES_BYTES = [4 << 10 << 2 * i for i in range(8)]  # 4 KiB to 64 MiB
+TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD")
+FIRST_GUESS_SECONDS = 5.0  # of a task that has not run yet: mostly the start of torch
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A set of processes to come: what it is to do, what becomes of its figures."""
+
+    what: str  # for people
+    job: Job
+    keep: Callable[[Figures], None]
+
+    @property
+    def kind(self) -> tuple[str, str, int, str]:
+        """What takes equally long has the same kind."""
+        job = self.job
+        return job.task, job.model, len(job.contestants), job.contestants[0]
+
+
+class Clock:
+    """How long the groups of each kind took, and so how long the rest will take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, str, int, str], list[float]] = {}
+
+    def add(self, planned: Planned, seconds: float) -> None:
+        """Take note of a group that has ended."""
+        self.seconds.setdefault(planned.kind, []).append(seconds)
+
+    def guess(self, planned: Planned) -> float:
+        """Seconds of a group: as its kind, else as its task, else a first guess."""
+        task = planned.job.task
+        of_task = [
+            s for kind, all_s in self.seconds.items() for s in all_s if kind[0] == task
+        ]
+        return fmean(self.seconds.get(planned.kind) or of_task or [FIRST_GUESS_SECONDS])
+
+    def left(self, rest: list[Planned]) -> str:
+        """The time for the rest, in words."""
+        seconds = sum(self.guess(planned) for planned in rest)
+        if seconds < 90:
+            return f"about {seconds:.0f} s left"
+        return f"about {seconds / 60:.0f} min left"
+
+
+class Bench:
+    """Runs the tasks, keeps what came out, writes it down after each group."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        apart = "-apart" if args.apart else ""
+        self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}{apart}.json"
+        settings = {k: v for k, v in vars(args).items() if k != "out"}
+        environment = {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
+        self.results: Figures = {
+            "machine": {**machine.describe(), "environment": environment},
+            "settings": {**settings, "threads": 1},
+            "models": {
+                name: {"title": models.BY_NAME[name].title, "groups": [], "memory": {}}
+                for name in args.models
+            },
+            "all_reduce": {"groups": []},
+            "failures": [],
+        }
+
+    def run(self) -> None:
+        """Run every task; Ctrl-C ends it early."""
+        plan, clock = list(self.plan()), Clock()
+        for done, planned in enumerate(plan):
+            try:
+                self.group(planned, plan[done + 1 :], clock)
+            except KeyboardInterrupt:
+                what = f"interrupted after {done} of {len(plan)} groups"
+                self.results["failures"].append({"what": what, "why": ""})
+                break
+
+    def plan(self) -> Iterator[Planned]:
+        """All groups, in the order in which they run."""
+        if self.args.apart and "steps" in self.args.only:
+            for model in self.args.models:
+                yield self.check(model)
+        for pair in range(self.args.pairs):
+            if "steps" in self.args.only:
+                for model in self.args.models:
+                    if self.args.apart:
+                        yield from self.steps_apart(model, pair)
+                    else:
+                        yield self.steps(model, pair)
+            if "all_reduce" in self.args.only:
+                yield self.all_reduce(pair)
+        if "memory" in self.args.only:
+            for model in self.args.models:
+                for contestant in self.args.contestants:
+                    yield self.memory(model, contestant)
+
+    def job(self, task: str, contestants: list[str], **more: Any) -> Job:
+        """Make a job of what the command line says, and more."""
+        return Job(
+            task=task,
+            ranks=self.args.ranks,
+            contestants=contestants,
+            blocks=self.args.blocks,
+            steps_per_block=4 if self.args.quick else 0,
+            limit_seconds=self.args.timeout,
+            **more,
+        )
+
+    def steps(self, model: str, pair: int) -> Planned:
+        """Plan one group of one model, in which all contestants take turns."""
+        entry = self.results["models"][model]
+
+        def keep(figures: Figures) -> None:
+            entry["groups"].append(figures)
+            entry["summary"] = report.summarise_steps(entry["groups"])
+
+        names = self.args.contestants
+        job = self.job("steps", names, model=model, order_seed=pair)
+        return Planned(f"{model}, group {pair + 1}", job, keep)
+
+    def check(self, model: str) -> Planned:
+        """Plan the check of the gradients, without which a model is not timed apart."""
+
+        def keep(figures: Figures) -> None:
+            self.results["models"][model]["check"] = figures
+
+        job = self.job("check", self.args.contestants, model=model)
+        return Planned(f"{model}, check", job, keep)
+
+    def steps_apart(self, model: str, pair: int) -> Iterator[Planned]:
+        """Plan one group of one model: processes for each contestant, in any order.
+
+        Contestants join the group one by one, so that it is of use before it is whole.
+        """
+        entry = self.results["models"][model]
+        group: Figures = {}
+
+        def keep(figures: Figures) -> None:
+            if not group:
+                entry["groups"].append(group)
+            [(name, alone)] = figures["contestants"].items()
+            everyone = {
+                **group.get("contestants", {}),
+                name: {**alone, "load": figures["load"]},
+            }
+            highest = max(one["load"] for one in everyone.values())
+            group.update(entry["check"])
+            group.update(figures, contestants=everyone, load=highest)
+            entry["summary"] = report.summarise_steps(entry["groups"])
+
+        order = random.Random(f"{model} {pair}")
+        for name in order.sample(self.args.contestants, len(self.args.contestants)):
+            job = self.job("steps_apart", [name], model=model)
+            yield Planned(f"{model}, group {pair + 1}, {name}", job, keep)
+
+    def all_reduce(self, pair: int) -> Planned:
+        """Plan one group of plain all-reduces."""
+        names = ["gloo"]
+        if contestants.PACELINE in self.args.contestants:
+            names.append(contestants.PACELINE)
+        entry = self.results["all_reduce"]
+
+        def keep(figures: Figures) -> None:
+            entry["groups"].append(figures)
+            entry["summary"] = report.summarise_all_reduce(
+                entry["groups"], self.args.ranks
+            )
+
+        job = self.job("all_reduce", names, sizes_bytes=SIZES_BYTES, order_seed=pair)
+        return Planned(f"all_reduce, group {pair + 1}", job, keep)
+
+    def memory(self, model: str, contestant: str) -> Planned:
+        """Plan to measure the memory of one contestant."""
+
+        def keep(figures: Figures) -> None:
+            self.results["models"][model]["memory"][contestant] = figures
+
+        job = self.job("memory", [contestant], model=model)
+        return Planned(f"memory, {model}, {contestant}", job, keep)
+
+    def group(self, planned: Planned, rest: list[Planned], clock: Clock) -> None:
+        """Run one group; a failure is written down and the rest goes on."""
+        job, what = planned.job, planned.what
+        checked = "check" in self.results["models"].get(job.model, {})
+        if job.task == "steps_apart" and not checked:
+            print(f"{what}: not timed, for it was not checked", file=sys.stderr)
+            return
+        load, begin = machine.load(), time.monotonic()
+        try:
+            figures = run_group(job, self.args.malloc)
+        except GroupError as error:
+            self.results["failures"].append({"what": what, "why": str(error)})
+            words = f"{what}: FAILED, {clock.left(rest)}\n{error}"
+        else:
+            planned.keep({"load": load, **figures})
+            seconds = time.monotonic() - begin
+            clock.add(planned, seconds)
+            words = f"{what}: {seconds:.0f} s, load {load}, {clock.left(rest)}"
+        print(words, file=sys.stderr, flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write all that is known; the file is whole at any moment."""
+        draft = self.path.with_suffix(".json.part")
+        draft.write_text(json.dumps(self.results))
+        draft.replace(self.path)
