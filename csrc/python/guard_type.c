@@ -1,11 +1,15 @@
 /* guard_type.c - an object in the engine's list of final callbacks: called when a
- * backward ends, and dropped without a call when it failed.
+ * backward ends, and dropped without a call when it failed, or when it was compiled.
  *
  * Called, it finishes the step; where the backward that ends is one inside another
  * (reentrant checkpointing), it climbs out first.  Dropped uncalled, it declares the
  * step failed to the peers at once, and has the traceback follow: by then the exception
  * is on its way through Python, so a pending call looks for it where an `except` or
  * `finally` holds it, or where the interpreter leaves what nobody caught.
+ *
+ * Compiled autograd calls nobody back, but drops the list at its end.  A pending call
+ * follows at once, before Python goes on behind `backward()`: where no new exception is
+ * in sight, it finishes the step.
  *
  * One of a backward that is not synchronised says, either way, that it is over.
  */
@@ -24,6 +28,7 @@ typedef struct guard_object {
     reducer_object *reducer; /* owned */
     guard_origin origin;
     guard_phase phase;
+    const void *handled; /* the exception that was being handled when it was made */
 } guard_object;
 
 /* ---- called --------------------------------------------------------------------- */
@@ -162,6 +167,65 @@ static void report_failed_backward(reducer_object *reducer)
     PyMem_Free(self);
 }
 
+typedef struct compiled_end {
+    reducer_object *reducer; /* owned */
+    const void *handled;
+} compiled_end;
+
+static int finish_compiled(void *context)
+{
+    compiled_end *self = context;
+    reducer_object *reducer = self->reducer;
+    PyObject *exception = find_exception();
+    const int has_failed = exception != NULL && exception != self->handled;
+    int status = 0;
+    Py_XDECREF(exception);
+    PyMem_Free(self);
+    if (has_failed)
+        report_failed_backward(reducer);
+    else if (pl_reducer_is_active(reducer->reducer))
+        status = pli_step_finish_all(reducer);
+    Py_DECREF(reducer);
+    return status;
+}
+
+/* Pending calls run in the main thread alone. */
+static int is_main_thread(void)
+{
+    PyObject *module = PyImport_ImportModule("threading");
+    PyObject *thread =
+        module != NULL ? PyObject_CallMethod(module, "main_thread", NULL) : NULL;
+    PyObject *ident = thread != NULL ? PyObject_GetAttrString(thread, "ident") : NULL;
+    const int is_main =
+        ident != NULL && PyLong_AsUnsignedLong(ident) == PyThread_get_thread_ident();
+    Py_XDECREF(ident);
+    Py_XDECREF(thread);
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return is_main;
+}
+
+/* A compiled backward is over; nothing tells whether it failed, yet. */
+static void end_compiled(const guard_object *guard)
+{
+    reducer_object *reducer = guard->reducer;
+    compiled_end *end = NULL;
+    if (!pl_reducer_is_active(reducer->reducer))
+        return; /* the last hook has finished the step */
+    if (is_main_thread())
+        end = PyMem_Calloc(1, sizeof *end);
+    if (end != NULL) {
+        *end =
+            (compiled_end){.reducer = (reducer_object *)Py_NewRef((PyObject *)reducer),
+                           .handled = guard->handled};
+        if (Py_AddPendingCall(finish_compiled, end) == 0)
+            return;
+        Py_DECREF(end->reducer);
+        PyMem_Free(end);
+    }
+    report_failed_backward(reducer);
+}
+
 static void guard_dealloc(PyObject *object)
 {
     guard_object *self = (guard_object *)object;
@@ -170,7 +234,10 @@ static void guard_dealloc(PyObject *object)
         self->reducer->sync_forward = SYNC_ON;
     } else if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0) {
         self->reducer->n_guards--;
-        report_failed_backward(self->reducer);
+        if (self->reducer->engine == ENGINE_COMPILED)
+            end_compiled(self);
+        else
+            report_failed_backward(self->reducer);
     } else if (self->phase == GUARD_CLIMBING &&
                pl_reducer_is_active(self->reducer->reducer)) {
         report_failed_backward(self->reducer);
@@ -189,6 +256,9 @@ PyObject *pli_guard_new(const module_state *state, reducer_object *reducer,
     self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
     self->origin = origin;
     self->phase = GUARD_QUEUED;
+    PyObject *handled = find_exception();
+    self->handled = handled; /* compared, never read */
+    Py_XDECREF(handled);
     return (PyObject *)self;
 }
 

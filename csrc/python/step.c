@@ -27,14 +27,22 @@ static int ask(PyObject *question)
     return is_true;
 }
 
-/* What kind of backward this is: recorded itself (create_graph), or compiled. */
-static int read_backward(reducer_object *self)
+/* Whether the backward is recorded itself (create_graph). */
+static int read_recording(reducer_object *self)
 {
     const int is_recorded = ask(state_of_reducer(self)->is_grad_enabled);
-    const int is_compiled = ask(state_of_reducer(self)->is_compiled);
-    if (is_recorded < 0 || is_compiled < 0)
+    if (is_recorded < 0)
         return -1;
     self->recording = is_recorded ? RECORDING_ON : RECORDING_OFF;
+    return 0;
+}
+
+/* Who runs the backward. */
+static int read_engine(reducer_object *self)
+{
+    const int is_compiled = ask(state_of_reducer(self)->is_compiled);
+    if (is_compiled < 0)
+        return -1;
     self->engine = is_compiled ? ENGINE_COMPILED : ENGINE_CALLS_BACK;
     return 0;
 }
@@ -59,7 +67,7 @@ int pli_step_recover(reducer_object *self)
 int pli_step_begin(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
-    if (pli_step_check_process(self) != 0 || read_backward(self) != 0 ||
+    if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
         pli_step_recover(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
@@ -92,6 +100,8 @@ int pli_step_queue_guard(reducer_object *self, guard_origin origin)
     const module_state *state = state_of_reducer(self);
     if (self->n_guards > 0)
         return 0;
+    if (read_engine(self) != 0)
+        return -1;
     PyObject *guard = pli_guard_new(state, self, origin);
     if (guard == NULL)
         return -1;

@@ -1,8 +1,10 @@
 """What training loops do on ranks: second orders, hooks, optimizers, compilers."""
 
+import contextlib
 import copy
 import warnings
 
+import paceline
 import pytest
 import torch
 from cases import (
@@ -294,19 +296,56 @@ def test_a_compiled_model_trains_as_the_plain_one(ranks, what):
             assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
 
 
-@on_ranks(2)
-def test_a_compiled_backward_is_averaged(ranks):
+def compiled_autograd():
     torch._dynamo.reset()
-    twin = Twin(ranks, net(6, 130, 2))
+    compiler = torch.compile(backend="eager", dynamic=False)
+    return torch._dynamo.compiled_autograd._enable(compiler)
+
+
+@on_ranks(2, unused=["none", "by all", "by rank 1"])
+def test_a_compiled_backward_is_averaged(ranks, unused):
+    module = net(6, 130, 2)
+    module[0].rare = nn.Linear(6, 130)
+    twin = Twin(ranks, module)
     for step in range(3):
         twin.zero()
         x = ranks.integers(3, 6, key=step)
-        twin.plain(x).sum().backward()
-        compiler = torch.compile(backend="eager", dynamic=False)
-        with torch._dynamo.compiled_autograd._enable(compiler):
-            twin.ours(x).sum().backward()
+        uses_all = unused == "none" or (unused == "by rank 1" and ranks.rank == 0)
+
+        def loss(model, x=x, uses_all=uses_all):
+            bare = getattr(model, "module", model)
+            return model(x).sum() + (bare[0].rare(x).sum() if uses_all else 0)
+
+        loss(twin.plain).backward()
+        with compiled_autograd():
+            loss(twin.ours).backward()
         twin.average()
         twin.check()
+
+
+@on_ranks(2)
+def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ranks.rank == 1 and step == 1:
+                raise ValueError("out of luck")
+            return gradient
+
+    module = net(6, 130, 2)
+    module[0].rare = nn.Linear(6, 130)
+    model = ranks.wrap(module)
+    for step in range(3):
+        kind = ValueError if ranks.rank else paceline.PeerError
+        fails = pytest.raises(kind, match="out of luck")
+        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd():
+            hidden = model.module[0](ranks.integers(3, 6))
+            model.module[1:](Fails.apply(hidden)).sum().backward()
+    ranks.assert_same([p.grad for p in module[-1].parameters()], "gradients")
 
 
 # ---- flags --------------------------------------------------------------------------
