@@ -120,6 +120,20 @@ static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
                    culprit->words);
 }
 
+static pl_status report_mismatch(int me, int r, const char *there, const char *here,
+                                 const char *words)
+{
+    if (r == me)
+        return pli_fail(PL_EMISMATCH,
+                        "rank %d: this rank issued another operation than the others "
+                        "(%s): the ranks must run the same steps",
+                        me, here);
+    return pli_fail(PL_EMISMATCH,
+                    "rank %d: rank %d issued another operation than this rank (%s "
+                    "there, %s here): the ranks must run the same steps%s",
+                    me, r, there, here, words);
+}
+
 pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for)
 {
@@ -161,15 +175,15 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
             "beyond the deadline (%s); this rank was at %s%s%s",
             me, r, pid, there, here, waiting_for, words);
     case PLI_MISMATCH:
-        if (r == me)
-            return pli_fail(PL_EMISMATCH,
-                            "rank %d: this rank issued another operation than the "
-                            "others (%s): the ranks must run the same steps",
-                            me, here);
-        return pli_fail(PL_EMISMATCH,
-                        "rank %d: rank %d issued another operation than this rank (%s "
-                        "there, %s here): the ranks must run the same steps%s",
-                        me, r, there, here, words);
+        return report_mismatch(me, r, there, here, words);
+    case PLI_CROSSED:
+        return pli_fail(
+            PL_EMISMATCH,
+            "rank %d: two ranks wait for one another at the end of backward, each in "
+            "another wrapper (rank %d: %s, this rank: %s): go backward through the "
+            "wrappers in the same order on all ranks, or once through the sum of the "
+            "losses",
+            me, r, there, here);
     case PLI_N_REASONS:
         break;
     }

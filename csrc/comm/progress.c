@@ -79,3 +79,15 @@ void pli_progress_others(pli_progress *progress, const pl_comm *but)
             progress->comms[i]->ops->work(progress->comms[i]);
     (void)pthread_mutex_unlock(&progress->lock);
 }
+
+int pli_progress_ask_others(pli_progress *progress, const pl_comm *but,
+                            pli_question question, const void *context)
+{
+    int is_true = 0;
+    if (progress == NULL || pthread_mutex_trylock(&progress->lock) != 0)
+        return 0;
+    for (size_t i = 0; i < progress->n_comms && !is_true; i++)
+        is_true = progress->comms[i] != but && question(progress->comms[i], context);
+    (void)pthread_mutex_unlock(&progress->lock);
+    return is_true;
+}

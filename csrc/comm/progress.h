@@ -23,4 +23,9 @@ void pli_progress_leave(pli_progress *progress, const pl_comm *comm);
  * are theirs: they are met when someone waits there. */
 void pli_progress_others(pli_progress *progress, const pl_comm *but);
 
+/* Whether the answer is yes for any other world than `but`; no, if the list is busy. */
+typedef int (*pli_question)(const pl_comm *comm, const void *context);
+int pli_progress_ask_others(pli_progress *progress, const pl_comm *but,
+                            pli_question question, const void *context);
+
 #endif

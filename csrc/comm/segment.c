@@ -165,6 +165,14 @@ void pli_segment_keep_from_children(const pli_segment *segment, int rank)
                       MADV_DONTFORK);
 }
 
+void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint32_t thread)
+{
+    pli_rank *words = pli_rank_of(segment, rank);
+    atomic_store(&words->pid, pid);
+    atomic_store(&words->thread, thread);
+    atomic_store(&words->life, PLI_PRESENT);
+}
+
 void pli_segment_fini(pli_segment *segment)
 {
     if (segment->base != NULL)

@@ -27,6 +27,7 @@ typedef enum pli_reason {
     PLI_LEFT,     /* a rank said goodbye while others waited for it */
     PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
     PLI_MISMATCH, /* a rank issued another operation than the rest */
+    PLI_CROSSED,  /* two ranks wait for one another, in two worlds */
     PLI_N_REASONS
 } pli_reason;
 
@@ -55,6 +56,7 @@ typedef struct pli_rank {
     _Atomic uint64_t done_before; /* `done` at the end of the last epoch that it ran */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
+    _Atomic uint32_t thread;   /* which of the rank's threads said so */
     _Atomic uint32_t life;     /* pli_life */
     _Atomic int32_t pid;       /* as the rank itself sees it */
     _Atomic uint32_t words_state;
@@ -88,6 +90,9 @@ pl_status pli_segment_populate(const pli_segment *segment, int rank) PL_MUST_USE
 
 /* Keeps the peers' part of the segment, and all words, out of forked children. */
 void pli_segment_keep_from_children(const pli_segment *segment, int rank);
+
+/* Says that a rank is there, and who it is. */
+void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint32_t thread);
 
 void pli_segment_fini(pli_segment *segment);
 

@@ -11,12 +11,14 @@
 #include "../core/alloc.h"
 #include "../core/clock.h"
 #include "counters.h"
+#include "crossing.h"
 #include "failure.h"
 
 enum {
     SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
     SPINS_CROWDED = 100,     /* ... where ranks outnumber cores */
-    NAP_MS = 10              /* between two looks at the peers' processes */
+    NAP_MS = 10,             /* between two looks at the peers' processes */
+    CROSSING_MS = 500        /* before ranks are taken to wait for one another */
 };
 
 static pli_shared_comm *shared_of(pl_comm *comm)
@@ -243,6 +245,8 @@ static void look_at_peers(pli_shared_comm *self, pli_counter counter, uint64_t l
         self->patience_since_ns = now;
     } else if (now - self->patience_since_ns > self->deadline_ns) {
         set_failure(self, culprit, PLI_LATE);
+    } else if (now - self->patience_since_ns > CROSSING_MS * PLI_MS) {
+        pli_crossing_check(self, culprit);
     }
 }
 
@@ -395,6 +399,7 @@ done:
 static void shared_note(pl_comm *comm, pl_activity activity, uint64_t step)
 {
     pli_rank *mine = pli_rank_of(shared_of(comm)->segment, comm->rank);
+    atomic_store_explicit(&mine->thread, pli_thread_number(), memory_order_relaxed);
     atomic_store_explicit(&mine->activity, activity, memory_order_relaxed);
     atomic_store_explicit(&mine->step, step, memory_order_relaxed);
 }
@@ -480,9 +485,7 @@ pl_status pli_shared_create(const pli_shared_options *options, pli_shared_comm *
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;
     self->shared = options->shared;
-    pli_rank *mine = pli_rank_of(segment, options->rank);
-    atomic_store(&mine->pid, options->pid);
-    atomic_store(&mine->life, PLI_PRESENT);
+    pli_segment_enter(segment, options->rank, options->pid, pli_thread_number());
     *out = self;
     self = NULL;
 done:

@@ -1,13 +1,14 @@
 """Accumulation, unused parameters, and gradients that somebody keeps."""
 
 import copy
+import threading
 import time
 import warnings
 
 import pytest
 import torch
 from cases import Twin, assert_equal, bits, integer_weights, mean_over, on_ranks
-from paceline import PeerError
+from paceline import MismatchError, PeerError
 from torch import nn
 
 LARGE, SMALL = (120, 100), (7,)  # above and below what becomes a view
@@ -488,6 +489,45 @@ def test_two_wrappers_go_backward_together_and_in_any_order(ranks):
         for twin in (g, d):
             twin.average()
             twin.check()
+
+
+@on_ranks(2, 4, checks=["each alone", "both"])
+def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
+    ranks, checks
+):
+    """No rank can have what it waits for before it goes on."""
+    models = [ranks.wrap(net()), ranks.wrap(net())]
+    for model in models if checks == "both" else []:
+        model(ranks.integers(3, 6)).sum().backward()
+    losses = [model(ranks.integers(3, 6)).sum() for model in models]
+    if ranks.rank == 1:
+        losses.reverse()
+
+    def run():
+        for loss in losses:
+            loss.backward()
+
+    with pytest.raises(MismatchError, match="wait for one another"):
+        run()
+
+
+@on_ranks(2)
+def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
+    models = [ranks.wrap(net()), ranks.wrap(net())]
+
+    def run(which):
+        if which != ranks.rank:
+            time.sleep(1.5)  # longer than ranks look on at one another
+        for _ in range(3):
+            models[which](ranks.integers(3, 6)).sum().backward()
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model in models:
+        ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
 @on_ranks(2)

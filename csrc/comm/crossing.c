@@ -1,0 +1,70 @@
+/* crossing.c - reads what both ranks say of themselves, in both worlds. */
+#include "crossing.h"
+
+#include "failure.h"
+
+/* Tells the threads of a process apart. */
+uint32_t pli_thread_number(void)
+{
+    static _Atomic uint32_t n_threads;
+    static _Thread_local uint32_t number;
+    if (number == 0)
+        number = atomic_fetch_add(&n_threads, 1) + 1;
+    return number;
+}
+
+typedef struct crossing {
+    const pli_shared_comm *here;
+    int rank;
+} crossing;
+
+/* A rank of another world is the same process here, but may have another number. */
+static const pli_rank *find_process(const pli_shared_comm *world, int pid)
+{
+    for (int r = 0; r < world->super.world_size; r++) {
+        const pli_rank *rank = pli_rank_of(world->segment, r);
+        if (r != world->super.rank && atomic_load(&rank->pid) == pid)
+            return rank;
+    }
+    return NULL;
+}
+
+static void fail(const pli_shared_comm *world, int rank)
+{
+    pli_failure_set(
+        world->segment,
+        &(pli_failure){.epoch = world->epoch, .rank = rank, .reason = PLI_CROSSED});
+}
+
+/* Fails both worlds where it is so: the other rank must not find this one gone. */
+static int fail_if_waits_for_us(const pl_comm *other, const void *context)
+{
+    const crossing *at = context;
+    const pli_shared_comm *there = (const pli_shared_comm *)(const void *)other;
+    const pli_rank *they_here = pli_rank_of(at->here->segment, at->rank);
+    const pli_rank *we_here = pli_rank_of(at->here->segment, at->here->super.rank);
+    const pli_rank *we_there = pli_rank_of(there->segment, there->super.rank);
+    const pli_rank *they_there = find_process(there, atomic_load(&they_here->pid));
+    if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT)
+        return 0;
+    /* They have posted what we have not, and do nothing but wait for it. */
+    if (atomic_load(&they_there->activity) != PL_FINISHING ||
+        atomic_load(&they_there->posted) <= atomic_load(&we_there->posted) ||
+        atomic_load(&they_there->thread) != atomic_load(&they_here->thread) ||
+        atomic_load(&we_there->thread) != atomic_load(&we_here->thread))
+        return 0;
+    fail(at->here, at->rank);
+    fail(there, there->super.rank);
+    return 1;
+}
+
+void pli_crossing_check(const pli_shared_comm *self, int rank)
+{
+    const crossing at = {.here = self, .rank = rank};
+    const pli_rank *they = pli_rank_of(self->segment, rank);
+    const pli_rank *we = pli_rank_of(self->segment, self->super.rank);
+    if (atomic_load(&they->pid) != 0 && atomic_load(&we->activity) == PL_FINISHING &&
+        atomic_load(&they->posted) < atomic_load(&we->posted))
+        (void)pli_progress_ask_others(self->progress, &self->super,
+                                      fail_if_waits_for_us, &at);
+}
