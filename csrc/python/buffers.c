@@ -25,10 +25,10 @@ static void move_elements(const pli_tensor *tensor, char *dense, direction way)
         memcpy(way == TO_DENSE ? dense : data, way == TO_DENSE ? data : dense,
                elem_bytes);
         for (int d = layout->n_dims - 1; d >= 0; d--) {
-            data += layout->strides[d] * (int64_t)elem_bytes;
-            if (++index[d] < layout->shape[d])
+            data += layout->dims[d].stride * (int64_t)elem_bytes;
+            if (++index[d] < layout->dims[d].size)
                 break;
-            data -= layout->strides[d] * layout->shape[d] * (int64_t)elem_bytes;
+            data -= layout->dims[d].stride * layout->dims[d].size * (int64_t)elem_bytes;
             index[d] = 0;
         }
     }

@@ -35,7 +35,7 @@ static int is_live_view(const reducer_object *self, size_t i, const pli_tensor *
 {
     return n_views(self, i) > 0 &&
            grad->data == self->window->base + window_offset(self, i) &&
-           pli_layout_equal(&grad->layout, &self->slots[i].layout);
+           pli_layout_equal(&grad->layout, self->slots[i].layout);
 }
 
 int pli_grads_refresh_window(reducer_object *self)
@@ -77,13 +77,13 @@ static int get_grad(reducer_object *self, size_t i, PyObject **out, pli_tensor *
         Py_DECREF(grad);
         return -1;
     }
-    if (tensor->layout.dtype != slot->layout.dtype ||
-        tensor->layout.n_elems != slot->layout.n_elems) {
+    if (tensor->layout.dtype != slot->layout->dtype ||
+        tensor->layout.n_elems != slot->layout->n_elems) {
         PyErr_Format(
             PyExc_RuntimeError,
             "parameter %zu was %zu x %s when it was wrapped, and its gradient is "
             "%zu x %s: wrap the model again after changing its parameters",
-            i, slot->layout.n_elems, pl_dtype_text(slot->layout.dtype),
+            i, slot->layout->n_elems, pl_dtype_text(slot->layout->dtype),
             tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
         Py_DECREF(grad);
         return -1;
@@ -123,7 +123,7 @@ static int deliver(reducer_object *self, size_t i, const void *data,
     pl_status st;
     if (protect_kept(self, i, delivery) != 0)
         return -1;
-    if (pli_layout_bytes(&self->slots[i].layout) < RELEASE_GIL_BYTES) {
+    if (pli_layout_bytes(self->slots[i].layout) < RELEASE_GIL_BYTES) {
         st = pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
     } else {
         Py_BEGIN_ALLOW_THREADS st =
@@ -133,12 +133,16 @@ static int deliver(reducer_object *self, size_t i, const void *data,
     return pli_check(state_of_reducer(self), st);
 }
 
+typedef enum dim_part { DIM_SIZE, DIM_STRIDE } dim_part;
+
 /* A tuple of what a layout has for each dimension. */
-static PyObject *dims_tuple(const int64_t *dims, int n_dims)
+static PyObject *dims_tuple(const pli_layout *layout, dim_part part)
 {
-    PyObject *tuple = PyTuple_New(n_dims);
-    for (int d = 0; tuple != NULL && d < n_dims; d++) {
-        PyObject *number = PyLong_FromLongLong(dims[d]);
+    PyObject *tuple = PyTuple_New(layout->n_dims);
+    for (int d = 0; tuple != NULL && d < layout->n_dims; d++) {
+        const pli_dim *dim = &layout->dims[d];
+        PyObject *number =
+            PyLong_FromLongLong(part == DIM_SIZE ? dim->size : dim->stride);
         if (number == NULL)
             Py_CLEAR(tuple);
         else
@@ -150,8 +154,8 @@ static PyObject *dims_tuple(const int64_t *dims, int n_dims)
 /* A tensor of torch's own in the slot's layout: the parameter's may be another now. */
 static PyObject *empty_in_slot_layout(const grad_slot *slot)
 {
-    PyObject *shape = dims_tuple(slot->layout.shape, slot->layout.n_dims);
-    PyObject *strides = dims_tuple(slot->layout.strides, slot->layout.n_dims);
+    PyObject *shape = dims_tuple(slot->layout, DIM_SIZE);
+    PyObject *strides = dims_tuple(slot->layout, DIM_STRIDE);
     PyObject *empty = shape != NULL && strides != NULL
                           ? PyObject_CallMethod(slot->param, "new_empty_strided", "OO",
                                                 shape, strides)
@@ -168,7 +172,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
-    if (pli_layout_equal(&tensor->layout, &slot->layout)) {
+    if (pli_layout_equal(&tensor->layout, slot->layout)) {
         *out = Py_NewRef(grad);
         return 0;
     }
@@ -181,7 +185,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
         pli_tensor_read(state, copy, "a gradient's copy", tensor) == 0) {
         *out = Py_NewRef(copy);
         status = 0;
-        if (!pli_layout_equal(&tensor->layout, &slot->layout)) {
+        if (!pli_layout_equal(&tensor->layout, slot->layout)) {
             PyErr_Format(PyExc_RuntimeError,
                          "the shape of parameter %zu changed after wrapping: wrap the "
                          "model again",
@@ -282,7 +286,7 @@ int pli_grads_arrive(reducer_object *self, size_t i)
         slot->mode == GRAD_VIEW ||
         (slot->mode == GRAD_UNTOUCHED && slot->policy == POLICY_VIEW &&
          self->recording == RECORDING_OFF && !is_watched(slot) &&
-         slot->n_sparse_dims == 0 && pli_layout_equal(&tensor.layout, &slot->layout));
+         slot->n_sparse_dims == 0 && pli_layout_equal(&tensor.layout, slot->layout));
     const int status = is_view ? arrive_by_view(self, i, grad, &tensor)
                                : arrive_by_copy(self, i, grad, &tensor);
     Py_DECREF(grad);
@@ -305,7 +309,7 @@ static int settle(reducer_object *self, size_t i, const void *data,
 int pli_grads_settle(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
-    const size_t n_bytes = pli_layout_bytes(&slot->layout);
+    const size_t n_bytes = pli_layout_bytes(slot->layout);
     PyObject *grad = NULL;
     PyObject *dense = NULL;
     pli_tensor tensor;
@@ -378,10 +382,10 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     pli_tensor tensor;
     if (pli_tensor_read(state, grad, "a parameter's gradient", &tensor) != 0)
         return -1;
-    if (pli_layout_equal(&tensor.layout, &slot->layout)) {
-        memcpy(tensor.data, slot_memory(self, i), pli_layout_bytes(&slot->layout));
+    if (pli_layout_equal(&tensor.layout, slot->layout)) {
+        memcpy(tensor.data, slot_memory(self, i), pli_layout_bytes(slot->layout));
     } else {
-        PyObject *mean = pli_tensor_borrow(state, slot_memory(self, i), &slot->layout);
+        PyObject *mean = pli_tensor_borrow(state, slot_memory(self, i), slot->layout);
         PyObject *target =
             mean != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
         PyObject *result =
@@ -408,7 +412,7 @@ static int bind_new(reducer_object *self, size_t i)
     PyObject *grad = NULL;
     if (slot->policy == POLICY_VIEW) {
         grad = pli_tensor_view(state, self->window, i, window_offset(self, i),
-                               &slot->layout);
+                               slot->layout);
     } else {
         PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
         grad =
@@ -457,7 +461,7 @@ int pli_grads_bind(reducer_object *self, size_t i)
         status = bind_used(self, i);
         slot->sync = GRAD_SYNCED;
     } else if (slot->backup != NULL) {
-        memcpy(slot_memory(self, i), slot->backup, pli_layout_bytes(&slot->layout));
+        memcpy(slot_memory(self, i), slot->backup, pli_layout_bytes(slot->layout));
     }
     pli_grads_drop(self, i);
     return status;

@@ -29,12 +29,11 @@ typedef enum grad_policy { POLICY_COPY, POLICY_VIEW, POLICY_SPARSE } grad_policy
 /* Whether this rank's gradient holds something that the peers have not seen. */
 typedef enum grad_sync { GRAD_SYNCED, GRAD_UNSYNCED } grad_sync;
 
+/* What every gradient touches comes first, in one line of the cache. */
 typedef struct grad_slot {
     PyObject *param;
-    PyObject *hook;    /* the hook object */
-    PyObject *handle;  /* torch's RemovableHandle of it */
-    PyObject *hooks;   /* the parameter's dict of such hooks; NULL: not known */
-    pli_layout layout; /* of the slot */
+    PyObject *hooks;    /* the parameter's dict of hooks like ours; NULL: not known */
+    pli_layout *layout; /* of the slot */
     grad_policy policy;
     grad_sync sync;
     unsigned n_sparse_dims; /* of the gradient read last; 0: dense; see sparse.h */
@@ -44,6 +43,9 @@ typedef struct grad_slot {
     PyObject *late; /* view: what came after the bucket was posted */
     PyObject *kept; /* view: what was copied, until the end of the step */
     void *backup;   /* of a view nobody may have used */
+    /* of the whole life */
+    PyObject *hook;   /* the hook object */
+    PyObject *handle; /* torch's RemovableHandle of it */
 } grad_slot;
 
 /* A module's buffer: where to find the tensor that is it now. */

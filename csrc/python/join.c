@@ -42,9 +42,8 @@ int pli_join_rescale_mean(reducer_object *self, const pl_move *mean)
 
 int pli_join_binds(const reducer_object *self)
 {
-    return self->part == PL_ACTIVE ||
-           (self->join_grads == JOIN_BINDS_MEANS &&
-            pl_reducer_roll(self->reducer).n_active > 0);
+    return self->part == PL_ACTIVE || (self->join_grads == JOIN_BINDS_MEANS &&
+                                       pl_reducer_roll(self->reducer).n_active > 0);
 }
 
 int pli_join_bind(reducer_object *self, size_t i)

@@ -25,11 +25,10 @@ static int read_param(const module_state *state, PyObject *param, grad_slot *slo
     pli_tensor tensor;
     if (pli_tensor_read(state, param, "a parameter", &tensor) != 0)
         return -1;
-    slot->layout = tensor.layout;
-    if (!pli_layout_is_dense(&slot->layout))
-        pli_layout_make_row_major(&slot->layout);
+    if (!pli_layout_is_dense(&tensor.layout))
+        pli_layout_make_row_major(&tensor.layout);
     slot->param = Py_NewRef(param);
-    return 0;
+    return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
 }
 
 static int read_params(const module_state *state, PyObject *params, grad_slot **out,
@@ -126,7 +125,7 @@ static int read_sparse(PyObject *sparse, grad_slot *slots, size_t n_slots)
         const Py_ssize_t i = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(fast, k));
         if (i == -1 && PyErr_Occurred())
             goto done;
-        if (i < 0 || (size_t)i >= n_slots || slots[i].layout.n_dims == 0) {
+        if (i < 0 || (size_t)i >= n_slots || slots[i].layout->n_dims == 0) {
             PyErr_Format(PyExc_ValueError,
                          "sparse has %zd: give indices of params that have rows", i);
             goto done;
@@ -150,6 +149,7 @@ void pli_free_slots(grad_slot *slots, size_t n_slots)
         Py_XDECREF(slots[i].late);
         Py_XDECREF(slots[i].kept);
         pli_free(slots[i].backup);
+        pli_free(slots[i].layout);
     }
     pli_free(slots);
 }
@@ -176,8 +176,8 @@ static int make_spec(const module_state *state, const pli_reducer_arguments *giv
     size_t n_sparse = 0;
     for (size_t i = 0; i < n_slots; i++) {
         const size_t is_sparse = slots[i].policy == POLICY_SPARSE;
-        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slots[i].layout.n_elems,
-                               .dtype = slots[i].layout.dtype};
+        params[i] = (pl_param){.n_elems = is_sparse ? 0 : slots[i].layout->n_elems,
+                               .dtype = slots[i].layout->dtype};
         n_sparse += is_sparse;
     }
     *out = (pl_reducer_spec){
@@ -246,7 +246,7 @@ static int register_hook(const module_state *state, reducer_object *self, size_t
 
 static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
 {
-    const size_t n_bytes = pli_layout_bytes(&slot->layout);
+    const size_t n_bytes = pli_layout_bytes(slot->layout);
     return n_bytes > 0 && n_bytes >= view_bytes ? POLICY_VIEW : POLICY_COPY;
 }
 

@@ -50,7 +50,7 @@ void pli_retention_init(grad_retention *self, const grad_slot *slots, size_t n_s
     size_t n_bytes = 0;
     for (size_t i = 0; i < n_slots; i++)
         if (slots[i].policy == POLICY_VIEW)
-            n_bytes += pli_layout_bytes(&slots[i].layout);
+            n_bytes += pli_layout_bytes(slots[i].layout);
     const int can_keep = n_bytes > 0 && n_bytes <= MOST_BYTES;
     *self = (grad_retention){.release = can_keep ? RELEASE_AT_END : RELEASE_AT_ONCE,
                              .can_keep = can_keep};

@@ -96,9 +96,9 @@ misfit:
 static pl_table table_of(const pli_layout *layout)
 {
     pl_table table = {
-        .n_rows = (size_t)layout->shape[0], .row_elems = 1, .dtype = layout->dtype};
+        .n_rows = (size_t)layout->dims[0].size, .row_elems = 1, .dtype = layout->dtype};
     for (int d = 1; d < layout->n_dims; d++)
-        table.row_elems *= (size_t)layout->shape[d];
+        table.row_elems *= (size_t)layout->dims[d].size;
     return table;
 }
 
@@ -108,7 +108,7 @@ static int read_part(sparse_step *self, size_t t, size_t slot)
     const grad_slot *from = &self->reducer->slots[slot];
     sparse_part *part = &self->parts[t];
     part->slot = slot;
-    self->tables[t] = table_of(&from->layout);
+    self->tables[t] = table_of(from->layout);
     self->rows[t] = (pl_rows){.indices = no_indices()};
     /* A rank that stands in has none: its gradient is that of a step before. */
     part->own = self->reducer->part == PL_ACTIVE
@@ -282,7 +282,7 @@ int pli_sparse_put_mean(reducer_object *self, size_t i)
     const grad_slot *slot = &self->slots[i];
     char *memory =
         (char *)pli_comm_arena(self->comm) + pl_reducer_slot_offset(self->reducer, i);
-    PyObject *mean = pli_tensor_borrow(state, memory, &slot->layout);
+    PyObject *mean = pli_tensor_borrow(state, memory, slot->layout);
     PyObject *result =
         mean != NULL
             ? PyObject_CallFunction(state->sparse_put_dense, "OOI", slot->param, mean,

@@ -1,6 +1,7 @@
 /* tensor.c - DLPack, in and out. */
 #include "tensor.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -50,8 +51,8 @@ static int fill(const dl_tensor *dl, const char *what, pli_tensor *out)
     layout->n_dims = dl->ndim;
     layout->n_elems = 1;
     for (int d = dl->ndim - 1; d >= 0; d--) {
-        layout->shape[d] = dl->shape[d];
-        layout->strides[d] =
+        layout->dims[d].size = dl->shape[d];
+        layout->dims[d].stride =
             dl->strides != NULL ? dl->strides[d] : (int64_t)layout->n_elems;
         layout->n_elems *= (size_t)dl->shape[d];
     }
@@ -115,16 +116,16 @@ int pli_layout_is_dense(const pli_layout *layout)
     for (int n = 0; n < layout->n_dims; n++) {
         int next = -1;
         for (int d = 0; d < layout->n_dims; d++) {
-            if (is_taken[d] || layout->shape[d] == 1)
+            if (is_taken[d] || layout->dims[d].size == 1)
                 continue;
-            if (next < 0 || layout->strides[d] < layout->strides[next])
+            if (next < 0 || layout->dims[d].stride < layout->dims[next].stride)
                 next = d;
         }
         if (next < 0)
             break;
-        if (layout->strides[next] != block && layout->n_elems > 0)
+        if (layout->dims[next].stride != block && layout->n_elems > 0)
             return 0;
-        block *= layout->shape[next];
+        block *= layout->dims[next].size;
         is_taken[next] = 1;
     }
     return 1;
@@ -134,9 +135,20 @@ void pli_layout_make_row_major(pli_layout *layout)
 {
     int64_t stride = 1;
     for (int d = layout->n_dims - 1; d >= 0; d--) {
-        layout->strides[d] = stride;
-        stride *= layout->shape[d];
+        layout->dims[d].stride = stride;
+        stride *= layout->dims[d].size;
     }
+}
+
+pl_status pli_layout_copy(const pli_layout *layout, pli_layout **out)
+{
+    pl_status st = PL_OK;
+    const size_t n_bytes =
+        offsetof(pli_layout, dims) + (size_t)layout->n_dims * sizeof(pli_dim);
+    PL_TRY(pli_calloc(1, n_bytes, "a tensor's layout", out));
+    memcpy(*out, layout, n_bytes);
+done:
+    return st;
 }
 
 int pli_layout_equal(const pli_layout *left, const pli_layout *right)
@@ -144,8 +156,8 @@ int pli_layout_equal(const pli_layout *left, const pli_layout *right)
     if (left->dtype != right->dtype || left->n_dims != right->n_dims)
         return 0;
     for (int d = 0; d < left->n_dims; d++)
-        if (left->shape[d] != right->shape[d] ||
-            (left->strides[d] != right->strides[d] && left->shape[d] != 1))
+        if (left->dims[d].size != right->dims[d].size ||
+            (left->dims[d].stride != right->dims[d].stride && left->dims[d].size != 1))
             return 0;
     return 1;
 }
@@ -226,8 +238,8 @@ static PyObject *make(const module_state *state, pli_window *window, size_t slot
     if (st != PL_OK)
         return pli_raise(state, st);
     for (int d = 0; d < layout->n_dims; d++) {
-        self->dims[d] = layout->shape[d];
-        self->dims[layout->n_dims + d] = layout->strides[d];
+        self->dims[d] = layout->dims[d].size;
+        self->dims[layout->n_dims + d] = layout->dims[d].stride;
     }
     self->slot = slot;
     self->window = window;
