@@ -226,11 +226,19 @@ def _describe(tensor: torch.Tensor, requires_grad: bool | None) -> str:
     return words + (", trainable" if requires_grad else ", frozen")
 
 
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor that has each of its elements once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 def copy_model(
     world: _native.World, tensors: list[torch.Tensor], root: int = 0
 ) -> None:
     """Overwrite every rank's tensors with those of one rank, in place."""
-    plain = [t.detach() for t in tensors]
+    plain = [_each_once(t.detach()) for t in tensors]
     dense = [t if _torch.is_dense(t) else t.contiguous() for t in plain]
     world.broadcast(dense, root)
     if world.rank == root:

@@ -409,3 +409,15 @@ def test_gradients_are_ready_when_backward_returns_from_checkpointed_blocks(rank
         model(ranks.integers(2, 100, key=step)).sum().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         ranks.assert_same([norm, *(p.grad for p in model.parameters())], "the norm")
+
+
+@on_ranks(2)
+def test_expanded_parameters_and_buffers_are_taken_from_rank_0(ranks):
+    module = nn.Linear(2, 2)
+    module.spread = nn.Parameter(torch.full((1, 3), float(ranks.rank)).expand(4, 3))
+    module.register_buffer("mask", torch.full((3, 1), ranks.rank + 5.0).expand(3, 2))
+    model = ranks.wrap(module)
+    assert_equal(module.spread, torch.zeros(4, 3), "the parameter")
+    assert_equal(module.mask, torch.full((3, 2), 5.0), "the buffer")
+    (model(torch.ones(1, 2)).sum() + (ranks.rank + 1) * module.spread.sum()).backward()
+    assert_equal(module.spread.grad, torch.full((4, 3), 1.5), "the gradient")
