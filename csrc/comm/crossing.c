@@ -29,6 +29,21 @@ static const pli_rank *find_process(const pli_shared_comm *world, int pid)
     return NULL;
 }
 
+/* Whether what a rank does last is to wait for the end of a step. */
+static int waits(const pli_rank *rank)
+{
+    const uint32_t activity = atomic_load(&rank->activity);
+    return activity == PL_FINISHING || activity == PL_JOINED;
+}
+
+/* A failed step is waited for no more, whatever the words still say. */
+static int has_failed(const pli_shared_comm *world)
+{
+    pli_failure failure;
+    return pli_failure_get(world->segment, &failure) &&
+           pli_failure_concerns(&failure, world->epoch);
+}
+
 static void fail(const pli_shared_comm *world, int rank)
 {
     pli_failure_set(
@@ -45,10 +60,11 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
     const pli_rank *we_here = pli_rank_of(at->here->segment, at->here->super.rank);
     const pli_rank *we_there = pli_rank_of(there->segment, there->super.rank);
     const pli_rank *they_there = find_process(there, atomic_load(&they_here->pid));
-    if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT)
+    if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT ||
+        has_failed(there))
         return 0;
     /* They have posted what we have not, and do nothing but wait for it. */
-    if (atomic_load(&they_there->activity) != PL_FINISHING ||
+    if (!waits(they_there) ||
         atomic_load(&they_there->posted) <= atomic_load(&we_there->posted) ||
         atomic_load(&they_there->thread) != atomic_load(&they_here->thread) ||
         atomic_load(&we_there->thread) != atomic_load(&we_here->thread))
@@ -63,7 +79,7 @@ void pli_crossing_check(const pli_shared_comm *self, int rank)
     const crossing at = {.here = self, .rank = rank};
     const pli_rank *they = pli_rank_of(self->segment, rank);
     const pli_rank *we = pli_rank_of(self->segment, self->super.rank);
-    if (atomic_load(&they->pid) != 0 && atomic_load(&we->activity) == PL_FINISHING &&
+    if (atomic_load(&they->pid) != 0 && waits(we) &&
         atomic_load(&they->posted) < atomic_load(&we->posted))
         (void)pli_progress_ask_others(self->progress, &self->super,
                                       fail_if_waits_for_us, &at);

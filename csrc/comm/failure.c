@@ -179,11 +179,11 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
     case PLI_CROSSED:
         return pli_fail(
             PL_EMISMATCH,
-            "rank %d: two ranks wait for one another at the end of backward, each in "
-            "another wrapper (rank %d: %s, this rank: %s): go backward through the "
-            "wrappers in the same order on all ranks, or once through the sum of the "
-            "losses",
-            me, r, there, here);
+            "rank %d: this rank and rank %d wait for one another, each in another "
+            "wrapper (in this one, rank %d: %s; this rank: %s): go backward through "
+            "the wrappers in the same order on all ranks, or once through the sum of "
+            "the losses; join contexts take wrappers in the order of their making",
+            me, r, r, there, here);
     case PLI_N_REASONS:
         break;
     }

@@ -157,9 +157,12 @@ static int put_off(reducer_object *self)
 int pli_buffers_receive(reducer_object *self)
 {
     if (self->n_buffers == 0 ||
-        pl_comm_rank(self->comm) == pl_reducer_root(self->reducer) ||
-        !pl_reducer_root_is_active(self->reducer))
+        pl_comm_rank(self->comm) == pl_reducer_root(self->reducer))
         return 0;
+    if (!pl_reducer_root_is_active(self->reducer)) {
+        self->buffers_state = BUFFERS_CURRENT; /* what was put off is overwritten */
+        return 0;
+    }
     if (self->n_pending_forwards > 0)
         return put_off(self);
     for (size_t b = 0; b < self->n_buffers; b++) {

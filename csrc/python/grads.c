@@ -306,6 +306,19 @@ static int settle(reducer_object *self, size_t i, const void *data,
                      pl_reducer_settle(self->reducer, i, data, delivery, use));
 }
 
+/* One that is declared sparse has nothing in its slot. */
+static int settle_declared(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *grad = PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
+    if (grad == NULL)
+        return -1;
+    if (grad == Py_None)
+        slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
+    Py_DECREF(grad);
+    return settle(self, i, NULL, PL_IN_PLACE);
+}
+
 int pli_grads_settle(reducer_object *self, size_t i)
 {
     grad_slot *slot = &self->slots[i];
@@ -314,7 +327,7 @@ int pli_grads_settle(reducer_object *self, size_t i)
     PyObject *dense = NULL;
     pli_tensor tensor;
     if (slot->policy == POLICY_SPARSE)
-        return settle(self, i, NULL, PL_IN_PLACE);
+        return settle_declared(self, i);
     const int has_grad = get_grad(self, i, &grad, &tensor);
     int status = -1;
     if (has_grad < 0)

@@ -5,10 +5,9 @@
  *   copy  (small) the gradient stays the user's tensor; its values are copied to the
  *         slot as it comes and the mean is copied back at the end.  Cheapest: no tensor
  *         is made, no attribute set.
- *   view  (large) the gradient is copied to the slot and dropped at once, so that
- * malloc can reuse it while it is warm; `.grad` is None until the end of the step, then
- *         a view of the slot.  A gradient that is such a view already (accumulation)
- *         needs no copy at all.
+ *   view  (large) the gradient is copied to the slot and dropped, at once or at the end
+ *         of the step (retain.c); `.grad` is None until that end, then a view of the
+ *         slot.  A gradient that is such a view already (accumulation) needs no copy.
  *   sparse (declared) the gradient stays where it is, and its rows are averaged at the
  *         end: sparse.h.
  *
@@ -76,6 +75,10 @@ typedef struct grad_retention {
 typedef enum grad_recording { RECORDING_OFF, RECORDING_ON } grad_recording;
 typedef enum grad_engine { ENGINE_CALLS_BACK, ENGINE_COMPILED } grad_engine;
 typedef enum buffers_state { BUFFERS_CURRENT, BUFFERS_RECEIVED } buffers_state;
+/* Whether a step failed where no exception could tell this rank's program. */
+typedef enum unseen_failure { NO_FAILURE_UNSEEN, FAILURE_UNSEEN } unseen_failure;
+/* Whether the model was wrapped anew, so that another reducer has its parameters. */
+typedef enum attachment { ATTACHED, DETACHED } attachment;
 /* Who queued a guard.  The backward in which an output's hook runs holds all of that
  * forward's graph; one in which a parameter's hook runs may be inside that. */
 typedef enum guard_origin {
@@ -112,6 +115,8 @@ typedef struct reducer_object {
     sync_mode sync_now;     /* what the user asks for at this moment */
     sync_mode sync_forward; /* ... asked for at the forward whose backward runs, or at
                                the last one, if its outputs cannot tell */
+    unseen_failure unseen;
+    attachment attachment;
     grad_recording recording;
     grad_engine engine;
     pl_part part; /* of this rank in the step under way */
@@ -172,8 +177,9 @@ int pli_step_finish(reducer_object *self);
  * it.  Another rank may wait for them in another order than this one will. */
 int pli_step_close_all(reducer_object *self);
 
-/* ... and finishes them, newest reducer first: the rounds that follow those of the
- * buckets (of the late, of sparse rows) are then in one order on all ranks. */
+/* ... and finishes them, in the order in which they were made: the rounds that follow
+ * those of the buckets (of the late, of sparse rows) are then in one order on all
+ * ranks. */
 int pli_step_finish_all(reducer_object *self);
 
 /* The step failed here: tells the peers; an exception that is set stays set. */

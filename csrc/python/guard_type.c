@@ -29,6 +29,7 @@ typedef struct guard_object {
     guard_origin origin;
     guard_phase phase;
     const void *handled; /* the exception that was being handled when it was made */
+    uint64_t step;       /* the reducer's, when it was made */
 } guard_object;
 
 /* ---- called --------------------------------------------------------------------- */
@@ -192,6 +193,8 @@ static int finish_compiled(void *context)
 /* Pending calls run in the main thread alone. */
 static int is_main_thread(void)
 {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
     PyObject *module = PyImport_ImportModule("threading");
     PyObject *thread =
         module != NULL ? PyObject_CallMethod(module, "main_thread", NULL) : NULL;
@@ -201,7 +204,7 @@ static int is_main_thread(void)
     Py_XDECREF(ident);
     Py_XDECREF(thread);
     Py_XDECREF(module);
-    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
     return is_main;
 }
 
@@ -210,8 +213,9 @@ static void end_compiled(const guard_object *guard)
 {
     reducer_object *reducer = guard->reducer;
     compiled_end *end = NULL;
-    if (!pl_reducer_is_active(reducer->reducer))
-        return; /* the last hook has finished the step */
+    if (!pl_reducer_is_active(reducer->reducer) &&
+        pl_reducer_step(reducer->reducer) != guard->step)
+        return; /* the last hook has finished the step that it was made for */
     if (is_main_thread())
         end = PyMem_Calloc(1, sizeof *end);
     if (end != NULL) {
@@ -223,6 +227,8 @@ static void end_compiled(const guard_object *guard)
         Py_DECREF(end->reducer);
         PyMem_Free(end);
     }
+    /* Nothing can be raised from here: the next forward does it. */
+    reducer->unseen = FAILURE_UNSEEN;
     report_failed_backward(reducer);
 }
 
@@ -256,6 +262,7 @@ PyObject *pli_guard_new(const module_state *state, reducer_object *reducer,
     self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
     self->origin = origin;
     self->phase = GUARD_QUEUED;
+    self->step = pl_reducer_step(reducer->reducer);
     PyObject *handled = find_exception();
     self->handled = handled; /* compared, never read */
     Py_XDECREF(handled);

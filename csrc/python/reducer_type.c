@@ -151,6 +151,14 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
         Py_RETURN_NONE;
     if (pli_step_check_process(self) != 0)
         return NULL;
+    if (self->unseen == FAILURE_UNSEEN) {
+        self->unseen = NO_FAILURE_UNSEEN;
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the last backward's gradients were not averaged: compiled "
+                        "autograd ran it outside of the main thread and left "
+                        "parameters unused; run it in the main thread");
+        return NULL;
+    }
     if (pl_reducer_is_active(self->reducer)) {
         /* The optimizer has run since, on gradients that were no means. */
         pli_step_fail(self, "the end of the last backward was never seen");
@@ -192,12 +200,23 @@ static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    self->attachment = DETACHED;
+    remove_hooks(self);
+    Py_RETURN_NONE;
+}
+
 static PyObject *reducer_on_output(PyObject *object, PyObject *args)
 {
     reducer_object *self = reducer_of(object);
     int is_synchronised, is_first;
     if (!PyArg_ParseTuple(args, "pp:on_output", &is_synchronised, &is_first))
         return NULL;
+    if (self->attachment == DETACHED)
+        Py_RETURN_NONE;
     if (is_first && self->n_pending_forwards > 0)
         self->n_pending_forwards--;
     if (!is_synchronised) {
@@ -287,6 +306,9 @@ static PyMethodDef reducer_methods[] = {
      "on_output($self, is_synchronised, is_first, /)\n--\n\nThe backward of a "
      "forward begins: whether that one was to be synchronised, and whether this is "
      "the first of its outputs."},
+    {"detach", reducer_detach, METH_NOARGS,
+     "detach($self, /)\n--\n\nTake the hooks off the parameters: another reducer has "
+     "them from now on, also for outputs of forwards before."},
     {"stand_in", pli_join_stand_in, METH_VARARGS,
      "stand_in($self, is_first, binds_means, /)\n--\n\nTake part in one step without "
      "gradients; return the number of ranks that had some, and the highest rank that "

@@ -205,8 +205,8 @@ int pli_step_finish(reducer_object *self)
 int pli_step_finish_all(reducer_object *self)
 {
     const unsigned long thread = PyThread_get_thread_ident();
-    reducer_object *other = state_of_reducer(self)->reducers;
     int status = pli_step_close_all(self);
+    reducer_object *other = state_of_reducer(self)->reducers; /* may have changed */
     Py_XINCREF(other);
     while (other != NULL) {
         if (status == 0 && other->thread == thread &&

@@ -531,6 +531,29 @@ def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
 
 
 @on_ranks(2)
+def test_a_slow_rank_is_waited_for_after_another_wrapper_failed(ranks):
+    """Not taken for a rank that waits there: what it waited for has failed."""
+    slow, failing = ranks.wrap(net()), ranks.wrap(net())
+    for model in (slow, failing):
+        model(ranks.integers(3, 6)).sum().backward()
+    out = failing(ranks.integers(3, 6))
+    if ranks.rank == 0:
+        out.register_hook(_explode)
+    with pytest.raises((ZeroDivisionError, PeerError)):
+        out.sum().backward()
+    if ranks.rank == 1:
+        time.sleep(1.5)
+    for model in (slow, failing):
+        model.zero_grad()
+        model(ranks.integers(3, 6)).sum().backward()
+        ranks.assert_same([p.grad for p in model.parameters()], "gradients")
+
+
+def _explode(_):
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
 def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(ranks):
     model = ranks.wrap(Bag())
 

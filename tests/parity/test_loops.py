@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import warnings
 
 import paceline
@@ -321,6 +322,48 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
             loss(twin.ours).backward()
         twin.average()
         twin.check()
+
+
+@on_ranks(2)
+def test_a_compiled_backward_that_fails_at_once_is_told_to_the_peers(ranks):
+    def explode(_):
+        raise ValueError("out of luck")
+
+    model = ranks.wrap(net(6, 130, 2))
+    for step in range(3):
+        model.zero_grad()
+        out = model(ranks.integers(3, 6))
+        kind = ValueError if ranks.rank else paceline.PeerError
+        fails = pytest.raises(kind, match="out of luck")
+        if ranks.rank == 1 and step == 1:
+            out.register_hook(explode)
+        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd():
+            out.sum().backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
+
+
+@on_ranks(2)
+def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
+    """In another thread, with unused parameters: nothing can be called at its end."""
+    module = net(6, 130, 2)
+    module[0].rare = nn.Linear(6, 130)
+    model = ranks.wrap(module)
+    errors = []
+
+    def run():
+        try:
+            for _ in range(3):
+                out = model(ranks.integers(3, 6))
+                with compiled_autograd():
+                    out.sum().backward()
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert isinstance(errors[0], paceline.PeerError) or "main thread" in str(errors[0])
 
 
 @on_ranks(2)

@@ -268,3 +268,17 @@ def test_moving_a_model_to_shared_memory_leaves_its_gradients_alone(ranks):
     for step in range(2):
         twin.zero(set_to_none=step == 1)
         twin.step(lambda model: model(x).sum())
+
+
+@on_ranks(2, width=[2, 200])
+def test_an_output_kept_from_before_a_change_disturbs_nobody(ranks, width):
+    module = integer_weights(nn.Sequential(nn.Linear(6, width), nn.Linear(width, 1)))
+    model = ranks.wrap(module)
+    kept = model(ranks.integers(3, 6))
+    model.module[1] = integer_weights(nn.Linear(width, 3))
+    for step in range(3):
+        model.zero_grad()
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+        ranks.assert_same([p.grad for p in model.parameters()], "gradients")
+    kept.sum().backward()
+    ranks.assert_same([p.grad for p in model.module[0].parameters()], "gradients")
