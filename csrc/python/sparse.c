@@ -210,10 +210,13 @@ static int run(sparse_step *self)
             .dtype = self->tables[t].dtype,
             .n_elems = self->rooms[t].n_rows * self->tables[t].row_elems,
         };
-        if (pli_join_rescale_mean(self->reducer, &mean) != 0 ||
-            (pli_join_binds(self->reducer) && put_mean(self, t) != 0))
+        if (pli_join_rescale_mean(self->reducer, &mean) != 0)
             return -1;
     }
+    /* Only now that all are there: a step that fails leaves gradients as they were. */
+    for (size_t t = 0; t < self->n_parts && pli_join_binds(self->reducer); t++)
+        if (put_mean(self, t) != 0)
+            return -1;
     return 0;
 }
 

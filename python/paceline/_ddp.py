@@ -102,7 +102,7 @@ bucket_cap_mb_list : optional
       replaced or added after wrapping, and those that were frozen then be trained: the
       next forward notices, on every rank, and wraps the model anew.
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
-      records gradients, so one rank may make and evaluate a copy alone.
+      records gradients, or in a join: one rank may make and evaluate a copy alone.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
     - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
       average is then dense on all. Any parameter's gradient may be sparse.
@@ -114,6 +114,8 @@ bucket_cap_mb_list : optional
       gradient until the average is there, unless hooks of yours are on it.
     - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it.
     - Sums are taken in rank order, so each run gives the same bits.
+
+    As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
 
     Examples
     --------
@@ -228,6 +230,7 @@ bucket_cap_mb_list : optional
         self._reducer = _native.Reducer(
             world, model.trainable, owners, *caps, _options.VIEW_BYTES, model.sparse
         )
+        self._reducer.set_join(*self._join_rules)
 
     def _agree(
         self,
@@ -315,8 +318,8 @@ bucket_cap_mb_list : optional
                 reducer.apply_buffers()
             return self.module(*inputs, **kwargs)
         is_changed = reducer is not None and self._watch.changed()
-        if is_changed and (
-            is_stateless_call(self.module) or has_nothing_to_train(self.module)
+        if (is_changed and has_nothing_to_train(self.module)) or (
+            (is_changed or self._is_copy) and is_stateless_call(self.module)
         ):
             return self.module(*inputs, **kwargs)
         if self._join_config.enable and not self._is_alone:
@@ -368,13 +371,13 @@ bucket_cap_mb_list : optional
             "Its model was changed after wrapping. Change it on every rank, before the "
             "same forward."
         )
+        self._reducer.detach()
         self._world.leave()
         self._reducer = None
         self._set_up(self._options)
         reducer: _native.Reducer | None = self._reducer
         assert reducer is not None
         reducer.sync = sync
-        reducer.set_join(*self._join_rules)
         return reducer
 
     @property
@@ -478,6 +481,7 @@ bucket_cap_mb_list : optional
         self._reducer = None
         self._sync_without_peers = True
         self._is_copy = True
+        self._forget_joins()
 
     # ---- small things --------------------------------------------------------------
 

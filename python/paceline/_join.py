@@ -13,16 +13,24 @@ forwards over the process group instead, and calls what ``join_hook()`` returns.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import traceback
+from abc import abstractmethod
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from paceline import _native, _torch
-from paceline._model import Model, copy_model
+from paceline._model import (
+    Model,
+    copy_model,
+    has_nothing_to_train,
+    is_stateless_call,
+)
 from paceline._options import Options
 from paceline._unsupported import Unsupported
 
@@ -32,6 +40,7 @@ class Joining(Unsupported):
 
     _options: Options
     _reducer: _native.Reducer | None
+    _watch: _native.Watch
     _world: _native.World
     _is_in_join = False
     _join_rules = (False, False)  # divides by active ranks, raises when one joins
@@ -126,10 +135,35 @@ class Joining(Unsupported):
         -------
         torch.distributed.algorithms.JoinHook
         """
+        self._wrap_what_is_new()
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         self._set_join_rules((divides_by_active, False))
         self._n_join_hooks += 1
         return StandIn(self, self._n_join_hooks)
+
+    @abstractmethod
+    def _meet_as_copy(self) -> _native.Reducer | None: ...
+
+    @abstractmethod
+    def _adopt_changes(self) -> _native.Reducer: ...
+
+    def _wrap_what_is_new(self) -> None:
+        """Do at once what the next forward would, which some ranks may not have."""
+        if self._reducer is None:
+            self._meet_as_copy()
+        elif (
+            self._watch.changed()
+            and not is_stateless_call(self.module)
+            and not has_nothing_to_train(self.module)
+        ):
+            self._adopt_changes()
+
+    def _forget_joins(self) -> None:
+        """Leave the contexts to the wrapper of which this is a copy."""
+        Joinable.__init__(self)
+        self._is_in_join = False
+        self._join_rules = (False, False)
+        self._n_join_hooks = 0
 
     def _set_join_rules(self, rules: tuple[bool, bool]) -> None:
         self._join_rules = rules
@@ -176,10 +210,18 @@ class Joining(Unsupported):
         self._reducer.abandon(words or "it left a join context by an exception")
 
 
+class _Opened(threading.local):
+    """The contexts that are open in this thread: one at the most."""
+
+    def __init__(self) -> None:
+        self.contexts: list[JoinContext] = []
+
+
+_opened = _Opened()
+
+
 class JoinContext:
     """What :meth:`Joining.join` returns."""
-
-    _open: ClassVar[list[JoinContext]] = []
 
     def __init__(
         self, wrapper: Joining, enable: bool, rules: tuple[bool, bool]
@@ -187,16 +229,22 @@ class JoinContext:
         self._wrapper = wrapper
         self._enable = enable
         self._rules = rules
+        self._siblings: list[JoinContext] = []  # those of the thread that has entered
 
     def __enter__(self) -> None:
-        if not self._enable or self._wrapper._reducer is None:
+        if not self._enable:
             return
-        if self._open:
+        if _opened.contexts:
             raise RuntimeError(
                 "a join context is open already: for several wrappers, use "
                 "torch.distributed.algorithms.Join([first, second])"
             )
-        self._open.append(self)
+        self._wrapper._wrap_what_is_new()
+        if self._wrapper._reducer is None:
+            return
+        self._siblings = _opened.contexts
+        self._siblings.append(self)
+        self._process = os.getpid()
         self._outer = self._wrapper._join_config  # of a Join of torch that is kept
         Joinable.__init__(self._wrapper)  # nothing but: no such context
         self._wrapper._is_in_join = True
@@ -208,27 +256,34 @@ class JoinContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self not in self._open:
+        if self not in self._siblings:
             return
-        self._open.remove(self)
+        self._siblings.remove(self)
+        if os.getpid() != self._process:
+            return  # a child leaves by an exception of its own
         try:
             if error is None:
                 self._stand_in()
-            elif not self._has_ended_early():
-                self._wrapper._abandon(error)
+            else:
+                self._tell_peers(error)
+        except BaseException as problem:
+            if error is None:
+                self._tell_peers(problem)
+            raise
         finally:
             self._wrapper._is_in_join = False
             self._wrapper._join_config = self._outer
             self._wrapper._set_join_rules((False, False))
 
-    def _has_ended_early(self) -> bool:
-        """Tell whether every rank raises of itself, as it was asked to."""
+    def _tell_peers(self, error: BaseException) -> None:
         wrapper = self._wrapper
-        return (
+        has_ended_early = (
             self._rules[1]
             and wrapper._reducer is not None
-            and wrapper._reducer.n_active < wrapper._world.world_size
+            and 0 < wrapper._reducer.n_active < wrapper._world.world_size
         )
+        if not has_ended_early:  # otherwise each raises of itself, as it was asked to
+            wrapper._abandon(error)
 
     def _stand_in(self) -> None:
         reducer = self._wrapper._reducer
@@ -253,6 +308,7 @@ class StandIn(JoinHook):
     def __init__(self, wrapper: Joining, number: int) -> None:
         self._wrapper = wrapper
         self._number = number
+        self._process = os.getpid()
 
     def main_hook(self) -> None:
         """Take part in one iteration of the others."""
@@ -276,8 +332,8 @@ class StandIn(JoinHook):
 
     def __del__(self) -> None:
         wrapper = self._wrapper
-        if wrapper._n_join_hooks != self._number:
-            return  # the wrapper is in a newer context
+        if wrapper._n_join_hooks != self._number or os.getpid() != self._process:
+            return  # the wrapper is in a newer context, or its parent's
         Joinable.__init__(wrapper)
         if wrapper._is_in_join:
             wrapper._is_in_join = False

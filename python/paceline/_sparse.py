@@ -37,15 +37,17 @@ def read(parameter: torch.Tensor) -> Rows | None:
 
 
 def room(parameter: torch.Tensor, n_rows: int | None) -> Rows:
-    """Return memory for the means of as many rows, or of all."""
-    grad = parameter.grad
-    shape = parameter.shape
-    if n_rows is not None:
-        numbers = torch.empty(n_rows, dtype=torch.int64)
-        return numbers, torch.empty(n_rows, *shape[1:], dtype=parameter.dtype)
-    if grad is not None and grad.layout == torch.strided and grad.is_contiguous():
-        return None, grad.detach()
-    return None, torch.empty(shape, dtype=parameter.dtype)
+    """Return new memory for the means of as many rows, or of all.
+
+    Never the gradient's own: a rank that only stands in keeps that, and so does one
+    whose step fails midway.
+    """
+    shape, device = parameter.shape, parameter.device
+    if n_rows is None:
+        return None, torch.empty(shape, dtype=parameter.dtype, device=device)
+    numbers = torch.empty(n_rows, dtype=torch.int64, device=device)
+    values = torch.empty(n_rows, *shape[1:], dtype=parameter.dtype, device=device)
+    return numbers, values
 
 
 def put(
@@ -64,9 +66,7 @@ def put(
     elif parameter.grad is None or parameter.grad.layout != torch.strided:
         parameter.grad = values
     else:
-        if parameter.grad.data_ptr() != values.data_ptr():
-            parameter.grad.detach().copy_(values)
-        torch.autograd.graph.increment_version(parameter.grad)
+        parameter.grad.detach().copy_(values)  # which raises its version
 
 
 def densify(grad: torch.Tensor) -> tuple[torch.Tensor, int] | None:

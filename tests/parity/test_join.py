@@ -4,6 +4,8 @@ import contextlib
 import copy
 import gc
 import os
+import pickle
+import threading
 import time
 
 import paceline
@@ -618,3 +620,213 @@ def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
             with torch.no_grad():
                 table -= table.grad.to_dense()
     ranks.assert_same(list(model.parameters()), "the model")
+
+
+class Wordy(nn.Module):
+    """A table that is declared sparse, and looked up in, or multiplied by as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+        self.large = nn.Linear(100, 200)
+
+    def forward(self, x, is_dense):
+        out = self.table(torch.tensor([0])).sum() + self.large.weight.sum()
+        return x * (out + self.table.weight.sum() if is_dense else out)
+
+
+@on_ranks(2, last=["dense", "sparse"])
+def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
+    model = ranks.wrap(integer_weights(Wordy()))
+    weight = model.module.table.weight
+    with model.join():
+        for step in range(1 + 2 * ranks.rank):
+            model.zero_grad()
+            model(float(4**step), step == 0 or last == "dense").backward()
+        kept, value = weight.grad, weight.grad.to_dense().clone()
+    rows = torch.tensor([[2.0, 2.0], [1.0, 1.0], [1.0, 1.0]])
+    if ranks.rank == 0:
+        expected = rows
+    elif last == "dense":
+        expected = 8 * rows
+    else:
+        expected = 8 * torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    assert weight.grad is kept
+    assert_equal(weight.grad.to_dense(), value, "what was kept")
+    assert_equal(value, expected, "the gradient")
+
+
+# ---- copies, and models changed before ----------------------------------------------
+
+
+def copy_of(model, how):
+    return (
+        copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    )
+
+
+@on_ranks(
+    2,
+    counts=["one more each", "rank 0 has none", "all none"],
+    context=CONTEXTS,
+    how=["deepcopy", "pickle"],
+)
+def test_a_copy_joins_though_it_has_not_met_its_peers(ranks, counts, context, how):
+    model = copy_of(paceline.DistributedDataParallel(Wide()), how)
+    has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
+    with context_of(model, context, divide_by_initial_world_size=False):
+        for i in range(has[ranks.rank]):
+            model.zero_grad()
+            model(xs[i][ranks.rank]).backward()
+            active = [r for r in range(ranks.n) if has[r] > i]
+            expected = mean_over([xs[i][r].sum(0) for r in active]).expand(200, 100)
+            assert_equal(model.module.large.weight.grad, expected, f"step {i}")
+        with torch.no_grad():
+            model.module.small.weight += 1 + ranks.rank
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_a_frozen_copy_needs_no_peers_in_a_join(ranks, context):
+    model = paceline.DistributedDataParallel(Wide())
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    if ranks.rank == 0:
+        with context_of(teacher, context, enable=context == "join()"):
+            assert not teacher(torch.ones(1, 100)).requires_grad
+    model(torch.ones(1, 100)).backward()
+
+
+@on_ranks(2)
+def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
+    model = paceline.DistributedDataParallel(Wide())
+    with Join([model], divide_by_initial_world_size=False):
+        model(ranks.integers(3, 100)).backward()
+        made = [copy_of(model, how) for how in ("deepcopy", "pickle")]
+    xs = ranks.all(ranks.integers(3, 100, key="after"))
+    for other in made:
+        assert not other._join_config.enable
+        assert (other._is_in_join, other._join_rules) == (False, (False, False))
+        other.zero_grad()
+        other(xs[ranks.rank]).backward()
+        expected = mean_over([x.sum(0) for x in xs]).expand(200, 100)
+        assert_equal(other.module.large.weight.grad, expected, "the gradient")
+
+
+@on_ranks(2, counts=["one more each", "rank 0 has none"], context=CONTEXTS)
+def test_a_model_changed_before_a_join_joins_as_it_is_then(ranks, counts, context):
+    model = ranks.wrap(Wide())
+    model(ranks.integers(3, 100)).backward()
+    model.module.small = integer_weights(nn.Linear(100, 7))
+    has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
+    with context_of(model, context, divide_by_initial_world_size=False):
+        for i in range(has[ranks.rank]):
+            model.zero_grad()
+            model(xs[i][ranks.rank]).backward()
+            active = [r for r in range(ranks.n) if has[r] > i]
+            mean = 2 * mean_over([xs[i][r].sum(0) for r in active])
+            assert_equal(model.module.small.weight.grad, mean.expand(7, 100), f"{i}")
+        with torch.no_grad():
+            model.module.small.weight += 1 + ranks.rank
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+# ---- ends in other ways, processes and threads --------------------------------------
+
+
+@on_ranks(2, part=["_stand_in", "_take_model_of"])
+def test_an_error_at_the_end_of_a_join_reaches_every_rank(ranks, part):
+    model = ranks.wrap(Wide())
+    context = model.join()
+
+    def fail(*_):
+        raise KeyError("my own words")
+
+    if ranks.rank == 1:
+        setattr(context if part == "_stand_in" else model, part, fail)
+    kinds = (paceline.PeerError, KeyError)
+    began = time.monotonic()
+
+    def run():
+        with context:
+            for i in range(1 + ranks.rank):
+                model(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(kinds[ranks.rank], match="my own words"):
+        run()
+    assert time.monotonic() - began < 5  # far from the deadline, on any machine
+    vars(model).pop(part, None)
+    train(model, ranks, "join()", 1 + ranks.rank)  # all may catch it and go on
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+def leave_as_child(context, out):
+    """Fork in a context; the child writes what its own exception becomes."""
+    with context:
+        child = os.fork()
+        if child == 0:
+            raise KeyError("my own words")
+    os.waitpid(child, 0)
+    return os.read(out, 99)
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_a_forked_child_leaves_a_join_by_its_own_exception(ranks, context):
+    model = ranks.wrap(Wide())
+    out, into = os.pipe()
+    parent = os.getpid()
+    made = context_of(model, context)
+    try:
+        words = leave_as_child(made, out)
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        del made
+        os.write(into, repr(error).encode())
+        os._exit(0)
+    assert words == b"KeyError('my own words')"
+    del made
+    train(model, ranks, context, 1 + ranks.rank)
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+@on_ranks(2)
+def test_two_threads_may_each_be_in_a_join(ranks):
+    models = [ranks.wrap(Wide()) for _ in range(2)]
+    both = threading.Barrier(2, timeout=20)
+    found = []
+
+    def work(model):
+        with model.join():
+            both.wait()  # both are open
+            for i in range(1 + ranks.rank):
+                model.zero_grad()
+                model(torch.full((1, 100), 2.0**i)).backward()
+            found.append(model.module.large.weight.grad[0, 0].item())
+            both.wait()
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1.0, 1.0]  # of two ranks, and half of one rank's 2
+
+
+def closed_by_another_thread(context):
+    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+
+
+@on_ranks(2)
+def test_a_join_may_end_in_another_thread_than_it_began(ranks):
+    model = ranks.wrap(Wide())
+    context = model.join()
+    context.__enter__()
+    with torch.no_grad():
+        model.module.small.weight += ranks.rank
+    closed_by_another_thread(context)
+    ranks.assert_same(list(model.parameters()), "parameters")
+    train(model, ranks, "join()", 1 + ranks.rank)

@@ -530,6 +530,45 @@ def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
     ranks.assert_same([p.grad for p in other.parameters()], "gradients")
 
 
+@on_ranks(2)
+def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
+    """torch.func.functional_call swaps parameters for tensors that are no leaves."""
+    model = paceline.DistributedDataParallel(exact())
+    other = copy.deepcopy(model)
+    if ranks.rank == 0:
+        twice = {name: 2 * p for name, p in other.named_parameters()}
+        loss = torch.func.functional_call(other, twice, (_data(0, 0),)).sum()
+        plain = copy.deepcopy(model.module)
+        twice = {name: 2 * p for name, p in plain.named_parameters()}
+        torch.func.functional_call(plain, twice, (_data(0, 0),)).sum().backward()
+        loss.backward()
+        for mine, own in zip(other.parameters(), plain.parameters(), strict=True):
+            assert_equal(mine.grad, own.grad, "a gradient of rank 0's own")
+    for one in (model, other):
+        one.zero_grad()
+        one(_data(ranks.rank, 1)).sum().backward()
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert_equal(mine.grad, theirs.grad, "a gradient")
+
+
+@on_ranks(2, width=[2, 300], is_run=[False, True])
+def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_run):
+    body = integer_weights(nn.Linear(width, width), -1, 2)
+    both = Both(ranks, nn.Sequential(body, integer_weights(nn.Linear(width, 1))))
+    xs = [torch.full((1, width), 2.0 * rank + 1) for rank in range(ranks.n)]
+    kept = both.ours(xs[0]).sum()
+    head = integer_weights(nn.Linear(width, 2))
+    for module in both.models():
+        module[1] = copy.deepcopy(head)
+    for step in range(3):
+        both.zero()
+        (sum(both.whole(x).sum() for x in xs) / ranks.n).backward()
+        both.ours(xs[ranks.rank]).sum().backward()
+        both.check(step)
+        if step == 0 and is_run:
+            kept.backward()  # of what is there no more
+
+
 def copied(model, how):
     if how == "deepcopy":
         return copy.deepcopy(model)

@@ -13,6 +13,7 @@ import paceline
 import pytest
 import torch
 from cases import assert_equal, bits, integer_weights, mean_over, on_ranks
+from paceline import _sparse
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -635,6 +636,34 @@ def test_the_mean_of_rows_has_the_bits_of_the_dense_mean_on_every_rank(ranks, dt
 
 
 # ---- failures -----------------------------------------------------------------------
+
+
+def test_means_are_not_written_to_the_gradient_before_all_are_there():
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    parameter.grad = torch.full((4, 3), 2.0)
+    kept, version = parameter.grad, parameter.grad._version
+    _, values = _sparse.room(parameter, None)
+    values.fill_(5.0)
+    assert_equal(kept, torch.full((4, 3), 2.0), "the gradient before")
+    assert kept._version == version
+    _sparse.put(parameter, None, values)
+    assert parameter.grad is kept
+    assert_equal(kept, torch.full((4, 3), 5.0), "the gradient after")
+    assert kept._version > version
+
+
+@on_ranks(2)
+def test_a_rank_stands_in_for_sparse_rows_while_another_device_is_the_default(ranks):
+    model, plain = ranks.wrap(Words()), Words()
+    words = words_of(ranks)
+    (plain(words).sum() * ranks.rank).backward()
+    means = means_by_hand(ranks, plain)
+    with torch.device("meta"), model.join():
+        if ranks.rank == 1:
+            model(words).sum().backward()
+    if ranks.rank == 1:
+        grad = model.module.table.weight.grad.to_dense()
+        assert_equal(grad, means["table.weight"], "the mean")
 
 
 def spoil(grad):
