@@ -57,6 +57,15 @@ bench: $(INSTALLED) ## paired timings against torch on this machine
 	@set -e; for script in $(wildcard tests/bench/bench_*.py); do \
 	    echo "== $$script"; $(PY) $$script $(BENCH_FLAGS); done
 
+# Compiled as in the extension: without what the tests add.
+.PHONY: bench-words
+bench-words: ## what the words in shared memory cost a rank
+	@mkdir -p $(BUILD)
+	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/words.c \
+	    $(wildcard csrc/core/*.c csrc/backend/*.c csrc/comm/*.c) \
+	    -o $(BUILD)/bench-words -pthread -lm -ldl
+	$(BUILD)/bench-words
+
 # ---- tests ---------------------------------------------------------------------
 
 .PHONY: test py-test
