@@ -12,7 +12,6 @@
  * heap so large that freeing at once costs no fault from then on, while the other way
  * round the top of the heap is given back again and again.
  */
-#define _GNU_SOURCE
 #include "grads.h"
 
 #include <sys/resource.h>
