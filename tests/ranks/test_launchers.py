@@ -171,27 +171,6 @@ def test_one_backward_may_reach_two_wrappers_in_opposite_order() -> None:
         torch.testing.assert_close(first[k], mean)
 
 
-def run_backward_in_opposite_order(rank: int, n_ranks: int) -> tuple[str, str]:
-    models = [paceline.DistributedDataParallel(make_module()) for _ in range(2)]
-    losses = [model(torch.ones(2, 8)).sum() for model in models]
-    try:
-        for loss in losses if rank == 0 else reversed(losses):
-            loss.backward()
-    except paceline.PeerError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_two_backwards_in_opposite_order_are_an_error_at_the_deadline() -> None:
-    # Each rank waits for a gradient that the other computes only afterwards.
-    env = {"PACELINE_TIMEOUT": "1.5"}
-    told = values(run_ranks(run_backward_in_opposite_order, 2, timeout=30, env=env))
-    for rank, (_, words) in enumerate(told):
-        assert f"rank {rank}: rank {1 - rank} (process" in words
-    # Whoever comes second to its deadline may see that the other has given up.
-    assert "PeerTimeoutError" in {kind for kind, _ in told}
-
-
 def move_a_wrapper(rank: int, n_ranks: int, how: str) -> list[torch.Tensor]:
     model = paceline.DistributedDataParallel(make_module())
     gradient_of(model, 1.0)
