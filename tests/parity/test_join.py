@@ -830,3 +830,32 @@ def test_a_join_may_end_in_another_thread_than_it_began(ranks):
     closed_by_another_thread(context)
     ranks.assert_same(list(model.parameters()), "parameters")
     train(model, ranks, "join()", 1 + ranks.rank)
+
+
+@on_ranks(2)
+def test_a_wrapper_without_a_context_of_its_own_is_an_error_in_a_join(ranks):
+    """The rank without batches stands in for one, and is awaited in the other."""
+    inside, outside = ranks.wrap(Wide()), ranks.wrap(Wide())
+
+    def run():
+        with inside.join():
+            for i in range(1 + ranks.rank):
+                outside(ranks.integers(3, 100, key=i)).backward()
+                inside(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(paceline.MismatchError, match="wait for one another"):
+        run()
+
+
+@on_ranks(2)
+def test_tables_in_another_order_than_they_were_made_in_are_an_error(ranks):
+    first, second = ranks.wrap(Table()), ranks.wrap(Table())
+
+    def run():
+        with Join([second, first]):
+            for _ in range(1 + ranks.rank):
+                rows = torch.tensor([ranks.rank])
+                (second(rows, 1.0) + first(rows, 1.0)).backward()
+
+    with pytest.raises(paceline.MismatchError, match="order of their making"):
+        run()

@@ -702,3 +702,23 @@ def test_a_rank_whose_rows_are_no_rows_fails_the_step_on_every_rank(ranks):
         plain(words).sum().backward()
         ours(words).sum().backward()
         assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_rows_that_accumulated_and_were_reset_do_not_count_as_used(ranks):
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True)
+            self.dense = nn.Linear(2, 1)
+
+        def forward(self, uses_table):
+            rows = self.table(torch.tensor([ranks.rank])) if uses_table else 1.0
+            return self.dense(rows * torch.ones(1, 2)).sum()
+
+    model = ranks.wrap(Rare())
+    with model.no_sync():
+        model(True).backward()
+    model.zero_grad()
+    model(False).backward()
+    assert model.module.table.weight.grad is None
