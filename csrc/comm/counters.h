@@ -1,4 +1,5 @@
-/* counters.h - how far each rank has come, as one of them sees it; for shared.c alone.
+/* counters.h - how far each rank has come, as one of them sees it, and whether what it
+ * does has failed; for shared.c and crossing.c alone.
  *
  * What a counter says is epoch << PLI_EPOCH_SHIFT | n: a rank that has gone on to a
  * later epoch is ahead of every count of this one.
@@ -6,6 +7,7 @@
 #ifndef PLI_COUNTERS_H
 #define PLI_COUNTERS_H
 
+#include "failure.h"
 #include "shared.h"
 
 static inline uint64_t base_of(const pli_shared_comm *self)
@@ -52,6 +54,21 @@ static inline int laggard(const pli_shared_comm *self, pli_counter counter,
         if (counter(self, r) < least)
             return r;
     return -1;
+}
+
+/* Non-zero, with *out filled, where this rank's epoch has failed. */
+static inline int failure_stands(const pli_shared_comm *self, pli_failure *out)
+{
+    return pli_failure_get(self->segment, out) &&
+           pli_failure_concerns(out, self->epoch);
+}
+
+/* Fails the epoch, by a rank's fault. */
+static inline void set_failure(const pli_shared_comm *self, int rank, pli_reason reason)
+{
+    pli_failure_set(
+        self->segment,
+        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* crossing.c - reads what both ranks say of themselves, in both worlds. */
 #include "crossing.h"
 
-#include "failure.h"
+#include "counters.h"
 
 /* Tells the threads of a process apart. */
 uint32_t pli_thread_number(void)
@@ -36,21 +36,6 @@ static int waits(const pli_rank *rank)
     return activity == PL_FINISHING || activity == PL_JOINED;
 }
 
-/* A failed step is waited for no more, whatever the words still say. */
-static int has_failed(const pli_shared_comm *world)
-{
-    pli_failure failure;
-    return pli_failure_get(world->segment, &failure) &&
-           pli_failure_concerns(&failure, world->epoch);
-}
-
-static void fail(const pli_shared_comm *world, int rank)
-{
-    pli_failure_set(
-        world->segment,
-        &(pli_failure){.epoch = world->epoch, .rank = rank, .reason = PLI_CROSSED});
-}
-
 /* Fails both worlds where it is so: the other rank must not find this one gone. */
 static int fail_if_waits_for_us(const pl_comm *other, const void *context)
 {
@@ -60,8 +45,10 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
     const pli_rank *we_here = pli_rank_of(at->here->segment, at->here->super.rank);
     const pli_rank *we_there = pli_rank_of(there->segment, there->super.rank);
     const pli_rank *they_there = find_process(there, atomic_load(&they_here->pid));
+    pli_failure failure;
+    /* A failed step is waited for no more, whatever the words still say. */
     if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT ||
-        has_failed(there))
+        failure_stands(there, &failure))
         return 0;
     /* They have posted what we have not, and do nothing but wait for it. */
     if (!waits(they_there) ||
@@ -69,8 +56,8 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
         atomic_load(&they_there->thread) != atomic_load(&they_here->thread) ||
         atomic_load(&we_there->thread) != atomic_load(&we_here->thread))
         return 0;
-    fail(at->here, at->rank);
-    fail(there, there->super.rank);
+    set_failure(at->here, at->rank, PLI_CROSSED);
+    set_failure(there, there->super.rank, PLI_CROSSED);
     return 1;
 }
 

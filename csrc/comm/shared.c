@@ -12,7 +12,6 @@
 #include "../core/clock.h"
 #include "counters.h"
 #include "crossing.h"
-#include "failure.h"
 
 enum {
     SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
@@ -34,13 +33,6 @@ static uint64_t tag_of(const pl_op *op)
     tag = (tag ^ op->offset_bytes) * UINT64_C(0x9e3779b97f4a7c15);
     tag = (tag ^ tag >> 29 ^ op->n_elems) * UINT64_C(0xbf58476d1ce4e5b9);
     return tag ^ tag >> 32;
-}
-
-/* Non-zero, with *out filled, where this rank's epoch has failed. */
-static int failure_stands(const pli_shared_comm *self, pli_failure *out)
-{
-    return pli_failure_get(self->segment, out) &&
-           pli_failure_concerns(out, self->epoch);
 }
 
 static pl_status fail_as(pli_shared_comm *self, const char *waiting_for)
@@ -105,13 +97,6 @@ static int all_posted(pli_shared_comm *self, uint64_t n)
     }
     self->n_all_posted = lowest - base_of(self);
     return 1;
-}
-
-static void set_failure(const pli_shared_comm *self, int rank, pli_reason reason)
-{
-    pli_failure_set(
-        self->segment,
-        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
 }
 
 static uint64_t tag_at(const pli_shared_comm *self, int rank, size_t slot)

@@ -309,13 +309,11 @@ static int settle(reducer_object *self, size_t i, const void *data,
 /* One that is declared sparse has nothing in its slot. */
 static int settle_declared(reducer_object *self, size_t i)
 {
-    grad_slot *slot = &self->slots[i];
-    PyObject *grad = PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
-    if (grad == NULL)
+    const int has_grad = pli_sparse_has_grad(self, i);
+    if (has_grad < 0)
         return -1;
-    if (grad == Py_None)
-        slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
-    Py_DECREF(grad);
+    if (has_grad == 0)
+        self->slots[i].sync = GRAD_SYNCED; /* what had accumulated was reset */
     return settle(self, i, NULL, PL_IN_PLACE);
 }
 

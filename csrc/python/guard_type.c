@@ -28,7 +28,7 @@ typedef struct guard_object {
     reducer_object *reducer; /* owned */
     guard_origin origin;
     guard_phase phase;
-    const void *handled; /* the exception that was being handled when it was made */
+    const void *handled; /* compiled: the exception in sight when it was made */
     uint64_t step;       /* the reducer's, when it was made */
 } guard_object;
 
@@ -132,14 +132,38 @@ static void send_traceback(reducer_object *reducer, PyObject *exception)
     Py_XDECREF(module);
 }
 
-typedef struct search {
+/* What a pending call is given, and frees. */
+typedef struct pending {
     reducer_object *reducer; /* owned */
+    const void *handled;     /* the guard's */
     int n_looks;
-} search;
+} pending;
+
+static void free_pending(pending *self)
+{
+    Py_DECREF(self->reducer);
+    PyMem_Free(self);
+}
+
+/* Has `call` called by the main thread, before it goes on with Python code; -1, without
+ * an exception, where that cannot be. */
+static int call_soon(int (*call)(void *context), reducer_object *reducer,
+                     const void *handled)
+{
+    pending *context = PyMem_Calloc(1, sizeof *context);
+    if (context == NULL)
+        return -1;
+    context->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
+    context->handled = handled;
+    if (Py_AddPendingCall(call, context) == 0)
+        return 0;
+    free_pending(context);
+    return -1;
+}
 
 static int look_for_exception(void *context)
 {
-    search *self = context;
+    pending *self = context;
     PyObject *exception = find_exception();
     if (exception == NULL && self->n_looks++ < MOST_LOOKS &&
         Py_AddPendingCall(look_for_exception, self) == 0)
@@ -148,49 +172,34 @@ static int look_for_exception(void *context)
         send_traceback(self->reducer, exception);
     PyErr_Clear();
     Py_XDECREF(exception);
-    Py_DECREF(self->reducer);
-    PyMem_Free(self);
+    free_pending(self);
     return 0;
 }
 
 static void report_failed_backward(reducer_object *reducer)
 {
-    search *self = PyMem_Calloc(1, sizeof *self);
     /* Also where no gradient had come yet: the peers cannot finish without this rank.
      */
     pli_step_fail(reducer, NULL);
-    if (self == NULL)
-        return;
-    self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
-    if (Py_AddPendingCall(look_for_exception, self) == 0)
-        return;
-    Py_DECREF(self->reducer);
-    PyMem_Free(self);
+    (void)call_soon(look_for_exception, reducer, NULL); /* else without a traceback */
 }
-
-typedef struct compiled_end {
-    reducer_object *reducer; /* owned */
-    const void *handled;
-} compiled_end;
 
 static int finish_compiled(void *context)
 {
-    compiled_end *self = context;
+    pending *self = context;
     reducer_object *reducer = self->reducer;
     PyObject *exception = find_exception();
     const int has_failed = exception != NULL && exception != self->handled;
     int status = 0;
     Py_XDECREF(exception);
-    PyMem_Free(self);
     if (has_failed)
         report_failed_backward(reducer);
     else if (pl_reducer_is_active(reducer->reducer))
         status = pli_step_finish_all(reducer);
-    Py_DECREF(reducer);
+    free_pending(self);
     return status;
 }
 
-/* Pending calls run in the main thread alone. */
 static int is_main_thread(void)
 {
     PyObject *type, *value, *traceback;
@@ -212,21 +221,11 @@ static int is_main_thread(void)
 static void end_compiled(const guard_object *guard)
 {
     reducer_object *reducer = guard->reducer;
-    compiled_end *end = NULL;
     if (!pl_reducer_is_active(reducer->reducer) &&
         pl_reducer_step(reducer->reducer) != guard->step)
         return; /* the last hook has finished the step that it was made for */
-    if (is_main_thread())
-        end = PyMem_Calloc(1, sizeof *end);
-    if (end != NULL) {
-        *end =
-            (compiled_end){.reducer = (reducer_object *)Py_NewRef((PyObject *)reducer),
-                           .handled = guard->handled};
-        if (Py_AddPendingCall(finish_compiled, end) == 0)
-            return;
-        Py_DECREF(end->reducer);
-        PyMem_Free(end);
-    }
+    if (is_main_thread() && call_soon(finish_compiled, reducer, guard->handled) == 0)
+        return;
     /* Nothing can be raised from here: the next forward does it. */
     reducer->unseen = FAILURE_UNSEEN;
     report_failed_backward(reducer);
@@ -263,9 +262,12 @@ PyObject *pli_guard_new(const module_state *state, reducer_object *reducer,
     self->origin = origin;
     self->phase = GUARD_QUEUED;
     self->step = pl_reducer_step(reducer->reducer);
-    PyObject *handled = find_exception();
-    self->handled = handled; /* compared, never read */
-    Py_XDECREF(handled);
+    self->handled = NULL;
+    if (reducer->engine == ENGINE_COMPILED) {
+        PyObject *handled = find_exception();
+        self->handled = handled; /* compared, never read */
+        Py_XDECREF(handled);
+    }
     return (PyObject *)self;
 }
 

@@ -14,17 +14,25 @@ static const module_state *state_of_reducer(reducer_object *self)
 /* ---- declared: a gradient arrives -------------------------------------------------
  */
 
+int pli_sparse_has_grad(const reducer_object *self, size_t i)
+{
+    const module_state *state = state_of((PyObject *)self);
+    PyObject *grad = PyObject_GetAttr(self->slots[i].param, state->str_grad);
+    const int has_grad = grad == NULL ? -1 : grad != Py_None;
+    Py_XDECREF(grad);
+    return has_grad;
+}
+
 int pli_sparse_arrive(reducer_object *self, size_t i)
 {
-    const module_state *state = state_of_reducer(self);
     pl_verdict verdict;
-    PyObject *grad = PyObject_GetAttr(self->slots[i].param, state->str_grad);
-    if (grad == NULL)
+    const int has_grad = pli_sparse_has_grad(self, i);
+    const void *data = has_grad > 0 ? self : NULL; /* only whether there is one */
+    if (has_grad < 0)
         return -1;
-    const void *data = grad != Py_None ? grad : NULL; /* only whether there is one */
-    Py_DECREF(grad);
     return pli_check(
-        state, pl_reducer_deliver(self->reducer, i, data, PL_IN_PLACE, NULL, &verdict));
+        state_of_reducer(self),
+        pl_reducer_deliver(self->reducer, i, data, PL_IN_PLACE, NULL, &verdict));
 }
 
 /* ---- declared: the exchange at the end of the step --------------------------------

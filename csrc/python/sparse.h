@@ -13,6 +13,9 @@
 
 #include "grads.h"
 
+/* Whether slot i, which is declared sparse, has a gradient: 1, 0, or -1. */
+int pli_sparse_has_grad(const reducer_object *self, size_t i);
+
 /* Backward has produced a gradient for slot i, which is declared sparse. */
 int pli_sparse_arrive(reducer_object *self, size_t i);
 
