@@ -14,6 +14,7 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -22,6 +23,7 @@ CSRC = Path("csrc")  # setuptools runs this file from its own folder
 
 cflags = CSRC.joinpath("compile_flags.txt").read_text().split()
 cflags += ["-O3", "-isystem", sysconfig.get_path("include")]
+cflags += ["-isystem", numpy.get_include()]
 if os.environ.get("PACELINE_WERROR") == "1":
     cflags.append("-Werror")
 extra = shlex.split(os.environ.get("PACELINE_CFLAGS", ""))

@@ -1,6 +1,10 @@
 /* module.c - paceline._native: multi-phase initialisation, state, functions. */
 #include "../backend/cpu_sum.h"
+#include "../comm/lifeline.h"
+#include "fingerprint.h"
+#include "gather.h"
 #include "grads.h"
+#include "scatter.h"
 
 static module_state *state_of_module(PyObject *module)
 {
@@ -18,6 +22,19 @@ static int take_callable(PyObject *kwargs, const char *name, PyObject **field)
         return -1;
     }
     Py_XSETREF(*field, Py_NewRef(callable));
+    return 0;
+}
+
+static int take_known(PyObject *kwargs, const char *name, PyTypeObject *type,
+                      PyObject **field)
+{
+    PyObject *known = PyDict_GetItemString(kwargs, name); /* borrowed */
+    if (known == NULL || !PyObject_TypeCheck(known, type)) {
+        PyErr_Format(PyExc_TypeError, "attach_torch: %s must be a %s", name,
+                     type->tp_name);
+        return -1;
+    }
+    Py_XSETREF(*field, Py_NewRef(known));
     return 0;
 }
 
@@ -62,6 +79,11 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
         return NULL;
     PLI_TORCH_MAP(TAKE_CALLABLE)
 #undef TAKE_CALLABLE
+#define TAKE_KNOWN(name, type)                                                         \
+    if (take_known(kwargs, #name, &type, &state->name) != 0)                           \
+        return NULL;
+    PLI_KNOWN_MAP(TAKE_KNOWN)
+#undef TAKE_KNOWN
     if (take_exchange(state, PyDict_GetItemString(kwargs, "exchange")) != 0)
         return NULL;
     Py_RETURN_NONE;
@@ -91,6 +113,22 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
+static PyObject *forget_channels(PyObject *module, PyObject *ignored)
+{
+    (void)ignored;
+    pli_channels_forget(state_of_module(module));
+    Py_RETURN_NONE;
+}
+
+static PyObject *die_with(PyObject *module, PyObject *args)
+{
+    int pidfd, pipe_fd;
+    if (!PyArg_ParseTuple(args, "ii", &pidfd, &pipe_fd) ||
+        pli_check(state_of_module(module), pli_lifeline_start(pidfd, pipe_fd)) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"attach_torch", (PyCFunction)(void (*)(void))attach_torch,
      METH_VARARGS | METH_KEYWORDS,
@@ -100,12 +138,35 @@ static PyMethodDef module_methods[] = {
      "Return (arena_bytes, n_ops) that a Reducer of these needs of its World."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
+    {"fingerprint", pli_fingerprint, METH_O,
+     "fingerprint(tensor, /)\n--\n\nReturn a 64-bit number that stands for its bytes, "
+     "the "
+     "first 8 KiB of them."},
+    {"forget_channels", forget_channels, METH_NOARGS,
+     "forget_channels()\n--\n\nClose, in a forked child, its parent's channels."},
+    {"die_with", die_with, METH_VARARGS,
+     "die_with(pidfd, pipe_fd, /)\n--\n\n"
+     "End this process at once when the process of a pidfd ends, or a pipe does."},
+    {"flatten", pli_flatten, METH_O,
+     "flatten(value, /)\n--\n\nReturn (tree, leaves): the nesting, and in order the "
+     "tensors and arrays."},
+    {"scatter", (PyCFunction)(void (*)(void))pli_scatter, METH_FASTCALL,
+     "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments by rows over "
+     "at most n replicas."},
+    {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
+     "gather(outputs, sizes, dim, /)\n--\n\nJoin what the replicas returned."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nName of the instruction set of the sums."},
     {NULL, NULL, 0, NULL},
 };
 
 /* ---- module -------------------------------------------------------------------------
  */
+
+static int intern(const char *text, PyObject **field)
+{
+    *field = PyUnicode_InternFromString(text);
+    return *field != NULL ? 0 : -1;
+}
 
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **field)
 {
@@ -148,29 +209,33 @@ static int add_exceptions(PyObject *module, module_state *state)
 static int module_exec(PyObject *module)
 {
     module_state *state = state_of_module(module);
-    if (add_exceptions(module, state) != 0 ||
-        add_type(module, &pli_listener_spec, &state->listener_type) != 0 ||
-        add_type(module, &pli_world_spec, &state->world_type) != 0 ||
-        add_type(module, &pli_reducer_spec, &state->reducer_type) != 0 ||
-        add_type(module, &pli_hook_spec, &state->hook_type) != 0 ||
-        add_type(module, &pli_guard_spec, &state->guard_type) != 0 ||
-        add_type(module, &pli_watch_spec, &state->watch_type) != 0)
+    if (add_exceptions(module, state) != 0)
         return -1;
-    state->str_grad = PyUnicode_InternFromString("grad");
-    if (state->str_grad == NULL)
+#define ADD_TYPE(name)                                                                 \
+    if (add_type(module, &pli_##name##_spec, &state->name##_type) != 0)                \
         return -1;
+    PLI_TYPE_MAP(ADD_TYPE)
+#undef ADD_TYPE
+    if (intern("grad", &state->str_grad) != 0 ||
+        intern("requires_grad", &state->str_requires_grad) != 0 ||
+        intern("is_neg", &state->str_is_neg) != 0 ||
+        intern("is_conj", &state->str_is_conj) != 0 ||
+        intern("clone", &state->str_clone) != 0)
+        return -1;
+#define MAKE_NAME(name)                                                                \
+    if ((state->name_##name = PyUnicode_InternFromString(#name)) == NULL)              \
+        return -1;
+    PLI_NAME_MAP(MAKE_NAME)
+#undef MAKE_NAME
     return pli_check(state, pli_progress_create(&state->progress));
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     const module_state *state = state_of_module(module);
-    Py_VISIT(state->listener_type);
-    Py_VISIT(state->world_type);
-    Py_VISIT(state->reducer_type);
-    Py_VISIT(state->hook_type);
-    Py_VISIT(state->guard_type);
-    Py_VISIT(state->watch_type);
+#define VISIT_TYPE(name) Py_VISIT(state->name##_type);
+    PLI_TYPE_MAP(VISIT_TYPE)
+#undef VISIT_TYPE
     Py_VISIT(state->peer_error);
     Py_VISIT(state->peer_timeout_error);
     Py_VISIT(state->mismatch_error);
@@ -178,27 +243,37 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 #define VISIT_CALLABLE(name) Py_VISIT(state->name);
     PLI_TORCH_MAP(VISIT_CALLABLE)
 #undef VISIT_CALLABLE
+#define VISIT_KNOWN(name, type) Py_VISIT(state->name);
+    PLI_KNOWN_MAP(VISIT_KNOWN)
+#undef VISIT_KNOWN
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
     module_state *state = state_of_module(module);
-    Py_CLEAR(state->listener_type);
-    Py_CLEAR(state->world_type);
-    Py_CLEAR(state->reducer_type);
-    Py_CLEAR(state->hook_type);
-    Py_CLEAR(state->guard_type);
-    Py_CLEAR(state->watch_type);
+#define CLEAR_TYPE(name) Py_CLEAR(state->name##_type);
+    PLI_TYPE_MAP(CLEAR_TYPE)
+#undef CLEAR_TYPE
     Py_CLEAR(state->peer_error);
     Py_CLEAR(state->peer_timeout_error);
     Py_CLEAR(state->mismatch_error);
     Py_CLEAR(state->str_grad);
+    Py_CLEAR(state->str_requires_grad);
+    Py_CLEAR(state->str_is_neg);
+    Py_CLEAR(state->str_is_conj);
+    Py_CLEAR(state->str_clone);
     state->exchange = NULL;
     Py_CLEAR(state->exchange_capsule);
 #define CLEAR_CALLABLE(name) Py_CLEAR(state->name);
     PLI_TORCH_MAP(CLEAR_CALLABLE)
 #undef CLEAR_CALLABLE
+#define CLEAR_KNOWN(name, type) Py_CLEAR(state->name);
+    PLI_KNOWN_MAP(CLEAR_KNOWN)
+#undef CLEAR_KNOWN
+#define CLEAR_NAME(name) Py_CLEAR(state->name_##name);
+    PLI_NAME_MAP(CLEAR_NAME)
+#undef CLEAR_NAME
     return 0;
 }
 

@@ -27,26 +27,87 @@
     X(sparse_room)                                                                     \
     X(sparse_put)                                                                      \
     X(sparse_densify)                                                                  \
-    X(sparse_put_dense)
+    X(sparse_put_dense)                                                                \
+    X(cat)                                                                             \
+    X(stack)                                                                           \
+    X(dataclass_fields) /* dataclasses.fields */                                       \
+    X(is_strided)       /* these five: paceline._tree */                               \
+    X(packed_rows)                                                                     \
+    X(split_packed)                                                                    \
+    X(join_packed)                                                                     \
+    X(join_arrays)
+
+/* Handed over in the same way: the field, and the type that it must be of. */
+#define PLI_KNOWN_MAP(X)                                                               \
+    X(tensor_type, PyType_Type)                                                        \
+    X(size_type, PyType_Type)                                                          \
+    X(device_type, PyType_Type)                                                        \
+    X(packed_type, PyType_Type)       /* PackedSequence */                             \
+    X(marker_type, PyType_Type)       /* paceline._tree.Replicated */                  \
+    X(default_dict_type, PyType_Type) /* collections: defaultdict, UserDict */         \
+    X(user_dict_type, PyType_Type)                                                     \
+    X(cached_type, PyType_Type)  /* functools.cached_property */                       \
+    X(fixed_types, PyTuple_Type) /* of which the same object is the same value */      \
+    X(registry, PyDict_Type)     /* of pytrees: {type: NodeDef} */
+
+/* Attribute names that are asked for often: interned, in the field name_x. */
+#define PLI_NAME_MAP(X)                                                                \
+    X(_fields)                                                                         \
+    X(_make)                                                                           \
+    X(__dataclass_fields__)                                                            \
+    X(__dict__)                                                                        \
+    X(__new__)                                                                         \
+    X(data)                                                                            \
+    X(default_factory)                                                                 \
+    X(flatten_fn)                                                                      \
+    X(is_nested)                                                                       \
+    X(name)                                                                            \
+    X(narrow)                                                                          \
+    X(shape)                                                                           \
+    X(unflatten_fn)                                                                    \
+    X(value)
+
+/* The heap types: <name>_type in the state, pli_<name>_spec. */
+#define PLI_TYPE_MAP(X)                                                                \
+    X(listener)                                                                        \
+    X(world)                                                                           \
+    X(reducer)                                                                         \
+    X(hook)                                                                            \
+    X(guard)                                                                           \
+    X(watch)                                                                           \
+    X(mirror)                                                                          \
+    X(placed)                                                                          \
+    X(slots)                                                                           \
+    X(tap)                                                                             \
+    X(arena)                                                                           \
+    X(channel) X(tree) X(scattered)
 
 typedef struct module_state {
-    PyTypeObject *listener_type;
-    PyTypeObject *world_type;
-    PyTypeObject *reducer_type;
-    PyTypeObject *hook_type;
-    PyTypeObject *guard_type;
-    PyTypeObject *watch_type;
+#define TYPE_FIELD(name) PyTypeObject *name##_type;
+    PLI_TYPE_MAP(TYPE_FIELD)
+#undef TYPE_FIELD
     PyObject *peer_error;
     PyObject *peer_timeout_error;
     PyObject *mismatch_error;
-    PyObject *str_grad; /* interned "grad" */
+    PyObject *str_grad; /* interned "grad", and so on */
+    PyObject *str_requires_grad;
+    PyObject *str_is_neg;
+    PyObject *str_is_conj;
+    PyObject *str_clone;
     pli_progress *progress;
     struct reducer_object *reducers; /* all that live, linked; borrowed */
+    struct channel_object *channels; /* the same */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */
     PyObject *exchange_capsule;      /* owns it */
 #define TORCH_FIELD(name) PyObject *name;
     PLI_TORCH_MAP(TORCH_FIELD)
 #undef TORCH_FIELD
+#define KNOWN_FIELD(name, type) PyObject *name;
+    PLI_KNOWN_MAP(KNOWN_FIELD)
+#undef KNOWN_FIELD
+#define NAME_FIELD(name) PyObject *name_##name;
+    PLI_NAME_MAP(NAME_FIELD)
+#undef NAME_FIELD
 } module_state;
 
 static inline module_state *state_of_type(PyTypeObject *type)
@@ -69,11 +130,11 @@ PyObject *pli_raise(const module_state *state, pl_status st);
 int pli_check(const module_state *state, pl_status st);
 
 /* One spec a type; each is in the file of its name. */
-extern PyType_Spec pli_listener_spec;
-extern PyType_Spec pli_world_spec;
-extern PyType_Spec pli_reducer_spec;
-extern PyType_Spec pli_hook_spec;
-extern PyType_Spec pli_guard_spec;
-extern PyType_Spec pli_watch_spec;
+#define TYPE_SPEC(name) extern PyType_Spec pli_##name##_spec;
+PLI_TYPE_MAP(TYPE_SPEC)
+#undef TYPE_SPEC
+
+/* In a forked child: every channel is its parent's alone (channel_type.c). */
+void pli_channels_forget(module_state *state);
 
 #endif

@@ -170,6 +170,7 @@ typedef struct export {
     dl_managed plain;
     pli_window *window; /* NULL: nobody counts */
     size_t slot;
+    pli_room *room; /* NULL: in none */
     int64_t dims[]; /* shape, then strides */
 } export;
 
@@ -177,6 +178,7 @@ static void drop_export(export *self)
 {
     if (self->window != NULL)
         pli_window_unsee(self->window, self->slot);
+    pli_room_release(self->room);
     pli_free(self);
 }
 
@@ -188,26 +190,6 @@ static void delete_versioned(dl_managed_versioned *managed)
 static void delete_plain(dl_managed *managed)
 {
     drop_export(managed->context);
-}
-
-static dl_tensor describe(const export *self, void *data, const pli_layout *layout)
-{
-    static const dl_dtype dtypes[PL_N_DTYPES] = {
-        [PL_U8] = {DL_UINT, 8, 1},        [PL_I8] = {DL_INT, 8, 1},
-        [PL_I16] = {DL_INT, 16, 1},       [PL_I32] = {DL_INT, 32, 1},
-        [PL_I64] = {DL_INT, 64, 1},       [PL_F16] = {DL_FLOAT, 16, 1},
-        [PL_BF16] = {DL_BFLOAT, 16, 1},   [PL_F32] = {DL_FLOAT, 32, 1},
-        [PL_F64] = {DL_FLOAT, 64, 1},     [PL_C64] = {DL_COMPLEX, 64, 1},
-        [PL_C128] = {DL_COMPLEX, 128, 1},
-    };
-    return (dl_tensor){
-        .data = data,
-        .device = {.type = DL_CPU},
-        .ndim = layout->n_dims,
-        .dtype = dtypes[layout->dtype],
-        .shape = (int64_t *)self->dims,
-        .strides = (int64_t *)self->dims + layout->n_dims,
-    };
 }
 
 static PyObject *import(const module_state *state, export *self)
@@ -228,15 +210,50 @@ static PyObject *import(const module_state *state, export *self)
     return object;
 }
 
+/* One with room for n_dims dimensions, which are the caller's to fill in. */
+static export *make_export(const module_state *state, int n_dims)
+{
+    export *self = NULL;
+    const size_t dims_bytes = 2 * (size_t)n_dims * sizeof(int64_t);
+    const pl_status st = pli_calloc(1, sizeof *self + dims_bytes, "a view", &self);
+    if (st != PL_OK)
+        pli_raise(state, st);
+    return self;
+}
+
+/* Hands the export over. */
+static PyObject *finish(const module_state *state, export *self, void *data,
+                        dl_dtype dtype, int n_dims)
+{
+    const dl_tensor tensor = {.data = data,
+                              .device = {.type = DL_CPU},
+                              .ndim = n_dims,
+                              .dtype = dtype,
+                              .shape = self->dims,
+                              .strides = self->dims + n_dims};
+    self->versioned = (dl_managed_versioned){.version = {.major = DL_MAJOR},
+                                             .context = self,
+                                             .deleter = delete_versioned,
+                                             .tensor = tensor};
+    self->plain =
+        (dl_managed){.tensor = tensor, .context = self, .deleter = delete_plain};
+    return import(state, self);
+}
+
 static PyObject *make(const module_state *state, pli_window *window, size_t slot,
                       void *data, const pli_layout *layout)
 {
-    export *self = NULL;
-    const size_t dims_bytes = 2 * (size_t)layout->n_dims * sizeof(int64_t);
-    const pl_status st =
-        pli_calloc(1, sizeof *self + dims_bytes, "a gradient's view", &self);
-    if (st != PL_OK)
-        return pli_raise(state, st);
+    static const dl_dtype dtypes[PL_N_DTYPES] = {
+        [PL_U8] = {DL_UINT, 8, 1},        [PL_I8] = {DL_INT, 8, 1},
+        [PL_I16] = {DL_INT, 16, 1},       [PL_I32] = {DL_INT, 32, 1},
+        [PL_I64] = {DL_INT, 64, 1},       [PL_F16] = {DL_FLOAT, 16, 1},
+        [PL_BF16] = {DL_BFLOAT, 16, 1},   [PL_F32] = {DL_FLOAT, 32, 1},
+        [PL_F64] = {DL_FLOAT, 64, 1},     [PL_C64] = {DL_COMPLEX, 64, 1},
+        [PL_C128] = {DL_COMPLEX, 128, 1},
+    };
+    export *self = make_export(state, layout->n_dims);
+    if (self == NULL)
+        return NULL;
     for (int d = 0; d < layout->n_dims; d++) {
         self->dims[d] = layout->dims[d].size;
         self->dims[layout->n_dims + d] = layout->dims[d].stride;
@@ -245,13 +262,23 @@ static PyObject *make(const module_state *state, pli_window *window, size_t slot
     self->window = window;
     if (window != NULL)
         pli_window_see(window, slot);
-    self->versioned = (dl_managed_versioned){.version = {.major = DL_MAJOR},
-                                             .context = self,
-                                             .deleter = delete_versioned,
-                                             .tensor = describe(self, data, layout)};
-    self->plain = (dl_managed){
-        .tensor = self->versioned.tensor, .context = self, .deleter = delete_plain};
-    return import(state, self);
+    return finish(state, self, data, dtypes[layout->dtype], layout->n_dims);
+}
+
+PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
+                             const dl_tensor *like)
+{
+    const size_t n_bytes = (size_t)like->ndim * sizeof(int64_t);
+    export *self = make_export(state, like->ndim);
+    if (self == NULL)
+        return NULL;
+    if (n_bytes > 0) {
+        memcpy(self->dims, like->shape, n_bytes);
+        memcpy(self->dims + like->ndim, like->strides, n_bytes);
+    }
+    pli_room_hold(room);
+    self->room = room;
+    return finish(state, self, like->data, like->dtype, like->ndim);
 }
 
 PyObject *pli_tensor_view(const module_state *state, pli_window *window, size_t slot,

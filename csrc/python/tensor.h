@@ -6,6 +6,7 @@
 #ifndef PLI_TENSOR_H
 #define PLI_TENSOR_H
 
+#include "../comm/room.h"
 #include "../comm/window.h"
 #include "state.h"
 
@@ -55,6 +56,11 @@ static inline size_t pli_layout_bytes(const pli_layout *layout)
  * view of `slot` until its storage dies. */
 PyObject *pli_tensor_view(const module_state *state, pli_window *window, size_t slot,
                           size_t offset, const pli_layout *layout);
+
+/* A new torch tensor over like->data, with the dtype, shape and strides of `like`; the
+ * room that it lies in stays mapped until its storage dies. */
+PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
+                             const dl_tensor *like);
 
 /* A new torch tensor over memory that outlives it. */
 PyObject *pli_tensor_borrow(const module_state *state, void *data,

@@ -1,0 +1,81 @@
+/* array.c - NumPy's C interface. */
+#include "array.h"
+
+#define NPY_NO_DEPRECATED_API NPY_1_23_API_VERSION
+#define NPY_TARGET_VERSION NPY_1_23_API_VERSION
+#include <numpy/arrayobject.h>
+
+int pli_array_check(PyObject *value)
+{
+    if (PyArray_API == NULL) {
+        PyObject *modules = PyImport_GetModuleDict();
+        PyObject *numpy = PyDict_GetItemString(modules, "numpy"); /* borrowed */
+        if (numpy == NULL || numpy == Py_None)
+            return 0; /* None: someone forbids its import */
+        if (PyArray_ImportNumPyAPI() != 0)
+            return -1;
+    }
+    return PyArray_Check(value);
+}
+
+int pli_array_is_plain(PyObject *array)
+{
+    return PyArray_CheckExact(array);
+}
+
+int pli_array_n_dims(PyObject *array)
+{
+    return PyArray_NDIM((PyArrayObject *)array);
+}
+
+Py_ssize_t pli_array_size(PyObject *array, int dim)
+{
+    return PyArray_DIM((PyArrayObject *)array, dim);
+}
+
+PyObject *pli_array_slice(Py_ssize_t start, Py_ssize_t n)
+{
+    PyObject *from = PyLong_FromSsize_t(start);
+    PyObject *to = PyLong_FromSsize_t(start + n);
+    PyObject *slice = from != NULL && to != NULL ? PySlice_New(from, to, NULL) : NULL;
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    return slice;
+}
+
+PyObject *pli_array_narrow(PyObject *array, int dim, Py_ssize_t start, Py_ssize_t n)
+{
+    PyObject *part = NULL;
+    PyObject *index = PyTuple_New(dim + 1);
+    for (int d = 0; index != NULL && d <= dim; d++) {
+        PyObject *slice =
+            d == dim ? pli_array_slice(start, n) : PySlice_New(NULL, NULL, NULL);
+        if (slice == NULL)
+            Py_CLEAR(index);
+        else
+            PyTuple_SET_ITEM(index, d, slice);
+    }
+    if (index != NULL)
+        part = PyObject_GetItem(array, index);
+    Py_XDECREF(index);
+    return part;
+}
+
+PyObject *pli_array_join(PyObject *arrays, int dim)
+{
+    const Py_ssize_t n = PyTuple_GET_SIZE(arrays);
+    if (pli_array_n_dims(PyTuple_GET_ITEM(arrays, 0)) > 0)
+        return PyArray_Concatenate(arrays, dim);
+    PyObject *vectors = PyTuple_New(n);
+    for (Py_ssize_t i = 0; vectors != NULL && i < n; i++) {
+        PyObject *vector =
+            PyArray_Ravel((PyArrayObject *)PyTuple_GET_ITEM(arrays, i), NPY_CORDER);
+        if (vector == NULL)
+            Py_CLEAR(vectors);
+        else
+            PyTuple_SET_ITEM(vectors, i, vector);
+    }
+    PyObject *joined = vectors != NULL ? PyArray_Concatenate(vectors, 0) : NULL;
+    Py_XDECREF(vectors);
+    return joined;
+}
