@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 if TYPE_CHECKING:
+    from paceline._check import check
     from paceline._checkpoint import load, save
     from paceline._ddp import DistributedDataParallel
+    from paceline._dp import DataParallel
+    from paceline._functional import data_parallel
+    from paceline._replicate import replicate
 
 try:
     __version__ = metadata.version("paceline")
@@ -22,18 +26,26 @@ except metadata.PackageNotFoundError:  # built in place
     __version__ = "0+unknown"
 
 __all__ = [
+    "DataParallel",
     "DistributedDataParallel",
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
     "__version__",
+    "check",
+    "data_parallel",
     "load",
+    "replicate",
     "save",
 ]
 
 _HOMES = {
+    "DataParallel": "paceline._dp",
     "DistributedDataParallel": "paceline._ddp",
+    "check": "paceline._check",
+    "data_parallel": "paceline._functional",
     "load": "paceline._checkpoint",
+    "replicate": "paceline._replicate",
     "save": "paceline._checkpoint",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,40 @@ def strip_prefix(state: dict[str, Any]) -> OrderedDict[str, Any]:
             if key == "module" or key.startswith(PREFIX)
         )
     return stripped
+
+
+def is_of_bare(module: torch.nn.Module, state: Mapping[str, Any]) -> bool:
+    """Tell whether keys are those of the module itself, and not of its wrapper."""
+    own = set(module.state_dict())
+    n_bare = len(own.intersection(state))
+    return n_bare > sum(PREFIX + key in state for key in own)
+
+
+class LoadsEither(torch.nn.Module):
+    """A wrapper of a module that loads either kind of keys."""
+
+    module: Any
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a state dict whose keys have the prefix ``module.``, or have it not.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to tensor
+            Of this wrapper, or of the bare module.
+        *args, **kwargs
+            As for ``torch.nn.Module.load_state_dict``.
+
+        Returns
+        -------
+        NamedTuple
+            Missing and unexpected keys.
+        """
+        if is_of_bare(self.module, state_dict):
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
 
 def _is_writer(process_group: dist.ProcessGroup | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import _native, _options, _torch
-from paceline._checkpoint import PREFIX
 from paceline._join import Joining
 from paceline._model import (
     Model,
@@ -423,31 +422,11 @@ bucket_cap_mb_list : optional
             self._reducer.apply_buffers()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Load a state dict whose keys have the prefix ``module.``, or have it not.
-
-        Parameters
-        ----------
-        state_dict : mapping of str to tensor
-            Of this wrapper, or of the bare module.
-        *args, **kwargs
-            As for ``torch.nn.Module.load_state_dict``.
-
-        Returns
-        -------
-        NamedTuple
-            Missing and unexpected keys.
-        """
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict whose keys have the prefix ``module.``, or have it not."""
         if self._reducer is not None:
             self._reducer.apply_buffers()  # before they are overwritten, not after
-        bare = set(self.module.state_dict())
-        n_bare = len(bare.intersection(state_dict))
-        n_prefixed = sum(PREFIX + key in state_dict for key in bare)
-        if n_bare > n_prefixed:
-            return self.module.load_state_dict(state_dict, *args, **kwargs)
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(*args, **kwargs)
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set training mode, as ``torch.nn.Module`` does."""

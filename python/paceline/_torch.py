@@ -5,20 +5,40 @@ Nothing else in the package asks for a torch version or touches a private name.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import datetime
+import enum
+import functools
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.dlpack
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
 
-from paceline import _native, _sparse
+from paceline import _native, _sparse, _tree
 
 MINIMUM = (2, 4)
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """What ``init_process_group`` uses where no timeout is given (Gloo)."""
+
+
+FIXED_TYPES = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+)
+"""Types of which the same object is always the same value."""
 
 
 def _version() -> tuple[int, int]:
@@ -44,7 +64,7 @@ def attach() -> None:
         current_node=torch._C._current_autograd_node,
         is_grad_enabled=torch.is_grad_enabled,
         is_compiled=is_compiled_autograd,
-        increment_version=torch.autograd.graph.increment_version,
+        increment_version=increment_version,
         empty_like=torch.empty_like,
         from_dlpack=torch.utils.dlpack.from_dlpack,
         sparse_read=_sparse.read,
@@ -52,6 +72,24 @@ def attach() -> None:
         sparse_put=_sparse.put,
         sparse_densify=_sparse.densify,
         sparse_put_dense=_sparse.put_dense,
+        cat=torch.cat,
+        stack=torch.stack,
+        dataclass_fields=dataclasses.fields,
+        is_strided=_tree.is_strided,
+        packed_rows=_tree.packed_rows,
+        split_packed=_tree.split_packed,
+        join_packed=_tree.join_packed,
+        join_arrays=_tree.join_arrays,
+        tensor_type=torch.Tensor,
+        size_type=torch.Size,
+        device_type=torch.device,
+        packed_type=PackedSequence,
+        marker_type=_tree.Replicated,
+        default_dict_type=collections.defaultdict,
+        user_dict_type=collections.UserDict,
+        cached_type=functools.cached_property,
+        fixed_types=FIXED_TYPES,
+        registry=_pytree.SUPPORTED_NODES,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
@@ -69,6 +107,111 @@ def is_compiled_autograd() -> bool:
 def is_in_backward() -> bool:
     """Tell whether this thread evaluates a node of an autograd graph."""
     return torch._C._current_autograd_node() is not None
+
+
+_modules: Any = torch.nn.modules.module
+_GLOBAL_HOOKS = [
+    getattr(_modules, name, {})
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+]
+
+
+def has_global_hooks() -> bool:
+    """Tell whether hooks are registered that every module runs."""
+    return any(_GLOBAL_HOOKS)
+
+
+def keeps_graph() -> bool:
+    """Tell, inside a backward, whether its graph is kept (``retain_graph=True``)."""
+    probe = getattr(
+        torch._C._autograd, "_get_current_graph_task_keep_graph", None
+    )  # torch 2.1 and newer
+    return True if probe is None else bool(probe())
+
+
+def accumulates(leaf: Any) -> bool:
+    """Tell, inside a backward, whether it adds to ``.grad`` of all that it reaches.
+
+    Parameters
+    ----------
+    leaf : torch.autograd.graph.Node
+        The node of a leaf that the backward reaches and that nobody can ask for.  Only
+        a ``backward()`` that was given no inputs runs it; torch refuses to answer where
+        gradients are returned.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(leaf))
+    except RuntimeError:
+        return False
+
+
+def is_in_torch_ddp() -> bool:
+    """Tell whether torch's DistributedDataParallel runs its forward now.
+
+    Its hooks are on nodes of the graph, where nothing shows them.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return getattr(ddp, "_active_ddp_module", None) is not None
+
+
+def run_backward(
+    outputs: list[torch.Tensor], gradients: list[torch.Tensor], keep_graph: bool
+) -> None:
+    """Add to ``.grad`` of what `outputs` depend on, with no more ado than it takes.
+
+    ``torch.autograd.backward`` does the same after 20 us of checks and defaults.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+_BATCHED_KEYS = [
+    torch._C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBatched")
+]
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one of vmap's, old or new: many at once, behind one."""
+    keys = torch._C._dispatch_keys(tensor)
+    return any(key is not None and keys.has(key) for key in _BATCHED_KEYS)
+
+
+def increment_version(tensors: Any) -> None:
+    """Tell autograd that tensors were overwritten: one, or several.
+
+    An early torch takes one at a time.
+    """
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except TypeError:
+        for tensor in tensors:
+            torch.autograd.graph.increment_version(tensor)
+
+
+def at_end_of_backward(call: Any) -> None:
+    """Have the engine call `call` when the backward that runs now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def autocast_on_cpu() -> tuple[bool, torch.dtype, bool]:
+    """Return whether autocast is on for the CPU, its dtype, and whether it caches."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 def default_group() -> dist.ProcessGroup:
@@ -128,9 +271,17 @@ def is_lazy(parameter: torch.Tensor) -> bool:
 
 def tensor_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested containers, as torch's pytrees see them."""
-    from torch.utils import _pytree
-
     return _pytree.tree_leaves(tree)
+
+
+def has_accelerator() -> bool:
+    """Tell whether torch's own DataParallel would find devices to use here."""
+    accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and newer
+    if accelerator is None:
+        return torch.cuda.is_available()
+    if not accelerator.is_available():
+        return False
+    return str(accelerator.current_accelerator().type) != "mps"
 
 
 def is_profiling() -> bool:
@@ -147,3 +298,29 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         block *= size
     return True
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have dynamo leave a function, and what it calls, as it is.
+
+    Dynamo is costly to import: where nobody has, there is nothing to keep off.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            if disable is None:
+                return function(*args)
+            disabled = disable(function)
+        return disabled(*args)
+
+    return call
+
+
+def children(value: Any) -> list[Any]:
+    """Return what a value of a type that is registered as a pytree is made of."""
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return list(node.flatten_fn(value)[0]) if node is not None else []

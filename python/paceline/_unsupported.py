@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline._checkpoint import LoadsEither
+
 
 def _refuse(name: str) -> NoReturn:
     raise NotImplementedError(
@@ -13,7 +15,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-class Unsupported(TorchDDP):
+class Unsupported(LoadsEither, TorchDDP):
     """torch's class with the methods refused that need its own reducer.
 
     Their inherited code would fail on attributes that only torch's constructor makes.

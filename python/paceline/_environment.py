@@ -1,0 +1,53 @@
+"""The environment and the machine, as the Python side reads them: here alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CPU_REPLICAS = "PACELINE_CPU_REPLICAS"
+_NODES = Path("/sys/devices/system/node")
+
+
+def cpu_replicas() -> int | None:
+    """Return the number in ``PACELINE_CPU_REPLICAS``, or None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        If it is no whole number from 1 on.
+    """
+    word = os.environ.get(CPU_REPLICAS, "")
+    if not word:
+        return None
+    try:
+        n_replicas = int(word)
+    except ValueError:
+        n_replicas = 0
+    if n_replicas < 1:
+        raise ValueError(
+            f"{CPU_REPLICAS} is {word!r}: give a whole number from 1 on, as in "
+            f"{CPU_REPLICAS}=2"
+        )
+    return n_replicas
+
+
+def numa_nodes(folder: Path = _NODES) -> int:
+    """Return how many NUMA nodes have a core that this process may use; at least 1."""
+    own = os.sched_getaffinity(0)
+    n_nodes = 0
+    try:
+        for node in folder.glob("node[0-9]*"):
+            n_nodes += not own.isdisjoint(_parse((node / "cpulist").read_text()))
+    except (OSError, ValueError):
+        return 1
+    return max(n_nodes, 1)
+
+
+def _parse(words: str) -> set[int]:
+    """Return the numbers of a list as Linux writes it: ``0-3,8,10-11``."""
+    numbers: set[int] = set()
+    for part in filter(None, words.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers

@@ -1,0 +1,356 @@
+"""The thread engine: replicas as threads of one process, in the ordinary graph.
+
+Replica 0 is the user's module on the calling thread; each other one is a shell round
+the same parameters (``_copies.py``) on a thread that lives as long as the engine.
+Autograd sees one graph, so all that works on a plain module works here.  Where replicas
+side by side would not compute what the plain module does, they run one after the other,
+in order, on the calling thread: where something of torch binds to that thread
+(``_state.py``), and where the forward draws random numbers, of which torch has one
+generator for all threads (``_draws.py``).  The first forward of each combination of
+training flags finds that out; it runs in order.  Replicas too small to gain from
+threads run in order as well.
+
+    caller    post 1..n-1 | replica 0 | wait for 1..n-1
+    thread k                replica k
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from paceline._copies import parts_of, replicas_of
+from paceline._draws import Drawing
+from paceline._errors import as_of_replica
+from paceline._state import State, binds_to_thread
+
+if TYPE_CHECKING:
+    from paceline import _native
+    from paceline._dp import DataParallel
+
+_inside = threading.local()
+
+
+def is_inside() -> bool:
+    """Tell whether this thread runs a replica: wrappers within it call plainly."""
+    return getattr(_inside, "depth", 0) > 0
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Mark this thread as one that runs a replica."""
+    _inside.depth = getattr(_inside, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _inside.depth -= 1
+
+
+# ---- threads ------------------------------------------------------------------------
+
+
+class _Task:
+    """One forward of one replica, run once."""
+
+    __slots__ = ("_call", "_device", "_is_done", "_replica", "error", "output")
+
+    def __init__(
+        self, call: Callable[[], Any], replica: int, device: torch.device
+    ) -> None:
+        self._call: Callable[[], Any] | None = call
+        self._replica = replica
+        self._device = device
+        self._is_done = threading.Lock()
+        self._is_done.acquire()
+        self.output: Any = None
+        self.error: BaseException | None = None
+
+    def enter(self, state: State, context: contextvars.Context, share: int) -> None:
+        """Have it run in the state of another thread, on so many cores."""
+        assert self._call is not None
+        self._call = partial(state.run, context, share, self._call)
+
+    def run(self) -> None:
+        """Run the call; nothing is raised."""
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            self.output = call()
+        except BaseException as error:
+            if self._replica == 0 and not isinstance(error, Exception):
+                self.error = error  # Ctrl-C, on the caller's own thread
+            else:
+                self.error = as_of_replica(error, self._replica, self._device)
+        finally:
+            del call
+            self._is_done.release()
+
+    def run_and_take(self) -> Any:
+        """Run the call, and return what it returns, or raise what it raises."""
+        self.run()
+        return self.take()
+
+    def wait(self) -> None:
+        """Wait until it has run; may be interrupted, and waited for again."""
+        with self._is_done:
+            pass
+
+    def take(self) -> Any:
+        """Return what the replica returned, or raise what it raised."""
+        error, self.error = self.error, None
+        if error is None:
+            return self.output
+        try:
+            raise error
+        finally:
+            del error  # its traceback leads to this frame
+
+
+_Inbox = queue.SimpleQueue[Callable[[], Any] | None]
+
+
+def _serve(inbox: _Inbox) -> None:
+    """Run what comes until None does; the thread holds on to nothing in between."""
+    _inside.depth = 1
+    while (call := inbox.get()) is not None:
+        call()
+        del call
+
+
+def _dismiss(inboxes: list[_Inbox]) -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+class Threads:
+    """Threads that live until they are dismissed, or nobody holds this object."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._inboxes: list[_Inbox] = []
+        self._threads: list[threading.Thread] = []
+        self._dismiss = weakref.finalize(self, _dismiss, self._inboxes)
+
+    def grow(self, n_threads: int) -> None:
+        """Have at least this many."""
+        while len(self._threads) < n_threads:
+            inbox: _Inbox = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_serve,
+                args=(inbox,),
+                name=f"paceline-replica-{len(self._threads) + 1}",
+                daemon=True,
+            )
+            thread.start()
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+
+    def run(self, tasks: list[_Task]) -> None:
+        """Run the first task here, the others side by side; return when all ran."""
+        self.grow(len(tasks) - 1)
+        try:
+            for inbox, task in zip(self._inboxes, tasks[1:], strict=False):
+                inbox.put(task.run)
+            tasks[0].run()
+            for task in tasks[1:]:
+                task.wait()
+        except BaseException:  # Ctrl-C: nobody computes on behind the caller's back
+            self._drain()
+            raise
+
+    def _drain(self) -> None:
+        """Wait until no thread has anything to do, whatever signals come."""
+        for inbox in self._inboxes:
+            barrier = threading.Event()
+            while not barrier.is_set():
+                try:
+                    inbox.put(barrier.set)
+                    barrier.wait()
+                except KeyboardInterrupt:
+                    continue
+
+    def close(self) -> None:
+        """Dismiss the threads and wait for their end; may be called again."""
+        self._dismiss()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads.clear()
+
+
+class Pace:
+    """Which of two ways to run replicas is faster: tried in turn, now and then.
+
+    Small replicas are faster one after the other: threads of Python take turns in any
+    case, and handing over costs some 50 us.
+    """
+
+    N_TRIALS = 3
+    PERIOD = 1000
+
+    def __init__(self) -> None:
+        self._n = 0
+        self._seconds = [math.inf, math.inf]  # in order, side by side
+
+    def next_is_parallel(self) -> bool:
+        """Tell the way to go this time."""
+        at, self._n = self._n, (self._n + 1) % self.PERIOD
+        if at == 0:
+            self._seconds = [math.inf, math.inf]
+        if at < 2 * self.N_TRIALS:
+            return at % 2 == 0
+        return self._seconds[True] <= self._seconds[False]
+
+    def note(self, is_parallel: bool, seconds: float) -> None:
+        """Note how long that way took."""
+        self._seconds[is_parallel] = min(self._seconds[is_parallel], seconds)
+
+
+# ---- the engine ---------------------------------------------------------------------
+
+
+class ThreadEngine:
+    """Runs the replicas of a :class:`paceline.DataParallel` as threads."""
+
+    name = "thread"
+    n_replicas = 0
+    lock: AbstractContextManager[Any] = nullcontext()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = Threads()
+        self._paces: dict[tuple[bytes, int], Pace] = {}
+
+    def run(self, owner: DataParallel, scattered: _native.Scattered) -> list[Any]:
+        """Return the outputs of the replicas, in order."""
+        parts = [scattered.leaves(k) for k in range(len(scattered.sizes))]
+        if torch.is_grad_enabled():
+            for part in parts[1:]:
+                part[:] = map(_with_own_version, part, parts[0])
+        chunks = [scattered.tree.unflatten(part) for part in parts]
+        return self.run_lists(
+            owner, [args for args, _ in chunks], [kwargs for _, kwargs in chunks]
+        )
+
+    def run_lists(
+        self, owner: DataParallel, inputs: Sequence[Any], kwargs: Sequence[Any]
+    ) -> list[Any]:
+        """Return the outputs of the replicas, each given its arguments."""
+        parts = parts_of(owner.module)
+        check_devices(parts, owner.src_device_obj)
+        n_replicas = len(inputs)
+        if "replicate" in owner._overridden:
+            devices = owner.device_ids[:n_replicas]
+            replicas = owner.replicate(owner.module, devices)
+        else:
+            replicas = replicas_of(parts, n_replicas)
+        if "parallel_apply" in owner._overridden:
+            return owner.parallel_apply(replicas, inputs, kwargs)
+        return self.apply(Drawing(parts), replicas, inputs, kwargs, owner.device_ids)
+
+    def apply(
+        self,
+        drawing: Drawing,
+        replicas: Sequence[Module],
+        inputs: Sequence[Any],
+        kwargs: Sequence[dict[str, Any]],
+        devices: Sequence[torch.device],
+    ) -> list[Any]:
+        """Return what each replica returns for its arguments.
+
+        Raises
+        ------
+        Exception
+            What the lowest replica raised that raised something, of its own type.
+        """
+        calls = [
+            partial(replica, *(args if isinstance(args, (list, tuple)) else (args,)))
+            for replica, args in zip(replicas, inputs, strict=True)
+        ]
+        tasks = [
+            _Task(partial(call, **named), k, device)
+            for k, (call, named, device) in enumerate(
+                zip(calls, kwargs, devices, strict=False)
+            )
+        ]
+        is_nested = is_inside()
+        with inside():
+            if is_nested:
+                return [task.run_and_take() for task in tasks]
+            if drawing.may_draw or binds_to_thread():
+                return _run_in_order(tasks, drawing)
+            if self._threads.process != os.getpid():  # forked: threads stay behind
+                self._lock, self._threads = threading.Lock(), Threads()
+            with self._lock:
+                return self._run_by_shares(tasks, drawing)
+
+    def _run_by_shares(self, tasks: list[_Task], drawing: Drawing) -> list[Any]:
+        """Run each task on its share of the cores, in the way that is faster.
+
+        Both ways give the same bits: kernels may depend on the number of cores.
+        """
+        pace = self._paces.setdefault((drawing.key, len(tasks)), Pace())
+        is_parallel = pace.next_is_parallel()
+        n_own = torch.get_num_threads()
+        share = max(1, n_own // len(tasks))
+        start = time.perf_counter()
+        try:
+            torch.set_num_threads(share)
+            if not is_parallel:
+                outputs = _run_in_order(tasks, drawing)
+            else:
+                state = State()
+                for task in tasks[1:]:
+                    task.enter(state, contextvars.copy_context(), share)
+                with drawing.watched():
+                    self._threads.run(tasks)
+                outputs = [task.take() for task in tasks]
+        finally:
+            torch.set_num_threads(n_own)
+        pace.note(is_parallel, time.perf_counter() - start)
+        return outputs
+
+    def close(self) -> None:
+        """End the threads; a later run starts them anew."""
+        with self._lock:
+            threads, self._threads = self._threads, Threads()
+        threads.close()
+
+
+def _run_in_order(tasks: list[_Task], drawing: Drawing) -> list[Any]:
+    return drawing.run_in_order([task.run_and_take for task in tasks])
+
+
+def _with_own_version(leaf: Any, of_replica_0: Any) -> Any:
+    """Return an input of a replica that other replicas may change theirs beside.
+
+    All parts of a batch are views of it, and share the count by which autograd sees
+    that a tensor which it has saved was changed in place.
+    """
+    if type(leaf) is not torch.Tensor or leaf is of_replica_0 or leaf.is_inference():
+        return leaf
+    return leaf.clone() if leaf.requires_grad else leaf.data
+
+
+def check_devices(parts: list[Module], device: torch.device) -> None:
+    """Raise torch's error where a parameter or buffer is on another device."""
+    for part in parts:
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and not tensor.is_cpu:
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{device} (device_ids[0]) but found one of them on device: "
+                    f"{tensor.device}"
+                )
