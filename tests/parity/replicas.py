@@ -1,0 +1,193 @@
+"""What the tests of DataParallel share: exact data, and a module beside its twin.
+
+    twin = Twin(wrap, integer_weights(nn.Linear(3, 2)))
+    twin.step(lambda model, x: model(x).square().sum(), integers(7, 3))
+
+takes one step on the plain module and one on its copy behind a wrapper, and compares
+outputs, gradients and buffers.  Weights and data are small integers in float64, so
+every sum is exact in any order and "the same" is equality; where a test computes what
+is not exact it says `exact=False`: 1e-12, relative to the largest number of the tensor.
+Seven rows on two replicas are four and three: no half passes for the other.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+RELATIVE = 1e-12  # float64, sums of some hundred numbers taken in another order
+
+
+# ---- data ---------------------------------------------------------------------------
+
+
+def integers(*shape, seed=0, dtype=torch.float64, low=-3, high=3):
+    """Return small integers that depend on the seed and the shape alone."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+
+
+def reals(*shape, seed=0):
+    """Return normal numbers in float64 that depend on the seed and the shape alone."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def integer_weights(module, seed=0, dtype=torch.float64):
+    """Give a module a dtype, and weights that are small integers; return it."""
+    module.to(dtype)
+    with torch.no_grad():
+        for number, p in enumerate(module.parameters()):
+            p.copy_(integers(*p.shape, seed=seed + 7 * number + 1, low=-2, high=2))
+    return module
+
+
+def net(seed=0):
+    """Return two layers whose gradients are exact, of 3 inputs and 2 outputs."""
+    return integer_weights(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), seed
+    )
+
+
+def smooth_net():
+    """Return two layers whose gradients depend on all numbers, none of them exact."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def loss_of(out):
+    """Return a loss that weighs every row differently, and exactly."""
+    weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).reshape(out.shape)
+    return (weights * out).sum()
+
+
+def leaf(tensor):
+    """Return a copy that is a leaf, and requires a gradient if the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def first_order_only(wrap):
+    """Expect the engine of processes to refuse what is inside, and to say who does it.
+
+    Threads run it in the ordinary graph.
+    """
+    if wrap.engine == "thread":
+        yield
+        return
+    with pytest.raises(NotImplementedError, match='engine="thread"'):
+        yield
+
+
+# ---- comparison ---------------------------------------------------------------------
+
+
+def assert_close(mine, theirs, what="", *, exact=True):
+    """Check two tensors, or None: dtype, shape, whether it requires grad, values."""
+    if mine is None or theirs is None:
+        assert mine is theirs, f"{what}: {mine} against {theirs}"
+        return
+    assert mine.dtype == theirs.dtype, what
+    assert mine.shape == theirs.shape, what
+    assert mine.requires_grad == theirs.requires_grad, what
+    mine, theirs = mine.detach(), theirs.detach()
+    if exact:
+        assert torch.equal(mine, theirs), f"{what}: {mine} against {theirs}"
+        return
+    if theirs.numel():
+        limit = RELATIVE * float(theirs.abs().max())
+        away = float((mine - theirs).abs().max())
+        assert away <= limit, f"{what}: {away} away, {limit} allowed"
+
+
+def assert_same(mine, theirs, what="output", *, exact=True):
+    """Check two values of any nesting: types, keys, tensors, arrays, constants."""
+    assert type(mine) is type(theirs), f"{what}: {type(mine)} against {type(theirs)}"
+    if isinstance(theirs, torch.Tensor):
+        assert_close(mine, theirs, what, exact=exact)
+    elif isinstance(theirs, np.ndarray):
+        assert mine.dtype == theirs.dtype, what
+        np.testing.assert_array_equal(mine, theirs, what, strict=True)
+    elif isinstance(theirs, Mapping):
+        assert list(mine) == list(theirs), what
+        for key in theirs:
+            assert_same(mine[key], theirs[key], f"{what}[{key!r}]", exact=exact)
+    elif isinstance(theirs, (tuple, list)):
+        assert len(mine) == len(theirs), what
+        for i, pair in enumerate(zip(mine, theirs, strict=True)):
+            assert_same(*pair, f"{what}[{i}]", exact=exact)
+    elif dataclasses.is_dataclass(theirs):
+        for field in dataclasses.fields(theirs):
+            pair = (getattr(mine, field.name), getattr(theirs, field.name))
+            assert_same(*pair, f"{what}.{field.name}", exact=exact)
+    elif hasattr(theirs, "__dict__"):
+        assert_same(vars(mine), vars(theirs), what, exact=exact)
+    else:
+        assert mine == theirs, what
+
+
+def assert_same_grads(mine, theirs, what="", *, exact=True):
+    """Check the gradients of two modules, parameter by parameter."""
+    ours = [p for _, p in _bare(mine).named_parameters()]
+    for p, (name, q) in zip(ours, _bare(theirs).named_parameters(), strict=True):
+        assert_close(p.grad, q.grad, f"{what} {name}.grad", exact=exact)
+
+
+def assert_same_state(mine, theirs, what="", *, exact=True):
+    """Check the parameters and buffers of two modules."""
+    ours = _bare(mine).state_dict()
+    for name, tensor in _bare(theirs).state_dict().items():
+        assert_close(ours[name], tensor, f"{what} {name}", exact=exact)
+
+
+def _bare(model):
+    return model.module if isinstance(model, nn.DataParallel) else model
+
+
+class Twin:
+    """A plain module, and its copy behind a wrapper: `plain` and `ours`."""
+
+    def __init__(self, wrap, module, n=2, **options):
+        self.plain = module
+        self.inner = copy.deepcopy(module)
+        self.ours = wrap(self.inner, n, **options)
+
+    @property
+    def models(self):
+        """The plain module, then the wrapper."""
+        return self.plain, self.ours
+
+    def zero(self, *, set_to_none=True):
+        for model in self.models:
+            model.zero_grad(set_to_none=set_to_none)
+
+    def run(self, function, *tensors):
+        """Return [plain's, ours] of `function(model, *leaves)`, each with its own."""
+        return [function(m, *[leaf(t) for t in tensors]) for m in self.models]
+
+    def compare(self, function, *tensors, exact=True):
+        """Check that `function(model, *leaves)` is the same for both; return it."""
+        theirs, mine = self.run(function, *tensors)
+        assert_same(mine, theirs, exact=exact)
+        return mine
+
+    def step(self, loss, *tensors, exact=True):
+        """Run `loss(model, *leaves).backward()` on both; compare all that it leaves."""
+        rows = []
+        for model in self.models:
+            own = [leaf(t) for t in tensors]
+            value = loss(model, *own)
+            value.backward()
+            rows.append([value.detach(), *[t.grad for t in own]])
+        for i, pair in enumerate(zip(*reversed(rows), strict=True)):
+            assert_close(*pair, f"input {i - 1}" if i else "loss", exact=exact)
+        self.assert_same(exact=exact)
+
+    def assert_same(self, *, exact=True):
+        assert_same_grads(self.ours, self.plain, exact=exact)
+        assert_same_state(self.ours, self.plain, exact=exact)

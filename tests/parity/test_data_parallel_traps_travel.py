@@ -1,0 +1,265 @@
+"""What only its own process can run: processes refuse it, and `auto` takes threads."""
+
+import copy
+import sys
+
+import paceline
+import pytest
+import torch
+from paceline._travel import CannotTravelError
+from replicas import assert_close, integer_weights, integers, loss_of, net
+from torch import nn
+
+TWO = ["cpu"] * 2
+pytestmark = pytest.mark.usefixtures("idle_workers")
+
+
+def step(model, x):
+    return loss_of(model(x))
+
+
+def linear(rows=3, columns=3):
+    return integer_weights(nn.Linear(columns, rows))
+
+
+def assert_stays(make, use, words):
+    """Check that processes refuse a model, and that `auto` runs it by threads.
+
+    `use(model, module)` returns what is to be the same as for the plain module.
+    """
+    module = make()
+    with (
+        paceline.DataParallel(module, TWO, engine="process") as wrapper,
+        pytest.raises(CannotTravelError, match=words),
+    ):
+        use(wrapper, module)
+    plain, module = make(), make()
+    theirs = use(plain, plain)
+    with paceline.DataParallel(module, TWO) as wrapper:
+        mine = use(wrapper, module)
+        assert wrapper.engine == "thread"
+    for pair in zip(mine, theirs, strict=True):
+        assert_close(*pair)
+
+
+def run_once(model, _):
+    return [model(integers(7, 3))]
+
+
+class Holder(nn.Module):
+    """Has a tensor to train that is no parameter, where `kind` says."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = linear()
+        tensor = integers(3).requires_grad_()
+        self.find = lambda: tensor
+        if kind == "attribute":
+            self.held = tensor
+        elif kind == "computed":
+            self.held = tensor * 2
+        elif kind == "hidden":
+            self.held = [linear(), linear()]
+            self.find = lambda: self.held[0].weight
+        elif kind == "closure":
+            self.held = lambda: tensor
+        elif kind == "default":
+            self.held = lambda tensor=tensor: tensor
+
+    def forward(self, x):
+        if isinstance(self.held, list):
+            return self.held[0](self.linear(x))
+        return self.linear(x) * (self.held() if callable(self.held) else self.held)
+
+
+@pytest.mark.parametrize(
+    "kind", ["attribute", "computed", "hidden", "closure", "default"]
+)
+def test_a_trained_tensor_that_is_no_parameter_gets_its_gradient(kind):
+    def use(model, module):
+        step(model, integers(7, 3)).backward()
+        return [module.find().grad, module.linear.weight.grad]
+
+    assert_stays(lambda: Holder(kind), use, "requires a gradient")
+
+
+class Box:
+    """Holds a tensor where nobody looks."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Boxed(nn.Module):
+    """Takes a box."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x, box):
+        return self.linear(x) * box.tensor
+
+
+def test_a_trained_tensor_inside_an_argument_gets_its_gradient():
+    def use(model, module):
+        box = Box(integers(3).requires_grad_())
+        loss_of(model(integers(7, 3), box)).backward()
+        return [box.tensor.grad, module.linear.weight.grad]
+
+    assert_stays(Boxed, use, "requires a gradient")
+
+
+class Viewing(nn.Module):
+    """Has a view of a parameter beside it."""
+
+    def __init__(self, is_buffer):
+        super().__init__()
+        self.linear = linear()
+        view = self.linear.weight.data[0]
+        if is_buffer:
+            self.register_buffer("view", view)
+        else:
+            self.view = view
+
+    def forward(self, x):
+        return self.linear(x) + self.view
+
+
+@pytest.mark.parametrize("is_buffer", [True, False], ids=["buffer", "attribute"])
+def test_a_view_of_a_parameter_follows_it(is_buffer):
+    def use(model, module):
+        outs = [model(integers(7, 3))]
+        with torch.no_grad():
+            module.linear.weight.add_(1)
+        return [*outs, model(integers(7, 3))]
+
+    assert_stays(lambda: Viewing(is_buffer), use, "share their memory")
+
+
+def test_parameters_follow_the_flat_tensor_that_they_are_views_of():
+    def make():
+        module = net()
+        module.flat = [nn.utils.parameters_to_vector(module.parameters()).detach()]
+        nn.utils.vector_to_parameters(module.flat[0], module.parameters())
+        return module
+
+    def use(model, module):
+        outs = [model(integers(7, 3))]
+        module.flat[0].mul_(2)
+        return [*outs, model(integers(7, 3))]
+
+    assert_stays(make, use, "share their memory")
+
+
+class Marked(torch.Tensor):
+    """A subclass with a meaning."""
+
+
+class Asking(nn.Module):
+    """Tells marked tensors from others."""
+
+    def forward(self, x):
+        return torch.full((len(x),), float(type(x) is Marked))
+
+
+def test_tensors_of_a_subclass_keep_their_type():
+    def use(model, _):
+        return [model(integers(7, 3).as_subclass(Marked))]
+
+    assert_stays(Asking, use, "subclass of torch.Tensor")
+
+
+def test_hooks_for_all_modules_may_come_after_the_first_call():
+    hook = nn.modules.module.register_module_forward_hook
+
+    def use(model, _):
+        outs = [model(integers(7, 3))]
+        handle = hook(lambda m, _, out: out * 2 if isinstance(m, nn.ReLU) else None)
+        try:
+            outs.append(model(integers(7, 3)))
+        finally:
+            handle.remove()
+        return outs
+
+    assert_stays(net, use, "hooks are registered for all modules")
+
+
+def test_a_class_that_no_other_process_can_import_stays(tmp_path, monkeypatch):
+    code = "import torch\n\n\nclass Hidden(torch.nn.Linear):\n    pass\n"
+    (tmp_path / "module_of_a_hub.py").write_text(code)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        hub = __import__("module_of_a_hub")
+    try:
+        hidden = integer_weights(hub.Hidden(3, 2))
+        assert_stays(lambda: copy.deepcopy(hidden), run_once, "cannot build it")
+    finally:
+        del sys.modules["module_of_a_hub"]
+
+
+class Wrapped(nn.Module):
+    """Holds another module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["at once", "later"])
+def test_weights_that_are_computed_pass_their_gradient_on(is_first):
+    def use(model, _):
+        if not is_first:
+            model(integers(7, 3))
+        base = integers(3, 3, seed=3).requires_grad_()
+        name = "inner.weight" if model.__class__ is nn.Linear else "inner.module.weight"
+        out = torch.func.functional_call(
+            Wrapped(model), {name: base * 2}, (integers(7, 3),)
+        )
+        loss_of(out).backward()
+        return [out, base.grad]
+
+    assert_stays(linear, use, "is computed from other tensors")
+
+
+class Unsendable:
+    """Cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("it stays here")
+
+
+class Leaking(Wrapped):
+    """Returns what cannot travel, and counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x), Unsendable()
+
+
+def test_an_output_that_cannot_travel_does_not_run_the_module_twice():
+    module = Leaking(linear())
+    with paceline.DataParallel(module, TWO) as wrapper:
+        with pytest.raises(TypeError, match="it stays here"):
+            wrapper(integers(7, 3))
+        assert module.calls == 1
+
+
+class Hiding(Wrapped):
+    """Returns a box."""
+
+    def forward(self, x):
+        return Box(super().forward(x))
+
+
+def test_an_output_that_hides_a_graph_is_refused():
+    with (
+        paceline.DataParallel(Hiding(linear()), TWO, engine="process") as wrapper,
+        pytest.raises(TypeError, match="requires a gradient"),
+    ):
+        wrapper(integers(7, 3))
