@@ -49,13 +49,18 @@ install: $(INSTALLED) ## make .venv, and build and install the package into it
 
 # ---- what a user looks at first ------------------------------------------------
 
-.PHONY: demo bench
+.PHONY: demo bench bench-ddp bench-dp
 demo: $(INSTALLED) ## train on handwritten digits by plain torch and by Paceline
+	$(PY) tests/examples/digits_dp.py $(DEMO_FLAGS)
 	$(PY) tests/examples/digits_ddp.py $(DEMO_FLAGS)
 
-bench: $(INSTALLED) ## paired timings against torch on this machine
-	@set -e; for script in $(wildcard tests/bench/bench_*.py); do \
-	    echo "== $$script"; $(PY) $$script $(BENCH_FLAGS); done
+bench: bench-ddp bench-dp ## paired timings against torch on this machine
+
+bench-ddp: $(INSTALLED) ## DistributedDataParallel alone
+	$(PY) tests/bench/bench_ddp.py $(BENCH_FLAGS)
+
+bench-dp: $(INSTALLED) ## DataParallel alone
+	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
 # Compiled as in the extension: without what the tests add.
 .PHONY: bench-words
@@ -149,7 +154,8 @@ lint-tidy: $(DEPENDENCIES)
 	@echo "clang-tidy $(words $(C_ALL)) files"
 	@printf '%s\n' $(C_ALL) | xargs -P$(JOBS) -n1 $(BIN)/clang-tidy --quiet \
 	    --extra-arg=-Wno-pedantic \
-	    --extra-arg=-isystem$$($(PY) -c 'import sysconfig as s; print(s.get_path("include"))')
+	    --extra-arg=-isystem$$($(PY) -c 'import sysconfig as s; print(s.get_path("include"))') \
+	    --extra-arg=-isystem$$($(PY) -c 'import numpy; print(numpy.get_include())')
 
 format: $(DEPENDENCIES) ## bring C and Python into the form that lint asks for
 	$(BIN)/clang-format -i $(C_TEXT)

@@ -51,11 +51,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 import contestants
 import models
 import report
+from options import present_names, split_names
 from runner import Bench
 
 TASKS = ["steps", "memory", "all_reduce"]
@@ -90,41 +90,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("build/bench"))
     args = parser.parse_args()
     args.models = split_names(parser, args.models, models.BY_NAME)
-    args.contestants = present_contestants(parser, args.contestants)
+    args.contestants = present_names(
+        parser, args.contestants, contestants.BY_NAME, contestants.why_missing
+    )
     args.only = args.only or TASKS
     args.pairs = args.pairs or (1 if args.quick else 5)
     args.blocks = args.blocks or (2 if args.quick else 8)
     if args.ranks < 2:
         parser.error("--ranks must be at least 2: there is nothing to reduce")
     return args
-
-
-def split_names(
-    parser: argparse.ArgumentParser, text: str, known: dict[str, Any]
-) -> list[str]:
-    """Split a list with commas; every name must be known."""
-    names = list(known) if text == "all" else text.split(",")
-    for name in names:
-        if name not in known:
-            parser.error(f"unknown {name!r}; known: {', '.join(known)}")
-    return list(dict.fromkeys(names))
-
-
-def present_contestants(parser: argparse.ArgumentParser, text: str | None) -> list[str]:
-    """Find who takes part: whoever was asked for, else whoever is there."""
-    if text is not None:
-        names = split_names(parser, text, contestants.BY_NAME)
-        for name in names:
-            if reason := contestants.why_missing(name):
-                parser.error(f"{name}: {reason}")
-        return names
-    names = []
-    for name in contestants.BY_NAME:
-        if reason := contestants.why_missing(name):
-            print(f"left out: {name}: {reason}", file=sys.stderr)
-        else:
-            names.append(name)
-    return names
 
 
 def main() -> None:

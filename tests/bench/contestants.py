@@ -51,12 +51,15 @@ BY_NAME = {contestant.name: contestant for contestant in ALL}
 
 def why_missing(name: str) -> str | None:
     """Say why a contestant cannot take part, or None if it can."""
-    if name != PACELINE:
-        return None
+    return why_not_in_paceline("DistributedDataParallel") if name == PACELINE else None
+
+
+def why_not_in_paceline(attribute: str) -> str | None:
+    """Say why Paceline does not offer this name, or None if it does."""
     try:
         import paceline
     except ImportError as error:
         return str(error)
-    if not hasattr(paceline, "DistributedDataParallel"):
-        return "paceline has no DistributedDataParallel"
+    if not hasattr(paceline, attribute):
+        return f"paceline has no {attribute}"
     return None

@@ -9,6 +9,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD")
+
 
 def cpu_model() -> str:
     """The processor's name as Linux knows it."""
@@ -43,6 +45,11 @@ def memory_gib() -> float:
 def load() -> float:
     """The load of the last minute, at this moment."""
     return round(os.getloadavg()[0], 2)
+
+
+def environment() -> dict[str, str]:
+    """The variables that change what is measured, as far as they are set."""
+    return {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
 
 
 def describe() -> dict[str, Any]:

@@ -97,17 +97,17 @@ def build_mlp(*widths: int) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def build_resnet18() -> nn.Module:
+def build_resnet18(width: int = 64) -> nn.Module:
     """ResNet-18 in its form for images of 32 x 32 pixels."""
     layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 3, 1, 1, bias=False),
-        nn.BatchNorm2d(64),
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
     ]
-    widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
+    widths = [width * factor for factor in (1, 1, 1, 2, 2, 4, 4, 8, 8)]
     for n_in, n_out in pairwise(widths):
         layers.append(ResidualBlock(n_in, n_out, 1 if n_in == n_out else 2))
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)]
     return nn.Sequential(*layers)
 
 

@@ -6,6 +6,7 @@ each figure is over the groups that have it, a ratio over those that have both.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -33,10 +34,10 @@ def median(values: list[float]) -> float:
     return percentile(values, 50)
 
 
-def names_in(groups: list[Figures]) -> list[str]:
-    """The contestants of these groups, in the order of the registry."""
+def names_in(groups: list[Figures], order: Iterable[str]) -> list[str]:
+    """The contestants of these groups, in the order of their registry."""
     present = {name for group in groups for name in group["contestants"]}
-    return [c.name for c in contestants.ALL if c.name in present]
+    return [name for name in order if name in present]
 
 
 def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
@@ -74,7 +75,7 @@ def summarise_steps(groups: list[Figures]) -> Figures:
     A ratio is taken of the two p10 of one group; its median and interval are over
     groups.  `best` is the ratio of the best p10 of each, wherever they occurred.
     """
-    names = names_in(groups)
+    names = names_in(groups, contestants.BY_NAME)
     lines = {name: summarise_contestant(groups, name) for name in names}
     ratios = {}
     for a, b in RATIOS:
@@ -138,15 +139,22 @@ def mode(settings: Figures) -> str:
 
 def header_lines(results: Figures) -> list[str]:
     """Machine, versions and settings."""
-    machine, settings = results["machine"], results["settings"]
+    settings = results["settings"]
+    return [
+        *machine_lines(results["machine"]),
+        f"{settings['ranks']} ranks of 1 thread, malloc {settings['malloc']}, "
+        f"{settings['pairs']} groups of processes",
+        f"steps: {mode(settings)}",
+    ]
+
+
+def machine_lines(machine: Figures) -> list[str]:
+    """Machine and versions, and the environment where it tells."""
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"load {machine['load_at_start']} at the start, {machine['date']}",
         f"Linux {machine['kernel']}, {machine['libc']}, Python {machine['python']}, "
         f"torch {machine['torch']}, paceline {machine['paceline'] or '-'}",
-        f"{settings['ranks']} ranks of 1 thread, malloc {settings['malloc']}, "
-        f"{settings['pairs']} groups of processes",
-        f"steps: {mode(settings)}",
     ]
     if machine["environment"]:
         set_here = (f"{k}={v}" for k, v in machine["environment"].items())
@@ -245,7 +253,7 @@ def plot(results: Figures, path: Path) -> None:
     )
     axes = list(panels[0])
     if models:
-        plot_steps(axes.pop(0), models)
+        plot_steps(axes.pop(0), models, COLOURS, FLOOR)
     if reduced:
         plot_all_reduce(axes.pop(0), reduced)
     settings, machine = results["settings"], results["machine"]
@@ -259,13 +267,18 @@ def plot(results: Figures, path: Path) -> None:
     plt.close(figure)
 
 
-def plot_steps(axes: Any, models: list[Figures]) -> None:
-    """Draw a dot a contestant, with its interval over groups, in multiples of FLOOR."""
+def plot_steps(
+    axes: Any, models: list[Figures], colours: dict[str, str], floor: str
+) -> None:
+    """Draw a dot a contestant, with its interval over groups, in multiples of `floor`.
+
+    `colours` names the contestants, in their order.
+    """
     labelled = set()
     for row, model in enumerate(models):
         groups = model["groups"]
-        names = names_in(groups)
-        base = FLOOR if FLOOR in names else names[0]
+        names = names_in(groups, colours)
+        base = floor if floor in names else names[0]
         for place, name in enumerate(names):
             ratios = ratios_of_p10(groups, name, base)
             if not ratios:
@@ -273,17 +286,17 @@ def plot_steps(axes: Any, models: list[Figures]) -> None:
             spread = median_with_interval(ratios)
             axes.errorbar(
                 spread.median,
-                row + (place - (len(names) - 1) / 2) * 0.17,
+                row + (place - (len(names) - 1) / 2) * 0.68 / len(names),
                 xerr=[[spread.median - spread.low], [spread.high - spread.median]],
                 fmt="o",
-                color=COLOURS[name],
+                color=colours[name],
                 capsize=2,
                 label=None if name in labelled else name,
             )
             labelled.add(name)
     axes.set_yticks(range(len(models)), [m["title"] for m in models], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"step time (p10), in multiples of {FLOOR!r}; bars: 95 %")
+    axes.set_xlabel(f"step time (p10), in multiples of {floor!r}; bars: 95 %")
     axes.axvline(1, color="#cccccc", zorder=0)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -28,7 +27,6 @@ from job import Job
 Figures = dict[str, Any]
 
 SIZES_BYTES = [4 << 10 << 2 * i for i in range(8)]  # 4 KiB to 64 MiB
-TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD")
 FIRST_GUESS_SECONDS = 5.0  # of a task that has not run yet: mostly the start of torch
 
 
@@ -81,9 +79,8 @@ class Bench:
         apart = "-apart" if args.apart else ""
         self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}{apart}.json"
         settings = {k: v for k, v in vars(args).items() if k != "out"}
-        environment = {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
         self.results: Figures = {
-            "machine": {**machine.describe(), "environment": environment},
+            "machine": {**machine.describe(), "environment": machine.environment()},
             "settings": {**settings, "threads": 1},
             "models": {
                 name: {"title": models.BY_NAME[name].title, "groups": [], "memory": {}}

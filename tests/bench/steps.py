@@ -36,15 +36,16 @@ system time of a short block is rough, and only a mean over many blocks is of us
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import contestants
 import models
+import processes
 import torch
 import torch.distributed as dist
 from job import Job
@@ -232,21 +233,10 @@ def figures_of(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
-def pss_mib() -> float:
-    """This process's memory; a page shared by n processes counts as 1/n of a page.
-
-    The resident set would count shared buckets in full once for every rank.
-    """
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError("/proc/self/smaps_rollup has no Pss line")
-
-
 def pss_together_mib() -> float:
     """PSS while all ranks stand at the same point."""
     dist.barrier()
-    figure = pss_mib()
+    figure = processes.pss_mib(os.getpid())
     dist.barrier()
     return figure
 

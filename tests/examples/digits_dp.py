@@ -1,0 +1,130 @@
+"""Train a small CNN on handwritten digits: the plain module, and DataParallel.
+
+    python tests/examples/digits_dp.py            half a minute
+    python tests/examples/digits_dp.py --quick    a few epochs, for a first look
+
+One line wraps the model; the script stays an ordinary one.  It has no guard
+`if __name__ == "__main__"`, its model is a class of this very file, and it starts no
+ranks: the replica that works on the second half of each batch comes and goes by itself.
+
+Two trainings start from the same seed, see the same batches and take turns, a few steps
+each.  At the end their losses and their step times are compared.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import paceline
+import torch
+from digits import (
+    BATCH,
+    BLOCK,
+    SEED,
+    Run,
+    accuracy,
+    batches_of_epoch,
+    largest_difference,
+    load_data,
+)
+from digits_report import Outcome, Progress, Side, judge, plot, report
+from torch import Tensor, nn
+
+# The sums over a half of the batch are rounded otherwise than the sum over the whole.
+# Training amplifies that from step to step, to some 1e-6 here, so losses agree nearly,
+# and not for ever.  A mistake in a gradient would show in the first digits.
+COMPARED_STEPS = 330
+LOSS_TOLERANCE = 1e-4
+LR = 0.1
+
+
+class Net(nn.Module):
+    """Two convolutions and two linear layers, 152 thousand parameters.
+
+    Without BatchNorm, whose statistics are those of a replica's half of the batch, and
+    smooth: a ReLU that one rounding turns off would tear the two trainings apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.GELU(),
+            nn.AvgPool2d(2),
+        )
+        self.scores = nn.Sequential(
+            nn.Linear(64 * 4 * 4, 128), nn.GELU(), nn.Linear(128, 10)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Score the ten digits for each image."""
+        scores: Tensor = self.scores(self.features(images).flatten(1))
+        return scores
+
+
+def build_model() -> Net:
+    """Make the same weights each time."""
+    torch.manual_seed(SEED)
+    return Net()
+
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--replicas", type=int, default=2, help="default 2")
+parser.add_argument("--engine", default="auto", help="auto, process or thread")
+parser.add_argument("--epochs", type=int, help="default 15, with --quick 4")
+parser.add_argument("--quick", action="store_true", help="short, 90 %% will do")
+parser.add_argument("--out", type=Path, default=Path("build/demo"))
+options = parser.parse_args()
+epochs = options.epochs or (4 if options.quick else 15)
+options.out.mkdir(parents=True, exist_ok=True)
+
+train_x, train_y, test_x, test_y = load_data()
+plain = Run(build_model(), LR)
+plain_threads = torch.get_num_threads()
+
+devices = ["cpu"] * options.replicas
+dp = paceline.DataParallel(build_model(), devices, engine=options.engine)  # <- one line
+ours = Run(dp, LR)
+with torch.no_grad():
+    dp(train_x[:BATCH])  # the replica starts here, and the cores are divided
+threads = {plain: plain_threads, ours: torch.get_num_threads()}
+
+turn = 0
+with Progress(epochs, ("plain", "paceline"), show=True) as progress:
+    for epoch in range(epochs):
+        batches = [*batches_of_epoch(train_x, train_y, epoch)]
+        for start in range(0, len(batches), BLOCK):
+            turn += 1
+            for run in (plain, ours) if turn % 2 else (ours, plain):
+                torch.set_num_threads(threads[run])  # replicas share the cores
+                for images, labels in batches[start : start + BLOCK]:
+                    run.step(images, labels)
+        progress.epoch_done(epoch, plain.losses[-1], ours.losses[-1])
+
+print(f"\nengine {dp.engine!r}: {dp.engine_reason}")
+print(f"intra-op threads: plain {plain_threads}, each replica {threads[ours]}")
+
+# Saved without the prefix "module.", the file fits the bare model.
+checkpoint = options.out / "digits_dp.pt"
+paceline.save(dp, checkpoint, prefix="strip")
+loaded = build_model()
+paceline.load(checkpoint, loaded)
+
+reached = [accuracy(model, test_x, test_y) for model in (plain.bare, loaded)]
+outcome = Outcome(
+    Side("plain", plain.losses, plain.step_seconds, reached[0]),
+    Side("paceline", ours.losses, ours.step_seconds, reached[1]),
+    title=f"{options.replicas} replicas",
+    compared_steps=min(COMPARED_STEPS, len(plain.losses)),
+    loss_tolerance=LOSS_TOLERANCE,
+    parameter_difference=largest_difference(plain.bare, ours.bare),
+    checkpoint_difference=largest_difference(loaded, ours.bare),
+)
+dp.close()
+report(outcome)
+plot(outcome, options.out / "digits_dp.png")
+faults = judge(outcome, least_accuracy=0.90 if options.quick else 0.97)
+if faults:
+    sys.exit("\n".join(f"digits_dp: {fault}" for fault in faults))
