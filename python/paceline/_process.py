@@ -76,6 +76,7 @@ class ProcessEngine:
         self._model = self._share(owner.module, True)
         self._generators = _draws.OtherGenerators()
         self._is_stale = False
+        self._forget_told()
         self._hire()
 
     @property
@@ -120,8 +121,16 @@ class ProcessEngine:
         """Take replicas for new ones, who have heard nothing yet."""
         self._modes: _protocol.Modes | None = None
         self._unheard: list[list[dict[str, Any]]] = [[] for _ in range(self._n_remote)]
+        self._sent: list[list[dict[str, Any]]] = [[] for _ in range(self._n_remote)]
         self._input_trees: list[_native.Tree | None] = [None] * self._n_remote
         self._trees: list[_native.Tree | None] = [None] * self._n_remote
+
+    def _doubt(self, replicas: range) -> None:
+        """Tell again what replicas may not have heard, and ask what they have told."""
+        for k in replicas:
+            self._unheard[k] = self._sent[k] + self._unheard[k]
+            self._sent[k] = []
+            self._input_trees[k] = self._trees[k] = None
 
     def _share(self, module: torch.nn.Module, is_first: bool) -> _shared.SharedModel:
         with torch.inference_mode(False), torch.no_grad():
@@ -282,7 +291,7 @@ class ProcessEngine:
             if told:
                 words += _travel.dumps(told, {})
             self._channels[k].post(_protocol.FORWARD, words, leaves)
-            self._unheard[k] = []
+            self._sent[k], self._unheard[k] = self._unheard[k], []
 
     def _take_forward(self, n: int, copies: bool, n_mask: int) -> list[Answer]:
         """Return each replica's output.
@@ -309,6 +318,7 @@ class ProcessEngine:
                 self._trees[k] = tree
             assert tree is not None
             answers.append((tree, leaves, flags))
+            self._sent[k] = []
         return answers
 
     def _launch_begins(
@@ -399,7 +409,7 @@ class ProcessEngine:
         for channel in self._channels:
             if channel.is_busy:  # whoever posted that has failed before the answer
                 channel.wait(copy=False)
-                self._trees = [None] * self._n_remote
+                self._doubt(range(self._n_remote))
 
     def add_tail(self) -> None:
         """Add what the replicas have left to the parameters' gradients."""
@@ -437,7 +447,7 @@ class ProcessEngine:
                 errors.append(_remote.error_of(words, k, CPU))
             answers.append((words, parts, flags))
         if errors:
-            self._trees = [None] * self._n_remote  # what was told is lost
+            self._doubt(range(n))
             raise errors[0]
         return answers
 

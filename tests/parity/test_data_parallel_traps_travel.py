@@ -198,6 +198,38 @@ def test_a_class_that_no_other_process_can_import_stays(tmp_path, monkeypatch):
         del sys.modules["module_of_a_hub"]
 
 
+class Scaled(nn.Module):
+    """Takes an object as an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x, option=None):
+        return self.linear(x) * (option.scale if option else 1)
+
+
+def test_an_argument_that_no_worker_can_load_is_an_error_each_time(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "module_of_options.py").write_text("class Option:\n    scale = 3\n")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        options = __import__("module_of_options")
+    x = integers(4, 3)
+    module = integer_weights(Scaled())
+    try:
+        with paceline.DataParallel(module, ["cpu"] * 2, engine="process") as ours:
+            assert torch.equal(ours(x), module(x))
+            for _ in range(2):  # the form of the first call is not taken for this one's
+                with pytest.raises(ModuleNotFoundError, match="module_of_options"):
+                    ours(x, options.Option())
+            module.eval()
+            assert torch.equal(ours(x), module(x))
+    finally:
+        del sys.modules["module_of_options"]
+
+
 class Wrapped(nn.Module):
     """Holds another module."""
 
