@@ -206,7 +206,7 @@ static int add_one(const slots_object *self, const slot *one, const int *rows,
     return status;
 }
 
-/* Whether `wanted`, bytes or None for all, has parameter i; -1 where it is neither. */
+/* Checks which parameters are meant: a byte each, or None for all. */
 static int check_wanted(const slots_object *self, PyObject *wanted)
 {
     if (wanted == Py_None ||

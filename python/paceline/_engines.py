@@ -26,8 +26,8 @@ class Engine(Protocol):
     n_replicas : int
         How many it is made for; 0: any number.
     lock : context manager
-        Held until the outputs are gathered: they may lie in memory that the next
-        forward overwrites.
+        Held by who calls :meth:`run` or :meth:`run_lists`, until the outputs are
+        gathered: they may lie in memory that the next forward overwrites.
     """
 
     name: str

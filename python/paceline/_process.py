@@ -180,8 +180,7 @@ class ProcessEngine:
         remote = range(1, len(scattered.sizes))
         args, kwargs = scattered.chunk(0)
         parts = [(scattered.tree, scattered.leaves(k)) for k in remote]
-        with self.lock:
-            return self._run(owner, args, kwargs, parts)
+        return self._run(owner, args, kwargs, parts)
 
     def run_lists(
         self, owner: DataParallel, inputs: Sequence[Any], kwargs: Sequence[Any]
@@ -192,8 +191,7 @@ class ProcessEngine:
             for args, named in zip(inputs, kwargs, strict=True)
         ]
         parts = [_native.flatten(one) for one in given[1:]]
-        with self.lock:
-            return self._run(owner, *given[0], parts)
+        return self._run(owner, *given[0], parts)
 
     def _run(
         self, owner: DataParallel, args: Any, kwargs: Any, parts: list[Part]

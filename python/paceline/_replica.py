@@ -54,11 +54,11 @@ class Replica:
         arenas = [_map(fd, n_bytes) for fd, n_bytes in model.arenas]
         own = arenas[model.own_arena]
         parameters = [
-            _travel.rebuild(what, arenas[at].view(place.offset, place.like()))
+            _travel.rebuild(what, place.view_in(arenas[at]))
             for at, place, what in model.parameters
         ]
         # Replicas write their buffers: the caller's values are restored by copying.
-        places = [own.view(place.offset, place.like()) for place in model.buffers]
+        places = [place.view_in(own) for place in model.buffers]
         buffers = [place.clone() for place in places]
         tensors: dict[Any, Any] = {}
         tensors.update((("parameter", i), p) for i, p in enumerate(parameters))
@@ -70,7 +70,7 @@ class Replica:
         self._known = tensors
         self._buffers = _native.Placed(owners, places)
         self._grown = [parameters[i] for i, _ in model.gradients]
-        slots = [own.view(place.offset, place.like()) for _, place in model.gradients]
+        slots = [place.view_in(own) for _, place in model.gradients]
         self._slots = _native.Slots([*self._grown], [slots])
         taps = self._slots.taps(LEAST_TAPPED_BYTES)
         for parameter, tap in zip(self._grown, taps, strict=True):

@@ -163,18 +163,15 @@ class SharedModel:
         self.places: list[Home] = [place or (arena, next(own)) for place in found]
         self._views = []
         for parameter, (home, place) in zip(parameters, self.places, strict=True):
-            view = home.view(place.offset, place.like())
+            view = place.view_in(home)
             self._views.append(view)
             if view.data_ptr() != parameter.data_ptr():
                 view.copy_(parameter.data)
                 parameter.data = view
         self.arena = arena
-        self._buffer_views = [
-            arena.view(place.offset, place.like()) for place in self._buffer_places
-        ]
+        self._buffer_views = [place.view_in(arena) for place in self._buffer_places]
         self._rows = [
-            [arena.view(place.offset, place.like()) for place in row]
-            for row in self._row_places
+            [place.view_in(arena) for place in row] for row in self._row_places
         ]
 
     def place_of(self, parameter: nn.Parameter) -> Home | None:

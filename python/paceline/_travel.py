@@ -17,6 +17,8 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from paceline import _native
+
 ALIGNMENT = 64
 
 
@@ -46,6 +48,10 @@ class Place:
     def like(self) -> torch.Tensor:
         """Return a tensor of this layout, whose memory is never touched."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+
+    def view_in(self, arena: _native.Arena) -> torch.Tensor:
+        """Return the tensor that lies here."""
+        return arena.view(self.offset, self.like())
 
 
 def lay_out(tensors: Sequence[torch.Tensor], begin: int) -> tuple[list[Place], int]:
