@@ -191,3 +191,15 @@ class Twin:
     def assert_same(self, *, exact=True):
         assert_same_grads(self.ours, self.plain, exact=exact)
         assert_same_state(self.ours, self.plain, exact=exact)
+
+
+def step(model, x):
+    return loss_of(model(x))
+
+
+def modules_of(twin):
+    return twin.plain, twin.inner
+
+
+def linear(rows=3, columns=3):
+    return integer_weights(nn.Linear(columns, rows))

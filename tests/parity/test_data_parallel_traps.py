@@ -6,22 +6,18 @@ import numpy as np
 import pytest
 import torch
 from paceline._shared import SharedModel
-from replicas import Twin, assert_same_grads, integer_weights, integers, loss_of, net
+from replicas import (
+    Twin,
+    assert_same_grads,
+    integers,
+    linear,
+    loss_of,
+    modules_of,
+    net,
+    step,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
-def step(model, x):
-    return loss_of(model(x))
-
-
-def modules_of(twin):
-    return twin.plain, twin.inner
-
-
-def linear(rows=3, columns=3):
-    return integer_weights(nn.Linear(columns, rows))
-
 
 # ---- replicas that have no part in a call -------------------------------------------
 

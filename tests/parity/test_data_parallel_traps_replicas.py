@@ -8,24 +8,21 @@ import time
 import paceline
 import pytest
 import torch
-from replicas import Twin, assert_close, integer_weights, integers, loss_of, net
+from replicas import (
+    Twin,
+    assert_close,
+    integer_weights,
+    integers,
+    linear,
+    modules_of,
+    net,
+    step,
+)
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 BAD = 99.0
-
-
-def step(model, x):
-    return loss_of(model(x))
-
-
-def modules_of(twin):
-    return twin.plain, twin.inner
-
-
-def linear(rows=3, columns=3):
-    return integer_weights(nn.Linear(columns, rows))
 
 
 # ---- graphs and hooks ---------------------------------------------------------------

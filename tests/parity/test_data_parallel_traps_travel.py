@@ -7,19 +7,11 @@ import paceline
 import pytest
 import torch
 from paceline._travel import CannotTravelError
-from replicas import assert_close, integer_weights, integers, loss_of, net
+from replicas import assert_close, integer_weights, integers, linear, loss_of, net, step
 from torch import nn
 
 TWO = ["cpu"] * 2
 pytestmark = pytest.mark.usefixtures("idle_workers")
-
-
-def step(model, x):
-    return loss_of(model(x))
-
-
-def linear(rows=3, columns=3):
-    return integer_weights(nn.Linear(columns, rows))
 
 
 def assert_stays(make, use, words):
