@@ -113,3 +113,19 @@ size_t pl_comm_arena_bytes(const pl_comm *comm)
 {
     return comm->arena_bytes;
 }
+
+pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                           void **out)
+{
+    if (comm->ops->map_own == NULL)
+        return pli_fail(PL_EUNSUPPORTED, "a world of kind '%s' maps no arena twice",
+                        comm->ops->name);
+    return comm->ops->map_own(comm, offset_bytes, n_bytes, out);
+}
+
+void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                          void *memory)
+{
+    if (comm->ops->unshare_own != NULL)
+        comm->ops->unshare_own(comm, offset_bytes, n_bytes, memory);
+}

@@ -41,15 +41,25 @@ typedef struct pl_comm_ops {
                        pl_ticket *out);
     void (*work)(pl_comm *comm); /* progress, but failures are left to be met later */
     pl_status (*progress)(pl_comm *comm);
+    pl_status (*look)(pl_comm *comm); /* progress; a rank that is gone is a failure */
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
     void (*abort)(pl_comm *comm, const char *words);
     void (*note)(pl_comm *comm, pl_activity activity, uint64_t step);
-    void (*last_words)(pl_comm *comm, const char *words);
+    void (*last_words)(pl_comm *comm, const char *words); /* NULL: nobody is told */
     void *(*arena)(pl_comm *comm);
+    /* Maps a range of this rank's own arena once more, and, in a forked child, makes
+     * such a mapping private; NULL: this kind cannot. */
+    pl_status (*map_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                         void **out);
+    void (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                        void *memory);
     void (*leave)(pl_comm *comm);
     void (*destroy)(pl_comm *comm);
 } pl_comm_ops;
+
+/* On shared memory: a chunk that stays in cache between two ranks. */
+enum { PLI_SHARED_CHUNK_BYTES = 1 << 20 };
 
 /* Every kind's struct begins with this. */
 struct pl_comm {
@@ -57,6 +67,8 @@ struct pl_comm {
     int rank;
     int world_size;
     size_t arena_bytes;
+    size_t chunk_bytes; /* a long range is best issued in operations of this size */
+    int is_relayed;
 };
 
 /* Says what this rank is doing, in which step: two plain stores. */
@@ -69,7 +81,22 @@ static inline void pli_comm_note(pl_comm *comm, pl_activity activity, uint64_t s
  * NULL forgets them. */
 static inline void pli_comm_last_words(pl_comm *comm, const char *words)
 {
-    comm->ops->last_words(comm, words);
+    if (comm->ops->last_words != NULL)
+        comm->ops->last_words(comm, words);
+}
+
+/* Whether somebody else carries the operations (relay.h): then no rank is told of
+ * another that fails or is gone. */
+static inline int pli_comm_is_relayed(const pl_comm *comm)
+{
+    return comm->is_relayed;
+}
+
+/* For whoever waits for the peers by other means than pl_comm_wait(): does this rank's
+ * work, and fails where a rank has failed or is gone, for whatever reason. */
+static inline pl_status pli_comm_look(pl_comm *comm)
+{
+    return comm->ops->look(comm);
 }
 
 /* The start of this rank's own arena. */
@@ -77,6 +104,12 @@ static inline void *pli_comm_arena(pl_comm *comm)
 {
     return comm->ops->arena(comm);
 }
+
+/* PL_EUNSUPPORTED where this kind of world has no such memory. */
+pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                           void **out) PL_MUST_USE;
+void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                          void *memory);
 
 const char *pli_op_kind_text(pl_op_kind kind);
 

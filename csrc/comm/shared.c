@@ -235,6 +235,17 @@ static void look_at_peers(pli_shared_comm *self, pli_counter counter, uint64_t l
     }
 }
 
+static pl_status shared_look(pl_comm *comm)
+{
+    pli_shared_comm *self = shared_of(comm);
+    shared_work(comm);
+    for (int r = 0; r < comm->world_size; r++)
+        if (r != comm->rank && has_left(self, r))
+            set_failure(self, r, PLI_LEFT);
+    (void)blame_dead(self, done_counter, UINT64_MAX);
+    return fail_as(self, ", waiting");
+}
+
 static void nap(pli_shared_comm *self, pli_counter counter, uint64_t least)
 {
     pli_header *header = pli_header_of(self->segment);
@@ -429,12 +440,15 @@ static const pl_comm_ops shared_ops = {
     .issue = shared_issue,
     .work = shared_work,
     .progress = shared_progress,
+    .look = shared_look,
     .wait = shared_wait,
     .recover = shared_recover,
     .abort = shared_abort,
     .note = shared_note,
     .last_words = shared_last_words,
     .arena = shared_arena,
+    .map_own = pli_shm_map_own,
+    .unshare_own = pli_shm_unshare_own,
     .leave = shared_leave,
     .destroy = shared_destroy,
 };
@@ -457,7 +471,8 @@ pl_status pli_shared_create(const pli_shared_options *options, pli_shared_comm *
     self->super = (pl_comm){.ops = &shared_ops,
                             .rank = options->rank,
                             .world_size = segment->world_size,
-                            .arena_bytes = segment->arena_bytes};
+                            .arena_bytes = segment->arena_bytes,
+                            .chunk_bytes = PLI_SHARED_CHUNK_BYTES};
     pli_watch_init(&self->watch, segment->world_size);
     self->deadline_ns = options->deadline_ns;
     self->owner_pid = getpid();

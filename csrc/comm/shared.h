@@ -68,6 +68,12 @@ void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
 /* Does one rank's part of an operation that all ranks have posted (parts.c). */
 void pli_part_run(const pli_shared_comm *self, const pl_op *op);
 
+/* Of pl_comm_ops (shm.c). */
+pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                          void **out) PL_MUST_USE;
+void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                         void *memory);
+
 void pli_shared_segment_release(pli_shared_segment *shared);
 
 #endif

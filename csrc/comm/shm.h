@@ -38,14 +38,4 @@ void pli_listener_destroy(pli_listener *listener);
 pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *listener,
                          const char *address, pl_comm **out) PL_MUST_USE;
 
-/* Maps `bytes` of this rank's own arena a second time: *out is for munmap().  Only
- * for a world that pli_shm_create() made. */
-pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
-                          void **out) PL_MUST_USE;
-
-/* In a forked child: makes such a mapping copy-on-write, so that what the child writes
- * there stays the child's. */
-void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
-                         void *memory);
-
 #endif

@@ -28,7 +28,7 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     window->n_bytes = n_bytes;
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
-    PL_TRY(pli_shm_map_own(comm, offset_bytes, n_bytes, &base));
+    PL_TRY(pli_comm_map_own(comm, offset_bytes, n_bytes, &base));
     window->base = base;
     *out = window;
     window = NULL;

@@ -12,7 +12,7 @@
 
 #include <stdatomic.h>
 
-#include "shm.h"
+#include "comm.h"
 
 typedef struct pli_window {
     char *base;

@@ -1,4 +1,4 @@
-/* plan.c - cuts an order of parameters into buckets, from its end. */
+/* plan.c - cuts an order of parameters into buckets. */
 #include "plan.h"
 
 #include <stdlib.h>
@@ -54,28 +54,46 @@ static int by_last_position(const void *left, const void *right)
     return (l > r) - (l < r);
 }
 
-/* Cuts the order into drafts, from the end, one open draft a dtype; draft_of[i] is
- * parameter i's.  Returns the number of drafts. */
+/* The draft of each dtype that still takes members. */
+typedef struct open_drafts {
+    size_t of[PL_N_DTYPES];    /* SIZE_MAX: none yet */
+    size_t n_cut[PL_N_DTYPES]; /* drafts begun so far */
+} open_drafts;
+
+static size_t cap_of(const pl_plan_caps *caps, const open_drafts *open, pl_dtype dtype)
+{
+    if (caps->n_each == 0)
+        return open->of[dtype] == 0 ? caps->last_bytes : caps->bucket_bytes;
+    const size_t k = open->n_cut[dtype] > 0 ? open->n_cut[dtype] - 1 : 0;
+    return caps->each[k < caps->n_each ? k : caps->n_each - 1];
+}
+
+/* Cuts the order into drafts, from the end (with a cap for each: from the beginning),
+ * one open draft a dtype; draft_of[i] is parameter i's.  Returns how many there are. */
 static size_t cut(const pl_param *params, size_t n_params, const uint32_t *order,
                   const pl_plan_caps *caps, draft *drafts, size_t *draft_of)
 {
-    size_t open[PL_N_DTYPES];
+    open_drafts open = {.n_cut = {0}};
     size_t n_drafts = 0;
     for (size_t d = 0; d < PL_N_DTYPES; d++)
-        open[d] = SIZE_MAX;
-    for (size_t position = n_params; position-- > 0;) {
+        open.of[d] = SIZE_MAX;
+    for (size_t k = 0; k < n_params; k++) {
+        const size_t position = caps->n_each > 0 ? k : n_params - 1 - k;
         const uint32_t i = order[position];
         const pl_dtype dtype = params[i].dtype;
         const size_t n_bytes = slot_bytes(&params[i]);
-        const size_t cap = open[dtype] == 0 ? caps->last_bytes : caps->bucket_bytes;
-        if (open[dtype] == SIZE_MAX || drafts[open[dtype]].n_bytes + n_bytes > cap) {
-            open[dtype] = n_drafts;
-            drafts[n_drafts++] = (draft){.dtype = dtype, .last_position = position};
+        if (open.of[dtype] == SIZE_MAX ||
+            drafts[open.of[dtype]].n_bytes + n_bytes > cap_of(caps, &open, dtype)) {
+            open.of[dtype] = n_drafts;
+            open.n_cut[dtype]++;
+            drafts[n_drafts++] = (draft){.dtype = dtype};
         }
-        draft *into = &drafts[open[dtype]];
+        draft *into = &drafts[open.of[dtype]];
         into->n_bytes += n_bytes;
         into->n_params++;
-        draft_of[i] = open[dtype];
+        if (into->n_params == 1 || position > into->last_position)
+            into->last_position = position;
+        draft_of[i] = open.of[dtype];
     }
     return n_drafts;
 }

@@ -23,6 +23,11 @@ typedef struct pl_param {
 typedef struct pl_plan_caps {
     size_t bucket_bytes; /* of a bucket; at least one parameter is taken */
     size_t last_bytes;   /* of the bucket expected last */
+    /* Where there are any, these count instead, and buckets are cut from the order's
+     * beginning: the k-th of a dtype has up to each[k] bytes, all further ones as the
+     * last of these. */
+    const size_t *each; /* borrowed during calls only */
+    size_t n_each;
 } pl_plan_caps;
 
 typedef struct pl_bucket_plan {

@@ -8,8 +8,7 @@
 #include "reducer_state.h"
 
 enum {
-    OPS_BESIDE_BUCKETS = 8, /* flags, order, extra, and some to spare */
-    CHUNK_BYTES = 1 << 20   /* of one operation: it stays in cache between two ranks */
+    OPS_BESIDE_BUCKETS = 8 /* flags, order, extra, and some to spare */
 };
 
 /* ---- the arena -------------------------------------------------------------- */
@@ -62,10 +61,33 @@ size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
     size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* at least one a parameter */
     if (spec->staging_bytes > 0)
         n_ops += PLI_EXCHANGE_SEGMENTS;
-    return n_ops + pl_plan_bytes(spec->params, spec->n_params) / CHUNK_BYTES;
+    return n_ops + pl_plan_bytes(spec->params, spec->n_params) / PLI_SHARED_CHUNK_BYTES;
 }
 
 /* ---- life ------------------------------------------------------------------- */
+
+/* *out: for take_caps(), or pli_free(). */
+static pl_status copy_each_cap(const pl_plan_caps *caps, size_t **out)
+{
+    pl_status st = PL_OK;
+    size_t *each = NULL;
+    if (caps->n_each > 0) {
+        PL_TRY(pli_calloc(caps->n_each, sizeof *each, "caps of buckets", &each));
+        memcpy(each, caps->each, caps->n_each * sizeof *each);
+    }
+    *out = each;
+done:
+    return st;
+}
+
+/* The caps are `self->spec.caps` from now on; `each` is a copy of theirs. */
+static void take_caps(pl_reducer *self, const pl_plan_caps *caps, size_t *each)
+{
+    pli_free(self->each_cap);
+    self->each_cap = each;
+    self->spec.caps = *caps;
+    self->spec.caps.each = each;
+}
 
 static pl_status allocate(const pl_reducer_spec *spec, pl_reducer *self)
 {
@@ -86,6 +108,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
 {
     pl_status st = PL_OK;
     pl_reducer *self = NULL;
+    size_t *each = NULL;
     if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
         PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
                 pl_comm_arena_bytes(comm), spec->n_params,
@@ -96,10 +119,13 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
                     pl_dtype_text(spec->params[i].dtype));
     PL_TRY(pli_calloc(1, sizeof *self, "reducer", &self));
     PL_TRY(allocate(spec, self));
+    PL_TRY(copy_each_cap(&spec->caps, &each));
     self->comm = comm;
     self->backend = backend;
     self->spec = *spec;
     self->spec.params = self->params;
+    take_caps(self, &spec->caps, each);
+    each = NULL;
     self->arena = pli_comm_arena(comm);
     self->late_at = late_at(spec);
     self->roll_at = roll_at(spec);
@@ -129,6 +155,7 @@ void pl_reducer_destroy(pl_reducer *self)
     drop_backups(self);
     pl_plan_destroy(self->plan);
     pli_free(self->params);
+    pli_free(self->each_cap);
     pli_free(self->slots);
     pli_free(self->buckets);
     pli_free(self->backups);
@@ -153,21 +180,52 @@ void reducer_arm_buckets(pl_reducer *self)
     }
 }
 
+/* What the root saw; in the arena since the first step. */
+static const uint32_t *learned_order(const pl_reducer *self)
+{
+    return (const uint32_t *)(const void *)(self->arena + self->order_at);
+}
+
+static pl_status lay_out(pl_reducer *self, const uint32_t *order,
+                         const pl_plan_caps *caps)
+{
+    pl_status st = PL_OK;
+    pl_plan *plan = NULL;
+    PL_TRY(pl_plan_create(self->params, self->spec.n_params, order, caps, &plan));
+    pl_plan_destroy(self->plan);
+    self->plan = plan;
+    self->generation++;
+done:
+    return st;
+}
+
 /* Lays the buckets out in the order that the root saw; every rank does so in the same
  * step, the second. */
 static pl_status take_up_order(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    pl_plan *plan = NULL;
-    const uint32_t *order =
-        (const uint32_t *)(const void *)(self->arena + self->order_at);
-    PL_TRY(pl_plan_create(self->params, self->spec.n_params, order, &self->spec.caps,
-                          &plan));
-    pl_plan_destroy(self->plan);
-    self->plan = plan;
-    self->generation++;
+    PL_TRY(lay_out(self, learned_order(self), &self->spec.caps));
     self->learning = LEARNING_DONE;
 done:
+    return st;
+}
+
+pl_status pl_reducer_set_carrier(pl_reducer *self, const pl_carrier *carrier,
+                                 const pl_plan_caps *caps)
+{
+    pl_status st = PL_OK;
+    size_t *each = NULL;
+    const uint32_t *order =
+        self->learning == LEARNING_DONE ? learned_order(self) : NULL;
+    if (self->phase != REDUCER_IDLE)
+        PL_FAIL(PL_ESTATE, "a carrier comes while a step is under way, or has failed");
+    PL_TRY(copy_each_cap(caps, &each));
+    PL_TRY(lay_out(self, order, caps));
+    take_caps(self, caps, each);
+    each = NULL;
+    self->carrier = *carrier;
+done:
+    pli_free(each);
     return st;
 }
 
@@ -201,7 +259,7 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
     const pl_bucket_plan *bucket = &self->plan->buckets[b];
     const size_t elem_bytes = pl_dtype_bytes(bucket->dtype);
     const size_t n_left = bucket->n_elems - self->buckets[b].n_issued;
-    const size_t n_most = CHUNK_BYTES / elem_bytes;
+    const size_t n_most = self->comm->chunk_bytes / elem_bytes;
     const pl_op op = {
         .kind = PL_ALL_REDUCE,
         .reduction = PL_MEAN,
@@ -222,8 +280,11 @@ pl_status reducer_post_ready(pl_reducer *self)
     while (self->n_posted < self->plan->n_buckets &&
            self->buckets[self->n_posted].phase == PL_BUCKET_READY) {
         const size_t b = self->n_posted;
-        while (self->buckets[b].n_issued < self->plan->buckets[b].n_elems)
-            PL_TRY(issue_chunk(self, b));
+        if (self->carrier.post != NULL)
+            PL_TRY(self->carrier.post(self->carrier.context, b));
+        else
+            while (self->buckets[b].n_issued < self->plan->buckets[b].n_elems)
+                PL_TRY(issue_chunk(self, b));
         PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_POSTED, b));
         self->n_posted++;
     }
@@ -258,8 +319,9 @@ static int can_stream(const pl_reducer *self, size_t param, const void *data,
 {
     const size_t b = self->plan->slots[param].bucket;
     const slot_state *slot = &self->slots[param];
-    return delivery == PL_REPLACE && data != NULL && self->n_posted == b &&
-           self->plan->buckets[b].n_params == 1 && self->buckets[b].n_pending == 1 &&
+    return self->carrier.post == NULL && delivery == PL_REPLACE && data != NULL &&
+           self->n_posted == b && self->plan->buckets[b].n_params == 1 &&
+           self->buckets[b].n_pending == 1 &&
            self->buckets[b].phase == PL_BUCKET_FILLING &&
            slot->n_fires + 1 == slot->n_expected;
 }
@@ -272,7 +334,7 @@ static pl_status stream_in(pl_reducer *self, size_t param, const void *data,
     const pl_param *tensor = &self->params[param];
     const size_t b = self->plan->slots[param].bucket;
     const size_t elem_bytes = pl_dtype_bytes(tensor->dtype);
-    const size_t n_most = CHUNK_BYTES / elem_bytes;
+    const size_t n_most = self->comm->chunk_bytes / elem_bytes;
     for (size_t first = 0; first < tensor->n_elems; first += n_most) {
         const size_t n_left = tensor->n_elems - first;
         const pl_move move = {
@@ -378,6 +440,11 @@ unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
 {
     const unsigned used = used_of(self)[param];
     return used == USED_DENSE ? 0 : used;
+}
+
+size_t pl_reducer_elems(const pl_reducer *self, size_t param)
+{
+    return self->params[param].n_elems;
 }
 
 size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)

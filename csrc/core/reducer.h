@@ -64,10 +64,25 @@ typedef struct pl_reducer_spec {
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec);
 
+/* Who averages the buckets in place of the world: a communication hook of the user's.
+ * All else (flags, order, extra) is the world's all the same. */
+typedef struct pl_carrier {
+    void *context;
+    /* Called with each bucket as it is posted, in order, by whoever delivers or closes:
+     * its slots are the carrier's until `wait` has returned.  Never waits. */
+    pl_status (*post)(void *context, size_t bucket);
+} pl_carrier;
+
 /* comm and backend are borrowed until the reducer is destroyed. */
 pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
                             pl_backend *backend, pl_reducer **out) PL_MUST_USE;
 void pl_reducer_destroy(pl_reducer *reducer);
+
+/* Between steps, on every rank: hands the buckets, cut anew under `caps`, to a carrier.
+ * After `wait` its owner writes the means to the slots; late gradients cannot be
+ * amended.  PL_ESTATE where a step is under way or has failed. */
+pl_status pl_reducer_set_carrier(pl_reducer *reducer, const pl_carrier *carrier,
+                                 const pl_plan_caps *caps) PL_MUST_USE;
 
 /* Starts a step.  PL_ESTATE where one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
@@ -180,6 +195,9 @@ int pl_reducer_is_used(const pl_reducer *reducer, size_t param);
 /* After `wait`: 0 where some rank's gradient was dense or none was used; else in how
  * many dimensions they were sparse, the same on every rank. */
 unsigned pl_reducer_sparse_dims(const pl_reducer *reducer, size_t param);
+
+/* Elements of the parameter. */
+size_t pl_reducer_elems(const pl_reducer *reducer, size_t param);
 
 /* Byte of the arena at which the parameter's slot begins; a new plan moves it. */
 size_t pl_reducer_slot_offset(const pl_reducer *reducer, size_t param);

@@ -41,8 +41,10 @@ typedef struct bucket_state {
 struct pl_reducer {
     pl_comm *comm;
     pl_backend *backend;
-    pl_reducer_spec spec; /* params: own copy */
+    pl_reducer_spec spec; /* params, caps.each: own copies */
     pl_param *params;
+    size_t *each_cap;
+    pl_carrier carrier; /* post: NULL where there is none */
     pl_plan *plan;
     slot_state *slots;
     bucket_state *buckets; /* room for n_params of them */

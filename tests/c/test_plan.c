@@ -251,6 +251,90 @@ static void a_plan_of_nothing_is_refused_and_nothing_is_destroyed(void)
     pl_plan_destroy(NULL);
 }
 
+/* ---- a cap for each bucket ----------------------------------------------------------
+ */
+
+/* The k-th bucket of a dtype keeps to the k-th cap, or to the last one, and ends only
+ * where the next parameter would not fit. */
+static void check_each_cap(const pl_plan *plan, const pl_param *params,
+                           const pl_plan_caps *caps)
+{
+    size_t n_before[PL_N_DTYPES] = {0};
+    for (size_t b = 0; b < plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &plan->buckets[b];
+        const size_t k = n_before[bucket->dtype]++;
+        const size_t cap = caps->each[k < caps->n_each ? k : caps->n_each - 1];
+        const size_t n_bytes = bucket->n_elems * pl_dtype_bytes(bucket->dtype);
+        CHECK(bucket->n_params == 1 || n_bytes <= cap);
+        for (size_t a = b + 1; a < plan->n_buckets; a++) {
+            if (plan->buckets[a].dtype != bucket->dtype)
+                continue;
+            CHECK(n_bytes + padded_bytes(&params[plan->buckets[a].params[0]]) > cap);
+            break;
+        }
+    }
+}
+
+static void check_plan_of_each(const pl_param *params, size_t n, const uint32_t *order,
+                               const pl_plan_caps *caps, size_t *n_buckets)
+{
+    static uint32_t reversed[MAX_PARAMS];
+    pl_plan *plan = NULL;
+    if (!CHECK_OK(pl_plan_create(params, n, order, caps, &plan)))
+        return;
+    for (size_t i = 0; i < n; i++)
+        reversed[i] = (uint32_t)(n - 1 - i);
+    check_layout(plan, params);
+    check_order_kept(plan, params, order != NULL ? order : reversed);
+    check_each_cap(plan, params, caps);
+    *n_buckets = plan->n_buckets;
+    pl_plan_destroy(plan);
+}
+
+static void buckets_with_a_cap_each_are_cut_from_the_beginning(void)
+{
+    static const size_t each[] = {64, 192, 128};
+    static const size_t expected[] = {1, 3, 2, 2, 2, 1}; /* the last cap goes on */
+    const pl_plan_caps caps = {
+        .bucket_bytes = 64, .last_bytes = 64, .each = each, .n_each = 3};
+    pl_param params[11];
+    pl_plan *plan = NULL;
+    for (size_t i = 0; i < 11; i++)
+        params[i] = (pl_param){.n_elems = 16, .dtype = PL_F32}; /* a line each */
+    if (!CHECK_OK(pl_plan_create(params, 11, NULL, &caps, &plan)))
+        return;
+    CHECK(plan->n_buckets == 6);
+    for (size_t b = 0; b < plan->n_buckets && b < 6; b++)
+        CHECK(plan->buckets[b].n_params == expected[b]);
+    CHECK(plan->buckets[0].params[0] == 10);
+    pl_plan_destroy(plan);
+}
+
+static void every_dtype_begins_with_the_first_cap(void)
+{
+    static const size_t each[] = {64, 1 << 20};
+    const pl_plan_caps caps = {.each = each, .n_each = 2};
+    const pl_param params[] = {{8, PL_F64},  {16, PL_F32}, {8, PL_F64},
+                               {16, PL_F32}, {8, PL_F64},  {16, PL_F32}};
+    size_t n_buckets = 0;
+    check_plan_of_each(params, 6, NULL, &caps, &n_buckets);
+    CHECK(n_buckets == 4); /* one and two, of either */
+}
+
+static void a_parameter_larger_than_its_cap_takes_that_cap_alone(void)
+{
+    static const size_t each[] = {64, 128};
+    const pl_plan_caps caps = {.each = each, .n_each = 2};
+    const pl_param params[] = {{16, PL_F32}, {16, PL_F32}, {1000, PL_F32}};
+    pl_plan *plan = NULL;
+    if (!CHECK_OK(pl_plan_create(params, 3, NULL, &caps, &plan)))
+        return;
+    CHECK(plan->n_buckets == 2); /* 2 | 1 0 */
+    CHECK(plan->buckets[0].n_params == 1 && plan->buckets[0].params[0] == 2);
+    CHECK(plan->buckets[1].n_params == 2);
+    pl_plan_destroy(plan);
+}
+
 /* ---- at random --------------------------------------------------------------------
  */
 
@@ -282,6 +366,28 @@ static void every_plan_drawn_at_random_keeps_its_promises(void)
         check_plan(params, n, order, &caps, &n_buckets);
         if (atomic_load(&check_n_failures) > n_failures)
             CHECK_MORE("seed %d, %zu parameters", (int)seed, n);
+    }
+}
+
+static void every_plan_with_caps_drawn_at_random_keeps_its_promises(void)
+{
+    static pl_param params[MAX_PARAMS];
+    static uint32_t order[MAX_PARAMS];
+    size_t each[8];
+    for (uint64_t seed = 1; seed <= 500; seed++) {
+        draw random = draw_of(1000 + seed);
+        const size_t n = 1 + draw_below(&random, seed % 50 == 0 ? MAX_PARAMS : 60);
+        const pl_plan_caps caps = {.each = each, .n_each = 1 + draw_below(&random, 8)};
+        size_t n_buckets = 0;
+        for (size_t k = 0; k < caps.n_each; k++)
+            each[k] = 1 + draw_below(&random, (size_t)1 << draw_below(&random, 18));
+        draw_params(&random, params, n);
+        draw_order(&random, order, n);
+        const int n_failures = atomic_load(&check_n_failures);
+        check_plan_of_each(params, n, NULL, &caps, &n_buckets);
+        check_plan_of_each(params, n, order, &caps, &n_buckets);
+        if (atomic_load(&check_n_failures) > n_failures)
+            CHECK_MORE("seed %d, %zu parameters, %zu caps", (int)seed, n, caps.n_each);
     }
 }
 
@@ -318,6 +424,10 @@ int main(void)
     RUN(parameters_without_elements_take_no_bytes);
     RUN(an_order_that_is_no_permutation_is_refused);
     RUN(a_plan_of_nothing_is_refused_and_nothing_is_destroyed);
+    RUN(buckets_with_a_cap_each_are_cut_from_the_beginning);
+    RUN(every_dtype_begins_with_the_first_cap);
+    RUN(a_parameter_larger_than_its_cap_takes_that_cap_alone);
+    RUN(every_plan_with_caps_drawn_at_random_keeps_its_promises);
     RUN(every_plan_drawn_at_random_keeps_its_promises);
     RUN(two_plans_of_the_same_input_are_the_same);
     return check_report();

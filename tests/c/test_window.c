@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "../../csrc/comm/shm.h"
 #include "../../csrc/comm/window.h"
 #include "../../csrc/core/alloc.h"
 #include "check.h"
