@@ -7,6 +7,7 @@
 
 #include <string.h>
 
+#include "../comm/comm.h"
 #include "tensor.h"
 #include "world.h"
 
@@ -68,13 +69,17 @@ static int send_loads(const module_state *state, pl_comm *comm, int root,
         const pl_op op = {
             .kind = PL_BROADCAST, .dtype = PL_U8, .root = root, .n_elems = n};
         load one = {.comm = comm};
-        if (way == TO_ARENA)
-            (void)move_load(reader, arena, n, way);
+        cursor own = *reader;
+        /* A group whose collectives do nothing leaves each rank what it has. */
+        if (way == TO_ARENA || pli_comm_is_relayed(comm))
+            (void)move_load(&own, arena, n, TO_ARENA);
         if (pli_check(state, pl_comm_issue(comm, &op, &one.ticket)) != 0 ||
             pli_wait_in_slices(state, wait_slice, &one) != 0)
             return -1;
         if (way == FROM_ARENA)
             (void)move_load(reader, arena, n, way);
+        else
+            *reader = own;
         n_done += n;
     }
     return 0;

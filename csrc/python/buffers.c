@@ -79,7 +79,9 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
 int pli_buffers_pack(reducer_object *self)
 {
     char *extra = pl_reducer_extra(self->reducer);
-    if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer))
+    /* A group whose collectives do nothing leaves each rank what it has. */
+    if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer) &&
+        !pli_comm_is_relayed(self->comm))
         return 0;
     for (size_t b = 0; b < self->n_buffers; b++) {
         const grad_buffer *buffer = &self->buffers[b];

@@ -123,6 +123,9 @@ typedef struct reducer_object {
     join_divisor join_divisor;
     join_end join_end;
     join_grads join_grads;
+    PyObject *on_finish;    /* called after each step, in the backward; NULL: nothing */
+    char is_strict;         /* a second gradient in one backward is an error: torch's */
+    PyObject *carrier;      /* a communication hook's: carrier.c; NULL: none */
     int n_pending_forwards; /* whose backward has not begun, as far as is known */
     int n_guards;           /* queued in the engine, not yet called */
     int owner_pid;          /* a forked child has no part in the world */
@@ -205,6 +208,31 @@ int pli_buffers_receive(reducer_object *self);
 
 /* Takes over what was put off. */
 int pli_buffers_apply(reducer_object *self);
+
+/* ---- carrier.c: buckets that a communication hook averages --------------------------
+ */
+
+/* After `wait`: waits for what the carrier was given, and puts it into the slots.  A
+ * no-op where there is no carrier. */
+int pli_carrier_finish(reducer_object *self);
+
+/* In place of the exchange of rows: the carrier averages declared sparse gradients. */
+int pli_carrier_finish_sparse(reducer_object *self);
+
+/* Once a carrier's results are there: waits until every rank has its own. */
+int pli_carrier_confirm(reducer_object *self);
+
+/* The step failed: tells the carrier, which may have work on its way. */
+void pli_carrier_abandon(reducer_object *self);
+
+/* -1 where a late gradient would have to be amended, which no carrier can do. */
+int pli_carrier_check_late(reducer_object *self);
+
+/* Methods of the Reducer. */
+PyObject *pli_carrier_set(PyObject *object, PyObject *args, PyObject *kwargs);
+PyObject *pli_carrier_look(PyObject *object, PyObject *ignored);
+PyObject *pli_carrier_read(PyObject *object, PyObject *args);
+PyObject *pli_carrier_write(PyObject *object, PyObject *args);
 
 /* ---- join.c: ranks that have run out of batches -----------------------------------
  */

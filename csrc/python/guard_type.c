@@ -35,8 +35,8 @@ typedef struct guard_object {
 /* ---- called --------------------------------------------------------------------- */
 
 /* The backward that ends is inside the evaluation of `node`.  Has the guard called once
- * more when that is over, by a hook of the node: from there it queues a guard in the
- * backward around, and so climbs to the outermost. */
+ * more when that is over: from there it queues a guard in the backward around, and so
+ * climbs to the outermost. */
 static int climb(reducer_object *reducer, PyObject *node)
 {
     guard_object *climber = (guard_object *)pli_guard_new(state_of((PyObject *)reducer),
@@ -44,12 +44,13 @@ static int climb(reducer_object *reducer, PyObject *node)
     if (climber == NULL)
         return -1;
     climber->phase = GUARD_CLIMBING;
-    PyObject *handle = PyObject_CallMethod(node, "register_hook", "O", climber);
-    if (handle == NULL)
+    PyObject *result = PyObject_CallFunctionObjArgs(
+        state_of((PyObject *)reducer)->after_node, node, (PyObject *)climber, NULL);
+    if (result == NULL)
         climber->phase = GUARD_CALLED;
-    Py_XDECREF(handle);
+    Py_XDECREF(result);
     Py_DECREF(climber);
-    return handle != NULL ? 0 : -1;
+    return result != NULL ? 0 : -1;
 }
 
 static int on_backward_end(const guard_object *self)

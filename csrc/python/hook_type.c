@@ -22,6 +22,22 @@ static int begin(reducer_object *self)
     return pli_step_begin(self);
 }
 
+/* What torch refuses, for those who ask to be refused it too. */
+static int check_is_first(const reducer_object *self, size_t i)
+{
+    if (!self->is_strict || pl_reducer_fires(self->reducer, i) == 0)
+        return 0;
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "Expected to mark a variable ready only once. Parameter at index %zu (of those "
+        "that require gradients) got a second gradient in one backward: it is used in "
+        "several reentrant checkpoints, or outside of forward. Checkpoint with "
+        "use_reentrant=False, or leave out strict: paceline averages such gradients "
+        "too.",
+        i);
+    return -1;
+}
+
 static int on_gradient(reducer_object *self, size_t i)
 {
     if (!pl_reducer_is_active(self->reducer)) {
@@ -37,6 +53,8 @@ static int on_gradient(reducer_object *self, size_t i)
     /* An inner backward's guard may have been called: the outer one needs its own. */
     if (self->n_guards == 0 && self->engine == ENGINE_CALLS_BACK &&
         pli_step_queue_guard(self, GUARD_OF_PARAMETER) != 0)
+        return -1;
+    if (check_is_first(self, i) != 0)
         return -1;
     return pli_grads_arrive(self, i) != 0 ? -1 : pli_step_finish_inline(self);
 }

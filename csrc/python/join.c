@@ -18,9 +18,11 @@ static int is_anyone_missing(const reducer_object *self)
 
 /* ---- parts of a step that step.c takes ------------------------------------------ */
 
+/* What a communication hook makes of the gradients is nobody else's to scale. */
 static int is_to_rescale(const reducer_object *self)
 {
-    return self->join_divisor == DIVIDE_BY_N_ACTIVE && is_anyone_missing(self);
+    return self->carrier == NULL && self->join_divisor == DIVIDE_BY_N_ACTIVE &&
+           is_anyone_missing(self);
 }
 
 int pli_join_rescale(reducer_object *self)

@@ -108,7 +108,7 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
         if (reducer->window == NULL)
             continue;
         pl_reducer_buckets(reducer->reducer, &offset, &n_bytes);
-        pli_shm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
+        pli_comm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
     }
     Py_RETURN_NONE;
 }

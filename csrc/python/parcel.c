@@ -112,13 +112,9 @@ static int take_dl(const module_state *state, pli_parcel *out)
     return 0;
 }
 
-static int take_pickle(pli_parcel *out)
+static int take_pickle(const module_state *state, pli_parcel *out)
 {
-    PyObject *pickle = PyImport_ImportModule("pickle");
-    PyObject *bytes = pickle != NULL
-                          ? PyObject_CallMethod(pickle, "dumps", "Oi", out->object, 5)
-                          : NULL;
-    Py_XDECREF(pickle);
+    PyObject *bytes = PyObject_CallOneArg(state->pickle, out->object);
     if (bytes == NULL || !PyBytes_Check(bytes)) {
         Py_XDECREF(bytes);
         return -1;
@@ -149,7 +145,7 @@ static int take_tensor(const module_state *state, pli_parcel *out)
         if (detached == NULL)
             return -1;
         Py_SETREF(out->object, detached);
-        return take_pickle(out);
+        return take_pickle(state, out);
     }
     if (failed != 0)
         return -1;
@@ -195,19 +191,19 @@ static int is_array(PyObject *object)
            PyObject_HasAttrString(object, "__array_interface__");
 }
 
-static int take_array(pli_parcel *out)
+static int take_array(const module_state *state, pli_parcel *out)
 {
     _Static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "sizes are 64 bits wide");
     Py_buffer *buffer = &out->buffer;
     if (strcmp(Py_TYPE(out->object)->tp_name, "numpy.ndarray") != 0)
-        return take_pickle(out);
+        return take_pickle(state, out);
     if (PyObject_GetBuffer(out->object, buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) != 0) {
         PyErr_Clear(); /* dates, say, which the protocol does not know */
         buffer->obj = NULL;
-        return take_pickle(out);
+        return take_pickle(state, out);
     }
     if (read_format(buffer->format, buffer->itemsize, &out->dtype) != 0)
-        return take_pickle(out);
+        return take_pickle(state, out);
     out->form = PLI_FORM_ARRAY;
     out->n_dims = buffer->ndim;
     out->sizes = (const int64_t *)buffer->shape;
@@ -273,7 +269,7 @@ int pli_parcel_take(const module_state *state, PyObject *object, pli_parcel *out
     out->object = Py_NewRef(object);
     if (object == Py_None)
         return 0;
-    if ((is_array(object) ? take_array(out) : take_tensor(state, out)) != 0)
+    if ((is_array(object) ? take_array(state, out) : take_tensor(state, out)) != 0)
         return -1;
     if (out->form != PLI_FORM_PICKLE)
         measure(out);

@@ -8,7 +8,7 @@
 /* ---- what is reduced ---------------------------------------------------------------
  */
 
-int pli_reducer_check_sizes(const pli_reducer_arguments *given)
+static int check_sizes(const pli_reducer_arguments *given)
 {
     if (given->bucket_bytes > 0 && given->last_bytes > 0 && given->view_bytes >= 0)
         return 0;
@@ -18,6 +18,51 @@ int pli_reducer_check_sizes(const pli_reducer_arguments *given)
         "negative",
         given->bucket_bytes, given->last_bytes, given->view_bytes);
     return -1;
+}
+
+static int read_each_cap(PyObject *sequence, size_t n, size_t *each)
+{
+    for (size_t k = 0; k < n; k++) {
+        const Py_ssize_t cap =
+            PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(sequence, (Py_ssize_t)k));
+        if (cap == -1 && PyErr_Occurred())
+            return -1;
+        if (cap <= 0) {
+            PyErr_Format(PyExc_ValueError, "caps[%zu] is %zd: give bytes", k, cap);
+            return -1;
+        }
+        each[k] = (size_t)cap;
+    }
+    return 0;
+}
+
+int pli_reducer_read_caps(const module_state *state, const pli_reducer_arguments *given,
+                          pl_plan_caps *out)
+{
+    int status = -1;
+    size_t *each = NULL;
+    if (check_sizes(given) != 0)
+        return -1;
+    PyObject *fast = given->caps != NULL
+                         ? PySequence_Fast(given->caps, "caps: give a "
+                                                        "sequence of integers")
+                         : PyTuple_New(0);
+    if (fast == NULL)
+        return -1;
+    const size_t n = (size_t)PySequence_Fast_GET_SIZE(fast);
+    if (pli_check(state, pli_calloc(n, sizeof *each, "caps of buckets", &each)) != 0 ||
+        read_each_cap(fast, n, each) != 0)
+        goto done;
+    *out = (pl_plan_caps){.bucket_bytes = (size_t)given->bucket_bytes,
+                          .last_bytes = (size_t)given->last_bytes,
+                          .each = each,
+                          .n_each = n};
+    each = NULL;
+    status = 0;
+done:
+    pli_free(each);
+    Py_DECREF(fast);
+    return status;
 }
 
 static int read_param(const module_state *state, PyObject *param, grad_slot *slot)
@@ -164,15 +209,20 @@ void pli_free_buffers(grad_buffer *buffers, size_t n_buffers)
     pli_free(buffers);
 }
 
-/* The core's view of the same; out->params is for pli_free(). */
+/* The core's view of the same; for free_spec(). */
 static int make_spec(const module_state *state, const pli_reducer_arguments *given,
                      const grad_slot *slots, size_t n_slots, size_t extra_bytes,
                      pl_reducer_spec *out)
 {
     pl_param *params = NULL;
-    if (pli_check(state, pli_calloc(n_slots, sizeof *params, "parameters", &params)) !=
-        0)
+    pl_plan_caps caps;
+    if (pli_reducer_read_caps(state, given, &caps) != 0)
         return -1;
+    if (pli_check(state, pli_calloc(n_slots, sizeof *params, "parameters", &params)) !=
+        0) {
+        pli_free((void *)caps.each);
+        return -1;
+    }
     size_t n_sparse = 0;
     for (size_t i = 0; i < n_slots; i++) {
         const size_t is_sparse = slots[i].policy == POLICY_SPARSE;
@@ -185,10 +235,15 @@ static int make_spec(const module_state *state, const pli_reducer_arguments *giv
         .n_params = n_slots,
         .extra_bytes = extra_bytes,
         .staging_bytes = n_sparse > 0 ? PLI_EXCHANGE_BYTES : 0,
-        .caps = {.bucket_bytes = (size_t)given->bucket_bytes,
-                 .last_bytes = (size_t)given->last_bytes},
+        .caps = caps,
     };
     return 0;
+}
+
+static void free_spec(pl_reducer_spec *spec)
+{
+    pli_free((void *)spec->params);
+    pli_free((void *)spec->caps.each);
 }
 
 PyObject *pli_measure(PyObject *module, PyObject *args)
@@ -202,7 +257,7 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     PyObject *result = NULL;
     if (!PyArg_ParseTuple(args, "OOnn|O:measure", &given.params, &given.buffers,
                           &given.bucket_bytes, &given.last_bytes, &given.sparse) ||
-        pli_reducer_check_sizes(&given) != 0)
+        check_sizes(&given) != 0)
         return NULL;
     if (read_params(state, given.params, &slots, &n_slots) == 0 &&
         read_sparse(given.sparse, slots, n_slots) == 0 &&
@@ -212,7 +267,7 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
                                (Py_ssize_t)pl_reducer_max_ops(&spec));
     pli_free_slots(slots, n_slots);
     pli_free_buffers(buffers, n_buffers);
-    pli_free((void *)spec.params);
+    free_spec(&spec);
     return result;
 }
 
@@ -275,6 +330,6 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
     pli_retention_init(&self->retention, self->slots, self->n_slots);
     status = 0;
 done:
-    pli_free((void *)spec.params);
+    free_spec(&spec);
     return status;
 }

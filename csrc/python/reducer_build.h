@@ -13,10 +13,13 @@ typedef struct pli_reducer_arguments {
     Py_ssize_t last_bytes;
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
     PyObject *sparse;      /* sequence of indices into params; NULL: none */
+    PyObject *caps;        /* sequence of a size for each bucket; NULL: none */
 } pli_reducer_arguments;
 
-/* -1 with ValueError where a size cannot be. */
-int pli_reducer_check_sizes(const pli_reducer_arguments *given);
+/* The caps of buckets, checked; out->each is for pli_free().  -1 with ValueError where
+ * a size cannot be. */
+int pli_reducer_read_caps(const module_state *state, const pli_reducer_arguments *given,
+                          pl_plan_caps *out);
 
 /* Fills a new reducer and registers its hooks; -1 leaves the rest to its dealloc. */
 int pli_reducer_build(const module_state *state, reducer_object *self,

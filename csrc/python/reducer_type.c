@@ -26,15 +26,15 @@ static void enter_list(reducer_object *self, module_state *state)
 
 static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"world",      "params",     "buffers", "bucket_bytes",
-                            "last_bytes", "view_bytes", "sparse",  NULL};
+    static char *names[] = {"world",        "params",     "buffers",
+                            "bucket_bytes", "last_bytes", "view_bytes",
+                            "sparse",       "caps",       NULL};
     module_state *state = state_of_type(type);
     pli_reducer_arguments given = {0};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!OOnnn|O:Reducer", names, state->world_type, &given.world,
+            args, kwargs, "O!OOnnn|OO:Reducer", names, state->world_type, &given.world,
             &given.params, &given.buffers, &given.bucket_bytes, &given.last_bytes,
-            &given.view_bytes, &given.sparse) ||
-        pli_reducer_check_sizes(&given) != 0)
+            &given.view_bytes, &given.sparse, &given.caps))
         return NULL;
     if (state->queue_callback == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "attach_torch() was not called");
@@ -77,6 +77,8 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
     const reducer_object *self = reducer_of(object);
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->world);
+    Py_VISIT(self->on_finish);
+    Py_VISIT(self->carrier);
     for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
         Py_VISIT(self->slots[i].param);
         Py_VISIT(self->slots[i].handle);
@@ -99,6 +101,8 @@ static int reducer_clear(PyObject *object)
     pli_free_buffers(self->buffers, self->n_buffers);
     self->buffers = NULL;
     self->n_buffers = 0;
+    Py_CLEAR(self->on_finish);
+    Py_CLEAR(self->carrier);
     return 0;
 }
 
@@ -189,6 +193,15 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *is_watched)
         self->sync_forward = SYNC_ON;
     if (!pl_reducer_is_active(self->reducer))
         pli_comm_note(self->comm, PL_IDLE, pl_reducer_step(self->reducer) + 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (self->n_pending_forwards > 0 && !is_in_backward(state_of(object)))
+        self->n_pending_forwards--;
     Py_RETURN_NONE;
 }
 
@@ -292,6 +305,19 @@ static PyObject *reducer_get_buckets(PyObject *object, void *closure)
     return buckets;
 }
 
+/* How often each parameter got a gradient in the step begun last. */
+static PyObject *reducer_get_fires(PyObject *object, void *closure)
+{
+    const reducer_object *self = reducer_of(object);
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
+    (void)closure;
+    for (size_t i = 0; bytes != NULL && i < self->n_slots; i++) {
+        const unsigned n = pl_reducer_fires(self->reducer, i);
+        PyBytes_AS_STRING(bytes)[i] = (char)(n < UINT8_MAX ? n : UINT8_MAX);
+    }
+    return bytes;
+}
+
 static PyMethodDef reducer_methods[] = {
     {"forward_begins", reducer_forward_begins, METH_NOARGS,
      "forward_begins($self, /)\n--\n\nTake over buffers, leave a failed step behind, "
@@ -300,6 +326,8 @@ static PyMethodDef reducer_methods[] = {
     {"forward_ends", reducer_forward_ends, METH_O,
      "forward_ends($self, is_watched, /)\n--\n\nSay so to the peers; whether "
      "on_output will be called when its backward begins."},
+    {"forward_fails", reducer_forward_fails, METH_NOARGS,
+     "forward_fails($self, /)\n--\n\nNo backward comes of the forward begun last."},
     {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
      "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
     {"on_output", reducer_on_output, METH_VARARGS,
@@ -320,6 +348,22 @@ static PyMethodDef reducer_methods[] = {
     {"abandon", pli_join_abandon, METH_O,
      "abandon($self, words, /)\n--\n\nTell the peers, unless they know, that this "
      "rank will not take the next step, for a reason in words."},
+    {"carry", (PyCFunction)(void (*)(void))pli_carrier_set,
+     METH_VARARGS | METH_KEYWORDS,
+     "carry($self, carrier, bucket_bytes, last_bytes, caps=())\n--\n\nHave a carrier "
+     "average the buckets from now on, laid out anew under these caps: its "
+     "post(bucket) "
+     "is called with each that is full, its finish() when all are, abandon() when a "
+     "step fails, and "
+     "finish_sparse(params, is_active, binds) with what is declared sparse."},
+    {"look", pli_carrier_look, METH_NOARGS,
+     "look($self, /)\n--\n\nRaise where a rank has failed or is gone."},
+    {"read_bucket", pli_carrier_read, METH_VARARGS,
+     "read_bucket($self, bucket, tensor, /)\n--\n\nCopy a bucket's gradients, one "
+     "after "
+     "another, to a tensor."},
+    {"write_bucket", pli_carrier_write, METH_VARARGS,
+     "write_bucket($self, bucket, tensor, /)\n--\n\nThe reverse of read_bucket()."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -331,12 +375,18 @@ static PyGetSetDef reducer_getset[] = {
     {"n_active", reducer_get_n_active, NULL,
      "Number of ranks that had gradients in the last step.", NULL},
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
+    {"fires", reducer_get_fires, NULL,
+     "How often each parameter got a gradient in the last step; 255: or more.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef reducer_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(reducer_object, weak_references),
      READONLY, NULL},
+    {"on_finish", T_OBJECT, offsetof(reducer_object, on_finish), 0,
+     "Called without arguments after each step, inside the backward; None: nothing."},
+    {"strict", T_BOOL, offsetof(reducer_object, is_strict), 0,
+     "Whether a second gradient of a parameter in one backward is torch's error."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -349,7 +399,7 @@ static PyType_Slot reducer_slots[] = {
     {Py_tp_getset, reducer_getset},
     {Py_tp_members, reducer_members},
     {Py_tp_doc, "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes, "
-                "sparse=())\n--\n\n"
+                "sparse=(), caps=())\n--\n\n"
                 "Means of gradients over the ranks of a world, taken during backward."},
     {0, NULL},
 };

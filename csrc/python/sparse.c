@@ -233,6 +233,8 @@ int pli_sparse_finish(reducer_object *self)
     sparse_step step = {.reducer = self, .n_parts = count_parts(self)};
     if (step.n_parts == 0)
         return 0;
+    if (self->carrier != NULL)
+        return pli_carrier_finish_sparse(self);
     const int status = run(&step);
     for (size_t t = 0; step.parts != NULL && t < step.n_parts; t++) {
         Py_XDECREF(step.parts[t].own);

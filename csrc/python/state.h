@@ -18,6 +18,7 @@
 #define PLI_TORCH_MAP(X)                                                               \
     X(queue_callback)  /* engine: run a callable when this backward ends */            \
     X(current_node)    /* the autograd node under evaluation, or None */               \
+    X(after_node)      /* a node under evaluation: call when it is over */             \
     X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
     X(increment_version) /* tells autograd that tensors were overwritten */            \
@@ -35,7 +36,8 @@
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
     X(join_packed)                                                                     \
-    X(join_arrays)
+    X(join_arrays)                                                                     \
+    X(pickle) /* an object to bytes: a tensor that no capsule holds, say */
 
 /* Handed over in the same way: the field, and the type that it must be of. */
 #define PLI_KNOWN_MAP(X)                                                               \

@@ -142,6 +142,8 @@ static int amend_late(reducer_object *self)
 {
     if (pl_reducer_n_late(self->reducer) == 0)
         return 0;
+    if (pli_carrier_check_late(self) != 0)
+        return -1;
     for (size_t i = 0; i < self->n_slots; i++)
         if (pl_reducer_is_late(self->reducer, i) && pli_grads_amend(self, i) != 0)
             return -1;
@@ -154,8 +156,9 @@ static int try_finish(reducer_object *self)
 {
     if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
         return -1;
-    if (wait_step(self) != 0 || amend_late(self) != 0 || pli_join_rescale(self) != 0 ||
-        pli_sparse_finish(self) != 0)
+    if (wait_step(self) != 0 || amend_late(self) != 0 ||
+        pli_carrier_finish(self) != 0 || pli_join_rescale(self) != 0 ||
+        pli_sparse_finish(self) != 0 || pli_carrier_confirm(self) != 0)
         return -1;
     for (size_t i = 0; i < self->n_slots; i++)
         if ((self->part == PL_ACTIVE ? pli_grads_bind : pli_join_bind)(self, i) != 0)
@@ -170,6 +173,7 @@ static void fail_with_exception(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback); /* for its words */
     PyObject *words = PyUnicode_FromFormat("%s: %S", ((PyTypeObject *)type)->tp_name,
                                            value != NULL ? value : Py_None);
     const char *text = words != NULL ? PyUnicode_AsUTF8(words) : NULL;
@@ -194,10 +198,22 @@ int pli_step_close_all(reducer_object *self)
     return 0;
 }
 
+/* All gradients are there: tells whoever asked to be told. */
+static int tell_finish(reducer_object *self)
+{
+    if (self->on_finish == NULL || self->on_finish == Py_None)
+        return 0;
+    PyObject *call = Py_NewRef(self->on_finish); /* it may be set anew meanwhile */
+    PyObject *result = PyObject_CallNoArgs(call);
+    Py_DECREF(call);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
 int pli_step_finish(reducer_object *self)
 {
     if (try_finish(self) == 0)
-        return pli_join_check_end(self);
+        return tell_finish(self) != 0 ? -1 : pli_join_check_end(self);
     fail_with_exception(self);
     return -1;
 }
@@ -228,6 +244,7 @@ void pli_step_fail(reducer_object *self, const char *words)
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     pl_reducer_fail(self->reducer, words);
+    pli_carrier_abandon(self);
     for (size_t i = 0; i < self->n_slots; i++) {
         const grad_slot *slot = &self->slots[i];
         /* A view that was taken away is given back; its values are no means. */

@@ -64,31 +64,9 @@ static int fill(const dl_tensor *dl, const char *what, pli_tensor *out)
     return 0;
 }
 
-static int read_by_capsule(PyObject *object, const char *what, pli_tensor *out)
+/* Says what was refused and why, in place of what torch raised. */
+static int refuse(const char *what)
 {
-    int result = -1;
-    PyObject *capsule = NULL;
-    PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-    if (detached != NULL)
-        capsule = PyObject_CallMethod(detached, "__dlpack__", NULL);
-    if (capsule != NULL) {
-        const dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-        if (managed != NULL)
-            result = fill(&managed->tensor, what, out);
-    }
-    Py_XDECREF(capsule);
-    Py_XDECREF(detached);
-    return result;
-}
-
-int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
-                    pli_tensor *out)
-{
-    dl_tensor dl;
-    if (state->exchange == NULL)
-        return read_by_capsule(object, what, out);
-    if (state->exchange->tensor_from_object(object, &dl) == 0)
-        return fill(&dl, what, out);
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     /* torch's words go on with a C++ stack: the first line is enough. */
@@ -103,6 +81,33 @@ int pli_tensor_read(const module_state *state, PyObject *object, const char *wha
     Py_XDECREF(value);
     Py_XDECREF(traceback);
     return -1;
+}
+
+static int read_by_capsule(PyObject *object, const char *what, pli_tensor *out)
+{
+    const dl_managed *managed = NULL;
+    PyObject *capsule = NULL;
+    PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
+    if (detached != NULL)
+        capsule = PyObject_CallMethod(detached, "__dlpack__", NULL);
+    if (capsule != NULL)
+        managed = PyCapsule_GetPointer(capsule, "dltensor");
+    const int result =
+        managed != NULL ? fill(&managed->tensor, what, out) : refuse(what);
+    Py_XDECREF(capsule);
+    Py_XDECREF(detached);
+    return result;
+}
+
+int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
+                    pli_tensor *out)
+{
+    dl_tensor dl;
+    if (state->exchange == NULL)
+        return read_by_capsule(object, what, out);
+    if (state->exchange->tensor_from_object(object, &dl) != 0)
+        return refuse(what);
+    return fill(&dl, what, out);
 }
 
 /* ---- layouts ------------------------------------------------------------------- */

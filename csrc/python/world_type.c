@@ -133,15 +133,21 @@ typedef struct world_arguments {
     double timeout;
     PyObject *pids;
     PyObject *meeting; /* Listener on rank 0, else its address */
+    PyObject *relay;   /* None, or who carries the operations */
 } world_arguments;
+
+static int is_relayed(const world_arguments *given)
+{
+    return given->relay != NULL && given->relay != Py_None;
+}
 
 static pl_status join_world(const module_state *state, const world_arguments *given,
                             const int *pids, const char *address, pl_comm **out)
 {
     pl_status st = PL_OK;
     pli_shm_options options = {
-        .rank = given->rank,
-        .world_size = given->world_size,
+        .rank = is_relayed(given) ? 0 : given->rank,
+        .world_size = is_relayed(given) ? 1 : given->world_size,
         .arena_bytes = (size_t)given->arena_bytes,
         .n_ops = (size_t)given->n_ops,
         .pids = pids,
@@ -149,7 +155,7 @@ static pl_status join_world(const module_state *state, const world_arguments *gi
         .is_interrupted = is_interrupted,
     };
     const pli_listener *listener =
-        given->rank == 0 ? ((listener_object *)given->meeting)->listener : NULL;
+        options.rank == 0 ? ((listener_object *)given->meeting)->listener : NULL;
     const double timeout =
         given->timeout < LONGEST_TIMEOUT ? given->timeout : LONGEST_TIMEOUT;
     PL_TRY(pli_config_timeout_ns((int64_t)(timeout * 1e9), &options.deadline_ns));
@@ -157,13 +163,23 @@ static pl_status join_world(const module_state *state, const world_arguments *gi
     Py_END_ALLOW_THREADS done : return st;
 }
 
+/* Has the relay's world take the place of the world of one that *comm is. */
+static pl_status put_relay_before(const world_arguments *given, pl_comm **comm)
+{
+    const pli_relay_options options = {.rank = given->rank,
+                                       .world_size = given->world_size,
+                                       .base = *comm,
+                                       .carrier = pli_relay_carrier_of(given->relay)};
+    return pli_relay_create(&options, comm);
+}
+
 static int check_arguments(const module_state *state, const world_arguments *given)
 {
     if (given->world_size < 1 || given->world_size > PL_MAX_RANKS || given->rank < 0 ||
         given->rank >= given->world_size) {
         PyErr_Format(PyExc_ValueError,
-                     "rank %d of world_size %d: one host has 1 to %d ranks",
-                     given->rank, given->world_size, PL_MAX_RANKS);
+                     "rank %d of world_size %d: a world has 1 to %d ranks", given->rank,
+                     given->world_size, PL_MAX_RANKS);
         return -1;
     }
     if (given->arena_bytes < 0 || given->n_ops < 1) {
@@ -180,8 +196,9 @@ static int check_arguments(const module_state *state, const world_arguments *giv
         Py_XDECREF(timeout);
         return -1;
     }
-    if (given->rank == 0 ? !Py_IS_TYPE(given->meeting, state->listener_type)
-                         : !PyUnicode_Check(given->meeting)) {
+    if (given->rank == 0 || is_relayed(given)
+            ? !Py_IS_TYPE(given->meeting, state->listener_type)
+            : !PyUnicode_Check(given->meeting)) {
         PyErr_Format(PyExc_TypeError,
                      "meeting is %R: rank 0 gives its Listener, the others its address",
                      given->meeting);
@@ -192,25 +209,30 @@ static int check_arguments(const module_state *state, const world_arguments *giv
 
 static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank",    "world_size", "arena_bytes", "n_ops",
-                            "timeout", "pids",       "meeting",     NULL};
+    static char *names[] = {"rank", "world_size", "arena_bytes", "n_ops", "timeout",
+                            "pids", "meeting",    "relay",       NULL};
     const module_state *state = state_of_type(type);
-    world_arguments given;
+    world_arguments given = {0};
     const char *address = NULL;
     int pids[PL_MAX_RANKS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iinndOO:World", names, &given.rank,
-                                     &given.world_size, &given.arena_bytes,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iinndOO|O:World", names,
+                                     &given.rank, &given.world_size, &given.arena_bytes,
                                      &given.n_ops, &given.timeout, &given.pids,
-                                     &given.meeting) ||
+                                     &given.meeting, &given.relay) ||
         check_arguments(state, &given) != 0 ||
         read_pids(given.pids, given.world_size, pids) != 0)
         return NULL;
-    if (given.rank != 0 && (address = PyUnicode_AsUTF8(given.meeting)) == NULL)
+    if (PyUnicode_Check(given.meeting) &&
+        (address = PyUnicode_AsUTF8(given.meeting)) == NULL)
         return NULL;
     world_object *self = (world_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    const pl_status st = join_world(state, &given, pids, address, &self->comm);
+    pl_status st = join_world(state, &given, pids, address, &self->comm);
+    if (st == PL_OK && is_relayed(&given)) {
+        self->relay = Py_NewRef(given.relay);
+        st = put_relay_before(&given, &self->comm);
+    }
     if (st != PL_OK) {
         pli_raise(state, st);
         Py_CLEAR(self);
@@ -225,6 +247,7 @@ static void world_dealloc(PyObject *object)
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
     pl_comm_destroy(self->comm);
+    Py_XDECREF(self->relay);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -363,6 +386,14 @@ static PyObject *world_buffer(PyObject *object, void *closure)
                                    (Py_ssize_t)pl_comm_arena_bytes(comm), PyBUF_WRITE);
 }
 
+/* The arena itself, which lives as long as whoever has such a buffer of it. */
+static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+    pl_comm *comm = comm_of(object);
+    return PyBuffer_FillInfo(view, object, pli_comm_arena(comm),
+                             (Py_ssize_t)pl_comm_arena_bytes(comm), 0, flags);
+}
+
 static PyObject *world_rank(PyObject *object, void *closure)
 {
     (void)closure;
@@ -416,9 +447,12 @@ static PyType_Slot world_slots[] = {
     {Py_tp_methods, world_methods},
     {Py_tp_getset, world_getset},
     {Py_tp_members, world_members},
-    {Py_tp_doc,
-     "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting)\n--\n\n"
-     "A rank's end of a world of processes on one host."},
+    {Py_bf_getbuffer, world_getbuffer},
+    {Py_tp_doc, "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
+                "relay=None)\n--\n\n"
+                "A rank's end of a world of processes: of one host, or of any, where a "
+                "relay carries "
+                "what they say. Its buffer is this rank's arena."},
     {0, NULL},
 };
 

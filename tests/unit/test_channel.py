@@ -505,6 +505,7 @@ def test_a_thousand_channels_and_arenas_leave_nothing():
             _native.Channel(12345, 12346)
 
     once()
+    gc.collect()
     types = [_native.Channel, _native.Arena]
     fds, references = os.listdir("/proc/self/fd"), [sys.getrefcount(t) for t in types]
     for _ in range(1000):
@@ -539,6 +540,10 @@ def test_a_view_has_the_layout_of_its_model_and_the_arenas_memory():
 @pytest.mark.parametrize("dtype", DTYPES + MORE_DTYPES, ids=str)
 def test_an_arena_holds_every_dtype(dtype):
     like = example(dtype)
+    try:
+        like.__dlpack__()
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__}: {error}")
     view = _native.Arena(4096).view(0, like)
     view.copy_(like)
     assert_same(view, like)
