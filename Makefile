@@ -2,7 +2,8 @@
 # Python 3.10 or later, gcc and make; `make help` lists the targets.
 
 PYTHON ?= python3
-VENV   ?= .venv
+TORCH  ?=
+VENV   ?= .venv$(addprefix -torch,$(TORCH))
 BUILD  ?= build
 JOBS   ?= 2
 ifeq ($(origin CC), default)
@@ -28,6 +29,7 @@ help: ## list the targets
 
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED    := $(VENV)/.installed
+VERSIONS     := $(VENV)/.constraints.txt
 SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.py' \
 	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
 
@@ -35,8 +37,12 @@ $(DEPENDENCIES): $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or later is needed: make PYTHON=python3.12"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c requirements/constraints.txt torch setuptools numpy \
+	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
+	    requirements/constraints.txt > $(VERSIONS)
+	$(PIP) install -q -c $(VERSIONS) torch setuptools numpy \
 	    cloudpickle -r requirements/test.txt -r requirements/lint.txt
+	$(PIP) install -q -c $(VERSIONS) -r requirements/clients.txt || \
+	    echo "No libraries of requirements/clients.txt: their tests are skipped."
 	@touch $@
 
 $(INSTALLED): $(DEPENDENCIES) $(SOURCES) setup.py pyproject.toml
@@ -79,7 +85,7 @@ test: c-test py-test ## C tests, doctests, and the Python suite
 # pytest's 5 says that there is no doctest, which is no failure.
 py-test: $(INSTALLED) ## doctests and the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) -m pytest -q --doctest-modules --pyargs paceline || [ $$? -eq 5 ]
-	$(PY) -m pytest $(wildcard tests/unit tests/parity tests/ranks) $(PYTEST_FLAGS)
+	$(PY) -m pytest $(wildcard tests/unit tests/parity tests/ranks tests/clients) $(PYTEST_FLAGS)
 
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.

@@ -207,8 +207,8 @@ def _run(
                 "the forward draws random numbers, others in each replica; compare in "
                 "evaluation mode, by model.eval()"
             )
-    norm = torch.nn.modules.batchnorm._BatchNorm
-    if any(isinstance(part, norm) and part.training for part in module.modules()):
+    norms = [part for part in module.modules() if isinstance(part, _torch.BatchNorm)]
+    if any(norm.training for norm in norms):
         notes.append("BatchNorm in training mode sees each replica's rows alone")
     return output, notes
 

@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from paceline import _torch
 
-_PLAIN_COPY = Module._replicate_for_data_parallel
+_PLAIN_COPY = _torch.PLAIN_COPY
 _OWN_KEYS = frozenset(Module().__dict__)
 
 

@@ -77,9 +77,9 @@ def _given(device_ids: Sequence[Any]) -> tuple[list[torch.device], str]:
 
 def _device(given: Any) -> torch.device:
     """Return the device that is meant; a number is that of an accelerator."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        return torch.device("cuda", given)
     try:
+        if isinstance(given, int) and not isinstance(given, bool):
+            return torch.device("cuda", given)
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
         raise TypeError(f"{given!r} is no device: {error}") from None

@@ -40,9 +40,12 @@ def in_words(name: str, text: str, replica: int, device: Any) -> str:
 
 def tell(error: Exception, words: str) -> Exception:
     """Return an exception with other words; as its cause, where its type hides them."""
-    from torch._utils import KeyErrorMessage  # late: workers set their cores first
+    if isinstance(error, KeyError):
+        from paceline import _torch  # late: workers set their cores first
 
-    error.args = (KeyErrorMessage(words) if isinstance(error, KeyError) else words,)
+        error.args = (_torch.key_error_message(words),)
+    else:
+        error.args = (words,)
     if isinstance(error, ImportError):
         error.msg = words
     if not _says(error, words):

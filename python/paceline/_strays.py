@@ -1,7 +1,8 @@
-"""Gradients that no slot can hold, sparse ones for the most part, as plain tensors."""
+"""What no slot or capsule can hold: sparse gradients, tensors of rare dtypes."""
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -41,3 +42,46 @@ def unpack(words: bytes, parts: list[torch.Tensor]) -> Strays:
             )
         strays.append((index, first))
     return strays
+
+
+_BITS = {1: torch.uint8, 2: torch.int16}
+
+
+@functools.cache
+def _is_picklable(dtype: torch.dtype) -> bool:
+    try:
+        pickle.loads(pickle.dumps(torch.empty(1, dtype=dtype)))
+    except Exception:
+        return False
+    return True
+
+
+class _Bits:
+    """A tensor that is pickled as integers of its size."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bits = tensor.view(_BITS[tensor.dtype.itemsize])
+        self._dtype = tensor.dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_bits, (self._bits, self._dtype)
+
+
+def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bits.view(dtype)
+
+
+def pickled(value: Any) -> bytes:
+    """Return the pickle of a value: of what no capsule holds, a tensor of float8, say.
+
+    Where torch itself cannot read back what it wrote of a dtype, the bits travel.
+    """
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and value.dtype.itemsize in _BITS
+        and not _is_picklable(value.dtype)
+    ):
+        value = _Bits(value)
+    return pickle.dumps(value, 5)

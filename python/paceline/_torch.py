@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
 import enum
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.dlpack
-from torch.distributed import distributed_c10d as c10d
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from paceline import _native, _sparse, _tree
+from paceline import _native, _sparse, _strays, _tree
 
 MINIMUM = (2, 4)
-DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""What ``init_process_group`` uses where no timeout is given (Gloo)."""
 
 
 FIXED_TYPES = (
@@ -40,10 +36,24 @@ FIXED_TYPES = (
 )
 """Types of which the same object is always the same value."""
 
+FUTURES = (torch.futures.Future, torch._C.Future)
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
+make_subclass = torch.Tensor._make_subclass
+
+
+def key_error_message(words: str) -> str:
+    """Return what a ``KeyError`` prints as it is, over several lines."""
+    return torch._utils.KeyErrorMessage(words)
+
 
 def _version() -> tuple[int, int]:
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
+
+
+_queue_callback: Callable[[Any], None]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def attach() -> None:
@@ -60,8 +70,9 @@ def attach() -> None:
             f"{torch.__version__}"
         )
     _native.attach_torch(
-        queue_callback=torch.autograd.Variable._execution_engine.queue_callback,
+        queue_callback=at_end_of_backward,
         current_node=torch._C._current_autograd_node,
+        after_node=after_node,
         is_grad_enabled=torch.is_grad_enabled,
         is_compiled=is_compiled_autograd,
         increment_version=increment_version,
@@ -80,6 +91,7 @@ def attach() -> None:
         split_packed=_tree.split_packed,
         join_packed=_tree.join_packed,
         join_arrays=_tree.join_arrays,
+        pickle=_strays.pickled,
         tensor_type=torch.Tensor,
         size_type=torch.Size,
         device_type=torch.device,
@@ -95,13 +107,22 @@ def attach() -> None:
     )
 
 
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+
+
 def is_compiled_autograd() -> bool:
     """Tell whether compiled autograd runs backward: final callbacks are not called."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    module = sys.modules.get(_COMPILED_AUTOGRAD)
     return any(
         getattr(module, flag, False)
         for flag in ("in_compiled_autograd_region", "compiled_autograd_enabled")
     )
+
+
+def is_autograd_compiled() -> bool:
+    """Tell whether the backward to come may be compiled, with its nodes' hooks."""
+    config = sys.modules.get("torch._dynamo.config")
+    return is_compiled_autograd() or getattr(config, "compiled_autograd", False)
 
 
 def is_in_backward() -> bool:
@@ -128,9 +149,7 @@ def has_global_hooks() -> bool:
 
 def keeps_graph() -> bool:
     """Tell, inside a backward, whether its graph is kept (``retain_graph=True``)."""
-    probe = getattr(
-        torch._C._autograd, "_get_current_graph_task_keep_graph", None
-    )  # torch 2.1 and newer
+    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if probe is None else bool(probe())
 
 
@@ -153,10 +172,31 @@ def accumulates(leaf: Any) -> bool:
 def is_in_torch_ddp() -> bool:
     """Tell whether torch's DistributedDataParallel runs its forward now.
 
-    Its hooks are on nodes of the graph, where nothing shows them.
+    Its hooks are on nodes of the graph, where nothing shows them; ours are seen.
     """
     ddp = torch.nn.parallel.DistributedDataParallel
-    return getattr(ddp, "_active_ddp_module", None) is not None
+    active = getattr(ddp, "_active_ddp_module", None)
+    return active is not None and not hasattr(active, "_begin_forward")
+
+
+_TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
+
+
+def is_compile_used() -> bool:
+    """Tell whether somebody has asked for ``torch.compile`` in this process."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return module is not None and bool(getattr(module, "cached_backends", True))
+
+
+def exchange_active_ddp(wrapper: Any) -> Any:
+    """Say whose forward runs, for dynamo to split graphs at buckets; return who did.
+
+    It is an attribute of torch's class: to set it makes Python forget what it knows of
+    that class and ours, which costs 4 us a forward.
+    """
+    before = _TorchDDP._active_ddp_module
+    _TorchDDP._active_ddp_module = wrapper
+    return before
 
 
 def run_backward(
@@ -188,21 +228,97 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return any(key is not None and keys.has(key) for key in _BATCHED_KEYS)
 
 
-def increment_version(tensors: Any) -> None:
-    """Tell autograd that tensors were overwritten: one, or several.
-
-    An early torch takes one at a time.
-    """
+@functools.cache
+def _increments_several() -> bool:
     try:
+        torch.autograd.graph.increment_version([])
+    except (TypeError, RuntimeError):  # one tensor at a time
+        return False
+    return True
+
+
+def increment_version(tensors: Any) -> None:
+    """Tell autograd that tensors were overwritten: one, or several."""
+    if isinstance(tensors, torch.Tensor) or _increments_several():
         torch.autograd.graph.increment_version(tensors)
-    except TypeError:
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def after_node(node: Any, call: Callable[[], Any]) -> None:
+    """Have `call` called once, when the node that is evaluated now is over.
+
+    A hook on the node does it, where torch looks for hooks after the evaluation.  An
+    early torch has looked before; there the first node that follows does it, when it
+    begins.  Only the node itself holds `call`.
+    """
+    handles: list[Any] = []
+
+    def once(*_: Any) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            call()
+
+    held = weakref.ref(once)
+
+    def once_if_held(*_: Any) -> None:
+        if (call_it := held()) is not None:
+            call_it()
+
+    handles.append(node.register_hook(once))
+    followers = {follower for follower, _ in node.next_functions if follower}
+    handles.extend(follower.register_prehook(once_if_held) for follower in followers)
 
 
 def at_end_of_backward(call: Any) -> None:
-    """Have the engine call `call` when the backward that runs now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+    """Have the engine call `call` when the backward that runs now has ended.
+
+    Compiled autograd calls nobody, and drops `call` then.  That of an early torch takes
+    none; there it is held until the compiled function has returned.
+    """
+    try:
+        _queue_callback(call)
+    except RuntimeError:
+        if not is_compiled_autograd():
+            raise
+        _hold_while_compiled(call)
+
+
+class _Hold:
+    """A profile function that holds objects until a frame is left, in either way."""
+
+    __slots__ = ("_frame", "held")
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.held: Any = []
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        if frame is self._frame and event == "return":
+            sys.setprofile(None)
+            self._frame = None
+            self.held = None  # last: what it drops may have Python call it at once
+
+
+def _hold_while_compiled(thing: Any) -> None:
+    hold: Any = sys.getprofile()
+    if hold is None:
+        frame: Any = sys._getframe(1)  # its own would hold itself, and `thing`
+        while frame and frame.f_globals.get("__name__") != _COMPILED_AUTOGRAD:
+            frame = frame.f_back
+        if frame:
+            hold = _Hold(frame)
+            sys.setprofile(hold)
+    if type(hold) is not _Hold:
+        raise RuntimeError(
+            f"compiled autograd of torch {torch.__version__} tells nobody when a "
+            "backward ends: a Python profiler (sys.setprofile) must not run meanwhile, "
+            "or use a newer torch"
+        )
+    hold.held.append(thing)
 
 
 def autocast_on_cpu() -> tuple[bool, torch.dtype, bool]:
@@ -212,54 +328,6 @@ def autocast_on_cpu() -> tuple[bool, torch.dtype, bool]:
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
     )
-
-
-def default_group() -> dist.ProcessGroup:
-    """Return the process group that ``init_process_group`` made.
-
-    Raises
-    ------
-    ValueError
-        If there is none, with torch's own words.
-    """
-    return c10d._get_default_group()
-
-
-def is_default_group(group: dist.ProcessGroup) -> bool:
-    """Tell whether ``group`` is the default one."""
-    return dist.is_initialized() and group is c10d._get_default_group()
-
-
-def group_store(group: dist.ProcessGroup) -> Any:
-    """Return the key-value store that ``group`` was made over, if torch shows it."""
-    try:
-        return c10d._world.pg_map[group][1]
-    except (AttributeError, KeyError, IndexError, TypeError):
-        return None
-
-
-def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name by which all ranks know ``group``."""
-    return str(group.group_name)
-
-
-def cpu_backend_name(group: dist.ProcessGroup) -> str:
-    """Return the name of what carries CPU tensors in ``group``: ``"gloo"``, say."""
-    try:
-        return str(group._get_backend(torch.device("cpu")).name())
-    except (RuntimeError, AttributeError):
-        return str(dist.get_backend(group))
-
-
-def group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the timeout, in seconds, that the user gave the group."""
-    try:
-        timeout: datetime.timedelta = group._get_backend(
-            torch.device("cpu")
-        ).options._timeout
-        return timeout.total_seconds()
-    except (RuntimeError, AttributeError):
-        return DEFAULT_TIMEOUT_SECONDS
 
 
 def is_lazy(parameter: torch.Tensor) -> bool:
@@ -324,3 +392,33 @@ def children(value: Any) -> list[Any]:
     """Return what a value of a type that is registered as a pytree is made of."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     return list(node.flatten_fn(value)[0]) if node is not None else []
+
+
+def accumulation_node(parameter: torch.Tensor) -> Any:
+    """Return the node of autograd's graph that adds to a parameter's ``.grad``.
+
+    A hook on it is not on the parameter, where it would be the user's.  None where a
+    transform of ``torch.func`` runs, which has other graphs.
+    """
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    return node.next_functions[0][0] if node is not None else None
+
+
+def has_buffer_property() -> bool:
+    """Tell whether ``broadcast_buffers`` is a deprecated name (torch 2.13)."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return isinstance(getattr(ddp, "broadcast_buffers", None), property)
+
+
+def skip_frames(*functions: Any) -> None:
+    """Have dynamo run functions as they are, and compile what they call.
+
+    Dynamo is costly to import; where its C part cannot say it, nothing is said.
+    """
+    try:
+        skip = torch._C._dynamo.eval_frame.skip_code  # type: ignore[attr-defined]
+    except AttributeError:
+        return
+    for function in functions:
+        skip(function.__code__)

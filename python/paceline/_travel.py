@@ -17,7 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from paceline import _native
+from paceline import _native, _torch
 
 ALIGNMENT = 64
 
@@ -82,7 +82,7 @@ def describe(parameter: torch.nn.Parameter) -> Description:
 
 def rebuild(description: Description, data: torch.Tensor) -> torch.nn.Parameter:
     """Return a parameter over `data`, like the one that was described."""
-    parameter: torch.nn.Parameter = torch.Tensor._make_subclass(
+    parameter: torch.nn.Parameter = _torch.make_subclass(
         description.kind, data, description.requires_grad
     )
     vars(parameter).update(description.attributes)

@@ -163,6 +163,68 @@ def check_test_names(path: str, text: str) -> Found:
                 yield node.lineno, "test-name", f"{node.name} is not yet a sentence"
 
 
+def is_private(name: str) -> bool:
+    """Tell whether a name has one underscore in front."""
+    return name.startswith("_") and not name.startswith("__")
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the dotted names that an import names; of anything else, none."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def names_of_torch(tree: ast.AST) -> set[str]:
+    """Return the names that the imports of a file bind to torch or to parts of it."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    names.add(alias.asname or "torch")
+        elif any(name.split(".")[0] == "torch" for name in imported(node)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def dotted(node: ast.AST) -> str:
+    """Return what `a.b.c` or `getattr(a.b, "c", ...)` spells; of anything else, ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    if isinstance(node, ast.Call) and len(node.args) > 1:
+        owner, name = dotted(node.args[0]), node.args[1]
+        is_asked = dotted(node.func) in ("getattr", "hasattr")
+        if is_asked and owner and isinstance(name, ast.Constant):
+            return f"{owner}.{name.value}"
+    return ""
+
+
+def check_torch(path: str, text: str) -> Found:
+    """What of torch is private or differs by version is in _torch*.py alone."""
+    if path.startswith("_torch") or not path.endswith(".py"):
+        return
+    tree = ast.parse(text)
+    known = names_of_torch(tree)
+    for node in ast.walk(tree):
+        chains = [name for name in imported(node) if name.split(".")[0] == "torch"]
+        if (name := dotted(node)).split(".")[0] in known:
+            chains.append(name)
+        for chain in chains:
+            *owners, last = chain.split(".")
+            # A private owner of a use is found where that use is itself looked at.
+            is_import = isinstance(node, ast.Import | ast.ImportFrom)
+            if is_private(last) or (is_import and any(map(is_private, owners))):
+                yield node.lineno, "torch-private", f"{chain} belongs into _torch.py"
+            elif chain.startswith("torch.version") or last == "__version__":
+                yield node.lineno, "torch-version", "ask for the feature, in _torch.py"
+
+
 def allowed(line: str, rule: str) -> bool:
     """Tell whether the line lifts the rule and gives a reason."""
     return re.search(rf"(/\*|//|#) lint: {rule} - \w", line) is not None
@@ -175,7 +237,7 @@ TABLE: list[tuple[str, str, list[Check]]] = [
         "**/*.[ch]",
         [check_file_size, check_function_size, check_calls, check_includes],
     ),
-    ("python/paceline", "**/*.py*", [check_file_size]),
+    ("python/paceline", "**/*.py*", [check_file_size, check_torch]),
     ("tests", "**/test_*.py", [check_test_names]),
 ]
 
