@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import copy
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+import dataclasses
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from paceline import _native, _options, _torch
-from paceline._join import Joining
-from paceline._model import (
-    Model,
-    copy_model,
-    has_nothing_to_train,
-    is_stateless_call,
-    raise_first_difference,
-    watch,
-)
+from paceline import _native, _options, _torch, _torch_groups
+from paceline._comm_hooks import CommHooks, pack_hooks, unpack_hooks
+from paceline._forward import Forward
+from paceline._model import Model, copy_model, raise_first_difference, watch
 from paceline._options import Options
-from paceline._pass import Pass
 from paceline._rendezvous import Meeting
 
+_NOT_COPIED = (
+    "device_mesh",
+    "process_group",
+    "_finish",
+    "_demand",
+    "_journal",
+    "_model",
+    "_passes",
+    "_reducer",
+    "_steady",
+    "_trainable",
+    "_watch",
+    "_world",
+)
 
-class DistributedDataParallel(Joining):
+
+class DistributedDataParallel(Forward, CommHooks):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
 
     Each rank runs the same script on its share of the data; gradients come out of
@@ -50,25 +56,39 @@ class DistributedDataParallel(Joining):
         Whether rank 0's parameters and buffers are copied to all ranks at construction.
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks; the default group where none is given.  Its CPU backend must be Gloo,
-        and its 1 to 64 ranks must run on one host.
+        The ranks, 1 to 64; the default group where none is given.  Over Gloo, ranks of
+        one host meet in shared memory.  Ranks of several hosts, and a group of any
+        other kind (MPI, a subclass in Python), are averaged by the group's own
+        collectives.  NCCL's groups are not supported yet.
     bucket_cap_mb : float, optional
         Mebibytes of gradients that are averaged at a time.  Default 1, which suits
-        shared memory (torch's 25 suits networks).
+        shared memory; torch's 25 where a communication hook or the group's collectives
+        carry them.
     find_unused_parameters, gradient_as_bucket_view, static_graph : bool
         Accepted and not needed: unused parameters are found by themselves, large
-        gradients are always views, and a graph may change from step to step.
+        gradients are always views, and a graph may change from step to step (unless
+        ``strict``).
     skip_all_reduce_unused_params, batched_grad_copy : bool
         Accepted and not needed, likewise.
     check_reduction : bool
         Deprecated in torch, without effect.
     device_mesh : torch.distributed.DeviceMesh, optional
         A whole 1-D mesh, in place of ``process_group``.
+    bucket_cap_mb_list : list of float, optional
+        Mebibytes of each bucket, in the order in which they fill.
     forward_sync_buffers : bool, optional
-        The newer name of ``broadcast_buffers``.
-    delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, \
-bucket_cap_mb_list : optional
+        The newer name of ``broadcast_buffers``: False leaves the copy of rank 0's
+        buffers at construction, as in torch.
+    delay_all_reduce_named_params, param_to_hook_all_reduce : optional
+        Accepted, both or neither, and not needed: gradients of the named parameters
+        are averaged with all others.
+    mixed_precision : optional
         Not supported yet.
+    strict : bool, optional
+        Whether to refuse, in torch's words, what torch refuses and this class serves:
+        parameters left out without ``find_unused_parameters``, a second gradient of a
+        parameter in one backward, a graph that changes under ``static_graph``,
+        bfloat16 hooks on the CPU.  Default: whether ``PACELINE_STRICT`` is 1.
 
     Attributes
     ----------
@@ -86,6 +106,8 @@ bucket_cap_mb_list : optional
         On every rank, if the models differ: the first difference is named.
     NotImplementedError
         If an argument, a device or a process group is not supported yet.
+    TypeError
+        If an argument is of another type.
     ValueError
         If there is no process group, or an argument is out of range.
     paceline.PeerError
@@ -113,25 +135,29 @@ bucket_cap_mb_list : optional
       gradient until the average is there, unless hooks of yours are on it.
     - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it.
     - Sums are taken in rank order, so each run gives the same bits.
+    - Where the group's own collectives carry gradients, sums are in the group's order,
+      and a rank that dies is noticed by the group, if by anybody: as in torch. After
+      a step that failed there, the model must be wrapped anew on every rank.
 
     As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
 
     Examples
     --------
-    A script for ``torchrun --nproc-per-node 2 train.py``::
+    In a world of one rank; ``dist.init_process_group("gloo")`` in a script for
+    ``torchrun`` makes it one of all ranks:
 
-        import torch
-        import torch.distributed as dist
-        from paceline import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(torch.nn.Linear(10, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(100):
-            optimizer.zero_grad()
-            model(torch.randn(8, 10)).square().mean().backward()
-            optimizer.step()
-        dist.destroy_process_group()
+    >>> import torch, torch.distributed as dist
+    >>> from paceline import DistributedDataParallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(8, 10)).square().mean().backward()
+    ...     optimizer.step()  # by the mean of the ranks' gradients
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+    >>> dist.destroy_process_group()
     """
 
     def __init__(  # the signature is torch's
@@ -156,39 +182,55 @@ bucket_cap_mb_list : optional
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        strict: bool | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)  # none of torch's own machinery
         Joinable.__init__(self)
         _torch.attach()
-        _options.warn_of_deprecated(check_reduction)
+        _options.warn_of_deprecated(
+            check_reduction, broadcast_buffers, forward_sync_buffers
+        )
+        _options.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = _options.read_group(process_group, device_mesh)
         options, error = _options.read(
             group,
             bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
             sync_buffers=(broadcast_buffers, forward_sync_buffers),
             sync_at_start=init_sync,
-            unsupported={
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                "mixed_precision": mixed_precision,
-                "bucket_cap_mb_list": bucket_cap_mb_list,
-            },
+            unsupported={"mixed_precision": mixed_precision},
+            strict=strict,
         )
+        self._options = options
+        self._reducer: _native.Reducer | None = None
+        self._comm_hooks = []
+        self._open_books()
         self.module = module
         self.dim = dim
         self.device_ids = None
         self.output_device = None
+        self.is_multi_device_module = False
         self.process_group = options.group
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
+        self.static_graph = False
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
         self.require_forward_param_sync = True
-        self.bucket_bytes_cap = options.bucket_bytes
+        self.broadcast_bucket_size = 250 * _options.MIB  # where torch's code asks
+        self.bucket_bytes_cap = options.network_caps.bucket_bytes
+        self.bucket_bytes_cap_list = list(options.network_caps.each)
+        self.bucket_bytes_cap_default = not (bucket_cap_mb or bucket_cap_mb_list)
         self.use_side_stream_for_tensor_copies = False  # for the inherited to_kwargs()
-        self.forward_sync_buffers = options.sync_buffers
-        if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
-            self.broadcast_buffers = options.sync_buffers  # torch before 2.13
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._delayed = (delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._set_up(options, (device_ids, output_device), error)
+        del self._delayed
+        if static_graph:
+            self._set_static_graph()
 
     # ---- construction -------------------------------------------------------------
 
@@ -200,36 +242,49 @@ bucket_cap_mb_list : optional
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks."""
         meeting = Meeting(options.group)
-        model = self._agree(meeting, options, devices, error)
+        model = self._model = self._agree(meeting, options, devices, error)
         self._options = options
-        self._reducer: _native.Reducer | None = None
+        self._reducer = None
         self._sync_without_peers = True
-        self._is_copy = False
+        self._is_copy = self._is_moved = False
         self._is_alone = meeting.size == 1
         self.device = model.parameters[0][1].device
         self.device_type = self.device.type
+        delayed = {id(p) for p in self._delay_all_reduce_params}
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        )
-        self.modules_buffers = [owner[name] for _, owner, name in model.buffers]
-        self._module_parameters = [p for _, p in model.parameters]
-        if self._is_alone:
+        ) | {name for name, p in model.parameters if id(p) in delayed}
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        self._trainable = model.trainable
+        self._module_parameters = [
+            p for _, p in model.parameters if id(p) not in delayed
+        ]
+        if self._is_alone and not meeting.is_relayed and not self._needs_reducer:
             return  # the gradients of one rank are their own average
-        buffers = model.buffers if options.sync_buffers else []
+        buffers = model.buffers if self._sends_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
-        caps = (options.bucket_bytes, options.last_bytes)
+        caps = options.network_caps if meeting.is_relayed else options.caps
+        bytes_of = (caps.bucket_bytes, caps.last_bytes)
         arena_bytes, n_ops = _native.measure(
-            model.trainable, owners, *caps, model.sparse
+            model.trainable, owners, *bytes_of, model.sparse
         )
         world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
         if options.sync_at_start:
-            copy_model(world, model.tensors())
+            copy_model(world, model.tensors(options.sync_buffers_at_start))
         self._world = world
         self._watch = watch(self)  # the module may be replaced as a whole
         self._reducer = _native.Reducer(
-            world, model.trainable, owners, *caps, _options.VIEW_BYTES, model.sparse
+            world,
+            model.trainable,
+            owners,
+            *bytes_of,
+            _options.VIEW_BYTES,
+            model.sparse,
+            caps.each,
         )
         self._reducer.set_join(*self._join_rules)
+        self._attach_books(self._reducer)
+        self._attach_comm_hooks(model)
 
     def _agree(
         self,
@@ -249,13 +304,17 @@ bucket_cap_mb_list : optional
             self._check_devices(devices, model)
             model.check()
             model.check_supported(self.module)
+            if "_delayed" in self.__dict__:  # at construction
+                self._delay(*self._delayed, model)
         except (RuntimeError, TypeError, ValueError) as problem:
             error = error or problem
         digest = None if error is not None else model.digest()
         agreed = {
-            "bucket_cap_mb": options.bucket_bytes,
+            "bucket_cap_mb": (options.caps, options.network_caps),
             "broadcast_buffers": options.sync_buffers,
             "init_sync": options.sync_at_start,
+            "a hook for buffers": self._sends_buffers,
+            "strict": options.strict,
         }
         told = meeting.exchange((digest, agreed, error))
         if error is not None:
@@ -283,137 +342,6 @@ bucket_cap_mb_list : optional
                 f"module parameters {found}. Leave both out on the CPU."
             )
 
-    # ---- a step -------------------------------------------------------------------
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module.
-
-        Parameters
-        ----------
-        *inputs, **kwargs
-            For the module's own ``forward``.
-
-        Returns
-        -------
-        object
-            What the module returns, itself.
-
-        Raises
-        ------
-        paceline.PeerError
-            If a rank died or failed and the step cannot be taken.
-        """
-        if _torch.is_profiling():
-            with torch.autograd.profiler.record_function(
-                "DistributedDataParallel.forward"
-            ):
-                return self._forward(inputs, kwargs)
-        return self._forward(inputs, kwargs)
-
-    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reducer = self._reducer
-        if not torch.is_grad_enabled():
-            if reducer is not None:
-                reducer.apply_buffers()
-            return self.module(*inputs, **kwargs)
-        is_changed = reducer is not None and self._watch.changed()
-        if (is_changed and has_nothing_to_train(self.module)) or (
-            (is_changed or self._is_copy) and is_stateless_call(self.module)
-        ):
-            return self.module(*inputs, **kwargs)
-        if self._join_config.enable and not self._is_alone:
-            self._notify_join()
-        if reducer is None:
-            reducer = self._meet_as_copy()
-        elif is_changed:
-            reducer = self._adopt_changes()
-        if reducer is None:
-            return self.module(*inputs, **kwargs)
-        reducer.forward_begins()
-        one_pass = Pass(reducer)
-        try:
-            output = self.module(*inputs, **kwargs)
-        except BaseException:
-            self._world.note_exception(traceback.format_exc())
-            raise
-        reducer.forward_ends(one_pass.watch(output))
-        return output
-
-    def _meet_as_copy(self) -> _native.Reducer | None:
-        """Have a copy (deepcopy, unpickled) that is to be trained meet its peers.
-
-        Not before: a rank may make a copy alone, to save or to evaluate it.
-        """
-        if self._is_copy and not has_nothing_to_train(self.module):
-            sync = self._sync_without_peers
-            self._set_up(self._options)
-            self.require_backward_grad_sync = sync
-        elif not self._is_alone and not self._is_copy:
-            raise RuntimeError(
-                "wrapping the model anew after a change has failed: make a new "
-                "DistributedDataParallel of wrapper.module on every rank"
-            )
-        return self._reducer
-
-    def _adopt_changes(self) -> _native.Reducer:
-        """Wrap the model anew, as it is now: every rank notices at this same forward.
-
-        A rank that is alone in having changed its model leaves the others' world, and
-        they raise ``PeerError`` where they wait for it.
-        """
-        assert self._reducer is not None
-        self._check_all_are_active()
-        self._reducer.apply_buffers()
-        sync = self._reducer.sync
-        # Outputs of earlier forwards may keep the reducer, and its world, alive.
-        self._world.note_exception(
-            "Its model was changed after wrapping. Change it on every rank, before the "
-            "same forward."
-        )
-        self._reducer.detach()
-        self._world.leave()
-        self._reducer = None
-        self._set_up(self._options)
-        reducer: _native.Reducer | None = self._reducer
-        assert reducer is not None
-        reducer.sync = sync
-        return reducer
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backward averages gradients over the ranks."""
-        if self._reducer is None:
-            return bool(self._sync_without_peers)
-        return self._reducer.sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        if self._reducer is None:
-            self._sync_without_peers = bool(value)
-        else:
-            self._reducer.sync = bool(value)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank, without averaging.
-
-        A backward is not averaged when its forward ran inside the context (torch's
-        contract), or when it runs inside itself.  The first averaged backward after it
-        averages all that has accumulated.
-
-        Examples
-        --------
-        >>> with model.no_sync():  # doctest: +SKIP
-        ...     loss(model(first)).backward()
-        >>> loss(model(second)).backward()  # doctest: +SKIP
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
     # ---- state --------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -434,7 +362,7 @@ bucket_cap_mb_list : optional
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        if not _torch.is_default_group(self.process_group):
+        if not _torch_groups.is_default_group(self.process_group):
             raise RuntimeError(
                 "DDP Pickling/Unpickling are only supported when using DDP with the "
                 "default process group. That is, when you have called "
@@ -443,34 +371,31 @@ bucket_cap_mb_list : optional
             )
         state = copy.copy(self.__dict__)
         options = state.pop("_options")
-        for name in ("process_group", "_reducer", "_watch", "_world"):
+        state["_comm_hooks"] = pack_hooks(self._comm_hooks)
+        for name in _NOT_COPIED:
             state.pop(name, None)
         state["_option_values"] = {
-            name: getattr(options, name)
-            for name in ("sync_buffers", "sync_at_start", "bucket_bytes", "last_bytes")
+            field.name: getattr(options, field.name)
+            for field in dataclasses.fields(Options)
+            if field.name != "group"
         }
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_option_values" not in state:  # of torch's class: see `paceline.install`
+            self.__class__ = TorchDDP  # type: ignore[assignment]
+            self.__setstate__(state)
+            return
         state = dict(state)
         values = state.pop("_option_values")
+        state["_comm_hooks"] = unpack_hooks(state["_comm_hooks"])
         torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        self._options = Options(group=_torch.default_group(), **values)
+        self._options = Options(group=_torch_groups.default_group(), **values)
         self.process_group = self._options.group
         self._reducer = None
         self._sync_without_peers = True
         self._is_copy = True
+        self._model = Model.of(self.module)
+        self._trainable = self._model.trainable
+        self._open_books()
         self._forget_joins()
-
-    # ---- small things --------------------------------------------------------------
-
-    def _set_static_graph(self) -> None:
-        self.static_graph = True  # nothing to do: see the class's docstring
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell whether a synchronised step sends rank 0's buffers."""
-        return (
-            self.require_forward_param_sync
-            and bool(self._options.sync_buffers)
-            and len(self.modules_buffers) > 0
-        )

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 CPU_REPLICAS = "PACELINE_CPU_REPLICAS"
+INSTALL = "PACELINE_INSTALL"
+STRICT = "PACELINE_STRICT"
 _NODES = Path("/sys/devices/system/node")
 
 
@@ -30,6 +32,30 @@ def cpu_replicas() -> int | None:
             f"{CPU_REPLICAS}=2"
         )
     return n_replicas
+
+
+def is_install_asked() -> bool:
+    """Tell whether a parent process has called ``paceline.install()``."""
+    return os.environ.get(INSTALL) == "1"
+
+
+def is_strict() -> bool:
+    """Tell whether ``PACELINE_STRICT`` asks for torch's refusals.
+
+    Raises
+    ------
+    ValueError
+        If it is neither 0 nor 1, nor empty.
+    """
+    word = os.environ.get(STRICT, "")
+    if word not in ("", "0", "1"):
+        raise ValueError(f"{STRICT} is {word!r}: give 1, or 0, as in {STRICT}=1")
+    return word == "1"
+
+
+def of_launcher(name: str) -> str:
+    """Return a variable that launchers or torch read, in the words of torch's logs."""
+    return os.environ.get(name, "N/A")
 
 
 def numa_nodes(folder: Path = _NODES) -> int:

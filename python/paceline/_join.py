@@ -23,8 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _native, _torch
+from paceline._checkpoint import LoadsEither
 from paceline._model import (
     Model,
     copy_model,
@@ -32,10 +34,9 @@ from paceline._model import (
     is_stateless_call,
 )
 from paceline._options import Options
-from paceline._unsupported import Unsupported
 
 
-class Joining(Unsupported):
+class Joining(LoadsEither, TorchDDP):
     """What a wrapper does where ranks have different numbers of batches."""
 
     _options: Options
@@ -43,6 +44,7 @@ class Joining(Unsupported):
     _watch: _native.Watch
     _world: _native.World
     _is_in_join = False
+    _has_ended_early = False  # some rank has run out, and all are to raise
     _join_rules = (False, False)  # divides by active ranks, raises when one joins
     _n_join_hooks = 0
 
@@ -77,8 +79,8 @@ class Joining(Unsupported):
         ------
         RuntimeError
             With ``throw_on_early_termination``: on a rank that has run out, at the end
-            of the context; on the others, out of the backward that it has missed, whose
-            gradients are averaged.
+            of the context; on the others, out of the forward that it has missed, before
+            the module is run.
         paceline.PeerError
             If another rank dies in the context, or leaves it by an exception: within a
             second, wherever this rank waits for it.
@@ -91,6 +93,8 @@ class Joining(Unsupported):
 
         - What counts is synchronised backwards, not forwards: several forwards before a
           backward, evaluation, and ``no_sync()`` in any form may be in the context.
+          Only with ``throw_on_early_termination`` does each forward that records
+          gradients ask all ranks, so that a module may have collectives of its own.
         - Rank 0's buffers are sent until it has run out, then those of the lowest rank
           that still trains (torch: of the highest); in the step in which the sender
           changes, ranks keep their own.
@@ -113,11 +117,20 @@ class Joining(Unsupported):
 
         Examples
         --------
-        >>> with model.join():  # doctest: +SKIP
+        >>> import torch, torch.distributed as dist
+        >>> from paceline import DistributedDataParallel
+        >>> dist.init_process_group(
+        ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
+        ... )
+        >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> batches_of_this_rank = torch.ones(3, 4, 2)
+        >>> with model.join():
         ...     for batch in batches_of_this_rank:
-        ...         optimizer.zero_grad()
-        ...         loss(model(batch)).backward()
-        ...         optimizer.step()
+        ...         model.zero_grad()
+        ...         model(batch).mean().backward()
+        >>> model.module.weight.grad
+        tensor([[1., 1.]])
+        >>> dist.destroy_process_group()
         """
         rules = (not divide_by_initial_world_size, throw_on_early_termination)
         return JoinContext(self, enable, rules)
@@ -139,13 +152,17 @@ class Joining(Unsupported):
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
         self._set_join_rules((divides_by_active, False))
         self._n_join_hooks += 1
+        self._note_join()
         return StandIn(self, self._n_join_hooks)
 
     @abstractmethod
     def _meet_as_copy(self) -> _native.Reducer | None: ...
 
     @abstractmethod
-    def _adopt_changes(self) -> _native.Reducer: ...
+    def _note_join(self) -> None: ...
+
+    @abstractmethod
+    def _adopt_changes(self) -> _native.Reducer | None: ...
 
     def _wrap_what_is_new(self) -> None:
         """Do at once what the next forward would, which some ranks may not have."""
@@ -174,13 +191,37 @@ class Joining(Unsupported):
         """Tell torch's joined ranks of a forward, and whether its backward syncs."""
         if _torch.is_in_backward():
             return  # a checkpoint's recomputation
+        if self._join_rules[1]:
+            self._raise_if_one_has_run_out()
+            return
         self._is_in_join = True
         Join.notify_join_context(self)
         self._share_sync(self.require_backward_grad_sync, is_waited_for=False)
 
+    def _raise_if_one_has_run_out(self) -> None:
+        if self._count_ranks_that_go_on(True) < self._world.world_size:
+            self._has_ended_early = True
+            raise RuntimeError(
+                "Detected at least one rank that exhausted inputs. Throwing across all "
+                "ranks."
+            )
+
+    def _count_ranks_that_go_on(self, goes_on: bool) -> int:
+        """Ask every rank whether it has another batch; each forward does, and the end.
+
+        It goes by shared memory and not by the process group: a rank that fails is
+        noticed at once.
+        """
+        n_ranks = 0
+        for rank in range(self._world.world_size):
+            said = torch.tensor([float(goes_on)])
+            self._world.broadcast([said], rank)
+            n_ranks += int(said.item())
+        return n_ranks
+
     def _share_sync(self, is_synced: bool, is_waited_for: bool) -> bool:
         """Return whether any rank's backward will be synchronised."""
-        n_synced = torch.tensor([float(is_synced)])
+        n_synced = torch.tensor([float(is_synced)], device="cpu")
         work = dist.all_reduce(n_synced, group=self.process_group, async_op=True)
         if is_waited_for and work is not None:
             work.wait()
@@ -201,6 +242,7 @@ class Joining(Unsupported):
         if self._options.sync_buffers:
             tensors = model.tensors()
         copy_model(self._world, tensors, rank)
+        self._authoritative_rank = rank  # torch's name for it
 
     def _abandon(self, error: BaseException | None) -> None:
         """Tell the peers that this rank leaves a join context before its end."""
@@ -247,7 +289,12 @@ class JoinContext:
         self._process = os.getpid()
         self._outer = self._wrapper._join_config  # of a Join of torch that is kept
         Joinable.__init__(self._wrapper)  # nothing but: no such context
+        if self._rules[1]:
+            # Each forward is to ask the others: see `_notify_join`.
+            self._wrapper._join_config = self._outer._replace(enable=True)
         self._wrapper._is_in_join = True
+        self._wrapper._has_ended_early = False
+        self._wrapper._note_join()
         self._wrapper._set_join_rules(self._rules)
 
     def __exit__(
@@ -276,24 +323,20 @@ class JoinContext:
             self._wrapper._set_join_rules((False, False))
 
     def _tell_peers(self, error: BaseException) -> None:
-        wrapper = self._wrapper
-        has_ended_early = (
-            self._rules[1]
-            and wrapper._reducer is not None
-            and 0 < wrapper._reducer.n_active < wrapper._world.world_size
-        )
-        if not has_ended_early:  # otherwise each raises of itself, as it was asked to
-            wrapper._abandon(error)
+        if not self._wrapper._has_ended_early:
+            self._wrapper._abandon(error)  # otherwise each raises of itself, as asked
 
     def _stand_in(self) -> None:
         reducer = self._wrapper._reducer
         if reducer is None:
             return  # wrapping anew has failed, and was reported
+        if self._rules[1] and self._wrapper._count_ranks_that_go_on(False) > 0:
+            self._wrapper._has_ended_early = True
+            raise RuntimeError(
+                f"Rank {self._wrapper._world.rank} exhausted all inputs."
+            )
         n_active, last = reducer.stand_in(True, False)
         while n_active > 0:
-            if self._rules[1]:
-                rank = self._wrapper._world.rank
-                raise RuntimeError(f"Rank {rank} exhausted all inputs.")
             n_active, last = reducer.stand_in(False, False)
         self._wrapper._take_model_of(last)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,10 @@ class Model:
         Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as torch's
         wrapper leaves them.
         """
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = {
+            name.removeprefix(".")  # the module's own, as torch's docs spell them
+            for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        }
         parameters = [
             (name, parameter)
             for name, parameter in module.named_parameters()
@@ -67,17 +71,23 @@ class Model:
         return [p for _, p in self.parameters if p.requires_grad]
 
     @property
+    def trainable_names(self) -> list[str]:
+        """The names of :attr:`trainable`."""
+        return [name for name, p in self.parameters if p.requires_grad]
+
+    @property
     def sparse(self) -> list[int]:
         """Which of :attr:`trainable` are declared sparse."""
         return [
             i for i, p in enumerate(self.trainable) if id(p) in self.declared_sparse
         ]
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all parameters and buffers."""
-        return [p for _, p in self.parameters] + [
-            owner[name] for _, owner, name in self.buffers
-        ]
+    def tensors(self, has_buffers: bool = True) -> list[torch.Tensor]:
+        """Return all parameters and buffers, or the parameters alone."""
+        tensors: list[torch.Tensor] = [p for _, p in self.parameters]
+        if has_buffers:
+            tensors += [owner[name] for _, owner, name in self.buffers]
+        return tensors
 
     def check(self) -> None:
         """Raise where this rank's model cannot be wrapped at all.
@@ -121,20 +131,11 @@ class Model:
 
         Raises
         ------
-        NotImplementedError
-            If a parameter has an optimizer that runs in backward.
         ValueError
             If the module has a SyncBatchNorm, which needs a GPU.
         """
-        for name, parameter in self.parameters:
-            if getattr(parameter, "_in_backward_optimizers", None):
-                raise NotImplementedError(
-                    f"'{name}' has an optimizer that runs in backward "
-                    "(_apply_optimizer_in_backward), and would step by gradients that "
-                    "are not averaged yet: step after backward()"
-                )
         for name, part in module.named_modules():
-            if isinstance(part, torch.nn.SyncBatchNorm):
+            if isinstance(part, torch.nn.modules.SyncBatchNorm):
                 raise ValueError(
                     "SyncBatchNorm layers only work with GPU modules: "
                     f"'{name}' is on the CPU; use BatchNorm"
@@ -247,7 +248,7 @@ def copy_model(
         for target, source in zip(plain, dense, strict=True):
             if target is not source:
                 target.copy_(source)
-    torch.autograd.graph.increment_version(tensors)
+    _torch.increment_version(tensors)
 
 
 def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
@@ -267,14 +268,27 @@ def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
         counts = [
             sum(kind == "parameter" for kind, _, _ in m) for m in (models[0], model)
         ]
-        for mine, other in itertools.zip_longest(models[0], model):
+        for i, (mine, other) in enumerate(itertools.zip_longest(models[0], model)):
             if mine != other:
+                shown = f"rank 0 has {counts[0]} params, rank {rank} has {counts[1]}"
+                if mine and other and _layout_differs(mine, other):  # torch's words
+                    shown = (
+                        f"params[{i}] of rank {rank} appears not to match sizes of the "
+                        "same param in process 0"
+                    )
                 raise _native.MismatchError(
                     "DDP expects same model across all ranks, but rank 0 has "
                     f"{_words(mine)} where rank {rank} has {_words(other)} "
-                    f"(rank 0 has {counts[0]} params, rank {rank} has {counts[1]}). "
+                    f"({shown}). "
                     "Build the same model, in the same order, on every rank."
                 )
+
+
+def _layout_differs(mine: tuple[str, str, str], other: tuple[str, str, str]) -> bool:
+    """Tell whether two entries are one parameter of two shapes or strides."""
+    layouts = [re.findall(r"\(.*?\)", what) for _, _, what in (mine, other)]
+    same = mine[0] == "parameter" and mine[:2] == other[:2]
+    return same and layouts[0] != layouts[1]
 
 
 def _words(entry: tuple[str, str, str] | None) -> str:

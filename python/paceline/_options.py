@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from paceline import _native, _torch
+from paceline import _environment, _native, _torch, _torch_groups
 
 MIB = 1 << 20
-DEFAULT_BUCKET_BYTES = 1 * MIB
-"""Small enough to be summed while it is in cache, and to be on its way early."""
-DEFAULT_LAST_BYTES = MIB // 4
-"""The bucket that fills last is hidden by nothing."""
 VIEW_BYTES = 32 * 1024
 """Gradients from this size on become views of shared memory; csrc/python/grads.h."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How large buckets may become.
+
+    Attributes
+    ----------
+    bucket_bytes, last_bytes : int
+        Of a bucket, and of the one that fills last, in bytes.
+    each : tuple of int
+        Of each bucket in the order in which they fill, in place of the two: further
+        ones as the last of these.
+    """
+
+    bucket_bytes: int
+    last_bytes: int
+    each: tuple[int, ...] = ()
+
+
+DEFAULT_CAPS = Caps(1 * MIB, MIB // 4)
+"""Small enough to be summed while in cache, and to be on its way early; the bucket that
+fills last is hidden by nothing."""
+DEFAULT_NETWORK_CAPS = Caps(25 * MIB, 1 * MIB)
+"""torch's: what suits collectives of a process group, each of which costs."""
 
 
 @dataclass(frozen=True)
@@ -30,43 +52,56 @@ class Options:
     sync_buffers : bool
         Whether rank 0's buffers are sent with each synchronised step.
     sync_at_start : bool
-        Whether rank 0's parameters and buffers are sent, and models compared, at once.
-    bucket_bytes, last_bytes : int
-        Caps of a bucket, and of the one that fills last, in bytes.
+        Whether rank 0's parameters and buffers are sent at once.
+    caps : Caps
+        Of buckets that are summed in shared memory.
+    network_caps : Caps
+        Of buckets that a communication hook or a process group carries.
+    sync_buffers_at_start : bool
+        Whether ``sync_at_start`` is for buffers too.
+    strict : bool
+        Whether to refuse what torch refuses.
     """
 
     group: dist.ProcessGroup
     sync_buffers: bool
     sync_at_start: bool
-    bucket_bytes: int
-    last_bytes: int
+    caps: Caps
+    network_caps: Caps
+    sync_buffers_at_start: bool = True
+    strict: bool = False
 
 
 def read(
     group: dist.ProcessGroup,
     *,
     bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
     sync_buffers: tuple[bool | None, bool | None],
     sync_at_start: bool,
     unsupported: dict[str, Any],
+    strict: bool | None = None,
 ) -> tuple[Options, Exception | None]:
     """Return the options, and what is wrong with them: told to all ranks, not raised.
 
     A rank that raised here, alone, would leave the others waiting for it.
     """
     error: Exception | None = None
-    bucket_bytes, last_bytes = DEFAULT_BUCKET_BYTES, DEFAULT_LAST_BYTES
+    caps, network_caps = DEFAULT_CAPS, DEFAULT_NETWORK_CAPS
     try:
         refuse_unsupported(unsupported)
-        bucket_bytes, last_bytes = read_bucket_bytes(bucket_cap_mb)
+        caps, network_caps = read_caps(bucket_cap_mb, bucket_cap_mb_list)
+        strict = read_strict(strict)
     except (NotImplementedError, TypeError, ValueError) as problem:
         error = problem
     options = Options(
         group=group,
         sync_buffers=read_sync_buffers(*sync_buffers),
         sync_at_start=bool(sync_at_start),
-        bucket_bytes=bucket_bytes,
-        last_bytes=last_bytes,
+        caps=caps,
+        network_caps=network_caps,
+        sync_buffers_at_start=sync_buffers != (False, None),
+        strict=bool(strict),
     )
     return options, error
 
@@ -80,14 +115,21 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         If both are given, or the mesh has more than one dimension.
     NotImplementedError
         If the mesh is a slice of a larger one.
+    TypeError
+        If it is neither a process group nor a device mesh.
     ValueError
         If neither is given and there is no default group, or this rank is not in the
         group.
     """
     if device_mesh is None:
         if process_group is None:
-            return _torch.default_group()
-        if dist.get_rank(process_group) < 0:
+            return _torch_groups.default_group()
+        if not _torch_groups.is_group_or_token(process_group):
+            raise TypeError(
+                f"process_group is {process_group!r}: give a group of "
+                "torch.distributed.new_group(), or None"
+            )
+        if _torch_groups.group_rank(process_group) < 0:
             raise ValueError(
                 "process_group does not have this rank (new_group() gave it a token): "
                 "wrap the model on the group's own ranks only"
@@ -98,10 +140,14 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."
         )
+    if not hasattr(device_mesh, "ndim"):
+        raise TypeError(
+            f"device_mesh is {device_mesh!r}: give a torch.distributed.DeviceMesh, or "
+            "None"
+        )
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    root = getattr(device_mesh, "_get_root_mesh", lambda: device_mesh)()
-    if root != device_mesh:
+    if _torch_groups.is_mesh_slice(device_mesh):
         raise NotImplementedError(
             "device_mesh is a slice of a larger mesh (data and tensor parallelism "
             "together): this version of paceline takes a whole 1-D mesh"
@@ -110,24 +156,67 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     return group
 
 
-def read_bucket_bytes(bucket_cap_mb: float | None) -> tuple[int, int]:
-    """Return the caps in bytes of a bucket and of the last bucket.
+def read_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> tuple[Caps, Caps]:
+    """Return the caps of buckets in shared memory, and of those on a network.
+
+    As in torch, a list counts instead of the number.
 
     Raises
     ------
+    TypeError
+        If one is no number.
     ValueError
-        If ``bucket_cap_mb`` is not positive.
+        If one is not positive.
     """
+    if bucket_cap_mb_list and not isinstance(bucket_cap_mb_list, Iterable):
+        raise TypeError(
+            f"bucket_cap_mb_list is {bucket_cap_mb_list!r}: give a list of mebibytes"
+        )
+    if bucket_cap_mb_list:
+        each = tuple(_cap_bytes("bucket_cap_mb_list", mb) for mb in bucket_cap_mb_list)
+        caps = Caps(max(each), max(each), each)
+        return caps, caps
     if bucket_cap_mb is None:
-        return DEFAULT_BUCKET_BYTES, DEFAULT_LAST_BYTES
-    wanted = float(bucket_cap_mb) * MIB
+        return DEFAULT_CAPS, DEFAULT_NETWORK_CAPS
+    n_bytes = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
+    return (
+        Caps(n_bytes, min(n_bytes, DEFAULT_CAPS.last_bytes)),
+        Caps(n_bytes, n_bytes),
+    )
+
+
+def read_strict(strict: bool | None) -> bool:
+    """Return whether to refuse what torch refuses.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a bool nor None.
+    ValueError
+        If it is None, and ``PACELINE_STRICT`` says neither.
+    """
+    if strict is None:
+        return _environment.is_strict()
+    if strict not in (True, False):
+        raise TypeError(f"strict is {strict!r}: give True, False or None")
+    return bool(strict)
+
+
+def _cap_bytes(name: str, mebibytes: float) -> int:
+    try:
+        wanted = float(mebibytes) * MIB
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} is or has {mebibytes!r}: give a number of mebibytes"
+        ) from None
     if not 1 <= wanted < 2**62:
         raise ValueError(
-            f"bucket_cap_mb is {bucket_cap_mb}: give the mebibytes of a bucket, as in "
-            "bucket_cap_mb=25, or None"
+            f"{name} is {mebibytes}: give the mebibytes of a bucket, as in "
+            f"{name}={'[25]' if name.endswith('list') else 25}, or None"
         )
-    n_bytes = int(wanted)
-    return n_bytes, min(n_bytes, DEFAULT_LAST_BYTES)
+    return int(wanted)
 
 
 def read_sync_buffers(
@@ -156,8 +245,27 @@ def refuse_unsupported(arguments: dict[str, Any]) -> None:
             )
 
 
-def warn_of_deprecated(check_reduction: bool) -> None:
-    """Warn as torch does for an argument without effect."""
+def check_delayed(named: Any, hooked: Any) -> None:
+    """Raise where one of the two arguments for delayed gradients is missing.
+
+    Raises
+    ------
+    ValueError
+        With torch's own words.
+    """
+    if (named is None) != (hooked is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set "
+            "at the same time."
+        )
+
+
+def warn_of_deprecated(
+    check_reduction: bool,
+    broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
+) -> None:
+    """Warn as torch does of an argument without effect, and of one with a new name."""
     if check_reduction:
         warnings.warn(
             "The `check_reduction` argument in `DistributedDataParallel` module is "
@@ -165,6 +273,22 @@ def warn_of_deprecated(check_reduction: bool) -> None:
             FutureWarning,
             stacklevel=3,
         )
+    if broadcast_buffers is None or not _torch.has_buffer_property():
+        return
+    if forward_sync_buffers is not None:
+        words = (
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. "
+            "`broadcast_buffers` is deprecated and its value is ignored when "
+            "`forward_sync_buffers` is provided."
+        )
+    else:
+        words = (
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. "
+            "IMPORTANT: unlike `broadcast_buffers=False`, `forward_sync_buffers=False` "
+            "still syncs buffers at init. If you rely on buffers NOT being synced at "
+            "init (e.g. rank-local buffers), keep using `broadcast_buffers=False`."
+        )
+    warnings.warn(words, FutureWarning, stacklevel=3)
 
 
 def raise_first_difference(told: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""From a user's process group to a world of ranks in shared memory.
+"""From a user's process group to a world of ranks: in shared memory, where it can be.
 
 The group's own collectives carry the first words, since its connections already notice
 a rank that dies; the group's store carries each rank's process id beforehand, so that
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import _native, _torch
+from paceline import _native, _relay, _torch, _torch_groups
 
 _POLL_SECONDS = 0.002
 _LOOK_FIRST_SECONDS = 0.01
@@ -110,10 +110,10 @@ class _Presence:
         self.here = Host.here()
         self._hosts: dict[int, Host] = {rank: self.here}
         self._store: Any = None  # torch.distributed.Store
-        store = _torch.group_store(group)
+        store = _torch_groups.group_store(group)
         if store is None:
             return
-        name = _torch.group_name(group)
+        name = _torch_groups.group_name(group)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
         prefix = f"paceline/{name}/{restart}/{number}"
@@ -206,24 +206,42 @@ class Meeting:
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
-        The user's group; its CPU backend must be Gloo.
+        The user's group.  Where Gloo carries its CPU tensors, and all ranks are on one
+        host, they meet in shared memory; of any other kind its own collectives carry
+        all that they say.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    is_relayed : bool
+        Whether the group itself carries gradients; known after :meth:`exchange`.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        if self.size > 1:
-            self._check_backend()
+        self.rank = _torch_groups.group_rank(group)
+        self.size = int(group.size())
+        kind = _torch_groups.cpu_backend_name(group)
+        self._is_gloo = kind == "gloo"
+        if kind == "nccl":
+            raise NotImplementedError(
+                "process_group carries tensors by 'nccl', which has no CPU tensors: "
+                "this version of paceline trains on the CPU; make the group by "
+                "init_process_group('gloo') or ('cpu:gloo,cuda:nccl')"
+            )
+        if self.size > 1 and self._is_gloo:
             self._presence = _Presence(group, self.rank, self.size)
 
-    def _check_backend(self) -> None:
-        name = _torch.cpu_backend_name(self.group)
-        if name != "gloo":
-            raise NotImplementedError(
-                f"process_group carries CPU tensors by '{name}': this version of "
-                "paceline meets over Gloo only, as in init_process_group('gloo')"
-            )
+    @property
+    def is_relayed(self) -> bool:
+        """Whether the group itself carries gradients; see the class."""
+        if not self._is_gloo:
+            return True
+        if self.size == 1:
+            return False
+        first, *others = self._presence.hosts
+        return not all(host.shares_memory_with(first) for host in others)
 
     def exchange(self, words: Any) -> list[Any]:
         """Give one picklable object to all ranks; return every rank's, by rank.
@@ -235,6 +253,8 @@ class Meeting:
         """
         if self.size == 1:
             return [words]
+        if not self._is_gloo:
+            return self._exchange(words)
         told = self._exchange((self._presence.here, words))
         self._presence.meet([host for host, _ in told])
         return [theirs for _, theirs in told]
@@ -254,6 +274,10 @@ class Meeting:
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if not self._is_gloo:
+            options = _torch_groups.all_gather_options()
+            _relay.wait_for(self.group.allgather([rows], [mine], options))
+            return rows
         try:
             work = dist.all_gather(rows, mine, group=self.group, async_op=True)
             look_at = time.monotonic() + _LOOK_FIRST_SECONDS
@@ -285,40 +309,44 @@ class Meeting:
 
         Raises
         ------
-        NotImplementedError
-            On every rank, if the ranks run on more than one host.
         paceline.PeerError
             If a rank dies meanwhile.
         """
+        if self.is_relayed or self.size == 1:
+            return self._connect_alone(arena_bytes, n_ops)
         listener = _native.Listener() if self.rank == 0 else None
         address = listener.address if listener is not None else None
         told = self.exchange(address)
         here, hosts = self._presence.here, self._presence.hosts
-        self._check_one_host(hosts)
         world = _native.World(
             rank=self.rank,
             world_size=self.size,
             arena_bytes=arena_bytes,
             n_ops=n_ops,
-            timeout=_torch.group_timeout_seconds(self.group),
+            timeout=_torch_groups.group_timeout_seconds(self.group),
             pids=[host.visible_pid(here) for host in hosts],
             meeting=listener if listener is not None else told[0],
         )
         _remember(world)
         return world
 
-    def _check_one_host(self, hosts: list[Host]) -> None:
-        away = [
-            rank
-            for rank, host in enumerate(hosts)
-            if not host.shares_memory_with(hosts[0])
-        ]
-        if away:
-            raise NotImplementedError(
-                f"ranks {away} run on another host, or in another container's network, "
-                "than rank 0: this version of paceline joins the ranks of one host "
-                "(containers: share the network namespace)"
-            )
+    def _connect_alone(self, arena_bytes: int, n_ops: int) -> _native.World:
+        """Make a world that shares no memory: relayed, or of one rank."""
+        relay = _relay.Relay(self.group) if self.is_relayed else None
+        world = _native.World(
+            rank=self.rank,
+            world_size=self.size,
+            arena_bytes=arena_bytes,
+            n_ops=n_ops,
+            timeout=_torch_groups.group_timeout_seconds(self.group),
+            pids=[0] if relay is None else [0] * self.size,
+            meeting=_native.Listener(),
+            relay=relay,
+        )
+        if relay is not None:
+            relay.serve(world)
+        _remember(world)
+        return world
 
 
 def connect(
@@ -342,7 +370,9 @@ def connect(
     paceline._native.World
     """
     _torch.attach()
-    return Meeting(group or _torch.default_group()).connect(arena_bytes, n_ops)
+    meeting = Meeting(group or _torch_groups.default_group())
+    meeting.exchange(None)
+    return meeting.connect(arena_bytes, n_ops)
 
 
 # ---- the end of the process ---------------------------------------------------------

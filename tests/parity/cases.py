@@ -12,7 +12,9 @@ A rank that fails makes its peers wait for `PEER_SECONDS`, at the most.
 """
 
 import copy
+import functools
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -27,9 +29,11 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks, values
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 PEER_SECONDS = 10.0
 BATCH_SECONDS = 240.0
+SKIPPED = "skipped on every rank: "
 
 _bodies = {}  # (module, name): the function under @on_ranks
 _results = {}  # (module, n_ranks): {case: words of what went wrong, or None}
@@ -53,6 +57,8 @@ def on_ranks(*n_ranks, **axes):
             if case not in _results.get(key, {}):
                 _results[key] = _run(request, body.__module__, n)
             words = _results[key][case]
+            if words is not None and words.startswith(SKIPPED):
+                pytest.skip(words.removeprefix(SKIPPED))
             if words is not None:
                 pytest.fail(words, pytrace=False)
 
@@ -99,6 +105,8 @@ def _run(request, module, n):
 
 
 def _words_of(row):
+    if all(words is not None and words.startswith(SKIPPED) for words in row):
+        return row[0]
     failed = [f"---- rank {rank}\n{words}" for rank, words in enumerate(row) if words]
     # A rank that missed its peers comes after the one that they missed.
     failed.sort(key=lambda words: "PeerError" in words or "PeerTimeoutError" in words)
@@ -125,6 +133,8 @@ def _run_case(rank, n_ranks, store, number, body, point):
         torch.manual_seed(number)
         body(Ranks(rank, n_ranks, group), *point)
         words = None
+    except pytest.skip.Exception as skip:
+        words = f"{SKIPPED}{skip}"
     except BaseException:
         words = traceback.format_exc()
     torch.set_default_dtype(torch.float32)
@@ -136,11 +146,55 @@ def _run_case(rank, n_ranks, store, number, body, point):
     return words
 
 
+@functools.cache
+def gloo_takes_complex():
+    """Tell whether torch's own DistributedDataParallel takes complex numbers here."""
+    alone = dist.ProcessGroupGloo(
+        dist.HashStore(), 0, 1, timedelta(seconds=PEER_SECONDS)
+    )
+    try:
+        alone.broadcast([torch.zeros(1, dtype=torch.complex64)]).wait()
+    except RuntimeError:
+        return False
+    return True
+
+
+def skip_without_complex():
+    """Skip the case where torch's own DistributedDataParallel takes nothing complex."""
+    if not gloo_takes_complex():
+        pytest.skip(f"Gloo of torch {torch.__version__} takes no complex numbers")
+
+
+def has_argument(name):
+    """Tell whether torch's own DistributedDataParallel has an argument."""
+    theirs = torch.nn.parallel.DistributedDataParallel
+    return name in inspect.signature(theirs).parameters
+
+
+def skip_without_argument(name):
+    """Skip the case where torch's own DistributedDataParallel has no such argument."""
+    if not has_argument(name):
+        pytest.skip(f"DistributedDataParallel of torch {torch.__version__}: no {name}")
+
+
+def skip_with_bf16_hook(ranks):
+    """Skip the case where torch's own DistributedDataParallel takes the bf16 hook."""
+    try:
+        ranks.wrap_by_torch(nn.Linear(1, 1)).register_comm_hook(
+            None, default_hooks.bf16_compress_hook
+        )
+    except TypeError:
+        return
+    pytest.skip(f"torch {torch.__version__}, built for a GPU, takes the bf16 hook")
+
+
 class Ranks:
     """What a case knows of its ranks."""
 
     def __init__(self, rank, n, group):
         self.rank, self.n, self.group = rank, n, group
+
+    ours = paceline.DistributedDataParallel
 
     def wrap(self, module, **options):
         return paceline.DistributedDataParallel(
@@ -186,6 +240,11 @@ def bits(tensor):
         tuple(tensor.shape),
         data.reshape(-1).view(torch.uint8).numpy().tobytes(),
     )
+
+
+def grads_of(model):
+    """Return copies of a model's gradients; None where there is none."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 def assert_equal(mine, theirs, what):

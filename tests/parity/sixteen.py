@@ -622,7 +622,9 @@ def main() -> None:
     if not options.write:
         print(rows)
         return
-    Path(__file__).with_name("README.md").write_text(
+    readme = Path(__file__).with_name("README.md")
+    _, headline, others = readme.read_text(encoding="utf-8").partition("\n## ")
+    readme.write_text(
         README.format(
             date=datetime.date.today().isoformat(),
             torch=torch.__version__,
@@ -631,6 +633,9 @@ def main() -> None:
             deadline=DEADLINE,
             table=rows,
         )
+        + headline
+        + others,
+        encoding="utf-8",
     )
 
 

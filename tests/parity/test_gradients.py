@@ -6,7 +6,14 @@ import os
 import time
 
 import torch
-from cases import Twin, assert_equal, bits, integer_weights, on_ranks
+from cases import (
+    Twin,
+    assert_equal,
+    bits,
+    integer_weights,
+    on_ranks,
+    skip_without_complex,
+)
 from paceline import _native
 from torch import nn
 
@@ -225,6 +232,8 @@ def test_every_type_is_averaged_exactly(ranks, dtype):
 @on_ranks(2, 4, dtype=["float32", "bfloat16", "float16", "complex64"])
 def test_every_type_is_averaged_as_torch_averages_it(ranks, dtype):
     kind = getattr(torch, dtype)
+    if kind.is_complex:
+        skip_without_complex()
     ours, theirs = (
         wrap(Wide(dtypes=[kind])) for wrap in (ranks.wrap, ranks.wrap_by_torch)
     )

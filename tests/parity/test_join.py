@@ -11,6 +11,7 @@ import time
 import paceline
 import pytest
 import torch
+import torch.distributed as dist
 from cases import assert_equal, integer_weights, mean_over, on_ranks
 from support.ranks import run_ranks
 from torch import nn
@@ -434,6 +435,65 @@ def test_early_termination_lets_even_ranks_through(ranks, context):
     for model in (ours, theirs):
         train(model, ranks, context, 2, throw_on_early_termination=True)
     assert_same_models(ours, theirs, ranks)
+
+
+class Talkative(Wide):
+    """Its forward has a collective of its own, and counts how often it was run."""
+
+    n_forwards = 0
+
+    def forward(self, x):
+        self.n_forwards += 1
+        dist.all_reduce(torch.ones(1))
+        return super().forward(x)
+
+
+@on_ranks(2, 4)
+def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
+    for model in pair_of(ranks, Talkative()):
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(
+                model, ranks, "join()", 2 + ranks.rank, throw_on_early_termination=True
+            )
+        assert model.module.n_forwards == 2
+
+
+@on_ranks(2)
+def test_early_termination_counts_forwards_as_torch_does(ranks):
+    def step(model, i):
+        with model.no_sync() if i == 0 else contextlib.nullcontext():
+            model(ranks.integers(3, 100, key=i)).backward()
+        with torch.no_grad():
+            model(ranks.integers(3, 100))
+
+    counts = []
+    for model in pair_of(ranks, Wide()):
+        n_steps = 2 + 2 * ranks.rank
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(
+                model, ranks, "join()", n_steps, step, throw_on_early_termination=True
+            )
+        counts.append(grads_of(model))
+    if ranks.rank == 0:
+        assert_all_equal(*counts, "gradients of the last step")
+
+
+@on_ranks(3)
+def test_an_exception_reaches_ranks_that_ask_for_early_termination(ranks):
+    model = ranks.wrap(Wide())
+    kind = KeyError if ranks.rank == 1 else paceline.PeerError
+    began = time.monotonic()
+    with pytest.raises(kind, match="my own words"):
+        leave_early(model, ranks)
+    assert time.monotonic() - began < 5  # far from the deadline, on any machine
+
+
+def leave_early(model, ranks):
+    with model.join(throw_on_early_termination=True):
+        for i in range(3):
+            if ranks.rank == 1 and i == 1:
+                raise KeyError("my own words")
+            model(ranks.integers(3, 100, key=i)).backward()
 
 
 def leave(model, ranks, context, where):

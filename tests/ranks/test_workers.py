@@ -501,14 +501,14 @@ class Job:
             [sys.executable, str(JOB), how, str(n_workers)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # what readline() kept for itself, communicate() would not see
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            pytest.fail(self.process.communicate()[1])
+            pytest.fail(self.process.communicate()[1].decode())
         pids = [int(word) for word in line.split()]
         self.workers, self.rest = pids[1 : 1 + n_workers], pids[1 + n_workers :]
         assert len(self.workers) == n_workers
@@ -522,7 +522,7 @@ class Job:
 
     def end(self) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=LONG_SECONDS)
-        return self.process.returncode, out, err
+        return self.process.returncode, out.decode(), err.decode()
 
 
 @pytest.fixture

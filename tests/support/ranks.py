@@ -235,6 +235,12 @@ def _rank_main(job: _Job, to_test: connection.Connection) -> None:
 _servers: list[context.ForkServerContext] = []
 
 
+def preload(*modules: str) -> None:
+    """Have the server import more modules; for a process that has run no rank yet."""
+    assert not _servers, "the server of this process runs already"
+    _PRELOAD.extend(modules)
+
+
 def _context() -> context.ForkServerContext:
     """Return the context whose server has imported all that is slow to import."""
     ranks_of = get_context("forkserver")

@@ -226,6 +226,8 @@ def test_its_constructor_takes_the_arguments_of_torch_in_the_order_of_torch():
     assert missing == set()
     common = [name for name in mine if name in theirs]
     assert common == list(theirs)
+    if "forward_sync_buffers" not in theirs:  # which made None the other's default
+        common.remove("broadcast_buffers")
     for name in common:
         assert mine[name].default == theirs[name].default, name
 
@@ -289,10 +291,7 @@ def test_a_wrapper_that_its_own_module_refers_to_is_collected():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("delay_all_reduce_named_params", [("weight", None)]),
-        ("param_to_hook_all_reduce", "weight"),
         ("mixed_precision", "anything"),
-        ("bucket_cap_mb_list", [1, 2]),
     ],
 )
 def test_an_argument_that_is_not_there_yet_is_named_with_its_value(name, value):
@@ -319,6 +318,9 @@ def test_an_argument_that_is_not_there_yet_is_named_with_its_value(name, value):
         ("bucket_cap_mb", 0.001),
         ("mixed_precision", None),
         ("bucket_cap_mb_list", None),
+        ("bucket_cap_mb_list", [1, 2]),
+        ("strict", True),
+        ("strict", False),
     ],
 )
 def test_an_argument_that_is_not_needed_is_accepted(name, value):
@@ -330,6 +332,34 @@ def test_an_argument_that_is_not_needed_is_accepted(name, value):
 def test_a_bucket_size_that_is_no_size_is_named(cap):
     with pytest.raises(ValueError, match=f"bucket_cap_mb is {cap}"):
         DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=cap)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("process_group", "gloo"),
+        ("process_group", 3),
+        ("device_mesh", "cpu"),
+        ("bucket_cap_mb", "large"),
+        ("bucket_cap_mb", [25]),
+        ("bucket_cap_mb_list", 25),
+        ("bucket_cap_mb_list", [1, None]),
+        ("strict", "no"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_its_value(alone, name, value):
+    bad = value[-1] if name == "bucket_cap_mb_list" and value != 25 else value
+    with pytest.raises(TypeError) as caught:
+        DistributedDataParallel(nn.Linear(1, 1), **{name: value})
+    words = str(caught.value)
+    assert words.startswith(f"{name} is ")
+    assert f"{bad!r}: give " in words
+
+
+def test_a_rank_outside_of_the_group_is_told_so(alone):
+    token = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="process_group does not have this rank"):
+        DistributedDataParallel(nn.Linear(1, 1), process_group=token)
 
 
 def test_check_reduction_warns_as_torch_does():
@@ -423,70 +453,60 @@ def test_what_is_no_module_is_a_type_error(thing):
 
 # ---- against new versions of torch --------------------------------------------------
 
-NOT_THERE_YET = {
-    "register_comm_hook": (None, None),
-    "_register_builtin_comm_hook": (None,),
-    "_register_buffer_comm_hook": (None, None),
-    "_register_fused_optim": (None,),
-    "_get_ddp_logging_data": (),
-    "_set_ddp_runtime_logging_sample_rate": (1,),
-    "_set_sparse_metadata": ({},),
-    "_update_process_group": (None,),
-    "_remove_autograd_hooks": (),
-    "_check_reducer_finalized": (),
-}
-
 BY_ITS_CONSTRUCTOR = "called by torch's constructor alone, which is not run"
 BY_ITS_FORWARD = "called by torch's forward alone, which is not run"
-BY_JOIN = "called by join alone, which is not there yet"
-BY_HOOKS = "called by a method of hooks alone, which is not there yet"
+BY_JOIN = "called by torch's join alone, which is not run"
+ASKS = "asks self.reducer or self.logger, which paceline._facade answers"
 TOLD_ALONE = "depends on its arguments, or on attributes that are set, alone"
 
 INHERITED = {
     "__abstractmethods__": "made by the class",
     "__annotations__": "made by the class",
     "_abc_impl": "made by the class",
-    "_active_ddp_module": "None: torch.compile then does not split graphs at buckets",
+    "_active_ddp_module": "set on torch's class, where dynamo looks",
     "_get_active_ddp_module": "reads it",
     "_inside_ddp_forward": BY_ITS_FORWARD,
-    "_assign_modules_buffers": BY_ITS_CONSTRUCTOR,
     "_build_debug_param_to_name_mapping": BY_ITS_CONSTRUCTOR,
     "_build_params_for_reducer": BY_ITS_CONSTRUCTOR,
     "_ddp_init_helper": BY_ITS_CONSTRUCTOR,
     "_delayed_all_reduce_hook": BY_ITS_CONSTRUCTOR,
     "_get_parameters": BY_ITS_CONSTRUCTOR,
-    "_log_and_throw": BY_ITS_CONSTRUCTOR,
     "_module_wait_for_copy_hook": BY_ITS_CONSTRUCTOR,
     "_passing_sync_batchnorm_handle": BY_ITS_CONSTRUCTOR,
     "_register_accum_grad_hook": BY_ITS_CONSTRUCTOR,
     "_register_delay_all_reduce_hook": BY_ITS_CONSTRUCTOR,
     "_root_copy_hook": BY_ITS_CONSTRUCTOR,
+    "_fire_reducer_autograd_hook": "called with mixed_precision alone: refused",
     "_check_default_group": "called by torch's __getstate__ alone, which is replaced",
     "_check_and_sync_module_buffers": BY_JOIN,
     "_check_global_requires_backward_grad_sync": BY_JOIN,
-    "_find_common_rank": BY_JOIN,
     "_match_all_reduce_for_bwd_pass": BY_JOIN,
     "_match_unused_params_allreduce": BY_JOIN,
     "_sync_final_model": BY_JOIN,
-    "_check_sync_bufs_post_fwd": BY_ITS_FORWARD,
-    "_check_sync_bufs_pre_fwd": BY_ITS_FORWARD,
+    "_find_common_rank": TOLD_ALONE,
+    "_check_sync_bufs_post_fwd": TOLD_ALONE,
+    "_check_sync_bufs_pre_fwd": TOLD_ALONE,
     "_clear_grad_buffer": BY_ITS_FORWARD,
-    "_default_broadcast_coalesced": BY_ITS_FORWARD,
-    "_distributed_broadcast_coalesced": BY_ITS_FORWARD,
-    "_lazy_init": BY_ITS_FORWARD,
-    "_post_forward": BY_ITS_FORWARD,
-    "_pre_forward": BY_ITS_FORWARD,
-    "_run_ddp_forward": BY_ITS_FORWARD,
     "_setup_in_backward_optimizers": BY_ITS_FORWARD,
-    "_sync_buffers": BY_ITS_FORWARD,
-    "_sync_module_buffers": BY_ITS_FORWARD,
-    "_check_comm_hook": BY_HOOKS,
-    "_fire_reducer_autograd_hook": BY_HOOKS,
+    "_assign_modules_buffers": TOLD_ALONE,
+    "_sync_buffers": "calls the buffers' hook, or broadcasts over the process group",
+    "_sync_module_buffers": "called by _sync_buffers",
+    "_default_broadcast_coalesced": "called by _sync_buffers",
+    "_distributed_broadcast_coalesced": "called by _sync_buffers",
+    "_log_and_throw": ASKS,
+    "_get_ddp_logging_data": ASKS,
+    "_set_ddp_runtime_logging_sample_rate": ASKS,
+    "_remove_autograd_hooks": ASKS,
+    "_check_reducer_finalized": ASKS,
+    "_set_sparse_metadata": ASKS,
+    "_update_process_group": ASKS,
+    "_register_fused_optim": "registers a communication hook",
+    "_check_comm_hook": TOLD_ALONE,
     "_distributed_rank": TOLD_ALONE,
     "_get_data_parallel_params": TOLD_ALONE,
+    "_should_disable_cpp_reducer": BY_ITS_FORWARD,
     "_set_ddp_sink_clone": "sets what nothing reads: outputs are never cloned",
     "_set_params_and_buffers_to_ignore_for_model": TOLD_ALONE,
-    "broadcast_buffers": "a second name of forward_sync_buffers",
     "gather": TOLD_ALONE,
     "join_device": TOLD_ALONE,
     "join_process_group": TOLD_ALONE,
@@ -514,15 +534,6 @@ def test_no_method_is_both_replaced_and_reviewed():
     }
 
 
-@pytest.mark.parametrize("name", NOT_THERE_YET)
-def test_a_method_that_is_not_there_yet_says_so(name):
-    wrapper = DistributedDataParallel(nn.Linear(1, 1))
-    with pytest.raises(
-        NotImplementedError, match=rf"DataParallel\.{name} is not there"
-    ):
-        getattr(wrapper, name)(*NOT_THERE_YET[name])
-
-
 def test_the_inherited_helpers_for_inputs_and_outputs_work():
     wrapper = DistributedDataParallel(nn.Linear(1, 1))
     theirs = TorchDDP(nn.Linear(1, 1))
@@ -533,10 +544,47 @@ def test_the_inherited_helpers_for_inputs_and_outputs_work():
         assert torch.equal(kwargs[0]["y"], x)
 
 
-def test_the_graph_may_be_declared_static():
+def test_the_graph_may_be_declared_static_with_the_warnings_of_torch():
+    for wrap in (DistributedDataParallel, TorchDDP):
+        wrapper = wrap(nn.Linear(1, 1))
+        wrapper._set_static_graph()
+        assert wrapper.static_graph is True
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            wrapper._set_static_graph()
+        with pytest.warns(UserWarning, match="will detect unused parameters"):
+            wrap(nn.Linear(1, 1), find_unused_parameters=True, static_graph=True)
+
+
+def test_the_older_name_of_the_argument_for_buffers_warns_as_in_torch():
+    for wrap in (DistributedDataParallel, TorchDDP):
+        if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
+            continue  # torch before 2.13
+        with pytest.warns(FutureWarning, match="`broadcast_buffers` is depr") as seen:
+            wrap(nn.Linear(1, 1), broadcast_buffers=False)
+        assert seen[0].filename == __file__
+        with pytest.warns(FutureWarning, match="Both `broadcast_buffers` and"):
+            wrap(nn.Linear(1, 1), broadcast_buffers=False, forward_sync_buffers=True)
+
+
+def test_what_a_dropped_wrapper_left_behind_says_so():
     wrapper = DistributedDataParallel(nn.Linear(1, 1))
-    wrapper._set_static_graph()
-    assert wrapper.static_graph is True
+    reducer = wrapper.reducer
+    del wrapper
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone"):
+        reducer._rebuild_buckets()
+
+
+def test_wrappers_go_at_once_when_they_are_dropped():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), strict=True)
+    wrapper(torch.ones(1)).backward()
+    gone = weakref.ref(wrapper)
+    gc.disable()
+    try:
+        del wrapper
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_parameters_marked_by_torch_as_ignored_are_left_out():

@@ -1,0 +1,164 @@
+"""A world whose operations a process group carries: see csrc/comm/relay.h.
+
+For groups of a backend that we know nothing of (MPI, a subclass in Python) and for
+ranks on several hosts.  The group's own methods are called, not those of
+``torch.distributed``, which know registered groups alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _native, _torch_groups
+
+_DTYPES = {
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+}
+
+
+_LOOK_EVERY_SECONDS = 0.05
+
+
+def wait_for(work: Any) -> None:
+    """Wait for what a process group has begun, and raise what it raises.
+
+    A group may answer with a Work, with a future, or have done all at once.  As torch's
+    own wrapper does, a Work is asked for its future first: one that has a future need
+    not implement ``wait``.
+    """
+    future = work
+    get_future = getattr(work, "get_future", None)
+    if get_future is not None:
+        try:
+            future = get_future()
+        except (NotImplementedError, RuntimeError):
+            future = None  # this kind has none
+    if hasattr(future, "add_done_callback"):
+        wait_for_future(future, lambda: None)
+    elif work is not None:
+        work.wait()
+
+
+def wait_for_future(future: Any, look: Callable[[], None]) -> Any:
+    """Return a future's value, or raise what it raises.
+
+    Parameters
+    ----------
+    future : torch.futures.Future
+        Whose own ``wait`` neither signals nor anything else can end.
+    look : callable
+        Called now and then until the future is done; what it raises ends the wait.
+    """
+    if not future.done():
+        is_done = threading.Event()
+        future.add_done_callback(lambda _: is_done.set())
+        while not is_done.wait(_LOOK_EVERY_SECONDS):
+            look()
+    return future.wait()
+
+
+class Relay:
+    """Carries the operations of a world over a process group, in their order.
+
+    Sums are the group's: every rank gets what the backend gives it, and gradients are
+    divided by the number of ranks before they are summed, as torch's wrapper does.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The user's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size = int(group.size())
+        self._pending: list[tuple[int, Any]] = []
+
+    def serve(self, world: _native.World) -> None:
+        """Work in the arena of ``world``, which owns this object."""
+        self._world = weakref.ref(world)
+
+    def _range(self, dtype: str, offset_bytes: int, n_elems: int) -> torch.Tensor:
+        """Return a range of the arena, which keeps the world alive while it is used."""
+        return torch.frombuffer(
+            self._world(), dtype=_DTYPES[dtype], count=n_elems, offset=offset_bytes
+        )
+
+    def issue(
+        self,
+        kind: str,
+        dtype: str,
+        reduction: str,
+        offset_bytes: int,
+        n_elems: int,
+        root: int,
+        ticket: int,
+    ) -> None:
+        """Begin one operation of the world."""
+        if n_elems == 0 and kind != "barrier":
+            return
+        if kind == "barrier":
+            work = self._group.allreduce(
+                [torch.zeros(1, device="cpu")], dist.AllreduceOptions()
+            )
+        else:
+            tensor = self._range(dtype, offset_bytes, n_elems)
+            work = self._begin(kind, tensor, reduction, root)
+        self._pending.append((ticket, work))
+
+    def _begin(self, kind: str, tensor: torch.Tensor, reduction: str, root: int) -> Any:
+        if kind == "all-reduce":
+            return self._all_reduce(tensor, reduction)
+        if kind == "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            options.rootTensor = 0
+            return self._group.broadcast([tensor], options)
+        if kind == "all-gather":
+            rows = list(tensor.chunk(self._size))
+            mine = rows[self._group.rank()].clone()
+            return self._group.allgather(
+                [rows], [mine], _torch_groups.all_gather_options()
+            )
+        raise NotImplementedError(
+            f"a process group carries no {kind} for paceline: use all-reduce"
+        )
+
+    def _all_reduce(self, tensor: torch.Tensor, reduction: str) -> Any:
+        options = dist.AllreduceOptions()
+        kind: Any = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        options.reduceOp = kind
+        if reduction == "mean":
+            tensor.mul_(1.0 / self._size)
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return self._group.allreduce([tensor], options)
+
+    def wait(self, ticket: int) -> None:
+        """Wait for all operations up to ``ticket``."""
+        while self._pending and self._pending[0][0] <= ticket:
+            _, work = self._pending.pop(0)
+            wait_for(work)
+
+    def drop(self) -> None:
+        """Forget what was begun: the world has failed.
+
+        A Work may hold memory of the world, and so keep it, and this object, alive.
+        """
+        self._pending.clear()
