@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline._ddp import DistributedDataParallel
     from paceline._dp import DataParallel
     from paceline._functional import data_parallel
+    from paceline._install import install, uninstall
     from paceline._replicate import replicate
 
 try:
@@ -34,9 +35,11 @@ __all__ = [
     "__version__",
     "check",
     "data_parallel",
+    "install",
     "load",
     "replicate",
     "save",
+    "uninstall",
 ]
 
 _HOMES = {
@@ -44,9 +47,11 @@ _HOMES = {
     "DistributedDataParallel": "paceline._ddp",
     "check": "paceline._check",
     "data_parallel": "paceline._functional",
+    "install": "paceline._install",
     "load": "paceline._checkpoint",
     "replicate": "paceline._replicate",
     "save": "paceline._checkpoint",
+    "uninstall": "paceline._install",
 }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from types import TracebackType
+from types import GenericAlias, TracebackType
 from typing import Any
 
 import torch
+from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline import _devices, _engines, _native, _torch
 from paceline._checkpoint import LoadsEither
@@ -25,7 +26,7 @@ _starting = threading.Lock()
 _OVERRIDABLE = ("scatter", "replicate", "parallel_apply", "gather")
 
 
-class DataParallel(LoadsEither, torch.nn.DataParallel[Any]):
+class DataParallel(LoadsEither, TorchDP[Any]):
     """Trains a module on parts of each batch side by side: a drop-in for torch's class.
 
     A batch is split over replicas of the module, their outputs come back joined, in
@@ -119,6 +120,10 @@ class DataParallel(LoadsEither, torch.nn.DataParallel[Any]):
     ['module.weight', 'module.bias']
     >>> model.close()
     """
+
+    def __class_getitem__(cls, kind: Any) -> GenericAlias:
+        """Return ``DataParallel[kind]``, as annotations have it: torch's is generic."""
+        return GenericAlias(cls, kind)
 
     def __init__(  # the signature is torch's, and one more
         self,
@@ -420,6 +425,29 @@ class DataParallel(LoadsEither, torch.nn.DataParallel[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": None, "_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_asked" in state:
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+        else:
+            self._adopt(state)
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        """Become what a pickle of torch's class says: see ``paceline.install``."""
+        module = state["_modules"]["module"]
+        device_ids = state["device_ids"] or None
+        try:
+            DataParallel.__init__(self, module, device_ids, dim=state.get("dim", 0))
+        except NotImplementedError:
+            if type(self) is not DataParallel:
+                raise
+            self.__dict__.clear()
+            self.__class__ = TorchDP  # type: ignore[assignment]
+            self.__setstate__(state)
+            return
+        ours = ("device_ids", "dim", "output_device", "src_device_obj")
+        kept = {name: state[name] for name in state if name not in ours}
+        super().__setstate__(kept)  # type: ignore[no-untyped-call]
 
 
 def _gather(outputs: list[Any], sizes: tuple[int, ...] | None, dim: int) -> Any:
