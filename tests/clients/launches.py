@@ -1,0 +1,300 @@
+"""Starts client programs, by torch or by Paceline, and says what came of them.
+
+A program is a file in `programs/`, as users write them.  It is never edited: what it
+wrapped is written down by `watch/sitecustomize.py`.  Each rank of it leaves its results
+in a file, and a run is good when the program ended with 0 in time, every rank's
+wrappers were of the class that was asked for, and no process is left.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+Library = Literal["torch", "paceline"]
+# Returns the command for a library, a program and the program's arguments.
+Launch = Callable[[Library, Path, list[str]], list[str]]
+
+HERE = Path(__file__).parent
+N_RANKS = 2
+TORCHS_CLASS = "torch.nn.parallel.distributed.DistributedDataParallel"
+DEADLINE_SECONDS = 240
+LEAVING_SECONDS = 20
+# Gloo's threads outlive their group, and now and then torch aborts a process that ends
+# among them, with paceline or without: such a run tells nothing.
+TORCH_ABORTS = "terminate called without an active exception"
+TRIES = 4
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Return the mark that skips a test where modules are not installed."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    reason = f"not installed: {', '.join(missing)}; pip install paceline[clients]"
+    return pytest.mark.skipif(bool(missing), reason=reason)
+
+
+# ---- ways to start a program ---------------------------------------------------------
+
+
+def alone(library: Library, program: Path, args: list[str]) -> list[str]:
+    """Start one process: the program itself starts the other ranks."""
+    ours = ["-m", "paceline"] if library == "paceline" else []
+    return [sys.executable, *ours, str(program), *args]
+
+
+def by_torchrun(library: Library, program: Path, args: list[str]) -> list[str]:
+    """Start two ranks by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(N_RANKS)]
+    ours = ["-m", "paceline"] if library == "paceline" else []
+    return [*command, *ours, str(program), *args]
+
+
+# With --cpu it starts one process, whatever the number; the programs say cpu=True.
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
+ACCELERATE += ["--num_processes", str(N_RANKS), "--main_process_port", "0"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def by_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
+    """Start two ranks by accelerate, whose module is ours."""
+    ours = ["-m", "paceline"] if library == "paceline" else []
+    return [sys.executable, "-m", *ACCELERATE, *ours, str(program), *args]
+
+
+def with_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
+    """Start accelerate itself as our module, and it the ranks."""
+    ours = ["-m", "paceline"] if library == "paceline" else []
+    return [sys.executable, *ours, "-m", *ACCELERATE, str(program), *args]
+
+
+# ---- a run ---------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a program left: its folder, and each rank's results by their titles."""
+
+    path: str
+    results: list[dict[str, Any]]
+
+
+def run(
+    library: Library,
+    launch: Launch,
+    program: str,
+    folder: Path,
+    *args: str,
+    has_install_line: bool = False,
+) -> Run:
+    """Run a program to its end; fail unless the run is good.
+
+    Parameters
+    ----------
+    library : {"torch", "paceline"}
+    launch : callable
+        How it is started.
+    program : str
+        The name of a file in `programs/`.
+    folder : Path
+        For what the program writes; made anew.
+    *args : str
+        For the program, after ``--out folder``.
+    has_install_line : bool
+        Whether Paceline comes by a first line, as in a notebook, and not by the
+        command.
+    """
+    path = HERE / "programs" / program
+    started: Library = library
+    for _ in range(TRIES):
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "watch").mkdir(parents=True)
+        if has_install_line:
+            started = "torch"
+            text = path.read_text()
+            if library == "paceline":
+                text = f"import paceline; paceline.install()\n{text}"
+            path = folder / program
+            path.write_text(text)
+        command = launch(started, path, ["--out", str(folder), *args])
+        code, text, left = _run_command(command, folder)
+        if TORCH_ABORTS not in text:
+            break
+    assert code == 0, text
+    assert not left, f"processes are left: {left}\n{text}"
+    check_wrappers(library, folder / "watch")
+    files = [folder / f"rank{rank}.pt" for rank in range(N_RANKS)]
+    results = [torch.load(file, weights_only=False) for file in files]
+    return Run(str(folder), results)
+
+
+def start(command: list[str], folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a command, and return the mark in the environment of all that it starts."""
+    mark = uuid.uuid4().hex
+    paths = [str(HERE / "watch"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        **os.environ,
+        "CLIENTS_RUN": mark,
+        "CLIENTS_WATCH": str(folder / "watch"),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",  # so that sums have one order
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with (folder / "output.txt").open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return process, mark
+
+
+def _run_command(command: list[str], folder: Path) -> tuple[int, str, list[str]]:
+    """Return the exit code, what was printed, and the processes that were left."""
+    process, mark = start(command, folder)
+    output = folder / "output.txt"
+    try:
+        process.wait(DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        _send(_processes(mark), signal.SIGUSR2)  # each one says where it stands
+        time.sleep(2)
+        end_all(mark, patience=0)
+        process.wait()
+        text = output.read_text(errors="replace")
+        pytest.fail(f"not done after {DEADLINE_SECONDS} s\n{text}", pytrace=False)
+    except BaseException:
+        end_all(mark, patience=0)
+        raise
+    left = end_all(mark)
+    return process.returncode, output.read_text(errors="replace"), left
+
+
+def _processes(mark: str) -> dict[int, str]:
+    """Return the processes, but zombies, in whose environment a mark is."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            if mark.encode() in Path(f"/proc/{entry}/environ").read_bytes():
+                words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+                found[int(entry)] = b" ".join(words).decode(errors="replace")
+        except OSError:  # another user's, or gone
+            continue
+    return found
+
+
+def end_all(mark: str, patience: float = LEAVING_SECONDS) -> list[str]:
+    """Kill what is left of a run after some seconds; return what it was."""
+    end = time.monotonic() + patience
+    while (left := _processes(mark)) and time.monotonic() < end:
+        time.sleep(0.05)
+    _send(left, signal.SIGKILL)
+    return list(left.values())
+
+
+def _send(processes: dict[int, str], number: signal.Signals) -> None:
+    for pid in processes:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def check_wrappers(library: Library, folder: Path) -> None:
+    """Check that every rank made wrappers, and none of another class."""
+    lines = [line for file in folder.iterdir() for line in file.read_text().split("\n")]
+    made = [line.split() for line in lines if line]
+    counts = [sum(rank == str(r) for rank, _ in made) for r in range(N_RANKS)]
+    assert min(counts) > 0, f"wrappers of each rank: {counts}"
+    kinds = {kind for _, kind in made}
+    if library == "paceline":
+        others = {kind for kind in kinds if not kind.startswith("paceline.")}
+        assert not others, f"wrappers of another class: {others}"
+    else:
+        assert kinds == {TORCHS_CLASS}
+
+
+# ---- what runs are compared by -------------------------------------------------------
+
+# After its last forward torch leaves each rank with statistics of its own; ours has
+# rank 0's on every rank by then.  No more than that is left out.
+STATISTICS = ("running_mean", "running_var")
+
+
+def difference(
+    left: Any, right: Any, at: str, leave_out: tuple[str, ...] = ()
+) -> str | None:
+    """Return where two results first differ, to the bit; None if nowhere."""
+    if type(left) is not type(right):
+        return f"{at}: {type(left).__name__} and {type(right).__name__}"
+    if isinstance(left, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return f"{at}: {left.dtype} {left.shape}, {right.dtype} {right.shape}"
+        if torch.equal(left, right):
+            return None
+        far = (left.double() - right.double()).abs().max().item()
+        return f"{at}: up to {far:.3g} apart"
+    if isinstance(left, dict):
+        if left.keys() != right.keys():
+            return f"{at}: {sorted(left)} and {sorted(right)}"
+        keys = [key for key in left if not str(key).endswith(leave_out or "\0")]
+        pairs = [(key, left[key], right[key]) for key in keys]
+    elif isinstance(left, list | tuple):
+        if len(left) != len(right):
+            return f"{at}: {len(left)} and {len(right)} things"
+        pairs = [(i, *pair) for i, pair in enumerate(zip(left, right, strict=True))]
+    else:
+        return None if left == right else f"{at}: {left!r} and {right!r}"
+    found = (
+        difference(one, other, f"{at}[{key!r}]", leave_out) for key, one, other in pairs
+    )
+    return next(filter(None, found), None)
+
+
+def _check(rank: int, left: Any, right: Any, at: str) -> None:
+    leave_out = STATISTICS if rank > 0 else ()
+    found = difference(left, right, f"rank {rank}: {at}", leave_out)
+    assert found is None, found
+
+
+def check_equal(left: Run, right: Run) -> None:
+    """Check that two runs are equal to the bit in all that both did."""
+    for rank, (one, other) in enumerate(zip(left.results, right.results, strict=True)):
+        titles = one.keys() & other.keys()
+        assert titles, "nothing to compare"
+        for title in sorted(titles):
+            _check(rank, one[title], other[title], title)
+
+
+def check_resumes(whole: Run, resumed: Run, title: str = "resumed") -> None:
+    """Check that going on from a checkpoint ended as the run without a break did."""
+    for rank, (one, other) in enumerate(
+        zip(whole.results, resumed.results, strict=True)
+    ):
+        _check(rank, one["train"], other[title], title)
+
+
+def free_port() -> str:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,48 @@
+"""accelerate: its loop, its launchers, its saved states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launches import (
+    alone,
+    by_accelerate,
+    check_equal,
+    check_resumes,
+    free_port,
+    needs,
+    run,
+    with_accelerate,
+)
+
+pytestmark = needs("accelerate", "sklearn")
+LOOP, NOTEBOOK = "accelerate_loop.py", "accelerate_notebook.py"
+
+
+def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None:
+    plain = run("torch", by_accelerate, LOOP, tmp_path / "torch")
+    resume = ("--resume", plain.path)
+    ours = run("paceline", by_accelerate, LOOP, tmp_path / "ours", *resume)
+    check_equal(plain, ours)
+    check_resumes(plain, ours)
+    resume = ("--resume", ours.path)
+    check_resumes(plain, run("torch", by_accelerate, LOOP, tmp_path / "back", *resume))
+    # All else that accelerate starts is reached through the environment.
+    check_resumes(
+        plain, run("paceline", with_accelerate, LOOP, tmp_path / "again", *resume)
+    )
+
+
+def test_a_function_in_a_notebook_trains_alike(tmp_path: Path) -> None:
+    plain, ours = (
+        run(
+            library,
+            alone,
+            NOTEBOOK,
+            tmp_path / library,
+            *("--port", free_port()),
+            has_install_line=True,
+        )
+        for library in ("torch", "paceline")
+    )
+    check_equal(plain, ours)

@@ -1,0 +1,43 @@
+"""The checks that the runs of client programs rely on fail when they should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from launches import Run, check_equal, check_wrappers, end_all, start
+
+OURS = (
+    "0 paceline._ddp.DistributedDataParallel\n1 paceline._ddp.DistributedDataParallel"
+)
+TORCHS = OURS.replace("paceline._ddp", "torch.nn.parallel.distributed")
+
+
+@pytest.mark.parametrize("lines", [TORCHS, OURS.replace("1 paceline._ddp", "1 torch")])
+def test_a_wrapper_of_torch_in_one_rank_fails_a_run(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text(lines)
+    with pytest.raises(AssertionError, match="torch"):
+        check_wrappers("paceline", tmp_path)
+
+
+def test_a_rank_without_a_wrapper_fails_a_run(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text(OURS.split("\n")[0])
+    with pytest.raises(AssertionError, match="wrappers of each rank"):
+        check_wrappers("paceline", tmp_path)
+
+
+def test_one_bit_in_one_rank_fails_a_comparison() -> None:
+    one, other = torch.ones(3), torch.ones(3)
+    other[1] += torch.finfo(torch.float32).eps
+    left = Run("", [{"train": [one]}, {"train": [one]}])
+    right = Run("", [{"train": [one]}, {"train": [other]}])
+    with pytest.raises(AssertionError, match="rank 1: train"):
+        check_equal(left, right)
+
+
+def test_a_process_that_a_program_leaves_is_found_and_killed(tmp_path: Path) -> None:
+    leaving = "import subprocess; subprocess.Popen(['sleep', '600'])"
+    process, mark = start(["python3", "-c", leaving], tmp_path)
+    assert process.wait(60) == 0
+    assert end_all(mark, patience=0) == ["sleep 600 "]
