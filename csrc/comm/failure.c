@@ -112,12 +112,20 @@ static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
     while (atomic_load(&culprit->words_state) == PLI_WORDS_FOLLOW &&
            pli_now_ns() < until)
         pli_sleep_ns(2 * PLI_MS);
-    out[0] = '\0';
-    if (atomic_load(&culprit->words_state) != PLI_WORDS_READY)
-        return;
-    const size_t n = strnlen(culprit->words, PLI_WORDS_BYTES - 1);
-    (void)snprintf(out, out_bytes, "\n\nIts own last words:\n%.*s", (int)n,
-                   culprit->words);
+    /* The rank may be about to say more: what counts is a copy of one writing. */
+    do {
+        const uint32_t n_writes = atomic_load(&culprit->n_writes);
+        out[0] = '\0';
+        if (n_writes % 2 == 0 &&
+            atomic_load(&culprit->words_state) == PLI_WORDS_READY) {
+            const size_t n = strnlen(culprit->words, PLI_WORDS_BYTES - 1);
+            (void)snprintf(out, out_bytes, "\n\nIts own last words:\n%.*s", (int)n,
+                           culprit->words);
+        }
+        if (n_writes % 2 == 0 && atomic_load(&culprit->n_writes) == n_writes)
+            return;
+        pli_sleep_ns(PLI_MS);
+    } while (pli_now_ns() < until);
 }
 
 static pl_status report_mismatch(int me, int r, const char *there, const char *here,

@@ -60,6 +60,8 @@ typedef struct pli_rank {
     _Atomic uint32_t life;     /* pli_life */
     _Atomic int32_t pid;       /* as the rank itself sees it */
     _Atomic uint32_t words_state;
+    _Atomic uint32_t
+        n_writes; /* of words, begun and ended: odd while one is under way */
     char words[PLI_WORDS_BYTES];
 } pli_rank;
 

@@ -310,15 +310,18 @@ done:
 static void shared_last_words(pl_comm *comm, const char *words)
 {
     pli_rank *mine = pli_rank_of(shared_of(comm)->segment, comm->rank);
-    atomic_store(&mine->words_state, PLI_NO_WORDS);
-    if (words == NULL)
+    if (words == NULL) {
+        atomic_store(&mine->words_state, PLI_NO_WORDS);
         return;
+    }
     /* The end of a traceback says most. */
     const size_t n = strlen(words);
     const size_t room = PLI_WORDS_BYTES - 1;
     const char *from = n > room ? words + (n - room) : words;
+    atomic_fetch_add(&mine->n_writes, 1);
     memcpy(mine->words, from, strlen(from) + 1);
     atomic_store(&mine->words_state, PLI_WORDS_READY);
+    atomic_fetch_add(&mine->n_writes, 1);
 }
 
 static void shared_abort(pl_comm *comm, const char *words)

@@ -48,30 +48,29 @@ class Forward(Surface):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        passes = self._passes.open
-        n_open = len(passes)
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        compiles = _torch.is_compile_used()
+        one_pass = _begin_uncompiled(self) if compiles else self._begin_forward()
         try:
-            output = self._run_ddp_forward(*inputs, **kwargs)
+            if compiles:
+                output = self._run_ddp_forward(*inputs, **kwargs)
+            else:  # self.module, without torch's search for it
+                output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         except BaseException:
-            failed = [one_pass for one_pass in passes[n_open:] if one_pass is not None]
-            del passes[n_open:]
-            for one_pass in failed:
+            if one_pass is not None:
                 one_pass.forward_fails()
-            if failed:
                 self._world.note_exception(traceback.format_exc())
             raise
-        return self._post_forward(output)
+        if compiles:
+            _end_uncompiled(self, output, one_pass)
+        else:
+            self._end_forward(output, one_pass)
+        return output
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as the one that torch.compile splits at its buckets."""
-        module = self._modules["module"]  # self.module, without torch's search for it
-        assert module is not None
-        if not _torch.is_compile_used():
-            return module(*inputs, **kwargs)
         before = _torch.exchange_active_ddp(self)
         try:
-            return module(*inputs, **kwargs)
+            return self.module(*inputs, **kwargs)
         finally:
             _torch.exchange_active_ddp(before)
 
@@ -83,22 +82,16 @@ class Forward(Surface):
         Whoever runs the module himself (``replicate()``, say) calls this before, and
         :meth:`_post_forward` after it, in the same thread.
         """
-        compiles = _torch.is_compile_used()
-        one_pass = _begin_uncompiled(self) if compiles else self._begin_forward()
-        self._passes.open.append(one_pass)
+        self._passes.open.append(_begin_uncompiled(self))
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         """Do what comes after the module's forward; return its output, itself."""
-        if _torch.is_compile_used():
-            _end_uncompiled(self, output)
-        else:
-            self._end_forward(output)
+        _end_uncompiled(self, output, self._passes.open.pop())
         return output
 
-    def _end_forward(self, output: Any) -> None:
+    def _end_forward(self, output: Any, one_pass: Pass | None) -> None:
         """Watch the output for its backward, and leave the books of this forward."""
-        one_pass = self._passes.open.pop()
         attributes = self.__dict__
         is_synchronised = False
         if torch.is_grad_enabled():

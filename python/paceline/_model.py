@@ -272,9 +272,9 @@ def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
             if mine != other:
                 shown = f"rank 0 has {counts[0]} params, rank {rank} has {counts[1]}"
                 if mine and other and _layout_differs(mine, other):  # torch's words
-                    shown = (
-                        f"params[{i}] of rank {rank} appears not to match sizes of the "
-                        "same param in process 0"
+                    shown += (
+                        f"; params[{i}] of rank {rank} appears not to match sizes of "
+                        "the same param in process 0"
                     )
                 raise _native.MismatchError(
                     "DDP expects same model across all ranks, but rank 0 has "

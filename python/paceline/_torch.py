@@ -185,7 +185,12 @@ _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
 def is_compile_used() -> bool:
     """Tell whether somebody has asked for ``torch.compile`` in this process."""
     module = sys.modules.get("torch._dynamo.eval_frame")
-    return module is not None and bool(getattr(module, "cached_backends", True))
+    if module is None:
+        return False
+    backends = getattr(module, "cached_backends", None)
+    if backends is None:
+        return True
+    return any(backends.values())  # None stands for code that is to be left as it is
 
 
 def exchange_active_ddp(wrapper: Any) -> Any:
