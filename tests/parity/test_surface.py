@@ -83,6 +83,7 @@ def assert_same_grads(mine, theirs):
 @on_ranks(1, 2)
 def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
     torch.compile(lambda x: x, backend="eager")  # from here on dynamo may ask
+
     class Curious(nn.Linear):
         def forward(self, x):
             self.seen = TorchDDP._get_active_ddp_module()
