@@ -49,3 +49,18 @@ int pli_check(const module_state *state, pl_status st)
     pli_raise(state, st);
     return -1;
 }
+
+PyObject *pli_exception_words(void)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback); /* for its words */
+    PyObject *words = PyUnicode_FromFormat(
+        "%s: %S", type != NULL ? ((PyTypeObject *)type)->tp_name : "",
+        value != NULL ? value : Py_None);
+    if (words != NULL && PyUnicode_AsUTF8(words) == NULL)
+        Py_CLEAR(words);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    return words;
+}

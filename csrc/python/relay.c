@@ -10,18 +10,11 @@
 
 pl_status pli_callback_failed(void)
 {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback); /* for its words */
-    PyObject *words = PyUnicode_FromFormat(
-        "%s: %S", type != NULL ? ((PyTypeObject *)type)->tp_name : "",
-        value != NULL ? value : Py_None);
-    const char *text = words != NULL ? PyUnicode_AsUTF8(words) : NULL;
+    PyObject *words = pli_exception_words();
     const pl_status st =
-        pli_fail(PL_ESTATE, "%s", text != NULL ? text : "a callback has raised");
-    PyErr_Clear();
+        pli_fail(PL_ESTATE, "%s",
+                 words != NULL ? PyUnicode_AsUTF8(words) : "a callback has raised");
     Py_XDECREF(words);
-    PyErr_Restore(type, value, traceback);
     return st;
 }
 

@@ -128,7 +128,11 @@ static inline module_state *state_of(PyObject *object)
  * already; returns NULL for the caller to return.  PL_OK raises nothing. */
 PyObject *pli_raise(const module_state *state, pl_status st);
 
-/* The same for functions that return int: 0 for PL_OK, else -1. */
+/* "TypeError: words" of the exception that is set, which stays set; NULL, and nothing
+ * more raised, where there is no memory for it. */
+PyObject *pli_exception_words(void);
+
+/* The same as pli_raise() for functions that return int: 0 for PL_OK, else -1. */
 int pli_check(const module_state *state, pl_status st);
 
 /* One spec a type; each is in the file of its name. */

@@ -171,16 +171,10 @@ static int try_finish(reducer_object *self)
 /* The peers are told why: in the words of the exception that is set. */
 static void fail_with_exception(reducer_object *self)
 {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback); /* for its words */
-    PyObject *words = PyUnicode_FromFormat("%s: %S", ((PyTypeObject *)type)->tp_name,
-                                           value != NULL ? value : Py_None);
-    const char *text = words != NULL ? PyUnicode_AsUTF8(words) : NULL;
-    PyErr_Clear();
-    pli_step_fail(self, text != NULL ? text : "its backward could not be finished");
+    PyObject *words = pli_exception_words();
+    pli_step_fail(self, words != NULL ? PyUnicode_AsUTF8(words)
+                                      : "its backward could not be finished");
     Py_XDECREF(words);
-    PyErr_Restore(type, value, traceback);
 }
 
 int pli_step_close_all(reducer_object *self)

@@ -30,8 +30,6 @@ from paceline._checkpoint import LoadsEither
 from paceline._model import (
     Model,
     copy_model,
-    has_nothing_to_train,
-    is_stateless_call,
 )
 from paceline._options import Options
 
@@ -159,6 +157,9 @@ class Joining(LoadsEither, TorchDDP):
     def _meet_as_copy(self) -> _native.Reducer | None: ...
 
     @abstractmethod
+    def _has_no_part(self, reducer: _native.Reducer | None) -> bool: ...
+
+    @abstractmethod
     def _note_join(self) -> None: ...
 
     @abstractmethod
@@ -168,11 +169,7 @@ class Joining(LoadsEither, TorchDDP):
         """Do at once what the next forward would, which some ranks may not have."""
         if self._reducer is None:
             self._meet_as_copy()
-        elif (
-            self._watch.changed()
-            and not is_stateless_call(self.module)
-            and not has_nothing_to_train(self.module)
-        ):
+        elif self._watch.changed() and not self._has_no_part(self._reducer):
             self._adopt_changes()
 
     def _forget_joins(self) -> None:
@@ -214,7 +211,7 @@ class Joining(LoadsEither, TorchDDP):
         """
         n_ranks = 0
         for rank in range(self._world.world_size):
-            said = torch.tensor([float(goes_on)])
+            said = torch.tensor([float(goes_on)], device="cpu")
             self._world.broadcast([said], rank)
             n_ranks += int(said.item())
         return n_ranks

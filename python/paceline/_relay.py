@@ -17,21 +17,6 @@ import torch.distributed as dist
 
 from paceline import _native, _torch_groups
 
-_DTYPES = {
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
-}
-
-
 _LOOK_EVERY_SECONDS = 0.05
 
 
@@ -96,8 +81,10 @@ class Relay:
 
     def _range(self, dtype: str, offset_bytes: int, n_elems: int) -> torch.Tensor:
         """Return a range of the arena, which keeps the world alive while it is used."""
+        # The core's names of types are torch's.
+        kind: torch.dtype = getattr(torch, dtype)
         return torch.frombuffer(
-            self._world(), dtype=_DTYPES[dtype], count=n_elems, offset=offset_bytes
+            self._world(), dtype=kind, count=n_elems, offset=offset_bytes
         )
 
     def issue(

@@ -318,33 +318,36 @@ class Meeting:
         address = listener.address if listener is not None else None
         told = self.exchange(address)
         here, hosts = self._presence.here, self._presence.hosts
-        world = _native.World(
-            rank=self.rank,
-            world_size=self.size,
-            arena_bytes=arena_bytes,
-            n_ops=n_ops,
-            timeout=_torch_groups.group_timeout_seconds(self.group),
+        return self._make_world(
+            arena_bytes,
+            n_ops,
             pids=[host.visible_pid(here) for host in hosts],
             meeting=listener if listener is not None else told[0],
         )
-        _remember(world)
-        return world
 
     def _connect_alone(self, arena_bytes: int, n_ops: int) -> _native.World:
         """Make a world that shares no memory: relayed, or of one rank."""
         relay = _relay.Relay(self.group) if self.is_relayed else None
-        world = _native.World(
-            rank=self.rank,
-            world_size=self.size,
-            arena_bytes=arena_bytes,
-            n_ops=n_ops,
-            timeout=_torch_groups.group_timeout_seconds(self.group),
-            pids=[0] if relay is None else [0] * self.size,
+        world = self._make_world(
+            arena_bytes,
+            n_ops,
+            pids=[0] * self.size,
             meeting=_native.Listener(),
             relay=relay,
         )
         if relay is not None:
             relay.serve(world)
+        return world
+
+    def _make_world(self, arena_bytes: int, n_ops: int, **ways: Any) -> _native.World:
+        world = _native.World(
+            rank=self.rank,
+            world_size=self.size,
+            arena_bytes=arena_bytes,
+            n_ops=n_ops,
+            timeout=_torch_groups.group_timeout_seconds(self.group),
+            **ways,
+        )
         _remember(world)
         return world
 

@@ -345,6 +345,18 @@ class Twin:
 # ---- models ------------------------------------------------------------------------
 
 
+class Branches(nn.Module):
+    """Uses its second layer where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, both=True):
+        y = self.first(x)
+        return self.second(y) if both else y
+
+
 def net(*sizes):
     """Return a small network; its first layers' gradients become views."""
     sizes = sizes or (6, 150, 70, 2)

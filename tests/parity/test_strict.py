@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import grads_of, net, on_ranks, skip_with_bf16_hook
+from cases import Branches, grads_of, net, on_ranks, skip_with_bf16_hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,18 +13,6 @@ UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new "
     "one."
 )
-
-
-class Branches(nn.Module):
-    """Uses its second layer where it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x, both=True):
-        y = self.first(x)
-        return self.second(y) if both else y
 
 
 class Twice(nn.Module):

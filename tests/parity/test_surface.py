@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
+    Branches,
     assert_equal,
     grads_of,
     has_argument,
@@ -27,18 +28,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
 X = torch.tensor([[1.0, 2.0]])
-
-
-class Branches(nn.Module):
-    """Uses its second layer where it is told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x, both=True):
-        y = self.first(x)
-        return self.second(y) if both else y
 
 
 class Counting(nn.Module):
