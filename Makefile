@@ -30,7 +30,7 @@ help: ## list the targets
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED    := $(VENV)/.installed
 VERSIONS     := $(VENV)/.constraints.txt
-SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.py' \
+SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.py' \
 	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
 
 $(DEPENDENCIES): $(wildcard requirements/*.txt)
@@ -95,26 +95,52 @@ FLAGS_asan   := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined \
 	-fno-sanitize-recover=all
 FLAGS_tsan   := -O1 -g -fno-omit-frame-pointer -fsanitize=thread
 
-C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS
+C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS \
+	-DPLI_FATBIN_PATH='"tests/c/fake/fake.fatbin"'
 C_SOURCES := $(wildcard csrc/core/*.c csrc/backend/*.c csrc/comm/*.c)
 C_TESTS   := $(wildcard tests/c/test_*.c)
 C_HELPERS := $(filter-out $(C_TESTS), $(wildcard tests/c/*.c))
+C_FAKES   := $(wildcard tests/c/fake/*.c)
 
 define FLAVOUR_RULES
 OBJECTS_$(1)  := $(patsubst %.c, $(BUILD)/c/$(1)/%.o, $(C_SOURCES) $(C_HELPERS))
+FAKES_$(1)    := $(patsubst %.c, $(BUILD)/c/$(1)/%.o, $(C_FAKES))
 PROGRAMS_$(1) := $(patsubst tests/c/%.c, $(BUILD)/c/$(1)/%, $(C_TESTS))
 
 $(BUILD)/c/$(1)/%.o: %.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
 	$$(call SHOW,$(1) $$<)$(CC) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
-$(BUILD)/c/$(1)/test_%: $(BUILD)/c/$(1)/tests/c/test_%.o $$(OBJECTS_$(1))
-	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) $$^ -o $$@ -pthread -lm -ldl
+# The assembler reads what the compiler does not know of.
+$(BUILD)/c/$(1)/csrc/backend/kernels_image.o: $(wildcard csrc/backend/kernels*.cu \
+	csrc/backend/kernels_*.h) tests/c/fake/fake.fatbin
+
+# The fakes of CUDA and NCCL are one library; who calls it is linked with it.
+$(BUILD)/c/$(1)/tests/c/fake/%.o: tests/c/fake/%.c csrc/compile_flags.txt Makefile
+	@mkdir -p $$(@D)
+	$$(call SHOW,$(1) $$<)$(CC) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+
+$(BUILD)/c/$(1)/libplfake.so: $$(FAKES_$(1))
+	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) -shared -Wl,--hash-style=both $$^ \
+	    -o $$@ -pthread -lm -ldl
+
+# Drivers of old, for test_driver.
+$(BUILD)/c/$(1)/libplold_%.so: tests/c/old/old_driver.c csrc/compile_flags.txt Makefile
+	@mkdir -p $$(@D)
+	$$(call SHOW,$(1) $$@)$(CC) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -DOLD_$$* -shared \
+	    -Wl,-Bsymbolic $$< -o $$@
+$(BUILD)/c/$(1)/test_driver: | $(BUILD)/c/$(1)/libplold_asked.so \
+	$(BUILD)/c/$(1)/libplold_plain.so
+
+$(BUILD)/c/$(1)/test_%: $(BUILD)/c/$(1)/tests/c/test_%.o $$(OBJECTS_$(1)) \
+	$(BUILD)/c/$(1)/libplfake.so
+	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) $$(filter %.o, $$^) -o $$@ -pthread -lm -ldl \
+	    -Wl,--as-needed -L$$(@D) -lplfake '-Wl,-rpath,$$$$ORIGIN'
 
 .PHONY: c-$(1)
 c-$(1): $$(PROGRAMS_$(1)) ; @:
 
--include $$(OBJECTS_$(1):.o=.d) $$(C_TESTS:%.c=$(BUILD)/c/$(1)/%.d)
+-include $$(OBJECTS_$(1):.o=.d) $$(FAKES_$(1):.o=.d) $$(C_TESTS:%.c=$(BUILD)/c/$(1)/%.d)
 endef
 $(foreach flavour, $(FLAVOURS), $(eval $(call FLAVOUR_RULES,$(flavour))))
 .SECONDARY:
@@ -131,7 +157,7 @@ sanitize: ## the C tests under ASan with UBSan, and under TSan
 # ---- lint ----------------------------------------------------------------------
 
 C_ALL   := $(wildcard csrc/*/*.c)
-C_TEXT  := $(wildcard csrc/*/*.[ch] tests/c/*.[ch])
+C_TEXT  := $(wildcard csrc/*/*.[ch] csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch])
 PY_DIRS := setup.py $(wildcard python tests notebooks)
 
 .PHONY: lint format lint-rules lint-python lint-c lint-tidy

@@ -1,0 +1,230 @@
+/* fake_copy.c - calls on memory: allocate, free, copy, fill. */
+#include "state.h"
+
+static void *pointer_of(CUdeviceptr memory)
+{
+    return (void *)(uintptr_t)memory; /* NOLINT: a number is what CUDA has */
+}
+
+/* ---- allocations -------------------------------------------------------------- */
+
+static int maybe_wait(int device)
+{
+    const int how = fk.options.alloc_waits;
+    const int is_random = fk.options.schedule == FAKE_RANDOM;
+    if (how == 1 || (how == 2 && is_random && fk_below(2) == 0))
+        return fk_wait_device(device, "cuMemAlloc");
+    return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc(CUdeviceptr *out, size_t n_bytes)
+{
+    CUcontext context = NULL;
+    void *memory = NULL;
+    FAKE_CALL(cuMemAlloc);
+    int result = fk_need_context(&context);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_unsafe("cuMemAlloc");
+    if (result == CUDA_SUCCESS && n_bytes == 0)
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        result = maybe_wait(context->device);
+    if (result == CUDA_SUCCESS)
+        result = fk_alloc(context->device, n_bytes, 0, &memory);
+    if (result == CUDA_SUCCESS)
+        *out = (CUdeviceptr)(uintptr_t)memory;
+    return fk_leave(result);
+}
+
+/* Waits for all that its device has. */
+CUresult cuMemFree(CUdeviceptr memory)
+{
+    FAKE_CALL(cuMemFree);
+    if (memory == 0)
+        return fk_leave(CUDA_SUCCESS);
+    int result = fk_forbid_unsafe("cuMemFree");
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    const int device = fk_device_of(pointer_of(memory));
+    if (device >= 0)
+        (void)fk_wait_device(device, "cuMemFree");
+    return fk_leave(fk_free(pointer_of(memory), 0));
+}
+
+CUresult cuMemGetInfo(size_t *available, size_t *total)
+{
+    CUcontext context = NULL;
+    FAKE_CALL(cuMemGetInfo);
+    const int result = fk_need_context(&context);
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    *total = (size_t)fk.options.capacity;
+    *available = (size_t)(fk.options.capacity - context->n_bytes);
+    return fk_leave(CUDA_SUCCESS);
+}
+
+CUresult cuMemHostAlloc(void **out, size_t n_bytes, unsigned flags)
+{
+    CUcontext context = NULL;
+    FAKE_CALL(cuMemHostAlloc);
+    (void)flags;
+    int result = fk_need_context(&context);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_unsafe("cuMemHostAlloc");
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    void *memory = aligned_alloc(4096, (n_bytes + 4095) / 4096 * 4096);
+    if (memory == NULL)
+        return fk_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    fk_pin(memory, n_bytes, 1);
+    *out = memory;
+    return fk_leave(CUDA_SUCCESS);
+}
+
+static int wait_all_devices(const char *who)
+{
+    int result = CUDA_SUCCESS;
+    for (int i = 0; i < fk.options.devices && result == CUDA_SUCCESS; i++)
+        result = fk_wait_device(i, who);
+    return result;
+}
+
+CUresult cuMemFreeHost(void *memory)
+{
+    FAKE_CALL(cuMemFreeHost);
+    const int result = fk_forbid_unsafe("cuMemFreeHost");
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    (void)wait_all_devices("cuMemFreeHost");
+    return fk_leave(fk_unpin(memory, 1));
+}
+
+CUresult cuMemHostRegister(void *memory, size_t n_bytes, unsigned flags)
+{
+    CUcontext context = NULL;
+    FAKE_CALL(cuMemHostRegister);
+    (void)flags;
+    const int result = fk_need_context(&context);
+    if (result == CUDA_SUCCESS)
+        fk_pin(memory, n_bytes, 0);
+    return fk_leave(result);
+}
+
+CUresult cuMemHostUnregister(void *memory)
+{
+    FAKE_CALL(cuMemHostUnregister);
+    (void)wait_all_devices("cuMemHostUnregister");
+    return fk_leave(fk_unpin(memory, 0));
+}
+
+/* ---- copies ------------------------------------------------------------------- */
+
+typedef struct copy {
+    void *to;
+    const void *from;
+    size_t n_bytes;
+    int is_to_device;
+    int is_from_device;
+    int is_host_waiting;
+    const char *what;
+} copy;
+
+/* Host memory that is not pinned is read at the call, and has been written when the
+ * call returns; what is pinned is read and written at any time. */
+static int enqueue_copy(const copy *it, CUstream handle)
+{
+    CUstream stream = NULL;
+    int result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS && it->is_host_waiting)
+        result = fk_forbid_unsafe(it->what);
+    if (result != CUDA_SUCCESS || it->n_bytes == 0)
+        return result;
+    fk_op *op = fk_op_new(FK_COPY, stream->device, it->what);
+    op->to = it->to;
+    op->from = it->from;
+    op->n_bytes = it->n_bytes;
+    op->is_to_device = it->is_to_device;
+    op->is_from_device = it->is_from_device;
+    const int is_captured = stream->capture != NULL;
+    if (!it->is_from_device && !fk_is_pinned(it->from) && !is_captured) {
+        op->staged = fk_new(it->n_bytes);
+        memcpy(op->staged, it->from, it->n_bytes);
+    }
+    const int waits = it->is_host_waiting ||
+                      (!it->is_to_device && !fk_is_pinned(it->to) && !is_captured);
+    (void)fk_op_hold(op);
+    result = fk_enqueue(op, stream);
+    if (result == CUDA_SUCCESS && waits)
+        result = fk_wait_for(op, it->what);
+    fk_op_drop(op);
+    return result;
+}
+
+CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n_bytes)
+{
+    FAKE_CALL(cuMemcpyHtoD);
+    const copy it = {pointer_of(to), from, n_bytes, 1, 0, 1, "cuMemcpyHtoD"};
+    return fk_leave(enqueue_copy(&it, NULL));
+}
+
+CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n_bytes)
+{
+    FAKE_CALL(cuMemcpyDtoH);
+    const copy it = {to, pointer_of(from), n_bytes, 0, 1, 1, "cuMemcpyDtoH"};
+    return fk_leave(enqueue_copy(&it, NULL));
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n_bytes,
+                           CUstream stream)
+{
+    FAKE_CALL(cuMemcpyHtoDAsync);
+    const copy it = {pointer_of(to), from, n_bytes, 1, 0, 0, "cuMemcpyHtoDAsync"};
+    return fk_leave(enqueue_copy(&it, stream));
+}
+
+CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n_bytes, CUstream stream)
+{
+    FAKE_CALL(cuMemcpyDtoHAsync);
+    const copy it = {to, pointer_of(from), n_bytes, 0, 1, 0, "cuMemcpyDtoHAsync"};
+    return fk_leave(enqueue_copy(&it, stream));
+}
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
+                           CUstream stream)
+{
+    FAKE_CALL(cuMemcpyDtoDAsync);
+    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1, 0,
+                     "cuMemcpyDtoDAsync"};
+    return fk_leave(enqueue_copy(&it, stream));
+}
+
+/* By unified addresses: which side is a device's shows in the address. */
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
+                       CUstream stream)
+{
+    FAKE_CALL(cuMemcpyAsync);
+    const copy it = {pointer_of(to),
+                     pointer_of(from),
+                     n_bytes,
+                     fk_is_device_memory(pointer_of(to)),
+                     fk_is_device_memory(pointer_of(from)),
+                     0,
+                     "cuMemcpyAsync"};
+    return fk_leave(enqueue_copy(&it, stream));
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n_bytes,
+                         CUstream handle)
+{
+    CUstream stream = NULL;
+    FAKE_CALL(cuMemsetD8Async);
+    const int result = fk_stream(handle, &stream);
+    if (result != CUDA_SUCCESS || n_bytes == 0)
+        return fk_leave(result);
+    fk_op *op = fk_op_new(FK_FILL, stream->device, "cuMemsetD8Async");
+    op->to = pointer_of(to);
+    op->value = value;
+    op->n_bytes = n_bytes;
+    op->is_to_device = 1;
+    return fk_leave(fk_enqueue(op, stream));
+}

@@ -1,0 +1,327 @@
+/* fake_memory.c - device memory, which is host memory with a watch on it.
+ *
+ * All of it lies in one range of addresses, from the bottom up, each allocation on
+ * pages of its own with an inaccessible page behind; addresses are not used again
+ * before fake_reset().  Freed memory is never accessible: an operation that touches it,
+ * or what lies between allocations, is found by the signal, like a host that touches
+ * what is protected.  The page is made accessible then, and the program goes on.
+ */
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "state.h"
+
+enum {
+    MAX_ALLOCATIONS = 65536,
+    ALIGNMENT = 512,
+    POISON_NEW = 0xff, /* no number in any type of float */
+    POISON_SLACK = 0x3c,
+};
+#define REGION_BYTES ((size_t)1 << 36)
+
+typedef struct allocation {
+    char *base;
+    size_t n_bytes;
+    char *pages;
+    size_t n_page_bytes;
+    int device;
+    int is_nccl;
+    int is_dead;
+} allocation;
+
+typedef struct pinned {
+    struct pinned *next;
+    char *base;
+    size_t n_bytes;
+    int is_ours;
+} pinned;
+
+static char *region;
+static size_t region_used;
+static allocation allocations[MAX_ALLOCATIONS];
+static size_t n_allocations;
+static pinned *pins;
+static int is_open; /* operations may touch it; with options.protect alone */
+static int is_shown;
+static struct sigaction old_action;
+
+static size_t round_up(size_t n, size_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+/* ---- looking ------------------------------------------------------------------ */
+
+/* The allocation that has the address, or the one below it. */
+static allocation *find(const char *at)
+{
+    size_t low = 0;
+    size_t high = n_allocations;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (allocations[middle].pages <= at)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low > 0 ? &allocations[low - 1] : NULL;
+}
+
+int fk_is_device_memory(const void *at)
+{
+    return region != NULL && (const char *)at >= region &&
+           (const char *)at < region + REGION_BYTES;
+}
+
+int fk_check_range(const void *at, size_t n_bytes, const char *what)
+{
+    const char *first = at;
+    if (n_bytes == 0)
+        return 1;
+    if (!fk_is_device_memory(at)) {
+        if (!fk.options.foreign)
+            fk_error("%s: %p is not device memory", what, at);
+        return fk.options.foreign;
+    }
+    const allocation *it = find(first);
+    if (it == NULL || first >= it->pages + it->n_page_bytes) {
+        fk_error("%s: %p is in no allocation", what, at);
+        return 0;
+    }
+    if (it->is_dead) {
+        fk_error("%s: %p was freed", what, at);
+        return 0;
+    }
+    if (first < it->base || first + n_bytes > it->base + it->n_bytes) {
+        fk_error("%s: %zu bytes from byte %td on are not within the allocation's %zu",
+                 what, n_bytes, first - it->base, it->n_bytes);
+        return 0;
+    }
+    return 1;
+}
+
+int fk_check_copy(const fk_op *op)
+{
+    int is_fine = 1;
+    if (op->is_to_device)
+        is_fine = fk_check_range(op->to, op->n_bytes, op->what);
+    if (op->is_from_device && is_fine)
+        is_fine = fk_check_range(op->from, op->n_bytes, op->what);
+    return is_fine;
+}
+
+/* ---- the watch ---------------------------------------------------------------- */
+
+/* Runs in the thread that has touched the memory. */
+static void on_fault(int number, siginfo_t *info, void *context)
+{
+    char *at = info->si_addr;
+    if (!fk_is_device_memory(at)) {
+        if ((old_action.sa_flags & SA_SIGINFO) != 0 && old_action.sa_sigaction != NULL)
+            old_action.sa_sigaction(number, info, context);
+        else
+            (void)sigaction(number, &old_action, NULL);
+        return;
+    }
+    const allocation *it = find(at);
+    const long page = sysconf(_SC_PAGESIZE);
+    const char *whose = is_open ? "an operation" : "the host";
+    if (it == NULL || at >= it->pages + it->n_page_bytes)
+        fk_error("%s touched %p, which is in no allocation", whose, (void *)at);
+    else
+        fk_error("%s touched byte %td of the %zu of %s", whose, at - it->base,
+                 it->n_bytes, it->is_dead ? "freed device memory" : "device memory");
+    (void)mprotect((void *)((uintptr_t)at / (size_t)page * (size_t)page), (size_t)page,
+                   PROT_READ | PROT_WRITE);
+}
+
+static int reserve(void)
+{
+    if (region != NULL)
+        return 1;
+    void *memory = mmap(NULL, REGION_BYTES, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+        return 0;
+    region = memory;
+    const struct sigaction action = {.sa_sigaction = on_fault,
+                                     .sa_flags = SA_SIGINFO | SA_NODEFER};
+    (void)sigaction(SIGSEGV, &action, &old_action);
+    return 1;
+}
+
+static void protect(int may_touch)
+{
+    for (size_t i = 0; i < n_allocations; i++)
+        if (!allocations[i].is_dead)
+            (void)mprotect(allocations[i].pages, allocations[i].n_page_bytes,
+                           may_touch ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+void fk_memory_open(void)
+{
+    if (!is_open && fk.options.protect && !is_shown)
+        protect(1);
+    is_open = 1;
+}
+
+void fk_memory_close(void)
+{
+    if (is_open && fk.options.protect && !is_shown)
+        protect(0);
+    is_open = 0;
+}
+
+void fake_show_memory(void)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    fk_memory_open();
+    is_shown = 1;
+    (void)pthread_mutex_unlock(&fk.lock);
+}
+
+void fake_hide_memory(void)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    is_shown = 0;
+    is_open = 1;
+    fk_memory_close();
+    (void)pthread_mutex_unlock(&fk.lock);
+}
+
+/* ---- allocations -------------------------------------------------------------- */
+
+int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
+{
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    const size_t n_rounded = round_up(n_bytes, ALIGNMENT);
+    const size_t n_page_bytes = round_up(n_rounded, page);
+    struct CUctx_st *context = &fk.contexts[device];
+    if (context->n_bytes + (int64_t)n_rounded > fk.options.capacity ||
+        n_allocations == MAX_ALLOCATIONS || !reserve() ||
+        region_used + n_page_bytes + page > REGION_BYTES)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    allocation *it = &allocations[n_allocations];
+    *it = (allocation){.pages = region + region_used,
+                       .n_page_bytes = n_page_bytes,
+                       .n_bytes = n_bytes,
+                       .device = device,
+                       .is_nccl = is_nccl};
+    if (mprotect(it->pages, n_page_bytes, PROT_READ | PROT_WRITE) != 0)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    it->base = it->pages + (n_page_bytes - n_rounded); /* its end meets the next page */
+    memset(it->pages, POISON_SLACK, n_page_bytes);
+    memset(it->base, POISON_NEW, n_bytes);
+    region_used += n_page_bytes + page;
+    n_allocations++;
+    context->n_bytes += (int64_t)n_rounded;
+    fk.n_live[FAKE_ALLOCATIONS]++;
+    if (fk.options.protect && !is_open && !is_shown)
+        (void)mprotect(it->pages, n_page_bytes, PROT_NONE);
+    *out = it->base;
+    return CUDA_SUCCESS;
+}
+
+static void check_slack(const allocation *it)
+{
+    for (const char *at = it->pages; at < it->pages + it->n_page_bytes; at++) {
+        const int is_slack = at < it->base || at >= it->base + it->n_bytes;
+        if (is_slack && *(const unsigned char *)at != POISON_SLACK) {
+            fk_error("byte %td of an allocation of %zu was written", at - it->base,
+                     it->n_bytes);
+            return;
+        }
+    }
+}
+
+int fk_free(void *memory, int is_nccl)
+{
+    allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    if (it == NULL || it->base != memory) {
+        fk_error("%p was freed, which is no allocation", memory);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (it->is_dead) {
+        fk_error("%p was freed twice", memory);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (it->is_nccl != is_nccl)
+        fk_error("%p was freed by the other library", memory);
+    fk_memory_open();
+    check_slack(it);
+    it->is_dead = 1;
+    fk.contexts[it->device].n_bytes -= (int64_t)round_up(it->n_bytes, ALIGNMENT);
+    fk.n_live[FAKE_ALLOCATIONS]--;
+    (void)madvise(it->pages, it->n_page_bytes, MADV_DONTNEED);
+    (void)mprotect(it->pages, it->n_page_bytes, PROT_NONE);
+    return CUDA_SUCCESS;
+}
+
+int fk_device_of(const void *memory)
+{
+    const allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    return it != NULL ? it->device : -1;
+}
+
+int64_t fake_bytes_in_use(int device)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    const int64_t n = fk.contexts[device].n_bytes;
+    (void)pthread_mutex_unlock(&fk.lock);
+    return n;
+}
+
+void fk_memory_reset(void)
+{
+    if (region != NULL && region_used > 0) {
+        (void)mprotect(region, region_used, PROT_NONE);
+        (void)madvise(region, region_used, MADV_DONTNEED);
+    }
+    region_used = 0;
+    n_allocations = 0;
+    is_open = 0;
+    is_shown = 0;
+    while (pins != NULL) {
+        pinned *it = pins;
+        pins = it->next;
+        if (it->is_ours)
+            free(it->base);
+        free(it);
+    }
+}
+
+/* ---- pinned memory ------------------------------------------------------------ */
+
+int fk_is_pinned(const void *at)
+{
+    for (const pinned *it = pins; it != NULL; it = it->next)
+        if ((const char *)at >= it->base && (const char *)at < it->base + it->n_bytes)
+            return 1;
+    return 0;
+}
+
+void fk_pin(void *memory, size_t n_bytes, int is_ours)
+{
+    pinned *it = fk_new(sizeof *it);
+    *it =
+        (pinned){.next = pins, .base = memory, .n_bytes = n_bytes, .is_ours = is_ours};
+    pins = it;
+    fk.n_live[FAKE_PINNED]++;
+}
+
+int fk_unpin(void *memory, int is_ours)
+{
+    for (pinned **at = &pins; *at != NULL; at = &(*at)->next) {
+        pinned *it = *at;
+        if (it->base != memory || it->is_ours != is_ours)
+            continue;
+        *at = it->next;
+        if (is_ours)
+            free(memory);
+        free(it);
+        fk.n_live[FAKE_PINNED]--;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}

@@ -1,0 +1,179 @@
+/* fake_module.c - modules, and kernels that are functions of the host. */
+#include "state.h"
+
+#if __has_include("host_kernels.h")
+#include "host_kernels.h"
+
+const fk_kernel *fk_host_kernel(const char *name)
+{
+    const host_kernel *found = host_kernel_find(name);
+    if (found == NULL)
+        return NULL;
+    fk_kernel *it = fk_new(sizeof *it);
+    (void)snprintf(it->name, sizeof it->name, "%s", name);
+    it->n_args = found->n_args;
+    it->arg_bytes = found->arg_bytes;
+    it->run = found->run;
+    it->next = fk.kernels;
+    fk.kernels = it;
+    return it;
+}
+#else
+const fk_kernel *fk_host_kernel(const char *name)
+{
+    (void)name;
+    return NULL;
+}
+#endif
+
+static const fk_kernel *find_kernel(const char *name)
+{
+    for (const fk_kernel *it = fk.kernels; it != NULL; it = it->next)
+        if (strcmp(it->name, name) == 0)
+            return it;
+    return fk_host_kernel(name);
+}
+
+void fake_register_kernel(const char *name, size_t n_args, const size_t *arg_bytes,
+                          fake_kernel_fn run)
+{
+    fk_kernel *it = fk_new(sizeof *it);
+    (void)snprintf(it->name, sizeof it->name, "%s", name);
+    it->n_args = n_args;
+    it->arg_bytes = arg_bytes;
+    it->run = run;
+    (void)pthread_mutex_lock(&fk.lock);
+    it->next = fk.kernels;
+    fk.kernels = it;
+    (void)pthread_mutex_unlock(&fk.lock);
+}
+
+/* NVRTC's code says what it is for; a cubin runs on its own major version's devices of
+ * the same or a later minor one. */
+static int check_image(const char *image)
+{
+    int arch = 0;
+    const int compute = fk.options.compute;
+    if (image == NULL)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (sscanf(image, "fake cubin for --gpu-architecture=sm_%d", &arch) == 1)
+        return arch / 10 == compute / 10 && arch <= compute
+                   ? CUDA_SUCCESS
+                   : CUDA_ERROR_NO_BINARY_FOR_GPU;
+    if (sscanf(image, "fake PTX for --gpu-architecture=compute_%d", &arch) == 1)
+        return arch <= compute ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
+    return fk.options.module_error;
+}
+
+CUresult cuModuleLoadData(CUmodule *out, const void *image)
+{
+    CUcontext context = NULL;
+    FAKE_CALL(cuModuleLoadData);
+    int result = fk_need_context(&context);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_unsafe("cuModuleLoadData");
+    if (result == CUDA_SUCCESS)
+        result = check_image(image);
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    CUmodule module = fk_new(sizeof *module);
+    module->device = context->device;
+    fk_object_add(&module->object, FAKE_MODULES);
+    *out = module;
+    return fk_leave(CUDA_SUCCESS);
+}
+
+CUresult cuModuleUnload(CUmodule module)
+{
+    FAKE_CALL(cuModuleUnload);
+    if (module == NULL || module->object.is_dead)
+        return fk_leave(CUDA_ERROR_INVALID_HANDLE);
+    const int result = fk_forbid_unsafe("cuModuleUnload");
+    if (result == CUDA_SUCCESS) {
+        (void)fk_wait_device(module->device, "cuModuleUnload");
+        fk_object_kill(&module->object);
+    }
+    return fk_leave(result);
+}
+
+CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
+{
+    FAKE_CALL(cuModuleGetFunction);
+    if (module == NULL || module->object.is_dead)
+        return fk_leave(CUDA_ERROR_INVALID_HANDLE);
+    const fk_kernel *kernel = find_kernel(name);
+    if (kernel == NULL)
+        return fk_leave(CUDA_ERROR_NOT_FOUND);
+    CUfunction function = fk_new(sizeof *function);
+    function->module = module;
+    function->kernel = kernel;
+    fk_object_add(&function->object, FK_FUNCTION);
+    *out = function;
+    return fk_leave(CUDA_SUCCESS);
+}
+
+size_t fk_args_bytes(const fk_kernel *kernel)
+{
+    size_t n_bytes = 0;
+    for (size_t i = 0; i < kernel->n_args; i++)
+        n_bytes += (kernel->arg_bytes[i] + 15) / 16 * 16;
+    return n_bytes;
+}
+
+static char *copy_args(const fk_kernel *kernel, void *const *arguments)
+{
+    char *args = fk_new(fk_args_bytes(kernel));
+    char *at = args;
+    for (size_t i = 0; i < kernel->n_args; i++) {
+        memcpy(at, arguments[i], kernel->arg_bytes[i]);
+        at += (kernel->arg_bytes[i] + 15) / 16 * 16;
+    }
+    return args;
+}
+
+static int check_launch(CUfunction function, const unsigned grid[3],
+                        const unsigned block[3], void *const *arguments)
+{
+    if (function == NULL || function->object.is_dead ||
+        function->module->object.is_dead)
+        return CUDA_ERROR_INVALID_HANDLE;
+    const uint64_t n_threads = (uint64_t)block[0] * block[1] * block[2];
+    if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > INT32_MAX ||
+        grid[1] > 65535 || grid[2] > 65535 || n_threads == 0 || n_threads > 1024 ||
+        block[2] > 64)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (function->kernel->n_args > 0 && arguments == NULL)
+        return CUDA_ERROR_INVALID_VALUE;
+    size_t n_bytes = 0;
+    for (size_t i = 0; i < function->kernel->n_args; i++)
+        n_bytes += function->kernel->arg_bytes[i];
+    const size_t most = fk.options.driver >= 12010 ? 32764 : 4096;
+    return n_bytes > most ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
+                        unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned shared_bytes, CUstream handle,
+                        void **arguments, void **extra)
+{
+    const unsigned grid[3] = {grid_x, grid_y, grid_z};
+    const unsigned block[3] = {block_x, block_y, block_z};
+    CUstream stream = NULL;
+    FAKE_CALL(cuLaunchKernel);
+    int result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS)
+        result = check_launch(function, grid, block, arguments);
+    if (result == CUDA_SUCCESS && (extra != NULL || shared_bytes > 49152))
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS && (function->module->device != stream->device ||
+                                   fk_current()->device != stream->device))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    fk_op *op = fk_op_new(FK_KERNEL, stream->device, function->kernel->name);
+    op->kernel = function->kernel;
+    memcpy(op->grid, grid, sizeof grid);
+    memcpy(op->block, block, sizeof block);
+    op->args = copy_args(function->kernel, arguments);
+    return fk_leave(fk_enqueue(op, stream));
+}

@@ -1,0 +1,463 @@
+/* fake_nccl.c - communicators: made, watched, ended. */
+#include "nccl_state.h"
+
+static _Thread_local struct {
+    uint64_t generation;
+    int depth;
+    size_t n_tasks;
+    struct {
+        ncclComm_t comm;
+        CUstream stream;
+        fk_task task;
+    } tasks[FK_RING_COLLS];
+    int n_inits;
+    ncclComm_t inits[FK_MAX_RANKS];
+    ncclResult_t error;
+} group;
+
+static void freshen_group(void)
+{
+    if (group.generation != fk.generation) {
+        group.generation = fk.generation;
+        group.depth = 0;
+        group.n_tasks = 0;
+        group.n_inits = 0;
+        group.error = ncclSuccess;
+    }
+}
+
+ncclResult_t ncclGetVersion(int *out)
+{
+    FAKE_CALL(ncclGetVersion);
+    *out = fk.options.nccl;
+    return fk_leave(ncclSuccess);
+}
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
+{
+    FAKE_CALL(ncclGetUniqueId);
+    return fk_leave(fk_make_id(out));
+}
+
+const char *ncclGetErrorString(ncclResult_t result)
+{
+    static const char *const texts[] = {"no error",
+                                        "unhandled cuda error",
+                                        "unhandled system error",
+                                        "internal error",
+                                        "invalid argument",
+                                        "invalid usage",
+                                        "remote process exited or there was a network "
+                                        "error",
+                                        "NCCL operation in progress"};
+    return (unsigned)result < 8 ? texts[result] : "unknown result code";
+}
+
+static _Thread_local char last_error[256];
+
+/* The newest of the thread. */
+const char *ncclGetLastError(ncclComm_t comm)
+{
+    (void)comm;
+    return last_error;
+}
+
+/* ---- making ------------------------------------------------------------------- */
+
+static int become_ready(ncclComm_t comm)
+{
+    int one = 0;
+    int other = 0;
+    comm->is_ready = 1;
+    if (!fk_has_duplicate(comm->world, &one, &other))
+        return ncclSuccess;
+    (void)snprintf(last_error, sizeof last_error,
+                   "Duplicate GPU detected : rank %d and rank %d both on CUDA device "
+                   "%x000",
+                   one, other, 0x1a + comm->device);
+    comm->error = ncclInvalidUsage;
+    return ncclInvalidUsage;
+}
+
+static int await_all(ncclComm_t comm)
+{
+    int64_t since = fk_now();
+    while (!fk_all_joined(comm->world)) {
+        if (fk_is_alone() || !fk_pause(since)) {
+            fk_error("rank %d of %d waits for others in ncclCommInitRank that never "
+                     "come",
+                     comm->rank, comm->n_ranks);
+            return ncclInternalError;
+        }
+    }
+    return become_ready(comm);
+}
+
+static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int rank,
+                     int is_blocking)
+{
+    const CUcontext context = fk_current();
+    if (out == NULL || n_ranks < 1 || n_ranks > FK_MAX_RANKS || rank < 0 ||
+        rank >= n_ranks)
+        return ncclInvalidArgument;
+    freshen_group();
+    last_error[0] = '\0';
+    ncclComm_t comm = fk_new(sizeof *comm);
+    comm->rank = rank;
+    comm->n_ranks = n_ranks;
+    comm->device = context != NULL ? context->device : 0;
+    comm->is_blocking = is_blocking;
+    comm->n_polls = is_blocking ? 0 : (int)fk_below((unsigned)fk.options.polls + 1);
+    fk_object_add(&comm->object, FAKE_COMMS);
+    int result = fk_join(comm, id);
+    if (result == ncclSuccess && group.depth > 0)
+        group.inits[group.n_inits++] = comm;
+    else if (result == ncclSuccess && is_blocking)
+        result = await_all(comm);
+    else if (result == ncclSuccess)
+        result = ncclInProgress;
+    if (result != ncclSuccess && result != ncclInProgress) {
+        fk_leave_world(comm);
+        fk_object_kill(&comm->object);
+        return result;
+    }
+    *out = comm;
+    return result;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t *out, int n_ranks, ncclUniqueId id, int rank)
+{
+    FAKE_CALL(ncclCommInitRank);
+    return fk_leave(init_rank(out, n_ranks, &id, rank, 1));
+}
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int n_ranks, ncclUniqueId id,
+                                    int rank, ncclConfig_t *config)
+{
+    FAKE_CALL(ncclCommInitRankConfig);
+    int is_blocking = 1;
+    if (config != NULL) {
+        if (config->magic != NCCL_API_MAGIC || config->size < 24) {
+            fk_error("ncclConfig_t was not initialised");
+            return fk_leave(ncclInvalidArgument);
+        }
+        if (config->blocking != NCCL_CONFIG_UNDEF_INT)
+            is_blocking = config->blocking;
+    }
+    return fk_leave(init_rank(out, n_ranks, &id, rank, is_blocking));
+}
+
+void fake_break(int rank, ncclResult_t error)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
+        ncclComm_t comm = (ncclComm_t)it;
+        if (it->kind == FAKE_COMMS && !it->is_dead && comm->rank == rank) {
+            comm->error = error;
+            comm->is_broken = 1;
+        }
+    }
+    fk_moved();
+    (void)pthread_mutex_unlock(&fk.lock);
+}
+
+/* ---- watching ----------------------------------------------------------------- */
+
+static int check_comm(const ncclComm_t comm, const char *what)
+{
+    if (comm == NULL)
+        return ncclInvalidArgument;
+    if (comm->object.is_dead) {
+        fk_error("%s: communicator %d was used after its end", what, comm->object.id);
+        return ncclInvalidArgument;
+    }
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
+{
+    FAKE_CALL(ncclCommGetAsyncError);
+    const int result = check_comm(comm, "ncclCommGetAsyncError");
+    if (result != ncclSuccess)
+        return fk_leave(result);
+    *out = comm->error;
+    if (comm->error == ncclSuccess && !comm->is_ready) {
+        *out = ncclInProgress;
+        if (fk_all_joined(comm->world) && comm->n_polls-- <= 0)
+            *out = (ncclResult_t)become_ready(comm);
+    } else if (comm->error == ncclSuccess && comm->slow != NULL) {
+        if (comm->n_polls-- <= 0)
+            (void)fk_finish_slow(comm);
+        *out = comm->slow == NULL ? comm->error : ncclInProgress;
+    }
+    return fk_leave(ncclSuccess);
+}
+
+#define ASK(name, value)                                                               \
+    ncclResult_t name(const ncclComm_t comm, int *out)                                 \
+    {                                                                                  \
+        FAKE_CALL(name);                                                               \
+        const int result = check_comm(comm, #name);                                    \
+        if (result == ncclSuccess)                                                     \
+            *out = comm->value;                                                        \
+        return fk_leave(result);                                                       \
+    }
+ASK(ncclCommCount, n_ranks)
+ASK(ncclCommUserRank, rank)
+ASK(ncclCommCuDevice, device)
+
+/* ---- ending ------------------------------------------------------------------- */
+
+/* Its registrations and reductions end with it. */
+static void end_comm(ncclComm_t comm)
+{
+    fk_leave_world(comm);
+    fk_drop_registrations(comm);
+    for (int i = 0; i < FK_MAX_RED_OPS; i++)
+        fk.n_live[FAKE_RED_OPS] -= comm->red_ops[i].is_made;
+    fk_op_drop(comm->last);
+    comm->last = NULL;
+    fk_object_kill(&comm->object);
+}
+
+/* As NCCL, which frees nothing while a graph holds operations of the communicator. */
+static void wait_for_graphs(ncclComm_t comm, const char *what)
+{
+    const int64_t since = fk_now();
+    while (comm->n_in_graphs > 0)
+        if (!fk_pause(since)) {
+            fk_error("%s: communicator %d waits for graphs", what, comm->object.id);
+            return;
+        }
+}
+
+/* What runs on the device ends at once; what is queued will, when its turn comes. */
+ncclResult_t ncclCommAbort(ncclComm_t comm)
+{
+    FAKE_CALL(ncclCommAbort);
+    const int result = check_comm(comm, "ncclCommAbort");
+    if (result != ncclSuccess)
+        return fk_leave(result);
+    comm->is_aborted = 1;
+    (void)fk_finish_slow(comm);
+    while (comm->launches.n > 0 && comm->launches.ops[0]->state == FK_RESIDENT)
+        (void)fk_launch_poll(comm->launches.ops[0]);
+    fk_moved();
+    fk_drop_registrations(comm); /* nothing looks at that memory any more */
+    wait_for_graphs(comm, "ncclCommAbort");
+    end_comm(comm);
+    return fk_leave(ncclSuccess);
+}
+
+static int finish(ncclComm_t comm, const char *what)
+{
+    int result = check_comm(comm, what);
+    if (result == ncclSuccess && !comm->is_ready)
+        result = ncclInvalidUsage;
+    if (result != ncclSuccess)
+        return result;
+    (void)fk_finish_slow(comm);
+    if (comm->last != NULL && fk_wait_for(comm->last, what) != CUDA_SUCCESS)
+        return ncclUnhandledCudaError;
+    wait_for_graphs(comm, what);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommFinalize(ncclComm_t comm)
+{
+    FAKE_CALL(ncclCommFinalize);
+    return fk_leave(finish(comm, "ncclCommFinalize"));
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm)
+{
+    FAKE_CALL(ncclCommDestroy);
+    const int result = finish(comm, "ncclCommDestroy");
+    if (result != ncclSuccess)
+        return fk_leave(result);
+    end_comm(comm);
+    return fk_leave(ncclSuccess);
+}
+
+/* ---- groups ------------------------------------------------------------------- */
+
+static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
+                    const char *what)
+{
+    CUstream stream = NULL;
+    int result = check_comm(comm, what);
+    if (result != ncclSuccess)
+        return result;
+    if (!comm->is_ready || comm->slow != NULL) {
+        fk_error("%s: communicator %d is not ready", what, comm->object.id);
+        return ncclInvalidArgument;
+    }
+    if (fk_dtype_bytes(task->dtype) == 0 || task->op < 0 ||
+        task->op >= ncclNumOps + FK_MAX_RED_OPS || task->peer < 0 ||
+        task->peer >= comm->n_ranks)
+        return ncclInvalidArgument;
+    if (handle == NULL || handle == CU_STREAM_LEGACY)
+        stream = &fk.contexts[comm->device].legacy;
+    else if (fk_stream(handle, &stream) != CUDA_SUCCESS ||
+             stream->device != comm->device)
+        return ncclInvalidArgument;
+    freshen_group();
+    if (group.n_tasks == FK_RING_COLLS)
+        return ncclInternalError;
+    group.tasks[group.n_tasks].comm = comm;
+    group.tasks[group.n_tasks].stream = stream;
+    group.tasks[group.n_tasks++].task = *task;
+    return ncclSuccess;
+}
+
+/* One launch of all that the group has for a communicator. */
+static int start_first(const char *what)
+{
+    size_t n_left = 0;
+    const ncclComm_t comm = group.tasks[0].comm;
+    const CUstream stream = group.tasks[0].stream;
+    fk_launch *launch = fk_new(sizeof *launch);
+    launch->comm = comm;
+    launch->tasks = fk_new(group.n_tasks * sizeof *launch->tasks);
+    for (size_t i = 0; i < group.n_tasks; i++) {
+        if (group.tasks[i].comm != comm) {
+            group.tasks[n_left++] = group.tasks[i];
+            continue;
+        }
+        if (group.tasks[i].stream != stream)
+            fk_error("%s: the fake has no groups over several streams of a "
+                     "communicator",
+                     what);
+        launch->tasks[launch->n_tasks++] = group.tasks[i].task;
+    }
+    group.n_tasks = n_left;
+    return fk_start_launch(comm, stream, launch, what);
+}
+
+static int connect_group(const char *what)
+{
+    int result = ncclSuccess;
+    for (size_t i = 0; i < group.n_tasks; i++)
+        fk_connect_begin(group.tasks[i].comm, &group.tasks[i].task);
+    for (size_t i = 0; i < group.n_tasks && result == ncclSuccess; i++)
+        if (group.tasks[i].comm->is_blocking)
+            result = fk_connect_wait(group.tasks[i].comm, &group.tasks[i].task, what);
+    return result;
+}
+
+static int end_group(const char *what)
+{
+    int result = connect_group(what);
+    if (result != ncclSuccess)
+        group.n_tasks = 0;
+    while (group.n_tasks > 0) {
+        const int one = start_first(what);
+        if (one != ncclSuccess && (result == ncclSuccess || result == ncclInProgress))
+            result = one;
+    }
+    for (int i = 0; i < group.n_inits; i++) {
+        const ncclComm_t comm = group.inits[i];
+        if (!comm->is_blocking && result == ncclSuccess)
+            result = ncclInProgress;
+        else if (comm->is_blocking && result == ncclSuccess)
+            result = await_all(comm);
+    }
+    group.n_inits = 0;
+    return result;
+}
+
+static int issue(ncclComm_t comm, CUstream stream, const fk_task *task,
+                 const char *what)
+{
+    const int result = add_task(comm, stream, task, what);
+    if (group.depth == 0 && result == ncclSuccess)
+        return end_group(what);
+    if (group.depth > 0 && result != ncclSuccess)
+        group.error = (ncclResult_t)result;
+    return result;
+}
+
+ncclResult_t ncclGroupStart(void)
+{
+    FAKE_CALL(ncclGroupStart);
+    freshen_group();
+    group.depth++;
+    return fk_leave(ncclSuccess);
+}
+
+ncclResult_t ncclGroupEnd(void)
+{
+    FAKE_CALL(ncclGroupEnd);
+    freshen_group();
+    if (group.depth == 0)
+        return fk_leave(ncclInvalidUsage);
+    if (--group.depth > 0)
+        return fk_leave(ncclSuccess);
+    const ncclResult_t error = group.error;
+    group.error = ncclSuccess;
+    if (error != ncclSuccess)
+        group.n_tasks = 0;
+    const int result = end_group("ncclGroupEnd");
+    return fk_leave(error != ncclSuccess ? (int)error : result);
+}
+
+/* ---- collectives -------------------------------------------------------------- */
+
+ncclResult_t ncclAllReduce(const void *from, void *to, size_t count,
+                           ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+                           CUstream stream)
+{
+    FAKE_CALL(ncclAllReduce);
+    const fk_task task = {FK_ALL_REDUCE, from, to, count, dtype, (int)op, 0, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclAllReduce"));
+}
+
+ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t dtype,
+                        ncclRedOp_t op, int root, ncclComm_t comm, CUstream stream)
+{
+    FAKE_CALL(ncclReduce);
+    const fk_task task = {FK_REDUCE, from, to, count, dtype, (int)op, root, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclReduce"));
+}
+
+ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count,
+                               ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
+                               CUstream stream)
+{
+    FAKE_CALL(ncclReduceScatter);
+    const fk_task task = {FK_REDUCE_SCATTER, from, to, count, dtype, (int)op, 0, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclReduceScatter"));
+}
+
+ncclResult_t ncclAllGather(const void *from, void *to, size_t count,
+                           ncclDataType_t dtype, ncclComm_t comm, CUstream stream)
+{
+    FAKE_CALL(ncclAllGather);
+    const fk_task task = {FK_ALL_GATHER, from, to, count, dtype, 0, 0, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclAllGather"));
+}
+
+ncclResult_t ncclBroadcast(const void *from, void *to, size_t count,
+                           ncclDataType_t dtype, int root, ncclComm_t comm,
+                           CUstream stream)
+{
+    FAKE_CALL(ncclBroadcast);
+    const fk_task task = {FK_BROADCAST, from, to, count, dtype, 0, root, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclBroadcast"));
+}
+
+ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t dtype, int peer,
+                      ncclComm_t comm, CUstream stream)
+{
+    FAKE_CALL(ncclSend);
+    const fk_task task = {FK_SEND, from, NULL, count, dtype, 0, peer, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclSend"));
+}
+
+ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t dtype, int peer,
+                      ncclComm_t comm, CUstream stream)
+{
+    FAKE_CALL(ncclRecv);
+    const fk_task task = {FK_RECV, NULL, to, count, dtype, 0, peer, 0, 0};
+    return fk_leave(issue(comm, stream, &task, "ncclRecv"));
+}

@@ -1,0 +1,300 @@
+/* fake_nccl_launch.c - what NCCL puts into a stream: one call, or a group of them.
+ *
+ * A launch is resident, and holds its slots, from when its turn in the stream comes
+ * until each of its parts has met its peers.
+ */
+#include <unistd.h>
+
+#include "nccl_state.h"
+
+int fk_launch_slots(const fk_op *op)
+{
+    (void)op;
+    return fk.options.nccl_slots;
+}
+
+void fk_launch_free(fk_launch *launch)
+{
+    if (launch != NULL)
+        free(launch->tasks);
+    free(launch);
+}
+
+fk_launch *fk_launch_clone(const fk_launch *launch)
+{
+    fk_launch *it = fk_new(sizeof *it);
+    *it = *launch;
+    it->tasks = fk_new(launch->n_tasks * sizeof *it->tasks);
+    memcpy(it->tasks, launch->tasks, launch->n_tasks * sizeof *it->tasks);
+    return it;
+}
+
+void fk_launch_check(const fk_op *op)
+{
+    if (op->launch->comm->object.is_dead)
+        fk_error("a graph is launched whose communicator %d has ended",
+                 op->launch->comm->object.id);
+}
+
+void fk_launch_count_graph(const fk_op *op, int by)
+{
+    op->launch->comm->n_in_graphs += by;
+    if (by < 0)
+        fk_moved();
+}
+
+static int is_collective(const fk_task *task)
+{
+    return task->kind != FK_SEND && task->kind != FK_RECV;
+}
+
+/* The order of issue is what ranks must have in common. */
+void fk_launch_number(fk_op *op)
+{
+    ncclComm_t comm = op->launch->comm;
+    for (size_t i = 0; i < op->launch->n_tasks; i++) {
+        fk_task *task = &op->launch->tasks[i];
+        if (task->kind == FK_SEND)
+            task->number = comm->n_sent[task->peer]++;
+        else if (task->kind == FK_RECV)
+            task->number = comm->n_received[task->peer]++;
+        else
+            task->number = comm->n_colls++;
+    }
+    fk_op_depend(op, comm->last);
+    fk_op_drop(comm->last);
+    comm->last = fk_op_hold(op);
+    fk_list_add(&comm->launches, op);
+}
+
+void fk_launch_done(fk_op *op)
+{
+    fk_list_remove(&op->launch->comm->launches, op);
+}
+
+void fk_launch_begin(fk_op *op)
+{
+    const fk_launch *launch = op->launch;
+    if (launch->comm->is_aborted || launch->comm->world == NULL ||
+        launch->comm->is_broken)
+        return;
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        fk_task_post(launch->comm, &launch->tasks[i], op->what);
+}
+
+int fk_launch_poll(fk_op *op)
+{
+    int has_moved = 0;
+    size_t n_done = 0;
+    const fk_launch *launch = op->launch;
+    const int is_over = launch->comm->is_aborted || launch->comm->world == NULL;
+    if (launch->comm->is_broken && !is_over)
+        return 0;
+    for (size_t i = 0; i < launch->n_tasks; i++) {
+        fk_task *task = &launch->tasks[i];
+        if (!task->is_done) {
+            fk_memory_open();
+            if (is_over)
+                fk_task_garbage(launch->comm, task);
+            task->is_done = is_over || fk_task_poll(launch->comm, task, op->what);
+            has_moved |= task->is_done;
+        }
+        n_done += task->is_done != 0;
+    }
+    if (n_done == launch->n_tasks) {
+        fk_op_done(op);
+        has_moved = 1;
+    }
+    return has_moved;
+}
+
+/* ---- what its peers have ------------------------------------------------------- */
+
+static int has_coll(const fk_launch *launch, uint64_t number)
+{
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        if (is_collective(&launch->tasks[i]) && launch->tasks[i].number == number)
+            return 1;
+    return 0;
+}
+
+static int has_pair(const fk_launch *launch, fk_task_kind kind, int peer,
+                    uint64_t number)
+{
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        if (launch->tasks[i].kind == kind && launch->tasks[i].peer == peer &&
+            launch->tasks[i].number == number)
+            return 1;
+    return 0;
+}
+
+fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank)
+{
+    const ncclComm_t peer = comm->world->comms[rank];
+    for (size_t i = 0; peer != NULL && i < peer->launches.n; i++) {
+        fk_op *op = peer->launches.ops[i];
+        if (is_collective(task)
+                ? has_coll(op->launch, task->number)
+                : has_pair(op->launch, task->kind == FK_SEND ? FK_RECV : FK_SEND,
+                           comm->rank, task->number))
+            return op;
+    }
+    return NULL;
+}
+
+/* Whether rank r's half may still come, or has: what nobody has issued yet may. */
+int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r)
+{
+    if (comm->is_aborted || comm->world == NULL)
+        return 1;
+    if (!is_collective(task) && r != task->peer)
+        return 1;
+    if (fk_has_posted(comm, task, r))
+        return 1;
+    const fk_op *op = fk_find_peer(comm, task, r);
+    if (op != NULL)
+        return op->imagined != FK_QUEUED;
+    const fk_board *board = comm->world->board;
+    const int has_left = atomic_load(&board->has_joined[r]) != 0 &&
+                         atomic_load(&board->pids[r]) == (int)getpid() &&
+                         comm->world->comms[r] == NULL;
+    return !has_left;
+}
+
+static void raise_to(_Atomic uint64_t *at, uint64_t value)
+{
+    uint64_t old = atomic_load(at);
+    while (old < value && !atomic_compare_exchange_weak(at, &old, value))
+        continue;
+}
+
+/* Other processes have a thread that looks for what is wanted of them. */
+static void want(const ncclComm_t comm, const fk_task *task)
+{
+    fk_board *board = comm->world->board;
+    if (is_collective(task))
+        raise_to(&board->wanted_colls, task->number + 1);
+    else if (task->kind == FK_SEND)
+        raise_to(&board->wanted_pairs[comm->rank][task->peer], task->number + 1);
+    else
+        raise_to(&board->wanted_pairs[task->peer][comm->rank], task->number + 1);
+}
+
+int fk_launch_is_wanted(const fk_op *op)
+{
+    const fk_launch *launch = op->launch;
+    const ncclComm_t comm = launch->comm;
+    if (comm->is_aborted || comm->world == NULL)
+        return 0;
+    fk_board *board = comm->world->board;
+    for (size_t i = 0; i < launch->n_tasks; i++) {
+        const fk_task *task = &launch->tasks[i];
+        const _Atomic uint64_t *wanted =
+            task->kind == FK_SEND   ? &board->wanted_pairs[comm->rank][task->peer]
+            : task->kind == FK_RECV ? &board->wanted_pairs[task->peer][comm->rank]
+                                    : &board->wanted_colls;
+        if (!task->is_done && atomic_load(wanted) > task->number)
+            return 1;
+    }
+    return 0;
+}
+
+/* They are executed in their order: no further than to the first that is not. */
+int fk_need_wanted(const ncclComm_t comm)
+{
+    int is_wanted = 0;
+    for (size_t i = 0; i < comm->launches.n; i++) {
+        if (!fk_launch_is_wanted(comm->launches.ops[i]))
+            break;
+        fk_need(comm->launches.ops[i]);
+        is_wanted = 1;
+    }
+    return is_wanted;
+}
+
+void fk_launch_need(const fk_op *op, fk_list *list)
+{
+    const fk_launch *launch = op->launch;
+    const ncclComm_t comm = launch->comm;
+    if (comm->is_aborted || comm->world == NULL)
+        return;
+    for (size_t i = 0; i < launch->n_tasks; i++) {
+        const fk_task *task = &launch->tasks[i];
+        if (task->is_done)
+            continue;
+        want(comm, task);
+        for (int r = 0; r < comm->n_ranks; r++) {
+            if (!is_collective(task) && r != task->peer)
+                continue;
+            fk_op *peer = fk_find_peer(comm, task, r);
+            if (peer != NULL && !peer->is_needed) {
+                peer->is_needed = 1;
+                fk_list_add(list, peer);
+            }
+        }
+    }
+}
+
+void fk_launch_print(const fk_op *op, FILE *to)
+{
+    static const char *const kinds[] = {"all-reduce", "reduce",    "reduce-scatter",
+                                        "all-gather", "broadcast", "send",
+                                        "receive"};
+    const fk_launch *launch = op->launch;
+    (void)fprintf(to, "; communicator %d, rank %d of %d:", launch->comm->object.id,
+                  launch->comm->rank, launch->comm->n_ranks);
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        (void)fprintf(to, " %s %d of %zu", kinds[launch->tasks[i].kind],
+                      (int)launch->tasks[i].number, launch->tasks[i].count);
+}
+
+/* ---- calls -------------------------------------------------------------------- */
+
+static int enqueue(CUstream stream, fk_op *op)
+{
+    const int result = fk_enqueue(op, stream);
+    return result == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+static int is_connected(const ncclComm_t comm, const fk_launch *launch)
+{
+    for (size_t i = 0; i < launch->n_tasks; i++)
+        if (!comm->is_aborted && !fk_connect_is_done(comm, &launch->tasks[i]))
+            return 0;
+    return 1;
+}
+
+/* Takes the launch.  A communicator that does not block may put it off. */
+int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
+                    const char *what)
+{
+    fk_op *op = fk_op_new(FK_LAUNCH, comm->device, what);
+    op->launch = launch;
+    if (comm->is_blocking || stream->capture != NULL ||
+        (fk_below(3) == 0 && is_connected(comm, launch)))
+        return enqueue(stream, op);
+    comm->slow = op;
+    comm->slow_stream = stream;
+    comm->n_polls = (int)fk_below((unsigned)fk.options.polls + 1);
+    return ncclInProgress;
+}
+
+int fk_finish_slow(ncclComm_t comm)
+{
+    fk_op *op = comm->slow;
+    if (op == NULL || !is_connected(comm, op->launch))
+        return 0;
+    comm->slow = NULL;
+    if (enqueue(comm->slow_stream, op) != ncclSuccess)
+        comm->error = ncclUnhandledCudaError;
+    return 1;
+}
+
+int fk_flush_slow(void)
+{
+    int n = 0;
+    for (fk_object *it = fk.objects; it != NULL; it = it->next)
+        if (it->kind == FAKE_COMMS)
+            n += fk_finish_slow((ncclComm_t)it);
+    return n > 0;
+}

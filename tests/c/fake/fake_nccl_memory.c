@@ -1,0 +1,158 @@
+/* fake_nccl_memory.c - memory of NCCL's, registrations, reductions that scale. */
+#include "nccl_state.h"
+
+typedef struct registration {
+    fk_object object;
+    ncclComm_t comm;
+    const char *base;
+    size_t n_bytes;
+} registration;
+
+int fk_is_registered(ncclComm_t comm, const void *at)
+{
+    for (const fk_object *it = fk.objects; it != NULL; it = it->next) {
+        const registration *one = (const registration *)it;
+        if (it->kind == FAKE_REGISTRATIONS && !it->is_dead && one->comm == comm &&
+            (const char *)at >= one->base &&
+            (const char *)at < one->base + one->n_bytes)
+            return 1;
+    }
+    return 0;
+}
+
+ncclResult_t ncclMemAlloc(void **out, size_t n_bytes)
+{
+    FAKE_CALL(ncclMemAlloc);
+    const CUcontext context = fk_current();
+    if (n_bytes == 0)
+        return fk_leave(ncclInvalidArgument);
+    const int result = fk_alloc(context != NULL ? context->device : 0, n_bytes, 1, out);
+    return fk_leave(result == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError);
+}
+
+ncclResult_t ncclMemFree(void *memory)
+{
+    FAKE_CALL(ncclMemFree);
+    if (memory == NULL)
+        return fk_leave(ncclSuccess);
+    for (const fk_object *it = fk.objects; it != NULL; it = it->next)
+        if (it->kind == FAKE_REGISTRATIONS && !it->is_dead &&
+            ((const registration *)it)->base == memory)
+            fk_error("ncclMemFree: the memory is still registered");
+    const int device = fk_device_of(memory);
+    if (device >= 0)
+        (void)fk_wait_device(device, "ncclMemFree");
+    const int result = fk_free(memory, 1);
+    return fk_leave(result == CUDA_SUCCESS ? ncclSuccess : ncclInvalidArgument);
+}
+
+static int add_registration(ncclComm_t comm, void *memory, size_t n_bytes, void **out)
+{
+    if (comm == NULL || comm->object.is_dead || memory == NULL || n_bytes == 0)
+        return ncclInvalidArgument;
+    if (!fk_check_range(memory, n_bytes, "ncclCommRegister"))
+        return ncclInvalidUsage;
+    registration *it = fk_new(sizeof *it);
+    it->comm = comm;
+    it->base = memory;
+    it->n_bytes = n_bytes;
+    fk_object_add(&it->object, FAKE_REGISTRATIONS);
+    *out = it;
+    return ncclSuccess;
+}
+
+void fk_drop_registrations(const ncclComm_t comm)
+{
+    for (fk_object *it = fk.objects; it != NULL; it = it->next)
+        if (it->kind == FAKE_REGISTRATIONS && !it->is_dead &&
+            ((registration *)it)->comm == comm)
+            fk_object_kill(it);
+}
+
+static int drop_registration(ncclComm_t comm, void *handle)
+{
+    registration *it = handle;
+    if (it == NULL || it->object.is_dead || it->comm != comm)
+        return ncclInvalidArgument;
+    if (comm->object.is_dead)
+        fk_error("memory is deregistered after the communicator's end");
+    fk_object_kill(&it->object);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void *memory, size_t n_bytes,
+                              void **out)
+{
+    FAKE_CALL(ncclCommRegister);
+    return fk_leave(add_registration(comm, memory, n_bytes, out));
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
+{
+    FAKE_CALL(ncclCommDeregister);
+    return fk_leave(drop_registration(comm, handle));
+}
+
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t n_bytes,
+                                    ncclWindow_t *out, int flags)
+{
+    void *handle = NULL;
+    FAKE_CALL(ncclCommWindowRegister);
+    (void)flags;
+    const int result = add_registration(comm, memory, n_bytes, &handle);
+    if (result == ncclSuccess)
+        *out = handle;
+    return fk_leave(result);
+}
+
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
+{
+    FAKE_CALL(ncclCommWindowDeregister);
+    return fk_leave(drop_registration(comm, window));
+}
+
+/* ---- reductions that scale ------------------------------------------------------ */
+
+static double scalar_of(const void *scalar, ncclDataType_t dtype)
+{
+    float f32 = 0;
+    double f64 = 0;
+    if (dtype == ncclFloat64) {
+        memcpy(&f64, scalar, sizeof f64);
+        return f64;
+    }
+    memcpy(&f32, scalar, sizeof f32);
+    return (double)f32;
+}
+
+/* The fake has float32 and float64 alone, from the host. */
+ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *out, void *scalar,
+                                      ncclDataType_t dtype, ncclScalarResidence_t where,
+                                      ncclComm_t comm)
+{
+    FAKE_CALL(ncclRedOpCreatePreMulSum);
+    if (comm == NULL || comm->object.is_dead || where != ncclScalarHostImmediate ||
+        (dtype != ncclFloat32 && dtype != ncclFloat64))
+        return fk_leave(ncclInvalidArgument);
+    for (int i = 0; i < FK_MAX_RED_OPS; i++) {
+        fk_red_op *it = &comm->red_ops[i];
+        if (it->is_made)
+            continue;
+        *it = (fk_red_op){1, dtype, scalar_of(scalar, dtype)};
+        fk.n_live[FAKE_RED_OPS]++;
+        *out = (ncclRedOp_t)(ncclNumOps + i);
+        return fk_leave(ncclSuccess);
+    }
+    return fk_leave(ncclInternalError);
+}
+
+ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm)
+{
+    FAKE_CALL(ncclRedOpDestroy);
+    const int i = (int)op - ncclNumOps;
+    if (comm == NULL || i < 0 || i >= FK_MAX_RED_OPS || !comm->red_ops[i].is_made)
+        return fk_leave(ncclInvalidArgument);
+    comm->red_ops[i].is_made = 0;
+    fk.n_live[FAKE_RED_OPS]--;
+    return fk_leave(ncclSuccess);
+}

@@ -1,0 +1,20 @@
+/* fake_nvrtc.h - how a test drives the NVRTC of libplfake.so, which compiles nothing.
+ *
+ * Its image is the text "fake cubin for --gpu-architecture=sm_90", or "fake PTX for
+ * ...". Not for several threads.
+ */
+#ifndef FAKE_NVRTC_H
+#define FAKE_NVRTC_H
+
+#define FAKE_NVRTC_API __attribute__((visibility("default")))
+
+/* Every function works, and devices of capability 75 to `newest` are known. */
+FAKE_NVRTC_API void fake_nvrtc_reset(int newest);
+
+/* From now on the function of this name returns `result`. */
+FAKE_NVRTC_API void fake_nvrtc_fail(const char *name, int result);
+
+/* Programs that were created and not destroyed. */
+FAKE_NVRTC_API int fake_nvrtc_live(void);
+
+#endif

@@ -1,0 +1,247 @@
+/* fake_stream.c - streams and events. */
+#include "state.h"
+
+void fk_stream_init(CUstream stream, int device, unsigned flags)
+{
+    stream->device = device;
+    stream->flags = flags;
+}
+
+int fk_stream(CUstream handle, CUstream *out)
+{
+    CUcontext context = NULL;
+    if (handle == NULL || handle == CU_STREAM_LEGACY) {
+        const int result = fk_need_context(&context);
+        if (result == CUDA_SUCCESS)
+            *out = &context->legacy;
+        return result;
+    }
+    if (handle == CU_STREAM_PER_THREAD)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (!fk.is_initialized)
+        return CUDA_ERROR_NOT_INITIALIZED;
+    if (handle->object.is_dead) {
+        fk_error("stream %d was used after its end", handle->object.id);
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    *out = handle;
+    return CUDA_SUCCESS;
+}
+
+static int is_blocking(const struct CUstream_st *stream)
+{
+    return (stream->flags & CU_STREAM_NON_BLOCKING) == 0;
+}
+
+/* The legacy default stream waits for all blocking ones of its device, and they for
+ * it. */
+static void depend_on_legacy(fk_op *op, CUstream stream)
+{
+    CUstream legacy = &fk.contexts[stream->device].legacy;
+    if (stream != legacy) {
+        if (is_blocking(stream))
+            fk_op_depend(op, legacy->tail);
+        return;
+    }
+    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
+        CUstream other = (CUstream)it;
+        if (it->kind == FAKE_STREAMS && other->device == stream->device &&
+            is_blocking(other) && other->capture == NULL)
+            fk_op_depend(op, other->tail);
+    }
+}
+
+int fk_enqueue(fk_op *op, CUstream stream)
+{
+    op->stream_id = stream->object.id;
+    if (stream->capture != NULL)
+        return fk_capture_take(op, stream);
+    const int result = fk_forbid_implicit(stream, op->what);
+    if (result != CUDA_SUCCESS) {
+        fk_op_drop(op);
+        return result;
+    }
+    fk_op_depend(op, stream->tail);
+    depend_on_legacy(op, stream);
+    fk_op_drop(stream->tail);
+    stream->tail = fk_op_hold(op);
+    fk_op_submit(op);
+    if (!fk.options.blocking || stream != &fk.contexts[stream->device].legacy)
+        return CUDA_SUCCESS;
+    return fk_wait_for(stream->tail, op->what);
+}
+
+static int create(CUstream *out, unsigned flags)
+{
+    CUcontext context = NULL;
+    const int result = fk_need_context(&context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (flags > CU_STREAM_NON_BLOCKING)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUstream stream = fk_new(sizeof *stream);
+    fk_stream_init(stream, context->device, flags);
+    fk_object_add(&stream->object, FAKE_STREAMS);
+    *out = stream;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream *out, unsigned flags)
+{
+    FAKE_CALL(cuStreamCreate);
+    return fk_leave(create(out, flags));
+}
+
+CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
+{
+    FAKE_CALL(cuStreamCreateWithPriority);
+    (void)priority; /* CUDA brings it into its range */
+    return fk_leave(create(out, flags));
+}
+
+/* What is in it is executed all the same. */
+CUresult cuStreamDestroy(CUstream handle)
+{
+    FAKE_CALL(cuStreamDestroy);
+    if (handle == NULL || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD)
+        return fk_leave(CUDA_ERROR_INVALID_HANDLE);
+    CUstream stream = NULL;
+    const int result = fk_stream(handle, &stream);
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    if (stream->capture != NULL)
+        fk_error("stream %d was destroyed while it is captured", stream->object.id);
+    fk_object_kill(&stream->object);
+    return fk_leave(CUDA_SUCCESS);
+}
+
+CUresult cuStreamSynchronize(CUstream handle)
+{
+    CUstream stream = NULL;
+    FAKE_CALL(cuStreamSynchronize);
+    int result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_captured(stream, "cuStreamSynchronize");
+    if (result == CUDA_SUCCESS)
+        result = fk_wait_stream(stream, "cuStreamSynchronize");
+    return fk_leave(result);
+}
+
+CUresult cuStreamQuery(CUstream handle)
+{
+    CUstream stream = NULL;
+    FAKE_CALL(cuStreamQuery);
+    int result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_captured(stream, "cuStreamQuery");
+    if (result == CUDA_SUCCESS)
+        result = fk_query(stream->tail);
+    return fk_leave(result);
+}
+
+/* ---- events ------------------------------------------------------------------- */
+
+static int check_event(CUevent event)
+{
+    if (event == NULL)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (event->object.is_dead) {
+        fk_error("event %d was used after its end", event->object.id);
+        return CUDA_ERROR_INVALID_HANDLE;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventCreate(CUevent *out, unsigned flags)
+{
+    CUcontext context = NULL;
+    FAKE_CALL(cuEventCreate);
+    const int result = fk_need_context(&context);
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    if (flags > 7)
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    CUevent event = fk_new(sizeof *event);
+    event->device = context->device;
+    event->flags = flags;
+    fk_object_add(&event->object, FAKE_EVENTS);
+    *out = event;
+    return fk_leave(CUDA_SUCCESS);
+}
+
+CUresult cuEventDestroy(CUevent event)
+{
+    FAKE_CALL(cuEventDestroy);
+    const int result = check_event(event);
+    if (result == CUDA_SUCCESS) {
+        fk_op_drop(event->record);
+        event->record = NULL;
+        fk_object_kill(&event->object);
+    }
+    return fk_leave(result);
+}
+
+CUresult cuEventRecord(CUevent event, CUstream handle)
+{
+    CUstream stream = NULL;
+    FAKE_CALL(cuEventRecord);
+    int result = check_event(event);
+    if (result == CUDA_SUCCESS)
+        result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS && stream->device != event->device)
+        result = CUDA_ERROR_INVALID_HANDLE;
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    fk_op *op = fk_op_hold(fk_op_new(FK_MARK, stream->device, "cuEventRecord"));
+    op->event_id = event->object.id;
+    result = fk_enqueue(op, stream);
+    if (result != CUDA_SUCCESS) {
+        fk_op_drop(op);
+        return fk_leave(result);
+    }
+    fk_op_drop(event->record);
+    event->record = op;
+    return fk_leave(CUDA_SUCCESS);
+}
+
+CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags)
+{
+    CUstream stream = NULL;
+    FAKE_CALL(cuStreamWaitEvent);
+    int result = check_event(event);
+    if (result == CUDA_SUCCESS)
+        result = fk_stream(handle, &stream);
+    if (result == CUDA_SUCCESS && flags > 1)
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result != CUDA_SUCCESS || event->record == NULL)
+        return fk_leave(result);
+    result = fk_join_capture(stream, event->record);
+    if (result != CUDA_SUCCESS)
+        return fk_leave(result);
+    fk_op *op = fk_op_new(FK_MARK, stream->device, "cuStreamWaitEvent");
+    op->event_id = event->object.id;
+    fk_op_depend(op, event->record);
+    return fk_leave(fk_enqueue(op, stream));
+}
+
+CUresult cuEventQuery(CUevent event)
+{
+    FAKE_CALL(cuEventQuery);
+    int result = check_event(event);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_captured_event(event, "cuEventQuery");
+    if (result == CUDA_SUCCESS)
+        result = fk_query(event->record);
+    return fk_leave(result);
+}
+
+CUresult cuEventSynchronize(CUevent event)
+{
+    FAKE_CALL(cuEventSynchronize);
+    int result = check_event(event);
+    if (result == CUDA_SUCCESS)
+        result = fk_forbid_captured_event(event, "cuEventSynchronize");
+    if (result == CUDA_SUCCESS && event->record != NULL)
+        result = fk_wait_for(event->record, "cuEventSynchronize");
+    return fk_leave(result);
+}

@@ -1,0 +1,165 @@
+/* fake_sum.c - arithmetic on NCCL's types, an element at a time. */
+#include <math.h>
+
+#include "nccl_state.h"
+
+/* A float of n_frac fraction bits whose least exponent is e_min; to nearest even. */
+static double decode(unsigned bits, int n_frac, int e_min)
+{
+    const unsigned top = 0x7fffu >> n_frac;
+    const unsigned exponent = (bits & 0x7fffu) >> n_frac;
+    const double fraction = (double)(bits & ((1u << n_frac) - 1u));
+    const double sign = (bits & 0x8000u) != 0 ? -1.0 : 1.0;
+    if (exponent == top)
+        return fraction != 0.0 ? (double)NAN : sign * (double)INFINITY;
+    if (exponent == 0)
+        return sign * ldexp(fraction, e_min - n_frac);
+    return sign *
+           ldexp(fraction + (double)(1u << n_frac), (int)exponent - 1 + e_min - n_frac);
+}
+
+static unsigned encode(double value, int n_frac, int e_min)
+{
+    const unsigned top = 0x7fffu >> n_frac;
+    const unsigned sign = signbit(value) ? 0x8000u : 0u;
+    if (isnan(value))
+        return sign | top << n_frac | 1u;
+    if (isinf(value))
+        return sign | top << n_frac;
+    if (value == 0.0)
+        return sign;
+    int e = ilogb(value);
+    if (e < e_min)
+        e = e_min;
+    const double units = nearbyint(ldexp(fabs(value), n_frac - e));
+    const double bits = ldexp((double)(e - e_min), n_frac) + units;
+    if (bits >= (double)(top << n_frac))
+        return sign | top << n_frac;
+    return sign | (unsigned)bits;
+}
+
+static double load(const char *at, ncclDataType_t dtype)
+{
+    float f32 = 0;
+    double f64 = 0;
+    uint16_t half = 0;
+    switch (dtype) {
+    case ncclFloat32:
+        memcpy(&f32, at, sizeof f32);
+        return (double)f32;
+    case ncclFloat64:
+        memcpy(&f64, at, sizeof f64);
+        return f64;
+    default:
+        memcpy(&half, at, sizeof half);
+        return dtype == ncclFloat16 ? decode(half, 10, -14) : decode(half, 7, -126);
+    }
+}
+
+static void store(char *at, ncclDataType_t dtype, double value)
+{
+    const float f32 = (float)value;
+    const uint16_t half = (uint16_t)(dtype == ncclFloat16 ? encode(value, 10, -14)
+                                                          : encode(value, 7, -126));
+    switch (dtype) {
+    case ncclFloat32:
+        memcpy(at, &f32, sizeof f32);
+        break;
+    case ncclFloat64:
+        memcpy(at, &value, sizeof value);
+        break;
+    default:
+        memcpy(at, &half, sizeof half);
+        break;
+    }
+}
+
+double fk_round(double value, ncclDataType_t dtype)
+{
+    char bytes[8];
+    store(bytes, dtype, value);
+    return load(bytes, dtype);
+}
+
+static int is_float(ncclDataType_t dtype)
+{
+    return dtype >= ncclFloat16;
+}
+
+static double combine_floats(double a, double b, int op)
+{
+    switch (op) {
+    case ncclProd:
+        return a * b;
+    case ncclMax:
+        return a < b || isnan(b) ? b : a;
+    case ncclMin:
+        return a > b || isnan(b) ? b : a;
+    default:
+        return a + b;
+    }
+}
+
+static int64_t load_int(const char *at, ncclDataType_t dtype)
+{
+    int64_t value = 0;
+    memcpy(&value, at, fk_dtype_bytes(dtype));
+    if (dtype == ncclInt8)
+        return (int8_t)value;
+    return dtype == ncclInt32 ? (int32_t)value : value;
+}
+
+static int64_t combine_ints(int64_t a, int64_t b, ncclDataType_t dtype, int op)
+{
+    const int is_less = dtype == ncclUint64 ? (uint64_t)a < (uint64_t)b : a < b;
+    switch (op) {
+    case ncclProd:
+        return (int64_t)((uint64_t)a * (uint64_t)b);
+    case ncclMax:
+        return is_less ? b : a;
+    case ncclMin:
+        return is_less ? a : b;
+    default:
+        return (int64_t)((uint64_t)a + (uint64_t)b);
+    }
+}
+
+void fk_combine(void *to, const void *from, size_t n, ncclDataType_t dtype, int op)
+{
+    const size_t step = fk_dtype_bytes(dtype);
+    char *a = to;
+    const char *b = from;
+    for (size_t i = 0; i < n; i++, a += step, b += step) {
+        if (is_float(dtype)) {
+            store(a, dtype, combine_floats(load(a, dtype), load(b, dtype), op));
+        } else {
+            const int64_t value =
+                combine_ints(load_int(a, dtype), load_int(b, dtype), dtype, op);
+            memcpy(a, &value, step);
+        }
+    }
+}
+
+void fk_scale(void *to, size_t n, ncclDataType_t dtype, double scale)
+{
+    const size_t step = fk_dtype_bytes(dtype);
+    char *at = to;
+    for (size_t i = 0; i < n; i++, at += step) {
+        if (is_float(dtype)) {
+            store(at, dtype, load(at, dtype) * scale);
+        } else {
+            const int64_t value = load_int(at, dtype) * (int64_t)scale;
+            memcpy(at, &value, step);
+        }
+    }
+}
+
+void fk_divide(void *to, size_t n, ncclDataType_t dtype, int by)
+{
+    const size_t step = fk_dtype_bytes(dtype);
+    char *at = to;
+    for (size_t i = 0; i < n; i++, at += step) {
+        const int64_t value = load_int(at, dtype) / by;
+        memcpy(at, &value, step);
+    }
+}

@@ -1,0 +1,82 @@
+/* host_kernels.c - kernels.cu as C, and who calls it.
+ *
+ * Every REACHED of the kernels puts a note of its own into one section of the program,
+ * so that the list of branches cannot forget one.
+ */
+#include "host_kernels.h"
+
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct branch {
+    const char *name;
+    atomic_int is_taken;
+} branch;
+
+/* The linker's names for the ends of the section. */
+extern branch __start_host_kernel_branches[]; /* NOLINT(bugprone-reserved-identifier) */
+extern branch __stop_host_kernel_branches[];  /* NOLINT(bugprone-reserved-identifier) */
+
+static _Thread_local unsigned block_number;
+
+#define BLOCK block_number
+#define OR_INTO(flag, bits)                                                            \
+    ((void)atomic_fetch_or((_Atomic(unsigned) *)(void *)(flag), bits))
+/* A pointer to each: the section is an array of notes, whatever their alignment. */
+#define REACHED(words)                                                                 \
+    do {                                                                               \
+        static branch here                                                             \
+            __attribute__((section("host_kernel_branches"), used)) = {words, 0};       \
+        if (!atomic_load_explicit(&here.is_taken, memory_order_relaxed))               \
+            atomic_store_explicit(&here.is_taken, 1, memory_order_relaxed);            \
+    } while (0)
+
+#include "../../../csrc/backend/kernels.cu"
+
+#define KERNELS(X)                                                                     \
+    X(pl_copy_small, pli_small_spans)                                                  \
+    X(pl_copy_large, pli_large_spans)                                                  \
+    X(pl_add_small, pli_small_spans)                                                   \
+    X(pl_add_large, pli_large_spans)                                                   \
+    X(pl_scale_small, pli_small_spans)                                                 \
+    X(pl_scale_large, pli_large_spans)                                                 \
+    X(pl_cast_small, pli_small_spans)                                                  \
+    X(pl_cast_large, pli_large_spans)                                                  \
+    X(pl_find_small, pli_small_spans)                                                  \
+    X(pl_find_large, pli_large_spans)                                                  \
+    X(pl_sum, pli_sum_span)
+
+#define DEFINE_RUN(name, type)                                                         \
+    static const size_t name##_bytes[1] = {sizeof(type)};                              \
+    static void run_##name(void *const *args, const unsigned grid[3],                  \
+                           const unsigned block[3])                                    \
+    {                                                                                  \
+        (void)block;                                                                   \
+        for (block_number = 0; block_number < grid[0]; block_number++)                 \
+            name((const type *)args[0]);                                               \
+    }
+KERNELS(DEFINE_RUN)
+
+static const host_kernel kernels[] = {
+#define ROW(name, type) {#name, 1, name##_bytes, run_##name},
+    KERNELS(ROW)
+#undef ROW
+};
+
+const host_kernel *host_kernel_find(const char *name)
+{
+    for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++)
+        if (strcmp(kernels[i].name, name) == 0)
+            return &kernels[i];
+    return NULL;
+}
+
+const char *host_kernel_branch(size_t n, int *is_taken)
+{
+    branch *const note = __start_host_kernel_branches + n;
+    if (note >= __stop_host_kernel_branches)
+        return NULL;
+    *is_taken = atomic_load_explicit(&note->is_taken, memory_order_relaxed);
+    return note->name;
+}

@@ -1,0 +1,28 @@
+/* host_kernels.h - the kernels of csrc/backend/kernels.cu, compiled for the host.
+ *
+ * A launch runs its blocks, and a block its threads, one after the other.  Any thread
+ * may launch.  Every branch of the kernels that was ever taken is noted.
+ */
+#ifndef PLT_HOST_KERNELS_H
+#define PLT_HOST_KERNELS_H
+
+#include <stddef.h>
+
+#define HOST_KERNEL_API __attribute__((visibility("default")))
+
+typedef struct host_kernel {
+    const char *name;
+    size_t n_args;
+    const size_t *arg_bytes;
+    /* args[i]: the address of the i-th argument */
+    void (*run)(void *const *args, const unsigned grid[3], const unsigned block[3]);
+} host_kernel;
+
+/* NULL where there is none of that name. */
+HOST_KERNEL_API const host_kernel *host_kernel_find(const char *name);
+
+/* The n-th branch's name and whether it was taken in this process; NULL behind the
+ * last. */
+HOST_KERNEL_API const char *host_kernel_branch(size_t n, int *is_taken);
+
+#endif

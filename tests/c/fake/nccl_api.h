@@ -1,0 +1,134 @@
+/* nccl_api.h - NCCL's API, as far as the fake has it.
+ *
+ * Written apart from the prototypes that the library itself declares.
+ */
+#ifndef FAKE_NCCL_API_H
+#define FAKE_NCCL_API_H
+
+#include "cuda_api.h"
+
+typedef struct ncclComm *ncclComm_t;
+typedef struct ncclWindow *ncclWindow_t;
+
+enum { NCCL_UNIQUE_ID_BYTES = 128 };
+typedef struct ncclUniqueId {
+    char internal[NCCL_UNIQUE_ID_BYTES];
+} ncclUniqueId;
+
+typedef enum ncclResult {
+    ncclSuccess = 0,
+    ncclUnhandledCudaError = 1,
+    ncclSystemError = 2,
+    ncclInternalError = 3,
+    ncclInvalidArgument = 4,
+    ncclInvalidUsage = 5,
+    ncclRemoteError = 6,
+    ncclInProgress = 7,
+} ncclResult_t;
+
+typedef enum ncclRedOp {
+    ncclSum = 0,
+    ncclProd = 1,
+    ncclMax = 2,
+    ncclMin = 3,
+    ncclAvg = 4,
+    ncclNumOps = 5,
+    ncclMaxRedOp = 0x7fffffff
+} ncclRedOp_t;
+
+typedef enum ncclDataType {
+    ncclInt8 = 0,
+    ncclUint8 = 1,
+    ncclInt32 = 2,
+    ncclUint32 = 3,
+    ncclInt64 = 4,
+    ncclUint64 = 5,
+    ncclFloat16 = 6,
+    ncclFloat32 = 7,
+    ncclFloat64 = 8,
+    ncclBfloat16 = 9,
+} ncclDataType_t;
+
+typedef enum ncclScalarResidence {
+    ncclScalarDevice = 0,
+    ncclScalarHostImmediate = 1
+} ncclScalarResidence_t;
+
+/* As far as 2.18 had it. */
+typedef struct ncclConfig {
+    size_t size;
+    unsigned magic;
+    unsigned version;
+    int blocking;
+    int cgaClusterSize;
+    int minCTAs;
+    int maxCTAs;
+    const char *netName;
+    int splitShare;
+} ncclConfig_t;
+
+enum { NCCL_WIN_DEFAULT = 0, NCCL_WIN_COLL_SYMMETRIC = 1 };
+#define NCCL_CONFIG_UNDEF_INT INT32_MIN
+#define NCCL_API_MAGIC 0xcafebeefu
+
+/* name, the version that brought it, arguments */
+#define FAKE_NCCL_MAP(X)                                                               \
+    X(ncclGetVersion, 2304, (int *out))                                                \
+    X(ncclGetUniqueId, 2000, (ncclUniqueId * out))                                     \
+    X(ncclCommInitRank, 2000,                                                          \
+      (ncclComm_t * out, int n_ranks, ncclUniqueId id, int rank))                      \
+    X(ncclCommInitRankConfig, 21400,                                                   \
+      (ncclComm_t * out, int n_ranks, ncclUniqueId id, int rank,                       \
+       ncclConfig_t *config))                                                          \
+    X(ncclCommGetAsyncError, 2400, (ncclComm_t comm, ncclResult_t * out))              \
+    X(ncclCommAbort, 2400, (ncclComm_t comm))                                          \
+    X(ncclCommDestroy, 2000, (ncclComm_t comm))                                        \
+    X(ncclCommFinalize, 21400, (ncclComm_t comm))                                      \
+    X(ncclCommCount, 2000, (const ncclComm_t comm, int *out))                          \
+    X(ncclCommUserRank, 2000, (const ncclComm_t comm, int *out))                       \
+    X(ncclCommCuDevice, 2000, (const ncclComm_t comm, int *out))                       \
+    X(ncclAllReduce, 2000,                                                             \
+      (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
+       ncclComm_t comm, CUstream stream))                                              \
+    X(ncclReduce, 2000,                                                                \
+      (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
+       int root, ncclComm_t comm, CUstream stream))                                    \
+    X(ncclReduceScatter, 2000,                                                         \
+      (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
+       ncclComm_t comm, CUstream stream))                                              \
+    X(ncclAllGather, 2000,                                                             \
+      (const void *from, void *to, size_t count, ncclDataType_t dtype,                 \
+       ncclComm_t comm, CUstream stream))                                              \
+    X(ncclBroadcast, 2200,                                                             \
+      (const void *from, void *to, size_t count, ncclDataType_t dtype, int root,       \
+       ncclComm_t comm, CUstream stream))                                              \
+    X(ncclSend, 2700,                                                                  \
+      (const void *from, size_t count, ncclDataType_t dtype, int peer,                 \
+       ncclComm_t comm, CUstream stream))                                              \
+    X(ncclRecv, 2700,                                                                  \
+      (void *to, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,        \
+       CUstream stream))                                                               \
+    X(ncclGroupStart, 2000, (void))                                                    \
+    X(ncclGroupEnd, 2000, (void))                                                      \
+    X(ncclMemAlloc, 21900, (void **out, size_t n_bytes))                               \
+    X(ncclMemFree, 21900, (void *memory))                                              \
+    X(ncclCommRegister, 21900,                                                         \
+      (const ncclComm_t comm, void *memory, size_t n_bytes, void **out))               \
+    X(ncclCommDeregister, 21900, (const ncclComm_t comm, void *handle))                \
+    X(ncclCommWindowRegister, 22700,                                                   \
+      (ncclComm_t comm, void *memory, size_t n_bytes, ncclWindow_t *out, int flags))   \
+    X(ncclCommWindowDeregister, 22700, (ncclComm_t comm, ncclWindow_t window))         \
+    X(ncclRedOpCreatePreMulSum, 21100,                                                 \
+      (ncclRedOp_t * out, void *scalar, ncclDataType_t dtype,                          \
+       ncclScalarResidence_t where, ncclComm_t comm))                                  \
+    X(ncclRedOpDestroy, 21100, (ncclRedOp_t op, ncclComm_t comm))
+
+#define FAKE_NCCL_DECLARE(name, since, arguments)                                      \
+    FAKE_EXPORT ncclResult_t name arguments;
+FAKE_NCCL_MAP(FAKE_NCCL_DECLARE)
+#undef FAKE_NCCL_DECLARE
+
+FAKE_EXPORT const char *ncclGetErrorString(ncclResult_t result);
+FAKE_EXPORT const char *ncclGetLastError(ncclComm_t comm);
+
+#endif

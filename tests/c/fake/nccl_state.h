@@ -1,0 +1,169 @@
+/* nccl_state.h - communicators, what they launch, and where ranks meet.
+ *
+ * The ranks of a communicator meet in memory that they share, whether they are threads
+ * of one process or processes: *its board*.  The unique id names the descriptor of a
+ * nameless file that its maker holds, so nothing is left of it in any case.  A launch
+ * that becomes resident posts what it reads; each rank takes from the others' posts
+ * what it needs, reduces by itself, and is done.
+ */
+#ifndef FAKE_NCCL_STATE_H
+#define FAKE_NCCL_STATE_H
+
+#include "state.h"
+
+enum {
+    FK_RING_COLLS = 1024, /* posts of one rank that may be there at a time */
+    FK_RING_PAIRS = 64,
+    FK_MAX_RED_OPS = 16,
+};
+#define FK_DATA_BYTES ((size_t)1 << 30) /* of a rank */
+
+typedef enum fk_task_kind {
+    FK_ALL_REDUCE,
+    FK_REDUCE,
+    FK_REDUCE_SCATTER,
+    FK_ALL_GATHER,
+    FK_BROADCAST,
+    FK_SEND,
+    FK_RECV,
+} fk_task_kind;
+
+typedef struct fk_task {
+    fk_task_kind kind;
+    const void *from;
+    void *to;
+    size_t count; /* as the call has it */
+    ncclDataType_t dtype;
+    int op;          /* ncclRedOp_t, or of ncclRedOpCreatePreMulSum */
+    int peer;        /* or the root */
+    uint64_t number; /* among its rank's collectives, or those of the pair */
+    int is_done;
+} fk_task;
+
+struct fk_launch {
+    ncclComm_t comm;
+    CUstream stream; /* until it is enqueued */
+    fk_task *tasks;
+    size_t n_tasks;
+};
+
+/* What a rank has posted; `number` + 1 is written last. */
+typedef struct fk_post {
+    _Atomic uint64_t number;
+    _Atomic int n_taken;
+    int kind, dtype, op, peer;
+    int is_registered;
+    uint64_t count;
+    uint64_t offset;
+    uint64_t n_bytes;
+    double scale;
+} fk_post;
+
+typedef struct fk_board {
+    _Atomic int n_ranks;
+    _Atomic int n_joined;
+    _Atomic int has_joined[FK_MAX_RANKS];
+    _Atomic int pids[FK_MAX_RANKS];
+    _Atomic int devices[FK_MAX_RANKS];
+    _Atomic uint64_t hosts[FK_MAX_RANKS];      /* NCCL_HOSTID */
+    _Atomic unsigned connecting[FK_MAX_RANKS]; /* kinds of collectives, as bits */
+    _Atomic uint64_t wanted_colls;             /* somebody waits for those below */
+    _Atomic uint64_t wanted_pairs[FK_MAX_RANKS][FK_MAX_RANKS];
+    fk_post colls[FK_MAX_RANKS][FK_RING_COLLS];
+    fk_post pairs[FK_MAX_RANKS][FK_MAX_RANKS][FK_RING_PAIRS];
+} fk_board;
+
+/* This process's share of a world. */
+struct fk_world {
+    fk_world *next;
+    char id[NCCL_UNIQUE_ID_BYTES];
+    int n_ranks;
+    int descriptor; /* its maker's, until all have joined; else -1 */
+    fk_board *board;
+    char *data;
+    size_t n_mapped_bytes;
+    int n_comms;
+    ncclComm_t comms[FK_MAX_RANKS];
+};
+
+typedef struct fk_chunk {
+    uint64_t offset, n_bytes;
+    int n_takers;
+    fk_post *post;
+} fk_chunk;
+
+typedef struct fk_red_op {
+    int is_made;
+    ncclDataType_t dtype;
+    double scale;
+} fk_red_op;
+
+struct ncclComm {
+    fk_object object;
+    fk_world *world;
+    int rank, n_ranks, device;
+    int is_blocking;
+    int is_ready;
+    int is_aborted;
+    int n_polls; /* with ncclInProgress that are still to come */
+    int is_slow; /* there may be `slow`, or a call that returned ncclInProgress */
+    fk_op *slow; /* launches that a non-blocking call has put off */
+    CUstream slow_stream;
+    ncclResult_t error;
+    int n_in_graphs;    /* launches that graphs hold */
+    int is_broken;      /* by fake_break(): it posts nothing any more */
+    unsigned connected; /* kinds of collectives, as bits */
+    uint64_t n_colls;
+    uint64_t n_sent[FK_MAX_RANKS];
+    uint64_t n_received[FK_MAX_RANKS];
+    fk_list launches; /* that are not done, in their order */
+    fk_op *last;      /* its launches are executed in their order; counted */
+    fk_chunk *chunks;
+    size_t n_chunks;
+    fk_red_op red_ops[FK_MAX_RED_OPS];
+};
+
+/* ---- fake_nccl_world.c ---- */
+
+int fk_make_id(ncclUniqueId *out);
+int fk_join(ncclComm_t comm, const ncclUniqueId *id);
+int fk_all_joined(const fk_world *world);
+void fk_leave_world(ncclComm_t comm);
+int fk_has_duplicate(const fk_world *world, int *one, int *other);
+
+/* ---- fake_nccl_task.c ---- */
+
+size_t fk_dtype_bytes(ncclDataType_t dtype); /* 0: unknown */
+void fk_task_post(ncclComm_t comm, fk_task *task, const char *what);
+int fk_task_poll(ncclComm_t comm, fk_task *task, const char *what);
+void fk_task_garbage(ncclComm_t comm, fk_task *task);
+int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r);
+void fk_drop_registrations(const ncclComm_t comm);
+int fk_is_registered(ncclComm_t comm, const void *at);
+
+/* ---- fake_nccl_launch.c ---- */
+
+int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: nothing is */
+int fk_finish_slow(ncclComm_t comm);       /* 0: there was nothing */
+int fk_peer_can_come(ncclComm_t comm, const fk_task *task, int r);
+fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
+int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
+                    const char *what);
+
+/* ---- fake_nccl_connect.c ---- */
+
+/* With options.lazy_connect: says that this rank is at its first collectives of their
+ * kinds, and waits for all others; both for a group of communicators at once. */
+void fk_connect_begin(ncclComm_t comm, const fk_task *task);
+int fk_connect_is_done(const ncclComm_t comm, const fk_task *task);
+int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what);
+
+/* ---- fake_sum.c ---- */
+
+/* to = to op from, in the dtype, rounded at once; `op` of Sum .. Min. */
+void fk_combine(void *to, const void *from, size_t n, ncclDataType_t dtype, int op);
+void fk_scale(void *to, size_t n, ncclDataType_t dtype, double scale);
+double fk_round(double value, ncclDataType_t dtype);
+void fk_divide(void *to, size_t n, ncclDataType_t dtype, int by);
+
+#endif

@@ -1,0 +1,95 @@
+/* old_driver.c - a libcuda from before CUDA 11.3, or from just then: nothing but names.
+ *
+ * Where a name's meaning has changed there are both: the old form under the name, the
+ * present one under name_v2.  Built twice: with -DOLD_plain, without cuGetProcAddress,
+ * and with -DOLD_asked, where that has its first form.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default"), noinline))
+
+/* Each has a body of its own, so that no two become one function. */
+#define ONE_FORM(name)                                                                 \
+    EXPORT int name(void);                                                             \
+    int name(void)                                                                     \
+    {                                                                                  \
+        static volatile int n_calls;                                                   \
+        n_calls++;                                                                     \
+        return 0;                                                                      \
+    }
+#define TWO_FORMS(name)                                                                \
+    ONE_FORM(name)                                                                     \
+    ONE_FORM(name##_v2)
+
+#define ALL(ONE, TWO)                                                                  \
+    ONE(cuInit)                                                                        \
+    ONE(cuGetErrorString)                                                              \
+    ONE(cuDeviceGetCount)                                                              \
+    ONE(cuDeviceGet)                                                                   \
+    ONE(cuDeviceGetAttribute)                                                          \
+    ONE(cuDevicePrimaryCtxRetain)                                                      \
+    TWO(cuDevicePrimaryCtxRelease)                                                     \
+    TWO(cuCtxPushCurrent)                                                              \
+    TWO(cuCtxPopCurrent)                                                               \
+    ONE(cuCtxGetCurrent)                                                               \
+    ONE(cuCtxSynchronize)                                                              \
+    ONE(cuCtxGetStreamPriorityRange)                                                   \
+    ONE(cuStreamCreateWithPriority)                                                    \
+    TWO(cuStreamDestroy)                                                               \
+    ONE(cuStreamSynchronize)                                                           \
+    ONE(cuStreamWaitEvent)                                                             \
+    ONE(cuStreamIsCapturing)                                                           \
+    ONE(cuThreadExchangeStreamCaptureMode)                                             \
+    ONE(cuEventCreate)                                                                 \
+    TWO(cuEventDestroy)                                                                \
+    ONE(cuEventRecord)                                                                 \
+    ONE(cuEventQuery)                                                                  \
+    TWO(cuMemAlloc)                                                                    \
+    TWO(cuMemFree)                                                                     \
+    TWO(cuMemGetInfo)                                                                  \
+    TWO(cuMemcpyHtoDAsync)                                                             \
+    TWO(cuMemcpyDtoHAsync)                                                             \
+    TWO(cuMemcpyDtoDAsync)                                                             \
+    ONE(cuMemsetD8Async)                                                               \
+    ONE(cuModuleLoadData)                                                              \
+    ONE(cuModuleUnload)                                                                \
+    ONE(cuModuleGetFunction)                                                           \
+    ONE(cuLaunchKernel)
+
+ALL(ONE_FORM, TWO_FORMS)
+
+EXPORT int cuDriverGetVersion(int *out);
+int cuDriverGetVersion(int *out)
+{
+    *out = 11030;
+    return 0;
+}
+
+#ifdef OLD_asked
+typedef int (*any)(void);
+
+static const struct form {
+    const char *name;
+    any old, present;
+} forms[] = {
+#define SAME(name) {#name, name, name},
+#define BOTH(name) {#name, name, name##_v2},
+    ALL(SAME, BOTH)};
+
+/* The present forms are of CUDA 3.2, 4.0 and 11.0; asked for less, or for the streams
+ * of a thread, it gives what is not wanted. */
+EXPORT int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags);
+int cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
+{
+    any found = NULL;
+    int (*const version_of_driver)(int *) = cuDriverGetVersion;
+    for (size_t i = 0; i < sizeof forms / sizeof forms[0]; i++)
+        if (strcmp(forms[i].name, name) == 0)
+            found = version >= 3020 && flags == 1 ? forms[i].present : forms[i].old;
+    memcpy(out, &found, sizeof found);
+    if (strcmp(name, "cuDriverGetVersion") == 0)
+        memcpy(out, &version_of_driver, sizeof version_of_driver);
+    return *out != NULL ? 0 : 500;
+}
+#endif

@@ -1,0 +1,297 @@
+/* test_fake_capture.c - the fake's captures: what they take, and what invalidates them.
+ */
+#include <pthread.h>
+
+#include "fake_gpu.h"
+
+static const int global = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+/* Forks to the second stream and joins it again; x = 2 at the end. */
+static void capture_both_streams(gpu *it, CUevent joined)
+{
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it->event, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it->b, it->event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, it->x, it->b) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(joined, it->b) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it->a, joined, 0) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, it->x, it->a) == CUDA_SUCCESS);
+}
+
+static void replay(uint64_t seed, fake_schedule schedule)
+{
+    gpu it = gpu_open(seed, schedule);
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    CUevent joined = NULL;
+    int status = 0;
+    CHECK(cuEventCreate(&joined, 0) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    capture_both_streams(&it, joined);
+    CHECK(cuStreamIsCapturing(it.b, &status) == CUDA_SUCCESS);
+    CHECK(status == CU_STREAM_CAPTURE_STATUS_ACTIVE);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuStreamIsCapturing(it.b, &status) == CUDA_SUCCESS);
+    CHECK(status == CU_STREAM_CAPTURE_STATUS_NONE);
+    CHECK(fake_pending() == 0); /* nothing was executed or enqueued */
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    for (int i = 0; i < 3; i++) {
+        CHECK(cuGraphLaunch(exec, it.a) == CUDA_SUCCESS);
+        CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_SUCCESS);
+        CHECK(gpu_read(&it, it.a) == 3.0f);
+    }
+    CHECK(cuGraphExecDestroy(exec) == CUDA_SUCCESS);
+    CHECK(cuEventDestroy(joined) == CUDA_SUCCESS);
+    gpu_close(&it);
+}
+
+static void a_graph_does_again_what_was_captured(void)
+{
+    for (uint64_t seed = 0; seed < 50; seed++) {
+        replay(seed, FAKE_RANDOM);
+        replay(seed, FAKE_LATE);
+        replay(seed, FAKE_EARLY);
+    }
+}
+
+/* Captures, does one thing that is forbidden, and sees the capture invalidated. */
+static void invalidates(CUresult (*forbidden)(gpu *it), CUresult result)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUgraph graph = NULL;
+    int status = 0;
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    CHECK(forbidden(&it) == result);
+    CHECK(cuStreamIsCapturing(it.a, &status) == CUDA_SUCCESS);
+    CHECK(status == CU_STREAM_CAPTURE_STATUS_INVALIDATED);
+    CHECK(gpu_zero(&it, it.a) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(graph == NULL);
+    gpu_close(&it);
+}
+
+static CUresult allocate(gpu *it)
+{
+    CUdeviceptr memory = 0;
+    (void)it;
+    return cuMemAlloc(&memory, 16);
+}
+
+static CUresult give_back(gpu *it)
+{
+    return cuMemFree(it->x);
+}
+
+static CUresult synchronize_it(gpu *it)
+{
+    return cuStreamSynchronize(it->a);
+}
+
+static CUresult synchronize_another(gpu *it)
+{
+    return cuStreamSynchronize(it->b);
+}
+
+static CUresult query_captured(gpu *it)
+{
+    return cuEventQuery(it->event);
+}
+
+static CUresult wait_for_uncaptured(gpu *it)
+{
+    CUevent event = NULL;
+    CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(event, it->b) == CUDA_SUCCESS);
+    const CUresult result = cuStreamWaitEvent(it->a, event, 0);
+    CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
+    return result;
+}
+
+static CUresult merge_two(gpu *it)
+{
+    CUgraph graph = NULL;
+    CHECK(cuStreamBeginCapture(it->b, global) == CUDA_SUCCESS);
+    const CUresult result = cuStreamWaitEvent(it->b, it->event, 0);
+    CHECK(cuStreamEndCapture(it->b, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    return result;
+}
+
+static void what_a_capture_forbids_invalidates_it(void)
+{
+    invalidates(allocate, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    invalidates(give_back, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    invalidates(synchronize_it, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    invalidates(synchronize_another, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    invalidates(query_captured, CUDA_ERROR_CAPTURED_EVENT);
+    invalidates(wait_for_uncaptured, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
+    invalidates(merge_two, CUDA_ERROR_STREAM_CAPTURE_MERGE);
+}
+
+static void a_stream_that_is_not_joined_spoils_the_capture(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUgraph graph = NULL;
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it.b, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
+    CHECK(graph == NULL);
+    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_ERROR_CAPTURED_EVENT);
+    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS); /* both streams are free again */
+    gpu_close(&it);
+}
+
+static void the_legacy_stream_is_forbidden_beside_a_blocking_one(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUgraph graph = NULL;
+    CUstream blocking = NULL;
+    int status = 0;
+    CHECK(cuStreamCreate(&blocking, CU_STREAM_DEFAULT) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(NULL, global) == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, NULL) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, NULL) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    CHECK(cuStreamIsCapturing(NULL, &status) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    CHECK(cuStreamEndCapture(blocking, &graph) ==
+          CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(cuStreamDestroy(blocking) == CUDA_SUCCESS);
+    gpu_close(&it);
+}
+
+typedef struct other {
+    gpu *it;
+    int mode;
+    CUresult result;
+} other;
+
+static void *query_in_a_thread(void *memory)
+{
+    other *self = memory;
+    int mode = self->mode;
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
+    self->result = cuStreamQuery(self->it->b);
+    return NULL;
+}
+
+/* What another thread gets for a query, of its mode and of the capture's. */
+static CUresult query_beside(int capture_mode, int thread_mode)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    other self = {&it, thread_mode, CUDA_SUCCESS};
+    CUgraph graph = NULL;
+    pthread_t thread;
+    CHECK(cuStreamBeginCapture(it.a, capture_mode) == CUDA_SUCCESS);
+    (void)pthread_create(&thread, NULL, query_in_a_thread, &self);
+    (void)pthread_join(thread, NULL);
+    CHECK(cuStreamEndCapture(it.a, &graph) ==
+          (self.result == CUDA_SUCCESS ? CUDA_SUCCESS
+                                       : CUDA_ERROR_STREAM_CAPTURE_INVALIDATED));
+    if (graph != NULL)
+        CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    gpu_close(&it);
+    return self.result;
+}
+
+static void other_threads_are_bound_by_the_modes(void)
+{
+    const CUresult forbidden = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    CHECK(query_beside(CU_STREAM_CAPTURE_MODE_GLOBAL, 0) == forbidden);
+    CHECK(query_beside(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, 0) == CUDA_SUCCESS);
+    CHECK(query_beside(CU_STREAM_CAPTURE_MODE_RELAXED, 0) == CUDA_SUCCESS);
+    CHECK(query_beside(CU_STREAM_CAPTURE_MODE_GLOBAL,
+                       CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == CUDA_SUCCESS);
+    CHECK(query_beside(CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_RELAXED) ==
+          CUDA_SUCCESS);
+}
+
+static void *end_in_a_thread(void *memory)
+{
+    other *self = memory;
+    CUgraph graph = NULL;
+    self->result = cuStreamEndCapture(self->it->a, &graph);
+    return NULL;
+}
+
+static void a_capture_ends_where_it_began(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    other self = {&it, 0, CUDA_SUCCESS};
+    CUgraph graph = NULL;
+    pthread_t thread;
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_ILLEGAL_STATE);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_ERROR_ILLEGAL_STATE);
+    (void)pthread_create(&thread, NULL, end_in_a_thread, &self);
+    (void)pthread_join(thread, NULL);
+    CHECK(self.result == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    gpu_close(&it);
+}
+
+/* In a relaxed thread allocation and release go on beside the capture. */
+static void a_relaxed_thread_may_allocate(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUgraph graph = NULL;
+    CUdeviceptr memory = 0;
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
+    CHECK(cuMemAlloc(&memory, 16) == CUDA_SUCCESS);
+    CHECK(cuMemFree(memory) == CUDA_SUCCESS);
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    gpu_close(&it);
+}
+
+/* The graph writes to memory that is there no more. */
+static void a_replay_on_freed_memory_is_seen(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    CUdeviceptr memory = 0;
+    CHECK(cuMemAlloc(&memory, 16) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(memory, 0, 16, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == CUDA_SUCCESS);
+    CHECK(cuMemFree(memory) == CUDA_SUCCESS);
+    CHECK(cuGraphLaunch(exec, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    gpu_expect_error("was freed");
+    CHECK(cuGraphExecDestroy(exec) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    gpu_close(&it);
+}
+
+int main(void)
+{
+    RUN(a_graph_does_again_what_was_captured);
+    RUN(what_a_capture_forbids_invalidates_it);
+    RUN(a_stream_that_is_not_joined_spoils_the_capture);
+    RUN(the_legacy_stream_is_forbidden_beside_a_blocking_one);
+    RUN(other_threads_are_bound_by_the_modes);
+    RUN(a_capture_ends_where_it_began);
+    RUN(a_relaxed_thread_may_allocate);
+    RUN(a_replay_on_freed_memory_is_seen);
+    return check_report();
+}

@@ -1,0 +1,407 @@
+/* test_fake_cuda.c - the fake of CUDA: orders that a program forgot, memory that it
+ * misuses, failures that are ordered. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include "fake_gpu.h"
+
+/* ---- orders -----------------------------------------------------------------------
+ */
+
+/* A producer on one stream and a consumer on the other: what arrives. */
+static float race(uint64_t seed, fake_schedule schedule, int has_wait)
+{
+    gpu it = gpu_open(seed, schedule);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    if (has_wait)
+        CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, it.b) == CUDA_SUCCESS);
+    const float out = gpu_read(&it, it.b);
+    gpu_close(&it);
+    return out;
+}
+
+static void a_wait_makes_every_seed_right(void)
+{
+    for (uint64_t seed = 0; seed < GPU_N_SEEDS; seed++) {
+        CHECK(race(seed, FAKE_RANDOM, 1) == 2.0f);
+        CHECK(race(seed, FAKE_LATE, 1) == 2.0f);
+    }
+    CHECK(race(0, FAKE_EARLY, 1) == 2.0f);
+}
+
+static void a_missing_wait_gives_a_wrong_number(void)
+{
+    int n_wrong = 0;
+    for (uint64_t seed = 0; seed < GPU_N_SEEDS; seed++)
+        n_wrong += race(seed, FAKE_RANDOM, 0) != 2.0f;
+    if (!CHECK(n_wrong > 20 && n_wrong < GPU_N_SEEDS))
+        CHECK_MORE("%d of %d seeds", n_wrong, (int)GPU_N_SEEDS);
+    CHECK(race(0, FAKE_LATE, 0) != 2.0f);
+    CHECK(race(0, FAKE_EARLY, 0) == 2.0f);
+}
+
+static void a_seed_does_the_same_each_time(void)
+{
+    for (uint64_t seed = 0; seed < 20; seed++) {
+        const float first = race(seed, FAKE_RANDOM, 0);
+        const float second = race(seed, FAKE_RANDOM, 0);
+        CHECK(memcmp(&first, &second, sizeof first) == 0);
+    }
+}
+
+/* A wait means the record that is there at the call: none, or the last one. */
+static float wait_then_record(int has_record_before, int has_record_after)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_SUCCESS);
+    if (has_record_before)
+        CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_SUCCESS);
+    if (has_record_after)
+        CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    const float out = gpu_read(&it, it.b);
+    gpu_close(&it);
+    return out;
+}
+
+static void a_wait_is_for_what_was_recorded_when_it_was_called(void)
+{
+    CHECK(wait_then_record(0, 0) == 0.0f);
+    CHECK(wait_then_record(0, 1) == 0.0f);
+    CHECK(wait_then_record(1, 0) == 1.0f);
+    CHECK(wait_then_record(1, 1) == 1.0f);
+}
+
+/* Between a blocking stream and the legacy one there is an order in both directions. */
+static float by_way_of_legacy(unsigned flags, int is_legacy_first)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUstream blocking = NULL;
+    CHECK(cuStreamCreate(&blocking, flags) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, is_legacy_first ? NULL : blocking) == CUDA_SUCCESS);
+    const float out = gpu_read(&it, is_legacy_first ? blocking : NULL);
+    CHECK(cuStreamDestroy(blocking) == CUDA_SUCCESS);
+    gpu_close(&it);
+    return out;
+}
+
+static void the_legacy_stream_has_an_order_with_blocking_ones_alone(void)
+{
+    CHECK(by_way_of_legacy(CU_STREAM_DEFAULT, 0) == 1.0f);
+    CHECK(by_way_of_legacy(CU_STREAM_DEFAULT, 1) == 1.0f);
+    CHECK(by_way_of_legacy(CU_STREAM_NON_BLOCKING, 0) == 0.0f);
+    CHECK(by_way_of_legacy(CU_STREAM_NON_BLOCKING, 1) == 0.0f);
+}
+
+static void a_query_is_answered_in_the_end(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CHECK(cuEventQuery(it.event) == CUDA_SUCCESS); /* never recorded */
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
+    CHECK(cuEventQuery(it.event) == CUDA_ERROR_NOT_READY);
+    int n = 0;
+    while (cuEventQuery(it.event) == CUDA_ERROR_NOT_READY && n < 1000)
+        n++;
+    CHECK(n < 1000);
+    gpu_close(&it);
+}
+
+/* ---- memory -------------------------------------------------------------------------
+ */
+
+static void the_host_may_not_touch_device_memory(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    const volatile char *at = (const volatile char *)(uintptr_t)it.x;
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(fake_errors() == 0);
+    (void)at[17];
+    gpu_expect_error("the host touched byte 17 of the 1024 of device memory");
+    fake_show_memory();
+    CHECK(at[17] == 0);
+    fake_hide_memory();
+    gpu_close(&it);
+}
+
+static void what_runs_on_freed_memory_is_seen(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    CUdeviceptr memory = 0;
+    CHECK(cuMemAlloc(&memory, GPU_BYTES) == CUDA_SUCCESS);
+    CHECK(cuMemFree(memory) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, memory, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    gpu_expect_error("an operation touched byte 0 of the 1024 of freed device memory");
+    CHECK(cuMemsetD8Async(memory, 0, 4, it.a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    gpu_expect_error("was freed");
+    CHECK(cuMemFree(memory) == CUDA_ERROR_INVALID_VALUE);
+    gpu_expect_error("was freed twice");
+    CHECK(cuMemFree(it.x + 8) == CUDA_ERROR_INVALID_VALUE);
+    gpu_expect_error("is no allocation");
+    gpu_close(&it);
+}
+
+static void a_free_waits_for_its_device(void)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUdeviceptr memory = 0;
+    CHECK(cuMemAlloc(&memory, GPU_BYTES) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(memory, 0, GPU_BYTES, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
+    CHECK(fake_pending() == 2);
+    CHECK(cuMemFree(memory) == CUDA_SUCCESS);
+    CHECK(fake_pending() == 0);
+    gpu_close(&it);
+}
+
+static void what_lies_outside_is_seen(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    CUdeviceptr small = 0;
+    CHECK(cuMemsetD8Async(it.x + 1020, 0, 8, it.a) == CUDA_SUCCESS);
+    gpu_expect_error("8 bytes from byte 1020 on are not within the allocation's 1024");
+    CHECK(gpu_add_one(&it, it.x + 4, it.a) == CUDA_SUCCESS);
+    gpu_expect_error("an operation touched");
+    CHECK(cuMemAlloc(&small, GPU_BYTES - 4) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(small, 0, GPU_BYTES - 4, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, small, it.a) == CUDA_SUCCESS);
+    CHECK(cuMemFree(small) == CUDA_SUCCESS);
+    gpu_expect_error("byte 1020 of an allocation of 1020 was written");
+    gpu_close(&it);
+}
+
+static void there_is_as_much_memory_as_was_said(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    CUdeviceptr memory = 0;
+    size_t available = 0;
+    size_t total = 0;
+    CHECK(cuMemGetInfo(&available, &total) == CUDA_SUCCESS);
+    CHECK(total == (size_t)1 << 32 && available == total - GPU_BYTES);
+    CHECK(cuMemAlloc(&memory, available + 1) == CUDA_ERROR_OUT_OF_MEMORY);
+    CHECK(cuMemAlloc(&memory, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(memory == 0);
+    gpu_close(&it);
+}
+
+/* Host memory that is not pinned may be reused at once, pinned memory may not. */
+static float copy_of(int is_pinned)
+{
+    gpu it = gpu_open(1, FAKE_LATE);
+    static float values[GPU_N];
+    for (int i = 0; i < GPU_N; i++)
+        values[i] = 5.0f;
+    if (is_pinned)
+        CHECK(cuMemHostRegister(values, sizeof values, 0) == CUDA_SUCCESS);
+    CHECK(cuMemcpyHtoDAsync(it.x, values, sizeof values, it.a) == CUDA_SUCCESS);
+    memset(values, 0, sizeof values);
+    const float out = gpu_read(&it, it.a);
+    if (is_pinned)
+        CHECK(cuMemHostUnregister(values) == CUDA_SUCCESS);
+    gpu_close(&it);
+    return out;
+}
+
+static void pinned_memory_is_read_when_the_copy_is_made(void)
+{
+    CHECK(copy_of(0) == 5.0f);
+    CHECK(copy_of(1) == 0.0f);
+}
+
+/* ---- calls --------------------------------------------------------------------------
+ */
+
+static void failures_come_when_they_are_ordered(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    const int before = fake_count("cuMemsetD8Async");
+    fake_fail("cuMemsetD8Async", 2, CUDA_ERROR_UNKNOWN);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.a) == CUDA_ERROR_UNKNOWN);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(fake_count("cuMemsetD8Async") == before + 3);
+    gpu_close(&it);
+}
+
+static void a_hidden_function_is_not_found(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    void *found = NULL;
+    int how = 0;
+    void *library = dlopen(fake_path(), RTLD_NOW);
+    CHECK(library != NULL && dlsym(library, "ncclMemAlloc") != NULL);
+    fake_hide("ncclMemAlloc");
+    fake_hide("cuMemGetInfo");
+    CHECK(dlsym(library, "ncclMemAlloc") == NULL);
+    CHECK(dlsym(library, "ncclMemFree") != NULL);
+    CHECK(dlsym(library, "cuMemGetInfo_v2") == NULL);
+    CHECK(cuGetProcAddress_v2("cuMemGetInfo", &found, 3020, 0, &how) == CUDA_SUCCESS);
+    CHECK(found == NULL && how == 1);
+    CHECK(cuGetProcAddress_v2("cuMemAlloc", &found, 3020, 0, NULL) == CUDA_SUCCESS);
+    CHECK(found != NULL);
+    CHECK(cuGetProcAddress_v2("cuMemAlloc", &found, 1000, 0, NULL) ==
+          CUDA_ERROR_NOT_FOUND);
+    CHECK(fake_errors() == 0);
+    CHECK(cuGetProcAddress_v2("cuMemAlloc", &found, 2000, 0, NULL) == CUDA_SUCCESS);
+    gpu_expect_error("cuMemAlloc of CUDA 2000 is an old variant");
+    gpu_close(&it);
+    fake_reset(NULL);
+    CHECK(dlsym(library, "ncclMemAlloc") != NULL);
+    (void)dlclose(library);
+}
+
+static void an_older_version_lacks_what_is_newer(void)
+{
+    fake_options options = fake_defaults();
+    void *library = dlopen(fake_path(), RTLD_NOW);
+    options.nccl = 21005;
+    options.driver = 11040;
+    fake_reset(&options);
+    CHECK(dlsym(library, "ncclCommInitRank") != NULL);
+    CHECK(dlsym(library, "ncclCommInitRankConfig") == NULL);
+    CHECK(dlsym(library, "ncclCommRegister") == NULL);
+    CHECK(dlsym(library, "cuGetProcAddress") != NULL);
+    CHECK(dlsym(library, "cuGetProcAddress_v2") == NULL);
+    fake_reset(NULL);
+    CHECK(dlsym(library, "ncclCommInitRankConfig") != NULL);
+    CHECK(dlsym(library, "cuGetProcAddress_v2") != NULL);
+    (void)dlclose(library);
+}
+
+static void objects_are_not_used_after_their_end(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    CUstream stream = NULL;
+    CUevent event = NULL;
+    CHECK(cuStreamCreate(&stream, 0) == CUDA_SUCCESS);
+    CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
+    CHECK(fake_live(FAKE_STREAMS) == 3 && fake_live(FAKE_EVENTS) == 2);
+    CHECK(cuStreamDestroy(stream) == CUDA_SUCCESS);
+    CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(stream) == CUDA_ERROR_INVALID_HANDLE);
+    gpu_expect_error("was used after its end");
+    CHECK(cuEventDestroy(event) == CUDA_ERROR_INVALID_HANDLE);
+    gpu_expect_error("was used after its end");
+    gpu_close(&it);
+}
+
+static void calls_need_a_context_and_the_right_one(void)
+{
+    gpu it = gpu_open(1, FAKE_EARLY);
+    CUcontext other = NULL;
+    CUdeviceptr memory = 0;
+    CHECK(cuDevicePrimaryCtxRetain(&other, 1) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(other) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_ERROR_INVALID_HANDLE);
+    CUevent event = NULL;
+    CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(event, it.a) == CUDA_ERROR_INVALID_HANDLE);
+    CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    CHECK(cuMemAlloc(&memory, 4) == CUDA_ERROR_INVALID_CONTEXT);
+    CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
+    CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(other) == CUDA_ERROR_INVALID_CONTEXT);
+    gpu_close(&it);
+}
+
+static void options_are_read_from_words(void)
+{
+    fake_options it = fake_defaults();
+    CHECK(fake_parse("seed=7,schedule=late,pump=1,devices=2,capacity=1024", &it));
+    CHECK(it.seed == 7 && it.schedule == FAKE_LATE && it.pump == 1);
+    CHECK(it.devices == 2 && it.capacity == 1024);
+    CHECK(!fake_parse("sed=7", &it));
+    CHECK(!fake_parse("schedule=never", &it));
+}
+
+/* ---- threads ------------------------------------------------------------------------
+ */
+
+static void *use_a_stream(void *memory)
+{
+    const gpu *it = memory;
+    CUevent event = NULL;
+    CUstream stream = NULL;
+    CUdeviceptr x = 0;
+    float out[GPU_N];
+    CHECK(cuCtxPushCurrent(it->context) == CUDA_SUCCESS);
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
+    CHECK(cuMemAlloc(&x, GPU_BYTES) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(x, 0, GPU_BYTES, stream) == CUDA_SUCCESS);
+    for (int i = 0; i < 50; i++) {
+        CHECK(gpu_add_one(it, x, stream) == CUDA_SUCCESS);
+        CHECK(cuEventRecord(event, stream) == CUDA_SUCCESS);
+        if (i % 10 == 0)
+            CHECK(cuEventSynchronize(event) == CUDA_SUCCESS);
+    }
+    CHECK(cuMemcpyDtoHAsync(out, x, sizeof out, stream) == CUDA_SUCCESS);
+    CHECK(out[0] == 50.0f);
+    CHECK(cuMemFree(x) == CUDA_SUCCESS);
+    CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
+    CHECK(cuStreamDestroy(stream) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    return NULL;
+}
+
+static void several_threads_and_the_pump_do_their_work(void)
+{
+    pthread_t threads[4];
+    fake_options options = fake_defaults();
+    gpu it = gpu_open(3, FAKE_RANDOM);
+    gpu_close(&it);
+    options.pump = 1;
+    gpu_start(&options);
+    CHECK(cuDevicePrimaryCtxRetain(&it.context, 0) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
+    CHECK(cuModuleLoadData(&it.module, "image") == CUDA_SUCCESS);
+    CHECK(cuModuleGetFunction(&it.add_one, it.module, "add_one") == CUDA_SUCCESS);
+    for (int i = 0; i < 4; i++)
+        (void)pthread_create(&threads[i], NULL, use_a_stream, &it);
+    for (int i = 0; i < 4; i++)
+        (void)pthread_join(threads[i], NULL);
+    CHECK(cuModuleUnload(it.module) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    CHECK(cuDevicePrimaryCtxRelease(0) == CUDA_SUCCESS);
+    CHECK(fake_errors() == 0);
+    CHECK(fake_live_objects() == 0);
+    fake_reset(NULL);
+}
+
+int main(void)
+{
+    RUN(a_wait_makes_every_seed_right);
+    RUN(a_missing_wait_gives_a_wrong_number);
+    RUN(a_seed_does_the_same_each_time);
+    RUN(a_wait_is_for_what_was_recorded_when_it_was_called);
+    RUN(the_legacy_stream_has_an_order_with_blocking_ones_alone);
+    RUN(a_query_is_answered_in_the_end);
+    RUN(the_host_may_not_touch_device_memory);
+    RUN(what_runs_on_freed_memory_is_seen);
+    RUN(a_free_waits_for_its_device);
+    RUN(what_lies_outside_is_seen);
+    RUN(there_is_as_much_memory_as_was_said);
+    RUN(pinned_memory_is_read_when_the_copy_is_made);
+    RUN(failures_come_when_they_are_ordered);
+    RUN(a_hidden_function_is_not_found);
+    RUN(an_older_version_lacks_what_is_newer);
+    RUN(objects_are_not_used_after_their_end);
+    RUN(calls_need_a_context_and_the_right_one);
+    RUN(options_are_read_from_words);
+    RUN(several_threads_and_the_pump_do_their_work);
+    return check_report();
+}

@@ -1,0 +1,473 @@
+/* test_fake_nccl.c - the fake of NCCL: what it computes, and what it holds against a
+ * program. */
+#include "fake_ranks.h"
+
+enum { N_SEEDS = 60 };
+
+/* ---- ranks as threads ----------------------------------------------------------- */
+
+typedef struct job {
+    rank *rank;
+    int has_wait;
+    int n_wrong;
+} job;
+
+static void *thread_main(void *memory)
+{
+    job *self = memory;
+    rank *it = self->rank;
+    *it = rank_make(it->rank, it->n_ranks, &it->id);
+    rank_enter(it);
+    CHECK(ncclCommInitRank(&it->comm, it->n_ranks, it->id, it->rank) == ncclSuccess);
+    for (int i = 0; i < 3; i++) {
+        CHECK(rank_average(it, self->has_wait) == ncclSuccess);
+        self->n_wrong += rank_wrong_means(it, it->side);
+    }
+    CHECK(ncclCommDestroy(it->comm) == ncclSuccess);
+    rank_leave();
+    rank_free(it);
+    return NULL;
+}
+
+static int threads_wrong(uint64_t seed, fake_schedule schedule, int has_wait)
+{
+    enum { N_RANKS = 3 };
+    int n_wrong = 0;
+    rank ranks[N_RANKS];
+    job jobs[N_RANKS];
+    pthread_t threads[N_RANKS];
+    ncclUniqueId id;
+    const fake_options options = ranks_options(seed, schedule);
+    fake_reset(&options);
+    CHECK(cuInit(0) == CUDA_SUCCESS);
+    CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        ranks[r] = (rank){.rank = r, .n_ranks = N_RANKS, .id = id};
+        jobs[r] = (job){&ranks[r], has_wait, 0};
+        (void)pthread_create(&threads[r], NULL, thread_main, &jobs[r]);
+    }
+    for (int r = 0; r < N_RANKS; r++) {
+        (void)pthread_join(threads[r], NULL);
+        n_wrong += jobs[r].n_wrong;
+    }
+    CHECK(fake_synchronize_all());
+    ranks_check_clean();
+    return n_wrong;
+}
+
+static void ranks_as_threads_have_the_mean(void)
+{
+    for (uint64_t seed = 0; seed < N_SEEDS; seed++) {
+        CHECK(threads_wrong(seed, FAKE_RANDOM, 1) == 0);
+        CHECK(threads_wrong(seed, FAKE_LATE, 1) == 0);
+        CHECK(threads_wrong(seed, FAKE_EARLY, 1) == 0);
+    }
+}
+
+static void a_collective_that_does_not_wait_is_wrong(void)
+{
+    int n_wrong = 0;
+    for (uint64_t seed = 0; seed < N_SEEDS; seed++)
+        n_wrong += threads_wrong(seed, FAKE_RANDOM, 0) != 0;
+    CHECK(n_wrong > 0);
+    CHECK(threads_wrong(1, FAKE_LATE, 0) > 0);
+}
+
+/* ---- what it computes -------------------------------------------------------------
+ */
+
+typedef struct row {
+    ncclDataType_t nccl;
+    pl_dtype dtype;
+} row;
+
+static const row rows[] = {{ncclInt8, PL_I8},      {ncclInt32, PL_I32},
+                           {ncclInt64, PL_I64},    {ncclFloat16, PL_F16},
+                           {ncclFloat32, PL_F32},  {ncclFloat64, PL_F64},
+                           {ncclBfloat16, PL_BF16}};
+enum { N_ROWS = sizeof rows / sizeof rows[0] };
+
+static int expected(const rank *it, int op, int i)
+{
+    int value = rank_value(it, 0, i);
+    for (int r = 1; r < it->n_ranks; r++) {
+        const int other = rank_value(it, r, i);
+        if (op == ncclSum || op == ncclAvg)
+            value += other;
+        else if (op == ncclProd)
+            value *= other;
+        else if (op == ncclMax ? other > value : other < value)
+            value = other;
+    }
+    return op == ncclAvg ? value / it->n_ranks : value;
+}
+
+static void check_elements(const rank *it, pl_dtype dtype, int op, int first, int n)
+{
+    char bytes[RANK_BYTES * MAX_RANKS];
+    int n_wrong = 0;
+    rank_read(it, bytes, (size_t)n * pl_dtype_bytes(dtype), it->side);
+    for (int i = 0; i < n; i++)
+        n_wrong += !value_is(bytes, dtype, (size_t)i, expected(it, op, first + i));
+    if (!CHECK(n_wrong == 0))
+        CHECK_MORE("%s, op %d, rank %d: %d of %d", pl_dtype_text(dtype), op, it->rank,
+                   n_wrong, n);
+}
+
+static void all_reduce_each(rank *ranks, int n, row type, ncclRedOp_t op)
+{
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < n; r++) {
+        rank_enter(&ranks[r]);
+        rank_fill(&ranks[r], type.dtype, 12, ranks[r].side);
+        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]), 12,
+                            type.nccl, op, ranks[r].comm,
+                            ranks[r].side) == ncclSuccess);
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+    for (int r = 0; r < n; r++) {
+        rank_enter(&ranks[r]);
+        check_elements(&ranks[r], type.dtype, (int)op, 0, 12);
+        rank_leave();
+    }
+}
+
+static void every_type_is_reduced_by_every_operation(void)
+{
+    rank ranks[2];
+    const fake_options options = ranks_options(1, FAKE_RANDOM);
+    ranks_make(ranks, 2, &options);
+    for (int t = 0; t < N_ROWS; t++)
+        for (int op = ncclSum; op <= ncclAvg; op++)
+            all_reduce_each(ranks, 2, rows[t], (ncclRedOp_t)op);
+    ranks_end(ranks, 2);
+}
+
+/* Each rank's part of a reduce-scatter, gathered again, is the all-reduce. */
+static void scattered_and_gathered_is_all_reduced(void)
+{
+    enum { N_RANKS = 3, PART = 4, ALL = N_RANKS * PART };
+    rank ranks[N_RANKS];
+    const fake_options options = ranks_options(2, FAKE_LATE);
+    ranks_make(ranks, N_RANKS, &options);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        const rank *it = &ranks[r];
+        rank_enter(it);
+        float *all = rank_memory(it);
+        float *part = all + (size_t)r * PART;
+        rank_fill(it, PL_F32, ALL, it->side);
+        CHECK(ncclReduceScatter(all, part, PART, ncclFloat32, ncclSum, it->comm,
+                                it->side) == ncclSuccess);
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        float *all = rank_memory(&ranks[r]);
+        CHECK(ncclAllGather(all + (size_t)r * PART, all, PART, ncclFloat32,
+                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        rank_enter(&ranks[r]);
+        check_elements(&ranks[r], PL_F32, ncclSum, 0, ALL);
+        rank_leave();
+    }
+    ranks_end(ranks, N_RANKS);
+}
+
+/* What a group does has no order within it: so two groups. */
+static void a_root_receives_and_sends(void)
+{
+    enum { N_RANKS = 3 };
+    rank ranks[N_RANKS];
+    int out[RANK_N];
+    const fake_options options = ranks_options(3, FAKE_RANDOM);
+    ranks_make(ranks, N_RANKS, &options);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        const rank *it = &ranks[r];
+        rank_enter(it);
+        rank_fill(it, PL_I32, RANK_N, it->side);
+        CHECK(ncclReduce(rank_memory(it), rank_memory(it), RANK_N, ncclInt32, ncclSum,
+                         1, it->comm, it->side) == ncclSuccess);
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]), RANK_N / 2,
+                            ncclInt32, 1, ranks[r].comm, ranks[r].side) == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        rank_enter(&ranks[r]);
+        check_elements(&ranks[r], PL_I32, ncclSum, 0, r == 1 ? RANK_N : RANK_N / 2);
+        rank_read(&ranks[r], out, sizeof out, ranks[r].side);
+        if (r != 1)
+            CHECK(out[RANK_N - 1] == rank_value(&ranks[r], r, RANK_N - 1));
+        rank_leave();
+    }
+    ranks_end(ranks, N_RANKS);
+}
+
+/* Everyone sends its number to everyone, itself too. */
+static void pairs_send_and_receive_in_a_group(void)
+{
+    enum { N_RANKS = 3 };
+    rank ranks[N_RANKS];
+    int out[RANK_N];
+    const fake_options options = ranks_options(4, FAKE_RANDOM);
+    ranks_make(ranks, N_RANKS, &options);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        const rank *it = &ranks[r];
+        int *all = rank_memory(it);
+        rank_enter(it);
+        CHECK(cuMemsetD8Async(it->memory, (unsigned char)r, 4, it->side) ==
+              CUDA_SUCCESS);
+        for (int p = 0; p < N_RANKS; p++) {
+            CHECK(ncclSend(all, 1, ncclInt32, p, it->comm, it->side) == ncclSuccess);
+            CHECK(ncclRecv(all + 1 + p, 1, ncclInt32, p, it->comm, it->side) ==
+                  ncclSuccess);
+        }
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+    for (int r = 0; r < N_RANKS; r++) {
+        rank_enter(&ranks[r]);
+        rank_read(&ranks[r], out, sizeof out, ranks[r].side);
+        for (int p = 0; p < N_RANKS; p++)
+            CHECK(out[1 + p] == p * 0x01010101);
+        rank_leave();
+    }
+    ranks_end(ranks, N_RANKS);
+}
+
+static void a_reduction_may_scale_first(void)
+{
+    rank ranks[2];
+    float out[RANK_N];
+    const float scale = 0.5f;
+    const fake_options options = ranks_options(5, FAKE_EARLY);
+    ranks_make(ranks, 2, &options);
+    for (int r = 0; r < 2; r++) {
+        ncclRedOp_t op = ncclSum;
+        rank_enter(&ranks[r]);
+        rank_fill(&ranks[r], PL_F32, RANK_N, ranks[r].side);
+        CHECK(ncclRedOpCreatePreMulSum(&op, (void *)(uintptr_t)&scale, ncclFloat32,
+                                       ncclScalarHostImmediate,
+                                       ranks[r].comm) == ncclSuccess);
+        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]), RANK_N,
+                            ncclFloat32, op, ranks[r].comm,
+                            ranks[r].side) == ncclSuccess);
+        CHECK(ncclRedOpDestroy(op, ranks[r].comm) == ncclSuccess);
+        rank_leave();
+    }
+    rank_enter(&ranks[1]);
+    rank_read(&ranks[1], out, sizeof out, ranks[1].side);
+    CHECK(out[0] == (float)expected(&ranks[1], ncclSum, 0) / 2);
+    rank_leave();
+    ranks_end(ranks, 2);
+}
+
+/* ---- what it holds against a program ----------------------------------------------
+ */
+
+static void ranks_that_differ_are_seen(void)
+{
+    rank ranks[2];
+    float out[RANK_N];
+    const fake_options options = ranks_options(1, FAKE_EARLY);
+    ranks_make(ranks, 2, &options);
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
+                            (size_t)(10 + r), ncclFloat32, ncclSum, ranks[r].comm,
+                            ranks[r].side) == ncclSuccess);
+    ranks_expect_error("collective 0 differs");
+    rank_enter(&ranks[0]);
+    rank_read(&ranks[0], out, sizeof out, ranks[0].side);
+    CHECK(out[0] < -300.0f); /* garbage */
+    rank_leave();
+    ranks_end(ranks, 2);
+}
+
+/* Ends both with garbage, for what waits cannot be ended otherwise. */
+static void abort_all(rank *ranks, int n)
+{
+    for (int r = 0; r < n; r++)
+        CHECK(ncclCommAbort(ranks[r].comm) == ncclSuccess);
+    for (int r = 0; r < n; r++)
+        rank_free(&ranks[r]);
+    ranks_check_clean();
+}
+
+static void a_peer_that_never_comes_is_a_deadlock(void)
+{
+    rank ranks[2];
+    const fake_options options = ranks_options(1, FAKE_LATE);
+    ranks_make(ranks, 2, &options);
+    rank_enter(&ranks[0]);
+    CHECK(rank_average(&ranks[0], 1) == ncclSuccess);
+    CHECK(cuStreamSynchronize(ranks[0].side) == CUDA_ERROR_LAUNCH_TIMEOUT);
+    ranks_expect_error("which never comes");
+    rank_leave();
+    abort_all(ranks, 2);
+}
+
+/* A second communicator over the same two ranks. */
+static void make_second(const rank *ranks, ncclComm_t second[2])
+{
+    ncclUniqueId id;
+    CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < 2; r++) {
+        rank_enter(&ranks[r]);
+        CHECK(ncclCommInitRank(&second[r], 2, id, r) == ncclSuccess);
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+}
+
+static void reduce_one(const rank *it, ncclComm_t comm, CUstream stream)
+{
+    CHECK(ncclAllReduce(rank_memory(it), rank_memory(it), 1, ncclFloat32, ncclSum, comm,
+                        stream) == ncclSuccess);
+}
+
+/* Two communicators in a different order: on one stream of each rank, or with a stream
+ * each on the first. */
+static CUresult cross(int is_on_two_streams, int n_slots)
+{
+    rank ranks[2];
+    ncclComm_t second[2];
+    fake_options options = ranks_options(1, FAKE_EARLY);
+    options.patience_ms = 60000; /* it is found without */
+    options.slots = n_slots;
+    ranks_make(ranks, 2, &options);
+    make_second(ranks, second);
+    reduce_one(&ranks[0], ranks[0].comm, ranks[0].side);
+    reduce_one(&ranks[0], second[0],
+               is_on_two_streams ? ranks[0].compute : ranks[0].side);
+    reduce_one(&ranks[1], second[1], ranks[1].side);
+    reduce_one(&ranks[1], ranks[1].comm, ranks[1].side);
+    const CUresult result = cuStreamSynchronize(ranks[0].side);
+    if (result != CUDA_SUCCESS)
+        ranks_expect_error("a deadlock");
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclCommAbort(second[r]) == ncclSuccess);
+    abort_all(ranks, 2);
+    return result;
+}
+
+static void crossed_communicators_are_a_deadlock(void)
+{
+    CHECK(cross(0, 4) == CUDA_ERROR_LAUNCH_TIMEOUT);
+}
+
+static void slots_that_are_taken_are_a_deadlock(void)
+{
+    CHECK(cross(1, 2) == CUDA_SUCCESS);
+    CHECK(cross(1, 1) == CUDA_ERROR_LAUNCH_TIMEOUT);
+}
+
+static void a_resident_collective_has_its_slot(void)
+{
+    rank ranks[2];
+    fake_options options = ranks_options(1, FAKE_EARLY);
+    options.slots = 1;
+    ranks_make(ranks, 2, &options);
+    for (int r = 0; r < 2; r++) {
+        rank_enter(&ranks[r]);
+        CHECK(rank_average(&ranks[r], 1) == ncclSuccess);
+        CHECK((fake_pending() > 0) == (r == 0));
+        rank_leave();
+    }
+    ranks_end(ranks, 2);
+}
+
+static void memory_of_a_collective_is_looked_at(void)
+{
+    rank ranks[2];
+    const fake_options options = ranks_options(1, FAKE_EARLY);
+    ranks_make(ranks, 2, &options);
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
+                            (size_t)RANK_BYTES * MAX_RANKS + (size_t)r, ncclInt8, 0,
+                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    ranks_expect_error("differs");
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
+                            (size_t)RANK_BYTES * MAX_RANKS + 1, ncclInt8, 0,
+                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    ranks_expect_error("are not within the allocation");
+    ranks_end(ranks, 2);
+}
+
+static void registered_memory_is_registered_everywhere(void)
+{
+    rank ranks[2];
+    void *handle = NULL;
+    void *memory[2];
+    const fake_options options = ranks_options(1, FAKE_EARLY);
+    ranks_make(ranks, 2, &options);
+    for (int r = 0; r < 2; r++) {
+        rank_enter(&ranks[r]);
+        CHECK(ncclMemAlloc(&memory[r], 64) == ncclSuccess);
+        if (r == 0)
+            CHECK(ncclCommRegister(ranks[r].comm, memory[r], 64, &handle) ==
+                  ncclSuccess);
+        rank_leave();
+    }
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclAllReduce(memory[r], memory[r], 1, ncclFloat32, ncclSum,
+                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    ranks_expect_error("registered on some ranks alone");
+    CHECK(ncclMemFree(memory[0]) == ncclSuccess);
+    ranks_expect_error("the memory is still registered");
+    CHECK(ncclMemFree(memory[1]) == ncclSuccess);
+    CHECK(ncclCommDeregister(ranks[0].comm, handle) == ncclSuccess);
+    ranks_end(ranks, 2);
+}
+
+static void two_ranks_do_not_share_a_device(void)
+{
+    ncclUniqueId id;
+    ncclComm_t comms[2] = {NULL, NULL};
+    CUcontext context = NULL;
+    const fake_options options = ranks_options(1, FAKE_EARLY);
+    fake_reset(&options);
+    CHECK(cuInit(0) == CUDA_SUCCESS);
+    CHECK(cuDevicePrimaryCtxRetain(&context, 1) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(context) == CUDA_SUCCESS);
+    CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclCommInitRank(&comms[r], 2, id, r) == ncclSuccess);
+    CHECK(ncclGroupEnd() == ncclInvalidUsage);
+    CHECK(strstr(ncclGetLastError(NULL), "Duplicate GPU detected") != NULL);
+    for (int r = 0; r < 2; r++)
+        CHECK(ncclCommAbort(comms[r]) == ncclSuccess);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
+    ranks_check_clean();
+}
+
+int main(void)
+{
+    RUN(ranks_as_threads_have_the_mean);
+    RUN(a_collective_that_does_not_wait_is_wrong);
+    RUN(every_type_is_reduced_by_every_operation);
+    RUN(scattered_and_gathered_is_all_reduced);
+    RUN(a_root_receives_and_sends);
+    RUN(pairs_send_and_receive_in_a_group);
+    RUN(a_reduction_may_scale_first);
+    RUN(ranks_that_differ_are_seen);
+    RUN(a_peer_that_never_comes_is_a_deadlock);
+    RUN(crossed_communicators_are_a_deadlock);
+    RUN(slots_that_are_taken_are_a_deadlock);
+    RUN(a_resident_collective_has_its_slot);
+    RUN(memory_of_a_collective_is_looked_at);
+    RUN(registered_memory_is_registered_everywhere);
+    RUN(two_ranks_do_not_share_a_device);
+    return check_report();
+}
