@@ -1,15 +1,24 @@
 """Builds the one extension, `paceline._native`, from the layers under csrc/.
 
 What a package tool must know stands in pyproject.toml; here is only what needs code.
-Two environment variables are for developers:
+The kernels for GPUs are compiled by nvcc, where there is one: by CUDA_HOME, by
+CUDA_PATH, on the PATH, or in /usr/local/cuda.  Where there is none, the extension has
+their source alone, and the NVRTC that torch brings compiles it for the first GPU used.
 
+Three environment variables are for developers:
+
+PACELINE_NVCC=0     build as on a machine without nvcc; =1: fail where nvcc fails
 PACELINE_WERROR=1   warnings of the C compiler are errors
 PACELINE_CFLAGS     further flags, given last to the compiler and to the linker:
                     "-O0 -g", "-O1 -g -fsanitize=address"
 """
 
+import hashlib
 import os
 import shlex
+import shutil
+import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +31,7 @@ LAYERS = ("core", "backend", "comm", "python")
 CSRC = Path("csrc")  # setuptools runs this file from its own folder
 
 cflags = CSRC.joinpath("compile_flags.txt").read_text().split()
-cflags += ["-O3", "-isystem", sysconfig.get_path("include")]
+cflags += ["-O3", "-g0", "-isystem", sysconfig.get_path("include")]
 cflags += ["-isystem", numpy.get_include()]
 if os.environ.get("PACELINE_WERROR") == "1":
     cflags.append("-Werror")
@@ -33,22 +42,99 @@ extra = shlex.split(os.environ.get("PACELINE_CFLAGS", ""))
 PYTHON_FLAGS = ["-Wno-pedantic"]
 
 
+# A cubin serves later devices of its major version too; PTX serves all others.
+ARCHS = (75, 80, 90, 100, 120)
+PTX_ARCH = 75
+
+
+def find_nvcc():
+    """Return the path of nvcc, or None."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [str(Path(home, "bin")) for home in homes if home]
+    for where in (*folders, None, "/usr/local/cuda/bin"):
+        if found := shutil.which("nvcc", path=where):
+            return found
+    return None
+
+
+def nvcc_command(nvcc):
+    """Return the command without its output, for the devices that this nvcc knows."""
+
+    def ask(option):
+        return subprocess.run([nvcc, option], capture_output=True, text=True).stdout
+
+    known = [a for a in ARCHS if f"compute_{a}" in ask("--list-gpu-arch").split()]
+    if not known:
+        raise OSError(f"{nvcc} knows none of the devices {ARCHS}")
+    ptx = PTX_ARCH if PTX_ARCH in known else known[0]
+    command = [nvcc, "-fatbin", "-fmad=false", "--threads", "2"]
+    if "--compress-mode" in ask("--help"):
+        command += ["--compress-mode=size"]
+    for arch in known:
+        command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    command += ["-gencode", f"arch=compute_{ptx},code=compute_{ptx}"]
+    return [*command, str(CSRC / "backend" / "kernels.cu")]
+
+
+def build_fatbin(folder):
+    """Have nvcc compile the kernels; return the path, or None where that cannot be."""
+    wish = os.environ.get("PACELINE_NVCC")
+    nvcc = None if wish == "0" else find_nvcc()
+    words = "PACELINE_NVCC=0" if wish == "0" else "there is no nvcc"
+    fatbin = Path(folder, "kernels.fatbin").absolute()
+    if nvcc is not None:
+        try:
+            return compile_fatbin(nvcc_command(nvcc), fatbin)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = (getattr(error, "stderr", None) or str(error)).strip()
+            words = f"{nvcc} failed: {said.splitlines()[-1]}"
+    if wish == "1":
+        sys.exit(f"paceline: {words}, but PACELINE_NVCC=1 asks for it")
+    print(f"paceline: no kernels built in ({words}); NVRTC will compile them on GPUs")
+    return None
+
+
+def compile_fatbin(command, fatbin):
+    """Run nvcc, unless it has done just this before."""
+    texts = [p.read_bytes() for p in sorted(CSRC.glob("backend/kernels*"))]
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=True)
+    all_of_it = b"\0".join([repr(command).encode(), version.stdout, *texts])
+    stamp, digest = fatbin.with_suffix(".stamp"), hashlib.sha256(all_of_it).hexdigest()
+    if not (fatbin.exists() and stamp.exists() and stamp.read_text() == digest):
+        fatbin.parent.mkdir(parents=True, exist_ok=True)
+        command = [*command, "-o", str(fatbin)]
+        subprocess.run(command, capture_output=True, text=True, check=True)
+        stamp.write_text(digest)
+    return fatbin
+
+
 class BuildInParallel(build_ext):
     """Compiles the sources of an extension side by side."""
 
     def build_extensions(self):
         compile_some = self.compiler.compile
+        fatbin = None
+
+        def own_flags(source):
+            if source.parent.name == "python":
+                return PYTHON_FLAGS
+            if source.name == "kernels_image.c" and (path := fatbin.result()):
+                return [f'-DPLI_FATBIN_PATH="{path}"']
+            return []
 
         def compile_one(source, extra_postargs, **options):
-            own = PYTHON_FLAGS if Path(source).parent.name == "python" else []
             return compile_some(
-                [source], extra_postargs=extra_postargs + own, **options
+                [source],
+                extra_postargs=extra_postargs + own_flags(Path(source)),
+                **options,
             )
 
         def compile_all(sources, **options):
+            nonlocal fatbin
             with ThreadPoolExecutor(os.cpu_count()) as pool:
+                fatbin = pool.submit(build_fatbin, self.build_temp)
                 jobs = [pool.submit(compile_one, s, **options) for s in sources]
-            return [path for job in jobs for path in job.result()]
+                return [path for job in jobs for path in job.result()]
 
         self.compiler.compile = compile_all
         super().build_extensions()
@@ -59,7 +145,7 @@ native = Extension(
     sources=sorted(str(p) for layer in LAYERS for p in CSRC.glob(f"{layer}/*.c")),
     depends=sorted(str(p) for p in CSRC.rglob("*") if p.is_file()),
     extra_compile_args=cflags + extra,
-    extra_link_args=["-pthread", "-lm", *extra],
+    extra_link_args=["-pthread", "-lm", "-ldl", *extra],
 )
 
 setup(

@@ -10,7 +10,9 @@
 
 #include "../core/status.h"
 
-typedef struct pl_stream pl_stream; /* a CUstream behind an opaque name; NULL: CPU */
+/* A CUstream behind an opaque name.  NULL: the CPU, or a GPU's legacy default stream.
+ */
+typedef struct pl_stream pl_stream;
 typedef struct pl_event pl_event;
 typedef struct pl_backend pl_backend;
 
@@ -22,9 +24,43 @@ typedef struct pl_move {
     size_t n_elems;
 } pl_move;
 
+/* The same, of another type on either side: to = from * scale, in float32 (in float64
+ * where either is that), rounded once, to nearest even.  Floating point alone. */
+typedef struct pl_cast {
+    void *to;
+    const void *from;
+    pl_dtype to_dtype;
+    pl_dtype from_dtype;
+    size_t n_elems;
+} pl_cast;
+
+/* Several ranks' ranges, one after another in memory, to be reduced to one: in rank
+ * order, 16-bit floats in float32, rounded once (as cpu_sum.h). */
+typedef struct pl_slots {
+    void *to; /* may be one of the ranges */
+    const void *from;
+    size_t stride_bytes; /* from a rank's range to the next rank's */
+    int n_ranks;
+    pl_dtype dtype;         /* floating point or complex */
+    pl_reduction reduction; /* PL_SUM or PL_MEAN */
+    size_t n_elems;
+} pl_slots;
+
+/* When a move is best made: as it comes, while it is in cache, or with all of its
+ * bucket, in one launch. */
+typedef enum pl_batching { PL_MOVE_AT_ONCE, PL_MOVE_BY_BUCKET } pl_batching;
+
 typedef struct pl_backend_ops {
     const char *name;
-    /* to = from, and to = to + from, in the order of `moves` on `stream` */
+    pl_batching batching;
+    /* Memory of this kind, aligned to a cache line; contents undefined.  Both may wait
+     * for the device: not for a training step's steady state. */
+    pl_status (*alloc)(pl_backend *backend, size_t n_bytes, void **out);
+    void (*free)(pl_backend *backend, void *memory);
+    /* to = from, and to = to + from, on `stream`.  Moves to the very same place are
+     * made in the order of `moves`; apart from that they may run side by side, so none
+     * may touch what another one of the call writes.  The same goes for scale and cast.
+     */
     pl_status (*copy)(pl_backend *backend, const pl_move *moves, size_t n_moves,
                       pl_stream *stream);
     pl_status (*add)(pl_backend *backend, const pl_move *moves, size_t n_moves,
@@ -33,16 +69,31 @@ typedef struct pl_backend_ops {
      */
     pl_status (*scale)(pl_backend *backend, const pl_move *moves, size_t n_moves,
                        int numerator, int denominator, pl_stream *stream);
+    pl_status (*cast)(pl_backend *backend, const pl_cast *casts, size_t n_casts,
+                      double scale, pl_stream *stream);
+    pl_status (*sum)(pl_backend *backend, const pl_slots *slots, pl_stream *stream);
+    /* Ors 1 into *flag, which is this backend's memory, where any element (of
+     * moves[].from) is infinite or no number. */
+    pl_status (*find_nonfinite)(pl_backend *backend, const pl_move *moves,
+                                size_t n_moves, uint32_t *flag, pl_stream *stream);
     pl_status (*event_create)(pl_backend *backend, pl_event **out);
     pl_status (*event_record)(pl_backend *backend, pl_event *event, pl_stream *stream);
     pl_status (*event_wait)(pl_backend *backend, pl_event *event, pl_stream *stream);
+    /* Whether what came before the last record is done; never waits. */
+    pl_status (*event_is_done)(pl_backend *backend, pl_event *event, int *out);
     void (*event_destroy)(pl_backend *backend, pl_event *event);
+    /* Waits on the host until all that `stream` holds is done. */
+    pl_status (*synchronize)(pl_backend *backend, pl_stream *stream);
     void (*destroy)(pl_backend *backend);
 } pl_backend_ops;
 
 struct pl_backend {
     const pl_backend_ops *ops;
 };
+
+/* PL_EINVAL for what neither kind casts, or sums up. */
+pl_status pli_backend_check_casts(const pl_cast *casts, size_t n_casts) PL_MUST_USE;
+pl_status pli_backend_check_slots(const pl_slots *slots) PL_MUST_USE;
 
 /* Host memory, moved by the calling thread.  *out: the caller destroys it. */
 pl_status pli_cpu_backend_create(pl_backend **out) PL_MUST_USE;

@@ -9,6 +9,7 @@
 #include "../core/alloc.h"
 #include "../core/config.h"
 #include "backend.h"
+#include "cpu_cast.h"
 #include "cpu_scale.h"
 #include "cpu_sum.h"
 
@@ -37,6 +38,18 @@ pl_status pli_cpu_sums(const pli_sum_table **out)
     *out = sums;
 done:
     return st;
+}
+
+static pl_status cpu_alloc(pl_backend *backend, size_t n_bytes, void **out)
+{
+    (void)backend;
+    return pli_calloc(n_bytes, 1, "memory", out);
+}
+
+static void cpu_free(pl_backend *backend, void *memory)
+{
+    (void)backend;
+    pli_free(memory);
 }
 
 static pl_status cpu_copy(pl_backend *backend, const pl_move *moves, size_t n_moves,
@@ -80,6 +93,50 @@ static pl_status cpu_scale(pl_backend *backend, const pl_move *moves, size_t n_m
     return PL_OK;
 }
 
+static pl_status cpu_cast(pl_backend *backend, const pl_cast *casts, size_t n_casts,
+                          double scale, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    (void)backend;
+    (void)stream;
+    PL_TRY(pli_backend_check_casts(casts, n_casts));
+    for (size_t i = 0; i < n_casts; i++)
+        pli_cpu_cast(&casts[i], scale);
+done:
+    return st;
+}
+
+static pl_status cpu_sum(pl_backend *backend, const pl_slots *slots, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const cpu_backend *self = (const cpu_backend *)backend;
+    const void *in[PL_MAX_RANKS];
+    void *const out[1] = {slots->to};
+    (void)stream;
+    PL_TRY(pli_backend_check_slots(slots));
+    for (int r = 0; r < slots->n_ranks; r++)
+        in[r] = (const char *)slots->from + (size_t)r * slots->stride_bytes;
+    self->sums->fn[slots->dtype][slots->reduction](
+        &(pli_sum_args){.in = in,
+                        .n_in = slots->n_ranks,
+                        .out = out,
+                        .n_out = 1,
+                        .n_elems = slots->n_elems});
+done:
+    return st;
+}
+
+static pl_status cpu_find_nonfinite(pl_backend *backend, const pl_move *moves,
+                                    size_t n_moves, uint32_t *flag, pl_stream *stream)
+{
+    (void)backend;
+    (void)stream;
+    for (size_t i = 0; i < n_moves; i++)
+        if (pli_cpu_has_nonfinite(&moves[i]))
+            *flag |= 1;
+    return PL_OK;
+}
+
 /* There is no event on the CPU: what a call did has happened when it returns. */
 static pl_status cpu_event_create(pl_backend *backend, pl_event **out)
 {
@@ -97,10 +154,25 @@ static pl_status cpu_event_nothing(pl_backend *backend, pl_event *event,
     return PL_OK;
 }
 
+static pl_status cpu_event_is_done(pl_backend *backend, pl_event *event, int *out)
+{
+    (void)backend;
+    (void)event;
+    *out = 1;
+    return PL_OK;
+}
+
 static void cpu_event_destroy(pl_backend *backend, pl_event *event)
 {
     (void)backend;
     (void)event;
+}
+
+static pl_status cpu_synchronize(pl_backend *backend, pl_stream *stream)
+{
+    (void)backend;
+    (void)stream;
+    return PL_OK;
 }
 
 static void cpu_destroy(pl_backend *backend)
@@ -110,13 +182,21 @@ static void cpu_destroy(pl_backend *backend)
 
 static const pl_backend_ops cpu_ops = {
     .name = "cpu",
+    .batching = PL_MOVE_AT_ONCE,
+    .alloc = cpu_alloc,
+    .free = cpu_free,
     .copy = cpu_copy,
     .add = cpu_add,
     .scale = cpu_scale,
+    .cast = cpu_cast,
+    .sum = cpu_sum,
+    .find_nonfinite = cpu_find_nonfinite,
     .event_create = cpu_event_create,
     .event_record = cpu_event_nothing,
     .event_wait = cpu_event_nothing,
+    .event_is_done = cpu_event_is_done,
     .event_destroy = cpu_event_destroy,
+    .synchronize = cpu_synchronize,
     .destroy = cpu_destroy,
 };
 

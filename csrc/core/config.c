@@ -14,6 +14,22 @@ const char *pli_config_isa(void)
     return word_of("PACELINE_ISA");
 }
 
+const char *pli_config_libcuda(void)
+{
+    return word_of("PACELINE_LIBCUDA");
+}
+
+const char *pli_config_libnccl(void)
+{
+    return word_of("PACELINE_LIBNCCL");
+}
+
+int pli_config_nccl_blocks(void)
+{
+    const char *word = word_of("PACELINE_NCCL_BLOCKING");
+    return word != NULL && word[0] != '0';
+}
+
 pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)
 {
     pl_status st = PL_OK;

@@ -1,7 +1,11 @@
 /* config.h - the only place that reads the environment.
  *
  *   PACELINE_ISA      plain | neon | avx2 | avx512: arithmetic of reductions
- *   PACELINE_TIMEOUT  seconds that a rank waits for another before it gives up
+ *   PACELINE_LIBCUDA  path of CUDA's driver, in place of libcuda.so.1
+ *   PACELINE_LIBNCCL  path of NCCL, in place of the one that torch has
+ *   PACELINE_NCCL_BLOCKING  1: calls into NCCL return when they are done; it then
+ * starts no thread a call, but cannot be ended from outside PACELINE_TIMEOUT  seconds
+ * that a rank waits for another before it gives up
  */
 #ifndef PLI_CONFIG_H
 #define PLI_CONFIG_H
@@ -10,6 +14,13 @@
 
 /* The word in PACELINE_ISA, or NULL where none is set. */
 const char *pli_config_isa(void);
+
+/* The path in PACELINE_LIBCUDA, in PACELINE_LIBNCCL; NULL where none is set. */
+const char *pli_config_libcuda(void);
+const char *pli_config_libnccl(void);
+
+/* Non-zero where PACELINE_NCCL_BLOCKING is set, and not to 0. */
+int pli_config_nccl_blocks(void);
 
 /* *out is PACELINE_TIMEOUT in nanoseconds, or `otherwise_ns` where it is not set;
  * PL_EINVAL where it is no positive number of seconds. */

@@ -1,0 +1,418 @@
+/* kernels.c - finds the kernels' functions, and cuts work into launches.
+ *
+ * A launch takes as many spans as its parameters hold: 1,022 where driver and device
+ * know large parameters, else 127, and then it costs the host less, too.  Within a
+ * launch all spans run side by side; work on a place that the launch writes already
+ * goes into the next one, behind it on the stream.
+ */
+#include "kernels.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "../core/alloc.h"
+#include "kernels_image.h"
+#include "kernels_nvrtc.h"
+#include "kernels_table.h"
+
+/* kind, its part in the functions' names, what is done, words of a block's share */
+#define KIND_MAP(X)                                                                    \
+    X(COPY, "copy", "copying tensors", PLI_BLOCK_BYTES)                                \
+    X(ADD, "add", "adding tensors", PLI_BLOCK_WORDS)                                   \
+    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)                              \
+    X(CAST, "cast", "casting tensors", PLI_BLOCK_WORDS)                                \
+    X(FIND, "find", "looking for what is not finite", PLI_BLOCK_WORDS)
+
+/* The limits of a kernel's parameters. */
+_Static_assert(sizeof(pli_small_spans) <= 4096, "more than any driver takes");
+_Static_assert(sizeof(pli_large_spans) <= 32764, "more than CUDA 12.1 takes");
+
+typedef enum kind {
+#define KIND_ENUM(name, word, doing, share) name,
+    KIND_MAP(KIND_ENUM)
+#undef KIND_ENUM
+        N_KINDS
+} kind;
+
+typedef struct kind_info {
+    const char *word;
+    const char *doing;
+    unsigned share;
+} kind_info;
+
+static const kind_info infos[N_KINDS] = {
+#define KIND_INFO(name, word, doing, share) {word, doing, share},
+    KIND_MAP(KIND_INFO)
+#undef KIND_INFO
+};
+
+struct pli_kernels {
+    const pli_driver *driver;
+    pli_cu_module module;
+    const char *origin;
+    size_t most_spans; /* of a launch */
+    pli_cu_function small[N_KINDS];
+    pli_cu_function large[N_KINDS];
+    pli_cu_function sum;
+};
+
+/* ---- loading ----------------------------------------------------------------------
+ */
+
+/* Whether an image did not fit the driver or the device: another one may. */
+static int is_misfit(pli_cu_result result)
+{
+    switch (result) {
+    case 200: /* INVALID_IMAGE */
+    case 209: /* NO_BINARY_FOR_GPU */
+    case 218: /* INVALID_PTX */
+    case 221: /* JIT_COMPILER_NOT_FOUND */
+    case 222: /* UNSUPPORTED_PTX_VERSION */
+    case 223: /* JIT_COMPILATION_DISABLED */
+    case 300: /* INVALID_SOURCE */
+    case 801: /* NOT_SUPPORTED */
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+static pl_status say_what_to_do(const pli_driver *driver, const char *fatbin,
+                                const char *nvrtc)
+{
+    char words[512]; /* `nvrtc` may be where this failure's words will be */
+    (void)snprintf(words, sizeof words, "%s", nvrtc);
+    return pli_fail(PL_EUNSUPPORTED,
+                    "no kernels for this GPU: the driver serves CUDA %d.%d; %s; %s; "
+                    "install a driver for CUDA 13 or later, or NVRTC of the "
+                    "driver's CUDA (pip install nvidia-cuda-nvrtc-cu12), or build "
+                    "Paceline where nvcc of the driver's CUDA is",
+                    driver->version / 1000, driver->version % 1000 / 10, fatbin, words);
+}
+
+static pl_status compile_module(pli_kernels *self, int compute, const char *nvrtc,
+                                const char *fatbin)
+{
+    pl_status st = PL_OK;
+    void *image = NULL;
+    const pli_driver *driver = self->driver;
+    st =
+        pli_nvrtc_compile(nvrtc, compute, driver->version >= PLI_LARGE_VERSION, &image);
+    if (st == PL_EUNSUPPORTED)
+        st = say_what_to_do(driver, fatbin, pl_error_message());
+    PL_TRY(st);
+    const pli_cu_result result = driver->cuModuleLoadData(&self->module, image);
+    st = pli_driver_check(driver, result, "loading what NVRTC made of the kernels");
+    if (is_misfit(result))
+        st = say_what_to_do(driver, fatbin, pl_error_message());
+    PL_TRY(st);
+    self->origin = "nvrtc";
+done:
+    pli_free(image);
+    return st;
+}
+
+static pl_status load_module(pli_kernels *self, int compute, const char *nvrtc)
+{
+    pl_status st = PL_OK;
+    const pli_driver *driver = self->driver;
+    const void *fatbin = pli_kernels_fatbin();
+    char why[256] = "this build has no kernels inside (nvcc was not there)";
+    if (fatbin != NULL) {
+        const pli_cu_result result = driver->cuModuleLoadData(&self->module, fatbin);
+        st = pli_driver_check(driver, result, "loading the built-in kernels");
+        if (st == PL_OK)
+            self->origin = "fatbin";
+        if (!is_misfit(result))
+            goto done;
+        (void)snprintf(why, sizeof why, "%s", pl_error_message());
+    }
+    self->module = NULL;
+    PL_TRY(compile_module(self, compute, nvrtc, why));
+done:
+    return st;
+}
+
+static pl_status find_functions(pli_kernels *self)
+{
+    pl_status st = PL_OK;
+    const pli_driver *driver = self->driver;
+    char name[32];
+    int has_large = driver->version >= PLI_LARGE_VERSION;
+    PL_CUDA(driver, cuModuleGetFunction(&self->sum, self->module, "pl_sum"),
+            "finding kernel pl_sum");
+    for (int k = 0; k < N_KINDS; k++) {
+        (void)snprintf(name, sizeof name, "pl_%s_small", infos[k].word);
+        PL_CUDA(driver, cuModuleGetFunction(&self->small[k], self->module, name), name);
+        (void)snprintf(name, sizeof name, "pl_%s_large", infos[k].word);
+        has_large = has_large && driver->cuModuleGetFunction(&self->large[k],
+                                                             self->module, name) == 0;
+    }
+    self->most_spans = has_large ? PLI_LARGE_SPANS : PLI_SMALL_SPANS;
+done:
+    return st;
+}
+
+pl_status pli_kernels_load(const pli_driver *driver, int compute, const char *nvrtc,
+                           pli_kernels **out)
+{
+    pl_status st = PL_OK;
+    pli_kernels *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self, "kernels", &self));
+    self->driver = driver;
+    PL_TRY(load_module(self, compute, nvrtc));
+    PL_TRY(find_functions(self));
+    *out = self;
+    self = NULL;
+done:
+    pli_kernels_unload(self);
+    return st;
+}
+
+void pli_kernels_unload(pli_kernels *kernels)
+{
+    if (kernels != NULL && kernels->module != NULL)
+        (void)kernels->driver->cuModuleUnload(kernels->module);
+    pli_free(kernels);
+}
+
+const char *pli_kernels_origin(const pli_kernels *kernels)
+{
+    return kernels->origin;
+}
+
+/* ---- one launch -------------------------------------------------------------------
+ */
+
+enum { N_PLACES = 2048, MAX_BLOCKS = INT32_MAX };
+
+/* What the next launch will do. */
+typedef struct launch {
+    pli_kernels *kernels;
+    kind kind;
+    pli_cu_stream stream;
+    unsigned n_blocks;
+    pli_large_spans table;     /* its beginning is a pli_small_spans */
+    uint16_t places[N_PLACES]; /* by hash of `to`: 1 + its span; 0: none */
+} launch;
+
+static pl_status launch_blocks(pli_kernels *self, pli_cu_function function,
+                               unsigned n_blocks, void *argument, pli_cu_stream stream,
+                               const char *doing)
+{
+    void *arguments[1] = {argument};
+    return pli_driver_check(self->driver,
+                            self->driver->cuLaunchKernel(function, n_blocks, 1, 1,
+                                                         PLI_THREADS, 1, 1, 0, stream,
+                                                         arguments, NULL),
+                            doing);
+}
+
+static void launch_init(launch *it, pli_kernels *kernels, kind k, pl_stream *stream)
+{
+    it->kernels = kernels;
+    it->kind = k;
+    it->stream = (pli_cu_stream)(void *)stream;
+    it->n_blocks = 0;
+    it->table.head = (pli_spans_head){.n_spans = 0};
+}
+
+static pl_status launch_flush(launch *it)
+{
+    pl_status st = PL_OK;
+    pli_spans_head *head = &it->table.head;
+    if (head->n_spans == 0)
+        goto done;
+    const int is_small = head->n_spans <= PLI_SMALL_SPANS;
+    PL_TRY(launch_blocks(it->kernels,
+                         is_small ? it->kernels->small[it->kind]
+                                  : it->kernels->large[it->kind],
+                         it->n_blocks, &it->table, it->stream, infos[it->kind].doing));
+    it->n_blocks = 0;
+    head->n_spans = 0;
+done:
+    return st;
+}
+
+/* Where in `places` `to` is, or would be. */
+static uint16_t *place_of(launch *it, const void *to)
+{
+    const uint64_t hash = (uint64_t)(uintptr_t)to * 0x9e3779b97f4a7c15u;
+    size_t at = hash >> 53; /* 11 bits */
+    while (it->places[at] != 0 && it->table.spans[it->places[at] - 1].to != to)
+        at = (at + 1) % N_PLACES;
+    return &it->places[at];
+}
+
+static pl_status launch_span(launch *it, const pli_span *span)
+{
+    pl_status st = PL_OK;
+    pli_spans_head *head = &it->table.head;
+    const int share_bits = __builtin_ctz(infos[it->kind].share); /* a power of two */
+    const unsigned long long n_blocks = ((span->n - 1) >> share_bits) + 1;
+    uint16_t *place = head->n_spans > 0 ? place_of(it, span->to) : NULL;
+    if (place == NULL || *place != 0 || head->n_spans == it->kernels->most_spans ||
+        n_blocks > MAX_BLOCKS - it->n_blocks) {
+        PL_TRY(launch_flush(it));
+        memset(it->places, 0, sizeof it->places);
+        place = place_of(it, span->to);
+    }
+    pli_span *const mine = &it->table.spans[head->n_spans++];
+    *mine = *span;
+    mine->first_block = it->n_blocks;
+    it->n_blocks += (unsigned)n_blocks;
+    if (span->to != NULL)
+        *place = (uint16_t)head->n_spans;
+done:
+    return st;
+}
+
+/* ---- spans ------------------------------------------------------------------------
+ */
+
+static int is_float(pl_dtype dtype)
+{
+    return dtype >= PL_F16 && dtype <= PL_C128;
+}
+
+static pli_word word_of(pl_dtype dtype)
+{
+    static const pli_word words[PL_N_DTYPES] = {
+        [PL_U8] = PLI_WORD_U8,     [PL_I8] = PLI_WORD_U8,   [PL_I16] = PLI_WORD_U16,
+        [PL_I32] = PLI_WORD_U32,   [PL_I64] = PLI_WORD_U64, [PL_F16] = PLI_WORD_F16,
+        [PL_BF16] = PLI_WORD_BF16, [PL_F32] = PLI_WORD_F32, [PL_F64] = PLI_WORD_F64,
+        [PL_C64] = PLI_WORD_F32,   [PL_C128] = PLI_WORD_F64};
+    return words[dtype];
+}
+
+static unsigned long long n_words_of(pl_dtype dtype, size_t n_elems)
+{
+    return dtype == PL_C64 || dtype == PL_C128 ? 2ULL * n_elems : n_elems;
+}
+
+static pli_span span_of(const pl_move *move)
+{
+    return (pli_span){.to = move->to,
+                      .from = move->from,
+                      .n = n_words_of(move->dtype, move->n_elems),
+                      .to_word = (unsigned char)word_of(move->dtype),
+                      .from_word = (unsigned char)word_of(move->dtype)};
+}
+
+pl_status pli_kernels_copy(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
+                           pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    launch it;
+    launch_init(&it, kernels, COPY, stream);
+    for (size_t i = 0; i < n_moves; i++) {
+        pli_span span = span_of(&moves[i]);
+        span.n = moves[i].n_elems * pl_dtype_bytes(moves[i].dtype);
+        if (span.n != 0 && span.to != span.from)
+            PL_TRY(launch_span(&it, &span));
+    }
+    PL_TRY(launch_flush(&it));
+done:
+    return st;
+}
+
+pl_status pli_kernels_add(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
+                          pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    launch it;
+    launch_init(&it, kernels, ADD, stream);
+    for (size_t i = 0; i < n_moves; i++) {
+        const pli_span span = span_of(&moves[i]);
+        if (span.n != 0 && span.from != NULL)
+            PL_TRY(launch_span(&it, &span));
+    }
+    PL_TRY(launch_flush(&it));
+done:
+    return st;
+}
+
+pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
+                            int numerator, int denominator, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    launch it;
+    launch_init(&it, kernels, SCALE, stream);
+    it.table.head.factor = numerator;
+    it.table.head.divisor = denominator;
+    for (size_t i = 0; i < n_moves; i++) {
+        pli_span span = span_of(&moves[i]);
+        span.from = span.to;
+        if (span.n != 0 && is_float(moves[i].dtype))
+            PL_TRY(launch_span(&it, &span));
+    }
+    PL_TRY(launch_flush(&it));
+done:
+    return st;
+}
+
+pl_status pli_kernels_cast(pli_kernels *kernels, const pl_cast *casts, size_t n_casts,
+                           double scale, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    launch it;
+    PL_TRY(pli_backend_check_casts(casts, n_casts));
+    launch_init(&it, kernels, CAST, stream);
+    it.table.head.factor = scale;
+    for (size_t i = 0; i < n_casts; i++) {
+        const pl_cast *cast = &casts[i];
+        const pli_span span = {.to = cast->to,
+                               .from = cast->from,
+                               .n = cast->n_elems,
+                               .to_word = (unsigned char)word_of(cast->to_dtype),
+                               .from_word = (unsigned char)word_of(cast->from_dtype)};
+        if (span.n != 0)
+            PL_TRY(launch_span(&it, &span));
+    }
+    PL_TRY(launch_flush(&it));
+done:
+    return st;
+}
+
+pl_status pli_kernels_find_nonfinite(pli_kernels *kernels, const pl_move *moves,
+                                     size_t n_moves, uint32_t *flag, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    launch it;
+    launch_init(&it, kernels, FIND, stream);
+    it.table.head.flag = flag;
+    for (size_t i = 0; i < n_moves; i++) {
+        pli_span span = span_of(&moves[i]);
+        span.to = NULL;
+        if (span.n != 0 && span.from != NULL && is_float(moves[i].dtype))
+            PL_TRY(launch_span(&it, &span));
+    }
+    PL_TRY(launch_flush(&it));
+done:
+    return st;
+}
+
+/* The reduction of one rank is what the rank has, bit for bit. */
+pl_status pli_kernels_sum(pli_kernels *kernels, const pl_slots *slots,
+                          pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    pli_sum_span span = {.to = slots->to,
+                         .from = slots->from,
+                         .stride_bytes = slots->stride_bytes,
+                         .n = n_words_of(slots->dtype, slots->n_elems),
+                         .n_ranks = (unsigned)slots->n_ranks,
+                         .word = (unsigned char)word_of(slots->dtype),
+                         .is_mean = slots->reduction == PL_MEAN};
+    const pl_move only = {slots->to, slots->from, slots->dtype, slots->n_elems};
+    const unsigned long long n_blocks =
+        (span.n + PLI_BLOCK_WORDS - 1) / PLI_BLOCK_WORDS;
+    PL_TRY(pli_backend_check_slots(slots));
+    if (slots->n_ranks == 1)
+        PL_TRY(pli_kernels_copy(kernels, &only, 1, stream));
+    else if (span.n != 0)
+        PL_TRY(launch_blocks(kernels, kernels->sum, (unsigned)n_blocks, &span,
+                             (pli_cu_stream)(void *)stream, "summing slots"));
+done:
+    return st;
+}

@@ -1,0 +1,413 @@
+/* kernels.cu - moves of many tensors at once, on a GPU.
+ *
+ * Taken by nvcc, by NVRTC, and by a C compiler for the tests, so it is the part of C
+ * that C++ has too.  A launch carries its table of spans in its parameters; a block
+ * finds its span by the number of its first block and takes a fixed share of it.
+ * Threads of a block are neighbours in memory and do not talk:
+ *
+ *     span  |head|quad quad quad ... quad|tail|      where both sides can be aligned
+ *     span  |word word word ...              |      where they cannot
+ *
+ * Each thread has BATCH loads under way before its first store.  No pointer is declared
+ * unaliased: `to` may be `from`.  Nothing may be contracted: -fmad=false.
+ */
+#include "kernels_words.h"
+
+/* ---- a block's share of a copy, in bytes ----------------------------------------- */
+
+#define DEFINE_COPY(name, vector)                                                      \
+    DEVICE void name(u8 *to, const u8 *from, u32 n, u32 t)                             \
+    {                                                                                  \
+        const u32 ahead = (u32)((0 - (u64)to) % sizeof(vector));                       \
+        const u32 head = ahead < n ? ahead : n;                                        \
+        const u32 n_vectors = (n - head) / (u32)sizeof(vector);                        \
+        const u32 tail = head + n_vectors * (u32)sizeof(vector);                       \
+        vector *const v_to = (vector *)(to + head);                                    \
+        const vector *const v_from = (const vector *)(from + head);                    \
+        u32 i = t;                                                                     \
+        for (; i + (BATCH - 1) * PLI_THREADS < n_vectors; i += BATCH * PLI_THREADS) {  \
+            vector x[BATCH];                                                           \
+            REACHED(#name ": batch");                                                  \
+            UNROLL for (u32 b = 0; b < BATCH; b++) x[b] = v_from[i + b * PLI_THREADS]; \
+            UNROLL for (u32 b = 0; b < BATCH; b++) v_to[i + b * PLI_THREADS] = x[b];   \
+        }                                                                              \
+        for (; i < n_vectors; i += PLI_THREADS) {                                      \
+            REACHED(#name ": rest");                                                   \
+            v_to[i] = v_from[i];                                                       \
+        }                                                                              \
+        if (t < head) {                                                                \
+            REACHED(#name ": head");                                                   \
+            to[t] = from[t];                                                           \
+        }                                                                              \
+        if (t < n - tail) {                                                            \
+            REACHED(#name ": tail");                                                   \
+            to[tail + t] = from[tail + t];                                             \
+        }                                                                              \
+    }
+DEFINE_COPY(copy_by_16, quad_u32)
+DEFINE_COPY(copy_by_4, u32)
+DEFINE_COPY(copy_by_2, u16)
+
+DEVICE void copy_by_1(u8 *to, const u8 *from, u32 n, u32 t)
+{
+    REACHED("copy_by_1");
+    for (u32 i = t; i < n; i += PLI_THREADS)
+        to[i] = from[i];
+}
+
+DEVICE void fill_zeros(u8 *to, u32 n, u32 t)
+{
+    const quad_u32 zeros = {{0, 0, 0, 0}};
+    const u32 ahead = (u32)((0 - (u64)to) % sizeof zeros);
+    const u32 head = ahead < n ? ahead : n;
+    const u32 n_quads = (n - head) / (u32)sizeof zeros;
+    const u32 tail = head + n_quads * (u32)sizeof zeros;
+    for (u32 i = t; i < n_quads; i += PLI_THREADS) {
+        REACHED("fill_zeros: quads");
+        ((quad_u32 *)(to + head))[i] = zeros;
+    }
+    if (t < head) {
+        REACHED("fill_zeros: head");
+        to[t] = 0;
+    }
+    if (t < n - tail) {
+        REACHED("fill_zeros: tail");
+        to[tail + t] = 0;
+    }
+}
+
+DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                 u32 t)
+{
+    u8 *const to = (u8 *)span->to + begin;
+    const u8 *const from = (const u8 *)span->from + (span->from != 0 ? begin : 0);
+    const u64 misfit = (u64)to ^ (u64)from;
+    (void)head;
+    if (from == 0)
+        fill_zeros(to, n, t);
+    else if (misfit % sizeof(quad_u32) == 0)
+        copy_by_16(to, from, n, t);
+    else if (misfit % sizeof(u32) == 0)
+        copy_by_4(to, from, n, t);
+    else if (misfit % sizeof(u16) == 0)
+        copy_by_2(to, from, n, t);
+    else
+        copy_by_1(to, from, n, t);
+}
+
+/* ---- a block's share of an operation word by word -------------------------------- */
+
+/* to[i] = value(from[i], to[i], head); what `value` does not use is not read. */
+#define DEFINE_MAP(name, from_word, to_word, value)                                    \
+    DEVICE void name(to_word *to, const from_word *from, u32 n,                        \
+                     const pli_spans_head *head, u32 t)                                \
+    {                                                                                  \
+        const u32 ahead = WORDS_TO_QUAD(to_word, to);                                  \
+        const u32 n_ahead = ahead < n ? ahead : n;                                     \
+        const int fits = WORDS_TO_QUAD(from_word, from + n_ahead) == 0;                \
+        const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
+        quad_##to_word *const q_to = (quad_##to_word *)(to + n_ahead);                 \
+        const quad_##from_word *const q_from =                                         \
+            (const quad_##from_word *)(from + n_ahead);                                \
+        UNROLL_NOT for (u32 i = t; i < n_quads; i += BATCH * PLI_THREADS)              \
+        {                                                                              \
+            quad_##from_word x[BATCH] = {{{0}}};                                       \
+            quad_##to_word y[BATCH] = {{{0}}};                                         \
+            REACHED(#name ": quads");                                                  \
+            UNROLL for (u32 b = 0; b < BATCH; b++)                                     \
+            {                                                                          \
+                if (i + b * PLI_THREADS < n_quads) {                                   \
+                    x[b] = q_from[i + b * PLI_THREADS];                                \
+                    y[b] = q_to[i + b * PLI_THREADS];                                  \
+                }                                                                      \
+            }                                                                          \
+            UNROLL for (u32 b = 0; b < BATCH; b++)                                     \
+            {                                                                          \
+                UNROLL for (u32 k = 0; k < QUAD; k++) y[b].e[k] =                      \
+                    value(x[b].e[k], y[b].e[k], head);                                 \
+                if (i + b * PLI_THREADS < n_quads)                                     \
+                    q_to[i + b * PLI_THREADS] = y[b];                                  \
+                else                                                                   \
+                    REACHED(#name ": less than a batch");                              \
+            }                                                                          \
+        }                                                                              \
+        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
+        {                                                                              \
+            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
+            REACHED(#name ": head, tail, or what does not fit");                       \
+            to[i] = value(from[i], to[i], head);                                       \
+        }                                                                              \
+    }
+
+/* The same for what is rare: one word after the other. */
+#define DEFINE_RARE_MAP(name, from_word, to_word, value)                               \
+    DEVICE void name(to_word *to, const from_word *from, u32 n,                        \
+                     const pli_spans_head *head, u32 t)                                \
+    {                                                                                  \
+        REACHED(#name);                                                                \
+        UNROLL_NOT for (u32 i = t; i < n; i += PLI_THREADS) to[i] =                    \
+            value(from[i], to[i], head);                                               \
+    }
+
+/* In a function of a span: one case of its switch. */
+#define CASE_MAP(value, name, from_word, to_word)                                      \
+    case value:                                                                        \
+        name((to_word *)span->to + begin, (const from_word *)span->from + begin, n,    \
+             head, t);                                                                 \
+        break;
+
+/* kind, KIND, word: what the words of a type are */
+#define INTEGERS(X) X(u8, U8, u8) X(u16, U16, u16) X(u32, U32, u32) X(u64, U64, u64)
+#define HALVES(X) X(f16, F16, u16) X(bf16, BF16, u16)
+#define NARROW_FLOATS(X) HALVES(X) X(f32, F32, u32)
+#define FLOATS(X) NARROW_FLOATS(X) X(f64, F64, u64)
+
+/* ---- add ------------------------------------------------------------------------- */
+
+#define ADD_INTEGERS(kind, KIND, word)                                                 \
+    DEVICE word kind##_plus(word x, word y, const pli_spans_head *head)                \
+    {                                                                                  \
+        (void)head;                                                                    \
+        return (word)(y + x);                                                          \
+    }
+#define ADD_FLOATS(kind, KIND, word)                                                   \
+    DEVICE word kind##_plus(word x, word y, const pli_spans_head *head)                \
+    {                                                                                  \
+        (void)head;                                                                    \
+        return kind##_write(kind##_read(y) + kind##_read(x));                          \
+    }
+#define ADD_MAP(kind, KIND, word) DEFINE_MAP(add_##kind, word, word, kind##_plus)
+#define ADD_RARE_MAP(kind, KIND, word)                                                 \
+    DEFINE_RARE_MAP(add_##kind, word, word, kind##_plus)
+#define ADD_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, add_##kind, word, word)
+INTEGERS(ADD_INTEGERS)
+FLOATS(ADD_FLOATS)
+NARROW_FLOATS(ADD_MAP)
+INTEGERS(ADD_RARE_MAP)
+ADD_RARE_MAP(f64, F64, u64)
+
+DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                u32 t)
+{
+    switch (span->to_word) {
+        INTEGERS(ADD_CASE)
+        FLOATS(ADD_CASE)
+    default:
+        break;
+    }
+}
+
+/* ---- scale: in float64; `from` is `to`, and is not read ------------------------ */
+
+#define SCALE_FLOATS(kind, KIND, word)                                                 \
+    DEVICE word kind##_scaled(word x, word y, const pli_spans_head *head)              \
+    {                                                                                  \
+        const double wide = (double)kind##_read(y);                                    \
+        (void)x;                                                                       \
+        if (kind##_is_special(y))                                                      \
+            return y;                                                                  \
+        return f64_to_##kind(wide * head->factor / head->divisor);                     \
+    }
+#define SCALE_MAP(kind, KIND, word)                                                    \
+    DEFINE_RARE_MAP(scale_##kind, word, word, kind##_scaled)
+#define SCALE_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, scale_##kind, word, word)
+FLOATS(SCALE_FLOATS)
+FLOATS(SCALE_MAP)
+
+DEVICE void scale(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                  u32 t)
+{
+    switch (span->to_word) {
+        FLOATS(SCALE_CASE)
+    default:
+        break;
+    }
+}
+
+/* ---- cast ------------------------------------------------------------------------ */
+
+/* In float32, or in float64 where one side is that: the wider of both. */
+#define DEFINE_CAST(DEFINE, from, from_word, to, to_word, real, write)                 \
+    DEVICE to_word from##_as_##to(from_word x, to_word y, const pli_spans_head *head)  \
+    {                                                                                  \
+        (void)y;                                                                       \
+        return write((real)from##_read(x) * (real)head->factor);                       \
+    }                                                                                  \
+    DEFINE(cast_##from##_to_##to, from_word, to_word, from##_as_##to)
+#define CAST_NARROW(kind, KIND, word)                                                  \
+    DEFINE_CAST(DEFINE_MAP, kind, word, f16, u16, float, f16_write)                    \
+    DEFINE_CAST(DEFINE_MAP, kind, word, bf16, u16, float, bf16_write)                  \
+    DEFINE_CAST(DEFINE_MAP, kind, word, f32, u32, float, f32_write)
+NARROW_FLOATS(CAST_NARROW)
+#define CAST_TO_WIDE(kind, KIND, word)                                                 \
+    DEFINE_CAST(DEFINE_RARE_MAP, kind, word, f64, u64, double, f64_write)
+FLOATS(CAST_TO_WIDE)
+#define CAST_FROM_WIDE(kind, KIND, word)                                               \
+    DEFINE_CAST(DEFINE_RARE_MAP, f64, u64, kind, word, double, f64_to_##kind)
+NARROW_FLOATS(CAST_FROM_WIDE)
+
+#define CAST_PAIR(from, to) (PLI_WORD_##from * PLI_N_WORDS + PLI_WORD_##to)
+#define CAST_CASES(kind, KIND, word)                                                   \
+    CASE_MAP(CAST_PAIR(KIND, F16), cast_##kind##_to_f16, word, u16)                    \
+    CASE_MAP(CAST_PAIR(KIND, BF16), cast_##kind##_to_bf16, word, u16)                  \
+    CASE_MAP(CAST_PAIR(KIND, F32), cast_##kind##_to_f32, word, u32)                    \
+    CASE_MAP(CAST_PAIR(KIND, F64), cast_##kind##_to_f64, word, u64)
+
+DEVICE void cast(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                 u32 t)
+{
+    switch (span->from_word * PLI_N_WORDS + span->to_word) {
+        FLOATS(CAST_CASES)
+    default:
+        break;
+    }
+}
+
+/* ---- a look for what is not finite --------------------------------------------- */
+
+#define FIND_FLOATS(kind, KIND, word)                                                  \
+    DEVICE void find_##kind(const word *from, u32 n, u32 *flag, u32 t)                 \
+    {                                                                                  \
+        const u32 ahead = WORDS_TO_QUAD(word, from);                                   \
+        const u32 n_ahead = ahead < n ? ahead : n;                                     \
+        const u32 n_quads = (n - n_ahead) / QUAD;                                      \
+        const quad_##word *const q_from = (const quad_##word *)(from + n_ahead);       \
+        int is_found = 0;                                                              \
+        UNROLL_SOME for (u32 i = t; i < n_quads; i += PLI_THREADS)                     \
+        {                                                                              \
+            REACHED("find_" #kind ": quads");                                          \
+            UNROLL for (u32 k = 0; k < QUAD; k++) is_found |=                          \
+                kind##_is_special(q_from[i].e[k]);                                     \
+        }                                                                              \
+        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
+        {                                                                              \
+            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
+            REACHED("find_" #kind ": head or tail");                                   \
+            is_found |= kind##_is_special(from[i]);                                    \
+        }                                                                              \
+        if (is_found) {                                                                \
+            REACHED("find_" #kind ": found");                                          \
+            OR_INTO(flag, 1u);                                                         \
+        }                                                                              \
+    }
+#define FIND_CASE(kind, KIND, word)                                                    \
+    case PLI_WORD_##KIND:                                                              \
+        find_##kind((const word *)span->from + begin, n, head->flag, t);               \
+        break;
+FLOATS(FIND_FLOATS)
+
+DEVICE void find_nonfinite(const pli_span *span, const pli_spans_head *head, u64 begin,
+                           u32 n, u32 t)
+{
+    switch (span->from_word) {
+        FLOATS(FIND_CASE)
+    default:
+        break;
+    }
+}
+
+/* ---- sum of slots -------------------------------------------------------------- */
+
+#define SUM_FLOATS(kind, KIND, word)                                                   \
+    DEVICE kind##_real kind##_divided(kind##_real sum, u32 n_ranks, int is_mean)       \
+    {                                                                                  \
+        const float n = (float)n_ranks;                                                \
+        if (!is_mean)                                                                  \
+            return sum;                                                                \
+        if ((n_ranks & (n_ranks - 1)) == 0) {                                          \
+            REACHED("sum_" #kind ": mean of a power of two");                          \
+            return sum * (kind##_real)(1.0f / n);                                      \
+        }                                                                              \
+        REACHED("sum_" #kind ": mean of another number");                              \
+        return sum / (kind##_real)n;                                                   \
+    }                                                                                  \
+    DEVICE void sum_##kind(const pli_sum_span *span, u64 begin, u32 n, u32 t)          \
+    {                                                                                  \
+        word *const to = (word *)span->to + begin;                                     \
+        const word *const from = (const word *)span->from + begin;                     \
+        const u64 stride = span->stride_bytes / sizeof(word);                          \
+        const u32 ahead = WORDS_TO_QUAD(word, to);                                     \
+        const u32 n_ahead = ahead < n ? ahead : n;                                     \
+        const int fits = WORDS_TO_QUAD(word, from + n_ahead) == 0 &&                   \
+                         stride * sizeof(word) % sizeof(quad_##word) == 0;             \
+        const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
+        UNROLL_NOT for (u32 i = t; i < n_quads; i += PLI_THREADS)                      \
+        {                                                                              \
+            const word *const at = from + n_ahead + (u64)i * QUAD;                     \
+            quad_##word x = *(const quad_##word *)at;                                  \
+            kind##_real sums[QUAD];                                                    \
+            REACHED("sum_" #kind ": quads");                                           \
+            UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] = kind##_read(x.e[k]);       \
+            UNROLL_SOME for (u32 r = 1; r < span->n_ranks; r++)                        \
+            {                                                                          \
+                x = *(const quad_##word *)(at + r * stride);                           \
+                UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] += kind##_read(x.e[k]);  \
+            }                                                                          \
+            UNROLL for (u32 k = 0; k < QUAD; k++) x.e[k] =                             \
+                kind##_write(kind##_divided(sums[k], span->n_ranks, span->is_mean));   \
+            ((quad_##word *)(to + n_ahead))[i] = x;                                    \
+        }                                                                              \
+        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
+        {                                                                              \
+            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
+            kind##_real sum = kind##_read(from[i]);                                    \
+            REACHED("sum_" #kind ": head, tail, or what does not fit");                \
+            UNROLL_NOT for (u32 r = 1; r < span->n_ranks; r++) sum +=                  \
+                kind##_read(from[i + r * stride]);                                     \
+            to[i] = kind##_write(kind##_divided(sum, span->n_ranks, span->is_mean));   \
+        }                                                                              \
+    }
+FLOATS(SUM_FLOATS)
+
+#define SUM_CASE(kind, KIND, word)                                                     \
+    case PLI_WORD_##KIND:                                                              \
+        sum_##kind(&span, begin, n, t);                                                \
+        break;
+
+KERNEL(pl_sum, pli_sum_span)
+{
+    const pli_sum_span span = GIVEN;
+    const u64 begin = (u64)BLOCK * PLI_BLOCK_WORDS;
+    const u64 left = span.n - begin;
+    const u32 n = (u32)(left < PLI_BLOCK_WORDS ? left : PLI_BLOCK_WORDS);
+    FOR_EACH_THREAD(t)
+    {
+        switch (span.word) {
+            FLOATS(SUM_CASE)
+        default:
+            break;
+        }
+    }
+}
+
+/* ---- the kernels of many spans ------------------------------------------------- */
+
+#define DEFINE_KERNEL(name, type, work, share)                                         \
+    KERNEL(name, type)                                                                 \
+    {                                                                                  \
+        const pli_spans_head head = GIVEN.head;                                        \
+        u32 low = 0;                                                                   \
+        u32 high = head.n_spans;                                                       \
+        while (high - low > 1) {                                                       \
+            const u32 middle = (low + high) / 2;                                       \
+            if (GIVEN.spans[middle].first_block <= BLOCK)                              \
+                low = middle;                                                          \
+            else                                                                       \
+                high = middle;                                                         \
+        }                                                                              \
+        const pli_span span = GIVEN.spans[low];                                        \
+        const u64 begin = (u64)(BLOCK - span.first_block) * (share);                   \
+        const u64 left = span.n - begin;                                               \
+        const u32 n = (u32)(left < (share) ? left : (share));                          \
+        FOR_EACH_THREAD(t) work(&span, &head, begin, n, t);                            \
+    }
+#define DEFINE_KERNELS(size)                                                           \
+    DEFINE_KERNEL(pl_copy_##size, pli_##size##_spans, copy, PLI_BLOCK_BYTES)           \
+    DEFINE_KERNEL(pl_add_##size, pli_##size##_spans, add, PLI_BLOCK_WORDS)             \
+    DEFINE_KERNEL(pl_scale_##size, pli_##size##_spans, scale, PLI_BLOCK_WORDS)         \
+    DEFINE_KERNEL(pl_cast_##size, pli_##size##_spans, cast, PLI_BLOCK_WORDS)           \
+    DEFINE_KERNEL(pl_find_##size, pli_##size##_spans, find_nonfinite, PLI_BLOCK_WORDS)
+DEFINE_KERNELS(small)
+#ifdef HAS_LARGE
+DEFINE_KERNELS(large)
+#endif

@@ -1,0 +1,220 @@
+/* kernels_nvrtc.c - finds NVRTC, and has it compile the text of the kernels.
+ *
+ * torch brings an NVRTC of its own CUDA, so what that emits, the driver below torch
+ * takes.  Where NVRTC is older than the device, it makes PTX for the newest that it
+ * knows, and the driver does the rest.
+ */
+#include "kernels_nvrtc.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "../core/alloc.h"
+#include "kernels_image.h"
+
+typedef int nvrtc_result; /* 0: success */
+typedef struct nvrtc_job *nvrtc_program;
+
+enum { INVALID_OPTION = 5 };
+enum { MAX_ARCHS = 64, MAX_WORDS = 300, N_OPTIONS = 3 };
+
+#define NVRTC_MAP(X)                                                                   \
+    X(nvrtcGetErrorString, const char *, (nvrtc_result result))                        \
+    X(nvrtcGetNumSupportedArchs, nvrtc_result, (int *out))                             \
+    X(nvrtcGetSupportedArchs, nvrtc_result, (int *out))                                \
+    X(nvrtcCreateProgram, nvrtc_result,                                                \
+      (nvrtc_program * out, const char *text, const char *name, int n_headers,         \
+       const char *const *headers, const char *const *names))                          \
+    X(nvrtcDestroyProgram, nvrtc_result, (nvrtc_program * program))                    \
+    X(nvrtcCompileProgram, nvrtc_result,                                               \
+      (nvrtc_program program, int n_options, const char *const *options))              \
+    X(nvrtcGetProgramLogSize, nvrtc_result, (nvrtc_program program, size_t *out))      \
+    X(nvrtcGetProgramLog, nvrtc_result, (nvrtc_program program, char *out))            \
+    X(nvrtcGetCUBINSize, nvrtc_result, (nvrtc_program program, size_t *out))           \
+    X(nvrtcGetCUBIN, nvrtc_result, (nvrtc_program program, char *out))                 \
+    X(nvrtcGetPTXSize, nvrtc_result, (nvrtc_program program, size_t *out))             \
+    X(nvrtcGetPTX, nvrtc_result, (nvrtc_program program, char *out))
+
+typedef struct nvrtc {
+#define FIELD(name, type, arguments) type(*name) arguments;
+    NVRTC_MAP(FIELD)
+#undef FIELD
+} nvrtc;
+
+static const struct entry {
+    const char *name;
+    size_t offset;
+} entries[] = {
+#define ENTRY(name, type, arguments) {#name, offsetof(nvrtc, name)},
+    NVRTC_MAP(ENTRY)
+#undef ENTRY
+};
+
+/* ---- the library ------------------------------------------------------------------
+ */
+
+/* It stays open: it has state of its own, and is not made to be unloaded. */
+static void *open_library(const char *path)
+{
+    static const char *const names[] = {"libnvrtc.so.13", "libnvrtc.so.12",
+                                        "libnvrtc.so.11.2"};
+    static const int ways[] = {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW};
+    void *library = path != NULL ? dlopen(path, RTLD_NOW) : NULL;
+    for (size_t w = 0; w < sizeof ways / sizeof ways[0]; w++)
+        for (size_t i = 0; library == NULL && i < sizeof names / sizeof names[0]; i++)
+            library = dlopen(names[i], ways[w]);
+    return library;
+}
+
+static pl_status find_nvrtc(const char *path, nvrtc *out)
+{
+    pl_status st = PL_OK;
+    void *const library = open_library(path);
+    if (library == NULL)
+        PL_FAIL(PL_EUNSUPPORTED,
+                "there is no NVRTC to compile them (%s%slibnvrtc.so.13, .12, .11.2)",
+                path != NULL ? path : "", path != NULL ? ", " : "");
+    for (size_t i = 0; i < sizeof entries / sizeof entries[0]; i++) {
+        void *const found = dlsym(library, entries[i].name);
+        if (found == NULL)
+            PL_FAIL(PL_EUNSUPPORTED, "NVRTC is too old: it has no %s", entries[i].name);
+        memcpy((char *)out + entries[i].offset, &found, sizeof found);
+    }
+done:
+    return st;
+}
+
+/* ---- one program ------------------------------------------------------------------
+ */
+
+/* The first words of the compiler's log; empty where there are none. */
+static void read_log(const nvrtc *self, nvrtc_program program, char out[MAX_WORDS])
+{
+    size_t n_bytes = 0;
+    char *log = NULL;
+    out[0] = '\0';
+    if (self->nvrtcGetProgramLogSize(program, &n_bytes) == 0 &&
+        pli_calloc(n_bytes + 1, 1, "NVRTC's log", &log) == PL_OK &&
+        self->nvrtcGetProgramLog(program, log) == 0)
+        (void)snprintf(out, MAX_WORDS, ": %s", log);
+    pli_free(log);
+}
+
+static pl_status check(const nvrtc *self, nvrtc_result result, const char *doing)
+{
+    if (result == 0)
+        return PL_OK;
+    return pli_fail(PL_EUNSUPPORTED, "NVRTC could not %s: %s", doing,
+                    self->nvrtcGetErrorString(result));
+}
+
+static pl_status create_program(const nvrtc *self, nvrtc_program *out)
+{
+    enum { N_HEADERS = PLI_KERNELS_N_TEXTS - 1 };
+    pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
+    const char *headers[N_HEADERS];
+    const char *names[N_HEADERS];
+    pli_kernels_texts(texts);
+    for (int i = 0; i < N_HEADERS; i++) {
+        headers[i] = texts[i].text;
+        names[i] = texts[i].name;
+    }
+    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): found by its name */
+    const nvrtc_result result = self->nvrtcCreateProgram(
+        out, texts[N_HEADERS].text, texts[N_HEADERS].name, N_HEADERS, headers, names);
+    return check(self, result, "begin a program");
+}
+
+/* Compiles for options[0], such as --gpu-architecture=sm_90.  *is_known is zero where
+ * NVRTC is too old to know it. */
+static pl_status compile(const nvrtc *self, nvrtc_program program,
+                         const char *const options[N_OPTIONS], int *is_known)
+{
+    pl_status st = PL_OK;
+    char words[MAX_WORDS];
+    const nvrtc_result result = self->nvrtcCompileProgram(program, N_OPTIONS, options);
+    *is_known = result != INVALID_OPTION;
+    if (result == 0 || result == INVALID_OPTION)
+        goto done;
+    read_log(self, program, words);
+    PL_FAIL(PL_EUNSUPPORTED, "NVRTC did not compile the kernels (%s, %s)%s", options[0],
+            self->nvrtcGetErrorString(result), words);
+done:
+    return st;
+}
+
+/* The newest that NVRTC knows and the device can run. */
+static pl_status newest_arch(const nvrtc *self, int compute, int *out)
+{
+    pl_status st = PL_OK;
+    int archs[MAX_ARCHS] = {0};
+    int n_archs = 0;
+    int newest = 0;
+    PL_TRY(check(self, self->nvrtcGetNumSupportedArchs(&n_archs), "count devices"));
+    if (n_archs > MAX_ARCHS)
+        PL_FAIL(PL_EUNSUPPORTED, "NVRTC knows %d kinds of devices, which is too many",
+                n_archs);
+    PL_TRY(check(self, self->nvrtcGetSupportedArchs(archs), "list devices"));
+    for (int i = 0; i < n_archs; i++)
+        if (archs[i] <= compute && archs[i] > newest)
+            newest = archs[i];
+    if (newest == 0)
+        PL_FAIL(PL_EUNSUPPORTED, "NVRTC knows no device of capability %d.%d or below",
+                compute / 10, compute % 10);
+    *out = newest;
+done:
+    return st;
+}
+
+/* A zero stands behind the image. */
+static pl_status read_image(const nvrtc *self, nvrtc_program program, int is_cubin,
+                            void **out)
+{
+    pl_status st = PL_OK;
+    size_t n_bytes = 0;
+    char *image = NULL;
+    PL_TRY(check(self,
+                 is_cubin ? self->nvrtcGetCUBINSize(program, &n_bytes)
+                          : self->nvrtcGetPTXSize(program, &n_bytes),
+                 "tell the size of its code"));
+    PL_TRY(pli_calloc(n_bytes + 1, 1, "kernels", &image));
+    PL_TRY(check(self,
+                 is_cubin ? self->nvrtcGetCUBIN(program, image)
+                          : self->nvrtcGetPTX(program, image),
+                 "give its code"));
+    *out = image;
+    image = NULL;
+done:
+    pli_free(image);
+    return st;
+}
+
+pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void **out)
+{
+    pl_status st = PL_OK;
+    nvrtc self = {0};
+    nvrtc_program program = NULL;
+    char arch[64];
+    const char *const options[N_OPTIONS] = {arch, "--fmad=false",
+                                            has_large ? "-DPLI_TAKES_LARGE=1"
+                                                      : "-DPLI_TAKES_LARGE=0"};
+    int is_cubin = 0;
+    int is_known = 0;
+    PL_TRY(find_nvrtc(path, &self));
+    PL_TRY(create_program(&self, &program));
+    (void)snprintf(arch, sizeof arch, "--gpu-architecture=sm_%d", compute);
+    PL_TRY(compile(&self, program, options, &is_cubin));
+    if (!is_cubin) {
+        PL_TRY(newest_arch(&self, compute, &compute));
+        (void)snprintf(arch, sizeof arch, "--gpu-architecture=compute_%d", compute);
+        PL_TRY(compile(&self, program, options, &is_known));
+        if (!is_known)
+            PL_FAIL(PL_EUNSUPPORTED, "NVRTC does not take %s", arch);
+    }
+    PL_TRY(read_image(&self, program, is_cubin, out));
+done:
+    if (program != NULL)
+        (void)self.nvrtcDestroyProgram(&program);
+    return st;
+}

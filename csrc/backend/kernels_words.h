@@ -1,0 +1,231 @@
+/* kernels_words.h - the words of kernels.cu: one vocabulary for three compilers, and
+ * 16-bit floats by arithmetic on integers.
+ *
+ * nvcc and NVRTC make a kernel of KERNEL, whose block and thread the hardware counts.
+ * A C compiler makes a function that does one block's threads one after the other; the
+ * including file defines BLOCK, the block's number, REACHED, which notes that a branch
+ * was taken, and OR_INTO.
+ */
+#ifndef PLI_KERNELS_WORDS_H
+#define PLI_KERNELS_WORDS_H
+
+#include "kernels_table.h"
+
+#ifdef __CUDACC__
+#define KERNEL(name, type)                                                             \
+    extern "C" __global__ void __launch_bounds__(PLI_THREADS) name(const type given)
+#define GIVEN given
+#define DEVICE static __device__ __forceinline__
+#define ALIGNED(n_bytes) __align__(n_bytes)
+#define UNROLL _Pragma("unroll")
+#define UNROLL_SOME _Pragma("unroll 4")
+#define UNROLL_NOT _Pragma("unroll 1")
+#define BLOCK blockIdx.x
+#define FOR_EACH_THREAD(t) for (unsigned t = threadIdx.x, once = 1; once; once = 0)
+#define REACHED(words)
+#define AS_F32(bits) __uint_as_float(bits)
+#define AS_U32(value) __float_as_uint(value)
+#define AS_F64(bits) __longlong_as_double((long long)(bits))
+#define AS_U64(value) ((u64)__double_as_longlong(value))
+#define OR_INTO(flag, bit) atomicOr(flag, bit)
+/* nvcc and NVRTC before 12.1 know no large parameters, nor does Pascal; and a driver
+ * from before that may refuse the whole module for one kernel that has them. */
+#ifndef PLI_TAKES_LARGE
+#define PLI_TAKES_LARGE 1
+#endif
+#if PLI_TAKES_LARGE &&                                                                 \
+    __CUDACC_VER_MAJOR__ * 1000 + __CUDACC_VER_MINOR__ * 10 >= 12010 &&                \
+    (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700)
+#define HAS_LARGE
+#endif
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned u32;
+typedef unsigned long long u64;
+#else /* the including file defines BLOCK, REACHED and OR_INTO */
+#define KERNEL(name, type) static void name(const type *given)
+#define GIVEN (*given)
+#define DEVICE static inline
+#define ALIGNED(n_bytes) __attribute__((aligned(n_bytes), may_alias))
+#define UNROLL
+#define UNROLL_SOME
+#define UNROLL_NOT
+#define FOR_EACH_THREAD(t) for (unsigned t = 0; t < PLI_THREADS; t++)
+#define AS_F32(bits) as_f32(bits)
+#define AS_U32(value) as_u32(value)
+#define AS_F64(bits) as_f64(bits)
+#define AS_U64(value) as_u64(value)
+#define HAS_LARGE
+typedef unsigned char u8;
+typedef unsigned short __attribute__((may_alias)) u16;
+typedef unsigned __attribute__((may_alias)) u32;
+typedef unsigned long long __attribute__((may_alias)) u64;
+
+#define DEFINE_AS(name, from_type, to_type)                                            \
+    DEVICE to_type name(from_type from)                                                \
+    {                                                                                  \
+        union {                                                                        \
+            from_type from;                                                            \
+            to_type to;                                                                \
+        } both;                                                                        \
+        both.from = from;                                                              \
+        return both.to;                                                                \
+    }
+DEFINE_AS(as_f32, u32, float)
+DEFINE_AS(as_u32, float, u32)
+DEFINE_AS(as_f64, u64, double)
+DEFINE_AS(as_u64, double, u64)
+#endif
+
+enum { BATCH = 4, QUAD = 4 };
+
+typedef struct ALIGNED(4) quad_u8 {
+    u8 e[QUAD];
+} quad_u8;
+typedef struct ALIGNED(8) quad_u16 {
+    u16 e[QUAD];
+} quad_u16;
+typedef struct ALIGNED(16) quad_u32 {
+    u32 e[QUAD];
+} quad_u32;
+typedef struct ALIGNED(16) quad_u64 {
+    u64 e[QUAD];
+} quad_u64;
+
+/* Words from `at` to where quads of this type begin. */
+#define WORDS_TO_QUAD(word, at)                                                        \
+    ((u32)((0 - (u64)(at)) % sizeof(quad_##word) / sizeof(word)))
+
+/* ---- 16-bit floats -------------------------------------------------------------- */
+
+enum { HALF_SIGN = 0x8000, HALF_SIZE = 0x7fff };
+
+DEVICE float f16_read(u16 bits)
+{
+    const u32 size = bits & HALF_SIZE;
+    const u32 sign = (u32)(bits & HALF_SIGN) << 16;
+    if (size < 0x0400) {
+        REACHED("f16 denormal or zero widened");
+        return AS_F32(AS_U32((float)size * AS_F32(0x33800000u)) | sign); /* 2^-24 */
+    }
+    if (size >= 0x7c00) {
+        REACHED("f16 special widened");
+        return AS_F32(((size << 13) + 0x70000000u) | sign);
+    }
+    return AS_F32(((size << 13) + 0x38000000u) | sign);
+}
+
+DEVICE float bf16_read(u16 bits)
+{
+    return AS_F32((u32)bits << 16);
+}
+
+/* bits / 2^n_bits, to nearest even. */
+DEVICE u64 round_off(u64 bits, u32 n_bits)
+{
+    const u64 quotient = bits >> n_bits;
+    const u64 rest = bits - (quotient << n_bits);
+    const u64 half = (u64)1 << (n_bits - 1);
+    return quotient + (rest > half || (rest == half && (quotient & 1) != 0) ? 1 : 0);
+}
+
+DEVICE u16 f16_write(float value)
+{
+    const u32 bits = AS_U32(value);
+    const u32 size = bits & 0x7fffffffu;
+    const u32 sign = (bits >> 16) & HALF_SIGN;
+    if (size >= 0x477ff000u) { /* 65520, the least that rounds to infinity */
+        REACHED("f32 too large for f16");
+        return (u16)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    }
+    if (size >= 0x38800000u) { /* 2^-14, the least normal number */
+        const u32 odd = (size >> 13) & 1;
+        return (u16)(sign | ((size - 0x38000000u + 0x0fffu + odd) >> 13));
+    }
+    if (size <= 0x33000000u) { /* 2^-25, half of the least number */
+        REACHED("f32 too small for f16");
+        return (u16)sign;
+    }
+    REACHED("f32 to a denormal f16");
+    const u64 fraction = (size & 0x007fffffu) | 0x00800000u;
+    return (u16)(sign | (u32)round_off(fraction, 126 - (size >> 23)));
+}
+
+DEVICE u16 bf16_write(float value)
+{
+    const u32 bits = AS_U32(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) {
+        REACHED("f32 NaN to bf16");
+        return (u16)(((bits >> 16) & HALF_SIGN) | 0x7fc0u);
+    }
+    return (u16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+/* What rounds up to the next power of two carries into the exponent, and the largest
+ * exponent's carry is infinity. */
+DEVICE u16 f64_to_half(double value, int n_fraction, int least_normal)
+{
+    const u64 bits = AS_U64(value);
+    const u64 size = bits & 0x7fffffffffffffffu;
+    const u32 sign = (u32)(bits >> 48) & HALF_SIGN;
+    const u32 infinity = (u32)(HALF_SIZE >> n_fraction << n_fraction);
+    int exponent = (int)(size >> 52) - 1023;
+    int n_off = 52 - n_fraction;
+    if (size > 0x7ff0000000000000u) {
+        REACHED("f64 NaN to 16 bits");
+        return (u16)(sign | infinity | (1u << (n_fraction - 1)));
+    }
+    if (exponent > 1 - least_normal) {
+        REACHED("f64 too large for 16 bits");
+        return (u16)(sign | infinity);
+    }
+    if (exponent < least_normal) {
+        REACHED("f64 to a 16-bit denormal or zero");
+        n_off += least_normal - exponent;
+        exponent = least_normal;
+    }
+    if (n_off > 53) {
+        REACHED("f64 too small for 16 bits");
+        return (u16)sign;
+    }
+    const u64 fraction = (size & 0x000fffffffffffffu) | 0x0010000000000000u;
+    return (u16)(sign | (((u32)(exponent - least_normal) << n_fraction) +
+                         (u32)round_off(fraction, (u32)n_off)));
+}
+
+DEVICE u16 f64_to_f16(double value)
+{
+    return f64_to_half(value, 10, -14);
+}
+
+DEVICE u16 f64_to_bf16(double value)
+{
+    return f64_to_half(value, 7, -126);
+}
+
+DEVICE u32 f64_to_f32(double value)
+{
+    return AS_U32((float)value);
+}
+
+/* ---- all four floats: words to numbers of the type that they are added in, and back
+ */
+
+typedef float f16_real;
+typedef float bf16_real;
+typedef float f32_real;
+typedef double f64_real;
+
+#define f32_read(word) AS_F32(word)
+#define f64_read(word) AS_F64(word)
+#define f32_write(value) AS_U32(value)
+#define f64_write(value) AS_U64(value)
+#define f64_to_f64(value) AS_U64(value)
+
+/* Infinite, or no number. */
+#define f16_is_special(word) (((word) & 0x7c00) == 0x7c00)
+#define bf16_is_special(word) (((word) & 0x7f80) == 0x7f80)
+#define f32_is_special(word) (((word) & 0x7f800000u) == 0x7f800000u)
+#define f64_is_special(word) (((word) >> 52 & 0x7ff) == 0x7ff)
+
+#endif

@@ -1,0 +1,363 @@
+/* test_kernels_load.c - where kernels come from, and how work is cut into launches. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../csrc/core/alloc.h"
+#include "check.h"
+#include "fake/fake.h"
+#include "fake/fake_nvrtc.h"
+#include "kernel_driver.h"
+
+enum { MISFIT = 222, COMPILATION = 6 };
+
+static void start_over(void)
+{
+    memset(&driver_said, 0, sizeof driver_said);
+    fake_nvrtc_reset(120);
+}
+
+static void said(const char *words)
+{
+    if (!CHECK(strstr(pl_error_message(), words) != NULL))
+        CHECK_MORE("'%s' is not in: %s", words, pl_error_message());
+}
+
+/* Loads for a device of `compute`; NULL where that fails. */
+static pli_kernels *load(int compute, pl_status expected)
+{
+    pli_kernels *kernels = NULL;
+    const pl_status st =
+        pli_kernels_load(&kernel_driver, compute, fake_path(), &kernels);
+    if (!CHECK(st == expected))
+        CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
+    CHECK((kernels != NULL) == (st == PL_OK));
+    return kernels;
+}
+
+static void unload(pli_kernels *kernels)
+{
+    pli_kernels_unload(kernels);
+    CHECK(driver_said.n_live_modules == 0);
+    CHECK(fake_nvrtc_live() == 0);
+}
+
+/* ---- loading ----------------------------------------------------------------------
+ */
+
+static void the_fatbin_is_taken_where_the_driver_takes_it(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    if (kernels != NULL)
+        CHECK(strcmp(pli_kernels_origin(kernels), "fatbin") == 0);
+    CHECK(driver_said.n_loads == 1);
+    unload(kernels);
+}
+
+static void an_old_driver_has_the_kernels_compiled_for_its_device(void)
+{
+    static const int misfits[] = {200, 209, 218, 221, 222, 223, 300, 801};
+    for (size_t i = 0; i < sizeof misfits / sizeof misfits[0]; i++) {
+        start_over();
+        driver_said.load_results[0] = misfits[i];
+        pli_kernels *kernels = load(86, PL_OK);
+        if (kernels != NULL)
+            CHECK(strcmp(pli_kernels_origin(kernels), "nvrtc") == 0);
+        CHECK(strcmp(driver_said.image, "fake cubin for --gpu-architecture=sm_86") ==
+              0);
+        unload(kernels);
+    }
+}
+
+static void a_driver_of_small_parameters_is_given_no_kernels_of_large_ones(void)
+{
+    pli_driver driver = kernel_driver;
+    pli_kernels *kernels = NULL;
+    driver.version = 12000;
+    start_over();
+    driver_said.load_results[0] = MISFIT;
+    CHECK_OK(pli_kernels_load(&driver, 86, fake_path(), &kernels));
+    unload(kernels);
+    CHECK(strcmp(driver_said.image,
+                 "fake cubin for --gpu-architecture=sm_86, small parameters") == 0);
+}
+
+static void an_old_compiler_makes_ptx_for_the_newest_device_it_knows(void)
+{
+    start_over();
+    fake_nvrtc_reset(90);
+    driver_said.load_results[0] = MISFIT;
+    unload(load(120, PL_OK));
+    CHECK(strcmp(driver_said.image, "fake PTX for --gpu-architecture=compute_90") == 0);
+}
+
+static void a_failure_that_is_no_misfit_is_told_as_it_is(void)
+{
+    start_over();
+    driver_said.load_results[0] = PLI_CU_OUT_OF_MEMORY;
+    unload(load(90, PL_ENOMEM));
+    CHECK(driver_said.n_loads == 1);
+    driver_said.n_loads = 0;
+    driver_said.load_results[0] = MISFIT;
+    driver_said.load_results[1] = 700;
+    unload(load(90, PL_ESYS));
+    said("loading what NVRTC made");
+    CHECK(driver_said.n_loads == 2);
+}
+
+/* Every way in which it cannot be helped ends in the same words of advice. */
+static void without_any_kernels_one_error_says_what_to_do(void)
+{
+    static const char *const failing[] = {"nvrtcCreateProgram", "nvrtcCompileProgram",
+                                          "nvrtcGetCUBINSize", "nvrtcGetCUBIN",
+                                          "none, but the driver"};
+    for (size_t i = 0; i < sizeof failing / sizeof failing[0]; i++) {
+        start_over();
+        driver_said.load_results[0] = MISFIT;
+        driver_said.load_results[1] = MISFIT;
+        fake_nvrtc_fail(failing[i], COMPILATION);
+        unload(load(90, PL_EUNSUPPORTED));
+        said("the driver serves CUDA 13.0");
+        said("words of the driver (CUDA error 222)");
+        said(i < 4 ? "NVRTC" : "loading what NVRTC made");
+        said("install a driver for CUDA 13 or later");
+        if (i == 1)
+            said("kernels.cu(1): what is this");
+    }
+}
+
+static void a_compiler_that_knows_no_fitting_device_is_an_error(void)
+{
+    static const char *const failing[] = {
+        "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs", "nvrtcGetPTXSize",
+        "nvrtcGetPTX", "none, but the device is older than all"};
+    for (size_t i = 0; i < sizeof failing / sizeof failing[0]; i++) {
+        start_over();
+        fake_nvrtc_reset(90);
+        fake_nvrtc_fail(failing[i], COMPILATION);
+        driver_said.load_results[0] = MISFIT;
+        unload(load(i < 4 ? 120 : 70, PL_EUNSUPPORTED));
+        said("install a driver for CUDA 13 or later");
+    }
+    said("capability 7.0");
+}
+
+static void a_kernel_that_is_missing_is_named(void)
+{
+    start_over();
+    driver_said.missing = "pl_sum";
+    unload(load(90, PL_ESYS));
+    said("pl_sum");
+    driver_said.missing = "pl_cast_small";
+    unload(load(90, PL_ESYS));
+    said("pl_cast_small");
+}
+
+static void no_allocation_that_fails_leaves_anything_behind(void)
+{
+    long n = 1;
+    for (;; n++) {
+        pli_kernels *kernels = NULL;
+        start_over();
+        driver_said.load_results[0] = MISFIT;
+        pli_fault_arm(PLI_FAULT_ALLOC, n);
+        const pl_status st =
+            pli_kernels_load(&kernel_driver, 90, fake_path(), &kernels);
+        pli_fault_arm(PLI_FAULT_ALLOC, 0);
+        unload(kernels);
+        if (st == PL_OK)
+            break;
+        CHECK(st == PL_ENOMEM);
+        CHECK(kernels == NULL);
+    }
+    CHECK(n == 3);
+}
+
+/* ---- launches ----------------------------------------------------------------------
+ */
+
+enum { MANY = 2500, ELEMS = 3 };
+
+typedef struct tensors {
+    float to[MANY][ELEMS];
+    float from[MANY][ELEMS];
+    pl_move moves[MANY];
+} tensors;
+
+static tensors *tensors_create(void)
+{
+    tensors *self = calloc(1, sizeof *self);
+    if (self == NULL)
+        exit(2);
+    for (int i = 0; i < MANY; i++) {
+        for (int k = 0; k < ELEMS; k++)
+            self->from[i][k] = (float)(i * ELEMS + k);
+        self->moves[i] = (pl_move){.to = self->to[i],
+                                   .from = self->from[i],
+                                   .dtype = PL_F32,
+                                   .n_elems = ELEMS};
+    }
+    return self;
+}
+
+/* Copies the first n tensors; checks that these alone have arrived, by so many. */
+static void check_launches(pli_kernels *kernels, size_t n, int n_launches)
+{
+    tensors *self = tensors_create();
+    driver_said.n_launches = 0;
+    CHECK_OK(pli_kernels_copy(kernels, self->moves, n, NULL));
+    if (!CHECK(driver_said.n_launches == n_launches))
+        CHECK_MORE("%zu tensors: %d launches", n, driver_said.n_launches);
+    CHECK(memcmp(self->to, self->from, n * sizeof self->to[0]) == 0);
+    for (size_t i = n; i < MANY; i++)
+        CHECK(self->to[i][1] == 0);
+    free(self);
+}
+
+static void a_thousand_tensors_are_one_launch(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    if (kernels == NULL)
+        return;
+    check_launches(kernels, 0, 0);
+    check_launches(kernels, 1, 1);
+    check_launches(kernels, PLI_SMALL_SPANS, 1);
+    CHECK(strcmp(driver_said.kernel, "pl_copy_small") == 0);
+    check_launches(kernels, PLI_SMALL_SPANS + 1, 1);
+    CHECK(strcmp(driver_said.kernel, "pl_copy_large") == 0);
+    check_launches(kernels, PLI_LARGE_SPANS, 1);
+    check_launches(kernels, PLI_LARGE_SPANS + 1, 2);
+    check_launches(kernels, MANY, 3);
+    unload(kernels);
+}
+
+static void small_parameters_do_where_there_are_no_large_ones(void)
+{
+    start_over();
+    driver_said.missing = "pl_scale_large";
+    pli_kernels *kernels = load(90, PL_OK);
+    if (kernels != NULL) {
+        check_launches(kernels, PLI_SMALL_SPANS + 1, 2);
+        check_launches(kernels, 1000, 8);
+    }
+    unload(kernels);
+    pli_driver old = kernel_driver;
+    old.version = PLI_LARGE_VERSION - 1;
+    kernels = NULL;
+    if (CHECK_OK(pli_kernels_load(&old, 90, NULL, &kernels)))
+        check_launches(kernels, 1000, 8);
+    unload(kernels);
+}
+
+static void what_has_nothing_to_do_is_not_launched(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    float x[4] = {1, 2, 3, 4};
+    uint32_t flag = 0;
+    const pl_move empty = {.to = x, .from = x + 1, .dtype = PL_F32, .n_elems = 0};
+    const pl_move zeros = {.to = x, .from = NULL, .dtype = PL_F32, .n_elems = 4};
+    const pl_move whole = {.to = x, .from = x, .dtype = PL_I32, .n_elems = 4};
+    const pl_cast cast = {x, x, PL_F32, PL_F32, 0};
+    const pl_slots slots = {x, x, 4, 2, PL_F32, PL_SUM, 0};
+    const pl_slots only = {x, x, 16, 1, PL_F32, PL_MEAN, 4};
+    CHECK_OK(pli_kernels_copy(kernels, &empty, 1, NULL));
+    CHECK_OK(pli_kernels_copy(kernels, &whole, 1, NULL));
+    CHECK_OK(pli_kernels_add(kernels, &empty, 1, NULL));
+    CHECK_OK(pli_kernels_add(kernels, &zeros, 1, NULL));
+    CHECK_OK(pli_kernels_scale(kernels, &empty, 1, 1, 2, NULL));
+    CHECK_OK(pli_kernels_scale(kernels, &whole, 1, 1, 2, NULL));
+    CHECK_OK(pli_kernels_cast(kernels, &cast, 1, 2.0, NULL));
+    CHECK_OK(pli_kernels_sum(kernels, &slots, NULL));
+    CHECK_OK(pli_kernels_sum(kernels, &only, NULL));
+    CHECK_OK(pli_kernels_find_nonfinite(kernels, &whole, 1, &flag, NULL));
+    CHECK_OK(pli_kernels_find_nonfinite(kernels, &zeros, 1, &flag, NULL));
+    CHECK(driver_said.n_launches == 0);
+    CHECK(x[0] == 1 && x[3] == 4);
+    unload(kernels);
+}
+
+/* 2^24 + 1 + 2 is 2^24 + 2 in this order, and 2^24 + 4 or + 3 in no order that there
+ * is. */
+static void additions_to_one_place_keep_their_order(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    float sums[2] = {0x1p24F, 5};
+    const float one = 1, two = 2;
+    const pl_move moves[] = {{&sums[0], &one, PL_F32, 1},
+                             {&sums[1], &one, PL_F32, 1},
+                             {&sums[0], &two, PL_F32, 1},
+                             {&sums[1], &two, PL_F32, 1}};
+    CHECK_OK(pli_kernels_add(kernels, moves, 4, NULL));
+    CHECK(driver_said.n_launches == 2);
+    CHECK(driver_said.n_spans == 2);
+    CHECK(sums[0] == 0x1p24F + 2);
+    CHECK(sums[1] == 8);
+    unload(kernels);
+}
+
+/* No memory of that size is touched: the launches do nothing. */
+static void more_blocks_than_a_grid_can_have_are_launched_apart(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    char there[4];
+    const size_t huge = (size_t)INT32_MAX / 3 * PLI_BLOCK_BYTES;
+    const pl_move moves[] = {{&there[0], NULL, PL_U8, huge},
+                             {&there[1], NULL, PL_U8, huge},
+                             {&there[2], NULL, PL_U8, huge},
+                             {&there[3], NULL, PL_U8, huge}};
+    driver_said.is_idle = 1;
+    CHECK_OK(pli_kernels_copy(kernels, moves, 4, NULL));
+    CHECK(driver_said.n_launches == 2);
+    CHECK(driver_said.n_blocks == 4 * (unsigned long long)(INT32_MAX / 3));
+    unload(kernels);
+}
+
+static void a_launch_that_fails_says_what_it_was_for(void)
+{
+    start_over();
+    pli_kernels *kernels = load(90, PL_OK);
+    tensors *self = tensors_create();
+    const pl_slots slots = {self->to, self->from, 12, 2, PL_F32, PL_SUM, 3};
+    const pl_cast cast = {self->to, self->from, PL_F16, PL_F32, 3};
+    uint32_t flag = 0;
+    driver_said.launch_result = 700;
+    CHECK(pli_kernels_copy(kernels, self->moves, MANY, NULL) == PL_ESYS);
+    said("copying tensors: words of the driver (CUDA error 700)");
+    CHECK(driver_said.n_launches == 1);
+    CHECK(pli_kernels_add(kernels, self->moves, 2, NULL) == PL_ESYS);
+    said("adding tensors");
+    CHECK(pli_kernels_scale(kernels, self->moves, 2, 1, 2, NULL) == PL_ESYS);
+    said("scaling tensors");
+    CHECK(pli_kernels_cast(kernels, &cast, 1, 1.0, NULL) == PL_ESYS);
+    said("casting tensors");
+    CHECK(pli_kernels_sum(kernels, &slots, NULL) == PL_ESYS);
+    said("summing slots");
+    CHECK(pli_kernels_find_nonfinite(kernels, self->moves, 2, &flag, NULL) == PL_ESYS);
+    said("looking for what is not finite");
+    free(self);
+    unload(kernels);
+}
+
+int main(void)
+{
+    RUN(the_fatbin_is_taken_where_the_driver_takes_it);
+    RUN(an_old_driver_has_the_kernels_compiled_for_its_device);
+    RUN(a_driver_of_small_parameters_is_given_no_kernels_of_large_ones);
+    RUN(an_old_compiler_makes_ptx_for_the_newest_device_it_knows);
+    RUN(a_failure_that_is_no_misfit_is_told_as_it_is);
+    RUN(without_any_kernels_one_error_says_what_to_do);
+    RUN(a_compiler_that_knows_no_fitting_device_is_an_error);
+    RUN(a_kernel_that_is_missing_is_named);
+    RUN(no_allocation_that_fails_leaves_anything_behind);
+    RUN(a_thousand_tensors_are_one_launch);
+    RUN(small_parameters_do_where_there_are_no_large_ones);
+    RUN(what_has_nothing_to_do_is_not_launched);
+    RUN(additions_to_one_place_keep_their_order);
+    RUN(more_blocks_than_a_grid_can_have_are_launched_apart);
+    RUN(a_launch_that_fails_says_what_it_was_for);
+    return check_report();
+}
