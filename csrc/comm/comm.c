@@ -57,14 +57,20 @@ done:
     return st;
 }
 
-pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out)
+pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order *order,
+                                 pl_ticket *out)
 {
     pl_status st = PL_OK;
-    static const pli_order no_order = {NULL, NULL};
     PL_TRY(check_op(comm, op));
-    PL_TRY(comm->ops->issue(comm, op, &no_order, out));
+    PL_TRY(comm->ops->issue(comm, op, order, out));
 done:
     return st;
+}
+
+pl_status pl_comm_issue(pl_comm *comm, const pl_op *op, pl_ticket *out)
+{
+    static const pli_order no_order = {NULL, NULL};
+    return pli_comm_issue_ordered(comm, op, &no_order, out);
 }
 
 pl_status pl_comm_progress(pl_comm *comm)

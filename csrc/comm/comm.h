@@ -2,8 +2,8 @@
  *
  * An operation is data (pl_op) and passes one door, pl_comm_issue(), which checks
  * it and hands it to the kind's `issue`.  Issuing never waits: on shared memory it
- * stores a counter, on a device it would enqueue on the communication stream
- * behind the event that `order->ready` names and record `order->done` after it.
+ * stores a counter, on a device it enqueues on the communication stream behind the
+ * event that `order->ready` names, and records `order->done` after it.
  * Completion is asked for by ticket alone, so the reducer does not know which kind
  * it drives.
  */
@@ -35,6 +35,23 @@ typedef struct pli_order {
     pl_event *done;  /* to be recorded after the operation */
 } pli_order;
 
+/* One user's share of a device's memory: it stays what it is, where it is, until the
+ * last share is given back by `release`, by any thread, be the world gone or a capture
+ * under way.  The user's streams may then still read it: whoever uses the memory next
+ * does so behind them, as where a tensor is freed.  A kind's own struct begins with
+ * this. */
+typedef struct pli_hold pli_hold;
+struct pli_hold {
+    void (*release)(pli_hold *hold);
+};
+
+/* What somebody who is not the rank's thread asks of a world. */
+typedef enum pli_survey {
+    PLI_SURVEY_GONE,  /* fails where a rank is gone, and fails nothing for that */
+    PLI_SURVEY_STEP,  /* fails where the step has failed, on whatever rank */
+    PLI_SURVEY_WORLD, /* fails where no step can follow: a rank is gone, or was late */
+} pli_survey;
+
 typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
@@ -42,18 +59,31 @@ typedef struct pl_comm_ops {
     void (*work)(pl_comm *comm); /* progress, but failures are left to be met later */
     pl_status (*progress)(pl_comm *comm);
     pl_status (*look)(pl_comm *comm); /* progress; a rank that is gone is a failure */
+    pl_status (*survey)(pl_comm *comm, pli_survey what); /* any thread; NULL: unknown */
+    int (*is_done)(pl_comm *comm, pl_ticket ticket);     /* everywhere; as `survey` */
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
     void (*abort)(pl_comm *comm, const char *words);
     void (*note)(pl_comm *comm, pl_activity activity, uint64_t step);
     void (*last_words)(pl_comm *comm, const char *words); /* NULL: nobody is told */
-    void *(*arena)(pl_comm *comm);
+    void *(*arena)(pl_comm *comm);                        /* of host memory */
+    /* Where byte `offset_bytes` of the arena lies, be it a device's memory; NULL: in
+     * arena(). */
+    void *(*memory)(pl_comm *comm, size_t offset_bytes);
+    /* All device operations issued so far come before what `stream` does from now on.
+     * They have been enqueued by the time it returns.  NULL: there are none. */
+    pl_status (*order)(pl_comm *comm, pl_stream *stream);
     /* Maps a range of this rank's own arena once more, and, in a forked child, makes
      * such a mapping private; NULL: this kind cannot. */
     pl_status (*map_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                          void **out);
     void (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                         void *memory);
+    /* On a device, NULL elsewhere: a further share of its memory as it is now; and
+     * other memory in its place, contents undefined, where no operation is under way.
+     * What memory() answers changes; what is held stays.  Each rank for itself. */
+    pli_hold *(*hold_memory)(pl_comm *comm);
+    pl_status (*renew)(pl_comm *comm);
     void (*leave)(pl_comm *comm);
     void (*destroy)(pl_comm *comm);
 } pl_comm_ops;
@@ -67,7 +97,10 @@ struct pl_comm {
     int rank;
     int world_size;
     size_t arena_bytes;
-    size_t chunk_bytes; /* a long range is best issued in operations of this size */
+    size_t host_bytes;   /* offsets below are host memory; equal to arena_bytes where
+                            there is no device */
+    pl_backend *backend; /* of the memory above; NULL: none.  Borrowed */
+    size_t chunk_bytes;  /* a long range is best issued in operations of this size */
     int is_relayed;
 };
 
@@ -99,10 +132,35 @@ static inline pl_status pli_comm_look(pl_comm *comm)
     return comm->ops->look(comm);
 }
 
+/* Beside the rank's own thread: fails where the peers have; else does nothing. */
+static inline pl_status pli_comm_survey(pl_comm *comm, pli_survey what)
+{
+    return comm->ops->survey != NULL ? comm->ops->survey(comm, what) : PL_OK;
+}
+
 /* The start of this rank's own arena. */
 static inline void *pli_comm_arena(pl_comm *comm)
 {
     return comm->ops->arena(comm);
+}
+
+/* Where byte `offset_bytes` of this rank's own arena lies: host or device memory. */
+static inline void *pli_comm_memory(pl_comm *comm, size_t offset_bytes)
+{
+    if (comm->ops->memory != NULL)
+        return comm->ops->memory(comm, offset_bytes);
+    return (char *)comm->ops->arena(comm) + offset_bytes;
+}
+
+/* As pl_comm_issue(), with the device-side order of the operation. */
+pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order *order,
+                                 pl_ticket *out) PL_MUST_USE;
+
+/* Orders `stream` behind all device operations issued so far; no-op without a device.
+ */
+static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)
+{
+    return comm->ops->order != NULL ? comm->ops->order(comm, stream) : PL_OK;
 }
 
 /* PL_EUNSUPPORTED where this kind of world has no such memory. */

@@ -1,5 +1,5 @@
 /* counters.h - how far each rank has come, as one of them sees it, and whether what it
- * does has failed; for shared.c and crossing.c alone.
+ * does has failed; for shared.c, peers.c and crossing.c alone.
  *
  * What a counter says is epoch << PLI_EPOCH_SHIFT | n: a rank that has gone on to a
  * later epoch is ahead of every count of this one.

@@ -118,9 +118,14 @@ static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
         out[0] = '\0';
         if (n_writes % 2 == 0 &&
             atomic_load(&culprit->words_state) == PLI_WORDS_READY) {
-            const size_t n = strnlen(culprit->words, PLI_WORDS_BYTES - 1);
-            (void)snprintf(out, out_bytes, "\n\nIts own last words:\n%.*s", (int)n,
-                           culprit->words);
+            static const char title[] = "\n\nIts own last words:\n";
+            size_t n = 0;
+            char letter = ' ';
+            memcpy(out, title, sizeof title);
+            for (; letter != '\0' && sizeof title + n < out_bytes; n++)
+                out[sizeof title - 1 + n] = letter =
+                    __atomic_load_n(&culprit->words[n], __ATOMIC_RELAXED);
+            out[sizeof title - 1 + n] = '\0';
         }
         if (n_writes % 2 == 0 && atomic_load(&culprit->n_writes) == n_writes)
             return;

@@ -1,13 +1,14 @@
 /* relay.c - a world whose operations somebody else carries. */
 #include "relay.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 
 #include "../core/alloc.h"
 
 enum { WORDS_BYTES = 512 };
 
-typedef enum relay_phase { RELAY_RUNNING, RELAY_FAILED } relay_phase;
+typedef enum relay_phase { RELAY_RUNNING, RELAY_FAILING, RELAY_FAILED } relay_phase;
 
 typedef struct relay_comm {
     pl_comm super;
@@ -15,7 +16,7 @@ typedef struct relay_comm {
     pli_relay_carrier carrier;
     pl_ticket n_issued;
     pl_ticket n_done;
-    relay_phase phase;
+    atomic_int phase;        /* relay_phase; any thread may abort */
     char words[WORDS_BYTES]; /* why it failed */
 } relay_comm;
 
@@ -27,7 +28,7 @@ static relay_comm *relay_of(pl_comm *comm)
 static pl_status check_phase(const relay_comm *self)
 {
     pl_status st = PL_OK;
-    if (self->phase == RELAY_FAILED)
+    if (atomic_load(&self->phase) == RELAY_FAILED)
         PL_FAIL(PL_EPEER,
                 "a step has failed on rank %d (%s), and its process group cannot tell "
                 "the other ranks: wrap the model anew on every rank",
@@ -38,11 +39,12 @@ done:
 
 static void fail(relay_comm *self, const char *words)
 {
-    if (self->phase == RELAY_FAILED)
+    int running = RELAY_RUNNING;
+    if (!atomic_compare_exchange_strong(&self->phase, &running, RELAY_FAILING))
         return;
-    self->phase = RELAY_FAILED;
     (void)snprintf(self->words, sizeof self->words, "%s",
                    words != NULL ? words : "an exception in its backward");
+    atomic_store(&self->phase, RELAY_FAILED);
     self->carrier.drop(self->carrier.context);
 }
 
@@ -70,6 +72,12 @@ static void relay_work(pl_comm *comm)
 
 static pl_status relay_progress(pl_comm *comm)
 {
+    return check_phase(relay_of(comm));
+}
+
+static pl_status relay_survey(pl_comm *comm, pli_survey what)
+{
+    (void)what; /* one that has failed stays so */
     return check_phase(relay_of(comm));
 }
 
@@ -149,6 +157,7 @@ static const pl_comm_ops relay_ops = {
     .work = relay_work,
     .progress = relay_progress,
     .look = relay_progress,
+    .survey = relay_survey,
     .wait = relay_wait,
     .recover = relay_recover,
     .abort = relay_abort,
@@ -176,6 +185,7 @@ pl_status pli_relay_create(const pli_relay_options *options, pl_comm **out)
                             .rank = options->rank,
                             .world_size = options->world_size,
                             .arena_bytes = pl_comm_arena_bytes(options->base),
+                            .host_bytes = pl_comm_arena_bytes(options->base),
                             .chunk_bytes = SIZE_MAX,
                             .is_relayed = 1};
     self->base = options->base;

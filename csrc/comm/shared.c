@@ -12,12 +12,12 @@
 #include "../core/clock.h"
 #include "counters.h"
 #include "crossing.h"
+#include "peers.h"
 
 enum {
     SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
     SPINS_CROWDED = 100,     /* ... where ranks outnumber cores */
-    NAP_MS = 10,             /* between two looks at the peers' processes */
-    CROSSING_MS = 500        /* before ranks are taken to wait for one another */
+    NAP_MS = 10              /* between two looks at the peers' processes */
 };
 
 static pli_shared_comm *shared_of(pl_comm *comm)
@@ -171,70 +171,6 @@ static pl_status shared_progress(pl_comm *comm)
 
 /* ---- waiting -------------------------------------------------------------- */
 
-/* Of those below `least`: one that has left, else the one that is furthest behind in
- * posting, for which the rest may be waiting too, else in doing; or -1. */
-static int culprit_of(const pli_shared_comm *self, pli_counter counter, uint64_t least)
-{
-    int culprit = -1;
-    uint64_t lowest[2] = {UINT64_MAX, UINT64_MAX};
-    for (int r = 0; r < self->super.world_size; r++) {
-        const uint64_t count = counter(self, r);
-        const uint64_t posted = posted_counter(self, r);
-        if (count >= least)
-            continue;
-        if (has_left(self, r))
-            return r;
-        if (posted < lowest[0] || (posted == lowest[0] && count < lowest[1])) {
-            culprit = r;
-            lowest[0] = posted;
-            lowest[1] = count;
-        }
-    }
-    return culprit;
-}
-
-/* Blames a rank whose process has ended; returns whether there was one. */
-static int blame_dead(const pli_shared_comm *self, pli_counter counter, uint64_t least)
-{
-    for (int end = 0; end < PLI_N_ENDS; end++) {
-        int r = -1;
-        while ((r = pli_watch_ended(&self->watch, (pli_end)end, r + 1)) >= 0) {
-            /* One that did all that is waited for has failed nobody yet. */
-            if (counter(self, r) >= least)
-                continue;
-            set_failure(self, r, has_left(self, r) ? PLI_LEFT : PLI_DIED);
-            return 1;
-        }
-    }
-    return 0;
-}
-
-/* Looks at the peers once in a while: gone, dead, or beyond the deadline? */
-static void look_at_peers(pli_shared_comm *self, pli_counter counter, uint64_t least)
-{
-    const int culprit = culprit_of(self, counter, least);
-    if (culprit < 0)
-        return;
-    const pli_rank *rank = pli_rank_of(self->segment, culprit);
-    if (has_left(self, culprit)) {
-        set_failure(self, culprit, PLI_LEFT);
-        return;
-    }
-    if (blame_dead(self, counter, least))
-        return;
-    const uint64_t sign = atomic_load(&rank->posted) + atomic_load(&rank->done) +
-                          atomic_load(&rank->step) + ((uint64_t)culprit << 56);
-    const int64_t now = pli_now_ns();
-    if (sign != self->patience_sign || self->patience_since_ns == 0) {
-        self->patience_sign = sign;
-        self->patience_since_ns = now;
-    } else if (now - self->patience_since_ns > self->deadline_ns) {
-        set_failure(self, culprit, PLI_LATE);
-    } else if (now - self->patience_since_ns > CROSSING_MS * PLI_MS) {
-        pli_crossing_check(self, culprit);
-    }
-}
-
 static pl_status shared_look(pl_comm *comm)
 {
     pli_shared_comm *self = shared_of(comm);
@@ -242,8 +178,40 @@ static pl_status shared_look(pl_comm *comm)
     for (int r = 0; r < comm->world_size; r++)
         if (r != comm->rank && has_left(self, r))
             set_failure(self, r, PLI_LEFT);
-    (void)blame_dead(self, done_counter, UINT64_MAX);
+    (void)pli_peers_blame_dead(self, done_counter, UINT64_MAX);
     return fail_as(self, ", waiting");
+}
+
+/* A rank that has left well may have done so with its part done. */
+static pl_status look_for_gone(const pli_shared_comm *self)
+{
+    pl_status st = PL_OK;
+    for (int end = 0; end < PLI_N_ENDS; end++) {
+        const int r = pli_watch_ended(&self->watch, (pli_end)end, 0);
+        if (r >= 0)
+            PL_FAIL(PL_EPEER, "rank %d: rank %d is gone", self->super.rank, r);
+    }
+done:
+    return st;
+}
+
+static pl_status shared_survey(pl_comm *comm, pli_survey what)
+{
+    pli_shared_comm *self = shared_of(comm);
+    pli_failure failure = {0};
+    if (what == PLI_SURVEY_GONE)
+        return look_for_gone(self);
+    if (what == PLI_SURVEY_WORLD) {
+        (void)pli_peers_blame_dead(self, done_counter, UINT64_MAX);
+        if (!failure_stands(self, &failure) || !pli_failure_is_final(&failure))
+            return PL_OK;
+    }
+    return fail_as(self, "");
+}
+
+static int shared_is_done(pl_comm *comm, pl_ticket ticket)
+{
+    return laggard(shared_of(comm), done_counter, ticket) < 0;
 }
 
 static void nap(pli_shared_comm *self, pli_counter counter, uint64_t least)
@@ -284,7 +252,7 @@ static pl_status wait_for(pli_shared_comm *self, pli_counter counter, uint64_t l
         }
         pli_progress_others(self->progress, &self->super);
         nap(self, counter, least);
-        look_at_peers(self, counter, least);
+        pli_peers_look(self, counter, least);
         if (pli_now_ns() - begin > slice_ns && laggard(self, counter, least) >= 0)
             PL_FAIL(PL_EAGAIN, "not done yet");
     }
@@ -309,7 +277,8 @@ done:
 
 static void shared_last_words(pl_comm *comm, const char *words)
 {
-    pli_rank *mine = pli_rank_of(shared_of(comm)->segment, comm->rank);
+    pli_shared_comm *self = shared_of(comm);
+    pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (words == NULL) {
         atomic_store(&mine->words_state, PLI_NO_WORDS);
         return;
@@ -318,10 +287,14 @@ static void shared_last_words(pl_comm *comm, const char *words)
     const size_t n = strlen(words);
     const size_t room = PLI_WORDS_BYTES - 1;
     const char *from = n > room ? words + (n - room) : words;
+    while (atomic_flag_test_and_set(&self->is_speaking))
+        pli_pause(); /* a watchdog may abort just now */
     atomic_fetch_add(&mine->n_writes, 1);
-    memcpy(mine->words, from, strlen(from) + 1);
+    for (size_t i = 0; i <= strlen(from); i++) /* others may read this, and find out */
+        __atomic_store_n(&mine->words[i], from[i], __ATOMIC_RELAXED);
     atomic_store(&mine->words_state, PLI_WORDS_READY);
     atomic_fetch_add(&mine->n_writes, 1);
+    atomic_flag_clear(&self->is_speaking);
 }
 
 static void shared_abort(pl_comm *comm, const char *words)
@@ -444,6 +417,8 @@ static const pl_comm_ops shared_ops = {
     .work = shared_work,
     .progress = shared_progress,
     .look = shared_look,
+    .survey = shared_survey,
+    .is_done = shared_is_done,
     .wait = shared_wait,
     .recover = shared_recover,
     .abort = shared_abort,
@@ -475,12 +450,14 @@ pl_status pli_shared_create(const pli_shared_options *options, pli_shared_comm *
                             .rank = options->rank,
                             .world_size = segment->world_size,
                             .arena_bytes = segment->arena_bytes,
+                            .host_bytes = segment->arena_bytes,
                             .chunk_bytes = PLI_SHARED_CHUNK_BYTES};
     pli_watch_init(&self->watch, segment->world_size);
     self->deadline_ns = options->deadline_ns;
     self->owner_pid = getpid();
     self->n_spins = spins_for(segment->world_size);
     atomic_flag_clear(&self->busy);
+    atomic_flag_clear(&self->is_speaking);
     PL_TRY(pli_cpu_sums(&self->sums));
     PL_TRY(pli_calloc(segment->ring_ops, sizeof *self->ring, "operations in flight",
                       &self->ring));

@@ -39,12 +39,13 @@ typedef struct pli_shared_comm {
     int owner_pid; /* a forked child must not say goodbye for its parent */
     int n_spins;
     pli_shared_phase phase;
-    uint64_t epoch;            /* changed under busy, by this rank's thread alone */
+    _Atomic uint64_t epoch;    /* changed under busy, by this rank's thread alone */
     _Atomic uint64_t n_posted; /* by this rank, in this epoch */
     uint64_t n_all_posted;     /* lowest count seen of all ranks; guarded by busy */
     uint64_t n_done;           /* guarded by busy */
     atomic_flag busy;          /* a thread does this rank's parts */
     pl_op *ring;               /* the last ring_ops operations */
+    atomic_flag is_speaking;   /* a thread writes this rank's last words */
     int64_t patience_since_ns; /* when the rank waited for last showed life */
     uint64_t patience_sign;    /* ... and what was seen of it then */
 } pli_shared_comm;

@@ -1,4 +1,4 @@
-/* window.c - mapping, counting, and turning shared pages into private ones in place. */
+/* window.c - showing, counting, and leaving memory to those who still see it. */
 #include "window.h"
 
 #include <string.h>
@@ -10,7 +10,9 @@ static void drop_user(pli_window *window)
 {
     if (atomic_fetch_sub(&window->n_users, 1) > 1)
         return;
-    if (window->base != NULL)
+    if (window->hold != NULL)
+        window->hold->release(window->hold);
+    else if (window->base != NULL)
         (void)munmap(window->base, window->n_bytes);
     pli_free(window->n_views);
     pli_free(window);
@@ -28,7 +30,13 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     window->n_bytes = n_bytes;
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
-    PL_TRY(pli_comm_map_own(comm, offset_bytes, n_bytes, &base));
+    window->comm = comm;
+    if (comm->ops->hold_memory != NULL) {
+        window->hold = comm->ops->hold_memory(comm);
+        base = pli_comm_memory(comm, offset_bytes);
+    } else {
+        PL_TRY(pli_comm_map_own(comm, offset_bytes, n_bytes, &base));
+    }
     window->base = base;
     *out = window;
     window = NULL;
@@ -37,15 +45,13 @@ done:
     return st;
 }
 
-pl_status pli_window_retire(pli_window *window)
+/* Turns the mapping's pages into private ones, in place. */
+static pl_status keep_pages(const pli_window *window)
 {
     pl_status st = PL_OK;
-    void *copy = MAP_FAILED;
-    if (pli_window_n_views(window) == 0)
-        goto done;
-    copy = PL_SYS_PTR(mmap(NULL, window->n_bytes, PROT_READ | PROT_WRITE,
-                           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
-                      MAP_FAILED);
+    void *copy = PL_SYS_PTR(mmap(NULL, window->n_bytes, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
+                            MAP_FAILED);
     if (copy == MAP_FAILED)
         PL_FAIL_ERRNO("no memory to keep %zu bytes of old gradients", window->n_bytes);
     memcpy(copy, window->base, window->n_bytes);
@@ -58,6 +64,14 @@ done:
     if (copy != MAP_FAILED)
         (void)munmap(copy, window->n_bytes);
     return st;
+}
+
+pl_status pli_window_retire(pli_window *window)
+{
+    if (pli_window_n_views(window) == 0)
+        return PL_OK;
+    return window->hold != NULL ? window->comm->ops->renew(window->comm)
+                                : keep_pages(window);
 }
 
 void pli_window_see(pli_window *window, size_t slot)

@@ -1,11 +1,16 @@
-/* window.h - a second mapping of this rank's buckets, for the eyes of the user.
+/* window.h - this rank's buckets, for the eyes of the user.
  *
  * What the user sees as a parameter's gradient is a view into a window.  Views are
  * counted, each by the parameter it belongs to.  When a slot is about to be written
  * while somebody still holds an old view of it (kept gradients), the whole window is
- * *retired*: its pages become a private copy at the same address, so every alias keeps
- * its values, and new views come from a new window.  A window lives as long as its
- * reducer or any view of it.
+ * *retired*, so that every alias keeps its values, and new views come from a new
+ * window.  A window lives as long as its reducer or any view of it.
+ *
+ *     host     a second mapping: retired, its pages become a private copy at the same
+ *              address, at any time
+ *     device   a share of the world's memory: retired, the world takes other memory,
+ *              and the old stays with the views; only before a step's first gradient,
+ *              and not while a graph is captured
  */
 #ifndef PLI_WINDOW_H
 #define PLI_WINDOW_H
@@ -17,16 +22,19 @@
 typedef struct pli_window {
     char *base;
     size_t n_bytes;
+    pl_comm *comm;  /* borrowed until the reducer's share is released */
+    pli_hold *hold; /* on a device: this window's share; NULL: `base` is a mapping */
     atomic_size_t n_users; /* the reducer, and each view */
     size_t n_slots;
     atomic_uint *n_views; /* by slot */
 } pli_window;
 
-/* Maps [offset_bytes, offset_bytes + n_bytes) of this rank's arena. */
+/* Shows [offset_bytes, offset_bytes + n_bytes) of this rank's arena. */
 pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                             size_t n_slots, pli_window **out) PL_MUST_USE;
 
-/* Turns the window into private memory, unless no view is left to see it. */
+/* Leaves the window's memory to its views, unless none is left to see it.  The window
+ * can only be released then. */
 pl_status pli_window_retire(pli_window *window) PL_MUST_USE;
 
 /* Counts a view of `slot` in; pli_window_unsee() counts it out, from any thread. */

@@ -1,0 +1,372 @@
+/* test_nccl.c - the library found, and one communicator: made, used, aborted, ended. */
+#include "devices.h"
+
+static void said(const char *words)
+{
+    if (!CHECK(error_has(words)))
+        CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
+}
+
+/* ---- the library ----------------------------------------------------------------- */
+
+static void a_library_is_found_by_its_path(void)
+{
+    pli_nccl_library *library = NULL;
+    fake_reset(NULL);
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &library)))
+        return;
+    CHECK(library->version == fake_defaults().nccl);
+    CHECK(library->CommInitRankConfig != NULL && library->GetLastError != NULL &&
+          library->MemAlloc != NULL && library->CommRegister != NULL &&
+          library->CommWindowRegister != NULL && library->RedOpCreatePreMulSum != NULL);
+    pli_nccl_library_hold(library);
+    pli_nccl_library_release(library);
+    CHECK(library->AllReduce != NULL); /* one user is left */
+    pli_nccl_library_release(library);
+    pli_nccl_library_release(NULL);
+}
+
+static void the_environment_comes_before_all_else(void)
+{
+    pli_nccl_library *library = NULL;
+    fake_reset(NULL);
+    (void)setenv("PACELINE_LIBNCCL", "/nowhere/libnccl.so.2", 1);
+    CHECK(pli_nccl_library_open(fake_path(), &library) == PL_EUNSUPPORTED);
+    said("/nowhere/libnccl.so.2");
+    said("PACELINE_LIBNCCL");
+    said("nvidia-nccl");
+    (void)setenv("PACELINE_LIBNCCL", fake_path(), 1);
+    if (CHECK_OK(pli_nccl_library_open("/nowhere/else", &library)))
+        pli_nccl_library_release(library);
+    (void)setenv("PACELINE_LIBNCCL", "libm.so.6", 1); /* it is none */
+    CHECK(pli_nccl_library_open(NULL, &library) == PL_EUNSUPPORTED);
+    said("has no nccl");
+    (void)unsetenv("PACELINE_LIBNCCL");
+}
+
+static void one_that_is_too_old_is_refused_by_its_version(void)
+{
+    static const struct {
+        int version;
+        const char *text; /* NULL: new enough */
+    } all[] = {{2804, "2.8.4"}, {20908, "2.9.8"}, {21000, NULL}, {23203, NULL}};
+    for (int k = 0; k < 4; k++) {
+        pli_nccl_library *library = NULL;
+        fake_options options = fake_defaults();
+        options.nccl = all[k].version;
+        fake_reset(&options);
+        const pl_status st = pli_nccl_library_open(fake_path(), &library);
+        CHECK(st == (all[k].text != NULL ? PL_EUNSUPPORTED : PL_OK));
+        if (all[k].text != NULL)
+            said(all[k].text);
+        pli_nccl_library_release(library);
+    }
+    fake_reset(NULL);
+    fake_fail("ncclGetVersion", 1, 3);
+    pli_nccl_library *library = NULL;
+    CHECK(pli_nccl_library_open(fake_path(), &library) == PL_EUNSUPPORTED);
+    pli_fault_arm(PLI_FAULT_ALLOC, 1);
+    CHECK(pli_nccl_library_open(fake_path(), &library) == PL_ENOMEM);
+    pli_fault_arm(PLI_FAULT_ALLOC, 0);
+}
+
+/* ---- communicators of ranks that are threads ------------------------------------- */
+
+typedef struct meeting {
+    pthread_mutex_t lock;
+    char id[PLI_NCCL_ID_BYTES];
+    atomic_int has_id;
+    atomic_int n_made;
+    atomic_int n_over;
+    atomic_int is_refused; /* `look` fails from now on */
+} meeting;
+
+static pl_status look_at_meeting(void *context)
+{
+    meeting *it = context;
+    if (atomic_load(&it->is_refused))
+        return pli_fail(PL_EPEER, "somebody has gone");
+    return PL_OK;
+}
+
+static pl_status make(device_rank *self, int64_t deadline_ns, pli_nccl **out)
+{
+    pl_status st = PL_OK;
+    meeting *it = self->all->context;
+    if (self->rank == 0 && atomic_load(&it->has_id) == 0) {
+        PL_TRY(pli_nccl_new_id(self->all->library, self->backend, it->id));
+        atomic_store(&it->has_id, 1);
+    }
+    while (atomic_load(&it->has_id) == 0)
+        pli_sleep_ns(100000);
+    const pli_nccl_options options = {.library = self->all->library,
+                                      .backend = self->backend,
+                                      .rank = self->rank,
+                                      .world_size = self->all->world_size,
+                                      .id = it->id,
+                                      .deadline_ns = deadline_ns,
+                                      .look = look_at_meeting,
+                                      .context = it};
+    PL_TRY(pli_nccl_create(&options, out));
+    atomic_fetch_add(&it->n_made, 1);
+done:
+    return st;
+}
+
+/* Runs `run` on threads that each have a device, but no world. */
+static void *run_alone(void *memory)
+{
+    device_rank *self = memory;
+    if (CHECK_OK(device_open(self)))
+        self->run(self);
+    device_close(self);
+    return NULL;
+}
+
+static void run_ranks(devices *all, meeting *it, void (*run)(device_rank *self))
+{
+    device_rank ranks[DEVICES_MOST];
+    pthread_t threads[DEVICES_MOST];
+    *it = (meeting){.has_id = 0};
+    all->context = it;
+    fake_reset(&all->fake);
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
+        return;
+    for (int r = 0; r < all->world_size; r++) {
+        ranks[r] = (device_rank){.all = all, .rank = r, .run = run};
+        if (pthread_create(&threads[r], NULL, run_alone, &ranks[r]) != 0)
+            exit(2);
+    }
+    for (int r = 0; r < all->world_size; r++)
+        (void)pthread_join(threads[r], NULL);
+    devices_end(all);
+}
+
+/* A float of each rank's, summed; returns the status of what failed first. */
+static pl_status sum_once(device_rank *self, pli_nccl *nccl)
+{
+    pl_status st = PL_OK;
+    void *memory = NULL;
+    float value = (float)(self->rank + 1);
+    const float expected =
+        (float)(self->all->world_size * (self->all->world_size + 1) / 2);
+    const pl_op op = {.kind = PL_ALL_REDUCE, .dtype = PL_F32, .n_elems = 1};
+    PL_TRY(self->backend->ops->alloc(self->backend, 4, &memory));
+    PL_TRY(pli_cuda_write(self->backend, memory, &value, 4, self->stream));
+    PL_TRY(pli_nccl_enqueue(nccl, &op, memory, self->stream));
+    PL_TRY(pli_cuda_read(self->backend, &value, memory, 4, self->stream));
+    CHECK(value == expected);
+done:
+    self->backend->ops->free(self->backend, memory);
+    return st;
+}
+
+static void meet_and_sum(device_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    CHECK_OK(sum_once(self, nccl));
+    CHECK_OK(pli_nccl_check(nccl));
+    pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
+    pli_nccl_finish(nccl, RANKS_DEADLINE_NS);
+    CHECK(pli_nccl_check(nccl) == PL_EPEER);
+    pli_nccl_destroy(nccl);
+}
+
+static void ranks_meet_and_add(void)
+{
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        meeting it;
+        devices all = devices_of(2 + (int)(seed % 3), seed, (fake_schedule)(seed % 3));
+        all.fake.polls = (int)seed * 3;
+        all.fake.lazy_connect = seed % 2 == 0;
+        run_ranks(&all, &it, meet_and_sum);
+    }
+}
+
+static void blocking_calls_do_as_well(void)
+{
+    meeting it;
+    devices all = devices_of(3, 1, FAKE_LATE);
+    (void)setenv("PACELINE_NCCL_BLOCKING", "1", 1);
+    run_ranks(&all, &it, meet_and_sum);
+    CHECK(fake_count("ncclCommInitRankConfig") == 0);
+    (void)unsetenv("PACELINE_NCCL_BLOCKING");
+}
+
+static void nccl_2_26_is_called_by_calls_that_block(void)
+{
+    meeting it;
+    devices all = devices_of(2, 1, FAKE_RANDOM);
+    all.fake.nccl = 22602;
+    run_ranks(&all, &it, meet_and_sum);
+    CHECK(fake_count("ncclCommInitRankConfig") == 0);
+    CHECK(fake_count("ncclCommInitRank") == 2);
+}
+
+/* One rank never comes. */
+static void wait_for_nobody(device_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    meeting *it = self->all->context;
+    if (self->rank == 1)
+        return;
+    if (self->all->deadline_ns < RANKS_DEADLINE_NS) {
+        CHECK(make(self, self->all->deadline_ns, &nccl) == PL_ETIMEOUT);
+        said("meeting the other ranks");
+    } else {
+        atomic_store(&it->is_refused, 1);
+        CHECK(make(self, RANKS_DEADLINE_NS, &nccl) != PL_OK);
+        if (error_has("somebody has gone")) /* or that the other has given up */
+            atomic_fetch_add(&it->n_over, 1);
+    }
+    CHECK(nccl == NULL);
+}
+
+static void who_waits_for_a_rank_that_does_not_come_gives_up(void)
+{
+    meeting it;
+    devices all = devices_of(3, 1, FAKE_RANDOM);
+    all.deadline_ns = 60 * PLI_MS;
+    run_ranks(&all, &it, wait_for_nobody);
+    all = devices_of(3, 1, FAKE_RANDOM);
+    run_ranks(&all, &it, wait_for_nobody);
+    CHECK(atomic_load(&it.n_over) >= 1);
+}
+
+/* ---- aborting -------------------------------------------------------------------- */
+
+typedef struct aborter {
+    pli_nccl *nccl;
+    int64_t rest_ns;
+} aborter;
+
+static void *abort_soon(void *memory)
+{
+    const aborter *it = memory;
+    pli_sleep_ns(it->rest_ns);
+    pli_nccl_abort(it->nccl);
+    pli_nccl_abort(it->nccl);
+    return NULL;
+}
+
+/* Another thread aborts while this one enqueues what the peers never will. */
+static void enqueue_until_aborted(device_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    pthread_t thread;
+    void *memory = NULL;
+    pl_status st = PL_OK;
+    const pl_op op = {.kind = PL_ALL_REDUCE, .dtype = PL_F32, .n_elems = 1};
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    aborter it = {.nccl = nccl, .rest_ns = (int64_t)(self->all->seed * 7919 % 3000000)};
+    CHECK_OK(self->backend->ops->alloc(self->backend, 4, &memory));
+    if (self->rank == 0 && pthread_create(&thread, NULL, abort_soon, &it) == 0) {
+        while (st == PL_OK) {
+            st = pli_nccl_enqueue(nccl, &op, memory, self->stream);
+            pli_sleep_ns(100000);
+        }
+        CHECK(st == PL_EPEER);
+        said("aborted");
+        (void)pthread_join(thread, NULL);
+        CHECK(pli_nccl_check(nccl) == PL_EPEER);
+        CHECK(pli_nccl_register(nccl, &(pli_nccl_memory){.is_of_nccl = 1}) == NULL);
+    }
+    pli_nccl_abort(nccl);
+    CHECK_OK(self->backend->ops->synchronize(self->backend, self->stream));
+    self->backend->ops->free(self->backend, memory);
+    pli_nccl_destroy(nccl);
+}
+
+static void an_abort_from_another_thread_ends_all_that_runs(void)
+{
+    for (uint64_t seed = 1; seed <= 15; seed++) {
+        meeting it;
+        devices all = devices_of(2, seed, (fake_schedule)(seed % 3));
+        all.fake.polls = 50;
+        run_ranks(&all, &it, enqueue_until_aborted);
+    }
+}
+
+/* ---- memory, and errors ---------------------------------------------------------- */
+
+static void use_memory(device_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    pli_nccl_memory memory = {NULL, 0, 0};
+    const pli_nccl_library *library = self->all->library;
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    CHECK_OK(pli_nccl_alloc(library, self->backend, 0, &memory));
+    CHECK(memory.is_of_nccl && memory.n_bytes > 0);
+    void *handle = pli_nccl_register(nccl, &memory);
+    CHECK(handle != NULL);
+    pli_nccl_deregister(nccl, handle);
+    pli_nccl_deregister(nccl, NULL);
+    pli_nccl_free(library, self->backend, &memory);
+    pli_nccl_free(library, self->backend, &memory); /* it is gone */
+    if (self->rank == 0) {
+        /* Where NCCL has none left, or is not there, the driver's will do. */
+        fake_fail("ncclMemAlloc", 1, 1);
+        CHECK_OK(pli_nccl_alloc(library, self->backend, 100, &memory));
+        CHECK(!memory.is_of_nccl && pli_nccl_register(nccl, &memory) == NULL);
+        pli_nccl_free(library, self->backend, &memory);
+        CHECK_OK(pli_nccl_alloc(NULL, self->backend, 100, &memory));
+        pli_nccl_free(NULL, self->backend, &memory);
+        fake_fail("ncclMemAlloc", 1, 1);
+        fake_fail("cuMemAlloc", 1, 2);
+        CHECK(pli_nccl_alloc(library, self->backend, 100, &memory) == PL_ENOMEM);
+    }
+    pli_nccl_destroy(nccl);
+}
+
+static void memory_is_nccls_where_it_has_some(void)
+{
+    meeting it;
+    devices all = devices_of(2, 1, FAKE_RANDOM);
+    run_ranks(&all, &it, use_memory);
+}
+
+static void meet_errors(device_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    static const struct {
+        int code;
+        pl_status status;
+    } errors[] = {{ncclUnhandledCudaError, PL_ESYS}, {ncclSystemError, PL_ESYS},
+                  {ncclInternalError, PL_ESYS},      {ncclInvalidArgument, PL_EINVAL},
+                  {ncclInvalidUsage, PL_EINVAL},     {ncclRemoteError, PL_EPEER}};
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    for (size_t k = 0; self->rank == 0 && k < sizeof errors / sizeof errors[0]; k++) {
+        fake_fail("ncclCommGetAsyncError", 1, errors[k].code);
+        CHECK(pli_nccl_check(nccl) == errors[k].status);
+        said(ncclGetErrorString((ncclResult_t)errors[k].code));
+        CHECK_OK(pli_nccl_check(nccl));
+    }
+    pli_nccl_destroy(nccl);
+}
+
+static void errors_are_told_in_nccls_own_words(void)
+{
+    meeting it;
+    devices all = devices_of(2, 1, FAKE_RANDOM);
+    run_ranks(&all, &it, meet_errors);
+}
+
+int main(void)
+{
+    RUN(a_library_is_found_by_its_path);
+    RUN(the_environment_comes_before_all_else);
+    RUN(one_that_is_too_old_is_refused_by_its_version);
+    RUN(ranks_meet_and_add);
+    RUN(blocking_calls_do_as_well);
+    RUN(nccl_2_26_is_called_by_calls_that_block);
+    RUN(who_waits_for_a_rank_that_does_not_come_gives_up);
+    RUN(an_abort_from_another_thread_ends_all_that_runs);
+    RUN(memory_is_nccls_where_it_has_some);
+    RUN(errors_are_told_in_nccls_own_words);
+    return check_report();
+}
