@@ -1,4 +1,5 @@
-/* reducer.c - from the first gradient of a step to its last. */
+/* reducer.c - a reducer's memory and life, the beginning of a step, and what may be
+ * asked. */
 #include "reducer.h"
 
 #include <string.h>
@@ -45,10 +46,15 @@ static size_t staging_at(const pl_reducer_spec *spec)
 
 static size_t buckets_at(const pl_reducer_spec *spec)
 {
-    /* On a page of its own, so that it can be mapped by itself. */
+    /* On the host on a page of its own, so that it can be mapped by itself. */
     const size_t page = 65536; /* a multiple of every page size in use */
     const size_t n_bytes = staging_at(spec) + line_up(spec->staging_bytes);
     return (n_bytes + page - 1) / page * page;
+}
+
+size_t pl_reducer_words_bytes(const pl_reducer_spec *spec)
+{
+    return extra_at(spec);
 }
 
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
@@ -99,6 +105,27 @@ static pl_status allocate(const pl_reducer_spec *spec, pl_reducer *self)
     PL_TRY(pli_calloc(n, sizeof *self->buckets, "reducer's buckets", &self->buckets));
     PL_TRY(pli_calloc(n, sizeof *self->backups, "reducer's backups", &self->backups));
     PL_TRY(pl_plan_create(self->params, n, NULL, &spec->caps, &self->plan));
+    PL_TRY(reducer_moves_init(self));
+    PL_TRY(reducer_moves_make_room(self, self->plan->n_buckets));
+done:
+    return st;
+}
+
+static pl_status check(const pl_reducer_spec *spec, const pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
+        PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
+                pl_comm_arena_bytes(comm), spec->n_params,
+                pl_reducer_arena_bytes(spec));
+    if (comm->backend != NULL && comm->host_bytes != pl_reducer_words_bytes(spec))
+        PL_FAIL(PL_EINVAL,
+                "%zu bytes of host memory are not the %zu of a reducer's words",
+                comm->host_bytes, pl_reducer_words_bytes(spec));
+    for (size_t i = 0; i < spec->n_params; i++)
+        if (spec->params[i].dtype < PL_F16)
+            PL_FAIL(PL_EINVAL, "parameter %zu is %s: only floating point has a mean", i,
+                    pl_dtype_text(spec->params[i].dtype));
 done:
     return st;
 }
@@ -109,19 +136,13 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     pl_status st = PL_OK;
     pl_reducer *self = NULL;
     size_t *each = NULL;
-    if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
-        PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
-                pl_comm_arena_bytes(comm), spec->n_params,
-                pl_reducer_arena_bytes(spec));
-    for (size_t i = 0; i < spec->n_params; i++)
-        if (spec->params[i].dtype < PL_F16)
-            PL_FAIL(PL_EINVAL, "parameter %zu is %s: only floating point has a mean", i,
-                    pl_dtype_text(spec->params[i].dtype));
+    PL_TRY(check(spec, comm));
     PL_TRY(pli_calloc(1, sizeof *self, "reducer", &self));
-    PL_TRY(allocate(spec, self));
-    PL_TRY(copy_each_cap(&spec->caps, &each));
     self->comm = comm;
     self->backend = backend;
+    self->spec.n_params = spec->n_params;
+    PL_TRY(allocate(spec, self));
+    PL_TRY(copy_each_cap(&spec->caps, &each));
     self->spec = *spec;
     self->spec.params = self->params;
     take_caps(self, &spec->caps, each);
@@ -140,19 +161,12 @@ done:
     return st;
 }
 
-static void drop_backups(pl_reducer *self)
-{
-    for (size_t i = 0; self->backups != NULL && i < self->spec.n_params; i++) {
-        pli_free(self->backups[i]);
-        self->backups[i] = NULL;
-    }
-}
-
 void pl_reducer_destroy(pl_reducer *self)
 {
     if (self == NULL)
         return;
-    drop_backups(self);
+    reducer_drop_backups(self);
+    reducer_moves_fini(self);
     pl_plan_destroy(self->plan);
     pli_free(self->params);
     pli_free(self->each_cap);
@@ -186,16 +200,19 @@ static const uint32_t *learned_order(const pl_reducer *self)
     return (const uint32_t *)(const void *)(self->arena + self->order_at);
 }
 
-static pl_status lay_out(pl_reducer *self, const uint32_t *order,
-                         const pl_plan_caps *caps)
+pl_status reducer_lay_out(pl_reducer *self, const uint32_t *order,
+                          const pl_plan_caps *caps)
 {
     pl_status st = PL_OK;
     pl_plan *plan = NULL;
     PL_TRY(pl_plan_create(self->params, self->spec.n_params, order, caps, &plan));
+    PL_TRY(reducer_moves_make_room(self, plan->n_buckets));
     pl_plan_destroy(self->plan);
     self->plan = plan;
+    plan = NULL;
     self->generation++;
 done:
+    pl_plan_destroy(plan);
     return st;
 }
 
@@ -204,7 +221,7 @@ done:
 static pl_status take_up_order(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    PL_TRY(lay_out(self, learned_order(self), &self->spec.caps));
+    PL_TRY(reducer_lay_out(self, learned_order(self), &self->spec.caps));
     self->learning = LEARNING_DONE;
 done:
     return st;
@@ -220,13 +237,19 @@ pl_status pl_reducer_set_carrier(pl_reducer *self, const pl_carrier *carrier,
     if (self->phase != REDUCER_IDLE)
         PL_FAIL(PL_ESTATE, "a carrier comes while a step is under way, or has failed");
     PL_TRY(copy_each_cap(caps, &each));
-    PL_TRY(lay_out(self, order, caps));
+    PL_TRY(reducer_lay_out(self, order, caps));
     take_caps(self, caps, each);
     each = NULL;
     self->carrier = *carrier;
 done:
     pli_free(each);
     return st;
+}
+
+void pl_reducer_set_stream(pl_reducer *self, pl_stream *stream)
+{
+    self->is_ordered &= self->stream == stream;
+    self->stream = stream;
 }
 
 pl_status pl_reducer_begin(pl_reducer *self)
@@ -238,8 +261,10 @@ pl_status pl_reducer_begin(pl_reducer *self)
         PL_TRY(take_up_order(self));
     for (size_t i = 0; i < self->spec.n_params; i++)
         self->slots[i].n_fires = 0;
+    reducer_moves_begin(self);
     self->n_fires = 0;
     self->n_fired_params = 0;
+    self->is_ordered = 0;
     memset(used_of(self), 0, n_flag_bytes(self));
     reducer_open_roll(self);
     reducer_arm_buckets(self);
@@ -250,161 +275,17 @@ done:
     return st;
 }
 
-/* ---- gradients arrive --------------------------------------------------------- */
-
-/* Issues the next operation of a bucket: CHUNK_BYTES of it, or what remains. */
-static pl_status issue_chunk(pl_reducer *self, size_t b)
-{
-    pl_status st = PL_OK;
-    const pl_bucket_plan *bucket = &self->plan->buckets[b];
-    const size_t elem_bytes = pl_dtype_bytes(bucket->dtype);
-    const size_t n_left = bucket->n_elems - self->buckets[b].n_issued;
-    const size_t n_most = self->comm->chunk_bytes / elem_bytes;
-    const pl_op op = {
-        .kind = PL_ALL_REDUCE,
-        .reduction = PL_MEAN,
-        .dtype = bucket->dtype,
-        .offset_bytes = self->buckets_at + bucket->offset_bytes +
-                        self->buckets[b].n_issued * elem_bytes,
-        .n_elems = n_left < n_most ? n_left : n_most,
-    };
-    PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
-    self->buckets[b].n_issued += op.n_elems;
-done:
-    return st;
-}
-
-pl_status reducer_post_ready(pl_reducer *self)
-{
-    pl_status st = PL_OK;
-    while (self->n_posted < self->plan->n_buckets &&
-           self->buckets[self->n_posted].phase == PL_BUCKET_READY) {
-        const size_t b = self->n_posted;
-        if (self->carrier.post != NULL)
-            PL_TRY(self->carrier.post(self->carrier.context, b));
-        else
-            while (self->buckets[b].n_issued < self->plan->buckets[b].n_elems)
-                PL_TRY(issue_chunk(self, b));
-        PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_POSTED, b));
-        self->n_posted++;
-    }
-done:
-    return st;
-}
-
-static pl_status move_in(pl_reducer *self, size_t param, const void *data,
-                         pl_delivery delivery, pl_stream *stream)
-{
-    const pl_move move = {
-        .to = slot_memory(self, param),
-        .from = data,
-        .dtype = self->params[param].dtype,
-        .n_elems = self->params[param].n_elems,
-    };
-    switch (delivery) {
-    case PL_REPLACE:
-        return self->backend->ops->copy(self->backend, &move, 1, stream);
-    case PL_ADD:
-        return self->backend->ops->add(self->backend, &move, 1, stream);
-    case PL_IN_PLACE:
-        break;
-    }
-    return PL_OK;
-}
-
-/* Whether a large gradient can be summed while it is still being copied: its bucket is
- * its own, whose turn it is, and nothing more is expected of it. */
-static int can_stream(const pl_reducer *self, size_t param, const void *data,
-                      pl_delivery delivery)
-{
-    const size_t b = self->plan->slots[param].bucket;
-    const slot_state *slot = &self->slots[param];
-    return self->carrier.post == NULL && delivery == PL_REPLACE && data != NULL &&
-           self->n_posted == b && self->plan->buckets[b].n_params == 1 &&
-           self->buckets[b].n_pending == 1 &&
-           self->buckets[b].phase == PL_BUCKET_FILLING &&
-           slot->n_fires + 1 == slot->n_expected;
-}
-
-/* Copies and issues chunk by chunk: each is summed while it is in cache. */
-static pl_status stream_in(pl_reducer *self, size_t param, const void *data,
-                           pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    const pl_param *tensor = &self->params[param];
-    const size_t b = self->plan->slots[param].bucket;
-    const size_t elem_bytes = pl_dtype_bytes(tensor->dtype);
-    const size_t n_most = self->comm->chunk_bytes / elem_bytes;
-    for (size_t first = 0; first < tensor->n_elems; first += n_most) {
-        const size_t n_left = tensor->n_elems - first;
-        const pl_move move = {
-            .to = slot_memory(self, param) + first * elem_bytes,
-            .from = (const char *)data + first * elem_bytes,
-            .dtype = tensor->dtype,
-            .n_elems = n_left < n_most ? n_left : n_most,
-        };
-        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, stream));
-        PL_TRY(issue_chunk(self, b));
-        PL_TRY(pl_comm_progress(self->comm));
-    }
-done:
-    return st;
-}
-
-/* Counts a fire; the bucket is ready with the last that is expected of it. */
-static pl_status count_fire(pl_reducer *self, size_t param)
-{
-    pl_status st = PL_OK;
-    slot_state *slot = &self->slots[param];
-    const size_t b = self->plan->slots[param].bucket;
-    bucket_state *bucket = &self->buckets[b];
-    slot->fired_at = self->n_fires++;
-    self->n_fired_params += slot->n_fires == 0;
-    if (slot->n_fires < UINT16_MAX)
-        slot->n_fires++;
-    if (slot->n_fires != slot->n_expected)
-        goto done;
-    if (bucket->phase == PL_BUCKET_FILLING && --bucket->n_pending == 0) {
-        PL_TRY(pl_bucket_move(&bucket->phase, PL_BUCKET_READY, b));
-        PL_TRY(reducer_post_ready(self));
-    }
-done:
-    return st;
-}
-
-pl_status pl_reducer_deliver(pl_reducer *self, size_t param, const void *data,
-                             pl_delivery delivery, pl_stream *stream, pl_verdict *out)
-{
-    pl_status st = PL_OK;
-    pl_verdict verdict = PL_TAKEN;
-    const bucket_state *bucket = &self->buckets[self->plan->slots[param].bucket];
-    if (self->phase != REDUCER_FILLING)
-        PL_FAIL(PL_ESTATE, "a gradient arrives outside a step");
-    /* One without elements has nothing in the bucket to come late for. */
-    if (bucket->phase == PL_BUCKET_POSTED && self->params[param].n_elems > 0) {
-        late_of(self)[param] = 1;
-        verdict = PL_LATE;
-    } else if (can_stream(self, param, data, delivery)) {
-        PL_TRY(stream_in(self, param, data, stream));
-    } else {
-        PL_TRY(move_in(self, param, data, delivery, stream));
-        /* READY but waiting for its turn: the slot may still take more. */
-    }
-    if (data != NULL)
-        used_of(self)[param] = USED_DENSE;
-    PL_TRY(count_fire(self, param));
-    PL_TRY(pl_comm_progress(self->comm));
-    *out = verdict;
-done:
-    return st;
-}
-
-void pl_reducer_hold(pl_reducer *self, size_t param)
-{
-    self->buckets[self->plan->slots[param].bucket].n_pending++;
-}
-
 /* ---- what may be asked -------------------------------------------------------- */
+
+int pl_reducer_is_learned(const pl_reducer *self)
+{
+    return self->learning == LEARNING_DONE;
+}
+
+size_t pl_reducer_n_posted(const pl_reducer *self)
+{
+    return self->n_posted;
+}
 
 int pl_reducer_is_active(const pl_reducer *self)
 {
@@ -460,7 +341,7 @@ void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_
 
 void *pl_reducer_extra(const pl_reducer *self)
 {
-    return self->arena + self->extra_at;
+    return pli_comm_memory(self->comm, self->extra_at);
 }
 
 size_t pl_reducer_staging_offset(const pl_reducer *self)

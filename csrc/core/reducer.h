@@ -47,8 +47,10 @@ typedef enum pl_delivery {
 } pl_delivery;
 
 typedef enum pl_verdict {
-    PL_TAKEN, /* the data was copied: the caller may drop it */
+    PL_TAKEN, /* the data was copied, or its copy enqueued: the caller may drop it */
     PL_LATE,  /* the bucket is posted: the caller keeps it until the amendment */
+    PL_HELD, /* it is copied with its bucket: the caller keeps it, and its values, until
+                that is posted (pl_reducer_n_posted), or the step has failed */
 } pl_verdict;
 
 /* What every rank must agree on before a world is made. */
@@ -60,7 +62,10 @@ typedef struct pl_reducer_spec {
     pl_plan_caps caps;
 } pl_reducer_spec;
 
-/* The arena that such a reducer needs, and its most operations in flight. */
+/* The arena that such a reducer needs, and its most operations in flight.  The words,
+ * at the arena's start, are host memory; all behind them is the backend's:
+ * comm->host_bytes is pl_reducer_words_bytes() where there is a device. */
+size_t pl_reducer_words_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec);
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec);
 
@@ -84,6 +89,9 @@ void pl_reducer_destroy(pl_reducer *reducer);
 pl_status pl_reducer_set_carrier(pl_reducer *reducer, const pl_carrier *carrier,
                                  const pl_plan_caps *caps) PL_MUST_USE;
 
+/* The stream of all that follows but `deliver`, which has its own.  NULL at first. */
+void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
+
 /* Starts a step.  PL_ESTATE where one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;
 
@@ -93,12 +101,24 @@ pl_status pl_reducer_deliver(pl_reducer *reducer, size_t param, const void *data
                              pl_delivery delivery, pl_stream *stream,
                              pl_verdict *out) PL_MUST_USE;
 
+/* What is held of the parameter's gradient is copied now: the caller may drop it, or
+ * change it.  A no-op where nothing is held. */
+pl_status pl_reducer_flush(pl_reducer *reducer, size_t param) PL_MUST_USE;
+
+/* Buckets posted in this step: 0 .. n - 1 of the plan.  What was held for a member of
+ * these may be dropped. */
+size_t pl_reducer_n_posted(const pl_reducer *reducer);
+
+/* Whether a gradient that came for the parameter now would let buckets be posted. */
+int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
+
 /* Keeps the parameter's bucket back until `close`, whatever else comes: nothing that
  * arrives for it can then be late.  Before its first delivery in a step. */
 void pl_reducer_hold(pl_reducer *reducer, size_t param);
 
 /* Before `close`, for a parameter that was not delivered: `data` (NULL: zeros) is what
- * this rank contributes should any rank have used it. */
+ * this rank contributes should any rank have used it.  The caller keeps it as what is
+ * PL_HELD. */
 typedef enum pl_use { PL_UNUSED, PL_USED } pl_use;
 pl_status pl_reducer_settle(pl_reducer *reducer, size_t param, const void *data,
                             pl_delivery delivery, pl_use use) PL_MUST_USE;
@@ -111,6 +131,10 @@ pl_status pl_reducer_close(pl_reducer *reducer) PL_MUST_USE;
 
 /* PL_EAGAIN after about slice_ns. */
 pl_status pl_reducer_wait(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
+
+/* After `wait`: what the stream does from now on comes behind the means.  Never waits
+ * itself; a no-op on the CPU. */
+pl_status pl_reducer_order(pl_reducer *reducer) PL_MUST_USE;
 
 /* After `wait`: the parameters that some rank delivered late.  Each rank gives what it
  * has for each: PL_ADD adds to the mean, PL_REPLACE puts a new total in its place. */
@@ -173,6 +197,10 @@ void pl_reducer_fail(pl_reducer *reducer, const char *words);
 pl_status pl_reducer_recover(pl_reducer *reducer, int64_t slice_ns) PL_MUST_USE;
 
 /* ---- what may be asked ------------------------------------------------------ */
+
+/* Non-zero once the plan follows the order that a step has shown: nothing changes from
+ * step to step any more. */
+int pl_reducer_is_learned(const pl_reducer *reducer);
 
 /* Non-zero between begin and end. */
 int pl_reducer_is_active(const pl_reducer *reducer);

@@ -108,6 +108,11 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     if (spec->staging_bytes < LEAST_STAGING_BYTES)
         PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small: give %d",
                 spec->staging_bytes, LEAST_STAGING_BYTES);
+    if (spec->comm->backend != NULL)
+        PL_FAIL(PL_EUNSUPPORTED,
+                "rows are exchanged in host memory, and a world of kind '%s' has its "
+                "gradients on a device: average them densely",
+                spec->comm->ops->name);
     PL_TRY(check_rows(spec));
     PL_TRY(pli_calloc(1, sizeof *self, "an exchange of rows", &self));
     PL_TRY(pli_calloc(n, sizeof *self->tables, "tables", &self->tables));

@@ -11,16 +11,15 @@ pl_status pl_reducer_settle(pl_reducer *self, size_t param, const void *data,
 {
     pl_status st = PL_OK;
     const size_t b = self->plan->slots[param].bucket;
-    const pl_move move = {
-        .to = slot_memory(self, param),
-        .from = data,
-        .dtype = self->params[param].dtype,
-        .n_elems = self->params[param].n_elems,
-    };
+    pl_verdict verdict;
     if (self->phase != REDUCER_FILLING || self->buckets[b].phase == PL_BUCKET_POSTED)
         PL_FAIL(PL_ESTATE, "parameter %zu is settled when its bucket is gone", param);
-    if (delivery != PL_IN_PLACE)
-        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, NULL));
+    if (reducer_defers(&self->moves)) {
+        PL_TRY(reducer_note(self, param, data, delivery, self->stream, &verdict));
+    } else if (delivery != PL_IN_PLACE) {
+        const pl_move move = slot_move(self, param, data);
+        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    }
     if (use == PL_USED)
         used_of(self)[param] = USED_DENSE;
 done:
@@ -34,15 +33,31 @@ void pl_reducer_note_sparse(pl_reducer *self, size_t param, unsigned n_dims)
 }
 
 static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,
-                             size_t n_bytes)
+                             size_t n_bytes, pl_event *ready)
 {
+    const pli_order order = {.ready = ready};
     const pl_op op = {.kind = kind,
                       .reduction = kind == PL_BROADCAST ? PL_SUM : PL_MAX,
                       .dtype = PL_U8,
                       .root = self->root,
                       .offset_bytes = offset_bytes,
                       .n_elems = n_bytes};
-    return pl_comm_issue(self->comm, &op, &self->last_ticket);
+    return pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket);
+}
+
+/* What the device carries comes before what the host's words do: when these are all
+ * there, every rank has enqueued its part of the step. */
+static pl_status issue_extra(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pl_event *ready = NULL;
+    if (self->spec.extra_bytes == 0)
+        goto done;
+    PL_TRY(reducer_record_aside(self, self->stream, &ready));
+    PL_TRY(
+        issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes, ready));
+done:
+    return st;
 }
 
 /* The parameters by their latest fire, then those that did not fire: the root's view of
@@ -75,15 +90,15 @@ static pl_status close_step(pl_reducer *self)
     for (size_t b = self->n_posted; b < self->plan->n_buckets; b++)
         if (self->buckets[b].phase == PL_BUCKET_FILLING)
             PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
-    PL_TRY(reducer_post_ready(self));
-    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self)));
+    PL_TRY(reducer_post_ready(self, self->stream));
+    self->moves.n_stale = 0;
+    PL_TRY(issue_extra(self));
+    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self), NULL));
     if (self->learning == LEARNING_NOTHING) {
         PL_TRY(write_order(self));
         PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
-                           self->spec.n_params * sizeof(uint32_t)));
+                           self->spec.n_params * sizeof(uint32_t), NULL));
     }
-    if (self->spec.extra_bytes > 0)
-        PL_TRY(issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes));
 done:
     return st;
 }
@@ -91,6 +106,8 @@ done:
 static pl_status close_amendments(pl_reducer *self)
 {
     pl_status st = PL_OK;
+    pli_order order = {.ready = NULL};
+    PL_TRY(reducer_record_aside(self, self->stream, &order.ready));
     for (size_t i = 0; i < self->spec.n_params; i++) {
         if (!pl_reducer_is_late(self, i))
             continue;
@@ -99,7 +116,11 @@ static pl_status close_amendments(pl_reducer *self)
                           .dtype = self->params[i].dtype,
                           .offset_bytes = pl_reducer_slot_offset(self, i),
                           .n_elems = self->params[i].n_elems};
-        PL_TRY(pl_comm_issue(self->comm, &op, &self->last_ticket));
+        PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket));
+    }
+    if (self->comm->backend != NULL) { /* see issue_extra() */
+        const pl_op barrier = {.kind = PL_BARRIER};
+        PL_TRY(pl_comm_issue(self->comm, &barrier, &self->last_ticket));
     }
 done:
     return st;
@@ -117,8 +138,68 @@ pl_status pl_reducer_close(pl_reducer *self)
     } else {
         PL_FAIL(PL_ESTATE, "a step is closed that is not open");
     }
+    self->is_ordered = 0;
     pli_comm_note(self->comm, reducer_is_active_rank(self) ? PL_FINISHING : PL_JOINED,
                   self->step);
+done:
+    return st;
+}
+
+/* The stream comes behind all that was issued. */
+static pl_status order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->is_ordered)
+        goto done;
+    PL_TRY(pli_comm_order(self->comm, self->stream));
+    self->is_ordered = 1;
+done:
+    return st;
+}
+
+pl_status pl_reducer_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_REDUCED)
+        PL_FAIL(PL_ESTATE, "a stream is ordered behind means that are not in place");
+    PL_TRY(order(self));
+done:
+    return st;
+}
+
+/* ---- amendments ------------------------------------------------------------------ */
+
+static void free_backup(pl_reducer *self, backup *it)
+{
+    if (it->memory != NULL && reducer_defers(&self->moves))
+        self->backend->ops->free(self->backend, it->memory);
+    else
+        pli_free(it->memory);
+    *it = (backup){.memory = NULL};
+}
+
+void reducer_drop_backups(pl_reducer *self)
+{
+    for (size_t i = 0; self->backups != NULL && i < self->spec.n_params; i++)
+        free_backup(self, &self->backups[i]);
+}
+
+/* Copies a mean to where an amendment does not reach it. */
+static pl_status put_aside(pl_reducer *self, size_t param)
+{
+    pl_status st = PL_OK;
+    backup *it = &self->backups[param];
+    const size_t n_bytes =
+        self->params[param].n_elems * pl_dtype_bytes(self->params[param].dtype);
+    if (it->memory == NULL && reducer_defers(&self->moves))
+        PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &it->memory));
+    else if (it->memory == NULL)
+        PL_TRY(pli_calloc(n_bytes, 1, "an amended mean", &it->memory));
+    pl_move move = slot_move(self, param, NULL);
+    move.from = move.to;
+    move.to = it->memory;
+    PL_TRY(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    it->is_taken = 1;
 done:
     return st;
 }
@@ -127,16 +208,16 @@ done:
 static pl_status merge_backups(pl_reducer *self)
 {
     pl_status st = PL_OK;
+    PL_TRY(order(self));
     for (size_t i = 0; i < self->spec.n_params; i++) {
-        if (self->backups[i] == NULL)
+        backup *it = &self->backups[i];
+        if (!it->is_taken)
             continue;
-        const pl_move move = {.to = slot_memory(self, i),
-                              .from = self->backups[i],
-                              .dtype = self->params[i].dtype,
-                              .n_elems = self->params[i].n_elems};
-        PL_TRY(self->backend->ops->add(self->backend, &move, 1, NULL));
-        pli_free(self->backups[i]);
-        self->backups[i] = NULL;
+        const pl_move move = slot_move(self, i, it->memory);
+        PL_TRY(self->backend->ops->add(self->backend, &move, 1, self->stream));
+        it->is_taken = 0;
+        if (!reducer_defers(&self->moves))
+            free_backup(self, it);
     }
 done:
     return st;
@@ -178,20 +259,13 @@ pl_status pl_reducer_amend(pl_reducer *self, size_t param, const void *data,
                            pl_delivery delivery)
 {
     pl_status st = PL_OK;
-    const size_t n_bytes =
-        self->params[param].n_elems * pl_dtype_bytes(self->params[param].dtype);
-    const pl_move move = {.to = slot_memory(self, param),
-                          .from = data,
-                          .dtype = self->params[param].dtype,
-                          .n_elems = self->params[param].n_elems};
     if ((self->phase != REDUCER_REDUCED && self->phase != REDUCER_AMENDING) ||
         !pl_reducer_is_late(self, param))
         PL_FAIL(PL_ESTATE, "parameter %zu is amended but not late", param);
-    if (delivery == PL_ADD && self->backups[param] == NULL) {
-        PL_TRY(pli_calloc(n_bytes, 1, "an amended mean", &self->backups[param]));
-        memcpy(self->backups[param], slot_memory(self, param), n_bytes);
-    }
-    PL_TRY(self->backend->ops->copy(self->backend, &move, 1, NULL));
+    PL_TRY(order(self));
+    if (delivery == PL_ADD && !self->backups[param].is_taken)
+        PL_TRY(put_aside(self, param));
+    PL_TRY(reducer_move_late(self, param, data));
     self->phase = REDUCER_AMENDING;
 done:
     return st;
@@ -218,6 +292,8 @@ done:
 void pl_reducer_fail(pl_reducer *self, const char *words)
 {
     pl_comm_abort(self->comm, words);
+    if (pl_reducer_is_active(self))
+        reducer_moves_abandon(self);
     self->phase = REDUCER_FAILED;
 }
 
@@ -226,18 +302,12 @@ void pl_reducer_fail(pl_reducer *self, const char *words)
 static pl_status forget(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    pl_plan *plan = NULL;
-    PL_TRY(pl_plan_create(self->params, self->spec.n_params, NULL, &self->spec.caps,
-                          &plan));
-    pl_plan_destroy(self->plan);
-    self->plan = plan;
-    self->generation++;
+    PL_TRY(reducer_lay_out(self, NULL, &self->spec.caps));
     self->learning = LEARNING_NOTHING;
     self->roll = reducer_full_roll(self);
     for (size_t i = 0; i < self->spec.n_params; i++) {
         self->slots[i] = (slot_state){0};
-        pli_free(self->backups[i]);
-        self->backups[i] = NULL;
+        self->backups[i].is_taken = 0;
     }
 done:
     return st;

@@ -68,14 +68,35 @@ done:
     return st;
 }
 
+static int is_rescaled(const pl_reducer *self)
+{
+    const int n_active = self->roll.n_active;
+    return n_active != pl_comm_world_size(self->comm) && n_active != 0;
+}
+
 pl_status pl_reducer_rescale_mean(pl_reducer *self, const pl_move *mean)
 {
     const int world_size = pl_comm_world_size(self->comm);
     const int n_active = self->roll.n_active;
-    if (n_active == world_size || n_active == 0)
+    if (!is_rescaled(self))
         return PL_OK;
     return self->backend->ops->scale(self->backend, mean, 1, world_size, n_active,
-                                     NULL);
+                                     self->stream);
+}
+
+/* All of them by one launch. */
+static pl_status rescale_together(pl_reducer *self)
+{
+    const int n_active = self->roll.n_active;
+    pl_move *means = self->moves.moves;
+    size_t n = 0;
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        if (pl_reducer_is_used(self, i) && self->params[i].n_elems > 0)
+            means[n++] = slot_move(self, i, NULL);
+    return n > 0 ? self->backend->ops->scale(self->backend, means, n,
+                                             pl_comm_world_size(self->comm), n_active,
+                                             self->stream)
+                 : PL_OK;
 }
 
 pl_status pl_reducer_rescale(pl_reducer *self)
@@ -83,10 +104,15 @@ pl_status pl_reducer_rescale(pl_reducer *self)
     pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
         PL_FAIL(PL_ESTATE, "means are rescaled that are not in place");
+    if (!is_rescaled(self))
+        goto done;
+    if (reducer_defers(&self->moves)) {
+        PL_TRY(pl_reducer_order(self));
+        PL_TRY(rescale_together(self));
+        goto done;
+    }
     for (size_t i = 0; i < self->spec.n_params; i++) {
-        const pl_move mean = {.to = slot_memory(self, i),
-                              .dtype = self->params[i].dtype,
-                              .n_elems = self->params[i].n_elems};
+        const pl_move mean = slot_move(self, i, NULL);
         if (pl_reducer_is_used(self, i))
             PL_TRY(pl_reducer_rescale_mean(self, &mean));
     }

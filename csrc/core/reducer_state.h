@@ -1,9 +1,10 @@
-/* reducer_state.h - what a reducer holds; for reducer.c and reducer_finish.c alone. */
+/* reducer_state.h - what a reducer holds; for the files reducer*.c alone. */
 #ifndef PLI_REDUCER_STATE_H
 #define PLI_REDUCER_STATE_H
 
 #include "bucket.h"
 #include "reducer.h"
+#include "reducer_moves.h"
 
 typedef enum reducer_phase {
     REDUCER_IDLE,          /* between steps */
@@ -38,6 +39,13 @@ typedef struct bucket_state {
     size_t n_issued;    /* elements, from the bucket's start */
 } bucket_state;
 
+/* A mean put aside while it is amended.  On a device the memory is kept for the next
+ * time: freeing it may wait. */
+typedef struct backup {
+    void *memory;
+    int is_taken;
+} backup;
+
 struct pl_reducer {
     pl_comm *comm;
     pl_backend *backend;
@@ -48,8 +56,11 @@ struct pl_reducer {
     pl_plan *plan;
     slot_state *slots;
     bucket_state *buckets; /* room for n_params of them */
-    void **backups;        /* by parameter: a mean put aside while it is amended */
-    char *arena;
+    backup *backups;       /* by parameter */
+    reducer_moves moves; /* those put off, where the backend takes them by the bucket */
+    pl_stream *stream;   /* of all but what is delivered */
+    int is_ordered;      /* the stream is behind all that was issued */
+    char *arena;         /* the words; on the CPU all of it */
     size_t late_at, roll_at, order_at, extra_at, buckets_at;
     reducer_phase phase;
     reducer_learning learning;
@@ -87,8 +98,22 @@ static inline size_t n_flag_bytes(const pl_reducer *self)
 
 static inline char *slot_memory(const pl_reducer *self, size_t param)
 {
-    return self->arena + self->buckets_at + self->plan->slots[param].offset_bytes;
+    const size_t at = self->buckets_at + self->plan->slots[param].offset_bytes;
+    return reducer_defers(&self->moves) ? pli_comm_memory(self->comm, at)
+                                        : self->arena + at;
 }
+
+static inline pl_move slot_move(const pl_reducer *self, size_t param, const void *from)
+{
+    return (pl_move){.to = slot_memory(self, param),
+                     .from = from,
+                     .dtype = self->params[param].dtype,
+                     .n_elems = self->params[param].n_elems};
+}
+
+/* Takes up a plan of that order, and of those caps. */
+pl_status reducer_lay_out(pl_reducer *self, const uint32_t *order,
+                          const pl_plan_caps *caps) PL_MUST_USE;
 
 /* Counts what each bucket waits for, and puts all in PL_BUCKET_FILLING. */
 void reducer_arm_buckets(pl_reducer *self);
@@ -107,7 +132,11 @@ void reducer_read_roll(pl_reducer *self);
 /* As if every rank had been active: what a reducer knows at first. */
 pl_roll reducer_full_roll(const pl_reducer *self);
 
-/* Posts every bucket that is ready and whose turn it is. */
-pl_status reducer_post_ready(pl_reducer *self) PL_MUST_USE;
+/* Posts every bucket that is ready and whose turn it is; what was put off is moved on
+ * `stream`. */
+pl_status reducer_post_ready(pl_reducer *self, pl_stream *stream) PL_MUST_USE;
+
+/* Frees what was put aside for amended means, and all memory for that. */
+void reducer_drop_backups(pl_reducer *self);
 
 #endif

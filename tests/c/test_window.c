@@ -231,6 +231,74 @@ static void views_come_and_go_on_any_thread(void)
     CHECK(n_shared_mappings() == 0);
 }
 
+/* ---- on a device ------------------------------------------------------------------
+ */
+
+/* A world whose memory is one of two halves, each with its shares counted. */
+typedef struct halves {
+    pl_comm comm;
+    size_t now;
+    struct half {
+        pli_hold hold;
+        int n_shares;
+        char memory[64];
+    } each[2];
+} halves;
+
+static void give_share_back(pli_hold *hold)
+{
+    ((struct half *)(void *)hold)->n_shares--;
+}
+
+static pli_hold *take_share(pl_comm *comm)
+{
+    halves *it = (halves *)(void *)comm;
+    it->each[it->now].n_shares++;
+    return &it->each[it->now].hold;
+}
+
+static pl_status take_other_half(pl_comm *comm)
+{
+    halves *it = (halves *)(void *)comm;
+    it->now = 1 - it->now;
+    return PL_OK;
+}
+
+static void *memory_of_half(pl_comm *comm, size_t offset_bytes)
+{
+    halves *it = (halves *)(void *)comm;
+    return it->each[it->now].memory + offset_bytes;
+}
+
+static void on_a_device_old_memory_stays_with_its_views_and_the_world_has_other(void)
+{
+    static const pl_comm_ops ops = {.name = "halves",
+                                    .memory = memory_of_half,
+                                    .hold_memory = take_share,
+                                    .renew = take_other_half};
+    halves it = {.comm = {.ops = &ops},
+                 .each = {{.hold = {give_share_back}}, {.hold = {give_share_back}}}};
+    pli_window *old = NULL;
+    pli_window *new = NULL;
+    if (!CHECK_OK(pli_window_create(&it.comm, 8, 32, N_SLOTS, &old)))
+        return;
+    CHECK(old->base == it.each[0].memory + 8);
+    CHECK_OK(pli_window_retire(old)); /* nobody sees it */
+    CHECK(it.now == 0);
+    pli_window_see(old, 1);
+    CHECK_OK(pli_window_retire(old));
+    CHECK(it.now == 1 && old->base == it.each[0].memory + 8);
+    pli_window_release(old);
+    if (!CHECK_OK(pli_window_create(&it.comm, 8, 32, N_SLOTS, &new)))
+        return;
+    CHECK(new->base == it.each[1].memory + 8);
+    CHECK(it.each[0].n_shares == 1 && it.each[1].n_shares == 1);
+    pli_window_unsee(old, 1);
+    CHECK(it.each[0].n_shares == 0 && it.each[1].n_shares == 1);
+    pli_window_release(new);
+    CHECK(it.each[1].n_shares == 0);
+}
+
 int main(void)
 {
     (void)alarm(60);
@@ -242,5 +310,6 @@ int main(void)
     RUN(a_window_beyond_what_there_is_is_refused);
     RUN(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena);
     RUN(views_come_and_go_on_any_thread);
+    RUN(on_a_device_old_memory_stays_with_its_views_and_the_world_has_other);
     return check_report();
 }

@@ -1,0 +1,173 @@
+/* fake_ranks.h - ranks over the fake of NCCL, for its own tests.
+ *
+ * Each has a device, two streams and memory; driven by one thread, by one each, or by
+ * one process each.
+ */
+#ifndef PLT_FAKE_RANKS_H
+#define PLT_FAKE_RANKS_H
+
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "check.h"
+#include "fake/fake.h"
+#include "values.h"
+
+enum { RANK_N = 100, RANK_BYTES = RANK_N * 8, MAX_RANKS = 4 };
+
+typedef struct rank {
+    int rank, n_ranks;
+    ncclUniqueId id;
+    CUcontext context;
+    CUstream compute, side;
+    CUevent ready;
+    CUdeviceptr memory; /* RANK_BYTES for each rank */
+    ncclComm_t comm;
+} rank;
+
+static inline void *rank_memory(const rank *it)
+{
+    return (void *)(uintptr_t)it->memory;
+}
+
+/* All but the communicator. */
+static inline rank rank_make(int me, int n_ranks, const ncclUniqueId *id)
+{
+    rank it = {.rank = me, .n_ranks = n_ranks, .id = *id};
+    CHECK(cuDevicePrimaryCtxRetain(&it.context, me) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
+    CHECK(cuMemAlloc(&it.memory, RANK_BYTES * MAX_RANKS) == CUDA_SUCCESS);
+    CHECK(cuStreamCreate(&it.compute, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    CHECK(cuStreamCreate(&it.side, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS);
+    CHECK(cuEventCreate(&it.ready, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS);
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+    return it;
+}
+
+static inline void rank_enter(const rank *it)
+{
+    CHECK(cuCtxPushCurrent(it->context) == CUDA_SUCCESS);
+}
+
+static inline void rank_leave(void)
+{
+    CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
+}
+
+/* The communicator must have ended. */
+static inline void rank_free(rank *it)
+{
+    rank_enter(it);
+    CHECK(cuEventDestroy(it->ready) == CUDA_SUCCESS);
+    CHECK(cuMemFree(it->memory) == CUDA_SUCCESS);
+    CHECK(cuStreamDestroy(it->compute) == CUDA_SUCCESS);
+    CHECK(cuStreamDestroy(it->side) == CUDA_SUCCESS);
+    rank_leave();
+    CHECK(cuDevicePrimaryCtxRelease(it->rank) == CUDA_SUCCESS);
+}
+
+static inline fake_options ranks_options(uint64_t seed, fake_schedule schedule)
+{
+    fake_options options = fake_defaults();
+    options.seed = seed;
+    options.schedule = schedule;
+    options.devices = MAX_RANKS;
+    options.alloc_waits = 0;
+    options.quiet = 1;
+    return options;
+}
+
+/* Made by one thread, in a group. */
+static inline void ranks_make(rank *ranks, int n, const fake_options *options)
+{
+    ncclUniqueId id;
+    fake_reset(options);
+    CHECK(cuInit(0) == CUDA_SUCCESS);
+    CHECK(ncclGetUniqueId(&id) == ncclSuccess);
+    for (int r = 0; r < n; r++)
+        ranks[r] = rank_make(r, n, &id);
+    CHECK(ncclGroupStart() == ncclSuccess);
+    for (int r = 0; r < n; r++) {
+        rank_enter(&ranks[r]);
+        CHECK(ncclCommInitRank(&ranks[r].comm, n, id, r) == ncclSuccess);
+        rank_leave();
+    }
+    CHECK(ncclGroupEnd() == ncclSuccess);
+}
+
+static inline void ranks_check_clean(void)
+{
+    if (!CHECK(fake_errors() == 0))
+        CHECK_MORE("%s", fake_error(0));
+    CHECK(fake_live_objects() == 0);
+    CHECK(fake_pending() == 0);
+}
+
+static inline void ranks_end(rank *ranks, int n)
+{
+    CHECK(fake_synchronize_all());
+    for (int r = 0; r < n; r++) {
+        CHECK(ncclCommDestroy(ranks[r].comm) == ncclSuccess);
+        rank_free(&ranks[r]);
+    }
+    ranks_check_clean();
+}
+
+static inline void ranks_expect_error(const char *words)
+{
+    const char *error = fake_error(0);
+    if (!CHECK(error != NULL && strstr(error, words) != NULL))
+        CHECK_MORE("%s, not %s", error != NULL ? error : "none", words);
+    fake_forget_errors();
+}
+
+/* Element i of rank r: a small integer that is a multiple of the number of ranks. */
+static inline int rank_value(const rank *it, int r, int i)
+{
+    return it->n_ranks * (r + 1 + i % 3);
+}
+
+/* Writes n elements on the stream; nothing is left to wait for on the host. */
+static inline void rank_fill(const rank *it, pl_dtype dtype, int n, CUstream stream)
+{
+    char bytes[RANK_BYTES * MAX_RANKS];
+    for (int i = 0; i < n; i++)
+        value_put(bytes, dtype, (size_t)i, rank_value(it, it->rank, i));
+    CHECK(cuMemcpyHtoDAsync(it->memory, bytes, (size_t)n * pl_dtype_bytes(dtype),
+                            stream) == CUDA_SUCCESS);
+}
+
+static inline void rank_read(const rank *it, void *out, size_t n_bytes, CUstream stream)
+{
+    CHECK(cuMemcpyDtoHAsync(out, it->memory, n_bytes, stream) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(stream) == CUDA_SUCCESS);
+}
+
+/* The number of elements that are not the mean of all ranks'. */
+static inline int rank_wrong_means(const rank *it, CUstream stream)
+{
+    float out[RANK_N];
+    int n_wrong = 0;
+    rank_read(it, out, sizeof out, stream);
+    for (int i = 0; i < RANK_N; i++) {
+        int sum = 0;
+        for (int r = 0; r < it->n_ranks; r++)
+            sum += rank_value(it, r, i);
+        n_wrong += out[i] != (float)(sum / it->n_ranks);
+    }
+    return n_wrong;
+}
+
+/* Values from the compute stream are averaged on the side stream. */
+static inline ncclResult_t rank_average(const rank *it, int has_wait)
+{
+    rank_fill(it, PL_F32, RANK_N, it->compute);
+    CHECK(cuEventRecord(it->ready, it->compute) == CUDA_SUCCESS);
+    if (has_wait)
+        CHECK(cuStreamWaitEvent(it->side, it->ready, 0) == CUDA_SUCCESS);
+    return ncclAllReduce(rank_memory(it), rank_memory(it), RANK_N, ncclFloat32, ncclAvg,
+                         it->comm, it->side);
+}
+
+#endif

@@ -1,0 +1,430 @@
+/* test_reducer_device.c - reducers on fake devices: exact means, whatever fires, in
+ * whatever order, on whatever stream, and whenever the device gets round to it.
+ *
+ *     test_reducer_device [seeds [first seed]]
+ *
+ * runs more seeds of the random tests than the usual few.
+ */
+#include "device_steps.h"
+
+enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
+
+static uint64_t n_seeds = SEEDS;
+static uint64_t first_seed = 1;
+
+/* ---- worlds -------------------------------------------------------------------------
+ */
+
+typedef struct lesson {
+    model it;
+    pli_nccl_library *nccl;
+    int divides_by_active;
+    void (*train)(device_rank *self, const struct lesson *what);
+} lesson;
+
+static atomic_int n_late_verdicts;
+static atomic_int n_renewals;
+
+static void run_rank(rank_job *job)
+{
+    const lesson *what = job->context;
+    device_rank *self = malloc(sizeof *self);
+    if (self == NULL)
+        exit(2);
+    if (device_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
+        what->train(self, what);
+        atomic_fetch_add(&n_late_verdicts, self->n_late);
+        atomic_fetch_add(&n_renewals, self->n_renewed);
+        device_rank_destroy(self);
+    }
+    free(self);
+}
+
+static fake_options options_of(uint64_t seed, int world_size)
+{
+    static const fake_schedule schedules[] = {FAKE_LATE, FAKE_RANDOM, FAKE_EARLY,
+                                              FAKE_RANDOM};
+    draw random = draw_of(seed + 1);
+    fake_options options = fake_defaults();
+    options.seed = seed;
+    options.schedule = schedules[draw_below(&random, 4)];
+    options.devices = world_size;
+    options.pump = draw_below(&random, 5) == 0;
+    options.foreign = 1;
+    return options;
+}
+
+static void report_errors(uint64_t seed)
+{
+    if (!CHECK(fake_errors() == 0))
+        for (int i = 0; fake_error(i) != NULL; i++)
+            CHECK_MORE("seed %d: %s", (int)seed, fake_error(i));
+    if (!CHECK(fake_live_objects() == 0))
+        CHECK_MORE("seed %d: %d objects are left", (int)seed, fake_live_objects());
+}
+
+static void run_lesson(lesson *what)
+{
+    static const size_t arg_bytes[N_STEP_KERNELS][1] = {{sizeof(fill_args)},
+                                                        {sizeof(check_args)},
+                                                        {sizeof(word_args)},
+                                                        {sizeof(word_args)}};
+    const model *it = &what->it;
+    const pl_reducer_spec spec = spec_of(it);
+    const fake_options options = options_of(it->seed, it->world_size);
+    pli_nccl_library *nccl = NULL;
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    fake_reset(&options);
+    for (size_t k = 0; k < N_STEP_KERNELS; k++)
+        fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
+                             step_kernels[k].run);
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &nccl)) ||
+        !CHECK_OK(pl_local_create(
+            it->world_size, pl_reducer_words_bytes(&spec) + PLI_DEVICE_WORDS_BYTES,
+            RANKS_DEADLINE_NS, comms)))
+        return;
+    what->nccl = nccl;
+    ranks_run(it->world_size, comms, run_rank, what, it->seed);
+    pli_nccl_library_release(nccl);
+    report_errors(it->seed);
+}
+
+/* ---- steps that nothing disturbs
+ * ------------------------------------------------------
+ */
+
+static void train(device_rank *self, const lesson *what)
+{
+    (void)what;
+    for (uint64_t step = 1; step <= N_STEPS; step++)
+        if (!device_step(self, step))
+            break;
+    CHECK(pl_reducer_is_learned(self->reducer));
+}
+
+static lesson lesson_of(uint64_t seed, size_t n_params)
+{
+    return (lesson){.it = model_of(seed, 1 + (int)(seed % 3), n_params),
+                    .train = train};
+}
+
+static void means_are_exact_on_any_number_of_streams(void)
+{
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(seed, 1 + seed * 7 % STEPS_MAX_PARAMS);
+        run_lesson(&what);
+    }
+}
+
+static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
+{
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(10000 + seed, 25);
+        what.it.percent_unused = 50;
+        run_lesson(&what);
+    }
+}
+
+static void gradients_that_come_again_are_added_or_replaced_also_where_late(void)
+{
+    atomic_store(&n_late_verdicts, 0);
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(20000 + seed, 30);
+        what.it.percent_twice = 30;
+        run_lesson(&what);
+    }
+    CHECK(atomic_load(&n_late_verdicts) > 0 || n_seeds < SEEDS);
+}
+
+static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
+{
+    atomic_store(&n_renewals, 0);
+    for (uint64_t seed = first_seed; seed < first_seed + 2 * n_seeds; seed++) {
+        lesson what = lesson_of(30000 + seed, 1 + seed % STEPS_MAX_PARAMS);
+        what.it.percent_unused = 20;
+        what.it.percent_twice = 25;
+        what.it.percent_held = 5;
+        what.it.rest_ns = seed % 2 == 0 ? 60000 : 0;
+        for (size_t i = 0; seed % 5 == 0 && i < what.it.n_params; i += 3)
+            what.it.params[i].n_elems = 0;
+        run_lesson(&what);
+    }
+    CHECK(atomic_load(&n_renewals) > 0 || n_seeds < SEEDS);
+}
+
+/* ---- ranks that run out of gradients
+ * --------------------------------------------------
+ */
+
+static int n_active(const model *it, uint64_t step)
+{
+    int n = 0;
+    for (int r = 0; r < it->world_size; r++)
+        n += step_has_batch(it, step, r) != 0;
+    return n;
+}
+
+static pl_status stand_in(device_rank *self, uint64_t step)
+{
+    const int is_first = step == self->model->n_batches[self->rank] + 1;
+    pl_status st =
+        pl_reducer_stand_in(self->reducer, is_first ? PL_JOINING : PL_STANDING_IN);
+    for (size_t i = 0; i < self->model->n_params; i++)
+        self->taken[i] = 0;
+    if (st == PL_OK)
+        st = pl_reducer_close(self->reducer);
+    if (st == PL_OK)
+        st = device_wait(self);
+    if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
+        st = device_amend(self, step);
+    return st;
+}
+
+static pl_status train_once(device_rank *self, uint64_t step)
+{
+    const pl_status st = device_backward(self, step, self->model->n_params);
+    return st == PL_OK ? device_finish(self, step) : st;
+}
+
+static void train_unevenly(device_rank *self, const lesson *what)
+{
+    for (uint64_t step = 1; step <= N_STEPS; step++) {
+        const int is_active = step_has_batch(self->model, step, self->rank);
+        const int n = n_active(self->model, step);
+        if (!CHECK_OK(device_begin(self)) ||
+            !CHECK_OK((is_active ? train_once : stand_in)(self, step)))
+            return;
+        if (what->divides_by_active)
+            CHECK_OK(pl_reducer_rescale(self->reducer));
+        if (n > 0)
+            device_check(self, step,
+                         what->divides_by_active ? n : self->model->world_size);
+        if (!device_end(self))
+            return;
+    }
+}
+
+static void ranks_that_stand_in_count_as_zeros_or_not_at_all(void)
+{
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(40000 + seed, 20);
+        draw random = draw_of(seed);
+        what.train = train_unevenly;
+        what.divides_by_active = seed % 2 == 0;
+        what.it.unit = 6;
+        what.it.percent_unused = 10;
+        what.it.percent_twice = 20;
+        for (int r = 0; r < what.it.world_size; r++)
+            what.it.n_batches[r] = 1 + draw_below(&random, N_STEPS - 1);
+        run_lesson(&what);
+    }
+}
+
+/* ---- the steady state
+ * -------------------------------------------------------------------
+ */
+
+enum { FIRST_STEADY = 10, N_STEADY = 50 };
+
+static const char *const forbidden[] = {
+    "cuMemAlloc",         "cuMemFree",
+    "cuEventCreate",      "cuEventDestroy",
+    "cuEventSynchronize", "cuStreamSynchronize",
+    "cuCtxSynchronize",   "cuStreamCreateWithPriority"};
+enum { N_FORBIDDEN = sizeof forbidden / sizeof forbidden[0] };
+
+/* Makes the memory that any step needs. */
+static void warm_up(device_rank *self)
+{
+    block blocks[STEPS_MAX_PARAMS];
+    for (size_t s = 0; s < self->n_streams; s++) {
+        for (size_t k = 0; k < STEPS_MAX_PARAMS; k++)
+            blocks[k] = take_block(self, s);
+        for (size_t k = 0; k < STEPS_MAX_PARAMS; k++)
+            give_block(self, &blocks[k]);
+    }
+}
+
+/* A step whose means nobody keeps. */
+static int steady_step(device_rank *self, uint64_t step)
+{
+    const int is_done = device_step(self, step);
+    for (size_t k = 0; k < DEVICE_KEPT; k++)
+        forget_kept(&self->kept[k]);
+    return is_done;
+}
+
+static void train_steadily(device_rank *self, const lesson *what)
+{
+    int before[N_FORBIDDEN];
+    (void)what;
+    warm_up(self);
+    self->is_read = 0;
+    for (uint64_t step = 1; step < FIRST_STEADY + N_STEADY; step++) {
+        if (step == FIRST_STEADY)
+            for (size_t k = 0; k < N_FORBIDDEN; k++)
+                before[k] = fake_count(forbidden[k]);
+        if (!steady_step(self, step))
+            return;
+        if (step % 4 == 0)
+            CHECK(fake_synchronize_all());
+    }
+    for (size_t k = 0; k < N_FORBIDDEN; k++)
+        if (!CHECK(fake_count(forbidden[k]) == before[k]))
+            CHECK_MORE("%d calls of %s", fake_count(forbidden[k]) - before[k],
+                       forbidden[k]);
+}
+
+static void a_steady_step_allocates_nothing_and_waits_for_nothing(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        lesson what = lesson_of(50000 + seed, 30);
+        what.it = model_of(50000 + seed, 1, 30);
+        what.it.percent_twice = 20;
+        what.it.percent_held = 100; /* so that nothing is late */
+        what.train = train_steadily;
+        run_lesson(&what);
+    }
+}
+
+enum { N_WARM = 3, N_REPLAYS = 3 };
+
+/* Captures a step, replays it, and goes on without the graph. */
+static void train_by_graph(device_rank *self, const lesson *what)
+{
+    CUstream main_stream = self->streams[0];
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    (void)what;
+    warm_up(self);
+    self->is_read = 0;
+    for (uint64_t step = 1; step <= N_WARM; step++)
+        if (!steady_step(self, step))
+            return;
+    self->is_read = 0;
+    for (size_t k = 0; k < self->n_streams; k++) /* as torch's graphs do */
+        CHECK(cuStreamSynchronize(self->streams[k]) == 0);
+    CHECK(cuStreamBeginCapture(main_stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == 0);
+    const int n_before = atomic_load(&n_checked);
+    CHECK(steady_step(self, N_WARM + 1));
+    for (size_t k = 1; k < self->n_streams; k++)
+        stream_behind(self, 0, k); /* gradients were freed there */
+    if (!CHECK(cuStreamEndCapture(main_stream, &graph) == 0) ||
+        !CHECK(cuGraphInstantiate(&exec, graph, 0) == 0))
+        return;
+    for (int k = 0; k < N_REPLAYS; k++)
+        CHECK(cuGraphLaunch(exec, main_stream) == 0);
+    CHECK(cuStreamSynchronize(main_stream) == 0);
+    CHECK(atomic_load(&n_checked) - n_before >= N_REPLAYS * (int)self->model->n_params);
+    for (uint64_t step = N_WARM + 2; step <= N_WARM + 3; step++)
+        if (!steady_step(self, step))
+            break;
+    CHECK(cuStreamSynchronize(main_stream) == 0);
+    CHECK(cuGraphExecDestroy(exec) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+}
+
+static void a_captured_step_has_exact_means_in_each_replay(void)
+{
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(70000 + seed, 30);
+        /* nothing may be late: all at the end, or all as it comes, once */
+        what.it.percent_twice = seed % 2 == 0 ? 20 : 0;
+        what.it.percent_held = seed % 2 == 0 ? 100 : 0;
+        what.train = train_by_graph;
+        run_lesson(&what);
+    }
+}
+
+/* ---- steps that fail
+ * --------------------------------------------------------------------
+ */
+
+enum { N_FAILING_STEPS = 12 };
+
+typedef struct accident {
+    int culprit; /* -1: nothing happens in this step */
+    size_t after_params;
+    char words[48];
+} accident;
+
+static accident accident_of(const model *it, uint64_t step)
+{
+    draw shared = draw_of(it->seed * 7919 + step);
+    accident what = {.culprit = (int)draw_below(&shared, (size_t)it->world_size),
+                     .after_params = draw_below(&shared, it->n_params + 1)};
+    if (draw_below(&shared, 3) == 0)
+        what.culprit = -1;
+    (void)snprintf(what.words, sizeof what.words, "accident of step %d;", (int)step);
+    return what;
+}
+
+/* This rank fails in the middle of its backward, or is told that another did. */
+static void run_into_accident(device_rank *self, uint64_t step, const accident *what)
+{
+    pl_status st = device_recover(self);
+    if (st == PL_OK)
+        st = device_begin(self);
+    if (self->rank == what->culprit) {
+        CHECK_OK(st);
+        CHECK_OK(device_backward(self, step, what->after_params));
+        pl_reducer_fail(self->reducer, what->words);
+    } else {
+        if (st == PL_OK)
+            st = train_once(self, step);
+        if (!CHECK(st == PL_EPEER &&
+                   blames(pl_error_message(), self->rank, what->culprit) &&
+                   error_has(what->words)))
+            CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
+        pl_reducer_fail(self->reducer, NULL);
+    }
+    drop_all(self);
+    self->has_failed = 1;
+}
+
+/* A rank that allocates may wait for a collective that another has given up: only the
+ * watchdog would wake it, so the memory is there before. */
+static void train_with_accidents(device_rank *self, const lesson *what)
+{
+    (void)what;
+    warm_up(self);
+    self->percent_flushed = 50;
+    for (uint64_t step = 1; step <= N_FAILING_STEPS; step++) {
+        const accident next = accident_of(self->model, step);
+        draw_rest(self->random, 200000);
+        if (next.culprit >= 0)
+            run_into_accident(self, step, &next);
+        else if (!device_step(self, step))
+            break;
+    }
+}
+
+static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
+{
+    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+        lesson what = lesson_of(60000 + seed, 1 + seed % STEPS_MAX_PARAMS);
+        what.it.percent_unused = 10;
+        what.it.percent_twice = 30;
+        what.it.rest_ns = seed % 2 == 0 ? 20000 : 0;
+        what.train = train_with_accidents;
+        run_lesson(&what);
+    }
+}
+
+int main(int n_words, char **words)
+{
+    if (n_words > 1)
+        n_seeds = strtoull(words[1], NULL, 10);
+    if (n_words > 2)
+        first_seed = strtoull(words[2], NULL, 10);
+    (void)alarm(n_words > 1 ? 0 : 240);
+    RUN(means_are_exact_on_any_number_of_streams);
+    RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
+    RUN(gradients_that_come_again_are_added_or_replaced_also_where_late);
+    RUN(everything_at_once_comes_out_exact_with_ranks_that_dawdle);
+    RUN(ranks_that_stand_in_count_as_zeros_or_not_at_all);
+    RUN(a_steady_step_allocates_nothing_and_waits_for_nothing);
+    RUN(a_captured_step_has_exact_means_in_each_replay);
+    RUN(after_a_step_that_failed_anywhere_the_next_is_exact);
+    return check_report();
+}

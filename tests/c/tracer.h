@@ -1,0 +1,405 @@
+/* tracer.h - a backend and a world that do all at once and write down what is asked.
+ *
+ *     c1:2     copies 2 tensors on stream 1        r1e3    records event 3 on stream 1
+ *     a1:1     adds                                w2e3    stream 2 waits for event 3
+ *     s1:4     scales                              i7      issues device operation,
+ *     o1       orders stream 1 behind the world            ready with event 7
+ *     h  b     issues in host memory; a barrier
+ *
+ * Memory is the host's; the world stands on a local one.  One thread plays both ranks
+ * of a pair, and it is rank 0's that is read.
+ */
+#ifndef PLT_TRACER_H
+#define PLT_TRACER_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "steps.h"
+
+enum { TRACE_BYTES = 1024, N_RANKS = 2, N_PARAMS = 4, N_ELEMS = 16 };
+
+typedef struct tracer {
+    pl_backend backend;
+    pl_comm comm;
+    pl_backend *cpu;
+    pl_comm *local;
+    char text[TRACE_BYTES];
+    size_t n_bytes;
+    size_t n_events, n_live_events;
+    size_t n_allocs, n_live_allocs;
+    int fail_at; /* the call of the backend that fails, from now; 0: none does */
+} tracer;
+
+static inline pl_status fails(tracer *it)
+{
+    if (it->fail_at > 0 && --it->fail_at == 0)
+        return pli_fail(PL_ESYS, "ordered by a test");
+    return PL_OK;
+}
+
+static inline tracer *of_backend(pl_backend *backend)
+{
+    return (tracer *)(void *)backend;
+}
+
+static inline tracer *of_comm(pl_comm *comm)
+{
+    return (tracer *)(void *)((char *)comm - offsetof(tracer, comm));
+}
+
+__attribute__((format(printf, 2, 3))) static inline void note(tracer *it,
+                                                              const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    const int n =
+        vsnprintf(it->text + it->n_bytes, TRACE_BYTES - it->n_bytes, format, arguments);
+    va_end(arguments);
+    if (n > 0 && it->n_bytes + (size_t)n < TRACE_BYTES)
+        it->n_bytes += (size_t)n;
+}
+
+static inline int number(const void *handle)
+{
+    return (int)(uintptr_t)handle;
+}
+
+static inline pl_stream *stream(int n)
+{
+    return (pl_stream *)(uintptr_t)n; /* NOLINT(performance-no-int-to-ptr) */
+}
+
+/* ---- the backend ------------------------------------------------------------------
+ */
+
+static inline pl_status trace_alloc(pl_backend *backend, size_t n_bytes, void **out)
+{
+    tracer *it = of_backend(backend);
+    if (fails(it) != PL_OK)
+        return PL_ESYS;
+    it->n_allocs++;
+    it->n_live_allocs++;
+    *out = malloc(n_bytes);
+    return PL_OK;
+}
+
+static inline void trace_free(pl_backend *backend, void *memory)
+{
+    of_backend(backend)->n_live_allocs--;
+    free(memory);
+}
+
+static inline pl_status trace_copy(pl_backend *backend, const pl_move *moves,
+                                   size_t n_moves, pl_stream *on)
+{
+    tracer *it = of_backend(backend);
+    if (fails(it) != PL_OK)
+        return PL_ESYS;
+    note(it, "c%d:%zu ", number(on), n_moves);
+    return it->cpu->ops->copy(it->cpu, moves, n_moves, NULL);
+}
+
+static inline pl_status trace_add(pl_backend *backend, const pl_move *moves,
+                                  size_t n_moves, pl_stream *on)
+{
+    tracer *it = of_backend(backend);
+    if (fails(it) != PL_OK)
+        return PL_ESYS;
+    note(it, "a%d:%zu ", number(on), n_moves);
+    return it->cpu->ops->add(it->cpu, moves, n_moves, NULL);
+}
+
+static inline pl_status trace_scale(pl_backend *backend, const pl_move *moves,
+                                    size_t n_moves, int numerator, int denominator,
+                                    pl_stream *on)
+{
+    tracer *it = of_backend(backend);
+    if (fails(it) != PL_OK)
+        return PL_ESYS;
+    note(it, "s%d:%zu ", number(on), n_moves);
+    return it->cpu->ops->scale(it->cpu, moves, n_moves, numerator, denominator, NULL);
+}
+
+static inline pl_status trace_event_create(pl_backend *backend, pl_event **out)
+{
+    tracer *it = of_backend(backend);
+    if (fails(it) != PL_OK)
+        return PL_ESYS;
+    it->n_events++;
+    it->n_live_events++;
+    *out = (pl_event *)(uintptr_t)it->n_events; /* NOLINT(performance-no-int-to-ptr) */
+    return PL_OK;
+}
+
+static inline pl_status trace_event_record(pl_backend *backend, pl_event *event,
+                                           pl_stream *on)
+{
+    if (fails(of_backend(backend)) != PL_OK)
+        return PL_ESYS;
+    note(of_backend(backend), "r%de%d ", number(on), number(event));
+    return PL_OK;
+}
+
+static inline pl_status trace_event_wait(pl_backend *backend, pl_event *event,
+                                         pl_stream *on)
+{
+    if (fails(of_backend(backend)) != PL_OK)
+        return PL_ESYS;
+    note(of_backend(backend), "w%de%d ", number(on), number(event));
+    return PL_OK;
+}
+
+static inline void trace_event_destroy(pl_backend *backend, pl_event *event)
+{
+    CHECK(event != NULL);
+    of_backend(backend)->n_live_events--;
+}
+
+static const pl_backend_ops trace_backend_ops = {
+    .name = "trace",
+    .batching = PL_MOVE_BY_BUCKET,
+    .alloc = trace_alloc,
+    .free = trace_free,
+    .copy = trace_copy,
+    .add = trace_add,
+    .scale = trace_scale,
+    .event_create = trace_event_create,
+    .event_record = trace_event_record,
+    .event_wait = trace_event_wait,
+    .event_destroy = trace_event_destroy,
+};
+
+/* ---- the world --------------------------------------------------------------------
+ */
+
+static inline pl_status trace_issue(pl_comm *comm, const pl_op *op,
+                                    const pli_order *order, pl_ticket *out)
+{
+    tracer *it = of_comm(comm);
+    if (op->kind == PL_BARRIER)
+        note(it, "b ");
+    else if (op->offset_bytes < comm->host_bytes)
+        note(it, "h ");
+    else
+        note(it, "i%d ", number(order->ready));
+    return pli_comm_issue_ordered(it->local, op, order, out);
+}
+
+static inline pl_status trace_progress(pl_comm *comm)
+{
+    return pl_comm_progress(of_comm(comm)->local);
+}
+
+static inline pl_status trace_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    return pl_comm_wait(of_comm(comm)->local, ticket, slice_ns);
+}
+
+static inline pl_status trace_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
+{
+    return pl_comm_recover(of_comm(comm)->local, slice_ns, out);
+}
+
+static inline void trace_abort(pl_comm *comm, const char *words)
+{
+    pl_comm_abort(of_comm(comm)->local, words);
+}
+
+static inline void trace_note(pl_comm *comm, pl_activity activity, uint64_t step)
+{
+    pli_comm_note(of_comm(comm)->local, activity, step);
+}
+
+static inline void *trace_arena(pl_comm *comm)
+{
+    return pli_comm_arena(of_comm(comm)->local);
+}
+
+static inline void *trace_memory(pl_comm *comm, size_t offset_bytes)
+{
+    return (char *)trace_arena(comm) + offset_bytes;
+}
+
+static inline pl_status trace_order(pl_comm *comm, pl_stream *on)
+{
+    note(of_comm(comm), "o%d ", number(on));
+    return PL_OK;
+}
+
+static const pl_comm_ops trace_comm_ops = {
+    .name = "trace",
+    .issue = trace_issue,
+    .progress = trace_progress,
+    .wait = trace_wait,
+    .recover = trace_recover,
+    .abort = trace_abort,
+    .note = trace_note,
+    .arena = trace_arena,
+    .memory = trace_memory,
+    .order = trace_order,
+};
+
+/* ---- two ranks ---------------------------------------------------------------------
+ */
+
+typedef struct pair {
+    tracer ranks[N_RANKS];
+    pl_reducer *reducers[N_RANKS];
+} pair;
+
+/* Buckets of two parameters each: 3 2 | 1 0. */
+static const pl_param params[N_PARAMS] = {
+    {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}};
+static const pl_reducer_spec spec = {.params = params,
+                                     .n_params = N_PARAMS,
+                                     .extra_bytes = 8,
+                                     .caps = {.bucket_bytes = 128, .last_bytes = 128}};
+
+static inline int pair_create(pair *out)
+{
+    pl_comm *locals[N_RANKS];
+    memset(out, 0, sizeof *out);
+    if (!CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
+                                  RANKS_DEADLINE_NS, locals)))
+        return 0;
+    for (int r = 0; r < N_RANKS; r++) {
+        tracer *it = &out->ranks[r];
+        it->local = locals[r];
+        it->backend.ops = &trace_backend_ops;
+        it->comm = (pl_comm){.ops = &trace_comm_ops,
+                             .rank = r,
+                             .world_size = N_RANKS,
+                             .arena_bytes = pl_comm_arena_bytes(locals[r]),
+                             .host_bytes = pl_reducer_words_bytes(&spec),
+                             .backend = &it->backend,
+                             .chunk_bytes = SIZE_MAX};
+        if (!CHECK_OK(pli_cpu_backend_create(&it->cpu)) ||
+            !CHECK_OK(
+                pl_reducer_create(&spec, &it->comm, &it->backend, &out->reducers[r])))
+            return 0;
+        pl_reducer_set_stream(out->reducers[r], stream(9));
+    }
+    return 1;
+}
+
+static inline void pair_destroy(pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++) {
+        pl_reducer_destroy(it->reducers[r]);
+        CHECK(it->ranks[r].n_live_events == 0);
+        CHECK(it->ranks[r].n_live_allocs == 0);
+        pl_comm_destroy(it->ranks[r].local);
+        pli_backend_destroy(it->ranks[r].cpu);
+    }
+}
+
+static inline void forget_trace(pair *it)
+{
+    it->ranks[0].n_bytes = 0;
+    it->ranks[0].text[0] = 0;
+}
+
+/* What rank 0 has asked for since this was last called. */
+static inline int asked(pair *it, const char *text)
+{
+    tracer *first = &it->ranks[0];
+    const int is_so = strcmp(first->text, text) == 0;
+    if (!is_so)
+        CHECK_MORE("asked for \"%s\", not for \"%s\"", first->text, text);
+    forget_trace(it);
+    return is_so;
+}
+
+typedef float gradient[N_ELEMS];
+
+static inline void fill(gradient data, float value)
+{
+    for (size_t i = 0; i < N_ELEMS; i++)
+        data[i] = value;
+}
+
+static inline pl_verdict deliver(const pair *it, int rank, size_t param,
+                                 const float *data, pl_delivery delivery, int on)
+{
+    pl_verdict verdict = PL_LATE;
+    CHECK_OK(pl_reducer_deliver(it->reducers[rank], param, data, delivery, stream(on),
+                                &verdict));
+    return verdict;
+}
+
+/* Rank 1 has these for every parameter. */
+static const gradient threes = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
+
+static inline float *slot_of(pair *it, int rank, size_t param)
+{
+    return (float *)pli_comm_memory(&it->ranks[rank].comm,
+                                    pl_reducer_slot_offset(it->reducers[rank], param));
+}
+
+static inline int holds(pair *it, size_t param, float value)
+{
+    int is_held = 1;
+    for (int r = 0; r < N_RANKS; r++)
+        for (size_t i = 0; i < N_ELEMS; i++)
+            is_held &= slot_of(it, r, param)[i] == value;
+    return is_held;
+}
+
+static inline void begin(pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_begin(it->reducers[r]));
+}
+
+static inline void deliver_all_of_rank_1(const pair *it)
+{
+    for (size_t i = N_PARAMS; i-- > 0;)
+        (void)deliver(it, 1, i, threes, PL_REPLACE, 1);
+}
+
+static inline void close_and_wait(pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_close(it->reducers[r]));
+    CHECK_OK(pl_comm_progress(it->ranks[1].local));
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_wait(it->reducers[r], RANKS_SLICE_NS));
+}
+
+static inline void close_wait_and_order(pair *it)
+{
+    close_and_wait(it);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_order(it->reducers[r]));
+}
+
+static inline void end(pair *it)
+{
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK_OK(pl_reducer_end(it->reducers[r]));
+}
+
+/* A step on stream 1, so that the order is learned: 3 2 | 1 0. */
+static inline int learn(pair *it)
+{
+    gradient data[N_PARAMS];
+    if (!pair_create(it))
+        return 0;
+    begin(it);
+    for (size_t i = N_PARAMS; i-- > 0;) {
+        fill(data[i], 1);
+        (void)deliver(it, 0, i, data[i], PL_REPLACE, 1);
+    }
+    deliver_all_of_rank_1(it);
+    close_wait_and_order(it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(it, i, 2));
+    end(it);
+    begin(it);
+    forget_trace(it);
+    return 1;
+}
+
+#endif
