@@ -5,6 +5,10 @@
  * their backward, whose graphs may have saved the buffers, that is put off until the
  * next forward or state_dict(), and a buffer that somebody else has written or replaced
  * meanwhile (a checkpoint was loaded) is left as it is.
+ *
+ * On a device it is always put off: no value can be looked at without waiting for the
+ * device, so every buffer is overwritten, and a graph that saved one could not be run
+ * backward again.  The next forward is where torch does it, too.
  */
 #include "grads.h"
 
@@ -63,7 +67,7 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
                          buffer->name);
         return -1;
     }
-    if (pli_tensor_read(state, object, "a buffer", tensor) != 0)
+    if (pli_tensor_read_on(state, self->place, object, "a buffer", tensor) != 0)
         return -1;
     if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes) {
         PyErr_Format(PyExc_RuntimeError,
@@ -76,6 +80,58 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
     return 0;
 }
 
+/* ---- a device --------------------------------------------------------------------
+ */
+
+/* A tensor that is not dense goes by torch's own copy, elements in row-major order. */
+static int launch_with_holes(reducer_object *self, PyObject *object,
+                             const pli_tensor *tensor, char *block, direction way)
+{
+    pli_layout layout = tensor->layout;
+    pli_layout_make_row_major(&layout);
+    PyObject *dense =
+        pli_tensor_borrow(state_of((PyObject *)self), self->place, block, &layout);
+    PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
+    PyObject *result = NULL;
+    if (dense != NULL && detached != NULL)
+        result = way == TO_DENSE ? PyObject_CallMethod(dense, "copy_", "O", detached)
+                                 : PyObject_CallMethod(detached, "copy_", "O", dense);
+    Py_XDECREF(result);
+    Py_XDECREF(detached);
+    Py_XDECREF(dense);
+    return result != NULL ? 0 : -1;
+}
+
+static int launch_one(reducer_object *self, PyObject *object, const pli_tensor *tensor,
+                      const grad_buffer *buffer, direction way)
+{
+    char *block = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    if (!pli_layout_is_dense(&tensor->layout))
+        return launch_with_holes(self, object, tensor, block, way);
+    pli_launch_note(self, way == TO_DENSE ? block : tensor->data,
+                    way == TO_DENSE ? tensor->data : block, &tensor->layout);
+    return 0;
+}
+
+/* All of them, in one launch. */
+static int launch_out(reducer_object *self)
+{
+    for (size_t b = 0; b < self->n_buffers; b++) {
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        if (read_buffer(self, &self->buffers[b], &object, &tensor) != 0)
+            return -1;
+        /* The module has it, whose dict nobody changes before the launch. */
+        Py_DECREF(object);
+        if (launch_one(self, object, &tensor, &self->buffers[b], TO_DENSE) != 0)
+            return -1;
+    }
+    return pli_launch_copies(self, self->stream);
+}
+
+/* ---- packing -----------------------------------------------------------------------
+ */
+
 int pli_buffers_pack(reducer_object *self)
 {
     char *extra = pl_reducer_extra(self->reducer);
@@ -83,6 +139,8 @@ int pli_buffers_pack(reducer_object *self)
     if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer) &&
         !pli_comm_is_relayed(self->comm))
         return 0;
+    if (pli_is_on_device(self))
+        return launch_out(self);
     for (size_t b = 0; b < self->n_buffers; b++) {
         const grad_buffer *buffer = &self->buffers[b];
         PyObject *object = NULL;
@@ -165,7 +223,7 @@ int pli_buffers_receive(reducer_object *self)
         self->buffers_state = BUFFERS_CURRENT; /* what was put off is overwritten */
         return 0;
     }
-    if (self->n_pending_forwards > 0)
+    if (self->n_pending_forwards > 0 || pli_is_on_device(self))
         return put_off(self);
     for (size_t b = 0; b < self->n_buffers; b++) {
         PyObject *object = NULL;
@@ -181,24 +239,71 @@ int pli_buffers_receive(reducer_object *self)
     return 0;
 }
 
-int pli_buffers_apply(reducer_object *self)
+/* 1 where what was put off still holds for a buffer, which is read then; 0 where
+ * somebody has written or replaced it; -1. */
+static int is_as_seen(reducer_object *self, const grad_buffer *buffer, PyObject **out,
+                      pli_tensor *tensor)
 {
-    int status = 0;
-    if (self->buffers_state == BUFFERS_CURRENT)
+    if (PyDict_GetItem(buffer->owner, buffer->name) != buffer->seen)
         return 0;
-    self->buffers_state = BUFFERS_CURRENT;
+    if (read_buffer(self, buffer, out, tensor) != 0)
+        return -1;
+    const long version = version_of(*out);
+    return version < 0 ? -1 : version == buffer->version;
+}
+
+static int launch_in(reducer_object *self)
+{
+    const module_state *state = state_of((PyObject *)self);
+    PyObject *written = PyList_New(0);
+    int status = written != NULL ? pli_launch_look(self) : -1;
     for (size_t b = 0; b < self->n_buffers; b++) {
         grad_buffer *buffer = &self->buffers[b];
         PyObject *object = NULL;
         pli_tensor tensor;
-        if (status == 0 &&
-            PyDict_GetItem(buffer->owner, buffer->name) == buffer->seen) {
-            status = read_buffer(self, buffer, &object, &tensor);
-            if (status == 0 && version_of(object) == buffer->version)
-                status = overwrite(self, &tensor, object, buffer);
-        }
+        const int is_to = status == 0 ? is_as_seen(self, buffer, &object, &tensor) : 0;
+        if (is_to < 0)
+            status = -1;
+        else if (is_to && (launch_one(self, object, &tensor, buffer, FROM_DENSE) != 0 ||
+                           PyList_Append(written, object) != 0))
+            status = -1;
         Py_XDECREF(object);
-        Py_CLEAR(buffer->seen);
+    }
+    if (status == 0)
+        status = pli_launch_copies(self, self->stream);
+    if (status == 0 && PyList_GET_SIZE(written) > 0) {
+        PyObject *result = PyObject_CallOneArg(state->increment_version, written);
+        Py_XDECREF(result);
+        status = result != NULL ? 0 : -1;
+    }
+    self->n_moves = 0;
+    Py_XDECREF(written);
+    return status;
+}
+
+static int write_in(reducer_object *self)
+{
+    int status = 0;
+    for (size_t b = 0; status == 0 && b < self->n_buffers; b++) {
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        const int is_to = is_as_seen(self, &self->buffers[b], &object, &tensor);
+        status = is_to < 0 ? -1 : 0;
+        if (is_to > 0)
+            status = overwrite(self, &tensor, object, &self->buffers[b]);
+        Py_XDECREF(object);
     }
     return status;
+}
+
+int pli_buffers_apply(reducer_object *self)
+{
+    if (self->buffers_state == BUFFERS_CURRENT)
+        return 0;
+    self->buffers_state = BUFFERS_CURRENT;
+    const int status = pli_is_on_device(self) ? launch_in(self) : write_in(self);
+    for (size_t b = 0; b < self->n_buffers; b++)
+        Py_CLEAR(self->buffers[b].seen);
+    /* Replays of a captured step bring new values, and nobody tells. */
+    return status == 0 && self->captured != NULL ? put_off(self) : status;
 }

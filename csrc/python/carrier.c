@@ -33,18 +33,49 @@ static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
     return -1;
 }
 
+static void move_bucket(const reducer_object *self, const pl_bucket_plan *bucket,
+                        char *at, direction way)
+{
+    for (size_t m = 0; m < bucket->n_params; m++) {
+        const uint32_t i = bucket->params[m];
+        const size_t n_bytes =
+            pl_reducer_elems(self->reducer, i) * pl_dtype_bytes(bucket->dtype);
+        char *slot = pli_slot_memory(self, i);
+        if (n_bytes > 0)
+            memcpy(way == FROM_SLOTS ? at : slot, way == FROM_SLOTS ? slot : at,
+                   n_bytes);
+        at += n_bytes;
+    }
+}
+
+/* On the stream that is current now, which may be one of the hook's own. */
+static int launch_bucket(reducer_object *self, const pl_bucket_plan *bucket, char *at,
+                         direction way)
+{
+    pl_stream *stream = NULL;
+    if (pli_gpu_current_stream(state_of_reducer(self), self->gpu, &stream) != 0)
+        return -1;
+    for (size_t m = 0; m < bucket->n_params; m++) {
+        const uint32_t i = bucket->params[m];
+        void *slot = pli_slot_memory(self, i);
+        pli_launch_note(self, way == FROM_SLOTS ? at : slot,
+                        way == FROM_SLOTS ? slot : at, self->slots[i].layout);
+        at += pli_layout_bytes(self->slots[i].layout);
+    }
+    return pli_launch_copies(self, stream);
+}
+
 static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
 {
     reducer_object *self = (reducer_object *)object;
     const pl_plan *plan = pl_reducer_plan(self->reducer);
-    char *arena = pli_comm_arena(self->comm);
     Py_ssize_t index;
     PyObject *flat;
     pli_tensor tensor;
     size_t n_elems = 0;
     if (!PyArg_ParseTuple(args, "nO", &index, &flat) ||
-        pli_tensor_read(state_of_reducer(self), flat, "a bucket's tensor", &tensor) !=
-            0)
+        pli_tensor_read_on(state_of_reducer(self), self->place, flat,
+                           "a bucket's tensor", &tensor) != 0)
         return NULL;
     if (index < 0 || (size_t)index >= plan->n_buckets) {
         PyErr_Format(PyExc_IndexError, "bucket %zd of %zu", index, plan->n_buckets);
@@ -55,19 +86,14 @@ static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
         n_elems += pl_reducer_elems(self->reducer, bucket->params[m]);
     if (check_flat(bucket, n_elems, &tensor) != 0)
         return NULL;
-    char *at = tensor.data;
-    Py_BEGIN_ALLOW_THREADS for (size_t m = 0; m < bucket->n_params; m++)
-    {
-        const uint32_t i = bucket->params[m];
-        const size_t n_bytes =
-            pl_reducer_elems(self->reducer, i) * pl_dtype_bytes(bucket->dtype);
-        char *slot = arena + pl_reducer_slot_offset(self->reducer, i);
-        if (n_bytes > 0)
-            memcpy(way == FROM_SLOTS ? at : slot, way == FROM_SLOTS ? slot : at,
-                   n_bytes);
-        at += n_bytes;
+    if (pli_is_on_device(self)) {
+        if (launch_bucket(self, bucket, tensor.data, way) != 0)
+            return NULL;
+    } else {
+        Py_BEGIN_ALLOW_THREADS move_bucket(self, bucket, tensor.data, way);
+        Py_END_ALLOW_THREADS
     }
-    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+    Py_RETURN_NONE;
 }
 
 PyObject *pli_carrier_read(PyObject *object, PyObject *args)

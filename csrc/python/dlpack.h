@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-enum { DL_CPU = 1, DL_MAJOR = 1 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_MAJOR = 1 };
 enum {
     DL_INT = 0,
     DL_UINT = 1,

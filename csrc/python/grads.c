@@ -13,56 +13,9 @@ static const module_state *state_of_reducer(reducer_object *self)
     return state_of((PyObject *)self);
 }
 
-static size_t window_offset(const reducer_object *self, size_t i)
-{
-    size_t buckets_at, n_bytes;
-    pl_reducer_buckets(self->reducer, &buckets_at, &n_bytes);
-    return pl_reducer_slot_offset(self->reducer, i) - buckets_at;
-}
-
-static void *slot_memory(const reducer_object *self, size_t i)
-{
-    return (char *)pli_comm_arena(self->comm) +
-           pl_reducer_slot_offset(self->reducer, i);
-}
-
-static unsigned n_views(const reducer_object *self, size_t i)
-{
-    return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;
-}
-
-static int is_live_view(const reducer_object *self, size_t i, const pli_tensor *grad)
-{
-    return n_views(self, i) > 0 &&
-           grad->data == self->window->base + window_offset(self, i) &&
-           pli_layout_equal(&grad->layout, self->slots[i].layout);
-}
-
-int pli_grads_refresh_window(reducer_object *self)
-{
-    const module_state *state = state_of_reducer(self);
-    size_t offset, n_bytes;
-    if (self->window != NULL && pli_window_n_views(self->window) > 0) {
-        if (pli_check(state, pli_window_retire(self->window)) != 0)
-            return -1;
-        pli_window_release(self->window);
-        self->window = NULL;
-    }
-    self->generation = pl_reducer_generation(self->reducer);
-    if (self->window != NULL)
-        return 0;
-    pl_reducer_buckets(self->reducer, &offset, &n_bytes);
-    if (n_bytes == 0) /* all are sparse, or empty: there is nothing to see */
-        return 0;
-    return pli_check(state, pli_window_create(self->comm, offset, n_bytes,
-                                              self->n_slots, &self->window));
-}
-
 /* ---- reading -------------------------------------------------------------------- */
 
-/* The parameter's gradient, a dense copy where it is sparse: 1 and *out (new
- * reference), 0 where it has none, -1. */
-static int get_grad(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
+int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
@@ -98,8 +51,7 @@ static int set_grad(reducer_object *self, size_t i, PyObject *grad)
                             grad);
 }
 
-/* Another hook of the user's would see `.grad` before the step ends. */
-static int is_watched(const grad_slot *slot)
+int pli_grads_is_watched(const grad_slot *slot)
 {
     return slot->hooks != NULL && PyDict_Size(slot->hooks) > 1;
 }
@@ -112,9 +64,23 @@ static int is_watched(const grad_slot *slot)
 static int protect_kept(reducer_object *self, size_t i, pl_delivery delivery)
 {
     if (delivery == PL_IN_PLACE || self->slots[i].mode != GRAD_UNTOUCHED ||
-        n_views(self, i) == 0)
+        pli_slot_n_views(self, i) == 0)
         return 0;
-    return pli_grads_refresh_window(self);
+    if (!pli_is_on_device(self))
+        return pli_means_refresh_window(self);
+    PyErr_Format(PyExc_RuntimeError,
+                 "the gradient of parameter %zu was exchanged while backward ran, and "
+                 "is still in use: on a GPU that can be done before backward alone",
+                 i);
+    return -1;
+}
+
+/* Whether others should run meanwhile: a large copy, or calls of the device's. */
+static int takes_long(const reducer_object *self, size_t i, pl_delivery delivery)
+{
+    if (pli_is_on_device(self))
+        return delivery == PL_ADD || pl_reducer_may_post(self->reducer, i);
+    return pli_layout_bytes(self->slots[i].layout) >= RELEASE_GIL_BYTES;
 }
 
 static int deliver(reducer_object *self, size_t i, const void *data,
@@ -123,11 +89,11 @@ static int deliver(reducer_object *self, size_t i, const void *data,
     pl_status st;
     if (protect_kept(self, i, delivery) != 0)
         return -1;
-    if (pli_layout_bytes(self->slots[i].layout) < RELEASE_GIL_BYTES) {
-        st = pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
+    if (!takes_long(self, i, delivery)) {
+        st = pl_reducer_deliver(self->reducer, i, data, delivery, self->stream, out);
     } else {
         Py_BEGIN_ALLOW_THREADS st =
-            pl_reducer_deliver(self->reducer, i, data, delivery, NULL, out);
+            pl_reducer_deliver(self->reducer, i, data, delivery, self->stream, out);
         Py_END_ALLOW_THREADS
     }
     return pli_check(state_of_reducer(self), st);
@@ -181,8 +147,8 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
     PyObject *result =
         source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
     int status = -1;
-    if (result != NULL &&
-        pli_tensor_read(state, copy, "a gradient's copy", tensor) == 0) {
+    if (result != NULL && pli_tensor_read_on(state, self->place, copy,
+                                             "a gradient's copy", tensor) == 0) {
         *out = Py_NewRef(copy);
         status = 0;
         if (!pli_layout_equal(&tensor->layout, slot->layout)) {
@@ -207,6 +173,31 @@ static void note_sparse(reducer_object *self, size_t i)
         pl_reducer_note_sparse(self->reducer, i, self->slots[i].n_sparse_dims);
 }
 
+/* One more that lives until its bucket is posted. */
+static int keep(grad_slot *slot, PyObject *object)
+{
+    PyObject *kept =
+        slot->kept == NULL ? Py_NewRef(object) : PyTuple_Pack(2, slot->kept, object);
+    if (kept == NULL)
+        return -1;
+    Py_XSETREF(slot->kept, kept);
+    return 0;
+}
+
+/* `data` is copied later, from what the user has as gradient or from a copy of that. */
+static int keep_until_copied(reducer_object *self, size_t i, PyObject *grad,
+                             PyObject *data)
+{
+    grad_slot *slot = &self->slots[i];
+    if (pli_grads_is_watched(slot)) { /* somebody may change it before */
+        PyThreadState *thread = PyEval_SaveThread();
+        const pl_status st = pl_reducer_flush(self->reducer, i);
+        PyEval_RestoreThread(thread);
+        return pli_check(state_of_reducer(self), st);
+    }
+    return data != grad ? keep(slot, data) : 0;
+}
+
 static int arrive_by_copy(reducer_object *self, size_t i, PyObject *grad,
                           pli_tensor *tensor)
 {
@@ -219,7 +210,9 @@ static int arrive_by_copy(reducer_object *self, size_t i, PyObject *grad,
      * stays whole here can only come before its bucket is posted. */
     if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
         pl_reducer_hold(self->reducer, i);
-    const int status = deliver(self, i, tensor->data, PL_REPLACE, &verdict);
+    int status = deliver(self, i, tensor->data, PL_REPLACE, &verdict);
+    if (status == 0 && verdict == PL_HELD)
+        status = keep_until_copied(self, i, grad, dense);
     Py_DECREF(dense);
     if (status == 0) {
         Py_XSETREF(slot->held, Py_NewRef(grad));
@@ -244,7 +237,7 @@ static int arrive_by_view(reducer_object *self, size_t i, PyObject *grad,
                           pli_tensor *tensor)
 {
     grad_slot *slot = &self->slots[i];
-    const int is_in_place = is_live_view(self, i, tensor);
+    const int is_in_place = pli_slot_is_seen_by(self, i, tensor);
     const int is_first = slot->mode == GRAD_UNTOUCHED;
     PyObject *dense = NULL;
     pl_verdict verdict;
@@ -252,7 +245,9 @@ static int arrive_by_view(reducer_object *self, size_t i, PyObject *grad,
         return -1;
     const pl_delivery delivery =
         is_in_place ? PL_IN_PLACE : (is_first ? PL_REPLACE : PL_ADD);
-    const int status = deliver(self, i, tensor->data, delivery, &verdict);
+    int status = deliver(self, i, tensor->data, delivery, &verdict);
+    if (status == 0 && verdict == PL_HELD && !is_in_place)
+        status = keep(slot, dense);
     Py_DECREF(dense);
     if (status != 0)
         return -1;
@@ -276,7 +271,7 @@ int pli_grads_arrive(reducer_object *self, size_t i)
     pl_verdict verdict;
     if (slot->policy == POLICY_SPARSE)
         return pli_sparse_arrive(self, i);
-    const int has_grad = get_grad(self, i, &grad, &tensor);
+    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
     if (has_grad < 0)
         return -1;
     if (has_grad == 0) /* an undefined gradient: nothing to add, nothing to wait for */
@@ -285,11 +280,13 @@ int pli_grads_arrive(reducer_object *self, size_t i)
     const int is_view =
         slot->mode == GRAD_VIEW ||
         (slot->mode == GRAD_UNTOUCHED && slot->policy == POLICY_VIEW &&
-         self->recording == RECORDING_OFF && !is_watched(slot) &&
+         self->recording == RECORDING_OFF && !pli_grads_is_watched(slot) &&
          slot->n_sparse_dims == 0 && pli_layout_equal(&tensor.layout, slot->layout));
     const int status = is_view ? arrive_by_view(self, i, grad, &tensor)
                                : arrive_by_copy(self, i, grad, &tensor);
     Py_DECREF(grad);
+    if (pli_is_on_device(self))
+        pli_launch_let_go(self);
     return status;
 }
 
@@ -317,16 +314,35 @@ static int settle_declared(reducer_object *self, size_t i)
     return settle(self, i, NULL, PL_IN_PLACE);
 }
 
-int pli_grads_settle(reducer_object *self, size_t i)
+/* If no rank used it, it must come out of the reduction as it went in. */
+static int save(reducer_object *self, size_t i, PyObject *grad,
+                const pli_tensor *tensor)
 {
     grad_slot *slot = &self->slots[i];
     const size_t n_bytes = pli_layout_bytes(slot->layout);
+    if (pli_is_on_device(self)) {
+        PyObject *detached = PyObject_CallMethod(grad, "detach", NULL);
+        slot->saved =
+            detached != NULL ? PyObject_CallMethod(detached, "clone", NULL) : NULL;
+        Py_XDECREF(detached);
+        return slot->saved != NULL ? 0 : -1;
+    }
+    if (pli_check(state_of_reducer(self),
+                  pli_calloc(n_bytes, 1, "an unused gradient", &slot->backup)) != 0)
+        return -1;
+    memcpy(slot->backup, tensor->data, n_bytes);
+    return 0;
+}
+
+int pli_grads_settle(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
     PyObject *grad = NULL;
     PyObject *dense = NULL;
     pli_tensor tensor;
     if (slot->policy == POLICY_SPARSE)
         return settle_declared(self, i);
-    const int has_grad = get_grad(self, i, &grad, &tensor);
+    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
     int status = -1;
     if (has_grad < 0)
         return -1;
@@ -334,16 +350,15 @@ int pli_grads_settle(reducer_object *self, size_t i)
         slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
         return settle(self, i, NULL, PL_REPLACE);
     }
-    if (is_live_view(self, i, &tensor)) {
-        /* If no rank used it, it must come out of the reduction as it went in. */
-        if (pli_check(state_of_reducer(self),
-                      pli_calloc(n_bytes, 1, "an unused gradient", &slot->backup)) != 0)
+    if (pli_slot_is_seen_by(self, i, &tensor)) {
+        if (save(self, i, grad, &tensor) != 0)
             goto done;
-        memcpy(slot->backup, tensor.data, n_bytes);
         status = settle(self, i, NULL, PL_IN_PLACE);
         slot->mode = GRAD_VIEW;
     } else if (in_slot_layout(self, i, grad, &tensor, &dense) == 0) {
         status = settle(self, i, tensor.data, PL_REPLACE);
+        if (status == 0 && dense != grad && pli_is_on_device(self))
+            status = keep(slot, dense);
         slot->mode = GRAD_COPY;
         note_sparse(self, i);
     }
@@ -360,8 +375,10 @@ done:
 
 static int amend(reducer_object *self, size_t i, const void *data, pl_delivery delivery)
 {
-    return pli_check(state_of_reducer(self),
-                     pl_reducer_amend(self->reducer, i, data, delivery));
+    PyThreadState *thread = PyEval_SaveThread();
+    const pl_status st = pl_reducer_amend(self->reducer, i, data, delivery);
+    PyEval_RestoreThread(thread);
+    return pli_check(state_of_reducer(self), st);
 }
 
 int pli_grads_amend(reducer_object *self, size_t i)
@@ -374,117 +391,11 @@ int pli_grads_amend(reducer_object *self, size_t i)
     const pl_delivery delivery = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
     if (given == NULL)
         return amend(self, i, NULL, delivery);
-    if (pli_tensor_read(state, given, "a parameter's gradient", &tensor) != 0 ||
+    if (pli_tensor_read_on(state, self->place, given, "a parameter's gradient",
+                           &tensor) != 0 ||
         in_slot_layout(self, i, given, &tensor, &dense) != 0)
         return -1;
     const int status = amend(self, i, tensor.data, delivery);
     Py_DECREF(dense);
     return status;
-}
-
-/* ---- the mean ----------------------------------------------------------------------
- */
-
-/* Writes the mean where the user's gradient is. */
-static int copy_back(reducer_object *self, size_t i, PyObject *grad)
-{
-    const module_state *state = state_of_reducer(self);
-    const grad_slot *slot = &self->slots[i];
-    pli_tensor tensor;
-    if (pli_tensor_read(state, grad, "a parameter's gradient", &tensor) != 0)
-        return -1;
-    if (pli_layout_equal(&tensor.layout, slot->layout)) {
-        memcpy(tensor.data, slot_memory(self, i), pli_layout_bytes(slot->layout));
-    } else {
-        PyObject *mean = pli_tensor_borrow(state, slot_memory(self, i), slot->layout);
-        PyObject *target =
-            mean != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
-        PyObject *result =
-            target != NULL ? PyObject_CallMethod(target, "copy_", "O", mean) : NULL;
-        Py_XDECREF(mean);
-        Py_XDECREF(target);
-        Py_XDECREF(result);
-        if (result == NULL)
-            return -1;
-    }
-    if (self->recording == RECORDING_OFF)
-        return 0;
-    /* Somebody may have saved it for the second backward: let autograd find out. */
-    PyObject *result = PyObject_CallOneArg(state->increment_version, grad);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
-}
-
-/* A gradient for a parameter that only other ranks used. */
-static int bind_new(reducer_object *self, size_t i)
-{
-    const module_state *state = state_of_reducer(self);
-    const grad_slot *slot = &self->slots[i];
-    PyObject *grad = NULL;
-    if (slot->policy == POLICY_VIEW) {
-        grad = pli_tensor_view(state, self->window, i, window_offset(self, i),
-                               slot->layout);
-    } else {
-        PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
-        grad =
-            detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
-        Py_XDECREF(detached);
-        if (grad != NULL && copy_back(self, i, grad) != 0)
-            Py_CLEAR(grad);
-    }
-    const int status = grad != NULL ? set_grad(self, i, grad) : -1;
-    Py_XDECREF(grad);
-    return status;
-}
-
-static int bind_used(reducer_object *self, size_t i)
-{
-    const grad_slot *slot = &self->slots[i];
-    pli_tensor tensor;
-    if (slot->policy == POLICY_SPARSE)
-        return 0; /* pli_sparse_finish() has */
-    if (pl_reducer_sparse_dims(self->reducer, i) > 0 ||
-        (slot->n_sparse_dims > 0 && slot->mode == GRAD_COPY))
-        return pli_sparse_put_mean(self, i);
-    switch (slot->mode) {
-    case GRAD_COPY:
-        return copy_back(self, i, slot->held);
-    case GRAD_VIEW:
-        if (slot->held == NULL)
-            break;
-        if (pli_tensor_read(state_of_reducer(self), slot->held, "a gradient's view",
-                            &tensor) != 0)
-            return -1;
-        if (!is_live_view(self, i, &tensor)) /* its window was retired meanwhile */
-            break;
-        return set_grad(self, i, slot->held);
-    case GRAD_UNTOUCHED:
-        break;
-    }
-    return bind_new(self, i);
-}
-
-int pli_grads_bind(reducer_object *self, size_t i)
-{
-    grad_slot *slot = &self->slots[i];
-    int status = 0;
-    if (pl_reducer_is_used(self->reducer, i)) {
-        status = bind_used(self, i);
-        slot->sync = GRAD_SYNCED;
-    } else if (slot->backup != NULL) {
-        memcpy(slot_memory(self, i), slot->backup, pli_layout_bytes(slot->layout));
-    }
-    pli_grads_drop(self, i);
-    return status;
-}
-
-void pli_grads_drop(reducer_object *self, size_t i)
-{
-    grad_slot *slot = &self->slots[i];
-    slot->mode = GRAD_UNTOUCHED;
-    Py_CLEAR(slot->held);
-    Py_CLEAR(slot->late);
-    Py_CLEAR(slot->kept);
-    pli_free(slot->backup);
-    slot->backup = NULL;
 }

@@ -19,6 +19,7 @@
 #define PLI_GRADS_H
 
 #include "../core/reducer.h"
+#include "gpu.h"
 #include "tensor.h"
 #include "world.h"
 
@@ -38,10 +39,12 @@ typedef struct grad_slot {
     unsigned n_sparse_dims; /* of the gradient read last; 0: dense; see sparse.h */
     /* of the step under way */
     grad_mode mode;
-    PyObject *held; /* copy: where the mean goes; view: the view found in place */
-    PyObject *late; /* view: what came after the bucket was posted */
-    PyObject *kept; /* view: what was copied, until the end of the step */
-    void *backup;   /* of a view nobody may have used */
+    PyObject *held;  /* copy: where the mean goes; view: the view found in place */
+    PyObject *late;  /* view: what came after the bucket was posted */
+    PyObject *kept;  /* view: what was copied, until the end of the step; on a device:
+                        what is yet to be copied, one or a tuple of two */
+    void *backup;    /* of a view nobody may have used */
+    PyObject *saved; /* the same on a device, as a tensor */
     /* of the whole life */
     PyObject *hook;   /* the hook object */
     PyObject *handle; /* torch's RemovableHandle of it */
@@ -99,10 +102,18 @@ typedef struct reducer_object {
     PyObject_HEAD
     struct reducer_object *next; /* in the module's list */
     unsigned long thread;        /* in which the step under way began */
+    long task;                   /* the backward whose end is waited for, or -1 */
     PyObject *weak_references;
     PyObject *world;
     pl_comm *comm; /* the world's */
     pl_backend *backend;
+    dl_device place;   /* of the parameters */
+    gpu_object *gpu;   /* the world's; NULL: the CPU */
+    pl_stream *stream; /* of the device, current in the hook that runs */
+    pl_move *moves;    /* those to be made in one launch; room for all */
+    size_t n_moves;
+    size_t n_let_go;    /* buckets, in order, whose gradients are kept no longer */
+    pli_hold *captured; /* memory that a captured step uses; NULL: none was */
     pl_reducer *reducer;
     pli_window *window;
     unsigned generation; /* of the plan that the window shows */
@@ -131,7 +142,42 @@ typedef struct reducer_object {
     int owner_pid;          /* a forked child has no part in the world */
 } reducer_object;
 
-/* measure(params, buffers, bucket_bytes, last_bytes, sparse) -> (arena_bytes, n_ops) */
+static inline int pli_is_on_device(const reducer_object *self)
+{
+    return self->gpu != NULL;
+}
+
+/* Where the slot of parameter i begins: host or device memory. */
+static inline void *pli_slot_memory(const reducer_object *self, size_t i)
+{
+    return pli_comm_memory(self->comm, pl_reducer_slot_offset(self->reducer, i));
+}
+
+/* Where it begins in the window. */
+static inline size_t pli_slot_in_window(const reducer_object *self, size_t i)
+{
+    size_t buckets_at, n_bytes;
+    pl_reducer_buckets(self->reducer, &buckets_at, &n_bytes);
+    return pl_reducer_slot_offset(self->reducer, i) - buckets_at;
+}
+
+/* Views of it that live, be one the parameter's gradient or not. */
+static inline unsigned pli_slot_n_views(const reducer_object *self, size_t i)
+{
+    return self->window != NULL ? atomic_load(&self->window->n_views[i]) : 0;
+}
+
+/* Whether a gradient is such a view. */
+static inline int pli_slot_is_seen_by(const reducer_object *self, size_t i,
+                                      const pli_tensor *grad)
+{
+    return pli_slot_n_views(self, i) > 0 &&
+           grad->data == self->window->base + pli_slot_in_window(self, i) &&
+           pli_layout_equal(&grad->layout, self->slots[i].layout);
+}
+
+/* measure(params, buffers, bucket_bytes, last_bytes, sparse, device)
+ * -> (arena_bytes, n_ops, words_bytes) */
 PyObject *pli_measure(PyObject *module, PyObject *args);
 
 /* ---- grads.c: one gradient ------------------------------------------------------ */
@@ -142,17 +188,58 @@ int pli_grads_arrive(reducer_object *self, size_t i);
 /* Before the end of the step: slot i got none. */
 int pli_grads_settle(reducer_object *self, size_t i);
 
-/* After it: the mean is in the slot, or every rank left the parameter unused. */
-int pli_grads_bind(reducer_object *self, size_t i);
-
 /* What slot i has to add in the round of the late. */
 int pli_grads_amend(reducer_object *self, size_t i);
 
+/* Reads the parameter's gradient, a dense copy where it is sparse: 1 and *out (new
+ * reference), 0 where it has none, -1. */
+int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor);
+
+/* Another hook of the user's would see `.grad` before the step ends. */
+int pli_grads_is_watched(const grad_slot *slot);
+
+/* ---- means.c: what becomes of it --------------------------------------------------
+ */
+
+/* After the step: the mean is in the slot, or every rank left the parameter unused.  On
+ * a device, what is to be copied is noted, and what was held is kept until
+ * pli_launch_finish(). */
+int pli_means_bind(reducer_object *self, size_t i);
+
 /* Drops what the step held; the gradients are not means. */
-void pli_grads_drop(reducer_object *self, size_t i);
+void pli_means_drop(reducer_object *self, size_t i);
 
 /* Makes the window show the current plan; whoever sees an old view keeps its values. */
-int pli_grads_refresh_window(reducer_object *self);
+int pli_means_refresh_window(reducer_object *self);
+
+/* ---- launch.c: a step on a device ---------------------------------------------------
+ *
+ * All of it is without effect on the CPU but what says otherwise.
+ */
+
+/* Asks for this thread's current stream: what the reducer enqueues from now on goes
+ * there. */
+int pli_launch_look(reducer_object *self);
+
+/* Before a step: -1 where a graph is captured, and the reducer has yet to learn. */
+int pli_launch_check(reducer_object *self);
+
+/* A step has begun: makes sure that no slot is written anew of which somebody keeps a
+ * view. */
+int pli_launch_begin(reducer_object *self);
+
+/* On a device: notes a copy. */
+void pli_launch_note(reducer_object *self, void *to, const void *from,
+                     const pli_layout *layout);
+
+/* On a device: makes all copies that were noted, in one launch, on `stream`. */
+int pli_launch_copies(reducer_object *self, pl_stream *stream);
+
+/* Drops the gradients that were kept for buckets that have been posted since. */
+void pli_launch_let_go(reducer_object *self);
+
+/* All means are bound: makes the copies, and drops what the step held. */
+int pli_launch_finish(reducer_object *self);
 
 /* ---- retain.c: the memory of what was copied --------------------------------------
  */
@@ -190,6 +277,11 @@ void pli_step_fail(reducer_object *self, const char *words);
 
 /* A backward begins whose forward was not to be synchronised: none of it is. */
 int pli_step_begin_local(reducer_object *self);
+
+/* On a device: waits, for a while, until no guard is queued.  A backward that failed in
+ * the engine's thread raises in the caller's, which may be here before that thread has
+ * dropped what it held.  Not for use in a backward. */
+int pli_step_await_guards(const reducer_object *self);
 
 /* Asks the engine to call us when this backward ends, unless it will already. */
 int pli_step_queue_guard(reducer_object *self, guard_origin origin);

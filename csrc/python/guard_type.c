@@ -237,7 +237,9 @@ static void guard_dealloc(PyObject *object)
     guard_object *self = (guard_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     if (self->origin == GUARD_OF_LOCAL) {
-        self->reducer->sync_forward = SYNC_ON;
+        /* Called, it has said so; the next forward may have begun in another thread. */
+        if (self->phase == GUARD_QUEUED)
+            self->reducer->sync_forward = SYNC_ON;
     } else if (self->phase == GUARD_QUEUED && self->reducer->n_guards > 0) {
         self->reducer->n_guards--;
         if (self->reducer->engine == ENGINE_COMPILED)

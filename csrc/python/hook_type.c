@@ -54,7 +54,8 @@ static int on_gradient(reducer_object *self, size_t i)
     if (self->n_guards == 0 && self->engine == ENGINE_CALLS_BACK &&
         pli_step_queue_guard(self, GUARD_OF_PARAMETER) != 0)
         return -1;
-    if (check_is_first(self, i) != 0)
+    if (check_is_first(self, i) != 0 ||
+        (pli_is_on_device(self) && pli_launch_look(self) != 0))
         return -1;
     return pli_grads_arrive(self, i) != 0 ? -1 : pli_step_finish_inline(self);
 }

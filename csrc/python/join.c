@@ -53,7 +53,7 @@ int pli_join_bind(reducer_object *self, size_t i)
     if (!pli_join_binds(self))
         return 0;
     if (pl_reducer_is_used(self->reducer, i))
-        return pli_grads_bind(self, i);
+        return pli_means_bind(self, i);
     /* What is there is the gradient of a step before: no optimizer may take it again.
      */
     return PyObject_SetAttr(self->slots[i].param, state_of_reducer(self)->str_grad,
@@ -76,10 +76,17 @@ int pli_join_check_end(const reducer_object *self)
 static int begin(reducer_object *self, pl_part part)
 {
     /* Gradients that the user sees in their slots keep their values: they are moved
-     * before all slots are written. */
-    if (pli_step_check_process(self) != 0 || pli_buffers_apply(self) != 0 ||
-        pli_grads_refresh_window(self) != 0 || pli_step_begin(self) != 0)
+     * before all slots are written; on a device pli_step_begin() does. */
+    if (pli_step_check_process(self) != 0 || pli_step_await_guards(self) != 0 ||
+        pli_buffers_apply(self) != 0 ||
+        (!pli_is_on_device(self) && pli_means_refresh_window(self) != 0))
         return -1;
+    self->part = part;
+    if (pli_step_begin(self) != 0) {
+        if (pl_reducer_is_active(self->reducer))
+            pli_step_fail(self, NULL);
+        return -1;
+    }
     PyThreadState *thread = PyEval_SaveThread();
     const pl_status st = pl_reducer_stand_in(self->reducer, part);
     PyEval_RestoreThread(thread);
@@ -96,11 +103,10 @@ PyObject *pli_join_stand_in(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "pp:stand_in", &is_first, &binds_means))
         return NULL;
     const pl_part part = is_first ? PL_JOINING : PL_STANDING_IN;
-    if (begin(self, part) != 0)
-        return NULL;
-    self->part = part;
+    int status = begin(self, part);
     self->join_grads = binds_means ? JOIN_BINDS_MEANS : JOIN_LEAVES_GRADS;
-    const int status = pli_step_finish(self);
+    if (status == 0)
+        status = pli_step_finish(self);
     self->part = PL_ACTIVE;
     if (status != 0)
         return NULL;

@@ -103,9 +103,10 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
 {
     (void)ignored;
     reducer_object *reducer = state_of_module(module)->reducers;
+    pli_watchdog_forget(state_of_module(module)->watchdog);
     for (; reducer != NULL; reducer = reducer->next) {
         size_t offset, n_bytes;
-        if (reducer->window == NULL)
+        if (reducer->window == NULL || pli_is_on_device(reducer))
             continue;
         pl_reducer_buckets(reducer->reducer, &offset, &n_bytes);
         pli_comm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
@@ -134,8 +135,12 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "attach_torch(**callables)\n--\n\nHand over what the extension needs of torch."},
     {"measure", pli_measure, METH_VARARGS,
-     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), /)\n--\n\n"
-     "Return (arena_bytes, n_ops) that a Reducer of these needs of its World."},
+     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), device=None, /)\n"
+     "--\n\nReturn (arena_bytes, n_ops, words_bytes) that a Reducer of these needs of "
+     "its World; of the arena, so many bytes are host memory."},
+    {"nccl_version", pli_nccl_version, METH_O,
+     "nccl_version(path, /)\n--\n\nReturn the version of the NCCL that a World would "
+     "use, as 22907; path is where one was found, or None."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
     {"fingerprint", pli_fingerprint, METH_O,
@@ -281,6 +286,12 @@ static void module_free(void *module)
 {
     module_state *state = state_of_module(module);
     (void)module_clear(module);
+    if (state->watchdog != NULL) { /* its thread may be waiting for the GIL */
+        PyThreadState *thread = PyEval_SaveThread();
+        pli_watchdog_destroy(state->watchdog);
+        PyEval_RestoreThread(thread);
+        state->watchdog = NULL;
+    }
     pli_progress_destroy(state->progress);
     state->progress = NULL;
 }

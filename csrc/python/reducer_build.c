@@ -65,10 +65,13 @@ done:
     return status;
 }
 
-static int read_param(const module_state *state, PyObject *param, grad_slot *slot)
+static int read_param(const module_state *state, dl_device place, size_t i,
+                      PyObject *param, grad_slot *slot)
 {
     pli_tensor tensor;
-    if (pli_tensor_read(state, param, "a parameter", &tensor) != 0)
+    char what[40];
+    (void)PyOS_snprintf(what, sizeof what, "parameter %zu", i);
+    if (pli_tensor_read_on(state, place, param, what, &tensor) != 0)
         return -1;
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);
@@ -76,8 +79,8 @@ static int read_param(const module_state *state, PyObject *param, grad_slot *slo
     return pli_check(state, pli_layout_copy(&tensor.layout, &slot->layout));
 }
 
-static int read_params(const module_state *state, PyObject *params, grad_slot **out,
-                       size_t *out_n)
+static int read_params(const module_state *state, dl_device place, PyObject *params,
+                       grad_slot **out, size_t *out_n)
 {
     int status = -1;
     PyObject *fast = PySequence_Fast(params, "params: give a sequence of tensors");
@@ -92,7 +95,7 @@ static int read_params(const module_state *state, PyObject *params, grad_slot **
         goto done;
     *out_n = n;
     for (size_t i = 0; i < n; i++)
-        if (read_param(state, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i),
+        if (read_param(state, place, i, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i),
                        *out + i) != 0)
             goto done;
     status = 0;
@@ -101,8 +104,8 @@ done:
     return status;
 }
 
-static int read_buffer(const module_state *state, PyObject *pair, size_t offset,
-                       grad_buffer *out)
+static int read_buffer(const module_state *state, dl_device place, PyObject *pair,
+                       size_t offset, grad_buffer *out)
 {
     PyObject *owner, *name;
     pli_tensor tensor;
@@ -122,7 +125,7 @@ static int read_buffer(const module_state *state, PyObject *pair, size_t offset,
                          name);
         return -1;
     }
-    if (pli_tensor_read(state, object, "a buffer", &tensor) != 0)
+    if (pli_tensor_read_on(state, place, object, "a buffer", &tensor) != 0)
         return -1;
     *out = (grad_buffer){.owner = Py_NewRef(owner),
                          .name = Py_NewRef(name),
@@ -131,8 +134,8 @@ static int read_buffer(const module_state *state, PyObject *pair, size_t offset,
     return 0;
 }
 
-static int read_buffers(const module_state *state, PyObject *buffers, grad_buffer **out,
-                        size_t *out_n, size_t *out_bytes)
+static int read_buffers(const module_state *state, dl_device place, PyObject *buffers,
+                        grad_buffer **out, size_t *out_n, size_t *out_bytes)
 {
     int status = -1;
     PyObject *fast =
@@ -144,7 +147,7 @@ static int read_buffers(const module_state *state, PyObject *buffers, grad_buffe
         goto done;
     for (size_t b = 0; b < n; b++) {
         grad_buffer *buffer = *out + b;
-        if (read_buffer(state, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b),
+        if (read_buffer(state, place, PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)b),
                         *out_bytes, buffer) != 0)
             goto done;
         *out_bytes +=
@@ -157,8 +160,10 @@ done:
     return status;
 }
 
-/* Gives those parameters the sparse policy that are declared so. */
-static int read_sparse(PyObject *sparse, grad_slot *slots, size_t n_slots)
+/* Gives those parameters the sparse policy that are declared so; on a device they are
+ * reduced densely, as any. */
+static int read_sparse(PyObject *sparse, int is_on_device, grad_slot *slots,
+                       size_t n_slots)
 {
     int status = -1;
     PyObject *fast = sparse != NULL
@@ -175,7 +180,8 @@ static int read_sparse(PyObject *sparse, grad_slot *slots, size_t n_slots)
                          "sparse has %zd: give indices of params that have rows", i);
             goto done;
         }
-        slots[i].policy = POLICY_SPARSE;
+        if (!is_on_device)
+            slots[i].policy = POLICY_SPARSE;
     }
     status = 0;
 done:
@@ -193,6 +199,7 @@ void pli_free_slots(grad_slot *slots, size_t n_slots)
         Py_XDECREF(slots[i].held);
         Py_XDECREF(slots[i].late);
         Py_XDECREF(slots[i].kept);
+        Py_XDECREF(slots[i].saved);
         pli_free(slots[i].backup);
         pli_free(slots[i].layout);
     }
@@ -246,25 +253,60 @@ static void free_spec(pl_reducer_spec *spec)
     pli_free((void *)spec->caps.each);
 }
 
+/* Where the model is: on `device`, or else where its first parameter is. */
+static int read_place(const module_state *state, PyObject *params, PyObject *device,
+                      dl_device *out)
+{
+    *out = (dl_device){.type = DL_CPU};
+    if (device != Py_None) {
+        *out = ((gpu_object *)device)->place;
+        return 0;
+    }
+    if (!PySequence_Check(params) || PySequence_Size(params) == 0)
+        return 0; /* read_params() says so */
+    PyObject *first = PySequence_GetItem(params, 0);
+    const int status =
+        first != NULL ? pli_tensor_place(state, first, "parameter 0", out) : -1;
+    Py_XDECREF(first);
+    if (out->type != DL_CUDA)
+        out->type = DL_CPU;
+    return status;
+}
+
+static int read_device(const module_state *state, PyObject *device)
+{
+    if (device == Py_None || Py_IS_TYPE(device, state->gpu_type))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "device is %R: give a Device, or None", device);
+    return -1;
+}
+
 PyObject *pli_measure(PyObject *module, PyObject *args)
 {
     const module_state *state = PyModule_GetState(module);
     pli_reducer_arguments given = {0};
+    PyObject *device = Py_None;
+    dl_device place;
     grad_slot *slots = NULL;
     grad_buffer *buffers = NULL;
     size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
     pl_reducer_spec spec = {0};
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "OOnn|O:measure", &given.params, &given.buffers,
-                          &given.bucket_bytes, &given.last_bytes, &given.sparse) ||
-        check_sizes(&given) != 0)
+    if (!PyArg_ParseTuple(args, "OOnn|OO:measure", &given.params, &given.buffers,
+                          &given.bucket_bytes, &given.last_bytes, &given.sparse,
+                          &device) ||
+        read_device(state, device) != 0 || check_sizes(&given) != 0 ||
+        read_place(state, given.params, device, &place) != 0)
         return NULL;
-    if (read_params(state, given.params, &slots, &n_slots) == 0 &&
-        read_sparse(given.sparse, slots, n_slots) == 0 &&
-        read_buffers(state, given.buffers, &buffers, &n_buffers, &extra_bytes) == 0 &&
+    if (read_params(state, place, given.params, &slots, &n_slots) == 0 &&
+        read_sparse(given.sparse, device != Py_None || place.type != DL_CPU, slots,
+                    n_slots) == 0 &&
+        read_buffers(state, place, given.buffers, &buffers, &n_buffers, &extra_bytes) ==
+            0 &&
         make_spec(state, &given, slots, n_slots, extra_bytes, &spec) == 0)
-        result = Py_BuildValue("nn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
-                               (Py_ssize_t)pl_reducer_max_ops(&spec));
+        result = Py_BuildValue("nnn", (Py_ssize_t)pl_reducer_arena_bytes(&spec),
+                               (Py_ssize_t)pl_reducer_max_ops(&spec),
+                               (Py_ssize_t)pl_reducer_words_bytes(&spec));
     pli_free_slots(slots, n_slots);
     pli_free_buffers(buffers, n_buffers);
     free_spec(&spec);
@@ -305,18 +347,33 @@ static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
     return n_bytes > 0 && n_bytes >= view_bytes ? POLICY_VIEW : POLICY_COPY;
 }
 
+/* What moves the gradients; for pli_backend_destroy(). */
+static int make_backend(const module_state *state, reducer_object *self)
+{
+    const size_t n_most =
+        self->n_slots > self->n_buffers ? self->n_slots : self->n_buffers;
+    if (!pli_is_on_device(self))
+        return pli_check(state, pli_cpu_backend_create(&self->backend));
+    self->backend = self->gpu->backend;
+    pli_cuda_backend_hold(self->backend);
+    return pli_check(state,
+                     pli_calloc(n_most, sizeof *self->moves, "copies", &self->moves));
+}
+
 int pli_reducer_build(const module_state *state, reducer_object *self,
                       const pli_reducer_arguments *given)
 {
     size_t extra_bytes = 0;
     pl_reducer_spec spec = {0};
     int status = -1;
-    if (read_params(state, given->params, &self->slots, &self->n_slots) != 0 ||
-        read_sparse(given->sparse, self->slots, self->n_slots) != 0 ||
-        read_buffers(state, given->buffers, &self->buffers, &self->n_buffers,
-                     &extra_bytes) != 0 ||
+    if (read_params(state, self->place, given->params, &self->slots, &self->n_slots) !=
+            0 ||
+        read_sparse(given->sparse, pli_is_on_device(self), self->slots,
+                    self->n_slots) != 0 ||
+        read_buffers(state, self->place, given->buffers, &self->buffers,
+                     &self->n_buffers, &extra_bytes) != 0 ||
         make_spec(state, given, self->slots, self->n_slots, extra_bytes, &spec) != 0 ||
-        pli_check(state, pli_cpu_backend_create(&self->backend)) != 0 ||
+        make_backend(state, self) != 0 ||
         pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
                                            &self->reducer)) != 0)
         goto done;
@@ -327,7 +384,8 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
         if (register_hook(state, self, i) != 0)
             goto done;
     }
-    pli_retention_init(&self->retention, self->slots, self->n_slots);
+    if (!pli_is_on_device(self))
+        pli_retention_init(&self->retention, self->slots, self->n_slots);
     status = 0;
 done:
     free_spec(&spec);

@@ -3,6 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "../core/alloc.h"
 #include "reducer_build.h"
 
 #include <structmember.h>
@@ -46,6 +47,10 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     enter_list(self, state);
     self->world = Py_NewRef(given.world);
     self->comm = ((world_object *)given.world)->comm;
+    self->gpu = ((world_object *)given.world)->gpu;
+    self->place =
+        pli_is_on_device(self) ? self->gpu->place : (dl_device){.type = DL_CPU};
+    self->task = -1;
     self->sync_now = self->sync_forward = SYNC_ON;
     self->part = PL_ACTIVE;
     self->owner_pid = getpid();
@@ -85,6 +90,7 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
         Py_VISIT(self->slots[i].held);
         Py_VISIT(self->slots[i].late);
         Py_VISIT(self->slots[i].kept);
+        Py_VISIT(self->slots[i].saved);
     }
     for (size_t b = 0; self->buffers != NULL && b < self->n_buffers; b++)
         Py_VISIT(self->buffers[b].owner);
@@ -125,8 +131,11 @@ static void reducer_dealloc(PyObject *object)
         PyObject_ClearWeakRefs(object);
     (void)reducer_clear(object);
     pl_reducer_destroy(self->reducer);
-    pli_backend_destroy(self->backend);
     pli_window_release(self->window);
+    if (self->captured != NULL)
+        self->captured->release(self->captured);
+    pli_backend_destroy(self->backend);
+    pli_free(self->moves);
     Py_CLEAR(self->world); /* last: all of the above lives in its memory */
     type->tp_free(object);
     Py_DECREF(type);
@@ -153,7 +162,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
      */
     if (is_in_backward(state))
         Py_RETURN_NONE;
-    if (pli_step_check_process(self) != 0)
+    if (pli_step_check_process(self) != 0 || pli_step_await_guards(self) != 0)
         return NULL;
     if (self->unseen == FAILURE_UNSEEN) {
         self->unseen = NO_FAILURE_UNSEEN;

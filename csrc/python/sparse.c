@@ -278,7 +278,7 @@ int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor 
     /* Most are dense: that one is sparse shows where it cannot be read, and then is
      * looked for until a dense one comes. */
     if (self->slots[i].n_sparse_dims == 0) {
-        if (pli_tensor_read(state, *grad, what, out) == 0)
+        if (pli_tensor_read_on(state, self->place, *grad, what, out) == 0)
             return 0;
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
@@ -286,16 +286,15 @@ int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor 
     }
     if (densify(self, i, grad) != 0)
         return -1;
-    return pli_tensor_read(state, *grad, what, out);
+    return pli_tensor_read_on(state, self->place, *grad, what, out);
 }
 
 int pli_sparse_put_mean(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
     const grad_slot *slot = &self->slots[i];
-    char *memory =
-        (char *)pli_comm_arena(self->comm) + pl_reducer_slot_offset(self->reducer, i);
-    PyObject *mean = pli_tensor_borrow(state, memory, slot->layout);
+    PyObject *mean =
+        pli_tensor_borrow(state, self->place, pli_slot_memory(self, i), slot->layout);
     PyObject *result =
         mean != NULL
             ? PyObject_CallFunction(state->sparse_put_dense, "OOI", slot->param, mean,

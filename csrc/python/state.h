@@ -11,6 +11,7 @@
 #include <Python.h>
 
 #include "../comm/progress.h"
+#include "../comm/watchdog.h"
 #include "../core/status.h"
 #include "dlpack.h"
 
@@ -18,6 +19,8 @@
 #define PLI_TORCH_MAP(X)                                                               \
     X(queue_callback)  /* engine: run a callable when this backward ends */            \
     X(current_node)    /* the autograd node under evaluation, or None */               \
+    X(current_task)    /* a number for the backward that runs in this thread */        \
+    X(current_stream)  /* of a device's index: the CUstream, as a number */            \
     X(after_node)      /* a node under evaluation: call when it is over */             \
     X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
@@ -72,6 +75,7 @@
 /* The heap types: <name>_type in the state, pli_<name>_spec. */
 #define PLI_TYPE_MAP(X)                                                                \
     X(listener)                                                                        \
+    X(gpu)                                                                             \
     X(world)                                                                           \
     X(reducer)                                                                         \
     X(hook)                                                                            \
@@ -97,6 +101,7 @@ typedef struct module_state {
     PyObject *str_is_conj;
     PyObject *str_clone;
     pli_progress *progress;
+    pli_watchdog *watchdog;          /* of device worlds; NULL: there was none yet */
     struct reducer_object *reducers; /* all that live, linked; borrowed */
     struct channel_object *channels; /* the same */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */

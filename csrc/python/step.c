@@ -3,6 +3,10 @@
 
 #include <unistd.h>
 
+#include "../core/clock.h"
+
+enum { MOST_NAPS = 1000 }; /* of a millisecond, for a thread that is about to end */
+
 static const module_state *state_of_reducer(reducer_object *self)
 {
     return state_of((PyObject *)self);
@@ -11,6 +15,27 @@ static const module_state *state_of_reducer(reducer_object *self)
 static pl_status recover_slice(void *reducer, int64_t slice_ns)
 {
     return pl_reducer_recover(reducer, slice_ns);
+}
+
+/* Asks for the backward that runs: other threads may run theirs through this one. */
+static int read_task(reducer_object *self)
+{
+    PyObject *task = PyObject_CallNoArgs(state_of_reducer(self)->current_task);
+    self->task = task != NULL ? PyLong_AsLong(task) : -1;
+    Py_XDECREF(task);
+    return self->task == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether both reducers' steps are of the backward that ends in this thread with
+ * `self`'s.  On the CPU a backward stays in its thread, nested ones with it; a device
+ * has one thread, for everybody's. */
+static int is_same_backward(const reducer_object *self, const reducer_object *other)
+{
+    if (other == self)
+        return 1;
+    if ((pli_is_on_device(self) || pli_is_on_device(other)) && self->task != -1)
+        return other->task == self->task;
+    return other->thread == PyThread_get_thread_ident();
 }
 
 static pl_status wait_slice(void *reducer, int64_t slice_ns)
@@ -68,15 +93,17 @@ int pli_step_begin(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
     if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
-        pli_step_recover(self) != 0 ||
+        pli_step_recover(self) != 0 || pli_launch_check(self) != 0 ||
         pli_check(state, pl_reducer_begin(self->reducer)) != 0)
         return -1;
     self->thread = PyThread_get_thread_ident();
     pli_retention_begin_step(&self->retention);
+    if (pli_launch_begin(self) != 0)
+        return -1;
     if (self->window != NULL &&
         self->generation == pl_reducer_generation(self->reducer))
         return 0;
-    return pli_grads_refresh_window(self);
+    return pli_means_refresh_window(self);
 }
 
 int pli_step_begin_local(reducer_object *self)
@@ -100,7 +127,7 @@ int pli_step_queue_guard(reducer_object *self, guard_origin origin)
     const module_state *state = state_of_reducer(self);
     if (self->n_guards > 0)
         return 0;
-    if (read_engine(self) != 0)
+    if (read_engine(self) != 0 || read_task(self) != 0)
         return -1;
     PyObject *guard = pli_guard_new(state, self, origin);
     if (guard == NULL)
@@ -115,6 +142,16 @@ int pli_step_queue_guard(reducer_object *self, guard_origin origin)
     return result != NULL ? 0 : -1;
 }
 
+int pli_step_await_guards(const reducer_object *self)
+{
+    for (int n = 0; pli_is_on_device(self) && self->n_guards > 0 && n < MOST_NAPS;
+         n++) {
+        Py_BEGIN_ALLOW_THREADS pli_sleep_ns(PLI_MS);
+        Py_END_ALLOW_THREADS if (PyErr_CheckSignals() != 0) return -1;
+    }
+    return 0;
+}
+
 int pli_step_finish_inline(reducer_object *self)
 {
     if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_unfired(self->reducer) > 0)
@@ -122,20 +159,41 @@ int pli_step_finish_inline(reducer_object *self)
     return pli_step_finish(self);
 }
 
+static int close_reducer(reducer_object *self)
+{
+    pl_status st;
+    if (!pli_is_on_device(self))
+        return pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
+    Py_BEGIN_ALLOW_THREADS st = pl_reducer_close(self->reducer);
+    Py_END_ALLOW_THREADS return pli_check(state_of_reducer(self), st);
+}
+
 /* Speaks for what no gradient came for, and posts the rest of the step. */
 static int close_step(reducer_object *self)
 {
+    if (pli_launch_look(self) != 0)
+        return -1;
     for (size_t i = 0; self->part == PL_ACTIVE && i < self->n_slots; i++)
         if (pl_reducer_fires(self->reducer, i) == 0 && pli_grads_settle(self, i) != 0)
             return -1;
-    if (pli_buffers_pack(self) != 0)
+    if (pli_buffers_pack(self) != 0 || close_reducer(self) != 0)
         return -1;
-    return pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
+    if (pli_is_on_device(self))
+        pli_launch_let_go(self);
+    return 0;
 }
 
+/* The peers have done their part; what the stream does next comes behind the means. */
 static int wait_step(reducer_object *self)
 {
-    return pli_wait_in_slices(state_of_reducer(self), wait_slice, self->reducer);
+    const module_state *state = state_of_reducer(self);
+    pl_status st;
+    if (pli_wait_in_slices(state, wait_slice, self->reducer) != 0)
+        return -1;
+    if (!pli_is_on_device(self))
+        return 0;
+    Py_BEGIN_ALLOW_THREADS st = pl_reducer_order(self->reducer);
+    Py_END_ALLOW_THREADS return pli_check(state, st);
 }
 
 static int amend_late(reducer_object *self)
@@ -147,23 +205,21 @@ static int amend_late(reducer_object *self)
     for (size_t i = 0; i < self->n_slots; i++)
         if (pl_reducer_is_late(self->reducer, i) && pli_grads_amend(self, i) != 0)
             return -1;
-    if (pli_check(state_of_reducer(self), pl_reducer_close(self->reducer)) != 0)
-        return -1;
-    return wait_step(self);
+    return close_reducer(self) != 0 ? -1 : wait_step(self);
 }
 
 static int try_finish(reducer_object *self)
 {
     if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
         return -1;
-    if (wait_step(self) != 0 || amend_late(self) != 0 ||
+    if (pli_launch_look(self) != 0 || wait_step(self) != 0 || amend_late(self) != 0 ||
         pli_carrier_finish(self) != 0 || pli_join_rescale(self) != 0 ||
         pli_sparse_finish(self) != 0 || pli_carrier_confirm(self) != 0)
         return -1;
     for (size_t i = 0; i < self->n_slots; i++)
-        if ((self->part == PL_ACTIVE ? pli_grads_bind : pli_join_bind)(self, i) != 0)
+        if ((self->part == PL_ACTIVE ? pli_means_bind : pli_join_bind)(self, i) != 0)
             return -1;
-    if (pli_buffers_receive(self) != 0)
+    if (pli_launch_finish(self) != 0 || pli_buffers_receive(self) != 0)
         return -1;
     return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
 }
@@ -179,17 +235,22 @@ static void fail_with_exception(reducer_object *self)
 
 int pli_step_close_all(reducer_object *self)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
+    int status = 0;
     reducer_object *other = state_of_reducer(self)->reducers;
-    for (; other != NULL; other = other->next) {
-        if (other->thread != thread || !pl_reducer_is_open(other->reducer))
-            continue;
-        if (close_step(other) != 0) {
-            fail_with_exception(other);
-            return -1;
+    Py_XINCREF(other);
+    while (other != NULL) {
+        if (status == 0 && is_same_backward(self, other) &&
+            pl_reducer_is_open(other->reducer)) {
+            status = close_step(other);
+            if (status != 0)
+                fail_with_exception(other);
         }
+        reducer_object *next = other->next;
+        Py_XINCREF(next);
+        Py_DECREF(other);
+        other = next;
     }
-    return 0;
+    return status;
 }
 
 /* All gradients are there: tells whoever asked to be told. */
@@ -214,12 +275,11 @@ int pli_step_finish(reducer_object *self)
 
 int pli_step_finish_all(reducer_object *self)
 {
-    const unsigned long thread = PyThread_get_thread_ident();
     int status = pli_step_close_all(self);
     reducer_object *other = state_of_reducer(self)->reducers; /* may have changed */
     Py_XINCREF(other);
     while (other != NULL) {
-        if (status == 0 && other->thread == thread &&
+        if (status == 0 && is_same_backward(self, other) &&
             pl_reducer_is_active(other->reducer))
             status = pli_step_finish(other);
         reducer_object *next = other->next;
@@ -233,11 +293,20 @@ int pli_step_finish_all(reducer_object *self)
     return status;
 }
 
+/* On a device the communicator is aborted, which may take a while. */
+static void fail_reducer(reducer_object *self, const char *words)
+{
+    PyThreadState *thread = pli_is_on_device(self) ? PyEval_SaveThread() : NULL;
+    pl_reducer_fail(self->reducer, words);
+    if (thread != NULL)
+        PyEval_RestoreThread(thread);
+}
+
 void pli_step_fail(reducer_object *self, const char *words)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    pl_reducer_fail(self->reducer, words);
+    fail_reducer(self, words);
     pli_carrier_abandon(self);
     for (size_t i = 0; i < self->n_slots; i++) {
         const grad_slot *slot = &self->slots[i];
@@ -246,7 +315,7 @@ void pli_step_fail(reducer_object *self, const char *words)
             PyObject_SetAttr(slot->param, state_of_reducer(self)->str_grad,
                              slot->held) != 0)
             PyErr_Clear();
-        pli_grads_drop(self, i);
+        pli_means_drop(self, i);
     }
     self->buffers_state = BUFFERS_CURRENT;
     PyErr_Restore(type, value, traceback);

@@ -30,16 +30,47 @@ static int read_dtype(dl_dtype dtype, pl_dtype *out)
     return -1;
 }
 
-static int fill(const dl_tensor *dl, const char *what, pli_tensor *out)
+pli_place_text pli_place_in_words(dl_device place)
 {
-    pli_layout *layout = &out->layout;
-    if (dl->device.type != DL_CPU) {
+    pli_place_text out;
+    if (place.type == DL_CPU)
+        (void)PyOS_snprintf(out.text, sizeof out.text, "the CPU");
+    else if (place.type == DL_CUDA)
+        (void)PyOS_snprintf(out.text, sizeof out.text, "cuda:%d", (int)place.id);
+    else
+        (void)PyOS_snprintf(out.text, sizeof out.text, "a device of DLPack's type %d",
+                            (int)place.type);
+    return out;
+}
+
+static int is_on(const dl_tensor *dl, dl_device place)
+{
+    return dl->device.type == place.type &&
+           (place.type == DL_CPU || dl->device.id == place.id);
+}
+
+static int refuse_place(const dl_tensor *dl, dl_device place, const char *what)
+{
+    if (place.type == DL_CPU) {
         PyErr_Format(PyExc_NotImplementedError,
                      "%s is not in CPU memory (DLPack device type %d): this version of "
                      "paceline trains on CPUs",
                      what, (int)dl->device.type);
         return -1;
     }
+    PyErr_Format(PyExc_ValueError,
+                 "%s is on %s, and the model's first parameter was on %s when it was "
+                 "wrapped: have all of the model on one device, and wrap it there",
+                 what, pli_place_in_words(dl->device).text,
+                 pli_place_in_words(place).text);
+    return -1;
+}
+
+static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tensor *out)
+{
+    pli_layout *layout = &out->layout;
+    if (!is_on(dl, place))
+        return refuse_place(dl, place, what);
     if (dl->ndim > PLI_MAX_DIMS || read_dtype(dl->dtype, &layout->dtype) != 0) {
         PyErr_Format(
             PyExc_NotImplementedError,
@@ -83,31 +114,70 @@ static int refuse(const char *what)
     return -1;
 }
 
-static int read_by_capsule(PyObject *object, const char *what, pli_tensor *out)
+/* -1 as a stream: nothing is waited for. */
+static PyObject *capsule_of(PyObject *object)
 {
-    const dl_managed *managed = NULL;
-    PyObject *capsule = NULL;
+    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
+    PyObject *none = PyTuple_New(0);
+    PyObject *stream = Py_BuildValue("{s:i}", "stream", -1);
+    PyObject *capsule = method != NULL && none != NULL && stream != NULL
+                            ? PyObject_Call(method, none, stream)
+                            : NULL;
+    Py_XDECREF(stream);
+    Py_XDECREF(none);
+    Py_XDECREF(method);
+    return capsule;
+}
+
+/* *capsule: to be kept while *out is read, and dropped; it may be NULL. */
+static int read_dl(const module_state *state, PyObject *object, const char *what,
+                   dl_tensor *out, PyObject **capsule)
+{
+    *capsule = NULL;
+    if (state->exchange != NULL)
+        return state->exchange->tensor_from_object(object, out) == 0 ? 0 : refuse(what);
     PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-    if (detached != NULL)
-        capsule = PyObject_CallMethod(detached, "__dlpack__", NULL);
-    if (capsule != NULL)
-        managed = PyCapsule_GetPointer(capsule, "dltensor");
-    const int result =
-        managed != NULL ? fill(&managed->tensor, what, out) : refuse(what);
-    Py_XDECREF(capsule);
+    *capsule = detached != NULL ? capsule_of(detached) : NULL;
     Py_XDECREF(detached);
-    return result;
+    const dl_managed *managed =
+        *capsule != NULL ? PyCapsule_GetPointer(*capsule, "dltensor") : NULL;
+    if (managed == NULL) {
+        Py_CLEAR(*capsule);
+        return refuse(what);
+    }
+    *out = managed->tensor;
+    return 0;
+}
+
+int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
+                       const char *what, pli_tensor *out)
+{
+    dl_tensor dl;
+    PyObject *capsule;
+    if (read_dl(state, object, what, &dl, &capsule) != 0)
+        return -1;
+    const int status = fill(&dl, place, what, out);
+    Py_XDECREF(capsule);
+    return status;
 }
 
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
                     pli_tensor *out)
 {
+    const dl_device cpu = {.type = DL_CPU};
+    return pli_tensor_read_on(state, cpu, object, what, out);
+}
+
+int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
+                     dl_device *out)
+{
     dl_tensor dl;
-    if (state->exchange == NULL)
-        return read_by_capsule(object, what, out);
-    if (state->exchange->tensor_from_object(object, &dl) != 0)
-        return refuse(what);
-    return fill(&dl, what, out);
+    PyObject *capsule;
+    if (read_dl(state, object, what, &dl, &capsule) != 0)
+        return -1;
+    *out = dl.device;
+    Py_XDECREF(capsule);
+    return 0;
 }
 
 /* ---- layouts ------------------------------------------------------------------- */
@@ -227,15 +297,12 @@ static export *make_export(const module_state *state, int n_dims)
 }
 
 /* Hands the export over. */
-static PyObject *finish(const module_state *state, export *self, void *data,
-                        dl_dtype dtype, int n_dims)
+static PyObject *finish(const module_state *state, export *self, const dl_tensor *like)
 {
-    const dl_tensor tensor = {.data = data,
-                              .device = {.type = DL_CPU},
-                              .ndim = n_dims,
-                              .dtype = dtype,
-                              .shape = self->dims,
-                              .strides = self->dims + n_dims};
+    dl_tensor tensor = *like;
+    tensor.shape = self->dims;
+    tensor.strides = self->dims + like->ndim;
+    tensor.byte_offset = 0;
     self->versioned = (dl_managed_versioned){.version = {.major = DL_MAJOR},
                                              .context = self,
                                              .deleter = delete_versioned,
@@ -245,8 +312,8 @@ static PyObject *finish(const module_state *state, export *self, void *data,
     return import(state, self);
 }
 
-static PyObject *make(const module_state *state, pli_window *window, size_t slot,
-                      void *data, const pli_layout *layout)
+static PyObject *make(const module_state *state, const pli_view *view, void *data,
+                      const pli_layout *layout)
 {
     static const dl_dtype dtypes[PL_N_DTYPES] = {
         [PL_U8] = {DL_UINT, 8, 1},        [PL_I8] = {DL_INT, 8, 1},
@@ -263,11 +330,15 @@ static PyObject *make(const module_state *state, pli_window *window, size_t slot
         self->dims[d] = layout->dims[d].size;
         self->dims[layout->n_dims + d] = layout->dims[d].stride;
     }
-    self->slot = slot;
-    self->window = window;
-    if (window != NULL)
-        pli_window_see(window, slot);
-    return finish(state, self, data, dtypes[layout->dtype], layout->n_dims);
+    self->slot = view->slot;
+    self->window = view->window;
+    if (view->window != NULL)
+        pli_window_see(view->window, view->slot);
+    const dl_tensor like = {.data = data,
+                            .device = view->place,
+                            .ndim = layout->n_dims,
+                            .dtype = dtypes[layout->dtype]};
+    return finish(state, self, &like);
 }
 
 PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
@@ -283,17 +354,20 @@ PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
     }
     pli_room_hold(room);
     self->room = room;
-    return finish(state, self, like->data, like->dtype, like->ndim);
+    dl_tensor on_cpu = *like;
+    on_cpu.device = (dl_device){.type = DL_CPU};
+    return finish(state, self, &on_cpu);
 }
 
-PyObject *pli_tensor_view(const module_state *state, pli_window *window, size_t slot,
-                          size_t offset, const pli_layout *layout)
+PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
+                          const pli_layout *layout)
 {
-    return make(state, window, slot, window->base + offset, layout);
+    return make(state, view, view->window->base + view->offset, layout);
 }
 
-PyObject *pli_tensor_borrow(const module_state *state, void *data,
+PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
                             const pli_layout *layout)
 {
-    return make(state, NULL, 0, data, layout);
+    const pli_view none = {.place = place};
+    return make(state, &none, data, layout);
 }

@@ -34,6 +34,21 @@ typedef struct pli_tensor {
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
                     pli_tensor *out);
 
+/* The same of a tensor on `place`: ValueError for one that is elsewhere.  What its
+ * stream has yet to write is not waited for. */
+int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
+                       const char *what, pli_tensor *out);
+
+/* Where a strided tensor is. */
+int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
+                     dl_device *out);
+
+/* A place in words: "the CPU", "cuda:1". */
+typedef struct pli_place_text {
+    char text[48];
+} pli_place_text;
+pli_place_text pli_place_in_words(dl_device place);
+
 /* Non-zero where the elements fill one block of memory, each once. */
 int pli_layout_is_dense(const pli_layout *layout);
 
@@ -52,18 +67,26 @@ static inline size_t pli_layout_bytes(const pli_layout *layout)
     return layout->n_elems * pl_dtype_bytes(layout->dtype);
 }
 
-/* A new torch tensor of layout `layout` at `offset` of the window, counted there as a
- * view of `slot` until its storage dies. */
-PyObject *pli_tensor_view(const module_state *state, pli_window *window, size_t slot,
-                          size_t offset, const pli_layout *layout);
+/* Part of a window onto gradients that are on `place`. */
+typedef struct pli_view {
+    pli_window *window;
+    dl_device place;
+    size_t slot;   /* whose views count this one */
+    size_t offset; /* in the window */
+} pli_view;
+
+/* A new torch tensor of layout `layout` over a view, counted there until its storage
+ * dies. */
+PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
+                          const pli_layout *layout);
 
 /* A new torch tensor over like->data, with the dtype, shape and strides of `like`; the
  * room that it lies in stays mapped until its storage dies. */
 PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
                              const dl_tensor *like);
 
-/* A new torch tensor over memory that outlives it. */
-PyObject *pli_tensor_borrow(const module_state *state, void *data,
+/* A new torch tensor over memory, on `place`, that outlives it. */
+PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
                             const pli_layout *layout);
 
 #endif

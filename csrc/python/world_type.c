@@ -1,9 +1,11 @@
-/* world_type.c - paceline._native.World and the Listener that rank 0 makes it with. */
+/* world_type.c - paceline._native.World. */
 #include <limits.h>
 #include <stddef.h>
 #include <string.h>
 
-#include "../comm/shm.h"
+#include <unistd.h>
+
+#include "../comm/device.h"
 #include "../core/config.h"
 #include "broadcast.h"
 #include "world.h"
@@ -12,65 +14,6 @@
 
 enum { SLICE_MS = 50 };
 #define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
-
-/* ---- Listener ------------------------------------------------------------------ */
-
-typedef struct listener_object {
-    PyObject_HEAD
-    pli_listener *listener;
-    char address[PLI_ADDRESS_BYTES];
-} listener_object;
-
-static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Listener", names))
-        return NULL;
-    listener_object *self = (listener_object *)type->tp_alloc(type, 0);
-    if (self == NULL)
-        return NULL;
-    const pl_status st = pli_listener_create(self->address, &self->listener);
-    if (st != PL_OK) {
-        pli_raise(state_of_type(type), st);
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
-}
-
-static void listener_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    pli_listener_destroy(((listener_object *)object)->listener);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
-static PyObject *listener_address(PyObject *object, void *closure)
-{
-    (void)closure;
-    return PyUnicode_FromString(((listener_object *)object)->address);
-}
-
-static PyGetSetDef listener_getset[] = {
-    {"address", listener_address, NULL, "Name that the other ranks connect to.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
-static PyType_Slot listener_slots[] = {
-    {Py_tp_new, listener_new},
-    {Py_tp_dealloc, listener_dealloc},
-    {Py_tp_getset, listener_getset},
-    {Py_tp_doc, "Listener()\n--\n\nSocket over which rank 0 gathers a world."},
-    {0, NULL},
-};
-
-PyType_Spec pli_listener_spec = {
-    .name = "paceline._native.Listener",
-    .basicsize = sizeof(listener_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = listener_slots,
-};
 
 /* ---- World --------------------------------------------------------------------- */
 
@@ -116,9 +59,9 @@ static int read_pids(PyObject *sequence, int world_size, int *pids)
     return status;
 }
 
-static int is_interrupted(void *context)
+int pli_is_interrupted(void *ignored)
 {
-    (void)context;
+    (void)ignored;
     const PyGILState_STATE gil = PyGILState_Ensure();
     const int is_set = PyErr_CheckSignals() != 0;
     PyGILState_Release(gil);
@@ -134,6 +77,11 @@ typedef struct world_arguments {
     PyObject *pids;
     PyObject *meeting; /* Listener on rank 0, else its address */
     PyObject *relay;   /* None, or who carries the operations */
+    PyObject *device;  /* None, or the Device that has the gradients */
+    Py_ssize_t device_bytes;
+    const char *nccl;
+    const char *accumulate;
+    int64_t deadline_ns;
 } world_arguments;
 
 static int is_relayed(const world_arguments *given)
@@ -141,26 +89,35 @@ static int is_relayed(const world_arguments *given)
     return given->relay != NULL && given->relay != Py_None;
 }
 
+static int has_device(const world_arguments *given)
+{
+    return given->device != NULL && given->device != Py_None;
+}
+
+static size_t base_bytes(const world_arguments *given)
+{
+    return (size_t)given->arena_bytes +
+           (has_device(given) ? PLI_DEVICE_WORDS_BYTES : 0);
+}
+
 static pl_status join_world(const module_state *state, const world_arguments *given,
                             const int *pids, const char *address, pl_comm **out)
 {
-    pl_status st = PL_OK;
-    pli_shm_options options = {
+    pl_status st;
+    const pli_shm_options options = {
         .rank = is_relayed(given) ? 0 : given->rank,
         .world_size = is_relayed(given) ? 1 : given->world_size,
-        .arena_bytes = (size_t)given->arena_bytes,
+        .arena_bytes = base_bytes(given),
         .n_ops = (size_t)given->n_ops,
         .pids = pids,
         .progress = state->progress,
-        .is_interrupted = is_interrupted,
+        .is_interrupted = pli_is_interrupted,
+        .deadline_ns = given->deadline_ns,
     };
     const pli_listener *listener =
         options.rank == 0 ? ((listener_object *)given->meeting)->listener : NULL;
-    const double timeout =
-        given->timeout < LONGEST_TIMEOUT ? given->timeout : LONGEST_TIMEOUT;
-    PL_TRY(pli_config_timeout_ns((int64_t)(timeout * 1e9), &options.deadline_ns));
     Py_BEGIN_ALLOW_THREADS st = pli_shm_create(&options, listener, address, out);
-    Py_END_ALLOW_THREADS done : return st;
+    Py_END_ALLOW_THREADS return st;
 }
 
 /* Has the relay's world take the place of the world of one that *comm is. */
@@ -171,6 +128,31 @@ static pl_status put_relay_before(const world_arguments *given, pl_comm **comm)
                                        .base = *comm,
                                        .carrier = pli_relay_carrier_of(given->relay)};
     return pli_relay_create(&options, comm);
+}
+
+static int check_device(const module_state *state, const world_arguments *given)
+{
+    if (given->device != NULL && given->device != Py_None &&
+        !Py_IS_TYPE(given->device, state->gpu_type)) {
+        PyErr_Format(PyExc_TypeError, "device is %R: give a Device, or None",
+                     given->device);
+        return -1;
+    }
+    if (given->device_bytes < 0 || (given->device_bytes > 0 && !has_device(given))) {
+        PyErr_Format(PyExc_ValueError,
+                     "device_bytes is %zd: give 0 or more, and 0 without a device",
+                     given->device_bytes);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_deadline(const module_state *state, world_arguments *given)
+{
+    const double timeout =
+        given->timeout < LONGEST_TIMEOUT ? given->timeout : LONGEST_TIMEOUT;
+    return pli_check(
+        state, pli_config_timeout_ns((int64_t)(timeout * 1e9), &given->deadline_ns));
 }
 
 static int check_arguments(const module_state *state, const world_arguments *given)
@@ -207,19 +189,65 @@ static int check_arguments(const module_state *state, const world_arguments *giv
     return 0;
 }
 
+static int parse_arguments(const module_state *state, PyObject *args, PyObject *kwargs,
+                           world_arguments *given)
+{
+    static char *names[] = {
+        "rank",  "world_size", "arena_bytes",  "n_ops", "timeout",    "pids", "meeting",
+        "relay", "device",     "device_bytes", "nccl",  "accumulate", NULL};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "iinndOO|OOnzs:World", names, &given->rank,
+            &given->world_size, &given->arena_bytes, &given->n_ops, &given->timeout,
+            &given->pids, &given->meeting, &given->relay, &given->device,
+            &given->device_bytes, &given->nccl, &given->accumulate))
+        return -1;
+    if (check_arguments(state, given) != 0 || check_device(state, given) != 0)
+        return -1;
+    return read_deadline(state, given);
+}
+
+/* The relay is to carry what the ranks say while the rest of the world is made. */
+static int serve(world_object *self)
+{
+    PyObject *result = PyObject_CallMethod(self->relay, "serve", "O", (PyObject *)self);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* Makes the world, layer by layer; what there is of it is the dealloc's to end. */
+static int build_world(module_state *state, world_object *self,
+                       const world_arguments *given, const int *pids,
+                       const char *address)
+{
+    if (pli_check(state, join_world(state, given, pids, address, &self->comm)) != 0)
+        return -1;
+    if (is_relayed(given)) {
+        self->relay = Py_NewRef(given->relay);
+        if (pli_check(state, put_relay_before(given, &self->comm)) != 0)
+            return -1;
+    }
+    if (!has_device(given))
+        return 0;
+    if (is_relayed(given) && serve(self) != 0)
+        return -1;
+    self->gpu = (gpu_object *)Py_NewRef(given->device);
+    const pli_device_world device = {.gpu = self->gpu,
+                                     .n_bytes = given->device_bytes,
+                                     .nccl = given->nccl,
+                                     .accumulate = given->accumulate,
+                                     .host_bytes = (size_t)given->arena_bytes,
+                                     .n_ops = (size_t)given->n_ops,
+                                     .deadline_ns = given->deadline_ns};
+    return pli_device_world_create(state, &device, &self->comm);
+}
+
 static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "world_size", "arena_bytes", "n_ops", "timeout",
-                            "pids", "meeting",    "relay",       NULL};
-    const module_state *state = state_of_type(type);
-    world_arguments given = {0};
+    module_state *state = state_of_type(type);
+    world_arguments given = {.accumulate = "nccl"};
     const char *address = NULL;
     int pids[PL_MAX_RANKS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iinndOO|O:World", names,
-                                     &given.rank, &given.world_size, &given.arena_bytes,
-                                     &given.n_ops, &given.timeout, &given.pids,
-                                     &given.meeting, &given.relay) ||
-        check_arguments(state, &given) != 0 ||
+    if (parse_arguments(state, args, kwargs, &given) != 0 ||
         read_pids(given.pids, given.world_size, pids) != 0)
         return NULL;
     if (PyUnicode_Check(given.meeting) &&
@@ -228,15 +256,9 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     world_object *self = (world_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    pl_status st = join_world(state, &given, pids, address, &self->comm);
-    if (st == PL_OK && is_relayed(&given)) {
-        self->relay = Py_NewRef(given.relay);
-        st = put_relay_before(&given, &self->comm);
-    }
-    if (st != PL_OK) {
-        pli_raise(state, st);
+    self->owner_pid = getpid();
+    if (build_world(state, self, &given, pids, address) != 0)
         Py_CLEAR(self);
-    }
     return (PyObject *)self;
 }
 
@@ -246,7 +268,12 @@ static void world_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
-    pl_comm_destroy(self->comm);
+    if (self->gpu == NULL || self->owner_pid == getpid()) {
+        PyThreadState *thread = pli_world_let_go(self);
+        pl_comm_destroy(self->comm);
+        pli_world_take_back(thread);
+    }
+    Py_XDECREF(self->gpu);
     Py_XDECREF(self->relay);
     type->tp_free(object);
     Py_DECREF(type);
@@ -303,7 +330,9 @@ static PyObject *world_issue(PyObject *object, PyObject *args)
                       .root = root,
                       .offset_bytes = (size_t)offset,
                       .n_elems = (size_t)n_elems};
+    PyThreadState *thread = pli_world_let_go((world_object *)object);
     const pl_status st = pl_comm_issue(comm, &op, &ticket);
+    pli_world_take_back(thread);
     if (st != PL_OK)
         return pli_raise(state_of(object), st);
     return PyLong_FromUnsignedLongLong(ticket);
@@ -358,7 +387,9 @@ static PyObject *world_abort(PyObject *object, PyObject *words)
     const char *text = pli_words(words);
     if (text == NULL)
         return NULL;
+    PyThreadState *thread = pli_world_let_go((world_object *)object);
     pl_comm_abort(comm_of(object), text);
+    pli_world_take_back(thread);
     Py_RETURN_NONE;
 }
 
@@ -374,7 +405,9 @@ static PyObject *world_note_exception(PyObject *object, PyObject *words)
 static PyObject *world_leave(PyObject *object, PyObject *ignored)
 {
     (void)ignored;
-    pl_comm_leave(((world_object *)object)->comm);
+    PyThreadState *thread = pli_world_let_go((world_object *)object);
+    pl_comm_leave(comm_of(object));
+    pli_world_take_back(thread);
     Py_RETURN_NONE;
 }
 
@@ -382,8 +415,8 @@ static PyObject *world_buffer(PyObject *object, void *closure)
 {
     pl_comm *comm = comm_of(object);
     (void)closure;
-    return PyMemoryView_FromMemory(pli_comm_arena(comm),
-                                   (Py_ssize_t)pl_comm_arena_bytes(comm), PyBUF_WRITE);
+    return PyMemoryView_FromMemory(pli_comm_arena(comm), (Py_ssize_t)comm->host_bytes,
+                                   PyBUF_WRITE);
 }
 
 /* The arena itself, which lives as long as whoever has such a buffer of it. */
@@ -391,7 +424,7 @@ static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     pl_comm *comm = comm_of(object);
     return PyBuffer_FillInfo(view, object, pli_comm_arena(comm),
-                             (Py_ssize_t)pl_comm_arena_bytes(comm), 0, flags);
+                             (Py_ssize_t)comm->host_bytes, 0, flags);
 }
 
 static PyObject *world_rank(PyObject *object, void *closure)
@@ -449,10 +482,12 @@ static PyType_Slot world_slots[] = {
     {Py_tp_members, world_members},
     {Py_bf_getbuffer, world_getbuffer},
     {Py_tp_doc, "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
-                "relay=None)\n--\n\n"
+                "relay=None, device=None, device_bytes=0, nccl=None, "
+                "accumulate='nccl')\n--\n\n"
                 "A rank's end of a world of processes: of one host, or of any, where a "
-                "relay carries "
-                "what they say. Its buffer is this rank's arena."},
+                "relay carries what they say. Its buffer is this rank's arena. With a "
+                "device, as many bytes more are that device's, and NCCL's to reduce: "
+                "added up as it likes, or in 'float32'."},
     {0, NULL},
 };
 

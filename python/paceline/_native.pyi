@@ -26,14 +26,33 @@ def measure(
     bucket_bytes: int,
     last_bytes: int,
     sparse: Sequence[int] = (),
+    device: Device | None = None,
     /,
-) -> tuple[int, int]: ...
+) -> tuple[int, int, int]: ...
+def nccl_version(path: str | None, /) -> int: ...
 
 @final
 class Listener:
     def __new__(cls) -> Listener: ...
     @property
     def address(self) -> str: ...
+
+@final
+class Device:
+    def __new__(
+        cls,
+        index: int,
+        driver: str | None = None,
+        nvrtc: str | None = None,
+        dlpack_type: int = 2,
+    ) -> Device: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def kernels(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    def synchronize(self) -> None: ...
 
 @final
 class World:
@@ -47,6 +66,10 @@ class World:
         pids: Sequence[int],
         meeting: Listener | str,
         relay: Any = None,
+        device: Device | None = None,
+        device_bytes: int = 0,
+        nccl: str | None = None,
+        accumulate: str = "nccl",
     ) -> World: ...
     @property
     def buffer(self) -> memoryview: ...

@@ -235,9 +235,9 @@ def test_a_bad_declaration_of_what_is_sparse_is_named(sparse, words):
 
 def test_a_sparse_parameter_takes_no_room_beside_the_staging_that_all_share():
     params = [nn.Parameter(torch.ones(1000, 1000)) for _ in range(3)]
-    dense, _ = _native.measure(params, [], MIB, MIB)
-    one, _ = _native.measure(params, [], MIB, MIB, [1])
-    all_three, _ = _native.measure(params, [], MIB, MIB, [0, 1, 2])
+    dense, *_ = _native.measure(params, [], MIB, MIB)
+    one, *_ = _native.measure(params, [], MIB, MIB, [1])
+    all_three, *_ = _native.measure(params, [], MIB, MIB, [0, 1, 2])
     assert dense - one == 4_000_000 - MIB
     assert one - all_three == 8_000_000
 
@@ -249,14 +249,14 @@ def test_a_reducer_needs_a_world():
 
 
 def test_an_arena_that_is_too_small_is_named_with_what_is_needed():
-    needed, _ = _native.measure([PARAM], [], MIB, MIB)
+    needed, *_ = _native.measure([PARAM], [], MIB, MIB)
     message = raised_by(make_reducer, make_world(arena_bytes=64), [PARAM])
     assert str(needed) in message
 
 
 def test_an_arena_as_large_as_measured_is_enough():
     params = [nn.Parameter(torch.ones(n)) for n in (1, 1000, 3)]
-    needed, n_ops = _native.measure(params, [], 64, 64)
+    needed, n_ops, _ = _native.measure(params, [], 64, 64)
     make_reducer(make_world(arena_bytes=needed, n_ops=n_ops), params, (), (64, 64, 0))
 
 

@@ -1,0 +1,134 @@
+/* gpu_type.c - paceline._native.Device: a GPU: its memory, kernels, side stream. */
+#include "gpu.h"
+
+#include <stddef.h>
+
+#include "tensor.h"
+
+#include <structmember.h>
+
+static gpu_object *gpu_of(PyObject *object)
+{
+    return (gpu_object *)object;
+}
+
+int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
+                           pl_stream **out)
+{
+    const dl_exchange *exchange = state->exchange;
+    void *stream = NULL;
+    if (exchange != NULL && exchange->current_stream != NULL &&
+        device->place.type == DL_CUDA) {
+        if (exchange->current_stream(DL_CUDA, device->place.id, &stream) != 0)
+            return -1;
+        *out = stream;
+        return 0;
+    }
+    PyObject *number = PyObject_CallFunction(state->current_stream, "i",
+                                             pli_cuda_device(device->backend));
+    if (number == NULL)
+        return -1;
+    stream = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    if (stream == NULL && PyErr_Occurred())
+        return -1;
+    *out = stream;
+    return 0;
+}
+
+static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"index", "driver", "nvrtc", "dlpack_type", NULL};
+    pli_cuda_options options = {0};
+    int dlpack_type = DL_CUDA;
+    pl_status st;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|zzi:Device", names,
+                                     &options.device, &options.driver, &options.nvrtc,
+                                     &dlpack_type))
+        return NULL;
+    gpu_object *self = (gpu_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->place = (dl_device){.type = dlpack_type,
+                              .id = dlpack_type == DL_CPU ? 0 : options.device};
+    Py_BEGIN_ALLOW_THREADS st = pli_cuda_backend_create(&options, &self->backend);
+    Py_END_ALLOW_THREADS if (st != PL_OK)
+    {
+        pli_raise(state_of_type(type), st);
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+static void gpu_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    pli_backend_destroy(gpu_of(object)->backend);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
+{
+    pl_backend *backend = gpu_of(object)->backend;
+    pl_status st;
+    (void)ignored;
+    Py_BEGIN_ALLOW_THREADS st =
+        backend->ops->synchronize(backend, pli_cuda_side_stream(backend));
+    if (st == PL_OK)
+        st = backend->ops->synchronize(backend, NULL);
+    Py_END_ALLOW_THREADS if (st != PL_OK) return pli_raise(state_of(object), st);
+    Py_RETURN_NONE;
+}
+
+static PyObject *gpu_index(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pli_cuda_device(gpu_of(object)->backend));
+}
+
+static PyObject *gpu_kernels(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(pli_cuda_kernels(gpu_of(object)->backend));
+}
+
+static PyObject *gpu_name(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromFormat("cuda:%d", pli_cuda_device(gpu_of(object)->backend));
+}
+
+static PyMethodDef gpu_methods[] = {
+    {"synchronize", gpu_synchronize, METH_NOARGS,
+     "synchronize($self, /)\n--\n\nWait for the side stream and the default stream."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef gpu_getset[] = {
+    {"index", gpu_index, NULL, "Number of the device, as torch counts.", NULL},
+    {"kernels", gpu_kernels, NULL,
+     "Where its kernels come from: 'fatbin', built in, or 'nvrtc', compiled here.",
+     NULL},
+    {"name", gpu_name, NULL, "The device in torch's words, as in 'cuda:0'.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot gpu_slots[] = {
+    {Py_tp_new, gpu_new},
+    {Py_tp_dealloc, gpu_dealloc},
+    {Py_tp_methods, gpu_methods},
+    {Py_tp_getset, gpu_getset},
+    {Py_tp_doc,
+     "Device(index, driver=None, nvrtc=None, dlpack_type=2)\n--\n\n"
+     "A GPU, with the paths of the libraries to reach it by; dlpack_type is what "
+     "DLPack calls the kind of its tensors."},
+    {0, NULL},
+};
+
+PyType_Spec pli_gpu_spec = {
+    .name = "paceline._native.Device",
+    .basicsize = sizeof(gpu_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = gpu_slots,
+};

@@ -1,0 +1,53 @@
+/* listener_type.c - paceline._native.Listener, with which rank 0 makes a world. */
+#include "world.h"
+
+static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Listener", names))
+        return NULL;
+    listener_object *self = (listener_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    const pl_status st = pli_listener_create(self->address, &self->listener);
+    if (st != PL_OK) {
+        pli_raise(state_of_type(type), st);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void listener_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    pli_listener_destroy(((listener_object *)object)->listener);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *listener_address(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyUnicode_FromString(((listener_object *)object)->address);
+}
+
+static PyGetSetDef listener_getset[] = {
+    {"address", listener_address, NULL, "Name that the other ranks connect to.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot listener_slots[] = {
+    {Py_tp_new, listener_new},
+    {Py_tp_dealloc, listener_dealloc},
+    {Py_tp_getset, listener_getset},
+    {Py_tp_doc, "Listener()\n--\n\nSocket over which rank 0 gathers a world."},
+    {0, NULL},
+};
+
+PyType_Spec pli_listener_spec = {
+    .name = "paceline._native.Listener",
+    .basicsize = sizeof(listener_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = listener_slots,
+};
