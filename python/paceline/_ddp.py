@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from paceline import _native, _options, _torch, _torch_groups
+from paceline import _cuda, _environment, _native, _options, _torch, _torch_groups
 from paceline._comm_hooks import CommHooks, pack_hooks, unpack_hooks
 from paceline._forward import Forward
 from paceline._model import Model, copy_model, raise_first_difference, watch
@@ -39,14 +40,18 @@ class DistributedDataParallel(Forward, CommHooks):
 
     Each rank runs the same script on its share of the data; gradients come out of
     ``backward()`` averaged over the ranks, and parameters stay equal.  Gradients travel
-    through memory that the ranks of a host share, summed while backward still runs.
+    while backward still runs: on the CPU through memory that the ranks of a host share,
+    on GPUs by NCCL.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The model, with its parameters on the CPU.
-    device_ids, output_device : optional
-        For GPU modules: None here.
+        The model, with its parameters on the CPU, or all on one GPU (CUDA).
+    device_ids : list of one int, str or torch.device, optional
+        The GPU that the module is on: inputs are then moved there.  None: they are left
+        as they are.  None or empty on the CPU.
+    output_device : int, str or torch.device, optional
+        Kept for compatibility: outputs stay where the module makes them.
     dim : int, default 0
         Kept for compatibility.
     broadcast_buffers : bool, optional
@@ -56,14 +61,16 @@ class DistributedDataParallel(Forward, CommHooks):
         Whether rank 0's parameters and buffers are copied to all ranks at construction.
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks, 1 to 64; the default group where none is given.  Over Gloo, ranks of
-        one host meet in shared memory.  Ranks of several hosts, and a group of any
-        other kind (MPI, a subclass in Python), are averaged by the group's own
-        collectives.  NCCL's groups are not supported yet.
+        The ranks, 1 to 64; the default group where none is given.  Over Gloo or NCCL,
+        ranks of one host meet in shared memory.  Modules on the CPU whose ranks are on
+        several hosts, or in a group of any other kind (MPI, a subclass in Python), are
+        averaged by the group's own collectives, where it takes CPU tensors.  Of modules
+        on GPUs a group over Gloo carries no gradient: NCCL does.
     bucket_cap_mb : float, optional
         Mebibytes of gradients that are averaged at a time.  Default 1, which suits
-        shared memory; torch's 25 where a communication hook or the group's collectives
-        carry them.
+        shared memory; torch's 25 where NCCL, a communication hook or the group's
+        collectives carry them.  On GPUs the bucket that fills last, which nothing
+        hides, has 1 at the most.
     find_unused_parameters, gradient_as_bucket_view, static_graph : bool
         Accepted and not needed: unused parameters are found by themselves, large
         gradients are always views, and a graph may change from step to step (unless
@@ -89,6 +96,10 @@ class DistributedDataParallel(Forward, CommHooks):
         parameters left out without ``find_unused_parameters``, a second gradient of a
         parameter in one backward, a graph that changes under ``static_graph``,
         bfloat16 hooks on the CPU.  Default: whether ``PACELINE_STRICT`` is 1.
+    accumulate_in_fp32 : bool, default False
+        On GPUs, whether float16 and bfloat16 gradients are added up in float32, in the
+        order of the ranks, and rounded once; otherwise as NCCL does.  On the CPU they
+        always are.
 
     Attributes
     ----------
@@ -105,11 +116,13 @@ class DistributedDataParallel(Forward, CommHooks):
     paceline.MismatchError
         On every rank, if the models differ: the first difference is named.
     NotImplementedError
-        If an argument, a device or a process group is not supported yet.
+        On every rank, if an argument or a device is not supported yet, if parameters
+        are on several GPUs, or if the driver or NCCL is missing or too old.
     TypeError
-        If an argument is of another type.
+        On every rank, if an argument is of another type.
     ValueError
-        If there is no process group, or an argument is out of range.
+        If there is no process group.  On every rank, if an argument is out of range,
+        ``device_ids`` is not where the module is, or two ranks share a GPU.
     paceline.PeerError
         If another rank dies during construction; later also from ``backward()``.
 
@@ -140,6 +153,19 @@ class DistributedDataParallel(Forward, CommHooks):
       a step that failed there, the model must be wrapped anew on every rank.
 
     As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
+
+    On GPUs:
+
+    - A GradScaler, autocast and SyncBatchNorm are used as with torch's class.
+    - A whole step can be captured into a CUDA graph once 3 steps were taken, which
+      learn what is captured: it is replayed with the same parameters used, and nobody
+      watches the other ranks in a replay.
+    - No step waits for the GPU.  What NCCL, or a rank that is gone, does to a step is
+      raised from that ``backward()`` or from the next one.
+    - Ctrl-C in a backward that waits for another rank is heeded once that one has come
+      or the group's timeout is over: torch waits for a thread of its own meanwhile.
+    - Gradients of parameters that are declared sparse travel as dense ones.
+    - Rank 0's buffers are taken over at the next forward or ``state_dict()``.
 
     Examples
     --------
@@ -184,6 +210,7 @@ class DistributedDataParallel(Forward, CommHooks):
         forward_sync_buffers: bool | None = None,
         *,
         strict: bool | None = None,
+        accumulate_in_fp32: bool = False,
     ) -> None:
         torch.nn.Module.__init__(self)  # none of torch's own machinery
         Joinable.__init__(self)
@@ -201,6 +228,7 @@ class DistributedDataParallel(Forward, CommHooks):
             sync_at_start=init_sync,
             unsupported={"mixed_precision": mixed_precision},
             strict=strict,
+            accumulate_in_fp32=accumulate_in_fp32,
         )
         self._options = options
         self._reducer: _native.Reducer | None = None
@@ -223,7 +251,8 @@ class DistributedDataParallel(Forward, CommHooks):
         self.bucket_bytes_cap = options.network_caps.bucket_bytes
         self.bucket_bytes_cap_list = list(options.network_caps.each)
         self.bucket_bytes_cap_default = not (bucket_cap_mb or bucket_cap_mb_list)
-        self.use_side_stream_for_tensor_copies = False  # for the inherited to_kwargs()
+        # For the inherited to_kwargs().
+        self.use_side_stream_for_tensor_copies = _environment.copies_by_side_stream()
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._delayed = (delay_all_reduce_named_params, param_to_hook_all_reduce)
@@ -232,17 +261,20 @@ class DistributedDataParallel(Forward, CommHooks):
         if static_graph:
             self._set_static_graph()
 
+    _moves_inputs = False  # to the GPU: whether device_ids were given
+
     # ---- construction -------------------------------------------------------------
 
     def _set_up(
         self,
         options: Options,
-        devices: tuple[Any, Any] = (None, None),
+        devices: tuple[Any, Any] | None = None,
         error: Exception | None = None,
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks."""
-        meeting = Meeting(options.group)
-        model = self._model = self._agree(meeting, options, devices, error)
+        meeting = Meeting(options.group, _cuda.type_of(self.module))
+        model, gpu = self._agree(meeting, options, devices, error)
+        self._model = model
         self._options = options
         self._reducer = None
         self._sync_without_peers = True
@@ -259,29 +291,47 @@ class DistributedDataParallel(Forward, CommHooks):
         self._module_parameters = [
             p for _, p in model.parameters if id(p) not in delayed
         ]
-        if self._is_alone and not meeting.is_relayed and not self._needs_reducer:
+        is_carried_by_group = meeting.is_relayed and gpu is None
+        if self._is_alone and not is_carried_by_group and not self._needs_reducer:
             return  # the gradients of one rank are their own average
         buffers = model.buffers if self._sends_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
-        caps = options.network_caps if meeting.is_relayed else options.caps
+        caps = options.network_caps if is_carried_by_group else options.caps
+        if gpu is not None:
+            caps = options.device_caps
         bytes_of = (caps.bucket_bytes, caps.last_bytes)
-        arena_bytes, n_ops = _native.measure(
-            model.trainable, owners, *bytes_of, model.sparse
-        )
-        world = meeting.connect(max(arena_bytes, _options.MIB), n_ops)
-        if options.sync_at_start:
-            copy_model(world, model.tensors(options.sync_buffers_at_start))
-        self._world = world
-        self._watch = watch(self)  # the module may be replaced as a whole
-        self._reducer = _native.Reducer(
-            world,
+        arena_bytes, n_ops, words_bytes = _native.measure(
             model.trainable,
             owners,
             *bytes_of,
-            _options.VIEW_BYTES,
             model.sparse,
-            caps.each,
+            gpu.native if gpu is not None else None,
         )
+        arena_bytes = max(arena_bytes, _options.MIB)
+        if gpu is None:
+            world = meeting.connect(arena_bytes, n_ops)
+        else:
+            device = gpu.memory(arena_bytes, words_bytes, options.accumulate_in_fp32)
+            world = meeting.connect(words_bytes, n_ops, **device)
+        try:
+            if options.sync_at_start:
+                copy_model(world, model.tensors(options.sync_buffers_at_start))
+            reducer = _native.Reducer(
+                world,
+                model.trainable,
+                owners,
+                *bytes_of,
+                _options.VIEW_BYTES,
+                model.sparse,
+                caps.each,
+            )
+        except BaseException:
+            world.note_exception(traceback.format_exc())
+            world.leave()
+            raise
+        self._world = world
+        self._watch = watch(self)  # the module may be replaced as a whole
+        self._reducer = reducer
         self._reducer.set_join(*self._join_rules)
         self._attach_books(self._reducer)
         self._attach_comm_hooks(model)
@@ -290,23 +340,32 @@ class DistributedDataParallel(Forward, CommHooks):
         self,
         meeting: Meeting,
         options: Options,
-        devices: tuple[Any, Any],
+        devices: tuple[Any, Any] | None,
         error: Exception | None,
-    ) -> Model:
-        """Return the model, or raise on every rank what is wrong on any."""
-        model = Model([], [])
+    ) -> tuple[Model, _cuda.Gpu | None]:
+        """Return model and GPU, or raise on every rank what is wrong on any."""
+        model, gpu, seat = Model([], []), None, _cuda.Seat()
         try:
             if not isinstance(self.module, torch.nn.Module):
                 raise TypeError(
                     f"module is {type(self.module).__name__}: give a torch.nn.Module"
                 )
             model = Model.of(self.module)
-            self._check_devices(devices, model)
+            places = [p.device for _, p in model.parameters]
+            if devices is not None:
+                self.device_ids, self.output_device = _cuda.read_devices(
+                    *devices, places
+                )
+                self._moves_inputs = bool(self.device_ids)
             model.check()
             model.check_supported(self.module)
             if "_delayed" in self.__dict__:  # at construction
                 self._delay(*self._delayed, model)
-        except (RuntimeError, TypeError, ValueError) as problem:
+            if devices is None:
+                self._follow_module(places[0])
+            if _cuda.is_gpu(places[0]):
+                gpu, seat = _cuda.open_gpu(places[0], is_alone=meeting.size == 1)
+        except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
             error = error or problem
         digest = None if error is not None else model.digest()
         agreed = {
@@ -315,32 +374,27 @@ class DistributedDataParallel(Forward, CommHooks):
             "init_sync": options.sync_at_start,
             "a hook for buffers": self._sends_buffers,
             "strict": options.strict,
+            "accumulate_in_fp32": options.accumulate_in_fp32,
         }
-        told = meeting.exchange((digest, agreed, error))
+        told = meeting.exchange((digest, agreed, error, seat))
         if error is not None:
             raise error
-        for rank, (_, _, other) in enumerate(told):
+        for rank, (_, _, other, _) in enumerate(told):
             if other is not None:
                 raise type(other)(f"rank {rank}: {other}")
+        _cuda.raise_conflict([row[3] for row in told])
         _options.raise_first_difference([row[1] for row in told])
         # The buckets must agree in any case, or gradients would be cross-wired.
         if len({row[0] for row in told}) > 1:
             raise_first_difference(meeting.exchange(model.describe()))
-        return model
+        return model, gpu
 
-    @staticmethod
-    def _check_devices(devices: tuple[Any, Any], model: Model) -> None:
-        device_ids, output_device = devices
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError("device_ids can only be None or contain a single element.")
-        if device_ids or output_device:
-            found = sorted({str(p.device) for _, p in model.parameters})
-            raise ValueError(
-                "DistributedDataParallel device_ids and output_device arguments only "
-                "work with single-device/multiple-device GPU modules or CPU modules, "
-                f"but got device_ids {device_ids}, output_device {output_device}, and "
-                f"module parameters {found}. Leave both out on the CPU."
-            )
+    def _follow_module(self, device: torch.device) -> None:
+        """Have inputs moved to where the module is now, if they were to be moved."""
+        index = _cuda.machine.index_of(device)
+        is_moved_to = index if self._moves_inputs else None
+        self.device_ids = None if is_moved_to is None else [is_moved_to]
+        self.output_device = is_moved_to
 
     # ---- state --------------------------------------------------------------------
 
@@ -397,5 +451,7 @@ class DistributedDataParallel(Forward, CommHooks):
         self._is_copy = True
         self._model = Model.of(self.module)
         self._trainable = self._model.trainable
+        for _, parameter in self._model.parameters[:1]:
+            self._follow_module(parameter.device)  # torch.load() may have moved it
         self._open_books()
         self._forget_joins()

@@ -1,4 +1,8 @@
-"""The environment and the machine, as the Python side reads them: here alone."""
+"""The environment and the machine, as the Python side reads them: here alone.
+
+What the native side reads (``PACELINE_TIMEOUT``, ``PACELINE_ISA``, and the libraries
+``PACELINE_LIBCUDA`` and ``PACELINE_LIBNCCL``) stands in ``csrc/core/config.c``.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,23 @@ def is_strict() -> bool:
 def of_launcher(name: str) -> str:
     """Return a variable that launchers or torch read, in the words of torch's logs."""
     return os.environ.get(name, "N/A")
+
+
+def nccl_host() -> str:
+    """Return what NCCL tells hosts apart by: ``NCCL_HOSTID``, or name and boot."""
+    given = os.environ.get("NCCL_HOSTID", "")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return given or f"{os.uname().nodename}/{boot}"
+
+
+def nccl_shares_gpus() -> bool:
+    """Tell whether NCCL was told to take several ranks on one GPU."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1"
+
+
+def copies_by_side_stream() -> bool:
+    """Tell whether inputs are copied to a GPU by a stream of their own, as in torch."""
+    return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
 
 
 def numa_nodes(folder: Path = _NODES) -> int:

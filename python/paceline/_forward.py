@@ -51,6 +51,8 @@ class Forward(Surface):
         compiles = _torch.is_compile_used()
         one_pass = _begin_uncompiled(self) if compiles else self._begin_forward()
         try:
+            if self.device_ids:
+                inputs, kwargs = _move_uncompiled(self, inputs, kwargs)
             if compiles:
                 output = self._run_ddp_forward(*inputs, **kwargs)
             else:  # self.module, without torch's search for it
@@ -83,12 +85,28 @@ class Forward(Surface):
         :meth:`_post_forward` after it, in the same thread.
         """
         self._passes.open.append(_begin_uncompiled(self))
+        if self.device_ids:
+            inputs, kwargs = _move_uncompiled(self, inputs, kwargs)
         return inputs, kwargs
 
     def _post_forward(self, output: Any) -> Any:
         """Do what comes after the module's forward; return its output, itself."""
         _end_uncompiled(self, output, self._passes.open.pop())
         return output
+
+    def _move_to_device(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs on the GPU of ``device_ids``, as torch moves them."""
+        if not kwargs and all(
+            type(value) is torch.Tensor and value.device == self.device
+            for value in inputs
+        ):
+            return inputs, kwargs
+        assert self.device_ids is not None
+        to: Any = self.to_kwargs  # has no types
+        moved_inputs, moved_kwargs = to(inputs, kwargs, self.device_ids[0])
+        return tuple(moved_inputs[0]), dict(moved_kwargs[0])
 
     def _end_forward(self, output: Any, one_pass: Pass | None) -> None:
         """Watch the output for its backward, and leave the books of this forward."""
@@ -236,6 +254,7 @@ class Forward(Surface):
 # What torch.compile is given is the module's forward, and none of what is round it.
 _begin_uncompiled = _torch.uncompiled(Forward._begin_forward)
 _end_uncompiled = _torch.uncompiled(Forward._end_forward)
+_move_uncompiled = _torch.uncompiled(Forward._move_to_device)
 _torch.skip_frames(
     Forward.forward,
     Forward._forward,

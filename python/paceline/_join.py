@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
-from paceline import _native, _torch
+from paceline import _native, _torch, _torch_groups
 from paceline._checkpoint import LoadsEither
 from paceline._model import (
     Model,
@@ -218,7 +218,9 @@ class Joining(LoadsEither, TorchDDP):
 
     def _share_sync(self, is_synced: bool, is_waited_for: bool) -> bool:
         """Return whether any rank's backward will be synchronised."""
-        n_synced = torch.tensor([float(is_synced)], device="cpu")
+        is_on_gpus = _torch_groups.is_device_bound(self.process_group)
+        device = self.device if is_on_gpus else "cpu"
+        n_synced = torch.tensor([float(is_synced)], device=device)
         work = dist.all_reduce(n_synced, group=self.process_group, async_op=True)
         if is_waited_for and work is not None:
             work.wait()

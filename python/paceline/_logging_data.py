@@ -78,7 +78,12 @@ def _of_construction(wrapper: Surface) -> dict[str, Any]:
         "find_unused_parameters": int(wrapper.find_unused_parameters),
         "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
         "is_multi_device_module": 0,
-        "has_sync_bn": 0,
+        "has_sync_bn": int(
+            any(
+                isinstance(part, torch.nn.SyncBatchNorm)
+                for part in wrapper.module.modules()
+            )
+        ),
         "backend_name": backend,
         "dtypes": ", ".join(
             sorted({_DTYPES.get(p.dtype, str(p.dtype)) for p in parameters})

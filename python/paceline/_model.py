@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline import _native, _torch
+from paceline import _cuda, _native, _torch
 
 NO_GRADIENT = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter "
@@ -99,7 +99,7 @@ class Model:
         ValueError
             If the parameters are on several types of devices.
         NotImplementedError
-            If a parameter or buffer is not a strided tensor on the CPU.
+            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU.
         """
         for name, tensor in self._named_tensors():
             if _torch.is_lazy(tensor):
@@ -119,12 +119,25 @@ class Model:
                 f"devices, but input module parameters locate in {kinds}."
             )
         for name, tensor in self._named_tensors():
-            if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-                raise NotImplementedError(
-                    f"'{name}' is a {tensor.layout} tensor on device {tensor.device}: "
-                    "this version of paceline trains strided tensors on the CPU; move "
-                    "the module by .cpu() first"
-                )
+            self._check_place(name, tensor)
+
+    def _check_place(self, name: str, tensor: torch.Tensor) -> None:
+        first, parameter = self.parameters[0]
+        place = parameter.device
+        found = f"'{name}' is a {tensor.layout} tensor on device {tensor.device}"
+        is_here = place.type == "cpu" or _cuda.is_gpu(place)
+        if is_here and tensor.layout == torch.strided and tensor.device == place:
+            return
+        if is_here and place.type != "cpu" and tensor.device != place:
+            raise NotImplementedError(
+                f"{found}, and '{first}' is on {place}: paceline trains a module on "
+                f"one GPU; move it as a whole, as in module.to('{place}'), or name in "
+                "module._ddp_params_and_buffers_to_ignore what is not to be averaged"
+            )
+        raise NotImplementedError(
+            f"{found}: this version of paceline trains strided tensors, on the CPU or "
+            "on one GPU of NVIDIA's; move the module by .cpu() or .cuda() first"
+        )
 
     def check_supported(self, module: torch.nn.Module) -> None:
         """Raise for what a module does that is not there yet.
@@ -134,8 +147,9 @@ class Model:
         ValueError
             If the module has a SyncBatchNorm, which needs a GPU.
         """
+        is_on_gpu = _cuda.is_gpu(self.parameters[0][1].device)
         for name, part in module.named_modules():
-            if isinstance(part, torch.nn.modules.SyncBatchNorm):
+            if isinstance(part, torch.nn.modules.SyncBatchNorm) and not is_on_gpu:
                 raise ValueError(
                     "SyncBatchNorm layers only work with GPU modules: "
                     f"'{name}' is on the CPU; use BatchNorm"

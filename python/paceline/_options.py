@@ -61,6 +61,8 @@ class Options:
         Whether ``sync_at_start`` is for buffers too.
     strict : bool
         Whether to refuse what torch refuses.
+    accumulate_in_fp32 : bool
+        Whether GPUs add up 16-bit gradients in float32.
     """
 
     group: dist.ProcessGroup
@@ -70,6 +72,14 @@ class Options:
     network_caps: Caps
     sync_buffers_at_start: bool = True
     strict: bool = False
+    accumulate_in_fp32: bool = False
+
+    @property
+    def device_caps(self) -> Caps:
+        """Of buckets that NCCL carries: the one that fills last is small."""
+        caps = self.network_caps
+        last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
+        return Caps(caps.bucket_bytes, last_bytes, caps.each)
 
 
 def read(
@@ -81,6 +91,7 @@ def read(
     sync_at_start: bool,
     unsupported: dict[str, Any],
     strict: bool | None = None,
+    accumulate_in_fp32: bool = False,
 ) -> tuple[Options, Exception | None]:
     """Return the options, and what is wrong with them: told to all ranks, not raised.
 
@@ -92,6 +103,10 @@ def read(
         refuse_unsupported(unsupported)
         caps, network_caps = read_caps(bucket_cap_mb, bucket_cap_mb_list)
         strict = read_strict(strict)
+        if accumulate_in_fp32 not in (True, False):
+            raise TypeError(
+                f"accumulate_in_fp32 is {accumulate_in_fp32!r}: give True or False"
+            )
     except (NotImplementedError, TypeError, ValueError) as problem:
         error = problem
     options = Options(
@@ -102,6 +117,7 @@ def read(
         network_caps=network_caps,
         sync_buffers_at_start=sync_buffers != (False, None),
         strict=bool(strict),
+        accumulate_in_fp32=accumulate_in_fp32 is True,
     )
     return options, error
 

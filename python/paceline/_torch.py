@@ -20,7 +20,7 @@ import torch.utils.dlpack
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from paceline import _native, _sparse, _strays, _tree
+from paceline import _native, _sparse, _strays, _torch_cuda, _tree
 
 MINIMUM = (2, 4)
 
@@ -104,6 +104,8 @@ def attach() -> None:
         registry=_pytree.SUPPORTED_NODES,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        current_stream=_torch_cuda.current_stream,
+        current_task=torch._C._current_graph_task_id,
     )
 
 

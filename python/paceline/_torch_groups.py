@@ -12,6 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """What ``init_process_group`` uses where no timeout is given (Gloo)."""
+DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
+"""The same, where NCCL carries the tensors."""
 
 
 def default_group() -> dist.ProcessGroup:
@@ -96,12 +98,49 @@ def all_gather_options() -> Any:
     return c10d.AllgatherOptions()  # type: ignore[attr-defined]
 
 
-def group_timeout_seconds(group: dist.ProcessGroup) -> float:
-    """Return the timeout, in seconds, that the user gave the group."""
+def is_device_bound(group: dist.ProcessGroup) -> bool:
+    """Tell whether ``group`` carries a GPU's tensors and none of the CPU (NCCL)."""
     try:
-        timeout: datetime.timedelta = group._get_backend(
-            torch.device("cpu")
-        ).options._timeout
-        return timeout.total_seconds()
-    except (RuntimeError, AttributeError):
-        return DEFAULT_TIMEOUT_SECONDS
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return _device_backend(group) is not None
+    except AttributeError:
+        return False
+    return False
+
+
+def _device_backend(group: dist.ProcessGroup) -> Any:
+    with suppress(RuntimeError, AttributeError):
+        return group._get_backend(torch.device("cuda"))
+    return None
+
+
+def make_gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
+    """Return a group of the same ranks over Gloo, which nobody else knows of.
+
+    It is no registered one: those are numbered by how many each rank has made.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
+    prefixed = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+
+
+def group_timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") -> float:
+    """Return the timeout, in seconds, that the user gave the group.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        It may have one backend for the CPU, and one for GPUs.
+    device_type : str
+        Which of them is asked first.
+    """
+    for kind in dict.fromkeys((device_type, "cpu", "cuda")):
+        with suppress(RuntimeError, AttributeError):
+            timeout: datetime.timedelta = group._get_backend(
+                torch.device(kind)
+            ).options._timeout
+            return timeout.total_seconds()
+    if is_device_bound(group):
+        return DEFAULT_NCCL_TIMEOUT_SECONDS
+    return DEFAULT_TIMEOUT_SECONDS

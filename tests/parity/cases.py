@@ -8,7 +8,8 @@
 is one test for each number of ranks and each `cap`.  What costs is to start processes:
 so all tests of a file that were selected for N ranks run in one go, in the same N
 processes, each with a process group of its own: an error in one leaves the others be.
-A rank that fails makes its peers wait for `PEER_SECONDS`, at the most.
+A rank that fails makes its peers wait for `PEER_SECONDS`, at the most.  What a file's
+`environment()` returns, if it has one, is put into the environment of its ranks.
 """
 
 import copy
@@ -109,6 +110,7 @@ def _run(request, module, n):
 
 
 def _run_once(module, n, selected):
+    environment = getattr(sys.modules[module], "environment", dict)
     return run_ranks(
         run_cases,
         n,
@@ -116,7 +118,7 @@ def _run_once(module, n, selected):
         selected,
         timeout=BATCH_SECONDS,
         group_timeout=BATCH_SECONDS,
-        env={"PACELINE_TIMEOUT": str(PEER_SECONDS)},
+        env={"PACELINE_TIMEOUT": str(PEER_SECONDS), **environment()},
     )
 
 

@@ -24,7 +24,7 @@ from cases import (
     net,
     on_ranks,
 )
-from paceline import _rendezvous
+from paceline import _presence
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -194,11 +194,11 @@ class apart:
     """Within this, each rank seems to run on a host of its own."""
 
     def __enter__(self):
-        self.before = _rendezvous.Host.shares_memory_with
-        _rendezvous.Host.shares_memory_with = lambda host, other: host.pid == other.pid
+        self.before = _presence.Host.shares_memory_with
+        _presence.Host.shares_memory_with = lambda host, other: host.pid == other.pid
 
     def __exit__(self, *error):
-        _rendezvous.Host.shares_memory_with = self.before
+        _presence.Host.shares_memory_with = self.before
 
 
 @on_ranks(2)

@@ -166,6 +166,14 @@ def test_states_of_the_wrapper_of_torch_load():
     wrapper.load_state_dict(TorchDDP(plain).state_dict())
 
 
+def test_a_wrapper_that_was_saved_on_a_gpu_moves_no_inputs_on_the_cpu():
+    wrapper, _ = pair()
+    wrapper.device_ids, wrapper.output_device, wrapper._moves_inputs = [0], 0, True
+    loaded = pickle.loads(pickle.dumps(wrapper)).eval()  # as by map_location="cpu"
+    assert (loaded.device_ids, loaded.output_device) == (None, None)
+    assert loaded(torch.ones(1, 3)).shape == (1, 2)
+
+
 @pytest.mark.parametrize(
     "clone",
     [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))],

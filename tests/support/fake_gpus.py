@@ -1,0 +1,151 @@
+"""GPUs on a machine that has none: for real training scripts, in any number of ranks.
+
+    environment()        in the test: what a rank needs to find the fake library
+    stand_in(rank)       in the rank: from now on a module on the CPU is one on a GPU
+    synchronize()        what `torch.cuda.synchronize()` is to a real one
+
+Tensors stay those of the CPU.  The native module takes them for a GPU's (a `Device` of
+another `dlpack_type`), so all it does with gradients passes the fake of libcuda and of
+libnccl (`tests/c/fake`): streams, events, kernels, collectives between processes.
+
+What torch itself would put into its stream happens at once, and memory that it frees is
+given out again at once.  So the host waits for what is put into that stream, as with
+`CUDA_LAUNCH_BLOCKING`; what is beside it, on the stream of communication, happens as
+late as can be, or at random times where `FAKE_SEED=7` is in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paceline import _cuda, _native, _torch_cuda
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LIBRARY = "build/c/plain/libplfake.so"
+
+
+@functools.cache
+def library() -> str:
+    """Return the path of the fake library, built if need be."""
+    compiler = os.environ.get("CC", "gcc")
+    if shutil.which("make") is None or shutil.which(compiler) is None:
+        pytest.skip(f"the fake of CUDA needs make and {compiler}")
+    made = subprocess.run(
+        ["make", "-s", "BUILD=build", _LIBRARY],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    return str(_ROOT / _LIBRARY)
+
+
+def environment(**options: Any) -> dict[str, str]:
+    """Return what a rank's environment must have; see `fake_options` in fake.h."""
+    path = library()
+    given = {
+        "blocking": 1,  # torch's stream
+        "protect": 0,  # torch reads and writes what it takes for its own
+        "foreign": 1,
+        "share_device": 1,
+        **_schedule(),
+        **options,
+    }
+    words = ",".join(f"{name}={value}" for name, value in given.items())
+    return {"PACELINE_LIBCUDA": path, "PACELINE_LIBNCCL": path, "FAKE_CUDA": words}
+
+
+def _schedule() -> dict[str, Any]:
+    """Return when things happen: as late as can be, or drawn by seed and a thread."""
+    seed = os.environ.get("FAKE_SEED")
+    if seed is None:
+        return {"schedule": "late", "pump": 0}
+    return {"schedule": "random", "pump": 1, "seed": int(seed)}
+
+
+@functools.cache
+def fake() -> ctypes.CDLL:
+    """Return the fake library of this process, with what drives it."""
+    loaded = ctypes.CDLL(os.environ["PACELINE_LIBCUDA"])
+    loaded.fake_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def synchronize() -> None:
+    """Wait for all that was enqueued."""
+    fake().fake_synchronize_all()
+
+
+def errors() -> list[str]:
+    """Return what no program may do and this one has done, and forget it."""
+    found = [fake().fake_error(i).decode() for i in range(fake().fake_errors())]
+    fake().fake_forget_errors()
+    return found
+
+
+class Machine(_cuda.Machine):
+    """One GPU a rank, on which all modules are.
+
+    Attributes
+    ----------
+    is_there : bool
+        False: modules are on the CPU for a while, and nothing else is.
+    """
+
+    device_type = "cpu"
+    is_there = True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def index_of(self, device: torch.device) -> int | None:
+        return 0 if self.is_there and device.type == "cpu" else None
+
+    def count(self) -> int:
+        return 1
+
+    def current(self) -> int:
+        return 0
+
+    def why_unusable(self) -> str:
+        return ""
+
+    def identity(self, index: int) -> str:
+        return f"GPU {self.rank}"
+
+    def open(self, index: int) -> _native.Device:
+        return _native.Device(
+            index, nvrtc=os.environ["PACELINE_LIBCUDA"], dlpack_type=1
+        )
+
+
+def stand_in(rank: int) -> Machine:
+    """Make this process one whose modules are on a GPU of its own."""
+    if not isinstance(_cuda.machine, Machine):
+        _cuda.machine = Machine(rank)
+        _torch_cuda.current_stream = lambda index: 0
+    _cuda.machine.is_there = True
+    return _cuda.machine
+
+
+@contextlib.contextmanager
+def on_gpu(rank: int) -> Iterator[Machine]:
+    """Have modules on a GPU within this, and say what the fake has against it."""
+    machine = stand_in(rank)
+    try:
+        yield machine
+    finally:
+        synchronize()
+        machine.is_there = False
+        found = errors()
+        assert not found, found
