@@ -1,0 +1,98 @@
+"""Mutants that change nothing a program could see, each with its reason.
+
+A reason holds for all mutants of a place: a file, a function, a piece of its text, and
+the operators that it is about.
+"""
+
+from mutants import all_mutants
+
+ANY = ("other stream", "side stream", "swap streams", "drop order", "drop reference")
+
+# path, function, piece of text, operators, reason
+PLACES = [
+    (
+        "csrc/comm/device_fail.c",
+        "renew_communicator",
+        "self->drained",
+        ANY,
+        "the new communicator's first collectives come behind on the same stream, and "
+        "the host waits for those",
+    ),
+    *(
+        (
+            "csrc/core/reducer_deliver.c",
+            function,
+            piece,
+            ("other stream", "side stream"),
+            "moves at once are of the CPU, which has no streams",
+        )
+        for function, piece in [
+            ("move_in", "ops->copy("),
+            ("move_in", "ops->add("),
+            ("stream_in", "ops->copy("),
+            ("pl_reducer_deliver", "stream_in("),
+            ("pl_reducer_deliver", "move_in("),
+        ]
+    ),
+    (
+        "csrc/core/reducer_finish.c",
+        "pl_reducer_settle",
+        "ops->copy(",
+        ("other stream", "side stream"),
+        "moves at once are of the CPU, which has no streams",
+    ),
+    (
+        "csrc/core/reducer_join.c",
+        "pl_reducer_rescale_mean",
+        "ops->scale(",
+        ("other stream", "side stream"),
+        "one mean alone is that of a sparse gradient, which the CPU has",
+    ),
+    *(
+        (
+            path,
+            function,
+            piece,
+            ("side stream",),
+            "a bucket may be packed on any stream: it comes behind those of its "
+            "gradients, and they behind it; only time is lost",
+        )
+        for path, function, piece in [
+            ("csrc/core/reducer_deliver.c", "reducer_post_ready", "reducer_pack("),
+            ("csrc/core/reducer_deliver.c", "count_fire", "reducer_post_ready("),
+            ("csrc/core/reducer_deliver.c", "pl_reducer_deliver", "count_fire("),
+            ("csrc/core/reducer_finish.c", "close_step", "reducer_post_ready("),
+        ]
+    ),
+    (
+        "csrc/core/reducer_moves.c",
+        "add_now",
+        "put_behind_stale(",
+        ("drop order", "other stream", "side stream"),
+        "what is added to was copied into the slot before, behind what a failed step "
+        "has left, and the sum comes behind that",
+    ),
+    (
+        "csrc/core/reducer_moves.c",
+        "reducer_moves_abandon",
+        "put_behind_stale(",
+        ("side stream",),
+        "recovery waits on the host for what is on the device's own stream",
+    ),
+]
+
+
+def _named() -> dict[str, str]:
+    """Return the reason by each mutant's name."""
+    return {
+        mutant.name: reason
+        for mutant in all_mutants()
+        for path, function, piece, operators, reason in PLACES
+        if mutant.path == path
+        and mutant.function == function
+        and mutant.operator in operators
+        and piece in mutant.text
+    }
+
+
+EQUIVALENT = _named()

@@ -1,0 +1,341 @@
+"""Break the GPU path in one place at a time: some test on the fakes must see it.
+
+Run by hand, from anywhere, with the Python that has torch::
+
+    python tests/mutation/mutate.py                 # all, on two copies of the tree
+    python tests/mutation/mutate.py --list          # what there is to break
+    python tests/mutation/mutate.py --only reducer_moves --jobs 1
+    python tests/mutation/mutate.py --write         # all, and the table in README.md
+    python tests/mutation/mutate.py --write --only device     # those rows alone
+
+Each mutant (mutants.py) is built in a copy of the tree, and the tests on the fakes are
+run until one fails, the one that failed for it last time first.  The exit status is 1
+where a mutant survives that equivalent.py does not name with its reason, or where it
+names one that is killed.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equivalent import EQUIVALENT
+from mutants import ROOT, Mutant, all_mutants
+
+README = Path(__file__).parent / "README.md"
+
+
+def includes_fake(path: Path) -> bool:
+    """Tell whether a C test, or a header of its, includes the fakes."""
+    names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+    if "fake/fake.h" in names:
+        return True
+    return any(includes_fake(path.parent / n) for n in names if "/" not in n)
+
+
+C_TESTS = sorted(
+    path.stem
+    for path in (ROOT / "tests/c").glob("test_*.c")
+    if includes_fake(path) and not path.stem.startswith("test_fake_")
+)
+PY_TESTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in ("unit", "parity", "ranks")
+    for path in (ROOT / "tests" / folder).glob("test_*.py")
+    if re.match(r"test_(cuda|native_device)", path.name)
+)
+SLOWEST = 20  # seconds that a test may take longer than unharmed
+
+
+class BuildError(Exception):
+    """A mutant that does not compile shows nothing: the pattern is wrong."""
+
+
+def run(command: list[str], cwd: Path, limit: float, env: dict[str, str]) -> int:
+    """Run a command quietly; its status, 124 where it took too long."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return 124
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # ranks that it started, too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def must(command: list[str], cwd: Path) -> None:
+    """Run a command that has to succeed."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError((done.stderr or done.stdout)[-2000:])
+
+
+@dataclass
+class Workplace:
+    """A copy of the tree, with what is built from it."""
+
+    root: Path
+    seconds: dict[str, float] = field(default_factory=dict)  # of each test, unharmed
+
+    @property
+    def site(self) -> Path:
+        """Where the package is, built from this copy."""
+        return self.root / "build/site"
+
+    def build_c(self, test: str) -> None:
+        """Build one C test."""
+        must(
+            ["make", "BUILD=build", "FLAGS_plain=-O1 -w", self.program(test)], self.root
+        )
+
+    @staticmethod
+    def program(test: str) -> str:
+        """Where the program of a C test is."""
+        return f"build/c/plain/{test}"
+
+    def compile(self, source: str) -> None:
+        """Compile one source of the extension."""
+        out = self.object(source)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        flags = (self.root / "csrc/compile_flags.txt").read_text().split()
+        numpy = subprocess.check_output(
+            [sys.executable, "-c", "import numpy; print(numpy.get_include())"],
+            text=True,
+        ).strip()
+        include = ["-isystem", sysconfig.get_path("include"), "-isystem", numpy]
+        flags += ["-w", "-O1", "-fPIC", *include]
+        flags += ['-DPLI_FATBIN_PATH="tests/c/fake/fake.fatbin"']
+        must(["gcc", *flags, "-c", source, "-o", str(out)], self.root)
+
+    def object(self, source: str) -> Path:
+        """Where the object of a source of the extension is."""
+        return self.root / "build/ext" / f"{source}.o"
+
+    def link(self) -> None:
+        """Link the extension, beside the package's Python."""
+        package = self.site / "paceline"
+        if not package.exists():
+            shutil.copytree(self.root / "python/paceline", package)
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        objects = [str(path) for path in (self.root / "build/ext").rglob("*.o")]
+        must(
+            ["gcc", "-shared", *objects, "-o", str(package / f"_native{suffix}")]
+            + ["-pthread", "-lm", "-ldl"],
+            self.root,
+        )
+
+    def build_all(self, tests: list[str]) -> None:
+        """Build everything, unharmed."""
+        programs = [self.program(test) for test in tests if not test.endswith(".py")]
+        must(["make", "BUILD=build", "-j2", "FLAGS_plain=-O1 -w", *programs], self.root)
+        if any(test.endswith(".py") for test in tests):
+            sources = [
+                path.relative_to(self.root).as_posix()
+                for layer in ("core", "backend", "comm", "python")
+                for path in (self.root / "csrc" / layer).glob("*.c")
+            ]
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(self.compile, sources))
+            self.link()
+
+    def passes(self, test: str) -> bool:
+        """Tell whether a test passes, as things are."""
+        limit = self.seconds.get(test, 300) * 3 + SLOWEST
+        if test.endswith(".py"):
+            command = [sys.executable, "-m", "pytest", "-x", "-q", test]
+            command += ["-p", "no:cacheprovider"]
+            return run(command, self.root, limit, {"PYTHONPATH": str(self.site)}) == 0
+        return run([self.program(test)], self.root, limit, {}) == 0
+
+    def measure(self, tests: list[str]) -> None:
+        """Run all tests unharmed, and note how long each takes."""
+        for test in tests:
+            begin = time.monotonic()
+            if not self.passes(test):
+                print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
+                continue
+            self.seconds[test] = time.monotonic() - begin
+            print(f"  {self.seconds[test]:6.1f} s  {test}", flush=True)
+
+    def killer_of(self, mutant: Mutant, tests: list[str]) -> str | None:
+        """Return the first test that a mutant fails; None: it survives them all."""
+        path = self.root / mutant.path
+        whole = path.read_text()
+        path.write_text(mutant.applied_to(whole))
+        linked = False
+        try:
+            for test in tests:
+                if test.endswith(".py") and not linked:
+                    self.compile(mutant.path)
+                    self.link()
+                    linked = True
+                elif not test.endswith(".py"):
+                    self.build_c(test)
+                if not self.passes(test):
+                    return test
+            return None
+        finally:
+            path.write_text(whole)
+            if linked:
+                self.compile(mutant.path)
+
+
+def last_killers() -> dict[str, str]:
+    """Return what the table says: which test killed which mutant."""
+    path, found = "", {}
+    lines = README.read_text().splitlines() if README.exists() else []
+    for line in lines:
+        if line.startswith("### "):
+            path = line[4:].strip("`")
+        row = re.fullmatch(r"\| (.*?) \| (.*?) \| `(.*)` \| (.*) \|", line)
+        if row is not None:
+            words = row[3].replace("\\|", "|")
+            found[f"{path} {row[1]}(): {row[2]}: {words}"] = row[4]
+    return found
+
+
+def tests_for(mutant: Mutant, seconds: dict[str, float], last: str | None) -> list[str]:
+    """Return the tests to run, the likeliest first, then the quickest."""
+    tests = sorted(seconds, key=lambda test: (test.endswith(".py"), seconds[test]))
+    if mutant.path.startswith("csrc/python/"):
+        tests = [test for test in tests if test.endswith(".py")]
+    return sorted(tests, key=lambda test: test != last)
+
+
+def table(results: dict[Mutant, str | None]) -> str:
+    """Return the text of README.md: what was seen now, and before of all others."""
+    seen = last_killers()
+    for mutant, killer in results.items():
+        excuse = EQUIVALENT.get(mutant.name)
+        survives = "SURVIVES" if excuse is None else f"equivalent: {excuse}"
+        seen[mutant.name] = killer or survives
+    mutants = all_mutants()
+    n_killed = sum(seen.get(m.name, "").startswith("test") for m in mutants)
+    lines = [
+        "# Mutants of the GPU path",
+        "",
+        "Each row is one change to one place of the sources, and the first test on",
+        "the fakes that failed with it (`python tests/mutation/mutate.py --write`).",
+        f"{len(mutants)} mutants, {n_killed} killed; what is called equivalent changes",
+        "nothing that a program could see, for the reason given (`equivalent.py`).",
+    ]
+    path = ""
+    for mutant in mutants:
+        if mutant.path != path:
+            path = mutant.path
+            lines += ["", f"### `{path}`", ""]
+            lines += ["| function | mutation | at | killed by |"]
+            lines += ["| --- | --- | --- | --- |"]
+        words = mutant.name.split(f": {mutant.operator}: ", 1)[1].replace("|", "\\|")
+        result = seen.get(mutant.name, "not tried")
+        lines.append(
+            f"| {mutant.function} | {mutant.operator} | `{words}` | {result} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def copies(folder: Path, n: int, tests: list[str]) -> list[Workplace]:
+    """Return n copies of the tree, built, in a folder."""
+    skipped = shutil.ignore_patterns(
+        ".git", "build", ".venv*", "__pycache__", "*.egg-info"
+    )
+    first = Workplace(folder / "0")
+    shutil.copytree(ROOT, first.root, ignore=skipped, symlinks=True)
+    print("building", flush=True)
+    first.build_all(tests)
+    first.measure(tests)
+    others = [Workplace(folder / str(i), first.seconds) for i in range(1, n)]
+    for other in others:
+        shutil.copytree(first.root, other.root, symlinks=True)
+    return [first, *others]
+
+
+def survey(
+    mutants: list[Mutant], places: list[Workplace], *, write: bool
+) -> dict[Mutant, str | None]:
+    """Try each mutant; returns who killed it."""
+    free: queue.Queue[Workplace] = queue.Queue()
+    for place in places:
+        free.put(place)
+    last = last_killers()
+    results: dict[Mutant, str | None] = {}
+
+    def one(mutant: Mutant) -> str | None:
+        place = free.get()
+        try:
+            tests = tests_for(mutant, place.seconds, last.get(mutant.name))
+            return place.killer_of(mutant, tests)
+        except BuildError as error:
+            raise BuildError(f"{mutant.name}: does not build: {error}") from error
+        finally:
+            free.put(place)
+
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        for mutant, killer in zip(mutants, pool.map(one, mutants), strict=True):
+            results[mutant] = killer
+            print(
+                f"{killer or 'SURVIVES':<28} {mutant.line:4} {mutant.name}", flush=True
+            )
+            if write:
+                README.write_text(table(results))
+    return results
+
+
+def complaints(results: dict[Mutant, str | None]) -> list[str]:
+    """Return what is wrong: survivors, and excuses that are none."""
+    wrong = []
+    for mutant, killer in results.items():
+        if killer is None and mutant.name not in EQUIVALENT:
+            wrong.append(f"survives: {mutant.path}:{mutant.line}: {mutant.name}")
+        if killer is not None and mutant.name in EQUIVALENT:
+            wrong.append(f"is no equivalent, {killer} fails: {mutant.name}")
+    return wrong
+
+
+def main() -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the mutants alone")
+    parser.add_argument("--only", default="", help="those whose name has this pattern")
+    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree")
+    parser.add_argument("--write", action="store_true", help="write README.md")
+    parser.add_argument("--tests", default="", help="tests whose name has this pattern")
+    options = parser.parse_args()
+    mutants = [m for m in all_mutants() if re.search(options.only, m.name)]
+    if options.list:
+        print("\n".join(f"{m.line:4} {m.name} -> {m.replacement}" for m in mutants))
+        return 0
+    tests = [t for t in C_TESTS + PY_TESTS if re.search(options.tests, t)]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        places = copies(Path(folder), options.jobs, tests)
+        results = survey(mutants, places, write=options.write)
+        wrong = complaints(results)
+        failing = set(tests) - set(places[0].seconds)
+        wrong += [f"fails without a mutant: {test}" for test in sorted(failing)]
+    n_killed = sum(killer is not None for killer in results.values())
+    print("\n".join(wrong))
+    print(f"{len(results)} mutants, {n_killed} killed, {len(wrong)} complaints")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
