@@ -1,0 +1,341 @@
+"""Whole steps of contestants that take turns in the same processes.
+
+Each has a model of its own, of the same seed, on the same inputs, and is used as by a
+user: torch's defaults, SGD, zero_grad() in each step.  Turns are shuffled anew for each
+round, the same on all ranks, and ratios are taken inside a round.
+
+Host time is what the CPU needs to enqueue a step onto a device that is idle and not
+waited for.  Step time is by the clock over a block of steps that ends with a
+synchronisation.  With 2 ranks on the one GPU NCCL sends by sockets and kernels of the
+two processes take turns, so step times there say nothing about a real machine; host
+times do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import models
+import paceline
+import torch
+from check_memory import CONTESTANTS
+from checks import Check, is_quick, is_rehearsal
+from stats import Interval, median_with_interval
+from torch import Tensor, nn
+from world import World, timing
+
+N_BATCHES = 4
+WARM_UP = 6
+MAX_HOST_US = 0.5  # a parameter
+MAX_OF_TORCH = 1 / 3  # of torch DDP's host overhead
+MAX_OF_PLAIN = 1.01  # step time of one rank
+
+
+def wrap_alone(world: World, module: nn.Module) -> nn.Module:
+    """One rank as users get it: no reducer."""
+    return paceline.DistributedDataParallel(module.to(world.device))
+
+
+class Entry:
+    """A contestant at work."""
+
+    def __init__(self, world: World, name: str, spec: models.ModelSpec) -> None:
+        self.name, self.spec, self.world = name, spec, world
+        torch.manual_seed(1)
+        wrap = wrap_alone if name == "paceline_alone" else CONTESTANTS[name]
+        self.model = wrap(world, spec.build())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.batches = make_batches(world, spec)
+        self.count = 0
+
+    def next_batch(self) -> list[Tensor]:
+        self.count += 1
+        return self.batches[self.count % N_BATCHES]
+
+    def step(self) -> None:
+        x, y = self.next_batch()
+        self.optimizer.zero_grad()
+        self.spec.loss(self.model(x), y).backward()
+        self.optimizer.step()
+
+    def host_step(self) -> list[float]:
+        """Microseconds of the host for forward with loss, backward, and the rest."""
+        x, y = self.next_batch()
+        self.world.synchronize()
+        marks = [time.perf_counter_ns()]
+        self.optimizer.zero_grad()
+        marks.append(time.perf_counter_ns())
+        loss = self.spec.loss(self.model(x), y)
+        marks.append(time.perf_counter_ns())
+        loss.backward()
+        marks.append(time.perf_counter_ns())
+        self.optimizer.step()
+        marks.append(time.perf_counter_ns())
+        spans = [(b - a) / 1e3 for a, b in itertools.pairwise(marks)]
+        return [spans[1], spans[2], spans[0] + spans[3]]
+
+    def block_us(self, n: int) -> float:
+        """Microseconds a step, of n steps until the device has done them."""
+        self.world.synchronize()
+        self.world.meet()
+        self.step()
+        self.world.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(n):
+            self.step()
+        self.world.synchronize()
+        return (time.perf_counter_ns() - begin) / 1e3 / n
+
+
+def make_batches(world: World, spec: models.ModelSpec) -> list[list[Tensor]]:
+    g = world.generator(3)
+    rows = [spec.make_batch(g) for _ in range(N_BATCHES)]
+    return [[t.to(world.device) for t in row] for row in rows]
+
+
+def in_turns(entries: list[Entry], n_rounds: int) -> Iterator[list[Entry]]:
+    """The contestants in another order for each round, the same on each rank."""
+    order = random.Random(5)
+    for _ in range(n_rounds):
+        yield order.sample(entries, len(entries))
+
+
+def enter(world: World, names: list[str], spec: models.ModelSpec) -> list[Entry]:
+    entries = [Entry(world, name, spec) for name in names]
+    for entry in entries:
+        for _ in range(WARM_UP):
+            entry.step()
+    world.synchronize()
+    return entries
+
+
+def rounds(n: int) -> int:
+    return 3 if is_quick() or is_rehearsal() else n
+
+
+def listed(interval: Interval) -> list[float]:
+    return [round(x, 4) for x in (interval.median, interval.low, interval.high)]
+
+
+@timing
+def host_time(world: World, name: str) -> dict[str, Any]:
+    """What a step costs the host, and what of it is not the plain module's."""
+    spec = models.BY_NAME[name]
+    entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
+    n_params = len(list(entries[0].model.parameters()))
+    found: dict[str, list[list[float]]] = {entry.name: [] for entry in entries}
+    for turn in in_turns(entries, rounds(15)):
+        for entry in turn:
+            world.meet()
+            entry.host_step()
+            steps = [entry.host_step() for _ in range(5 if world.size > 1 else 10)]
+            found[entry.name].append(
+                [median(column) for column in zip(*steps, strict=True)]
+            )
+    figures: dict[str, Any] = {"n_parameters": n_params, "rounds": len(found["none"])}
+    over: dict[str, list[float]] = {}
+    for entry_name, rows in found.items():
+        columns = [round(median(c), 1) for c in zip(*rows, strict=True)]
+        figures[entry_name] = dict(
+            zip(("forward", "backward", "rest"), columns, strict=True)
+        )
+        pairs = zip(rows, found["none"], strict=True)
+        over[entry_name] = [sum(mine) - sum(plain) for mine, plain in pairs]
+    lines = []
+    for entry_name in ("torch", "torch_view", "paceline"):
+        each = median_with_interval([us / n_params for us in over[entry_name]])
+        figures[entry_name]["overhead_us_per_parameter"] = listed(each)
+        step_us = median(over[entry_name])
+        words = (
+            f"{entry_name}: host overhead {step_us:.0f} us a step, {each} a parameter"
+        )
+        lines.append(f"{name}, {n_params} parameters, {world.size} ranks, {words}")
+    pairs = zip(over["paceline"], over["torch"], strict=True)
+    share = median_with_interval([ours / max(theirs, 1e-3) for ours, theirs in pairs])
+    mine = median(over["paceline"]) / n_params
+    good = mine <= MAX_HOST_US and share.median <= MAX_OF_TORCH
+    figures["of_torch"], figures["target"] = (
+        listed(share),
+        "meets" if good else "misses",
+    )
+    lines.append(f"    of torch's: {share} {figures['target']}")
+    return {**figures, "lines": lines}
+
+
+@timing
+def step_time(world: World, name: str) -> dict[str, Any]:
+    """Whole steps, by the clock."""
+    spec = models.BY_NAME[name]
+    names = ["none", "torch", "torch_view", "paceline"]
+    if world.size == 1:
+        names.append("paceline_alone")
+    entries = enter(world, names, spec)
+    n = spec.steps_per_block if world.size == 1 else 4
+    times: dict[str, list[float]] = {each: [] for each in names}
+    for turn in in_turns(entries, rounds(15 if world.size == 1 else 7)):
+        for entry in turn:
+            times[entry.name].append(entry.block_us(n))
+
+    def ratio(a: str, b: str) -> Interval:
+        pairs = zip(times[a], times[b], strict=True)
+        return median_with_interval([x / y for x, y in pairs])
+
+    figures: dict[str, Any] = {
+        "step_us": {k: round(median(v), 1) for k, v in times.items()}
+    }
+    against = ratio("torch", "paceline")
+    figures["torch_over_paceline"] = listed(against)
+    figures["paceline_over_none"] = listed(ratio("paceline", "none"))
+    figures["torch_over_none"] = listed(ratio("torch", "none"))
+    line = f"{name}, {world.size} ranks: torch / paceline {against}, paceline / plain "
+    line += str(ratio("paceline", "none"))
+    lines = [line]
+    if world.size == 1:
+        alone = ratio("paceline_alone", "none")
+        good = "meets" if alone.median <= MAX_OF_PLAIN else "misses"
+        figures["alone_over_none"], figures["target"] = listed(alone), good
+        low, high = f"{alone.low:.3f}", f"{alone.high:.3f}"
+        lines.append(f"    without a reducer {alone.median:.3f} [{low}, {high}] {good}")
+    return {**figures, "lines": lines}
+
+
+@timing
+def first_steps(world: World, name: str) -> dict[str, Any]:
+    """Construction, the first step, the second, and a later one, in milliseconds."""
+    spec = models.BY_NAME[name]
+    figures: dict[str, Any] = {}
+    Entry(world, "none", spec).step()  # cuBLAS and cuDNN wake up
+    for contestant in ("none", "torch", "paceline"):
+        rows = []
+        for _ in range(rounds(4)):
+            world.synchronize()
+            world.meet()
+            marks = [time.perf_counter_ns()]
+            entry = Entry(world, contestant, spec)
+            world.synchronize()
+            marks.append(time.perf_counter_ns())
+            for _ in range(6):
+                entry.step()
+                world.synchronize()
+                marks.append(time.perf_counter_ns())
+            rows.append([(b - a) / 1e6 for a, b in itertools.pairwise(marks)])
+            del entry
+        columns = [round(median(c), 3) for c in zip(*rows, strict=True)]
+        figures[contestant] = {
+            "construction_ms": columns[0],
+            "first_ms": columns[1],
+            "second_ms": columns[2],
+            "sixth_ms": columns[6],
+        }
+    words = {k: (v["first_ms"], v["sixth_ms"]) for k, v in figures.items()}
+    return {
+        **figures,
+        "lines": [f"{name}, {world.size} ranks, first and 6th ms: {words}"],
+    }
+
+
+@timing
+def exposed_time(world: World, name: str) -> dict[str, Any]:
+    """From the end of backward's own work to where the optimizer can begin, by events.
+
+    The hook on the input's gradient, which comes last, marks the first; an event behind
+    backward() on the same stream the second.
+    """
+    spec = models.BY_NAME[name]
+    entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
+    gaps: dict[str, list[float]] = {entry.name: [] for entry in entries}
+
+    def gap_us(entry: Entry) -> float:
+        x, y = entry.next_batch()
+        x = x.detach().clone().requires_grad_()
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        x.register_hook(lambda grad: begin.record())
+        entry.optimizer.zero_grad()
+        loss = spec.loss(entry.model(x), y)
+        loss.backward()
+        end.record()
+        entry.optimizer.step()
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+    for turn in in_turns(entries, rounds(15)):
+        for entry in turn:
+            world.meet()
+            gap_us(entry)
+            gaps[entry.name].append(median(gap_us(entry) for _ in range(4)))
+    figures = {key: round(median(values), 1) for key, values in gaps.items()}
+    line = f"{name}, {world.size} ranks: from backward to optimizer, us: {figures}"
+    return {"gap_us": figures, "lines": [line]}
+
+
+@timing
+def graph_step(world: World, name: str) -> dict[str, Any]:
+    """A step that is replayed as a CUDA graph, against that of the plain module."""
+    from check_modes import Captured
+
+    spec = models.BY_NAME[name]
+    batches = make_batches(world, spec)
+    made: dict[str, Any] = {}
+    for contestant in ("none", "paceline"):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model = CONTESTANTS[contestant](world, spec.build())
+            captured = Captured(model, spec, batches[0])
+            for _ in range(WARM_UP):
+                captured.step()
+        torch.cuda.current_stream().wait_stream(side)
+        world.synchronize()
+        captured.capture()
+        made[contestant] = captured
+    times: dict[str, list[float]] = {key: [] for key in made}
+    for i in range(rounds(15)):
+        for key in sorted(made, reverse=bool(i % 2)):
+            world.meet()
+            world.synchronize()
+            begin = time.perf_counter_ns()
+            for _ in range(10):
+                made[key].graph.replay()
+            world.synchronize()
+            times[key].append((time.perf_counter_ns() - begin) / 1e4)
+    pairs = zip(times["paceline"], times["none"], strict=True)
+    ratio = median_with_interval([a / b for a, b in pairs])
+    figures = {key: round(median(values), 1) for key, values in times.items()}
+    line = f"{name}, {world.size} ranks, replayed: {figures} us, ratio {ratio}"
+    return {"step_us": figures, "of_plain": listed(ratio), "lines": [line]}
+
+
+def _check(
+    function: Callable[..., Any],
+    model: str,
+    worlds: tuple[int, ...] = (1, 2),
+    **options: Any,
+) -> Check:
+    made: Any = partial(function, name=model)
+    made.__name__ = f"{function.__name__}_{model}"
+    made.__module__ = __name__
+    made.is_exact = False
+    return Check(made, worlds=worlds, seconds=70, **options)
+
+
+_ALL = [
+    _check(host_time, "small"),
+    _check(host_time, "transformer", (1,)),
+    *[_check(step_time, name) for name in ("digits", "small", "transformer")],
+    *[_check(step_time, name) for name in ("resnet18", "mlp25m")],
+    _check(first_steps, "resnet18"),
+    _check(first_steps, "mlp25m", (1,)),
+    _check(exposed_time, "mlp25m", needs_cuda=True),
+    _check(exposed_time, "resnet18", (1,), needs_cuda=True),
+    _check(graph_step, "small", (1,), needs_cuda=True),
+    _check(graph_step, "transformer", (1,), needs_cuda=True),
+]
+for _each in _ALL:
+    globals()[_each.name] = _each

@@ -1,0 +1,202 @@
+"""Ranks that raise, die, or fall silent: every other one is told, and soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import paceline
+import torch
+from check_gradients import Leaves, coefficients_for, expect_means
+from checks import check
+from torch import Tensor
+from world import World
+
+SOON_SECONDS = 10.0
+DEADLINE = (("PACELINE_TIMEOUT", "6"),)
+SHAPES = [(10,), (90_000,)] * 8
+
+
+class Trouble(torch.autograd.Function):
+    """Nothing in forward; in backward, what it was given to do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, action: Any) -> Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.action()
+        return grad, None
+
+
+class Troubled(Leaves):
+    """Its backward begins with `action`, where it has one."""
+
+    action: Any = None
+
+    def forward(self, coefficients: list[Tensor | None]) -> Tensor:
+        """As Leaves."""
+        loss = super().forward(coefficients)
+        return loss if self.action is None else Trouble.apply(loss, self.action)
+
+
+def good_step(world: World, model: Any, step: int) -> None:
+    given = coefficients_for(world, model, step)
+    model.zero_grad()
+    model(given).backward()
+    expect_means(world, model, list(given))
+
+
+def raise_now() -> None:
+    raise ArithmeticError("made for this check")
+
+
+@check(worlds=(1, 2))
+def an_exception_in_backward(world: World) -> dict[str, Any]:
+    """It comes out as it is, the others hear of it, and the next step is right."""
+    module = Troubled(SHAPES, [torch.float32])
+    model = world.ours(module)
+    for step in range(4):
+        good_step(world, model, step)
+    seconds, words = [], ""
+    for round_number in range(3):
+        culprit = world.rank == world.size - 1
+        begin = time.monotonic()
+        given = coefficients_for(world, model, 50)
+        model.zero_grad()
+        module.action = raise_now if culprit else None
+        try:
+            model(given).backward()  # the others may hear of it in their forward
+            world.synchronize()
+        except ArithmeticError:
+            assert culprit
+        except paceline.PeerError as error:
+            assert not culprit
+            words = str(error)
+            assert "made for this check" in words, words
+        else:
+            raise AssertionError("nothing was raised")
+        seconds.append(round(time.monotonic() - begin, 3))
+        world.synchronize()  # nothing of the failed step spins on the device
+        module.action = None
+        for step in range(2):
+            good_step(world, model, 10 * round_number + step)
+    assert max(seconds) < SOON_SECONDS, seconds
+    return {"seconds": max(world.all(max(seconds))), "words": words}
+
+
+@check(worlds=(2,))
+def an_exception_in_the_middle_of_backward(world: World) -> None:
+    """Some buckets are on their way when a rank fails."""
+    model = world.ours(Leaves(SHAPES, [torch.float32]), bucket_cap_mb=0.5)
+    for step in range(4):
+        good_step(world, model, step)
+    for _ in range(2):
+        hook = None
+        if world.rank == 1:
+            middle = list(model.parameters())[len(SHAPES) // 2]
+            hook = middle.register_hook(lambda grad: raise_now())
+        given = coefficients_for(world, model, 50)
+        model.zero_grad()
+        expected = ArithmeticError if world.rank == 1 else paceline.PeerError
+        try:
+            model(given).backward()  # rank 0 may hear of it in its forward
+        except expected:
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        if hook is not None:
+            hook.remove()
+        world.synchronize()
+        for step in range(2):
+            good_step(world, model, step)
+
+
+@check(worlds=(2,), dying=(1,), seconds=40)
+def a_rank_that_is_killed(world: World) -> dict[str, Any]:
+    """In its backward; the device is of use to the other at once."""
+    model = world.ours(Leaves(SHAPES, [torch.float32]))
+    for step in range(4):
+        good_step(world, model, step)
+    given = coefficients_for(world, model, 50)
+    model.zero_grad()
+    loss = model(given)
+    world.meet()
+    begin = time.monotonic()
+    if world.rank == 1:
+        Trouble.apply(loss, lambda: os.kill(os.getpid(), signal.SIGKILL)).backward()
+    try:
+        loss.backward()
+        world.synchronize()
+        model(given)  # the host may be ahead of what it has heard
+    except paceline.PeerError as error:
+        words = str(error)
+    else:
+        raise AssertionError("a dead rank went unnoticed")
+    torch.ones(10, device=world.device).sum().item()
+    seconds = time.monotonic() - begin
+    assert "rank 1" in words, words
+    assert seconds < SOON_SECONDS, f"only after {seconds:.1f} s: {words}"
+    return {"seconds": round(seconds, 2), "words": words}
+
+
+@check(worlds=(2,), dying=(1,), seconds=60, env=DEADLINE, fresh=True)
+def a_rank_that_is_stopped(world: World) -> dict[str, Any]:
+    """It lives, and does nothing: the deadline ends the wait."""
+    model = world.ours(Leaves(SHAPES, [torch.float32]))
+    for step in range(4):
+        good_step(world, model, step)
+    given = coefficients_for(world, model, 50)
+    model.zero_grad()
+    loss = model(given)
+    world.meet()
+    begin = time.monotonic()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        loss.backward()
+        world.synchronize()
+        model(given)
+    except paceline.PeerError as error:
+        words = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("a silent rank went unnoticed")
+    torch.ones(10, device=world.device).sum().item()
+    seconds = time.monotonic() - begin
+    assert "rank 1" in words, words
+    assert seconds < 6 + SOON_SECONDS, f"only after {seconds:.1f} s: {words}"
+    return {"seconds": round(seconds, 2), "words": words}
+
+
+@check(worlds=(2,), dying=(1,), seconds=40, fresh=True, needs_cuda=True)
+def a_rank_that_ends_while_the_other_waits_on_the_device(world: World) -> Any:
+    """The host sleeps in a synchronize(); a watchdog frees it."""
+    model = world.ours(Leaves(SHAPES, [torch.float32]))
+    for step in range(4):
+        good_step(world, model, step)
+    given = coefficients_for(world, model, 50)
+    world.meet()
+    begin = time.monotonic()
+    if world.rank == 1:
+        busy = torch.randn(8192, 8192, device=world.device)
+        for _ in range(40):
+            busy = (busy @ busy).clamp(-1, 1)
+        model.zero_grad()
+        model(given).backward()  # its collectives wait behind that
+        os.kill(os.getpid(), signal.SIGKILL)
+    words = ""
+    try:
+        model.zero_grad()
+        model(given).backward()
+        world.synchronize()
+        model(given).backward()
+    except paceline.PeerError as error:
+        words = str(error)
+    torch.ones(10, device=world.device).sum().item()
+    seconds = time.monotonic() - begin
+    assert seconds < 2 * SOON_SECONDS, f"only after {seconds:.1f} s: {words}"
+    return {"seconds": round(seconds, 2), "words": words}

@@ -1,0 +1,224 @@
+"""Gradients that are whole numbers: what comes out must be the mean, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from checks import check
+from torch import Tensor, nn
+from twins import assert_near, equal
+from world import World
+
+
+class Leaves(nn.Module):
+    """Parameters whose gradients are just what is given to forward."""
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, ...]], dtypes: list[torch.dtype]
+    ) -> None:
+        super().__init__()
+        self.leaves = nn.ParameterList(
+            nn.Parameter(torch.ones(shape, dtype=dtype))
+            for dtype in dtypes
+            for shape in shapes
+        )
+
+    def forward(self, coefficients: list[Tensor | None]) -> Tensor:
+        """A sum of products; a coefficient of None leaves its parameter out."""
+        total = torch.zeros((), dtype=torch.float64, device=self.leaves[0].device)
+        pairs = zip(self.leaves, coefficients, strict=True)
+        for leaf, coefficient in pairs:
+            if coefficient is not None:
+                product = (leaf * coefficient).sum()
+                product = product.real if product.is_complex() else product
+                total = total + product.double()
+        return total
+
+
+def coefficients_for(world: World, model: nn.Module, seed: int) -> list[Tensor]:
+    """Whole numbers, multiples of the number of ranks, other ones on each rank."""
+    g = world.generator(seed)
+    found = []
+    for p in model.parameters():
+        wide = torch.randint(-3, 4, p.shape, generator=g) * world.size
+        found.append(wide.to(p.dtype).to(world.device))
+    return found
+
+
+ODD_SHAPES = [(1,), (3,), (2, 2), (7,), (63,), (64,), (65,), (255, 3), (1023,), (4097,)]
+LARGE_SHAPES = [(1 << 20,), (300_001,), (1000, 700)]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def expect_means(
+    world: World, model: nn.Module, given: Sequence[Tensor | None]
+) -> None:
+    """Fail unless each gradient is the mean of what the ranks have given."""
+    exact = world.size <= 2
+    for number, (p, c) in enumerate(zip(model.parameters(), given, strict=True)):
+        right = world.mean(c.conj() if c is not None else None, p.detach())
+        what = f"parameter {number}, {p.dtype} of shape {tuple(p.shape)}"
+        assert_near(p.grad, right, exact or p.dtype.itemsize > 2, what)
+
+
+@check(worlds=(1, 2, 3), seconds=90)
+def sizes_and_types(world: World) -> dict[str, Any]:
+    n = 0
+    for dtypes in ([torch.float32], FLOATS):
+        model = world.ours(Leaves(ODD_SHAPES + LARGE_SHAPES, dtypes))
+        for step in range(5):
+            given = coefficients_for(world, model, step)
+            model.zero_grad()
+            model(given).backward()
+            expect_means(world, model, given)
+            n += len(given)
+    return {"n_gradients": n}
+
+
+@check(worlds=(1, 2))
+def complex_numbers(world: World) -> None:
+    model = world.ours(Leaves([(5,), (3000,)], [torch.complex64, torch.complex128]))
+    for step in range(4):
+        given = coefficients_for(world, model, step)
+        model.zero_grad()
+        model(given).backward()
+        expect_means(world, model, given)
+
+
+@check(worlds=(1, 2))
+def two_thousand_tensors(world: World) -> None:
+    model = world.ours(Leaves([(n % 97 + 1,) for n in range(2000)], [torch.float32]))
+    for step in range(4):
+        given = coefficients_for(world, model, step)
+        model.zero_grad()
+        model(given).backward()
+        mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+        right = world.mean(torch.cat([c.flatten() for c in given]), mine)
+        assert equal(mine, right), f"step {step}"
+
+
+@check(worlds=(1, 2, 3))
+def infinities_and_no_numbers(world: World) -> None:
+    model = world.ours(Leaves([(100,), (70_000,)], [torch.float32, torch.bfloat16]))
+    for step in range(4):
+        given = coefficients_for(world, model, step)
+        for c in given:
+            c[step] = float("nan") if world.rank == 0 else 1.0
+            c[step + 20] = float("inf")
+            c[step + 40] = float("-inf") if world.rank == world.size - 1 else 0.0
+        model.zero_grad()
+        model(given).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            assert p.grad[step].isnan(), "a NaN was lost"
+            assert p.grad[step + 20] == float("inf")
+            assert p.grad[step + 40] == float("-inf")
+            assert int((~p.grad.isfinite()).sum()) == 3
+
+
+@check(worlds=(1, 2, 3), seconds=90)
+def unused_parameters(world: World) -> None:
+    model = world.ours(Leaves([(9,), (80_000,)] * 6, [torch.float32]))
+    parameters = list(model.parameters())
+    for step in range(8):
+        given: list[Tensor | None] = list(coefficients_for(world, model, step))
+        for number in range(len(given)):
+            used_by_none = number == 11
+            if used_by_none or (number + step + world.rank) % 3 == 0:
+                given[number] = None
+        model.zero_grad()
+        model(given).backward()
+        for number, (p, c) in enumerate(zip(parameters, given, strict=True)):
+            used = any(world.all(c is not None))
+            right = world.mean(c, p.detach()) if used else None
+            exact = world.size <= 2
+            assert_near(p.grad, right, exact, f"step {step}, parameter {number}")
+
+
+@check(worlds=(1, 2))
+def accumulation_and_no_sync(world: World) -> None:
+    model = world.ours(Leaves([(10,), (90_000,)], [torch.float32, torch.float16]))
+    for step in range(5):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        rows = [coefficients_for(world, model, 10 * step + i) for i in range(3)]
+        for i, given in enumerate(rows):
+            with model.no_sync() if i < 2 else contextlib.nullcontext():
+                model(given).backward()
+        expect_means(world, model, [sum(cs) for cs in zip(*rows, strict=True)])
+
+
+@check(worlds=(1, 2))
+def gradients_on_top_of_means(world: World) -> None:
+    """Without zero_grad() a second mean is added to the first, as in torch."""
+    model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
+    total: list[Tensor] = []
+    for step in range(4):
+        given = coefficients_for(world, model, step)
+        model(given).backward()
+        means = [world.mean(c, c) for c in given]
+        total = [a + b for a, b in zip(total, means, strict=True)] if total else means
+        for p, right in zip(model.parameters(), total, strict=True):
+            assert_near(p.grad, right, True, f"step {step}")
+
+
+@check(worlds=(1, 2))
+def kept_gradients(world: World) -> None:
+    """What somebody holds is not overwritten, whatever the memory it lies in."""
+    model = world.ours(Leaves([(10,), (90_000,), (1 << 20,)], [torch.float32]))
+    kept: list[tuple[Tensor, Tensor]] = []
+    for step in range(8):
+        given = coefficients_for(world, model, step)
+        model.zero_grad()
+        model(given).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            if step % 3 != 2:
+                kept.append((p.grad, p.grad.clone()))
+        expect_means(world, model, list(given))
+        for number, (grad, copy) in enumerate(kept):
+            assert equal(grad, copy), f"step {step}: kept gradient {number} changed"
+        if step == 5:
+            kept.clear()
+
+
+@check(worlds=(1, 2), seconds=90)
+def gradients_dropped_at_once(world: World) -> None:
+    """The allocator hands freed gradients out again, on this and on other streams."""
+    model = world.ours(Leaves([(50_000,)] * 20 + [(700_000,)] * 3, [torch.float32]))
+    for step in range(30):
+        given = coefficients_for(world, model, step)
+        model.zero_grad()
+        model(given).backward()
+        copies = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        noise = [torch.full((50_000,), float("nan"), device=world.device)] * 20
+        del noise
+        for mine, c in zip(copies, given, strict=True):
+            assert_near(mine, world.mean(c, c), True, f"step {step}")
+
+
+@check(worlds=(1, 2, 3))
+def sums_in_float32(world: World) -> None:
+    """16-bit gradients, added up in float32 and rounded once, in rank order."""
+    shapes = [(33,), (5000,), (100_001,)]
+    module = Leaves(shapes, [torch.bfloat16, torch.float16])
+    model = world.accumulating(module)
+    g = world.generator(3)
+    for _ in range(4):
+        given = [
+            torch.randn(p.shape, generator=g).to(p.dtype).to(world.device)
+            for p in model.parameters()
+        ]
+        model.zero_grad()
+        model(given).backward()
+        for p, c in zip(model.parameters(), given, strict=True):
+            rows = [r.float() for r in world.all(c.cpu())]
+            total = rows[0]
+            for row in rows[1:]:
+                total = total + row
+            right = (total / world.size).to(p.dtype).to(world.device)
+            assert p.grad is not None
+            assert_near(p.grad, right, True, f"{p.dtype} of {tuple(p.shape)}")

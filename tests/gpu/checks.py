@@ -1,0 +1,117 @@
+"""What a check is, where it is listed, and how its outcome is written down.
+
+    @check(worlds=(1, 2), seconds=60)
+    def gradients_are_means(world):
+        ...                       # raises: failed.  raise Skip("why"): skipped.
+        return {"figures": ...}   # or nothing; "lines" are shown in the summary
+
+A check with `worlds` runs in processes of so many ranks (session.py); without, in the
+part's own process.  Its name is what `--only` looks into.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Figures = dict[str, Any]
+
+
+class Skip(Exception):
+    """The check cannot be made on this machine, and says why."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to find out."""
+
+    function: Callable[..., Figures | None]
+    worlds: tuple[int, ...] = ()
+    seconds: float = 60.0
+    needs_cuda: bool = False
+    dying: tuple[int, ...] = ()  # ranks that are meant to be killed
+    fresh: bool = False  # wants processes that have done nothing else
+    env: tuple[tuple[str, str], ...] = ()  # its processes' further variables
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def module(self) -> str:
+        return self.function.__module__
+
+
+def check(**options: Any) -> Callable[[Callable[..., Any]], Check]:
+    """Make a check of a function."""
+    return lambda function: Check(function, **options)
+
+
+def checks_of(module: Any) -> list[Check]:
+    """The checks of a module, as they stand there."""
+    found = [value for value in vars(module).values() if isinstance(value, Check)]
+    return list({each.name: each for each in found}.values())
+
+
+def is_rehearsal() -> bool:
+    return os.environ.get("PACELINE_GPU_DEVICE", "cuda") != "cuda"
+
+
+def is_on_fake() -> bool:
+    """Whether "GPUs" are those of tests/support/fake_gpus.py."""
+    return os.environ.get("PACELINE_GPU_DEVICE") == "fake"
+
+
+def is_quick() -> bool:
+    return bool(os.environ.get("PACELINE_GPU_QUICK"))
+
+
+def is_wanted(name: str) -> bool:
+    return os.environ.get("PACELINE_GPU_ONLY", "") in name
+
+
+def record(
+    name: str, result: str, seconds: float, figures: Figures | None = None, **more: Any
+) -> None:
+    """Write an outcome down, and say it; `more`: words, output."""
+    row = {"check": name, "result": result, "seconds": round(seconds, 2), **more}
+    figures = dict(figures or {})
+    if lines := figures.pop("lines", []):
+        row["lines"] = lines
+    if figures:
+        row["figures"] = figures
+    if path := os.environ.get("PACELINE_GPU_RECORD"):
+        with open(path, "a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+    words = "\n".join(str(more.get(key, "")).rstrip() for key in ("words", "output"))
+    words = words.strip()
+    print(f"{result:<8} {seconds:7.2f} s  {name}", flush=True)
+    for line in lines:
+        print(f"         {line}", flush=True)
+    if words:
+        print("\n".join(f"    | {line}" for line in words.splitlines()), flush=True)
+
+
+def run_here(checks: Iterable[tuple[str, Callable[[], Figures | None]]]) -> bool:
+    """Run checks in this process; whether all that ran have passed."""
+    good = True
+    for name, function in checks:
+        if not is_wanted(name):
+            continue
+        begin = time.monotonic()
+        try:
+            figures = function() or {}
+        except Skip as why:
+            record(name, "skipped", time.monotonic() - begin, words=str(why))
+        except Exception:
+            good = False
+            words = traceback.format_exc()
+            record(name, "failed", time.monotonic() - begin, words=words)
+        else:
+            record(name, "passed", time.monotonic() - begin, figures)
+    return good

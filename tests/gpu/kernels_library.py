@@ -1,0 +1,223 @@
+"""The CUDA backend without the binding, by ctypes: shim.c and the layers below it.
+
+Tensors are given as they are; their memory must stay until the stream is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = ROOT / "build" / "gpu"
+LAYERS = ("core", "backend", "comm")
+
+# As PL_DTYPE_MAP has them.
+DTYPES = {
+    "uint8": 0,
+    "int8": 1,
+    "int16": 2,
+    "int32": 3,
+    "int64": 4,
+    "float16": 5,
+    "bfloat16": 6,
+    "float32": 7,
+    "float64": 8,
+    "complex64": 9,
+    "complex128": 10,
+}
+SUM, MEAN = 0, 1
+
+
+class Move(ctypes.Structure):
+    """pl_move."""
+
+    _fields_ = [
+        ("to", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("n_elems", ctypes.c_size_t),
+    ]
+
+
+class Cast(ctypes.Structure):
+    """pl_cast."""
+
+    _fields_ = [
+        ("to", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("to_dtype", ctypes.c_int),
+        ("from_dtype", ctypes.c_int),
+        ("n_elems", ctypes.c_size_t),
+    ]
+
+
+class Slots(ctypes.Structure):
+    """pl_slots."""
+
+    _fields_ = [
+        ("to", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("stride_bytes", ctypes.c_size_t),
+        ("n_ranks", ctypes.c_int),
+        ("dtype", ctypes.c_int),
+        ("reduction", ctypes.c_int),
+        ("n_elems", ctypes.c_size_t),
+    ]
+
+
+def dtype_of(tensor: Any) -> int:
+    return DTYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+IMAGE = ROOT / "csrc/backend/kernels_image.c"  # where the kernels are embedded
+
+
+def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
+    """Make libraries that differ in the flags of kernels_image.c, side by side."""
+    cc = os.environ.get("CC", "gcc")
+    common = (ROOT / "csrc/compile_flags.txt").read_text().split()
+    sources = [p for layer in LAYERS for p in sorted(ROOT.glob(f"csrc/{layer}/*.c"))]
+    sources.append(Path(__file__).with_name("shim.c"))
+    objects = BUILT / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path, name: str, *own: str) -> str:
+        target = str(objects / f"{name}.o")
+        command = [cc, *common, *own, "-w", "-O2", "-fPIC", "-c", str(source)]
+        subprocess.run([*command, "-o", target], check=True, cwd=ROOT, timeout=120)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [
+            pool.submit(compile_one, source, f"{source.parent.name}-{source.stem}")
+            for source in sources
+            if source != IMAGE
+        ]
+        images = {
+            out: pool.submit(compile_one, IMAGE, out.stem, *own)
+            for out, own in flags.items()
+        }
+        made = [job.result() for job in jobs]
+    for out, image in images.items():
+        link = [cc, "-shared", *made, image.result(), "-o", str(out)]
+        subprocess.run([*link, "-pthread", "-lm", "-ldl"], check=True, timeout=120)
+
+
+class Kernels:
+    """One backend of one device."""
+
+    def __init__(
+        self,
+        library: Path,
+        device: int = 0,
+        driver: str | None = None,
+        nvrtc: str | None = None,
+    ) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.shim_words.restype = ctypes.c_char_p
+        self._library.shim_kernels.restype = ctypes.c_char_p
+        self._check_layout()
+        self._backend = ctypes.c_void_p()
+        encoded = [p and os.fsencode(p) for p in (driver, nvrtc)]
+        out = ctypes.byref(self._backend)
+        self._check(self._library.shim_open(device, *encoded, out))
+
+    def _check_layout(self) -> None:
+        found = (ctypes.c_size_t * 9)()
+        self._library.shim_layout(found)
+        here = [
+            *(ctypes.sizeof(Move), Move.dtype.offset, Move.n_elems.offset),
+            *(ctypes.sizeof(Cast), Cast.to_dtype.offset, Cast.n_elems.offset),
+            *(ctypes.sizeof(Slots), Slots.dtype.offset, Slots.n_elems.offset),
+        ]
+        assert list(found) == here, f"shim.c has {list(found)}, ctypes {here}"
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            words = self._library.shim_words().decode()
+            raise RuntimeError(f"status {status}: {words}")
+
+    @property
+    def origin(self) -> str:
+        return str(self._library.shim_kernels(self._backend).decode())
+
+    def close(self) -> None:
+        self._library.shim_close(self._backend)
+
+    # ---- moves ----------------------------------------------------------------------
+
+    @staticmethod
+    def moves(pairs: Sequence[tuple[Any, Any]]) -> Any:
+        """Moves from pairs of tensors, (to, from); from None: zeros."""
+        rows = [
+            Move(
+                to.data_ptr() if to is not None else None,
+                source.data_ptr() if source is not None else None,
+                dtype_of(to if to is not None else source),
+                (to if to is not None else source).numel(),
+            )
+            for to, source in pairs
+        ]
+        return (Move * len(rows))(*rows)
+
+    @staticmethod
+    def casts(pairs: Sequence[tuple[Any, Any]]) -> Any:
+        rows = [
+            Cast(a.data_ptr(), b.data_ptr(), dtype_of(a), dtype_of(b), a.numel())
+            for a, b in pairs
+        ]
+        return (Cast * len(rows))(*rows)
+
+    def copy(self, moves: Any, stream: int = 0) -> None:
+        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
+        self._check(self._library.shim_copy(*arguments, ctypes.c_void_p(stream)))
+
+    def add(self, moves: Any, stream: int = 0) -> None:
+        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
+        self._check(self._library.shim_add(*arguments, ctypes.c_void_p(stream)))
+
+    def scale(self, moves: Any, top: int, bottom: int, stream: int = 0) -> None:
+        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)), top, bottom)
+        self._check(self._library.shim_scale(*arguments, ctypes.c_void_p(stream)))
+
+    def cast(self, casts: Any, scale: float = 1.0, stream: int = 0) -> None:
+        arguments = (self._backend, casts, ctypes.c_size_t(len(casts)))
+        factor = ctypes.c_double(scale)
+        self._check(
+            self._library.shim_cast(*arguments, factor, ctypes.c_void_p(stream))
+        )
+
+    def sum(self, to: Any, rows: Any, reduction: int, stream: int = 0) -> None:
+        """Reduce `rows`, one a rank, into `to`."""
+        slots = Slots(
+            to.data_ptr(),
+            rows.data_ptr(),
+            rows.stride(0) * rows.element_size(),
+            rows.shape[0],
+            dtype_of(to),
+            reduction,
+            to.numel(),
+        )
+        where = ctypes.byref(slots)
+        arguments = (self._backend, where, ctypes.c_void_p(stream))
+        self._check(self._library.shim_sum(*arguments))
+
+    def find_nonfinite(self, moves: Any, flag: Any, stream: int = 0) -> None:
+        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
+        where = ctypes.c_void_p(flag.data_ptr())
+        self._check(
+            self._library.shim_find_nonfinite(
+                *arguments, where, ctypes.c_void_p(stream)
+            )
+        )
+
+    def synchronize(self, stream: int = 0) -> None:
+        self._check(
+            self._library.shim_synchronize(self._backend, ctypes.c_void_p(stream))
+        )

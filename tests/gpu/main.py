@@ -1,0 +1,204 @@
+"""Runs the parts one after another, each with a limit and processes of its own.
+
+A part is `python part.py NAME`.  It appends what it finds to a file of JSON lines, one
+a check, which survives whatever becomes of it; its output goes to the terminal and to
+the text at once.  A part that outlasts its limit is killed with all that it has
+started, and the next one begins.  Nothing here imports torch, so that a torch that is
+broken, or that hangs, is a finding and not the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import Report
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+KILL_SECONDS = 10.0  # from "please end" to the end
+WRITE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part is for, and how long it may take."""
+
+    name: str
+    limit_seconds: float
+    what: str
+
+
+PARTS = [
+    Part("build", 300, "the package with nvcc and without, and the C tests' fakes"),
+    Part("kernels", 300, "every kernel, from either origin, against torch's results"),
+    Part("alone", 420, "one rank with the reducer at work: models, AMP, graphs, ..."),
+    Part("nccl", 480, "the same with 2 and 3 ranks on the one GPU, against torch DDP"),
+    Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
+    Part("memory", 240, "what gradients cost, against torch DDP"),
+    Part("bench", 480, "timings against torch DDP and the plain module"),
+]
+BY_NAME = {part.name: part for part in PARTS}
+GROUPS = {
+    "all": [part.name for part in PARTS],
+    "correctness": ["kernels", "alone", "nccl", "failures"],
+}
+
+
+def parse_arguments(words: list[str]) -> argparse.Namespace:
+    lines = [f"  {p.name:<10} {p.limit_seconds:.0f} s  {p.what}" for p in PARTS]
+    lines += [f"  {name:<10} {' '.join(parts)}" for name, parts in GROUPS.items()]
+    parser = argparse.ArgumentParser(
+        prog="tests/gpu/run.sh",
+        description="Tests and measures Paceline on one GPU.",
+        epilog="parts, and their limits:\n" + "\n".join(lines),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("parts", nargs="*", default=["all"], metavar="part")
+    add("--within", type=float, metavar="SECONDS", help="limit of the whole call")
+    add("--limit", type=float, metavar="SECONDS", help="limit of each part")
+    add("--only", default="", metavar="TEXT", help="checks whose names hold it")
+    without = parser.add_mutually_exclusive_group()
+    without.add_argument(
+        "--rehearse",
+        action="store_const",
+        const="cpu",
+        help="without a GPU: on the CPU, over Gloo",
+    )
+    without.add_argument(
+        "--fake",
+        dest="rehearse",
+        action="store_const",
+        const="fake",
+        help="without a GPU: on the fakes of CUDA and NCCL",
+    )
+    add("--quick", action="store_true", help="fewer sizes and rounds")
+    args = parser.parse_args(words)
+    args.parts = expand(args.parts, parser)
+    return args
+
+
+def expand(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The parts that are meant, once each, in their order; the build comes first."""
+    wanted = {"build"}
+    for name in names:
+        if name not in BY_NAME and name not in GROUPS:
+            parser.error(
+                f"no part {name!r}; there are {', '.join([*BY_NAME, *GROUPS])}"
+            )
+        wanted.update(GROUPS.get(name, [name]))
+    return [part.name for part in PARTS if part.name in wanted]
+
+
+class Running:
+    """A part at work, in a process group of its own."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Report) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._copy, args=(log,), daemon=True)
+        self._reader.start()
+
+    def _copy(self, log: Report) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            log.say(line.decode(errors="replace"))
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended within so many seconds."""
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End it and all that it has started and left in its group."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, number)
+            except ProcessLookupError:
+                break
+            if self.wait(KILL_SECONDS) and number == signal.SIGTERM:
+                time.sleep(0.2)  # its children may be on their way
+        self._reader.join(2.0)
+
+
+def run_part(
+    part: Part, limit: float, env: dict[str, str], report: Report, command: list[str]
+) -> None:
+    """Run one part and keep what it found, whatever becomes of it."""
+    begin = time.monotonic()
+    report.begin(part.name, limit)
+    running = Running(command, env, report)
+    why = ""
+    try:
+        while not running.wait(min(WRITE_SECONDS, limit)):
+            report.write()
+            if time.monotonic() - begin > limit:
+                why = f"stopped after {limit:.0f} s"
+                break
+    finally:
+        running.end()
+    status = running.process.returncode
+    if not why and status != 0:
+        why = f"ended with status {status}"
+    report.end(part.name, time.monotonic() - begin, why)
+
+
+def stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def main(words: list[str], script: Path = HERE / "part.py") -> int:
+    args = parse_arguments(words)
+    signal.signal(signal.SIGTERM, stop)
+    out = Path(os.environ.get("OUT") or HERE / "results")
+    report = Report(out, f"rehearsal-{args.rehearse}" if args.rehearse else None)
+    begin = time.monotonic()
+    env = {
+        "PACELINE_GPU_RECORD": str(report.record),
+        "PACELINE_GPU_QUICK": "1" if args.quick else "",
+        "PACELINE_GPU_DEVICE": args.rehearse or "cuda",
+    }
+    try:
+        for name in args.parts:
+            part = BY_NAME[name]
+            limit = args.limit or part.limit_seconds
+            if args.within is not None:
+                left = args.within - (time.monotonic() - begin) - 2 * KILL_SECONDS
+                limit = min(limit, left)
+                if left < 10:
+                    report.leave_out(name, "no time was left")
+                    continue
+            if name != "build" and not report.has_build():
+                report.leave_out(name, "there is no build")
+                continue
+            env["PACELINE_GPU_SECONDS"] = str(limit)
+            env["PACELINE_GPU_ONLY"] = "" if name == "build" else args.only
+            command = [sys.executable, str(script), name]
+            run_part(part, limit, env, report, command)
+    except KeyboardInterrupt as error:
+        report.say(f"\ninterrupted {error}\n")
+        report.is_complete = False
+    report.finish()
+    return 0 if report.is_complete and report.is_green() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

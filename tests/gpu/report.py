@@ -1,0 +1,224 @@
+"""What is known so far: one file of JSON and one of text, whole at any moment.
+
+A later call on the same machine and day, of the same commit, adds its parts to what is
+there; a part that is run again takes the place of the earlier one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+NOT_RUN = "not run"
+BUILD = "imports"  # the check without which nothing else can be
+N_WORDS = 4000  # of a failure; all of it stands in the text
+PACKAGES = ("torch", "numpy", "triton", "cloudpickle", "setuptools", "nvidia-nccl-cu13")
+
+
+def ask(*command: str) -> str:
+    """The first line of what a command prints; nothing where it cannot be run."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True, cwd=ROOT
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0].strip()
+
+
+def ask_gpu(what: str) -> str:
+    return ask("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
+
+
+def version_of(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def describe_machine() -> dict[str, Any]:
+    """All that a reader needs to judge the figures, as far as no torch is needed."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
+        "gpu": ask_gpu("name") or "none",
+        "gpu_memory": ask_gpu("memory.total"),
+        "driver": ask_gpu("driver_version"),
+        "commit": ask("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "kernel": platform.release(),
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "gcc": ask(os.environ.get("CC", "gcc"), "--version"),
+        "python": platform.python_version(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+    }
+
+
+class Report:
+    """Collects, prints and writes."""
+
+    def __init__(self, out: Path, name: str | None = None) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        machine = describe_machine()
+        word = name or re.sub(r"[^A-Za-z0-9]+", "-", machine["gpu"]).strip("-")
+        stem = f"{machine['date'][:10]}-{word}"
+        self.json = out / f"{stem}.json"
+        self.text = out / f"{stem}.txt"
+        self.results: dict[str, Any] = {"machine": machine, "parts": {}}
+        self.is_complete = True
+        self._this_call: list[str] = []
+        self._take_over()
+        self._lock = threading.Lock()
+        self._log = self.text.open("a")
+        fd, path = tempfile.mkstemp(prefix="paceline-gpu-", suffix=".jsonl")
+        os.close(fd)
+        self.record = Path(path)
+        self.say("".join(f"{key:<12} {value}\n" for key, value in machine.items()))
+
+    def _take_over(self) -> None:
+        try:
+            old = json.loads(self.json.read_text())
+            same = old["machine"]["commit"] == self.results["machine"]["commit"]
+            parts = dict(old["parts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        if same:
+            self.results["parts"] = parts
+
+    # ---- as it goes -----------------------------------------------------------------
+
+    def say(self, words: str) -> None:
+        """Print, and keep in the text; both at once."""
+        with self._lock:
+            sys.stdout.write(words)
+            sys.stdout.flush()
+            self._log.write(words)
+            self._log.flush()
+
+    def begin(self, part: str, limit: float) -> None:
+        self.record.write_text("")
+        self._this_call.append(part)
+        self.results["parts"][part] = {"result": "running", "checks": []}
+        self.say(f"\n==== {part} (at most {limit:.0f} s)\n")
+        self.write()
+
+    def end(self, part: str, seconds: float, why: str) -> None:
+        """Judge a part: by its checks, and by how it ended (`why`; empty: well)."""
+        self._read_record(part)
+        found = self.results["parts"][part]
+        counts = count(found["checks"])
+        bad = counts.get(FAILED, 0) + counts.get(NOT_RUN, 0)
+        if bad and not why.startswith("stopped"):
+            why = ""  # its checks say it
+        good = not why and not bad and (counts or part == "build")
+        found["result"] = PASSED if good else FAILED
+        found["seconds"] = round(seconds, 1)
+        if why:
+            found["why"] = why
+        elif not counts:
+            found["why"] = "nothing was checked"
+        words = f"{found['result']} after {seconds:.0f} s, {describe(counts)}"
+        self.say(f"==== {part}: {words} {found.get('why', '')}\n")
+        self.write()
+
+    def leave_out(self, part: str, why: str) -> None:
+        self._this_call.append(part)
+        self.results["parts"][part] = {"result": NOT_RUN, "why": why, "checks": []}
+        self.say(f"\n==== {part}: not run: {why}\n")
+        self.write()
+
+    def _read_record(self, part: str) -> None:
+        checks = []
+        for line in self.record.read_text(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:  # the process was killed while it wrote
+                continue
+            for key in ("words", "output"):
+                if isinstance(row.get(key), str):
+                    row[key] = row[key][-N_WORDS:]
+            checks.append(row)
+        self.results["parts"][part]["checks"] = checks
+
+    def write(self) -> None:
+        """Write all that is known; the file is whole at any moment."""
+        for part, found in self.results["parts"].items():
+            if found["result"] == "running":
+                self._read_record(part)
+        draft = self.json.with_suffix(".json.part")
+        draft.write_text(json.dumps(self.results, indent=1) + "\n")
+        draft.replace(self.json)
+
+    # ---- at the end -----------------------------------------------------------------
+
+    def has_passed(self, part: str) -> bool:
+        return self.results["parts"].get(part, {}).get("result") == PASSED
+
+    def has_build(self) -> bool:
+        """Whether there is a package to test; other checks of it may have failed."""
+        rows = self.results["parts"].get("build", {}).get("checks", [])
+        return any(r["check"] == BUILD and r["result"] == PASSED for r in rows)
+
+    def is_green(self) -> bool:
+        return all(self.has_passed(part) for part in self._this_call)
+
+    def finish(self) -> None:
+        """Write, print a short summary last, tidy up."""
+        for part in self._this_call:
+            found = self.results["parts"][part]
+            if found["result"] == "running":
+                self._read_record(part)
+                found.update(result=FAILED, why="interrupted")
+        self.write()
+        self.say("\n==== summary\n" + self.summary())
+        self.say(f"written: {self.json} and {self.text}\n")
+        self.record.unlink(missing_ok=True)
+        self._log.close()
+
+    def summary(self) -> str:
+        lines = []
+        for part in self._this_call:
+            found = self.results["parts"][part]
+            why = found.get("why", "")
+            words = describe(count(found["checks"]))
+            lines.append(f"{part:<10} {found['result']:<8} {words} {why}".rstrip())
+            for row in found["checks"]:
+                if row["result"] in (FAILED, NOT_RUN):
+                    last = row.get("words", "").strip().rpartition("\n")[2]
+                    lines.append(f"    {row['result']}: {row['check']}: {last[:200]}")
+            lines += [f"    {line}" for line in lines_of_figures(found["checks"])]
+        return "\n".join(lines) + "\n"
+
+
+def count(checks: list[dict[str, Any]]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in checks:
+        counts[row["result"]] = counts.get(row["result"], 0) + 1
+    return counts
+
+
+def describe(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
+
+
+def lines_of_figures(checks: list[dict[str, Any]]) -> list[str]:
+    """The lines that checks want to be seen in the summary."""
+    return [line for row in checks for line in row.get("lines", [])]

@@ -1,0 +1,169 @@
+"""The same steps by torch's class and by ours, and how near their gradients must be.
+
+Sums of two ranks commute, and a mean of two is exact, so gradients are the same bits
+wherever torch's own kernels give the same bits twice; that is tried first.  With three
+ranks NCCL adds in an order of its own, by ring and chunk, and 1/3 is rounded: a few
+units in the last place.  Training would let them grow, so there each step begins from
+torch's parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from world import World
+
+# Of the largest element of a gradient, for each type in which it is summed.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 2e-2,
+    torch.float16: 3e-3,
+}
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[nn.Module, torch.optim.Optimizer, Batch], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the steps went: gradients of each, parameters at the end."""
+
+    gradients: list[list[Tensor | None]]
+    parameters: list[Tensor]
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """The same bits, but that a NaN equals a NaN and 0.0 equals -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = a == b
+    if a.is_floating_point() or a.is_complex():
+        same = same | (a.isnan() & b.isnan())
+    return bool(same.all())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest element; NaN if there is one."""
+    scale = b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)
+    return float(((a - b).abs().max() / scale).item()) if a.numel() else 0.0
+
+
+def assert_near(
+    mine: Tensor | None, theirs: Tensor | None, exact: bool, what: str
+) -> None:
+    """Fail unless both are nothing, or the same to the bit, or near enough."""
+    if mine is None or theirs is None:
+        assert mine is theirs, f"{what}: ours is {mine}, theirs {theirs}"
+        return
+    if equal(mine, theirs):
+        return
+    far = distance(mine, theirs)
+    n = int((mine != theirs).sum())
+    words = (
+        f"{what}: {n} of {mine.numel()} elements differ, by {far:.3g} of the largest"
+    )
+    assert not exact, f"{words}; the same bits were expected"
+    assert far <= TOLERANCE[mine.dtype], words
+
+
+def plain_step(loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    """A step in full precision."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        optimizer.zero_grad()
+        loss(model(batch[0]), batch[1]).backward()
+
+    return step
+
+
+def sgd(model: nn.Module, rate: float = 1e-2) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate)
+
+
+def take_steps(
+    model: nn.Module,
+    batches: list[Batch],
+    step: Step,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    teacher: Outcome | None = None,
+) -> Outcome:
+    """Train, and keep a copy of each gradient after each backward.
+
+    With a teacher the optimizer steps by the teacher's gradients, so that differences
+    do not grow from step to step.
+    """
+    optimizer = make_optimizer(model)
+    gradients = []
+    for number, batch in enumerate(batches):
+        step(model, optimizer, batch)
+        found = [p.grad for p in model.parameters()]
+        gradients.append([None if g is None else g.detach().clone() for g in found])
+        if teacher is not None:
+            for mine, right in zip(found, teacher.gradients[number], strict=True):
+                if mine is not None and right is not None:
+                    mine.copy_(right)
+        optimizer.step()
+    return Outcome(gradients, [p.detach().clone() for p in model.parameters()])
+
+
+def compare(mine: Outcome, theirs: Outcome, exact: bool, names: list[str]) -> None:
+    """Fail at the first gradient or parameter that is too far from theirs."""
+    steps = zip(mine.gradients, theirs.gradients, strict=True)
+    for number, (ours, right) in enumerate(steps, 1):
+        for name, a, b in zip(names, ours, right, strict=True):
+            assert_near(a, b, exact, f"step {number}, gradient of {name}")
+    for name, a, b in zip(names, mine.parameters, theirs.parameters, strict=True):
+        assert_near(a, b, exact, f"{name} at the end")
+
+
+def same(a: Outcome, b: Outcome) -> bool:
+    """Whether two outcomes have the same bits."""
+    rows = zip([*a.gradients, a.parameters], [*b.gradients, b.parameters], strict=True)
+    return all(
+        (x is None) == (y is None) and (x is None or y is None or equal(x, y))
+        for left, right in rows
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+def play(
+    world: World,
+    build: Callable[[], nn.Module],
+    batches: list[Batch],
+    step: Step,
+    *,
+    wrap_theirs: Callable[[nn.Module], nn.Module] | None = None,
+    wrap_ours: Callable[[nn.Module], nn.Module] | None = None,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    inputs_stay: bool = False,
+) -> dict[str, Any]:
+    """Take the same steps by torch's class, twice, and by ours; compare.
+
+    Inputs are moved to the device, or stay on the CPU for the wrappers to move.  The
+    bits must be equal if torch's own are in its second run, with up to 2 ranks.
+    """
+    torch.manual_seed(1)
+    module = build().to(world.device)
+    where = torch.device("cpu") if inputs_stay else world.device
+    batches = [(x.to(where), y.to(world.device)) for x, y in batches]
+    names = [name for name, _ in module.named_parameters()]
+    theirs = []
+    for _ in range(2):
+        torch.manual_seed(2 + world.rank)
+        model = (wrap_theirs or world.theirs)(copy.deepcopy(module))
+        theirs.append(take_steps(model, batches, step, make_optimizer))
+        del model
+    torch.manual_seed(2 + world.rank)
+    model = (wrap_ours or world.ours)(copy.deepcopy(module))
+    repeats = all(world.all(same(*theirs)))
+    exact = repeats and world.size <= 2
+    teacher = None if exact else theirs[0]
+    mine = take_steps(model, batches, step, make_optimizer, teacher)
+    compare(mine, theirs[0], exact, names)
+    return {"criterion": "bits" if exact else "tolerance", "torch_repeats": repeats}

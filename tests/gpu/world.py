@@ -1,0 +1,155 @@
+"""What a check that runs on ranks is given: its place, and both ways to wrap a module.
+
+A world of one rank needs no reducer, and a wrapper there is the plain module: here it
+is made to have one, so that all that a GPU does is done.  `plain` wraps without that.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import paceline
+import torch
+import torch.distributed as dist
+from checks import Check, Figures, Skip, is_on_fake, is_rehearsal
+from torch import Tensor, nn
+
+GROUP_SECONDS = 90
+
+
+class Reducing(paceline.DistributedDataParallel):
+    """Reduces also where there is one rank."""
+
+    _needs_reducer = True
+
+
+@dataclass
+class World:
+    """One rank among the others."""
+
+    rank: int
+    size: int
+    device: torch.device
+    words: Any = field(repr=False)  # a Gloo group, for what is not to be measured
+
+    @classmethod
+    def join(cls, rank: int, size: int, port: int) -> World:
+        """Make the default group: NCCL on the GPU, as users do."""
+        device = torch.device("cpu") if is_rehearsal() else torch.device("cuda", 0)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if is_on_fake():
+            from support import fake_gpus
+
+            fake_gpus.stand_in(rank)
+        torch.set_num_threads(1)
+        limit = datetime.timedelta(seconds=GROUP_SECONDS)
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+        )
+        words = dist.new_group(backend="gloo", timeout=limit)
+        return cls(rank, size, device, words)
+
+    def run(self, check: Check) -> Figures | None:
+        """Run one check, with nothing left of the one before."""
+        be_exact(getattr(check.function, "is_exact", True))
+        torch.manual_seed(0)
+        if not check.dying:
+            self.meet()
+        figures = check.function(self)
+        self.synchronize()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return figures
+
+    # ---- wrappers -------------------------------------------------------------------
+
+    def ours(
+        self, module: nn.Module, **options: Any
+    ) -> paceline.DistributedDataParallel:
+        """Wrap a module, which comes to the device first."""
+        return Reducing(module.to(self.device), **options)
+
+    def theirs(self, module: nn.Module, **options: Any) -> nn.Module:
+        """Wrap a module in torch's class."""
+        wrapped = nn.parallel.DistributedDataParallel(module.to(self.device), **options)
+        assert not isinstance(wrapped, paceline.DistributedDataParallel)
+        return wrapped
+
+    def accumulating(self, module: nn.Module) -> paceline.DistributedDataParallel:
+        """Wrap a module so that 16-bit gradients are added up in float32."""
+        try:
+            return self.ours(module, accumulate_in_fp32=True)
+        except TypeError as error:
+            raise Skip(f"this build has no such option: {error}") from None
+
+    # ---- values ---------------------------------------------------------------------
+
+    def generator(self, seed: int = 0) -> torch.Generator:
+        """Random numbers of this rank's own, the same in every run."""
+        return torch.Generator().manual_seed(1000 * seed + self.rank)
+
+    def integers(self, *shape: int, seed: int = 0, high: int = 5) -> Tensor:
+        """Small whole numbers, other ones on each rank: sums of them are exact."""
+        g = self.generator(seed)
+        return (
+            torch.randint(-high, high + 1, shape, generator=g).float().to(self.device)
+        )
+
+    def mean(self, tensor: Tensor | None, like: Tensor) -> Tensor:
+        """The mean over the ranks, None counting as zeros: by hand, on the CPU."""
+        mine = torch.zeros_like(like) if tensor is None else tensor.detach()
+        wide = torch.complex128 if mine.is_complex() else torch.float64
+        rows = [r.to(wide) for r in self.all(mine.cpu())]
+        return torch.stack(rows).mean(0).to(mine.dtype).to(mine.device)
+
+    # ---- the others -----------------------------------------------------------------
+
+    def all(self, value: Any) -> list[Any]:
+        """Everybody's value, on every rank."""
+        rows: list[Any] = [None] * self.size
+        dist.all_gather_object(rows, value, group=self.words)
+        return rows
+
+    def meet(self) -> None:
+        """Wait for everybody, on the host."""
+        self.all(None)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if is_on_fake():
+            from support import fake_gpus
+
+            fake_gpus.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def be_exact(on: bool) -> None:
+    """Have torch take kernels that give the same bits in each run, and full fp32."""
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = on
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    for name in ("flash", "mem_efficient", "cudnn"):
+        enable: Callable[[bool], None] | None = getattr(
+            torch.backends.cuda, f"enable_{name}_sdp", None
+        )
+        if enable is not None:
+            enable(not on)
+
+
+def timing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the function of a check that measures: torch's defaults hold in it."""
+    function.is_exact = False  # type: ignore[attr-defined]
+    return function
