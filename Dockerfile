@@ -1,4 +1,4 @@
-# Paceline with JupyterLab, for CPUs.
+# Paceline with JupyterLab, for CPUs, and for GPUs where torch is built for them.
 #
 #   docker build -t paceline .
 #   docker run --rm -it -p 8888:8888 paceline
@@ -6,6 +6,10 @@
 #
 # Ranks share memory by memfd, which no /dev/shm limits: Paceline needs neither
 # --shm-size nor --ipc=host.  (torch's DataLoader with workers still uses /dev/shm.)
+#
+# On GPUs (docker run --gpus all; not tried on one yet): PyPI's torch brings NCCL, and
+# NVRTC, which compiles our kernels when the first GPU is used, for there is no nvcc here.
+# An image that has nvcc builds them in; nvcc needs g++ beside gcc.
 
 FROM python:3.12-slim
 
