@@ -42,6 +42,14 @@ PLACES = [
         "moves at once are of the CPU, which has no streams",
     ),
     (
+        "csrc/core/reducer_finish.c",
+        "pl_reducer_settle",
+        "reducer_note(",
+        ("other stream", "side stream"),
+        "what is settled is packed at the step's close alone, on that very stream; one "
+        "more stream is only waited for in vain",
+    ),
+    (
         "csrc/core/reducer_join.c",
         "pl_reducer_rescale_mean",
         "ops->scale(",
