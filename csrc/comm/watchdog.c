@@ -182,7 +182,7 @@ void pli_watchdog_leave(pli_watchdog *self, const void *context)
 
 void pli_watchdog_forget(pli_watchdog *self)
 {
-    if (self->owner_pid == getpid())
+    if (self == NULL || self->owner_pid == getpid())
         return;
     init_locks(self); /* whoever held them is not here */
     self->is_running = self->is_stopped = 0;

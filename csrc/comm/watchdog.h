@@ -20,7 +20,7 @@ pl_status pli_watchdog_join(pli_watchdog *watchdog, void (*look)(void *context),
                             void *context) PL_MUST_USE;
 void pli_watchdog_leave(pli_watchdog *watchdog, const void *context);
 
-/* In a forked child: the thread is not there. */
+/* In a forked child: the thread is not there.  NULL is allowed. */
 void pli_watchdog_forget(pli_watchdog *watchdog);
 
 #endif
