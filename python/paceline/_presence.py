@@ -26,6 +26,8 @@ LOOK_FIRST_SECONDS = 0.01
 LOOK_EVERY_SECONDS = 0.1
 _BLAME_SECONDS = 0.6
 """How long a failed exchange looks for the rank that caused it."""
+_LAST_LOOK_SECONDS = 2.0
+"""How long the process that had the store may take to end, once that is gone."""
 
 _wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -181,7 +183,7 @@ class Presence:
 
     def _look_who_ended(self) -> None:
         self._store = None
-        until = time.monotonic() + _BLAME_SECONDS
+        until = time.monotonic() + _LAST_LOOK_SECONDS
         while time.monotonic() < until:
             self._look_at_processes()
             time.sleep(10 * POLL_SECONDS)
