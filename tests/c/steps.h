@@ -66,6 +66,24 @@ static inline unsigned step_percent(const model *it, uint64_t step, int rank, si
     return (unsigned)draw_below(&random, 100);
 }
 
+/* Which rank fails in a step, and where in its backward. */
+typedef struct accident {
+    int culprit; /* -1: nothing happens in this step */
+    size_t after_params;
+    char words[48];
+} accident;
+
+static inline accident accident_of(const model *it, uint64_t step)
+{
+    draw shared = draw_of(it->seed * 7919 + step);
+    accident what = {.culprit = (int)draw_below(&shared, (size_t)it->world_size),
+                     .after_params = draw_below(&shared, it->n_params + 1)};
+    if (draw_below(&shared, 3) == 0)
+        what.culprit = -1;
+    (void)snprintf(what.words, sizeof what.words, "accident of step %d;", (int)step);
+    return what;
+}
+
 static inline int step_has_batch(const model *it, uint64_t step, int rank)
 {
     return it->n_batches[rank] == 0 || step <= it->n_batches[rank];

@@ -342,23 +342,6 @@ static void a_captured_step_has_exact_means_in_each_replay(void)
 
 enum { N_FAILING_STEPS = 12 };
 
-typedef struct accident {
-    int culprit; /* -1: nothing happens in this step */
-    size_t after_params;
-    char words[48];
-} accident;
-
-static accident accident_of(const model *it, uint64_t step)
-{
-    draw shared = draw_of(it->seed * 7919 + step);
-    accident what = {.culprit = (int)draw_below(&shared, (size_t)it->world_size),
-                     .after_params = draw_below(&shared, it->n_params + 1)};
-    if (draw_below(&shared, 3) == 0)
-        what.culprit = -1;
-    (void)snprintf(what.words, sizeof what.words, "accident of step %d;", (int)step);
-    return what;
-}
-
 /* This rank fails in the middle of its backward, or is told that another did. */
 static void run_into_accident(device_rank *self, uint64_t step, const accident *what)
 {

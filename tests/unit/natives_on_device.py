@@ -38,6 +38,23 @@ def count(function):
     return fake().fake_count(function.encode())
 
 
+def with_backward_inside(inner):
+    """Make a function whose backward runs that of `inner()` first: a checkpoint."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            with torch.enable_grad():
+                inner().backward()
+            return g
+
+    return Again.apply
+
+
 class Streams:
     """What is the current stream of this thread, in place of torch's."""
 

@@ -20,6 +20,7 @@ from natives_on_device import (
     make_device_world,
     parameters,
     synchronize,
+    with_backward_inside,
 )
 from paceline import _native, _torch
 from support import fake_gpus
@@ -268,21 +269,12 @@ def test_a_gradient_that_comes_twice_is_summed(stream):
     small, large = params = parameters(3, 1000)
     reducer = make_device_reducer(params)
 
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            with torch.enable_grad():
-                (small.sum() + 2 * large.sum()).backward()
-            return g
+    again = with_backward_inside(lambda: small.sum() + 2 * large.sum())
 
     for _ in range(4):
         small.grad = large.grad = None
         x = torch.ones(1, requires_grad=True)
-        (Again.apply(Again.apply(x)).sum() + small.sum() + large.sum()).backward()
+        (again(again(x)).sum() + small.sum() + large.sum()).backward()
         synchronize()
         assert small.grad.unique().tolist() == [3.0]
         assert large.grad.unique().tolist() == [5.0]
