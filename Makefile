@@ -85,7 +85,8 @@ test: c-test py-test ## C tests, doctests, and the Python suite
 # pytest's 5 says that there is no doctest, which is no failure.
 py-test: $(INSTALLED) ## doctests and the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) -m pytest -q --doctest-modules --pyargs paceline || [ $$? -eq 5 ]
-	$(PY) -m pytest $(wildcard tests/unit tests/parity tests/ranks tests/clients) $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadfile \
+	    $(wildcard tests/unit tests/parity tests/ranks tests/clients) $(PYTEST_FLAGS)
 
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
@@ -148,11 +149,11 @@ $(foreach flavour, $(FLAVOURS), $(eval $(call FLAVOUR_RULES,$(flavour))))
 .PHONY: c-test sanitize
 c-test: ## build and run the C tests
 	@$(MAKE) --no-print-directory -j$(JOBS) c-plain
-	@tests/c/run.sh $(BUILD)/c/plain
+	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/plain
 
 sanitize: ## the C tests under ASan with UBSan, and under TSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-asan c-tsan
-	@tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
+	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
 
 # ---- lint ----------------------------------------------------------------------
 

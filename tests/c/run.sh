@@ -1,28 +1,51 @@
 #!/usr/bin/env bash
-# Runs every C test program of the given folders, one after the other: they start
-# threads and processes of their own.  A program passes when it exits with 0 in time.
-# The last line counts them; the exit status is 1 when one failed or there was none.
+# Runs every C test program of the given folders, JOBS of them side by side (as many as
+# there are cores): most of them wait as much as they compute.  A program passes when it
+# exits with 0 in time; what it prints comes whole, when it has ended.  The last line
+# counts them; the exit status is 1 when one failed or there was none.
 set -uo pipefail
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:detect_stack_use_after_return=1}
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 export TSAN_OPTIONS=${TSAN_OPTIONS:-halt_on_error=1:second_deadlock_stack=1}
-limit=${TEST_SECONDS:-300}
-passed=0
-failed=0
+export limit=${TEST_SECONDS:-300}
+jobs=${JOBS:-$(nproc)}
 
-for folder in "$@"; do
-    for program in "$folder"/test_*; do
-        [[ -x $program && ! -d $program ]] || continue
-        echo "-- $program"
-        if timeout --kill-after=10 "$limit" "$program"; then
-            passed=$((passed + 1))
-        else
-            echo "FAILED with status $?: $program"
-            failed=$((failed + 1))
-        fi
+list_programs() {
+    for folder in "$@"; do
+        for program in "$folder"/test_*; do
+            [[ -x $program && ! -d $program ]] && printf '%s\0' "$program"
+        done
     done
-done
+}
+
+# Prints one program's output, and a line of its own that says how it ended.
+run_program() {
+    local printed status seconds=$SECONDS
+    printed=$(timeout --kill-after=10 "$limit" "$1" 2>&1)
+    status=$?
+    seconds=$((SECONDS - seconds))
+    if ((status == 0)); then
+        printf -- '-- %s (%d s)\n%s\n' "$1" "$seconds" "$printed"
+    else
+        printf -- '-- %s\n%s\nFAILED with status %d: %s\n' \
+            "$1" "$printed" "$status" "$1"
+        return 1
+    fi
+}
+export -f run_program
+
+marks=$(mktemp -d)
+trap 'rm -rf "$marks"' EXIT
+export marks
+list_programs "$@" | xargs -0 -r -P "$jobs" -n 1 bash -c '
+    text=$(run_program "$1"); status=$?
+    flock "$marks" printf "%s\n" "$text"
+    ((status == 0)) && kind=passed || kind=failed
+    mktemp -q "$marks/$kind.XXXXXX" >/dev/null' bash
+passed=$(find "$marks" -name 'passed.*' | wc -l)
+failed=$(find "$marks" -name 'failed.*' | wc -l)
+n_programs=$(list_programs "$@" | tr -cd '\0' | wc -c)
 
 echo "$passed passed, $failed failed"
-((passed > 0 && failed == 0))
+((passed == n_programs && passed > 0))

@@ -78,6 +78,7 @@ def meet_a_newcomer(rank: int, n_ranks: int, path: str) -> list[torch.Tensor]:
     alone = [dist.new_group([r]) for r in range(n_ranks)][rank]
     if rank == 0:
         paceline.DistributedDataParallel(make(), process_group=alone)
+    dist.barrier()  # the other may be connecting still, and takes an end for a crash
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

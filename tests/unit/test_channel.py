@@ -305,7 +305,7 @@ def test_an_answer_that_nobody_waited_for_is_dropped(pair):
 @pytest.mark.parametrize(
     "bad",
     [[1], ["text"], [b"bytes"], [memoryview(b"x")], [[torch.ones(1)]], [object()]],
-    ids=str,
+    ids=lambda bad: type(bad[0]).__name__,
 )
 def test_what_is_no_tensor_is_refused_and_the_channel_goes_on(pair, bad):
     with pytest.raises(TypeError, match="tensors, arrays and None"):
