@@ -11,7 +11,7 @@ enum {
     N_OPS = 3,
     OP_ELEMS = 1000,
     OP_BYTES = OP_ELEMS * 4,
-    N_SEEDS = 8,
+    N_SEEDS = IS_SANITIZED ? 4 : 8,
     N_SCHEDULES = 3
 };
 

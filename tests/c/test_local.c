@@ -9,7 +9,10 @@
 #include "ranks.h"
 
 static const int world_sizes[] = {1, 2, 3, 4, 8};
-enum { N_WORLD_SIZES = sizeof world_sizes / sizeof world_sizes[0] };
+enum {
+    N_WORLD_SIZES = sizeof world_sizes / sizeof world_sizes[0],
+    N_LARGE = IS_SANITIZED ? 20011 : 100003 /* elements */
+};
 
 /* ---- one operation at a time --------------------------------------------------------
  */
@@ -65,7 +68,7 @@ static void do_a_large_size(rank_job *job)
                           .reduction = value_is_integer(dtype) ? PL_SUM : PL_MEAN,
                           .dtype = dtype,
                           .n_elems =
-                              n_elems_of((pl_op_kind)kind, 100003, job->world_size)};
+                              n_elems_of((pl_op_kind)kind, N_LARGE, job->world_size)};
         do_one(job, op, ++seed);
     }
 }
@@ -80,7 +83,7 @@ static void every_kind_dtype_and_reduction_is_exact_in_worlds_of_1_to_8(void)
 static void large_ranges_of_odd_sizes_are_exact(void)
 {
     for (int i = 0; i < N_WORLD_SIZES; i++)
-        ranks_run_world(world_sizes[i], ops_arena_bytes(8 * 100003 + 5),
+        ranks_run_world(world_sizes[i], ops_arena_bytes(8 * N_LARGE + 5),
                         do_a_large_size, NULL, 1);
 }
 

@@ -5,6 +5,7 @@ Run by hand, from anywhere, with the Python that has torch::
     python tests/mutation/mutate.py                 # all, on two copies of the tree
     python tests/mutation/mutate.py --list          # what there is to break
     python tests/mutation/mutate.py --only reducer_moves --jobs 1
+    python tests/mutation/mutate.py --only drain --show 9     # why did the test fail?
     python tests/mutation/mutate.py --write         # all, and the table in README.md
     python tests/mutation/mutate.py --write --only device     # those rows alone
 
@@ -30,6 +31,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy
 from equivalent import EQUIVALENT
 from mutants import ROOT, Mutant, all_mutants
 
@@ -62,19 +64,24 @@ class BuildError(Exception):
     """A mutant that does not compile shows nothing: the pattern is wrong."""
 
 
-def run(command: list[str], cwd: Path, limit: float, env: dict[str, str]) -> int:
-    """Run a command quietly; its status, 124 where it took too long."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+def run(
+    command: list[str], cwd: Path, limit: float, env: dict[str, str], said: Path
+) -> int:
+    """Run a command, its output into a file; its status, 124 where it took too long."""
+    with said.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **env},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
+        with said.open("a") as output:
+            output.write(f"killed: it took longer than {limit:.0f} s\n")
         return 124
     finally:
         with contextlib.suppress(ProcessLookupError):  # ranks that it started, too
@@ -94,7 +101,13 @@ class Workplace:
     """A copy of the tree, with what is built from it."""
 
     root: Path
+    n_shown: int = 0  # lines of what a test says that kills
     seconds: dict[str, float] = field(default_factory=dict)  # of each test, unharmed
+
+    @property
+    def said(self) -> Path:
+        """Where the output of the last test is."""
+        return self.root / "build/said.txt"
 
     @property
     def site(self) -> Path:
@@ -117,12 +130,8 @@ class Workplace:
         out = self.object(source)
         out.parent.mkdir(parents=True, exist_ok=True)
         flags = (self.root / "csrc/compile_flags.txt").read_text().split()
-        numpy = subprocess.check_output(
-            [sys.executable, "-c", "import numpy; print(numpy.get_include())"],
-            text=True,
-        ).strip()
-        include = ["-isystem", sysconfig.get_path("include"), "-isystem", numpy]
-        flags += ["-w", "-O1", "-fPIC", *include]
+        include = ["-isystem", sysconfig.get_path("include"), "-isystem"]
+        flags += ["-w", "-O1", "-fPIC", *include, numpy.get_include()]
         flags += ['-DPLI_FATBIN_PATH="tests/c/fake/fake.fatbin"']
         must(["gcc", *flags, "-c", source, "-o", str(out)], self.root)
 
@@ -163,14 +172,26 @@ class Workplace:
         if test.endswith(".py"):
             command = [sys.executable, "-m", "pytest", "-x", "-q", test]
             command += ["-p", "no:cacheprovider"]
-            return run(command, self.root, limit, {"PYTHONPATH": str(self.site)}) == 0
-        return run([self.program(test)], self.root, limit, {}) == 0
+            return (
+                run(
+                    command, self.root, limit, {"PYTHONPATH": str(self.site)}, self.said
+                )
+                == 0
+            )
+        return run([self.program(test)], self.root, limit, {}, self.said) == 0
+
+    def show(self) -> None:
+        """Print the end of what the last test said."""
+        lines = self.said.read_text(errors="replace").splitlines()
+        for line in lines[max(len(lines) - self.n_shown, 0) :]:
+            print(f"    {line}", flush=True)
 
     def measure(self, tests: list[str]) -> None:
         """Run all tests unharmed, and note how long each takes."""
         for test in tests:
             begin = time.monotonic()
             if not self.passes(test):
+                self.show()
                 print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
                 continue
             self.seconds[test] = time.monotonic() - begin
@@ -192,6 +213,7 @@ class Workplace:
                     self.build_c(test)
                 # Twice, so that a machine under load is not taken for a test.
                 if not self.passes(test) and not self.passes(test):
+                    self.show()
                     return test
             return None
         finally:
@@ -254,31 +276,35 @@ def table(results: dict[Mutant, str | None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def copies(folder: Path, n: int, tests: list[str]) -> list[Workplace]:
+def copies(folder: Path, n: int, tests: list[str], n_shown: int) -> list[Workplace]:
     """Return n copies of the tree, built, in a folder."""
     skipped = shutil.ignore_patterns(
         ".git", "build", ".venv*", "__pycache__", "*.egg-info"
     )
-    first = Workplace(folder / "0")
+    first = Workplace(folder / "0", n_shown)
     shutil.copytree(ROOT, first.root, ignore=skipped, symlinks=True)
     print("building", flush=True)
     first.build_all(tests)
     first.measure(tests)
-    others = [Workplace(folder / str(i), first.seconds) for i in range(1, n)]
+    others = [Workplace(folder / str(i), n_shown, first.seconds) for i in range(1, n)]
     for other in others:
         shutil.copytree(first.root, other.root, symlinks=True)
     return [first, *others]
 
 
 def survey(
-    mutants: list[Mutant], places: list[Workplace], *, write: bool
+    mutants: list[Mutant], places: list[Workplace], *, write: bool, is_whole: bool
 ) -> dict[Mutant, str | None]:
-    """Try each mutant; returns who killed it."""
+    """Try each mutant; returns who killed it.
+
+    What survives some of the tests alone is not written: others may have killed it.
+    """
     free: queue.Queue[Workplace] = queue.Queue()
     for place in places:
         free.put(place)
     last = last_killers()
     results: dict[Mutant, str | None] = {}
+    written: dict[Mutant, str | None] = {}
 
     def one(mutant: Mutant) -> str | None:
         place = free.get()
@@ -296,8 +322,9 @@ def survey(
             print(
                 f"{killer or 'SURVIVES':<28} {mutant.line:4} {mutant.name}", flush=True
             )
-            if write:
-                README.write_text(table(results))
+            if write and (killer or is_whole or mutant.name in EQUIVALENT):
+                written[mutant] = killer
+                README.write_text(table(written))
     return results
 
 
@@ -320,6 +347,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="copies of the tree")
     parser.add_argument("--write", action="store_true", help="write README.md")
     parser.add_argument("--tests", default="", help="tests whose name has this pattern")
+    parser.add_argument(
+        "--show", type=int, default=0, help="last lines of what a failing test says"
+    )
     options = parser.parse_args()
     mutants = [m for m in all_mutants() if re.search(options.only, m.name)]
     if options.list:
@@ -327,8 +357,10 @@ def main() -> int:
         return 0
     tests = [t for t in C_TESTS + PY_TESTS if re.search(options.tests, t)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        places = copies(Path(folder), options.jobs, tests)
-        results = survey(mutants, places, write=options.write)
+        places = copies(Path(folder), options.jobs, tests, options.show)
+        results = survey(
+            mutants, places, write=options.write, is_whole=not options.tests
+        )
         wrong = complaints(results)
         failing = set(tests) - set(places[0].seconds)
         wrong += [f"fails without a mutant: {test}" for test in sorted(failing)]

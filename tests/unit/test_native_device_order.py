@@ -16,7 +16,6 @@ from natives_on_device import (
     make_device_reducer,
     make_device_world,
     parameters,
-    synchronize,
 )
 from support.ranks import run_ranks, values
 from test_native_device_ranks import meet
@@ -25,15 +24,18 @@ SCHEDULES = ["schedule=late", "schedule=random,seed=1", "schedule=random,seed=2"
 
 
 def look_first_at(which, stream, device):
-    """Wait for one stream, the user's or the device's own, and then for all."""
-    if which == "the user's":
-        assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
-    else:
+    """Wait for the user's stream alone, or for the device's own first."""
+    if which == "the device's own":
         device.synchronize()
-    synchronize()
+    assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
+
+
+def numbers(tensors):
+    return [t.unique().tolist() for t in tensors]
 
 
 def send_in_every_order(rank, n_ranks, which):
+    seen = []
     for turn, options in enumerate(SCHEDULES):
         with fake_device(options) as stream:
             device = make_device()
@@ -44,21 +46,20 @@ def send_in_every_order(rank, n_ranks, which):
             parts = [torch.full((n,), float(rank + n)) for n in (7, 300_000, 1)]
             world.broadcast(parts, 1)
             look_first_at(which, stream, device)
-            assert [part.unique().tolist() for part in parts] == [
-                [8.0],
-                [300_001.0],
-                [2.0],
-            ]
+            seen.append(numbers(parts))
             del world, device
+    return seen
 
 
 @pytest.mark.parametrize("which", ["the user's", "the device's own"])
 def test_a_broadcast_is_behind_and_before_the_users_stream(which):
-    values(run_ranks(send_in_every_order, 2, which))
+    for seen in values(run_ranks(send_in_every_order, 2, which)):
+        assert seen == [[[8.0], [300_001.0], [2.0]]] * len(SCHEDULES)
 
 
 def train_in_every_order(rank, n_ranks, which):
     """Small gradients alone: torch's memory of large ones is free before it is read."""
+    seen = []
     for turn, options in enumerate(SCHEDULES):
         with fake_device(options) as stream:
             params = parameters(3, 5, (2, 7), 1)
@@ -80,18 +81,22 @@ def train_in_every_order(rank, n_ranks, which):
                 terms = ((p, i + step * (rank + 1)) for i, p in enumerate(params))
                 sum((p * g).sum() for p, g in terms).backward()
                 look_first_at(which, stream, device)
-                for i, p in enumerate(params):
-                    assert p.grad.unique().tolist() == [i + step * 1.5], step
+                grads = numbers(p.grad for p in params)
                 reducer.apply_buffers()
                 look_first_at(which, stream, device)
-                for buffer in buffers.values():
-                    assert buffer.unique().tolist() == [step]
+                seen.append((grads, numbers(buffers.values())))
             del reducer, device
+    return seen
 
 
 @pytest.mark.parametrize("which", ["the user's", "the device's own"])
 def test_means_and_buffers_are_behind_and_before_the_users_stream(which):
-    values(run_ranks(train_in_every_order, 2, which))
+    want = [
+        ([[i + step * 1.5] for i in range(4)], [[float(step)]] * 2)
+        for step in range(1, 6)
+    ]
+    for seen in values(run_ranks(train_in_every_order, 2, which)):
+        assert seen == want * len(SCHEDULES)
 
 
 def test_a_device_that_is_waited_for_has_done_everything():
