@@ -1,130 +1,126 @@
-/* mirror_type.c - paceline._native.Mirror: which dictionaries have changed since last?
+/* mirror_type.c - paceline._native.Mirror: what has changed since last?
  *
- * A module is its dictionaries: attributes, parameters, children, hooks.  A mirror
- * keeps a copy of each and compares the entries by identity, pair by pair in their
- * order: about 4 ns an entry, so that every forward can ask.  What a difference means
- * is for its caller to say, who looks at the live dictionary and at the copy.
+ * A module is its dictionaries: attributes, parameters, children, hooks; and what its
+ * attributes hold.  A mirror remembers each as it was (mirror_item.c), so that every
+ * forward can ask.  What a difference means is for its caller to say, who looks at the
+ * live thing and at the difference.
  */
-#include "state.h"
-
-#include "../core/alloc.h"
-
-/* What a dictionary held: values are compared by position, keys by a sum over their
- * addresses and positions, so that a check touches little memory. */
-typedef struct mirrored {
-    PyObject *live;
-    PyObject **values; /* owned references; then as many keys */
-    Py_ssize_t n_seen;
-    uintptr_t keys_sum;
-} mirrored;
+#include "mirror.h"
 
 typedef struct mirror_object {
     PyObject_HEAD
-    mirrored *items;
+    pli_mirrored *items;
     Py_ssize_t n_items;
+    Py_ssize_t n_room;
+    Py_ssize_t n_free; /* of the items: nothing is mirrored there */
 } mirror_object;
 
-/* ---- taking and comparing ---------------------------------------------------------
+/* ---- what is mirrored -------------------------------------------------------------
  */
 
-static void drop(mirrored *item)
+/* The index of an item where nothing is mirrored, or -1 with an exception. */
+static Py_ssize_t find_free(mirror_object *self)
 {
-    PyObject **values = item->values;
-    const Py_ssize_t n = item->n_seen;
-    item->values = NULL;
-    item->n_seen = 0;
-    for (Py_ssize_t i = 0; values != NULL && i < 2 * n; i++)
-        Py_DECREF(values[i]);
-    PyMem_Free(values);
+    if (self->n_free > 0)
+        for (Py_ssize_t i = 0; i < self->n_items; i++)
+            if (self->items[i].live == NULL)
+                return i;
+    if (self->n_items == self->n_room) {
+        const Py_ssize_t n = 2 * self->n_room + 16;
+        pli_mirrored *items =
+            PyMem_Realloc(self->items, (size_t)n * sizeof *self->items);
+        if (items == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->items = items;
+        self->n_room = n;
+    }
+    self->items[self->n_items] = (pli_mirrored){.live = NULL};
+    self->n_free++;
+    return self->n_items++;
 }
 
-static uintptr_t weigh(PyObject *key, Py_ssize_t position)
+static Py_ssize_t add(mirror_object *self, PyObject *live, PyObject *owner)
 {
-    return (uintptr_t)key * (uintptr_t)(2 * position + 1);
-}
-
-static int take(mirrored *item)
-{
-    const Py_ssize_t n = PyDict_Size(item->live);
-    PyObject **values = PyMem_Calloc((size_t)(2 * n + 1), sizeof(PyObject *));
-    mirrored fresh = {.live = item->live, .values = values};
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    if (values == NULL) {
-        PyErr_NoMemory();
+    pli_mirrored item;
+    if (pli_mirrored_init(state_of((PyObject *)self), live, owner, &item) != 0) {
+        pli_mirrored_drop(&item);
         return -1;
     }
-    while (fresh.n_seen < n && PyDict_Next(item->live, &at, &key, &value)) {
-        fresh.keys_sum += weigh(key, fresh.n_seen);
-        values[fresh.n_seen] = Py_NewRef(value);
-        values[n + fresh.n_seen++] = Py_NewRef(key);
+    const Py_ssize_t at = find_free(self);
+    if (at < 0) {
+        pli_mirrored_drop(&item);
+        return -1;
     }
-    mirrored before = *item;
-    *item = fresh;
-    drop(&before); /* may run code of the values' own */
-    return 0;
-}
-
-static int is_same(const mirrored *item)
-{
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    Py_ssize_t n = 0;
-    uintptr_t keys_sum = 0;
-    if (PyDict_Size(item->live) != item->n_seen)
-        return 0;
-    if (item->n_seen == 0)
-        return 1;
-    for (; PyDict_Next(item->live, &at, &key, &value); n++) {
-        if (value != item->values[n])
-            return 0;
-        keys_sum += weigh(key, n);
-    }
-    return keys_sum == item->keys_sum;
+    self->items[at] = item;
+    self->n_free--;
+    return at;
 }
 
 static PyObject *mirror_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"dicts", NULL};
-    const module_state *state = state_of_type(type);
-    PyObject *dicts;
+    static char *names[] = {"things", NULL};
+    PyObject *things;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Mirror", names, &PyList_Type,
-                                     &dicts))
+                                     &things))
         return NULL;
     mirror_object *self = (mirror_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    const Py_ssize_t n = PyList_GET_SIZE(dicts);
-    if (pli_check(state, pli_calloc((size_t)n + 1, sizeof *self->items,
-                                    "a mirror of dictionaries", &self->items)) != 0)
-        goto fail;
-    for (; self->n_items < n; self->n_items++) {
-        PyObject *dict = PyList_GET_ITEM(dicts, self->n_items);
-        if (!PyDict_Check(dict)) {
-            PyErr_Format(PyExc_TypeError, "dicts[%zd] is %R: give dictionaries",
-                         self->n_items, dict);
-            goto fail;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(things); i++)
+        if (add(self, PyList_GET_ITEM(things, i), NULL) < 0) {
+            Py_DECREF(self);
+            return NULL;
         }
-        self->items[self->n_items].live = Py_NewRef(dict);
-        if (take(&self->items[self->n_items]) != 0) {
-            self->n_items++; /* the half-taken one is dropped too */
-            goto fail;
-        }
-    }
     return (PyObject *)self;
-fail:
-    Py_DECREF(self);
+}
+
+static PyObject *mirror_add(PyObject *object, PyObject *args)
+{
+    PyObject *live, *owner = NULL;
+    if (!PyArg_ParseTuple(args, "O|O:add", &live, &owner))
+        return NULL;
+    const Py_ssize_t at = add((mirror_object *)object, live, owner);
+    return at < 0 ? NULL : PyLong_FromSsize_t(at);
+}
+
+/* The item of an index, or NULL with an exception. */
+static pli_mirrored *item_at(mirror_object *self, PyObject *index)
+{
+    const Py_ssize_t i = PyLong_AsSsize_t(index);
+    if (i == -1 && PyErr_Occurred())
+        return NULL;
+    if (i >= 0 && i < self->n_items && self->items[i].live != NULL)
+        return &self->items[i];
+    PyErr_Format(PyExc_IndexError, "index is %zd: this mirror has %zd things, or had",
+                 i, self->n_items);
     return NULL;
 }
 
-/* Calls nothing of Python's, so no dictionary changes under the loop. */
+static PyObject *mirror_drop(PyObject *object, PyObject *index)
+{
+    mirror_object *self = (mirror_object *)object;
+    pli_mirrored *item = item_at(self, index);
+    if (item == NULL)
+        return NULL;
+    pli_mirrored gone = *item;
+    *item = (pli_mirrored){.live = NULL};
+    self->n_free++;
+    pli_mirrored_drop(&gone); /* may run code of the members' own */
+    Py_RETURN_NONE;
+}
+
+/* ---- comparing ------------------------------------------------------------------ */
+
 static PyObject *mirror_differing(PyObject *object, PyObject *ignored)
 {
     const mirror_object *self = (mirror_object *)object;
+    const module_state *state = state_of(object);
     PyObject *found = NULL;
     (void)ignored;
     for (Py_ssize_t i = 0; i < self->n_items; i++) {
-        if (is_same(&self->items[i]))
+        if (self->items[i].live == NULL || pli_mirrored_is_same(state, &self->items[i]))
             continue;
         if (found == NULL && (found = PyList_New(0)) == NULL)
             return NULL;
@@ -139,33 +135,58 @@ static PyObject *mirror_differing(PyObject *object, PyObject *ignored)
     return found != NULL ? found : PyTuple_New(0);
 }
 
-static PyObject *mirror_pair(PyObject *object, PyObject *arg)
+static PyObject *mirror_live(PyObject *object, PyObject *index)
 {
-    const mirror_object *self = (mirror_object *)object;
-    const Py_ssize_t i = PyLong_AsSsize_t(arg);
-    if (i == -1 && PyErr_Occurred())
-        return NULL;
-    if (i < 0 || i >= self->n_items) {
-        PyErr_Format(PyExc_IndexError, "index is %zd: this mirror has %zd dictionaries",
-                     i, self->n_items);
-        return NULL;
-    }
-    const mirrored *item = &self->items[i];
-    PyObject *seen = PyDict_New();
-    for (Py_ssize_t n = 0; seen != NULL && n < item->n_seen; n++)
-        if (PyDict_SetItem(seen, item->values[item->n_seen + n], item->values[n]) != 0)
-            Py_CLEAR(seen);
-    PyObject *pair = seen != NULL ? PyTuple_Pack(2, item->live, seen) : NULL;
-    Py_XDECREF(seen);
-    return pair;
+    const pli_mirrored *item = item_at((mirror_object *)object, index);
+    return item != NULL ? Py_NewRef(item->live) : NULL;
 }
 
-static PyObject *mirror_accept(PyObject *object, PyObject *ignored)
+static PyObject *mirror_owner(PyObject *object, PyObject *index)
 {
-    const mirror_object *self = (mirror_object *)object;
-    (void)ignored;
-    for (Py_ssize_t i = 0; i < self->n_items; i++)
-        if (!is_same(&self->items[i]) && take(&self->items[i]) != 0)
+    const pli_mirrored *item = item_at((mirror_object *)object, index);
+    if (item == NULL)
+        return NULL;
+    return Py_NewRef(item->owner != NULL ? item->owner : Py_None);
+}
+
+static PyObject *mirror_delta(PyObject *object, PyObject *index)
+{
+    pli_mirrored *item = item_at((mirror_object *)object, index);
+    return item != NULL ? pli_mirrored_delta(item) : NULL;
+}
+
+/* Code that the members run as they are dropped may ask this very mirror. */
+static int accept_at(mirror_object *self, Py_ssize_t i)
+{
+    const module_state *state = state_of((PyObject *)self);
+    pli_mirrored *item = &self->items[i];
+    if (item->live == NULL || pli_mirrored_is_same(state, item))
+        return 0;
+    pli_mirrored fresh;
+    const int status = item->kind == PLI_MIRROR_LIST
+                           ? pli_mirrored_take(state, item)
+                           : pli_mirrored_init(state, item->live, item->owner, &fresh);
+    if (item->kind == PLI_MIRROR_LIST)
+        return status;
+    if (status == 0) {
+        const pli_mirrored before = *item;
+        *item = fresh;
+        fresh = before;
+    }
+    pli_mirrored_drop(&fresh);
+    return status;
+}
+
+static PyObject *mirror_accept(PyObject *object, PyObject *args)
+{
+    mirror_object *self = (mirror_object *)object;
+    Py_ssize_t only = -1;
+    if (!PyArg_ParseTuple(args, "|n:accept", &only))
+        return NULL;
+    const Py_ssize_t begin = only < 0 ? 0 : only;
+    const Py_ssize_t end = only < 0 ? self->n_items : only + 1;
+    for (Py_ssize_t i = begin; i < end && i < self->n_items; i++)
+        if (accept_at(self, i) != 0)
             return NULL;
     Py_RETURN_NONE;
 }
@@ -177,10 +198,9 @@ static int mirror_traverse(PyObject *object, visitproc visit, void *arg)
     const mirror_object *self = (mirror_object *)object;
     Py_VISIT(Py_TYPE(object));
     for (Py_ssize_t i = 0; i < self->n_items; i++) {
-        const mirrored *item = &self->items[i];
-        Py_VISIT(item->live);
-        for (Py_ssize_t n = 0; n < 2 * item->n_seen; n++)
-            Py_VISIT(item->values[n]);
+        const int status = pli_mirrored_visit(&self->items[i], visit, arg);
+        if (status != 0)
+            return status;
     }
     return 0;
 }
@@ -188,12 +208,13 @@ static int mirror_traverse(PyObject *object, visitproc visit, void *arg)
 static int mirror_clear(PyObject *object)
 {
     mirror_object *self = (mirror_object *)object;
+    pli_mirrored *items = self->items;
     const Py_ssize_t n = self->n_items;
-    self->n_items = 0;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        drop(&self->items[i]);
-        Py_CLEAR(self->items[i].live);
-    }
+    self->items = NULL;
+    self->n_items = self->n_room = self->n_free = 0;
+    for (Py_ssize_t i = 0; i < n; i++)
+        pli_mirrored_drop(&items[i]);
+    PyMem_Free(items);
     return 0;
 }
 
@@ -202,19 +223,28 @@ static void mirror_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)mirror_clear(object);
-    pli_free(((mirror_object *)object)->items);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 static PyMethodDef mirror_methods[] = {
+    {"add", mirror_add, METH_VARARGS,
+     "add($self, thing, owner=None, /)\n--\n\nMirror one more; return its index.  "
+     "The type of `owner` counts as part of it."},
+    {"drop", mirror_drop, METH_O,
+     "drop($self, index, /)\n--\n\nMirror a thing no longer; its index may serve "
+     "another."},
     {"differing", mirror_differing, METH_NOARGS,
-     "differing($self, /)\n--\n\nReturn the indices of the dictionaries that differ "
-     "from what was last accepted."},
-    {"pair", mirror_pair, METH_O,
-     "pair($self, index, /)\n--\n\nReturn a dictionary and the copy of it as it was."},
-    {"accept", mirror_accept, METH_NOARGS,
-     "accept($self, /)\n--\n\nTake every dictionary as it is now."},
+     "differing($self, /)\n--\n\nReturn the indices of the things that differ from "
+     "what was last accepted."},
+    {"live", mirror_live, METH_O, "live($self, index, /)\n--\n\nReturn a thing."},
+    {"owner", mirror_owner, METH_O,
+     "owner($self, index, /)\n--\n\nReturn whose attributes a thing is, or None."},
+    {"delta", mirror_delta, METH_O,
+     "delta($self, index, /)\n--\n\nReturn where members differ, what was there, and "
+     "what is there now."},
+    {"accept", mirror_accept, METH_VARARGS,
+     "accept($self, index=-1, /)\n--\n\nTake a thing, or all, as it is now."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -224,8 +254,8 @@ static PyType_Slot mirror_slots[] = {
     {Py_tp_traverse, mirror_traverse},
     {Py_tp_clear, mirror_clear},
     {Py_tp_methods, mirror_methods},
-    {Py_tp_doc, "Mirror(dicts)\n--\n\nDictionaries, compared by the identity of their "
-                "entries."},
+    {Py_tp_doc, "Mirror(things)\n--\n\nDictionaries, lists, sets, deques, tensors and "
+                "arrays: which have changed?"},
     {0, NULL},
 };
 

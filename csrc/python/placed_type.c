@@ -20,6 +20,7 @@ typedef struct placed_item {
     PyObject *place; /* owns the memory that `at` is in */
     void *at;
     pli_layout *layout;
+    dl_dtype dtype;   /* as the exchange table says it */
     Py_ssize_t first; /* the first item of this place */
 } placed_item;
 
@@ -27,6 +28,7 @@ typedef struct placed_object {
     PyObject_HEAD
     placed_item *items;
     Py_ssize_t n_items;
+    const PyGetSetDef *wants; /* torch's `requires_grad`; NULL: some type has its own */
 } placed_object;
 
 /* ---- construction ------------------------------------------------------------- */
@@ -54,6 +56,10 @@ static int read_item(const module_state *state, PyObject *what, PyObject *place,
     if (pli_tensor_read(state, place, "a place", &read) != 0)
         return -1;
     out->at = read.data;
+    dl_tensor dl = {.ndim = 0};
+    if (state->exchange != NULL && state->exchange->tensor_from_object(place, &dl) != 0)
+        return -1;
+    out->dtype = dl.dtype;
     if (!pli_layout_is_dense(&read.layout)) {
         PyErr_SetString(PyExc_ValueError, "a place has holes or overlaps");
         return -1;
@@ -70,6 +76,28 @@ static void find_first(placed_object *self, Py_ssize_t i)
             break;
         item->first++;
     }
+}
+
+/* Finds what answers `requires_grad`: to be called without a look-up each time. */
+static void find_getter(placed_object *self)
+{
+    const module_state *state = state_of((PyObject *)self);
+    PyObject *of_all =
+        state->tensor_type != NULL
+            ? PyObject_GetAttr(state->tensor_type, state->str_requires_grad)
+            : NULL;
+    int is_theirs = of_all != NULL && Py_IS_TYPE(of_all, &PyGetSetDescr_Type);
+    for (Py_ssize_t i = 0; is_theirs && i < self->n_items; i++) {
+        PyObject *tensor = self->items[i].tensor;
+        PyObject *own =
+            PyObject_GetAttr((PyObject *)Py_TYPE(tensor), state->str_requires_grad);
+        is_theirs = own == of_all;
+        Py_XDECREF(own);
+    }
+    PyErr_Clear();
+    if (is_theirs) /* as long as the type lives, so for ever */
+        self->wants = ((PyGetSetDescrObject *)of_all)->d_getset;
+    Py_XDECREF(of_all);
 }
 
 static PyObject *placed_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -99,6 +127,7 @@ static PyObject *placed_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
             goto fail;
         find_first(self, i);
     }
+    find_getter(self);
     return (PyObject *)self;
 fail:
     Py_DECREF(self);
@@ -107,29 +136,61 @@ fail:
 
 /* ---- parameters ----------------------------------------------------------------- */
 
+/* Whether a tensor has the item's layout. */
+static int is_laid_out(const dl_tensor *now, const placed_item *item)
+{
+    const pli_layout *layout = item->layout;
+    if (now->dtype.code != item->dtype.code || now->dtype.bits != item->dtype.bits ||
+        now->ndim != layout->n_dims)
+        return 0;
+    for (int d = 0; d < layout->n_dims; d++)
+        if (now->shape[d] != layout->dims[d].size ||
+            (now->strides != NULL && now->strides[d] != layout->dims[d].stride &&
+             now->shape[d] != 1))
+            return 0;
+    return 1;
+}
+
+static int is_in_place(const module_state *state, const placed_item *item)
+{
+    if (state->exchange != NULL) {
+        dl_tensor now;
+        if (state->exchange->tensor_from_object(item->tensor, &now) != 0) {
+            PyErr_Clear(); /* it is of another kind now: moved in any case */
+            return 0;
+        }
+        const char *data = now.data;
+        return now.device.type == DL_CPU &&
+               (data == NULL ? NULL : data + now.byte_offset) == item->at &&
+               is_laid_out(&now, item);
+    }
+    pli_tensor now;
+    if (pli_tensor_read(state, item->tensor, "a parameter", &now) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    return now.data == item->at && pli_layout_equal(&now.layout, item->layout);
+}
+
 static PyObject *placed_moved(PyObject *object, PyObject *ignored)
 {
     const placed_object *self = (placed_object *)object;
     const module_state *state = state_of(object);
     (void)ignored;
-    for (Py_ssize_t i = 0; i < self->n_items; i++) {
-        const placed_item *item = &self->items[i];
-        pli_tensor now;
-        if (pli_tensor_read(state, item->tensor, "a parameter", &now) != 0) {
-            PyErr_Clear(); /* it is of another kind now: moved in any case */
+    for (Py_ssize_t i = 0; i < self->n_items; i++)
+        if (!is_in_place(state, &self->items[i]))
             Py_RETURN_TRUE;
-        }
-        if (now.data != item->at || !pli_layout_equal(&now.layout, item->layout))
-            Py_RETURN_TRUE;
-    }
     Py_RETURN_FALSE;
 }
 
 /* 1 or 0, or -1. */
 static int is_trainable(const placed_object *self, Py_ssize_t i)
 {
-    PyObject *wants = PyObject_GetAttr(self->items[i].tensor,
-                                       state_of((PyObject *)self)->str_requires_grad);
+    PyObject *tensor = self->items[i].tensor;
+    PyObject *wants =
+        self->wants != NULL
+            ? self->wants->get(tensor, self->wants->closure)
+            : PyObject_GetAttr(tensor, state_of((PyObject *)self)->str_requires_grad);
     Py_XDECREF(wants); /* True and False live on */
     return wants == NULL ? -1 : wants == Py_True;
 }

@@ -20,8 +20,10 @@ typedef struct scattered_object {
     PyObject *sizes; /* a tuple of int */
     Py_ssize_t dim;
     Py_ssize_t n_rows;
+    Py_ssize_t n_replicas; /* at the most */
     Py_ssize_t n_parts;
     int has_markers;
+    int has_each; /* a leaf of one row a replica */
 } scattered_object;
 
 /* The first leaf that is split says how many rows there are. */
@@ -104,6 +106,61 @@ static int read_rows(const module_state *state, const scattered_object *self,
     return 0;
 }
 
+/* Takes a leaf of a row a replica, all alike, for what it is: 1 if it is one.  So says
+ * the same to each replica who knows torch's class, which splits every tensor by itself
+ * (`n.expand(n_replicas, -1)`). */
+static int take_each(const module_state *state, scattered_object *self,
+                     const batch *some)
+{
+    if (some->n_rows != self->n_replicas || self->ways[some->leaf] != PLI_SPLIT)
+        return 0;
+    PyObject *dim = PyLong_FromSsize_t(self->dim);
+    PyObject *args[] = {PyList_GET_ITEM(self->leaves, some->leaf), dim};
+    PyObject *answer =
+        dim != NULL ? PyObject_Vectorcall(state->repeats_row, args, 2, NULL) : NULL;
+    const int is_each = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_XDECREF(dim);
+    if (is_each == 1) {
+        self->ways[some->leaf] = PLI_EACH;
+        self->has_each = 1;
+    }
+    return is_each;
+}
+
+/* Takes all leaves up to `other` for such ones, which has another number of rows. */
+static int take_all_before(const module_state *state, scattered_object *self,
+                           const batch *first, const batch *other)
+{
+    for (Py_ssize_t i = first->leaf; i < other->leaf; i++) {
+        if (self->ways[i] == PLI_WHOLE || self->ways[i] == PLI_EACH)
+            continue;
+        const batch here = {.leaf = i, .n_rows = first->n_rows};
+        const int is_each = take_each(state, self, &here);
+        if (is_each != 1)
+            return is_each;
+    }
+    return 1;
+}
+
+/* Takes account of a leaf that is to be split. */
+static int add_rows(const module_state *state, scattered_object *self, batch *first,
+                    const batch *here)
+{
+    if (first->leaf >= 0 && first->n_rows != here->n_rows) {
+        int is_settled = take_each(state, self, here);
+        if (is_settled != 0)
+            return is_settled < 0 ? -1 : 0;
+        is_settled = take_all_before(state, self, first, here);
+        if (is_settled != 1)
+            return is_settled < 0 ? -1 : refuse_rows(self, first, here);
+        *first = *here;
+    } else if (first->leaf < 0) {
+        *first = *here;
+    }
+    return 0;
+}
+
 static int count_rows(const module_state *state, scattered_object *self, batch *first)
 {
     Py_ssize_t n_packs = 0;
@@ -118,12 +175,9 @@ static int count_rows(const module_state *state, scattered_object *self, batch *
             if (here.n_rows < 0)
                 return -1;
         }
-        if (self->ways[i] != PLI_SPLIT && self->ways[i] != PLI_PACK_FIRST)
-            continue;
-        if (first->leaf < 0)
-            *first = here;
-        else if (first->n_rows != here.n_rows)
-            return refuse_rows(self, first, &here);
+        if ((self->ways[i] == PLI_SPLIT || self->ways[i] == PLI_PACK_FIRST) &&
+            add_rows(state, self, first, &here) != 0)
+            return -1;
     }
     return 0;
 }
@@ -166,9 +220,9 @@ static int split_packs(const module_state *state, const scattered_object *self)
     return 0;
 }
 
-static int divide(const module_state *state, scattered_object *self,
-                  Py_ssize_t n_replicas)
+static int divide(const module_state *state, scattered_object *self)
 {
+    const Py_ssize_t n_replicas = self->n_replicas;
     batch first = {.leaf = -1};
     const int status = count_rows(state, self, &first);
     if (status != 0) {
@@ -182,7 +236,7 @@ static int divide(const module_state *state, scattered_object *self,
         self->n_parts = 1;
     if (fill_sizes(self) != 0)
         return -1;
-    return self->n_parts > 1 ? split_packs(state, self) : 0;
+    return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
 }
 
 /* ---- a replica's ---------------------------------------------------------------- */
@@ -204,7 +258,7 @@ static PyObject *leaves_of(const module_state *state, const scattered_object *se
 {
     const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
     const Py_ssize_t start = start_of(self, k), n_rows = size_of(self, k);
-    if (self->n_parts == 1)
+    if (self->n_parts == 1 && !self->has_each)
         return PyList_GetSlice(self->leaves, 0, n);
     PyObject *leaves = PyList_New(n);
     Py_ssize_t n_packs = 0;
@@ -215,9 +269,12 @@ static PyObject *leaves_of(const module_state *state, const scattered_object *se
             i = put_packed(leaves, i, PyList_GET_ITEM(parts, k));
             continue;
         }
-        PyObject *part = self->ways[i] == PLI_WHOLE
-                             ? Py_NewRef(leaf)
-                             : pli_leaf_narrow(state, leaf, self->dim, start, n_rows);
+        const int is_each = self->ways[i] == PLI_EACH;
+        PyObject *part =
+            self->ways[i] == PLI_WHOLE
+                ? Py_NewRef(leaf)
+                : pli_leaf_narrow(state, leaf, self->dim, is_each ? k : start,
+                                  is_each ? 1 : n_rows);
         if (part == NULL)
             Py_CLEAR(leaves);
         else
@@ -253,7 +310,7 @@ static PyObject *scattered_chunk(PyObject *object, PyObject *number)
     Py_ssize_t k;
     if (read_replica(self, number, &k) != 0)
         return NULL;
-    if (self->n_parts == 1 && !self->has_markers)
+    if (self->n_parts == 1 && !self->has_markers && !self->has_each)
         return Py_NewRef(self->call);
     PyObject *leaves = leaves_of(state, self, k);
     PyObject *call =
@@ -303,9 +360,9 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
     if (self == NULL)
         return NULL;
     self->dim = dim;
+    self->n_replicas = n;
     self->call = PyTuple_Pack(2, args[0], args[1]);
-    if (self->call == NULL || walk_call(state, self) != 0 ||
-        divide(state, self, n) != 0)
+    if (self->call == NULL || walk_call(state, self) != 0 || divide(state, self) != 0)
         Py_CLEAR(self);
     return (PyObject *)self;
 }

@@ -35,7 +35,8 @@
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \
-    X(is_strided)       /* these five: paceline._tree */                               \
+    X(is_strided)       /* these six: paceline._tree */                                \
+    X(repeats_row)                                                                     \
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
     X(join_packed)                                                                     \
@@ -59,6 +60,7 @@
 #define PLI_NAME_MAP(X)                                                                \
     X(_fields)                                                                         \
     X(_make)                                                                           \
+    X(_version)                                                                        \
     X(__dataclass_fields__)                                                            \
     X(__dict__)                                                                        \
     X(__new__)                                                                         \
@@ -82,6 +84,7 @@
     X(guard)                                                                           \
     X(watch)                                                                           \
     X(mirror)                                                                          \
+    X(spots)                                                                           \
     X(placed)                                                                          \
     X(slots)                                                                           \
     X(tap)                                                                             \

@@ -52,7 +52,8 @@ enum {
     PLI_SPLIT,
     PLI_WHOLE,
     PLI_PACK_FIRST, /* the first leaf of a PackedSequence */
-    PLI_PACK_MORE
+    PLI_PACK_MORE,
+    PLI_EACH /* a row a replica, all alike */
 };
 
 /* What a walk finds. */

@@ -9,6 +9,7 @@ lead to the replica's own parts.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -20,6 +21,10 @@ from paceline import _torch
 
 _PLAIN_COPY = _torch.PLAIN_COPY
 _OWN_KEYS = frozenset(Module().__dict__)
+_HOOKS = tuple(
+    name for name in sorted(_OWN_KEYS) if "ward_" in name and "hooks" in name
+)
+"""Hooks of forward and backward: what one replica registers or removes is its own."""
 
 
 def parts_of(module: Module) -> list[Module]:
@@ -112,6 +117,9 @@ def _fill(
         if child is not None:
             children[name] = copies[id(child)]
     held["_modules"] = children
+    for name in _HOOKS:
+        hooks = held.get(name)
+        held[name] = hooks.copy() if hooks else OrderedDict()
     for name, value in held.items():
         if name not in _OWN_KEYS:
             renewed = _renewed(value, copies)

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
-from paceline import _devices, _engines, _native, _torch
+from paceline import _devices, _engines, _native, _parts, _torch
 from paceline._checkpoint import LoadsEither
 from paceline._copies import check_lazy, parts_of, replicas_of
 from paceline._draws import Drawing
 from paceline._engines import Engine, Outputs
 from paceline._replicate import has_mark
 from paceline._threads import ThreadEngine, is_inside
-from paceline._travel import CannotTravelError
+from paceline._travel import CannotTravelError, ThisCallError
 
 _log = logging.getLogger("paceline")
 _starting = threading.Lock()
 
 _OVERRIDABLE = ("scatter", "replicate", "parallel_apply", "gather")
+_OF_THREADS = frozenset(("replicate", "parallel_apply"))
 
 
 class DataParallel(LoadsEither, TorchDP[Any]):
@@ -85,26 +86,53 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     and ``gather`` may be overridden.  Where it differs:
 
     - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
-      forward.
-    - What replica 0 assigns to its attributes in forward stays.
+      forward.  Complex ones stay complex.
+    - What replica 0 does to its attributes, their containers and its gradients
+      (``zero_grad``) in forward stays; hooks that a replica registers are its own.
     - Inputs that disagree about the size of the batch are an error, and never cut to
-      the shortest.  :func:`paceline.replicate` marks what is not to be split.
+      the shortest.  :func:`paceline.replicate` marks what is not to be split; a tensor
+      of one row a replica, all rows alike, gives a row to each.
     - Parts of a batch differ by one row at the most, and a batch of fewer rows than
       replicas uses fewer.
-    - Outputs may hold dataclasses, numbers, strings and NumPy arrays.
+    - Outputs may hold dataclasses, numbers, strings and NumPy arrays; other objects
+      come as a list of the replicas'.  As arguments those go whole to each replica.
+    - The caller's autocast, default device, context variables and hooks on saved
+      tensors reach replicas that are threads; processes are told of autocast.
     - State dicts load with the prefix ``module.`` and without it.
+    - A ``scatter`` of a subclass may return any iterables; more parts than replicas
+      are an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs alone.
+
+    As with torch's class, what a forward computes over its rows (a mean loss, a
+    contrastive one) is over a replica's rows: compute such on the outputs instead.
 
     Random numbers: replica 0 goes on with the caller's stream, as the plain module
     would, and each other replica draws by a seed that follows from its state.
 
-    Worker processes share the parameters, and hear of attributes that are assigned
-    anew, of ``train()``, ``eval()`` and of replaced parts.  They do not see later
-    changes of globals and closures of a script, changes that it made to modules which
-    can be imported, or lists and dicts that are changed in place.
+    Worker processes share the parameters, and hear at each forward of attributes that
+    were assigned anew, of ``train()``, ``eval()`` and replaced parts, of what changed
+    inside lists, dicts, sets, deques and plain objects that attributes hold (eight
+    levels deep, 4,096 of them), and in the globals, closures, functions and classes
+    that the model's own code reads; where code has changed, graphs of earlier forwards
+    cannot be run backward any more. They do not see changes inside libraries (but of
+    methods of classes in the model, and functions of torch that its code calls),
+    objects with ``__slots__`` alone, bytearrays and arrays above 1 MiB, what
+    ``lru_cache`` keeps, nor changes of ``os.environ``, the working directory and
+    warning filters. With them
 
-    Threads run the replicas' forwards side by side; backward is torch's own, on all
-    cores.  Where a forward draws random numbers, threads run one after the other, so
-    that runs can be repeated: torch has one generator for all threads.
+    - hooks of parameters and of the wrapper see all rows, as ever; modules with hooks
+      of their own get threads, or an error where ``engine="process"`` was given;
+    - hooks of a parameter's node in the graph (``AccumulateGrad``) and on tensors that
+      are saved see what belongs to replica 0;
+    - a ``checkpoint`` round the wrapper with ``use_reentrant=False`` saves the memory
+      of replica 0 alone: put it inside the module;
+    - inside a mode that sees operations (``FlopCounterMode``), and under
+      ``torch.jit.trace``, a call runs by threads, or is such an error;
+    - warnings and prints of the others are printed, and never raised or recorded.
+
+    Threads run the replicas' forwards side by side, and share globals and containers,
+    as torch's replicas do; backward is torch's own, on all cores.  Where a forward
+    draws random numbers, threads run one after the other, so that runs can be repeated:
+    torch has one generator for all threads.
 
     Examples
     --------
@@ -189,10 +217,10 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         """
         if _torch.is_profiling():
             with torch.autograd.profiler.record_function("DataParallel.forward"):
-                return self._forward(inputs, kwargs)
-        return self._forward(inputs, kwargs)
+                return self._call_module(inputs, kwargs)
+        return self._call_module(inputs, kwargs)
 
-    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) < 2:
             return self._call_plainly(inputs, kwargs)
         return self._call_in_replicas(inputs, kwargs)
@@ -201,59 +229,67 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     def _call_in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_inside():
             return self._call_plainly(inputs, kwargs)
-        engine = self._engine or self._start()
-        if engine.n_replicas not in (0, len(self.device_ids)):  # changed since
-            self.close()
-            engine = self._start()
+        overridden = self._overridden
+        engine = self._engine_for(overridden)
         try:
-            return self._run_and_gather(engine, inputs, kwargs)
+            return self._run_and_gather(engine, overridden, inputs, kwargs)
         except CannotTravelError as error:  # found before anything has run
             engine = self._stay(error)
-        return self._run_and_gather(engine, inputs, kwargs)
+        return self._run_and_gather(engine, overridden, inputs, kwargs)
 
     def _run_and_gather(
-        self, engine: Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        engine: Engine,
+        overridden: frozenset[str],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         with engine.lock:
-            outputs = self._run(engine, inputs, kwargs)
-            if "gather" in self._overridden:
+            if "scatter" in overridden:
+                scatter = self.scatter(inputs, kwargs, self.device_ids)
+                args, named = _parts.arguments(self, *scatter)
+                outputs = Outputs(engine.run_lists(self, args, named), None)
+            else:
+                n_replicas = len(self.device_ids)
+                scattered = _native.scatter(inputs, kwargs, n_replicas, self.dim)
+                outputs = Outputs(engine.run(self, scattered), scattered.sizes)
+            if "gather" in overridden:
                 return self.gather(outputs, self.output_device)
-            return _gather(outputs, outputs.sizes, self.dim)
-
-    def _run(
-        self, engine: Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Outputs:
-        """Return the outputs of the replicas."""
-        if "scatter" not in self._overridden:
-            n_replicas = len(self.device_ids)
-            scattered = _native.scatter(inputs, kwargs, n_replicas, self.dim)
-            return Outputs(engine.run(self, scattered), scattered.sizes)
-        args, named = self.scatter(inputs, kwargs, self.device_ids)
-        if not args and not named:
-            args, named = ((),), ({},)
-        if len(args) != len(named):
-            raise ValueError(
-                f"scatter() gave {len(args)} replicas arguments, and {len(named)} "
-                "keyword arguments: give both to each, be they () and {}"
-            )
-        return Outputs(engine.run_lists(self, args, named), None)
+            return _parts.join(outputs, outputs.sizes, self.dim)
 
     def _call_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1 and "scatter" in self._overridden:
-            args, named = self.scatter(inputs, kwargs, self.device_ids)
-            inputs, kwargs = (args[0], named[0]) if args else ((), {})
+            scatter = self.scatter(inputs, kwargs, self.device_ids)
+            (inputs, *_), (kwargs, *_) = _parts.arguments(self, *scatter)
         elif any(map(has_mark, inputs)) or (
             kwargs and any(map(has_mark, kwargs.values()))
         ):
             inputs, kwargs = _native.scatter(inputs, kwargs, 1, self.dim).chunk(0)
         return self.module(*inputs, **kwargs)
 
-    def _start(self) -> Engine:
+    def _engine_for(self, overridden: frozenset[str]) -> Engine:
+        """Return the engine that runs the next forward."""
+        own = overridden & _OF_THREADS
+        if own and self.engine == "process":
+            return self._stay(
+                CannotTravelError(
+                    f"{type(self).__name__} has a {min(own)}() of its own, which is "
+                    "for replicas in this process"
+                )
+            )
+        engine = self._engine or self._start_engine()
+        if engine.n_replicas not in (0, len(self.device_ids)):  # changed since
+            self.close()
+            engine = self._start_engine()
+        return engine
+
+    def _start_engine(self) -> Engine:
         """Return the engine, made at the first forward that needs it."""
         with _starting:
             if self._engine is None:
                 check_lazy(parts_of(self.module))
-                if self._choice[0] == "none":  # replicas were added since
+                if self._asked == "auto" or self._choice[0] == "none":
+                    # The module, or the number of replicas, may have changed since.
                     self._choice = _engines.choose(self, self._asked)
                 try:
                     self._engine = _engines.make(self._choice[0], self)
@@ -268,6 +304,9 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         """
         if self._asked != "auto":
             raise error
+        if isinstance(error, ThisCallError):
+            self._threads = self._threads or ThreadEngine()
+            return self._threads
         self._choice = "thread", str(error)
         self._engine = ThreadEngine()
         _log.warning("DataParallel runs its replicas as threads: %s", error)
@@ -378,7 +417,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         object
             The output for the whole batch.
         """
-        return _gather(list(outputs), getattr(outputs, "sizes", None), self.dim)
+        return _parts.join(outputs, getattr(outputs, "sizes", None), self.dim)
 
     # ---- engine ---------------------------------------------------------------------
 
@@ -448,18 +487,3 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         ours = ("device_ids", "dim", "output_device", "src_device_obj")
         kept = {name: state[name] for name in state if name not in ours}
         super().__setstate__(kept)  # type: ignore[no-untyped-call]
-
-
-def _gather(outputs: list[Any], sizes: tuple[int, ...] | None, dim: int) -> Any:
-    if len(outputs) == 1:
-        return outputs[0]
-    if sizes is None:  # of a scatter, or by a caller, of somebody's own
-        sizes = tuple(_rows(output, dim) for output in outputs)
-    return _native.gather(outputs, sizes, dim)
-
-
-def _rows(output: Any, dim: int) -> int:
-    for leaf in _native.flatten(output)[1]:
-        if -leaf.ndim <= dim < leaf.ndim:
-            return int(leaf.shape[dim])
-    return 1

@@ -18,6 +18,7 @@ import torch
 
 from paceline import (
     _draws,
+    _imports,
     _native,
     _pool,
     _protocol,
@@ -25,20 +26,24 @@ from paceline import (
     _shared,
     _strays,
     _torch,
+    _torch_graph,
     _travel,
     _worker,
 )
 from paceline._devices import CPU
 from paceline._errors import as_of_replica
-from paceline._graph import Call, Collect, Gradients, Launch, Tail
+from paceline._graph import Call, Collect, Given, Gradients, Launch, Tail
 from paceline._intra_op import IntraOp
 from paceline._threads import inside
+from paceline._told import Told
 
 if TYPE_CHECKING:
     from paceline._dp import DataParallel
+    from paceline._higher import Recording
 
 Part = tuple[_native.Tree, list[Any]]
 Answer = tuple[_native.Tree, list[Any], bytes]
+Reply = tuple[bytes, list[Any], bytes]
 
 
 class ProcessEngine:
@@ -58,6 +63,7 @@ class ProcessEngine:
     name = "process"
 
     def __init__(self, owner: DataParallel) -> None:
+        _protocol.Modes.now()  # raises where this call is for threads
         self.n_replicas = len(owner.device_ids)
         self._n_remote = self.n_replicas - 1
         self._lock, self._lock_pid = threading.RLock(), os.getpid()
@@ -69,14 +75,15 @@ class ProcessEngine:
         self._thread = threading.get_ident()
         self._is_shared = False  # by threads
         self.dropped: list[int] = []
+        self.foretold: dict[Any, Any] = {}  # see Recording.expect
         with torch.inference_mode(False), torch.enable_grad():
-            self._token = torch.empty((), requires_grad=True)
-            self._token_node = torch.autograd.graph.get_gradient_edge(self._token).node
-        self._bare = _native.flatten(self._token.detach())[0]
+            self.token = torch.empty((), requires_grad=True)
+            self._token_node = torch.autograd.graph.get_gradient_edge(self.token).node
+        self._bare = _native.flatten(self.token.detach())[0]
         self._model = self._share(owner.module, True)
         self._generators = _draws.OtherGenerators()
         self._is_stale = False
-        self._forget_told()
+        self._told = Told(self._n_remote)
         self._hire()
 
     @property
@@ -91,6 +98,7 @@ class ProcessEngine:
         self._pid = os.getpid()
         self._is_sound = True
         self._is_told = False
+        self._is_cut = False  # a forward has begun, and not come to its end
         self._crew, self._is_ready = _pool.hire(self._n_remote)
         self._channels = self._crew.channels
         self._threads = IntraOp(self._crew.shares[0].n_threads)
@@ -117,24 +125,10 @@ class ProcessEngine:
 
     # ---- the model -------------------------------------------------------------------
 
-    def _forget_told(self) -> None:
-        """Take replicas for new ones, who have heard nothing yet."""
-        self._modes: _protocol.Modes | None = None
-        self._unheard: list[list[dict[str, Any]]] = [[] for _ in range(self._n_remote)]
-        self._sent: list[list[dict[str, Any]]] = [[] for _ in range(self._n_remote)]
-        self._input_trees: list[_native.Tree | None] = [None] * self._n_remote
-        self._trees: list[_native.Tree | None] = [None] * self._n_remote
-
-    def _doubt(self, replicas: range) -> None:
-        """Tell again what replicas may not have heard, and ask what they have told."""
-        for k in replicas:
-            self._unheard[k] = self._sent[k] + self._unheard[k]
-            self._sent[k] = []
-            self._input_trees[k] = self._trees[k] = None
-
     def _share(self, module: torch.nn.Module, is_first: bool) -> _shared.SharedModel:
+        made = frozenset[int]() if is_first else self._model.made()
         with torch.inference_mode(False), torch.no_grad():
-            return _shared.SharedModel(module, self._n_remote, is_first)
+            return _shared.SharedModel(module, self._n_remote, is_first, made)
 
     def _tell_model(self) -> None:
         """Have every replica build its module, side by side."""
@@ -149,11 +143,32 @@ class ProcessEngine:
             raise _travel.CannotTravelError(
                 f"a worker process cannot build it: {type(error).__name__}: {error}"
             ) from error
-        self._forget_told()
+        self._told.forget()
+        self._tell_code()
         self._is_told = True
+
+    def _tell_code(self) -> None:
+        """Have replicas that have imported other code than this process take its."""
+        told = self._model.code.told()
+        if not any(told):
+            return
+        words = pickle.dumps(told)
+        for channel in self._channels:
+            channel.post(_protocol.CODE, words, [])
+        answers = self._take_answers(self._n_remote, True)
+        for k, (answer, _, _) in enumerate(answers):
+            entries, operators = pickle.loads(answer)
+            if operators:
+                raise _travel.CannotTravelError(
+                    f"the operator {operators[0]} is defined in this process alone"
+                )
+            if entries:
+                words = _imports.corrections(entries, self._model.homes)
+                self._told.add({"code": words}, [k])
 
     def _gather_news(self, module: torch.nn.Module) -> None:
         """Note what the replicas have to hear before their next forward."""
+        modes = _protocol.Modes.now()  # first: it may refuse this call
         changes = None
         if self._model.module is module and not self._is_stale:
             changes = self._model.changes()
@@ -164,14 +179,12 @@ class ProcessEngine:
         if not self._is_told:
             self._tell_model()
         news: dict[str, Any] = changes or {}
-        modes = _protocol.Modes.now()
-        if modes != self._modes:
-            news["modes"] = self._modes = modes
+        if modes != self._told.modes:
+            news["modes"] = self._told.modes = modes
         if self.dropped:
             news["dropped"], self.dropped = self.dropped, []
-        if news:  # a replica that has no part in this call hears it later
-            for unheard in self._unheard:
-                unheard.append(news)
+        if news:
+            self._told.add(news, range(self._n_remote))
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -197,14 +210,21 @@ class ProcessEngine:
         self, owner: DataParallel, args: Any, kwargs: Any, parts: list[Part]
     ) -> list[Any]:
         if not parts:
-            return [self._run_own(owner.module, args, kwargs)]
+            before = self._model.results()
+            output = self._run_own(owner.module, args, kwargs)
+            self._model.forward_ends_alone(before)
+            return [output]
         for _, leaves in parts:
             _travel.check_plain(leaves)
+        if _torch_graph.is_forward_mode():
+            raise _travel.ThisCallError("forward-mode differentiation is on")
         self._note_thread()
         self._ensure_crew()
         self._drain()
-        self._n_calls += 1
-        call = Call(self, self._n_calls)
+        if self._is_cut:
+            self._told.doubt(range(self._n_remote))
+        self._is_cut = True
+        call = self.new_call()
         is_grad = torch.is_grad_enabled()
         answers: list[Answer] | None = None
         try:
@@ -214,6 +234,8 @@ class ProcessEngine:
                 is_grad = bool(call.slots or self._inputs_that_grow(call, parts))
             hooked = self._model.hooked() if is_grad else None
             self._post_forward(call, parts, is_grad, hooked is not None)
+        except _travel.ThisCallError:
+            raise
         except BaseException:
             self._is_stale = True  # some have heard the news, and some have not
             raise
@@ -224,7 +246,7 @@ class ProcessEngine:
         if is_grad:
             inputs = self._inputs_that_grow(call, parts)
             handle = Collect.apply(  # type: ignore[no-untyped-call]
-                call, self._token, *inputs, *self._model.parameters_of(call.slots)
+                call, self.token, *inputs, *self._model.parameters_of(call.slots)
             )
         output = self._run_own(owner.module, args, kwargs)
         if answers is None:
@@ -235,6 +257,9 @@ class ProcessEngine:
             self._launch_begins(call, handle, answers)
         if len(parts) == self._n_remote:  # else some have not done what it did
             self._model.forward_ends()
+        else:
+            self._model.forward_ends_alone()
+        self._is_cut = False
         return [output] + [tree.unflatten(leaves) for tree, leaves, _ in answers]
 
     def _run_own(self, module: Any, args: Any, kwargs: Any) -> Any:
@@ -257,11 +282,7 @@ class ProcessEngine:
         return [x for some in wanting for x in some]
 
     def _post_forward(
-        self,
-        call: Call,
-        parts: list[Part],
-        is_grad: bool,
-        asks_used: bool,
+        self, call: Call, parts: list[Part], is_grad: bool, asks_used: bool
     ) -> None:
         bits = _protocol.TRACKED if is_grad else 0
         if torch.is_grad_enabled():
@@ -274,22 +295,17 @@ class ProcessEngine:
         salt = self._generators.salt(self._model.module.training)
         call.is_held = is_grad
         for k, (tree, leaves) in enumerate(parts):
-            told: dict[str, Any] = {}
-            if self._unheard[k]:
-                told["news"] = self._unheard[k]
-            if self._input_trees[k] is None or tree != self._input_trees[k]:
-                told["tree"] = tree
-                self._input_trees[k] = tree
+            told = self._told.words_for(k, tree)
             flags = bits | (_protocol.NEWS if told else 0)
-            if self._trees[k] is None:
+            if self._told.trees[k] is None:
                 flags |= _protocol.TELL_TREE
             words = _protocol.FORWARD_WORDS.pack(
                 call.number, (seed + k) & _protocol.MOST_SEED, salt + k, flags
             )
             if told:
-                words += _travel.dumps(told, {})
+                words += _travel.dumps(told, {}, homes=self._model.homes)
             self._channels[k].post(_protocol.FORWARD, words, leaves)
-            self._sent[k], self._unheard[k] = self._unheard[k], []
+            self._told.is_posted(k)
 
     def _take_forward(self, n: int, copies: bool, n_mask: int) -> list[Answer]:
         """Return each replica's output.
@@ -298,7 +314,7 @@ class ProcessEngine:
         overwrites: they are to be concatenated at once.  The first `n_mask` bytes of
         the answers tell which slots are used.
         """
-        copies = copies or any(tree is not self._bare for tree in self._trees[:n])
+        copies = copies or any(tree is not self._bare for tree in self._told.trees[:n])
         answers = []
         self._is_used = [False] * n_mask
         for k, (words, leaves, flags) in enumerate(self._take_answers(n, copies)):
@@ -306,27 +322,27 @@ class ProcessEngine:
                 self._is_used = [
                     a or bool(b) for a, b in zip(self._is_used, words, strict=False)
                 ]
-            tree = self._trees[k]
+            tree = self._told.trees[k]
             if len(words) > n_mask:
                 tree = pickle.loads(words[n_mask:])
                 if tree == self._bare:
                     tree = self._bare
                 elif not copies:
                     leaves = [_copy_of(leaf) for leaf in leaves]
-                self._trees[k] = tree
+                self._told.trees[k] = tree
             assert tree is not None
             answers.append((tree, leaves, flags))
-            self._sent[k] = []
+            self._told.is_heard(k)
         return answers
 
     def _launch_begins(
         self, call: Call, handle: torch.Tensor, answers: list[Answer]
     ) -> None:
         """Make the answers' outputs what `Launch` returns, where they need it."""
-        places = []
+        places: list[tuple[int, int]] = []
         for k, (_, leaves, flags) in enumerate(answers):
             wanting = [i for i, flag in enumerate(flags) if flag]
-            call.n_outputs.append(len(wanting))
+            call.places.append(range(len(places), len(places) + len(wanting)))
             call.outputs += [leaves[i] for i in wanting]
             places += [(k, i) for i in wanting]
         if not places:
@@ -338,31 +354,42 @@ class ProcessEngine:
 
     # ---- backward --------------------------------------------------------------------
 
-    def launch(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def new_call(self) -> Call:
+        """Return a call with a number of its own."""
+        with self.lock:
+            self._n_calls += 1
+            return Call(self, self._n_calls)
+
+    def launch(
+        self, call: Call, gradients: Given, recording: Recording | None, may_tail: bool
+    ) -> None:
         """Post the gradients of a call's outputs to its replicas."""
         with self.lock:
             self._note_thread()
             self._drain()
             bits = _protocol.KEEP_GRAPH if call.is_held else 0
-            is_tailed = None
+            is_tailed = None if may_tail and recording is None else False
             if self._tail:  # of another call in this same backward
-                is_tailed = self._may_tail(call)
+                is_tailed = is_tailed is None and self._may_tail(call)
                 if not is_tailed:
                     self.add_tail()
-            begin = 0
-            for k, n in enumerate(call.n_outputs):
+            else:
+                self._has_queued_tail = False
+            for k, places in enumerate(call.places):
                 adds = _protocol.ACCUMULATE if k < len(self._tail) else 0
                 words = _protocol.BACKWARD_WORDS.pack(call.number, bits | adds)
-                part = list(gradients[begin : begin + n])
+                if recording is not None:
+                    words = recording.words(k, call.number, bits)
+                part = [gradients[i] for i in places]
                 self._channels[k].post(_protocol.BACKWARD, words, part)
-                begin += n
             # The replicas are at work: now there is time to look.
             if is_tailed is None:
                 is_tailed = self._may_tail(call)
             if is_tailed and not self._has_queued_tail:
-                self._has_queued_tail = True
                 _torch.at_end_of_backward(Tail(self))
+                self._has_queued_tail = True  # not before: Ctrl-C may come between
             call.gradients = None
+            call.recording = recording
             call.is_tailed = is_tailed
             self._awaited = call
 
@@ -387,18 +414,28 @@ class ProcessEngine:
         if self._awaited is None:
             return
         call, self._awaited = self._awaited, None
-        answers = self._take_answers(len(call.n_outputs), True)
+        try:
+            answers = self._take_answers(len(call.places), True)
+        except _native.PeerError:
+            raise
+        except Exception as error:
+            if call.is_tailed:
+                raise
+            call.error = error.with_traceback(None)  # its frames hold the call
+            return
+        if call.recording is not None:
+            answers = call.recording.read(answers)
         n_slots = self._model.n_slots
         masks = tuple(words[:n_slots] for words, _, _ in answers)
         gradients = Gradients()
         for (words, parts, _), n in zip(answers, call.n_inputs, strict=True):
-            gradients.of_inputs += parts[:n]
+            gradients.of_inputs += parts[:n] or [None] * n
             gradients.strays += _strays.unpack(words[n_slots:], parts[n:])
         if call.is_tailed:
             self._tail = masks + self._tail[len(masks) :]
             self._tail_strays += gradients.strays
         elif self._model.slots is not None:
-            gradients.of_slots = self._model.slots.take(masks)
+            gradients.of_slots = self._model.take(masks, call.slots, gradients.strays)
         call.gradients = gradients
 
     def _drain(self) -> None:
@@ -407,7 +444,7 @@ class ProcessEngine:
         for channel in self._channels:
             if channel.is_busy:  # whoever posted that has failed before the answer
                 channel.wait(copy=False)
-                self._doubt(range(self._n_remote))
+                self._told.doubt(range(self._n_remote))
 
     def add_tail(self) -> None:
         """Add what the replicas have left to the parameters' gradients."""
@@ -426,11 +463,14 @@ class ProcessEngine:
         self._awaited, self._tail, self._tail_strays = None, (), []
         self._has_queued_tail = False
 
+    @property
+    def n_slots(self) -> int:
+        """How many parameters the replicas leave gradients of."""
+        return self._model.n_slots
+
     # ---- answers, and the end --------------------------------------------------------
 
-    def _take_answers(
-        self, n: int, copies: bool
-    ) -> list[tuple[bytes, list[Any], bytes]]:
+    def _take_answers(self, n: int, copies: bool) -> list[Reply]:
         """Wait for the first `n` replicas; raise the lowest one's error, if any."""
         answers = []
         errors: list[Exception] = []
@@ -445,7 +485,7 @@ class ProcessEngine:
                 errors.append(_remote.error_of(words, k, CPU))
             answers.append((words, parts, flags))
         if errors:
-            self._doubt(range(n))
+            self._told.doubt(range(n))
             raise errors[0]
         return answers
 

@@ -6,6 +6,7 @@ A request and its answer are a kind, a few bytes of words, and tensors.
 request    words; tensors                              answer's words; tensors
 =========  ==========================================  ================================
 MODEL      a pickled :class:`Model`                    none
+CODE       digests of code, pickled: ``_code.py``      those that differ, pickled
 FORWARD    :data:`FORWARD_WORDS`, then pickled news;   if asked, the mask of slots that
            the leaves of the inputs                    backward will reach; the output's
                                                        pickled tree, if asked, or if it
@@ -14,6 +15,8 @@ FORWARD    :data:`FORWARD_WORDS`, then pickled news;   if asked, the mask of slo
 BACKWARD   :data:`BACKWARD_WORDS`; the gradients of    the mask of slots that are used,
            the outputs that require one                then what strays are; gradients
                                                        of inputs, and strays
+                                                       (where it is recorded, see
+                                                       ``_higher.py``)
 =========  ==========================================  ================================
 """
 
@@ -21,15 +24,16 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from paceline import _torch, _travel
+from paceline import _state, _torch, _torch_flags, _torch_modes, _travel
 
 MODEL = 1
 FORWARD = 2
 BACKWARD = 3
+CODE = 4
 
 FORWARD_WORDS = struct.Struct("<QQQI")
 """Call, seeds of torch's generator and of others, and the bits below."""
@@ -38,7 +42,7 @@ MOST_SEED = 2**63 - 1
 
 BACKWARD_WORDS = struct.Struct("<QI")
 """Call, and the bits below."""
-KEEP_GRAPH, ACCUMULATE = 1, 2
+KEEP_GRAPH, ACCUMULATE, RECORD = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Model:
     skeleton : bytes
         The module, pickled without parameters and buffers; its buffers' dictionaries
         and names with it.
+    libraries : list of str
+        Files that define operators of torch.
+    path : list of str
+        Where modules are looked for.
     """
 
     arenas: list[tuple[int, int]]
@@ -68,40 +76,31 @@ class Model:
     buffers: list[_travel.Place]
     gradients: list[tuple[int, _travel.Place]]
     skeleton: bytes
+    libraries: list[str]
+    path: list[str]
 
 
 class Modes(NamedTuple):
     """What of torch's state a replica must share with the caller's thread."""
 
     autocast: tuple[bool, torch.dtype, bool]
-    default_dtype: torch.dtype
-    is_deterministic: bool
-    warns_only: bool
-    matmul_precision: str
+    flags: list[Any]
+    device: str | None
 
     @classmethod
     def now(cls) -> Modes:
-        """Return this thread's."""
-        return cls(
-            _torch.autocast_on_cpu(),
-            torch.get_default_dtype(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.get_float32_matmul_precision(),
-        )
+        """Return this thread's.
+
+        Raises
+        ------
+        ThisCallError
+            If something is on that another process would not see.
+        """
+        device = None
+        if _torch_modes.binds_to_process():
+            device = _state.default_device()
+        return cls(_torch.autocast_on_cpu(), _torch_flags.flags(), device)
 
     def adopt(self) -> None:
-        """Make them this process's, all but autocast.
-
-        What is so already is left alone: torch imports its compiler, which takes a
-        second, before it sets some of them.
-        """
-        now = Modes.now()
-        if self.default_dtype != now.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        if self[2:4] != now[2:4]:
-            torch.use_deterministic_algorithms(
-                self.is_deterministic, warn_only=self.warns_only
-            )
-        if self.matmul_precision != now.matmul_precision:
-            torch.set_float32_matmul_precision(self.matmul_precision)
+        """Make them this process's, all but autocast and the device."""
+        _torch_flags.set_flags(self.flags)

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
+import sys
 from typing import Any
 
 import torch
 
-from paceline import _draws, _native, _protocol, _strays, _torch, _travel
+from paceline import (
+    _draws,
+    _higher,
+    _imports,
+    _native,
+    _protocol,
+    _strays,
+    _things,
+    _torch,
+    _torch_graph,
+    _torch_ops,
+    _travel,
+)
 from paceline._threads import inside
 
 Answer = tuple[int, bytes, list[Any]]
@@ -24,10 +38,13 @@ class Replica:
 
     def __init__(self) -> None:
         self._module: Any = None
+        self._known: dict[Any, Any] = {}
         self._graphs: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._recorded: set[int] = set()  # graphs that share nodes with others
         self._tree: _native.Tree | None = None
         self._told: _native.Tree | None = None  # the output's, as the caller knows it
         self._modes: _protocol.Modes | None = None
+        self._heard = 0  # the number of the last news
         self._generators = _draws.OtherGenerators()
         self._is_inside = contextlib.ExitStack()  # wrappers in the module call plainly
         self._is_inside.enter_context(inside())
@@ -39,18 +56,28 @@ class Replica:
         if kind == _protocol.FORWARD:
             return self._forward(words, tensors, flags)
         if kind == _protocol.BACKWARD:
-            return self._backward(words, tensors)
+            return self._backward(words, tensors, flags)
         if kind == _protocol.MODEL:
             self._build(pickle.loads(words))
             return kind, b"", []
+        if kind == _protocol.CODE:
+            return kind, pickle.dumps(_imports.differing(pickle.loads(words))), []
         raise ValueError(f"kind is {kind}: this version of paceline does not know it")
 
     # ---- the model -------------------------------------------------------------------
 
     def _build(self, model: _protocol.Model) -> None:
         self._graphs.clear()
+        self._recorded.clear()
         self._told = None
+        self._heard = 0
         self._generators = _draws.OtherGenerators()
+        if sys.path != model.path:
+            sys.path[:] = model.path
+            importlib.invalidate_caches()
+        for file in model.libraries:
+            with contextlib.suppress(OSError):  # whoever needs it will say so
+                _torch_ops.load_library(file)
         arenas = [_map(fd, n_bytes) for fd, n_bytes in model.arenas]
         own = arenas[model.own_arena]
         parameters = [
@@ -63,10 +90,11 @@ class Replica:
         tensors: dict[Any, Any] = {}
         tensors.update((("parameter", i), p) for i, p in enumerate(parameters))
         tensors.update((("buffer", i), b) for i, b in enumerate(buffers))
-        module, owners = _travel.loads(model.skeleton, tensors)
+        module, owners, held = _travel.loads(model.skeleton, tensors)
         self._module = module
         self._modules = list(module.modules())
         tensors.update((("module", i), part) for i, part in enumerate(self._modules))
+        tensors.update((("held", i), thing) for i, thing in enumerate(held))
         self._known = tensors
         self._buffers = _native.Placed(owners, places)
         self._grown = [parameters[i] for i, _ in model.gradients]
@@ -82,18 +110,28 @@ class Replica:
 
     def _hear(self, news: dict[str, Any]) -> None:
         """Take over what has changed since the last forward."""
+        if news["number"] <= self._heard:
+            return  # told again after an error; its keys may be gone since
         for call in news.get("dropped", ()):
-            self._graphs.pop(call, None)
+            self._drop(call)
         if "modes" in news:
             self._modes = news["modes"]
             self._modes.adopt()
+        if "code" in news:
+            for target, name, value in _travel.loads(news["code"], self._known):
+                _imports.assign(target, name, value, self._known)
         if "trainable" in news:
             for parameter, wants in zip(self._grown, news["trainable"], strict=True):
                 parameter.requires_grad_(bool(wants))
         if "attributes" in news:
-            changes = _travel.loads(news["attributes"], self._known)
-            for index, name, value in changes:
-                vars(self._modules[index])[name] = value
+            words, begin = news["attributes"]
+            writes, fresh, gone = _travel.loads(words, self._known)
+            for key in gone:
+                self._known.pop(key, None)  # what is told twice is gone already
+            self._known.update((("held", begin + i), x) for i, x in enumerate(fresh))
+            for target, kind, payload in writes:
+                _things.write(self._known[target], kind, payload)
+        self._heard = news["number"]
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -102,11 +140,14 @@ class Replica:
         assert self._modes is not None
         is_autocast, dtype, caches = self._modes.autocast
         torch.set_grad_enabled(bool(bits & _protocol.GRAD))
-        if not is_autocast and not bits & _protocol.INFERENCE:
+        device = self._modes.device
+        if not is_autocast and not device and not bits & _protocol.INFERENCE:
             return self._module(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             if bits & _protocol.INFERENCE:
                 stack.enter_context(torch.inference_mode())
+            if device:
+                stack.enter_context(torch.device(device))
             if is_autocast:
                 stack.enter_context(
                     torch.autocast("cpu", dtype=dtype, cache_enabled=caches)
@@ -116,7 +157,7 @@ class Replica:
     def _forward(self, words: bytes, tensors: list[Any], flags: bytes) -> Answer:
         call, seed, salt, bits = _protocol.FORWARD_WORDS.unpack_from(words)
         if bits & _protocol.NEWS:
-            told = pickle.loads(words[_protocol.FORWARD_WORDS.size :])
+            told = _travel.loads(words[_protocol.FORWARD_WORDS.size :], self._known)
             self._tree = told.get("tree", self._tree)
             for news in told.get("news", ()):
                 self._hear(news)
@@ -143,7 +184,7 @@ class Replica:
             self._told = tree
         used = b""
         if bits & _protocol.TELL_USED:
-            used = _mask_of_used(outputs, self._grown)
+            used = _torch_graph.mask_of_used(outputs, self._grown)
         return _protocol.FORWARD, used + told, leaves
 
     @staticmethod
@@ -159,14 +200,25 @@ class Replica:
 
     # ---- backward --------------------------------------------------------------------
 
-    def _backward(self, words: bytes, gradients: list[Any]) -> Answer:
-        call, bits = _protocol.BACKWARD_WORDS.unpack_from(words)
+    def _drop(self, call: int) -> None:
+        self._graphs.pop(call, None)
+        self._recorded.discard(call)
+
+    def _graph_of(self, call: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the outputs and the inputs of a call."""
         if call not in self._graphs:
             raise RuntimeError(
                 "the module has changed since this forward, or its workers were "
                 "started anew: run the forward again before backward"
             )
-        outputs, inputs = self._graphs[call]
+        return self._graphs[call]
+
+    def _backward(self, words: bytes, gradients: list[Any], flags: bytes) -> Answer:
+        call, bits = _protocol.BACKWARD_WORDS.unpack_from(words)
+        outputs: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
+        if gradients:  # else no output of this replica requires one
+            outputs, inputs = self._graph_of(call)
         keep_graph = bool(bits & _protocol.KEEP_GRAPH)
         if not bits & _protocol.ACCUMULATE:
             self._slots.open()
@@ -175,27 +227,48 @@ class Replica:
             for output, gradient in zip(outputs, gradients, strict=True)
             if gradient is not None
         ]
+        answer = b""
         try:
-            _torch.run_backward(
-                [output for output, _ in pairs],
-                [gradient for _, gradient in pairs],
-                keep_graph,
-            )
+            if bits & _protocol.RECORD:
+                self._recorded.add(call)
+                growing = _flagged(gradients, flags)
+                answer, of_inputs = self._record(words, pairs, growing, inputs)
+            else:
+                _torch.run_backward(
+                    [output for output, _ in pairs],
+                    [gradient for _, gradient in pairs],
+                    keep_graph or call in self._recorded,
+                )
+                of_inputs = [leaf.grad for leaf in inputs]
         except BaseException:
             self._slots.sweep()  # what has come so far belongs to no step
             self._slots.strays()
-            for leaf in inputs:
-                leaf.grad = None
             raise
         finally:
+            for leaf in inputs:
+                leaf.grad = None
             if not keep_graph:
-                del self._graphs[call]
-        of_inputs = [leaf.grad for leaf in inputs]
-        for leaf in inputs:
-            leaf.grad = None
+                self._drop(call)
         mask, has_strays = self._slots.sweep()
         told, parts = _strays.pack(self._slots.strays() if has_strays else [])
-        return _protocol.BACKWARD, mask + told, of_inputs + parts
+        return _protocol.BACKWARD, mask + answer + told, of_inputs + parts
+
+    def _record(
+        self,
+        words: bytes,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        growing: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+    ) -> tuple[bytes, list[Any]]:
+        """Run a backward whose own graph is kept, as one more call."""
+        asked = _higher.Asked(words, len(self._grown))
+        for call in asked.dropped:
+            self._drop(call)
+        recorded = _higher.Recorded(asked, pairs, growing, inputs, self._grown)
+        if recorded.outputs:
+            self._graphs[asked.number] = recorded.outputs, recorded.inputs
+            self._recorded.add(asked.number)
+        return recorded.words, recorded.of_inputs
 
 
 def _map(fd: int, n_bytes: int) -> _native.Arena:
@@ -219,6 +292,15 @@ def _make_leaves(tensors: list[Any], flags: bytes) -> list[torch.Tensor]:
     return leaves
 
 
+def _flagged(tensors: list[Any], flags: bytes) -> list[torch.Tensor]:
+    """Have the flagged tensors require a gradient, and return them."""
+    return [
+        tensor.requires_grad_(True)
+        for tensor, wants in zip(tensors, flags, strict=True)
+        if wants
+    ]
+
+
 def _stirred_by(tensors: list[Any]) -> int:
     """Return a number that follows from the inputs.
 
@@ -234,26 +316,3 @@ def _stirred_by(tensors: list[Any]) -> int:
 _STIRRING = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64}
 )
-_PYTHON_NODE: Any = torch.autograd.function.BackwardCFunction
-
-
-def _mask_of_used(
-    outputs: list[torch.Tensor], parameters: list[torch.nn.Parameter]
-) -> bytes:
-    """Return a byte a parameter: whether the graph of `outputs` reaches it."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    nodes = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, _PYTHON_NODE):
-            # It may run a graph of its own, which is not to be seen from here.
-            return bytes([1]) * len(parameters)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        nodes += [following for following, _ in node.next_functions]
-    return bytes(id(p) in found for p in parameters)

@@ -8,14 +8,25 @@ gradients of its part of a batch.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import _native, _protocol, _torch, _travel
+from paceline import (
+    _code,
+    _held,
+    _native,
+    _protocol,
+    _strays,
+    _torch,
+    _torch_ops,
+    _torch_weights,
+    _travel,
+)
 
 _HOOKS = (
     "_forward_hooks",
@@ -41,7 +52,7 @@ def reason_to_stay(module: nn.Module, is_first: bool = True) -> str | None:
         return GLOBAL_HOOKS
     for name, part in module.named_modules():
         which = f"'{name}' ({type(part).__name__})"
-        if any(getattr(part, hooks, None) for hooks in _HOOKS):
+        if _has_hooks(part):
             return f"{which} has hooks, whose side effects belong in this process"
         if isinstance(part, torch.jit.ScriptModule):
             return f"{which} is a ScriptModule"
@@ -59,6 +70,28 @@ def reason_to_stay(module: nn.Module, is_first: bool = True) -> str | None:
     return _reason_of_aliases(module) if is_first else None
 
 
+def _has_hooks(part: nn.Module) -> bool:
+    """Tell whether a module has hooks that do not just compute its own weights."""
+    return any(
+        not (
+            hooks == "_forward_pre_hooks"
+            and all(map(_torch_weights.computes, live.values()))
+        )
+        for hooks in _HOOKS
+        if (live := getattr(part, hooks, None))
+    )
+
+
+def _computed(module: nn.Module) -> frozenset[int]:
+    """Return the ``id`` of attributes that such hooks compute anew in each forward."""
+    found: set[int] = set()
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if _torch_weights.computes(hook):
+                found.add(id(vars(part).get(_torch_weights.name_computed(hook))))
+    return frozenset(found)
+
+
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
@@ -68,11 +101,12 @@ def _reason_of_aliases(module: nn.Module) -> str | None:
     """Say what shares memory with a parameter, which is about to be moved."""
     owners: dict[int, tuple[str, torch.Tensor]] = {}
     others: list[tuple[str, torch.Tensor]] = list(module.named_buffers())
+    computed = _computed(module)
     for prefix, part in module.named_modules():
         others += [
             (f"{prefix}.{name}", value)
             for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and id(value) not in computed
         ]
     for name, tensor in [*module.named_parameters(), *others]:
         if tensor.layout != torch.strided or tensor.numel() == 0:
@@ -99,6 +133,9 @@ class SharedModel:
         How many replicas leave gradients.
     is_first : bool
         Whether it was not in shared memory before.
+    made : set of int
+        The ``id`` of tensors that forwards have made, and left as attributes: their
+        values travel, and not what they were computed from.
 
     Raises
     ------
@@ -106,7 +143,13 @@ class SharedModel:
         If the module cannot be run in another process.
     """
 
-    def __init__(self, module: nn.Module, n_rows: int, is_first: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        n_rows: int,
+        is_first: bool = True,
+        made: frozenset[int] = frozenset(),
+    ) -> None:
         reason = reason_to_stay(module, is_first)
         if reason is not None:
             raise _travel.CannotTravelError(reason)
@@ -120,8 +163,28 @@ class SharedModel:
         self._keys.update(
             (id(owner[name]), ("buffer", i)) for i, (owner, name) in enumerate(owners)
         )
-        self._others: list[torch.Tensor] = []
-        self._skeleton = _travel.dumps((module, owners), self._keys, self._others)
+        self._made: list[torch.Tensor] = []
+        self.homes = _travel.Homes()
+        self.code = _code.Code(list(module.modules()))
+        self._watch()
+        others: list[torch.Tensor] = []
+        held = _travel.Travelled(self._held.values())
+        self._skeleton = _travel.dumps(
+            (module, owners, held),
+            self._keys,
+            others,
+            as_data=_computed(module) | made,
+            homes=self.homes,
+            asked=held.asked,
+        )
+        self._held.keep(held.found)
+        self._all_keys.update(self._held.keys())
+        self._hidden: list[list[Any]] = [
+            [value, value._version]
+            for value in others
+            if not (self._held.has(value) or self.code.has_tensor(value))
+            and not value.is_inference()
+        ]
         self._lay_out(
             parameters, [owner[name] for owner, name in owners], grown, n_rows
         )
@@ -135,7 +198,6 @@ class SharedModel:
             self.slots = _native.Slots([parameters[i] for i in grown], self._rows)
         self._trainable = self._placed.trainable()
         self._trained = list(range(len(grown)))
-        self._watch()
         self._buffers.save()
         _alive.add(self)
 
@@ -204,41 +266,28 @@ class SharedModel:
             buffers=self._buffer_places,
             gradients=list(zip(self._grown, self._row_places[row], strict=True)),
             skeleton=self._skeleton,
+            libraries=_torch_ops.loaded_libraries(),
+            path=[str(path) for path in sys.path],
         )
 
     # ---- changes ---------------------------------------------------------------------
 
     def _watch(self) -> None:
         self._modules = list(self.module.modules())
-        self._kinds: list[tuple[str, int]] = []
-        dicts: list[dict[str, Any]] = []
-        for index, part in enumerate(self._modules):
-            for name in ("", "_parameters", "_buffers", "_modules", *_HOOKS):
-                dicts.append(vars(part)[name] if name else vars(part))
-                self._kinds.append((name, index))
-        self._mirror = _native.Mirror(dicts)
         # Attributes may hold parts of the module: those are the replica's own there.
         self._all_keys = dict(self._keys)
         self._all_keys.update(
             (id(part), ("module", i)) for i, part in enumerate(self._modules)
         )
-        self._accept()
-
-    def _accept(self) -> None:
-        """Take the module as it is now for what the replicas know."""
-        self._mirror.accept()
-        self._plain = [
-            (index, name, value, value._version)
-            for index, part in enumerate(self._modules)
-            for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor) and not value.is_inference()
-        ]
-        known = {id(value) for _, _, value, _ in self._plain}
-        self._hidden = [
-            (value, value._version)
-            for value in self._others
-            if id(value) not in known and not value.is_inference()
-        ]
+        self._mirror = _native.Mirror([])
+        self._held = _held.Held(
+            self._mirror, self._modules, set(self._all_keys), self.homes
+        )
+        self._kinds: dict[int, tuple[str, dict[str, Any], int]] = {}
+        for index, part in enumerate(self._modules):
+            for name in ("_parameters", "_buffers", "_modules", *_HOOKS):
+                live = vars(part)[name]
+                self._kinds[self._mirror.add(live)] = name, live, index
 
     def changes(self) -> dict[str, Any] | None:
         """Return what replicas have to hear; None where the model is another one.
@@ -255,21 +304,29 @@ class SharedModel:
             return None
         if any(value._version != version for value, version in self._hidden):
             return None
-        differing = self._mirror.differing()
-        attributes = [
-            (index, name, value)
-            for index, name, value, version in self._plain
-            if value._version != version
-        ]
-        if differing:
-            changed = self._changed_attributes(differing)
-            if changed is None:
+        globals_read = self.code.changes()
+        if globals_read is None:
+            return None
+        if globals_read:
+            news["code"] = _code.assignments(globals_read, self.homes)
+            if news["code"] is None:
                 return None
-            attributes += changed  # the later one of a name counts
-        if attributes:
-            news["attributes"] = _travel.dumps(attributes, self._all_keys, self._others)
-        if differing or attributes:
-            self._accept()
+        if differing := self._mirror.differing():
+            if self._is_another(differing):
+                return None
+            self._is_stale = True  # until it is told: nobody else knows what it was
+            try:
+                told = self._held.tell(
+                    [at for at in differing if at not in self._kinds],
+                    self._all_keys,
+                    _computed(self.module) | frozenset(map(id, self._made)),
+                )
+            except _held.LostError:
+                return None
+            self._made = []
+            self._is_stale = False
+            if told is not None:
+                news["attributes"] = told
         if not self._placed.is_trainable_as(self._trainable):
             trainable = self._placed.trainable()
             if any(
@@ -281,30 +338,31 @@ class SharedModel:
             self._trained = [slot for slot, i in enumerate(self._grown) if trainable[i]]
         return news
 
-    def _changed_attributes(self, differing: Any) -> list[tuple[int, str, Any]] | None:
-        """Return (module, name, value) of each; None where the structure differs."""
-        changed: list[tuple[int, str, Any]] = []
+    def _is_another(self, differing: Sequence[int]) -> bool:
+        """Tell whether parameters, buffers, parts or hooks came, went or parted."""
         for at in differing:
-            kind, index = self._kinds[at]
-            live, seen = self._mirror.pair(at)
-            if kind in _HOOKS and live:
+            if at not in self._kinds:
+                _, before, after = self._mirror.delta(at)
+                if isinstance(self._mirror.owner(at), nn.Module) and not (
+                    _STRUCTURE.isdisjoint(before.keys() | after.keys())
+                ):
+                    return True
+                continue
+            kind, live, index = self._kinds[at]
+            if kind in _HOOKS and live and _has_hooks(self._modules[index]):
                 reason = reason_to_stay(self.module)
                 raise _travel.CannotTravelError(reason or "a module has hooks")
-            if kind == "_buffers" and self._has_buffers_alike(live, seen):
-                continue
-            if kind or seen.keys() - live.keys():
-                return None
-            names = [n for n in live if n not in seen or live[n] is not seen[n]]
-            if not _STRUCTURE.isdisjoint(names):
-                return None
-            changed += [(index, name, live[name]) for name in names]
-        return changed
+            if kind != "_buffers" or not self._has_buffers_alike(at):
+                return True
+            self._mirror.accept(at)
+        return False
 
-    def _has_buffers_alike(self, live: dict[str, Any], seen: dict[str, Any]) -> bool:
+    def _has_buffers_alike(self, at: int) -> bool:
         """Tell whether no buffer came, went, or parted from its other name."""
+        _, before, after = self._mirror.delta(at)
         return (
-            live.keys() == seen.keys()
-            and all((x is None) == (seen[name] is None) for name, x in live.items())
+            before.keys() == after.keys()
+            and all((x is None) == (before[name] is None) for name, x in after.items())
             and _ties(self._owners) == self._tied
         )
 
@@ -316,20 +374,55 @@ class SharedModel:
         RuntimeError
             If the forward has changed the module's structure.
         """
+        self.code.accept()
+        for hidden in self._hidden:
+            hidden[1] = hidden[0]._version
         differing = self._mirror.differing()
-        if not differing and not self._plain:
+        if not differing:
             return
+        attributes = []
         for at in differing:
-            kind, index = self._kinds[at]
+            if at not in self._kinds:
+                attributes.append(at)
+                continue
+            kind, _, index = self._kinds[at]
             if kind == "_buffers":
-                self._is_stale |= not self._has_buffers_alike(*self._mirror.pair(at))
+                self._is_stale |= not self._has_buffers_alike(at)
             if kind in ("_parameters", "_modules"):
                 raise RuntimeError(
                     f"{type(self._modules[index]).__name__} has changed its {kind} in "
                     "forward, after its replicas were made: run the bare module once "
                     "on a small batch before you wrap it; the next call works"
                 )
-        self._accept()
+            self._mirror.accept(at)
+        self._held.accept(attributes)
+
+    def results(self) -> list[torch.Tensor]:
+        """Return the attributes that are news, and results of a computation."""
+        deltas = [
+            self._mirror.delta(at)[2]
+            for at in self._mirror.differing()
+            if isinstance(self._mirror.owner(at), nn.Module)
+        ]
+        return [
+            value
+            for after in deltas
+            for value in after.values()
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        ]
+
+    def forward_ends_alone(self, before: Sequence[torch.Tensor] = ()) -> None:
+        """Note what a forward has left that not all replicas took part in.
+
+        They hear of it later; the results among it as values, and not as what would
+        want a gradient.  What `before` has was there before that forward.
+        """
+        known = set(map(id, before))
+        self._made += [value for value in self.results() if id(value) not in known]
+
+    def made(self) -> frozenset[int]:
+        """Return the ``id`` of tensors that forwards have left as attributes."""
+        return frozenset(self._held.unknown_tensors()).union(map(id, self._made))
 
     @property
     def trained(self) -> list[int]:
@@ -339,6 +432,25 @@ class SharedModel:
     def parameters_of(self, slots: list[int]) -> list[nn.Parameter]:
         """Return the parameters of some slots."""
         return [self._parameters[self._grown[slot]] for slot in slots]
+
+    def take(
+        self, masks: tuple[bytes, ...], slots: list[int], strays: _strays.Strays
+    ) -> list[torch.Tensor | None]:
+        """Return the sum of what replicas have left in each slot, or None.
+
+        Those of `slots` are on their way to autograd, which calls hooks with whatever
+        comes: theirs get zeros where the loss leaves out the outputs that would tell.
+        """
+        assert self.slots is not None
+        found = self.slots.take(masks)
+        hooked = self.slots.hooked()
+        if hooked is None:
+            return found
+        strayed = {slot for slot, _ in strays}
+        for slot in slots:
+            if found[slot] is None and hooked[slot] and slot not in strayed:
+                found[slot] = torch.zeros_like(self._rows[0][slot])
+        return found
 
     def add_stray(self, slot: int, stray: torch.Tensor) -> None:
         """Add a gradient that no slot can hold to its parameter's."""

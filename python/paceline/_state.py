@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from paceline import _torch_modes
+from paceline import _torch_flags, _torch_modes
+from paceline._travel import ThisCallError
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -38,8 +38,23 @@ def binds_to_thread() -> bool:
     )
 
 
-def _flushes_denormals(smallest: float = sys.float_info.min) -> bool:
-    return smallest / 2.0 == 0.0
+def default_device() -> str:
+    """Return the default device that is on, where nothing else is.
+
+    Raises
+    ------
+    ThisCallError
+        If something is on that another process would not see.
+    """
+    modes = _torch_modes.function_modes()
+    is_device = bool(modes) and all(map(_torch_modes.is_device_mode, modes))
+    if not is_device or _torch_modes.binds_by_other_means():
+        raise ThisCallError(
+            "something is on that sees the operations of this process alone: a mode "
+            "(__torch_function__, __torch_dispatch__), a transform of torch.func, or "
+            "tracing"
+        )
+    return str(modes[-1].device)
 
 
 class State:
@@ -54,7 +69,7 @@ class State:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.modes = _torch_modes.function_modes()
-        self.flush = _flushes_denormals()
+        self.flush = _torch_flags.flushes_denormals()
 
     def run(
         self,
@@ -65,7 +80,7 @@ class State:
         """Return what ``call`` returns in this state, on a thread that is ours."""
         if torch.get_num_threads() != n_cores:
             torch.set_num_threads(n_cores)
-        if self.flush != _flushes_denormals():
+        if self.flush != _torch_flags.flushes_denormals():
             torch.set_flush_denormal(self.flush)
         is_cast = any(is_enabled for _, is_enabled, _ in self.autocast)
         with torch.inference_mode() if self.inference else contextlib.nullcontext():

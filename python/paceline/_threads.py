@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from paceline import _torch_graph
 from paceline._copies import parts_of, replicas_of
 from paceline._draws import Drawing
 from paceline._errors import as_of_replica
@@ -64,7 +65,15 @@ def inside() -> Iterator[None]:
 class _Task:
     """One forward of one replica, run once."""
 
-    __slots__ = ("_call", "_device", "_is_done", "_replica", "error", "output")
+    __slots__ = (
+        "_call",
+        "_caller",
+        "_device",
+        "_is_done",
+        "_replica",
+        "error",
+        "output",
+    )
 
     def __init__(
         self, call: Callable[[], Any], replica: int, device: torch.device
@@ -72,6 +81,7 @@ class _Task:
         self._call: Callable[[], Any] | None = call
         self._replica = replica
         self._device = device
+        self._caller = threading.get_ident()
         self._is_done = threading.Lock()
         self._is_done.acquire()
         self.output: Any = None
@@ -89,8 +99,12 @@ class _Task:
         try:
             self.output = call()
         except BaseException as error:
-            if self._replica == 0 and not isinstance(error, Exception):
-                self.error = error  # Ctrl-C, on the caller's own thread
+            is_interrupt = isinstance(error, KeyboardInterrupt) and (
+                threading.get_ident() == self._caller
+            )
+            is_exit = self._replica == 0 and not isinstance(error, Exception)
+            if is_interrupt or is_exit:
+                self.error = error
             else:
                 self.error = as_of_replica(error, self._replica, self._device)
         finally:
@@ -237,8 +251,9 @@ class ThreadEngine:
         """Return the outputs of the replicas, in order."""
         parts = [scattered.leaves(k) for k in range(len(scattered.sizes))]
         if torch.is_grad_enabled():
+            own = _copied if _torch_graph.is_transformed() else _with_own_version
             for part in parts[1:]:
-                part[:] = map(_with_own_version, part, parts[0])
+                part[:] = map(own, part, parts[0])
         chunks = [scattered.tree.unflatten(part) for part in parts]
         return self.run_lists(
             owner, [args for args, _ in chunks], [kwargs for _, kwargs in chunks]
@@ -280,10 +295,8 @@ class ThreadEngine:
             for replica, args in zip(replicas, inputs, strict=True)
         ]
         tasks = [
-            _Task(partial(call, **named), k, device)
-            for k, (call, named, device) in enumerate(
-                zip(calls, kwargs, devices, strict=False)
-            )
+            _Task(partial(call, **(named or {})), k, devices[k])
+            for k, (call, named) in enumerate(zip(calls, kwargs, strict=True))
         ]
         is_nested = is_inside()
         with inside():
@@ -342,6 +355,13 @@ def _with_own_version(leaf: Any, of_replica_0: Any) -> Any:
     if type(leaf) is not torch.Tensor or leaf is of_replica_0 or leaf.is_inference():
         return leaf
     return leaf.clone() if leaf.requires_grad else leaf.data
+
+
+def _copied(leaf: Any, of_replica_0: Any) -> Any:
+    """Return the same as `_with_own_version`, with what a transform has added to it."""
+    if not isinstance(leaf, torch.Tensor) or leaf is of_replica_0:
+        return leaf
+    return leaf.clone()
 
 
 def check_devices(parts: list[Module], device: torch.device) -> None:

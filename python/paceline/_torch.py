@@ -87,6 +87,7 @@ def attach() -> None:
         stack=torch.stack,
         dataclass_fields=dataclasses.fields,
         is_strided=_tree.is_strided,
+        repeats_row=_tree.repeats_row,
         packed_rows=_tree.packed_rows,
         split_packed=_tree.split_packed,
         join_packed=_tree.join_packed,
@@ -222,17 +223,6 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
-
-
-_BATCHED_KEYS = [
-    torch._C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBatched")
-]
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one of vmap's, old or new: many at once, behind one."""
-    keys = torch._C._dispatch_keys(tensor)
-    return any(key is not None and keys.has(key) for key in _BATCHED_KEYS)
 
 
 @functools.cache

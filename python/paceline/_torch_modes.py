@@ -46,6 +46,24 @@ def is_device_mode(mode: Any) -> bool:
     return type(mode) is DeviceContext
 
 
+def binds_to_process() -> bool:
+    """Tell, at once, whether something is on that sees calls of torch, or changes them.
+
+    Hooks on saved tensors are not meant: they see replica 0's.
+    """
+    return bool(_count_function_modes() or binds_by_other_means())
+
+
+def binds_by_other_means() -> bool:
+    """Tell the same of all but modes that see each call of torch."""
+    return bool(
+        count_dispatch_modes()
+        or not is_torch_function_enabled()
+        or has_transform()
+        or is_tracing()
+    )
+
+
 def has_transform() -> bool:
     """Tell whether a transform of torch.func is on: vmap, grad."""
     return _transform() is not None

@@ -41,6 +41,13 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def repeats_row(leaf: Any, dim: int) -> bool:
+    """Tell whether a tensor says the same again and again along a dimension."""
+    if not isinstance(leaf, torch.Tensor):
+        return False
+    return bool((leaf == leaf.narrow(dim, 0, 1)).all())
+
+
 def packed_rows(packed: PackedSequence) -> int:
     """Return how many sequences are packed."""
     sizes = packed.batch_sizes

@@ -10,13 +10,11 @@ is not exact it says `exact=False`: 1e-12, relative to the largest number of the
 Seven rows on two replicas are four and three: no half passes for the other.
 """
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
@@ -69,19 +67,6 @@ def loss_of(out):
 def leaf(tensor):
     """Return a copy that is a leaf, and requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def first_order_only(wrap):
-    """Expect the engine of processes to refuse what is inside, and to say who does it.
-
-    Threads run it in the ordinary graph.
-    """
-    if wrap.engine == "thread":
-        yield
-        return
-    with pytest.raises(NotImplementedError, match='engine="thread"'):
-        yield
 
 
 # ---- comparison ---------------------------------------------------------------------
@@ -203,3 +188,42 @@ def modules_of(twin):
 
 def linear(rows=3, columns=3):
     return integer_weights(nn.Linear(columns, rows))
+
+
+def pair_of(wrap, make):
+    """Return a twin of modules that are made twice, as they cannot be copied."""
+    inner = make()
+    twin = Twin(lambda _, n: wrap(inner, n), nn.Identity())
+    twin.plain, twin.inner = make(), inner
+    return twin
+
+
+# ---- gradients of gradients ----------------------------------------------------------
+
+
+class Power(nn.Module):
+    """A polynomial of its inputs and weights: all its derivatives are integers."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.first = integer_weights(nn.Linear(3, 4), seed + 1)
+        self.idle = integer_weights(nn.Linear(2, 2), seed + 2)
+        self.last = integer_weights(nn.Linear(4, 2), seed + 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).square()) * x[:, :2]
+
+
+def small(*shape, seed=0):
+    """Return integers so small that high powers of them are exact."""
+    return integers(*shape, seed=seed, low=-1, high=1)
+
+
+def slopes_of(value, targets, **options):
+    return torch.autograd.grad(
+        value, targets, create_graph=True, allow_unused=True, **options
+    )
+
+
+def squares_of(gradients):
+    return sum((g * g).sum() for g in gradients if g is not None)

@@ -5,7 +5,6 @@ import torch
 from replicas import (
     Twin,
     assert_same,
-    first_order_only,
     integer_weights,
     integers,
     loss_of,
@@ -72,8 +71,7 @@ def test_gradients_of_a_batch_of_directions_are_the_plain_ones(wrap):
             model(x), [x, *model.parameters()], directions, is_grads_batched=True
         )
 
-    with first_order_only(wrap):
-        twin.compare(run, integers(7, 3).requires_grad_())
+    twin.compare(run, integers(7, 3).requires_grad_())
     twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
 
 
@@ -185,8 +183,7 @@ def test_gradients_of_gradients_are_the_plain_ones(wrap):
         return out.mean() + (slope.norm(dim=1) - 1).square().mean()
 
     x = reals(7, 3).requires_grad_()
-    with first_order_only(wrap):
-        twin.step(loss, x, exact=False)
+    twin.step(loss, x, exact=False)
     twin.zero()
     twin.step(lambda model, x: model(x).sum(), x, exact=False)
 

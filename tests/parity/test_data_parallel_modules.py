@@ -115,24 +115,17 @@ def test_modules_of_every_make_train_as_plain_ones(wrap, make, shape):
 
 
 @pytest.mark.parametrize("make", [by_weight_norm, by_spectral_norm])
-def test_modules_with_parametrizations_are_for_threads(wrap, make):
-    """They refuse to be pickled, so the processes' engine has to say so."""
+def test_modules_with_parametrizations_train_as_plain_ones(wrap, make):
     twin = Twin(wrap, make())
-    x = reals(7, 3)
-    if wrap.engine == "process":
-        with pytest.raises(Exception, match="parametrized modules"):
-            twin.ours(x)
-        return
     for _ in range(3):
         twin.zero()
-        twin.step(lambda model, x: model(x).square().mean(), x, exact=False)
+        twin.step(lambda model, x: model(x).square().mean(), reals(7, 3), exact=False)
 
 
-def test_a_module_with_parametrizations_gets_threads_by_itself():
+def test_a_module_with_parametrizations_gets_processes_by_itself():
     with paceline.DataParallel(by_weight_norm(), ["cpu"] * 2) as ours:
         assert ours(reals(7, 3)).shape == (7, 2)
-        assert ours.engine == "thread"
-        assert "parametrized" in ours.engine_reason
+        assert ours.engine == "process"
 
 
 def test_a_lazy_module_has_to_be_initialized_first(wrap):

@@ -332,7 +332,7 @@ def come_and_go(n_cycles: int) -> None:
         wrappers = [DataParallel(net, ["cpu"] * 2, engine="process") for net in nets]
         pids = []
         for wrapper in wrappers:
-            wrapper._start()  # both workers start side by side
+            wrapper._start_engine()  # both workers start side by side
         for wrapper in wrappers:
             wrapper(x).sum().backward()
             pids += workers_of(wrapper)

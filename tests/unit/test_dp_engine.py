@@ -371,12 +371,17 @@ def test_a_shared_model_is_freed_and_its_parameters_stay():
 
 
 def news_of(model):
-    """Return what replicas hear, its attributes unpickled."""
+    """Return what replicas hear, and what they have to write."""
     news = model.changes()
     if news and "attributes" in news:
-        tensors = {key: object() for key in model._keys.values()}
-        news["attributes"] = _travel.loads(news["attributes"], tensors)
+        known = {key: key for key in model._all_keys.values()}
+        news["attributes"] = _travel.loads(news["attributes"][0], known)[0]
     return news
+
+
+def named(index, **values):
+    """Return what a module has to write."""
+    return [(("module", index), "module", (False, values, []))]
 
 
 def test_nothing_is_said_where_nothing_has_changed():
@@ -391,10 +396,10 @@ def test_nothing_is_said_where_nothing_has_changed():
 
 
 ATTRIBUTES = {
-    "number": (lambda net: setattr(net, "power", 2), [(0, "power", 2)]),
-    "new": (lambda net: setattr(net, "fresh", "x"), [(0, "fresh", "x")]),
-    "training": (lambda net: net.child.eval(), [(1, "training", False)]),
-    "dict": (lambda net: setattr(net, "options", {"a": 2}), [(0, "options", {"a": 2})]),
+    "number": (lambda net: setattr(net, "power", 2), named(0, power=2)),
+    "new": (lambda net: setattr(net, "fresh", "x"), named(0, fresh="x")),
+    "training": (lambda net: net.child.eval(), named(1, training=False)),
+    "dict": (lambda net: setattr(net, "options", {"a": 2}), named(0, options={"a": 2})),
 }
 
 
@@ -408,24 +413,40 @@ def test_attributes_that_were_assigned_are_told_once(change, expected):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [lambda net: net.table.add_(4), lambda net: setattr(net, "table", net.table + 4)],
+    ("change", "value_of"),
+    [
+        (lambda net: net.table.add_(4), lambda payload: payload[0]),
+        (
+            lambda net: setattr(net, "table", net.table + 4),
+            lambda payload: payload[1]["table"],
+        ),
+    ],
     ids=["in place", "assigned"],
 )
-def test_tensor_attributes_are_told_when_their_values_change(change):
+def test_tensor_attributes_are_told_when_their_values_change(change, value_of):
     net = Net()
     model = _shared.SharedModel(net, 1)
     change(net)
-    ((index, name, value),) = news_of(model)["attributes"]
-    assert (index, name, value.tolist()) == (0, "table", [5.0, 5.0])
+    ((_, _, payload),) = news_of(model)["attributes"]
+    assert value_of(payload).tolist() == [5.0, 5.0]
     assert model.changes() == {}
 
 
-def test_containers_changed_in_place_are_not_seen():
+def test_containers_that_are_changed_in_place_are_told():
     net = Net()
     model = _shared.SharedModel(net, 1)
     net.options["a"] = 2
+    ((_, kind, payload),) = news_of(model)["attributes"]
+    assert (kind, payload) == ("dict", (False, {"a": 2}, []))
     assert model.changes() == {}
+
+
+def test_an_attribute_that_is_deleted_is_told():
+    net = Net()
+    model = _shared.SharedModel(net, 1)
+    del net.power
+    ((_, _, payload),) = news_of(model)["attributes"]
+    assert payload == (False, {}, ["power"])
 
 
 def test_frozen_parameters_are_told_by_slot():
@@ -450,7 +471,6 @@ ANOTHER = {
     "a larger buffer": lambda net: setattr(net, "offset", torch.zeros(3)),
     "one more buffer": lambda net: net.register_buffer("more", torch.zeros(1)),
     "no buffer": lambda net: setattr(net, "offset", None),
-    "an attribute less": lambda net: delattr(net, "power"),
     "another dict": lambda net: setattr(net, "_modules", dict(net._modules)),
     "a thawed one": lambda net: net.frozen.requires_grad_(True),
 }
@@ -484,9 +504,11 @@ def test_what_cannot_travel_later_is_an_error_each_time():
     net = Net()
     model = _shared.SharedModel(net, 1)
     net.lock = threading.Lock()
-    for _ in range(2):
-        with pytest.raises(CannotTravelError, match="cannot be pickled"):
-            model.changes()
+    with pytest.raises(CannotTravelError, match="cannot be pickled"):
+        model.changes()
+    assert model.changes() is None
+    with pytest.raises(CannotTravelError, match="cannot be pickled"):
+        _shared.SharedModel(net, 1)
 
 
 def test_what_forward_assigns_is_no_news():
@@ -554,7 +576,8 @@ class Remote:
     def forward(self, x, bits=TRACKED, seed=5, **news):
         self.calls += 1
         tree, leaves = _native.flatten(((x,), {}))
-        told = {"tree": tree, "news": [{"modes": _protocol.Modes.now(), **news}]}
+        news.update(number=self.calls, modes=_protocol.Modes.now())
+        told = {"tree": tree, "news": [news]}
         bits |= _protocol.NEWS
         words = _protocol.FORWARD_WORDS.pack(self.calls, seed, 0, bits)
         flags = bytes(leaf.requires_grad for leaf in leaves)

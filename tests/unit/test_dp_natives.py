@@ -1,9 +1,13 @@
 """Native types of the process engine: Mirror, Placed, Slots, and the fingerprint."""
 
+import array
 import gc
+import pickle
 import sys
 import weakref
+from collections import OrderedDict, deque
 
+import numpy as np
 import pytest
 import torch
 from natives import _torch  # hands torch to the native module
@@ -115,22 +119,21 @@ def test_a_value_that_comes_back_is_no_difference():
     assert list(mirror.differing()) == []
 
 
-def test_a_pair_is_the_live_dictionary_and_what_it_was():
+def test_a_delta_is_what_was_and_what_is():
     dicts = [{"a": 1}, {"b": 2}]
     mirror = _native.Mirror(dicts)
     dicts[1]["b"] = 3
-    live, seen = mirror.pair(1)
-    assert live is dicts[1]
-    assert (dict(live), dict(seen)) == ({"b": 3}, {"b": 2})
+    assert mirror.live(1) is dicts[1]
+    assert mirror.delta(1) == (0, {"b": 2}, {"b": 3})
     mirror.accept()
-    assert dict(mirror.pair(1)[1]) == {"b": 3}
+    assert mirror.delta(1) == (0, {}, {})
 
 
 def test_a_mirror_keeps_no_eye_on_the_list_it_was_given():
     dicts = [{"a": 1}]
     mirror = _native.Mirror(dicts)
     first = dicts.pop()
-    assert mirror.pair(0)[0] is first
+    assert mirror.live(0) is first
 
 
 def test_a_mirror_of_attributes_follows_the_module():
@@ -140,6 +143,162 @@ def test_a_mirror_of_attributes_follows_the_module():
     assert list(mirror.differing()) == [0]
     net.bias = None
     assert list(mirror.differing()) == [0, 1]
+
+
+THINGS = {
+    "append": (lambda: [1, 2], lambda v: v.append(3), (2, [], [3])),
+    "item": (lambda: [1, 2, 3], lambda v: v.__setitem__(1, 7), (1, [2, 3], [7, 3])),
+    "fewer": (lambda: [1, 2, 3], lambda v: v.pop(), (2, [3], [])),
+    "all": (lambda: [1, 2], lambda v: v.clear(), (0, [1, 2], [])),
+    "deque": (lambda: deque([1, 2]), lambda v: v.append(3), (2, [], [3])),
+    "set": (lambda: {1}, lambda v: v.add(2), (1, [], [2])),
+    "ordered": (
+        lambda: OrderedDict(a=1, b=2),
+        lambda v: v.update(a=v.pop("a")),
+        (0, {"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ),
+    "zero": (lambda: [0.0], lambda v: v.__setitem__(0, -0.0), (0, [0.0], [-0.0])),
+    "kind": (lambda: [1], lambda v: v.__setitem__(0, True), (0, [1], [True])),
+    "tensor": (lambda: torch.ones(3), lambda v: v.add_(1), None),
+    "data": (lambda: torch.ones(3), lambda v: v.data.add_(1), None),
+    "large": (lambda: torch.ones(10**5), lambda v: v.add_(1), None),
+    "other data": (
+        lambda: torch.ones(3),
+        lambda v: setattr(v, "data", torch.ones(4)),
+        None,
+    ),
+    "bytes": (lambda: bytearray(3), lambda v: v.__setitem__(1, 7), None),
+    "array": (lambda: array.array("d", [1]), lambda v: v.append(2), None),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "delta"), THINGS.values(), ids=THINGS)
+def test_a_mirror_sees_what_becomes_of_anything_that_holds(make, change, delta):
+    live = make()
+    mirror = _native.Mirror([{}, live])
+    assert list(mirror.differing()) == []
+    change(live)
+    assert list(mirror.differing()) == [1]
+    assert mirror.delta(1) == (delta or (0, None, None))
+    mirror.accept(1)
+    assert list(mirror.differing()) == []
+
+
+@pytest.mark.parametrize("value", [10**20, 2.5, float("nan"), "some words"])
+def test_a_number_of_the_same_value_is_no_difference(value):
+    things = [[value], {"a": value}, deque([value])]
+    mirror = _native.Mirror(things)
+    again = pickle.loads(pickle.dumps(value))
+    assert again is not value
+    things[0][0] = things[1]["a"] = things[2][0] = again
+    assert list(mirror.differing()) == []
+
+
+def test_a_mirror_sees_attributes_that_hot_code_assigns():
+    class Counter:
+        def __init__(self):
+            self.count = 0
+
+        def step(self):
+            self.count += 1
+
+    counter = Counter()
+    mirror = _native.Mirror([])
+    at = mirror.add(vars(counter), counter)
+    for _ in range(1000):  # until the interpreter has specialised it
+        counter.step()
+        assert list(mirror.differing()) == [at]
+        mirror.accept()
+        assert list(mirror.differing()) == []
+
+
+def test_a_mirror_sees_an_owner_of_another_class():
+    class One:
+        pass
+
+    class Two:
+        pass
+
+    owner = One()
+    mirror = _native.Mirror([])
+    mirror.add(vars(owner), owner)
+    owner.__class__ = Two
+    assert list(mirror.differing()) == [0]
+    assert mirror.owner(0) is owner
+    mirror.accept()
+    assert list(mirror.differing()) == []
+
+
+def test_a_place_of_a_mirror_serves_the_next_thing():
+    first, second = [1], [2]
+    mirror = _native.Mirror([first, {}])
+    mirror.drop(0)
+    first.append(2)
+    assert list(mirror.differing()) == []
+    assert mirror.add(second) == 0
+    second.append(3)
+    assert list(mirror.differing()) == [0]
+
+
+class Asking:
+    """Has the mirror grow as it is dropped, so that its items move in memory."""
+
+    def __init__(self, mirror):
+        self.mirror = mirror
+
+    def __del__(self):
+        for _ in range(300):
+            self.mirror.add({})
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (list, lambda live: live.clear()),
+        (list, lambda live: live.__setitem__(0, 1)),
+        (dict.fromkeys, lambda live: live.clear()),
+        (set, lambda live: live.clear()),
+    ],
+    ids=["list", "member", "dict", "set"],
+)
+def test_members_that_ask_the_mirror_as_they_go_do_no_harm(make, change):
+    mirror = _native.Mirror([])
+    live = make([Asking(mirror), 2])
+    at = mirror.add(live)
+    change(live)
+    mirror.accept(at)
+    gc.collect()
+    assert mirror.live(at) is live
+    assert mirror.differing() == ()
+
+
+def test_a_mirror_sees_what_comes_into_a_set_and_goes():
+    live = set(range(0, 900, 3))
+    mirror = _native.Mirror([])
+    at = mirror.add(live)
+    for change in (live.add, live.discard, live.add, live.discard):
+        change(4)
+        assert mirror.differing() == [at]
+        mirror.accept(at)
+        assert mirror.differing() == ()
+    live.discard(3)
+    live.add(3)  # the same members, be they in another order
+    mirror.accept(at)
+    assert mirror.differing() == ()
+
+
+def test_a_mirror_sees_into_arrays_with_gaps():
+    grid = np.zeros((4, 6))
+    views = [grid[:, ::2], grid.T, grid[1:3, 1:]]
+    mirror = _native.Mirror([])
+    for view in views:
+        mirror.add(view)
+    assert mirror.differing() == ()
+    grid[1, 1] = 1  # in a gap of the first
+    assert mirror.differing() == [1, 2]
+    mirror.accept()
+    grid[3, 4] = 1
+    assert mirror.differing() == [0, 1]
 
 
 def test_a_mirror_of_no_dictionaries_never_differs():
@@ -152,12 +311,12 @@ def test_a_mirror_of_no_dictionaries_never_differs():
     ("make", "kind", "words"),
     [
         (lambda: _native.Mirror(({},)), TypeError, "must be list"),
-        (lambda: _native.Mirror([{}, [1]]), TypeError, r"dicts\[1\] is \[1\]: give di"),
-        (lambda: _native.Mirror([{}]).pair(1), IndexError, "index is 1: this mirror h"),
-        (lambda: _native.Mirror([{}]).pair(-1), IndexError, "index is -1"),
-        (lambda: _native.Mirror([{}]).pair("a"), TypeError, "integer"),
+        (lambda: _native.Mirror([{}, 1]), TypeError, "int"),
+        (lambda: _native.Mirror([{}]).live(1), IndexError, "index is 1: this mirror h"),
+        (lambda: _native.Mirror([{}]).delta(-1), IndexError, "index is -1"),
+        (lambda: _native.Mirror([{}]).drop("a"), TypeError, "integer"),
     ],
-    ids=["no list", "no dict", "too large", "negative", "no number"],
+    ids=["no list", "no container", "too large", "negative", "no number"],
 )
 def test_a_mirror_says_what_it_cannot_take(make, kind, words):
     with pytest.raises(kind, match=words):
@@ -166,19 +325,24 @@ def test_a_mirror_says_what_it_cannot_take(make, kind, words):
 
 def test_a_thousand_mirrors_leave_nothing():
     name, value, other = "kept-under-this-name", object(), object()
-    live = {name: value}
+    live, owner, tensor = {name: value}, AlwaysEqual(), torch.zeros(3)
 
     def once():
         live[name] = value
         mirror = _native.Mirror([live, {}])
         live[name] = other
         assert list(mirror.differing()) == [0]
-        mirror.pair(0)
+        mirror.delta(0)
         mirror.accept()
+        mirror.drop(mirror.add([value, other], owner))
+        for held in (deque([value]), {name}, tensor, bytearray(3)):
+            mirror.add(held)
+        mirror.delta(2)
         with pytest.raises(TypeError):
             _native.Mirror([live, None])
 
-    assert_holds_nothing([live, name, value, other, _native.Mirror], once)
+    kept = [live, name, value, other, owner, AlwaysEqual, tensor, _native.Mirror]
+    assert_holds_nothing(kept, once)
 
 
 def test_a_mirror_in_a_cycle_with_its_module_is_collected():

@@ -1,0 +1,293 @@
+"""A module's structure may change after wrapping, and every replica follows."""
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from replicas import (
+    Twin,
+    integer_weights,
+    integers,
+    linear,
+    loss_of,
+    modules_of,
+    net,
+    pair_of,
+)
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
+
+
+def follow(twin, *changes, rows=7, columns=3, exact=True):
+    """Step, make a change on both, step again; outputs and gradients are compared."""
+
+    def step():
+        twin.zero()
+        x = integers(rows, columns, low=-2, high=2).requires_grad_()
+        twin.step(lambda model, x: loss_of(model(x)), x, exact=exact)
+
+    step()
+    for change in changes:
+        for model in modules_of(twin):
+            change(model)
+        step()
+
+
+# ---- structure ----------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """Lists and dicts of modules, a buffer, and weights used in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([linear(), linear()])
+        self.named = nn.ModuleDict({"a": linear()})
+        self.first, self.second = linear(), linear()
+        self.register_buffer("shift", integers(3, seed=4))
+        self.extra = None
+        integer_weights(self, 3)
+
+    def forward(self, x):
+        for layer in [*self.layers, *self.named.values(), self.first, self.second]:
+            x = layer(x) % 7
+        if self.extra is not None:
+            x = x * self.extra
+        return x if getattr(self, "shift", None) is None else x + self.shift
+
+
+def _forward_of_its_own(model):
+    model.forward = MethodType(lambda self, x: self.first(x) - self.second(x), model)
+
+
+class Shifted(Parts):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def _other_strides(model):
+    weight = model.first.weight
+    weight.data = integers(3, 3, seed=3).t()
+
+
+def _assign_state(model):
+    other = integer_weights(copy.deepcopy(model), 40)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def _in_place_ema(model):
+    torch._foreach_lerp_(
+        [p.data for p in model.parameters()],
+        [torch.full_like(p, 3) for p in model.parameters()],
+        0.0 if model.first.weight.dtype.is_complex else 1.0,
+    )
+
+
+STRUCTURE = {
+    "swapped": lambda m: setattr(m, "first", nn.Sequential(linear(), nn.ReLU())),
+    "append": lambda m: m.layers.append(integer_weights(linear(), 5)),
+    "insert": lambda m: m.layers.insert(0, integer_weights(linear(), 6)),
+    "del": lambda m: m.layers.__delitem__(0),
+    "a named one more": lambda m: m.named.update({"b": integer_weights(linear(), 2)}),
+    "a named one less": lambda m: m.named.pop("a"),
+    "frozen": lambda m: m.first.requires_grad_(False),
+    "unfrozen": lambda m: m.first.requires_grad_(True),
+    "replaced": lambda m: setattr(m.first, "weight", nn.Parameter(integers(3, 3))),
+    "added": lambda m: setattr(m, "extra", nn.Parameter(integers(3, seed=2))),
+    "removed": lambda m: m.first.register_parameter("bias", None),
+    "tied": lambda m: setattr(m.first, "weight", m.second.weight),
+    "untied": lambda m: setattr(m.first, "weight", nn.Parameter(integers(3, 3))),
+    "strides": _other_strides,
+    "assigned": _assign_state,
+    "lerp": _in_place_ema,
+    "buffer in place": lambda m: m.shift.add_(1),
+    "buffer anew": lambda m: setattr(m, "shift", integers(3, seed=7)),
+    "buffer of another shape": lambda m: setattr(m, "shift", integers(1, seed=7)),
+    "buffer deleted": lambda m: delattr(m, "shift"),
+    "buffer back": lambda m: m.register_buffer("shift", integers(3), persistent=False),
+    "forward": _forward_of_its_own,
+    "forward back": lambda m: delattr(m, "forward"),
+    "class": lambda m: setattr(m, "__class__", Shifted),
+}
+
+
+def test_the_structure_may_change_in_any_way(wrap):
+    """One wrapper takes all the changes, one after the other."""
+    twin = Twin(wrap, Parts())
+    for name, change in STRUCTURE.items():
+        try:
+            follow(twin, change)
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_may_be_converted(wrap, dtype):
+    twin = Twin(wrap, net())
+    twin.compare(lambda model, x: model(x), integers(7, 3))
+    for model in modules_of(twin):
+        model.to(dtype)
+    x = integers(7, 3, dtype=dtype, low=-1, high=1)
+    twin.step(lambda model, x: model(x).sum(), x)
+
+
+class Adapted(nn.Module):
+    """A layer with two small matrices beside it, as LoRA has them."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        n_out, n_in = layer.weight.shape
+        self.down = nn.Parameter(integers(rank, n_in, seed=2))
+        self.up = nn.Parameter(integers(n_out, rank, seed=3))
+        self.is_on = {"default": True}
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out + x @ self.down.T @ self.up.T if self.is_on["default"] else out
+
+
+def _adapt(model):
+    model.requires_grad_(False)
+    model[0] = Adapted(model[0])
+
+
+def _merge(model):
+    adapted = model[0]
+    with torch.no_grad():
+        adapted.layer.weight += adapted.up @ adapted.down
+    model[0] = adapted.layer.requires_grad_(True)
+
+
+def test_adapters_may_be_added_switched_off_and_merged(wrap):
+    follow(
+        Twin(wrap, net()),
+        _adapt,
+        lambda model: model[0].is_on.update(default=False),
+        lambda model: model[0].is_on.update(default=True),
+        _merge,
+    )
+
+
+def test_an_average_of_the_module_may_be_kept_and_swapped_in(wrap):
+    twin = Twin(wrap, net())
+    averages = [
+        AveragedModel(m, avg_fn=lambda a, p, n: a + p) for m in modules_of(twin)
+    ]
+
+    def average(model):
+        averaged = averages[model is twin.inner]
+        averaged.update_parameters(model)
+        averaged.update_parameters(model)
+        for mine, theirs in zip(
+            model.parameters(), averaged.module.parameters(), strict=True
+        ):
+            mine.data.copy_(theirs)
+
+    follow(twin, average, average)
+
+
+def test_a_lazy_module_may_be_wrapped_before_its_first_call(wrap):
+    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double()
+    ours = wrap(model)
+    model(integers(7, 3))
+    integer_weights(model)
+    twin = Twin(lambda inner, n: ours, copy.deepcopy(model))
+    twin.inner = model
+    follow(twin)
+    assert ours.engine == wrap.engine
+
+
+# ---- weights that are computed ------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A parametrization whose numbers are exact."""
+
+    factor = 2
+
+    def forward(self, weight):
+        return weight * self.factor
+
+    def right_inverse(self, weight):
+        return weight / self.factor
+
+
+def _parametrize(model):
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def _parametrize_the_bias(model):
+    parametrize.register_parametrization(model[0], "bias", Doubled())
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def _set_factor(model):
+    model[0].parametrizations.weight[0].factor = 3
+
+
+def _remove(model):
+    parametrize.remove_parametrizations(model[0], "weight")
+    parametrize.remove_parametrizations(model[0], "bias", leave_parametrized=False)
+
+
+def test_parametrizations_come_change_and_go(wrap):
+    twin = Twin(wrap, net())
+    follow(twin, _parametrize, _parametrize_the_bias, _set_factor, _remove)
+    assert all(type(model[0]) is nn.Linear for model in modules_of(twin))
+
+
+MAKES = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.5),
+    "pruned twice": lambda m: prune.random_unstructured(
+        prune.l1_unstructured(m, "weight", amount=0.5), "weight", amount=1
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+def test_weights_that_are_computed_train_as_plain(wrap, make, is_late):
+    def compute(model):
+        torch.manual_seed(3)
+        make(model[0])
+        return model
+
+    def train(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+
+    def bare():
+        first = integer_weights(nn.Linear(3, 3))
+        return nn.Sequential(first, nn.Tanh(), linear(2))
+
+    changes = [train, lambda model: model.eval(), lambda model: model.train()]
+    if is_late:
+        follow(Twin(wrap, bare()), compute, *changes, exact=False)
+    else:
+        follow(pair_of(wrap, lambda: compute(bare())), *changes, exact=False)
+
+
+def _normalize(model):
+    torch.manual_seed(3)
+    nn.utils.spectral_norm(model[2])
+
+
+def test_pruning_ends_with_the_weights_that_are_left(wrap):
+    follow(
+        Twin(wrap, net()),
+        lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5),
+        lambda model: prune.remove(model[0], "weight"),
+        _normalize,
+        lambda model: nn.utils.remove_spectral_norm(model[2]),
+        exact=False,
+    )

@@ -1,0 +1,111 @@
+"""Many gradients at once, and torch's transforms of functions, through the wrapper."""
+
+import copy
+
+import paceline
+import pytest
+import torch
+from replicas import Power, Twin, loss_of, slopes_of, small, squares_of
+
+# ---- many at once -------------------------------------------------------------------
+
+
+def test_a_batch_of_gradients_may_have_a_graph(wrap):
+    twin = Twin(wrap, Power())
+    directions = small(4, 7, 2, seed=5)
+
+    def run(model, x):
+        weights = list(model.parameters())[:2]
+        slopes = slopes_of(
+            model(x), [x, *weights], grad_outputs=directions, is_grads_batched=True
+        )
+        squares_of(slopes).backward()
+        return slopes, x.grad
+
+    for _ in range(2):
+        twin.zero()
+        twin.compare(run, small(7, 3).requires_grad_())
+        twin.assert_same()
+
+
+def test_vmaps_may_go_over_a_backward(wrap):
+    twin = Twin(wrap, Power())
+    directions = small(2, 3, 7, 2, seed=5)
+
+    def run(model, x):
+        out = model(x)
+
+        def pull(direction, retain=True):
+            return torch.autograd.grad(out, x, direction, retain_graph=retain)[0]
+
+        once = torch.vmap(pull)(directions[0])
+        twice = torch.vmap(torch.vmap(pull), in_dims=1, out_dims=1)(directions)
+        last = torch.vmap(lambda v: pull(v, retain=False))(directions[1])
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+        return once, twice, last
+
+    twin.compare(run, small(7, 3).requires_grad_())
+    twin.step(lambda model, x: loss_of(model(x)), small(7, 3).requires_grad_())
+
+
+# ---- torch.func ---------------------------------------------------------------------
+
+
+def test_functional_call_is_refused_as_by_torch(wrap):
+    ours = wrap(Power())
+    weights = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    with pytest.raises(RuntimeError, match="stateless API can't be used"):
+        torch.func.functional_call(ours, weights, (small(7, 3),))
+    loss_of(ours(small(7, 3))).backward()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: loss_of(f(y)))(x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: loss_of(f(y)))(x),
+    "vmap": lambda f, x: torch.vmap(f)(torch.stack([x, x + 1])).detach(),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_a_forward_work_in_threads_alone(wrap, transform):
+    twin = Twin(wrap, Power())
+    x = small(5, 3)
+    if wrap.engine == "thread":
+        twin.compare(transform, x)
+    else:
+        for _ in range(2):  # the first call has no engine yet
+            with pytest.raises(RuntimeError, match=r"this process alone|forward-mode"):
+                transform(twin.ours, x)
+    twin.step(lambda model, x: loss_of(model(x)), x)
+
+
+@pytest.mark.usefixtures("idle_workers")
+def test_only_the_calls_under_a_transform_are_for_threads():
+    x = small(5, 3)
+    for transform in (TRANSFORMS["jacfwd"], TRANSFORMS["jacrev"]):
+        plain = Power()
+        model = paceline.DataParallel(copy.deepcopy(plain), ["cpu"] * 2)
+        with model:
+            for _ in range(2):
+                assert torch.equal(transform(model, x), transform(plain, x))
+                assert torch.equal(model(x), plain(x))
+            assert model.engine == "process"
+
+
+def test_forward_mode_works_in_threads_alone(wrap):
+    twin = Twin(wrap, Power())
+
+    def run(model, x):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()
+
+    if wrap.engine == "thread":
+        assert twin.compare(run, small(7, 3))[4:].any()
+    else:
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            run(twin.ours, small(7, 3))
+    twin.step(lambda model, x: loss_of(model(x)), small(7, 3))

@@ -1,0 +1,28 @@
+"""Ctrl-C at any moment of a step of DataParallel leaves the next step right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = Path(__file__).parent / "jobs" / "interrupted.py"
+N_INTERRUPTS = 60
+LONG_SECONDS = 240.0
+
+
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_steps_after_an_interrupt_are_those_of_the_plain_module(engine: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(JOB), engine, str(N_INTERRUPTS), "1"],
+        capture_output=True,
+        text=True,
+        timeout=LONG_SECONDS,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    words = f"{engine}: right after each of {N_INTERRUPTS} interrupts\n"
+    assert done.stdout == words, done.stderr

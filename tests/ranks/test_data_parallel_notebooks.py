@@ -1,0 +1,166 @@
+"""DataParallel in a notebook: cells run again, interrupted, and a kernel restarted."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import is_running, wait_until_gone
+
+NEEDED = ("jupyter_client", "ipykernel")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+SECONDS = 120.0
+pytestmark = pytest.mark.skipif(
+    bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"
+)
+
+BEGIN = """
+import os, sys, time, types, torch, paceline
+from torch import nn
+
+def pids():
+    return list(model._engine._crew.pids)
+
+def total(scale):
+    out = model(torch.ones(4, 3))
+    out.sum().backward()
+    expected = 4 * scale * model.module.linear(torch.ones(1, 3)).sum().item()
+    assert abs(float(out.detach().sum()) - expected) < 1e-3, (out, expected)
+    return pids()[0]
+"""
+NET = """
+SCALE = 1
+HOME = os.getpid()
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, where):
+        ctx.where = where
+        wait("forward", where)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        wait("backward", ctx.where)
+        return gradient, None
+
+def wait(which, where):
+    if where == which:
+        if os.getpid() != HOME:
+            time.sleep(0.1)
+            return
+        print("busy", flush=True)
+        for _ in range(6000):
+            time.sleep(0.01)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.where = ""
+
+    def forward(self, x):
+        return Slow.apply(self.linear(x), self.where) * SCALE
+"""
+WRAP = "model = paceline.DataParallel(Net(), ['cpu'] * 2, engine='process')"
+
+
+class Kernel:
+    """A kernel as Jupyter starts it, and what its cells print."""
+
+    def __init__(self, folder: Path) -> None:
+        from jupyter_client.manager import KernelManager
+
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.manager: Any = KernelManager(kernel_name="python3")
+        self.manager.kernel_spec.argv[0] = sys.executable
+        self.manager.start_kernel(cwd=str(folder), env=env)
+        self._connect()
+
+    def _connect(self) -> None:
+        self.client = self.manager.blocking_client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=SECONDS)
+
+    def run(self, code: str, interrupt_at: str = "") -> str:
+        """Return what a cell prints, or the name of its error."""
+        asked = self.client.execute(code)
+        printed = ""
+        while True:
+            message = self.client.get_iopub_msg(timeout=SECONDS)
+            if message["parent_header"].get("msg_id") != asked:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "error":
+                printed = content["ename"]
+            elif kind == "stream":
+                printed += content["text"]
+                if interrupt_at and interrupt_at in printed:
+                    interrupt_at = ""
+                    self.manager.interrupt_kernel()
+            elif kind == "status" and content["execution_state"] == "idle":
+                return printed
+
+    def restart(self) -> None:
+        self.client.stop_channels()
+        self.manager.restart_kernel()
+        self._connect()
+
+    def end(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path)
+    yield kernel
+    kernel.end()
+
+
+@pytest.mark.slow
+def test_a_notebook_may_define_interrupt_reload_and_restart(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    assert kernel.run(BEGIN + NET + WRAP) == ""
+    first = int(kernel.run("print(total(1))"))
+
+    # cells that are run again
+    assert kernel.run("SCALE = 2\ntotal(2)") == ""
+    again = "Net.forward = lambda self, x: self.linear(x) * (SCALE + 1)\ntotal(3)"
+    assert kernel.run(again) == ""
+    assert kernel.run(NET.replace("* SCALE", "* (SCALE + 3)") + "total(2)") == ""
+    second = int(kernel.run(f"{WRAP}\nprint(total(4))"))
+    assert wait_until_gone([first], SECONDS) == []  # its wrapper's name was taken
+
+    # cells that are interrupted
+    for where in ("forward", "backward"):
+        cell = f"model.module.where = {where!r}\ntotal(4)"
+        assert kernel.run(cell, interrupt_at="busy") == "KeyboardInterrupt"
+        assert kernel.run("model.module.where = ''\ntotal(4)") == ""
+    second = int(kernel.run("print(total(4))"))
+
+    # a module that is edited and reloaded
+    text = "SCALE = 3\n\ndef bend(x):\n    return x * SCALE\n"
+    (tmp_path / "bending.py").write_text(text)
+    assert kernel.run("sys.dont_write_bytecode = True\nimport importlib, bending") == ""
+    cell = "Net.forward = lambda self, x: bending.bend(self.linear(x))\n"
+    assert kernel.run(cell + "model.module = Net()\ntotal(3)") == ""
+    (tmp_path / "bending.py").write_text(text.replace("3", "5").replace("*", "* 2 *"))
+    assert kernel.run("importlib.reload(bending)\ntotal(10)") == ""
+
+    # the kernel's end
+    last = int(kernel.run("print(total(10))"))
+    assert is_running(last)
+    kernel.restart()
+    assert wait_until_gone([second, last], SECONDS) == []
+    assert kernel.run(BEGIN + NET + WRAP + "\ntotal(1)") == ""
+    only = int(kernel.run("print(total(1))"))
+    kernel.manager.signal_kernel(signal.SIGKILL)
+    assert wait_until_gone([only], SECONDS) == []
