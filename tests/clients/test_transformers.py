@@ -1,10 +1,21 @@
-"""transformers' Trainer under torchrun."""
+"""transformers' Trainer under torchrun, and alone with replicas of its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from launches import by_torchrun, check_equal, check_resumes, needs, run
+from launches import (
+    DEADLINE_SECONDS,
+    HERE,
+    alone,
+    by_torchrun,
+    check_equal,
+    check_resumes,
+    end_all,
+    needs,
+    run,
+    start,
+)
 
 pytestmark = needs("accelerate", "transformers")
 PROGRAM = "transformers_trainer.py"
@@ -18,3 +29,20 @@ def test_the_trainer_trains_and_resumes_alike(tmp_path: Path) -> None:
     check_resumes(plain, ours)
     resume = ("--resume", ours.path)
     check_resumes(plain, run("torch", by_torchrun, PROGRAM, tmp_path / "back", *resume))
+
+
+def test_the_trainers_own_data_parallel_trains_as_the_plain_model(
+    tmp_path: Path,
+) -> None:
+    program = HERE / "programs" / "transformers_data_parallel.py"
+    (tmp_path / "watch").mkdir()
+    command = alone("paceline", program, ["--out", str(tmp_path / "run")])
+    process, mark = start(command, tmp_path)
+    try:
+        code = process.wait(DEADLINE_SECONDS)
+    finally:
+        left = end_all(mark)
+    text = (tmp_path / "output.txt").read_text()
+    assert code == 0, text
+    assert "alike by paceline._dp process" in text
+    assert not left

@@ -1,0 +1,434 @@
+"""What torch's own tests of DataParallel pin, with replicas on the CPU.
+
+The table in this folder's README says which test of torch each stands for, and which
+are found elsewhere.
+"""
+
+import gc
+import inspect
+import io
+import warnings
+from typing import NamedTuple
+
+import paceline
+import pytest
+import torch
+from replicas import (
+    Twin,
+    assert_same,
+    integer_weights,
+    integers,
+    loss_of,
+    net,
+    reals,
+    smooth_net,
+    step,
+)
+from torch import nn
+
+CPU = torch.device("cpu")
+TWO = ["cpu", "cpu"]
+
+
+def bare(module=None, **options):
+    """Return a wrapper of which only the methods made for subclasses are used."""
+    module = net() if module is None else module
+    return paceline.DataParallel(module, TWO, engine="thread", **options)
+
+
+# ---- scatter and gather -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_scatter_and_gather_are_differentiable_twice(dim):
+    ours = bare(dim=dim)
+    whole = reals(4, 6).requires_grad_()
+    parts = [reals(2, 3).requires_grad_(), reals(2, 3, seed=1).requires_grad_()]
+
+    def scatter(x):
+        return tuple(args[0] for args in ours.scatter((x,), {}, TWO)[0])
+
+    def gather(*xs):
+        return ours.gather(list(xs), CPU)
+
+    for function, inputs in ((scatter, [whole]), (gather, parts)):
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+    assert torch.equal(torch.cat(scatter(whole), dim), whole)
+    assert torch.equal(gather(*parts), torch.cat(parts, dim))
+
+
+def test_parts_of_a_batch_are_views_of_it():
+    x = integers(5, 2)
+    (first,), (second,) = bare().scatter((x,), {}, TWO)[0]
+    assert first._base is x
+    assert second._base is x
+    before = second._version
+    first.add_(1)
+    assert second._version == before + 1 == x._version
+
+
+def test_memory_formats_pass_through_scatter_and_gather():
+    x = integers(5, 4, 3, 3).to(memory_format=torch.channels_last)
+    ours = bare()
+    parts = [args[0] for args in ours.scatter((x,), {}, TWO)[0]]
+    assert all(p.is_contiguous(memory_format=torch.channels_last) for p in parts)
+    whole = ours.gather(parts, CPU)
+    assert whole.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(whole, x)
+    mixed = ours.gather([parts[0], parts[1].contiguous()], CPU)
+    assert torch.equal(mixed, x)
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+def test_named_tuples_come_apart_and_together_again():
+    pair = Pair(integers(5, 2), {"c": integers(5)})
+    ours = bare()
+    parts = [args[0] for args in ours.scatter((pair,), {}, TWO)[0]]
+    assert [type(part) for part in parts] == [Pair, Pair]
+    assert [part.b["c"].shape for part in parts] == [(3,), (2,)]
+    assert_same(ours.gather(parts, CPU), pair)
+
+
+def test_numbers_without_dimensions_become_a_vector_with_a_warning():
+    losses = [torch.tensor(2.0), torch.tensor(3.0)]
+    with pytest.warns(UserWarning, match="will instead unsqueeze and return a vector"):
+        vector = bare().gather(losses, CPU)
+    assert vector.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "words"),
+    [
+        ([{"a": 1}, {"a": 1, "b": 2}], ValueError, "keys"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], ValueError, "shape"),
+        ([torch.ones(2), torch.ones(2, 2)], ValueError, "shape"),
+        ([(torch.ones(1),), (torch.ones(1),) * 2], ValueError, "entries"),
+        ([torch.ones(1), None], TypeError, "None on replica 1"),
+    ],
+    ids=["keys", "columns", "dimensions", "entries", "types"],
+)
+def test_outputs_that_do_not_match_are_refused(outputs, error, words):
+    with pytest.raises(error, match=words):
+        bare().gather(outputs, CPU)
+
+
+# ---- replicate and parallel_apply ---------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+def test_replicas_compute_the_same_and_have_buffers_of_their_own():
+    ours = bare(Normed().double().eval())
+    replicas = ours.replicate(ours.module, TWO)
+    assert replicas[0] is ours.module
+    x = integers(4, 3)
+    assert torch.equal(replicas[0](x), replicas[1](x))
+    names = [name for name, _ in ours.module.named_buffers()]
+    assert [name for name, _ in replicas[1].named_buffers()] == names
+    for mine, theirs in zip(replicas[1].buffers(), ours.module.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.data_ptr() != theirs.data_ptr()
+
+
+def test_replicas_can_be_saved_and_loaded():
+    ours = bare()
+    x = integers(4, 3)
+    for replica in ours.replicate(ours.module, TWO):
+        file = io.BytesIO()
+        torch.save(replica, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(x), ours.module(x))
+
+
+@pytest.mark.parametrize("as_tuples", [False, True])
+def test_parallel_apply_takes_tuples_and_bare_tensors(as_tuples):
+    x = integers(4, 3)
+    inputs = [(x,), (x + 1,)] if as_tuples else [x, x + 1]
+    with bare() as ours:
+        outputs = ours.parallel_apply([net(), net(1)], inputs, None)
+        again = ours.parallel_apply([net(), net(1)], inputs, [None, {}])
+    assert_same(outputs, [net()(x), net(1)(x + 1)])
+    assert_same(again, outputs)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_parallel_apply_runs_in_the_autocast_of_the_caller(is_enabled):
+    layers = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    x = torch.ones(4, 3)
+    with bare() as ours, torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+        outputs = [ours.parallel_apply(layers, [x, x], None) for _ in range(3)]
+    expected = torch.bfloat16 if is_enabled else torch.float32
+    assert {one.dtype for pair in outputs for one in pair} == {expected}
+
+
+class Failing(nn.Module):
+    def forward(self, x):
+        raise KeyError("a key")
+
+
+def test_parallel_apply_raises_what_a_replica_raises():
+    x = integers(4, 3)
+    with bare() as ours, pytest.raises(KeyError) as caught:
+        ours.parallel_apply([net(), Failing()], [x, x], None)
+    words = str(caught.value)
+    assert words.startswith("Caught KeyError in replica 1 on device cpu.\nOriginal")
+    assert "raise KeyError" in words
+
+
+@pytest.mark.parametrize("kwargs", [[{}], [{}] * 3])
+def test_parallel_apply_drops_no_replica(kwargs):
+    x = integers(4, 3)
+    with bare() as ours, pytest.raises(ValueError, match=r"shorter|longer"):
+        ours.parallel_apply([net(), net()], [x, x], kwargs)
+
+
+# ---- a whole step -------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Takes tensors, a number, and a tensor that may be absent."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = integer_weights(nn.Linear(3, 2)), net(1)
+
+    def forward(self, x, y, number, shift=None):
+        out = self.first(x) * number + self.last(y)
+        return out if shift is None else out + shift
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_several_inputs_give_the_plain_gradients(wrap, n):
+    x, y, shift = (
+        integers(7, 3),
+        integers(7, 3, seed=1),
+        integers(7, 2).requires_grad_(),
+    )
+    twin = Twin(wrap, Several(), n)
+    twin.step(lambda model, x, y: loss_of(model(x, y, 3.0)), x, y)
+    twin.step(lambda model, x, y, s: loss_of(model(x, y, 2.0, shift=s)), x, y, shift)
+    twin.step(lambda model, x, y, s: loss_of(model(x, y, 2.0, s)), x, y, shift)
+
+
+@pytest.mark.parametrize("empty", [[], {}, ()], ids=["list", "dict", "tuple"])
+def test_empty_containers_may_stand_beside_a_tensor(wrap, empty):
+    twin = Twin(wrap, Optional())
+    twin.step(lambda model, x: loss_of(model(x=x, extra=empty)), integers(7, 3))
+    twin.step(lambda model, x: loss_of(model(x=x)), integers(7, 3, seed=1))
+
+
+class Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, *, x, extra=None):
+        assert not extra
+        return self.layers(x)
+
+
+class Flattening(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.cell = nn.LSTM(3, 4, 2, batch_first=True).double()
+
+    def forward(self, x):
+        self.cell.flatten_parameters()
+        return self.cell(x)[0]
+
+
+def test_a_recurrent_net_may_flatten_its_weights_in_forward(wrap):
+    twin = Twin(wrap, Flattening())
+    with torch.no_grad():
+        twin.compare(lambda model, x: model(x), reals(5, 6, 3), exact=False)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in twin.models]
+    twin.step(step, reals(5, 6, 3), exact=False)
+    for optimizer in optimizers:
+        optimizer.step()
+    twin.zero()
+    twin.step(step, reals(5, 6, 3), exact=False)
+
+
+class Lists(nn.Module):
+    """Keeps its parameters in lists and dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.some = nn.ParameterList([integers(3, seed=1), integers(3, seed=2)])
+        self.named = nn.ParameterDict({"a": integers(3, seed=3)})
+
+    def forward(self, x):
+        assert len(self.some) == 2
+        assert list(self.named) == ["a"]
+        assert len(list(self.parameters())) == 3
+        return x * self.some[0] * self.some[1] + self.named["a"]
+
+
+def test_lists_and_dicts_of_parameters_are_there_in_every_replica(wrap):
+    twin = Twin(wrap, Lists())
+    twin.step(step, integers(7, 3))
+
+
+class Zeroing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x):
+        self.layers.zero_grad()
+        return self.layers(x)
+
+
+def test_gradients_may_be_zeroed_in_forward(wrap):
+    """Replica 0 does it; a replica that shares the process says that it does not."""
+    twin = Twin(wrap, Zeroing())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(2):
+            twin.step(step, integers(7, 3, seed=seed))
+    said = [str(w.message) for w in caught if "zero_grad" in str(w.message)]
+    assert bool(said) == (wrap.engine == "thread")
+    assert all("has no effect" in words for words in said)
+
+
+class Casting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_a_forward_may_switch_autocast_on_itself(wrap):
+    ours = wrap(Casting())
+    for _ in range(2):
+        assert ours(torch.ones(4, 3)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "form", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels"]
+)
+def test_gradients_have_the_layout_of_the_plain_ones(wrap, form):
+    layers = [nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, (1, 3), padding=1)]
+    module = integer_weights(nn.Sequential(*layers)).to(memory_format=form)
+    twin = Twin(wrap, module)
+    twin.step(step, integers(5, 4, 6, 6).to(memory_format=form))
+    for mine, theirs in zip(twin.inner.parameters(), module.parameters(), strict=True):
+        assert mine.grad.stride() == theirs.grad.stride()
+        assert mine.stride() == theirs.stride()
+
+
+def test_forwards_leave_no_cycles_of_references(wrap):
+    ours = wrap(net())
+    x = integers(7, 3)
+    for _ in range(2):
+        loss_of(ours(x)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        loss_of(ours(x)).backward()
+        ours(x)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+# ---- modules of other makes ---------------------------------------------------------
+
+
+def test_a_parameter_elsewhere_is_refused_before_anything_runs(wrap):
+    ours = wrap(net())
+    x = integers(7, 3)
+    ours(x)
+    ours.module[2].to("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        ours(x)
+    with pytest.raises(RuntimeError, match=r"found one of them on device: meta"):
+        paceline.data_parallel(ours.module, x, TWO)
+
+
+def test_a_module_that_torch_fx_made_trains(wrap):
+    twin = Twin(wrap, torch.fx.symbolic_trace(net()))
+    twin.step(step, integers(7, 3))
+
+
+class Observed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.watch = torch.ao.quantization.MinMaxObserver()
+        self.quantize = torch.ao.quantization.default_fake_quant()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.quantize(self.layer(self.watch(x)))
+
+
+def test_observers_see_the_rows_of_the_first_replica(wrap):
+    ours = wrap(Observed())
+    before = {name: id(b) for name, b in ours.module.named_buffers()}
+    x = torch.arange(21.0).reshape(7, 3)
+    x[6] = 100
+    for _ in range(2):
+        ours(x).sum().backward()
+    assert {name: id(b) for name, b in ours.module.named_buffers()} == before
+    assert ours.module.watch.max_val == 11
+    assert ours.module.quantize.scale != 1
+
+
+# ---- what others make of a wrapper --------------------------------------------------
+
+
+class Outer(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_functional_call_refuses_the_wrapper_and_works_round_it(wrap):
+    ours = wrap(net())
+    plain, outer = Outer(net()), Outer(ours)
+    x = integers(7, 3)
+    ours(x)
+    with pytest.raises(RuntimeError, match="The stateless API can't be used with nn"):
+        torch.func.functional_call(ours, {}, (x,))
+    weights = [torch.full((4, 3), 2.0).double().requires_grad_() for _ in range(2)]
+    a = torch.func.functional_call(plain, {"inner.0.weight": weights[0]}, (x,))
+    b = torch.func.functional_call(outer, {"inner.module.0.weight": weights[1]}, (x,))
+    for out in (a, b):
+        loss_of(out).backward()
+    assert_same([b, weights[1].grad], [a, weights[0].grad])
+    assert ours.module[0].weight.grad is None
+    for model in (plain, outer):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    assert_same(
+        [p.grad for p in ours.module.parameters()],
+        [p.grad for p in plain.parameters()],
+    )
+
+
+def test_the_exporter_of_onnx_says_to_unwrap_the_module():
+    ours = bare(smooth_net())
+    has_two = "dynamo" in inspect.signature(torch.onnx.export).parameters
+    options = {"dynamo": False} if has_two else {}
+    with pytest.raises(ValueError, match="DataParallel is not supported by ONNX"):
+        torch.onnx.export(ours, (reals(4, 3),), io.BytesIO(), **options)
