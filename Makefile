@@ -85,7 +85,7 @@ test: c-test py-test ## C tests, doctests, and the Python suite
 # pytest's 5 says that there is no doctest, which is no failure.
 py-test: $(INSTALLED) ## doctests and the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) -m pytest -q --doctest-modules --pyargs paceline || [ $$? -eq 5 ]
-	$(PY) -m pytest -n $(JOBS) --dist loadfile \
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --max-worker-restart=0 \
 	    $(wildcard tests/unit tests/parity tests/ranks tests/clients) $(PYTEST_FLAGS)
 
 # The C tests come in flavours.  Each source is compiled once a flavour, into
