@@ -9,6 +9,7 @@ lead to the replica's own parts.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -117,6 +118,7 @@ def _fill(
         if child is not None:
             children[name] = copies[id(child)]
     held["_modules"] = children
+    held["zero_grad"] = _zero_nothing
     for name in _HOOKS:
         hooks = held.get(name)
         held[name] = hooks.copy() if hooks else OrderedDict()
@@ -127,6 +129,19 @@ def _fill(
                 held[name] = renewed
     if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
         copy._initialize()  # type: ignore[operator]
+
+
+def _zero_nothing(set_to_none: bool = True) -> None:
+    """Take the place of ``zero_grad`` in a replica: its gradients are replica 0's.
+
+    Two threads that set the gradient of one parameter to None at a time crash torch.
+    """
+    warnings.warn(
+        "Calling .zero_grad() in a replica of DataParallel has no effect: it has the "
+        "parameters of the module itself, whose own forward may zero them; better do "
+        "so before the forward",
+        stacklevel=2,
+    )
 
 
 def _fill_script(
