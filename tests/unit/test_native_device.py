@@ -450,16 +450,16 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
     def counts():
         gc.collect()
         kinds = (_native.Device, _native.World, _native.Reducer)
-        objects = len(gc.get_objects()) // 500
-        return [sys.getrefcount(kind) for kind in kinds], objects
+        return [sys.getrefcount(kind) for kind in kinds], len(gc.get_objects())
 
     for _ in range(3):
         make()
     assert fake().fake_live_objects() == 0
-    before = counts()
+    kinds, n_objects = counts()
     for _ in range(200):
         make()
-    assert counts() == before
+    assert counts()[0] == kinds
+    assert counts()[1] < n_objects + 100  # Python itself makes some now and then
     assert fake().fake_live_objects() == 0
 
 
