@@ -298,7 +298,7 @@ class Code:
         if is_deep:
             self._walk()
         elif roots:
-            self._take()
+            self._take(spots, dicts)
         return reads
 
     def _changed_inside(self, spots: Sequence[int], dicts: Sequence[int]) -> list[Any]:
@@ -341,12 +341,13 @@ class Code:
         if (spots or dicts) and self._has_made(spots, dicts):
             self._walk()
         else:
-            self._take()
+            self._take(spots, dicts)
 
-    def _take(self) -> None:
-        if self._spots.differing():
+    def _take(self, spots: Sequence[int], dicts: Sequence[int]) -> None:
+        """Take what differs, as was found just now, for what replicas know."""
+        if spots:
             self._spots.accept()
-        if self._mirror.differing():
+        if dicts:
             self._mirror.accept()
         if self._tensors:
             self._tensors = [(x, x._version, root) for x, _, root in self._tensors]
