@@ -69,24 +69,33 @@ bench-dp: $(INSTALLED) ## DataParallel alone
 	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
 # Compiled as in the extension: without what the tests add.
-.PHONY: bench-words
-bench-words: ## what the words in shared memory cost a rank
+.PHONY: bench-counters
+bench-counters: ## what the counters in shared memory cost a rank
 	@mkdir -p $(BUILD)
-	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/words.c \
-	    $(wildcard csrc/core/*.c csrc/backend/*.c csrc/comm/*.c) \
-	    -o $(BUILD)/bench-words -pthread -lm -ldl
-	$(BUILD)/bench-words
+	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/counters.c \
+	    $(C_SOURCES) \
+	    -o $(BUILD)/bench-counters -pthread -lm -ldl
+	$(BUILD)/bench-counters
 
 # ---- tests ---------------------------------------------------------------------
 
 .PHONY: test py-test
-test: c-test py-test ## C tests, doctests, and the Python suite
+test: c-test py-test ## C tests and the Python suite
 
-# pytest's 5 says that there is no doctest, which is no failure.
-py-test: $(INSTALLED) ## doctests and the Python suite (PYTEST_FLAGS="-k bucket")
-	$(PY) -m pytest -q --doctest-modules --pyargs paceline || [ $$? -eq 5 ]
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --max-worker-restart=0 \
-	    $(wildcard tests/unit tests/parity tests/ranks tests/clients) $(PYTEST_FLAGS)
+# In this order, the longest files first: the last ones keep all workers at work.
+py-test: $(INSTALLED) ## the Python suite (PYTEST_FLAGS="-k bucket")
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	    --max-worker-restart=0 \
+	    $(wildcard tests/clients tests/ranks tests/parity tests/unit) $(PYTEST_FLAGS)
+
+.PHONY: fuzz
+fuzz: $(INSTALLED) ## random programs by torch's class and by ours (FUZZ=5000)
+	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q tests/parity/test_differential_programs.py
+
+# The seed is printed; FUZZ_FLAGS="--programs 50 --seed 7" draws those programs again.
+.PHONY: fuzz-dp
+fuzz-dp: $(INSTALLED) ## random programs with DataParallel and without, compared
+	$(PY) tests/parity/drawn_programs.py $(FUZZ_FLAGS)
 
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
@@ -98,7 +107,8 @@ FLAGS_tsan   := -O1 -g -fno-omit-frame-pointer -fsanitize=thread
 
 C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS \
 	-DPLI_FATBIN_PATH='"tests/c/fake/fake.fatbin"'
-C_SOURCES := $(wildcard csrc/core/*.c csrc/backend/*.c csrc/comm/*.c)
+# All of csrc/ but the binding, which needs Python.
+C_SOURCES := $(filter-out csrc/python/%, $(wildcard csrc/*/*.c))
 C_TESTS   := $(wildcard tests/c/test_*.c)
 C_HELPERS := $(filter-out $(C_TESTS), $(wildcard tests/c/*.c))
 C_FAKES   := $(wildcard tests/c/fake/*.c)
@@ -157,8 +167,8 @@ sanitize: ## the C tests under ASan with UBSan, and under TSan
 
 # ---- lint ----------------------------------------------------------------------
 
-C_ALL   := $(wildcard csrc/*/*.c)
-C_TEXT  := $(wildcard csrc/*/*.[ch] csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch])
+C_ALL   := $(wildcard csrc/*/*.c csrc/*/*/*.c)
+C_TEXT  := $(C_ALL) $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch])
 PY_DIRS := setup.py $(wildcard python tests notebooks)
 
 .PHONY: lint format lint-rules lint-python lint-c lint-tidy
@@ -179,7 +189,7 @@ lint-c: $(DEPENDENCIES)
 	$(BIN)/clang-format --dry-run -Werror $(C_TEXT)
 	$(BIN)/cppcheck -q -j$(JOBS) --std=c11 --library=python --inline-suppr \
 	    --error-exitcode=1 \
-	    --enable=warning,portability,performance --suppress=missingIncludeSystem \
+	    --enable=warning,portability,performance --suppress=missingIncludeSystem -Icsrc \
 	    $(C_ALL)
 
 # clang-tidy reads csrc/compile_flags.txt by itself.

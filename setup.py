@@ -1,4 +1,4 @@
-"""Builds the one extension, `paceline._native`, from the layers under csrc/.
+"""Builds the one extension, `paceline._native`, from the folders of csrc/.
 
 What a package tool must know stands in pyproject.toml; here is only what needs code.
 The kernels for GPUs are compiled by nvcc, where there is one: by CUDA_HOME, by
@@ -27,7 +27,6 @@ import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-LAYERS = ("core", "backend", "comm", "python")
 CSRC = Path("csrc")  # setuptools runs this file from its own folder
 
 cflags = CSRC.joinpath("compile_flags.txt").read_text().split()
@@ -116,7 +115,7 @@ class BuildInParallel(build_ext):
         fatbin = None
 
         def own_flags(source):
-            if source.parent.name == "python":
+            if "python" in source.parts:
                 return PYTHON_FLAGS
             if source.name == "kernels_image.c" and (path := fatbin.result()):
                 return [f'-DPLI_FATBIN_PATH="{path}"']
@@ -142,7 +141,7 @@ class BuildInParallel(build_ext):
 
 native = Extension(
     "paceline._native",
-    sources=sorted(str(p) for layer in LAYERS for p in CSRC.glob(f"{layer}/*.c")),
+    sources=sorted(str(p) for p in CSRC.rglob("*.c")),
     depends=sorted(str(p) for p in CSRC.rglob("*") if p.is_file()),
     extra_compile_args=cflags + extra,
     extra_link_args=["-pthread", "-lm", "-ldl", *extra],

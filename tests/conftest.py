@@ -1,8 +1,26 @@
 """Makes `support` importable by every test, and by the ranks that tests start."""
 
+import gc
 import sys
 from pathlib import Path
+
+import pytest
 
 _TESTS = str(Path(__file__).parent)
 if _TESTS not in sys.path:
     sys.path.insert(0, _TESTS)
+
+
+def pytest_collection_finish(session):
+    """Leave what the imports have made, most of it torch's, out of all collections."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def forked_workers():
+    """Start the file's worker processes by fork, in milliseconds."""
+    from support import forked_workers
+
+    with forked_workers.forked_workers():
+        yield

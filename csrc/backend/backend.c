@@ -1,34 +1,31 @@
-/* backend.c - what no kind of memory takes. */
+/* backend.c - what is the same for every kind of memory. */
 #include "backend.h"
 
-static int is_real_float(pl_dtype dtype)
-{
-    return dtype >= PL_F16 && dtype <= PL_F64;
-}
-
-pl_status pli_backend_check_casts(const pl_cast *casts, size_t n_casts)
+pl_status pli_backend_check_ranges(const pl_rank_ranges *ranges)
 {
     pl_status st = PL_OK;
-    for (size_t i = 0; i < n_casts; i++)
-        if (!is_real_float(casts[i].from_dtype) || !is_real_float(casts[i].to_dtype))
-            PL_FAIL(PL_EINVAL, "no cast from %s to %s: floating point alone is cast",
-                    pl_dtype_text(casts[i].from_dtype),
-                    pl_dtype_text(casts[i].to_dtype));
+    if (ranges->n_ranks < 1 || ranges->n_ranks > PL_MAX_RANKS)
+        PL_FAIL(PL_EINVAL, "ranges of %d ranks, but 1 to %d can be summed",
+                ranges->n_ranks, PL_MAX_RANKS);
+    if (ranges->dtype < PL_F16)
+        PL_FAIL(PL_EINVAL, "ranges of %s: only floating point is summed",
+                pl_dtype_text(ranges->dtype));
+    if (ranges->reduction != PL_SUM && ranges->reduction != PL_MEAN)
+        PL_FAIL(PL_EINVAL, "ranges are reduced to sums and means alone");
 done:
     return st;
 }
 
-pl_status pli_backend_check_slots(const pl_slots *slots)
+pl_status pli_backend_await(pl_backend *backend, pl_event *event, pli_backoff *backoff,
+                            const char *what)
 {
     pl_status st = PL_OK;
-    if (slots->n_ranks < 1 || slots->n_ranks > PL_MAX_RANKS)
-        PL_FAIL(PL_EINVAL, "slots of %d ranks, but 1 to %d can be summed",
-                slots->n_ranks, PL_MAX_RANKS);
-    if (slots->dtype < PL_F16)
-        PL_FAIL(PL_EINVAL, "slots of %s: only floating point is summed",
-                pl_dtype_text(slots->dtype));
-    if (slots->reduction != PL_SUM && slots->reduction != PL_MEAN)
-        PL_FAIL(PL_EINVAL, "slots are reduced to sums and means alone");
+    int is_done = 0;
+    PL_TRY(backend->ops->event_is_done(backend, event, &is_done));
+    while (!is_done) {
+        PL_TRY(pli_backoff_pause(backoff, what));
+        PL_TRY(backend->ops->event_is_done(backend, event, &is_done));
+    }
 done:
     return st;
 }

@@ -1,4 +1,8 @@
-/* backend.h - the table behind which a kind of memory stands.
+/* backend.h - backend/: memory of one kind, and arithmetic on it, behind one table.
+ *
+ *     comm, nccl, reducer, python
+ *       \--> pl_backend: cpu (cpu_sum, cpu_scale), cuda (driver, kernels)
+ *              \--> core
  *
  * The reducer moves gradients only through this table.  A move names many tensors
  * at once, so that a device can do a bucket in one launch, and the stream that
@@ -8,7 +12,7 @@
 #ifndef PLI_BACKEND_H
 #define PLI_BACKEND_H
 
-#include "../core/status.h"
+#include "core/backoff.h"
 
 /* A CUstream behind an opaque name.  NULL: the CPU, or a GPU's legacy default stream.
  */
@@ -24,19 +28,10 @@ typedef struct pl_move {
     size_t n_elems;
 } pl_move;
 
-/* The same, of another type on either side: to = from * scale, in float32 (in float64
- * where either is that), rounded once, to nearest even.  Floating point alone. */
-typedef struct pl_cast {
-    void *to;
-    const void *from;
-    pl_dtype to_dtype;
-    pl_dtype from_dtype;
-    size_t n_elems;
-} pl_cast;
-
-/* Several ranks' ranges, one after another in memory, to be reduced to one: in rank
- * order, 16-bit floats in float32, rounded once (as cpu_sum.h). */
-typedef struct pl_slots {
+/* Several ranks' ranges, one after another in memory or each at an address of its own,
+ * to be reduced to one: in rank order, 16-bit floats in float32, rounded once (as
+ * cpu_sum.h). */
+typedef struct pl_rank_ranges {
     void *to; /* may be one of the ranges */
     const void *from;
     size_t stride_bytes; /* from a rank's range to the next rank's */
@@ -44,7 +39,9 @@ typedef struct pl_slots {
     pl_dtype dtype;         /* floating point or complex */
     pl_reduction reduction; /* PL_SUM or PL_MEAN */
     size_t n_elems;
-} pl_slots;
+    const void *const *addresses; /* by rank, in place of `from`; NULL: as `from` says.
+                                   * PL_EUNSUPPORTED on a device. */
+} pl_rank_ranges;
 
 /* When a move is best made: as it comes, while it is in cache, or with all of its
  * bucket, in one launch. */
@@ -59,8 +56,7 @@ typedef struct pl_backend_ops {
     void (*free)(pl_backend *backend, void *memory);
     /* to = from, and to = to + from, on `stream`.  Moves to the very same place are
      * made in the order of `moves`; apart from that they may run side by side, so none
-     * may touch what another one of the call writes.  The same goes for scale and cast.
-     */
+     * may touch what another one of the call writes.  The same goes for scale. */
     pl_status (*copy)(pl_backend *backend, const pl_move *moves, size_t n_moves,
                       pl_stream *stream);
     pl_status (*add)(pl_backend *backend, const pl_move *moves, size_t n_moves,
@@ -69,13 +65,8 @@ typedef struct pl_backend_ops {
      */
     pl_status (*scale)(pl_backend *backend, const pl_move *moves, size_t n_moves,
                        int numerator, int denominator, pl_stream *stream);
-    pl_status (*cast)(pl_backend *backend, const pl_cast *casts, size_t n_casts,
-                      double scale, pl_stream *stream);
-    pl_status (*sum)(pl_backend *backend, const pl_slots *slots, pl_stream *stream);
-    /* Ors 1 into *flag, which is this backend's memory, where any element (of
-     * moves[].from) is infinite or no number. */
-    pl_status (*find_nonfinite)(pl_backend *backend, const pl_move *moves,
-                                size_t n_moves, uint32_t *flag, pl_stream *stream);
+    pl_status (*sum)(pl_backend *backend, const pl_rank_ranges *ranges,
+                     pl_stream *stream);
     pl_status (*event_create)(pl_backend *backend, pl_event **out);
     pl_status (*event_record)(pl_backend *backend, pl_event *event, pl_stream *stream);
     pl_status (*event_wait)(pl_backend *backend, pl_event *event, pl_stream *stream);
@@ -91,9 +82,12 @@ struct pl_backend {
     const pl_backend_ops *ops;
 };
 
-/* PL_EINVAL for what neither kind casts, or sums up. */
-pl_status pli_backend_check_casts(const pl_cast *casts, size_t n_casts) PL_MUST_USE;
-pl_status pli_backend_check_slots(const pl_slots *slots) PL_MUST_USE;
+/* Waits, on the host, until the event's last record is done. */
+pl_status pli_backend_await(pl_backend *backend, pl_event *event, pli_backoff *backoff,
+                            const char *what) PL_MUST_USE;
+
+/* PL_EINVAL for what neither kind sums up. */
+pl_status pli_backend_check_ranges(const pl_rank_ranges *ranges) PL_MUST_USE;
 
 /* Host memory, moved by the calling thread.  *out: the caller destroys it. */
 pl_status pli_cpu_backend_create(pl_backend **out) PL_MUST_USE;

@@ -6,10 +6,9 @@
  */
 #include <string.h>
 
-#include "../core/alloc.h"
-#include "../core/config.h"
 #include "backend.h"
-#include "cpu_cast.h"
+#include "core/alloc.h"
+#include "core/config.h"
 #include "cpu_scale.h"
 #include "cpu_sum.h"
 
@@ -93,48 +92,27 @@ static pl_status cpu_scale(pl_backend *backend, const pl_move *moves, size_t n_m
     return PL_OK;
 }
 
-static pl_status cpu_cast(pl_backend *backend, const pl_cast *casts, size_t n_casts,
-                          double scale, pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    (void)backend;
-    (void)stream;
-    PL_TRY(pli_backend_check_casts(casts, n_casts));
-    for (size_t i = 0; i < n_casts; i++)
-        pli_cpu_cast(&casts[i], scale);
-done:
-    return st;
-}
-
-static pl_status cpu_sum(pl_backend *backend, const pl_slots *slots, pl_stream *stream)
+static pl_status cpu_sum(pl_backend *backend, const pl_rank_ranges *ranges,
+                         pl_stream *stream)
 {
     pl_status st = PL_OK;
     const cpu_backend *self = (const cpu_backend *)backend;
     const void *in[PL_MAX_RANKS];
-    void *const out[1] = {slots->to};
+    void *const out[1] = {ranges->to};
     (void)stream;
-    PL_TRY(pli_backend_check_slots(slots));
-    for (int r = 0; r < slots->n_ranks; r++)
-        in[r] = (const char *)slots->from + (size_t)r * slots->stride_bytes;
-    self->sums->fn[slots->dtype][slots->reduction](
+    PL_TRY(pli_backend_check_ranges(ranges));
+    for (int r = 0; r < ranges->n_ranks; r++)
+        in[r] = ranges->addresses != NULL
+                    ? ranges->addresses[r]
+                    : (const char *)ranges->from + (size_t)r * ranges->stride_bytes;
+    self->sums->fn[ranges->dtype][ranges->reduction](
         &(pli_sum_args){.in = in,
-                        .n_in = slots->n_ranks,
+                        .n_in = ranges->n_ranks,
                         .out = out,
                         .n_out = 1,
-                        .n_elems = slots->n_elems});
+                        .n_elems = ranges->n_elems});
 done:
     return st;
-}
-
-static pl_status cpu_find_nonfinite(pl_backend *backend, const pl_move *moves,
-                                    size_t n_moves, uint32_t *flag, pl_stream *stream)
-{
-    (void)backend;
-    (void)stream;
-    for (size_t i = 0; i < n_moves; i++)
-        if (pli_cpu_has_nonfinite(&moves[i]))
-            *flag |= 1;
-    return PL_OK;
 }
 
 /* There is no event on the CPU: what a call did has happened when it returns. */
@@ -188,9 +166,7 @@ static const pl_backend_ops cpu_ops = {
     .copy = cpu_copy,
     .add = cpu_add,
     .scale = cpu_scale,
-    .cast = cpu_cast,
     .sum = cpu_sum,
-    .find_nonfinite = cpu_find_nonfinite,
     .event_create = cpu_event_create,
     .event_record = cpu_event_nothing,
     .event_wait = cpu_event_nothing,

@@ -1,16 +1,63 @@
 /* cpu_scale.c - elements widened to float64, scaled, and rounded back. */
 #include "cpu_scale.h"
 
-#include "cpu_half.h"
+#include <math.h>
 
-static void scale_half(uint16_t *data, size_t n, pli_half_format format,
-                       const int ratio[2])
+enum { SIGN = 0x8000, SIZE = 0x7fff };
+
+/* What tells one 16-bit float from another. */
+typedef struct half_format {
+    int n_fraction;   /* bits */
+    int least_normal; /* its exponent */
+} half_format;
+
+static const half_format f16 = {.n_fraction = 10, .least_normal = -14};
+static const half_format bf16 = {.n_fraction = 7, .least_normal = -126};
+
+static uint16_t infinity_of(half_format format)
+{
+    return (uint16_t)(SIZE >> format.n_fraction << format.n_fraction);
+}
+
+/* A finite one as a double, which holds it exactly. */
+static double widen(uint16_t bits, half_format format)
+{
+    const int size = bits & SIZE;
+    const int exponent = size >> format.n_fraction;
+    const int one = 1 << format.n_fraction;
+    const int fraction = size % one + (exponent > 0 ? one : 0);
+    const int above = exponent > 0 ? exponent - 1 : 0;
+    const double value =
+        ldexp(fraction, above + format.least_normal - format.n_fraction);
+    return copysign(value, bits & SIGN ? -1.0 : 1.0);
+}
+
+/* The nearest to a finite double, or the even one of two.  A fraction that rounds up to
+ * the next power of two carries into the exponent, and the largest exponent's carry is
+ * infinity. */
+static uint16_t round_off(double value, half_format format)
+{
+    const uint16_t sign = signbit(value) ? SIGN : 0;
+    const uint16_t infinity = infinity_of(format);
+    int exponent = 0;
+    (void)frexp(value, &exponent); /* value is in [0.5, 1) times 2 to that */
+    exponent--;
+    if (value == 0 || exponent < format.least_normal)
+        exponent = format.least_normal;
+    else if (exponent > -format.least_normal + 1)
+        return (uint16_t)(sign | infinity);
+    const double steps = nearbyint(ldexp(fabs(value), format.n_fraction - exponent));
+    const long bits =
+        ((long)(exponent - format.least_normal) << format.n_fraction) + (long)steps;
+    return (uint16_t)(sign | (bits < infinity ? (uint16_t)bits : infinity));
+}
+
+static void scale_half(uint16_t *data, size_t n, half_format format, const int ratio[2])
 {
     for (size_t i = 0; i < n; i++) {
-        if (pli_half_is_special(data[i], format))
+        if ((data[i] & SIZE) >= infinity_of(format))
             continue; /* infinities and NaNs stay what they are */
-        const double wide = pli_half_to_f64(data[i], format);
-        data[i] = pli_half_of_f64(wide * ratio[0] / ratio[1], format);
+        data[i] = round_off(widen(data[i], format) * ratio[0] / ratio[1], format);
     }
 }
 
@@ -32,8 +79,10 @@ void pli_cpu_scale(const pl_move *move, int numerator, int denominator)
     const size_t n = move->n_elems;
     switch (move->dtype) {
     case PL_F16:
+        scale_half(move->to, n, f16, ratio);
+        break;
     case PL_BF16:
-        scale_half(move->to, n, pli_half_format_of(move->dtype), ratio);
+        scale_half(move->to, n, bf16, ratio);
         break;
     case PL_F32:
         scale_f32(move->to, n, ratio);

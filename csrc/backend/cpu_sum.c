@@ -7,7 +7,7 @@
 
 #include <string.h>
 
-#include "../core/status.h"
+#include "core/status.h"
 #include "cpu_sum_tables.h"
 
 #if defined(__x86_64__)

@@ -9,13 +9,14 @@
  *             float32 with one rounding to nearest even at the end
  *   complex   as two floats
  *   integers  wrap around
- *   PL_MEAN   divides the sum by n_in, before that one rounding; by an exact
- *             multiplication where n_in is a power of two
+ *   PL_MEAN   multiplies each input by a power of two, so that no sum of finite
+ *             inputs overflows, and divides the sum by what is left of n_in, before
+ *             that one rounding
  */
 #ifndef PLI_CPU_SUM_H
 #define PLI_CPU_SUM_H
 
-#include "../include/paceline.h"
+#include "include/paceline.h"
 
 /* name, text for PACELINE_ISA, in rising order of preference */
 #define PLI_ISA_MAP(X)                                                                 \

@@ -17,13 +17,19 @@
 #ifndef PLI_CPU_SUM_BODY_H
 #define PLI_CPU_SUM_BODY_H
 
-/* What a reduction is: constants of each instance, but for the divisor. */
+/* What a reduction is: constants of each instance, but for the numbers.
+ *
+ * A mean must be finite where its inputs are.  So each input is first multiplied by the
+ * power of two that is 1/n or the next below: that is exact, so the mean has the bits
+ * that the sum divided by n would have.  Their sum is divided by what is left, which is
+ * 1 where n is a power of two.  (Numbers of fewer bits than normal ones may lose some.)
+ */
 typedef struct how {
     pl_dtype lane; /* never complex: that is two floats */
     pl_reduction reduction;
-    int is_exact; /* the divisor's inverse is a float: multiply by it */
-    float n;
-    float inverse;
+    int is_power; /* n is a power of two: no division is left */
+    float scale;
+    float divisor; /* n * scale: more than a half, up to 1 */
 } how;
 
 enum {
@@ -38,7 +44,7 @@ PLI_INLINE size_t step_bytes(how h)
     return is_widened ? PLI_V_BYTES : STEP_MAX_BYTES;
 }
 
-/* ---- bfloat16 ------------------------------------------------------------- */
+/* ---- bfloat16 ------------------------------------------------------------------- */
 
 /* The even elements become one vector of float32 and the odd ones the other, which
  * takes no shuffle, and bf16_store() puts them back. */
@@ -62,7 +68,7 @@ PLI_INLINE void bf16_store(unsigned char *p, pair v)
     v_store(p, (bf16_round(v.a) >> 16) | (bf16_round(v.b) & 0xffff0000u));
 }
 
-/* ---- one step ------------------------------------------------------------- */
+/* ---- one step ------------------------------------------------------------------- */
 
 PLI_INLINE pair load(how h, const unsigned char *p)
 {
@@ -128,22 +134,35 @@ PLI_INLINE pair join(how h, pair x, pair y)
     return (pair){v_add(h.lane, x.a, y.a), v_add(h.lane, x.b, y.b)};
 }
 
+PLI_INLINE v_u32 v_scale(how h, v_u32 x)
+{
+    return h.lane == PL_F64 ? (v_u32)((v_f64)x * (double)h.scale)
+                            : (v_u32)((v_f32)x * h.scale);
+}
+
 PLI_INLINE v_u32 v_divide(how h, v_u32 x)
 {
-    if (h.lane == PL_F64)
-        return h.is_exact ? (v_u32)((v_f64)x * (double)h.inverse)
-                          : (v_u32)((v_f64)x / (double)h.n);
-    return h.is_exact ? (v_u32)((v_f32)x * h.inverse) : (v_u32)((v_f32)x / h.n);
+    return h.lane == PL_F64 ? (v_u32)((v_f64)x / (double)h.divisor)
+                            : (v_u32)((v_f32)x / h.divisor);
+}
+
+/* A step of an input, as it is added. */
+PLI_INLINE pair take(how h, const unsigned char *p)
+{
+    const pair v = load(h, p);
+    if (h.reduction == PL_MEAN)
+        return (pair){v_scale(h, v.a), v_scale(h, v.b)};
+    return v;
 }
 
 PLI_INLINE pair finish(how h, pair x)
 {
-    if (h.reduction == PL_MEAN)
+    if (h.reduction == PL_MEAN && !h.is_power)
         return (pair){v_divide(h, x.a), v_divide(h, x.b)};
     return x;
 }
 
-/* ---- loops over whole steps ------------------------------------------------ */
+/* ---- loops over whole steps ----------------------------------------------------- */
 
 /* in[0] + in[1] -> out, and -> twin where that is not NULL. */
 PLI_INLINE void two_to_out(how h, const pli_sum_args *args, size_t at, size_t n_bytes,
@@ -153,7 +172,7 @@ PLI_INLINE void two_to_out(how h, const pli_sum_args *args, size_t at, size_t n_
     const unsigned char *y = (const unsigned char *)args->in[1] + at;
     unsigned char *out = (unsigned char *)args->out[0] + at;
     for (size_t i = 0; i < n_bytes; i += step_bytes(h)) {
-        const pair v = finish(h, join(h, load(h, x + i), load(h, y + i)));
+        const pair v = finish(h, join(h, take(h, x + i), take(h, y + i)));
         store(h, out + i, v);
         if (twin != NULL)
             store(h, twin + i, v);
@@ -170,15 +189,15 @@ PLI_INLINE void block_to_out(how h, const pli_sum_args *args, size_t at, size_t 
     const unsigned char *y = (const unsigned char *)args->in[1] + at;
     unsigned char *out = (unsigned char *)args->out[0] + at;
     for (size_t i = 0; i < n_steps; i++, x += step_bytes(h), y += step_bytes(h))
-        acc[i] = join(h, load(h, x), load(h, y));
+        acc[i] = join(h, take(h, x), take(h, y));
     for (int r = 2; r < last; r++) {
         x = (const unsigned char *)args->in[r] + at;
         for (size_t i = 0; i < n_steps; i++, x += step_bytes(h))
-            acc[i] = join(h, acc[i], load(h, x));
+            acc[i] = join(h, acc[i], take(h, x));
     }
     x = (const unsigned char *)args->in[last] + at;
     for (size_t i = 0; i < n_steps; i++, x += step_bytes(h))
-        store(h, out + i * step_bytes(h), finish(h, join(h, acc[i], load(h, x))));
+        store(h, out + i * step_bytes(h), finish(h, join(h, acc[i], take(h, x))));
 }
 
 /* A range shorter than a step. */
@@ -186,17 +205,17 @@ PLI_INLINE void rest_to_out(how h, const pli_sum_args *args, size_t at, size_t n
 {
     unsigned char pad[STEP_MAX_BYTES] = {0};
     memcpy(pad, (const unsigned char *)args->in[0] + at, n_bytes);
-    pair v = load(h, pad);
+    pair v = take(h, pad);
     for (int r = 1; r < args->n_in; r++) {
         memcpy(pad, (const unsigned char *)args->in[r] + at, n_bytes);
-        v = join(h, v, load(h, pad));
+        v = join(h, v, take(h, pad));
     }
     store(h, pad, finish(h, v));
     for (int k = 0; k < args->n_out; k++)
         memcpy((unsigned char *)args->out[k] + at, pad, n_bytes);
 }
 
-/* ---- a whole range --------------------------------------------------------- */
+/* ---- a whole range -------------------------------------------------------------- */
 
 /* The block that was just written, and is still in L1, to the other outputs. */
 static void copy_to_others(const pli_sum_args *args, size_t at, size_t n_bytes)
@@ -248,9 +267,11 @@ PLI_INLINE void reduce(how h, const pli_sum_args *args, size_t elem_bytes)
         copy_only_input(args, n_bytes);
         return;
     }
-    h.is_exact = (n_in & (n_in - 1)) == 0;
-    h.n = (float)n_in;
-    h.inverse = 1.0F / (float)n_in;
+    h.is_power = (n_in & (n_in - 1)) == 0;
+    h.scale = 1.0F;
+    while (h.scale * (float)n_in > 1.0F)
+        h.scale *= 0.5F;
+    h.divisor = h.scale * (float)n_in;
     if (n_in == 2 && args->n_out <= 2)
         reduce_two(h, args, n_bytes - n_rest);
     else
@@ -259,7 +280,7 @@ PLI_INLINE void reduce(how h, const pli_sum_args *args, size_t elem_bytes)
         rest_to_out(h, args, n_bytes - n_rest, n_rest);
 }
 
-/* ---- the table ------------------------------------------------------------- */
+/* ---- the table ------------------------------------------------------------------ */
 
 #define PLI_SUM_FN(name, lane, reduction, elem_bytes)                                  \
     static void name(const pli_sum_args *args)                                         \

@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
 #include "kernels.h"
 
 enum { CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 }; /* CUdevice_attribute */
@@ -58,7 +58,7 @@ static pli_cu_memory memory_as_cu(const void *memory)
     return (pli_cu_memory)(uintptr_t)memory;
 }
 
-/* ---- the context, in this thread ------------------------------------------------- */
+/* ---- the context, in this thread ------------------------------------------------ */
 
 /* Makes the context current; *is_pushed: and it was not. */
 static pl_status make_current(const cuda_backend *self, int *is_pushed)
@@ -104,7 +104,7 @@ void pli_cuda_leave(pl_backend *backend, const pli_cuda_scope *scope)
     give_back(self, scope->is_pushed);
 }
 
-/* ---- memory ---------------------------------------------------------------------- */
+/* ---- memory --------------------------------------------------------------------- */
 
 static pl_status cuda_alloc(pl_backend *backend, size_t n_bytes, void **out)
 {
@@ -176,7 +176,7 @@ done:
     return st;
 }
 
-/* ---- moves ----------------------------------------------------------------------- */
+/* ---- moves ---------------------------------------------------------------------- */
 
 /* Calls pli_kernels_`name`(kernels, ...) with the context current. */
 #define LAUNCH(backend, name, ...)                                                     \
@@ -208,24 +208,13 @@ static pl_status cuda_scale(pl_backend *backend, const pl_move *moves, size_t n_
     LAUNCH(backend, scale, moves, n_moves, numerator, denominator, stream);
 }
 
-static pl_status cuda_cast(pl_backend *backend, const pl_cast *casts, size_t n_casts,
-                           double scale, pl_stream *stream)
+static pl_status cuda_sum(pl_backend *backend, const pl_rank_ranges *ranges,
+                          pl_stream *stream)
 {
-    LAUNCH(backend, cast, casts, n_casts, scale, stream);
+    LAUNCH(backend, sum, ranges, stream);
 }
 
-static pl_status cuda_sum(pl_backend *backend, const pl_slots *slots, pl_stream *stream)
-{
-    LAUNCH(backend, sum, slots, stream);
-}
-
-static pl_status cuda_find_nonfinite(pl_backend *backend, const pl_move *moves,
-                                     size_t n_moves, uint32_t *flag, pl_stream *stream)
-{
-    LAUNCH(backend, find_nonfinite, moves, n_moves, flag, stream);
-}
-
-/* ---- order ----------------------------------------------------------------------- */
+/* ---- order ---------------------------------------------------------------------- */
 
 static pl_status cuda_event_create(pl_backend *backend, pl_event **out)
 {
@@ -324,7 +313,7 @@ done:
     return st;
 }
 
-/* ---- life ------------------------------------------------------------------------ */
+/* ---- life ----------------------------------------------------------------------- */
 
 /* Frees what there is of it; the driver's answers no longer matter. */
 static void tear_down(cuda_backend *self)
@@ -366,9 +355,7 @@ static const pl_backend_ops cuda_ops = {
     .copy = cuda_copy,
     .add = cuda_add,
     .scale = cuda_scale,
-    .cast = cuda_cast,
     .sum = cuda_sum,
-    .find_nonfinite = cuda_find_nonfinite,
     .event_create = cuda_event_create,
     .event_record = cuda_event_record,
     .event_wait = cuda_event_wait,
@@ -465,7 +452,7 @@ done:
     return st;
 }
 
-void pli_cuda_backend_hold(pl_backend *backend)
+void pli_cuda_backend_retain(pl_backend *backend)
 {
     (void)pthread_mutex_lock(&lock);
     as_cuda(backend)->n_users++;

@@ -27,7 +27,7 @@ pl_status pli_cuda_backend_create(const pli_cuda_options *options,
                                   pl_backend **out) PL_MUST_USE;
 
 /* Counts one more user in. */
-void pli_cuda_backend_hold(pl_backend *backend);
+void pli_cuda_backend_retain(pl_backend *backend);
 
 int pli_cuda_device(const pl_backend *backend);
 

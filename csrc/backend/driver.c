@@ -16,8 +16,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../core/alloc.h"
-#include "../core/config.h"
+#include "core/alloc.h"
+#include "core/config.h"
 
 enum { LEGACY_STREAM = 1 }; /* stream 0 is the one that waits for all others */
 enum { MAX_SYMBOL = 64 };
@@ -79,13 +79,13 @@ static void *find(const finder *self, const char *name, int version)
     return found != NULL ? found : dlsym(self->library, name);
 }
 
-/* In words: the driver's, where it has some. */
-static const char *words_of(const pli_driver *driver, pli_cu_result result)
+/* The driver's text of a result, where it has one. */
+static const char *error_text(const pli_driver *driver, pli_cu_result result)
 {
-    const char *words = NULL;
-    if (driver->cuGetErrorString(result, &words) != 0 || words == NULL)
-        return "an error that the driver has no words for";
-    return words;
+    const char *text = NULL;
+    if (driver->cuGetErrorString(result, &text) != 0 || text == NULL)
+        return "an error that the driver has no text for";
+    return text;
 }
 
 static pl_status resolve(void *library, const char *path, pli_driver *out)
@@ -134,7 +134,7 @@ static pl_status start(const opened *self)
         PL_FAIL(PL_EUNSUPPORTED,
                 "the CUDA driver does not start: %s (CUDA error %d); does `nvidia-smi` "
                 "work here?",
-                words_of(driver, result), result);
+                error_text(driver, result), result);
 done:
     return st;
 }
@@ -199,5 +199,6 @@ pl_status pli_driver_check(const pli_driver *driver, pli_cu_result result,
     if (result == 0)
         return PL_OK;
     return pli_fail(result == PLI_CU_OUT_OF_MEMORY ? PL_ENOMEM : PL_ESYS,
-                    "%s: %s (CUDA error %d)", doing, words_of(driver, result), result);
+                    "%s: %s (CUDA error %d)", doing, error_text(driver, result),
+                    result);
 }

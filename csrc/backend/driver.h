@@ -7,7 +7,7 @@
 #ifndef PLI_DRIVER_H
 #define PLI_DRIVER_H
 
-#include "../core/status.h"
+#include "core/status.h"
 
 typedef int pli_cu_result; /* CUresult; 0: success */
 typedef int pli_cu_device;
@@ -52,10 +52,6 @@ typedef struct CUfunc_st *pli_cu_function;
       (pli_cu_memory to, const void *from, size_t n_bytes, pli_cu_stream stream))      \
     X(cuMemcpyDtoHAsync, 3020,                                                         \
       (void *to, pli_cu_memory from, size_t n_bytes, pli_cu_stream stream))            \
-    X(cuMemcpyDtoDAsync, 3020,                                                         \
-      (pli_cu_memory to, pli_cu_memory from, size_t n_bytes, pli_cu_stream stream))    \
-    X(cuMemsetD8Async, 3020,                                                           \
-      (pli_cu_memory to, unsigned char value, size_t n_bytes, pli_cu_stream stream))   \
     X(cuModuleLoadData, 2000, (pli_cu_module * out, const void *image))                \
     X(cuModuleUnload, 2000, (pli_cu_module module))                                    \
     X(cuModuleGetFunction, 2000,                                                       \
@@ -88,7 +84,7 @@ enum {
 pl_status pli_driver_open(const char *path, const pli_driver **out) PL_MUST_USE;
 
 /* Turns a result into a status: PL_ENOMEM for out of memory, else PL_ESYS, with the
- * driver's words and what was being done. */
+ * driver's text and what was being done. */
 pl_status pli_driver_check(const pli_driver *driver, pli_cu_result result,
                            const char *doing) PL_MUST_USE;
 

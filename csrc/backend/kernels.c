@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
 #include "kernels_image.h"
 #include "kernels_nvrtc.h"
 #include "kernels_table.h"
@@ -19,9 +19,7 @@
 #define KIND_MAP(X)                                                                    \
     X(COPY, "copy", "copying tensors", PLI_BLOCK_BYTES)                                \
     X(ADD, "add", "adding tensors", PLI_BLOCK_WORDS)                                   \
-    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)                              \
-    X(CAST, "cast", "casting tensors", PLI_BLOCK_WORDS)                                \
-    X(FIND, "find", "looking for what is not finite", PLI_BLOCK_WORDS)
+    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)
 
 /* The limits of a kernel's parameters. */
 _Static_assert(sizeof(pli_small_spans) <= 4096, "more than any driver takes");
@@ -56,8 +54,7 @@ struct pli_kernels {
     pli_cu_function sum;
 };
 
-/* ---- loading ----------------------------------------------------------------------
- */
+/* ---- loading -------------------------------------------------------------------- */
 
 /* Whether an image did not fit the driver or the device: another one may. */
 static int is_misfit(pli_cu_result result)
@@ -181,8 +178,7 @@ const char *pli_kernels_origin(const pli_kernels *kernels)
     return kernels->origin;
 }
 
-/* ---- one launch -------------------------------------------------------------------
- */
+/* ---- one launch ----------------------------------------------------------------- */
 
 enum { N_PLACES = 2048, MAX_BLOCKS = INT32_MAX };
 
@@ -250,8 +246,8 @@ static pl_status launch_span(launch *it, const pli_span *span)
     pli_spans_head *head = &it->table.head;
     const int share_bits = __builtin_ctz(infos[it->kind].share); /* a power of two */
     const unsigned long long n_blocks = ((span->n - 1) >> share_bits) + 1;
-    uint16_t *place = head->n_spans > 0 ? place_of(it, span->to) : NULL;
-    if (place == NULL || *place != 0 || head->n_spans == it->kernels->most_spans ||
+    uint16_t *place = head->n_spans > 0 ? place_of(it, span->to) : it->places;
+    if (head->n_spans == 0 || *place != 0 || head->n_spans == it->kernels->most_spans ||
         n_blocks > MAX_BLOCKS - it->n_blocks) {
         PL_TRY(launch_flush(it));
         memset(it->places, 0, sizeof it->places);
@@ -261,14 +257,12 @@ static pl_status launch_span(launch *it, const pli_span *span)
     *mine = *span;
     mine->first_block = it->n_blocks;
     it->n_blocks += (unsigned)n_blocks;
-    if (span->to != NULL)
-        *place = (uint16_t)head->n_spans;
+    *place = (uint16_t)head->n_spans;
 done:
     return st;
 }
 
-/* ---- spans ------------------------------------------------------------------------
- */
+/* ---- spans ---------------------------------------------------------------------- */
 
 static int is_float(pl_dtype dtype)
 {
@@ -295,8 +289,7 @@ static pli_span span_of(const pl_move *move)
     return (pli_span){.to = move->to,
                       .from = move->from,
                       .n = n_words_of(move->dtype, move->n_elems),
-                      .to_word = (unsigned char)word_of(move->dtype),
-                      .from_word = (unsigned char)word_of(move->dtype)};
+                      .word = (unsigned char)word_of(move->dtype)};
 }
 
 pl_status pli_kernels_copy(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
@@ -351,68 +344,29 @@ done:
     return st;
 }
 
-pl_status pli_kernels_cast(pli_kernels *kernels, const pl_cast *casts, size_t n_casts,
-                           double scale, pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    launch it;
-    PL_TRY(pli_backend_check_casts(casts, n_casts));
-    launch_init(&it, kernels, CAST, stream);
-    it.table.head.factor = scale;
-    for (size_t i = 0; i < n_casts; i++) {
-        const pl_cast *cast = &casts[i];
-        const pli_span span = {.to = cast->to,
-                               .from = cast->from,
-                               .n = cast->n_elems,
-                               .to_word = (unsigned char)word_of(cast->to_dtype),
-                               .from_word = (unsigned char)word_of(cast->from_dtype)};
-        if (span.n != 0)
-            PL_TRY(launch_span(&it, &span));
-    }
-    PL_TRY(launch_flush(&it));
-done:
-    return st;
-}
-
-pl_status pli_kernels_find_nonfinite(pli_kernels *kernels, const pl_move *moves,
-                                     size_t n_moves, uint32_t *flag, pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    launch it;
-    launch_init(&it, kernels, FIND, stream);
-    it.table.head.flag = flag;
-    for (size_t i = 0; i < n_moves; i++) {
-        pli_span span = span_of(&moves[i]);
-        span.to = NULL;
-        if (span.n != 0 && span.from != NULL && is_float(moves[i].dtype))
-            PL_TRY(launch_span(&it, &span));
-    }
-    PL_TRY(launch_flush(&it));
-done:
-    return st;
-}
-
 /* The reduction of one rank is what the rank has, bit for bit. */
-pl_status pli_kernels_sum(pli_kernels *kernels, const pl_slots *slots,
+pl_status pli_kernels_sum(pli_kernels *kernels, const pl_rank_ranges *ranges,
                           pl_stream *stream)
 {
     pl_status st = PL_OK;
-    pli_sum_span span = {.to = slots->to,
-                         .from = slots->from,
-                         .stride_bytes = slots->stride_bytes,
-                         .n = n_words_of(slots->dtype, slots->n_elems),
-                         .n_ranks = (unsigned)slots->n_ranks,
-                         .word = (unsigned char)word_of(slots->dtype),
-                         .is_mean = slots->reduction == PL_MEAN};
-    const pl_move only = {slots->to, slots->from, slots->dtype, slots->n_elems};
+    pli_sum_span span = {.to = ranges->to,
+                         .from = ranges->from,
+                         .stride_bytes = ranges->stride_bytes,
+                         .n = n_words_of(ranges->dtype, ranges->n_elems),
+                         .n_ranks = (unsigned)ranges->n_ranks,
+                         .word = (unsigned char)word_of(ranges->dtype),
+                         .is_mean = ranges->reduction == PL_MEAN};
+    const pl_move only = {ranges->to, ranges->from, ranges->dtype, ranges->n_elems};
     const unsigned long long n_blocks =
         (span.n + PLI_BLOCK_WORDS - 1) / PLI_BLOCK_WORDS;
-    PL_TRY(pli_backend_check_slots(slots));
-    if (slots->n_ranks == 1)
+    PL_TRY(pli_backend_check_ranges(ranges));
+    if (ranges->addresses != NULL)
+        PL_FAIL(PL_EUNSUPPORTED, "on a device, ranges are one after another in memory");
+    if (ranges->n_ranks == 1)
         PL_TRY(pli_kernels_copy(kernels, &only, 1, stream));
     else if (span.n != 0)
         PL_TRY(launch_blocks(kernels, kernels->sum, (unsigned)n_blocks, &span,
-                             (pli_cu_stream)(void *)stream, "summing slots"));
+                             (pli_cu_stream)(void *)stream, "summing ranges"));
 done:
     return st;
 }

@@ -13,7 +13,7 @@
  */
 #include "kernels_words.h"
 
-/* ---- a block's share of a copy, in bytes ----------------------------------------- */
+/* ---- a block's share of a copy, in bytes ---------------------------------------- */
 
 #define DEFINE_COPY(name, vector)                                                      \
     DEVICE void name(u8 *to, const u8 *from, u32 n, u32 t)                             \
@@ -95,24 +95,23 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
         copy_by_1(to, from, n, t);
 }
 
-/* ---- a block's share of an operation word by word -------------------------------- */
+/* ---- a block's share of an operation word by word ------------------------------- */
 
 /* to[i] = value(from[i], to[i], head); what `value` does not use is not read. */
-#define DEFINE_MAP(name, from_word, to_word, value)                                    \
-    DEVICE void name(to_word *to, const from_word *from, u32 n,                        \
-                     const pli_spans_head *head, u32 t)                                \
+#define DEFINE_MAP(name, word, value)                                                  \
+    DEVICE void name(word *to, const word *from, u32 n, const pli_spans_head *head,    \
+                     u32 t)                                                            \
     {                                                                                  \
-        const u32 ahead = WORDS_TO_QUAD(to_word, to);                                  \
+        const u32 ahead = WORDS_TO_QUAD(word, to);                                     \
         const u32 n_ahead = ahead < n ? ahead : n;                                     \
-        const int fits = WORDS_TO_QUAD(from_word, from + n_ahead) == 0;                \
+        const int fits = WORDS_TO_QUAD(word, from + n_ahead) == 0;                     \
         const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
-        quad_##to_word *const q_to = (quad_##to_word *)(to + n_ahead);                 \
-        const quad_##from_word *const q_from =                                         \
-            (const quad_##from_word *)(from + n_ahead);                                \
+        quad_##word *const q_to = (quad_##word *)(to + n_ahead);                       \
+        const quad_##word *const q_from = (const quad_##word *)(from + n_ahead);       \
         UNROLL_NOT for (u32 i = t; i < n_quads; i += BATCH * PLI_THREADS)              \
         {                                                                              \
-            quad_##from_word x[BATCH] = {{{0}}};                                       \
-            quad_##to_word y[BATCH] = {{{0}}};                                         \
+            quad_##word x[BATCH] = {{{0}}};                                            \
+            quad_##word y[BATCH] = {{{0}}};                                            \
             REACHED(#name ": quads");                                                  \
             UNROLL for (u32 b = 0; b < BATCH; b++)                                     \
             {                                                                          \
@@ -140,9 +139,9 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
     }
 
 /* The same for what is rare: one word after the other. */
-#define DEFINE_RARE_MAP(name, from_word, to_word, value)                               \
-    DEVICE void name(to_word *to, const from_word *from, u32 n,                        \
-                     const pli_spans_head *head, u32 t)                                \
+#define DEFINE_RARE_MAP(name, word, value)                                             \
+    DEVICE void name(word *to, const word *from, u32 n, const pli_spans_head *head,    \
+                     u32 t)                                                            \
     {                                                                                  \
         REACHED(#name);                                                                \
         UNROLL_NOT for (u32 i = t; i < n; i += PLI_THREADS) to[i] =                    \
@@ -150,10 +149,9 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
     }
 
 /* In a function of a span: one case of its switch. */
-#define CASE_MAP(value, name, from_word, to_word)                                      \
+#define CASE_MAP(value, name, word)                                                    \
     case value:                                                                        \
-        name((to_word *)span->to + begin, (const from_word *)span->from + begin, n,    \
-             head, t);                                                                 \
+        name((word *)span->to + begin, (const word *)span->from + begin, n, head, t);  \
         break;
 
 /* kind, KIND, word: what the words of a type are */
@@ -162,7 +160,7 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
 #define NARROW_FLOATS(X) HALVES(X) X(f32, F32, u32)
 #define FLOATS(X) NARROW_FLOATS(X) X(f64, F64, u64)
 
-/* ---- add ------------------------------------------------------------------------- */
+/* ---- add ------------------------------------------------------------------------ */
 
 #define ADD_INTEGERS(kind, KIND, word)                                                 \
     DEVICE word kind##_plus(word x, word y, const pli_spans_head *head)                \
@@ -176,10 +174,9 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
         (void)head;                                                                    \
         return kind##_write(kind##_read(y) + kind##_read(x));                          \
     }
-#define ADD_MAP(kind, KIND, word) DEFINE_MAP(add_##kind, word, word, kind##_plus)
-#define ADD_RARE_MAP(kind, KIND, word)                                                 \
-    DEFINE_RARE_MAP(add_##kind, word, word, kind##_plus)
-#define ADD_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, add_##kind, word, word)
+#define ADD_MAP(kind, KIND, word) DEFINE_MAP(add_##kind, word, kind##_plus)
+#define ADD_RARE_MAP(kind, KIND, word) DEFINE_RARE_MAP(add_##kind, word, kind##_plus)
+#define ADD_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, add_##kind, word)
 INTEGERS(ADD_INTEGERS)
 FLOATS(ADD_FLOATS)
 NARROW_FLOATS(ADD_MAP)
@@ -189,7 +186,7 @@ ADD_RARE_MAP(f64, F64, u64)
 DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
                 u32 t)
 {
-    switch (span->to_word) {
+    switch (span->word) {
         INTEGERS(ADD_CASE)
         FLOATS(ADD_CASE)
     default:
@@ -197,7 +194,7 @@ DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32
     }
 }
 
-/* ---- scale: in float64; `from` is `to`, and is not read ------------------------ */
+/* ---- scale: in float64; `from` is `to`, and is not read ------------------------- */
 
 #define SCALE_FLOATS(kind, KIND, word)                                                 \
     DEVICE word kind##_scaled(word x, word y, const pli_spans_head *head)              \
@@ -208,118 +205,45 @@ DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32
             return y;                                                                  \
         return f64_to_##kind(wide * head->factor / head->divisor);                     \
     }
-#define SCALE_MAP(kind, KIND, word)                                                    \
-    DEFINE_RARE_MAP(scale_##kind, word, word, kind##_scaled)
-#define SCALE_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, scale_##kind, word, word)
+#define SCALE_MAP(kind, KIND, word) DEFINE_RARE_MAP(scale_##kind, word, kind##_scaled)
+#define SCALE_CASE(kind, KIND, word) CASE_MAP(PLI_WORD_##KIND, scale_##kind, word)
 FLOATS(SCALE_FLOATS)
 FLOATS(SCALE_MAP)
 
 DEVICE void scale(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
                   u32 t)
 {
-    switch (span->to_word) {
+    switch (span->word) {
         FLOATS(SCALE_CASE)
     default:
         break;
     }
 }
 
-/* ---- cast ------------------------------------------------------------------------ */
+/* ---- sum of ranges --------------------------------------------------------------- */
 
-/* In float32, or in float64 where one side is that: the wider of both. */
-#define DEFINE_CAST(DEFINE, from, from_word, to, to_word, real, write)                 \
-    DEVICE to_word from##_as_##to(from_word x, to_word y, const pli_spans_head *head)  \
-    {                                                                                  \
-        (void)y;                                                                       \
-        return write((real)from##_read(x) * (real)head->factor);                       \
-    }                                                                                  \
-    DEFINE(cast_##from##_to_##to, from_word, to_word, from##_as_##to)
-#define CAST_NARROW(kind, KIND, word)                                                  \
-    DEFINE_CAST(DEFINE_MAP, kind, word, f16, u16, float, f16_write)                    \
-    DEFINE_CAST(DEFINE_MAP, kind, word, bf16, u16, float, bf16_write)                  \
-    DEFINE_CAST(DEFINE_MAP, kind, word, f32, u32, float, f32_write)
-NARROW_FLOATS(CAST_NARROW)
-#define CAST_TO_WIDE(kind, KIND, word)                                                 \
-    DEFINE_CAST(DEFINE_RARE_MAP, kind, word, f64, u64, double, f64_write)
-FLOATS(CAST_TO_WIDE)
-#define CAST_FROM_WIDE(kind, KIND, word)                                               \
-    DEFINE_CAST(DEFINE_RARE_MAP, f64, u64, kind, word, double, f64_to_##kind)
-NARROW_FLOATS(CAST_FROM_WIDE)
-
-#define CAST_PAIR(from, to) (PLI_WORD_##from * PLI_N_WORDS + PLI_WORD_##to)
-#define CAST_CASES(kind, KIND, word)                                                   \
-    CASE_MAP(CAST_PAIR(KIND, F16), cast_##kind##_to_f16, word, u16)                    \
-    CASE_MAP(CAST_PAIR(KIND, BF16), cast_##kind##_to_bf16, word, u16)                  \
-    CASE_MAP(CAST_PAIR(KIND, F32), cast_##kind##_to_f32, word, u32)                    \
-    CASE_MAP(CAST_PAIR(KIND, F64), cast_##kind##_to_f64, word, u64)
-
-DEVICE void cast(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
-                 u32 t)
+/* What each input of a mean is multiplied by: the power of two that is 1/n or the next
+ * below, so that a mean of finite numbers is finite; see cpu_sum_body.h. */
+DEVICE float scale_of(u32 n_ranks, int is_mean)
 {
-    switch (span->from_word * PLI_N_WORDS + span->to_word) {
-        FLOATS(CAST_CASES)
-    default:
-        break;
-    }
+    float scale = 1.0f;
+    while (is_mean && scale * (float)n_ranks > 1.0f)
+        scale *= 0.5f;
+    return scale;
 }
-
-/* ---- a look for what is not finite --------------------------------------------- */
-
-#define FIND_FLOATS(kind, KIND, word)                                                  \
-    DEVICE void find_##kind(const word *from, u32 n, u32 *flag, u32 t)                 \
-    {                                                                                  \
-        const u32 ahead = WORDS_TO_QUAD(word, from);                                   \
-        const u32 n_ahead = ahead < n ? ahead : n;                                     \
-        const u32 n_quads = (n - n_ahead) / QUAD;                                      \
-        const quad_##word *const q_from = (const quad_##word *)(from + n_ahead);       \
-        int is_found = 0;                                                              \
-        UNROLL_SOME for (u32 i = t; i < n_quads; i += PLI_THREADS)                     \
-        {                                                                              \
-            REACHED("find_" #kind ": quads");                                          \
-            UNROLL for (u32 k = 0; k < QUAD; k++) is_found |=                          \
-                kind##_is_special(q_from[i].e[k]);                                     \
-        }                                                                              \
-        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
-        {                                                                              \
-            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
-            REACHED("find_" #kind ": head or tail");                                   \
-            is_found |= kind##_is_special(from[i]);                                    \
-        }                                                                              \
-        if (is_found) {                                                                \
-            REACHED("find_" #kind ": found");                                          \
-            OR_INTO(flag, 1u);                                                         \
-        }                                                                              \
-    }
-#define FIND_CASE(kind, KIND, word)                                                    \
-    case PLI_WORD_##KIND:                                                              \
-        find_##kind((const word *)span->from + begin, n, head->flag, t);               \
-        break;
-FLOATS(FIND_FLOATS)
-
-DEVICE void find_nonfinite(const pli_span *span, const pli_spans_head *head, u64 begin,
-                           u32 n, u32 t)
-{
-    switch (span->from_word) {
-        FLOATS(FIND_CASE)
-    default:
-        break;
-    }
-}
-
-/* ---- sum of slots -------------------------------------------------------------- */
 
 #define SUM_FLOATS(kind, KIND, word)                                                   \
     DEVICE kind##_real kind##_divided(kind##_real sum, u32 n_ranks, int is_mean)       \
     {                                                                                  \
-        const float n = (float)n_ranks;                                                \
+        const float rest = scale_of(n_ranks, is_mean) * (float)n_ranks;                \
         if (!is_mean)                                                                  \
             return sum;                                                                \
         if ((n_ranks & (n_ranks - 1)) == 0) {                                          \
             REACHED("sum_" #kind ": mean of a power of two");                          \
-            return sum * (kind##_real)(1.0f / n);                                      \
+            return sum;                                                                \
         }                                                                              \
         REACHED("sum_" #kind ": mean of another number");                              \
-        return sum / (kind##_real)n;                                                   \
+        return sum / (kind##_real)rest;                                                \
     }                                                                                  \
     DEVICE void sum_##kind(const pli_sum_span *span, u64 begin, u32 n, u32 t)          \
     {                                                                                  \
@@ -331,17 +255,20 @@ DEVICE void find_nonfinite(const pli_span *span, const pli_spans_head *head, u64
         const int fits = WORDS_TO_QUAD(word, from + n_ahead) == 0 &&                   \
                          stride * sizeof(word) % sizeof(quad_##word) == 0;             \
         const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
+        const kind##_real scale = (kind##_real)scale_of(span->n_ranks, span->is_mean); \
         UNROLL_NOT for (u32 i = t; i < n_quads; i += PLI_THREADS)                      \
         {                                                                              \
             const word *const at = from + n_ahead + (u64)i * QUAD;                     \
             quad_##word x = *(const quad_##word *)at;                                  \
             kind##_real sums[QUAD];                                                    \
             REACHED("sum_" #kind ": quads");                                           \
-            UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] = kind##_read(x.e[k]);       \
+            UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] =                            \
+                scale * kind##_read(x.e[k]);                                           \
             UNROLL_SOME for (u32 r = 1; r < span->n_ranks; r++)                        \
             {                                                                          \
                 x = *(const quad_##word *)(at + r * stride);                           \
-                UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] += kind##_read(x.e[k]);  \
+                UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] +=                       \
+                    scale * kind##_read(x.e[k]);                                       \
             }                                                                          \
             UNROLL for (u32 k = 0; k < QUAD; k++) x.e[k] =                             \
                 kind##_write(kind##_divided(sums[k], span->n_ranks, span->is_mean));   \
@@ -350,10 +277,10 @@ DEVICE void find_nonfinite(const pli_span *span, const pli_spans_head *head, u64
         UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
         {                                                                              \
             const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
-            kind##_real sum = kind##_read(from[i]);                                    \
+            kind##_real sum = scale * kind##_read(from[i]);                            \
             REACHED("sum_" #kind ": head, tail, or what does not fit");                \
             UNROLL_NOT for (u32 r = 1; r < span->n_ranks; r++) sum +=                  \
-                kind##_read(from[i + r * stride]);                                     \
+                scale * kind##_read(from[i + r * stride]);                             \
             to[i] = kind##_write(kind##_divided(sum, span->n_ranks, span->is_mean));   \
         }                                                                              \
     }
@@ -380,7 +307,7 @@ KERNEL(pl_sum, pli_sum_span)
     }
 }
 
-/* ---- the kernels of many spans ------------------------------------------------- */
+/* ---- the kernels of many spans -------------------------------------------------- */
 
 #define DEFINE_KERNEL(name, type, work, share)                                         \
     KERNEL(name, type)                                                                 \
@@ -404,9 +331,7 @@ KERNEL(pl_sum, pli_sum_span)
 #define DEFINE_KERNELS(size)                                                           \
     DEFINE_KERNEL(pl_copy_##size, pli_##size##_spans, copy, PLI_BLOCK_BYTES)           \
     DEFINE_KERNEL(pl_add_##size, pli_##size##_spans, add, PLI_BLOCK_WORDS)             \
-    DEFINE_KERNEL(pl_scale_##size, pli_##size##_spans, scale, PLI_BLOCK_WORDS)         \
-    DEFINE_KERNEL(pl_cast_##size, pli_##size##_spans, cast, PLI_BLOCK_WORDS)           \
-    DEFINE_KERNEL(pl_find_##size, pli_##size##_spans, find_nonfinite, PLI_BLOCK_WORDS)
+    DEFINE_KERNEL(pl_scale_##size, pli_##size##_spans, scale, PLI_BLOCK_WORDS)
 DEFINE_KERNELS(small)
 #ifdef HAS_LARGE
 DEFINE_KERNELS(large)

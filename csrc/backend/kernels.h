@@ -31,12 +31,7 @@ pl_status pli_kernels_add(pli_kernels *kernels, const pl_move *moves, size_t n_m
 pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
                             int numerator, int denominator,
                             pl_stream *stream) PL_MUST_USE;
-pl_status pli_kernels_cast(pli_kernels *kernels, const pl_cast *casts, size_t n_casts,
-                           double scale, pl_stream *stream) PL_MUST_USE;
-pl_status pli_kernels_sum(pli_kernels *kernels, const pl_slots *slots,
+pl_status pli_kernels_sum(pli_kernels *kernels, const pl_rank_ranges *ranges,
                           pl_stream *stream) PL_MUST_USE;
-pl_status pli_kernels_find_nonfinite(pli_kernels *kernels, const pl_move *moves,
-                                     size_t n_moves, uint32_t *flag,
-                                     pl_stream *stream) PL_MUST_USE;
 
 #endif

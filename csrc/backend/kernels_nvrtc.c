@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
 #include "kernels_image.h"
 
 typedef int nvrtc_result; /* 0: success */
@@ -51,8 +51,7 @@ static const struct entry {
 #undef ENTRY
 };
 
-/* ---- the library ------------------------------------------------------------------
- */
+/* ---- the library ---------------------------------------------------------------- */
 
 /* It stays open: it has state of its own, and is not made to be unloaded. */
 static void *open_library(const char *path)
@@ -85,8 +84,7 @@ done:
     return st;
 }
 
-/* ---- one program ------------------------------------------------------------------
- */
+/* ---- one program ---------------------------------------------------------------- */
 
 /* The first words of the compiler's log; empty where there are none. */
 static void read_log(const nvrtc *self, nvrtc_program program, char out[MAX_WORDS])

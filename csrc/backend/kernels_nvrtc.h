@@ -4,7 +4,7 @@
 #ifndef PLI_KERNELS_NVRTC_H
 #define PLI_KERNELS_NVRTC_H
 
-#include "../core/status.h"
+#include "core/status.h"
 
 /* Compiles the kernels' source for a device of capability `compute` (90 for 9.0), with
  * those of large parameters where the driver takes such (`has_large`), by the library

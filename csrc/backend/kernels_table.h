@@ -23,8 +23,8 @@ enum {
     PLI_THREADS = 256,        /* of a block */
     PLI_BLOCK_BYTES = 32768,  /* its share of a span, where that counts bytes */
     PLI_BLOCK_WORDS = 8192,   /* and where it counts words */
-    PLI_SMALL_SPANS = 127,    /* 4,096 bytes of parameters, which all drivers take */
-    PLI_LARGE_SPANS = 1022,   /* 32,736: CUDA 12.1 takes 32,764 */
+    PLI_SMALL_SPANS = 127,    /* 4,088 bytes of parameters: all drivers take 4,096 */
+    PLI_LARGE_SPANS = 1022,   /* 32,728: CUDA 12.1 takes 32,764 */
     PLI_LARGE_VERSION = 12010 /* of the driver */
 };
 
@@ -33,9 +33,8 @@ typedef struct pli_span {
     const void *from;     /* copy: NULL for zeros */
     unsigned long long n; /* bytes for copy, else words; never 0 */
     unsigned first_block; /* rises from span to span, from 0 */
-    unsigned char to_word;
-    unsigned char from_word;
-    unsigned char unused[2];
+    unsigned char word;
+    unsigned char unused[3];
 } pli_span;
 
 typedef struct pli_spans_head {
@@ -43,7 +42,6 @@ typedef struct pli_spans_head {
     unsigned unused;
     double factor;
     double divisor;
-    unsigned *flag;
 } pli_spans_head;
 
 typedef struct pli_small_spans {

@@ -3,8 +3,8 @@
  *
  * nvcc and NVRTC make a kernel of KERNEL, whose block and thread the hardware counts.
  * A C compiler makes a function that does one block's threads one after the other; the
- * including file defines BLOCK, the block's number, REACHED, which notes that a branch
- * was taken, and OR_INTO.
+ * including file defines BLOCK, the block's number, and REACHED, which notes that a
+ * branch was taken.
  */
 #ifndef PLI_KERNELS_WORDS_H
 #define PLI_KERNELS_WORDS_H
@@ -27,7 +27,6 @@
 #define AS_U32(value) __float_as_uint(value)
 #define AS_F64(bits) __longlong_as_double((long long)(bits))
 #define AS_U64(value) ((u64)__double_as_longlong(value))
-#define OR_INTO(flag, bit) atomicOr(flag, bit)
 /* nvcc and NVRTC before 12.1 know no large parameters, nor does Pascal; and a driver
  * from before that may refuse the whole module for one kernel that has them. */
 #ifndef PLI_TAKES_LARGE
@@ -42,7 +41,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned u32;
 typedef unsigned long long u64;
-#else /* the including file defines BLOCK, REACHED and OR_INTO */
+#else /* the including file defines BLOCK and REACHED */
 #define KERNEL(name, type) static void name(const type *given)
 #define GIVEN (*given)
 #define DEVICE static inline
@@ -161,8 +160,8 @@ DEVICE u16 bf16_write(float value)
     return (u16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-/* What rounds up to the next power of two carries into the exponent, and the largest
- * exponent's carry is infinity. */
+/* Of a finite number.  What rounds up to the next power of two carries into the
+ * exponent, and the largest exponent's carry is infinity. */
 DEVICE u16 f64_to_half(double value, int n_fraction, int least_normal)
 {
     const u64 bits = AS_U64(value);
@@ -171,10 +170,6 @@ DEVICE u16 f64_to_half(double value, int n_fraction, int least_normal)
     const u32 infinity = (u32)(HALF_SIZE >> n_fraction << n_fraction);
     int exponent = (int)(size >> 52) - 1023;
     int n_off = 52 - n_fraction;
-    if (size > 0x7ff0000000000000u) {
-        REACHED("f64 NaN to 16 bits");
-        return (u16)(sign | infinity | (1u << (n_fraction - 1)));
-    }
     if (exponent > 1 - least_normal) {
         REACHED("f64 too large for 16 bits");
         return (u16)(sign | infinity);

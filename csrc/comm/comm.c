@@ -1,6 +1,8 @@
 /* comm.c - the one door: every operation is checked here, whatever carries it. */
 #include "comm.h"
 
+#include "core/hash.h"
+
 const char *pli_op_kind_text(pl_op_kind kind)
 {
     static const char *const texts[PL_N_OP_KINDS] = {
@@ -9,6 +11,13 @@ const char *pli_op_kind_text(pl_op_kind kind)
         [PL_BROADCAST] = "broadcast",           [PL_BARRIER] = "barrier",
     };
     return (unsigned)kind < PL_N_OP_KINDS ? texts[kind] : "no operation";
+}
+
+uint64_t pli_op_hash(const pl_op *op)
+{
+    const uint64_t what = (uint64_t)op->kind | (uint64_t)op->reduction << 4 |
+                          (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->root << 16;
+    return pli_hash_with(pli_hash_with(what, op->offset_bytes), op->n_elems);
 }
 
 static int is_reducing(pl_op_kind kind)
@@ -88,10 +97,10 @@ pl_status pl_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
     return comm->ops->recover(comm, slice_ns, out);
 }
 
-void pl_comm_abort(pl_comm *comm, const char *words)
+void pl_comm_abort(pl_comm *comm, const char *message)
 {
     if (comm != NULL)
-        comm->ops->abort(comm, words);
+        comm->ops->abort(comm, message);
 }
 
 void pl_comm_leave(pl_comm *comm)

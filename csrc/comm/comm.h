@@ -1,5 +1,10 @@
-/* comm.h - the table behind which every kind of communication stands.
+/* comm.h - comm/: ranks that talk through host memory, or through the user's group.
  *
+ *     nccl (gpu_comm is a pl_comm over another), reducer, python
+ *       \--> pl_comm: local and shm_init (shm_comm over a segment), group_comm
+ *              \--> backend, ipc, core
+ *
+ * Every kind of communication stands behind one table.
  * An operation is data (pl_op) and passes one door, pl_comm_issue(), which checks
  * it and hands it to the kind's `issue`.  Issuing never waits: on shared memory it
  * stores a counter, on a device it enqueues on the communication stream behind the
@@ -10,8 +15,8 @@
 #ifndef PLI_COMM_H
 #define PLI_COMM_H
 
-#include "../backend/backend.h"
-#include "../core/status.h"
+#include "backend/backend.h"
+#include "core/status.h"
 
 /* What a rank says it is doing; read by its peers when they must name it. */
 #define PLI_ACTIVITY_MAP(X)                                                            \
@@ -35,22 +40,22 @@ typedef struct pli_order {
     pl_event *done;  /* to be recorded after the operation */
 } pli_order;
 
-/* One user's share of a device's memory: it stays what it is, where it is, until the
- * last share is given back by `release`, by any thread, be the world gone or a capture
+/* One user's reference to a device's memory: it stays what it is, where it is, until
+ * the last one is dropped by `release`, by any thread, be the world gone or a capture
  * under way.  The user's streams may then still read it: whoever uses the memory next
  * does so behind them, as where a tensor is freed.  A kind's own struct begins with
  * this. */
-typedef struct pli_hold pli_hold;
-struct pli_hold {
-    void (*release)(pli_hold *hold);
+typedef struct pli_memory_ref pli_memory_ref;
+struct pli_memory_ref {
+    void (*release)(pli_memory_ref *ref);
 };
 
-/* What somebody who is not the rank's thread asks of a world. */
-typedef enum pli_survey {
-    PLI_SURVEY_GONE,  /* fails where a rank is gone, and fails nothing for that */
-    PLI_SURVEY_STEP,  /* fails where the step has failed, on whatever rank */
-    PLI_SURVEY_WORLD, /* fails where no step can follow: a rank is gone, or was late */
-} pli_survey;
+/* What another thread than the rank's may query. */
+typedef enum pli_query {
+    PLI_QUERY_GONE,  /* fails where a rank is gone, and fails nothing for that */
+    PLI_QUERY_STEP,  /* fails where the step has failed, on whatever rank */
+    PLI_QUERY_WORLD, /* fails where no step can follow: a rank is gone, or was late */
+} pli_query;
 
 typedef struct pl_comm_ops {
     const char *name;
@@ -58,15 +63,25 @@ typedef struct pl_comm_ops {
                        pl_ticket *out);
     void (*work)(pl_comm *comm); /* progress, but failures are left to be met later */
     pl_status (*progress)(pl_comm *comm);
-    pl_status (*look)(pl_comm *comm); /* progress; a rank that is gone is a failure */
-    pl_status (*survey)(pl_comm *comm, pli_survey what); /* any thread; NULL: unknown */
-    int (*is_done)(pl_comm *comm, pl_ticket ticket);     /* everywhere; as `survey` */
+    pl_status (*check_peers)(
+        pl_comm *comm); /* progress; a rank that is gone is a failure */
+    pl_status (*query)(pl_comm *comm, pli_query what); /* any thread; NULL: unknown */
+    int (*is_done)(pl_comm *comm, pl_ticket ticket);   /* everywhere; as `query` */
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
-    void (*abort)(pl_comm *comm, const char *words);
-    void (*note)(pl_comm *comm, pl_activity activity, uint64_t step);
-    void (*last_words)(pl_comm *comm, const char *words); /* NULL: nobody is told */
-    void *(*arena)(pl_comm *comm);                        /* of host memory */
+    void (*abort)(pl_comm *comm, const char *message);
+    void (*record_activity)(pl_comm *comm, pl_activity activity, uint64_t step);
+    void (*set_failure_message)(pl_comm *comm,
+                                const char *message); /* NULL: nobody is told */
+    /* A bit for the peers, at a point that all ranks pass: behind the operations issued
+     * so far, the n-th notice there, of 1 to PLI_MOST_NOTICES.  One store. */
+    void (*notify)(pl_comm *comm, unsigned n, unsigned bit); /* NULL: cannot */
+    /* Waits until `rank` has been at this point, and no longer; 0 where it has passed
+     * it.  PL_EMISMATCH where it waits for this rank to go on; 1 where it is at a
+     * barrier, so that both find out. */
+    pl_status (*await_notice)(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,
+                              unsigned *bit);
+    void *(*arena)(pl_comm *comm); /* of host memory */
     /* Where byte `offset_bytes` of the arena lies, be it a device's memory; NULL: in
      * arena(). */
     void *(*memory)(pl_comm *comm, size_t offset_bytes);
@@ -81,15 +96,17 @@ typedef struct pl_comm_ops {
                         void *memory);
     /* On a device, NULL elsewhere: a further share of its memory as it is now; and
      * other memory in its place, contents undefined, where no operation is under way.
-     * What memory() answers changes; what is held stays.  Each rank for itself. */
-    pli_hold *(*hold_memory)(pl_comm *comm);
+     * What memory() answers changes; what is retained stays.  Each rank for itself. */
+    pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
     void (*leave)(pl_comm *comm);
     void (*destroy)(pl_comm *comm);
 } pl_comm_ops;
 
+enum { PLI_MOST_NOTICES = 127 };
+
 /* On shared memory: a chunk that stays in cache between two ranks. */
-enum { PLI_SHARED_CHUNK_BYTES = 1 << 20 };
+enum { PLI_SHM_CHUNK_BYTES = 1 << 20 };
 
 /* Every kind's struct begins with this. */
 struct pl_comm {
@@ -101,41 +118,42 @@ struct pl_comm {
                             there is no device */
     pl_backend *backend; /* of the memory above; NULL: none.  Borrowed */
     size_t chunk_bytes;  /* a long range is best issued in operations of this size */
-    int is_relayed;
+    int is_group_comm;
 };
 
 /* Says what this rank is doing, in which step: two plain stores. */
-static inline void pli_comm_note(pl_comm *comm, pl_activity activity, uint64_t step)
+static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
+                                            uint64_t step)
 {
-    comm->ops->note(comm, activity, step);
+    comm->ops->record_activity(comm, activity, step);
 }
 
-/* Keeps `words` (a traceback, say) for peers that will have to name this rank;
- * NULL forgets them. */
-static inline void pli_comm_last_words(pl_comm *comm, const char *words)
+/* Keeps `message` (a traceback, say) for peers that will have to name this rank;
+ * NULL forgets it. */
+static inline void pli_comm_set_failure_message(pl_comm *comm, const char *message)
 {
-    if (comm->ops->last_words != NULL)
-        comm->ops->last_words(comm, words);
+    if (comm->ops->set_failure_message != NULL)
+        comm->ops->set_failure_message(comm, message);
 }
 
-/* Whether somebody else carries the operations (relay.h): then no rank is told of
+/* Whether somebody else carries the operations (group_comm.h): then no rank is told of
  * another that fails or is gone. */
-static inline int pli_comm_is_relayed(const pl_comm *comm)
+static inline int pli_comm_is_group_comm(const pl_comm *comm)
 {
-    return comm->is_relayed;
+    return comm->is_group_comm;
 }
 
 /* For whoever waits for the peers by other means than pl_comm_wait(): does this rank's
  * work, and fails where a rank has failed or is gone, for whatever reason. */
-static inline pl_status pli_comm_look(pl_comm *comm)
+static inline pl_status pli_comm_check_peers(pl_comm *comm)
 {
-    return comm->ops->look(comm);
+    return comm->ops->check_peers(comm);
 }
 
 /* Beside the rank's own thread: fails where the peers have; else does nothing. */
-static inline pl_status pli_comm_survey(pl_comm *comm, pli_survey what)
+static inline pl_status pli_comm_query(pl_comm *comm, pli_query what)
 {
-    return comm->ops->survey != NULL ? comm->ops->survey(comm, what) : PL_OK;
+    return comm->ops->query != NULL ? comm->ops->query(comm, what) : PL_OK;
 }
 
 /* The start of this rank's own arena. */
@@ -168,6 +186,9 @@ pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                            void **out) PL_MUST_USE;
 void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                           void *memory);
+
+/* Differs where two operations differ. */
+uint64_t pli_op_hash(const pl_op *op);
 
 const char *pli_op_kind_text(pl_op_kind kind);
 

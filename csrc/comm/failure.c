@@ -1,18 +1,16 @@
-/* failure.c - who is to blame, in a word for the fast path and in words for people. */
+/* failure.c - who is to blame, in a number for the fast path and in a message for
+ * people. */
 #include "failure.h"
 
 #include <limits.h>
-#include <linux/futex.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include "../core/clock.h"
 #include "comm.h"
+#include "core/backoff.h"
 
-/* How long a report waits for words that the culprit has promised. */
-enum { WORDS_PATIENCE_MS = 400 };
+/* How long a report waits for the message that the culprit has promised. */
+enum { MESSAGE_TIMEOUT_MS = 400 };
 
 static uint64_t pack(const pli_failure *failure)
 {
@@ -71,18 +69,18 @@ void pli_failure_set(const pli_segment *segment, const pli_failure *failure)
     if (!pli_failure_is_final(failure))
         atomic_store(&header->raised, pack(failure));
 done:
-    pli_bell_ring(segment);
+    pli_wake_ranks(segment);
 }
 
-void pli_bell_ring(const pli_segment *segment)
+void pli_wake_ranks(const pli_segment *segment)
 {
     pli_header *header = pli_header_of(segment);
     /* Sequentially consistent, as are the caller's store and the waiter's count and
-     * looks: either this sees the waiter, or the waiter sees what was stored. */
+     * loads: either this sees the waiter, or the waiter sees what was stored. */
     if (atomic_load(&header->n_waiters) == 0)
         return;
-    atomic_fetch_add(&header->bell, 1);
-    (void)syscall(SYS_futex, &header->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    atomic_fetch_add(&header->wakeup, 1);
+    pli_futex_wake(&header->wakeup, INT_MAX);
 }
 
 static const char *activity_text(const pli_rank *rank)
@@ -106,10 +104,10 @@ static void describe(const pli_rank *rank, char *out, size_t out_bytes)
         (unsigned long long)(posted & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1)));
 }
 
-static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
+static void copy_message(pli_rank *culprit, char *out, size_t out_bytes)
 {
-    const int64_t until = pli_now_ns() + WORDS_PATIENCE_MS * PLI_MS;
-    while (atomic_load(&culprit->words_state) == PLI_WORDS_FOLLOW &&
+    const int64_t until = pli_now_ns() + MESSAGE_TIMEOUT_MS * PLI_MS;
+    while (atomic_load(&culprit->message_state) == PLI_MESSAGE_FOLLOWS &&
            pli_now_ns() < until)
         pli_sleep_ns(2 * PLI_MS);
     /* The rank may be about to say more: what counts is a copy of one writing. */
@@ -117,14 +115,14 @@ static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
         const uint32_t n_writes = atomic_load(&culprit->n_writes);
         out[0] = '\0';
         if (n_writes % 2 == 0 &&
-            atomic_load(&culprit->words_state) == PLI_WORDS_READY) {
-            static const char title[] = "\n\nIts own last words:\n";
+            atomic_load(&culprit->message_state) == PLI_MESSAGE_READY) {
+            static const char title[] = "\n\nIts own failure message:\n";
             size_t n = 0;
             char letter = ' ';
             memcpy(out, title, sizeof title);
             for (; letter != '\0' && sizeof title + n < out_bytes; n++)
                 out[sizeof title - 1 + n] = letter =
-                    __atomic_load_n(&culprit->words[n], __ATOMIC_RELAXED);
+                    __atomic_load_n(&culprit->message[n], __ATOMIC_RELAXED);
             out[sizeof title - 1 + n] = '\0';
         }
         if (n_writes % 2 == 0 && atomic_load(&culprit->n_writes) == n_writes)
@@ -134,7 +132,7 @@ static void copy_words(pli_rank *culprit, char *out, size_t out_bytes)
 }
 
 static pl_status report_mismatch(int me, int r, const char *there, const char *here,
-                                 const char *words)
+                                 const char *message)
 {
     if (r == me)
         return pli_fail(PL_EMISMATCH,
@@ -144,7 +142,7 @@ static pl_status report_mismatch(int me, int r, const char *there, const char *h
     return pli_fail(PL_EMISMATCH,
                     "rank %d: rank %d issued another operation than this rank (%s "
                     "there, %s here): the ranks must run the same steps%s",
-                    me, r, there, here, words);
+                    me, r, there, here, message);
 }
 
 pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
@@ -155,17 +153,17 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
     const int pid = (int)atomic_load(&culprit->pid);
     char there[160];
     char here[160];
-    char words[PLI_WORDS_BYTES + 64];
+    char message[PLI_MESSAGE_BYTES + 64];
     describe(culprit, there, sizeof there);
     describe(pli_rank_of(segment, me), here, sizeof here);
-    copy_words(culprit, words, sizeof words);
+    copy_message(culprit, message, sizeof message);
     switch (failure->reason) {
     case PLI_RAISED:
         return pli_fail(
             PL_EPEER,
             "rank %d: the step of rank %d failed (%s), so this one cannot be "
             "finished (%s%s)%s",
-            me, r, there, here, waiting_for, words);
+            me, r, there, here, waiting_for, message);
     case PLI_DIED:
         if (atomic_load(&culprit->life) == PLI_ABSENT)
             return pli_fail(PL_EPEER,
@@ -174,22 +172,22 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
         return pli_fail(
             PL_EPEER,
             "rank %d: rank %d (process %d) died (%s); this rank was at %s%s%s", me, r,
-            pid, there, here, waiting_for, words);
+            pid, there, here, waiting_for, message);
     case PLI_LEFT:
         return pli_fail(
             PL_EPEER,
             "rank %d: rank %d (process %d) has left (%s), but this rank waits "
             "for it (%s%s): every rank needs the same number of steps%s",
-            me, r, pid, there, here, waiting_for, words);
+            me, r, pid, there, here, waiting_for, message);
     case PLI_LATE:
         return pli_fail(
             PL_ETIMEOUT,
             "rank %d: rank %d (process %d) lives but kept the others waiting "
             "beyond the deadline (%s); this rank was at %s%s%s",
-            me, r, pid, there, here, waiting_for, words);
+            me, r, pid, there, here, waiting_for, message);
     case PLI_MISMATCH:
-        return report_mismatch(me, r, there, here, words);
-    case PLI_CROSSED:
+        return report_mismatch(me, r, there, here, message);
+    case PLI_DEADLOCK:
         return pli_fail(
             PL_EMISMATCH,
             "rank %d: this rank and rank %d wait for one another, each in another "

@@ -1,8 +1,8 @@
-/* failure.h - one word that says who failed the world, when and why.
+/* failure.h - one number that says who failed the world, when and why.
  *
  * The first to notice a failure writes it; later ones of the same epoch are its
  * consequences and change nothing.  A final failure (any but PLI_RAISED) stands for
- * good, in a later epoch than one that was raised.  The word packs
+ * good, in a later epoch than one that was raised.  The number packs
  *
  *     epoch : 40 | rank : 8 | reason : 8 | 1 : 8        0: nothing has failed
  *
@@ -36,12 +36,12 @@ int pli_failure_is_final(const pli_failure *failure);
  * wakes every waiting rank. */
 void pli_failure_set(const pli_segment *segment, const pli_failure *failure);
 
-/* Puts the standing failure into words for rank `me`: the status that it carries,
- * with the culprit, what both ranks were doing, and the culprit's own words. */
+/* Reports the standing failure to rank `me`: the status that it carries,
+ * with the culprit, what both ranks were doing, and the culprit's own message. */
 pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for) PL_MUST_USE;
 
-/* Rings the bell: every rank that sleeps in a wait looks again. */
-void pli_bell_ring(const pli_segment *segment);
+/* Wakes every rank that sleeps in a wait. */
+void pli_wake_ranks(const pli_segment *segment);
 
 #endif

@@ -2,15 +2,18 @@
 #include "progress.h"
 
 #include <pthread.h>
-#include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
+#include "core/clock.h"
 
 struct pli_progress {
     pthread_mutex_t lock;
     pl_comm **comms;
     size_t n_comms;
     size_t capacity;
+    uint64_t process; /* 0: not drawn yet */
 };
 
 pl_status pli_progress_create(pli_progress **out)
@@ -18,10 +21,31 @@ pl_status pli_progress_create(pli_progress **out)
     pl_status st = PL_OK;
     pli_progress *progress = NULL;
     PL_TRY(pli_calloc(1, sizeof *progress, "progress of worlds", &progress));
-    (void)pthread_mutex_init(&progress->lock, NULL); /* cannot fail on Linux */
+    pli_progress_forget(progress);
     *out = progress;
 done:
     return st;
+}
+
+void pli_progress_forget(pli_progress *progress)
+{
+    (void)pthread_mutex_init(&progress->lock, NULL); /* cannot fail on Linux */
+    progress->n_comms = 0;
+    progress->process = 0;
+}
+
+uint64_t pli_progress_process(pli_progress *progress)
+{
+    if (progress == NULL)
+        return 0;
+    (void)pthread_mutex_lock(&progress->lock);
+    if (progress->process == 0 &&
+        getrandom(&progress->process, sizeof progress->process, 0) !=
+            (ssize_t)sizeof progress->process)
+        progress->process = (uint64_t)pli_now_ns() << 22 ^ (uint64_t)getpid();
+    const uint64_t process = progress->process;
+    (void)pthread_mutex_unlock(&progress->lock);
+    return process;
 }
 
 void pli_progress_destroy(pli_progress *progress)
@@ -39,16 +63,8 @@ pl_status pli_progress_join(pli_progress *progress, pl_comm *comm)
     if (progress == NULL)
         return PL_OK;
     (void)pthread_mutex_lock(&progress->lock);
-    if (progress->n_comms == progress->capacity) {
-        const size_t capacity = 2 * progress->capacity + 4;
-        pl_comm **comms = NULL;
-        PL_TRY(pli_calloc(capacity, sizeof *comms, "list of worlds", &comms));
-        if (progress->n_comms > 0)
-            memcpy(comms, progress->comms, progress->n_comms * sizeof *comms);
-        pli_free(progress->comms);
-        progress->comms = comms;
-        progress->capacity = capacity;
-    }
+    PL_TRY(pli_grow(progress->n_comms, sizeof *progress->comms, "list of worlds",
+                    &progress->capacity, &progress->comms));
     progress->comms[progress->n_comms++] = comm;
 done:
     (void)pthread_mutex_unlock(&progress->lock);
@@ -80,14 +96,14 @@ void pli_progress_others(pli_progress *progress, const pl_comm *but)
     (void)pthread_mutex_unlock(&progress->lock);
 }
 
-int pli_progress_ask_others(pli_progress *progress, const pl_comm *but,
-                            pli_question question, const void *context)
+int pli_progress_any_other(pli_progress *progress, const pl_comm *but,
+                           pli_comm_predicate predicate, const void *context)
 {
     int is_true = 0;
     if (progress == NULL || pthread_mutex_trylock(&progress->lock) != 0)
         return 0;
     for (size_t i = 0; i < progress->n_comms && !is_true; i++)
-        is_true = progress->comms[i] != but && question(progress->comms[i], context);
+        is_true = progress->comms[i] != but && predicate(progress->comms[i], context);
     (void)pthread_mutex_unlock(&progress->lock);
     return is_true;
 }

@@ -15,6 +15,13 @@ typedef struct pli_progress pli_progress;
 pl_status pli_progress_create(pli_progress **out) PL_MUST_USE;
 void pli_progress_destroy(pli_progress *progress);
 
+/* In a forked child: the worlds are its parent's, and so is who holds the lock. */
+void pli_progress_forget(pli_progress *progress);
+
+/* A number drawn for this process: its pid can be another's in another PID namespace.
+ * 0 without a progress. */
+uint64_t pli_progress_process(pli_progress *progress);
+
 /* A world joins at its creation and leaves before it is freed.  NULL is allowed. */
 pl_status pli_progress_join(pli_progress *progress, pl_comm *comm) PL_MUST_USE;
 void pli_progress_leave(pli_progress *progress, const pl_comm *comm);
@@ -23,9 +30,10 @@ void pli_progress_leave(pli_progress *progress, const pl_comm *comm);
  * are theirs: they are met when someone waits there. */
 void pli_progress_others(pli_progress *progress, const pl_comm *but);
 
-/* Whether the answer is yes for any other world than `but`; no, if the list is busy. */
-typedef int (*pli_question)(const pl_comm *comm, const void *context);
-int pli_progress_ask_others(pli_progress *progress, const pl_comm *but,
-                            pli_question question, const void *context);
+/* Whether the predicate holds for any other world than `but`; no, if the list is busy.
+ */
+typedef int (*pli_comm_predicate)(const pl_comm *comm, const void *context);
+int pli_progress_any_other(pli_progress *progress, const pl_comm *but,
+                           pli_comm_predicate predicate, const void *context);
 
 #endif

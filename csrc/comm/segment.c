@@ -7,10 +7,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
 
 #define SEGMENT_MAGIC UINT64_C(0x656e696c65636170) /* "paceline" */
-enum { SEGMENT_VERSION = 1 };
+enum { SEGMENT_VERSION = 2 };
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
@@ -37,14 +37,14 @@ static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t n = (size_t)world_size;
-    const size_t words =
+    const size_t header_bytes =
         sizeof(pli_header) + n * sizeof(pli_rank) + n * ring_ops * sizeof(uint64_t);
     *out = (pli_segment){
         .fd = -1,
         .world_size = world_size,
         .ring_ops = ring_ops,
         .arena_bytes = round_up(arena_bytes > 0 ? arena_bytes : 1, page),
-        .arenas_at = round_up(words, page),
+        .arenas_at = round_up(header_bytes, page),
     };
     out->map_bytes = out->arenas_at + n * out->arena_bytes;
 }
@@ -52,30 +52,41 @@ static void lay_out(int world_size, size_t arena_bytes, uint32_t ring_ops,
 static pl_status map_segment(pli_segment *segment)
 {
     pl_status st = PL_OK;
-    void *base = PL_SYS_PTR(mmap(NULL, segment->map_bytes, PROT_READ | PROT_WRITE,
-                                 MAP_SHARED, segment->fd, 0),
-                            MAP_FAILED);
+    const int flags = MAP_SHARED | (segment->fd < 0 ? MAP_ANONYMOUS : 0);
+    void *base = PL_SYS_PTR(
+        mmap(NULL, segment->map_bytes, PROT_READ | PROT_WRITE, flags, segment->fd, 0),
+        MAP_FAILED);
     if (base == MAP_FAILED)
         PL_FAIL_ERRNO("cannot map %zu bytes of shared memory", segment->map_bytes);
     segment->base = base;
+    segment->owner_pid = getpid();
 done:
     return st;
 }
 
-pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_ops,
-                             pli_segment *out)
+static pl_status make_file(pli_segment *segment)
+{
+    pl_status st = PL_OK;
+    segment->fd = PL_SYS(memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (segment->fd < 0)
+        PL_FAIL_ERRNO("cannot make shared memory (memfd_create)");
+    if (PL_SYS(ftruncate(segment->fd, (off_t)segment->map_bytes)) != 0)
+        PL_FAIL_ERRNO("cannot size shared memory to %zu bytes", segment->map_bytes);
+    if (PL_SYS(fcntl(segment->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) != 0)
+        PL_FAIL_ERRNO("cannot seal the size of shared memory");
+done:
+    return st;
+}
+
+pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena_bytes,
+                             uint32_t ring_ops, pli_segment *out)
 {
     pl_status st = PL_OK;
     pli_segment segment = {.fd = -1};
     PL_TRY(check_sizes(world_size, arena_bytes));
     lay_out(world_size, arena_bytes, ring_ops, &segment);
-    segment.fd = PL_SYS(memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (segment.fd < 0)
-        PL_FAIL_ERRNO("cannot make shared memory (memfd_create)");
-    if (PL_SYS(ftruncate(segment.fd, (off_t)segment.map_bytes)) != 0)
-        PL_FAIL_ERRNO("cannot size shared memory to %zu bytes", segment.map_bytes);
-    if (PL_SYS(fcntl(segment.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)) != 0)
-        PL_FAIL_ERRNO("cannot seal the size of shared memory");
+    if (kind == PLI_SEGMENT_FILE)
+        PL_TRY(make_file(&segment));
     PL_TRY(map_segment(&segment));
     pli_header *header = pli_header_of(&segment);
     header->magic = SEGMENT_MAGIC;
@@ -121,7 +132,7 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
     lay_out(world_size, arena_bytes, ring_ops, &segment);
     segment.fd = fd;
     if (PL_SYS(fstat(fd, &file)) != 0)
-        PL_FAIL_ERRNO("cannot look at the shared memory that a peer sent");
+        PL_FAIL_ERRNO("cannot check_peers at the shared memory that a peer sent");
     if ((size_t)file.st_size != segment.map_bytes)
         PL_FAIL(PL_EMISMATCH,
                 "the ranks ask for different shared memory: %zu bytes there, %zu here",
@@ -145,6 +156,10 @@ pl_status pli_segment_populate(const pli_segment *segment, int rank)
                        MADV_POPULATE_WRITE)) == 0)
         goto done;
     /* An older kernel: reserve the pages at least. */
+    if (segment->fd < 0) {
+        memset(pli_arena_of(segment, rank), 0, segment->arena_bytes);
+        goto done;
+    }
     if (PL_SYS(fallocate(segment->fd, 0, at, (off_t)segment->arena_bytes)) != 0)
         PL_FAIL_ERRNO("no memory for this rank's %zu bytes of shared gradients",
                       segment->arena_bytes);
@@ -165,16 +180,20 @@ void pli_segment_keep_from_children(const pli_segment *segment, int rank)
                       MADV_DONTFORK);
 }
 
-void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint32_t thread)
+void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint64_t process,
+                       uint32_t thread)
 {
-    pli_rank *words = pli_rank_of(segment, rank);
-    atomic_store(&words->pid, pid);
-    atomic_store(&words->thread, thread);
-    atomic_store(&words->life, PLI_PRESENT);
+    pli_rank *state = pli_rank_of(segment, rank);
+    atomic_store(&state->pid, pid);
+    atomic_store(&state->process, process);
+    atomic_store(&state->thread, thread);
+    atomic_store(&state->life, PLI_PRESENT);
 }
 
 void pli_segment_fini(pli_segment *segment)
 {
+    if (segment->base != NULL && segment->owner_pid != getpid())
+        return;
     if (segment->base != NULL)
         (void)munmap(segment->base, segment->map_bytes);
     if (segment->fd >= 0)

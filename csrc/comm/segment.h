@@ -1,13 +1,14 @@
-/* segment.h - the memory that the ranks of a host share, and the words in it.
+/* segment.h - the memory that the ranks of a host share, and its layout.
  *
  *   +---------+-------------+------------------+---------+---------+-----
- *   | header  | rank words  | tags, per rank   | arena 0 | arena 1 | ...
+ *   | header  | rank states | tags, per rank   | arena 0 | arena 1 | ...
  *   +---------+-------------+------------------+---------+---------+-----
  *
  * The segment is one memfd: it has no name, so nothing is left of it once every
- * process that mapped it is gone, however that went.  A counter is written by one
- * rank, read by all, and only grows; its number is epoch << PLI_EPOCH_SHIFT | n,
- * so that a new epoch outruns everything of the old one.
+ * process that mapped it is gone, however that went.  One that no other process maps
+ * needs no file.  A counter is written by one rank, read by all, and only grows; its
+ * number is epoch << PLI_EPOCH_SHIFT | n, so that a new epoch outruns everything of the
+ * old one.
  */
 #ifndef PLI_SEGMENT_H
 #define PLI_SEGMENT_H
@@ -15,9 +16,9 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#include "../core/status.h"
+#include "core/status.h"
 
-enum { PLI_EPOCH_SHIFT = 40, PLI_WORDS_BYTES = 6144 };
+enum { PLI_EPOCH_SHIFT = 40, PLI_MESSAGE_BYTES = 6144 };
 
 /* Why a world failed.  After PLI_RAISED it can go on in a new epoch; the other
  * reasons are final. */
@@ -27,14 +28,18 @@ typedef enum pli_reason {
     PLI_LEFT,     /* a rank said goodbye while others waited for it */
     PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
     PLI_MISMATCH, /* a rank issued another operation than the rest */
-    PLI_CROSSED,  /* two ranks wait for one another, in two worlds */
+    PLI_DEADLOCK, /* two ranks wait for one another, in two worlds */
     PLI_N_REASONS
 } pli_reason;
 
 typedef enum pli_life { PLI_ABSENT, PLI_PRESENT, PLI_GONE } pli_life;
 
-/* Whether a rank has left words for the peers. */
-typedef enum pli_words { PLI_NO_WORDS, PLI_WORDS_FOLLOW, PLI_WORDS_READY } pli_words;
+/* Whether a rank has left a message for the peers. */
+typedef enum pli_message_state {
+    PLI_MESSAGE_NONE,
+    PLI_MESSAGE_FOLLOWS,
+    PLI_MESSAGE_READY
+} pli_message_state;
 
 typedef struct pli_header {
     uint64_t magic;
@@ -44,7 +49,7 @@ typedef struct pli_header {
     uint64_t arena_bytes;
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t failure; /* see failure.h; 0: none */
     _Atomic uint64_t raised; /* the last that was not final: maybe its cause */
-    _Alignas(PL_CACHE_LINE) _Atomic uint32_t bell; /* futex word */
+    _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup; /* futex word */
     _Atomic uint32_t n_waiters;
 } pli_header;
 
@@ -54,19 +59,27 @@ typedef struct pli_rank {
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t done;   /* operations it did its part of */
     _Alignas(PL_CACHE_LINE) _Atomic uint64_t epoch;
     _Atomic uint64_t done_before; /* `done` at the end of the last epoch that it ran */
+    _Atomic uint64_t notice;      /* see pl_comm_ops */
     _Atomic uint64_t step;
     _Atomic uint32_t activity; /* pl_activity */
     _Atomic uint32_t thread;   /* which of the rank's threads said so */
     _Atomic uint32_t life;     /* pli_life */
     _Atomic int32_t pid;       /* as the rank itself sees it */
-    _Atomic uint32_t words_state;
+    _Atomic uint64_t process;  /* pli_progress_process(): alike in all worlds of it */
+    _Atomic uint32_t message_state;
     _Atomic uint32_t
-        n_writes; /* of words, begun and ended: odd while one is under way */
-    char words[PLI_WORDS_BYTES];
+        n_writes; /* of the message, begun and ended: odd while one is under way */
+    char message[PLI_MESSAGE_BYTES];
 } pli_rank;
 
+typedef enum pli_segment_kind {
+    PLI_SEGMENT_FILE,
+    PLI_SEGMENT_ANONYMOUS
+} pli_segment_kind;
+
 typedef struct pli_segment {
-    int fd;
+    int fd;        /* -1: anonymous */
+    int owner_pid; /* a forked child has holes where it was mapped: see below */
     int world_size;
     uint32_t ring_ops;
     size_t arena_bytes; /* rounded up to pages */
@@ -78,9 +91,9 @@ typedef struct pli_segment {
 /* The smallest power of two that holds n_ops operations in flight. */
 uint32_t pli_ring_ops(size_t n_ops);
 
-/* Makes the memfd and maps it.  ring_ops is a power of two. */
-pl_status pli_segment_create(int world_size, size_t arena_bytes, uint32_t ring_ops,
-                             pli_segment *out) PL_MUST_USE;
+/* Makes the memory and maps it.  ring_ops is a power of two. */
+pl_status pli_segment_create(pli_segment_kind kind, int world_size, size_t arena_bytes,
+                             uint32_t ring_ops, pli_segment *out) PL_MUST_USE;
 
 /* Maps a segment that a peer made; takes the descriptor over on success. */
 pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
@@ -90,12 +103,16 @@ pl_status pli_segment_adopt(int fd, int world_size, size_t arena_bytes,
  * and not a SIGBUS later. */
 pl_status pli_segment_populate(const pli_segment *segment, int rank) PL_MUST_USE;
 
-/* Keeps the peers' part of the segment, and all words, out of forked children. */
+/* Keeps the peers' part of the segment, and all of its own that is no arena, out of
+ * forked children: new memory of a child may take their place, so a child neither reads
+ * nor unmaps them. */
 void pli_segment_keep_from_children(const pli_segment *segment, int rank);
 
 /* Says that a rank is there, and who it is. */
-void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint32_t thread);
+void pli_segment_enter(const pli_segment *segment, int rank, int pid, uint64_t process,
+                       uint32_t thread);
 
+/* In a forked child, it leaves everything as it is. */
 void pli_segment_fini(pli_segment *segment);
 
 static inline pli_header *pli_header_of(const pli_segment *segment)

@@ -1,17 +1,17 @@
 /* window.c - showing, counting, and leaving memory to those who still see it. */
 #include "window.h"
 
-#include <string.h>
 #include <sys/mman.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
+#include "ipc/shared_memory.h"
 
 static void drop_user(pli_window *window)
 {
     if (atomic_fetch_sub(&window->n_users, 1) > 1)
         return;
-    if (window->hold != NULL)
-        window->hold->release(window->hold);
+    if (window->ref != NULL)
+        window->ref->release(window->ref);
     else if (window->base != NULL)
         (void)munmap(window->base, window->n_bytes);
     pli_free(window->n_views);
@@ -31,8 +31,8 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
     window->comm = comm;
-    if (comm->ops->hold_memory != NULL) {
-        window->hold = comm->ops->hold_memory(comm);
+    if (comm->ops->retain_memory != NULL) {
+        window->ref = comm->ops->retain_memory(comm);
         base = pli_comm_memory(comm, offset_bytes);
     } else {
         PL_TRY(pli_comm_map_own(comm, offset_bytes, n_bytes, &base));
@@ -45,33 +45,12 @@ done:
     return st;
 }
 
-/* Turns the mapping's pages into private ones, in place. */
-static pl_status keep_pages(const pli_window *window)
-{
-    pl_status st = PL_OK;
-    void *copy = PL_SYS_PTR(mmap(NULL, window->n_bytes, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0),
-                            MAP_FAILED);
-    if (copy == MAP_FAILED)
-        PL_FAIL_ERRNO("no memory to keep %zu bytes of old gradients", window->n_bytes);
-    memcpy(copy, window->base, window->n_bytes);
-    if (PL_SYS_PTR(mremap(copy, window->n_bytes, window->n_bytes,
-                          MREMAP_MAYMOVE | MREMAP_FIXED, window->base),
-                   MAP_FAILED) == MAP_FAILED)
-        PL_FAIL_ERRNO("cannot keep %zu bytes of old gradients", window->n_bytes);
-    copy = MAP_FAILED;
-done:
-    if (copy != MAP_FAILED)
-        (void)munmap(copy, window->n_bytes);
-    return st;
-}
-
 pl_status pli_window_retire(pli_window *window)
 {
     if (pli_window_n_views(window) == 0)
         return PL_OK;
-    return window->hold != NULL ? window->comm->ops->renew(window->comm)
-                                : keep_pages(window);
+    return window->ref != NULL ? window->comm->ops->renew(window->comm)
+                               : pli_pages_make_private(window->base, window->n_bytes);
 }
 
 void pli_window_see(pli_window *window, size_t slot)

@@ -22,8 +22,8 @@
 typedef struct pli_window {
     char *base;
     size_t n_bytes;
-    pl_comm *comm;  /* borrowed until the reducer's share is released */
-    pli_hold *hold; /* on a device: this window's share; NULL: `base` is a mapping */
+    pl_comm *comm;         /* borrowed until the reducer's share is released */
+    pli_memory_ref *ref;   /* on a device; NULL: `base` is a mapping */
     atomic_size_t n_users; /* the reducer, and each view */
     size_t n_slots;
     atomic_uint *n_views; /* by slot */

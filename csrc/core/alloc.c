@@ -11,11 +11,17 @@
 
 static atomic_long fault_at[PLI_N_FAULTS];
 static atomic_long fault_seen[PLI_N_FAULTS];
+static atomic_int fault_errno = ENOMEM;
 
 void pli_fault_arm(enum pli_fault_kind kind, long n)
 {
     atomic_store(&fault_seen[kind], 0);
     atomic_store(&fault_at[kind], n);
+}
+
+void pli_fault_set_errno(int error)
+{
+    atomic_store(&fault_errno, error);
 }
 
 long pli_fault_count(enum pli_fault_kind kind)
@@ -28,7 +34,7 @@ int pli_fault_hit(enum pli_fault_kind kind)
     const long now = atomic_fetch_add(&fault_seen[kind], 1) + 1;
     if (now != atomic_load(&fault_at[kind]))
         return 0;
-    errno = ENOMEM;
+    errno = atomic_load(&fault_errno);
     return 1;
 }
 #endif
@@ -59,4 +65,22 @@ done:
 void pli_free(void *memory)
 {
     free(memory);
+}
+
+pl_status pli_grow(size_t n, size_t size, const char *purpose, size_t *capacity,
+                   void *array)
+{
+    pl_status st = PL_OK;
+    void *old = NULL, *grown = NULL;
+    if (n < *capacity)
+        goto done;
+    PL_TRY(pli_calloc(2 * n + 4, size, purpose, &grown));
+    memcpy(&old, array, sizeof old);
+    if (old != NULL && grown != NULL) /* the latter for static analysis alone */
+        memcpy(grown, old, n * size);
+    pli_free(old);
+    memcpy(array, &grown, sizeof grown);
+    *capacity = 2 * n + 4;
+done:
+    return st;
 }

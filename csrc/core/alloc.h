@@ -16,16 +16,24 @@ pl_status pli_calloc(size_t count, size_t size, const char *purpose,
                      void *out) PL_MUST_USE;
 void pli_free(void *memory);
 
+/* Makes the array that `array` points to longer where all of its *capacity elements of
+ * `size` bytes are used, `n` of them. */
+pl_status pli_grow(size_t n, size_t size, const char *purpose, size_t *capacity,
+                   void *array) PL_MUST_USE;
+
 #ifdef PL_FAULTS
 enum pli_fault_kind { PLI_FAULT_ALLOC, PLI_FAULT_SYSCALL, PLI_N_FAULTS };
 
 /* From now on the n-th call of this kind fails (1: the next); 0: none does. */
 void pli_fault_arm(enum pli_fault_kind kind, long n);
 
+/* What a call that fails leaves in errno from now on; ENOMEM at first. */
+void pli_fault_set_errno(int error);
+
 /* Calls of this kind since it was last armed. */
 long pli_fault_count(enum pli_fault_kind kind);
 
-/* Non-zero, with errno = ENOMEM, where this call is the one to fail. */
+/* Non-zero, with errno set, where this call is the one to fail. */
 int pli_fault_hit(enum pli_fault_kind kind);
 
 /* A system call that returns -1 on failure. */

@@ -3,9 +3,11 @@
  *   PACELINE_ISA      plain | neon | avx2 | avx512: arithmetic of reductions
  *   PACELINE_LIBCUDA  path of CUDA's driver, in place of libcuda.so.1
  *   PACELINE_LIBNCCL  path of NCCL, in place of the one that torch has
- *   PACELINE_NCCL_BLOCKING  1: calls into NCCL return when they are done; it then
- * starts no thread a call, but cannot be ended from outside PACELINE_TIMEOUT  seconds
- * that a rank waits for another before it gives up
+ *
+ *   PACELINE_NCCL_BLOCKING  1: calls into NCCL return when they are done.  It then
+ *                           starts no thread a call, but cannot be ended from outside.
+ *
+ *   PACELINE_TIMEOUT  seconds that a rank waits for another before it gives up
  */
 #ifndef PLI_CONFIG_H
 #define PLI_CONFIG_H

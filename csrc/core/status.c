@@ -1,4 +1,4 @@
-/* status.c - texts of the codes, and the last words of each thread. */
+/* status.c - texts of the codes, and the error message of each thread. */
 #include "status.h"
 
 #include <errno.h>
@@ -7,11 +7,50 @@
 #include <string.h>
 
 /* Room for a traceback: PL_EPEER carries another rank's. */
-static _Thread_local char last_words[8192];
+static _Thread_local char error_message[8192];
+
+/* Of a character in UTF-8: any byte but its first. */
+static int is_inside_character(char byte)
+{
+    return ((unsigned char)byte & 0xc0) == 0x80;
+}
+
+/* Takes away the last character, where vsnprintf() has cut into it. */
+static void end_whole(char *text, size_t n)
+{
+    size_t n_inside = 0;
+    while (n_inside < 3 && n_inside < n && is_inside_character(text[n - 1 - n_inside]))
+        n_inside++;
+    if (n_inside == n)
+        return;
+    const unsigned char first = (unsigned char)text[n - 1 - n_inside];
+    const size_t n_more = first >= 0xf0 ? 3 : first >= 0xe0 ? 2 : first >= 0xc0 ? 1 : 0;
+    if (n_more > n_inside)
+        text[n - 1 - n_inside] = '\0';
+}
+
+const char *pli_text_tail(const char *text, size_t n_bytes)
+{
+    const size_t n = strlen(text);
+    const char *from = n > n_bytes ? text + (n - n_bytes) : text;
+    while (from > text && is_inside_character(*from))
+        from++;
+    return from;
+}
+
+void pli_text_print(char *out, size_t out_bytes, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    const int n = vsnprintf(out, out_bytes, format, args);
+    va_end(args);
+    if (n > 0 && (size_t)n >= out_bytes)
+        end_whole(out, out_bytes - 1);
+}
 
 const char *pl_error_message(void)
 {
-    return last_words;
+    return error_message;
 }
 
 const char *pl_status_text(pl_status st)
@@ -30,8 +69,10 @@ pl_status pli_fail(pl_status code, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
-    (void)vsnprintf(last_words, sizeof last_words, format, args);
+    const int n = vsnprintf(error_message, sizeof error_message, format, args);
     va_end(args);
+    if (n > 0 && (size_t)n >= sizeof error_message)
+        end_whole(error_message, sizeof error_message - 1);
     return code;
 }
 
@@ -40,10 +81,10 @@ pl_status pli_fail_errno(const char *format, ...)
     const int error = errno;
     va_list args;
     va_start(args, format);
-    const int n = vsnprintf(last_words, sizeof last_words, format, args);
+    const int n = vsnprintf(error_message, sizeof error_message, format, args);
     va_end(args);
-    if (n > 0 && (size_t)n < sizeof last_words)
-        (void)snprintf(last_words + n, sizeof last_words - (size_t)n, ": %s",
+    if (n > 0 && (size_t)n < sizeof error_message)
+        (void)snprintf(error_message + n, sizeof error_message - (size_t)n, ": %s",
                        strerror(error));
     return error == ENOMEM ? PL_ENOMEM : PL_ESYS;
 }

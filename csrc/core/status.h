@@ -1,6 +1,11 @@
-/* status.h - how a failure is born, travels and leaves.
+/* status.h - core/: status, memory, time and layouts, without threads or devices.
  *
- * PL_FAIL makes one: it takes a code and words, and jumps to the function's only
+ *     backend, ipc, comm, nccl, reducer, python
+ *       \--> core: status alloc config clock process backoff hash plan
+ *              \--> include: paceline.h
+ *
+ * Here stands how a failure is born, travels and leaves.
+ * PL_FAIL makes one: it takes a code and a message, and jumps to the function's only
  * label, `done`.  PL_TRY forwards one.  A function that can fail declares
  * `pl_status st = PL_OK`, and ends in `done:` with NULL-safe destroys and
  * `return st`.
@@ -8,15 +13,22 @@
 #ifndef PLI_STATUS_H
 #define PLI_STATUS_H
 
-#include "../include/paceline.h"
+#include "include/paceline.h"
 
-/* Records the words of a failure for this thread and returns `code`. */
+/* Records the message of a failure for this thread and returns `code`. */
 pl_status pli_fail(pl_status code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* The same for a failed system call: appends errno's text.  ENOMEM becomes
  * PL_ENOMEM, everything else PL_ESYS. */
 pl_status pli_fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* As snprintf(), but a text that is too long is cut between two characters of UTF-8. */
+void pli_text_print(char *out, size_t out_bytes, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* The text from its first whole character on that leaves n_bytes at the most. */
+const char *pli_text_tail(const char *text, size_t n_bytes);
 
 #define PL_FAIL(code, ...)                                                             \
     do {                                                                               \

@@ -3,14 +3,13 @@
  * A *world* is a set of ranks that hold arenas of one size: what a rank has at
  * byte k of its arena corresponds to what every other rank has at byte k of its
  * own.  Ranks talk by *operations* on ranges of those arenas, issued by every
- * rank in the same order.  A *plan* lays parameters out in buckets of such an
- * arena, and a *reducer* fills the buckets as gradients arrive, issues them, and
- * says when their means are in place.
+ * rank in the same order.
  *
- *     model's hooks -> pl_reducer -> buckets in the arena -> pl_comm -> peers
- *                          ^ pl_plan (pure)
+ * Declared here: status codes, data types, operations, and pl_comm, a rank's end of a
+ * world.  Above it stand core/plan.h, which lays parameters out in buckets of an arena,
+ * and reducer/reducer.h, which fills the buckets and issues them.
  *
- * Every fallible call returns pl_status and leaves its words in
+ * Every fallible call returns pl_status and leaves its message in
  * pl_error_message(), which is the calling thread's own.  Out-parameters come
  * last and are written on success alone.  `destroy` takes NULL and cannot fail.
  * No call exits, aborts, prints, or knows of Python.
@@ -30,9 +29,9 @@
 #endif
 
 enum { PL_MAX_RANKS = 64 };  /* ranks of one host */
-enum { PL_CACHE_LINE = 64 }; /* alignment of every slot, and of shared words */
+enum { PL_CACHE_LINE = 64 }; /* alignment of every slot, and of what ranks share */
 
-/* ---- status ------------------------------------------------------------- */
+/* ---- status --------------------------------------------------------------------- */
 
 /* name, number, text, Python exception (see csrc/python/raise.c) */
 #define PL_STATUS_MAP(X)                                                               \
@@ -60,7 +59,7 @@ PL_API const char *pl_status_text(pl_status st);
  * thread's next failed call; never NULL. */
 PL_API const char *pl_error_message(void);
 
-/* ---- data types ---------------------------------------------------------- */
+/* ---- data types ----------------------------------------------------------------- */
 
 /* name, number, bytes of one element, text */
 #define PL_DTYPE_MAP(X)                                                                \
@@ -94,7 +93,7 @@ typedef enum pl_reduction {
     PL_N_REDUCTIONS
 } pl_reduction;
 
-/* ---- operations ---------------------------------------------------------- */
+/* ---- operations ----------------------------------------------------------------- */
 
 typedef enum pl_op_kind {
     PL_ALL_REDUCE,     /* every rank's range becomes the reduction over ranks */
@@ -120,7 +119,7 @@ typedef struct pl_op {
 /* Counts the operations of a world from 1; tickets only grow. */
 typedef uint64_t pl_ticket;
 
-/* ---- communication ------------------------------------------------------- */
+/* ---- communication -------------------------------------------------------------- */
 
 typedef struct pl_comm pl_comm;
 
@@ -140,9 +139,9 @@ PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
 PL_API pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
                               int64_t slice_ns) PL_MUST_USE;
 
-/* Declares this rank's step failed: every rank gets PL_EPEER with `words` from
+/* Declares this rank's step failed: every rank gets PL_EPEER with `message` from
  * what it waits for, and may go on after pl_comm_recover().  NULL is allowed. */
-PL_API void pl_comm_abort(pl_comm *comm, const char *words);
+PL_API void pl_comm_abort(pl_comm *comm, const char *message);
 
 typedef enum pl_recovery {
     PL_NOTHING_FAILED, /* and nothing was waited for */
@@ -165,7 +164,7 @@ PL_API int pl_comm_rank(const pl_comm *comm);
 PL_API int pl_comm_world_size(const pl_comm *comm);
 PL_API size_t pl_comm_arena_bytes(const pl_comm *comm);
 
-/* ---- ranks that are threads of this process ------------------------------ */
+/* ---- ranks that are threads of this process ------------------------------------- */
 
 /* Makes a world of `world_size` ranks in one process; out[r] is for the thread
  * that is rank r to use and to destroy.  The last one destroyed frees the rest. */

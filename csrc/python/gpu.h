@@ -2,7 +2,7 @@
 #ifndef PLI_GPU_H
 #define PLI_GPU_H
 
-#include "../backend/cuda.h"
+#include "backend/cuda.h"
 #include "state.h"
 
 typedef struct gpu_object {

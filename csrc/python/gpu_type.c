@@ -51,9 +51,10 @@ static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->place = (dl_device){.type = dlpack_type,
                               .id = dlpack_type == DL_CPU ? 0 : options.device};
-    Py_BEGIN_ALLOW_THREADS st = pli_cuda_backend_create(&options, &self->backend);
-    Py_END_ALLOW_THREADS if (st != PL_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_cuda_backend_create(&options, &self->backend);
+    Py_END_ALLOW_THREADS
+    if (st != PL_OK) {
         pli_raise(state_of_type(type), st);
         Py_CLEAR(self);
     }
@@ -73,11 +74,13 @@ static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
     pl_backend *backend = gpu_of(object)->backend;
     pl_status st;
     (void)ignored;
-    Py_BEGIN_ALLOW_THREADS st =
-        backend->ops->synchronize(backend, pli_cuda_side_stream(backend));
+    Py_BEGIN_ALLOW_THREADS
+    st = backend->ops->synchronize(backend, pli_cuda_side_stream(backend));
     if (st == PL_OK)
         st = backend->ops->synchronize(backend, NULL);
-    Py_END_ALLOW_THREADS if (st != PL_OK) return pli_raise(state_of(object), st);
+    Py_END_ALLOW_THREADS
+    if (st != PL_OK)
+        return pli_raise(state_of(object), st);
     Py_RETURN_NONE;
 }
 

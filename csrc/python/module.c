@@ -1,18 +1,17 @@
 /* module.c - paceline._native: multi-phase initialisation, state, functions. */
-#include "../backend/cpu_sum.h"
-#include "../comm/lifeline.h"
-#include "fingerprint.h"
-#include "gather.h"
-#include "grads.h"
-#include "scatter.h"
+#include "backend/cpu_sum.h"
+#include "ipc/parent_watch.h"
+#include "python/ddp/reducer_args.h"
+#include "python/dp/gather.h"
+#include "python/dp/scatter.h"
+#include "python/dp/tensor_hash.h"
 
 static module_state *state_of_module(PyObject *module)
 {
     return PyModule_GetState(module);
 }
 
-/* ---- functions ----------------------------------------------------------------------
- */
+/* ---- functions ------------------------------------------------------------------ */
 
 static int take_callable(PyObject *kwargs, const char *name, PyObject **field)
 {
@@ -89,6 +88,16 @@ static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs
     Py_RETURN_NONE;
 }
 
+int pli_needs_torch(const module_state *state)
+{
+    if (state->tensor_type != NULL)
+        return 0;
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "torch is not attached: call paceline._compat.torch_core.attach() first");
+    return -1;
+}
+
 static PyObject *isa(PyObject *module, PyObject *ignored)
 {
     const pli_sum_table *sums = NULL;
@@ -104,6 +113,8 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     (void)ignored;
     reducer_object *reducer = state_of_module(module)->reducers;
     pli_watchdog_forget(state_of_module(module)->watchdog);
+    pli_progress_forget(state_of_module(module)->progress);
+    pli_processes_forget(state_of_module(module)->processes);
     for (; reducer != NULL; reducer = reducer->next) {
         size_t offset, n_bytes;
         if (reducer->window == NULL || pli_is_on_device(reducer))
@@ -112,6 +123,21 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
         pli_comm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
     }
     Py_RETURN_NONE;
+}
+
+static PyObject *has_ended(PyObject *module, PyObject *args)
+{
+    pli_process *process = NULL;
+    int pid;
+    if (!PyArg_ParseTuple(args, "i:has_ended", &pid))
+        return NULL;
+    const pl_status st = pli_process_open(NULL, pid, &process);
+    const int is_over =
+        st == PL_EPEER || (st == PL_OK && pli_process_has_ended(process));
+    pli_process_close(process);
+    if (st != PL_OK && st != PL_EPEER)
+        return pli_raise(state_of_module(module), st);
+    return PyBool_FromLong(is_over);
 }
 
 static PyObject *forget_channels(PyObject *module, PyObject *ignored)
@@ -125,7 +151,7 @@ static PyObject *die_with(PyObject *module, PyObject *args)
 {
     int pidfd, pipe_fd;
     if (!PyArg_ParseTuple(args, "ii", &pidfd, &pipe_fd) ||
-        pli_check(state_of_module(module), pli_lifeline_start(pidfd, pipe_fd)) != 0)
+        pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)) != 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -143,10 +169,12 @@ static PyMethodDef module_methods[] = {
      "use, as 22907; path is where one was found, or None."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
-    {"fingerprint", pli_fingerprint, METH_O,
-     "fingerprint(tensor, /)\n--\n\nReturn a 64-bit number that stands for its bytes, "
-     "the "
-     "first 8 KiB of them."},
+    {"has_ended", has_ended, METH_VARARGS,
+     "has_ended(pid, /)\n--\n\nTell whether a process is gone: at once by a pidfd, "
+     "else once its parent has collected it."},
+    {"tensor_hash", (PyCFunction)(void (*)(void))pli_tensor_hash, METH_FASTCALL,
+     "tensor_hash(tensor, most_bytes=..., /)\n--\n\nReturn a 64-bit number that stands "
+     "for a tensor's bytes; with most_bytes, for the first of them."},
     {"forget_channels", forget_channels, METH_NOARGS,
      "forget_channels()\n--\n\nClose, in a forked child, its parent's channels."},
     {"die_with", die_with, METH_VARARGS,
@@ -164,8 +192,7 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- module -------------------------------------------------------------------------
- */
+/* ---- module --------------------------------------------------------------------- */
 
 static int intern(const char *text, PyObject **field)
 {
@@ -232,6 +259,8 @@ static int module_exec(PyObject *module)
         return -1;
     PLI_NAME_MAP(MAKE_NAME)
 #undef MAKE_NAME
+    if (pli_check(state, pli_processes_create(&state->processes)) != 0)
+        return -1;
     return pli_check(state, pli_progress_create(&state->progress));
 }
 
@@ -294,6 +323,8 @@ static void module_free(void *module)
     }
     pli_progress_destroy(state->progress);
     state->progress = NULL;
+    pli_processes_destroy(state->processes);
+    state->processes = NULL;
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -1,4 +1,4 @@
-/* raise.c - from a status to the exception that PL_STATUS_MAP names. */
+/* raise.c - from a status to the exception that PL_STATUS_MAP names, and back. */
 #include <string.h>
 
 #include "state.h"
@@ -37,8 +37,14 @@ static PyObject *exception_of(const module_state *state, pl_status st)
 
 PyObject *pli_raise(const module_state *state, pl_status st)
 {
-    if (st != PL_OK && !PyErr_Occurred())
-        PyErr_SetString(exception_of(state, st), pl_error_message());
+    if (st == PL_OK || PyErr_Occurred())
+        return NULL;
+    /* A file's name in it may be anything. */
+    const char *words = pl_error_message();
+    PyObject *text = PyUnicode_DecodeUTF8(words, (Py_ssize_t)strlen(words), "replace");
+    if (text != NULL)
+        PyErr_SetObject(exception_of(state, st), text);
+    Py_XDECREF(text);
     return NULL;
 }
 
@@ -63,4 +69,14 @@ PyObject *pli_exception_words(void)
     PyErr_Clear();
     PyErr_Restore(type, value, traceback);
     return words;
+}
+
+pl_status pli_callback_failed(void)
+{
+    PyObject *words = pli_exception_words();
+    const pl_status st =
+        pli_fail(PL_ESTATE, "%s",
+                 words != NULL ? PyUnicode_AsUTF8(words) : "a callback has raised");
+    Py_XDECREF(words);
+    return st;
 }

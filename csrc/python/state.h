@@ -1,8 +1,8 @@
 /* state.h - what the module holds, and how a status becomes an exception.
  *
  * Everything lives in the module's state: no static PyObject, no global.  What the
- * extension needs of torch is handed to it once by paceline._torch (attach_torch), so
- * that every probe of torch's versions is in one Python file.
+ * extension needs of torch is handed to it once by paceline._compat.torch_core
+ * (attach_torch), so that every probe of torch's versions is in one Python file.
  */
 #ifndef PLI_STATE_H
 #define PLI_STATE_H
@@ -10,10 +10,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "../comm/progress.h"
-#include "../comm/watchdog.h"
-#include "../core/status.h"
+#include "comm/progress.h"
+#include "core/process.h"
+#include "core/status.h"
 #include "dlpack.h"
+#include "nccl/watchdog.h"
 
 /* torch's callables: field of the state and keyword of attach_torch(). */
 #define PLI_TORCH_MAP(X)                                                               \
@@ -27,7 +28,7 @@
     X(increment_version) /* tells autograd that tensors were overwritten */            \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
     X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
-    X(sparse_read)       /* these five: paceline._sparse */                            \
+    X(sparse_read)       /* these five: paceline._compat.sparse_rows */                \
     X(sparse_room)                                                                     \
     X(sparse_put)                                                                      \
     X(sparse_densify)                                                                  \
@@ -35,7 +36,7 @@
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \
-    X(is_strided)       /* these six: paceline._tree */                                \
+    X(is_strided)       /* these six: paceline._compat.packed_sequence */              \
     X(repeats_row)                                                                     \
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
@@ -48,8 +49,8 @@
     X(tensor_type, PyType_Type)                                                        \
     X(size_type, PyType_Type)                                                          \
     X(device_type, PyType_Type)                                                        \
-    X(packed_type, PyType_Type)       /* PackedSequence */                             \
-    X(marker_type, PyType_Type)       /* paceline._tree.Replicated */                  \
+    X(packed_type, PyType_Type) /* PackedSequence */                                   \
+    X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
     X(default_dict_type, PyType_Type) /* collections: defaultdict, UserDict */         \
     X(user_dict_type, PyType_Type)                                                     \
     X(cached_type, PyType_Type)  /* functools.cached_property */                       \
@@ -66,6 +67,7 @@
     X(__new__)                                                                         \
     X(data)                                                                            \
     X(default_factory)                                                                 \
+    X(dtype)                                                                           \
     X(flatten_fn)                                                                      \
     X(is_nested)                                                                       \
     X(name)                                                                            \
@@ -81,14 +83,13 @@
     X(world)                                                                           \
     X(reducer)                                                                         \
     X(hook)                                                                            \
-    X(guard)                                                                           \
+    X(backward_end)                                                                    \
     X(watch)                                                                           \
-    X(mirror)                                                                          \
-    X(spots)                                                                           \
-    X(placed)                                                                          \
-    X(slots)                                                                           \
-    X(tap)                                                                             \
-    X(arena)                                                                           \
+    X(snapshot)                                                                        \
+    X(shared_tensors)                                                                  \
+    X(replica_grads)                                                                   \
+    X(grad_hook)                                                                       \
+    X(shared_memory)                                                                   \
     X(channel) X(tree) X(scattered)
 
 typedef struct module_state {
@@ -104,7 +105,8 @@ typedef struct module_state {
     PyObject *str_is_conj;
     PyObject *str_clone;
     pli_progress *progress;
-    pli_watchdog *watchdog;          /* of device worlds; NULL: there was none yet */
+    pli_processes *processes;        /* the peers', of all worlds */
+    pli_watchdog *watchdog;          /* of GPU worlds; NULL: there was none yet */
     struct reducer_object *reducers; /* all that live, linked; borrowed */
     struct channel_object *channels; /* the same */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */
@@ -132,7 +134,7 @@ static inline module_state *state_of(PyObject *object)
     return state_of_type(Py_TYPE(object));
 }
 
-/* Raises the exception of `st` with this thread's last words, unless one is set
+/* Raises the exception of `st` with this thread's message, unless one is set
  * already; returns NULL for the caller to return.  PL_OK raises nothing. */
 PyObject *pli_raise(const module_state *state, pl_status st);
 
@@ -140,8 +142,15 @@ PyObject *pli_raise(const module_state *state, pl_status st);
  * more raised, where there is no memory for it. */
 PyObject *pli_exception_words(void);
 
+/* For a call that has raised inside the core: a failure with the exception's words; the
+ * exception stays set, and is what pli_check() leaves. */
+pl_status pli_callback_failed(void);
+
 /* The same as pli_raise() for functions that return int: 0 for PL_OK, else -1. */
 int pli_check(const module_state *state, pl_status st);
+
+/* -1 with an exception unless attach_torch() was called (module.c). */
+int pli_needs_torch(const module_state *state);
 
 /* One spec a type; each is in the file of its name. */
 #define TYPE_SPEC(name) extern PyType_Spec pli_##name##_spec;

@@ -1,13 +1,11 @@
 /* tensor.c - DLPack, in and out. */
 #include "tensor.h"
 
-#include <stddef.h>
-#include <stdlib.h>
 #include <string.h>
 
-#include "../core/alloc.h"
+#include "core/alloc.h"
 
-/* ---- reading ------------------------------------------------------------------- */
+/* ---- reading -------------------------------------------------------------------- */
 
 static int read_dtype(dl_dtype dtype, pl_dtype *out)
 {
@@ -81,6 +79,7 @@ static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tens
     }
     layout->n_dims = dl->ndim;
     layout->n_elems = 1;
+    layout->is_lazy = 0;
     for (int d = dl->ndim - 1; d >= 0; d--) {
         layout->dims[d].size = dl->shape[d];
         layout->dims[d].stride =
@@ -100,14 +99,14 @@ static int refuse(const char *what)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    /* torch's words go on with a C++ stack: the first line is enough. */
-    PyObject *words = value != NULL ? PyObject_Str(value) : NULL;
-    PyObject *lines = words != NULL ? PyUnicode_Splitlines(words, 0) : NULL;
+    /* torch's message goes on with a C++ stack: the first line is enough. */
+    PyObject *text = value != NULL ? PyObject_Str(value) : NULL;
+    PyObject *lines = text != NULL ? PyUnicode_Splitlines(text, 0) : NULL;
     PyErr_Format(PyExc_TypeError, "%s is no strided tensor in memory: %S", what,
                  lines != NULL && PyList_GET_SIZE(lines) > 0 ? PyList_GET_ITEM(lines, 0)
                                                              : Py_None);
     Py_XDECREF(lines);
-    Py_XDECREF(words);
+    Py_XDECREF(text);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);
@@ -138,6 +137,12 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
         return state->exchange->tensor_from_object(object, out) == 0 ? 0 : refuse(what);
     PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
     *capsule = detached != NULL ? capsule_of(detached) : NULL;
+    if (detached != NULL && *capsule == NULL) {
+        /* No capsule is made of a lazy conjugate: of what it is the conjugate of. */
+        PyErr_Clear();
+        Py_SETREF(detached, PyObject_CallMethod(detached, "conj", NULL));
+        *capsule = detached != NULL ? capsule_of(detached) : NULL;
+    }
     Py_XDECREF(detached);
     const dl_managed *managed =
         *capsule != NULL ? PyCapsule_GetPointer(*capsule, "dltensor") : NULL;
@@ -149,6 +154,62 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     return 0;
 }
 
+int pli_tensor_describe(const module_state *state, PyObject *object, const char *what,
+                        dl_tensor *out, PyObject **owner)
+{
+    int is_empty = 0;
+    if (read_dl(state, object, what, out, owner) != 0)
+        return PLI_TENSOR_FOREIGN;
+    for (int d = 0; d < out->ndim; d++)
+        is_empty |= out->shape[d] == 0;
+    if (out->device.type != DL_CPU)
+        PyErr_Format(PyExc_NotImplementedError,
+                     "%s is not in CPU memory (DLPack device type %d): this version of "
+                     "paceline shares the work of CPUs",
+                     what, (int)out->device.type);
+    else if (out->ndim > PLI_MAX_DIMS)
+        PyErr_Format(PyExc_NotImplementedError, "%s has %d dimensions: at most %d",
+                     what, out->ndim, PLI_MAX_DIMS);
+    else if (out->data == NULL && !is_empty)
+        PyErr_Format(PyExc_TypeError,
+                     "%s has no memory (a fake tensor, or one being traced)", what);
+    else
+        return 0;
+    Py_CLEAR(*owner);
+    return -1;
+}
+
+/* Complex tensors have a bit for conjugation.  Their imaginary parts then have one for
+ * the sign; with more elements than one those do not lie side by side, so that nobody
+ * takes them for a block of memory. */
+static int is_complex(const pli_layout *layout)
+{
+    return layout->dtype == PL_C64 || layout->dtype == PL_C128;
+}
+
+static int may_be_lazy(const pli_layout *layout)
+{
+    const int is_real = layout->dtype == PL_F32 || layout->dtype == PL_F64;
+    return is_complex(layout) || (is_real && layout->n_elems == 1);
+}
+
+/* 1 or 0 as object.name() answers, or -1. */
+static int ask(PyObject *object, PyObject *name)
+{
+    PyObject *answer = PyObject_CallMethodNoArgs(object, name);
+    Py_XDECREF(answer); /* True and False live on */
+    return answer == NULL ? -1 : answer == Py_True;
+}
+
+static int read_lazy(const module_state *state, PyObject *object, pli_layout *layout)
+{
+    const int is_neg = ask(object, state->str_is_neg);
+    const int is_conj =
+        is_neg == 0 && is_complex(layout) ? ask(object, state->str_is_conj) : 0;
+    layout->is_lazy = is_neg == 1 || is_conj == 1;
+    return is_neg < 0 || is_conj < 0 ? -1 : 0;
+}
+
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
                        const char *what, pli_tensor *out)
 {
@@ -158,7 +219,9 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
         return -1;
     const int status = fill(&dl, place, what, out);
     Py_XDECREF(capsule);
-    return status;
+    if (status != 0 || !may_be_lazy(&out->layout))
+        return status;
+    return read_lazy(state, object, &out->layout);
 }
 
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,
@@ -180,64 +243,7 @@ int pli_tensor_place(const module_state *state, PyObject *object, const char *wh
     return 0;
 }
 
-/* ---- layouts ------------------------------------------------------------------- */
-
-int pli_layout_is_dense(const pli_layout *layout)
-{
-    /* Walk the dimensions from the smallest stride up: each must begin where the
-     * block of the ones before ends. */
-    unsigned char is_taken[PLI_MAX_DIMS] = {0};
-    int64_t block = 1;
-    for (int n = 0; n < layout->n_dims; n++) {
-        int next = -1;
-        for (int d = 0; d < layout->n_dims; d++) {
-            if (is_taken[d] || layout->dims[d].size == 1)
-                continue;
-            if (next < 0 || layout->dims[d].stride < layout->dims[next].stride)
-                next = d;
-        }
-        if (next < 0)
-            break;
-        if (layout->dims[next].stride != block && layout->n_elems > 0)
-            return 0;
-        block *= layout->dims[next].size;
-        is_taken[next] = 1;
-    }
-    return 1;
-}
-
-void pli_layout_make_row_major(pli_layout *layout)
-{
-    int64_t stride = 1;
-    for (int d = layout->n_dims - 1; d >= 0; d--) {
-        layout->dims[d].stride = stride;
-        stride *= layout->dims[d].size;
-    }
-}
-
-pl_status pli_layout_copy(const pli_layout *layout, pli_layout **out)
-{
-    pl_status st = PL_OK;
-    const size_t n_bytes =
-        offsetof(pli_layout, dims) + (size_t)layout->n_dims * sizeof(pli_dim);
-    PL_TRY(pli_calloc(1, n_bytes, "a tensor's layout", out));
-    memcpy(*out, layout, n_bytes);
-done:
-    return st;
-}
-
-int pli_layout_equal(const pli_layout *left, const pli_layout *right)
-{
-    if (left->dtype != right->dtype || left->n_dims != right->n_dims)
-        return 0;
-    for (int d = 0; d < left->n_dims; d++)
-        if (left->dims[d].size != right->dims[d].size ||
-            (left->dims[d].stride != right->dims[d].stride && left->dims[d].size != 1))
-            return 0;
-    return 1;
-}
-
-/* ---- making -------------------------------------------------------------------- */
+/* ---- making --------------------------------------------------------------------- */
 
 /* One tensor of our memory: both of DLPack's forms, and the dimensions behind. */
 typedef struct export {
@@ -245,15 +251,15 @@ typedef struct export {
     dl_managed plain;
     pli_window *window; /* NULL: nobody counts */
     size_t slot;
-    pli_room *room; /* NULL: in none */
-    int64_t dims[]; /* shape, then strides */
+    pli_shared_memory *memory; /* NULL: in none */
+    int64_t dims[];            /* shape, then strides */
 } export;
 
 static void drop_export(export *self)
 {
     if (self->window != NULL)
         pli_window_unsee(self->window, self->slot);
-    pli_room_release(self->room);
+    pli_shared_memory_release(self->memory);
     pli_free(self);
 }
 
@@ -341,8 +347,8 @@ static PyObject *make(const module_state *state, const pli_view *view, void *dat
     return finish(state, self, &like);
 }
 
-PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
-                             const dl_tensor *like)
+PyObject *pli_tensor_in_shared_memory(const module_state *state,
+                                      pli_shared_memory *memory, const dl_tensor *like)
 {
     const size_t n_bytes = (size_t)like->ndim * sizeof(int64_t);
     export *self = make_export(state, like->ndim);
@@ -352,8 +358,8 @@ PyObject *pli_tensor_in_room(const module_state *state, pli_room *room,
         memcpy(self->dims, like->shape, n_bytes);
         memcpy(self->dims + like->ndim, like->strides, n_bytes);
     }
-    pli_room_hold(room);
-    self->room = room;
+    pli_shared_memory_retain(memory);
+    self->memory = memory;
     dl_tensor on_cpu = *like;
     on_cpu.device = (dl_device){.type = DL_CPU};
     return finish(state, self, &on_cpu);

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 if TYPE_CHECKING:
-    from paceline._check import check
     from paceline._checkpoint import load, save
-    from paceline._ddp import DistributedDataParallel
-    from paceline._dp import DataParallel
-    from paceline._functional import data_parallel
-    from paceline._install import install, uninstall
-    from paceline._replicate import replicate
+    from paceline._ddp.distributed import DistributedDataParallel
+    from paceline._dp.check import check
+    from paceline._dp.data_parallel import DataParallel
+    from paceline._dp.functional import data_parallel
+    from paceline._dp.marker import replicate
+    from paceline._install.rebind import install, uninstall
 
 try:
     __version__ = metadata.version("paceline")
@@ -43,15 +43,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DataParallel": "paceline._dp",
-    "DistributedDataParallel": "paceline._ddp",
-    "check": "paceline._check",
-    "data_parallel": "paceline._functional",
-    "install": "paceline._install",
+    "DataParallel": "paceline._dp.data_parallel",
+    "DistributedDataParallel": "paceline._ddp.distributed",
+    "check": "paceline._dp.check",
+    "data_parallel": "paceline._dp.functional",
+    "install": "paceline._install.rebind",
     "load": "paceline._checkpoint",
-    "replicate": "paceline._replicate",
+    "replicate": "paceline._dp.marker",
     "save": "paceline._checkpoint",
-    "uninstall": "paceline._install",
+    "uninstall": "paceline._install.rebind",
 }
 
 

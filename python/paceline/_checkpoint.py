@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from paceline._files import write_whole
 
 PREFIX = "module."
 
@@ -100,7 +101,8 @@ def save(
     """Save a model, or any object, from rank 0 alone, whole or not at all.
 
     The file appears under its name only once it is complete: a reader never sees half
-    of it, and a crash leaves the old file.  The other ranks return at once; put a
+    of it, and a crash leaves the old file (and perhaps a hidden ``.part`` beside it,
+    which the next save to that place removes).  The other ranks return at once; put a
     ``torch.distributed.barrier()`` behind where they read the file next.
 
     Parameters
@@ -108,7 +110,8 @@ def save(
     obj : torch.nn.Module or object
         A module is saved as its ``state_dict()``, anything else as it is.
     path : path-like
-        Where to; its folder must exist.
+        Where to; its folder must exist, and this process may write there.  Of a link
+        the target is written, and a file that is replaced keeps its mode.
     prefix : {"keep", "strip"}, default "keep"
         Whether the keys of a wrapper's parameters keep ``module.`` in front; stripped,
         the bare model loads them.
@@ -118,9 +121,9 @@ def save(
     Raises
     ------
     ValueError
-        If ``prefix`` is another word.
+        If ``prefix`` is anything else.
     OSError
-        If the file cannot be written.
+        If the file cannot be written: no room, no permission, no folder.
 
     Notes
     -----
@@ -144,26 +147,7 @@ def save(
     is_wrapped = not is_module or unwrap(obj) is not obj
     if prefix == "strip" and is_wrapped and has_prefix(state):
         state = strip_prefix(state)
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(
-        prefix=f".{target.name}.", suffix=".part", dir=target.parent
-    )
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    write_whole(Path(path), lambda file: torch.save(state, file))
 
 
 def load(

@@ -1,8 +1,12 @@
-"""What a replica raises, raised in the caller: torch's words, the exception's type."""
+"""What a replica raises, raised in the caller: torch's message, the exception's type.
+
+Exceptions of worker processes come as bytes: :func:`pack_exception` makes them there.
+"""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import traceback
 from typing import Any
 
@@ -27,29 +31,29 @@ def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseExcept
         is no ``Exception`` (``SystemExit``) comes as a ``RuntimeError``.
     """
     text = "".join(traceback.format_exception(error))
-    words = in_words(type(error).__name__, text, replica, device)
+    message = _message_of(type(error).__name__, text, replica, device)
     if not isinstance(error, Exception):
-        return RuntimeError(words)
-    return tell(_renewed(error), words)
+        return RuntimeError(message)
+    return _with_message(_renewed(error), message)
 
 
-def in_words(name: str, text: str, replica: int, device: Any) -> str:
+def _message_of(name: str, text: str, replica: int, device: Any) -> str:
     """Return what torch says of an exception in a replica; `text` is its traceback."""
     return f"Caught {name} in replica {replica} on device {device}.\nOriginal {text}"
 
 
-def tell(error: Exception, words: str) -> Exception:
-    """Return an exception with other words; as its cause, where its type hides them."""
+def _with_message(error: Exception, message: str) -> Exception:
+    """Return an exception with a message; as its cause, where its type hides it."""
     if isinstance(error, KeyError):
-        from paceline import _torch  # late: workers set their cores first
+        from paceline._compat import torch_core  # late: workers set their cores first
 
-        error.args = (_torch.key_error_message(words),)
+        error.args = (torch_core.key_error_message(message),)
     else:
-        error.args = (words,)
+        error.args = (message,)
     if isinstance(error, ImportError):
-        error.msg = words
-    if not _says(error, words):
-        error.__cause__ = RuntimeError(words)
+        error.msg = message
+    if not _shows(error, message):
+        error.__cause__ = RuntimeError(message)
     return error
 
 
@@ -67,8 +71,99 @@ def _renewed(error: Exception) -> Exception:
     return renewed
 
 
-def _says(error: BaseException, words: str) -> bool:
+def _shows(error: BaseException, message: str) -> bool:
     try:
-        return words in str(error)
+        return message in str(error)
     except Exception:
         return False
+
+
+# ---- between processes --------------------------------------------------------------
+
+
+def pack_exception(error: BaseException) -> bytes:
+    """Return the bytes that :func:`unpack_exception` makes the exception of.
+
+    Parameters
+    ----------
+    error : BaseException
+        Being handled, so that it has a traceback.
+
+    Returns
+    -------
+    bytes
+        A pickle of the exception's own pickle, that of its type and attributes, its
+        type's name, and the formatted traceback; each of the first two may be None.
+    """
+    text = "".join(traceback.format_exception(error))
+    whole = parts = None
+    if isinstance(error, Exception):
+        whole = _try_pickle(error)
+        parts = _try_pickle((type(error), dict(vars(error))))
+        parts = parts or _try_pickle((type(error), {}))
+    return pickle.dumps((whole, parts, type(error).__name__, text))
+
+
+def unpack_exception(packed: bytes, replica: int, device: Any) -> Exception:
+    """Return what a replica raised, to be raised in the caller.
+
+    Parameters
+    ----------
+    packed : bytes
+        Of `pack_exception`.
+    replica : int
+        Which replica it was.
+    device : torch.device or str
+        Where that replica lives, as in ``"cpu"``.
+
+    Returns
+    -------
+    Exception
+        Of the same type, with the message that ``torch.nn.DataParallel`` gives it: the
+        replica, the device, and the replica's own traceback. ``RuntimeError`` where the
+        type cannot come here, or is none to be raised here (``SystemExit``).
+    """
+    whole, parts, name, text = pickle.loads(packed)
+    message = _message_of(name, text, replica, device)
+    error = _rebuild(whole, parts)
+    if error is None:
+        return RuntimeError(message)
+    try:
+        return _with_message(error, message)
+    except Exception:  # a type that takes no message
+        return RuntimeError(message)
+
+
+def _try_pickle(value: Any) -> bytes | None:
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+
+        pickled: bytes = cloudpickle.dumps(value)
+    except Exception:
+        return None
+    return pickled
+
+
+def _try_unpickle(pickled: bytes | None) -> Any:
+    try:
+        return None if pickled is None else pickle.loads(pickled)
+    except Exception:
+        return None
+
+
+def _rebuild(whole: bytes | None, parts: bytes | None) -> Exception | None:
+    """Return the exception, or None where it cannot come here."""
+    error = _try_unpickle(whole)
+    if isinstance(error, Exception):
+        return error
+    # A constructor that wants other arguments than it left in `args`.
+    kind_and_attributes = _try_unpickle(parts)
+    if kind_and_attributes is None:
+        return None
+    kind, attributes = kind_and_attributes
+    try:
+        error = kind.__new__(kind)
+        error.__dict__.update(attributes)
+    except Exception:
+        return None
+    return error if isinstance(error, Exception) else None

@@ -48,10 +48,14 @@ class Paceline:
     """The world that Paceline's wrappers use, without a wrapper."""
 
     def __init__(self, n_bytes: int) -> None:
-        from paceline import _rendezvous
+        from paceline._compat import torch_core
+        from paceline._ddp.rendezvous import Meeting
 
-        self.world = _rendezvous.connect(dist.group.WORLD, n_bytes)
-        self.buffer = np.frombuffer(self.world.buffer, np.float32)
+        torch_core.attach()
+        meeting = Meeting(dist.group.WORLD)
+        meeting.exchange(None)
+        self.world = meeting.connect(n_bytes, 64)
+        self.buffer = np.frombuffer(self.world, np.float32)
 
     def array(self, n_elems: int) -> np.ndarray:
         """The first elements of the arena."""

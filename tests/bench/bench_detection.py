@@ -22,15 +22,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from machine import describe
-from paceline import _torch
-from paceline._copies import parts_of, replicas_of
-from paceline._shared import SharedModel
+from paceline._compat import torch_core
+from paceline._dp.process import pickling
+from paceline._dp.process.shared_model import SharedModel
+from paceline._replicas.replicate import parts_of, replicas_of
 from stats import percentile
 from torch import nn
 
 N_LOG = 10_000
+N_HELD = 100
 
 
 SETTINGS = {"scale": 1.0}
@@ -65,12 +68,22 @@ def make_model(n_modules: int, n_parameters: int) -> nn.Sequential:
 
 def rows_of(n_modules: int, n_parameters: int) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by its name."""
-    steady = SharedModel(make_model(n_modules, n_parameters), 1)
-    attribute = SharedModel(make_model(n_modules, n_parameters), 1)
-    log = SharedModel(make_model(n_modules, n_parameters), 1)
-    told = SharedModel(make_model(n_modules, n_parameters), 1)
+    steady = SharedModel(
+        make_model(n_modules, n_parameters), 1, pickling.ScriptGlobals()
+    )
+    attribute = SharedModel(
+        make_model(n_modules, n_parameters), 1, pickling.ScriptGlobals()
+    )
+    log = SharedModel(make_model(n_modules, n_parameters), 1, pickling.ScriptGlobals())
+    told = SharedModel(make_model(n_modules, n_parameters), 1, pickling.ScriptGlobals())
     for model in (log, told):
         model.module.log = list(range(N_LOG))
+        model.changes()
+    tensors = SharedModel(nn.ParameterList(), 1, pickling.ScriptGlobals())
+    arrays = SharedModel(nn.ParameterList(), 1, pickling.ScriptGlobals())
+    tensors.module.held = [torch.zeros(8) for _ in range(N_HELD)]
+    arrays.module.held = [np.zeros(8) for _ in range(N_HELD)]
+    for model in (tensors, arrays):
         model.changes()
     module = make_model(n_modules, n_parameters)
 
@@ -89,14 +102,16 @@ def rows_of(n_modules: int, n_parameters: int) -> dict[str, Callable[[], Any]]:
     return {
         "processes: before a forward": steady.changes,
         "processes: after it": steady.forward_ends,
-        "  of torch's: addresses": steady._placed.moved,
-        "  of torch's: requires_grad": lambda: steady._placed.is_trainable_as(
+        "  of torch's: addresses": steady.memory.placed.moved,
+        "  of torch's: requires_grad": lambda: steady.memory.placed.is_trainable_as(
             steady._trainable
         ),
+        f"processes: an attribute holds {N_HELD} tensors": tensors.changes,
+        f"processes: an attribute holds {N_HELD} arrays": arrays.changes,
         "processes: a forward sets an attribute": set_attribute,
         f"processes: it appends to a list of {N_LOG}": grow_in_forward,
         "processes: such a list grows between": grow_between,
-        "threads: shells for a replica": lambda: replicas_of(parts_of(module), 2),
+        "threads: shells for a replica": lambda: replicas_of(parts_of(module), [{}]),
     }
 
 
@@ -108,7 +123,7 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
-    _torch.attach()
+    torch_core.attach()
     rows = rows_of(given.modules, given.parameters)
     times: dict[str, list[float]] = {name: [] for name in rows}
     for _ in range(given.rounds):

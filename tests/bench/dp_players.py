@@ -22,7 +22,7 @@ Figures = dict[str, Any]
 
 
 class PlayerError(Exception):
-    """A contestant failed or ran out of time; the message has its last words."""
+    """A contestant failed or ran out of time; the message has its last output."""
 
 
 class Player:

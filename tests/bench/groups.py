@@ -28,7 +28,7 @@ KEEP_TUNABLES = (
 
 
 class GroupError(Exception):
-    """A group failed or ran out of time; the message has the ranks' last words."""
+    """A group failed or ran out of time; the message has the ranks' last output."""
 
 
 def environment(malloc: str, threads: int | None = 1) -> dict[str, str]:

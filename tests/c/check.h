@@ -22,7 +22,7 @@
 #include <stdatomic.h>
 #include <stdio.h>
 
-#include "../../csrc/include/paceline.h"
+#include "include/paceline.h"
 
 enum { CHECK_MAX_PRINTED = 10 }; /* of one test: a broken loop fails thousands */
 

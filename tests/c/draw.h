@@ -8,7 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../../csrc/core/clock.h"
+#include "core/clock.h"
 
 typedef struct draw {
     uint64_t state;

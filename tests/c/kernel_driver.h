@@ -9,9 +9,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../../csrc/backend/driver.h"
-#include "../../csrc/backend/kernels.h"
-#include "../../csrc/backend/kernels_table.h"
+#include "backend/driver.h"
+#include "backend/kernels.h"
+#include "backend/kernels_table.h"
 #include "fake/host_kernels.h"
 
 static struct {

@@ -19,7 +19,7 @@ static inline int n_open_descriptors(void)
     return n;
 }
 
-static inline int n_shared_mappings(void)
+static inline int n_mappings_of(const char *name)
 {
     int n = 0;
     char line[512];
@@ -27,9 +27,20 @@ static inline int n_shared_mappings(void)
     if (maps == NULL)
         return -1;
     while (fgets(line, sizeof line, maps) != NULL)
-        n += strstr(line, "memfd:paceline") != NULL;
+        n += strstr(line, name) != NULL;
     (void)fclose(maps);
     return n;
+}
+
+static inline int n_shared_mappings(void)
+{
+    return n_mappings_of("memfd:paceline");
+}
+
+/* Of a world of one rank, which is anonymous: the kernel has a name for that. */
+static inline int n_lone_mappings(void)
+{
+    return n_mappings_of("/dev/zero");
 }
 
 #endif

@@ -5,7 +5,7 @@
  * The second opinion.  Taken by nvcc, by NVRTC (with kernels_table.h as its header),
  * and by C, where the including file has <math.h> and <string.h>.
  */
-#include "../../csrc/backend/kernels_table.h"
+#include "backend/kernels_table.h"
 
 typedef struct naive_task {
     void *to;
@@ -14,10 +14,8 @@ typedef struct naive_task {
     unsigned long long stride_bytes;
     double factor;
     double divisor;
-    unsigned *flag;
     unsigned n_ranks;
-    unsigned char to_word;
-    unsigned char from_word;
+    unsigned char word;
     unsigned char is_mean;
 } naive_task;
 
@@ -33,8 +31,7 @@ typedef struct naive_task {
 #define NAIVE_I i_of
 #endif
 
-/* ---- words ------------------------------------------------------------------------
- */
+/* ---- words ---------------------------------------------------------------------- */
 
 NAIVE int naive_bytes(int word)
 {
@@ -107,8 +104,7 @@ NAIVE void naive_write(void *to, int word, unsigned long long i, double value)
     }
 }
 
-/* ---- kernels ----------------------------------------------------------------------
- */
+/* ---- kernels -------------------------------------------------------------------- */
 
 NAIVE_KERNEL(naive_copy)
 {
@@ -120,17 +116,16 @@ NAIVE_KERNEL(naive_copy)
 NAIVE_KERNEL(naive_add)
 {
     const unsigned long long i = NAIVE_I;
-    const int bytes = naive_bytes(it.to_word);
+    const int bytes = naive_bytes(it.word);
     if (i >= it.n)
         return;
-    if (it.to_word == PLI_WORD_F64) {
-        naive_write(it.to, it.to_word, i,
-                    naive_read(it.to, it.to_word, i) +
-                        naive_read(it.from, it.to_word, i));
-    } else if (it.to_word >= PLI_WORD_F16) {
-        const float x = (float)naive_read(it.to, it.to_word, i);
-        const float y = (float)naive_read(it.from, it.to_word, i);
-        naive_write(it.to, it.to_word, i, (double)(x + y));
+    if (it.word == PLI_WORD_F64) {
+        naive_write(it.to, it.word, i,
+                    naive_read(it.to, it.word, i) + naive_read(it.from, it.word, i));
+    } else if (it.word >= PLI_WORD_F16) {
+        const float x = (float)naive_read(it.to, it.word, i);
+        const float y = (float)naive_read(it.from, it.word, i);
+        naive_write(it.to, it.word, i, (double)(x + y));
     } else { /* byte by byte, with a carry */
         unsigned carry = 0;
         for (int k = 0; k < bytes; k++) {
@@ -149,27 +144,8 @@ NAIVE_KERNEL(naive_scale)
 {
     const unsigned long long i = NAIVE_I;
     if (i < it.n)
-        naive_write(it.to, it.to_word, i,
-                    naive_read(it.to, it.to_word, i) * it.factor / it.divisor);
-}
-
-NAIVE_KERNEL(naive_cast)
-{
-    const unsigned long long i = NAIVE_I;
-    if (i >= it.n)
-        return;
-    const double value = naive_read(it.from, it.from_word, i);
-    if (it.from_word == PLI_WORD_F64 || it.to_word == PLI_WORD_F64)
-        naive_write(it.to, it.to_word, i, value * it.factor);
-    else
-        naive_write(it.to, it.to_word, i, (double)((float)value * (float)it.factor));
-}
-
-NAIVE_KERNEL(naive_find)
-{
-    const unsigned long long i = NAIVE_I;
-    if (i < it.n && !isfinite(naive_read(it.from, it.from_word, i)))
-        *it.flag = *it.flag | 1u; /* all who write, write the same */
+        naive_write(it.to, it.word, i,
+                    naive_read(it.to, it.word, i) * it.factor / it.divisor);
 }
 
 NAIVE_KERNEL(naive_sum)
@@ -177,18 +153,23 @@ NAIVE_KERNEL(naive_sum)
     const unsigned long long i = NAIVE_I;
     if (i >= it.n)
         return;
-    const int is_wide = it.to_word == PLI_WORD_F64;
-    double wide = naive_read(it.from, it.to_word, i);
-    float narrow = (float)wide;
+    const int is_wide = it.word == PLI_WORD_F64;
+    /* A mean's inputs are first divided by a power of two, n or the next above, and
+     * their sum by what is left: naive_halvings(). */
+    unsigned power = 1;
+    while (it.is_mean && power < it.n_ranks)
+        power *= 2;
+    double wide = naive_read(it.from, it.word, i) / (double)power;
+    float narrow = (float)naive_read(it.from, it.word, i) / (float)power;
     for (unsigned r = 1; r < it.n_ranks; r++) {
         const char *const from = (const char *)it.from + r * it.stride_bytes;
-        const double value = naive_read(from, it.to_word, i);
-        wide += value;
-        narrow += (float)value;
+        const double value = naive_read(from, it.word, i);
+        wide += value / (double)power;
+        narrow += (float)value / (float)power;
     }
     if (it.is_mean) {
-        wide /= (double)it.n_ranks;
-        narrow /= (float)it.n_ranks;
+        wide /= (double)it.n_ranks / (double)power;
+        narrow /= (float)it.n_ranks / (float)power;
     }
-    naive_write(it.to, it.to_word, i, is_wide ? wide : (double)narrow);
+    naive_write(it.to, it.word, i, is_wide ? wide : (double)narrow);
 }

@@ -11,7 +11,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "../../csrc/include/paceline.h"
+#include "include/paceline.h"
 
 /* A float of `n_frac` fraction bits and the least exponent `e_min`, as a double. */
 static inline double naive_decode(unsigned bits, int n_frac, int e_min)
@@ -64,9 +64,20 @@ static inline float naive_half(const void *p, pl_dtype dtype)
     return (float)naive_decode(bits, n_frac_of(dtype), e_min_of(dtype));
 }
 
+/* The least k of which 2^k is n or more: inputs of a mean are first divided by 2^k, so
+ * that a mean of finite numbers is finite, and their sum by what is left of n. */
+static inline int naive_halvings(int n)
+{
+    int k = 0;
+    while (1 << k < n)
+        k++;
+    return k;
+}
+
 static inline void naive_floats(const unsigned char *const *in, int n_in, size_t at,
                                 int is_mean, pl_dtype dtype, unsigned char *out)
 {
+    const int k = is_mean ? naive_halvings(n_in) : 0;
     float sum = 0.0F;
     for (int r = 0; r < n_in; r++) {
         float x = 0.0F;
@@ -74,10 +85,11 @@ static inline void naive_floats(const unsigned char *const *in, int n_in, size_t
             memcpy(&x, in[r] + at, sizeof x);
         else
             x = naive_half(in[r] + at, dtype);
+        x = ldexpf(x, -k);
         sum = r == 0 ? x : sum + x;
     }
     if (is_mean)
-        sum /= (float)n_in;
+        sum /= ldexpf((float)n_in, -k);
     if (dtype == PL_F32) {
         memcpy(out + at, &sum, sizeof sum);
     } else {
@@ -90,14 +102,16 @@ static inline void naive_floats(const unsigned char *const *in, int n_in, size_t
 static inline void naive_doubles(const unsigned char *const *in, int n_in, size_t at,
                                  int is_mean, unsigned char *out)
 {
+    const int k = is_mean ? naive_halvings(n_in) : 0;
     double sum = 0.0;
     for (int r = 0; r < n_in; r++) {
         double x = 0.0;
         memcpy(&x, in[r] + at, sizeof x);
+        x = ldexp(x, -k);
         sum = r == 0 ? x : sum + x;
     }
     if (is_mean)
-        sum /= (double)n_in;
+        sum /= ldexp((double)n_in, -k);
     memcpy(out + at, &sum, sizeof sum);
 }
 
@@ -164,7 +178,7 @@ static inline void naive_reduce(const unsigned char *const *in, int n_in,
     }
 }
 
-/* ---- inputs and outcomes ---------------------------------------------------- */
+/* ---- inputs and outcomes -------------------------------------------------------- */
 
 static uint64_t random_state = 88172645463325252u;
 

@@ -9,8 +9,8 @@
 
 #include <stdio.h>
 
-#include "../../csrc/comm/comm.h"
 #include "check.h"
+#include "comm/comm.h"
 #include "values.h"
 
 enum { OPS_GUARD_BYTES = 64, OPS_GUARD = 0xa5 };

@@ -15,7 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/shm.h"
+#include "comm/shm_init.h"
 #include "leaks.h"
 #include "ops.h"
 #include "ranks.h"
@@ -81,8 +81,7 @@ static inline void await_flag(const atomic_int *flag)
         pli_sleep_ns(100000);
 }
 
-/* ---- in a child -------------------------------------------------------------------
- */
+/* ---- in a child ----------------------------------------------------------------- */
 
 static inline void child_report(child *self, pl_status st)
 {
@@ -160,8 +159,7 @@ static inline void child_main(board *all, int rank, child_fn run)
     exit(atomic_load(&check_n_failures) == 0 ? 0 : 1);
 }
 
-/* ---- in the parent -----------------------------------------------------------------
- */
+/* ---- in the parent -------------------------------------------------------------- */
 
 /* Forks one process a rank; the construction begins when this returns. */
 static inline void processes_start(board *all, child_fn run)

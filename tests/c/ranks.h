@@ -8,8 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/comm.h"
 #include "check.h"
+#include "comm/comm.h"
 #include "draw.h"
 
 #define RANKS_SLICE_NS (50 * PLI_MS)

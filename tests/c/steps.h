@@ -1,19 +1,19 @@
 /* steps.h - training steps of a made-up model, of which every rank knows all.
  *
- * Which parameter fires how often, on which rank, with which values: all is drawn from
- * (seed, step, rank, parameter), so each rank can tell the exact means.  Values are
- * multiples of the world size, or of another unit.
+ * Which parameter gets how many gradients, on which rank, with which values: all is
+ * drawn from (seed, step, rank, parameter), so each rank can tell the exact means.
+ * Values are multiples of the world size, or of another unit.
  */
 #ifndef PLT_STEPS_H
 #define PLT_STEPS_H
 
 #include <stdlib.h>
 
-#include "../../csrc/core/reducer.h"
 #include "ranks.h"
+#include "reducer/reducer.h"
 #include "values.h"
 
-enum { STEPS_MAX_PARAMS = 40, STEPS_MAX_ELEMS = 300, STEPS_MAX_FIRES = 2 };
+enum { STEPS_MAX_PARAMS = 40, STEPS_MAX_ELEMS = 300, STEPS_MAX_GRADS = 2 };
 
 typedef struct model {
     uint64_t seed;
@@ -55,8 +55,7 @@ static inline pl_reducer_spec spec_of(const model *it)
                              .caps = it->caps};
 }
 
-/* ---- what is drawn ------------------------------------------------------------------
- */
+/* ---- what is drawn -------------------------------------------------------------- */
 
 static inline unsigned step_percent(const model *it, uint64_t step, int rank, size_t i,
                                     unsigned salt)
@@ -89,7 +88,7 @@ static inline int step_has_batch(const model *it, uint64_t step, int rank)
     return it->n_batches[rank] == 0 || step <= it->n_batches[rank];
 }
 
-static inline int step_n_fires(const model *it, uint64_t step, int rank, size_t i)
+static inline int step_n_grads(const model *it, uint64_t step, int rank, size_t i)
 {
     if (!step_has_batch(it, step, rank))
         return 0;
@@ -104,12 +103,12 @@ static inline int step_is_held(const model *it, uint64_t step, int rank, size_t 
 }
 
 static inline int step_value(const model *it, uint64_t step, int rank, size_t i,
-                             int fire, size_t part)
+                             int k_grad, size_t part)
 {
     const unsigned mixed =
         ((unsigned)part * 2654435761u + (unsigned)i * 40503u +
          (unsigned)step * 2246822519u + (unsigned)rank * 3266489917u +
-         (unsigned)fire * 668265263u) >>
+         (unsigned)k_grad * 668265263u) >>
         16;
     return it->unit * ((int)(mixed % 5) - 2);
 }
@@ -119,17 +118,17 @@ static inline size_t param_parts(const model *it, size_t i)
     return value_n_parts(it->params[i].dtype, it->params[i].n_elems);
 }
 
-/* The sum of one rank's fires [from, to) for one part. */
+/* The sum of one rank's gradients [from, to) for one part. */
 static inline int step_total(const model *it, uint64_t step, int rank, size_t i,
                              int from, int to, size_t part)
 {
     int total = 0;
-    for (int fire = from; fire < to; fire++)
-        total += step_value(it, step, rank, i, fire, part);
+    for (int k_grad = from; k_grad < to; k_grad++)
+        total += step_value(it, step, rank, i, k_grad, part);
     return total;
 }
 
-static inline void fill_fires(const model *it, uint64_t step, int rank, size_t i,
+static inline void fill_grads(const model *it, uint64_t step, int rank, size_t i,
                               int from, int to, void *out)
 {
     for (size_t part = 0; part < param_parts(it, i); part++)
@@ -141,20 +140,19 @@ static inline int step_mean(const model *it, uint64_t step, size_t i, size_t par
 {
     int sum = 0;
     for (int r = 0; r < it->world_size; r++)
-        sum += step_total(it, step, r, i, 0, step_n_fires(it, step, r, i), part);
+        sum += step_total(it, step, r, i, 0, step_n_grads(it, step, r, i), part);
     return sum / it->world_size;
 }
 
 static inline int step_is_used(const model *it, uint64_t step, size_t i)
 {
     for (int r = 0; r < it->world_size; r++)
-        if (step_n_fires(it, step, r, i) > 0)
+        if (step_n_grads(it, step, r, i) > 0)
             return 1;
     return 0;
 }
 
-/* ---- a step -------------------------------------------------------------------------
- */
+/* ---- a step --------------------------------------------------------------------- */
 
 typedef struct trainer {
     const model *model;
@@ -163,7 +161,7 @@ typedef struct trainer {
     pl_reducer *reducer;
     int rank;
     draw *random;
-    int n_late; /* verdicts so far */
+    int n_late; /* results so far */
     int taken[STEPS_MAX_PARAMS];
     _Alignas(16) char data[STEPS_MAX_ELEMS * 16];
 } trainer;
@@ -190,28 +188,28 @@ static inline char *trainer_slot(const trainer *self, size_t i)
            pl_reducer_slot_offset(self->reducer, i);
 }
 
-/* The first fire replaces, or is in its slot already; later ones add. */
-static inline pl_status trainer_fire(trainer *self, uint64_t step, size_t i, int fire)
+/* The first gradient replaces, or is in its slot already; later ones add. */
+static inline pl_status trainer_grad(trainer *self, uint64_t step, size_t i, int k_grad)
 {
-    pl_verdict verdict = PL_LATE;
+    pl_ready_result result = PL_LATE;
     void *data = self->data;
-    pl_delivery delivery = fire == 0 ? PL_REPLACE : PL_ADD;
-    if (fire == 0 && draw_below(self->random, 3) == 0) {
-        delivery = PL_IN_PLACE;
+    pl_write_mode mode = k_grad == 0 ? PL_REPLACE : PL_ADD;
+    if (k_grad == 0 && draw_below(self->random, 3) == 0) {
+        mode = PL_IN_PLACE;
         data = trainer_slot(self, i);
     }
-    fill_fires(self->model, step, self->rank, i, fire, fire + 1, data);
+    fill_grads(self->model, step, self->rank, i, k_grad, k_grad + 1, data);
     const pl_status st =
-        pl_reducer_deliver(self->reducer, i, data, delivery, NULL, &verdict);
+        pl_reducer_mark_ready(self->reducer, i, data, mode, NULL, &result);
     if (st != PL_OK)
         return st;
-    if (verdict == PL_TAKEN)
+    if (result == PL_COPIED)
         self->taken[i]++;
     else
         self->n_late++;
-    CHECK(verdict == PL_TAKEN || fire > 0);
-    CHECK(verdict == PL_TAKEN || self->model->params[i].n_elems > 0);
-    CHECK(verdict == PL_TAKEN || !step_is_held(self->model, step, self->rank, i));
+    CHECK(result == PL_COPIED || k_grad > 0);
+    CHECK(result == PL_COPIED || self->model->params[i].n_elems > 0);
+    CHECK(result == PL_COPIED || !step_is_held(self->model, step, self->rank, i));
     return PL_OK;
 }
 
@@ -223,16 +221,16 @@ static inline pl_status trainer_backward(trainer *self, uint64_t step, size_t n_
     for (size_t i = 0; i < it->n_params; i++) {
         self->taken[i] = 0;
         if (step_is_held(it, step, self->rank, i))
-            pl_reducer_hold(self->reducer, i);
+            pl_reducer_defer_bucket(self->reducer, i);
     }
-    for (int fire = 0; fire < STEPS_MAX_FIRES; fire++) {
+    for (int k_grad = 0; k_grad < STEPS_MAX_GRADS; k_grad++) {
         draw_order(self->random, order, it->n_params);
         for (size_t k = 0; k < n_params; k++) {
             if (it->rest_ns > 0)
                 draw_rest(self->random, it->rest_ns);
-            if (fire >= step_n_fires(it, step, self->rank, order[k]))
+            if (k_grad >= step_n_grads(it, step, self->rank, order[k]))
                 continue;
-            const pl_status st = trainer_fire(self, step, order[k], fire);
+            const pl_status st = trainer_grad(self, step, order[k], k_grad);
             if (st != PL_OK)
                 return st;
         }
@@ -248,19 +246,20 @@ static inline pl_status trainer_wait(trainer *self)
     return st;
 }
 
-/* Every other step amends by adding what came late, the rest by new totals. */
+/* Every other step adds what came late in its second all-reduce, the rest replace by
+ * new totals. */
 static inline pl_status trainer_amend(trainer *self, uint64_t step)
 {
     const model *it = self->model;
     for (size_t i = 0; i < it->n_params; i++) {
-        const int n_fires = step_n_fires(it, step, self->rank, i);
+        const int n_grads = step_n_grads(it, step, self->rank, i);
         const int from = step % 2 == 0 ? self->taken[i] : 0;
         if (!pl_reducer_is_late(self->reducer, i))
             continue;
-        fill_fires(it, step, self->rank, i, from, n_fires, self->data);
+        fill_grads(it, step, self->rank, i, from, n_grads, self->data);
         const pl_status st =
-            pl_reducer_amend(self->reducer, i, from < n_fires ? self->data : NULL,
-                             step % 2 == 0 ? PL_ADD : PL_REPLACE);
+            pl_reducer_write_late(self->reducer, i, from < n_grads ? self->data : NULL,
+                                  step % 2 == 0 ? PL_ADD : PL_REPLACE);
         if (st != PL_OK)
             return st;
     }
@@ -274,8 +273,8 @@ static inline pl_status trainer_finish_with_extra(trainer *self, uint64_t step)
     const model *it = self->model;
     pl_status st = PL_OK;
     for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
-        if (step_n_fires(it, step, self->rank, i) == 0)
-            st = pl_reducer_settle(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
+        if (step_n_grads(it, step, self->rank, i) == 0)
+            st = pl_reducer_mark_unused(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
     if (st == PL_OK)
         st = pl_reducer_close(self->reducer);
     if (st == PL_OK)
@@ -313,8 +312,8 @@ static inline void trainer_check(trainer *self, uint64_t step)
                        pl_dtype_text(it->params[i].dtype), n_wrong);
         CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
               (step_is_used(it, step, i) != 0));
-        CHECK((int)pl_reducer_fires(self->reducer, i) ==
-              step_n_fires(it, step, self->rank, i));
+        CHECK((int)pl_reducer_ready_count(self->reducer, i) ==
+              step_n_grads(it, step, self->rank, i));
     }
 }
 

@@ -2,8 +2,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "../../csrc/core/bucket.h"
 #include "check.h"
+#include "reducer/bucket.h"
 
 static const char *const texts[PL_N_BUCKET_PHASES] = {"filling", "ready", "posted",
                                                       "reduced"};

@@ -1,5 +1,6 @@
-/* test_channel.c - rooms that grow, and messages between two threads or processes. */
-#include "../../csrc/comm/channel.h"
+/* test_channel.c - mappings that grow, and messages between two threads or processes.
+ */
+#include "ipc/channel.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -7,17 +8,18 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/lifeline.h"
-#include "../../csrc/core/alloc.h"
-#include "../../csrc/core/clock.h"
 #include "check.h"
+#include "core/alloc.h"
+#include "core/clock.h"
 #include "draw.h"
+#include "ipc/parent_watch.h"
 #include "leaks.h"
 
-enum { ALARM_S = 120, PATIENCE_MS = 50, MANY_SLICES = 1000 };
+enum { ALARM_S = 120, SLICE_MS = 50, MANY_SLICES = 1000 };
 
 /* A message of these tests: its size, then bytes that follow from it. */
 typedef struct note {
@@ -31,7 +33,7 @@ static int await_message(pli_channel *end)
     if (pli_channel_spin(end))
         return 1;
     for (int i = 0; i < MANY_SLICES; i++) {
-        const pl_status st = pli_channel_sleep(end, PATIENCE_MS * PLI_MS);
+        const pl_status st = pli_channel_sleep(end, SLICE_MS * PLI_MS);
         if (st != PL_EAGAIN)
             return CHECK_OK(st);
     }
@@ -41,7 +43,7 @@ static int await_message(pli_channel *end)
 static int send_note(pli_channel *end, uint64_t seed, size_t n_bytes)
 {
     char *at = NULL;
-    if (!CHECK_OK(pli_channel_room(end, sizeof(note) + n_bytes, &at)))
+    if (!CHECK_OK(pli_channel_reserve(end, sizeof(note) + n_bytes, &at)))
         return 0;
     note *it = (note *)(void *)at;
     it->n_bytes = n_bytes;
@@ -63,8 +65,7 @@ static int check_note(pli_channel *end, uint64_t seed, size_t n_bytes)
     return CHECK(n_wrong == 0);
 }
 
-/* ---- a worker that sends back what it is sent, with seed + 1, until seed 0 --------
- */
+/* ---- a worker that sends back what it is sent, with seed + 1, until seed 0 ------ */
 
 typedef struct worker {
     pli_channel *end;
@@ -162,6 +163,72 @@ static void messages_grow_and_shrink_at_the_same_address(void)
     end_pair(&it);
 }
 
+/* Bytes of memory that the files of both directions have. */
+static size_t taken_bytes(const pli_channel *end)
+{
+    struct stat out, in;
+    if (!CHECK(fstat(end->out->fd, &out) == 0) || !CHECK(fstat(end->in->fd, &in) == 0))
+        return 0;
+    return ((size_t)out.st_blocks + (size_t)in.st_blocks) * 512;
+}
+
+static void a_large_message_leaves_no_memory_taken_when_small_ones_follow(void)
+{
+    enum { LARGE = 150 << 20, SMALL = 100 << 10, MANY = 50 };
+    pair it;
+    if (!start_pair(&it, 20000, 0))
+        return;
+    exchange(&it, 1, SMALL);
+    for (int time = 0; time < 2; time++) {
+        exchange(&it, 2, LARGE);
+        CHECK(taken_bytes(it.caller) >= (size_t)2 * LARGE);
+        for (uint64_t seed = 1; seed <= MANY; seed++)
+            exchange(&it, seed, SMALL);
+        CHECK(taken_bytes(it.caller) <= (size_t)4 << 20);
+    }
+    exchange(&it, 3, 3 << 20); /* more than is left */
+    end_pair(&it);
+}
+
+static void a_mapping_stays_large_while_large_messages_come_in_between(void)
+{
+    enum { LARGE = 8 << 20, TIMES = 5, FEW = 20 };
+    pair it;
+    if (!start_pair(&it, 20000, 0))
+        return;
+    for (int time = 0; time < TIMES; time++) {
+        exchange(&it, 2, LARGE);
+        for (uint64_t seed = 1; seed <= FEW; seed++)
+            exchange(&it, seed, 100);
+        CHECK(it.caller->out->n_bytes >= LARGE);
+    }
+    CHECK(!pli_channel_has_calmed(it.caller));
+    for (uint64_t seed = 1; seed <= FEW; seed++)
+        exchange(&it, seed, 100);
+    CHECK(it.caller->out->n_bytes < LARGE);
+    CHECK(pli_channel_has_calmed(it.caller));
+    CHECK(!pli_channel_has_calmed(it.caller));
+    end_pair(&it);
+}
+
+static void memory_that_cannot_be_given_back_is_kept(void)
+{
+    enum { LARGE = 8 << 20 };
+    pair it;
+    if (!start_pair(&it, 20000, 0))
+        return;
+    exchange(&it, 1, LARGE);
+    const size_t before = it.caller->out->n_bytes;
+    pli_fault_arm(PLI_FAULT_SYSCALL, 1);
+    pli_shared_memory_shrink(it.caller->out, 1);
+    pli_fault_arm(PLI_FAULT_SYSCALL, 0);
+    CHECK(it.caller->out->n_bytes == before);
+    pli_shared_memory_shrink(it.caller->out, before + 1);
+    CHECK(it.caller->out->n_bytes == before);
+    exchange(&it, 1, LARGE);
+    end_pair(&it);
+}
+
 /* ---- failures ------------------------------------------------------------------- */
 
 static void a_request_that_finds_no_memory_leaves_the_channel_usable(void)
@@ -174,13 +241,13 @@ static void a_request_that_finds_no_memory_leaves_the_channel_usable(void)
     for (long n = 1; n <= 2; n++) { /* the second try is for just enough */
         const size_t before = it.caller->out->n_bytes;
         pli_fault_arm(PLI_FAULT_SYSCALL, n);
-        const pl_status st = pli_channel_room(it.caller, before + 1, &at);
+        const pl_status st = pli_channel_reserve(it.caller, before + 1, &at);
         pli_fault_arm(PLI_FAULT_SYSCALL, 0);
         CHECK(st == PL_OK);
         exchange(&it, (uint64_t)n, 200);
     }
-    CHECK(pli_channel_room(it.caller, PTRDIFF_MAX, &at) == PL_ENOMEM);
-    CHECK(pli_channel_room(it.caller, it.caller->out->reserved_bytes, &at) ==
+    CHECK(pli_channel_reserve(it.caller, PTRDIFF_MAX, &at) == PL_ENOMEM);
+    CHECK(pli_channel_reserve(it.caller, it.caller->out->reserved_bytes, &at) ==
           PL_ENOMEM);
     exchange(&it, 7, 300);
     end_pair(&it);
@@ -218,13 +285,13 @@ static void every_failure_to_make_a_channel_leaves_nothing(void)
 static void a_descriptor_of_something_else_is_refused(void)
 {
     pli_channel *end = NULL;
-    pli_room *room = NULL;
+    pli_shared_memory *memory = NULL;
     const int fd = open("/dev/null", O_RDWR | O_CLOEXEC);
     CHECK(pli_channel_adopt(fd, fd, &end) == PL_EINVAL);
     CHECK(pli_channel_adopt(-1, -1, &end) == PL_ESYS);
-    if (CHECK_OK(pli_room_create(PLI_ROOM_FIXED, 4096, &room)))
-        CHECK(pli_channel_adopt(room->fd, room->fd, &end) == PL_EMISMATCH);
-    pli_room_release(room);
+    if (CHECK_OK(pli_shared_memory_create(PLI_MEMORY_FIXED, 4096, &memory)))
+        CHECK(pli_channel_adopt(memory->fd, memory->fd, &end) == PL_EMISMATCH);
+    pli_shared_memory_release(memory);
     (void)close(fd);
     CHECK(n_shared_mappings() == 0);
 }
@@ -262,7 +329,7 @@ static pl_status sleep_long(const pli_channel *end)
 {
     pl_status st = PL_EAGAIN;
     for (int i = 0; i < MANY_SLICES && st == PL_EAGAIN; i++)
-        st = pli_channel_sleep(end, PATIENCE_MS * PLI_MS);
+        st = pli_channel_sleep(end, SLICE_MS * PLI_MS);
     return st;
 }
 
@@ -318,11 +385,11 @@ static void the_last_answer_of_a_worker_that_ended_is_not_lost(void)
     pli_channel_destroy(it.caller);
 }
 
-static void a_worker_ends_with_the_process_of_its_lifeline(void)
+static void a_worker_ends_with_the_process_that_it_watches(void)
 {
     int pipe_fds[2];
     int how = 0;
-    CHECK(pli_lifeline_start(-1, -1) == PL_EINVAL);
+    CHECK(pli_parent_watch_start(-1, -1) == PL_EINVAL);
     if (!CHECK(pipe(pipe_fds) == 0))
         return;
     (void)fflush(NULL);
@@ -330,7 +397,7 @@ static void a_worker_ends_with_the_process_of_its_lifeline(void)
     if (pid == 0) {
         (void)close(pipe_fds[1]);
         (void)alarm(ALARM_S);
-        if (pli_lifeline_start(-1, pipe_fds[0]) != PL_OK)
+        if (pli_parent_watch_start(-1, pipe_fds[0]) != PL_OK)
             exit(3);
         for (;;)
             pli_sleep_ns(1000 * PLI_MS);
@@ -343,8 +410,7 @@ static void a_worker_ends_with_the_process_of_its_lifeline(void)
     CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 1);
 }
 
-/* ---- signals and cores ------------------------------------------------------------
- */
+/* ---- signals and cores ---------------------------------------------------------- */
 
 static void on_signal(int number)
 {
@@ -404,46 +470,23 @@ static void the_mask_of_a_thread_is_narrow_in_a_sleep_alone(void)
     CHECK(!pli_cores_leave(&others, &during)); /* no core would be left */
 }
 
-/* ---- rooms ------------------------------------------------------------------------
- */
-
-static void a_fixed_room_is_shared_with_a_forked_child(void)
-{
-    pli_room *room = NULL;
-    if (!CHECK_OK(pli_room_create(PLI_ROOM_FIXED, 5000, &room)))
-        return;
-    CHECK(room->n_bytes >= 5000);
-    pli_room_hold(room);
-    (void)fflush(NULL);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        room->base[4999] = 'x';
-        _Exit(0);
-    }
-    (void)waitpid(pid, NULL, 0);
-    pli_room_release(room);
-    CHECK(room->base[4999] == 'x'); /* one user is left */
-    pli_room_release(room);
-    pli_room_release(NULL);
-    CHECK(n_shared_mappings() == 0);
-    CHECK(pli_room_create(PLI_ROOM_FIXED, PTRDIFF_MAX, &room) == PL_ENOMEM);
-}
-
 int main(void)
 {
     (void)alarm(ALARM_S);
     RUN(an_answer_follows_each_request);
     RUN(ends_that_only_sleep_wake_each_other);
     RUN(messages_grow_and_shrink_at_the_same_address);
+    RUN(a_large_message_leaves_no_memory_taken_when_small_ones_follow);
+    RUN(a_mapping_stays_large_while_large_messages_come_in_between);
+    RUN(memory_that_cannot_be_given_back_is_kept);
     RUN(a_request_that_finds_no_memory_leaves_the_channel_usable);
     RUN(every_failure_to_make_a_channel_leaves_nothing);
     RUN(a_descriptor_of_something_else_is_refused);
     RUN(a_forked_child_has_nothing_of_its_parents_channel_but_what_it_adopts);
     RUN(a_worker_that_is_killed_is_reported);
     RUN(the_last_answer_of_a_worker_that_ended_is_not_lost);
-    RUN(a_worker_ends_with_the_process_of_its_lifeline);
+    RUN(a_worker_ends_with_the_process_that_it_watches);
     RUN(a_signal_ends_a_sleep_early);
     RUN(the_mask_of_a_thread_is_narrow_in_a_sleep_alone);
-    RUN(a_fixed_room_is_shared_with_a_forked_child);
     return check_report();
 }

@@ -4,11 +4,12 @@
  * are not outputs must stay as they were, and two NaNs are equal, whatever their
  * payload.
  */
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/backend/cpu_sum.h"
+#include "backend/cpu_sum.h"
 #include "check.h"
 #include "naive_sum.h"
 
@@ -24,7 +25,7 @@ typedef struct range {
     unsigned char *data;
 } range;
 
-/* ---- ranges ------------------------------------------------------------------ */
+/* ---- ranges --------------------------------------------------------------------- */
 
 static void ranges_create(range *ranges, int n)
 {
@@ -62,7 +63,7 @@ static int range_is_guarded(const range *it, size_t n_bytes)
     return 1;
 }
 
-/* ---- one reduction ------------------------------------------------------------ */
+/* ---- one reduction -------------------------------------------------------------- */
 
 typedef enum placement {
     APART,       /* one output, apart from the inputs */
@@ -196,7 +197,7 @@ static void run_trials(bench *b, trial t)
     }
 }
 
-/* ---- tests -------------------------------------------------------------------- */
+/* ---- tests ---------------------------------------------------------------------- */
 
 static int is_allowed(pl_dtype dtype, pl_reduction reduction)
 {
@@ -363,6 +364,7 @@ static void known_sums_of_16_bit_floats_come_out(void)
          {0x0001, 0x0000},
          0x0000}, /* half of the least: a tie, down */
         {PL_BF16, PL_MEAN, {0x0003, 0x0000}, 0x0002}, /* 1.5 of the least: a tie, up */
+        {PL_BF16, PL_MEAN, {0x7f7f, 0x7f7f}, 0x7f7f}, /* no sum overflows */
     };
     for (int i = 0; i < PLI_N_ISAS; i++) {
         const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
@@ -376,6 +378,41 @@ static void known_sums_of_16_bit_floats_come_out(void)
             if (!CHECK(sum == e->out))
                 (void)fprintf(stderr, "    %s, example %zu: %04x\n",
                               pli_isa_text((pli_isa)i), k, (unsigned)sum);
+        }
+    }
+}
+
+/* A thousand is enough for whole steps, and leaves some of less than one. */
+static void means_of_the_largest_numbers_are_those_numbers(void)
+{
+    enum { N = 1001 };
+    static float f32[N];
+    static double f64[N];
+    static float f32_mean[N];
+    static double f64_mean[N];
+    const void *in_f32[PL_MAX_RANKS];
+    const void *in_f64[PL_MAX_RANKS];
+    void *out_f32[1] = {f32_mean};
+    void *out_f64[1] = {f64_mean};
+    for (int i = 0; i < N; i++) {
+        f32[i] = i % 2 == 0 ? FLT_MAX : -FLT_MAX;
+        f64[i] = i % 2 == 0 ? DBL_MAX : -DBL_MAX;
+    }
+    for (int r = 0; r < PL_MAX_RANKS; r++) {
+        in_f32[r] = f32;
+        in_f64[r] = f64;
+    }
+    for (int i = 0; i < PLI_N_ISAS; i++) {
+        const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
+        for (int n = 2; table != NULL && n <= PL_MAX_RANKS; n *= 2) {
+            table->fn[PL_F32][PL_MEAN](&(pli_sum_args){in_f32, n, out_f32, 1, N});
+            table->fn[PL_F64][PL_MEAN](&(pli_sum_args){in_f64, n, out_f64, 1, N});
+            CHECK(memcmp(f32_mean, f32, sizeof f32) == 0);
+            CHECK(memcmp(f64_mean, f64, sizeof f64) == 0);
+        }
+        if (table != NULL) {
+            table->fn[PL_F32][PL_MEAN](&(pli_sum_args){in_f32, 3, out_f32, 1, N});
+            CHECK(isfinite(f32_mean[0]) && isfinite(f32_mean[N - 1]));
         }
     }
 }
@@ -442,6 +479,7 @@ int main(void)
     RUN(known_sums_of_16_bit_floats_come_out);
     RUN(every_16_bit_float_widens_and_rounds_back_to_itself);
     RUN(ties_of_16_bit_floats_go_to_even_and_near_ties_do_not);
+    RUN(means_of_the_largest_numbers_are_those_numbers);
     RUN(floats_are_added_in_rank_order);
     RUN(every_table_gives_the_bits_of_the_naive_reference);
     return check_report();

@@ -8,10 +8,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/backend/driver.h"
-#include "../../csrc/core/alloc.h"
-#include "../../csrc/core/config.h"
+#include "backend/driver.h"
 #include "check.h"
+#include "core/alloc.h"
+#include "core/config.h"
 
 static void said(const char *words)
 {
@@ -159,7 +159,7 @@ static void of_each_function_the_form_is_taken_that_our_prototype_means(void)
     }
 }
 
-static void results_become_codes_of_ours_in_the_drivers_words(void)
+static void results_become_codes_of_ours_with_the_drivers_text(void)
 {
     const pli_driver *driver = NULL;
     fake_reset(NULL);
@@ -174,7 +174,7 @@ static void results_become_codes_of_ours_in_the_drivers_words(void)
     said("(CUDA error 700)");
     fake_fail("cuGetErrorString", 1, CUDA_ERROR_INVALID_VALUE);
     CHECK(pli_driver_check(driver, 12345, "doing") == PL_ESYS);
-    said("no words");
+    said("no text");
     said("(CUDA error 12345)");
 }
 
@@ -219,7 +219,7 @@ int main(void)
     RUN(a_driver_that_lacks_a_function_is_too_old);
     RUN(a_driver_that_does_not_start_says_why);
     RUN(of_each_function_the_form_is_taken_that_our_prototype_means);
-    RUN(results_become_codes_of_ours_in_the_drivers_words);
+    RUN(results_become_codes_of_ours_with_the_drivers_text);
     RUN(no_memory_for_the_table_is_an_error_and_no_leak);
     RUN(a_forked_child_is_told_to_start_otherwise);
     return check_report();

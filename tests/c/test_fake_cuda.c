@@ -6,8 +6,7 @@
 
 #include "fake_gpu.h"
 
-/* ---- orders -----------------------------------------------------------------------
- */
+/* ---- orders --------------------------------------------------------------------- */
 
 /* A producer on one stream and a consumer on the other: what arrives. */
 static float race(uint64_t seed, fake_schedule schedule, int has_wait)
@@ -116,8 +115,7 @@ static void a_query_is_answered_in_the_end(void)
     gpu_close(&it);
 }
 
-/* ---- memory -------------------------------------------------------------------------
- */
+/* ---- memory --------------------------------------------------------------------- */
 
 static void the_host_may_not_touch_device_memory(void)
 {
@@ -220,8 +218,7 @@ static void pinned_memory_is_read_when_the_copy_is_made(void)
     CHECK(copy_of(1) == 0.0f);
 }
 
-/* ---- calls --------------------------------------------------------------------------
- */
+/* ---- calls ---------------------------------------------------------------------- */
 
 static void failures_come_when_they_are_ordered(void)
 {
@@ -328,8 +325,7 @@ static void options_are_read_from_words(void)
     CHECK(!fake_parse("schedule=never", &it));
 }
 
-/* ---- threads ------------------------------------------------------------------------
- */
+/* ---- threads -------------------------------------------------------------------- */
 
 static void *use_a_stream(void *memory)
 {

@@ -73,8 +73,7 @@ static void a_collective_that_does_not_wait_is_wrong(void)
     CHECK(threads_wrong(1, FAKE_LATE, 0) > 0);
 }
 
-/* ---- what it computes -------------------------------------------------------------
- */
+/* ---- what it computes ----------------------------------------------------------- */
 
 typedef struct row {
     ncclDataType_t nccl;
@@ -270,8 +269,7 @@ static void a_reduction_may_scale_first(void)
     ranks_end(ranks, 2);
 }
 
-/* ---- what it holds against a program ----------------------------------------------
- */
+/* ---- what it holds against a program -------------------------------------------- */
 
 static void ranks_that_differ_are_seen(void)
 {

@@ -6,7 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/core/clock.h"
+#include "core/clock.h"
 #include "fake_ranks.h"
 #include "leaks.h"
 
@@ -35,8 +35,7 @@ static void await(const atomic_int *flag, int value)
         pli_sleep_ns(100000);
 }
 
-/* ---- a rank that is a process ------------------------------------------------------
- */
+/* ---- a rank that is a process --------------------------------------------------- */
 
 static ncclResult_t poll_until_ready(ncclComm_t comm)
 {
@@ -131,8 +130,7 @@ static void child_main(int me, const plan *what)
     exit(atomic_load(&check_n_failures) == 0 ? 0 : 1);
 }
 
-/* ---- the parent --------------------------------------------------------------------
- */
+/* ---- the parent ----------------------------------------------------------------- */
 
 static void run(const plan *what)
 {
@@ -183,9 +181,7 @@ static void a_killed_rank_leaves_the_others_waiting_until_they_abort(void)
     }
 }
 
-/* ---- in one process
- * ------------------------------------------------------------------
- */
+/* ---- in one process ------------------------------------------------------------- */
 
 static void *abort_later(void *memory)
 {

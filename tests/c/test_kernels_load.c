@@ -2,8 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/core/alloc.h"
 #include "check.h"
+#include "core/alloc.h"
 #include "fake/fake.h"
 #include "fake/fake_nvrtc.h"
 #include "kernel_driver.h"
@@ -41,8 +41,7 @@ static void unload(pli_kernels *kernels)
     CHECK(fake_nvrtc_live() == 0);
 }
 
-/* ---- loading ----------------------------------------------------------------------
- */
+/* ---- loading -------------------------------------------------------------------- */
 
 static void the_fatbin_is_taken_where_the_driver_takes_it(void)
 {
@@ -148,9 +147,9 @@ static void a_kernel_that_is_missing_is_named(void)
     driver_said.missing = "pl_sum";
     unload(load(90, PL_ESYS));
     said("pl_sum");
-    driver_said.missing = "pl_cast_small";
+    driver_said.missing = "pl_add_small";
     unload(load(90, PL_ESYS));
-    said("pl_cast_small");
+    said("pl_add_small");
 }
 
 static void no_allocation_that_fails_leaves_anything_behind(void)
@@ -173,8 +172,7 @@ static void no_allocation_that_fails_leaves_anything_behind(void)
     CHECK(n == 3);
 }
 
-/* ---- launches ----------------------------------------------------------------------
- */
+/* ---- launches ------------------------------------------------------------------- */
 
 enum { MANY = 2500, ELEMS = 3 };
 
@@ -255,24 +253,22 @@ static void what_has_nothing_to_do_is_not_launched(void)
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
     float x[4] = {1, 2, 3, 4};
-    uint32_t flag = 0;
     const pl_move empty = {.to = x, .from = x + 1, .dtype = PL_F32, .n_elems = 0};
     const pl_move zeros = {.to = x, .from = NULL, .dtype = PL_F32, .n_elems = 4};
     const pl_move whole = {.to = x, .from = x, .dtype = PL_I32, .n_elems = 4};
-    const pl_cast cast = {x, x, PL_F32, PL_F32, 0};
-    const pl_slots slots = {x, x, 4, 2, PL_F32, PL_SUM, 0};
-    const pl_slots only = {x, x, 16, 1, PL_F32, PL_MEAN, 4};
+    const pl_rank_ranges ranges = {x, x, 4, 2, PL_F32, PL_SUM, 0, NULL};
+    const pl_rank_ranges only = {x, x, 16, 1, PL_F32, PL_MEAN, 4, NULL};
+    const void *const addresses[] = {x, x + 2};
+    const pl_rank_ranges apart = {x, NULL, 0, 2, PL_F32, PL_SUM, 2, addresses};
+    CHECK(pli_kernels_sum(kernels, &apart, NULL) == PL_EUNSUPPORTED);
     CHECK_OK(pli_kernels_copy(kernels, &empty, 1, NULL));
     CHECK_OK(pli_kernels_copy(kernels, &whole, 1, NULL));
     CHECK_OK(pli_kernels_add(kernels, &empty, 1, NULL));
     CHECK_OK(pli_kernels_add(kernels, &zeros, 1, NULL));
     CHECK_OK(pli_kernels_scale(kernels, &empty, 1, 1, 2, NULL));
     CHECK_OK(pli_kernels_scale(kernels, &whole, 1, 1, 2, NULL));
-    CHECK_OK(pli_kernels_cast(kernels, &cast, 1, 2.0, NULL));
-    CHECK_OK(pli_kernels_sum(kernels, &slots, NULL));
+    CHECK_OK(pli_kernels_sum(kernels, &ranges, NULL));
     CHECK_OK(pli_kernels_sum(kernels, &only, NULL));
-    CHECK_OK(pli_kernels_find_nonfinite(kernels, &whole, 1, &flag, NULL));
-    CHECK_OK(pli_kernels_find_nonfinite(kernels, &zeros, 1, &flag, NULL));
     CHECK(driver_said.n_launches == 0);
     CHECK(x[0] == 1 && x[3] == 4);
     unload(kernels);
@@ -321,9 +317,8 @@ static void a_launch_that_fails_says_what_it_was_for(void)
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
     tensors *self = tensors_create();
-    const pl_slots slots = {self->to, self->from, 12, 2, PL_F32, PL_SUM, 3};
-    const pl_cast cast = {self->to, self->from, PL_F16, PL_F32, 3};
-    uint32_t flag = 0;
+    const pl_rank_ranges ranges = {self->to, self->from, 12, 2,
+                                   PL_F32,   PL_SUM,     3,  NULL};
     driver_said.launch_result = 700;
     CHECK(pli_kernels_copy(kernels, self->moves, MANY, NULL) == PL_ESYS);
     said("copying tensors: words of the driver (CUDA error 700)");
@@ -332,12 +327,8 @@ static void a_launch_that_fails_says_what_it_was_for(void)
     said("adding tensors");
     CHECK(pli_kernels_scale(kernels, self->moves, 2, 1, 2, NULL) == PL_ESYS);
     said("scaling tensors");
-    CHECK(pli_kernels_cast(kernels, &cast, 1, 1.0, NULL) == PL_ESYS);
-    said("casting tensors");
-    CHECK(pli_kernels_sum(kernels, &slots, NULL) == PL_ESYS);
-    said("summing slots");
-    CHECK(pli_kernels_find_nonfinite(kernels, self->moves, 2, &flag, NULL) == PL_ESYS);
-    said("looking for what is not finite");
+    CHECK(pli_kernels_sum(kernels, &ranges, NULL) == PL_ESYS);
+    said("summing ranges");
     free(self);
     unload(kernels);
 }

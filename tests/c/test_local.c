@@ -14,8 +14,7 @@ enum {
     N_LARGE = IS_SANITIZED ? 20011 : 100003 /* elements */
 };
 
-/* ---- one operation at a time --------------------------------------------------------
- */
+/* ---- one operation at a time ---------------------------------------------------- */
 
 /* Blocks must be whole: n elements a rank where there are blocks. */
 static size_t n_elems_of(pl_op_kind kind, size_t n, int world_size)
@@ -110,8 +109,7 @@ static void no_rank_passes_a_barrier_before_all_have_come(void)
     }
 }
 
-/* ---- several in flight -------------------------------------------------------------
- */
+/* ---- several in flight ---------------------------------------------------------- */
 
 enum { N_LANES = 16, LANE_ELEMS = 300, N_IN_TURN = 300 };
 
@@ -215,8 +213,7 @@ static void a_wait_gives_control_back_after_its_slice(void)
     pl_comm_destroy(comms[1]);
 }
 
-/* ---- bad arguments ------------------------------------------------------------------
- */
+/* ---- bad arguments -------------------------------------------------------------- */
 
 typedef struct bad_op {
     pl_op op;

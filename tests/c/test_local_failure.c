@@ -4,7 +4,7 @@
  * Where one thread plays several ranks, nothing depends on time; where each rank has a
  * thread, seeds decide when things happen.
  */
-#include "../../csrc/comm/shared.h"
+#include "comm/shm_comm.h"
 #include "ops.h"
 #include "ranks.h"
 
@@ -55,8 +55,7 @@ static void recover_all(int world_size, pl_comm **comms)
     }
 }
 
-/* ---- ranks that disagree ------------------------------------------------------------
- */
+/* ---- ranks that disagree -------------------------------------------------------- */
 
 static void do_another_operation(rank_job *job)
 {
@@ -97,8 +96,7 @@ static void an_operation_unlike_the_others_fails_all_and_names_its_rank(void)
                 ranks_run_world(world_size, 4096, do_another_operation, &variant, seed);
 }
 
-/* ---- a step that fails, and the next
- * ------------------------------------------------- */
+/* ---- a step that fails, and the next -------------------------------------------- */
 
 enum { N_ROUNDS = 100, N_OPS = 12 };
 
@@ -194,10 +192,10 @@ static void words_that_come_after_the_abort_are_waited_for(void)
     const int64_t begin = pli_now_ns();
     CHECK(wait_through(comms[1], ticket) == PL_EPEER); /* none came: not for ever */
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
-    CHECK(!error_has("last words"));
-    pli_comm_last_words(comms[0], "ZeroDivisionError");
+    CHECK(!error_has("failure message"));
+    pli_comm_set_failure_message(comms[0], "ZeroDivisionError");
     CHECK(wait_through(comms[1], ticket) == PL_EPEER);
-    CHECK(error_has("Its own last words:\nZeroDivisionError"));
+    CHECK(error_has("Its own failure message:\nZeroDivisionError"));
     recover_all(2, comms);
     pl_comm_abort(comms[1], NULL);
     pl_recovery recovery;
@@ -205,14 +203,14 @@ static void words_that_come_after_the_abort_are_waited_for(void)
     /* It has gone on without a word: nobody waits for one. */
     const int64_t again = pli_now_ns();
     CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_EPEER);
-    CHECK(!error_has("last words"));
+    CHECK(!error_has("failure message"));
     CHECK(pli_now_ns() - again < 300 * PLI_MS);
     destroy_all(2, comms);
 }
 
 static void words_too_long_for_their_room_keep_their_end(void)
 {
-    static char words[3 * PLI_WORDS_BYTES];
+    static char words[3 * PLI_MESSAGE_BYTES];
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     memset(words, '.', sizeof words - 1);
@@ -321,8 +319,7 @@ static void patience_with_a_rank_begins_anew_when_the_world_recovers(void)
     destroy_all(2, comms);
 }
 
-/* ---- ranks that leave, and ranks that dawdle
- * ------------------------------------------ */
+/* ---- ranks that leave, and ranks that dawdle ------------------------------------ */
 
 static void do_and_leave(rank_job *job)
 {
@@ -436,7 +433,7 @@ static void a_slow_rank_that_shows_life_is_not_given_up(void)
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     for (uint64_t step = 1; step <= 6; step++) {
         CHECK(pl_comm_wait(comms[0], ticket, 120 * PLI_MS) == PL_EAGAIN);
-        pli_comm_note(comms[1], PL_BACKWARD, step);
+        pli_comm_record_activity(comms[1], PL_BACKWARD, step);
     }
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     CHECK_OK(pl_comm_progress(comms[1]));

@@ -1,5 +1,5 @@
 /* test_nccl.c - the library found, and one communicator: made, used, aborted, ended. */
-#include "devices.h"
+#include "gpu_ranks.h"
 
 static void said(const char *words)
 {
@@ -7,7 +7,7 @@ static void said(const char *words)
         CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
 }
 
-/* ---- the library ----------------------------------------------------------------- */
+/* ---- the library ---------------------------------------------------------------- */
 
 static void a_library_is_found_by_its_path(void)
 {
@@ -17,9 +17,8 @@ static void a_library_is_found_by_its_path(void)
         return;
     CHECK(library->version == fake_defaults().nccl);
     CHECK(library->CommInitRankConfig != NULL && library->GetLastError != NULL &&
-          library->MemAlloc != NULL && library->CommRegister != NULL &&
-          library->CommWindowRegister != NULL && library->RedOpCreatePreMulSum != NULL);
-    pli_nccl_library_hold(library);
+          library->MemAlloc != NULL && library->CommRegister != NULL);
+    pli_nccl_library_retain(library);
     pli_nccl_library_release(library);
     CHECK(library->AllReduce != NULL); /* one user is left */
     pli_nccl_library_release(library);
@@ -70,7 +69,7 @@ static void one_that_is_too_old_is_refused_by_its_version(void)
     pli_fault_arm(PLI_FAULT_ALLOC, 0);
 }
 
-/* ---- communicators of ranks that are threads ------------------------------------- */
+/* ---- communicators of ranks that are threads ------------------------------------ */
 
 typedef struct meeting {
     pthread_mutex_t lock;
@@ -78,10 +77,10 @@ typedef struct meeting {
     atomic_int has_id;
     atomic_int n_made;
     atomic_int n_over;
-    atomic_int is_refused; /* `look` fails from now on */
+    atomic_int is_refused; /* `poll` fails from now on */
 } meeting;
 
-static pl_status look_at_meeting(void *context)
+static pl_status poll_meeting(void *context)
 {
     meeting *it = context;
     if (atomic_load(&it->is_refused))
@@ -89,7 +88,7 @@ static pl_status look_at_meeting(void *context)
     return PL_OK;
 }
 
-static pl_status make(device_rank *self, int64_t deadline_ns, pli_nccl **out)
+static pl_status make(gpu_rank *self, int64_t deadline_ns, pli_nccl **out)
 {
     pl_status st = PL_OK;
     meeting *it = self->all->context;
@@ -105,7 +104,7 @@ static pl_status make(device_rank *self, int64_t deadline_ns, pli_nccl **out)
                                       .world_size = self->all->world_size,
                                       .id = it->id,
                                       .deadline_ns = deadline_ns,
-                                      .look = look_at_meeting,
+                                      .poll = poll_meeting,
                                       .context = it};
     PL_TRY(pli_nccl_create(&options, out));
     atomic_fetch_add(&it->n_made, 1);
@@ -116,34 +115,34 @@ done:
 /* Runs `run` on threads that each have a device, but no world. */
 static void *run_alone(void *memory)
 {
-    device_rank *self = memory;
-    if (CHECK_OK(device_open(self)))
+    gpu_rank *self = memory;
+    if (CHECK_OK(gpu_open(self)))
         self->run(self);
-    device_close(self);
+    gpu_close(self);
     return NULL;
 }
 
-static void run_ranks(devices *all, meeting *it, void (*run)(device_rank *self))
+static void run_ranks(gpu_ranks *all, meeting *it, void (*run)(gpu_rank *self))
 {
-    device_rank ranks[DEVICES_MOST];
-    pthread_t threads[DEVICES_MOST];
+    gpu_rank ranks[GPUS_MOST];
+    pthread_t threads[GPUS_MOST];
     *it = (meeting){.has_id = 0};
     all->context = it;
     fake_reset(&all->fake);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
         return;
     for (int r = 0; r < all->world_size; r++) {
-        ranks[r] = (device_rank){.all = all, .rank = r, .run = run};
+        ranks[r] = (gpu_rank){.all = all, .rank = r, .run = run};
         if (pthread_create(&threads[r], NULL, run_alone, &ranks[r]) != 0)
             exit(2);
     }
     for (int r = 0; r < all->world_size; r++)
         (void)pthread_join(threads[r], NULL);
-    devices_end(all);
+    gpu_ranks_end(all);
 }
 
 /* A float of each rank's, summed; returns the status of what failed first. */
-static pl_status sum_once(device_rank *self, pli_nccl *nccl)
+static pl_status sum_once(gpu_rank *self, pli_nccl *nccl)
 {
     pl_status st = PL_OK;
     void *memory = NULL;
@@ -161,7 +160,7 @@ done:
     return st;
 }
 
-static void meet_and_sum(device_rank *self)
+static void meet_and_sum(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
@@ -178,7 +177,8 @@ static void ranks_meet_and_add(void)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         meeting it;
-        devices all = devices_of(2 + (int)(seed % 3), seed, (fake_schedule)(seed % 3));
+        gpu_ranks all =
+            gpu_ranks_of(2 + (int)(seed % 3), seed, (fake_schedule)(seed % 3));
         all.fake.polls = (int)seed * 3;
         all.fake.lazy_connect = seed % 2 == 0;
         run_ranks(&all, &it, meet_and_sum);
@@ -188,7 +188,7 @@ static void ranks_meet_and_add(void)
 static void blocking_calls_do_as_well(void)
 {
     meeting it;
-    devices all = devices_of(3, 1, FAKE_LATE);
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
     (void)setenv("PACELINE_NCCL_BLOCKING", "1", 1);
     run_ranks(&all, &it, meet_and_sum);
     CHECK(fake_count("ncclCommInitRankConfig") == 0);
@@ -198,7 +198,7 @@ static void blocking_calls_do_as_well(void)
 static void nccl_2_26_is_called_by_calls_that_block(void)
 {
     meeting it;
-    devices all = devices_of(2, 1, FAKE_RANDOM);
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     all.fake.nccl = 22602;
     run_ranks(&all, &it, meet_and_sum);
     CHECK(fake_count("ncclCommInitRankConfig") == 0);
@@ -206,7 +206,7 @@ static void nccl_2_26_is_called_by_calls_that_block(void)
 }
 
 /* One rank never comes. */
-static void wait_for_nobody(device_rank *self)
+static void wait_for_nobody(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
     meeting *it = self->all->context;
@@ -227,15 +227,15 @@ static void wait_for_nobody(device_rank *self)
 static void who_waits_for_a_rank_that_does_not_come_gives_up(void)
 {
     meeting it;
-    devices all = devices_of(3, 1, FAKE_RANDOM);
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
     all.deadline_ns = 60 * PLI_MS;
     run_ranks(&all, &it, wait_for_nobody);
-    all = devices_of(3, 1, FAKE_RANDOM);
+    all = gpu_ranks_of(3, 1, FAKE_RANDOM);
     run_ranks(&all, &it, wait_for_nobody);
     CHECK(atomic_load(&it.n_over) >= 1);
 }
 
-/* ---- aborting -------------------------------------------------------------------- */
+/* ---- aborting ------------------------------------------------------------------- */
 
 typedef struct aborter {
     pli_nccl *nccl;
@@ -252,7 +252,7 @@ static void *abort_soon(void *memory)
 }
 
 /* Another thread aborts while this one enqueues what the peers never will. */
-static void enqueue_until_aborted(device_rank *self)
+static void enqueue_until_aborted(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
     pthread_t thread;
@@ -284,15 +284,15 @@ static void an_abort_from_another_thread_ends_all_that_runs(void)
 {
     for (uint64_t seed = 1; seed <= 15; seed++) {
         meeting it;
-        devices all = devices_of(2, seed, (fake_schedule)(seed % 3));
+        gpu_ranks all = gpu_ranks_of(2, seed, (fake_schedule)(seed % 3));
         all.fake.polls = 50;
         run_ranks(&all, &it, enqueue_until_aborted);
     }
 }
 
-/* ---- memory, and errors ---------------------------------------------------------- */
+/* ---- memory, and errors --------------------------------------------------------- */
 
-static void use_memory(device_rank *self)
+static void use_memory(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
     pli_nccl_memory memory = {NULL, 0, 0};
@@ -325,11 +325,11 @@ static void use_memory(device_rank *self)
 static void memory_is_nccls_where_it_has_some(void)
 {
     meeting it;
-    devices all = devices_of(2, 1, FAKE_RANDOM);
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     run_ranks(&all, &it, use_memory);
 }
 
-static void meet_errors(device_rank *self)
+static void meet_errors(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
     static const struct {
@@ -352,7 +352,7 @@ static void meet_errors(device_rank *self)
 static void errors_are_told_in_nccls_own_words(void)
 {
     meeting it;
-    devices all = devices_of(2, 1, FAKE_RANDOM);
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     run_ranks(&all, &it, meet_errors);
 }
 

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/core/plan.h"
 #include "check.h"
+#include "core/plan.h"
 #include "draw.h"
 
 enum { MAX_PARAMS = 1000 };
@@ -20,7 +20,7 @@ static size_t padded_bytes(const pl_param *param)
            PL_CACHE_LINE * PL_CACHE_LINE;
 }
 
-/* ---- what every plan must be ----------------------------------------------------- */
+/* ---- what every plan must be ---------------------------------------------------- */
 
 /* Buckets lie one behind the other; their members do so inside them. */
 static void check_layout(const pl_plan *plan, const pl_param *params)
@@ -126,8 +126,7 @@ static void check_plan(const pl_param *params, size_t n, const uint32_t *order,
     pl_plan_destroy(plan);
 }
 
-/* ---- by hand ----------------------------------------------------------------------
- */
+/* ---- by hand -------------------------------------------------------------------- */
 
 static void one_parameter_is_one_bucket(void)
 {
@@ -251,8 +250,7 @@ static void a_plan_of_nothing_is_refused_and_nothing_is_destroyed(void)
     pl_plan_destroy(NULL);
 }
 
-/* ---- a cap for each bucket ----------------------------------------------------------
- */
+/* ---- a cap for each bucket ------------------------------------------------------ */
 
 /* The k-th bucket of a dtype keeps to the k-th cap, or to the last one, and ends only
  * where the next parameter would not fit. */
@@ -335,8 +333,7 @@ static void a_parameter_larger_than_its_cap_takes_that_cap_alone(void)
     pl_plan_destroy(plan);
 }
 
-/* ---- at random --------------------------------------------------------------------
- */
+/* ---- at random ------------------------------------------------------------------ */
 
 static void draw_params(draw *random, pl_param *params, size_t n)
 {

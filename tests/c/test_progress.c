@@ -2,9 +2,9 @@
  *
  * Each rank has a pli_progress of its own, as each process has; its worlds join it.
  */
-#include "../../csrc/comm/progress.h"
-#include "../../csrc/comm/shared.h"
-#include "../../csrc/core/alloc.h"
+#include "comm/progress.h"
+#include "comm/shm_comm.h"
+#include "core/alloc.h"
 #include "ops.h"
 #include "ranks.h"
 
@@ -22,19 +22,20 @@ static const pl_op barrier = {.kind = PL_BARRIER};
 /* What pl_local_create() does, but that its ranks join a progress. */
 static int create_world(worlds *all, int w)
 {
-    pli_shared_segment *shared = NULL;
+    pli_shm_segment *shared = NULL;
     if (!CHECK_OK(pli_calloc(1, sizeof *shared, "a test's world", &shared)))
         return 0;
     atomic_store(&shared->n_users, all->world_size);
-    if (!CHECK_OK(pli_segment_create(all->world_size, 65536, 64, &shared->segment)))
+    if (!CHECK_OK(pli_segment_create(PLI_SEGMENT_FILE, all->world_size, 65536, 64,
+                                     &shared->segment)))
         return 0;
     for (int r = 0; r < all->world_size; r++) {
-        pli_shared_comm *comm = NULL;
-        const pli_shared_options options = {.shared = shared,
-                                            .progress = all->progress[r],
-                                            .rank = r,
-                                            .deadline_ns = RANKS_DEADLINE_NS};
-        if (!CHECK_OK(pli_shared_create(&options, &comm)))
+        pli_shm_comm *comm = NULL;
+        const pli_shm_comm_options options = {.shared = shared,
+                                              .progress = all->progress[r],
+                                              .rank = r,
+                                              .deadline_ns = RANKS_DEADLINE_NS};
+        if (!CHECK_OK(pli_shm_comm_create(&options, &comm)))
             return 0;
         all->comms[w][r] = &comm->super;
     }
@@ -62,8 +63,7 @@ static void destroy_worlds(worlds *all)
         pli_progress_destroy(all->progress[r]);
 }
 
-/* ---- opposite orders
- * ----------------------------------------------------------------- */
+/* ---- opposite orders ------------------------------------------------------------ */
 
 static void wait_in_own_order(rank_job *job)
 {
@@ -130,8 +130,7 @@ static void the_failure_of_one_world_is_not_the_others(void)
     destroy_worlds(&all);
 }
 
-/* ---- joining and leaving
- * ---------------------------------------------------------------- */
+/* ---- joining and leaving -------------------------------------------------------- */
 
 static void worlds_join_and_leave_in_any_order(void)
 {
@@ -162,8 +161,7 @@ static void no_progress_at_all_is_allowed(void)
     pli_progress_destroy(NULL);
 }
 
-/* ---- two threads of one rank
- * -------------------------------------------------------------- */
+/* ---- two threads of one rank ---------------------------------------------------- */
 
 enum { N_WAITS = 100 };
 

@@ -44,16 +44,16 @@ static void pair_destroy(pair *it)
     pli_backend_destroy(it->backend);
 }
 
-static pl_verdict deliver(const pair *it, int rank, size_t param, float value,
-                          pl_delivery delivery)
+static pl_ready_result mark_ready(const pair *it, int rank, size_t param, float value,
+                                  pl_write_mode mode)
 {
     float data[N_ELEMS];
-    pl_verdict verdict = PL_LATE;
+    pl_ready_result result = PL_LATE;
     for (size_t i = 0; i < N_ELEMS; i++)
         data[i] = value;
     CHECK_OK(
-        pl_reducer_deliver(it->reducers[rank], param, data, delivery, NULL, &verdict));
-    return verdict;
+        pl_reducer_mark_ready(it->reducers[rank], param, data, mode, NULL, &result));
+    return result;
 }
 
 static int holds(const pair *it, size_t param, float value)
@@ -94,8 +94,8 @@ static void step_in_order(const pair *it, const uint32_t *order)
 {
     begin(it);
     for (size_t k = 0; k < N_PARAMS; k++) {
-        CHECK(deliver(it, 0, order[k], 1, PL_REPLACE) == PL_TAKEN);
-        CHECK(deliver(it, 1, N_PARAMS - 1 - k, 3, PL_REPLACE) == PL_TAKEN);
+        CHECK(mark_ready(it, 0, order[k], 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(it, 1, N_PARAMS - 1 - k, 3, PL_REPLACE) == PL_COPIED);
     }
     close_and_wait(it);
     for (size_t i = 0; i < N_PARAMS; i++)
@@ -103,8 +103,7 @@ static void step_in_order(const pair *it, const uint32_t *order)
     end(it);
 }
 
-/* ---- learning
- * ---------------------------------------------------------------------------- */
+/* ---- learning ------------------------------------------------------------------- */
 
 static void the_second_step_lays_buckets_out_in_the_order_of_rank_0(void)
 {
@@ -133,17 +132,16 @@ static void the_parameters_that_no_gradient_came_for_are_counted(void)
         return;
     begin(&it);
     for (size_t i = 0; i < N_PARAMS; i++) {
-        CHECK(pl_reducer_n_unfired(it.reducers[0]) == N_PARAMS - i);
-        CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
-        CHECK(deliver(&it, 0, i, 1, PL_ADD) == PL_TAKEN); /* twice is once */
+        CHECK(pl_reducer_n_not_ready(it.reducers[0]) == N_PARAMS - i);
+        CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(&it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice is once */
     }
-    CHECK(pl_reducer_n_unfired(it.reducers[0]) == 0);
-    CHECK(pl_reducer_n_unfired(it.reducers[1]) == N_PARAMS);
+    CHECK(pl_reducer_n_not_ready(it.reducers[0]) == 0);
+    CHECK(pl_reducer_n_not_ready(it.reducers[1]) == N_PARAMS);
     pair_destroy(&it);
 }
 
-/* ---- late gradients
- * --------------------------------------------------------------------- */
+/* ---- late gradients ------------------------------------------------------------- */
 
 static void learn(const pair *it)
 {
@@ -158,20 +156,20 @@ static void a_gradient_behind_its_bucket_is_late_and_the_bucket_stays(void)
         return;
     learn(&it);
     begin(&it);
-    CHECK(deliver(&it, 0, 3, 1, PL_REPLACE) == PL_TAKEN);
-    CHECK(deliver(&it, 0, 3, 1, PL_ADD) == PL_TAKEN); /* 2 is yet to come */
-    CHECK(deliver(&it, 0, 2, 1, PL_REPLACE) == PL_TAKEN);
-    CHECK(deliver(&it, 0, 2, 64, PL_ADD) == PL_LATE);
-    CHECK(deliver(&it, 0, 1, 1, PL_REPLACE) == PL_TAKEN);
+    CHECK(mark_ready(&it, 0, 3, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(&it, 0, 3, 1, PL_ADD) == PL_COPIED); /* 2 is yet to come */
+    CHECK(mark_ready(&it, 0, 2, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(&it, 0, 2, 64, PL_ADD) == PL_LATE);
+    CHECK(mark_ready(&it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
     for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(deliver(&it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
-    CHECK(deliver(&it, 0, 0, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(mark_ready(&it, 1, i, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(&it, 0, 0, 1, PL_REPLACE) == PL_COPIED);
     close_and_wait(&it);
     CHECK(holds(&it, 3, 1.5F) && holds(&it, 2, 1) && holds(&it, 1, 1));
     for (int r = 0; r < N_RANKS; r++) {
         CHECK(pl_reducer_n_late(it.reducers[r]) == 1);
         CHECK(pl_reducer_is_late(it.reducers[r], 2));
-        CHECK(pl_reducer_fires(it.reducers[r], 2) == (r == 0 ? 2 : 1));
+        CHECK(pl_reducer_ready_count(it.reducers[r], 2) == (r == 0 ? 2 : 1));
     }
     pair_destroy(&it);
 }
@@ -182,20 +180,20 @@ static void come_late(const pair *it)
     learn(it);
     begin(it);
     for (size_t i = N_PARAMS; i-- > 0;) {
-        CHECK(deliver(it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
-        CHECK(deliver(it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(it, 1, i, 1, PL_REPLACE) == PL_COPIED);
     }
-    CHECK(deliver(it, 0, 2, 64, PL_ADD) == PL_LATE);
+    CHECK(mark_ready(it, 0, 2, 64, PL_ADD) == PL_LATE);
     close_and_wait(it);
 }
 
-static void amend(const pair *it, int rank, const float *value, pl_delivery delivery)
+static void write_late(const pair *it, int rank, const float *value, pl_write_mode mode)
 {
     float data[N_ELEMS];
     for (size_t i = 0; i < N_ELEMS; i++)
         data[i] = value != NULL ? *value : 0;
-    CHECK_OK(
-        pl_reducer_amend(it->reducers[rank], 2, value != NULL ? data : NULL, delivery));
+    CHECK_OK(pl_reducer_write_late(it->reducers[rank], 2, value != NULL ? data : NULL,
+                                   mode));
 }
 
 static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
@@ -208,8 +206,8 @@ static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
         if (!pair_create(&it))
             return;
         come_late(&it);
-        amend(&it, 0, is_added ? &extra : &total, is_added ? PL_ADD : PL_REPLACE);
-        amend(&it, 1, is_added ? NULL : &one, is_added ? PL_ADD : PL_REPLACE);
+        write_late(&it, 0, is_added ? &extra : &total, is_added ? PL_ADD : PL_REPLACE);
+        write_late(&it, 1, is_added ? NULL : &one, is_added ? PL_ADD : PL_REPLACE);
         close_and_wait(&it);
         CHECK(holds(&it, 2, 33) && holds(&it, 3, 1) && holds(&it, 1, 1));
         CHECK(pl_reducer_n_late(it.reducers[0]) == 0);
@@ -217,8 +215,8 @@ static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
         /* It has been learned: twice is not late again. */
         begin(&it);
         for (size_t i = N_PARAMS; i-- > 0;)
-            CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
-        CHECK(deliver(&it, 0, 2, 64, PL_ADD) == PL_TAKEN);
+            CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(&it, 0, 2, 64, PL_ADD) == PL_COPIED);
         pair_destroy(&it);
     }
 }
@@ -230,21 +228,20 @@ static void a_held_bucket_waits_for_the_close(void)
         return;
     learn(&it);
     begin(&it);
-    pl_reducer_hold(it.reducers[0], 2);
+    pl_reducer_defer_bucket(it.reducers[0], 2);
     for (size_t i = N_PARAMS; i-- > 0;) {
-        CHECK(deliver(&it, 0, i, 1, PL_REPLACE) == PL_TAKEN);
-        CHECK(deliver(&it, 1, i, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(&it, 1, i, 1, PL_REPLACE) == PL_COPIED);
     }
     for (size_t i = 0; i < N_PARAMS; i++) /* the bucket behind waits too */
-        CHECK(deliver(&it, 0, i, 2, PL_ADD) == PL_TAKEN);
+        CHECK(mark_ready(&it, 0, i, 2, PL_ADD) == PL_COPIED);
     close_and_wait(&it);
     for (size_t i = 0; i < N_PARAMS; i++)
         CHECK(holds(&it, i, 2));
     pair_destroy(&it);
 }
 
-/* ---- settling
- * ---------------------------------------------------------------------------- */
+/* ---- settling ------------------------------------------------------------------- */
 
 static void a_parameter_without_gradient_contributes_what_it_is_settled_with(void)
 {
@@ -254,14 +251,15 @@ static void a_parameter_without_gradient_contributes_what_it_is_settled_with(voi
         return;
     begin(&it);
     pl_reducer *one = it.reducers[1];
-    CHECK(deliver(&it, 0, 0, 2, PL_REPLACE) == PL_TAKEN);
-    CHECK(deliver(&it, 0, 1, 2, PL_REPLACE) == PL_TAKEN);
+    CHECK(mark_ready(&it, 0, 0, 2, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(&it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
     for (size_t i = 2; i < N_PARAMS; i++)
-        CHECK_OK(pl_reducer_settle(it.reducers[0], i, NULL, PL_REPLACE, PL_UNUSED));
-    CHECK_OK(pl_reducer_settle(one, 0, NULL, PL_REPLACE, PL_UNUSED));
-    CHECK_OK(pl_reducer_settle(one, 1, data, PL_REPLACE, PL_UNUSED));
-    CHECK_OK(pl_reducer_settle(one, 2, data, PL_REPLACE, PL_USED));
-    CHECK_OK(pl_reducer_settle(one, 3, data, PL_REPLACE, PL_UNUSED));
+        CHECK_OK(
+            pl_reducer_mark_unused(it.reducers[0], i, NULL, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_mark_unused(one, 0, NULL, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_mark_unused(one, 1, data, PL_REPLACE, PL_UNUSED));
+    CHECK_OK(pl_reducer_mark_unused(one, 2, data, PL_REPLACE, PL_USED));
+    CHECK_OK(pl_reducer_mark_unused(one, 3, data, PL_REPLACE, PL_UNUSED));
     close_and_wait(&it);
     CHECK(holds(&it, 0, 1) && holds(&it, 1, 3) && holds(&it, 2, 2));
     for (int r = 0; r < N_RANKS; r++) {
@@ -276,17 +274,17 @@ static void a_parameter_without_gradient_contributes_what_it_is_settled_with(voi
 
 static void nothing_delivered_counts_as_zeros_and_as_not_used(void)
 {
-    pl_verdict verdict = PL_LATE;
+    pl_ready_result result = PL_LATE;
     pair it;
     if (!pair_create(&it))
         return;
     begin(&it);
-    CHECK(deliver(&it, 0, 1, 2, PL_REPLACE) == PL_TAKEN);
+    CHECK(mark_ready(&it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
     for (int r = 0; r < N_RANKS; r++)
         CHECK_OK(
-            pl_reducer_deliver(it.reducers[r], 0, NULL, PL_REPLACE, NULL, &verdict));
-    CHECK(verdict == PL_TAKEN);
-    CHECK_OK(pl_reducer_deliver(it.reducers[1], 1, NULL, PL_REPLACE, NULL, &verdict));
+            pl_reducer_mark_ready(it.reducers[r], 0, NULL, PL_REPLACE, NULL, &result));
+    CHECK(result == PL_COPIED);
+    CHECK_OK(pl_reducer_mark_ready(it.reducers[1], 1, NULL, PL_REPLACE, NULL, &result));
     close_and_wait(&it);
     CHECK(holds(&it, 0, 0) && holds(&it, 1, 1));
     CHECK(!pl_reducer_is_used(it.reducers[0], 0));
@@ -301,13 +299,13 @@ static void a_mean_is_sparse_where_no_rank_has_a_dense_gradient(void)
         begin(&it);
         for (int r = 0; r < N_RANKS; r++) {
             pl_reducer *self = it.reducers[r];
-            (void)deliver(&it, r, 0, 2, PL_REPLACE);
-            (void)deliver(&it, r, 1, 2, PL_REPLACE);
-            CHECK_OK(pl_reducer_settle(self, 2, NULL, PL_REPLACE,
-                                       r == 0 ? PL_USED : PL_UNUSED));
-            CHECK_OK(pl_reducer_settle(self, 3, NULL, PL_REPLACE, PL_UNUSED));
+            (void)mark_ready(&it, r, 0, 2, PL_REPLACE);
+            (void)mark_ready(&it, r, 1, 2, PL_REPLACE);
+            CHECK_OK(pl_reducer_mark_unused(self, 2, NULL, PL_REPLACE,
+                                            r == 0 ? PL_USED : PL_UNUSED));
+            CHECK_OK(pl_reducer_mark_unused(self, 3, NULL, PL_REPLACE, PL_UNUSED));
             for (size_t i = r == 0 ? 0 : 1; i < N_PARAMS; i++)
-                pl_reducer_note_sparse(self, i, 1 + (unsigned)(i == 1 && r == 1));
+                pl_reducer_set_sparse(self, i, 1 + (unsigned)(i == 1 && r == 1));
         }
         close_and_wait(&it);
         for (int r = 0; r < N_RANKS; r++) {
@@ -324,27 +322,26 @@ static void a_mean_is_sparse_where_no_rank_has_a_dense_gradient(void)
     pair_destroy(&it);
 }
 
-/* ---- calls out of place
- * --------------------------------------------------------------------- */
+/* ---- calls out of place --------------------------------------------------------- */
 
 static void check_idle_refusals(pl_reducer *idle)
 {
     const float data[N_ELEMS] = {0};
-    pl_verdict verdict = PL_LATE;
+    pl_ready_result result = PL_LATE;
     CHECK(!pl_reducer_is_active(idle));
-    CHECK(pl_reducer_deliver(idle, 0, data, PL_REPLACE, NULL, &verdict) == PL_ESTATE);
-    CHECK(pl_reducer_settle(idle, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
+    CHECK(pl_reducer_mark_ready(idle, 0, data, PL_REPLACE, NULL, &result) == PL_ESTATE);
+    CHECK(pl_reducer_mark_unused(idle, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
     CHECK(pl_reducer_close(idle) == PL_ESTATE);
     CHECK(pl_reducer_wait(idle, 0) == PL_ESTATE);
-    CHECK(pl_reducer_amend(idle, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK(pl_reducer_write_late(idle, 0, NULL, PL_ADD) == PL_ESTATE);
     CHECK(pl_reducer_end(idle) == PL_ESTATE);
-    CHECK(verdict == PL_LATE); /* written on success alone */
+    CHECK(result == PL_LATE); /* written on success alone */
 }
 
 static void a_call_out_of_place_is_refused_and_changes_nothing(void)
 {
     const float data[N_ELEMS] = {0};
-    pl_verdict verdict = PL_LATE;
+    pl_ready_result result = PL_LATE;
     pair it;
     if (!pair_create(&it))
         return;
@@ -355,17 +352,17 @@ static void a_call_out_of_place_is_refused_and_changes_nothing(void)
     CHECK(pl_reducer_begin(one) == PL_ESTATE);
     CHECK(pl_reducer_wait(one, 0) == PL_ESTATE);
     CHECK(pl_reducer_end(one) == PL_ESTATE);
-    CHECK(pl_reducer_amend(one, 0, NULL, PL_ADD) == PL_ESTATE);
+    CHECK(pl_reducer_write_late(one, 0, NULL, PL_ADD) == PL_ESTATE);
     CHECK_OK(pl_reducer_close(one));
     CHECK(pl_reducer_close(one) == PL_ESTATE);
-    CHECK(pl_reducer_deliver(one, 0, data, PL_REPLACE, NULL, &verdict) == PL_ESTATE);
-    CHECK(pl_reducer_settle(one, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
+    CHECK(pl_reducer_mark_ready(one, 0, data, PL_REPLACE, NULL, &result) == PL_ESTATE);
+    CHECK(pl_reducer_mark_unused(one, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
     CHECK(pl_reducer_wait(one, 0) == PL_EAGAIN);
     CHECK(pl_reducer_end(one) == PL_ESTATE);
     CHECK_OK(pl_reducer_close(it.reducers[1]));
     CHECK_OK(pl_comm_progress(it.comms[1]));
     CHECK_OK(pl_reducer_wait(one, RANKS_SLICE_NS));
-    CHECK(pl_reducer_amend(one, 0, NULL, PL_ADD) == PL_ESTATE); /* not late */
+    CHECK(pl_reducer_write_late(one, 0, NULL, PL_ADD) == PL_ESTATE); /* not late */
     CHECK_OK(pl_reducer_wait(it.reducers[1], RANKS_SLICE_NS));
     end(&it);
     check_idle_refusals(one);
@@ -380,7 +377,7 @@ static void an_amendment_is_waited_for_after_its_close_and_not_before(void)
         return;
     come_late(&it);
     for (int r = 0; r < N_RANKS; r++)
-        amend(&it, r, &extra, PL_ADD);
+        write_late(&it, r, &extra, PL_ADD);
     CHECK(pl_reducer_wait(it.reducers[0], 0) == PL_ESTATE);
     CHECK(pl_reducer_end(it.reducers[0]) == PL_ESTATE);
     close_and_wait(&it);
@@ -418,7 +415,7 @@ static void a_failed_step_forgets_all_that_was_learned(void)
         step_in_order(&it, order);
         step_in_order(&it, order);
         begin(&it);
-        CHECK(deliver(&it, 0, 1, 1, PL_REPLACE) == PL_TAKEN);
+        CHECK(mark_ready(&it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
         pl_reducer_fail(it.reducers[0], "an exception in backward");
         CHECK(pl_reducer_close(it.reducers[1]) == PL_EPEER);
         CHECK(error_has("an exception in backward"));

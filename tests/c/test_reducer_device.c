@@ -1,25 +1,24 @@
-/* test_reducer_device.c - reducers on fake devices: exact means, whatever fires, in
+/* test_reducer_device.c - reducers on fake devices: exact means, whatever comes, in
  * whatever order, on whatever stream, and whenever the device gets round to it.
  *
  *     test_reducer_device [seeds [first seed]]
  *
  * runs more seeds of the random tests than the usual few.
  */
-#include "device_steps.h"
+#include "gpu_steps.h"
 
 enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
 
 static uint64_t n_seeds = SEEDS;
 static uint64_t first_seed = 1;
 
-/* ---- worlds -------------------------------------------------------------------------
- */
+/* ---- worlds --------------------------------------------------------------------- */
 
 typedef struct lesson {
     model it;
     pli_nccl_library *nccl;
     int divides_by_active;
-    void (*train)(device_rank *self, const struct lesson *what);
+    void (*train)(gpu_rank *self, const struct lesson *what);
 } lesson;
 
 static atomic_int n_late_verdicts;
@@ -28,14 +27,14 @@ static atomic_int n_renewals;
 static void run_rank(rank_job *job)
 {
     const lesson *what = job->context;
-    device_rank *self = malloc(sizeof *self);
+    gpu_rank *self = malloc(sizeof *self);
     if (self == NULL)
         exit(2);
-    if (device_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
+    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
         what->train(self, what);
         atomic_fetch_add(&n_late_verdicts, self->n_late);
         atomic_fetch_add(&n_renewals, self->n_renewed);
-        device_rank_destroy(self);
+        gpu_rank_destroy(self);
     }
     free(self);
 }
@@ -79,9 +78,9 @@ static void run_lesson(lesson *what)
         fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
                              step_kernels[k].run);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &nccl)) ||
-        !CHECK_OK(pl_local_create(
-            it->world_size, pl_reducer_words_bytes(&spec) + PLI_DEVICE_WORDS_BYTES,
-            RANKS_DEADLINE_NS, comms)))
+        !CHECK_OK(pl_local_create(it->world_size,
+                                  pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES,
+                                  RANKS_DEADLINE_NS, comms)))
         return;
     what->nccl = nccl;
     ranks_run(it->world_size, comms, run_rank, what, it->seed);
@@ -89,15 +88,13 @@ static void run_lesson(lesson *what)
     report_errors(it->seed);
 }
 
-/* ---- steps that nothing disturbs
- * ------------------------------------------------------
- */
+/* ---- steps that nothing disturbs ------------------------------------------------ */
 
-static void train(device_rank *self, const lesson *what)
+static void train(gpu_rank *self, const lesson *what)
 {
     (void)what;
     for (uint64_t step = 1; step <= N_STEPS; step++)
-        if (!device_step(self, step))
+        if (!gpu_step(self, step))
             break;
     CHECK(pl_reducer_is_learned(self->reducer));
 }
@@ -152,9 +149,7 @@ static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
     CHECK(atomic_load(&n_renewals) > 0 || n_seeds < SEEDS);
 }
 
-/* ---- ranks that run out of gradients
- * --------------------------------------------------
- */
+/* ---- ranks that run out of gradients -------------------------------------------- */
 
 static int n_active(const model *it, uint64_t step)
 {
@@ -164,42 +159,42 @@ static int n_active(const model *it, uint64_t step)
     return n;
 }
 
-static pl_status stand_in(device_rank *self, uint64_t step)
+static pl_status shadow_step(gpu_rank *self, uint64_t step)
 {
     const int is_first = step == self->model->n_batches[self->rank] + 1;
     pl_status st =
-        pl_reducer_stand_in(self->reducer, is_first ? PL_JOINING : PL_STANDING_IN);
+        pl_reducer_shadow_step(self->reducer, is_first ? PL_JOINING : PL_SHADOWING);
     for (size_t i = 0; i < self->model->n_params; i++)
         self->taken[i] = 0;
     if (st == PL_OK)
         st = pl_reducer_close(self->reducer);
     if (st == PL_OK)
-        st = device_wait(self);
+        st = gpu_wait(self);
     if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
-        st = device_amend(self, step);
+        st = gpu_amend(self, step);
     return st;
 }
 
-static pl_status train_once(device_rank *self, uint64_t step)
+static pl_status train_once(gpu_rank *self, uint64_t step)
 {
-    const pl_status st = device_backward(self, step, self->model->n_params);
-    return st == PL_OK ? device_finish(self, step) : st;
+    const pl_status st = gpu_backward(self, step, self->model->n_params);
+    return st == PL_OK ? gpu_finish(self, step) : st;
 }
 
-static void train_unevenly(device_rank *self, const lesson *what)
+static void train_unevenly(gpu_rank *self, const lesson *what)
 {
     for (uint64_t step = 1; step <= N_STEPS; step++) {
         const int is_active = step_has_batch(self->model, step, self->rank);
         const int n = n_active(self->model, step);
-        if (!CHECK_OK(device_begin(self)) ||
-            !CHECK_OK((is_active ? train_once : stand_in)(self, step)))
+        if (!CHECK_OK(gpu_begin(self)) ||
+            !CHECK_OK((is_active ? train_once : shadow_step)(self, step)))
             return;
         if (what->divides_by_active)
             CHECK_OK(pl_reducer_rescale(self->reducer));
         if (n > 0)
-            device_check(self, step,
-                         what->divides_by_active ? n : self->model->world_size);
-        if (!device_end(self))
+            gpu_check(self, step,
+                      what->divides_by_active ? n : self->model->world_size);
+        if (!gpu_end(self))
             return;
     }
 }
@@ -220,9 +215,7 @@ static void ranks_that_stand_in_count_as_zeros_or_not_at_all(void)
     }
 }
 
-/* ---- the steady state
- * -------------------------------------------------------------------
- */
+/* ---- the steady state ----------------------------------------------------------- */
 
 enum { FIRST_STEADY = 10, N_STEADY = 50 };
 
@@ -234,7 +227,7 @@ static const char *const forbidden[] = {
 enum { N_FORBIDDEN = sizeof forbidden / sizeof forbidden[0] };
 
 /* Makes the memory that any step needs. */
-static void warm_up(device_rank *self)
+static void warm_up(gpu_rank *self)
 {
     block blocks[STEPS_MAX_PARAMS];
     for (size_t s = 0; s < self->n_streams; s++) {
@@ -246,15 +239,15 @@ static void warm_up(device_rank *self)
 }
 
 /* A step whose means nobody keeps. */
-static int steady_step(device_rank *self, uint64_t step)
+static int steady_step(gpu_rank *self, uint64_t step)
 {
-    const int is_done = device_step(self, step);
-    for (size_t k = 0; k < DEVICE_KEPT; k++)
+    const int is_done = gpu_step(self, step);
+    for (size_t k = 0; k < GPU_KEPT; k++)
         forget_kept(&self->kept[k]);
     return is_done;
 }
 
-static void train_steadily(device_rank *self, const lesson *what)
+static void train_steadily(gpu_rank *self, const lesson *what)
 {
     int before[N_FORBIDDEN];
     (void)what;
@@ -290,7 +283,7 @@ static void a_steady_step_allocates_nothing_and_waits_for_nothing(void)
 enum { N_WARM = 3, N_REPLAYS = 3 };
 
 /* Captures a step, replays it, and goes on without the graph. */
-static void train_by_graph(device_rank *self, const lesson *what)
+static void train_by_graph(gpu_rank *self, const lesson *what)
 {
     CUstream main_stream = self->streams[0];
     CUgraph graph = NULL;
@@ -336,21 +329,19 @@ static void a_captured_step_has_exact_means_in_each_replay(void)
     }
 }
 
-/* ---- steps that fail
- * --------------------------------------------------------------------
- */
+/* ---- steps that fail ------------------------------------------------------------ */
 
 enum { N_FAILING_STEPS = 12 };
 
-/* This rank fails in the middle of its backward, or is told that another did. */
-static void run_into_accident(device_rank *self, uint64_t step, const accident *what)
+/* This rank fails in the middle of its backward, or learns that another did. */
+static void run_into_accident(gpu_rank *self, uint64_t step, const accident *what)
 {
-    pl_status st = device_recover(self);
+    pl_status st = gpu_recover(self);
     if (st == PL_OK)
-        st = device_begin(self);
+        st = gpu_begin(self);
     if (self->rank == what->culprit) {
         CHECK_OK(st);
-        CHECK_OK(device_backward(self, step, what->after_params));
+        CHECK_OK(gpu_backward(self, step, what->after_params));
         pl_reducer_fail(self->reducer, what->words);
     } else {
         if (st == PL_OK)
@@ -367,7 +358,7 @@ static void run_into_accident(device_rank *self, uint64_t step, const accident *
 
 /* A rank that allocates may wait for a collective that another has given up: only the
  * watchdog would wake it, so the memory is there before. */
-static void train_with_accidents(device_rank *self, const lesson *what)
+static void train_with_accidents(gpu_rank *self, const lesson *what)
 {
     (void)what;
     warm_up(self);
@@ -377,7 +368,7 @@ static void train_with_accidents(device_rank *self, const lesson *what)
         draw_rest(self->random, 200000);
         if (next.culprit >= 0)
             run_into_accident(self, step, &next);
-        else if (!device_step(self, step))
+        else if (!gpu_step(self, step))
             break;
     }
 }

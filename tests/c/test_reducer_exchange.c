@@ -6,9 +6,9 @@
  */
 #include <stdlib.h>
 
-#include "../../csrc/core/alloc.h"
-#include "../../csrc/core/reducer_exchange.h"
+#include "core/alloc.h"
 #include "ranks.h"
+#include "reducer/sparse_exchange.h"
 #include "values.h"
 
 enum { MAX_TABLES = 6, MAX_ROWS = 300, MAX_ROW_ELEMS = 90, STAGING_AT = 256 };
@@ -41,8 +41,7 @@ static problem problem_of(uint64_t seed, int world_size)
     return it;
 }
 
-/* ---- what is drawn ------------------------------------------------------------------
- */
+/* ---- what is drawn -------------------------------------------------------------- */
 
 static unsigned percent(const problem *it, int rank, size_t t, size_t row)
 {
@@ -86,8 +85,7 @@ static int mean_of(const problem *it, size_t t, size_t row, size_t part)
     return sum / it->world_size;
 }
 
-/* ---- an exchange --------------------------------------------------------------------
- */
+/* ---- an exchange ---------------------------------------------------------------- */
 
 typedef struct side {
     const problem *problem;
@@ -247,8 +245,7 @@ static void run_problem(problem *it, void (*run)(rank_job *job))
                     it->seed);
 }
 
-/* ---- tests --------------------------------------------------------------------------
- */
+/* ---- tests ---------------------------------------------------------------------- */
 
 static void means_of_rows_are_exact_in_worlds_of_1_to_5(void)
 {

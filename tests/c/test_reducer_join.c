@@ -1,4 +1,4 @@
-/* test_reducer_join.c - ranks that run out of gradients stand in, and the others' means
+/* test_reducer_join.c - ranks out of gradients take shadow steps, and the others' means
  * are exact; every rank knows who stood in, and whose `extra` it has.
  */
 #include "steps.h"
@@ -20,21 +20,21 @@ static lesson lesson_of(uint64_t seed, int world_size, size_t n_params)
     return self;
 }
 
-static pl_roll expected_roll(const model *it, uint64_t step)
+static pl_participation expected_participation(const model *it, uint64_t step)
 {
-    pl_roll roll = {.first_active = -1, .last_joining = -1};
+    pl_participation participation = {.first_active = -1, .last_joining = -1};
     for (int r = it->world_size; r-- > 0;) {
         if (step_has_batch(it, step, r)) {
-            roll.n_active++;
-            roll.first_active = r;
-        } else if (step == it->n_batches[r] + 1 && roll.last_joining < 0) {
-            roll.last_joining = r;
+            participation.n_active++;
+            participation.first_active = r;
+        } else if (step == it->n_batches[r] + 1 && participation.last_joining < 0) {
+            participation.last_joining = r;
         }
     }
-    return roll;
+    return participation;
 }
 
-static int rolls_equal(pl_roll a, pl_roll b)
+static int participation_equal(pl_participation a, pl_participation b)
 {
     return a.n_active == b.n_active && a.first_active == b.first_active &&
            a.last_joining == b.last_joining;
@@ -44,7 +44,8 @@ static int rolls_equal(pl_roll a, pl_roll b)
 static void check_extra(trainer *self, uint64_t step)
 {
     const model *it = self->model;
-    const pl_roll before = step > 1 ? expected_roll(it, step - 1) : (pl_roll){0};
+    const pl_participation before =
+        step > 1 ? expected_participation(it, step - 1) : (pl_participation){0};
     const int root = before.first_active >= 0 ? before.first_active : 0;
     uint64_t extra = 0;
     CHECK(pl_reducer_root(self->reducer) == root);
@@ -75,11 +76,11 @@ static void check_means(trainer *self, uint64_t step, int divisor)
     }
 }
 
-static int stand_in(trainer *self, uint64_t step)
+static int shadow_step(trainer *self, uint64_t step)
 {
     const int is_first = step == self->model->n_batches[self->rank] + 1;
-    if (!CHECK_OK(pl_reducer_stand_in(self->reducer,
-                                      is_first ? PL_JOINING : PL_STANDING_IN)) ||
+    if (!CHECK_OK(pl_reducer_shadow_step(self->reducer,
+                                         is_first ? PL_JOINING : PL_SHADOWING)) ||
         !CHECK_OK(pl_reducer_close(self->reducer)) || !CHECK_OK(trainer_wait(self)))
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++)
@@ -101,18 +102,18 @@ static int train_once(trainer *self, uint64_t step)
 static int step_unevenly(trainer *self, const lesson *what, uint64_t step)
 {
     const model *it = self->model;
-    const pl_roll roll = expected_roll(it, step);
+    const pl_participation participation = expected_participation(it, step);
     const int is_active = step_has_batch(it, step, self->rank);
     if (!CHECK_OK(pl_reducer_begin(self->reducer)) ||
-        !(is_active ? train_once(self, step) : stand_in(self, step)))
+        !(is_active ? train_once(self, step) : shadow_step(self, step)))
         return 0;
-    CHECK(rolls_equal(pl_reducer_roll(self->reducer), roll));
+    CHECK(participation_equal(pl_reducer_participation(self->reducer), participation));
     check_extra(self, step);
     if (what->divides_by_active)
         CHECK_OK(pl_reducer_rescale(self->reducer));
-    if (roll.n_active > 0)
+    if (participation.n_active > 0)
         check_means(self, step,
-                    what->divides_by_active ? roll.n_active : it->world_size);
+                    what->divides_by_active ? participation.n_active : it->world_size);
     return CHECK_OK(pl_reducer_end(self->reducer));
 }
 
@@ -125,7 +126,7 @@ static void train_unevenly(rank_job *job)
     for (uint64_t step = 1; step <= JOIN_MOST_STEPS; step++)
         if (!step_unevenly(&self, what, step))
             break;
-    CHECK(pl_reducer_roll(self.reducer).n_active == 0);
+    CHECK(pl_reducer_participation(self.reducer).n_active == 0);
     CHECK(pl_reducer_generation(self.reducer) == 1); /* an order was learned */
     trainer_destroy(&self);
 }
@@ -185,7 +186,7 @@ static void a_rank_with_gradients_does_not_stand_in(void)
     if (trainer_create(&it, comm, &random, &self)) {
         CHECK_OK(pl_reducer_begin(self.reducer));
         CHECK_OK(trainer_backward(&self, 1, 1));
-        CHECK(pl_reducer_stand_in(self.reducer, PL_JOINING) == PL_ESTATE);
+        CHECK(pl_reducer_shadow_step(self.reducer, PL_JOINING) == PL_ESTATE);
         trainer_destroy(&self);
     }
     pl_comm_destroy(comm);

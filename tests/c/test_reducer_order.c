@@ -1,25 +1,25 @@
 /* test_reducer_order.c - orders of a reducer's that its usual steps leave to others. */
-#include "device_steps.h"
+#include "gpu_steps.h"
 
 enum { N_STEPS = 7, N_SEEDS = 12, N_PARAMS = 24 };
 
 typedef struct lesson {
     model it;
     pli_nccl_library *nccl;
-    int (*step)(device_rank *self, uint64_t step);
+    int (*step)(gpu_rank *self, uint64_t step);
 } lesson;
 
 static void run_rank(rank_job *job)
 {
     const lesson *what = job->context;
-    device_rank *self = malloc(sizeof *self);
+    gpu_rank *self = malloc(sizeof *self);
     if (self == NULL)
         exit(2);
-    if (device_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
+    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
         for (uint64_t step = 1; step <= N_STEPS; step++)
             if (!what->step(self, step))
                 break;
-        device_rank_destroy(self);
+        gpu_rank_destroy(self);
     }
     free(self);
 }
@@ -44,9 +44,9 @@ static void run_lesson(lesson *what, fake_schedule schedule)
         fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
                              step_kernels[k].run);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &what->nccl)) ||
-        !CHECK_OK(pl_local_create(
-            it->world_size, pl_reducer_words_bytes(&spec) + PLI_DEVICE_WORDS_BYTES,
-            RANKS_DEADLINE_NS, comms)))
+        !CHECK_OK(pl_local_create(it->world_size,
+                                  pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES,
+                                  RANKS_DEADLINE_NS, comms)))
         return;
     ranks_run(it->world_size, comms, run_rank, what, it->seed);
     pli_nccl_library_release(what->nccl);
@@ -55,50 +55,50 @@ static void run_lesson(lesson *what, fake_schedule schedule)
                    fake_errors() > 0 ? fake_error(0) : "something is left");
 }
 
-static void put_word(device_rank *self, uint64_t step)
+static void put_word(gpu_rank *self, uint64_t step)
 {
     word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
     if (pl_reducer_root(self->reducer) == self->rank)
         launch(self, KERNEL_PUT_WORD, 0, &args);
 }
 
-/* A gradient that is made of the first n fires. */
-static block filled(device_rank *self, uint64_t step, size_t i, int n, size_t stream)
+/* A gradient that is made of the first n gradients. */
+static block filled(gpu_rank *self, uint64_t step, size_t i, int n, size_t stream)
 {
-    const int fires[2] = {0, n};
+    const int range[2] = {0, n};
     const block data = take_block(self, stream);
-    launch_fill(self, step, i, fires, stream, block_memory(&data));
+    launch_fill(self, step, i, range, stream, block_memory(&data));
     return data;
 }
 
-/* ---- settled before the others come ------------------------------------------------
- */
+/* ---- marked unused before the others come --------------------------------------- */
 
 /* A third of the parameters has gradients from before, on the main stream; then come
  * the others, on another one, and post the buckets of both. */
-static int settle_first(device_rank *self, uint64_t step)
+static int settle_first(gpu_rank *self, uint64_t step)
 {
     const size_t other = self->n_streams - 1;
-    if (!CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t k = 1; k < self->n_streams; k++)
         stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i += 3) {
         self->held[i] = filled(self, step, i, 1, 0);
-        if (!CHECK_OK(pl_reducer_settle(self->reducer, i, block_memory(&self->held[i]),
-                                        PL_REPLACE, PL_USED)))
+        if (!CHECK_OK(pl_reducer_mark_unused(
+                self->reducer, i, block_memory(&self->held[i]), PL_REPLACE, PL_USED)))
             return 0;
     }
     for (size_t i = 0; i < self->model->n_params; i++) {
         block data;
-        pl_verdict verdict = PL_LATE;
+        pl_ready_result result = PL_LATE;
         if (i % 3 == 0)
             continue;
         data = filled(self, step, i, 1, other);
-        if (!CHECK_OK(pl_reducer_deliver(self->reducer, i, block_memory(&data),
-                                         PL_REPLACE, stream_of(self, other), &verdict)))
+        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
+                                            PL_REPLACE, stream_of(self, other),
+                                            &result)))
             return 0;
-        account(self, i, &data, verdict);
+        account(self, i, &data, result);
         drop_posted(self);
     }
     stream_behind(self, 0, other);
@@ -106,10 +106,10 @@ static int settle_first(device_rank *self, uint64_t step)
     if (!CHECK_OK(pl_reducer_close(self->reducer)))
         return 0;
     drop_posted(self);
-    if (!CHECK_OK(device_wait(self)))
+    if (!CHECK_OK(gpu_wait(self)))
         return 0;
-    device_check(self, step, self->model->world_size);
-    return device_end(self);
+    gpu_check(self, step, self->model->world_size);
+    return gpu_end(self);
 }
 
 static void what_was_settled_is_packed_behind_the_stream_that_settled_it(void)
@@ -121,10 +121,9 @@ static void what_was_settled_is_packed_behind_the_stream_that_settled_it(void)
     }
 }
 
-/* ---- rescaled at once --------------------------------------------------------------
- */
+/* ---- rescaled at once ----------------------------------------------------------- */
 
-static int finish_and_rescale(device_rank *self, uint64_t step, int n_active)
+static int finish_and_rescale(gpu_rank *self, uint64_t step, int n_active)
 {
     pl_status st = PL_EAGAIN;
     if (!CHECK_OK(pl_reducer_close(self->reducer)))
@@ -135,23 +134,23 @@ static int finish_and_rescale(device_rank *self, uint64_t step, int n_active)
     if (!CHECK_OK(st) || !CHECK_OK(pl_reducer_rescale(self->reducer)) ||
         !CHECK_OK(pl_reducer_order(self->reducer)))
         return 0;
-    device_check(self, step, n_active);
-    return device_end(self);
+    gpu_check(self, step, n_active);
+    return gpu_end(self);
 }
 
 /* The last rank has gradients for one step; nobody orders the means but rescale. */
-static int rescale_at_once(device_rank *self, uint64_t step)
+static int rescale_at_once(gpu_rank *self, uint64_t step)
 {
     const int last = self->model->world_size - 1;
-    if (!CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++)
         self->taken[i] = 0;
     if (!step_has_batch(self->model, step, self->rank)) {
-        if (!CHECK_OK(pl_reducer_stand_in(self->reducer,
-                                          step == 2 ? PL_JOINING : PL_STANDING_IN)))
+        if (!CHECK_OK(pl_reducer_shadow_step(self->reducer,
+                                             step == 2 ? PL_JOINING : PL_SHADOWING)))
             return 0;
-    } else if (!CHECK_OK(device_backward(self, step, self->model->n_params))) {
+    } else if (!CHECK_OK(gpu_backward(self, step, self->model->n_params))) {
         return 0;
     }
     put_word(self, step);
@@ -170,48 +169,47 @@ static void means_are_rescaled_behind_the_operations_that_make_them(void)
     }
 }
 
-/* ---- behind a step that failed -----------------------------------------------------
- */
+/* ---- behind a step that failed -------------------------------------------------- */
 
-static int deliver(device_rank *self, uint64_t step, size_t i, size_t stream,
-                   pl_delivery delivery)
+static int mark_ready(gpu_rank *self, uint64_t step, size_t i, size_t stream,
+                      pl_write_mode mode)
 {
-    const int fires[2] = {0, 1};
+    const int range[2] = {0, 1};
     block data = {.at = 0};
-    pl_verdict verdict = PL_LATE;
-    void *memory = device_slot(self, i);
-    if (delivery == PL_IN_PLACE) {
-        launch_fill(self, step, i, fires, stream, memory);
+    pl_ready_result result = PL_LATE;
+    void *memory = gpu_slot(self, i);
+    if (mode == PL_IN_PLACE) {
+        launch_fill(self, step, i, range, stream, memory);
     } else {
         data = filled(self, step, i, 1, stream);
         memory = block_memory(&data);
     }
-    const pl_status st = pl_reducer_deliver(self->reducer, i, memory, delivery,
-                                            stream_of(self, stream), &verdict);
+    const pl_status st = pl_reducer_mark_ready(self->reducer, i, memory, mode,
+                                               stream_of(self, stream), &result);
     if (st != PL_OK) {
         give_block(self, &data);
         return 0;
     }
-    account(self, i, &data, verdict);
+    account(self, i, &data, result);
     drop_posted(self);
     return 1;
 }
 
-static size_t last_but(const device_rank *self, size_t n)
+static size_t last_but(const gpu_rank *self, size_t n)
 {
     return self->n_streams > n ? self->n_streams - 1 - n : 0;
 }
 
 /* Gradients are written into their slots on a stream; no bucket is whole when the rank
  * gives up. */
-static int fail_in_between(device_rank *self, uint64_t step, size_t stream)
+static int fail_in_between(gpu_rank *self, uint64_t step, size_t stream)
 {
-    if (!CHECK_OK(device_recover(self)) || !CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t k = 1; k < self->n_streams; k++)
         stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i++)
-        if (i % 4 != 0 && !CHECK(deliver(self, step, i, stream, PL_IN_PLACE)))
+        if (i % 4 != 0 && !CHECK(mark_ready(self, step, i, stream, PL_IN_PLACE)))
             return 0;
     pl_reducer_fail(self->reducer, "given up");
     drop_all(self);
@@ -220,13 +218,13 @@ static int fail_in_between(device_rank *self, uint64_t step, size_t stream)
 
 /* On a stream of its own; the host waits for what was packed, and only then for the
  * streams of steps that failed.  In some steps a third is copied before the rest. */
-static int go_on_elsewhere(device_rank *self, uint64_t step)
+static int go_on_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t stream = last_but(self, 2);
-    if (!CHECK_OK(device_recover(self)) || !CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t i = 0; i < self->model->n_params; i++) {
-        if (!CHECK(deliver(self, step, i, stream, PL_REPLACE)))
+        if (!CHECK(mark_ready(self, step, i, stream, PL_REPLACE)))
             return 0;
         if (step % 2 == 0 && i % 3 == 1 && self->held[i].at != 0) {
             CHECK_OK(pl_reducer_flush(self->reducer, i));
@@ -240,14 +238,14 @@ static int go_on_elsewhere(device_rank *self, uint64_t step)
     drop_posted(self);
     for (size_t k = 0; k < self->n_streams; k++)
         CHECK(cuStreamSynchronize(self->streams[k]) == 0);
-    if (!CHECK_OK(device_wait(self)))
+    if (!CHECK_OK(gpu_wait(self)))
         return 0;
-    device_check(self, step, self->model->world_size);
-    return device_end(self);
+    gpu_check(self, step, self->model->world_size);
+    return gpu_end(self);
 }
 
 /* Two steps in a row fail, on streams of their own. */
-static int fail_twice_and_go_on(device_rank *self, uint64_t step)
+static int fail_twice_and_go_on(gpu_rank *self, uint64_t step)
 {
     return step % 3 == 1 ? go_on_elsewhere(self, step)
                          : fail_in_between(self, step, last_but(self, step % 3 / 2));
@@ -261,30 +259,29 @@ static void slots_are_written_behind_what_a_failed_step_wrote_there(void)
     }
 }
 
-/* ---- a total that replaces what is in the slot --------------------------------------
- */
+/* ---- a total that replaces what is in the slot ---------------------------------- */
 
 /* The first is written in place on one stream, the total comes on another; the host
  * waits for the total's first. */
-static int replace_elsewhere(device_rank *self, uint64_t step)
+static int replace_elsewhere(gpu_rank *self, uint64_t step)
 {
     const size_t first = last_but(self, 0), second = last_but(self, 1);
-    if (!CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t k = 1; k < self->n_streams; k++)
         stream_behind(self, k, 0);
     for (size_t i = 0; i < self->model->n_params; i++) {
-        const int fires[2] = {0, 2};
-        pl_verdict verdict = PL_LATE;
-        if (!CHECK(deliver(self, step, i, first, PL_IN_PLACE)))
+        const int range[2] = {0, 2};
+        pl_ready_result result = PL_LATE;
+        if (!CHECK(mark_ready(self, step, i, first, PL_IN_PLACE)))
             return 0;
         block data = take_block(self, second);
-        launch_fill(self, step, i, fires, second, block_memory(&data));
-        if (!CHECK_OK(pl_reducer_deliver(self->reducer, i, block_memory(&data),
-                                         PL_REPLACE, stream_of(self, second),
-                                         &verdict)))
+        launch_fill(self, step, i, range, second, block_memory(&data));
+        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
+                                            PL_REPLACE, stream_of(self, second),
+                                            &result)))
             return 0;
-        account(self, i, &data, verdict);
+        account(self, i, &data, result);
         drop_posted(self);
     }
     stream_behind(self, 0, second);
@@ -295,10 +292,10 @@ static int replace_elsewhere(device_rank *self, uint64_t step)
     CHECK(cuStreamSynchronize(self->streams[0]) == 0);
     for (size_t k = 1; k <= self->n_streams; k++)
         CHECK(cuStreamSynchronize(self->streams[k == 1 ? second : k - 1]) == 0);
-    if (!CHECK_OK(device_wait(self)) || !CHECK(pl_reducer_n_late(self->reducer) == 0))
+    if (!CHECK_OK(gpu_wait(self)) || !CHECK(pl_reducer_n_late(self->reducer) == 0))
         return 0;
-    device_check(self, step, self->model->world_size);
-    return device_end(self);
+    gpu_check(self, step, self->model->world_size);
+    return gpu_end(self);
 }
 
 static void a_total_replaces_what_another_stream_has_written(void)
@@ -311,63 +308,62 @@ static void a_total_replaces_what_another_stream_has_written(void)
     }
 }
 
-/* ---- late -------------------------------------------------------------------------
- */
+/* ---- late ----------------------------------------------------------------------- */
 
-/* Each parameter fires, with a total of `n` fires; 0: zeros. */
-static int deliver_all(device_rank *self, uint64_t step, int n, size_t stream,
-                       int is_late)
+/* Each parameter range, with a total of `n` range; 0: zeros. */
+static int mark_all_ready(gpu_rank *self, uint64_t step, int n, size_t stream,
+                          int is_late)
 {
     for (size_t i = 0; i < self->model->n_params; i++) {
-        pl_verdict verdict = PL_TAKEN;
+        pl_ready_result result = PL_COPIED;
         block data = filled(self, step, i, n, stream);
-        if (!CHECK_OK(pl_reducer_deliver(self->reducer, i, block_memory(&data),
-                                         PL_REPLACE, stream_of(self, stream),
-                                         &verdict)) ||
-            !CHECK((verdict == PL_LATE) == is_late))
+        if (!CHECK_OK(pl_reducer_mark_ready(self->reducer, i, block_memory(&data),
+                                            PL_REPLACE, stream_of(self, stream),
+                                            &result)) ||
+            !CHECK((result == PL_LATE) == is_late))
             return 0;
-        account(self, i, &data, verdict);
+        account(self, i, &data, result);
         drop_posted(self);
     }
     return 1;
 }
 
-static pl_status amend_all(device_rank *self)
+static pl_status write_all_late(gpu_rank *self)
 {
     pl_status st = PL_OK;
     for (size_t i = 0; st == PL_OK && i < self->model->n_params; i++) {
-        st = pl_reducer_amend(self->reducer, i, block_memory(&self->late[i]),
-                              PL_REPLACE);
+        st = pl_reducer_write_late(self->reducer, i, block_memory(&self->late[i]),
+                                   PL_REPLACE);
         if (i % 2 == 0) /* has the copy made, and nothing that it does not wait for */
             CHECK(cuStreamSynchronize(self->streams[0]) == 0);
         give_block(self, &self->late[i]);
     }
     if (st == PL_OK)
         st = pl_reducer_close(self->reducer);
-    return st == PL_OK ? device_wait(self) : st;
+    return st == PL_OK ? gpu_wait(self) : st;
 }
 
-/* All fire once more, on another stream than the main one, when their buckets are gone;
+/* All get one more, on another stream than the main one, when their buckets are gone;
  * nothing but the reducer orders that stream and the main one. */
-static int fire_late(device_rank *self, uint64_t step)
+static int fire_late(gpu_rank *self, uint64_t step)
 {
     const int is_late = pl_reducer_is_learned(self->reducer);
     CHECK(is_late || step < N_STEPS);
-    if (!CHECK_OK(device_begin(self)))
+    if (!CHECK_OK(gpu_begin(self)))
         return 0;
     for (size_t k = 1; k < self->n_streams; k++)
         stream_behind(self, k, 0);
-    if (!deliver_all(self, step, is_late ? 0 : 1, 0, 0) ||
-        (is_late && !deliver_all(self, step, 1, last_but(self, 0), 1)))
+    if (!mark_all_ready(self, step, is_late ? 0 : 1, 0, 0) ||
+        (is_late && !mark_all_ready(self, step, 1, last_but(self, 0), 1)))
         return 0;
     put_word(self, step);
-    if (!CHECK_OK(pl_reducer_close(self->reducer)) || !CHECK_OK(device_wait(self)))
+    if (!CHECK_OK(pl_reducer_close(self->reducer)) || !CHECK_OK(gpu_wait(self)))
         return 0;
     drop_posted(self);
-    if (is_late && !CHECK_OK(amend_all(self)))
+    if (is_late && !CHECK_OK(write_all_late(self)))
         return 0;
-    device_check(self, step, 1);
-    return device_end(self) && !is_late; /* from now on two fires are expected */
+    gpu_check(self, step, 1);
+    return gpu_end(self) && !is_late; /* from now on two gradients are expected */
 }
 
 static void what_is_late_is_copied_behind_the_stream_that_made_it(void)

@@ -1,5 +1,5 @@
 /* test_reducer_ranks.c - reducers on ranks that are threads: exact means, whatever
- * fires, in whatever order, however late, and whoever fails meanwhile.
+ * range, in whatever order, however late, and whoever fails meanwhile.
  */
 #include "steps.h"
 
@@ -17,8 +17,7 @@ static void run_model(const model *it, void (*run)(rank_job *job), void *context
         pl_comm_destroy(comms[r]);
 }
 
-/* ---- steps that nothing disturbs
- * -------------------------------------------------------- */
+/* ---- steps that nothing disturbs ------------------------------------------------ */
 
 static atomic_int n_late_verdicts;
 
@@ -105,12 +104,11 @@ static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
     }
 }
 
-/* ---- steps that fail
- * -------------------------------------------------------------------- */
+/* ---- steps that fail ------------------------------------------------------------ */
 
 enum { N_FAILING_STEPS = 40 };
 
-/* This rank fails in the middle of its backward, or is told that another did. */
+/* This rank fails in the middle of its backward, or learns that another did. */
 static void run_into_accident(trainer *self, uint64_t step, const accident *what)
 {
     pl_status st = trainer_recover(self);

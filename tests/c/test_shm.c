@@ -13,8 +13,7 @@ static void run_world(int world_size, uint64_t seed, child_fn run)
     board_destroy(all);
 }
 
-/* ---- operations --------------------------------------------------------------------
- */
+/* ---- operations ----------------------------------------------------------------- */
 
 static void reduce_often(child *self)
 {
@@ -89,8 +88,7 @@ static void worlds_made_one_after_another_leave_no_descriptor_and_no_mapping(voi
     run_world(3, 1, join_and_leave_often);
 }
 
-/* ---- failing softly
- * ------------------------------------------------------------------ */
+/* ---- failing softly ------------------------------------------------------------- */
 
 static void abort_and_go_on(child *self)
 {
@@ -122,8 +120,7 @@ static void processes_go_on_after_an_aborted_step(void)
     run_world(3, 2, abort_and_go_on);
 }
 
-/* ---- processes of a rank's own
- * --------------------------------------------------------- */
+/* ---- processes of a rank's own -------------------------------------------------- */
 
 /* Like a worker of a data loader: a child of the rank ends while the ranks go on. */
 static void have_children_that_end(child *self)
@@ -153,8 +150,7 @@ static void children_of_a_rank_come_and_go_without_a_word_to_the_world(void)
     run_world(2, 3, have_children_that_end);
 }
 
-/* ---- construction that cannot be
- * ---------------------------------------------------------- */
+/* ---- construction that cannot be ------------------------------------------------ */
 
 static void ask_for_different_arenas(child *self)
 {

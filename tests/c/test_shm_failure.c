@@ -50,8 +50,7 @@ static void wait_until_all_joined(const board *all)
         await_flag(&all->reports[r].is_joined);
 }
 
-/* ---- killed
- * --------------------------------------------------------------------------- */
+/* ---- killed --------------------------------------------------------------------- */
 
 static void kill_one(uint64_t seed, int is_joined)
 {
@@ -119,8 +118,7 @@ static void a_killed_rank_is_noticed_though_its_children_live(void)
     board_destroy(all);
 }
 
-/* ---- gone of its own will
- * ---------------------------------------------------------------- */
+/* ---- gone of its own will ------------------------------------------------------- */
 
 static void go_without_a_word(child *self)
 {
@@ -165,8 +163,7 @@ static void a_rank_that_goes_is_named_to_those_who_wait_for_it(void)
     }
 }
 
-/* ---- stopped
- * ------------------------------------------------------------------------------ */
+/* ---- stopped -------------------------------------------------------------------- */
 
 static void a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before(void)
 {

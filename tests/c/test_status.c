@@ -5,11 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../../csrc/backend/backend.h"
-#include "../../csrc/backend/cpu_sum.h"
-#include "../../csrc/core/alloc.h"
-#include "../../csrc/core/config.h"
+#include "backend/backend.h"
+#include "backend/cpu_sum.h"
 #include "check.h"
+#include "core/alloc.h"
+#include "core/config.h"
 
 /* ---- codes and words ------------------------------------------------------------ */
 
@@ -75,7 +75,7 @@ static void *fail_elsewhere(void *unused)
     return NULL;
 }
 
-static void each_thread_has_last_words_of_its_own(void)
+static void each_thread_has_an_error_message_of_its_own(void)
 {
     pthread_t thread;
     CHECK(pli_fail(PL_EINVAL, "ours") == PL_EINVAL);
@@ -85,8 +85,7 @@ static void each_thread_has_last_words_of_its_own(void)
     CHECK(strcmp(pl_error_message(), "ours") == 0);
 }
 
-/* ---- dtypes -----------------------------------------------------------------------
- */
+/* ---- dtypes --------------------------------------------------------------------- */
 
 static void every_dtype_has_its_bytes_and_its_name(void)
 {
@@ -118,8 +117,7 @@ static void a_number_that_is_no_dtype_has_no_bytes(void)
     }
 }
 
-/* ---- memory ------------------------------------------------------------------------
- */
+/* ---- memory --------------------------------------------------------------------- */
 
 static void memory_comes_zeroed_and_on_a_cache_line(void)
 {
@@ -166,8 +164,7 @@ static void an_ordered_fault_hits_the_nth_allocation_alone(void)
     CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 0);
 }
 
-/* ---- the environment ---------------------------------------------------------------
- */
+/* ---- the environment ------------------------------------------------------------ */
 
 static void a_timeout_that_is_a_positive_number_of_seconds_is_taken(void)
 {
@@ -239,7 +236,7 @@ int main(void)
     RUN(a_failure_leaves_its_words_and_returns_its_code);
     RUN(a_failed_system_call_appends_the_text_of_errno);
     RUN(words_that_are_too_long_are_cut_and_not_overrun);
-    RUN(each_thread_has_last_words_of_its_own);
+    RUN(each_thread_has_an_error_message_of_its_own);
     RUN(every_dtype_has_its_bytes_and_its_name);
     RUN(a_number_that_is_no_dtype_has_no_bytes);
     RUN(memory_comes_zeroed_and_on_a_cache_line);

@@ -5,10 +5,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../csrc/comm/watchdog.h"
-#include "../../csrc/core/alloc.h"
 #include "check.h"
+#include "core/alloc.h"
 #include "draw.h"
+#include "nccl/watchdog.h"
 
 #ifdef __SANITIZE_THREAD__
 enum { IS_SANITIZED_BY_THREADS = 1 }; /* it has no threads in a child of threads */
@@ -17,26 +17,26 @@ enum { IS_SANITIZED_BY_THREADS = 0 };
 #endif
 
 typedef struct ward {
-    atomic_int n_looks;
+    atomic_int n_checks;
     atomic_int n_inside;
-    atomic_int is_gone; /* it has left: no look may follow */
-    int64_t rest_ns;    /* of a look */
+    atomic_int is_gone; /* it has left: no check may follow */
+    int64_t rest_ns;    /* of a check */
 } ward;
 
-static void look(void *context)
+static void check(void *context)
 {
     ward *it = context;
     CHECK(atomic_fetch_add(&it->n_inside, 1) == 0);
     CHECK(atomic_load(&it->is_gone) == 0);
     pli_sleep_ns(it->rest_ns);
     CHECK(atomic_load(&it->is_gone) == 0);
-    atomic_fetch_add(&it->n_looks, 1);
+    atomic_fetch_add(&it->n_checks, 1);
     atomic_fetch_sub(&it->n_inside, 1);
 }
 
-static void await_looks(ward *it, int n)
+static void await_checks(ward *it, int n)
 {
-    while (atomic_load(&it->n_looks) < n)
+    while (atomic_load(&it->n_checks) < n)
         pli_sleep_ns(PLI_MS);
 }
 
@@ -72,11 +72,11 @@ static void each_that_has_joined_is_looked_at(void)
         CHECK(n_threads() == n_before); /* none before the first, none after the last */
         for (int k = 0; k < 9; k++) {
             wards[k] = (ward){.rest_ns = k * 10000};
-            CHECK_OK(pli_watchdog_join(watchdog, look, &wards[k]));
+            CHECK_OK(pli_watchdog_join(watchdog, check, &wards[k]));
         }
         CHECK(n_threads() == n_before + !IS_SANITIZED_BY_THREADS);
         for (int k = 0; k < 9; k++)
-            await_looks(&wards[k], 2);
+            await_checks(&wards[k], 2);
         for (int k = 0; k < 9; k++)
             leave(watchdog, &wards[(k * 4 + round) % 9]);
     }
@@ -92,10 +92,10 @@ static void who_leaves_waits_for_the_look_that_is_under_way(void)
         ward slow = {.rest_ns = 30 * PLI_MS};
         pli_watchdog *watchdog = NULL;
         if (!CHECK_OK(pli_watchdog_create(&watchdog)) ||
-            !CHECK_OK(pli_watchdog_join(watchdog, look, &slow)))
+            !CHECK_OK(pli_watchdog_join(watchdog, check, &slow)))
             return;
         while (atomic_load(&slow.n_inside) == 0)
-            pli_pause();
+            pli_cpu_relax();
         leave(watchdog, &slow);
         CHECK(atomic_load(&slow.n_inside) == 0);
         pli_watchdog_destroy(watchdog);
@@ -108,7 +108,7 @@ static void *come_and_go(void *memory)
     draw random = draw_of((uint64_t)(uintptr_t)&random);
     for (int k = 0; k < 30; k++) {
         ward it = {.rest_ns = (int64_t)draw_below(&random, 100000)};
-        if (!CHECK_OK(pli_watchdog_join(watchdog, look, &it)))
+        if (!CHECK_OK(pli_watchdog_join(watchdog, check, &it)))
             return NULL;
         draw_rest(&random, 20 * PLI_MS);
         leave(watchdog, &it);
@@ -136,7 +136,7 @@ static void signals_are_not_for_its_thread(void)
     pli_watchdog *watchdog = NULL;
     sigset_t mine;
     if (!CHECK_OK(pli_watchdog_create(&watchdog)) ||
-        !CHECK_OK(pli_watchdog_join(watchdog, look, &it)))
+        !CHECK_OK(pli_watchdog_join(watchdog, check, &it)))
         return;
     CHECK(pthread_sigmask(SIG_SETMASK, NULL, &mine) == 0);
     CHECK(!sigismember(&mine, SIGUSR1)); /* this thread's are as before */
@@ -150,10 +150,10 @@ static void a_forked_child_may_forget_it_and_begin_anew(void)
     pli_watchdog *watchdog = NULL;
     int how = 0;
     if (!CHECK_OK(pli_watchdog_create(&watchdog)) ||
-        !CHECK_OK(pli_watchdog_join(watchdog, look, &it)))
+        !CHECK_OK(pli_watchdog_join(watchdog, check, &it)))
         return;
     while (atomic_load(&it.n_inside) == 0)
-        pli_pause();
+        pli_cpu_relax();
     const pid_t pid = fork(); /* its thread may hold the lock just now */
     if (pid == 0) {
         ward own = {0};
@@ -161,8 +161,8 @@ static void a_forked_child_may_forget_it_and_begin_anew(void)
         pli_watchdog_leave(watchdog, &it);
         pli_watchdog_forget(watchdog);
         if (!IS_SANITIZED_BY_THREADS &&
-            CHECK_OK(pli_watchdog_join(watchdog, look, &own))) {
-            await_looks(&own, 1);
+            CHECK_OK(pli_watchdog_join(watchdog, check, &own))) {
+            await_checks(&own, 1);
             leave(watchdog, &own);
         }
         pli_watchdog_destroy(watchdog);
@@ -170,7 +170,7 @@ static void a_forked_child_may_forget_it_and_begin_anew(void)
     }
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
     pli_watchdog_forget(watchdog); /* means nothing here */
-    await_looks(&it, atomic_load(&it.n_looks) + 1);
+    await_checks(&it, atomic_load(&it.n_checks) + 1);
     leave(watchdog, &it);
     pli_watchdog_destroy(watchdog);
 }
@@ -185,12 +185,12 @@ static void a_watchdog_without_memory_or_thread_says_so(void)
     if (!CHECK_OK(pli_watchdog_create(&watchdog)))
         return;
     pli_fault_arm(PLI_FAULT_ALLOC, 1);
-    CHECK(pli_watchdog_join(watchdog, look, &it) == PL_ENOMEM);
+    CHECK(pli_watchdog_join(watchdog, check, &it) == PL_ENOMEM);
     pli_fault_arm(PLI_FAULT_ALLOC, 0);
     pli_fault_arm(PLI_FAULT_SYSCALL, 1);
-    CHECK(pli_watchdog_join(watchdog, look, &it) == PL_ENOMEM);
+    CHECK(pli_watchdog_join(watchdog, check, &it) == PL_ENOMEM);
     pli_fault_arm(PLI_FAULT_SYSCALL, 0);
-    CHECK_OK(pli_watchdog_join(watchdog, look, &it));
+    CHECK_OK(pli_watchdog_join(watchdog, check, &it));
     leave(watchdog, &it);
     pli_watchdog_destroy(watchdog);
 }

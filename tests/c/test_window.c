@@ -6,10 +6,10 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "../../csrc/comm/shm.h"
-#include "../../csrc/comm/window.h"
-#include "../../csrc/core/alloc.h"
 #include "check.h"
+#include "comm/shm_init.h"
+#include "comm/window.h"
+#include "core/alloc.h"
 #include "leaks.h"
 #include "ranks.h"
 
@@ -89,12 +89,12 @@ static void a_retired_window_keeps_its_values_at_its_address(void)
         return;
     char *arena = arena_of(comm);
     const char *base = old->base;
-    const int n_mappings = n_shared_mappings();
+    const int n_mappings = n_lone_mappings();
     memset(arena, 5, N_BYTES);
     pli_window_see(old, 1);
     CHECK_OK(pli_window_retire(old));
     CHECK(old->base == base);
-    CHECK(n_shared_mappings() == n_mappings - 1);
+    CHECK(n_lone_mappings() == n_mappings - 1);
     if (!CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &new)))
         return;
     memset(arena, 6, N_BYTES);
@@ -109,7 +109,7 @@ static void a_retired_window_keeps_its_values_at_its_address(void)
     pli_window_unsee(old, 1);
     pli_window_release(new);
     pl_comm_destroy(comm);
-    CHECK(n_shared_mappings() == 0);
+    CHECK(n_lone_mappings() == 0);
 }
 
 static void a_window_that_nobody_sees_is_not_copied(void)
@@ -119,11 +119,11 @@ static void a_window_that_nobody_sees_is_not_copied(void)
     if (!create_world(&comm) ||
         !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
         return;
-    const int n_mappings = n_shared_mappings();
+    const int n_mappings = n_lone_mappings();
     CHECK_OK(pli_window_retire(window));
-    CHECK(n_shared_mappings() == n_mappings);
+    CHECK(n_lone_mappings() == n_mappings);
     pli_window_release(window);
-    CHECK(n_shared_mappings() == n_mappings - 1);
+    CHECK(n_lone_mappings() == n_mappings - 1);
     pl_comm_destroy(comm);
 }
 
@@ -142,12 +142,12 @@ static void a_window_lives_as_long_as_its_last_view_even_without_its_world(void)
     pli_window_release(window);
     pl_comm_destroy(comm);
     CHECK(n_open_descriptors() == n_descriptors);
-    CHECK(n_shared_mappings() == 1);
+    CHECK(n_lone_mappings() == 1);
     CHECK(base[0] == 9 && base[N_BYTES - 1] == 9);
     pli_window_unsee(window, 0);
-    CHECK(n_shared_mappings() == 1);
+    CHECK(n_lone_mappings() == 1);
     pli_window_unsee(window, 2);
-    CHECK(n_shared_mappings() == 0);
+    CHECK(n_lone_mappings() == 0);
     pli_window_release(NULL);
 }
 
@@ -157,12 +157,12 @@ static void a_window_beyond_what_there_is_is_refused(void)
     pli_window *window = NULL;
     if (!create_world(&comm))
         return;
-    const int n_mappings = n_shared_mappings();
+    const int n_mappings = n_lone_mappings();
     CHECK(pli_window_create(comm, 1, N_BYTES, N_SLOTS, &window) == PL_ESYS);
     CHECK(pli_window_create(comm, AT, 0, N_SLOTS, &window) == PL_ESYS);
     CHECK(window == NULL);
     CHECK(error_has("cannot map"));
-    CHECK(n_shared_mappings() == n_mappings);
+    CHECK(n_lone_mappings() == n_mappings);
     pl_comm_destroy(comm);
 }
 
@@ -228,33 +228,32 @@ static void views_come_and_go_on_any_thread(void)
     for (int i = 0; i < 3; i++)
         (void)pthread_join(threads[i], NULL);
     pl_comm_destroy(comm);
-    CHECK(n_shared_mappings() == 0);
+    CHECK(n_lone_mappings() == 0);
 }
 
-/* ---- on a device ------------------------------------------------------------------
- */
+/* ---- on a device ---------------------------------------------------------------- */
 
 /* A world whose memory is one of two halves, each with its shares counted. */
 typedef struct halves {
     pl_comm comm;
     size_t now;
     struct half {
-        pli_hold hold;
+        pli_memory_ref ref;
         int n_shares;
         char memory[64];
     } each[2];
 } halves;
 
-static void give_share_back(pli_hold *hold)
+static void give_share_back(pli_memory_ref *ref)
 {
-    ((struct half *)(void *)hold)->n_shares--;
+    ((struct half *)(void *)ref)->n_shares--;
 }
 
-static pli_hold *take_share(pl_comm *comm)
+static pli_memory_ref *take_share(pl_comm *comm)
 {
     halves *it = (halves *)(void *)comm;
     it->each[it->now].n_shares++;
-    return &it->each[it->now].hold;
+    return &it->each[it->now].ref;
 }
 
 static pl_status take_other_half(pl_comm *comm)
@@ -274,10 +273,10 @@ static void on_a_device_old_memory_stays_with_its_views_and_the_world_has_other(
 {
     static const pl_comm_ops ops = {.name = "halves",
                                     .memory = memory_of_half,
-                                    .hold_memory = take_share,
+                                    .retain_memory = take_share,
                                     .renew = take_other_half};
     halves it = {.comm = {.ops = &ops},
-                 .each = {{.hold = {give_share_back}}, {.hold = {give_share_back}}}};
+                 .each = {{.ref = {give_share_back}}, {.ref = {give_share_back}}}};
     pli_window *old = NULL;
     pli_window *new = NULL;
     if (!CHECK_OK(pli_window_create(&it.comm, 8, 32, N_SLOTS, &old)))

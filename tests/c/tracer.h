@@ -71,8 +71,7 @@ static inline pl_stream *stream(int n)
     return (pl_stream *)(uintptr_t)n; /* NOLINT(performance-no-int-to-ptr) */
 }
 
-/* ---- the backend ------------------------------------------------------------------
- */
+/* ---- the backend ---------------------------------------------------------------- */
 
 static inline pl_status trace_alloc(pl_backend *backend, size_t n_bytes, void **out)
 {
@@ -171,8 +170,7 @@ static const pl_backend_ops trace_backend_ops = {
     .event_destroy = trace_event_destroy,
 };
 
-/* ---- the world --------------------------------------------------------------------
- */
+/* ---- the world ------------------------------------------------------------------ */
 
 static inline pl_status trace_issue(pl_comm *comm, const pl_op *op,
                                     const pli_order *order, pl_ticket *out)
@@ -207,9 +205,10 @@ static inline void trace_abort(pl_comm *comm, const char *words)
     pl_comm_abort(of_comm(comm)->local, words);
 }
 
-static inline void trace_note(pl_comm *comm, pl_activity activity, uint64_t step)
+static inline void trace_record_activity(pl_comm *comm, pl_activity activity,
+                                         uint64_t step)
 {
-    pli_comm_note(of_comm(comm)->local, activity, step);
+    pli_comm_record_activity(of_comm(comm)->local, activity, step);
 }
 
 static inline void *trace_arena(pl_comm *comm)
@@ -235,14 +234,13 @@ static const pl_comm_ops trace_comm_ops = {
     .wait = trace_wait,
     .recover = trace_recover,
     .abort = trace_abort,
-    .note = trace_note,
+    .record_activity = trace_record_activity,
     .arena = trace_arena,
     .memory = trace_memory,
     .order = trace_order,
 };
 
-/* ---- two ranks ---------------------------------------------------------------------
- */
+/* ---- two ranks ------------------------------------------------------------------ */
 
 typedef struct pair {
     tracer ranks[N_RANKS];
@@ -272,7 +270,7 @@ static inline int pair_create(pair *out)
                              .rank = r,
                              .world_size = N_RANKS,
                              .arena_bytes = pl_comm_arena_bytes(locals[r]),
-                             .host_bytes = pl_reducer_words_bytes(&spec),
+                             .host_bytes = pl_reducer_header_bytes(&spec),
                              .backend = &it->backend,
                              .chunk_bytes = SIZE_MAX};
         if (!CHECK_OK(pli_cpu_backend_create(&it->cpu)) ||
@@ -320,13 +318,13 @@ static inline void fill(gradient data, float value)
         data[i] = value;
 }
 
-static inline pl_verdict deliver(const pair *it, int rank, size_t param,
-                                 const float *data, pl_delivery delivery, int on)
+static inline pl_ready_result mark_ready(const pair *it, int rank, size_t param,
+                                         const float *data, pl_write_mode mode, int on)
 {
-    pl_verdict verdict = PL_LATE;
-    CHECK_OK(pl_reducer_deliver(it->reducers[rank], param, data, delivery, stream(on),
-                                &verdict));
-    return verdict;
+    pl_ready_result result = PL_LATE;
+    CHECK_OK(pl_reducer_mark_ready(it->reducers[rank], param, data, mode, stream(on),
+                                   &result));
+    return result;
 }
 
 /* Rank 1 has these for every parameter. */
@@ -353,10 +351,10 @@ static inline void begin(pair *it)
         CHECK_OK(pl_reducer_begin(it->reducers[r]));
 }
 
-static inline void deliver_all_of_rank_1(const pair *it)
+static inline void all_ready_of_rank_1(const pair *it)
 {
     for (size_t i = N_PARAMS; i-- > 0;)
-        (void)deliver(it, 1, i, threes, PL_REPLACE, 1);
+        (void)mark_ready(it, 1, i, threes, PL_REPLACE, 1);
 }
 
 static inline void close_and_wait(pair *it)
@@ -390,9 +388,9 @@ static inline int learn(pair *it)
     begin(it);
     for (size_t i = N_PARAMS; i-- > 0;) {
         fill(data[i], 1);
-        (void)deliver(it, 0, i, data[i], PL_REPLACE, 1);
+        (void)mark_ready(it, 0, i, data[i], PL_REPLACE, 1);
     }
-    deliver_all_of_rank_1(it);
+    all_ready_of_rank_1(it);
     close_wait_and_order(it);
     for (size_t i = 0; i < N_PARAMS; i++)
         CHECK(holds(it, i, 2));

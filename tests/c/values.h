@@ -9,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../../csrc/include/paceline.h"
+#include "include/paceline.h"
 
 enum { VALUE_MOST = 256 }; /* the largest that bfloat16 has without a gap below it */
 

@@ -293,6 +293,23 @@ def check_resumes(whole: Run, resumed: Run, title: str = "resumed") -> None:
         _check(rank, one["train"], other[title], title)
 
 
+def check_saved(left: Run, right: Run, *names: str) -> None:
+    """Check that both runs have saved the same, so that either goes on from both.
+
+    Read as plain types and tensors: neither library's classes are in it.
+    """
+    for name in names:
+        one, other = Path(left.path, name), Path(right.path, name)
+        if name.endswith(".safetensors"):
+            assert one.read_bytes() == other.read_bytes(), name
+            continue
+        saved = [torch.load(path, weights_only=True) for path in (one, other)]
+        for state in saved:
+            state.pop("callbacks", None)  # of Lightning, which names the folder
+        found = difference(*saved, name)
+        assert found is None, found
+
+
 def free_port() -> str:
     """Return a port that nobody listens at."""
     with socket.socket() as probe:

@@ -20,17 +20,15 @@ LOOP, NOTEBOOK = "accelerate_loop.py", "accelerate_notebook.py"
 
 
 def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None:
-    plain = run("torch", by_accelerate, LOOP, tmp_path / "torch")
-    resume = ("--resume", plain.path)
-    ours = run("paceline", by_accelerate, LOOP, tmp_path / "ours", *resume)
-    check_equal(plain, ours)
-    check_resumes(plain, ours)
+    ours = run("paceline", by_accelerate, LOOP, tmp_path / "ours")
     resume = ("--resume", ours.path)
-    check_resumes(plain, run("torch", by_accelerate, LOOP, tmp_path / "back", *resume))
+    plain = run("torch", by_accelerate, LOOP, tmp_path / "torch", *resume)
+    check_equal(plain, ours)
+    check_resumes(ours, plain)
     # All else that accelerate starts is reached through the environment.
-    check_resumes(
-        plain, run("paceline", with_accelerate, LOOP, tmp_path / "again", *resume)
-    )
+    resume = ("--resume", plain.path)
+    again = run("paceline", with_accelerate, LOOP, tmp_path / "again", *resume)
+    check_resumes(plain, again)
 
 
 def test_a_function_in_a_notebook_trains_alike(tmp_path: Path) -> None:

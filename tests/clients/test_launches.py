@@ -8,13 +8,11 @@ import pytest
 import torch
 from launches import Run, check_equal, check_wrappers, end_all, start
 
-OURS = (
-    "0 paceline._ddp.DistributedDataParallel\n1 paceline._ddp.DistributedDataParallel"
-)
-TORCHS = OURS.replace("paceline._ddp", "torch.nn.parallel.distributed")
+OURS = "0 paceline.DistributedDataParallel\n1 paceline.DistributedDataParallel"
+TORCHS = OURS.replace("paceline", "torch.nn.parallel.distributed")
 
 
-@pytest.mark.parametrize("lines", [TORCHS, OURS.replace("1 paceline._ddp", "1 torch")])
+@pytest.mark.parametrize("lines", [TORCHS, OURS.replace("1 paceline", "1 torch")])
 def test_a_wrapper_of_torch_in_one_rank_fails_a_run(lines: str, tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_text(lines)
     with pytest.raises(AssertionError, match="torch"):

@@ -82,14 +82,12 @@ options.out.mkdir(parents=True, exist_ok=True)
 
 train_x, train_y, test_x, test_y = load_data()
 plain = Run(build_model(), LR)
-plain_threads = torch.get_num_threads()
 
 devices = ["cpu"] * options.replicas
 dp = paceline.DataParallel(build_model(), devices, engine=options.engine)  # <- one line
 ours = Run(dp, LR)
 with torch.no_grad():
-    dp(train_x[:BATCH])  # the replica starts here, and the cores are divided
-threads = {plain: plain_threads, ours: torch.get_num_threads()}
+    dp(train_x[:BATCH])  # the replica starts here
 
 turn = 0
 with Progress(epochs, ("plain", "paceline"), show=True) as progress:
@@ -98,13 +96,11 @@ with Progress(epochs, ("plain", "paceline"), show=True) as progress:
         for start in range(0, len(batches), BLOCK):
             turn += 1
             for run in (plain, ours) if turn % 2 else (ours, plain):
-                torch.set_num_threads(threads[run])  # replicas share the cores
                 for images, labels in batches[start : start + BLOCK]:
                     run.step(images, labels)
         progress.epoch_done(epoch, plain.losses[-1], ours.losses[-1])
 
 print(f"\nengine {dp.engine!r}: {dp.engine_reason}")
-print(f"intra-op threads: plain {plain_threads}, each replica {threads[ours]}")
 
 # Saved without the prefix "module.", the file fits the bare model.
 checkpoint = options.out / "digits_dp.pt"

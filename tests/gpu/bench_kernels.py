@@ -159,12 +159,8 @@ class Bench:
             return partial(self.kernels.copy, self.kernels.moves(pack), stream)
         if what == "unpack":
             return partial(self.kernels.copy, self.kernels.moves(unpack), stream)
-        if what == "add":
-            return partial(self.kernels.add, self.kernels.moves(pack), stream)
-        if what == "cast":
-            return partial(self.kernels.cast, self.kernels.casts(pack), 1.0, stream)
-        assert what == "cast back"
-        return partial(self.kernels.cast, self.kernels.casts(unpack), 0.5, stream)
+        assert what == "add"
+        return partial(self.kernels.add, self.kernels.moves(pack), stream)
 
     def sums(self, n_ranks: int) -> Figures:
         """The reduction of ranges in bfloat16, in float32."""
@@ -186,24 +182,6 @@ class Bench:
             "lines": [f"{line}, of a copy's {ratio} {good}"],
         }
 
-    def finite(self) -> Figures:
-        """The search for infinite values; it only reads."""
-        n = BUCKET_BYTES // 4
-        rows = [torch.randn(n, device="cuda") for _ in range(64)]
-        flag = torch.zeros(1, dtype=torch.int32, device="cuda")
-        calls = [
-            partial(
-                self.kernels.find_nonfinite,
-                self.kernels.moves([(None, row)]),
-                flag,
-                self.stream,
-            )
-            for row in rows
-        ]
-        ratio, ms, _ = compare(calls, copy_of(n * 2, 64))
-        line = f"search for infinite values: {1e3 * ms:.1f} us, of a copy's {ratio}"
-        return {"us": round(1e3 * ms, 2), "lines": [line]}
-
 
 def checks() -> Iterator[tuple[str, Callable[[], Figures | None]]]:
     """Everything there is to time, in this process."""
@@ -213,11 +191,7 @@ def checks() -> Iterator[tuple[str, Callable[[], Figures | None]]]:
         for what in ("pack", "unpack", "add"):
             yield f"{what}, {layout}", partial(bench.run, layout, what)
     half = (torch.bfloat16, torch.bfloat16)
-    mixed = (torch.bfloat16, torch.float32)
     for layout in ("25 MiB in 12", "25 MiB in 1000"):
         yield f"pack bf16, {layout}", partial(bench.run, layout, "pack", *half)
-        yield f"cast, {layout}", partial(bench.run, layout, "cast", *mixed)
-        yield f"cast back, {layout}", partial(bench.run, layout, "cast back", *mixed)
     for n_ranks in (2, 4, 8):
         yield f"sum of {n_ranks}", partial(bench.sums, n_ranks)
-    yield "finite", bench.finite

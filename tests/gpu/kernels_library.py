@@ -15,7 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "gpu"
-LAYERS = ("core", "backend", "comm")
 
 # As PL_DTYPE_MAP has them.
 DTYPES = {
@@ -45,20 +44,8 @@ class Move(ctypes.Structure):
     ]
 
 
-class Cast(ctypes.Structure):
-    """pl_cast."""
-
-    _fields_ = [
-        ("to", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("to_dtype", ctypes.c_int),
-        ("from_dtype", ctypes.c_int),
-        ("n_elems", ctypes.c_size_t),
-    ]
-
-
-class Slots(ctypes.Structure):
-    """pl_slots."""
+class RankRanges(ctypes.Structure):
+    """pl_rank_ranges."""
 
     _fields_ = [
         ("to", ctypes.c_void_p),
@@ -68,6 +55,7 @@ class Slots(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("reduction", ctypes.c_int),
         ("n_elems", ctypes.c_size_t),
+        ("addresses", ctypes.c_void_p),
     ]
 
 
@@ -82,7 +70,7 @@ def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
     """Make libraries that differ in the flags of kernels_image.c, side by side."""
     cc = os.environ.get("CC", "gcc")
     common = (ROOT / "csrc/compile_flags.txt").read_text().split()
-    sources = [p for layer in LAYERS for p in sorted(ROOT.glob(f"csrc/{layer}/*.c"))]
+    sources = sorted(ROOT.glob("csrc/[!p]*/*.c"))  # all but the binding, csrc/python
     sources.append(Path(__file__).with_name("shim.c"))
     objects = BUILT / "objects"
     objects.mkdir(parents=True, exist_ok=True)
@@ -129,12 +117,15 @@ class Kernels:
         self._check(self._library.shim_open(device, *encoded, out))
 
     def _check_layout(self) -> None:
-        found = (ctypes.c_size_t * 9)()
+        found = (ctypes.c_size_t * 6)()
         self._library.shim_layout(found)
         here = [
             *(ctypes.sizeof(Move), Move.dtype.offset, Move.n_elems.offset),
-            *(ctypes.sizeof(Cast), Cast.to_dtype.offset, Cast.n_elems.offset),
-            *(ctypes.sizeof(Slots), Slots.dtype.offset, Slots.n_elems.offset),
+            *(
+                ctypes.sizeof(RankRanges),
+                RankRanges.dtype.offset,
+                RankRanges.n_elems.offset,
+            ),
         ]
         assert list(found) == here, f"shim.c has {list(found)}, ctypes {here}"
 
@@ -157,22 +148,14 @@ class Kernels:
         """Moves from pairs of tensors, (to, from); from None: zeros."""
         rows = [
             Move(
-                to.data_ptr() if to is not None else None,
+                to.data_ptr(),
                 source.data_ptr() if source is not None else None,
-                dtype_of(to if to is not None else source),
-                (to if to is not None else source).numel(),
+                dtype_of(to),
+                to.numel(),
             )
             for to, source in pairs
         ]
         return (Move * len(rows))(*rows)
-
-    @staticmethod
-    def casts(pairs: Sequence[tuple[Any, Any]]) -> Any:
-        rows = [
-            Cast(a.data_ptr(), b.data_ptr(), dtype_of(a), dtype_of(b), a.numel())
-            for a, b in pairs
-        ]
-        return (Cast * len(rows))(*rows)
 
     def copy(self, moves: Any, stream: int = 0) -> None:
         arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
@@ -186,16 +169,9 @@ class Kernels:
         arguments = (self._backend, moves, ctypes.c_size_t(len(moves)), top, bottom)
         self._check(self._library.shim_scale(*arguments, ctypes.c_void_p(stream)))
 
-    def cast(self, casts: Any, scale: float = 1.0, stream: int = 0) -> None:
-        arguments = (self._backend, casts, ctypes.c_size_t(len(casts)))
-        factor = ctypes.c_double(scale)
-        self._check(
-            self._library.shim_cast(*arguments, factor, ctypes.c_void_p(stream))
-        )
-
     def sum(self, to: Any, rows: Any, reduction: int, stream: int = 0) -> None:
         """Reduce `rows`, one a rank, into `to`."""
-        slots = Slots(
+        ranges = RankRanges(
             to.data_ptr(),
             rows.data_ptr(),
             rows.stride(0) * rows.element_size(),
@@ -204,18 +180,9 @@ class Kernels:
             reduction,
             to.numel(),
         )
-        where = ctypes.byref(slots)
+        where = ctypes.byref(ranges)
         arguments = (self._backend, where, ctypes.c_void_p(stream))
         self._check(self._library.shim_sum(*arguments))
-
-    def find_nonfinite(self, moves: Any, flag: Any, stream: int = 0) -> None:
-        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
-        where = ctypes.c_void_p(flag.data_ptr())
-        self._check(
-            self._library.shim_find_nonfinite(
-                *arguments, where, ctypes.c_void_p(stream)
-            )
-        )
 
     def synchronize(self, stream: int = 0) -> None:
         self._check(

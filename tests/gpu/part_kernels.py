@@ -1,8 +1,9 @@
 """Every kernel, from the fatbin and from NVRTC, against what torch computes.
 
-Casts and sums are compared to the bit with the same arithmetic by torch: in float32,
-or float64 where the contract says so, rounded once to nearest even.  The output is
-filled with a poison before each launch, and what lies around it must still be there.
+Sums and scaled values are compared to the bit with the same arithmetic by torch: in
+float32, or float64 where the contract says so, rounded once to nearest even.  The
+output is filled with a poison before each launch, and what lies around it must still be
+there.
 """
 
 from __future__ import annotations
@@ -120,11 +121,8 @@ class Stand:
             "zeros_where_there_is_no_source",
             "additions",
             "scales",
-            "casts",
-            "casts_with_a_scale",
             "sums",
             "sums_in_place",
-            "infinite_values_are_found",
             "many_tensors",
             "tensors_of_all_sizes_at_once",
             "behind_other_work",
@@ -190,29 +188,6 @@ class Stand:
                     self.done()
                     expect(to, whole, right, f"{top}/{bottom} of {n} {dtype}")
 
-    def _cast(self, scale: float) -> None:
-        for to_dtype in FLOATS:
-            for from_dtype in FLOATS:
-                wide = torch.float64 in (to_dtype, from_dtype)
-                middle = torch.float64 if wide else torch.float32
-                for n, a, b in self.cases():
-                    to, whole = placed(torch.full((n,), 55, dtype=to_dtype), a)
-                    source, _ = placed(draw(n, from_dtype, n), b)
-                    factor = torch.tensor(scale, dtype=middle, device=to.device)
-                    right = round_once(source.to(middle) * factor, to_dtype)
-                    casts = self.kernels.casts([(to, source)])
-                    self.kernels.cast(casts, scale, self.stream)
-                    self.done()
-                    what = f"cast of {n} from {from_dtype} to {to_dtype} by {scale}"
-                    expect(to, whole, right, what)
-
-    def casts(self) -> None:
-        self._cast(1.0)
-
-    def casts_with_a_scale(self) -> None:
-        self._cast(0.125)
-        self._cast(1 / 3)
-
     def sums(self) -> None:
         for dtype in [*FLOATS, *COMPLEX]:
             for n in SIZES[1 :: 6 if is_quick() else 2]:
@@ -238,23 +213,6 @@ class Stand:
             self.kernels.sum(rows[which], rows, SUM, self.stream)
             self.done()
             expect(rows[which], None, right.bfloat16(), f"into row {which}")
-
-    def infinite_values_are_found(self) -> None:
-        for dtype in FLOATS:
-            for n in SIZES[1:]:
-                for value in (float("nan"), float("inf"), -float("inf"), None):
-                    values = torch.ones(n, dtype=dtype)
-                    largest = torch.finfo(dtype).max
-                    values[n // 3] = largest
-                    if value is not None:
-                        values[(n * 7 // 8) % n] = value
-                    inner, _ = placed(values, n % 5)
-                    flag = torch.zeros(1, dtype=torch.int32, device=device())
-                    moves = self.kernels.moves([(None, inner)])
-                    self.kernels.find_nonfinite(moves, flag, self.stream)
-                    self.done()
-                    found = bool(flag.item())
-                    assert found == (value is not None), f"{value} in {n} {dtype}"
 
     def many_tensors(self) -> Figures:
         """Thousands in one call, of sizes that follow no pattern, some empty."""
@@ -342,12 +300,20 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def in_order(rows: Tensor, reduction: int) -> Tensor:
-    """The sum of the rows from the first to the last, 16 bits in float32."""
+    """The sum of the rows from the first to the last, 16 bits in float32.
+
+    A mean's rows are first divided by a power of two, their number or the next above:
+    a mean of finite numbers is finite.
+    """
+    n = len(rows)
+    power = 1 << (n - 1).bit_length() if reduction == MEAN else 1
     values = [parts(row) for row in rows]
-    total = values[0].float() if rows.dtype.itemsize == 2 else values[0].clone()
+    if rows.dtype.itemsize == 2:
+        values = [row.float() for row in values]
+    total = values[0] / power
     for row in values[1:]:
-        total = total + row.to(total.dtype)
-    return total / len(values) if reduction == MEAN else total
+        total = total + row / power
+    return total / (n / power) if reduction == MEAN else total
 
 
 def round_once(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
  * Linked with csrc/core, csrc/backend and csrc/comm into a library that tests alone
  * load (kernels_library.py): the extension itself shows none of this.
  */
-#include "../../csrc/backend/cuda.h"
+#include "backend/cuda.h"
 
 #define SHIM __attribute__((visibility("default")))
 
@@ -12,18 +12,15 @@ SHIM pl_status shim_open(int device, const char *driver, const char *nvrtc,
 SHIM void shim_close(pl_backend *backend);
 SHIM const char *shim_words(void);
 SHIM const char *shim_kernels(const pl_backend *backend);
-SHIM void shim_layout(size_t out[9]);
+SHIM void shim_layout(size_t out[6]);
 SHIM pl_status shim_copy(pl_backend *backend, const pl_move *moves, size_t n_moves,
                          pl_stream *stream);
 SHIM pl_status shim_add(pl_backend *backend, const pl_move *moves, size_t n_moves,
                         pl_stream *stream);
 SHIM pl_status shim_scale(pl_backend *backend, const pl_move *moves, size_t n_moves,
                           int numerator, int denominator, pl_stream *stream);
-SHIM pl_status shim_cast(pl_backend *backend, const pl_cast *casts, size_t n_casts,
-                         double scale, pl_stream *stream);
-SHIM pl_status shim_sum(pl_backend *backend, const pl_slots *slots, pl_stream *stream);
-SHIM pl_status shim_find_nonfinite(pl_backend *backend, const pl_move *moves,
-                                   size_t n_moves, uint32_t *flag, pl_stream *stream);
+SHIM pl_status shim_sum(pl_backend *backend, const pl_rank_ranges *ranges,
+                        pl_stream *stream);
 SHIM pl_status shim_synchronize(pl_backend *backend, pl_stream *stream);
 
 pl_status shim_open(int device, const char *driver, const char *nvrtc, pl_backend **out)
@@ -48,17 +45,14 @@ const char *shim_kernels(const pl_backend *backend)
 }
 
 /* What kernels_library.py believes of the structures, to be compared. */
-void shim_layout(size_t out[9])
+void shim_layout(size_t out[6])
 {
     out[0] = sizeof(pl_move);
     out[1] = offsetof(pl_move, dtype);
     out[2] = offsetof(pl_move, n_elems);
-    out[3] = sizeof(pl_cast);
-    out[4] = offsetof(pl_cast, to_dtype);
-    out[5] = offsetof(pl_cast, n_elems);
-    out[6] = sizeof(pl_slots);
-    out[7] = offsetof(pl_slots, dtype);
-    out[8] = offsetof(pl_slots, n_elems);
+    out[3] = sizeof(pl_rank_ranges);
+    out[4] = offsetof(pl_rank_ranges, dtype);
+    out[5] = offsetof(pl_rank_ranges, n_elems);
 }
 
 pl_status shim_copy(pl_backend *backend, const pl_move *moves, size_t n_moves,
@@ -79,21 +73,9 @@ pl_status shim_scale(pl_backend *backend, const pl_move *moves, size_t n_moves,
     return backend->ops->scale(backend, moves, n_moves, numerator, denominator, stream);
 }
 
-pl_status shim_cast(pl_backend *backend, const pl_cast *casts, size_t n_casts,
-                    double scale, pl_stream *stream)
+pl_status shim_sum(pl_backend *backend, const pl_rank_ranges *ranges, pl_stream *stream)
 {
-    return backend->ops->cast(backend, casts, n_casts, scale, stream);
-}
-
-pl_status shim_sum(pl_backend *backend, const pl_slots *slots, pl_stream *stream)
-{
-    return backend->ops->sum(backend, slots, stream);
-}
-
-pl_status shim_find_nonfinite(pl_backend *backend, const pl_move *moves, size_t n_moves,
-                              uint32_t *flag, pl_stream *stream)
-{
-    return backend->ops->find_nonfinite(backend, moves, n_moves, flag, stream);
+    return backend->ops->sum(backend, ranges, stream);
 }
 
 pl_status shim_synchronize(pl_backend *backend, pl_stream *stream)

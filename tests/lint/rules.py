@@ -15,26 +15,14 @@ import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import dependence
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 MIN_TEST_WORDS = 3
-
-# From the bottom to the top; a file belongs to the first layer that matches, and
-# includes only from its own layer and from those below it.  The reducer lives in
-# core/ for want of a folder of its own, but sits above comm/.
-LAYERS = [
-    ("public", ["include/*"]),
-    ("status", ["core/status.*"]),
-    ("reducer", ["core/reducer*", "reducer/*"]),
-    ("core", ["core/*"]),
-    ("backend", ["backend/*"]),
-    ("comm", ["comm/*"]),
-    ("python", ["python/*"]),
-]
-ORDER = ["public", "status", "core", "backend", "comm", "reducer", "python"]
 
 # rule: pattern, the only file where it may stand, words
 CALLS = {
@@ -79,14 +67,6 @@ def line_of(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def layer_of(path: str) -> str | None:
-    """Return the layer of a path relative to csrc/; None for a folder of no layer."""
-    for name, patterns in LAYERS:
-        if any(fnmatch(path, p) for p in patterns):
-            return name
-    return None
-
-
 def check_file_size(path: str, text: str) -> Found:
     """At most 500 lines a file."""
     n_lines = text.count("\n")
@@ -123,35 +103,8 @@ def check_calls(path: str, text: str) -> Found:
 
 
 def check_includes(path: str, text: str) -> Found:
-    """Layers include downward; Python is known in csrc/python alone."""
-    layer = layer_of(path)
-    if layer is None:
-        yield 1, "layers", "the file belongs to no layer: see LAYERS"
-        return
-    pattern = r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]'
-    code = blank(text, literals=False)
-    for match in re.finditer(pattern, code, flags=re.MULTILINE):
-        line, name = line_of(code, match.start()), match[2]
-        if name == "Python.h" and layer != "python":
-            yield line, "layers", "Python.h is for csrc/python alone"
-        if match[1] == '"':
-            target = resolve(path, name)
-            below = layer_of(target)
-            if below is None:
-                yield line, "layers", f"{target} belongs to no layer"
-            elif ORDER.index(below) > ORDER.index(layer):
-                yield line, "layers", f"{layer} includes upward, from {below}"
-
-
-def resolve(path: str, include: str) -> str:
-    """Return the path under csrc/ that `path` means by #include "include"."""
-    parts = [*path.split("/")[:-1]]
-    for part in include.split("/"):
-        if part == ".." and parts:
-            parts.pop()
-        else:
-            parts.append(part)
-    return "/".join(parts)
+    """Folders of csrc/ include as the table says."""
+    yield from dependence.check_includes(path, blank(text, literals=False))
 
 
 def check_test_names(path: str, text: str) -> Found:
@@ -206,8 +159,8 @@ def dotted(node: ast.AST) -> str:
 
 
 def check_torch(path: str, text: str) -> Found:
-    """What of torch is private or differs by version is in _torch*.py alone."""
-    if path.startswith("_torch") or not path.endswith(".py"):
+    """What of torch is private or differs by version is in _compat/ alone."""
+    if path.startswith("_compat/") or not path.endswith(".py"):
         return
     tree = ast.parse(text)
     known = names_of_torch(tree)
@@ -220,9 +173,9 @@ def check_torch(path: str, text: str) -> Found:
             # A private owner of a use is found where that use is itself looked at.
             is_import = isinstance(node, ast.Import | ast.ImportFrom)
             if is_private(last) or (is_import and any(map(is_private, owners))):
-                yield node.lineno, "torch-private", f"{chain} belongs into _torch.py"
+                yield node.lineno, "torch-private", f"{chain} belongs into _compat/"
             elif chain.startswith("torch.version") or last == "__version__":
-                yield node.lineno, "torch-version", "ask for the feature, in _torch.py"
+                yield node.lineno, "torch-version", "ask for the feature, in _compat/"
 
 
 def allowed(line: str, rule: str) -> bool:
@@ -237,14 +190,31 @@ TABLE: list[tuple[str, str, list[Check]]] = [
         "**/*.[ch]",
         [check_file_size, check_function_size, check_calls, check_includes],
     ),
-    ("python/paceline", "**/*.py*", [check_file_size, check_torch]),
+    (
+        "python/paceline",
+        "**/*.py*",
+        [check_file_size, check_torch, dependence.check_imports],
+    ),
     ("tests", "**/test_*.py", [check_test_names]),
 ]
 
 
+def texts(root: Path, glob: str) -> dict[str, str]:
+    """Return the texts of files, by their paths under a root."""
+    return {p.relative_to(root).as_posix(): p.read_text() for p in root.glob(glob)}
+
+
+def find_circles(root: Path) -> Iterator[str]:
+    """Say which files include or import one another."""
+    for part in dependence.include_circles(texts(root / "csrc", "**/*.[ch]")):
+        yield f"csrc: circle: {' '.join(part)}"
+    for part in dependence.import_circles(texts(root / "python/paceline", "**/*.py")):
+        yield f"python/paceline: circle: {' '.join(part)}"
+
+
 def run(root: Path) -> list[str]:
     """Return what is wrong under a root, one line a thing."""
-    wrong = []
+    wrong = [*find_circles(root)]
     for folder, glob, checks in TABLE:
         for path in sorted((root / folder).glob(glob)):
             if path.suffix == ".pyc":

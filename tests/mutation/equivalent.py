@@ -11,7 +11,7 @@ ANY = ("other stream", "side stream", "swap streams", "drop order", "drop refere
 # path, function, piece of text, operators, reason
 PLACES = [
     (
-        "csrc/comm/device_fail.c",
+        "csrc/nccl/gpu_comm_fail.c",
         "renew_communicator",
         "self->drained",
         ANY,
@@ -20,7 +20,7 @@ PLACES = [
     ),
     *(
         (
-            "csrc/core/reducer_deliver.c",
+            "csrc/reducer/reducer_deliver.c",
             function,
             piece,
             ("other stream", "side stream"),
@@ -30,27 +30,27 @@ PLACES = [
             ("move_in", "ops->copy("),
             ("move_in", "ops->add("),
             ("stream_in", "ops->copy("),
-            ("pl_reducer_deliver", "stream_in("),
-            ("pl_reducer_deliver", "move_in("),
+            ("pl_reducer_mark_ready", "stream_in("),
+            ("pl_reducer_mark_ready", "move_in("),
         ]
     ),
     (
-        "csrc/core/reducer_finish.c",
-        "pl_reducer_settle",
+        "csrc/reducer/reducer_finish.c",
+        "pl_reducer_mark_unused",
         "ops->copy(",
         ("other stream", "side stream"),
         "moves at once are of the CPU, which has no streams",
     ),
     (
-        "csrc/core/reducer_finish.c",
-        "pl_reducer_settle",
-        "reducer_note(",
+        "csrc/reducer/reducer_finish.c",
+        "pl_reducer_mark_unused",
+        "pli_reducer_defer(",
         ("other stream", "side stream"),
-        "what is settled is packed at the step's close alone, on that very stream; one "
-        "more stream is only waited for in vain",
+        "what is marked unused is packed at the step's close alone, on that very "
+        "stream; one more stream is only waited for in vain",
     ),
     (
-        "csrc/core/reducer_join.c",
+        "csrc/reducer/reducer_join.c",
         "pl_reducer_rescale_mean",
         "ops->scale(",
         ("other stream", "side stream"),
@@ -66,24 +66,32 @@ PLACES = [
             "gradients, and they behind it; only time is lost",
         )
         for path, function, piece in [
-            ("csrc/core/reducer_deliver.c", "reducer_post_ready", "reducer_pack("),
-            ("csrc/core/reducer_deliver.c", "count_fire", "reducer_post_ready("),
-            ("csrc/core/reducer_deliver.c", "pl_reducer_deliver", "count_fire("),
-            ("csrc/core/reducer_finish.c", "close_step", "reducer_post_ready("),
+            (
+                "csrc/reducer/reducer_deliver.c",
+                "pli_reducer_post_ready",
+                "pli_reducer_pack(",
+            ),
+            (
+                "csrc/reducer/reducer_deliver.c",
+                "count_ready",
+                "pli_reducer_post_ready(",
+            ),
+            ("csrc/reducer/reducer_deliver.c", "pl_reducer_mark_ready", "count_ready("),
+            ("csrc/reducer/reducer_finish.c", "close_step", "pli_reducer_post_ready("),
         ]
     ),
     (
-        "csrc/core/reducer_moves.c",
+        "csrc/reducer/reducer_pack.c",
         "add_now",
-        "put_behind_stale(",
+        "stream_wait_pending(",
         ("drop order", "other stream", "side stream"),
         "what is added to was copied into the slot before, behind what a failed step "
         "has left, and the sum comes behind that",
     ),
     (
-        "csrc/core/reducer_moves.c",
-        "reducer_moves_abandon",
-        "put_behind_stale(",
+        "csrc/reducer/reducer_pack.c",
+        "pli_deferred_copies_abandon",
+        "stream_wait_pending(",
         ("side stream",),
         "recovery waits on the host for what is on the device's own stream",
     ),

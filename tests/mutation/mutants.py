@@ -26,11 +26,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     "csrc/backend/cuda.c",
     "csrc/backend/kernels.c",
-    "csrc/core/reducer*.c",
-    "csrc/comm/device*.c",
-    "csrc/comm/nccl.c",
+    "csrc/reducer/*.c",
+    "csrc/nccl/gpu_*.c",
+    "csrc/nccl/nccl.c",
     "csrc/comm/window.c",
     "csrc/python/*.c",
+    "csrc/python/ddp/*.c",
 ]
 
 # Calls without which an order is lost.
@@ -45,31 +46,31 @@ ORDERING = {
     "pli_comm_order",
     "pl_reducer_order",
     "pl_reducer_set_stream",
-    "put_behind",
-    "put_behind_stale",
-    "reducer_record_aside",
-    "pli_patience_await",
+    "stream_wait",
+    "stream_wait_pending",
+    "pli_reducer_record_side",
+    "pli_backend_await",
 }
 
 # Calls that keep something alive, and what stands in their place.
 HOLDING = {
-    "pli_cuda_backend_hold": "(void)0",
+    "pli_cuda_backend_retain": "(void)0",
     "pl_reducer_n_posted": "SIZE_MAX",
     "keep": "0",
     "keep_late": "0",
     "keep_until_copied": "0",
-    "pli_device_drain": "1",
+    "pli_gpu_comm_drain": "1",
 }
 
 # An argument that names a stream.
 STREAM = re.compile(
-    r"(?:as_cu\()?(?:\w+(?:->|\.))*(?:stream|side|on|behind|made_on|streams\[\w+\])\)?"
+    r"(?:as_cu\()?(?:\w+(?:->|\.))*(?:stream|side|on|waiter|made_on|streams\[\w+\])\)?"
 )
 # The device's own stream, where one can be had.
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
-    "csrc/comm/device": "self->side",
-    "csrc/core/reducer": "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
+    "csrc/nccl/gpu_": "self->side",
+    "csrc/reducer/": "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
     " pli_cuda_side_stream(self->backend); })",
 }
 

@@ -4,7 +4,7 @@ Run by hand, from anywhere, with the Python that has torch::
 
     python tests/mutation/mutate.py                 # all, on two copies of the tree
     python tests/mutation/mutate.py --list          # what there is to break
-    python tests/mutation/mutate.py --only reducer_moves --jobs 1
+    python tests/mutation/mutate.py --only deferred_copies --jobs 1
     python tests/mutation/mutate.py --only drain --show 9     # why did the test fail?
     python tests/mutation/mutate.py --write         # all, and the table in README.md
     python tests/mutation/mutate.py --write --only device     # those rows alone
@@ -54,7 +54,7 @@ C_TESTS = sorted(
 PY_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("unit", "parity", "ranks")
-    for path in (ROOT / "tests" / folder).glob("test_*.py")
+    for path in (ROOT / "tests" / folder).rglob("test_*.py")
     if re.match(r"test_(cuda|native_device)", path.name)
 )
 SLOWEST = 20  # seconds that a test may take longer than unharmed
@@ -159,8 +159,7 @@ class Workplace:
         if any(test.endswith(".py") for test in tests):
             sources = [
                 path.relative_to(self.root).as_posix()
-                for layer in ("core", "backend", "comm", "python")
-                for path in (self.root / "csrc" / layer).glob("*.c")
+                for path in (self.root / "csrc").rglob("*.c")
             ]
             with concurrent.futures.ThreadPoolExecutor(2) as pool:
                 list(pool.map(self.compile, sources))

@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 PEER_SECONDS = 10.0
-BATCH_SECONDS = 240.0
+BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
 HEAP_IS_TORN = "malloc(): unaligned tcache chunk detected"
 """What glibc said when it aborted a rank of test_sparse.py, twice in some hundred runs:
 in torch's backward, beside torch's own wrapper over Gloo.  Not understood: 25 runs of
@@ -357,6 +357,19 @@ class Branches(nn.Module):
     def forward(self, x, both=True):
         y = self.first(x)
         return self.second(y) if both else y
+
+
+class FailsInBackward(torch.autograd.Function):
+    """Hands its input on; its backward raises the error that it was given."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ctx.error
 
 
 def net(*sizes):

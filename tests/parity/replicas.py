@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
+import paceline
 import torch
 from torch import nn
 
@@ -67,6 +68,41 @@ def loss_of(out):
 def leaf(tensor):
     """Return a copy that is a leaf, and requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+# ---- wrappers -----------------------------------------------------------------------
+
+
+class Wrap:
+    """Wraps modules for one test, by one engine; closes all wrappers at its end."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self._wrappers = []
+
+    def __call__(self, module, n=2, **options):
+        """Return the module behind a wrapper of n replicas."""
+        return self.adopt(
+            paceline.DataParallel(
+                module, device_ids=["cpu"] * n, engine=self.engine, **options
+            )
+        )
+
+    def adopt(self, wrapper):
+        """Close a wrapper at the end that was made by other means, such as a copy."""
+        self._wrappers.append(wrapper)
+        return wrapper
+
+    def forget(self, wrapper):
+        """Hold on to a wrapper no longer."""
+        self._wrappers.remove(wrapper)
+
+    def close(self):
+        engines = {wrapper.engine for wrapper in self._wrappers}
+        for wrapper in self._wrappers:
+            wrapper.close()
+        if self.engine != "auto":
+            assert engines <= {self.engine}, "another engine ran than was asked for"
 
 
 # ---- comparison ---------------------------------------------------------------------

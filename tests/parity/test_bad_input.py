@@ -1,10 +1,12 @@
 """What cannot be wrapped is one clear error on every rank; the group stays usable."""
 
+import copy
+
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, on_ranks
+from cases import Twin, assert_equal, integer_weights, on_ranks
 from paceline import MismatchError
 from support.ranks import run_ranks, values
 from torch import nn
@@ -289,28 +291,38 @@ def test_groups_of_some_ranks_are_averaged_apart(ranks):
 
 LATER = {
     "dtype": lambda m: m.double(),
-    "shape": lambda m: setattr(m[0].weight, "data", torch.zeros(4, 5)),
-    "buffer": lambda m: setattr(m[1], "running_mean", torch.zeros(9)),
-    "buffer removed": lambda m: m[1]._buffers.pop("running_mean"),
+    "buffer": lambda m: setattr(m[1], "running_mean", torch.full((4,), 2.0)),
+    "buffer removed": lambda m: m[1].register_buffer("running_mean", None),
 }
 
 
 @on_ranks(2, what=[*LATER])
-def test_a_model_changed_after_wrapping_is_an_error_on_every_rank(ranks, what):
-    module = net().eval()
+def test_a_model_that_all_ranks_change_after_wrapping_is_trained_on(ranks, what):
+    module = integer_weights(net().eval())
     model = ranks.wrap(module)
+    model(ranks.integers(2, 3)).sum().backward()
+    model.zero_grad()
     LATER[what](module)
-    try:
-        total = sum(p.sum() for p in module.parameters())
-        model.state_dict()
-        total.backward()
-        model.state_dict()
-    except RuntimeError as error:
-        words = str(error)
-    else:
-        words = ""
-    # Buffers are read by rank 0 when it sends and by the others when they take over.
-    assert "wrap the model again" in words, words
+    if what == "buffer removed":
+        module[1].track_running_stats = False  # it normalises by its batches now
+        module[1].register_buffer("running_var", None)
+    plain = copy.deepcopy(module)
+    x = ranks.integers(2, 3, key=1).to(module[0].weight.dtype)
+    for each in (model, plain):
+        each(x).sum().backward()
+    for mine, alone in zip(module.parameters(), plain.parameters(), strict=True):
+        parts = ranks.all(alone.grad)
+        assert_equal(mine.grad, sum(parts) / ranks.n, what)
+    assert_still_usable(ranks)
+
+
+@on_ranks(2)
+def test_a_parameter_of_another_size_is_an_error_on_every_rank(ranks):
+    module = integer_weights(net().eval())
+    model = ranks.wrap(module)
+    module[0].weight.data = torch.ones(4, 5)
+    with pytest.raises(RuntimeError, match="wrap the model again"):
+        model(ranks.integers(2, 5)).sum().backward()
     assert_still_usable(ranks)
 
 

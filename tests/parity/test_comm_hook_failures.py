@@ -117,7 +117,9 @@ def test_where_torch_must_be_followed_bf16_is_refused_in_its_words(ranks):
     for wrap in (ranks.wrap, ranks.wrap_by_torch):
         model = wrap(net())
         if wrap == ranks.wrap:
-            model._options = dataclasses.replace(model._options, strict=True)
+            model._session.options = dataclasses.replace(
+                model._session.options, strict=True
+            )
         with pytest.raises(TypeError, match="BF16") as caught:
             model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         words.append(str(caught.value))

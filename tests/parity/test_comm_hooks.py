@@ -817,7 +817,8 @@ def test_a_thousand_steps_with_a_hook_leave_nothing(ranks):
         after = grow(model)
     assert abs(after - before) < 50
     gone = [
-        weakref.ref(thing) for thing in (state, model, model._reducer, model._world)
+        weakref.ref(thing)
+        for thing in (state, model, model._session.reducer, model._session.world)
     ]
     del state, model
     gc.collect()

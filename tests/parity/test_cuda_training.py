@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from cases import Twin, assert_equal, integer_weights, mean_over
 from gpus import on_gpus
-from paceline import _cuda, _presence
+from paceline import _gpu
+from paceline._ddp import peers, placement
 from support import fake_gpus
 from support.fake_gpus import environment
 from support.processes import descriptors, leftovers
@@ -106,7 +107,7 @@ def test_a_rank_that_is_alone_is_the_plain_module(ranks):
     before = count("cuInit", "cuLaunchKernel")
     one_linear(ranks, model)
     assert count("cuInit", "cuLaunchKernel") == before
-    assert model._reducer is None
+    assert model._session.reducer is None
 
 
 @on_gpus(1)
@@ -162,14 +163,14 @@ def test_device_ids_follow_a_module_that_is_moved(ranks):
     one_linear(ranks, model)
     on_gpu = count("ncclAllReduce")
     assert on_gpu > before
-    _cuda.machine.is_there = False  # model.cpu()
+    _gpu.machine.is_there = False  # model.cpu()
     model.module.double()
     model(ranks.integers(4, 6, dtype=torch.float64)).sum().backward()
     assert model.device_ids is None
     model.module.float()
     one_linear(ranks, model)
     assert count("ncclAllReduce") == on_gpu
-    _cuda.machine.is_there = True  # model.cuda()
+    _gpu.machine.is_there = True  # model.cuda()
     model.module.double()
     model(ranks.integers(4, 6, dtype=torch.float64)).sum().backward()
     assert model.device_ids == [0]
@@ -204,7 +205,7 @@ def test_a_copy_adds_up_as_the_original(ranks):
         nn.Linear(6, 3), device_ids=[0], accumulate_in_fp32=True
     )
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin._options.accumulate_in_fp32
+        assert twin._session.options.accumulate_in_fp32
         one_linear(ranks, twin)
         assert twin.device_ids == [0]
 
@@ -219,7 +220,7 @@ def test_logging_data_names_the_device(ranks):
 def test_buckets_are_as_large_as_asked_for_and_the_last_is_small(ranks, cap):
     net = nn.ParameterList(torch.zeros(1 << 18) for _ in range(7))  # 1 MiB each
     model = ranks.wrap(net, bucket_cap_mb=cap)
-    sizes = [len(bucket) for bucket in model._reducer.buckets]
+    sizes = [len(bucket) for bucket in model._session.reducer.buckets]
     assert sizes == {None: [6, 1], 2.0: [2, 2, 2, 1], 0.05: [1] * 7}[cap]
 
 
@@ -227,7 +228,7 @@ def test_buckets_are_as_large_as_asked_for_and_the_last_is_small(ranks, cap):
 def test_a_list_of_bucket_sizes_is_honoured(ranks):
     net = nn.ParameterList(torch.zeros(1 << 18) for _ in range(7))
     model = ranks.wrap(net, bucket_cap_mb_list=[1, 2, 4])
-    assert [len(bucket) for bucket in model._reducer.buckets] == [1, 2, 4]
+    assert [len(bucket) for bucket in model._session.reducer.buckets] == [1, 2, 4]
 
 
 # ---- groups -------------------------------------------------------------------------
@@ -248,14 +249,14 @@ def test_a_module_trains_in_a_group_that_takes_gpu_tensors_alone(ranks):
 @on_gpus(2, kind=["gloo", "device"])
 def test_ranks_on_several_hosts_train_by_nccl(ranks, kind):
     group = device_group() if kind == "device" else ranks.group
-    before = _presence.Host.shares_memory_with
-    _presence.Host.shares_memory_with = lambda host, other: host.pid == other.pid
+    before = peers.Host.shares_memory_with
+    peers.Host.shares_memory_with = lambda host, other: host.pid == other.pid
     try:
         model = paceline.DistributedDataParallel(
             integer_weights(nn.Linear(6, 3)), process_group=group
         )
     finally:
-        _presence.Host.shares_memory_with = before
+        peers.Host.shares_memory_with = before
     calls = count("ncclAllReduce")
     one_linear(ranks, model)
     assert count("ncclAllReduce") > calls
@@ -284,41 +285,41 @@ def refused(ranks, kind, words, **options):
 
 @on_gpus(2)
 def test_two_ranks_on_one_gpu_are_refused_on_both(ranks):
-    _cuda.machine.identity = lambda index: "GPU 7"
+    _gpu.machine.identity = lambda index: "GPU 7"
     try:
         refused(ranks, ValueError, "Duplicate GPU detected: ranks 0 and 1 .* GPU 7")
         os.environ["NCCL_HOSTID"] = f"host {ranks.rank}"
         one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))
     finally:
         os.environ.pop("NCCL_HOSTID", None)
-        del _cuda.machine.identity
+        del _gpu.machine.identity
 
 
 @on_gpus(2)
 def test_a_rank_that_left_its_module_on_the_cpu_is_told_to_all(ranks):
-    _cuda.machine.is_there = ranks.rank == 0
-    open_gpu = _cuda.open_gpu
+    _gpu.machine.is_there = ranks.rank == 0
+    open_gpu = placement.open_gpu
 
     def open_and_rename(*args, **named):
-        gpu, seat = open_gpu(*args, **named)
-        return gpu, dataclasses.replace(seat, device="cuda:0")
+        gpu, here = open_gpu(*args, **named)
+        return gpu, dataclasses.replace(here, device="cuda:0")
 
-    _cuda.open_gpu = open_and_rename
+    placement.open_gpu = open_and_rename
     try:
         refused(ranks, paceline.MismatchError, "0's module is on cuda:0, rank 1's on c")
     finally:
-        _cuda.open_gpu = open_gpu
-        _cuda.machine.is_there = True
+        placement.open_gpu = open_gpu
+        _gpu.machine.is_there = True
 
 
 @on_gpus(2)
 def test_a_rank_without_a_gpu_that_can_be_used_is_told_to_all(ranks):
     if ranks.rank == 1:
-        _cuda.machine.why_unusable = lambda: "torch sees no CUDA device"
+        _gpu.machine.why_unusable = lambda: "torch sees no CUDA device"
     try:
         refused(ranks, NotImplementedError, "torch sees no CUDA device")
     finally:
-        _cuda.machine.__dict__.pop("why_unusable", None)
+        _gpu.machine.__dict__.pop("why_unusable", None)
     one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))
 
 
@@ -337,12 +338,12 @@ def test_a_rank_without_nccl_is_told_to_all(ranks):
 @on_gpus(2)
 def test_another_version_of_nccl_is_told_to_all(ranks):
     if ranks.rank == 1:
-        _cuda.machine.nccl_version = lambda path: 22705
+        _gpu.machine.nccl_version = lambda path: 22705
     try:
         words = r"rank 0 has NCCL 2\.28\.9, rank 1 has 2\.27\.5"
         refused(ranks, paceline.MismatchError, words)
     finally:
-        _cuda.machine.__dict__.pop("nccl_version", None)
+        _gpu.machine.__dict__.pop("nccl_version", None)
 
 
 @on_gpus(2, ids=[[0, 1], [1], ["cpu"]])

@@ -136,8 +136,8 @@ def test_every_such_change_shows():
         assert sum(model.numbers()) != before, name
 
 
-def test_an_object_that_says_nothing_of_itself_may_be_held(wrap):
-    twin = pair_of(wrap, Holder)
+def test_an_object_that_says_nothing_of_itself_may_be_held(wrap_by_default):
+    twin = pair_of(wrap_by_default, Holder)
     x = integers(7, 3)
     for odd in (1, Unreadable(), [Unreadable()]):
         for model in modules_of(twin):

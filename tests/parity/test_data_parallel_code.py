@@ -3,6 +3,7 @@
 import importlib
 import sys
 
+import paceline
 import pytest
 import torch
 from replicas import Twin, integer_weights, integers, loss_of
@@ -249,7 +250,7 @@ def test_what_changes_inside_globals_of_each_kind_reaches_every_replica(wrap):
 
 
 def test_an_object_that_two_modules_import_stays_one_object(
-    wrap, tmp_path, monkeypatch
+    wrap_by_default, tmp_path, monkeypatch
 ):
     names = [f"{name}_of_{tmp_path.name}".replace("-", "_") for name in "abc"]
     settings, layer, net = names
@@ -265,7 +266,9 @@ def test_an_object_that_two_modules_import_stays_one_object(
     for name, source in sources.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    twin = Twin(wrap, integer_weights(importlib.import_module(net).Net(3, 2)))
+    twin = Twin(
+        wrap_by_default, integer_weights(importlib.import_module(net).Net(3, 2))
+    )
     assert_trains(twin)
     for scale in (3, 4):
         sys.modules[settings].SETTINGS.scale = scale
@@ -326,9 +329,9 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_module_that_is_patched_is_patched_in_every_replica(
-    wrap, module, change, is_before
+    wrap_by_default, module, change, is_before
 ):
-    twin = Twin(wrap, integer_weights(module.Net()))
+    twin = Twin(wrap_by_default, integer_weights(module.Net()))
     if not is_before:
         assert_trains(twin)
     before = twin.plain(integers(7, 3))
@@ -341,9 +344,9 @@ def test_a_module_that_is_patched_is_patched_in_every_replica(
 
 
 def test_a_patch_that_is_taken_back_is_taken_back_in_every_replica(
-    wrap, module, monkeypatch
+    wrap_by_default, module, monkeypatch
 ):
-    twin = Twin(wrap, integer_weights(module.Net()))
+    twin = Twin(wrap_by_default, integer_weights(module.Net()))
     for _ in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(module.Net, "bend", lambda self, x: 2 * x)
@@ -351,35 +354,83 @@ def test_a_patch_that_is_taken_back_is_taken_back_in_every_replica(
             patch.setattr(module, "SCALE", 5)
             assert_trains(twin)
         assert_trains(twin)
-    twin = Twin(wrap, integer_weights(module.Net()))
+    twin = Twin(wrap_by_default, integer_weights(module.Net()))
     assert_trains(twin)
 
 
-def test_a_module_that_is_reloaded_is_the_same_in_every_replica(wrap, module):
-    twin = Twin(wrap, integer_weights(module.Net()))
+def test_a_module_that_is_reloaded_is_the_same_in_every_replica(
+    wrap_by_default, module
+):
+    twin = Twin(wrap_by_default, integer_weights(module.Net()))
     assert_trains(twin)
     text = SCRIPT.replace("SCALE = 2", "SCALE = 6").replace("* factor", "- factor")
     with open(module.__file__, "w") as file:
         file.write(text)
     importlib.reload(module)
     assert_trains(twin)  # the old class, which reads the new globals
-    twin = Twin(wrap, integer_weights(module.Net()))
+    twin = Twin(wrap_by_default, integer_weights(module.Net()))
     assert_trains(twin)
 
 
-def test_a_file_that_has_changed_since_its_import_is_not_what_runs(wrap, module):
+def test_processes_say_which_name_of_a_module_is_another_one(module):
+    model = paceline.DataParallel(module.Net(), ["cpu"] * 2, engine="process")
+    module.SCALE = 5
+    with model, pytest.raises(RuntimeError, match=rf"{module.__name__}\.SCALE is not"):
+        model(integers(7, 3))
+
+
+def test_a_refresh_has_workers_import_a_module_anew(module):
+    net = integer_weights(module.Net())
+    with paceline.DataParallel(net, ["cpu"] * 2) as model:
+        assert torch.equal(model(integers(7, 3)), net(integers(7, 3)))
+        assert model.engine == "process"
+        with open(module.__file__, "w") as file:
+            file.write(SCRIPT.replace("SCALE = 2", "SCALE = 6"))
+        importlib.reload(module)
+        assert torch.equal(model(integers(7, 3)), net(integers(7, 3)))
+        assert model.engine == "thread"
+        assert "SCALE" in model.engine_reason
+        model.refresh()
+        assert torch.equal(model(integers(7, 3)), net(integers(7, 3)))
+        assert model.engine == "process"
+
+
+def test_a_script_that_calls_a_patched_module_is_never_silently_different(module):
+    cells = Cells(
+        f"import {module.__name__} as other\n"
+        "from torch import nn\n"
+        "class Calling(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return other.helper(super().forward(x)) * other.SCALE\n"
+    )
+    net = integer_weights(cells.names["Calling"](3, 2))
+    with paceline.DataParallel(net, ["cpu"] * 2) as model:
+        assert torch.equal(model(integers(7, 3)), net(integers(7, 3)))
+        assert model.engine == "process"
+        module.SCALE = 5
+        assert torch.equal(model(integers(7, 3)), net(integers(7, 3)))
+        assert model.engine == "thread"
+
+
+def test_a_file_that_has_changed_since_its_import_is_not_what_runs(
+    wrap_by_default, module
+):
     with open(module.__file__, "w") as file:
         file.write(SCRIPT.replace("SCALE = 2", "SCALE = 6").replace("x - 1", "x - 2"))
-    assert_trains(Twin(wrap, integer_weights(module.Net())))
+    assert_trains(Twin(wrap_by_default, integer_weights(module.Net())))
 
 
-def test_a_method_of_a_librarys_class_may_be_patched(wrap, monkeypatch):
-    twin = Twin(wrap, integer_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU())))
+def test_a_method_of_a_librarys_class_may_be_patched(wrap_by_default, monkeypatch):
+    twin = Twin(
+        wrap_by_default, integer_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    )
     assert_trains(twin)
     with monkeypatch.context() as patch:
         patch.setattr(nn.ReLU, "forward", lambda self, x: 3 * x)
         assert_trains(twin)
-        other = Twin(wrap, integer_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU())))
+        other = Twin(
+            wrap_by_default, integer_weights(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+        )
         assert_trains(other)
     assert_trains(twin)
     assert_trains(other)
@@ -402,7 +453,7 @@ class Calling(nn.Module):
 
 
 def test_a_function_of_torch_that_is_patched_is_patched_in_every_replica(
-    wrap, monkeypatch
+    wrap_by_default, monkeypatch
 ):
     cells = Cells(CALLING)
     first, relu = torch.relu, nn.functional.relu6
@@ -410,7 +461,7 @@ def test_a_function_of_torch_that_is_patched_is_patched_in_every_replica(
         with monkeypatch.context() as patch:
             patch.setattr(torch, "relu", lambda x: first(x) * 3)
             patch.setattr(nn.functional, "relu6", lambda x: relu(x) - x)
-            twin = Twin(wrap, integer_weights(cells.names["Calling"]()))
+            twin = Twin(wrap_by_default, integer_weights(cells.names["Calling"]()))
             assert_trains(twin)
             patch.setattr(nn.functional, "relu6", lambda x: x * 2)
             assert_trains(twin)

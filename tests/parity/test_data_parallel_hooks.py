@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from paceline._travel import CannotTravelError
+from paceline._replicas.errors import CannotTravelError
 from replicas import (
     Twin,
     assert_same,

@@ -222,12 +222,19 @@ def test_constants_that_differ_become_a_list(wrap, kind, seen):
 
 
 @pytest.mark.parametrize("n_rows", [7, 8])
-def test_lists_with_an_entry_a_row_are_joined(wrap, n_rows):
+def test_lists_of_names_with_an_entry_a_row_are_joined(wrap, n_rows):
     x = torch.arange(3.0 * n_rows, dtype=torch.float64).reshape(n_rows, 3)
-    for kind in ("names", "pieces"):
-        twin = Twin(wrap, Odd(kind))
-        theirs, mine = twin.run(lambda model, x: model(x), x)
-        assert_same(mine, theirs)
+    twin = Twin(wrap, Odd("names"))
+    theirs, mine = twin.run(lambda model, x: model(x), x)
+    assert_same(mine, theirs)
+
+
+def test_lists_of_tensors_are_joined_by_entry_as_in_torch(wrap):
+    ours = wrap(Odd("pieces"))
+    y, pieces = ours(integers(8, 3))
+    assert_same(pieces, [torch.cat(pair) for pair in zip(y[:4], y[4:], strict=True)])
+    with pytest.raises(ValueError, match="4 entries on replica 0 and 3 on replica 1"):
+        ours(integers(7, 3))
 
 
 class Losses(nn.Module):

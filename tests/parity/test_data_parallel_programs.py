@@ -358,9 +358,9 @@ def test_a_number_may_be_repeated_once_for_each_replica(wrap, rows):
         near(ours(first=each, x=x, last=each), expected / 2)
 
 
-def test_rows_that_differ_are_no_number_for_each_replica(wrap):
+def test_several_numbers_are_no_number_for_each_replica(wrap):
     ours = wrap(Counting().double())
     x = reals(7, 6)
-    for each in (torch.tensor([1.0, 2.0]), torch.ones(3)):
+    for each in (torch.tensor([1.0, 2.0]), torch.ones(3), torch.ones(2, 3)):
         with pytest.raises(ValueError, match=r"mark what each replica shall have"):
             ours(x=x, last=each)

@@ -12,7 +12,7 @@ import pickle
 import paceline
 import pytest
 import torch
-from paceline._travel import CannotTravelError
+from paceline._replicas.errors import CannotTravelError
 from replicas import assert_same, assert_same_grads, integers, loss_of, net
 from torch import nn
 
@@ -326,3 +326,17 @@ def test_a_wrapper_is_one_of_torch_to_every_check():
     assert type(model) is Rows
     kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     assert issubclass(paceline.DataParallel[Rows].__origin__, kinds)
+
+
+def test_a_scatter_that_sets_the_module_sets_it_for_this_call(wrap):
+    class Switching(paceline.DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            self.module = self.other[0]
+            return super().scatter(inputs, kwargs, device_ids)
+
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    ours = Switching(first, ["cpu"] * 2, engine=wrap.engine)
+    wrap.adopt(ours)
+    ours.other = [second]
+    x = torch.ones(3, 2)
+    assert torch.equal(ours(x), second(x))

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from paceline._shared import SharedModel
+from paceline._dp.process.model_memory import ReplicaGradients
 from replicas import (
     Twin,
     assert_same_grads,
@@ -152,7 +152,7 @@ def test_news_survives_an_interrupt_before_it_is_sent(wrap, monkeypatch):
 
     if wrap.engine == "process":
         with monkeypatch.context() as patch:
-            patch.setattr(SharedModel, "hooked", interrupt)
+            patch.setattr(ReplicaGradients, "hooked", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 twin.ours(x)
     twin.step(step, x)

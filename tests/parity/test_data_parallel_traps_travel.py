@@ -2,19 +2,30 @@
 
 import copy
 import sys
+import weakref
 
 import paceline
 import pytest
 import torch
-from paceline._travel import CannotTravelError
-from replicas import assert_close, integer_weights, integers, linear, loss_of, net, step
+from paceline._replicas.errors import CannotTravelError
+from replicas import (
+    Twin,
+    assert_close,
+    integer_weights,
+    integers,
+    linear,
+    loss_of,
+    modules_of,
+    net,
+    step,
+)
 from torch import nn
 
 TWO = ["cpu"] * 2
 pytestmark = pytest.mark.usefixtures("idle_workers")
 
 
-def assert_stays(make, use, words):
+def assert_stays(make, use, words, *, ends_as="thread"):
     """Check that processes refuse a model, and that `auto` runs it by threads.
 
     `use(model, module)` returns what is to be the same as for the plain module.
@@ -29,7 +40,7 @@ def assert_stays(make, use, words):
     theirs = use(plain, plain)
     with paceline.DataParallel(module, TWO) as wrapper:
         mine = use(wrapper, module)
-        assert wrapper.engine == "thread"
+        assert wrapper.engine == ends_as
     for pair in zip(mine, theirs, strict=True):
         assert_close(*pair)
 
@@ -129,6 +140,28 @@ def test_a_view_of_a_parameter_follows_it(is_buffer):
     assert_stays(lambda: Viewing(is_buffer), use, "share their memory")
 
 
+class Windowed(nn.Module):
+    """Looks at a part of its buffer through an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("table", integers(6))
+        self.window = self.table[2:5]
+
+    def forward(self, x):
+        return self.linear(x) * self.window.sum() + self.table.sum()
+
+
+def test_a_view_of_a_buffer_follows_it():
+    def use(model, module):
+        outs = [model(integers(7, 3))]
+        module.window.add_(1)
+        return [*outs, model(integers(7, 3))]
+
+    assert_stays(Windowed, use, "shares its memory with the buffer 'table'")
+
+
 def test_parameters_follow_the_flat_tensor_that_they_are_views_of():
     def make():
         module = net()
@@ -174,7 +207,8 @@ def test_hooks_for_all_modules_may_come_after_the_first_call():
             handle.remove()
         return outs
 
-    assert_stays(net, use, "hooks are registered for all modules")
+    words = "hooks are registered for all modules"
+    assert_stays(net, use, words, ends_as="process")  # they have gone again
 
 
 def test_a_class_that_no_other_process_can_import_stays(tmp_path, monkeypatch):
@@ -246,7 +280,8 @@ def test_weights_that_are_computed_pass_their_gradient_on(is_first):
         loss_of(out).backward()
         return [out, base.grad]
 
-    assert_stays(linear, use, "is computed from other tensors")
+    words = "is computed from other tensors"
+    assert_stays(linear, use, words, ends_as="process")  # for that call alone
 
 
 class Unsendable:
@@ -269,9 +304,10 @@ class Leaking(Wrapped):
 def test_an_output_that_cannot_travel_does_not_run_the_module_twice():
     module = Leaking(linear())
     with paceline.DataParallel(module, TWO) as wrapper:
-        with pytest.raises(TypeError, match="it stays here"):
-            wrapper(integers(7, 3))
+        wrapper(integers(7, 3))
         assert module.calls == 1
+        assert wrapper.engine == "thread"
+        assert "it stays here" in wrapper.engine_reason
 
 
 class Hiding(Wrapped):
@@ -287,3 +323,79 @@ def test_an_output_that_hides_a_graph_is_refused():
         pytest.raises(TypeError, match="requires a gradient"),
     ):
         wrapper(integers(7, 3))
+
+
+# ---- what a forward does to gradients -----------------------------------------------
+
+
+class TrainingInside(nn.Module):
+    """Runs a backward in forward, through a layer whose output it does not return."""
+
+    def __init__(self, n_wide, is_on):
+        super().__init__()
+        self.wide = integer_weights(nn.Linear(3, n_wide))
+        self.linear = linear()
+        self.is_on = is_on
+
+    def forward(self, x):
+        if self.is_on:
+            self.wide(x).square().sum().backward()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("n_wide", [2, 8000], ids=["small", "large"])
+@pytest.mark.parametrize("is_on", [True, False], ids=["at first", "later"])
+def test_a_backward_inside_forward_reaches_all_gradients(
+    wrap_by_default, n_wide, is_on
+):
+    twin = Twin(wrap_by_default, TrainingInside(n_wide, is_on))
+    twin.step(step, integers(7, 3))
+    for module in modules_of(twin):
+        module.is_on = True
+    for _ in range(2):
+        twin.step(step, integers(7, 3))
+
+
+def test_processes_refuse_a_backward_inside_forward():
+    with (
+        paceline.DataParallel(TrainingInside(2, True), TWO, engine="process") as model,
+        pytest.raises(RuntimeError, match="runs a backward itself"),
+    ):
+        model(integers(7, 3))
+
+
+class InputGradient(nn.Module):
+    """Returns the gradient of its input, for which it runs a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        self.linear(x).square().sum().backward(inputs=[x])
+        return self.linear(x.grad)
+
+
+def test_a_backward_for_an_input_alone_may_run_in_forward(wrap):
+    twin = Twin(wrap, InputGradient())
+    for _ in range(2):
+        twin.step(step, integers(7, 3))
+
+
+class Looking(nn.Module):
+    """Has a layer, and looks at it through a weak proxy, which is a part of it too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.same = weakref.proxy(self.linear)
+
+    def forward(self, x):
+        return self.linear(x) + self.same.weight.sum()
+
+
+def test_a_weak_proxy_of_a_part_is_that_part(wrap_by_default):
+    twin = Twin(wrap_by_default, Looking())
+    for _ in range(2):
+        twin.step(step, integers(7, 3))

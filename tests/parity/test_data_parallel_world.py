@@ -5,7 +5,7 @@ import contextlib
 import paceline
 import pytest
 import torch
-from paceline._travel import ThisCallError
+from paceline._replicas.errors import ThisCallError
 from replicas import Twin, integer_weights, integers, loss_of, net
 from torch import nn
 from torch.overrides import TorchFunctionMode

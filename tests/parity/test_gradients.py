@@ -311,12 +311,15 @@ def test_a_gradient_that_arrives_in_other_strides_is_averaged(ranks):
 @on_ranks(2)
 def test_an_expanded_gradient_is_averaged(ranks):
     """The gradient of a sum is one number, expanded: strides of zero."""
-    twin = Twin(ranks, Wide([(200, 100), (3, 4)]))
+
+    class Sums(Wide):
+        def forward(self):
+            return sum(p.sum() for p in self.parameters())
+
+    twin = Twin(ranks, Sums([(200, 100), (3, 4)]))
     for step in range(3):
         twin.zero(set_to_none=step != 1)
-        twin.step(
-            lambda model: sum(p.sum() for p in model.parameters()) * (ranks.rank + 1)
-        )
+        twin.step(lambda model: model() * (ranks.rank + 1))
 
 
 @on_ranks(2)

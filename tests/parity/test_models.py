@@ -117,7 +117,7 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
 
 
 @on_ranks(2, 3)
-def test_statistics_of_batch_norm_are_those_of_rank_0(ranks):
+def test_statistics_of_batch_norm_are_those_of_torch(ranks):
     def norm():
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -128,27 +128,22 @@ def test_statistics_of_batch_norm_are_those_of_rank_0(ranks):
         x = torch.randn(6, 4, generator=ranks.generator(step))
         for model in (ours, theirs):
             model(x).square().sum().backward()
-        if ranks.rank == 0:
-            for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-                assert_equal(mine, other, f"rank 0's buffers at step {step}")
-    state = ours.state_dict()
-    rows = ranks.all({k: v for k, v in state.items() if "0." in k})
-    for row in rows:
-        for name, tensor in row.items():
-            assert_equal(tensor, rows[0][name], name)
-    assert state["module.0.num_batches_tracked"].item() == 4
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert_equal(mine, other, f"a buffer at step {step}")
+    for name, tensor in ours.state_dict().items():
+        if "0." in name:
+            assert_equal(tensor, theirs.state_dict()[name], name)
+    assert ours.module[0].num_batches_tracked.item() == 4
 
 
-@on_ranks(2, where=["state_dict", "eval", "train"])
-def test_buffers_arrive_where_they_are_looked_at(ranks, where):
+@on_ranks(2, where=["eval", "train"])
+def test_buffers_arrive_where_they_are_used(ranks, where):
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = ranks.wrap(module)
     model(
         torch.randn(6, 4, generator=ranks.generator(0)).add(ranks.rank)
     ).sum().backward()
-    if where == "state_dict":
-        model.state_dict()
-    elif where == "eval":
+    if where == "eval":
         with torch.no_grad():
             model.eval()(torch.zeros(1, 4))
     else:
@@ -197,7 +192,8 @@ def test_replaced_buffers_are_found(ranks):
     model = ranks.wrap(Running())
     for _ in range(3):
         model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
-    assert model.state_dict()["module.total"].tolist() == [3.0] * 3
+    # Of rank 0 until the last forward, which is each rank's own.
+    assert model.state_dict()["module.total"].tolist() == [3.0 + ranks.rank] * 3
 
 
 @on_ranks(2)
@@ -218,36 +214,6 @@ def test_evaluation_on_one_rank_alone_waits_for_nobody(ranks):
 
 
 # ---- ways to call -------------------------------------------------------------------
-
-
-class Methods(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.part = net()
-
-    def forward(self, x):
-        return self.part(x)
-
-    def loss(self, x):
-        return self.part(x).sum()
-
-
-@on_ranks(2)
-def test_a_method_of_the_module_bypasses_forward(ranks):
-    twin = Twin(ranks, Methods())
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(3, 6, key=step)
-        twin.step(lambda model, x=x: getattr(model, "module", model).loss(x))
-
-
-@on_ranks(2)
-def test_the_bare_module_is_averaged_while_it_is_wrapped(ranks):
-    twin = Twin(ranks, net())
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(3, 6, key=step)
-        twin.step(lambda model, x=x: getattr(model, "module", model)(x).sum())
 
 
 @dataclasses.dataclass
@@ -387,17 +353,6 @@ def test_the_wrapper_itself_may_be_checkpointed(ranks, reentrant):
         x = ranks.integers(3, 6, key=step).requires_grad_()
         run = partial(checkpoint, use_reentrant=reentrant)
         twin.step(lambda model, x=x, run=run: run(model, x).sum())
-
-
-@on_ranks(2)
-def test_a_method_that_bypasses_forward_may_checkpoint_every_block(ranks):
-    """No hook fires in the outermost backward, and no output is known of: an error
-    that says so would do as well, on every rank and at that backward."""
-    twin = Twin(ranks, integer_weights(Blocks(True), -1, 2))
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(2, 100, key=step)
-        twin.step(lambda model, x=x: getattr(model, "module", model)(x).sum())
 
 
 @on_ranks(2)

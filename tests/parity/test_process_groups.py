@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
+    FailsInBackward,
     assert_equal,
     gloo_takes_complex,
     integer_weights,
@@ -24,10 +25,10 @@ from cases import (
     net,
     on_ranks,
 )
-from paceline import _presence
+from paceline._ddp import peers
 from support.ranks import run_ranks, values
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 
 class WaitOnly(dist.Work):
@@ -194,11 +195,11 @@ class apart:
     """Within this, each rank seems to run on a host of its own."""
 
     def __enter__(self):
-        self.before = _presence.Host.shares_memory_with
-        _presence.Host.shares_memory_with = lambda host, other: host.pid == other.pid
+        self.before = peers.Host.shares_memory_with
+        peers.Host.shares_memory_with = lambda host, other: host.pid == other.pid
 
     def __exit__(self, *error):
-        _presence.Host.shares_memory_with = self.before
+        peers.Host.shares_memory_with = self.before
 
 
 @on_ranks(2)
@@ -231,6 +232,24 @@ def wrapper(ranks, world, module, **options):
         return wrap_over(Over(ranks.group, FutureOnly), module, **options)
     with apart():
         return ranks.wrap(module, **options)
+
+
+@on_ranks(2)
+def test_hooks_that_issue_more_as_their_futures_come_have_the_group_alone(ranks):
+    ends = []
+    with apart():
+        ours = ranks.wrap(net())
+    for model in (ours, ranks.wrap_by_torch(net())):
+        state = powerSGD_hook.PowerSGDState(
+            ranks.group, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for step in range(5):
+            model.zero_grad()
+            model(ranks.integers(2, 6, key=step)).sum().backward()
+        ends.append([p.grad for p in model.parameters()])
+    for mine, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 @on_ranks(2, world=WORLDS)
@@ -433,20 +452,88 @@ def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
         model(ranks.integers(2, 6)).sum().backward()
 
 
+class FailsWhenAsked(nn.Module):
+    """Has a backward that raises, between its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x, fails=False):
+        y = self.first(x)
+        return self.second(FailsInBackward.apply(y, KeyError("mine")) if fails else y)
+
+
+@on_ranks(2, n_before=[0, 1, 3], again=[1, 2])
+def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
+    ranks, n_before, again
+):
+    """Nothing of it had been issued: to the group it has not begun."""
+    model, plain = wrap_over(Over(ranks.group), FailsWhenAsked()), FailsWhenAsked()
+    plain.load_state_dict(model.module.state_dict())
+    theirs = ranks.wrap_by_torch(plain)
+    for k in range(n_before):
+        model(ranks.integers(2, 6, key=(k,))).sum().backward()
+    for _ in range(again):
+        with pytest.raises(KeyError, match="mine"):
+            model(ranks.integers(2, 6), True).sum().backward()
+    for k in range(3):
+        for one in (model, theirs):
+            one.zero_grad()
+            one(ranks.integers(2, 6, key=(k, 1))).sum().backward()
+        for p, q in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+
+
 @on_ranks(2)
-def test_an_exception_in_a_backward_over_a_group_in_python_is_said_from_then_on(ranks):
-    """Both ranks have it: the group could not tell the other."""
-    model = wrap_over(Over(ranks.group), net())
+def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
+    """On one rank alone, on the same graph: the other waits, and knows of nothing."""
+    model = wrap_over(Over(ranks.group), FailsWhenAsked())
+    loss = model(torch.ones(1, 6)).sum()
+    if ranks.rank == 0:
+        handle = model.module.second.weight.register_hook(lambda grad: {}["mine"])
+        with pytest.raises(KeyError, match="mine"):
+            loss.backward(retain_graph=True)
+        handle.remove()
+    model.zero_grad()
+    loss.backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
-    def fail(grad):
-        raise KeyError("mine")
 
-    x = ranks.integers(2, 6).requires_grad_()
-    x.register_hook(fail)
-    with pytest.raises(KeyError, match="mine"):
+@on_ranks(2)
+def test_a_rank_that_skips_a_failed_backward_alone_is_told_of_over_a_group(ranks):
+    model = wrap_over(Over(ranks.group), FailsWhenAsked())
+    model(torch.ones(1, 6)).sum().backward()
+    if ranks.rank == 0:
+        with pytest.raises(KeyError, match="mine"):
+            model(torch.ones(1, 6), True).sum().backward()
+    x = torch.full((1, 6), 1.0 + ranks.rank)
+    alone = copy.deepcopy(model.module)
+    model.zero_grad()
+    alone.zero_grad()
+    alone(x).sum().backward()
+    with pytest.raises(paceline.MismatchError, match="not in the same step"):
         model(x).sum().backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), "no mean of two steps is given out"
+    model.zero_grad()
+    model(x).sum().backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
+
+
+@on_ranks(2, why=["buckets", "buffers"])
+def test_a_backward_that_failed_late_over_a_group_is_said_from_then_on(ranks, why):
+    """Operations were issued, or the next forward has to issue some."""
+    model = FailsWhenAsked()
+    if why == "buffers":
+        model.register_buffer("seen", torch.zeros(1))
+    model = wrap_over(Over(ranks.group), model, bucket_cap_mb=1e-5)
+    for _ in range(2):
+        model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(1, 6), True).sum().backward()
     with pytest.raises(paceline.PeerError, match="wrap the model anew on every rank"):
-        model(ranks.integers(2, 6)).sum().backward()
+        model(torch.ones(1, 6)).sum().backward()
 
 
 def lose_a_peer(rank, n_ranks):
@@ -481,7 +568,7 @@ def test_wrapper_and_group_may_go_in_any_order(ranks, first, world):
             model = wrap_over(held, net())
     x = ranks.integers(2, 6)
     model(x).sum().backward()
-    gone = weakref.ref(model._world)
+    gone = weakref.ref(model._session.world)
     grads = [p.grad for p in model.parameters()]
     expected = [g.clone() for g in grads]
     parameters = list(model.parameters())
@@ -547,7 +634,7 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
     x.register_hook(fail)
     with pytest.raises(KeyError):
         model(x).sum().backward()
-    gone = weakref.ref(model._world)
+    gone = weakref.ref(model._session.world)
     del model, x
     gc.collect()
     until = time.monotonic() + 10

@@ -11,13 +11,18 @@ import copy
 import dataclasses
 import io
 import shutil
-import time
 
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_equal, integer_weights, on_ranks, skip_without_complex
+from cases import (
+    FailsInBackward,
+    assert_equal,
+    integer_weights,
+    on_ranks,
+    skip_without_complex,
+)
 from recipes import ON_TORCH, Run, add_adapters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -166,7 +171,7 @@ def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
 def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
     """And is not wrapped anew for it: this happens in every step of some loops."""
     both = Both(ranks, exact())
-    world = both.ours._world
+    world = both.ours._session.world
     for step in range(3):
         both.zero()
         both.ours.requires_grad_(False)
@@ -175,7 +180,7 @@ def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
         assert x.grad is not None
         both.ours.requires_grad_(True)
         both.step(sum_of, step)
-    assert both.ours._world is world
+    assert both.ours._session.world is world
 
 
 @on_ranks(2)
@@ -215,14 +220,14 @@ def test_parameters_swapped_by_a_conversion_are_averaged(ranks):
 @on_ranks(2)
 def test_parameters_of_a_teacher_may_be_swapped_in_while_gradients_are_recorded(ranks):
     both = Both(ranks, exact())
-    world = both.ours._world
+    world = both.ours._session.world
     teacher = copy.deepcopy(both.whole).requires_grad_(False)
     swapped = {f"module.{name}": p for name, p in teacher.named_parameters()}
     for step in range(2):
         both.zero()
         torch.func.functional_call(both.ours, swapped, (_data(ranks.rank, step),))
         both.step(sum_of, step)
-    assert both.ours._world is world
+    assert both.ours._session.world is world
 
 
 # ---- which backwards are synchronised ------------------------------------------------
@@ -252,20 +257,6 @@ def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
             assert not torch.equal(*ranks.all(first[0])), "what was local is averaged"
         out.backward()
         both.check(step) if order == "synchronised first" or step != 1 else both.zero()
-
-
-@on_ranks(2)
-def test_a_method_called_after_a_step_in_no_sync_is_synchronised(ranks):
-    """The last forward of the wrapper was not to be, but it is long over."""
-    both = Both(ranks, exact())
-    for step in range(3):
-        both.zero()
-        with both.ours.no_sync():
-            both.own_loss(sum_of, "local").backward()
-        both.zero()
-        both.whole_loss(sum_of, step).backward()
-        sum_of(both.ours.module, _data(ranks.rank, step)).backward()
-        both.check(step)
 
 
 class Either(nn.Module):
@@ -421,16 +412,6 @@ def test_a_compiled_model_gives_the_gradients_of_the_whole_batch(ranks, backend,
 # ---- exceptions that a rank catches --------------------------------------------------
 
 
-class Bomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise MemoryError("no room for a gradient")
-
-
 @on_ranks(2, 3, where=["forward", "backward"])
 def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
     """Nothing was to be synchronised yet: nobody else need hear of it."""
@@ -446,7 +427,8 @@ def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
                     out = model(x)
                     if where == "forward":
                         raise MemoryError
-                    Bomb.apply(out).sum().backward()
+                    error = MemoryError("no room for a gradient")
+                    FailsInBackward.apply(out, error).sum().backward()
                 model.zero_grad()
             for half in x.split(2):  # a smaller batch at a time
                 model(half).sum().backward()
@@ -487,13 +469,11 @@ def test_ranks_that_skip_a_batch_together_go_on_with_the_next(ranks):
 @on_ranks(2)
 def test_a_rank_with_fewer_batches_is_an_error_at_once(ranks):
     model = ranks.wrap(exact())
-    began = time.monotonic()
     for step in range(4):
         model(_data(ranks.rank, step)).sum().backward()
     if ranks.rank == 0:
         with pytest.raises(paceline.PeerError, match="same number of steps"):
             model(_data(ranks.rank, 4)).sum().backward()
-    assert time.monotonic() - began < 9.0  # the deadline is 10 s
     del model
 
 

@@ -56,8 +56,8 @@ RAISES = {
         None,
     ],
     "rank_1_alone_makes_its_model_float64": [
-        r"PeerError: rank 0: rank 1 \(process \d+\) ",
-        r"PeerError: rank 1: rank 0 ",
+        r"MismatchError: rank 0: rank 1 issued another operation .*changed after wrap",
+        r"MismatchError: rank 1: .*changed after wrapping",
     ],
 }
 

@@ -13,7 +13,7 @@ import paceline
 import pytest
 import torch
 from cases import assert_equal, bits, integer_weights, mean_over, on_ranks
-from paceline import _sparse
+from paceline._compat import sparse_rows
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -648,11 +648,11 @@ def test_means_are_not_written_to_the_gradient_before_all_are_there():
     parameter = nn.Parameter(torch.zeros(4, 3))
     parameter.grad = torch.full((4, 3), 2.0)
     kept, version = parameter.grad, parameter.grad._version
-    _, values = _sparse.room(parameter, None)
+    _, values = sparse_rows.room(parameter, None)
     values.fill_(5.0)
     assert_equal(kept, torch.full((4, 3), 2.0), "the gradient before")
     assert kept._version == version
-    _sparse.put(parameter, None, values)
+    sparse_rows.put(parameter, None, values)
     assert parameter.grad is kept
     assert_equal(kept, torch.full((4, 3), 5.0), "the gradient after")
     assert kept._version > version

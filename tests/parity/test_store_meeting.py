@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Twin, integer_weights, mean_over, on_ranks
-from paceline import _presence, _torch_groups
-from paceline._rendezvous import Meeting
+from paceline._compat import torch_groups
+from paceline._ddp import peers
+from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers
 from support.ranks import run_ranks, start_ranks, tell
 from torch import nn
@@ -31,11 +32,11 @@ class apart:
     """Within this, each rank seems to run on a host of its own."""
 
     def __enter__(self):
-        self.before = _presence.Host.shares_memory_with
-        _presence.Host.shares_memory_with = lambda host, other: host.pid == other.pid
+        self.before = peers.Host.shares_memory_with
+        peers.Host.shares_memory_with = lambda host, other: host.pid == other.pid
 
     def __exit__(self, *error):
-        _presence.Host.shares_memory_with = self.before
+        peers.Host.shares_memory_with = self.before
 
 
 def module():
@@ -57,8 +58,8 @@ def train(ranks, model, steps=3):
 @on_ranks(2)
 def test_torch_itself_carries_no_cpu_tensor_by_such_a_group(ranks):
     group = device_group()
-    assert _torch_groups.is_device_bound(group)
-    assert not _torch_groups.is_device_bound(ranks.group)
+    assert torch_groups.is_device_bound(group)
+    assert not torch_groups.is_device_bound(ranks.group)
     with pytest.raises(RuntimeError, match="No backend type associated with"):
         dist.all_reduce(torch.zeros(1), group=group)
 
@@ -137,8 +138,8 @@ def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
         told = meeting.exchange((ranks.rank, "x" * 100_000, number))
         assert [row[::2] for row in told] == [(0, number), (1, number)]
     ranks.all(None)
-    store = meeting._presence.store
-    kept = [store.check([f"words/{number}/{ranks.rank}"]) for number in range(3)]
+    store = meeting._peers.store
+    kept = [store.check([f"message/{number}/{ranks.rank}"]) for number in range(3)]
     assert kept == [False, False, True]
 
 
@@ -146,7 +147,7 @@ def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
 def test_the_timeout_is_that_of_the_group_for_the_device(ranks):
     group = device_group(seconds=77.0)
     for kind in ("cpu", "cuda"):
-        assert _torch_groups.group_timeout_seconds(group, kind) == 77.0
+        assert torch_groups.group_timeout_seconds(group, kind) == 77.0
 
 
 # ---- in processes of their own ------------------------------------------------------
@@ -178,24 +179,19 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(absent):
 def die_after_meeting(rank, n_ranks, victim):
     group = device_group(seconds=60.0)
     meeting = Meeting(group)
+    meeting.exchange("words")  # from here on each rank knows every process
+    tell("met")
     if rank == victim:
-        meeting.exchange("words")
-        tell("met")
         time.sleep(60)
     with pytest.raises(paceline.PeerError) as caught:
-        exchange_twice(meeting)  # its store may be gone in the first already
+        meeting.exchange("more")
     return str(caught.value)
-
-
-def exchange_twice(meeting):
-    for words in ("words", "more"):
-        meeting.exchange(words)
 
 
 @pytest.mark.parametrize(("victim", "store"), [(2, "file"), (0, "tcp")])
 def test_a_rank_that_dies_between_its_words_is_named_at_once(victim, store):
     with start_ranks(die_after_meeting, 3, victim, rendezvous=store) as ranks:
-        assert ranks.hear(victim) == "met"
+        assert [ranks.hear(rank) for rank in range(3)] == ["met"] * 3
         ranks.kill(victim)
         pid = ranks.pids[victim]
         outcomes = ranks.wait()

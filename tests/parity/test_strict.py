@@ -187,9 +187,9 @@ def test_the_environment_asks_for_strict_unless_the_argument_is_given(ranks):
     with pytest.MonkeyPatch.context() as patch:
         for word, is_strict in (("1", True), ("0", False), ("", False)):
             patch.setenv("PACELINE_STRICT", word)
-            assert ranks.wrap(net())._options.strict is is_strict
-            assert ranks.wrap(net(), strict=True)._options.strict is True
-            assert ranks.wrap(net(), strict=False)._options.strict is False
+            assert ranks.wrap(net())._session.options.strict is is_strict
+            assert ranks.wrap(net(), strict=True)._session.options.strict is True
+            assert ranks.wrap(net(), strict=False)._session.options.strict is False
         patch.setenv("PACELINE_STRICT", "yes")
         with pytest.raises(ValueError, match="PACELINE_STRICT is 'yes': give 1"):
             ranks.wrap(net())

@@ -20,7 +20,8 @@ import paceline
 import pytest
 import torch
 from paceline import DataParallel
-from support.processes import descriptors, is_running, shared_mappings, wait_until_gone
+from support.forked_workers import forked_workers
+from support.processes import held_beyond, holdings, is_running, wait_until_gone
 from torch import nn
 
 JOB = Path(__file__).parent / "jobs" / "data_parallel_life.py"
@@ -166,7 +167,7 @@ def test_a_killed_script_leaves_no_worker_though_its_loaders_live(
     job = start("with loaders")
     job.wait_for("ready")
     loaders = [pid for pid in job.others() if parent_of(pid) == job.process.pid]
-    workers = [pid for pid in loaders if "paceline._worker" in command_of(pid)]
+    workers = [pid for pid in loaders if "paceline._workers.main" in command_of(pid)]
     loaders = [pid for pid in loaders if pid not in workers]
     assert (len(workers), len(loaders)) == (1, 2)
     job.process.kill()
@@ -251,7 +252,7 @@ def batch(order: float = 1.0) -> torch.Tensor:
 
 def workers_of(wrapper: DataParallel) -> list[int]:
     engine: Any = wrapper._engine
-    return list(engine._crew.pids)
+    return list(engine._workers.group.pids)
 
 
 def step(wrapper: DataParallel, order: float) -> None:
@@ -307,15 +308,7 @@ def test_a_wrapper_that_is_collected_takes_its_workers_along() -> None:
     del wrapper
     gc.collect()
     assert wait_until_gone(pids, LONG_SECONDS) == []
-    until = time.monotonic() + LONG_SECONDS
-    while holdings() != before and time.monotonic() < until:
-        time.sleep(0.02)
-    assert holdings() == before
-
-
-def holdings() -> tuple[dict[int, str], int, list[str]]:
-    gc.collect()
-    return descriptors(), len(os.listdir("/proc/self/task")), shared_mappings()
+    assert held_beyond(before, LONG_SECONDS) == []
 
 
 def resident_bytes() -> int:
@@ -345,14 +338,15 @@ def come_and_go(n_cycles: int) -> None:
     for _ in range(n_cycles):
         pids += cycle()
         assert not any(is_running(pid) for pid in pids)
-        assert holdings() == before
+        assert held_beyond(before) == []
     # A wrapper has three tensors of 4 MiB; malloc keeps now more of them, now fewer.
     assert resident_bytes() - n_bytes < (16 + 2 * n_cycles) * MIB
 
 
 @pytest.mark.slow
 def test_twenty_wrappers_come_and_go_and_leave_nothing() -> None:
-    come_and_go(8)  # and two before
+    with forked_workers():
+        come_and_go(8)  # and two before
 
 
 @pytest.mark.hand

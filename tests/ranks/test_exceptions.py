@@ -61,8 +61,10 @@ def check_survivors(caught: list[Any], words: tuple[str, ...], output: str) -> N
             assert word.format(survivor=survivor) in error["words"], error["words"]
 
 
-@pytest.mark.parametrize("where", WHERES)
-@pytest.mark.parametrize("launch", ["script", "fork"])
+@pytest.mark.parametrize(
+    ("launch", "where"),
+    [*(("fork", where) for where in WHERES), ("script", "hook"), ("script", "outside")],
+)
 def test_peers_get_the_traceback_of_a_rank_that_raises(
     launch: str, where: str, tmp_path: Path
 ) -> None:
@@ -73,8 +75,9 @@ def test_peers_get_the_traceback_of_a_rank_that_raises(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["function", "early", "forward"])
-@pytest.mark.parametrize("launch", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("launch", "where"), [("spawn", "function"), ("forkserver", "forward")]
+)
 def test_peers_get_the_traceback_of_a_rank_that_was_spawned(
     launch: str, where: str, tmp_path: Path
 ) -> None:
@@ -84,7 +87,7 @@ def test_peers_get_the_traceback_of_a_rank_that_was_spawned(
     assert codes == [0, 1, 0]
 
 
-@pytest.mark.parametrize("launch", ["script", "fork", "spawn"])
+@pytest.mark.parametrize("launch", ["script", "fork"])
 def test_peers_learn_that_a_finished_process_has_left(
     launch: str, tmp_path: Path
 ) -> None:

@@ -205,8 +205,9 @@ def train_with_workers(rank: int, n_ranks: int, start: str) -> torch.Tensor:
     # Made before and after the wrapper; their processes end in the middle of training.
     data = TensorDataset(torch.arange(256.0).reshape(32, 8))
     model = paceline.DistributedDataParallel(make_module())
+    n_workers = 1 if start == "spawn" else 2  # each imports torch anew
     loader = DataLoader(
-        data, batch_size=8, num_workers=2, multiprocessing_context=start
+        data, batch_size=8, num_workers=n_workers, multiprocessing_context=start
     )
     for _ in range(2):
         for (inputs,) in loader:

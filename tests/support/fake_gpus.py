@@ -28,7 +28,8 @@ from typing import Any
 
 import pytest
 import torch
-from paceline import _cuda, _native, _torch_cuda
+from paceline import _gpu, _native
+from paceline._compat import torch_cuda
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
@@ -93,7 +94,7 @@ def errors() -> list[str]:
     return found
 
 
-class Machine(_cuda.Machine):
+class Machine(_gpu.Machine):
     """One GPU a rank, on which all modules are.
 
     Attributes
@@ -131,11 +132,11 @@ class Machine(_cuda.Machine):
 
 def stand_in(rank: int) -> Machine:
     """Make this process one whose modules are on a GPU of its own."""
-    if not isinstance(_cuda.machine, Machine):
-        _cuda.machine = Machine(rank)
-        _torch_cuda.current_stream = lambda index: 0
-    _cuda.machine.is_there = True
-    return _cuda.machine
+    if not isinstance(_gpu.machine, Machine):
+        _gpu.machine = Machine(rank)
+        torch_cuda.current_stream = lambda index: 0
+    _gpu.machine.is_there = True
+    return _gpu.machine
 
 
 @contextlib.contextmanager

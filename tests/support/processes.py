@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 
@@ -25,6 +26,44 @@ def shared_mappings() -> list[str]:
     return [line for line in lines if "memfd:paceline" in line]
 
 
+def new_mappings(before: list[str]) -> list[str]:
+    """Return those of Paceline's memory that were not there before."""
+    return [line for line in shared_mappings() if line not in before]
+
+
+def new_descriptors(before: dict[int, str]) -> dict[int, str]:
+    """Return the descriptors that are open and were not, or were something else."""
+    return {fd: link for fd, link in descriptors().items() if before.get(fd) != link}
+
+
+JOINED_SECONDS = 20.0
+Holdings = tuple[dict[int, str], int, list[str]]
+
+
+def holdings() -> Holdings:
+    """Return this process's descriptors, number of threads, and shared mappings."""
+    gc.collect()
+    return descriptors(), len(os.listdir("/proc/self/task")), shared_mappings()
+
+
+def held_beyond(before: Holdings, seconds: float = 0.0) -> list[str]:
+    """Return what is held now and was not, or nothing as soon as there is nothing.
+
+    What earlier tests have left may go at any time: what is missing does not count.
+    A thread that was joined may be seen for a moment more.
+    """
+    began = time.monotonic()
+    while True:
+        _, n_threads, mappings = holdings()
+        new = [f"{fd}: {link}" for fd, link in new_descriptors(before[0]).items()]
+        new += list((Counter(mappings) - Counter(before[2])).elements())
+        new += ["a thread"] * (n_threads - before[1])
+        most = max(seconds, JOINED_SECONDS) if set(new) == {"a thread"} else seconds
+        if not new or time.monotonic() > began + most:
+            return new
+        time.sleep(0.02)
+
+
 def leftovers(before: dict[int, str]) -> list[str]:
     """Return what of Paceline's kind this process holds and did not `before`.
 
@@ -32,7 +71,7 @@ def leftovers(before: dict[int, str]) -> list[str]:
     own, which it closes when it likes.
     """
     gc.collect()
-    new = {fd: link for fd, link in descriptors().items() if before.get(fd) != link}
+    new = new_descriptors(before)
     kinds = ("socket:", "anon_inode:[pidfd]", "/memfd:")
     ours = {fd: link for fd, link in new.items() if link.startswith(kinds)}
     return [f"fd {fd}: {link}" for fd, link in ours.items()] + shared_mappings()

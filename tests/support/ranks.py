@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -60,8 +61,7 @@ _PRELOAD = [
     "torch.distributed",
     "torch._dynamo",  # 2 s, which every optimizer's first step would take
     "torch.profiler",  # imported by the first step of a DataLoader
-    "paceline",
-    "paceline._ddp",
+    "paceline._ddp.distributed",
     "support.ranks",
 ]
 
@@ -210,6 +210,7 @@ def _call(job: _Job) -> tuple[str, Any]:
 def _rank_main(job: _Job, to_test: connection.Connection) -> None:
     global _to_test
     _to_test = to_test
+    gc.freeze()  # what the server has imported
     os.environ.update(job.env)
     set_start_method(None, force=True)  # the default of a script, not this server
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,11 @@ import pytest
 import torch.distributed as dist
 
 
+@pytest.fixture(scope="module", autouse=True)
+def start_by_fork(forked_workers):
+    """Have every file's worker processes forked."""
+
+
 @pytest.fixture
 def alone(tmp_path):
     """A default process group of this process alone."""

@@ -1,6 +1,9 @@
 """Checkpoints are written whole or not at all, and read with either kind of keys."""
 
+import io
 import os
+import resource
+import signal
 import stat
 
 import paceline
@@ -284,3 +287,119 @@ def test_parameters_of_another_model_raise_the_list_of_torch(path):
     paceline.save(nn.Linear(3, 2), path)
     with pytest.raises(RuntimeError, match=r"Missing key.*inner\.0\.weight"):
         paceline.load(path, Net())
+
+
+# ---- beside torch.save --------------------------------------------------------------
+
+SAVERS = [paceline.save, torch.save]
+ONE_BY_TORCH = pytest.mark.parametrize("save", SAVERS, ids=["ours", "torch's"])
+STATE = {"weight": torch.arange(6.0)}
+
+
+@ONE_BY_TORCH
+def test_the_target_of_a_link_is_written(tmp_path, save):
+    (tmp_path / "deep").mkdir()
+    target, link = tmp_path / "deep" / "model.pt", tmp_path / "latest.pt"
+    target.write_bytes(b"old")
+    link.symlink_to("deep/model.pt")
+    save(STATE, link)
+    assert link.is_symlink()
+    assert torch.equal(torch.load(target)["weight"], STATE["weight"])
+    assert sorted(p.name for p in tmp_path.rglob("*")) == [
+        "deep",
+        "latest.pt",
+        "model.pt",
+    ]
+
+
+@ONE_BY_TORCH
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_a_file_that_is_written_again_keeps_its_mode(path, save, mode):
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    save(STATE, path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert torch.equal(torch.load(path)["weight"], STATE["weight"])
+
+
+@ONE_BY_TORCH
+@pytest.mark.parametrize("name", ["m" * 255, "ü" * 127])
+def test_any_name_that_the_system_takes_is_written(tmp_path, save, name):
+    save(STATE, tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_pipe_is_written_to_and_stays(path):
+    """And so a device, which a test had better not try: see what root may replace."""
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        paceline.save(STATE, path)
+        assert stat.S_ISFIFO(path.stat().st_mode)
+        received = torch.load(io.BytesIO(os.read(reader, 1 << 16)))
+    finally:
+        os.close(reader)
+    assert torch.equal(received["weight"], STATE["weight"])
+    assert list(path.parent.iterdir()) == [path]
+
+
+@ONE_BY_TORCH
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_file_that_may_not_be_written_is_refused(path, save):
+    path.write_bytes(b"old")
+    path.chmod(0o400)
+    with pytest.raises((PermissionError, RuntimeError)):
+        save(STATE, path)
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("n_elems", [10, 1 << 20])
+def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(path, n_elems):
+    paceline.save(STATE, path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            paceline.save(torch.zeros(n_elems), path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(paceline.load(path)["weight"], STATE["weight"])
+    assert list(path.parent.iterdir()) == [path]
+
+
+def save_and_die(path):
+    class Deadly:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    paceline.save([torch.zeros(1000), Deadly()], path)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next(path):
+    other = path.with_name("other.pt")
+    for where in (path, path, other):
+        pid = os.fork()
+        if pid == 0:
+            save_and_die(where)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(list(path.parent.iterdir())) == 2  # of either place
+    paceline.save(STATE, path)
+    assert len(list(path.parent.iterdir())) == 2
+    paceline.save(STATE, other)
+    assert sorted(path.parent.iterdir()) == [path, other]
+
+
+def test_a_save_that_is_under_way_is_left_alone_by_another(path):
+    class Nested:
+        def __reduce__(self):
+            paceline.save(STATE, path)
+            return int, ()
+
+    paceline.save([Nested(), torch.ones(2)], path)
+    assert torch.equal(torch.load(path, weights_only=False)[1], torch.ones(2))
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_no_thread_ever_sees_another_umask(path, monkeypatch):
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask() was called"))
+    paceline.save(STATE, path)

@@ -79,7 +79,7 @@ FAKE_API int fake_reset_text(const char *text);
 /* The path of the library itself. */
 FAKE_API const char *fake_path(void);
 
-/* ---- what goes wrong ---------------------------------------------------------- */
+/* ---- what goes wrong ------------------------------------------------------------ */
 
 /* The nth call from now (1: the next) of a function returns `code` and does nothing
  * else.  Names have no suffix: "cuMemAlloc".  Several may be ordered. */
@@ -103,7 +103,7 @@ FAKE_API int fake_errors(void);
 FAKE_API const char *fake_error(int i); /* NULL past the last */
 FAKE_API void fake_forget_errors(void);
 
-/* ---- what there is ------------------------------------------------------------ */
+/* ---- what there is -------------------------------------------------------------- */
 
 typedef enum fake_kind {
     FAKE_CONTEXTS, /* how often primary contexts are retained */
@@ -131,7 +131,7 @@ FAKE_API int fake_pending(void);
 /* Writes the queues of all streams to stderr. */
 FAKE_API void fake_dump(void);
 
-/* ---- what happens ------------------------------------------------------------- */
+/* ---- what happens --------------------------------------------------------------- */
 
 /* Executes all that can be; 0 where something is left that cannot.  Not a call of the
  * program under test: it is always allowed. */

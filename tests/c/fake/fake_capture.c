@@ -33,7 +33,7 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* ---- what is forbidden --------------------------------------------------------- */
+/* ---- what is forbidden ---------------------------------------------------------- */
 
 static void invalidate(fk_capture *capture, const char *who)
 {
@@ -108,7 +108,7 @@ int fk_forbid_captured_event(CUevent event, const char *who)
     return fk_forbid_unsafe(who);
 }
 
-/* ---- taking -------------------------------------------------------------------- */
+/* ---- taking --------------------------------------------------------------------- */
 
 int fk_capture_take(fk_op *op, CUstream stream)
 {
@@ -165,7 +165,7 @@ CUresult cuStreamIsCapturing(CUstream handle, int *out)
     return fk_leave(result);
 }
 
-/* ---- from the beginning to the end ----------------------------------------------- */
+/* ---- from the beginning to the end ---------------------------------------------- */
 
 CUresult cuStreamBeginCapture(CUstream handle, int mode)
 {

@@ -19,7 +19,7 @@ static _Thread_local uint64_t thread_generation;
 static fk_function functions[] = {FAKE_CUDA_MAP(ROW_CUDA) FAKE_NCCL_MAP(ROW_NCCL)};
 enum { N_FUNCTIONS = sizeof functions / sizeof functions[0] };
 
-/* ---- small things ------------------------------------------------------------- */
+/* ---- small things --------------------------------------------------------------- */
 
 uint64_t fk_draw(void)
 {
@@ -68,7 +68,7 @@ void fk_error(const char *format, ...)
     n_errors++;
 }
 
-/* ---- calls -------------------------------------------------------------------- */
+/* ---- calls ---------------------------------------------------------------------- */
 
 static fk_function *find_function(const char *name)
 {
@@ -150,7 +150,7 @@ void fake_hide(const char *name)
     unlock();
 }
 
-/* ---- errors, and what there is ------------------------------------------------- */
+/* ---- errors, and what there is -------------------------------------------------- */
 
 int fake_errors(void)
 {
@@ -230,7 +230,7 @@ const char *fake_path(void)
     return where.dli_fname;
 }
 
-/* ---- options ------------------------------------------------------------------ */
+/* ---- options -------------------------------------------------------------------- */
 
 static int schedule_of(const char *text)
 {

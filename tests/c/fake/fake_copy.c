@@ -6,7 +6,7 @@ static void *pointer_of(CUdeviceptr memory)
     return (void *)(uintptr_t)memory; /* NOLINT: a number is what CUDA has */
 }
 
-/* ---- allocations -------------------------------------------------------------- */
+/* ---- allocations ---------------------------------------------------------------- */
 
 static int maybe_wait(int device)
 {
@@ -117,7 +117,7 @@ CUresult cuMemHostUnregister(void *memory)
     return fk_leave(fk_unpin(memory, 0));
 }
 
-/* ---- copies ------------------------------------------------------------------- */
+/* ---- copies --------------------------------------------------------------------- */
 
 typedef struct copy {
     void *to;

@@ -7,7 +7,7 @@ static _Thread_local struct {
     CUcontext contexts[FK_MAX_CONTEXTS];
 } stack;
 
-/* ---- contexts ----------------------------------------------------------------- */
+/* ---- contexts ------------------------------------------------------------------- */
 
 static void freshen_stack(void)
 {
@@ -122,7 +122,7 @@ CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* ---- devices ------------------------------------------------------------------ */
+/* ---- devices -------------------------------------------------------------------- */
 
 static int check_device(CUdevice device)
 {
@@ -236,7 +236,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_ac
     return fk_leave(CUDA_SUCCESS);
 }
 
-/* ---- names -------------------------------------------------------------------- */
+/* ---- names ---------------------------------------------------------------------- */
 
 static const struct {
     int code;
@@ -299,7 +299,7 @@ CUresult cuGetErrorName(CUresult error, const char **out)
     return fk_leave(text_of(error, out, &words));
 }
 
-/* ---- functions by name -------------------------------------------------------- */
+/* ---- functions by name ---------------------------------------------------------- */
 
 typedef void (*any_fn)(void);
 

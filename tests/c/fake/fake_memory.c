@@ -51,7 +51,7 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
-/* ---- looking ------------------------------------------------------------------ */
+/* ---- looking -------------------------------------------------------------------- */
 
 /* The allocation that has the address, or the one below it. */
 static allocation *find(const char *at)
@@ -111,7 +111,7 @@ int fk_check_copy(const fk_op *op)
     return is_fine;
 }
 
-/* ---- the watch ---------------------------------------------------------------- */
+/* ---- the watch ------------------------------------------------------------------ */
 
 /* Runs in the thread that has touched the memory. */
 static void on_fault(int number, siginfo_t *info, void *context)
@@ -190,7 +190,7 @@ void fake_hide_memory(void)
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-/* ---- allocations -------------------------------------------------------------- */
+/* ---- allocations ---------------------------------------------------------------- */
 
 int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
 {
@@ -291,7 +291,7 @@ void fk_memory_reset(void)
     }
 }
 
-/* ---- pinned memory ------------------------------------------------------------ */
+/* ---- pinned memory -------------------------------------------------------------- */
 
 int fk_is_pinned(const void *at)
 {

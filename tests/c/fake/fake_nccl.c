@@ -62,7 +62,7 @@ const char *ncclGetLastError(ncclComm_t comm)
     return last_error;
 }
 
-/* ---- making ------------------------------------------------------------------- */
+/* ---- making --------------------------------------------------------------------- */
 
 static int become_ready(ncclComm_t comm)
 {
@@ -161,7 +161,7 @@ void fake_break(int rank, ncclResult_t error)
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-/* ---- watching ----------------------------------------------------------------- */
+/* ---- watching ------------------------------------------------------------------- */
 
 static int check_comm(const ncclComm_t comm, const char *what)
 {
@@ -206,7 +206,7 @@ ASK(ncclCommCount, n_ranks)
 ASK(ncclCommUserRank, rank)
 ASK(ncclCommCuDevice, device)
 
-/* ---- ending ------------------------------------------------------------------- */
+/* ---- ending --------------------------------------------------------------------- */
 
 /* Its registrations and reductions end with it. */
 static void end_comm(ncclComm_t comm)
@@ -279,7 +279,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
     return fk_leave(ncclSuccess);
 }
 
-/* ---- groups ------------------------------------------------------------------- */
+/* ---- groups --------------------------------------------------------------------- */
 
 static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
                     const char *what)
@@ -401,7 +401,7 @@ ncclResult_t ncclGroupEnd(void)
     return fk_leave(error != ncclSuccess ? (int)error : result);
 }
 
-/* ---- collectives -------------------------------------------------------------- */
+/* ---- collectives ---------------------------------------------------------------- */
 
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count,
                            ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,

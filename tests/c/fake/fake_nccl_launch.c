@@ -108,7 +108,7 @@ int fk_launch_poll(fk_op *op)
     return has_moved;
 }
 
-/* ---- what its peers have ------------------------------------------------------- */
+/* ---- what its peers have -------------------------------------------------------- */
 
 static int has_coll(const fk_launch *launch, uint64_t number)
 {
@@ -248,7 +248,7 @@ void fk_launch_print(const fk_op *op, FILE *to)
                       (int)launch->tasks[i].number, launch->tasks[i].count);
 }
 
-/* ---- calls -------------------------------------------------------------------- */
+/* ---- calls ---------------------------------------------------------------------- */
 
 static int enqueue(CUstream stream, fk_op *op)
 {

@@ -144,7 +144,7 @@ int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r)
     return atomic_load(&post->number) == task->number + 1;
 }
 
-/* ---- taking ------------------------------------------------------------------- */
+/* ---- taking --------------------------------------------------------------------- */
 
 void fk_task_garbage(ncclComm_t comm, fk_task *task)
 {

@@ -40,8 +40,7 @@ int fake_nvrtc_live(void)
     return fake.n_live;
 }
 
-/* ---- what NVRTC exports ------------------------------------------------------------
- */
+/* ---- what NVRTC exports --------------------------------------------------------- */
 
 #define EXPORT(type, name, ...)                                                        \
     FAKE_NVRTC_API type name(__VA_ARGS__);                                             \

@@ -7,7 +7,7 @@ void fk_moved(void)
     (void)pthread_cond_broadcast(&fk.moved);
 }
 
-/* ---- operations --------------------------------------------------------------- */
+/* ---- operations ----------------------------------------------------------------- */
 
 fk_op *fk_op_new(fk_op_kind kind, int device, const char *what)
 {
@@ -27,7 +27,7 @@ fk_op *fk_op_hold(fk_op *op)
     return op;
 }
 
-/* ---- lists of operations ------------------------------------------------------ */
+/* ---- lists of operations -------------------------------------------------------- */
 
 void fk_list_add(fk_list *list, fk_op *op)
 {
@@ -58,7 +58,7 @@ void fk_list_free(fk_list *list)
     *list = (fk_list){0};
 }
 
-/* ---- what they wait for ------------------------------------------------------- */
+/* ---- what they wait for --------------------------------------------------------- */
 
 static void drop_deps(fk_op *op)
 {
@@ -147,7 +147,7 @@ void fk_op_done(fk_op *op)
     fk_op_drop(op);
 }
 
-/* ---- execution ---------------------------------------------------------------- */
+/* ---- execution ------------------------------------------------------------------ */
 
 static void execute_kernel(const fk_op *op)
 {
@@ -318,7 +318,7 @@ int fake_step(int n)
     return i;
 }
 
-/* ---- the end ------------------------------------------------------------------ */
+/* ---- the end -------------------------------------------------------------------- */
 
 /* The newest first, so that no chain is dropped at once. */
 void fk_schedule_reset(void)

@@ -139,7 +139,7 @@ CUresult cuStreamQuery(CUstream handle)
     return fk_leave(result);
 }
 
-/* ---- events ------------------------------------------------------------------- */
+/* ---- events --------------------------------------------------------------------- */
 
 static int check_event(CUevent event)
 {

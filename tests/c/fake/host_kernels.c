@@ -21,8 +21,6 @@ extern branch __stop_host_kernel_branches[];  /* NOLINT(bugprone-reserved-identi
 static _Thread_local unsigned block_number;
 
 #define BLOCK block_number
-#define OR_INTO(flag, bits)                                                            \
-    ((void)atomic_fetch_or((_Atomic(unsigned) *)(void *)(flag), bits))
 /* A pointer to each: the section is an array of notes, whatever their alignment. */
 #define REACHED(words)                                                                 \
     do {                                                                               \
@@ -32,7 +30,7 @@ static _Thread_local unsigned block_number;
             atomic_store_explicit(&here.is_taken, 1, memory_order_relaxed);            \
     } while (0)
 
-#include "../../../csrc/backend/kernels.cu"
+#include "backend/kernels.cu"
 
 #define KERNELS(X)                                                                     \
     X(pl_copy_small, pli_small_spans)                                                  \
@@ -41,10 +39,6 @@ static _Thread_local unsigned block_number;
     X(pl_add_large, pli_large_spans)                                                   \
     X(pl_scale_small, pli_small_spans)                                                 \
     X(pl_scale_large, pli_large_spans)                                                 \
-    X(pl_cast_small, pli_small_spans)                                                  \
-    X(pl_cast_large, pli_large_spans)                                                  \
-    X(pl_find_small, pli_small_spans)                                                  \
-    X(pl_find_large, pli_large_spans)                                                  \
     X(pl_sum, pli_sum_span)
 
 #define DEFINE_RUN(name, type)                                                         \

@@ -123,7 +123,7 @@ struct ncclComm {
     fk_red_op red_ops[FK_MAX_RED_OPS];
 };
 
-/* ---- fake_nccl_world.c ---- */
+/* ---- fake_nccl_world.c ---------------------------------------------------------- */
 
 int fk_make_id(ncclUniqueId *out);
 int fk_join(ncclComm_t comm, const ncclUniqueId *id);
@@ -131,7 +131,7 @@ int fk_all_joined(const fk_world *world);
 void fk_leave_world(ncclComm_t comm);
 int fk_has_duplicate(const fk_world *world, int *one, int *other);
 
-/* ---- fake_nccl_task.c ---- */
+/* ---- fake_nccl_task.c ----------------------------------------------------------- */
 
 size_t fk_dtype_bytes(ncclDataType_t dtype); /* 0: unknown */
 void fk_task_post(ncclComm_t comm, fk_task *task, const char *what);
@@ -141,7 +141,7 @@ int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r);
 void fk_drop_registrations(const ncclComm_t comm);
 int fk_is_registered(ncclComm_t comm, const void *at);
 
-/* ---- fake_nccl_launch.c ---- */
+/* ---- fake_nccl_launch.c --------------------------------------------------------- */
 
 int fk_need_wanted(const ncclComm_t comm); /* by other processes; 0: nothing is */
 int fk_finish_slow(ncclComm_t comm);       /* 0: there was nothing */
@@ -150,7 +150,7 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what);
 
-/* ---- fake_nccl_connect.c ---- */
+/* ---- fake_nccl_connect.c -------------------------------------------------------- */
 
 /* With options.lazy_connect: says that this rank is at its first collectives of their
  * kinds, and waits for all others; both for a group of communicators at once. */
@@ -158,7 +158,7 @@ void fk_connect_begin(ncclComm_t comm, const fk_task *task);
 int fk_connect_is_done(const ncclComm_t comm, const fk_task *task);
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what);
 
-/* ---- fake_sum.c ---- */
+/* ---- fake_sum.c ----------------------------------------------------------------- */
 
 /* to = to op from, in the dtype, rounded at once; `op` of Sum .. Min. */
 void fk_combine(void *to, const void *from, size_t n, ncclDataType_t dtype, int op);

@@ -180,7 +180,7 @@ typedef struct fk_state {
 
 extern fk_state fk;
 
-/* ---- fake_control.c ---- */
+/* ---- fake_control.c ------------------------------------------------------------- */
 
 int fk_enter(const char *function); /* with the lock, but where it is not 0 */
 int fk_leave(int result);
@@ -199,12 +199,12 @@ void fk_object_add(fk_object *object, int kind);
 void fk_object_kill(fk_object *object);
 int fk_is_hidden(const char *function);
 
-/* ---- fake_driver.c ---- */
+/* ---- fake_driver.c -------------------------------------------------------------- */
 
 CUcontext fk_current(void); /* NULL: none; of this thread */
 int fk_need_context(CUcontext *out);
 
-/* ---- fake_memory.c ---- */
+/* ---- fake_memory.c -------------------------------------------------------------- */
 
 /* Whether a range lies within one live allocation; says an error where not. */
 int fk_check_range(const void *at, size_t n_bytes, const char *what);
@@ -220,12 +220,12 @@ void fk_memory_open(void); /* while operations are executed */
 void fk_memory_close(void);
 void fk_memory_reset(void);
 
-/* ---- fake_module.c ---- */
+/* ---- fake_module.c -------------------------------------------------------------- */
 
 const fk_kernel *fk_host_kernel(const char *name); /* NULL: none */
 size_t fk_args_bytes(const fk_kernel *kernel);
 
-/* ---- fake_schedule.c ---- */
+/* ---- fake_schedule.c ------------------------------------------------------------ */
 
 void fk_moved(void); /* wakes who waits */
 fk_op *fk_op_new(fk_op_kind kind, int device, const char *what);
@@ -246,7 +246,7 @@ void fk_list_free(fk_list *list);
 void fk_schedule_reset(void);
 void fk_print_queues(void);
 
-/* ---- fake_wait.c ---- */
+/* ---- fake_wait.c ---------------------------------------------------------------- */
 
 int fk_wait_for(fk_op *op, const char *who); /* until done; 702: it never can be */
 int fk_wait_stream(CUstream stream, const char *who);
@@ -256,25 +256,25 @@ int fk_query(fk_op *op); /* NULL: done */
 int fk_pause(int64_t since);
 int64_t fk_now(void);
 
-/* ---- fake_deadlock.c ---- */
+/* ---- fake_deadlock.c ------------------------------------------------------------ */
 
 /* Whether it could be done if all peers enqueued what they have not yet. */
 int fk_can_ever(const fk_op *op);
 int fk_is_alone(void); /* nobody else can bring anything */
 
-/* ---- fake_pump.c ---- */
+/* ---- fake_pump.c ---------------------------------------------------------------- */
 
 void fk_pump_start(void);
 void fk_pump_stop(void); /* without the lock */
 int fk_pump_is_running(void);
 
-/* ---- fake_hide.c ---- */
+/* ---- fake_hide.c ---------------------------------------------------------------- */
 
 void fk_hide_symbol(const char *name);
 void fk_hide_newer(int driver, int nccl);
 void fk_unhide_all(void);
 
-/* ---- fake_stream.c ---- */
+/* ---- fake_stream.c -------------------------------------------------------------- */
 
 /* The stream behind a handle, of the current context where it is NULL. */
 int fk_stream(CUstream handle, CUstream *out);
@@ -283,7 +283,7 @@ void fk_stream_init(CUstream stream, int device, unsigned flags);
  * caller's reference, also where it fails. */
 int fk_enqueue(fk_op *op, CUstream stream);
 
-/* ---- fake_capture.c ---- */
+/* ---- fake_capture.c ------------------------------------------------------------- */
 
 /* What a capture of this thread or another forbids; invalidates it. */
 int fk_forbid_unsafe(const char *who);
@@ -295,13 +295,13 @@ int fk_capture_take(fk_op *op, CUstream stream);
 int fk_join_capture(CUstream stream, const fk_op *on);
 void fk_capture_reset(void);
 
-/* ---- fake_graph.c ---- */
+/* ---- fake_graph.c --------------------------------------------------------------- */
 
 void fk_nodes_drop(fk_list *nodes);
 CUgraph fk_graph_new(const fk_list *nodes);
 void fk_graph_reset(void);
 
-/* ---- fake_nccl_*.c ---- */
+/* ---- fake_nccl_*.c -------------------------------------------------------------- */
 
 void fk_launch_begin(fk_op *op); /* becomes resident */
 int fk_launch_poll(fk_op *op);   /* 1 where something has come; it may be done now */

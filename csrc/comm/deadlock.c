@@ -1,0 +1,79 @@
+/* deadlock.c - two ranks that wait for one another in two worlds.
+ *
+ * Where rank 0 runs backward through wrapper A and then B, and rank 1 through B and
+ * then A, each waits at its first for gradients that the other computes after it:
+ *
+ *     rank 0   A posted, waits -> rank 1          (B comes later)
+ *     rank 1   B posted, waits -> rank 0          (A comes later)
+ *
+ * Nobody can help them, so they are told at once and not at the deadline.
+ */
+#include "shm_counters.h"
+
+uint32_t pli_thread_number(void)
+{
+    static _Atomic uint32_t n_threads;
+    static _Thread_local uint32_t number;
+    if (number == 0)
+        number = atomic_fetch_add(&n_threads, 1) + 1;
+    return number;
+}
+
+typedef struct wait {
+    const pli_shm_comm *here;
+    int rank;
+} wait;
+
+/* A rank of another world is the same process here, but may have another number. */
+static const pli_rank *find_process(const pli_shm_comm *world, uint64_t process)
+{
+    for (int r = 0; r < world->super.world_size; r++) {
+        const pli_rank *rank = pli_rank_of(world->segment, r);
+        if (r != world->super.rank && atomic_load(&rank->process) == process)
+            return rank;
+    }
+    return NULL;
+}
+
+/* Whether what a rank does last is to wait for the end of a step. */
+static int waits(const pli_rank *rank)
+{
+    const uint32_t activity = atomic_load(&rank->activity);
+    return activity == PL_FINISHING || activity == PL_JOINED;
+}
+
+/* Fails both worlds where it is so: the other rank must not find this one gone. */
+static int fail_if_waits_for_us(const pl_comm *other, const void *context)
+{
+    const wait *at = context;
+    const pli_shm_comm *there = (const pli_shm_comm *)(const void *)other;
+    const pli_rank *they_here = pli_rank_of(at->here->segment, at->rank);
+    const pli_rank *we_here = pli_rank_of(at->here->segment, at->here->super.rank);
+    const pli_rank *we_there = pli_rank_of(there->segment, there->super.rank);
+    const pli_rank *they_there = find_process(there, atomic_load(&they_here->process));
+    pli_failure failure;
+    /* A failed step is waited for no more, whatever the activity still says. */
+    if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT ||
+        pli_failure_stands(there, &failure))
+        return 0;
+    /* They have posted what we have not, and do nothing but wait for it. */
+    if (!waits(they_there) ||
+        atomic_load(&they_there->posted) <= atomic_load(&we_there->posted) ||
+        atomic_load(&they_there->thread) != atomic_load(&they_here->thread) ||
+        atomic_load(&we_there->thread) != atomic_load(&we_here->thread))
+        return 0;
+    pli_epoch_fail(at->here, at->rank, PLI_DEADLOCK);
+    pli_epoch_fail(there, there->super.rank, PLI_DEADLOCK);
+    return 1;
+}
+
+void pli_deadlock_check(const pli_shm_comm *self, int rank)
+{
+    const wait at = {.here = self, .rank = rank};
+    const pli_rank *they = pli_rank_of(self->segment, rank);
+    const pli_rank *we = pli_rank_of(self->segment, self->super.rank);
+    if (atomic_load(&they->process) != 0 && waits(we) &&
+        atomic_load(&they->posted) < atomic_load(&we->posted))
+        (void)pli_progress_any_other(self->progress, &self->super, fail_if_waits_for_us,
+                                     &at);
+}

@@ -1,0 +1,477 @@
+/* shm_comm.c - posting, working and waiting on counters in shared memory. */
+#include "shm_comm.h"
+
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "core/alloc.h"
+#include "core/backoff.h"
+#include "shm_counters.h"
+
+enum {
+    SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
+    SPINS_CROWDED = 100,     /* ... where ranks outnumber cores */
+    SLEEP_MS = 10            /* between two checks of the peers' processes */
+};
+
+static pli_shm_comm *shm_of(pl_comm *comm)
+{
+    return (pli_shm_comm *)(void *)comm;
+}
+
+/* One word that differs where two operations differ. */
+static uint64_t tag_of(const pl_op *op)
+{
+    /* A barrier is of no range; a GPU world marks its root. */
+    return op->kind == PL_BARRIER ? pli_barrier_tag(op->root) : pli_op_hash(op);
+}
+
+static pl_status fail_as(pli_shm_comm *self, const char *waiting_for)
+{
+    pli_failure failure = {0};
+    pli_failure cause;
+    if (!pli_failure_stands(self, &failure))
+        return PL_OK;
+    if (pli_failure_is_final(&failure) &&
+        pli_failure_raised_in(self->segment, self->epoch, &cause))
+        failure = cause;
+    return pli_failure_report(self->segment, &failure, self->super.rank, waiting_for);
+}
+
+static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
+                           pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    pli_shm_comm *self = shm_of(comm);
+    pli_rank *mine = pli_rank_of(self->segment, comm->rank);
+    const uint64_t n = atomic_load_explicit(&self->n_posted, memory_order_relaxed) + 1;
+    (void)order; /* host memory is ready when this is called */
+    PL_TRY(fail_as(self, ""));
+    if (self->phase != PLI_RUNNING)
+        PL_FAIL(PL_ESTATE, "an operation was issued while the world recovers");
+    if (op->kind <= PL_REDUCE_SCATTER &&
+        self->sums->fn[op->dtype][op->reduction] == NULL)
+        PL_FAIL(PL_EINVAL,
+                "%s cannot be reduced that way: the mean takes floating point "
+                "types, the maximum integers",
+                pl_dtype_text(op->dtype));
+    /* A peer that lags may still compare what the ring would now forget. */
+    if (n > self->segment->ring_ops &&
+        pli_laggard(self, pli_counter_done,
+                    pli_epoch_base(self) + n - self->segment->ring_ops) >= 0)
+        PL_FAIL(PL_ESTATE, "more than %u operations in flight: wait for some",
+                self->segment->ring_ops);
+    const size_t slot = n & (self->segment->ring_ops - 1);
+    self->ring[slot] = *op;
+    atomic_store_explicit(&pli_tags_of(self->segment, comm->rank)[slot], tag_of(op),
+                          memory_order_relaxed);
+    atomic_store_explicit(&self->n_posted, n, memory_order_release);
+    atomic_store(&mine->posted, pli_epoch_base(self) + n);
+    pli_wake_ranks(self->segment);
+    *out = pli_epoch_base(self) + n;
+done:
+    return st;
+}
+
+/* Whether every rank has posted operation n of this epoch. */
+static int all_posted(pli_shm_comm *self, uint64_t n)
+{
+    uint64_t lowest = UINT64_MAX;
+    if (self->n_all_posted >= n)
+        return 1;
+    for (int r = 0; r < self->super.world_size; r++) {
+        const uint64_t posted = atomic_load_explicit(
+            &pli_rank_of(self->segment, r)->posted, memory_order_acquire);
+        if (posted < pli_epoch_base(self) + n)
+            return 0;
+        if (posted < lowest)
+            lowest = posted;
+    }
+    self->n_all_posted = lowest - pli_epoch_base(self);
+    return 1;
+}
+
+static uint64_t tag_at(const pli_shm_comm *self, int rank, size_t slot)
+{
+    return atomic_load_explicit(&pli_tags_of(self->segment, rank)[slot],
+                                memory_order_relaxed);
+}
+
+/* The rank with whom the fewest agree; of several one at a barrier, where a rank waits
+ * that has changed its model, else the last: every rank finds the same one, whoever
+ * looks first. */
+static int odd_one_out(const pli_shm_comm *self, size_t slot)
+{
+    int odd = 0;
+    int n_fewest = PL_MAX_RANKS + 1;
+    for (int r = 0; r < self->super.world_size; r++) {
+        int n_agree = 0;
+        for (int other = 0; other < self->super.world_size; other++)
+            n_agree += tag_at(self, other, slot) == tag_at(self, r, slot);
+        if (n_agree < n_fewest ||
+            (n_agree == n_fewest && !pli_is_barrier_tag(tag_at(self, odd, slot)))) {
+            n_fewest = n_agree;
+            odd = r;
+        }
+    }
+    return odd;
+}
+
+static int is_same_everywhere(pli_shm_comm *self, size_t slot)
+{
+    const uint64_t mine = tag_of(&self->ring[slot]);
+    for (int r = 0; r < self->super.world_size; r++) {
+        if (tag_at(self, r, slot) == mine)
+            continue;
+        pli_epoch_fail(self, odd_one_out(self, slot), PLI_MISMATCH);
+        return 0;
+    }
+    return 1;
+}
+
+/* Does every part that is ready; `busy` is held. */
+static void work_locked(pli_shm_comm *self)
+{
+    pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
+    pli_failure failure;
+    while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
+        const uint64_t n = self->n_done + 1;
+        const size_t slot = n & (self->segment->ring_ops - 1);
+        if (!all_posted(self, n) || pli_failure_stands(self, &failure))
+            break;
+        if (!is_same_everywhere(self, slot))
+            break;
+        pli_part_run(self, &self->ring[slot]);
+        self->n_done = n;
+        atomic_store(&mine->done, pli_epoch_base(self) + n);
+        pli_wake_ranks(self->segment);
+    }
+}
+
+static void shm_work(pl_comm *comm)
+{
+    pli_shm_comm *self = shm_of(comm);
+    if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
+        return; /* another thread is at it */
+    work_locked(self);
+    atomic_flag_clear_explicit(&self->busy, memory_order_release);
+}
+
+static pl_status shm_progress(pl_comm *comm)
+{
+    shm_work(comm);
+    return fail_as(shm_of(comm), "");
+}
+
+/* ---- waiting -------------------------------------------------------------------- */
+
+static pl_status shm_check_peers(pl_comm *comm)
+{
+    pli_shm_comm *self = shm_of(comm);
+    shm_work(comm);
+    for (int r = 0; r < comm->world_size; r++)
+        if (r != comm->rank && pli_rank_has_left(self, r))
+            pli_epoch_fail(self, r, PLI_LEFT);
+    (void)pli_peers_blame_dead(self, pli_counter_done, UINT64_MAX);
+    return fail_as(self, ", waiting");
+}
+
+/* A rank that has left well may have done so with its part done. */
+static pl_status check_gone(const pli_shm_comm *self)
+{
+    pl_status st = PL_OK;
+    for (int end = 0; end < PLI_N_ENDS; end++) {
+        const int r = pli_watch_ended(&self->watch, (pli_end)end, 0);
+        if (r >= 0)
+            PL_FAIL(PL_EPEER, "rank %d: rank %d is gone", self->super.rank, r);
+    }
+done:
+    return st;
+}
+
+static pl_status shm_query(pl_comm *comm, pli_query what)
+{
+    pli_shm_comm *self = shm_of(comm);
+    pli_failure failure = {0};
+    if (what == PLI_QUERY_GONE)
+        return check_gone(self);
+    if (what == PLI_QUERY_WORLD) {
+        (void)pli_peers_blame_dead(self, pli_counter_done, UINT64_MAX);
+        if (!pli_failure_stands(self, &failure) || !pli_failure_is_final(&failure))
+            return PL_OK;
+    }
+    return fail_as(self, "");
+}
+
+static int shm_is_done(pl_comm *comm, pl_ticket ticket)
+{
+    return pli_laggard(shm_of(comm), pli_counter_done, ticket) < 0;
+}
+
+static void sleep_briefly(pli_shm_comm *self, pli_counter counter, uint64_t least)
+{
+    pli_header *header = pli_header_of(self->segment);
+    pli_failure failure;
+    atomic_fetch_add(&header->n_waiters, 1);
+    const uint32_t before = atomic_load(&header->wakeup);
+    const uint64_t next =
+        atomic_load(&pli_rank_of(self->segment, self->super.rank)->done) + 1;
+    const int has_work = next <= pli_epoch_base(self) + atomic_load(&self->n_posted) &&
+                         pli_laggard(self, pli_counter_posted, next) < 0;
+    if (!has_work && pli_laggard(self, counter, least) >= 0 &&
+        !pli_failure_stands(self, &failure))
+        pli_futex_wait(&header->wakeup, before, SLEEP_MS * PLI_MS);
+    atomic_fetch_sub(&header->n_waiters, 1);
+}
+
+pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t least,
+                           int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    const int64_t begin = pli_now_ns();
+    pli_failure failure;
+    int n_spins = self->n_spins;
+    for (;;) {
+        shm_work(&self->super);
+        if (pli_laggard(self, counter, least) < 0)
+            break;
+        /* Whoever failed may have seen the end of what is waited for before. */
+        if (pli_failure_stands(self, &failure) &&
+            pli_laggard(self, counter, least) >= 0)
+            PL_TRY(fail_as(self, ", waiting"));
+        if (pli_spin(&n_spins))
+            continue;
+        pli_progress_others(self->progress, &self->super);
+        sleep_briefly(self, counter, least);
+        pli_peers_check(self, counter, least);
+        if (pli_now_ns() - begin > slice_ns && pli_laggard(self, counter, least) >= 0)
+            PL_FAIL(PL_EAGAIN, "not done yet");
+    }
+    self->silent_since_ns = 0;
+done:
+    return st;
+}
+
+static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    pli_shm_comm *self = shm_of(comm);
+    if (ticket > pli_epoch_base(self) + atomic_load(&self->n_posted))
+        PL_FAIL(PL_EINVAL, "ticket %llu is waited for, but was never issued",
+                (unsigned long long)ticket);
+    PL_TRY(pli_shm_wait_for(self, pli_counter_done, ticket, slice_ns));
+done:
+    return st;
+}
+
+/* ---- failing, and going on ------------------------------------------------------ */
+
+static void shm_set_failure_message(pl_comm *comm, const char *message)
+{
+    pli_shm_comm *self = shm_of(comm);
+    pli_rank *mine = pli_rank_of(self->segment, comm->rank);
+    if (getpid() != self->owner_pid)
+        return; /* a forked child has holes where the world was mapped */
+    if (message == NULL) {
+        atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
+        return;
+    }
+    /* The end of a traceback says most. */
+    const char *from = pli_text_tail(message, PLI_MESSAGE_BYTES - 1);
+    const size_t n = strlen(from);
+    while (atomic_flag_test_and_set(&self->is_writing))
+        pli_cpu_relax(); /* a watchdog may abort just now */
+    atomic_fetch_add(&mine->n_writes, 1);
+    for (size_t i = 0; i <= n; i++) /* others may read this, and find out */
+        __atomic_store_n(&mine->message[i], from[i], __ATOMIC_RELAXED);
+    atomic_store(&mine->message_state, PLI_MESSAGE_READY);
+    atomic_fetch_add(&mine->n_writes, 1);
+    atomic_flag_clear(&self->is_writing);
+}
+
+static void shm_abort(pl_comm *comm, const char *message)
+{
+    pli_shm_comm *self = shm_of(comm);
+    pli_rank *mine = pli_rank_of(self->segment, comm->rank);
+    if (getpid() != self->owner_pid)
+        return;
+    if (message != NULL)
+        shm_set_failure_message(comm, message);
+    else if (atomic_load(&mine->message_state) == PLI_MESSAGE_NONE)
+        atomic_store(&mine->message_state, PLI_MESSAGE_FOLLOWS);
+    pli_epoch_fail(self, comm->rank, PLI_RAISED);
+}
+
+/* Takes up the epoch behind the one that failed. */
+static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
+{
+    pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
+    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
+        pli_cpu_relax(); /* a thread ends its part of an aborted operation */
+    if (self->phase == PLI_RUNNING)
+        atomic_store(&mine->done_before, pli_epoch_base(self) + self->n_done);
+    self->epoch = failure->epoch + 1;
+    atomic_store(&self->n_posted, 0);
+    self->n_all_posted = 0;
+    self->n_done = 0;
+    atomic_flag_clear_explicit(&self->busy, memory_order_release);
+    /* A message that is there stays until everyone has had the time to read it. */
+    uint32_t promised = PLI_MESSAGE_FOLLOWS;
+    (void)atomic_compare_exchange_strong(&mine->message_state, &promised,
+                                         PLI_MESSAGE_NONE);
+    self->silent_since_ns = 0;
+    atomic_store(&mine->posted, pli_epoch_base(self));
+    atomic_store(&mine->done, pli_epoch_base(self));
+    atomic_store(&mine->epoch, self->epoch);
+    pli_wake_ranks(self->segment);
+}
+
+/* Whether this rank must leave its epoch, be it while it recovers. */
+static int has_failed(const pli_shm_comm *self, pli_failure *out)
+{
+    if (!pli_failure_stands(self, out))
+        return 0;
+    if (self->phase == PLI_RUNNING || out->rank == self->super.rank)
+        return 1;
+    /* Where all have come to this epoch, it has begun, and what failed is the step in
+     * it: this rank will meet that failure there. */
+    return pli_laggard(self, pli_counter_epoch, self->epoch) >= 0;
+}
+
+static pl_status shm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
+{
+    pl_status st = PL_OK;
+    pli_shm_comm *self = shm_of(comm);
+    do {
+        pli_failure failure = {0};
+        if (has_failed(self, &failure)) {
+            if (pli_failure_is_final(&failure))
+                PL_TRY(pli_failure_report(self->segment, &failure, comm->rank, ""));
+            enter_epoch_after(self, &failure);
+            self->phase = PLI_RECOVERING;
+        } else if (self->phase == PLI_RUNNING) {
+            *out = PL_NOTHING_FAILED;
+            goto done;
+        }
+        st = pli_shm_wait_for(self, pli_counter_epoch, self->epoch, slice_ns);
+    } while (st == PL_EPEER); /* a recovery that another aborts is begun anew */
+    PL_TRY(st);
+    shm_set_failure_message(comm, NULL);
+    self->phase = PLI_RUNNING;
+    *out = PL_RECOVERED;
+done:
+    return st;
+}
+
+static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
+{
+    pli_rank *mine = pli_rank_of(shm_of(comm)->segment, comm->rank);
+    atomic_store_explicit(&mine->thread, pli_thread_number(), memory_order_relaxed);
+    atomic_store_explicit(&mine->activity, activity, memory_order_relaxed);
+    atomic_store_explicit(&mine->step, step, memory_order_relaxed);
+}
+
+static void *shm_arena(pl_comm *comm)
+{
+    return pli_arena_of(shm_of(comm)->segment, comm->rank);
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+void pli_shm_segment_release(pli_shm_segment *shared)
+{
+    if (shared == NULL || atomic_fetch_sub(&shared->n_users, 1) > 1)
+        return;
+    pli_segment_fini(&shared->segment);
+    pli_free(shared);
+}
+
+static void shm_leave(pl_comm *comm)
+{
+    pli_shm_comm *self = shm_of(comm);
+    if (getpid() != self->owner_pid)
+        return;
+    atomic_store(&pli_rank_of(self->segment, comm->rank)->life, PLI_GONE);
+    pli_wake_ranks(self->segment);
+}
+
+static void shm_destroy(pl_comm *comm)
+{
+    pli_shm_comm *self = shm_of(comm);
+    pli_progress_leave(self->progress, comm);
+    shm_leave(comm);
+    if (getpid() == self->owner_pid) /* a child may have closed what it inherited */
+        pli_watch_fini(&self->watch);
+    pli_shm_segment_release(self->shared);
+    pli_free(self->ring);
+    pli_free(self);
+}
+
+static const pl_comm_ops shm_ops = {
+    .name = "shm",
+    .issue = shm_issue,
+    .work = shm_work,
+    .progress = shm_progress,
+    .check_peers = shm_check_peers,
+    .query = shm_query,
+    .is_done = shm_is_done,
+    .wait = shm_wait,
+    .recover = shm_recover,
+    .abort = shm_abort,
+    .record_activity = shm_record_activity,
+    .set_failure_message = shm_set_failure_message,
+    .notify = pli_shm_notify,
+    .await_notice = pli_shm_await_notice,
+    .arena = shm_arena,
+    .map_own = pli_shm_map_own,
+    .unshare_own = pli_shm_unshare_own,
+    .leave = shm_leave,
+    .destroy = shm_destroy,
+};
+
+static int spins_for(int world_size)
+{
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) == 0 &&
+        CPU_COUNT(&cores) < world_size)
+        return SPINS_CROWDED;
+    return SPINS_WITH_CORES;
+}
+
+pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm **out)
+{
+    pl_status st = PL_OK;
+    pli_shm_comm *self = NULL;
+    pli_segment *segment = &options->shared->segment;
+    PL_TRY(pli_calloc(1, sizeof *self, "a rank's end of its world", &self));
+    self->super = (pl_comm){.ops = &shm_ops,
+                            .rank = options->rank,
+                            .world_size = segment->world_size,
+                            .arena_bytes = segment->arena_bytes,
+                            .host_bytes = segment->arena_bytes,
+                            .chunk_bytes = PLI_SHM_CHUNK_BYTES};
+    pli_watch_init(&self->watch, segment->world_size);
+    self->deadline_ns = options->deadline_ns;
+    self->owner_pid = getpid();
+    self->n_spins = spins_for(segment->world_size);
+    atomic_flag_clear(&self->busy);
+    atomic_flag_clear(&self->is_writing);
+    PL_TRY(pli_cpu_sums(&self->sums));
+    PL_TRY(pli_calloc(segment->ring_ops, sizeof *self->ring, "operations in flight",
+                      &self->ring));
+    self->segment = segment; /* before others can meet this world */
+    PL_TRY(pli_progress_join(options->progress, &self->super));
+    self->progress = options->progress;
+    self->shared = options->shared;
+    pli_segment_enter(segment, options->rank, options->pid,
+                      pli_progress_process(options->progress), pli_thread_number());
+    *out = self;
+    self = NULL;
+done:
+    if (self != NULL) {
+        pli_free(self->ring);
+        pli_free(self);
+    }
+    return st;
+}

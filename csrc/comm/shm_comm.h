@@ -1,0 +1,82 @@
+/* shm_comm.h - communication over memory that every rank maps (local.c and shm_init.c).
+ *
+ * Each operation is cut into one part a rank, and the owner of a part computes it
+ * in place in all arenas once every rank has posted the operation:
+ *
+ *     rank 0 posts ------\                 /-- rank 0 does part 0 --\
+ *     rank 1 posts ------->  all posted  --+                         +-> all done
+ *     rank 2 posts ------/                 \-- rank 1 does part 1 --/
+ *
+ * Posting is one store.  Nobody waits in it: a rank does its parts whenever it comes
+ * by (after posting, in pl_comm_progress, in any wait).  Between "all posted" and "all
+ * done" an arena belongs to the owners of the parts, before and after to its rank.
+ */
+#ifndef PLI_SHM_COMM_H
+#define PLI_SHM_COMM_H
+
+#include "backend/cpu_sum.h"
+#include "comm.h"
+#include "peer_watch.h"
+#include "progress.h"
+#include "segment.h"
+
+typedef enum pli_shm_phase { PLI_RUNNING, PLI_RECOVERING } pli_shm_phase;
+
+/* A segment that several ranks of one process use (local.c). */
+typedef struct pli_shm_segment {
+    pli_segment segment;
+    atomic_int n_users;
+} pli_shm_segment;
+
+typedef struct pli_shm_comm {
+    pl_comm super;
+    pli_shm_segment *shared;
+    pli_segment *segment; /* shared->segment */
+    const pli_sum_table *sums;
+    pli_progress *progress; /* borrowed until destroyed; NULL: none */
+    pli_watch watch;
+    int64_t deadline_ns;
+    int owner_pid; /* a forked child must not say goodbye for its parent */
+    int n_spins;
+    pli_shm_phase phase;
+    _Atomic uint64_t epoch;    /* changed under busy, by this rank's thread alone */
+    _Atomic uint64_t n_posted; /* by this rank, in this epoch */
+    uint64_t n_all_posted;     /* lowest count seen of all ranks; guarded by busy */
+    uint64_t n_done;           /* guarded by busy */
+    atomic_flag busy;          /* a thread does this rank's parts */
+    pl_op *ring;               /* the last ring_ops operations */
+    atomic_flag is_writing;    /* a thread writes this rank's failure message */
+    int64_t silent_since_ns;   /* when the rank waited for last showed life */
+    uint64_t last_sign;        /* ... and what was seen of it then */
+    int notice_from;           /* the rank whose notice is waited for */
+} pli_shm_comm;
+
+typedef struct pli_shm_comm_options {
+    pli_shm_segment *shared; /* one user's share of it is taken over on success */
+    pli_progress *progress;
+    int rank;
+    int64_t deadline_ns;
+    int pid; /* 0: a thread, which nobody watches */
+} pli_shm_comm_options;
+
+/* Joins rank `options->rank` to a mapped segment. */
+pl_status pli_shm_comm_create(const pli_shm_comm_options *options,
+                              pli_shm_comm **out) PL_MUST_USE;
+
+/* The part of a range that `rank` owns: whole cache lines, but for the last. */
+void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
+                 size_t *first, size_t *n);
+
+/* Does one rank's part of an operation that all ranks have posted (shm_collectives.c).
+ */
+void pli_part_run(const pli_shm_comm *self, const pl_op *op);
+
+/* Of pl_comm_ops (shm_init.c). */
+pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                          void **out) PL_MUST_USE;
+void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                         void *memory);
+
+void pli_shm_segment_release(pli_shm_segment *shared);
+
+#endif

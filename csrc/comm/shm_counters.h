@@ -1,0 +1,122 @@
+/* shm_counters.h - how far each rank has come, as one of them sees it, and whether what
+ * it does has failed; for shm_comm.c, notice.c, peer_check.c and deadlock.c alone.
+ *
+ * What a counter says is epoch << PLI_EPOCH_SHIFT | n: a rank that has gone on to a
+ * later epoch is ahead of every count of this one.
+ */
+#ifndef PLI_SHM_COUNTERS_H
+#define PLI_SHM_COUNTERS_H
+
+#include "failure.h"
+#include "shm_comm.h"
+
+static inline uint64_t pli_epoch_base(const pli_shm_comm *self)
+{
+    return self->epoch << PLI_EPOCH_SHIFT;
+}
+
+typedef uint64_t (*pli_counter)(const pli_shm_comm *self, int rank);
+
+static inline uint64_t pli_counter_posted(const pli_shm_comm *self, int rank)
+{
+    return atomic_load_explicit(&pli_rank_of(self->segment, rank)->posted,
+                                memory_order_seq_cst);
+}
+
+/* What a rank had done when it left this rank's epoch, where it has left it: a rank
+ * that recovers has done nothing of what it leaves behind. */
+static inline uint64_t pli_counter_done(const pli_shm_comm *self, int rank)
+{
+    pli_rank *state = pli_rank_of(self->segment, rank);
+    const uint64_t done = atomic_load_explicit(&state->done, memory_order_seq_cst);
+    return done >> PLI_EPOCH_SHIFT <= self->epoch
+               ? done
+               : atomic_load_explicit(&state->done_before, memory_order_relaxed);
+}
+
+static inline uint64_t pli_counter_epoch(const pli_shm_comm *self, int rank)
+{
+    return atomic_load_explicit(&pli_rank_of(self->segment, rank)->epoch,
+                                memory_order_seq_cst);
+}
+
+/* A barrier's tag tells that it is one. */
+static inline uint64_t pli_barrier_tag(int root)
+{
+    return (uint64_t)PL_BARRIER | (uint64_t)(uint32_t)root << 16;
+}
+
+static inline int pli_is_barrier_tag(uint64_t tag)
+{
+    return tag >> 48 == 0 && (tag & 0xffff) == PL_BARRIER;
+}
+
+/* Nobody waits for the notices of any rank but one. */
+static inline uint64_t pli_counter_notice(const pli_shm_comm *self, int rank)
+{
+    return rank == self->notice_from
+               ? atomic_load_explicit(&pli_rank_of(self->segment, rank)->notice,
+                                      memory_order_seq_cst)
+               : UINT64_MAX;
+}
+
+/* Whether a rank has said goodbye: none of its counters grows any more. */
+static inline int pli_rank_has_left(const pli_shm_comm *self, int rank)
+{
+    return atomic_load(&pli_rank_of(self->segment, rank)->life) == PLI_GONE;
+}
+
+/* The first rank whose counter is below `least`, or -1. */
+static inline int pli_laggard(const pli_shm_comm *self, pli_counter counter,
+                              uint64_t least)
+{
+    for (int r = 0; r < self->super.world_size; r++)
+        if (counter(self, r) < least)
+            return r;
+    return -1;
+}
+
+/* Non-zero, with *out filled, where this rank's epoch has failed. */
+static inline int pli_failure_stands(const pli_shm_comm *self, pli_failure *out)
+{
+    return pli_failure_get(self->segment, out) &&
+           pli_failure_concerns(out, self->epoch);
+}
+
+/* Fails the epoch, by a rank's fault. */
+static inline void pli_epoch_fail(const pli_shm_comm *self, int rank, pli_reason reason)
+{
+    pli_failure_set(
+        self->segment,
+        &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
+}
+
+/* ---- peer_check.c and deadlock.c ------------------------------------------------ */
+
+/* Once in a while, for who waits until every rank's counter has reached `least`: fails
+ * the world where that can never be. */
+void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least);
+
+/* Blames a rank whose process has ended below `least`; returns whether there was one.
+ */
+int pli_peers_blame_dead(const pli_shm_comm *self, pli_counter counter, uint64_t least);
+
+/* Tells the threads of this process apart; never 0. */
+uint32_t pli_thread_number(void);
+
+/* Fails both worlds where `rank`, for which this rank waits, waits itself for this rank
+ * in another world, and neither has a thread at hand that could come.  To be called
+ * only after a while: another thread may be about to. */
+void pli_deadlock_check(const pli_shm_comm *self, int rank);
+
+/* ---- notice.c: notify and await_notice of pl_comm_ops --------------------------- */
+
+void pli_shm_notify(pl_comm *comm, unsigned n, unsigned bit);
+pl_status pli_shm_await_notice(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,
+                               unsigned *bit) PL_MUST_USE;
+
+/* Waits until every rank's counter has reached `least` (shm_comm.c). */
+pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t least,
+                           int64_t slice_ns) PL_MUST_USE;
+
+#endif

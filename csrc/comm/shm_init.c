@@ -1,0 +1,173 @@
+/* shm_init.c - ranks that are processes: the segment is made, sent, mapped and filled.
+ */
+#include "shm_init.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "core/alloc.h"
+#include "handshake.h"
+#include "ipc/shared_memory.h"
+#include "shm_comm.h"
+
+static pl_status watch_everybody(const pli_shm_options *options, pli_watch *watch)
+{
+    pl_status st = PL_OK;
+    for (int r = 0; r < options->world_size; r++)
+        if (r != options->rank && options->pids[r] > 0)
+            PL_TRY(pli_watch_add(watch, options->processes, r, options->pids[r]));
+done:
+    return st;
+}
+
+/* Rank 0: makes the segment and gives it to all, or tells all that it could not. */
+static pl_status lead(const pli_shm_options *options, const pli_listener *listener,
+                      pli_watch *watch, pli_segment *out)
+{
+    pl_status st = PL_OK;
+    pli_segment segment = {.fd = -1};
+    pli_handshake_reply reply = {.status = PL_OK};
+    PL_TRY(pli_handshake_accept(options, listener, watch));
+    PL_TRY(pli_segment_create(PLI_SEGMENT_FILE, options->world_size,
+                              options->arena_bytes, pli_ring_ops(options->n_ops),
+                              &segment));
+    for (int r = 1; r < options->world_size; r++) {
+        reply.is_sure = pli_watch_is_sure(watch, r);
+        /* One that has gone meanwhile is found, and named, when the ranks meet. */
+        const pl_status answered =
+            pli_handshake_answer(watch->socket[r], &reply, segment.fd);
+        if (answered != PL_EPEER)
+            PL_TRY(answered);
+    }
+    *out = segment;
+    segment = (pli_segment){.fd = -1};
+done:
+    if (st != PL_OK) {
+        reply.status = st;
+        pli_text_print(reply.message, sizeof reply.message, "%s", pl_error_message());
+        for (int r = 1; r < options->world_size; r++)
+            if (watch->socket[r] >= 0)
+                (void)!pli_handshake_answer(watch->socket[r], &reply, -1);
+        (void)!pli_fail(st, "%s",
+                        reply.message); /* the first message, not an answer's */
+    }
+    pli_segment_fini(&segment);
+    return st;
+}
+
+static pl_status follow(const pli_shm_options *options, const char *address,
+                        pli_watch *watch, pli_segment *out)
+{
+    pl_status st = PL_OK;
+    int fd = -1;
+    PL_TRY(pli_handshake_request(options, address, watch, &fd));
+    PL_TRY(pli_segment_adopt(fd, options->world_size, options->arena_bytes,
+                             pli_ring_ops(options->n_ops), out));
+    fd = -1;
+done:
+    if (fd >= 0)
+        (void)close(fd);
+    return st;
+}
+
+/* The first operation of every world: all have mapped it and have their pages. */
+static pl_status meet(const pli_shm_options *options, pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    const pl_op barrier = {.kind = PL_BARRIER};
+    PL_TRY(pl_comm_issue(comm, &barrier, &ticket));
+    while ((st = pl_comm_wait(comm, ticket, 100 * INT64_C(1000000))) == PL_EAGAIN)
+        if (options->is_interrupted != NULL &&
+            options->is_interrupted(options->context))
+            break;
+done:
+    return st;
+}
+
+pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *listener,
+                         const char *address, pl_comm **out)
+{
+    pl_status st = PL_OK;
+    pli_shm_segment *shared = NULL;
+    pli_shm_comm *comm = NULL;
+    pli_watch watch;
+    pli_watch_init(&watch, options->world_size);
+    PL_TRY(pli_calloc(1, sizeof *shared, "a world of processes", &shared));
+    shared->segment.fd = -1;
+    atomic_store(&shared->n_users, 1);
+    PL_TRY(watch_everybody(options, &watch));
+    if (options->world_size == 1)
+        PL_TRY(pli_segment_create(PLI_SEGMENT_ANONYMOUS, 1, options->arena_bytes,
+                                  pli_ring_ops(options->n_ops), &shared->segment));
+    else if (options->rank == 0)
+        PL_TRY(lead(options, listener, &watch, &shared->segment));
+    else
+        PL_TRY(follow(options, address, &watch, &shared->segment));
+    PL_TRY(
+        pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
+                                                    .progress = options->progress,
+                                                    .rank = options->rank,
+                                                    .deadline_ns = options->deadline_ns,
+                                                    .pid = getpid()},
+                            &comm));
+    shared = NULL; /* the world's from here on */
+    comm->watch = watch;
+    pli_watch_init(&watch, 0);
+    PL_TRY(pli_segment_populate(comm->segment, options->rank));
+    pli_segment_keep_from_children(comm->segment, options->rank);
+    PL_TRY(meet(options, &comm->super));
+    pli_watch_drop_sockets(&comm->watch);
+    *out = &comm->super;
+    comm = NULL;
+done:
+    if (comm != NULL) {
+        pli_comm_set_failure_message(&comm->super, pl_error_message());
+        pl_comm_destroy(&comm->super);
+    }
+    pli_watch_fini(&watch);
+    pli_shm_segment_release(shared);
+    return st;
+}
+
+static off_t own_offset(const pl_comm *comm, size_t offset_bytes)
+{
+    const pli_segment *segment = ((const pli_shm_comm *)(const void *)comm)->segment;
+    return (off_t)(segment->arenas_at + (size_t)comm->rank * segment->arena_bytes +
+                   offset_bytes);
+}
+
+pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void **out)
+{
+    pl_status st = PL_OK;
+    const pli_segment *segment = ((pli_shm_comm *)(void *)comm)->segment;
+    const off_t at = own_offset(comm, offset_bytes);
+    /* Without a file, mremap() maps the same pages again: for an old size of 0. */
+    void *memory =
+        segment->fd >= 0
+            ? PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                              segment->fd, at),
+                         MAP_FAILED)
+            : PL_SYS_PTR(mremap(segment->base + at, 0, bytes, MREMAP_MAYMOVE),
+                         MAP_FAILED);
+    if (memory == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot map %zu bytes of gradients", bytes);
+    (void)madvise(memory, bytes, 22 /* MADV_POPULATE_READ: no faults later */);
+    *out = memory;
+done:
+    return st;
+}
+
+void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void *memory)
+{
+    const pli_segment *segment = ((pli_shm_comm *)(void *)comm)->segment;
+    /* Where it fails, the child keeps sharing. */
+    if (segment->fd >= 0)
+        (void)!mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                    segment->fd, own_offset(comm, offset_bytes));
+    else
+        (void)!pli_pages_make_private(memory, bytes);
+}

@@ -1,0 +1,51 @@
+/* backoff.c - spinning, sleeping, polling. */
+#include "backoff.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    N_SPINS = 2000,         /* before the first sleep */
+    FIRST_SLEEP_US = 20,    /* doubled with each */
+    LONGEST_SLEEP_US = 5000 /* ... up to this */
+};
+
+pli_backoff pli_backoff_begin(int64_t most_ns, pl_status (*poll)(void *context),
+                              void *context)
+{
+    const int64_t now = pli_now_ns();
+    return (pli_backoff){.poll = poll,
+                         .context = context,
+                         .until_ns =
+                             most_ns < INT64_MAX - now ? now + most_ns : INT64_MAX,
+                         .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
+                         .n_spins = N_SPINS};
+}
+
+pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
+{
+    pl_status st = PL_OK;
+    if (pli_spin(&backoff->n_spins))
+        goto done;
+    if (backoff->poll != NULL)
+        PL_TRY(backoff->poll(backoff->context));
+    if (pli_now_ns() > backoff->until_ns)
+        PL_FAIL(PL_ETIMEOUT, "%s has not come to its end in time", what);
+    pli_sleep_ns(backoff->sleep_ns);
+    if (backoff->sleep_ns < LONGEST_SLEEP_US * INT64_C(1000))
+        backoff->sleep_ns *= 2;
+done:
+    return st;
+}
+
+void pli_futex_wait(const _Atomic uint32_t *word, uint32_t value, int64_t most_ns)
+{
+    const struct timespec most = pli_timespec(most_ns);
+    (void)syscall(SYS_futex, word, FUTEX_WAIT, value, &most, NULL, 0);
+}
+
+void pli_futex_wake(const _Atomic uint32_t *word, int n_waiters)
+{
+    (void)syscall(SYS_futex, word, FUTEX_WAKE, n_waiters, NULL, NULL, 0);
+}

@@ -1,0 +1,50 @@
+/* backoff.h - how to wait for another thread, process or device: spin for a moment,
+ * then sleep.
+ *
+ *     who waits          sleeps                         and is woken by
+ *     pli_backoff        for longer and longer          nobody: it polls
+ *     pli_futex_wait()   until the word has changed     pli_futex_wake()
+ *
+ * How long each spins first: a rank in shm_comm.c, an end of a channel in channel.c,
+ * who waits for a GPU in backoff.c.
+ */
+#ifndef PLI_BACKOFF_H
+#define PLI_BACKOFF_H
+
+#include <stdatomic.h>
+
+#include "clock.h"
+#include "status.h"
+
+typedef struct pli_backoff {
+    pl_status (*poll)(void *context); /* non-PL_OK gives up with that; NULL: never */
+    void *context;
+    int64_t until_ns;
+    int64_t sleep_ns;
+    int n_spins;
+} pli_backoff;
+
+/* Begins now. */
+pli_backoff pli_backoff_begin(int64_t most_ns, pl_status (*poll)(void *context),
+                              void *context);
+
+/* Lets some time pass.  PL_ETIMEOUT, saying that `what` has not ended, where there is
+ * none left. */
+pl_status pli_backoff_pause(pli_backoff *backoff, const char *what) PL_MUST_USE;
+
+/* Spins once; 0 where *n_spins are used up. */
+static inline int pli_spin(int *n_spins)
+{
+    if (*n_spins <= 0)
+        return 0;
+    --*n_spins;
+    pli_cpu_relax();
+    return 1;
+}
+
+/* Sleeps while *word is `value`, for up to most_ns or until a signal comes; `word` may
+ * be memory that processes share. */
+void pli_futex_wait(const _Atomic uint32_t *word, uint32_t value, int64_t most_ns);
+void pli_futex_wake(const _Atomic uint32_t *word, int n_waiters);
+
+#endif

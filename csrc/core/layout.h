@@ -1,0 +1,69 @@
+/* layout.h - how the elements of a tensor lie in memory: density, and strided copies.
+ *
+ *     row-major   the last index moves fastest, without gaps        | 0 1 2 | 3 4 5 |
+ *     dense       one block, each byte once, in any order of dims   | 0 3 | 1 4 | 2 5 |
+ *     otherwise   gaps, repeats, or strides that go backwards
+ *
+ * To pack is to copy elements into a block of their own: dense ones as they lie, so
+ * that their strides hold in the block too, and others in row-major order.  Pure; no
+ * allocation.
+ */
+#ifndef PLI_LAYOUT_H
+#define PLI_LAYOUT_H
+
+#include "status.h"
+
+enum { PLI_MAX_DIMS = 64 };
+
+typedef struct pli_dim {
+    int64_t size;
+    int64_t stride;
+} pli_dim;
+
+/* Elements of any size. */
+typedef struct pli_strided {
+    const pli_dim *dims; /* strides in bytes */
+    int n_dims;          /* up to PLI_MAX_DIMS */
+    size_t elem_bytes;
+} pli_strided;
+
+typedef enum pli_density { PLI_ROW_MAJOR, PLI_DENSE, PLI_NOT_DENSE } pli_density;
+
+size_t pli_strided_bytes(const pli_strided *strided);
+pli_density pli_strided_density(const pli_strided *strided);
+
+/* Copies the elements that begin at `data` into a block of pli_strided_bytes(). */
+void pli_strided_pack(const pli_strided *strided, const void *data, void *block);
+
+/* A layout of elements that can be reduced. */
+typedef struct pli_layout {
+    pl_dtype dtype;
+    int n_dims;
+    size_t n_elems;
+    int is_lazy; /* conjugation or sign are yet to be applied: memory has others */
+    pli_dim dims[PLI_MAX_DIMS]; /* strides in elements */
+} pli_layout;
+
+static inline size_t pli_layout_bytes(const pli_layout *layout)
+{
+    return layout->n_elems * pl_dtype_bytes(layout->dtype);
+}
+
+/* Non-zero where the elements fill one block of memory, each once. */
+int pli_layout_is_dense(const pli_layout *layout);
+
+/* Gives `layout` the row-major strides of its shape. */
+void pli_layout_make_row_major(pli_layout *layout);
+
+/* A copy, no longer than its dimensions, for pli_free(): a thousand of them fit in a
+ * processor's cache. */
+pl_status pli_layout_copy(const pli_layout *layout, pli_layout **out) PL_MUST_USE;
+
+/* Non-zero where both put the same elements at the same places, as the same bits. */
+int pli_layout_equal(const pli_layout *left, const pli_layout *right);
+
+/* Packs the elements that begin at `data`, and the way back. */
+void pli_layout_pack(const pli_layout *layout, const void *data, void *block);
+void pli_layout_unpack(const pli_layout *layout, void *data, const void *block);
+
+#endif

@@ -1,0 +1,41 @@
+/* parent_watch.c - one thread in poll(). */
+#include "parent_watch.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <unistd.h>
+
+#include "core/alloc.h"
+#include "core/process.h"
+
+typedef struct parent_watch {
+    struct pollfd ends[2];
+} parent_watch;
+
+static void *watch(void *argument)
+{
+    parent_watch *self = argument;
+    int n_ready = 0;
+    do
+        n_ready = poll(self->ends, 2, -1);
+    while (n_ready == 0 || (n_ready < 0 && (errno == EINTR || errno == EAGAIN)));
+    _exit(1); /* lint: no-exit - the process that it worked for is gone */
+}
+
+pl_status pli_parent_watch_start(int pidfd, int pipe_fd)
+{
+    pl_status st = PL_OK;
+    parent_watch *self = NULL;
+    pthread_t thread;
+    if (pidfd < 0 && pipe_fd < 0)
+        PL_FAIL(PL_EINVAL, "give a descriptor to watch");
+    PL_TRY(pli_calloc(1, sizeof *self, "parent watch", &self));
+    self->ends[0] = (struct pollfd){.fd = pidfd, .events = POLLIN};
+    self->ends[1] = (struct pollfd){.fd = pipe_fd, .events = POLLIN};
+    PL_TRY(pli_thread_start(watch, self, "watches the parent process", &thread));
+    (void)pthread_detach(thread);
+    self = NULL; /* the thread's, which never ends */
+done:
+    pli_free(self);
+    return st;
+}

@@ -1,0 +1,433 @@
+/* gpu_comm.c - operations on a device's memory, in program order on its side stream. */
+#include "gpu_comm.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+#include "core/clock.h"
+#include "core/hash.h"
+#include "gpu_comm_state.h"
+
+enum { FLUSH_MS = 500 }; /* that destroy waits for NCCL to hand over what is sent */
+
+static pli_gpu_comm *gpu_comm_of(pl_comm *comm)
+{
+    return (pli_gpu_comm *)(void *)comm;
+}
+
+/* ---- operations ----------------------------------------------------------------- */
+
+static int is_of_host(const pli_gpu_comm *self, const pl_op *op)
+{
+    return op->kind == PL_BARRIER || op->offset_bytes < self->super.host_bytes;
+}
+
+static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    pl_op marked = *op;
+    pl_ticket ticket = 0;
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    if (op->kind != PL_BARRIER && n_bytes > self->super.host_bytes - op->offset_bytes)
+        PL_FAIL(PL_EINVAL,
+                "%zu bytes at byte %zu are partly on the host, partly on the device",
+                n_bytes, op->offset_bytes);
+    /* The base compares what ranks issue; so it does this for NCCL, which cannot. */
+    if (op->kind != PL_REDUCE && op->kind != PL_BROADCAST &&
+        !pli_comm_is_group_comm(self->base))
+        marked.root = (int)(self->hash & INT32_MAX);
+    PL_TRY(pli_gpu_comm_after(self, pl_comm_issue(self->base, &marked, &ticket)));
+    (void)pthread_mutex_lock(&self->lock);
+    self->base_ticket = ticket;
+    self->n_at_ticket = self->inflight.n_recorded;
+    (void)pthread_mutex_unlock(&self->lock);
+    *out = ticket;
+done:
+    return st;
+}
+
+static pl_status carry(pli_gpu_comm *self, const pl_op *op)
+{
+    char *memory = pli_comm_memory(&self->super, op->offset_bytes);
+    const int is_short = op->dtype == PL_F16 || op->dtype == PL_BF16;
+    if (self->super.world_size == 1)
+        return PL_OK; /* its own sum, its own mean */
+    if (self->accumulation == PLI_ACCUMULATE_IN_F32 && is_short &&
+        op->kind == PL_ALL_REDUCE)
+        return pli_gpu_comm_sum(self, op, memory);
+    return pli_nccl_enqueue(self->nccl, op, memory, self->side);
+}
+
+/* Records what follows the operation by. */
+static pl_status record_op(pli_gpu_comm *self, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    int is_captured = 0;
+    PL_TRY(pli_cuda_is_capturing(self->backend, self->side, &is_captured));
+    if (is_captured) {
+        pli_nccl_record_captured(self->nccl);
+        atomic_store(&self->is_captured, 1);
+        PL_TRY(self->backend->ops->event_record(self->backend, self->captured,
+                                                self->side));
+        self->last = self->captured;
+    } else {
+        PL_TRY(pli_inflight_record(&self->inflight, op, atomic_load(&self->step),
+                                   self->side, &self->last));
+    }
+done:
+    return st;
+}
+
+static pl_status enqueue(pli_gpu_comm *self, const pl_op *op, const pli_order *order)
+{
+    pl_status st = PL_OK;
+    const pl_backend_ops *backend = self->backend->ops;
+    if (order->ready != NULL)
+        PL_TRY(backend->event_wait(self->backend, order->ready, self->side));
+    PL_TRY(carry(self, op));
+    PL_TRY(record_op(self, op));
+    if (order->done != NULL)
+        PL_TRY(backend->event_record(self->backend, order->done, self->side));
+done:
+    return st;
+}
+
+static pl_status gpu_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
+                           pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    PL_TRY(pli_gpu_comm_check(self));
+    if (is_of_host(self, op)) {
+        PL_TRY(issue_on_host(self, op, out));
+        goto done;
+    }
+    PL_TRY(pli_nccl_can(op));
+    st = enqueue(self, op, order);
+    if (st != PL_OK) {
+        pli_gpu_comm_fail(self, self->generation, st);
+        PL_TRY(pli_gpu_comm_check(self));
+    }
+    self->hash = pli_hash_with(self->hash, pli_op_hash(op));
+    *out = self->base_ticket;
+done:
+    return st;
+}
+
+/* ---- waiting -------------------------------------------------------------------- */
+
+static void gpu_work(pl_comm *comm)
+{
+    const pli_gpu_comm *self = gpu_comm_of(comm);
+    self->base->ops->work(self->base);
+}
+
+static pl_status gpu_progress(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(pli_gpu_comm_after(self, pl_comm_progress(self->base)));
+done:
+    return st;
+}
+
+static pl_status gpu_check_peers(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(pli_gpu_comm_after(self, pli_comm_check_peers(self->base)));
+done:
+    return st;
+}
+
+static pl_status gpu_query(pl_comm *comm, pli_query what)
+{
+    return pli_comm_query(gpu_comm_of(comm)->base, what);
+}
+
+/* Where every rank has done its part of the step's host operations the step is over, on
+ * all ranks, though one may have failed in the next by now. */
+static pl_status gpu_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    PL_TRY(pli_gpu_comm_after(self, pl_comm_wait(self->base, ticket, slice_ns)));
+    (void)pthread_mutex_lock(&self->lock);
+    if (ticket == self->base_ticket)
+        pli_gpu_comm_agreed_locked(self);
+    (void)pthread_mutex_unlock(&self->lock);
+done:
+    return st;
+}
+
+static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    int is_captured = 0;
+    PL_TRY(pli_gpu_comm_check_means(self));
+    if (self->last == NULL)
+        goto done;
+    /* What is captured waits for what is captured, and nothing else for that. */
+    PL_TRY(pli_cuda_is_capturing(self->backend, stream, &is_captured));
+    if ((is_captured != 0) == (self->last == self->captured))
+        PL_TRY(self->backend->ops->event_wait(self->backend, self->last, stream));
+done:
+    return st;
+}
+
+/* ---- messages and memory--------------------------------------------------------- */
+
+static void gpu_abort(pl_comm *comm, const char *message)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    if (self->owner_pid != getpid())
+        return;
+    pl_comm_abort(self->base, message);
+    (void)pthread_mutex_lock(&self->lock);
+    const uint64_t generation = self->generation;
+    (void)pthread_mutex_unlock(&self->lock);
+    pli_gpu_comm_fail(self, generation, PL_OK);
+}
+
+static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    atomic_store_explicit(&self->step, step, memory_order_relaxed);
+    pli_comm_record_activity(self->base, activity, step);
+}
+
+static void gpu_set_failure_message(pl_comm *comm, const char *message)
+{
+    pli_comm_set_failure_message(gpu_comm_of(comm)->base, message);
+}
+
+static void *gpu_arena(pl_comm *comm)
+{
+    return pli_comm_arena(gpu_comm_of(comm)->base);
+}
+
+static void *gpu_memory(pl_comm *comm, size_t offset_bytes)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    if (offset_bytes < comm->host_bytes)
+        return pli_comm_memory(self->base, offset_bytes);
+    return (char *)self->block->memory.address + (offset_bytes - comm->host_bytes);
+}
+
+static pli_memory_ref *gpu_retain_memory(pl_comm *comm)
+{
+    return pli_block_retain(gpu_comm_of(comm)->block);
+}
+
+static pl_status gpu_renew(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    pli_block *fresh = NULL;
+    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(pli_pool_take(self->pool, &fresh));
+    if (self->is_registered && fresh->handle == NULL) {
+        fresh->handle = pli_nccl_register(self->nccl, &fresh->memory);
+        if (fresh->handle == NULL) { /* all ranks' memory is, or none's */
+            pli_pool_discard(self->pool, fresh);
+            PL_FAIL(PL_ENOMEM,
+                    "rank %d: NCCL cannot register %zu bytes more for gradients",
+                    comm->rank, comm->arena_bytes - comm->host_bytes);
+        }
+    }
+    pli_block *old = self->block;
+    self->block = fresh;
+    old->ref.release(&old->ref);
+    pli_pool_trim(self->pool, self->nccl);
+done:
+    return st;
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static void gpu_leave(pl_comm *comm)
+{
+    pl_comm_leave(gpu_comm_of(comm)->base);
+}
+
+static void end_watch(pli_gpu_comm *self)
+{
+    if (self->watchdog != NULL)
+        pli_watchdog_leave(self->watchdog, self);
+    self->watchdog = NULL;
+}
+
+/* Where all is well: what the device was given, and the peers need, is done first. */
+static void end_well(pli_gpu_comm *self)
+{
+    pli_inflight_op oldest = {.n = 0};
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING && pli_gpu_comm_drain(self) &&
+        pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
+        /* A communicator that has ended looks to the watchdog like an aborted one. */
+        end_watch(self);
+        pli_nccl_deregister(self->nccl, self->staging_handle);
+        pli_pool_deregister(self->pool, self->nccl);
+        pli_nccl_finish(self->nccl, FLUSH_MS * PLI_MS);
+    }
+}
+
+/* All but the base. */
+static void tear_down(pli_gpu_comm *self)
+{
+    end_watch(self);
+    pli_nccl_destroy(self->nccl);
+    if (self->staging.address != NULL)
+        pli_nccl_free(self->library, self->backend, &self->staging);
+    if (self->pool != NULL)
+        pli_pool_deregister(self->pool, NULL);
+    pli_inflight_fini(&self->inflight);
+    self->backend->ops->event_destroy(self->backend, self->captured);
+    self->backend->ops->event_destroy(self->backend, self->drained);
+    if (self->block != NULL)
+        self->block->ref.release(&self->block->ref);
+    pli_pool_close(self->pool);
+    pli_nccl_library_release(self->library);
+    pli_backend_destroy(self->backend);
+    (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}
+
+static void gpu_destroy(pl_comm *comm)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    pl_comm *base = self->base;
+    /* In a forked child the device and all threads are the parent's. */
+    if (self->owner_pid == getpid()) {
+        end_well(self);
+        tear_down(self);
+    }
+    pl_comm_destroy(base);
+}
+
+static const pl_comm_ops gpu_ops = {
+    .name = "gpu",
+    .issue = gpu_issue,
+    .work = gpu_work,
+    .progress = gpu_progress,
+    .check_peers = gpu_check_peers,
+    .query = gpu_query,
+    .wait = gpu_wait,
+    .recover = pli_gpu_comm_recover,
+    .abort = gpu_abort,
+    .record_activity = gpu_record_activity,
+    .set_failure_message = gpu_set_failure_message,
+    .arena = gpu_arena,
+    .memory = gpu_memory,
+    .order = gpu_order,
+    .retain_memory = gpu_retain_memory,
+    .renew = gpu_renew,
+    .leave = gpu_leave,
+    .destroy = gpu_destroy,
+};
+
+static pl_status check_options(const pli_gpu_comm_options *options)
+{
+    pl_status st = PL_OK;
+    const size_t room = pl_comm_arena_bytes(options->base);
+    if (options->host_bytes % PL_CACHE_LINE != 0 || room < PLI_GPU_BOARD_BYTES ||
+        options->host_bytes > room - PLI_GPU_BOARD_BYTES)
+        PL_FAIL(PL_EINVAL,
+                "a GPU world's host memory is %zu bytes, and its base has %zu: "
+                "give whole cache lines, and %d bytes more to the base",
+                options->host_bytes, room, PLI_GPU_BOARD_BYTES);
+done:
+    return st;
+}
+
+/* Makes what a rank has for itself. */
+static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options)
+{
+    pl_status st = PL_OK;
+    const int is_alone = self->super.world_size == 1;
+    if (self->library == NULL && !is_alone)
+        PL_FAIL(PL_EUNSUPPORTED, "a world of several GPUs needs NCCL");
+    PL_TRY(pli_inflight_init(&self->inflight, self->backend, options->n_ops));
+    PL_TRY(self->backend->ops->event_create(self->backend, &self->captured));
+    PL_TRY(self->backend->ops->event_create(self->backend, &self->drained));
+    PL_TRY(pli_pool_create(self->library, self->backend, options->device_bytes,
+                           &self->pool));
+    PL_TRY(pli_pool_take(self->pool, &self->block));
+    if (self->accumulation == PLI_ACCUMULATE_IN_F32 && !is_alone)
+        PL_TRY(pli_nccl_alloc(
+            self->library, self->backend,
+            pli_gpu_comm_staging_bytes(self->super.world_size, options->device_bytes),
+            &self->staging));
+    if (options->watchdog != NULL)
+        PL_TRY(pli_watchdog_join(options->watchdog, pli_gpu_comm_watch, self));
+    self->watchdog = options->watchdog;
+done:
+    return st;
+}
+
+static pl_comm super_of(const pli_gpu_comm_options *options)
+{
+    return (pl_comm){.ops = &gpu_ops,
+                     .rank = pl_comm_rank(options->base),
+                     .world_size = pl_comm_world_size(options->base),
+                     .arena_bytes = options->host_bytes + options->device_bytes,
+                     .host_bytes = options->host_bytes,
+                     .backend = options->backend,
+                     .chunk_bytes = SIZE_MAX,
+                     .is_group_comm = pli_comm_is_group_comm(options->base)};
+}
+
+static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self, "a world of GPUs", &self));
+    self->super = super_of(options);
+    self->base = options->base;
+    self->backend = options->backend;
+    pli_cuda_backend_retain(self->backend);
+    self->side = pli_cuda_side_stream(self->backend);
+    self->library = self->super.world_size > 1 ? options->nccl : NULL;
+    if (self->library != NULL)
+        pli_nccl_library_retain(self->library);
+    self->deadline_ns = options->deadline_ns;
+    self->accumulation = options->accumulation;
+    self->is_interrupted = options->is_interrupted;
+    self->context = options->context;
+    self->owner_pid = getpid();
+    (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
+    *out = self;
+done:
+    return st;
+}
+
+/* The others are told even by a rank that has come to nothing. */
+static pl_status give_up(const pli_gpu_comm_options *options, pl_status st)
+{
+    pli_gpu_comm nothing = {.super = super_of(options),
+                            .base = options->base,
+                            .accumulation = options->accumulation};
+    return pli_gpu_comm_agree(&nothing, st);
+}
+
+pl_status pli_gpu_comm_create(const pli_gpu_comm_options *options, pl_comm **out)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = NULL;
+    PL_TRY(check_options(options)); /* the same on every rank */
+    st = make(options, &self);
+    if (self == NULL)
+        return give_up(options, st);
+    PL_TRY(pli_gpu_comm_agree(self, furnish(self, options)));
+    PL_TRY(pli_gpu_comm_meet(self));
+    *out = &self->super;
+    self = NULL;
+done:
+    if (self != NULL)
+        tear_down(self);
+    return st;
+}

@@ -1,0 +1,287 @@
+/* gpu_comm_fail.c - the end of a step that fails, and what comes behind.
+ *
+ * The communicator is aborted, so that nothing spins on the device.  But the host is
+ * ahead of it: the device may still be at a step that every rank has ended well, whose
+ * means the user's optimizer is about to use.  Those operations are in the queues of
+ * all devices, so they are waited for first, for a while; where one is not done by
+ * then, the ranks may hold different parameters, and no step can follow.
+ */
+#include <stdio.h>
+#include <unistd.h>
+
+#include "core/backoff.h"
+#include "core/clock.h"
+#include "gpu_comm_state.h"
+
+enum {
+    DRAIN_MS = 10000, /* for the operations of steps that are over */
+    GONE_MS = 2000    /* a rank that is gone may have done its part before */
+};
+
+/* ---- failing -------------------------------------------------------------------- */
+
+void pli_gpu_comm_agreed_locked(pli_gpu_comm *self)
+{
+    if (self->n_at_ticket <= self->n_agreed)
+        return;
+    /* What has failed in the same moment may have cut it short. */
+    if (atomic_load(&self->phase) == PLI_GPU_FAILED)
+        self->is_lost = 1;
+    else
+        self->n_agreed = self->n_at_ticket;
+}
+
+pl_status pli_gpu_comm_check_means(pli_gpu_comm *self)
+{
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        return PL_OK;
+    (void)pthread_mutex_lock(&self->lock);
+    const int is_there = !self->is_lost && self->inflight.n_recorded <= self->n_agreed;
+    (void)pthread_mutex_unlock(&self->lock);
+    return is_there ? PL_OK : pli_gpu_comm_check(self);
+}
+
+int pli_gpu_comm_drain(pli_gpu_comm *self)
+{
+    const uint64_t n_agreed = self->n_agreed;
+    pli_backoff waiting = pli_backoff_begin(DRAIN_MS * PLI_MS, NULL, NULL);
+    pli_inflight_op oldest = {.n = 0};
+    while (pli_inflight_oldest(&self->inflight, &oldest) == PL_OK) {
+        if (oldest.n == 0 || oldest.n > n_agreed)
+            return 1;
+        /* A group comm tells of steps that have failed, and of no rank that is gone. */
+        if ((!pli_comm_is_group_comm(self->base) &&
+             pli_comm_query(self->base, PLI_QUERY_WORLD) != PL_OK) ||
+            pli_backoff_pause(&waiting, "a step that is over") != PL_OK)
+            break;
+    }
+    return 0;
+}
+
+/* `message`: NULL where the base has failed already, and knows why. */
+static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
+{
+    self->failure = message != NULL ? st : PL_OK;
+    (void)snprintf(self->message, sizeof self->message, "%s",
+                   message != NULL ? message : "");
+    if (message != NULL && !pli_comm_is_group_comm(self->base))
+        pl_comm_abort(self->base, self->message);
+    if (self->base->ops->is_done != NULL &&
+        self->base->ops->is_done(self->base, self->base_ticket))
+        pli_gpu_comm_agreed_locked(self);
+    self->is_lost = self->is_lost || !pli_gpu_comm_drain(self);
+    pli_nccl_abort(self->nccl);
+    atomic_store(&self->phase, PLI_GPU_FAILED);
+}
+
+void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st)
+{
+    char message[PLI_GPU_MESSAGE_BYTES];
+    int is_first = 0;
+    pli_text_print(message, sizeof message, "%s", pl_error_message());
+    (void)pthread_mutex_lock(&self->lock);
+    if (self->generation == generation &&
+        atomic_load(&self->phase) == PLI_GPU_RUNNING) {
+        if (st != PL_OK && pli_gpu_comm_query_base(self, st) != PL_OK)
+            st = PL_OK;
+        fail_locked(self, st, st != PL_OK ? message : NULL);
+        is_first = st != PL_OK;
+    }
+    (void)pthread_mutex_unlock(&self->lock);
+    /* Group callbacks may want locks of its caller's. */
+    if (is_first && pli_comm_is_group_comm(self->base))
+        pl_comm_abort(self->base, message);
+    (void)pli_fail(st, "%s", message);
+}
+
+pl_status pli_gpu_comm_check(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        return PL_OK;
+    (void)pthread_mutex_lock(&self->lock);
+    if (self->failure != PL_OK)
+        st = pli_fail(self->failure, "%s", self->message);
+    (void)pthread_mutex_unlock(&self->lock);
+    if (st == PL_OK)
+        st = pl_comm_progress(self->base);
+    if (st == PL_OK)
+        st = pli_fail(PL_EPEER, "rank %d: the step was aborted", self->super.rank);
+    return st;
+}
+
+pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
+{
+    if (st == PL_OK || st == PL_EAGAIN || st == PL_EINVAL || st == PL_ESTATE)
+        return st;
+    pli_gpu_comm_fail(self, self->generation, PL_OK); /* this thread alone changes it */
+    return pli_gpu_comm_check(self);
+}
+
+/* ---- the watchdog's check ------------------------------------------------------- */
+
+static void describe(const pli_gpu_comm *self, const pli_inflight_op *it, char *out,
+                     size_t out_bytes)
+{
+    const pl_op *op = &it->op;
+    (void)snprintf(out, out_bytes,
+                   "the %s of %zu %s at byte %zu of the device's (operation %llu, step "
+                   "%llu)",
+                   pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
+                   op->offset_bytes - self->super.host_bytes, (unsigned long long)it->n,
+                   (unsigned long long)it->step);
+}
+
+/* A graph's replays are not followed, and their host may never speak with the others:
+ * where a rank is gone, the device may wait for it in one.  What that rank had done
+ * before its end is done here by then. */
+static pl_status check_replays(pli_gpu_comm *self)
+{
+    const int64_t now = pli_now_ns();
+    if (!atomic_load(&self->is_captured) ||
+        pli_comm_query(self->base, PLI_QUERY_GONE) == PL_OK) {
+        self->gone_since_ns = 0;
+        return PL_OK;
+    }
+    if (self->gone_since_ns == 0)
+        self->gone_since_ns = now;
+    if (now - self->gone_since_ns <= GONE_MS * PLI_MS)
+        return PL_OK;
+    return pli_comm_query(self->base, PLI_QUERY_WORLD);
+}
+
+static pl_status check_device(pli_gpu_comm *self, int *is_base)
+{
+    pl_status st = PL_OK;
+    pli_inflight_op oldest = {.n = 0};
+    char what[256];
+    *is_base = 1;
+    PL_TRY(pli_comm_query(self->base, PLI_QUERY_STEP));
+    *is_base = 0;
+    if (self->nccl != NULL)
+        PL_TRY(pli_nccl_check(self->nccl));
+    PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
+    *is_base = 1;
+    if (oldest.n == 0) {
+        PL_TRY(check_replays(self));
+        goto done;
+    }
+    const int64_t age_ns = pli_now_ns() - oldest.since_ns;
+    if (age_ns > GONE_MS * PLI_MS)
+        PL_TRY(pli_comm_query(self->base, PLI_QUERY_WORLD));
+    *is_base = 0;
+    /* Where the host waits for the same rank, it can name it: it comes first. */
+    if (age_ns <= self->deadline_ns + self->deadline_ns / 4)
+        goto done;
+    self->is_lost |= oldest.n <= self->n_agreed;
+    describe(self, &oldest, what, sizeof what);
+    PL_FAIL(PL_ETIMEOUT,
+            "rank %d: %s has not come to its end on the device within the deadline",
+            self->super.rank, what);
+done:
+    return st;
+}
+
+void pli_gpu_comm_watch(void *context)
+{
+    pli_gpu_comm *self = context;
+    int is_base = 0;
+    (void)pthread_mutex_lock(&self->lock);
+    const uint64_t generation = self->generation;
+    pl_status st = PL_OK;
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING)
+        st = check_device(self, &is_base);
+    (void)pthread_mutex_unlock(&self->lock);
+    if (st != PL_OK)
+        pli_gpu_comm_fail(self, generation, is_base ? PL_OK : st);
+}
+
+/* ---- going on ------------------------------------------------------------------- */
+
+static pl_status check_base(void *context)
+{
+    const pli_gpu_comm *self = context;
+    return pli_comm_check_peers(self->base);
+}
+
+/* Waits until the device is through with the failed step, and meets the others anew. */
+static pl_status renew_communicator(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    pli_backoff waiting = pli_backoff_begin(self->deadline_ns, check_base, self);
+    (void)pthread_mutex_lock(&self->lock);
+    pli_nccl *old = self->nccl;
+    self->nccl = NULL;
+    (void)pthread_mutex_unlock(&self->lock);
+    pli_nccl_destroy(old);
+    self->staging_handle = NULL;
+    pli_pool_deregister(self->pool, NULL);
+    st = self->backend->ops->event_record(self->backend, self->drained, self->side);
+    if (st == PL_OK)
+        st = pli_backend_await(self->backend, self->drained, &waiting,
+                               "the failed step's work on the device");
+    PL_TRY(pli_gpu_comm_agree(self, st));
+    PL_TRY(pli_gpu_comm_meet(self));
+done:
+    return st;
+}
+
+/* Where no step can follow: whoever waits for this rank is told. */
+static pl_status check_lost(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    if (self->is_lost) {
+        st =
+            pli_fail(PL_EPEER,
+                     "rank %d: means of a step that had ended well were lost on the "
+                     "device, so the ranks may differ: start again from what was saved",
+                     self->super.rank);
+        pli_comm_set_failure_message(self->base, pl_error_message());
+        pl_comm_leave(self->base);
+    }
+    return st;
+}
+
+static void begin_anew(pli_gpu_comm *self)
+{
+    pli_inflight_forget(&self->inflight);
+    self->last = NULL;
+    self->hash = 0;
+    (void)pthread_mutex_lock(&self->lock);
+    self->base_ticket = 0;
+    self->generation++;
+    self->failure = PL_OK;
+    self->n_agreed = self->n_at_ticket = self->inflight.n_recorded;
+    atomic_store(&self->phase, PLI_GPU_RUNNING);
+    (void)pthread_mutex_unlock(&self->lock);
+}
+
+pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
+    pl_recovery found = PL_NOTHING_FAILED;
+    if (atomic_load(&self->phase) == PLI_GPU_RUNNING &&
+        pli_comm_query(self->base, PLI_QUERY_STEP) == PL_OK) {
+        *out = PL_NOTHING_FAILED;
+        goto done;
+    }
+    pli_gpu_comm_fail(self, self->generation, PL_OK);
+    PL_TRY(check_lost(self));
+    PL_TRY(pl_comm_recover(self->base, slice_ns, &found));
+    if (found == PL_NOTHING_FAILED) {
+        pl_comm_abort(self->base, NULL);
+        PL_FAIL(PL_EAGAIN, "not done yet");
+    }
+    st = renew_communicator(self);
+    if (st != PL_OK) {
+        char message[PLI_GPU_MESSAGE_BYTES];
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        pl_comm_abort(self->base, message); /* so that all come back here */
+        PL_FAIL(st, "%s", message);
+    }
+    begin_anew(self);
+    *out = PL_RECOVERED;
+done:
+    return st;
+}

@@ -1,0 +1,99 @@
+/* gpu_comm_init.c - how the ranks of a GPU world get their communicator.
+ *
+ *     every rank   makes what it needs of its own; they agree
+ *     rank 0       makes NCCL's id; they agree, and it spreads that
+ *     every rank   meets the others in NCCL; they agree
+ *     every rank   tells NCCL of its memory, if all can
+ *
+ * While ranks meet in NCCL a failure is told by failing the base, which each of them
+ * polls.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "gpu_comm_state.h"
+
+static pl_status poll_base(void *context)
+{
+    const pli_gpu_comm *self = context;
+    const pl_status st = pli_gpu_comm_check_signals(self);
+    return st == PL_OK ? pli_comm_check_peers(self->base) : st;
+}
+
+/* Meets the others in NCCL; where it cannot, those that are at it are told. */
+static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out)
+{
+    const pli_nccl_options options = {.library = self->library,
+                                      .backend = self->backend,
+                                      .rank = self->super.rank,
+                                      .world_size = self->super.world_size,
+                                      .id = id,
+                                      .deadline_ns = self->deadline_ns,
+                                      .poll = poll_base,
+                                      .context = self};
+    char message[PLI_GPU_MESSAGE_BYTES];
+    pl_status st = pli_nccl_create(&options, out);
+    if (st == PL_OK || pli_comm_is_group_comm(self->base))
+        return st;
+    pli_text_print(message, sizeof message, "%s", pl_error_message());
+    const pl_status theirs = pli_gpu_comm_query_base(self, st);
+    if (theirs != PL_OK)
+        return theirs;
+    pl_comm_abort(self->base, message);
+    return pli_fail(st, "%s", message);
+}
+
+/* All ranks' memory, or none's. */
+static pl_status register_memory(pli_gpu_comm *self, pli_nccl *nccl)
+{
+    pl_status st = PL_OK;
+    char *board = pli_gpu_comm_board(self);
+    self->is_registered = 0;
+    self->block->handle = pli_nccl_register(nccl, &self->block->memory);
+    if (self->staging.address != NULL)
+        self->staging_handle = pli_nccl_register(nccl, &self->staging);
+    const int is_known =
+        self->block->handle != NULL &&
+        (self->staging.address == NULL || self->staging_handle != NULL);
+    board[self->super.rank] = is_known ? 1 : 0;
+    PL_TRY(pli_gpu_comm_talk(self, PL_ALL_GATHER, 0, (size_t)self->super.world_size));
+    self->is_registered = 1;
+    for (int r = 0; r < self->super.world_size; r++)
+        self->is_registered &= board[r] != 0;
+done:
+    if (st == PL_OK && !self->is_registered) {
+        pli_nccl_deregister(nccl, self->staging_handle);
+        self->staging_handle = NULL;
+        pli_pool_deregister(self->pool, nccl);
+    }
+    return st;
+}
+
+pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
+{
+    pl_status st = PL_OK;
+    char *board = pli_gpu_comm_board(self);
+    char id[PLI_NCCL_ID_BYTES] = {0};
+    pli_nccl *nccl = NULL;
+    if (self->super.world_size == 1)
+        return PL_OK;
+    if (self->super.rank == 0)
+        st = pli_nccl_new_id(self->library, self->backend, id);
+    PL_TRY(pli_gpu_comm_agree(self, st));
+    memcpy(board, id, self->super.rank == 0 ? sizeof id : 0);
+    PL_TRY(pli_gpu_comm_talk(self, PL_BROADCAST, 0, sizeof id));
+    memcpy(id, board, sizeof id);
+    PL_TRY(pli_gpu_comm_agree(self, meet_in_nccl(self, id, &nccl)));
+    PL_TRY(register_memory(self, nccl));
+    (void)pthread_mutex_lock(&self->lock);
+    self->nccl = nccl;
+    (void)pthread_mutex_unlock(&self->lock);
+    nccl = NULL;
+done:
+    if (nccl != NULL) {
+        self->staging_handle = NULL; /* they end with the communicator */
+        pli_pool_deregister(self->pool, NULL);
+    }
+    pli_nccl_destroy(nccl);
+    return st;
+}

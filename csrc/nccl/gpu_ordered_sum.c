@@ -1,0 +1,132 @@
+/* gpu_ordered_sum.c - the same bits on every run: an all-reduce of which NCCL only
+ * carries the parts.
+ *
+ *     rank r gets block r of every rank, adds the blocks in rank order in float32, and
+ *     rounds once; then all blocks go to all ranks.
+ *
+ * Blocks are of 32 elements and multiples, so that all are aligned.  What is left over
+ * at the end is less than 32 elements a rank: each rank gets all of that from all, and
+ * adds it up for itself.  A long range is done in pieces, one after another on the same
+ * stream, in the same staging:
+ *
+ *     [rank 0's block r] [rank 1's] ...   [rank 0's rest] [rank 1's] ...
+ */
+#include "gpu_comm_state.h"
+
+enum { MOST_PIECE_BYTES = 32 << 20, ELEM_BYTES = 2, BLOCK_ELEMS = 32 };
+
+typedef struct piece {
+    pl_dtype dtype;
+    pl_reduction reduction;
+    char *memory;
+    size_t n_block; /* elements of a rank's block */
+    size_t n_rest;
+    char *rests; /* in the staging */
+    size_t rest_stride_bytes;
+} piece;
+
+static size_t rounded(size_t n_bytes)
+{
+    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+}
+
+size_t pli_gpu_comm_staging_bytes(int world_size, size_t n_bytes)
+{
+    const size_t n_ranks = (size_t)world_size;
+    const size_t piece_bytes = n_bytes < MOST_PIECE_BYTES ? n_bytes : MOST_PIECE_BYTES;
+    const size_t most_rest = n_ranks * BLOCK_ELEMS * ELEM_BYTES;
+    return rounded(piece_bytes) + n_ranks * rounded(most_rest);
+}
+
+static pl_status gather(pli_gpu_comm *self, char *memory, size_t n_bytes)
+{
+    const pl_op op = {.kind = PL_ALL_GATHER, .dtype = PL_U8, .n_elems = n_bytes};
+    return pli_nccl_enqueue(self->nccl, &op, memory, self->side);
+}
+
+/* Puts this rank's own into its place among the others' in the staging. */
+static pl_status copy_own(pli_gpu_comm *self, const piece *it)
+{
+    const size_t rank = (size_t)self->super.rank;
+    const size_t block_bytes = it->n_block * ELEM_BYTES;
+    const size_t at_rest = (size_t)self->super.world_size * block_bytes;
+    char *staging = self->staging.address;
+    pl_move moves[2];
+    size_t n_moves = 0;
+    if (it->n_block > 0)
+        moves[n_moves++] = (pl_move){.to = staging + rank * block_bytes,
+                                     .from = it->memory + rank * block_bytes,
+                                     .dtype = it->dtype,
+                                     .n_elems = it->n_block};
+    if (it->n_rest > 0)
+        moves[n_moves++] = (pl_move){.to = it->rests + rank * it->rest_stride_bytes,
+                                     .from = it->memory + at_rest,
+                                     .dtype = it->dtype,
+                                     .n_elems = it->n_rest};
+    return self->backend->ops->copy(self->backend, moves, n_moves, self->side);
+}
+
+static pl_status sum_up(pli_gpu_comm *self, const piece *it,
+                        const pl_rank_ranges *ranges)
+{
+    pl_rank_ranges all = *ranges;
+    all.n_ranks = self->super.world_size;
+    all.dtype = it->dtype;
+    all.reduction = it->reduction;
+    if (all.n_elems == 0)
+        return PL_OK;
+    return self->backend->ops->sum(self->backend, &all, self->side);
+}
+
+static pl_status sum_piece(pli_gpu_comm *self, const piece *it)
+{
+    pl_status st = PL_OK;
+    const size_t n_ranks = (size_t)self->super.world_size;
+    const size_t block_bytes = it->n_block * ELEM_BYTES;
+    const pli_nccl_swap swap = {.from = it->memory,
+                                .to = self->staging.address,
+                                .from_stride_bytes = block_bytes,
+                                .to_stride_bytes = block_bytes,
+                                .n_bytes = block_bytes};
+    const pl_rank_ranges blocks = {.to = it->memory +
+                                         (size_t)self->super.rank * block_bytes,
+                                   .from = self->staging.address,
+                                   .stride_bytes = block_bytes,
+                                   .n_elems = it->n_block};
+    const pl_rank_ranges rests = {.to = it->memory + n_ranks * block_bytes,
+                                  .from = it->rests,
+                                  .stride_bytes = it->rest_stride_bytes,
+                                  .n_elems = it->n_rest};
+    PL_TRY(copy_own(self, it));
+    PL_TRY(pli_nccl_swap_blocks(self->nccl, &swap, self->side));
+    PL_TRY(
+        gather(self, it->rests, it->n_rest > 0 ? n_ranks * it->rest_stride_bytes : 0));
+    PL_TRY(sum_up(self, it, &blocks));
+    PL_TRY(sum_up(self, it, &rests));
+    PL_TRY(gather(self, it->memory, n_ranks * block_bytes));
+done:
+    return st;
+}
+
+pl_status pli_gpu_comm_sum(pli_gpu_comm *self, const pl_op *op, char *memory)
+{
+    pl_status st = PL_OK;
+    const size_t n_ranks = (size_t)self->super.world_size;
+    const size_t n_most = MOST_PIECE_BYTES / ELEM_BYTES;
+    for (size_t n_done = 0; n_done < op->n_elems;) {
+        const size_t n_left = op->n_elems - n_done;
+        const size_t n = n_left < n_most ? n_left : n_most;
+        piece one = {.dtype = op->dtype,
+                     .reduction = op->reduction,
+                     .memory = memory + n_done * ELEM_BYTES,
+                     .n_block = n / n_ranks / BLOCK_ELEMS * BLOCK_ELEMS};
+        one.n_rest = n - n_ranks * one.n_block;
+        one.rest_stride_bytes = rounded(one.n_rest * ELEM_BYTES);
+        one.rests =
+            (char *)self->staging.address + rounded(n_ranks * one.n_block * ELEM_BYTES);
+        PL_TRY(sum_piece(self, &one));
+        n_done += n;
+    }
+done:
+    return st;
+}

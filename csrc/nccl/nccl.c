@@ -1,0 +1,461 @@
+/* nccl.c - calls into NCCL, one at a time.
+ *
+ * Each call is made under a lock and in the device's context, between begin_call() and
+ * end_call(); a communicator that has been aborted is NULL.  end_call() waits, without
+ * the lock, until NCCL has taken what it was given: before that nothing may be put on
+ * the stream.
+ */
+#include <string.h>
+#include <unistd.h>
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+#include "core/process.h"
+#include "nccl_state.h"
+
+enum {
+    BLOCKED_MS = 1000, /* that an abort waits for a thread inside of NCCL */
+    ABORT_MS = 10000,  /* that it may take */
+    GRAPHS_MS = 200    /* ... where graphs may keep NCCL from its end */
+};
+
+/* ---- errors --------------------------------------------------------------------- */
+
+static pl_status code_of(pli_nccl_result result, const char *text)
+{
+    if (strstr(text, "out of memory") != NULL)
+        return PL_ENOMEM;
+    switch (result) {
+    case PLI_NCCL_REMOTE_ERROR:
+        return PL_EPEER;
+    case PLI_NCCL_INVALID_ARGUMENT:
+    case PLI_NCCL_INVALID_USAGE:
+        return PL_EINVAL;
+    default:
+        return PL_ESYS;
+    }
+}
+
+pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
+                        pli_nccl_result result, const char *doing)
+{
+    const char *last =
+        library->GetLastError != NULL ? library->GetLastError(comm) : NULL;
+    if (last == NULL)
+        last = "";
+    if (strstr(last, "Duplicate GPU") != NULL)
+        return pli_fail(PL_EINVAL,
+                        "two ranks have been given one GPU (NCCL: %s): give each rank "
+                        "one of its own, as with torch.cuda.set_device(local_rank) "
+                        "before the model is moved and wrapped",
+                        last);
+    return pli_fail(code_of(result, last), "NCCL %s: %s%s%s", doing,
+                    library->GetErrorString(result), last[0] != '\0' ? ": " : "", last);
+}
+
+/* ---- waiting -------------------------------------------------------------------- */
+
+/* What NCCL says of the communicator; with a message where that is an error. */
+static pl_status query_locked(const pli_nccl *self, const char *doing,
+                              pli_nccl_result *out)
+{
+    pl_status st = PL_OK;
+    pli_nccl_result state = PLI_NCCL_SUCCESS;
+    if (self->comm == NULL)
+        PL_FAIL(PL_EPEER, "the communicator was aborted during %s", doing);
+    const pli_nccl_result asked = self->library->CommGetAsyncError(self->comm, &state);
+    if (asked != PLI_NCCL_SUCCESS)
+        state = asked;
+    if (!pli_nccl_is_taken(state))
+        PL_TRY(pli_nccl_fail(self->library, self->comm, state, doing));
+    *out = state;
+done:
+    return st;
+}
+
+pl_status pli_nccl_settle(pli_nccl *self, const char *doing)
+{
+    pl_status st = PL_OK;
+    pli_nccl_result state = PLI_NCCL_IN_PROGRESS;
+    pli_backoff waiting =
+        pli_backoff_begin(self->deadline_ns, self->poll, self->context);
+    for (;;) {
+        (void)pthread_mutex_lock(&self->lock);
+        st = query_locked(self, doing, &state);
+        (void)pthread_mutex_unlock(&self->lock);
+        PL_TRY(st);
+        if (state == PLI_NCCL_SUCCESS)
+            break;
+        PL_TRY(pli_backoff_pause(&waiting, doing));
+    }
+done:
+    return st;
+}
+
+static pl_status begin_call(pli_nccl *self, pli_cuda_scope *scope)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_cuda_enter(self->backend, scope));
+    (void)pthread_mutex_lock(&self->lock);
+    if (self->comm != NULL)
+        goto done;
+    (void)pthread_mutex_unlock(&self->lock);
+    pli_cuda_leave(self->backend, scope);
+    PL_FAIL(PL_EPEER, "the communicator was aborted");
+done:
+    return st;
+}
+
+/* `result`: of the last call, or of the first that failed. */
+static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
+                          pli_nccl_result result, const char *doing)
+{
+    pl_status st = PL_OK;
+    if (!pli_nccl_is_taken(result))
+        st = pli_nccl_fail(self->library, self->comm, result, doing);
+    (void)pthread_mutex_unlock(&self->lock);
+    if (st == PL_OK && result == PLI_NCCL_IN_PROGRESS)
+        st = pli_nccl_settle(self, doing);
+    pli_cuda_leave(self->backend, scope);
+    return st;
+}
+
+/* ---- operations ----------------------------------------------------------------- */
+
+/* How NCCL sees elements of a type: complex ones are two floats. */
+typedef struct wire {
+    pli_nccl_dtype dtype;
+    int n_each; /* 0: NCCL cannot add these */
+} wire;
+
+static wire wire_of(pl_dtype dtype)
+{
+    static const wire wires[PL_N_DTYPES] = {
+        [PL_U8] = {PLI_NCCL_U8, 1},     [PL_I8] = {PLI_NCCL_I8, 1},
+        [PL_I16] = {PLI_NCCL_I8, 0},    [PL_I32] = {PLI_NCCL_I32, 1},
+        [PL_I64] = {PLI_NCCL_I64, 1},   [PL_F16] = {PLI_NCCL_F16, 1},
+        [PL_BF16] = {PLI_NCCL_BF16, 1}, [PL_F32] = {PLI_NCCL_F32, 1},
+        [PL_F64] = {PLI_NCCL_F64, 1},   [PL_C64] = {PLI_NCCL_F32, 2},
+        [PL_C128] = {PLI_NCCL_F64, 2},
+    };
+    return wires[dtype];
+}
+
+static int is_integer(pl_dtype dtype)
+{
+    return dtype <= PL_I64;
+}
+
+pl_status pli_nccl_can(const pl_op *op)
+{
+    pl_status st = PL_OK;
+    if (op->kind == PL_BARRIER)
+        PL_FAIL(PL_EINVAL, "a barrier is no operation of a device");
+    if (op->kind > PL_REDUCE_SCATTER)
+        goto done;
+    if (op->reduction == PL_MAX || (op->reduction == PL_MEAN && is_integer(op->dtype)))
+        PL_FAIL(PL_EINVAL,
+                "%s on a device cannot be reduced that way: sums are for all types, "
+                "means for floating point, maxima for host memory",
+                pl_dtype_text(op->dtype));
+    if (wire_of(op->dtype).n_each == 0)
+        PL_FAIL(PL_EINVAL, "NCCL cannot add %s", pl_dtype_text(op->dtype));
+done:
+    return st;
+}
+
+static pli_nccl_result call_reducing(const pli_nccl *self, const pl_op *op,
+                                     char *memory, pli_nccl_stream stream)
+{
+    const pli_nccl_library *lib = self->library;
+    const wire as = wire_of(op->dtype);
+    const pli_nccl_reduction how =
+        op->reduction == PL_MEAN ? PLI_NCCL_AVG : PLI_NCCL_SUM;
+    const size_t n = op->n_elems * (size_t)as.n_each;
+    const size_t n_block = n / (size_t)self->world_size;
+    const size_t block_bytes =
+        op->n_elems / (size_t)self->world_size * pl_dtype_bytes(op->dtype);
+    switch (op->kind) {
+    case PL_ALL_REDUCE:
+        return lib->AllReduce(memory, memory, n, as.dtype, how, self->comm, stream);
+    case PL_REDUCE:
+        return lib->Reduce(memory, memory, n, as.dtype, how, op->root, self->comm,
+                           stream);
+    default:
+        return lib->ReduceScatter(memory, memory + (size_t)self->rank * block_bytes,
+                                  n_block, as.dtype, how, self->comm, stream);
+    }
+}
+
+/* What only moves is bytes. */
+static pli_nccl_result call_moving(const pli_nccl *self, const pl_op *op, char *memory,
+                                   pli_nccl_stream stream)
+{
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    const size_t block_bytes = n_bytes / (size_t)self->world_size;
+    if (op->kind == PL_BROADCAST)
+        return self->library->Broadcast(memory, memory, n_bytes, PLI_NCCL_I8, op->root,
+                                        self->comm, stream);
+    return self->library->AllGather(memory + (size_t)self->rank * block_bytes, memory,
+                                    block_bytes, PLI_NCCL_I8, self->comm, stream);
+}
+
+pl_status pli_nccl_enqueue(pli_nccl *self, const pl_op *op, void *memory,
+                           pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const int is_reducing = op->kind <= PL_REDUCE_SCATTER;
+    const pli_nccl_stream on = (pli_nccl_stream)(void *)stream;
+    pli_cuda_scope scope;
+    PL_TRY(pli_nccl_can(op));
+    if (op->n_elems == 0)
+        goto done;
+    PL_TRY(begin_call(self, &scope));
+    const pli_nccl_result result = is_reducing ? call_reducing(self, op, memory, on)
+                                               : call_moving(self, op, memory, on);
+    PL_TRY(end_call(self, &scope, result, pli_op_kind_text(op->kind)));
+done:
+    return st;
+}
+
+static pli_nccl_result call_swap(const pli_nccl *self, const pli_nccl_swap *it,
+                                 pli_nccl_stream stream)
+{
+    const pli_nccl_library *lib = self->library;
+    pli_nccl_result result = PLI_NCCL_SUCCESS;
+    for (int r = 0; r < self->world_size && pli_nccl_is_taken(result); r++) {
+        if (r == self->rank)
+            continue;
+        result = lib->Send(it->from + (size_t)r * it->from_stride_bytes, it->n_bytes,
+                           PLI_NCCL_I8, r, self->comm, stream);
+        if (pli_nccl_is_taken(result))
+            result = lib->Recv(it->to + (size_t)r * it->to_stride_bytes, it->n_bytes,
+                               PLI_NCCL_I8, r, self->comm, stream);
+    }
+    return result;
+}
+
+pl_status pli_nccl_swap_blocks(pli_nccl *self, const pli_nccl_swap *swap,
+                               pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    pli_cuda_scope scope;
+    if (swap->n_bytes == 0)
+        goto done;
+    PL_TRY(begin_call(self, &scope));
+    pli_nccl_result result = self->library->GroupStart();
+    if (result == PLI_NCCL_SUCCESS) {
+        result = call_swap(self, swap, (pli_nccl_stream)(void *)stream);
+        const pli_nccl_result ended = self->library->GroupEnd();
+        if (pli_nccl_is_taken(result))
+            result = ended;
+    }
+    PL_TRY(end_call(self, &scope, result, "an exchange of blocks"));
+done:
+    return st;
+}
+
+void pli_nccl_record_captured(pli_nccl *self)
+{
+    if (self == NULL)
+        return;
+    (void)pthread_mutex_lock(&self->lock);
+    self->is_captured = 1;
+    (void)pthread_mutex_unlock(&self->lock);
+}
+
+pl_status pli_nccl_check(pli_nccl *self)
+{
+    pli_nccl_result ignored = PLI_NCCL_SUCCESS;
+    if (pthread_mutex_trylock(&self->lock) != 0)
+        return PL_OK; /* a thread is inside, and will hear of it */
+    const pl_status st = query_locked(self, "work on the device", &ignored);
+    (void)pthread_mutex_unlock(&self->lock);
+    return st;
+}
+
+/* ---- memory --------------------------------------------------------------------- */
+
+pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
+                         size_t n_bytes, pli_nccl_memory *out)
+{
+    pl_status st = PL_OK;
+    pli_nccl_memory memory = {.n_bytes = n_bytes > 0 ? n_bytes : PL_CACHE_LINE};
+    pli_cuda_scope scope;
+    if (library != NULL && library->MemAlloc != NULL) {
+        PL_TRY(pli_cuda_enter(backend, &scope));
+        memory.is_of_nccl =
+            library->MemAlloc(&memory.address, memory.n_bytes) == PLI_NCCL_SUCCESS;
+        pli_cuda_leave(backend, &scope);
+    }
+    if (!memory.is_of_nccl)
+        PL_TRY(backend->ops->alloc(backend, memory.n_bytes, &memory.address));
+    *out = memory;
+done:
+    return st;
+}
+
+void pli_nccl_free(const pli_nccl_library *library, pl_backend *backend,
+                   pli_nccl_memory *memory)
+{
+    pli_cuda_scope scope;
+    void *const address = memory->address;
+    memory->address = NULL;
+    if (address == NULL)
+        return;
+    if (!memory->is_of_nccl) {
+        backend->ops->free(backend, address);
+    } else if (pli_cuda_enter(backend, &scope) == PL_OK) {
+        (void)pli_cuda_driver(backend)->cuCtxSynchronize(); /* MemFree does not */
+        (void)library->MemFree(address);
+        pli_cuda_leave(backend, &scope);
+    }
+}
+
+void *pli_nccl_register(pli_nccl *self, const pli_nccl_memory *memory)
+{
+    void *handle = NULL;
+    pli_cuda_scope scope;
+    if (self == NULL || self->library->CommRegister == NULL || !memory->is_of_nccl ||
+        begin_call(self, &scope) != PL_OK)
+        return NULL;
+    const pli_nccl_result result = self->library->CommRegister(
+        self->comm, memory->address, memory->n_bytes, &handle);
+    if (end_call(self, &scope, result, "registering memory") != PL_OK ||
+        result != PLI_NCCL_SUCCESS)
+        return NULL;
+    return handle;
+}
+
+void pli_nccl_deregister(pli_nccl *self, void *handle)
+{
+    pli_cuda_scope scope;
+    if (self == NULL || handle == NULL || begin_call(self, &scope) != PL_OK)
+        return;
+    const pli_nccl_result result = self->library->CommDeregister(self->comm, handle);
+    (void)!end_call(self, &scope, result, "forgetting memory");
+}
+
+/* ---- the end -------------------------------------------------------------------- */
+
+/* Takes the lock; a thread that NCCL keeps inside is waited for only so long. */
+static int lock_to_abort(pli_nccl *self)
+{
+    if (!self->is_blocking)
+        return pthread_mutex_lock(&self->lock) == 0;
+    pli_backoff waiting = pli_backoff_begin(BLOCKED_MS * PLI_MS, NULL, NULL);
+    while (pthread_mutex_trylock(&self->lock) != 0)
+        if (pli_backoff_pause(&waiting, "a call into NCCL") != PL_OK)
+            return 0; /* an abort is what lets that thread go */
+    return 1;
+}
+
+typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
+
+typedef enum farewell_phase {
+    FAREWELL_RUNNING,
+    FAREWELL_DONE,
+    FAREWELL_LEFT /* nobody waits for it any more */
+} farewell_phase;
+
+/* A communicator's end, in a thread of its own. */
+typedef struct farewell {
+    ending end;
+    pli_nccl_comm comm;
+    pl_backend *backend; /* retained */
+    atomic_int phase;
+} farewell;
+
+static void free_farewell(farewell *it)
+{
+    pli_backend_destroy(it->backend);
+    pli_free(it);
+}
+
+static void end_in_context(pl_backend *backend, ending end, pli_nccl_comm comm)
+{
+    pli_cuda_scope scope;
+    const int is_inside = pli_cuda_enter(backend, &scope) == PL_OK;
+    (void)end(comm);
+    if (is_inside)
+        pli_cuda_leave(backend, &scope);
+}
+
+static void *run_farewell(void *argument)
+{
+    farewell *it = argument;
+    end_in_context(it->backend, it->end, it->comm);
+    if (atomic_exchange(&it->phase, FAREWELL_DONE) == FAREWELL_LEFT)
+        free_farewell(it);
+    return NULL;
+}
+
+/* NCCL tells the device at once, and frees what it has when it can: once the graphs are
+ * gone that hold its operations, and the device has done what others gave it. */
+static void end_for(pli_nccl *self, pli_nccl_comm comm, ending end, int64_t most_ns)
+{
+    pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
+    farewell *it = NULL;
+    pthread_t thread;
+    if (pli_calloc(1, sizeof *it, "a communicator's end", &it) != PL_OK) {
+        end_in_context(self->backend, end, comm);
+        return;
+    }
+    *it = (farewell){.end = end, .comm = comm, .backend = self->backend};
+    pli_cuda_backend_retain(it->backend);
+    if (pli_thread_start(run_farewell, it, "ends a communicator", &thread) == PL_OK)
+        (void)pthread_detach(thread);
+    else
+        (void)run_farewell(it);
+    while (atomic_load(&it->phase) == FAREWELL_RUNNING &&
+           pli_backoff_pause(&waiting, "a communicator's end") == PL_OK)
+        continue;
+    if (atomic_exchange(&it->phase, FAREWELL_LEFT) == FAREWELL_DONE)
+        free_farewell(it);
+}
+
+static void end_comm(pli_nccl *self, ending end)
+{
+    const int is_locked = lock_to_abort(self);
+    pli_nccl_comm comm = self->comm;
+    const int64_t most_ms = self->is_captured ? GRAPHS_MS : ABORT_MS;
+    self->comm = NULL;
+    if (is_locked)
+        (void)pthread_mutex_unlock(&self->lock);
+    if (comm != NULL)
+        end_for(self, comm, end, most_ms * PLI_MS);
+}
+
+void pli_nccl_abort(pli_nccl *self)
+{
+    if (self != NULL && self->owner_pid == getpid())
+        end_comm(self, self->library->CommAbort);
+}
+
+void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
+{
+    pli_cuda_scope scope;
+    if (self == NULL || self->owner_pid != getpid())
+        return;
+    if (self->is_captured) {
+        end_comm(self, self->library->CommDestroy);
+    } else if (!self->is_blocking && self->library->CommFinalize != NULL &&
+               begin_call(self, &scope) == PL_OK) {
+        const pli_nccl_result result = self->library->CommFinalize(self->comm);
+        self->poll = NULL; /* whoever else ends, too, has done no wrong */
+        self->deadline_ns = most_ns;
+        if (end_call(self, &scope, result, "flushing") == PL_OK)
+            end_comm(self, self->library->CommDestroy);
+    }
+    pli_nccl_abort(self);
+}
+
+void pli_nccl_destroy(pli_nccl *self)
+{
+    if (self == NULL)
+        return;
+    pli_nccl_abort(self);
+    if (self->owner_pid == getpid())
+        (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}

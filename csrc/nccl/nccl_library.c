@@ -1,0 +1,137 @@
+/* nccl_library.c - where NCCL is searched, and what is taken of it. */
+#include "nccl_library.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "core/alloc.h"
+#include "core/config.h"
+
+#define SONAME "libnccl.so.2"
+
+#define WHAT_TO_DO                                                                     \
+    "install torch with its CUDA packages, which bring NCCL (nvidia-nccl-cu12 or "     \
+    "-cu13), or give the path of a libnccl.so.2 in PACELINE_LIBNCCL"
+
+/* What was tried so far. */
+typedef struct search {
+    char tried[1024];
+    size_t n;
+} search;
+
+static void add_tried(search *it, const char *what, const char *why)
+{
+    const size_t room = sizeof it->tried - it->n;
+    const int n = snprintf(it->tried + it->n, room, "%s%s (%s)", it->n > 0 ? "; " : "",
+                           what, why != NULL ? why : "not there");
+    it->n += n > 0 && (size_t)n < room ? (size_t)n : 0;
+    it->tried[it->n] = '\0';
+}
+
+static void *try_path(search *it, const char *path)
+{
+    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (handle == NULL)
+        add_tried(it, path, dlerror());
+    return handle;
+}
+
+/* torch's own copy: by its soname, or inside of torch's libraries. */
+static void *try_loaded(search *it)
+{
+    void *handle = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
+    if (handle == NULL && dlsym(RTLD_DEFAULT, "ncclGetVersion") != NULL)
+        handle = dlopen(NULL, RTLD_NOW);
+    if (handle == NULL)
+        add_tried(it, "torch's copy", "none is loaded");
+    return handle;
+}
+
+static void *find(const char *path, search *it)
+{
+    const char *chosen = pli_config_libnccl();
+    if (chosen != NULL)
+        return try_path(it, chosen);
+    void *handle = try_loaded(it);
+    if (handle == NULL && path != NULL)
+        handle = try_path(it, path);
+    return handle != NULL ? handle : try_path(it, SONAME);
+}
+
+static pl_status take_symbols(pli_nccl_library *library)
+{
+    pl_status st = PL_OK;
+    void *symbol = NULL;
+#define TAKE_OPTIONAL(name, result, arguments)                                         \
+    symbol = dlsym(library->handle, "nccl" #name);                                     \
+    memcpy(&library->name, &symbol, sizeof symbol);
+#define TAKE_REQUIRED(name, result, arguments)                                         \
+    TAKE_OPTIONAL(name, result, arguments)                                             \
+    if (symbol == NULL)                                                                \
+        PL_FAIL(PL_EUNSUPPORTED, "this NCCL has no nccl" #name ": " WHAT_TO_DO);
+    PLI_NCCL_REQUIRED_MAP(TAKE_REQUIRED)
+    PLI_NCCL_OPTIONAL_MAP(TAKE_OPTIONAL)
+#undef TAKE_REQUIRED
+#undef TAKE_OPTIONAL
+    /* Either is of no use without the other. */
+    if (library->MemFree == NULL)
+        library->MemAlloc = NULL;
+    if (library->CommDeregister == NULL)
+        library->CommRegister = NULL;
+done:
+    return st;
+}
+
+/* 2804 was 2.8.4; 20908 was 2.9.8. */
+static pl_status check_version(pli_nccl_library *library)
+{
+    pl_status st = PL_OK;
+    const pli_nccl_result result = library->GetVersion(&library->version);
+    const int v = library->version;
+    const int of_major = v < 10000 ? 1000 : 10000;
+    if (result != PLI_NCCL_SUCCESS)
+        PL_FAIL(PL_EUNSUPPORTED, "NCCL does not tell its version: %s",
+                library->GetErrorString(result));
+    if (v < PLI_NCCL_OLDEST)
+        PL_FAIL(
+            PL_EUNSUPPORTED,
+            "NCCL %d.%d.%d is too old, 2.10 is the oldest that averages: " WHAT_TO_DO,
+            v / of_major, v % of_major / 100, v % 100);
+done:
+    return st;
+}
+
+pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out)
+{
+    pl_status st = PL_OK;
+    pli_nccl_library *library = NULL;
+    search tried = {.n = 0};
+    PL_TRY(pli_calloc(1, sizeof *library, "NCCL's functions", &library));
+    atomic_store(&library->n_users, 1);
+    library->handle = find(path, &tried);
+    if (library->handle == NULL)
+        PL_FAIL(PL_EUNSUPPORTED,
+                "gradients on GPUs need NCCL, and none was found: " WHAT_TO_DO
+                ".  Tried: %s",
+                tried.tried);
+    PL_TRY(take_symbols(library));
+    PL_TRY(check_version(library));
+    *out = library;
+    library = NULL;
+done:
+    pli_nccl_library_release(library);
+    return st;
+}
+
+void pli_nccl_library_retain(pli_nccl_library *library)
+{
+    atomic_fetch_add(&library->n_users, 1);
+}
+
+void pli_nccl_library_release(pli_nccl_library *library)
+{
+    /* Its handle is not closed: threads of NCCL's may run there. */
+    if (library != NULL && atomic_fetch_sub(&library->n_users, 1) == 1)
+        pli_free(library);
+}

@@ -1,0 +1,139 @@
+/* nccl_library.h - NCCL, found at run time.
+ *
+ * What we use of its API is declared here, so that no header of NCCL's is needed to
+ * build; tests/unit/repository/test_nccl_prototypes.py holds these lines against a real
+ * nccl.h where there is one.
+ *
+ * The library is, in this order: the one that PACELINE_LIBNCCL names; the one that is
+ * in the process already, which is torch's; the one at the path that the caller found.
+ */
+#ifndef PLI_NCCL_LIBRARY_H
+#define PLI_NCCL_LIBRARY_H
+
+#include <stdatomic.h>
+
+#include "core/status.h"
+
+enum { PLI_NCCL_ID_BYTES = 128 };
+
+#ifndef PLI_NCCL_TYPES /* the test gives NCCL's own */
+typedef int pli_nccl_result;
+typedef int pli_nccl_dtype;
+typedef int pli_nccl_reduction;
+typedef struct ncclComm *pli_nccl_comm;
+typedef struct CUstream_st *pli_nccl_stream;
+typedef struct pli_nccl_id {
+    char bytes[PLI_NCCL_ID_BYTES];
+} pli_nccl_id;
+/* The beginning of ncclConfig_t, as 2.14 had it: NCCL takes the rest as not given. */
+typedef struct pli_nccl_config {
+    size_t size;
+    unsigned magic;
+    unsigned version;
+    int is_blocking;
+} pli_nccl_config;
+#endif
+
+enum { PLI_NCCL_MAGIC = (int)0xcafebeef, PLI_NCCL_CONFIG_VERSION = 21400 };
+enum { PLI_NCCL_OLDEST = 21000 }; /* the first with ncclAvg */
+
+/* ours, NCCL's, value */
+#define PLI_NCCL_RESULT_MAP(X)                                                         \
+    X(PLI_NCCL_SUCCESS, ncclSuccess, 0)                                                \
+    X(PLI_NCCL_CUDA_ERROR, ncclUnhandledCudaError, 1)                                  \
+    X(PLI_NCCL_SYSTEM_ERROR, ncclSystemError, 2)                                       \
+    X(PLI_NCCL_INTERNAL_ERROR, ncclInternalError, 3)                                   \
+    X(PLI_NCCL_INVALID_ARGUMENT, ncclInvalidArgument, 4)                               \
+    X(PLI_NCCL_INVALID_USAGE, ncclInvalidUsage, 5)                                     \
+    X(PLI_NCCL_REMOTE_ERROR, ncclRemoteError, 6)                                       \
+    X(PLI_NCCL_IN_PROGRESS, ncclInProgress, 7)
+
+#define PLI_NCCL_DTYPE_MAP(X)                                                          \
+    X(PLI_NCCL_I8, ncclInt8, 0)                                                        \
+    X(PLI_NCCL_U8, ncclUint8, 1)                                                       \
+    X(PLI_NCCL_I32, ncclInt32, 2)                                                      \
+    X(PLI_NCCL_I64, ncclInt64, 4)                                                      \
+    X(PLI_NCCL_F16, ncclFloat16, 6)                                                    \
+    X(PLI_NCCL_F32, ncclFloat32, 7)                                                    \
+    X(PLI_NCCL_F64, ncclFloat64, 8)                                                    \
+    X(PLI_NCCL_BF16, ncclBfloat16, 9)
+
+#define PLI_NCCL_REDUCTION_MAP(X)                                                      \
+    X(PLI_NCCL_SUM, ncclSum, 0)                                                        \
+    X(PLI_NCCL_AVG, ncclAvg, 4)
+
+#define PLI_NCCL_ENUM(ours, theirs, value) ours = (value),
+enum { PLI_NCCL_RESULT_MAP(PLI_NCCL_ENUM) };
+enum { PLI_NCCL_DTYPE_MAP(PLI_NCCL_ENUM) };
+enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
+#undef PLI_NCCL_ENUM
+
+/* name, result, arguments: what every NCCL since 2.10 has */
+#define PLI_NCCL_REQUIRED_MAP(X)                                                       \
+    X(GetVersion, pli_nccl_result, (int *out))                                         \
+    X(GetErrorString, const char *, (pli_nccl_result result))                          \
+    X(GetUniqueId, pli_nccl_result, (pli_nccl_id * out))                               \
+    X(CommInitRank, pli_nccl_result,                                                   \
+      (pli_nccl_comm * out, int n_ranks, pli_nccl_id id, int rank))                    \
+    X(CommDestroy, pli_nccl_result, (pli_nccl_comm comm))                              \
+    X(CommAbort, pli_nccl_result, (pli_nccl_comm comm))                                \
+    X(CommGetAsyncError, pli_nccl_result, (pli_nccl_comm comm, pli_nccl_result * out)) \
+    X(AllReduce, pli_nccl_result,                                                      \
+      (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
+       pli_nccl_reduction reduction, pli_nccl_comm comm, pli_nccl_stream stream))      \
+    X(Reduce, pli_nccl_result,                                                         \
+      (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
+       pli_nccl_reduction reduction, int root, pli_nccl_comm comm,                     \
+       pli_nccl_stream stream))                                                        \
+    X(ReduceScatter, pli_nccl_result,                                                  \
+      (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
+       pli_nccl_reduction reduction, pli_nccl_comm comm, pli_nccl_stream stream))      \
+    X(AllGather, pli_nccl_result,                                                      \
+      (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
+       pli_nccl_comm comm, pli_nccl_stream stream))                                    \
+    X(Broadcast, pli_nccl_result,                                                      \
+      (const void *from, void *to, size_t count, pli_nccl_dtype dtype, int root,       \
+       pli_nccl_comm comm, pli_nccl_stream stream))                                    \
+    X(Send, pli_nccl_result,                                                           \
+      (const void *from, size_t count, pli_nccl_dtype dtype, int peer,                 \
+       pli_nccl_comm comm, pli_nccl_stream stream))                                    \
+    X(Recv, pli_nccl_result,                                                           \
+      (void *to, size_t count, pli_nccl_dtype dtype, int peer, pli_nccl_comm comm,     \
+       pli_nccl_stream stream))                                                        \
+    X(GroupStart, pli_nccl_result, (void))                                             \
+    X(GroupEnd, pli_nccl_result, (void))
+
+/* ... and what newer ones have: since when, in the comment behind.  NULL: not there */
+#define PLI_NCCL_OPTIONAL_MAP(X)                                                       \
+    X(GetLastError, const char *, (pli_nccl_comm comm)) /* 2.13 */                     \
+    X(CommInitRankConfig, pli_nccl_result,                                             \
+      (pli_nccl_comm * out, int n_ranks, pli_nccl_id id, int rank,                     \
+       pli_nccl_config *config))                               /* 2.14 */              \
+    X(CommFinalize, pli_nccl_result, (pli_nccl_comm comm))     /* 2.14 */              \
+    X(MemAlloc, pli_nccl_result, (void **out, size_t n_bytes)) /* 2.19 */              \
+    X(MemFree, pli_nccl_result, (void *memory))                /* 2.19 */              \
+    X(CommRegister, pli_nccl_result,                                                   \
+      (const pli_nccl_comm comm, void *memory, size_t n_bytes, void **out))            \
+    X(CommDeregister, pli_nccl_result, (const pli_nccl_comm comm, void *handle))
+
+/* Counted.  The code stays in the process for good: memory of it may outlive all. */
+typedef struct pli_nccl_library {
+    void *handle;
+    int version; /* 22907 for 2.29.7 */
+#define PLI_NCCL_FIELD(name, result, arguments) result(*name) arguments;
+    PLI_NCCL_REQUIRED_MAP(PLI_NCCL_FIELD)
+    PLI_NCCL_OPTIONAL_MAP(PLI_NCCL_FIELD)
+#undef PLI_NCCL_FIELD
+    atomic_int n_users;
+} pli_nccl_library;
+
+/* `path`: where the caller found one; NULL: nowhere.  *out: for
+ * pli_nccl_library_release().  PL_EUNSUPPORTED where there is none, or none that is new
+ * enough, with what was tried and what to do. */
+pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out) PL_MUST_USE;
+
+/* One user more; one less (NULL is allowed). */
+void pli_nccl_library_retain(pli_nccl_library *library);
+void pli_nccl_library_release(pli_nccl_library *library);
+
+#endif

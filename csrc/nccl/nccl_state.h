@@ -1,0 +1,38 @@
+/* nccl_state.h - what a communicator is made of; for nccl.c and nccl_init.c alone. */
+#ifndef PLI_NCCL_STATE_H
+#define PLI_NCCL_STATE_H
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "nccl.h"
+
+struct pli_nccl {
+    const pli_nccl_library *library;
+    pl_backend *backend;
+    int rank;
+    int world_size;
+    int64_t deadline_ns;
+    pl_status (*poll)(void *context);
+    void *context;
+    int is_blocking;
+    pid_t owner_pid;
+    pthread_mutex_t lock; /* round each call */
+    pli_nccl_comm comm;   /* NULL: not made, or aborted; under lock */
+    int is_captured;      /* a graph may hold operations of it; under lock */
+};
+
+/* Whether NCCL has taken what it was asked for, be it that it is still at it. */
+static inline int pli_nccl_is_taken(pli_nccl_result result)
+{
+    return result == PLI_NCCL_SUCCESS || result == PLI_NCCL_IN_PROGRESS;
+}
+
+/* Puts an error into a message, with NCCL's own text. */
+pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
+                        pli_nccl_result result, const char *doing);
+
+/* Waits until NCCL has ended what it was called for. */
+pl_status pli_nccl_settle(pli_nccl *self, const char *doing) PL_MUST_USE;
+
+#endif

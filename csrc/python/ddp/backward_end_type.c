@@ -1,0 +1,236 @@
+/* backward_end_type.c - an object in the engine's list of final callbacks, which is
+ * called when a backward ends, and dropped without a call when it failed, or was
+ * compiled.
+ *
+ *     QUEUED -------- called ----> CALLED   the step is finished; or, inside another
+ *       |                                   backward (reentrant checkpointing), a
+ *       |                                   second object is made: ON_OUTER_NODE
+ *       +------------ dropped              the step fails, or compiled autograd has
+ *                                           ended it
+ *     ON_OUTER_NODE - called ----> CALLED   one more is QUEUED in the backward around
+ *       +------------ dropped              the step fails
+ *
+ * One of a backward that is not synchronised only resets sync_backward, either way.
+ */
+#include "backward_end_type.h"
+
+#include "compiled_backward.h"
+#include "core/clock.h"
+#include "failed_backward.h"
+#include "step.h"
+
+enum { MOST_SLEEPS = 1000 }; /* of a millisecond, for a thread that is about to end */
+
+typedef enum backward_end_phase {
+    END_QUEUED,        /* in the engine's list */
+    END_ON_OUTER_NODE, /* of an inner backward */
+    END_CALLED,
+} backward_end_phase;
+
+typedef struct backward_end_object {
+    PyObject_HEAD
+    reducer_object *reducer; /* owned */
+    backward_end_origin origin;
+    backward_end_phase phase;
+    const void *handled; /* compiled: the exception in sight when it was made */
+    uint64_t step;       /* the reducer's, when it was made */
+} backward_end_object;
+
+/* ---- queued --------------------------------------------------------------------- */
+
+static PyObject *backward_end_new(const module_state *state, reducer_object *reducer,
+                                  backward_end_origin origin)
+{
+    backward_end_object *self =
+        PyObject_New(backward_end_object, state->backward_end_type);
+    if (self == NULL)
+        return NULL;
+    self->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
+    self->origin = origin;
+    self->phase = END_QUEUED;
+    self->step = pl_reducer_step(reducer->reducer);
+    self->handled = NULL;
+    if (reducer->engine == ENGINE_COMPILED) {
+        PyObject *handled = pli_find_exception();
+        self->handled = handled; /* compared, never read */
+        Py_XDECREF(handled);
+    }
+    return (PyObject *)self;
+}
+
+/* Asks for the backward that runs: other threads may run theirs through this one. */
+static int read_task(reducer_object *self)
+{
+    PyObject *task = PyObject_CallNoArgs(state_of_reducer(self)->current_task);
+    self->task = task != NULL ? PyLong_AsLong(task) : -1;
+    Py_XDECREF(task);
+    return self->task == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Who runs the backward. */
+static int read_engine(reducer_object *self)
+{
+    const int is_compiled = pli_ask(state_of_reducer(self)->is_compiled);
+    if (is_compiled < 0)
+        return -1;
+    self->engine = is_compiled ? ENGINE_COMPILED : ENGINE_CALLS_BACK;
+    return 0;
+}
+
+int pli_backward_end_queue(reducer_object *self, backward_end_origin origin)
+{
+    const module_state *state = state_of_reducer(self);
+    if (self->n_backward_ends > 0)
+        return 0;
+    if (read_engine(self) != 0 || read_task(self) != 0)
+        return -1;
+    PyObject *callback = backward_end_new(state, self, origin);
+    if (callback == NULL)
+        return -1;
+    PyObject *result = PyObject_CallOneArg(state->queue_callback, callback);
+    /* A refused one must not report a failed backward: it counts only from
+     * here on. */
+    if (result != NULL)
+        self->n_backward_ends++;
+    Py_XDECREF(result);
+    Py_DECREF(callback);
+    return result != NULL ? 0 : -1;
+}
+
+int pli_backward_end_queue_local(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    /* Together with an output that is to be synchronised, all is. */
+    if (self->n_backward_ends > 0 || self->sync_backward == SYNC_OFF)
+        return 0;
+    PyObject *callback = backward_end_new(state, self, QUEUED_BY_LOCAL_OUTPUT);
+    PyObject *result =
+        callback != NULL ? PyObject_CallOneArg(state->queue_callback, callback) : NULL;
+    if (result != NULL)
+        self->sync_backward = SYNC_OFF;
+    Py_XDECREF(result);
+    Py_XDECREF(callback);
+    return result != NULL ? 0 : -1;
+}
+
+int pli_backward_end_await(const reducer_object *self)
+{
+    for (int n = 0;
+         pli_is_on_device(self) && self->n_backward_ends > 0 && n < MOST_SLEEPS; n++) {
+        Py_BEGIN_ALLOW_THREADS
+        pli_sleep_ns(PLI_MS);
+        Py_END_ALLOW_THREADS
+        if (PyErr_CheckSignals() != 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- called --------------------------------------------------------------------- */
+
+/* The backward that ends is inside the evaluation of `node`: has an object called when
+ * that is over. */
+static int requeue_outside(reducer_object *reducer, PyObject *node)
+{
+    const module_state *state = state_of_reducer(reducer);
+    backward_end_object *outer =
+        (backward_end_object *)backward_end_new(state, reducer, QUEUED_BY_PARAMETER);
+    if (outer == NULL)
+        return -1;
+    outer->phase = END_ON_OUTER_NODE;
+    PyObject *result =
+        PyObject_CallFunctionObjArgs(state->after_node, node, (PyObject *)outer, NULL);
+    if (result == NULL)
+        outer->phase = END_CALLED;
+    Py_XDECREF(result);
+    Py_DECREF(outer);
+    return result != NULL ? 0 : -1;
+}
+
+static int on_backward_end(const backward_end_object *self)
+{
+    reducer_object *reducer = self->reducer;
+    reducer->n_backward_ends--;
+    if (!pl_reducer_is_active(reducer->reducer))
+        return 0;
+    PyObject *node = PyObject_CallNoArgs(state_of((PyObject *)self)->current_node);
+    if (node == NULL)
+        return -1;
+    /* An output's object is in the backward that holds all of its forward's graph, be
+     * it inside another one (the wrapper itself is checkpointed). */
+    int status = 0;
+    if (node == Py_None)
+        status = pli_step_finish_all(reducer);
+    else if (self->origin == QUEUED_BY_OUTPUT)
+        status = pli_step_finish(reducer);
+    else
+        status = requeue_outside(reducer, node);
+    Py_DECREF(node);
+    return status;
+}
+
+static int on_node_end(const backward_end_object *self)
+{
+    reducer_object *reducer = self->reducer;
+    if (!pl_reducer_is_active(reducer->reducer))
+        return 0;
+    return pli_backward_end_queue(reducer, QUEUED_BY_PARAMETER);
+}
+
+static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    backward_end_object *self = (backward_end_object *)object;
+    const backward_end_phase phase = self->phase;
+    (void)args; /* a node's hook is given gradients */
+    (void)kwargs;
+    self->phase = END_CALLED;
+    if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
+        self->reducer->sync_backward = SYNC_ON;
+        Py_RETURN_NONE;
+    }
+    if ((phase == END_QUEUED && on_backward_end(self) != 0) ||
+        (phase == END_ON_OUTER_NODE && on_node_end(self) != 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* ---- dropped -------------------------------------------------------------------- */
+
+static void backward_end_dealloc(PyObject *object)
+{
+    backward_end_object *self = (backward_end_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
+        /* Called, it has done so; the next forward may have begun in another thread. */
+        if (self->phase == END_QUEUED)
+            self->reducer->sync_backward = SYNC_ON;
+    } else if (self->phase == END_QUEUED && self->reducer->n_backward_ends > 0) {
+        if (self->reducer->engine == ENGINE_COMPILED)
+            pli_compiled_backward_ends(self->reducer, self->step, self->handled);
+        else
+            pli_failed_backward_report(self->reducer);
+        /* Last: the next forward waits for this, and the report may let it run. */
+        self->reducer->n_backward_ends--;
+    } else if (self->phase == END_ON_OUTER_NODE &&
+               pl_reducer_is_active(self->reducer->reducer)) {
+        pli_failed_backward_report(self->reducer);
+    }
+    Py_DECREF(self->reducer);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyType_Slot backward_end_slots[] = {
+    {Py_tp_dealloc, backward_end_dealloc},
+    {Py_tp_call, backward_end_call},
+    {Py_tp_doc, "A step's end, waiting in the autograd engine; made by Reducer alone."},
+    {0, NULL},
+};
+
+PyType_Spec pli_backward_end_spec = {
+    .name = "paceline._native.BackwardEnd",
+    .basicsize = sizeof(backward_end_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = backward_end_slots,
+};

@@ -1,0 +1,234 @@
+/* comm_hook.c - buckets that Python averages: a communication hook's.
+ *
+ * The hook's `post` is called with each full bucket, which it reads, and begins what it
+ * likes.  Once every rank has closed the step its `finish` is called: it writes what
+ * came of the buckets back, and the gradients are taken from there.
+ */
+#include "comm_hook.h"
+
+#include "core/alloc.h"
+#include "gpu_step.h"
+#include "reducer_args.h"
+
+/* ---- buckets, one after another in a tensor ------------------------------------- */
+
+typedef enum direction { FROM_SLOTS, TO_SLOTS } direction;
+
+static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
+                      const pli_tensor *tensor)
+{
+    if (tensor->layout.dtype == bucket->dtype && tensor->layout.n_elems == n_elems &&
+        !tensor->layout.is_lazy && pli_layout_is_dense(&tensor->layout))
+        return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "a tensor of %zu x %s does not fit a bucket of %zu x %s: give a "
+                 "contiguous one that does",
+                 tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype), n_elems,
+                 pl_dtype_text(bucket->dtype));
+    return -1;
+}
+
+/* On a GPU, on the stream that is current now, which may be one of the hook's. */
+static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char *flat,
+                       direction way)
+{
+    pl_stream *stream = NULL;
+    if (pli_is_on_device(self) &&
+        pli_gpu_current_stream(state_of_reducer(self), self->gpu, &stream) != 0)
+        return -1;
+    for (size_t m = 0; m < bucket->n_params; m++) {
+        const uint32_t i = bucket->params[m];
+        void *slot = pli_slot_memory(self, i);
+        if (self->slots[i].policy == POLICY_SPARSE)
+            continue;
+        pli_gpu_step_defer_copy(self, way == FROM_SLOTS ? flat : slot,
+                                way == FROM_SLOTS ? slot : flat, self->slots[i].layout);
+        flat += pli_layout_bytes(self->slots[i].layout);
+    }
+    return pli_gpu_step_copy(self, stream);
+}
+
+static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
+{
+    reducer_object *self = (reducer_object *)object;
+    const pl_plan *plan = pl_reducer_plan(self->reducer);
+    Py_ssize_t index;
+    PyObject *flat;
+    pli_tensor tensor;
+    size_t n_elems = 0;
+    if (!PyArg_ParseTuple(args, "nO", &index, &flat) ||
+        pli_tensor_read_on(state_of_reducer(self), self->place, flat,
+                           "a bucket's tensor", &tensor) != 0)
+        return NULL;
+    if (index < 0 || (size_t)index >= plan->n_buckets) {
+        PyErr_Format(PyExc_IndexError, "bucket %zd of %zu", index, plan->n_buckets);
+        return NULL;
+    }
+    const pl_bucket_plan *bucket = &plan->buckets[index];
+    for (size_t m = 0; m < bucket->n_params; m++)
+        n_elems += pl_reducer_elems(self->reducer, bucket->params[m]);
+    if (check_flat(bucket, n_elems, &tensor) != 0)
+        return NULL;
+    if (move_bucket(self, bucket, tensor.data, way) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyObject *pli_comm_hook_read_bucket(PyObject *object, PyObject *args)
+{
+    return copy_bucket(object, args, FROM_SLOTS);
+}
+
+PyObject *pli_comm_hook_write_bucket(PyObject *object, PyObject *args)
+{
+    return copy_bucket(object, args, TO_SLOTS);
+}
+
+/* ---- the hook is set ------------------------------------------------------------ */
+
+static pl_status post(void *context, size_t bucket)
+{
+    const reducer_object *self = context;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *result =
+        PyObject_CallMethod(self->comm_hook, "post", "n", (Py_ssize_t)bucket);
+    const pl_status st = result != NULL ? PL_OK : pli_callback_failed();
+    Py_XDECREF(result);
+    PyGILState_Release(gil);
+    return st;
+}
+
+PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"hook", "bucket_bytes", "last_bytes", "caps", NULL};
+    reducer_object *self = (reducer_object *)object;
+    const module_state *state = state_of_reducer(self);
+    const pl_comm_hook hook = {.context = self, .post = post};
+    pli_reducer_args read = {0};
+    PyObject *call = NULL;
+    pl_plan_caps caps = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn|O:set_comm_hook", names, &call,
+                                     &read.bucket_bytes, &read.last_bytes,
+                                     &read.caps) ||
+        pli_reducer_read_caps(state, &read, &caps) != 0)
+        return NULL;
+    const pl_status st = pl_reducer_set_comm_hook(self->reducer, &hook, &caps);
+    pli_free((void *)caps.each);
+    if (pli_check(state, st) != 0)
+        return NULL;
+    Py_XSETREF(self->comm_hook, Py_NewRef(call));
+    Py_RETURN_NONE;
+}
+
+/* ---- the end of a step ---------------------------------------------------------- */
+
+int pli_comm_hook_finish(reducer_object *self)
+{
+    if (self->comm_hook == NULL)
+        return 0;
+    PyObject *result = PyObject_CallMethod(self->comm_hook, "finish", NULL);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* The used parameters that are declared sparse; the same on every rank. */
+static PyObject *list_sparse(const reducer_object *self)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < self->n_slots; i++) {
+        if (self->slots[i].policy != POLICY_SPARSE ||
+            !pl_reducer_is_used(self->reducer, i))
+            continue;
+        PyObject *index = PyLong_FromSize_t(i);
+        if (index == NULL || PyList_Append(list, index) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(index);
+    }
+    return list;
+}
+
+int pli_comm_hook_finish_sparse(reducer_object *self)
+{
+    PyObject *list = list_sparse(self);
+    PyObject *result = NULL;
+    if (list != NULL)
+        result = PyObject_CallMethod(self->comm_hook, "finish_sparse", "OOO", list,
+                                     self->role == PL_ACTIVE ? Py_True : Py_False,
+                                     pli_binds_results(self) ? Py_True : Py_False);
+    for (size_t i = 0; result != NULL && i < self->n_slots; i++)
+        if (self->slots[i].policy == POLICY_SPARSE &&
+            pl_reducer_is_used(self->reducer, i))
+            self->slots[i].sync = GRAD_SYNCED;
+    Py_XDECREF(list);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* All ranks have what came of their hooks, or all give the step up. */
+int pli_comm_hook_confirm(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    const pl_op op = {.kind = PL_BARRIER};
+    pl_ticket ticket;
+    if (self->comm_hook == NULL || pli_comm_is_group_comm(self->comm))
+        return 0;
+    if (pli_check(state, pl_comm_issue(self->comm, &op, &ticket)) != 0)
+        return -1;
+    return pli_wait_for_ticket(state, self->comm, ticket);
+}
+
+PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = (reducer_object *)object;
+    (void)ignored;
+    PyThreadState *thread = PyEval_SaveThread();
+    const pl_status st = pli_comm_check_peers(self->comm);
+    PyEval_RestoreThread(thread);
+    if (pli_check(state_of_reducer(self), st) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* No exception is set, and none is left. */
+void pli_comm_hook_abandon(reducer_object *self)
+{
+    if (self->comm_hook == NULL)
+        return;
+    PyObject *result = PyObject_CallMethod(self->comm_hook, "abandon", NULL);
+    if (result == NULL)
+        PyErr_Clear();
+    Py_XDECREF(result);
+}
+
+void pli_comm_hook_raise_refusal(reducer_object *self)
+{
+    PyObject *type, *value, *traceback;
+    if (self->comm_hook == NULL)
+        return;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallMethod(self->comm_hook, "refuse", NULL);
+    if (result == NULL) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        return;
+    }
+    Py_DECREF(result);
+    PyErr_Restore(type, value, traceback);
+}
+
+int pli_comm_hook_check_late(reducer_object *self)
+{
+    if (self->comm_hook == NULL)
+        return 0;
+    size_t i = 0;
+    while (i < self->n_slots && !pl_reducer_is_late(self->reducer, i))
+        i++;
+    PyErr_Format(PyExc_RuntimeError,
+                 "Expected to mark a variable ready only once. Parameter at index %zu "
+                 "(of those that require gradients) got a second gradient on some rank "
+                 "after its bucket had gone to the communication hook: keep the graph "
+                 "the same in each step, or train without the hook.",
+                 i);
+    return -1;
+}

@@ -1,0 +1,86 @@
+/* failed_backward.c - a backward that raised.
+ *
+ * The failure goes to the peers at once.  The exception is then still on its way
+ * through Python, so a pending call looks for it where an `except` or `finally` holds
+ * it, or where the interpreter leaves what nobody caught, and sends the traceback after
+ * it.
+ */
+#include "failed_backward.h"
+
+#include "step.h"
+
+enum { MOST_POLLS = 64 }; /* for the exception, before the peers get none */
+
+PyObject *pli_find_exception(void)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_GetExcInfo(&type, &value, &traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    if (value != NULL && value != Py_None)
+        return value;
+    Py_XDECREF(value);
+    value = PySys_GetObject("last_value"); /* what nobody caught; borrowed */
+    return value != NULL && value != Py_None ? Py_NewRef(value) : NULL;
+}
+
+static void send_traceback(reducer_object *reducer, PyObject *exception)
+{
+    PyObject *module = PyImport_ImportModule("traceback");
+    PyObject *lines =
+        module != NULL ? PyObject_CallMethod(module, "format_exception", "O", exception)
+                       : NULL;
+    PyObject *empty = lines != NULL ? PyUnicode_FromString("") : NULL;
+    PyObject *text = empty != NULL ? PyUnicode_Join(empty, lines) : NULL;
+    const char *message = text != NULL ? PyUnicode_AsUTF8(text) : NULL;
+    if (message != NULL)
+        pli_comm_set_failure_message(reducer->comm, message);
+    Py_XDECREF(text);
+    Py_XDECREF(empty);
+    Py_XDECREF(lines);
+    Py_XDECREF(module);
+}
+
+void pli_pending_call_free(pending_call *self)
+{
+    Py_DECREF(self->reducer);
+    PyMem_Free(self);
+}
+
+int pli_call_soon(int (*call)(void *context), reducer_object *reducer,
+                  const void *handled)
+{
+    pending_call *context = PyMem_Calloc(1, sizeof *context);
+    if (context == NULL)
+        return -1;
+    context->reducer = (reducer_object *)Py_NewRef((PyObject *)reducer);
+    context->handled = handled;
+    if (Py_AddPendingCall(call, context) == 0)
+        return 0;
+    pli_pending_call_free(context);
+    return -1;
+}
+
+static int poll_for_exception(void *context)
+{
+    pending_call *self = context;
+    PyObject *exception = pli_find_exception();
+    if (exception == NULL && self->n_polls++ < MOST_POLLS &&
+        Py_AddPendingCall(poll_for_exception, self) == 0)
+        return 0;
+    if (exception != NULL)
+        send_traceback(self->reducer, exception);
+    PyErr_Clear();
+    Py_XDECREF(exception);
+    pli_pending_call_free(self);
+    return 0;
+}
+
+void pli_failed_backward_report(reducer_object *reducer)
+{
+    /* Also where no gradient had come yet: the peers cannot finish without this rank.
+     */
+    pli_step_fail(reducer, NULL);
+    (void)pli_call_soon(poll_for_exception, reducer,
+                        NULL); /* else without a traceback */
+}

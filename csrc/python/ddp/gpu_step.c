@@ -1,0 +1,91 @@
+/* gpu_step.c - a step on a device: streams, copies in one launch, what must live how
+ * long.
+ *
+ * Nothing is moved as it comes.  A gradient is retained until its bucket is posted,
+ * that is until the copy of it is enqueued: from there on the order of the stream
+ * protects its memory.  Results that go back to gradients of the user's are copied in
+ * one launch at the end of the step.
+ *
+ * What the user sees as a gradient may be a view of its slot.  If somebody keeps such a
+ * view when the slot is to be written anew, the world takes other memory (window.h);
+ * that can only be done when a step begins: step.c checks all parameters then.
+ */
+#include "gpu_step.h"
+
+/* ---- streams -------------------------------------------------------------------- */
+
+int pli_gpu_step_read_stream(reducer_object *self)
+{
+    if (!pli_is_on_device(self))
+        return 0;
+    if (pli_gpu_current_stream(state_of_reducer(self), self->gpu, &self->stream) != 0)
+        return -1;
+    pl_reducer_set_stream(self->reducer, self->stream);
+    return 0;
+}
+
+int pli_gpu_step_is_capturing(const reducer_object *self, int *out)
+{
+    return pli_check(state_of_reducer(self),
+                     pli_cuda_is_capturing(self->backend, self->stream, out));
+}
+
+int pli_gpu_step_check_capture(reducer_object *self)
+{
+    int captures = 0;
+    if (!pli_is_on_device(self))
+        return 0;
+    if (pli_gpu_step_read_stream(self) != 0 ||
+        pli_gpu_step_is_capturing(self, &captures) != 0)
+        return -1;
+    if (!captures)
+        return 0;
+    if (!pl_reducer_is_learned(self->reducer)) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a CUDA graph captures a backward before its buckets are in "
+                        "their final order: run 3 whole steps (forward, backward, "
+                        "optimizer) on the capture's stream first");
+        return -1;
+    }
+    /* A replay writes to today's memory, whatever becomes of it here. */
+    if (self->captured == NULL && self->comm->ops->retain_memory != NULL)
+        self->captured = self->comm->ops->retain_memory(self->comm);
+    return 0;
+}
+
+/* ---- copies --------------------------------------------------------------------- */
+
+void pli_gpu_step_defer_copy(reducer_object *self, void *to, const void *from,
+                             const pli_layout *layout)
+{
+    if (layout->n_elems > 0)
+        self->copies[self->n_copies++] = (pl_move){
+            .to = to, .from = from, .dtype = layout->dtype, .n_elems = layout->n_elems};
+}
+
+int pli_gpu_step_copy(reducer_object *self, pl_stream *stream)
+{
+    pl_backend *backend = self->backend;
+    const size_t n_copies = self->n_copies;
+    pl_status st;
+    self->n_copies = 0;
+    if (n_copies == 0)
+        return 0;
+    Py_BEGIN_ALLOW_THREADS
+    st = backend->ops->copy(backend, self->copies, n_copies, stream);
+    Py_END_ALLOW_THREADS
+    return pli_check(state_of_reducer(self), st);
+}
+
+/* ---- what the step refers to ---------------------------------------------------- */
+
+void pli_gpu_step_release_posted(reducer_object *self)
+{
+    const size_t n_posted = pl_reducer_n_posted(self->reducer);
+    while (self->n_released < n_posted) {
+        const pl_bucket_plan *bucket =
+            &pl_reducer_plan(self->reducer)->buckets[self->n_released++];
+        for (size_t m = 0; m < bucket->n_params; m++)
+            Py_CLEAR(self->slots[bucket->params[m]].retained);
+    }
+}

@@ -1,0 +1,182 @@
+/* grad_results.c - a step's end: reduced gradients become `.grad`, or views of their
+ * slots. */
+#include "grad_results.h"
+
+#include <string.h>
+
+#include "gpu_step.h"
+#include "sparse_grads.h"
+
+/* At once, or with all others where that is a launch. */
+static void copy(reducer_object *self, void *to, const void *from,
+                 const pli_layout *layout)
+{
+    if (pli_is_on_device(self))
+        pli_gpu_step_defer_copy(self, to, from, layout);
+    else
+        memcpy(to, from, pli_layout_bytes(layout));
+}
+
+/* Writes the reduced gradient where the user's gradient is. */
+static int copy_back(reducer_object *self, size_t i, PyObject *grad)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    void *memory = pli_slot_memory(self, i);
+    pli_tensor tensor;
+    if (pli_tensor_read_on(state, self->place, grad, "a parameter's gradient",
+                           &tensor) != 0)
+        return -1;
+    if (pli_layout_equal(&tensor.layout, slot->layout)) {
+        copy(self, tensor.data, memory, slot->layout);
+    } else {
+        PyObject *reduced = pli_tensor_borrow(state, self->place, memory, slot->layout);
+        PyObject *target =
+            reduced != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
+        PyObject *result =
+            target != NULL ? PyObject_CallMethod(target, "copy_", "O", reduced) : NULL;
+        Py_XDECREF(reduced);
+        Py_XDECREF(target);
+        Py_XDECREF(result);
+        if (result == NULL)
+            return -1;
+    }
+    if (self->recording == RECORDING_OFF)
+        return 0;
+    /* Somebody may have saved it for the second backward: let autograd find out. */
+    PyObject *result = PyObject_CallOneArg(state->increment_version, grad);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* A gradient for a parameter that only other ranks used. */
+static int bind_new(reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    if (slot->policy == POLICY_VIEW) {
+        const pli_view view = {.window = self->window,
+                               .place = self->place,
+                               .slot = i,
+                               .offset = pli_slot_in_window(self, i)};
+        grad = pli_tensor_view(state, &view, slot->layout);
+    } else {
+        PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
+        grad =
+            detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
+        Py_XDECREF(detached);
+        if (grad != NULL && copy_back(self, i, grad) != 0)
+            Py_CLEAR(grad);
+    }
+    const int status = grad != NULL ? pli_set_grad(self, i, grad) : -1;
+    Py_XDECREF(grad);
+    return status;
+}
+
+/* The user's hooks may have replaced a gradient since it was read: as in torch, the
+ * result goes where the parameter has its gradient now. */
+static int copy_to_current(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *grad = PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
+    if (grad == NULL)
+        return -1;
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        return bind_new(self, i);
+    }
+    Py_XSETREF(slot->target, grad);
+    return copy_back(self, i, grad);
+}
+
+static int bind_used(reducer_object *self, size_t i)
+{
+    const grad_slot *slot = &self->slots[i];
+    pli_tensor tensor;
+    if (slot->policy == POLICY_SPARSE)
+        return 0; /* pli_sparse_finish() has */
+    if (pl_reducer_sparse_dims(self->reducer, i) > 0 ||
+        (slot->n_sparse_dims > 0 && slot->mode == GRAD_COPY))
+        return pli_sparse_put_mean(self, i);
+    switch (slot->mode) {
+    case GRAD_COPY:
+        return self->has_user_hooks ? copy_to_current(self, i)
+                                    : copy_back(self, i, slot->target);
+    case GRAD_VIEW:
+        if (slot->target == NULL)
+            break;
+        if (pli_tensor_read_on(state_of_reducer(self), self->place, slot->target,
+                               "a gradient's view", &tensor) != 0)
+            return -1;
+        /* Its window may have been retired meanwhile. */
+        if (!pli_slot_is_seen_by(self, i, &tensor))
+            break;
+        return pli_set_grad(self, i, slot->target);
+    case GRAD_UNTOUCHED:
+        break;
+    }
+    return bind_new(self, i);
+}
+
+/* No rank had one: it is as it was before the reduction. */
+static int restore(reducer_object *self, size_t i)
+{
+    const grad_slot *slot = &self->slots[i];
+    pli_tensor saved;
+    if (slot->saved == NULL)
+        return 0;
+    if (pli_tensor_read_on(state_of_reducer(self), self->place, slot->saved,
+                           "an unused gradient", &saved) != 0)
+        return -1;
+    copy(self, pli_slot_memory(self, i), saved.data, slot->layout);
+    return 0;
+}
+
+int pli_results_bind(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    int status = 0;
+    if (pl_reducer_is_used(self->reducer, i)) {
+        status = bind_used(self, i);
+        if (self->homes == NULL)
+            slot->sync = GRAD_SYNCED;
+    } else {
+        status = restore(self, i);
+    }
+    if (!pli_is_on_device(self))
+        pli_results_drop(self, i);
+    return status;
+}
+
+void pli_results_drop(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    slot->mode = GRAD_UNTOUCHED;
+    slot->is_deferred = 0;
+    Py_CLEAR(slot->target);
+    Py_CLEAR(slot->late);
+    Py_CLEAR(slot->retained);
+    Py_CLEAR(slot->saved);
+}
+
+int pli_results_bind_shadow(reducer_object *self, size_t i)
+{
+    if (!pli_binds_results(self))
+        return 0;
+    if (pl_reducer_is_used(self->reducer, i))
+        return pli_results_bind(self, i);
+    /* What is there is the gradient of a step before: no optimizer may take it again.
+     */
+    return pli_set_grad(self, i, Py_None);
+}
+
+int pli_results_finish(reducer_object *self)
+{
+    if (!pli_is_on_device(self))
+        return 0;
+    const int status = pli_gpu_step_copy(self, self->stream);
+    for (size_t i = 0; i < self->n_slots; i++)
+        pli_results_drop(self, i);
+    return status;
+}

@@ -1,0 +1,11 @@
+/* grad_window.h - the window through which gradients see their slots (comm/window.h).
+ */
+#ifndef PLI_GRAD_WINDOW_H
+#define PLI_GRAD_WINDOW_H
+
+#include "reducer_object.h"
+
+/* Makes the window show the current plan; whoever sees an old view keeps its values. */
+int pli_grad_window_refresh(reducer_object *self);
+
+#endif

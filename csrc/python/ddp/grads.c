@@ -1,0 +1,391 @@
+/* grads.c - one gradient on its way into its slot.  What is done, by policy:
+ *
+ *   event                  copy                view                     sparse
+ *   ---------------------  ------------------  -----------------------  ---------
+ *   gradient, bucket open  `.grad` -> slot     `.grad` -> slot or       counted
+ *                                              += slot, `.grad` = None
+ *   ... on a GPU           with its bucket     with its bucket, is      (copy)
+ *                                              retained until then
+ *   ... bucket is posted   counted as late     += slot->late            counted
+ *   none in a backward     `.grad` -> slot     `.grad` -> slot, or      counted
+ *                                              saved if it is in place
+ *   second all-reduce      `.grad` -> slot     slot->late is added      none
+ *   results                slot -> `.grad`     `.grad` = view of slot   rows
+ *   (grad_results.c)
+ *
+ * A step treats a view as a copy where choose_mode() says so.
+ */
+#include "grads.h"
+
+#include "gpu_step.h"
+#include "grad_window.h"
+#include "sparse_grads.h"
+
+enum { RELEASE_GIL_BYTES = 65536 }; /* copies larger than this let others run */
+
+/* ---- reading -------------------------------------------------------------------- */
+
+int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    if (grad == NULL)
+        return -1;
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    if (pli_sparse_read(self, i, &grad, tensor) != 0) {
+        Py_DECREF(grad);
+        return -1;
+    }
+    if (tensor->layout.dtype != slot->layout->dtype ||
+        tensor->layout.n_elems != slot->layout->n_elems) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "parameter %zu was %zu x %s when it was wrapped, and its gradient is "
+            "%zu x %s: wrap the model again after changing its parameters",
+            i, slot->layout->n_elems, pl_dtype_text(slot->layout->dtype),
+            tensor->layout.n_elems, pl_dtype_text(tensor->layout.dtype));
+        Py_DECREF(grad);
+        return -1;
+    }
+    *out = grad;
+    return 1;
+}
+
+/* ---- a gradient arrives --------------------------------------------------------- */
+
+/* Before a slot is written anew: whoever keeps a view of its last gradient keeps the
+ * values. */
+static int protect_views(reducer_object *self, size_t i, pl_write_mode mode)
+{
+    if (mode == PL_IN_PLACE || self->slots[i].mode != GRAD_UNTOUCHED ||
+        pli_slot_n_views(self, i) == 0)
+        return 0;
+    if (!pli_is_on_device(self))
+        return pli_grad_window_refresh(self);
+    PyErr_Format(PyExc_RuntimeError,
+                 "the gradient of parameter %zu was exchanged while backward ran, and "
+                 "is still in use: on a GPU that can be done before backward alone",
+                 i);
+    return -1;
+}
+
+/* Whether others should run meanwhile: a large copy, or calls of the device's. */
+static int takes_long(const reducer_object *self, size_t i, pl_write_mode mode)
+{
+    if (pli_is_on_device(self))
+        return mode == PL_ADD || pl_reducer_may_post(self->reducer, i);
+    return pli_layout_bytes(self->slots[i].layout) >= RELEASE_GIL_BYTES;
+}
+
+static int mark_ready(reducer_object *self, size_t i, const void *data,
+                      pl_write_mode mode, pl_ready_result *out)
+{
+    pl_status st;
+    if (protect_views(self, i, mode) != 0)
+        return -1;
+    if (!takes_long(self, i, mode)) {
+        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->stream, out);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->stream, out);
+        Py_END_ALLOW_THREADS
+    }
+    return pli_check(state_of_reducer(self), st);
+}
+
+/* A tensor of torch's own in the slot's layout: the parameter's may be another now. */
+static PyObject *empty_in_slot_layout(reducer_object *self, size_t i)
+{
+    const grad_slot *slot = &self->slots[i];
+    PyObject *like = pli_tensor_borrow(state_of_reducer(self), self->place,
+                                       pli_slot_memory(self, i), slot->layout);
+    PyObject *shape = like != NULL ? PyObject_CallMethod(like, "size", NULL) : NULL;
+    PyObject *strides =
+        shape != NULL ? PyObject_CallMethod(like, "stride", NULL) : NULL;
+    PyObject *empty = strides != NULL
+                          ? PyObject_CallMethod(slot->param, "new_empty_strided", "OO",
+                                                shape, strides)
+                          : NULL;
+    Py_XDECREF(like);
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return empty;
+}
+
+/* The gradient in the slot's layout: *out is `grad` itself where it has that, else a
+ * copy made by torch. */
+static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
+                          pli_tensor *tensor, PyObject **out)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    if (pli_layout_equal(&tensor->layout, slot->layout)) {
+        *out = Py_NewRef(grad);
+        return 0;
+    }
+    PyObject *copy = empty_in_slot_layout(self, i);
+    PyObject *source = copy != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
+    PyObject *result =
+        source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
+    int status = -1;
+    if (result != NULL && pli_tensor_read_on(state, self->place, copy,
+                                             "a gradient's copy", tensor) == 0) {
+        *out = Py_NewRef(copy);
+        status = 0;
+        if (!pli_layout_equal(&tensor->layout, slot->layout)) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "the shape of parameter %zu changed after wrapping: wrap the "
+                         "model again",
+                         i);
+            Py_CLEAR(*out);
+            status = -1;
+        }
+    }
+    Py_XDECREF(result);
+    Py_XDECREF(source);
+    Py_XDECREF(copy);
+    return status;
+}
+
+/* The slot was filled with a dense copy of a sparse gradient. */
+static void set_sparse(reducer_object *self, size_t i)
+{
+    if (self->slots[i].n_sparse_dims > 0)
+        pl_reducer_set_sparse(self->reducer, i, self->slots[i].n_sparse_dims);
+}
+
+/* One more that lives until its bucket is posted. */
+static int retain(grad_slot *slot, PyObject *object)
+{
+    PyObject *both = slot->retained == NULL ? Py_NewRef(object)
+                                            : PyTuple_Pack(2, slot->retained, object);
+    if (both == NULL)
+        return -1;
+    Py_XSETREF(slot->retained, both);
+    return 0;
+}
+
+/* `data` is copied later, from what the user has as gradient or from a copy of that. */
+static int retain_until_copied(reducer_object *self, size_t i, PyObject *grad,
+                               PyObject *data)
+{
+    grad_slot *slot = &self->slots[i];
+    if (pli_has_user_hooks(slot)) { /* somebody may change it before */
+        PyThreadState *thread = PyEval_SaveThread();
+        const pl_status st = pl_reducer_flush(self->reducer, i);
+        PyEval_RestoreThread(thread);
+        return pli_check(state_of_reducer(self), st);
+    }
+    return data != grad ? retain(slot, data) : 0;
+}
+
+static int mark_ready_by_copy(reducer_object *self, size_t i, PyObject *grad,
+                              pli_tensor *tensor)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *dense = NULL;
+    pl_ready_result result;
+    if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
+        return -1;
+    /* What a peer's second all-reduce adds must be what this rank's adds: a large
+     * gradient that stays whole here can only come before its bucket is posted. */
+    if (slot->policy == POLICY_VIEW && slot->mode == GRAD_UNTOUCHED)
+        pl_reducer_defer_bucket(self->reducer, i);
+    int status = mark_ready(self, i, tensor->data, PL_REPLACE, &result);
+    if (status == 0 && result == PL_DEFERRED)
+        status = retain_until_copied(self, i, grad, dense);
+    Py_DECREF(dense);
+    if (status == 0) {
+        Py_XSETREF(slot->target, Py_NewRef(grad));
+        slot->mode = GRAD_COPY;
+        set_sparse(self, i);
+    }
+    return status;
+}
+
+static int add_late(grad_slot *slot, PyObject *grad)
+{
+    if (slot->late == NULL) {
+        slot->late = Py_NewRef(grad);
+        return 0;
+    }
+    PyObject *sum = PyObject_CallMethod(slot->late, "add_", "O", grad);
+    Py_XDECREF(sum);
+    return sum != NULL ? 0 : -1;
+}
+
+static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,
+                              pli_tensor *tensor)
+{
+    grad_slot *slot = &self->slots[i];
+    const int is_in_place = pli_slot_is_seen_by(self, i, tensor);
+    const int is_first = slot->mode == GRAD_UNTOUCHED;
+    PyObject *dense = NULL;
+    pl_ready_result result;
+    if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
+        return -1;
+    const pl_write_mode mode =
+        is_in_place ? PL_IN_PLACE : (is_first ? PL_REPLACE : PL_ADD);
+    int status = mark_ready(self, i, tensor->data, mode, &result);
+    if (status == 0 && result == PL_DEFERRED && !is_in_place)
+        status = retain(slot, dense);
+    Py_DECREF(dense);
+    if (status != 0)
+        return -1;
+    slot->mode = GRAD_VIEW;
+    if (result == PL_LATE) {
+        if (add_late(slot, grad) != 0)
+            return -1;
+    } else if (is_in_place) {
+        Py_XSETREF(slot->target, Py_NewRef(grad));
+    } else if (self->retains_grads) {
+        Py_XSETREF(slot->retained, Py_NewRef(grad));
+    }
+    return pli_set_grad(self, i, Py_None);
+}
+
+/* Nobody may see the view in place of the gradient before the step ends. */
+static grad_mode choose_mode(const reducer_object *self, const grad_slot *slot,
+                             const pli_tensor *grad)
+{
+    if (slot->mode != GRAD_UNTOUCHED)
+        return slot->mode;
+    return slot->policy == POLICY_VIEW && self->recording == RECORDING_OFF &&
+                   self->homes == NULL && !pli_has_user_hooks(slot) &&
+                   slot->n_sparse_dims == 0 &&
+                   pli_layout_equal(&grad->layout, slot->layout)
+               ? GRAD_VIEW
+               : GRAD_COPY;
+}
+
+int pli_grads_mark_ready(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    pli_tensor tensor;
+    pl_ready_result result;
+    if (slot->policy == POLICY_SPARSE)
+        return pli_sparse_mark_ready(self, i);
+    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
+    if (has_grad < 0)
+        return -1;
+    if (has_grad == 0) /* an undefined gradient: nothing to add, nothing to wait for */
+        return mark_ready(self, i, NULL,
+                          slot->mode == GRAD_UNTOUCHED ? PL_REPLACE : PL_ADD, &result);
+    const int status = choose_mode(self, slot, &tensor) == GRAD_VIEW
+                           ? mark_ready_by_view(self, i, grad, &tensor)
+                           : mark_ready_by_copy(self, i, grad, &tensor);
+    Py_DECREF(grad);
+    if (pli_is_on_device(self))
+        pli_gpu_step_release_posted(self);
+    return status;
+}
+
+/* ---- no gradient arrived -------------------------------------------------------- */
+
+/* Whether the peers have yet to see what there is.  A context has no more than its own
+ * backwards have made: all of it counts. */
+static pl_use read_use(reducer_object *self, size_t i, int has_grad)
+{
+    grad_slot *slot = &self->slots[i];
+    if (self->homes != NULL)
+        return has_grad ? PL_USED : PL_UNUSED;
+    if (!has_grad)
+        slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
+    return slot->sync == GRAD_UNSYNCED ? PL_USED : PL_UNUSED;
+}
+
+static int mark_unused(reducer_object *self, size_t i, const void *data,
+                       pl_write_mode mode, int has_grad)
+{
+    const pl_use use = read_use(self, i, has_grad);
+    if (protect_views(self, i, mode) != 0)
+        return -1;
+    return pli_check(state_of_reducer(self),
+                     pl_reducer_mark_unused(self->reducer, i, data, mode, use));
+}
+
+/* One that is declared sparse has nothing in its slot. */
+static int mark_declared_unused(reducer_object *self, size_t i)
+{
+    const int has_grad = pli_sparse_has_grad(self, i);
+    return has_grad >= 0 ? mark_unused(self, i, NULL, PL_IN_PLACE, has_grad) : -1;
+}
+
+/* If no rank used it, it must come out of the reduction as it went in. */
+static int save(grad_slot *slot, PyObject *grad)
+{
+    PyObject *detached = PyObject_CallMethod(grad, "detach", NULL);
+    slot->saved =
+        detached != NULL ? PyObject_CallMethod(detached, "clone", NULL) : NULL;
+    Py_XDECREF(detached);
+    return slot->saved != NULL ? 0 : -1;
+}
+
+int pli_grads_mark_unused(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    PyObject *dense = NULL;
+    pli_tensor tensor;
+    if (slot->policy == POLICY_SPARSE)
+        return mark_declared_unused(self, i);
+    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
+    int status = -1;
+    if (has_grad < 0)
+        return -1;
+    if (has_grad == 0)
+        return mark_unused(self, i, NULL, PL_REPLACE, has_grad);
+    if (pli_slot_is_seen_by(self, i, &tensor)) {
+        if (save(slot, grad) != 0)
+            goto done;
+        status = mark_unused(self, i, NULL, PL_IN_PLACE, has_grad);
+        slot->mode = GRAD_VIEW;
+    } else if (in_slot_layout(self, i, grad, &tensor, &dense) == 0) {
+        status = mark_unused(self, i, tensor.data, PL_REPLACE, has_grad);
+        if (status == 0 && dense != grad && pli_is_on_device(self))
+            status = retain(slot, dense);
+        slot->mode = GRAD_COPY;
+        set_sparse(self, i);
+    }
+    if (status == 0)
+        slot->target = Py_NewRef(grad);
+done:
+    Py_XDECREF(dense);
+    Py_DECREF(grad);
+    return status;
+}
+
+/* ---- the second all-reduce ------------------------------------------------------ */
+
+static int write_late(reducer_object *self, size_t i, const void *data,
+                      pl_write_mode mode)
+{
+    PyThreadState *thread = PyEval_SaveThread();
+    const pl_status st = pl_reducer_write_late(self->reducer, i, data, mode);
+    PyEval_RestoreThread(thread);
+    return pli_check(state_of_reducer(self), st);
+}
+
+int pli_grads_write_late(reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *dense = NULL;
+    pli_tensor tensor;
+    PyObject *grad = slot->policy == POLICY_VIEW ? slot->late : slot->target;
+    const pl_write_mode mode = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
+    if (grad == NULL)
+        return write_late(self, i, NULL, mode);
+    if (pli_tensor_read_on(state, self->place, grad, "a parameter's gradient",
+                           &tensor) != 0 ||
+        in_slot_layout(self, i, grad, &tensor, &dense) != 0)
+        return -1;
+    const int status = write_late(self, i, tensor.data, mode);
+    Py_DECREF(dense);
+    return status;
+}

@@ -1,0 +1,66 @@
+/* group_callbacks.c - between the core's group comm and the Python object that carries
+ * its operations:
+ *
+ *     group_comm.issue(kind, dtype, reduction, offset_bytes, n_elems, root, ticket)
+ *     group_comm.wait(ticket)
+ *     group_comm.drop()
+ *
+ * They are called wherever the core issues, waits and fails, with or without the GIL.
+ */
+#include "world.h"
+
+/* Takes over `result`, and with it what the call says. */
+static pl_status status_of_call(PyObject *result)
+{
+    const pl_status st = result != NULL ? PL_OK : pli_callback_failed();
+    Py_XDECREF(result);
+    return st;
+}
+
+static const char *reduction_text(pl_reduction reduction)
+{
+    static const char *const texts[PL_N_REDUCTIONS] = {
+        [PL_SUM] = "sum", [PL_MEAN] = "mean", [PL_MAX] = "max"};
+    return texts[reduction];
+}
+
+static pl_status issue(void *context, const pl_op *op, pl_ticket ticket)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const pl_status st = status_of_call(
+        PyObject_CallMethod(context, "issue", "sssnniK", pli_op_kind_text(op->kind),
+                            pl_dtype_text(op->dtype), reduction_text(op->reduction),
+                            (Py_ssize_t)op->offset_bytes, (Py_ssize_t)op->n_elems,
+                            op->root, (unsigned long long)ticket));
+    PyGILState_Release(gil);
+    return st;
+}
+
+static pl_status wait(void *context, pl_ticket ticket)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    const pl_status st = status_of_call(
+        PyObject_CallMethod(context, "wait", "K", (unsigned long long)ticket));
+    PyGILState_Release(gil);
+    return st;
+}
+
+/* An exception that is set stays set. */
+static void drop(void *context)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *result = PyObject_CallMethod(context, "drop", NULL);
+    if (result == NULL)
+        PyErr_Clear();
+    Py_XDECREF(result);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+pli_group_callbacks pli_group_callbacks_of(PyObject *group_comm)
+{
+    return (pli_group_callbacks){
+        .context = group_comm, .issue = issue, .wait = wait, .drop = drop};
+}

@@ -1,0 +1,271 @@
+/* hook_type.c - the callable behind each parameter's post-accumulate-grad hook.
+ *
+ * It is called after all hooks of the user's, whenever they were registered, and takes
+ * what they have made of the gradient: torch's wrapper has its hook on the node, whose
+ * hooks are called after the parameter's.
+ *
+ * It knows its reducer without owning it: the parameter owns the hook, the reducer owns
+ * the parameter, and a cycle through torch's C++ could not be collected.  The reducer
+ * clears the link when it goes.
+ */
+#include "hook_type.h"
+
+#include <unistd.h>
+
+#include "backward_end_type.h"
+#include "forwards.h"
+#include "gpu_step.h"
+#include "grads.h"
+#include "step.h"
+
+typedef struct hook_object {
+    PyObject_HEAD
+    reducer_object *reducer; /* borrowed; NULL once that is gone */
+    size_t index;
+} hook_object;
+
+static int begin(reducer_object *self)
+{
+    /* The callback comes first: should this backward fail, it reports that. */
+    if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
+        return -1;
+    return pli_step_begin(self);
+}
+
+/* What torch refuses, for those who ask to be refused it too. */
+static int check_is_first(const reducer_object *self, size_t i)
+{
+    if (!self->is_strict)
+        return 0;
+    if (self->slots[i].is_unused) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "Expected to mark a variable ready only once. Parameter at index %zu (of "
+            "those that require gradients) got a gradient, and no output of the last "
+            "forward shows that it is used: it is used in a reentrant checkpoint, for "
+            "an output that hides its tensors, or outside of forward. Leave out "
+            "find_unused_parameters, or strict: paceline averages such gradients too.",
+            i);
+        return -1;
+    }
+    if (pl_reducer_ready_count(self->reducer, i) == 0)
+        return 0;
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "Expected to mark a variable ready only once. Parameter at index %zu (of those "
+        "that require gradients) got a second gradient in one backward: it is used in "
+        "several reentrant checkpoints, or outside of forward. Checkpoint with "
+        "use_reentrant=False, or leave out strict: paceline averages such gradients "
+        "too.",
+        i);
+    return -1;
+}
+
+int pli_hook_set_unused(PyObject *object, PyObject *mask, void *closure)
+{
+    reducer_object *self = (reducer_object *)object;
+    (void)closure;
+    if (mask == NULL || !PyBytes_Check(mask) ||
+        PyBytes_GET_SIZE(mask) != (Py_ssize_t)self->n_slots) {
+        PyErr_Format(PyExc_ValueError, "unused takes %zu bytes, one a parameter",
+                     self->n_slots);
+        return -1;
+    }
+    for (size_t i = 0; i < self->n_slots; i++)
+        self->slots[i].is_unused = PyBytes_AS_STRING(mask)[i];
+    return 0;
+}
+
+static PyObject *hook_call(PyObject *object, PyObject *param);
+
+/* The hook object behind a function, NULL where that is the user's; borrowed. */
+static PyObject *hook_behind(PyObject *function)
+{
+    return PyCFunction_Check(function) &&
+                   PyCFunction_GET_FUNCTION(function) == hook_call
+               ? PyCFunction_GET_SELF(function)
+               : NULL;
+}
+
+/* 1 where no other hook of the parameter's is called after ours; else 0, and ours is
+ * the last one from the next gradient on; -1. */
+static int become_last(const grad_slot *slot)
+{
+    PyObject *key, *value;
+    PyObject *our_key = NULL;
+    int is_last = 1; /* but for those of other wrappers, which change nothing */
+    Py_ssize_t at = 0;
+    while (PyDict_Next(slot->hooks, &at, &key, &value)) {
+        const PyObject *hook = hook_behind(value);
+        if (hook == slot->hook)
+            our_key = key;
+        else if (our_key != NULL && hook == NULL)
+            is_last = 0;
+    }
+    if (our_key == NULL || is_last)
+        return 1;
+    /* torch calls them in the order in which they entered the dict. */
+    Py_INCREF(our_key);
+    PyObject *function = PyObject_GetItem(slot->hooks, our_key);
+    const int status = function != NULL &&
+                               PyObject_DelItem(slot->hooks, our_key) == 0 &&
+                               PyObject_SetItem(slot->hooks, our_key, function) == 0
+                           ? 0
+                           : -1;
+    Py_XDECREF(function);
+    Py_DECREF(our_key);
+    return status;
+}
+
+/* Whether the gradient is to be taken now: 1, or 0, or -1.  Where hooks of the user's
+ * were registered since, those are yet to be called this time. */
+static int is_final(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    if (!pli_has_user_hooks(slot))
+        return 1;
+    self->has_user_hooks = 1;
+    const int is_last = become_last(slot);
+    slot->is_deferred = (char)(is_last == 0);
+    return is_last;
+}
+
+/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
+ * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
+ * where it is local; -1. */
+static int enter_step(reducer_object *self, size_t i, long task)
+{
+    if (!pl_reducer_is_active(self->reducer)) {
+        if (getpid() != self->owner_pid)
+            return 0; /* a forked child trains the bare model for itself */
+        if (!pli_forwards_begin_step(self, i)) {
+            if (task == NO_CONTEXT)
+                self->slots[i].sync = GRAD_UNSYNCED;
+            return 0;
+        }
+        if (begin(self) != 0)
+            return -1;
+        self->context_task = task;
+    } else if (self->context_task != task) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "gradients of a model came from two backwards at once, one of "
+                        "them of torch.distributed.autograd: run one after the other");
+        return -1;
+    }
+    /* An inner backward's callback may have run: the outer one needs another. */
+    if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
+        pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
+        return -1;
+    return 1;
+}
+
+static int on_gradient(reducer_object *self, size_t i)
+{
+    const int is_in_step = enter_step(self, i, NO_CONTEXT);
+    if (is_in_step <= 0)
+        return is_in_step;
+    const int takes_it = is_final(self, i);
+    if (takes_it <= 0)
+        return takes_it;
+    if (check_is_first(self, i) != 0 ||
+        (pli_is_on_device(self) && pli_gpu_step_read_stream(self) != 0))
+        return -1;
+    return pli_grads_mark_ready(self, i) != 0 ? -1 : pli_step_finish_inline(self);
+}
+
+static int refuse_device(const reducer_object *self)
+{
+    if (!pli_is_on_device(self))
+        return 0;
+    PyErr_SetString(PyExc_NotImplementedError,
+                    "torch.distributed.autograd collects gradients in its context, "
+                    "where this version of paceline averages those of models on the "
+                    "CPU alone: wrap a model on GPUs by torch's own "
+                    "DistributedDataParallel");
+    return -1;
+}
+
+PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
+{
+    reducer_object *self = (reducer_object *)object;
+    Py_ssize_t i;
+    long task;
+    if (!PyArg_ParseTuple(args, "nl:arrive_in_context", &i, &task))
+        return NULL;
+    if (i < 0 || (size_t)i >= self->n_slots || task < 0 || self->contexts == NULL) {
+        PyErr_Format(PyExc_ValueError, "no parameter %zd, or no backward %ld", i, task);
+        return NULL;
+    }
+    if (self->attachment == DETACHED)
+        Py_RETURN_NONE;
+    if (refuse_device(self) != 0)
+        return NULL;
+    const int is_in_step = enter_step(self, (size_t)i, task);
+    if (is_in_step < 0)
+        return NULL;
+    if (is_in_step > 0)
+        self->slots[i].is_deferred = 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *hook_call(PyObject *object, PyObject *param)
+{
+    const hook_object *self = (hook_object *)object;
+    (void)param;
+    if (self->reducer != NULL && on_gradient(self->reducer, self->index) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_call_def = {"paceline_hook", hook_call, METH_O,
+                                    "paceline_hook($self, param, /)\n--\n\nTake the "
+                                    "gradient that backward has produced."};
+
+PyObject *pli_hook_new(const module_state *state, reducer_object *reducer, size_t index)
+{
+    hook_object *self = PyObject_New(hook_object, state->hook_type);
+    if (self == NULL)
+        return NULL;
+    self->reducer = reducer;
+    self->index = index;
+    return (PyObject *)self;
+}
+
+void pli_hook_detach(PyObject *hook)
+{
+    ((hook_object *)hook)->reducer = NULL;
+}
+
+/* The function that torch calls: as cheap as a callable gets. */
+static PyObject *hook_function(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyCFunction_New(&hook_call_def, object);
+}
+
+static void hook_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyGetSetDef hook_getset[] = {
+    {"function", hook_function, NULL, "The callable to register.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_getset, hook_getset},
+    {Py_tp_doc, "A parameter's hook; made by Reducer alone."},
+    {0, NULL},
+};
+
+PyType_Spec pli_hook_spec = {
+    .name = "paceline._native.Hook",
+    .basicsize = sizeof(hook_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = hook_slots,
+};

@@ -1,0 +1,359 @@
+/* module_buffers.c - in each training forward, the root's buffers reach the others.
+ *
+ * The root is rank 0, unless it has joined (reducer_join.c).  Its buffers are sent with
+ * each step, beside the gradients, and the other ranks take them over later:
+ *
+ *  1. In a training forward the root compares what it sent with what it has, and sends
+ *     one bit: whether they differ.  If they do, it sends them once more; then the
+ *     others take them over.
+ *  2. In evaluation the first forward after a step takes over what came with that; it
+ *     waits for nobody.  A buffer that somebody has written or replaced since (a
+ *     checkpoint was loaded) is left as it is.
+ *  3. In a join context each forward does as in evaluation: no rank knows who else has
+ *     one.
+ *
+ * While a forward awaits its backward, whose graph may have saved the buffers, nothing
+ * is taken over.  On a GPU no value can be compared without waiting for the GPU: a
+ * forward takes over what came with the last step.
+ */
+#include "module_buffers.h"
+
+#include <string.h>
+
+#include "core/alloc.h"
+#include "gpu_step.h"
+
+typedef enum direction { TO_DENSE, FROM_DENSE } direction;
+
+/* 1 with *out and *tensor filled; 0 where the buffer is gone or has another size, as
+ * one that a forward has let grow: then this rank neither gives nor takes it in this
+ * step, and its next forward wraps the model anew; -1. */
+static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject **out,
+                       pli_tensor *tensor)
+{
+    const module_state *state = state_of_reducer(self);
+    PyObject *object = PyDict_GetItemWithError(buffer->owner, buffer->name);
+    if (object == NULL && PyErr_Occurred())
+        return -1;
+    if (object == NULL || object == Py_None) {
+        self->has_other_buffers = 1;
+        return 0;
+    }
+    if (pli_tensor_read_on(state, self->place, object, "a buffer", tensor) != 0)
+        return -1;
+    if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes) {
+        self->has_other_buffers = 1;
+        return 0;
+    }
+    *out = Py_NewRef(object);
+    return 1;
+}
+
+typedef int (*read_fn)(reducer_object *self, const grad_buffer *buffer, PyObject **out,
+                       pli_tensor *tensor);
+typedef int (*visit_fn)(reducer_object *self, const grad_buffer *buffer,
+                        PyObject *object, const pli_tensor *tensor);
+
+/* Visits each buffer that `read` says is to be visited, until one returns something
+ * else than 0, which is returned; -1 where one cannot be read. */
+static int visit_buffers(reducer_object *self, read_fn read, visit_fn visit)
+{
+    int status = 0;
+    for (size_t b = 0; status == 0 && b < self->n_buffers; b++) {
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        status = read(self, &self->buffers[b], &object, &tensor);
+        if (status > 0)
+            status = visit(self, &self->buffers[b], object, &tensor);
+        Py_XDECREF(object);
+    }
+    return status;
+}
+
+/* On a GPU, by torch: copies a tensor that is not dense, elements in row-major order.
+ */
+static int copy_with_holes(reducer_object *self, PyObject *object,
+                           const pli_tensor *tensor, char *block, direction way)
+{
+    pli_layout layout = tensor->layout;
+    pli_layout_make_row_major(&layout);
+    PyObject *dense =
+        pli_tensor_borrow(state_of_reducer(self), self->place, block, &layout);
+    PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
+    PyObject *result = NULL;
+    if (dense != NULL && detached != NULL)
+        result = way == TO_DENSE ? PyObject_CallMethod(dense, "copy_", "O", detached)
+                                 : PyObject_CallMethod(detached, "copy_", "O", dense);
+    Py_XDECREF(result);
+    Py_XDECREF(detached);
+    Py_XDECREF(dense);
+    return result != NULL ? 0 : -1;
+}
+
+/* Copies a buffer to or from its place in the memory that is sent: a dense one as it
+ * lies in memory, since the strides are every rank's.  On a GPU that is deferred, for
+ * one launch: the module has the tensors, and nobody changes its dict before. */
+static int copy_one(reducer_object *self, PyObject *object, const pli_tensor *tensor,
+                    const grad_buffer *buffer, direction way)
+{
+    const pli_layout *layout = &tensor->layout;
+    char *block = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    if (pli_is_on_device(self) && !pli_layout_is_dense(layout))
+        return copy_with_holes(self, object, tensor, block, way);
+    if (pli_is_on_device(self) && way == TO_DENSE)
+        pli_gpu_step_defer_copy(self, block, tensor->data, layout);
+    else if (pli_is_on_device(self))
+        pli_gpu_step_defer_copy(self, tensor->data, block, layout);
+    else if (way == TO_DENSE)
+        pli_layout_pack(layout, tensor->data, block);
+    else
+        pli_layout_unpack(layout, tensor->data, block);
+    return 0;
+}
+
+/* ---- packing -------------------------------------------------------------------- */
+
+static int pack_one(reducer_object *self, const grad_buffer *buffer, PyObject *object,
+                    const pli_tensor *tensor)
+{
+    return copy_one(self, object, tensor, buffer, TO_DENSE);
+}
+
+static int pack(reducer_object *self)
+{
+    if (visit_buffers(self, read_buffer, pack_one) != 0)
+        return -1;
+    return pli_gpu_step_copy(self, self->stream);
+}
+
+int pli_buffers_pack(reducer_object *self)
+{
+    /* A group whose collectives do nothing leaves each rank what it has. */
+    if (pl_comm_rank(self->comm) != pl_reducer_root(self->reducer) &&
+        !pli_comm_is_group_comm(self->comm))
+        return 0;
+    return pack(self);
+}
+
+/* A tensor's version counter, or -1 with an exception. */
+static long version_of(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    const long number = version != NULL ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return number;
+}
+
+/* 1 or 0, or -1. */
+static int has_values(const module_state *state, const pli_tensor *tensor,
+                      const char *values)
+{
+    const size_t n_bytes = pli_layout_bytes(&tensor->layout);
+    char *mine = NULL;
+    if (n_bytes == 0)
+        return 1;
+    if (pli_layout_is_dense(&tensor->layout))
+        return memcmp(tensor->data, values, n_bytes) == 0;
+    if (pli_check(state, pli_calloc(n_bytes, 1, "a buffer's copy", &mine)) != 0)
+        return -1;
+    pli_layout_pack(&tensor->layout, tensor->data, mine);
+    const int is_same = memcmp(mine, values, n_bytes) == 0;
+    pli_free(mine);
+    return is_same;
+}
+
+/* Overwrites one buffer, unless it has the values already: then no graph that saved it
+ * need see a change. */
+static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *object,
+                     const pli_tensor *tensor)
+{
+    const module_state *state = state_of_reducer(self);
+    char *values = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    const int is_same = has_values(state, tensor, values);
+    if (is_same != 0)
+        return is_same < 0 ? -1 : 0;
+    (void)copy_one(self, object, tensor, buffer, FROM_DENSE);
+    PyObject *result = PyObject_CallOneArg(state->increment_version, object);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* Remembers each buffer as it is, to take it over later. */
+static int put_off(reducer_object *self)
+{
+    for (size_t b = 0; b < self->n_buffers; b++) {
+        grad_buffer *buffer = &self->buffers[b];
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        if (read_buffer(self, buffer, &object, &tensor) < 0)
+            return -1;
+        Py_XSETREF(buffer->seen, object);
+        buffer->version = object != NULL ? version_of(object) : 0;
+        if (buffer->version < 0)
+            return -1;
+    }
+    self->buffers_state = BUFFERS_RECEIVED;
+    return 0;
+}
+
+int pli_buffers_receive(reducer_object *self)
+{
+    if (self->n_buffers == 0)
+        return 0;
+    self->buffers_sent = BUFFERS_SENT;
+    self->n_notices = 0;
+    if (pl_comm_rank(self->comm) == pl_reducer_root(self->reducer))
+        return 0;
+    if (!pl_reducer_root_is_active(self->reducer)) {
+        self->buffers_state = BUFFERS_CURRENT; /* what was put off is overwritten */
+        return 0;
+    }
+    return put_off(self);
+}
+
+void pli_buffers_forget(reducer_object *self)
+{
+    self->buffers_state = BUFFERS_CURRENT;
+    self->buffers_sent = BUFFERS_UNSENT;
+    self->n_notices = 0;
+}
+
+/* ---- in a forward --------------------------------------------------------------- */
+
+/* 1 where a buffer is not what was sent last, 0, or -1. */
+static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *object,
+                   const pli_tensor *tensor)
+{
+    const char *sent = (const char *)pl_reducer_extra(self->reducer) + buffer->offset;
+    const int is_same = has_values(state_of_reducer(self), tensor, sent);
+    (void)object;
+    return is_same < 0 ? -1 : !is_same;
+}
+
+/* 1 where the buffers are not what was sent last, 0, or -1. */
+static int is_to_send(reducer_object *self)
+{
+    if (self->buffers_sent != BUFFERS_SENT)
+        return 1;
+    return visit_buffers(self, read_buffer, differs);
+}
+
+/* What a non-root rank waits for: the root's n-th notice, and the bit in it. */
+typedef struct notice_wait {
+    pl_comm *comm;
+    int root;
+    unsigned n;
+    unsigned bit;
+} notice_wait;
+
+static pl_status notice_slice(void *context, int64_t slice_ns)
+{
+    notice_wait *wait = context;
+    return wait->comm->ops->await_notice(wait->comm, wait->root, wait->n, slice_ns,
+                                         &wait->bit);
+}
+
+/* Whether the root sends its buffers in this forward: what it says, or -1. */
+static int ask_root(reducer_object *self, int root)
+{
+    notice_wait wait = {.comm = self->comm, .root = root};
+    const pl_comm_ops *ops = self->comm->ops;
+    if (ops->notify == NULL || self->n_notices == PLI_MOST_NOTICES)
+        return 1;
+    wait.n = ++self->n_notices;
+    if (pl_comm_rank(self->comm) != root)
+        return pli_wait_in_slices(state_of_reducer(self), notice_slice, &wait) != 0
+                   ? -1
+                   : (int)wait.bit;
+    const int sends = is_to_send(self);
+    if (sends >= 0)
+        ops->notify(self->comm, wait.n, (unsigned)sends);
+    return sends;
+}
+
+static int send(reducer_object *self, int root)
+{
+    pl_ticket ticket;
+    const module_state *state = state_of_reducer(self);
+    if ((pl_comm_rank(self->comm) == root || pli_comm_is_group_comm(self->comm)) &&
+        pack(self) != 0)
+        return -1;
+    if (pli_check(state, pl_reducer_send_extra(self->reducer, &ticket)) != 0 ||
+        pli_wait_for_ticket(state, self->comm, ticket) != 0)
+        return -1;
+    self->buffers_sent = BUFFERS_SENT;
+    self->n_notices = 0;
+    return 0;
+}
+
+int pli_buffers_sync(reducer_object *self)
+{
+    const int root = pl_reducer_next_root(self->reducer);
+    if (self->n_buffers == 0 || self->forwards.n_unanswered > 0)
+        return 0;
+    const int sends = ask_root(self, root);
+    if (sends < 0 || (sends > 0 && send(self, root) != 0))
+        return -1;
+    self->buffers_state = BUFFERS_CURRENT;
+    if (pl_comm_rank(self->comm) == root)
+        return 0;
+    return visit_buffers(self, read_buffer, overwrite);
+}
+
+/* 1 where what was put off still holds for a buffer, which is read then; 0 where
+ * somebody has written or replaced it; -1. */
+static int is_as_seen(reducer_object *self, const grad_buffer *buffer, PyObject **out,
+                      pli_tensor *tensor)
+{
+    if (buffer->seen == NULL ||
+        PyDict_GetItem(buffer->owner, buffer->name) != buffer->seen)
+        return 0;
+    const int is_read = read_buffer(self, buffer, out, tensor);
+    if (is_read <= 0)
+        return is_read;
+    const long version = version_of(*out);
+    return version < 0 ? -1 : version == buffer->version;
+}
+
+static int launch_in(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    PyObject *written = PyList_New(0);
+    int status = written != NULL ? pli_gpu_step_read_stream(self) : -1;
+    for (size_t b = 0; b < self->n_buffers; b++) {
+        grad_buffer *buffer = &self->buffers[b];
+        PyObject *object = NULL;
+        pli_tensor tensor;
+        const int is_to = status == 0 ? is_as_seen(self, buffer, &object, &tensor) : 0;
+        if (is_to < 0)
+            status = -1;
+        else if (is_to && (copy_one(self, object, &tensor, buffer, FROM_DENSE) != 0 ||
+                           PyList_Append(written, object) != 0))
+            status = -1;
+        Py_XDECREF(object);
+    }
+    if (status == 0)
+        status = pli_gpu_step_copy(self, self->stream);
+    if (status == 0 && PyList_GET_SIZE(written) > 0) {
+        PyObject *result = PyObject_CallOneArg(state->increment_version, written);
+        Py_XDECREF(result);
+        status = result != NULL ? 0 : -1;
+    }
+    self->n_copies = 0;
+    Py_XDECREF(written);
+    return status;
+}
+
+int pli_buffers_apply(reducer_object *self)
+{
+    if (self->buffers_state == BUFFERS_CURRENT)
+        return 0;
+    self->buffers_state = BUFFERS_CURRENT;
+    const int status = pli_is_on_device(self)
+                           ? launch_in(self)
+                           : visit_buffers(self, is_as_seen, overwrite);
+    for (size_t b = 0; b < self->n_buffers; b++)
+        Py_CLEAR(self->buffers[b].seen);
+    /* Replays of a captured step bring new values, unseen. */
+    return status == 0 && self->captured != NULL ? put_off(self) : status;
+}

@@ -1,0 +1,99 @@
+/* reducer_build.c - a Reducer's slots, buffers, backend and hooks. */
+#include "reducer_build.h"
+
+#include "core/alloc.h"
+#include "hook_type.h"
+
+enum { MOST_RETAINED_BYTES = 64 << 20 };
+
+static int register_hook(const module_state *state, reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    slot->hook = pli_hook_new(state, self, i);
+    PyObject *function =
+        slot->hook != NULL ? PyObject_GetAttrString(slot->hook, "function") : NULL;
+    if (function == NULL)
+        return -1;
+    slot->handle = PyObject_CallMethod(
+        slot->param, "register_post_accumulate_grad_hook", "O", function);
+    Py_DECREF(function);
+    if (slot->handle == NULL)
+        return -1;
+    slot->hooks = PyObject_GetAttrString(slot->param, "_post_accumulate_grad_hooks");
+    if (slot->hooks == NULL || !PyDict_Check(slot->hooks)) {
+        Py_CLEAR(slot->hooks);
+        PyErr_Clear();
+        return 0;
+    }
+    /* torch.utils.swap_tensors leaves the dict here and takes what calls it away: then
+     * a hook that is added is not called before the dict is set anew. */
+    return PyObject_SetAttrString(slot->param, "_post_accumulate_grad_hooks",
+                                  slot->hooks);
+}
+
+static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
+{
+    const size_t n_bytes = pli_layout_bytes(slot->layout);
+    return n_bytes > 0 && n_bytes >= view_bytes ? POLICY_VIEW : POLICY_COPY;
+}
+
+/* What moves the gradients; for pli_backend_destroy(). */
+static int make_backend(const module_state *state, reducer_object *self)
+{
+    const size_t n_most =
+        self->n_slots > self->n_buffers ? self->n_slots : self->n_buffers;
+    if (pli_check(state, pli_calloc(n_most, sizeof *self->copies, "copies",
+                                    &self->copies)) != 0)
+        return -1;
+    if (!pli_is_on_device(self))
+        return pli_check(state, pli_cpu_backend_create(&self->backend));
+    self->backend = self->gpu->backend;
+    pli_cuda_backend_retain(self->backend);
+    return 0;
+}
+
+/* When the memory of a large gradient is freed that was copied to its slot.  Freed at
+ * once, it can be the top of the heap, which malloc then gives back to the kernel, and
+ * the next layer takes a page fault for each of its pages: for a ResNet 14,000 a step,
+ * a tenth of its time.  Until the end of the step, the heap is left as large as it is
+ * without data parallelism; the memory that this costs is bounded. */
+static int may_retain(const reducer_object *self)
+{
+    size_t n_bytes = 0;
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (self->slots[i].policy == POLICY_VIEW)
+            n_bytes += pli_layout_bytes(self->slots[i].layout);
+    return n_bytes <= MOST_RETAINED_BYTES;
+}
+
+int pli_reducer_build(const module_state *state, reducer_object *self,
+                      const pli_reducer_args *args)
+{
+    size_t extra_bytes = 0;
+    pl_reducer_spec spec = {0};
+    int status = -1;
+    if (pli_reducer_read_params(state, self->place, args->params, &self->slots,
+                                &self->n_slots) != 0 ||
+        pli_reducer_read_sparse(args->sparse, pli_is_on_device(self), self->slots,
+                                self->n_slots) != 0 ||
+        pli_reducer_read_buffers(state, self->place, args->buffers, &self->buffers,
+                                 &self->n_buffers, &extra_bytes) != 0 ||
+        pli_reducer_make_spec(state, args, self->slots, self->n_slots, extra_bytes,
+                              &spec) != 0 ||
+        make_backend(state, self) != 0 ||
+        pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
+                                           &self->reducer)) != 0)
+        goto done;
+    for (size_t i = 0; i < self->n_slots; i++) {
+        grad_slot *slot = &self->slots[i];
+        if (slot->policy != POLICY_SPARSE)
+            slot->policy = policy_by_size(slot, (size_t)args->view_bytes);
+        if (register_hook(state, self, i) != 0)
+            goto done;
+    }
+    self->retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
+    status = 0;
+done:
+    pli_reducer_free_spec(&spec);
+    return status;
+}

@@ -1,0 +1,481 @@
+/* reducer_type.c - paceline._native.Reducer: construction, and what Python may ask. */
+#include <stddef.h>
+#include <unistd.h>
+
+#include "backward_end_type.h"
+#include "comm_hook.h"
+#include "core/alloc.h"
+#include "forwards.h"
+#include "hook_type.h"
+#include "module_buffers.h"
+#include "reducer_build.h"
+#include "step.h"
+#include "uneven_inputs.h"
+
+#include <structmember.h>
+
+static reducer_object *reducer_of(PyObject *object)
+{
+    return (reducer_object *)object;
+}
+
+/* ---- construction and end ------------------------------------------------------- */
+
+/* In the order in which they were made: the steps of one backward are finished so, and
+ * most ranks take the shadow steps of several wrappers in this order too. */
+static void enter_list(reducer_object *self, module_state *state)
+{
+    reducer_object **link = &state->reducers;
+    while (*link != NULL)
+        link = &(*link)->next;
+    *link = self;
+}
+
+static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"world",        "params",     "buffers",
+                            "bucket_bytes", "last_bytes", "view_bytes",
+                            "sparse",       "caps",       NULL};
+    module_state *state = state_of_type(type);
+    pli_reducer_args read = {0};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!OOnnn|OO:Reducer", names, state->world_type, &read.world,
+            &read.params, &read.buffers, &read.bucket_bytes, &read.last_bytes,
+            &read.view_bytes, &read.sparse, &read.caps))
+        return NULL;
+    if (state->queue_callback == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "attach_torch() was not called");
+        return NULL;
+    }
+    reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    enter_list(self, state);
+    self->world = Py_NewRef(read.world);
+    self->comm = ((world_object *)read.world)->comm;
+    self->gpu = ((world_object *)read.world)->gpu;
+    self->place =
+        pli_is_on_device(self) ? self->gpu->place : (dl_device){.type = DL_CPU};
+    self->task = -1;
+    self->context_task = NO_CONTEXT;
+    self->is_sync = 1;
+    self->sync_backward = SYNC_ON;
+    self->role = PL_ACTIVE;
+    self->owner_pid = getpid();
+    if (pli_reducer_build(state, self, &read) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void remove_hooks(reducer_object *self)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
+        if (self->slots[i].hook != NULL)
+            pli_hook_detach(self->slots[i].hook);
+        if (self->slots[i].handle == NULL)
+            continue;
+        PyObject *result = PyObject_CallMethod(self->slots[i].handle, "remove", NULL);
+        if (result == NULL)
+            PyErr_Clear(); /* at interpreter exit: the hook does nothing anyway */
+        Py_XDECREF(result);
+        Py_CLEAR(self->slots[i].handle);
+    }
+    PyErr_Restore(type, value, traceback);
+}
+
+static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const reducer_object *self = reducer_of(object);
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->world);
+    Py_VISIT(self->on_finish);
+    Py_VISIT(self->comm_hook);
+    Py_VISIT(self->contexts);
+    Py_VISIT(self->homes);
+    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
+        Py_VISIT(self->slots[i].param);
+        Py_VISIT(self->slots[i].handle);
+        Py_VISIT(self->slots[i].target);
+        Py_VISIT(self->slots[i].late);
+        Py_VISIT(self->slots[i].retained);
+        Py_VISIT(self->slots[i].saved);
+    }
+    for (size_t b = 0; self->buffers != NULL && b < self->n_buffers; b++)
+        Py_VISIT(self->buffers[b].owner);
+    return 0;
+}
+
+static int reducer_clear(PyObject *object)
+{
+    reducer_object *self = reducer_of(object);
+    remove_hooks(self);
+    pli_free_slots(self->slots, self->n_slots);
+    self->slots = NULL;
+    self->n_slots = 0;
+    pli_free_buffers(self->buffers, self->n_buffers);
+    self->buffers = NULL;
+    self->n_buffers = 0;
+    Py_CLEAR(self->on_finish);
+    Py_CLEAR(self->comm_hook);
+    Py_CLEAR(self->contexts);
+    Py_CLEAR(self->homes);
+    return 0;
+}
+
+static void leave_list(reducer_object *self, module_state *state)
+{
+    reducer_object **link = &state->reducers;
+    while (*link != NULL && *link != self)
+        link = &(*link)->next;
+    if (*link == self)
+        *link = self->next;
+}
+
+static void reducer_dealloc(PyObject *object)
+{
+    reducer_object *self = reducer_of(object);
+    PyTypeObject *type = Py_TYPE(object);
+    leave_list(self, state_of(object));
+    PyObject_GC_UnTrack(object);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs(object);
+    (void)reducer_clear(object);
+    pl_reducer_destroy(self->reducer);
+    pli_window_release(self->window);
+    if (self->captured != NULL)
+        self->captured->release(self->captured);
+    pli_backend_destroy(self->backend);
+    pli_free(self->copies);
+    Py_CLEAR(self->world); /* last: all of the above lives in its memory */
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* ---- methods -------------------------------------------------------------------- */
+
+static int is_in_backward(const module_state *state)
+{
+    PyObject *node = PyObject_CallNoArgs(state->current_node);
+    const int is_inside = node != NULL && node != Py_None;
+    PyErr_Clear();
+    Py_XDECREF(node);
+    return is_inside;
+}
+
+/* Before a synchronised forward: leaves a failed step behind.  One that only peers have
+ * failed is met where this rank waits for them, and not before: what it raises by
+ * itself comes first. */
+static int leave_failure(reducer_object *self)
+{
+    if (!self->is_sync || !pl_reducer_has_failed(self->reducer))
+        return 0;
+    if (pli_step_recover(self) != 0)
+        return -1;
+    pli_forwards_restart(self, 0);
+    return 0;
+}
+
+static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    const module_state *state = state_of(object);
+    (void)ignored;
+    /* A forward inside a backward is a checkpoint's recomputation: it changes nothing.
+     */
+    if (is_in_backward(state))
+        Py_RETURN_NONE;
+    if (pli_step_check_process(self) != 0 || pli_backward_end_await(self) != 0)
+        return NULL;
+    if (self->unseen == FAILURE_UNSEEN) {
+        self->unseen = NO_FAILURE_UNSEEN;
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the last backward's gradients were not averaged: compiled "
+                        "autograd ran it outside of the main thread and left "
+                        "parameters unused; run it in the main thread");
+        return NULL;
+    }
+    if (pl_reducer_is_active(self->reducer)) {
+        /* The optimizer has run since, on gradients that were not averaged. */
+        pli_step_fail(self, "the end of the last backward was never seen");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "the last backward's gradients were not averaged, since its end "
+            "was never seen: run the model's forward through the wrapper");
+        return NULL;
+    }
+    self->sync_backward = SYNC_ON;
+    if (leave_failure(self) != 0 ||
+        (pli_is_on_device(self) && pli_buffers_apply(self) != 0))
+        return NULL;
+    pli_comm_set_failure_message(self->comm,
+                                 NULL); /* an exception of before was overcome */
+    pli_comm_record_activity(self->comm, PL_FORWARD,
+                             pl_reducer_step(self->reducer) + 1);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
+{
+    reducer_object *self = reducer_of(object);
+    uint64_t token = 0;
+    int is_watched, is_training;
+    if (!PyArg_ParseTuple(args, "pp:forward_ends", &is_watched, &is_training))
+        return NULL;
+    if (!is_in_backward(state_of(object))) {
+        const forward_outputs outputs = !is_watched   ? OUTPUTS_UNWATCHED
+                                        : is_training ? OUTPUTS_AWAITED
+                                                      : OUTPUTS_OF_EVALUATION;
+        if (self->is_sync) {
+            const uint64_t number = pli_forwards_end(self, outputs);
+            token = is_watched ? number << 1 | (outputs == OUTPUTS_AWAITED) : 0;
+        } else if (!is_watched) {
+            pli_forwards_supersede(self);
+        }
+    }
+    if (!pl_reducer_is_active(self->reducer))
+        pli_comm_record_activity(self->comm, PL_IDLE,
+                                 pl_reducer_step(self->reducer) + 1);
+    return PyLong_FromUnsignedLongLong(token);
+}
+
+static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    (void)pli_forwards_end(reducer_of(object), OUTPUTS_UNWATCHED);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    /* Where a peer has failed, that is the same step: this rank has given it up too. */
+    if (self->is_sync && !is_in_backward(state_of(object)))
+        pl_reducer_skip(self->reducer);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    if (pli_buffers_apply(reducer_of(object)) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    if (pli_is_on_device(self) || is_in_backward(state_of(object)))
+        Py_RETURN_NONE;
+    if (pli_buffers_sync(self) == 0)
+        Py_RETURN_NONE;
+    if (!pl_reducer_has_failed(self->reducer))
+        pli_step_fail_with_exception(self);
+    return NULL;
+}
+
+static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
+{
+    reducer_object *self = reducer_of(object);
+    (void)ignored;
+    self->attachment = DETACHED;
+    remove_hooks(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_on_output(PyObject *object, PyObject *args)
+{
+    reducer_object *self = reducer_of(object);
+    int is_synchronised;
+    unsigned long long token;
+    if (!PyArg_ParseTuple(args, "pK:on_output", &is_synchronised, &token))
+        return NULL;
+    if (self->attachment == DETACHED)
+        Py_RETURN_FALSE;
+    if (token > 0)
+        pli_forwards_answer(self, token >> 1, (int)(token & 1));
+    if (!is_synchronised) {
+        if (pli_backward_end_queue_local(self) != 0)
+            return NULL;
+        Py_RETURN_TRUE;
+    }
+    self->sync_backward = SYNC_ON;
+    if (self->is_sync && pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *reducer_get_step(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
+}
+
+static PyObject *reducer_get_n_active(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(
+        pl_reducer_participation(reducer_of(object)->reducer).n_active);
+}
+
+static PyObject *reducer_get_is_active(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(pl_reducer_is_active(reducer_of(object)->reducer));
+}
+
+/* [[parameter, ...], ...]: the buckets in their order, as the plan has them now. */
+static PyObject *reducer_get_buckets(PyObject *object, void *closure)
+{
+    const pl_plan *plan = pl_reducer_plan(reducer_of(object)->reducer);
+    PyObject *buckets = PyList_New((Py_ssize_t)plan->n_buckets);
+    (void)closure;
+    for (size_t b = 0; buckets != NULL && b < plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &plan->buckets[b];
+        PyObject *members = PyList_New((Py_ssize_t)bucket->n_params);
+        for (size_t m = 0; members != NULL && m < bucket->n_params; m++) {
+            PyObject *index = PyLong_FromUnsignedLong(bucket->params[m]);
+            if (index == NULL)
+                Py_CLEAR(members);
+            else
+                PyList_SET_ITEM(members, (Py_ssize_t)m, index);
+        }
+        if (members == NULL)
+            Py_CLEAR(buckets);
+        else
+            PyList_SET_ITEM(buckets, (Py_ssize_t)b, members);
+    }
+    return buckets;
+}
+
+/* How often each parameter got a gradient in the step begun last. */
+static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
+{
+    const reducer_object *self = reducer_of(object);
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
+    (void)closure;
+    for (size_t i = 0; bytes != NULL && i < self->n_slots; i++) {
+        const unsigned n = pl_reducer_ready_count(self->reducer, i);
+        PyBytes_AS_STRING(bytes)[i] = (char)(n < UINT8_MAX ? n : UINT8_MAX);
+    }
+    return bytes;
+}
+
+static PyMethodDef reducer_methods[] = {
+    {"forward_begins", reducer_forward_begins, METH_NOARGS,
+     "forward_begins($self, /)\n--\n\nTake over buffers, and leave a failed step "
+     "behind."},
+    {"forward_ends", reducer_forward_ends, METH_VARARGS,
+     "forward_ends($self, is_watched, is_training, /)\n--\n\nReturn a token for "
+     "on_output, which is called when its backward begins, if is_watched; else 0."},
+    {"await_backward", reducer_await_backward, METH_NOARGS,
+     "await_backward($self, /)\n--\n\nTake the next backward for that of a "
+     "synchronised forward."},
+    {"forward_fails", reducer_forward_fails, METH_NOARGS,
+     "forward_fails($self, /)\n--\n\nNo backward comes of the forward begun last."},
+    {"sync_buffers", reducer_sync_buffers, METH_NOARGS,
+     "sync_buffers($self, /)\n--\n\nIn a training forward on the CPU: take over rank "
+     "0's buffers, as they are now."},
+    {"apply_buffers", reducer_apply_buffers, METH_NOARGS,
+     "apply_buffers($self, /)\n--\n\nTake over what rank 0 sent with the last step."},
+    {"on_output", reducer_on_output, METH_VARARGS,
+     "on_output($self, is_synchronised, token, /)\n--\n\nThe backward of a forward "
+     "begins: whether that was to be synchronised, and its token the first time, 0 "
+     "later. False: another reducer has the parameters."},
+    {"arrive_in_context", pli_hook_arrive_in_context, METH_VARARGS,
+     "arrive_in_context($self, index, task, /)\n--\n\nA parameter has got a "
+     "gradient in a context of torch.distributed.autograd, and not as `grad`, in the "
+     "backward of this number."},
+    {"detach", reducer_detach, METH_NOARGS,
+     "detach($self, /)\n--\n\nTake the hooks off the parameters: another reducer has "
+     "them from now on, also for outputs of forwards before."},
+    {"shadow_step", pli_join_shadow_step, METH_VARARGS,
+     "shadow_step($self, is_first, binds_results, /)\n--\n\nTake part in one step "
+     "without gradients; return the number of ranks that had gradients, and the "
+     "highest "
+     "rank that took its first shadow step, or -1."},
+    {"set_join", pli_join_set, METH_VARARGS,
+     "set_join($self, divides_by_active, raises, /)\n--\n\nForget who was missing; set "
+     "whether means are over the active ranks, and whether backward raises where a "
+     "rank "
+     "is missing."},
+    {"abandon", pli_join_abandon, METH_O,
+     "abandon($self, text, /)\n--\n\nSend to the peers, unless they know, that this "
+     "rank will not take the next step, and why."},
+    {"set_comm_hook", (PyCFunction)(void (*)(void))pli_comm_hook_set,
+     METH_VARARGS | METH_KEYWORDS,
+     "set_comm_hook($self, hook, bucket_bytes, last_bytes, caps=())\n--\n\nHave a hook "
+     "average the buckets from now on, laid out anew under these caps: its "
+     "post(bucket) "
+     "is called with each that is full, its finish() when all are, abandon() when a "
+     "step fails, and finish_sparse(params, is_active, binds) with what is declared "
+     "sparse."},
+    {"poll", pli_comm_hook_poll, METH_NOARGS,
+     "poll($self, /)\n--\n\nRaise where a rank has failed or is gone."},
+    {"read_bucket", pli_comm_hook_read_bucket, METH_VARARGS,
+     "read_bucket($self, bucket, tensor, /)\n--\n\nCopy a bucket's gradients, one "
+     "after "
+     "another, to a tensor."},
+    {"write_bucket", pli_comm_hook_write_bucket, METH_VARARGS,
+     "write_bucket($self, bucket, tensor, /)\n--\n\nThe reverse of read_bucket()."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reducer_getset[] = {
+    {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
+    {"is_active", reducer_get_is_active, NULL, "Whether a step is under way.", NULL},
+    {"n_active", reducer_get_n_active, NULL,
+     "Number of ranks that had gradients in the last step.", NULL},
+    {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
+    {"ready_counts", reducer_get_ready_counts, NULL,
+     "How often each parameter got a gradient in the last step; 255: or more.", NULL},
+    {"unused", NULL, pli_hook_set_unused,
+     "A byte a parameter: whether its gradient is torch's error, under strict.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef reducer_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(reducer_object, weak_references),
+     READONLY, NULL},
+    {"on_finish", T_OBJECT, offsetof(reducer_object, on_finish), 0,
+     "Called without arguments after each step, inside the backward; None: nothing."},
+    {"contexts", T_OBJECT, offsetof(reducer_object, contexts), 0,
+     "Called at the end of a backward that arrive_in_context() was called in, with its "
+     "number; returns what has the gradients, each as its `grad`."},
+    {"sync", T_BOOL, offsetof(reducer_object, is_sync), 0,
+     "Whether gradients are synchronised."},
+    {"strict", T_BOOL, offsetof(reducer_object, is_strict), 0,
+     "Whether a second gradient of a parameter in one backward is torch's error."},
+    {"has_other_buffers", T_BOOL, offsetof(reducer_object, has_other_buffers), READONLY,
+     "Whether a step found a buffer gone, or of another size than it had."},
+    {"follows_forwards", T_BOOL, offsetof(reducer_object, follows_forwards), 0,
+     "Whether a backward of no forward of the wrapper is local; else all are steps."},
+    {"ends_with_step", T_BOOL, offsetof(reducer_object, ends_with_step), 0,
+     "Whether parameters without a gradient in a step are awaited no longer after it."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot reducer_slots[] = {
+    {Py_tp_new, reducer_new},
+    {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_traverse, reducer_traverse},
+    {Py_tp_clear, reducer_clear},
+    {Py_tp_methods, reducer_methods},
+    {Py_tp_getset, reducer_getset},
+    {Py_tp_members, reducer_members},
+    {Py_tp_doc, "Reducer(world, params, buffers, bucket_bytes, last_bytes, view_bytes, "
+                "sparse=(), caps=())\n--\n\n"
+                "Means of gradients over the ranks of a world, taken during backward."},
+    {0, NULL},
+};
+
+PyType_Spec pli_reducer_spec = {
+    .name = "paceline._native.Reducer",
+    .basicsize = sizeof(reducer_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = reducer_slots,
+};

@@ -1,0 +1,303 @@
+/* sparse_grads.c - sparse gradients: rows out of torch's tensors, and back. */
+#include "sparse_grads.h"
+
+#include <string.h>
+
+#include "comm_hook.h"
+#include "core/alloc.h"
+#include "reducer/sparse_exchange.h"
+
+/* ---- declared: a gradient arrives ----------------------------------------------- */
+
+int pli_sparse_has_grad(const reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    const int has_grad = grad == NULL ? -1 : grad != Py_None;
+    Py_XDECREF(grad);
+    return has_grad;
+}
+
+int pli_sparse_mark_ready(reducer_object *self, size_t i)
+{
+    pl_ready_result result;
+    const int has_grad = pli_sparse_has_grad(self, i);
+    const void *data = has_grad > 0 ? self : NULL; /* only whether there is one */
+    if (has_grad < 0)
+        return -1;
+    return pli_check(
+        state_of_reducer(self),
+        pl_reducer_mark_ready(self->reducer, i, data, PL_IN_PLACE, NULL, &result));
+}
+
+/* ---- declared: the exchange at the end of the step ------------------------------ */
+
+/* One parameter's part: what this rank has, and where the mean goes. */
+typedef struct sparse_part {
+    size_t slot;
+    PyObject *local; /* (numbers or None, values), or None where there is no gradient */
+    PyObject *room;  /* (numbers or None, values) */
+} sparse_part;
+
+typedef struct sparse_step {
+    reducer_object *reducer;
+    size_t n_parts;
+    sparse_part *parts;
+    pl_table *tables;
+    pl_rows *rows;
+    pl_rows *rooms;
+    pl_exchange *exchange;
+} sparse_step;
+
+static size_t count_parts(const reducer_object *reducer)
+{
+    size_t n_parts = 0;
+    for (size_t i = 0; i < reducer->n_slots; i++)
+        n_parts += reducer->slots[i].policy == POLICY_SPARSE &&
+                   pl_reducer_is_used(reducer->reducer, i);
+    return n_parts;
+}
+
+/* What begins a list of no rows: it has no memory, and NULL stands for all rows. */
+static int64_t *no_indices(void)
+{
+    static int64_t none;
+    return &none;
+}
+
+/* Reads a pair of rows, which owns the memory; -1 where it does not fit the table. */
+static int read_pair(const module_state *state, PyObject *pair, const pl_table *table,
+                     pl_rows *out)
+{
+    PyObject *numbers, *values;
+    pli_tensor tensor;
+    if (!PyArg_ParseTuple(pair, "OO", &numbers, &values))
+        return -1;
+    *out = (pl_rows){.n_rows = table->n_rows};
+    if (numbers != Py_None) {
+        if (pli_tensor_read(state, numbers, "row numbers", &tensor) != 0)
+            return -1;
+        out->n_rows = tensor.layout.n_elems;
+        out->indices = out->n_rows > 0 ? tensor.data : no_indices();
+        if (tensor.layout.dtype != PL_I64)
+            goto misfit;
+    }
+    if (pli_tensor_read(state, values, "a gradient's rows", &tensor) != 0)
+        return -1;
+    out->values = tensor.data;
+    if (tensor.layout.dtype == table->dtype &&
+        tensor.layout.n_elems == out->n_rows * table->row_elems)
+        return 0;
+misfit:
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a sparse gradient does not fit its parameter: wrap the model "
+                    "again after changing its parameters");
+    return -1;
+}
+
+static pl_table table_of(const pli_layout *layout)
+{
+    pl_table table = {
+        .n_rows = (size_t)layout->dims[0].size, .row_elems = 1, .dtype = layout->dtype};
+    for (int d = 1; d < layout->n_dims; d++)
+        table.row_elems *= (size_t)layout->dims[d].size;
+    return table;
+}
+
+static int read_part(sparse_step *self, size_t t, size_t slot)
+{
+    const module_state *state = state_of_reducer(self->reducer);
+    const pli_layout *layout = self->reducer->slots[slot].layout;
+    sparse_part *part = &self->parts[t];
+    part->slot = slot;
+    self->tables[t] = table_of(layout);
+    self->rows[t] = (pl_rows){.indices = no_indices()};
+    /* In a shadow step there is none: the gradient is that of a step before. */
+    part->local = self->reducer->role == PL_ACTIVE
+                      ? PyObject_CallOneArg(state->sparse_read,
+                                            pli_grad_home(self->reducer, slot))
+                      : Py_NewRef(Py_None);
+    if (part->local == NULL)
+        return -1;
+    if (part->local == Py_None)
+        return 0;
+    return read_pair(state, part->local, &self->tables[t], &self->rows[t]);
+}
+
+static int begin(sparse_step *self)
+{
+    reducer_object *reducer = self->reducer;
+    const module_state *state = state_of_reducer(reducer);
+    const size_t n = self->n_parts;
+    size_t t = 0;
+    if (pli_check(state, pli_calloc(n, sizeof *self->parts, "rows", &self->parts)) !=
+            0 ||
+        pli_check(state, pli_calloc(n, sizeof *self->tables, "rows", &self->tables)) !=
+            0 ||
+        pli_check(state, pli_calloc(n, sizeof *self->rows, "rows", &self->rows)) != 0 ||
+        pli_check(state, pli_calloc(n, sizeof *self->rooms, "rows", &self->rooms)) != 0)
+        return -1;
+    for (size_t i = 0; i < reducer->n_slots; i++)
+        if (reducer->slots[i].policy == POLICY_SPARSE &&
+            pl_reducer_is_used(reducer->reducer, i) && read_part(self, t++, i) != 0)
+            return -1;
+    const pl_exchange_spec spec = {
+        .comm = reducer->comm,
+        .offset_bytes = pl_reducer_staging_offset(reducer->reducer),
+        .staging_bytes = PLI_EXCHANGE_BYTES,
+        .tables = self->tables,
+        .rows = self->rows,
+        .n_tables = n,
+    };
+    return pli_check(state, pl_exchange_create(&spec, &self->exchange));
+}
+
+/* Makes the tensors that the means are written to. */
+static int make_room(sparse_step *self, size_t t)
+{
+    const module_state *state = state_of_reducer(self->reducer);
+    const pl_rows all = pl_exchange_union(self->exchange, t);
+    sparse_part *part = &self->parts[t];
+    PyObject *param = self->reducer->slots[part->slot].param;
+    pl_rows room;
+    part->room = all.indices != NULL
+                     ? PyObject_CallFunction(state->sparse_room, "On", param,
+                                             (Py_ssize_t)all.n_rows)
+                     : PyObject_CallFunction(state->sparse_room, "OO", param, Py_None);
+    if (part->room == NULL ||
+        read_pair(state, part->room, &self->tables[t], &room) != 0)
+        return -1;
+    if (all.n_rows > 0 && all.indices != NULL && room.indices != NULL)
+        memcpy(room.indices, all.indices, all.n_rows * sizeof *all.indices);
+    self->rooms[t] = room;
+    pl_exchange_set_room(self->exchange, t, room.values);
+    return 0;
+}
+
+static int put_mean(const sparse_step *self, size_t t)
+{
+    const module_state *state = state_of_reducer(self->reducer);
+    const sparse_part *part = &self->parts[t];
+    reducer_object *reducer = self->reducer;
+    PyObject *result = PyObject_CallFunctionObjArgs(
+        state->sparse_put, pli_grad_home(reducer, part->slot),
+        PyTuple_GET_ITEM(part->room, 0), PyTuple_GET_ITEM(part->room, 1), NULL);
+    Py_XDECREF(result);
+    if (reducer->homes == NULL)
+        reducer->slots[part->slot].sync = GRAD_SYNCED;
+    return result != NULL ? 0 : -1;
+}
+
+static pl_status find_slice(void *exchange, int64_t slice_ns)
+{
+    return pl_exchange_find(exchange, slice_ns);
+}
+
+static pl_status mean_slice(void *exchange, int64_t slice_ns)
+{
+    return pl_exchange_mean(exchange, slice_ns);
+}
+
+static int run(sparse_step *self)
+{
+    const module_state *state = state_of_reducer(self->reducer);
+    if (begin(self) != 0 || pli_wait_in_slices(state, find_slice, self->exchange) != 0)
+        return -1;
+    for (size_t t = 0; t < self->n_parts; t++)
+        if (make_room(self, t) != 0)
+            return -1;
+    if (pli_wait_in_slices(state, mean_slice, self->exchange) != 0)
+        return -1;
+    for (size_t t = 0; t < self->n_parts; t++) {
+        const pl_move mean = {
+            .to = self->rooms[t].values,
+            .dtype = self->tables[t].dtype,
+            .n_elems = self->rooms[t].n_rows * self->tables[t].row_elems,
+        };
+        if (pli_is_to_rescale(self->reducer) &&
+            pli_check(state, pl_reducer_rescale_mean(self->reducer->reducer, &mean)) !=
+                0)
+            return -1;
+    }
+    /* Only now that all are there: a step that fails leaves gradients as they were. */
+    for (size_t t = 0; t < self->n_parts && pli_binds_results(self->reducer); t++)
+        if (put_mean(self, t) != 0)
+            return -1;
+    return 0;
+}
+
+int pli_sparse_finish(reducer_object *self)
+{
+    sparse_step step = {.reducer = self, .n_parts = count_parts(self)};
+    if (step.n_parts == 0)
+        return 0;
+    if (self->comm_hook != NULL)
+        return pli_comm_hook_finish_sparse(self);
+    const int status = run(&step);
+    for (size_t t = 0; step.parts != NULL && t < step.n_parts; t++) {
+        Py_XDECREF(step.parts[t].local);
+        Py_XDECREF(step.parts[t].room);
+    }
+    pl_exchange_destroy(step.exchange);
+    pli_free(step.parts);
+    pli_free(step.tables);
+    pli_free(step.rows);
+    pli_free(step.rooms);
+    return status;
+}
+
+/* ---- not declared: reduced densely ---------------------------------------------- */
+
+/* Exchanges a sparse *grad for a dense copy. */
+static int densify(reducer_object *self, size_t i, PyObject **grad)
+{
+    PyObject *pair = PyObject_CallOneArg(state_of_reducer(self)->sparse_densify, *grad);
+    PyObject *dense;
+    int n_dims = 0;
+    if (pair == NULL)
+        return -1;
+    if (pair != Py_None) {
+        if (!PyArg_ParseTuple(pair, "Oi", &dense, &n_dims)) {
+            Py_DECREF(pair);
+            return -1;
+        }
+        Py_SETREF(*grad, Py_NewRef(dense));
+    }
+    Py_DECREF(pair);
+    self->slots[i].n_sparse_dims = (unsigned)n_dims;
+    return 0;
+}
+
+int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor *out)
+{
+    static const char what[] = "a parameter's gradient";
+    const module_state *state = state_of_reducer(self);
+    /* Most are dense: that one is sparse shows where it cannot be read, and then is
+     * looked for until a dense one comes. */
+    if (self->slots[i].n_sparse_dims == 0) {
+        if (pli_tensor_read_on(state, self->place, *grad, what, out) == 0)
+            return 0;
+        if (!PyErr_ExceptionMatches(PyExc_TypeError))
+            return -1;
+        PyErr_Clear();
+    }
+    if (densify(self, i, grad) != 0)
+        return -1;
+    return pli_tensor_read_on(state, self->place, *grad, what, out);
+}
+
+int pli_sparse_put_mean(reducer_object *self, size_t i)
+{
+    const module_state *state = state_of_reducer(self);
+    const grad_slot *slot = &self->slots[i];
+    PyObject *home = pli_grad_home(self, i);
+    PyObject *mean =
+        pli_tensor_borrow(state, self->place, pli_slot_memory(self, i), slot->layout);
+    PyObject *result =
+        mean != NULL ? PyObject_CallFunction(state->sparse_put_dense, "OOI", home, mean,
+                                             pl_reducer_sparse_dims(self->reducer, i))
+                     : NULL;
+    Py_XDECREF(mean);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}

@@ -1,0 +1,413 @@
+/* step.c - one backward: from its first gradient to its reduced ones. */
+#include "step.h"
+
+#include <unistd.h>
+
+#include "autograd_context.h"
+#include "comm_hook.h"
+#include "forwards.h"
+#include "gpu_step.h"
+#include "grad_results.h"
+#include "grad_window.h"
+#include "grads.h"
+#include "module_buffers.h"
+#include "sparse_grads.h"
+
+static pl_status recover_slice(void *reducer, int64_t slice_ns)
+{
+    return pl_reducer_recover(reducer, slice_ns);
+}
+
+/* Whether the thread does not show which backward a step is of.  A device has one, for
+ * everybody's; one of torch.distributed.autograd may go through several. */
+static int goes_by_task(const reducer_object *self)
+{
+    return pli_is_on_device(self) || self->context_task != NO_CONTEXT;
+}
+
+/* Whether both reducers' steps are of the backward that ends in this thread with
+ * `self`'s.  On the CPU a backward stays in its thread, nested ones with it. */
+static int is_same_backward(const reducer_object *self, const reducer_object *other)
+{
+    if (other == self)
+        return 1;
+    if ((goes_by_task(self) || goes_by_task(other)) && self->task != -1)
+        return other->task == self->task;
+    return other->thread == PyThread_get_thread_ident();
+}
+
+static pl_status wait_slice(void *reducer, int64_t slice_ns)
+{
+    return pl_reducer_wait(reducer, slice_ns);
+}
+
+/* Whether the backward is recorded itself (create_graph). */
+static int read_recording(reducer_object *self)
+{
+    const int is_recorded = pli_ask(state_of_reducer(self)->is_grad_enabled);
+    if (is_recorded < 0)
+        return -1;
+    self->recording = is_recorded ? RECORDING_ON : RECORDING_OFF;
+    return 0;
+}
+
+int pli_step_check_process(const reducer_object *self)
+{
+    if (getpid() == self->owner_pid)
+        return 0;
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "this process (%d) was forked from rank %d (process %d) and is no rank "
+        "itself: use the bare model (wrapper.module) here",
+        (int)getpid(), pl_comm_rank(self->comm), self->owner_pid);
+    return -1;
+}
+
+int pli_step_recover(reducer_object *self)
+{
+    return pli_wait_in_slices(state_of_reducer(self), recover_slice, self->reducer);
+}
+
+/* ---- views that somebody keeps -------------------------------------------------- */
+
+/* 1 where a view of slot i will still be seen when the slot is written, 0, or -1. */
+static int is_kept(reducer_object *self, size_t i)
+{
+    const grad_slot *slot = &self->slots[i];
+    PyObject *grad = NULL;
+    pli_tensor tensor;
+    if (pli_slot_n_views(self, i) == 0)
+        return 0;
+    if (pli_slot_n_views(self, i) > 1 || self->recording == RECORDING_ON ||
+        pli_has_user_hooks(slot) || self->role != PL_ACTIVE)
+        return 1;
+    const int has_grad = pli_grads_read(self, i, &grad, &tensor);
+    if (has_grad <= 0)
+        return has_grad < 0 ? -1 : 1;
+    const int is_in_place = pli_slot_is_seen_by(self, i, &tensor);
+    Py_DECREF(grad);
+    return !is_in_place;
+}
+
+static int is_any_kept(reducer_object *self)
+{
+    int status = 0;
+    if (self->generation != pl_reducer_generation(self->reducer))
+        return 1;
+    for (size_t i = 0; status == 0 && i < self->n_slots; i++)
+        status = is_kept(self, i);
+    return status;
+}
+
+/* On a GPU: makes sure that no slot is written anew of which somebody keeps a view. */
+static int protect_views(reducer_object *self)
+{
+    int captures = 0;
+    if (!pli_is_on_device(self))
+        return 0;
+    self->n_released = 0;
+    self->n_copies = 0;
+    if (self->window == NULL || pli_window_n_views(self->window) == 0)
+        return 0;
+    const int is_kept_anywhere = is_any_kept(self);
+    if (is_kept_anywhere <= 0)
+        return is_kept_anywhere;
+    if (pli_gpu_step_is_capturing(self, &captures) != 0)
+        return -1;
+    if (!captures)
+        return pli_grad_window_refresh(self);
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a CUDA graph captures a backward while gradients of an earlier "
+                    "step are kept: drop them first, and call "
+                    "zero_grad(set_to_none=True)");
+    return -1;
+}
+
+/* ---- a step begins -------------------------------------------------------------- */
+
+int pli_step_begin(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    const int has_failed = pl_reducer_has_failed(self->reducer);
+    if (pli_step_check_process(self) != 0 || read_recording(self) != 0 ||
+        pli_step_recover(self) != 0 || pli_gpu_step_check_capture(self) != 0 ||
+        pli_check(state, pl_reducer_begin(self->reducer)) != 0)
+        return -1;
+    if (has_failed) /* a backward is tried again, and not its forward */
+        pli_forwards_restart(self, 1);
+    self->thread = PyThread_get_thread_ident();
+    self->has_user_hooks = 0;
+    if (protect_views(self) != 0)
+        return -1;
+    if (self->window != NULL &&
+        self->generation == pl_reducer_generation(self->reducer))
+        return 0;
+    return pli_grad_window_refresh(self);
+}
+
+int pli_step_finish_inline(reducer_object *self)
+{
+    if (self->engine == ENGINE_CALLS_BACK || pl_reducer_n_not_ready(self->reducer) > 0)
+        return 0;
+    return pli_step_finish(self);
+}
+
+static int close_reducer(reducer_object *self)
+{
+    pl_status st;
+    if (!pli_is_on_device(self))
+        return pli_check(state_of_reducer(self), pl_reducer_close(self->reducer));
+    Py_BEGIN_ALLOW_THREADS
+    st = pl_reducer_close(self->reducer);
+    Py_END_ALLOW_THREADS
+    return pli_check(state_of_reducer(self), st);
+}
+
+/* Takes a gradient that was deferred, or marks a parameter that none came for. */
+static int complete(reducer_object *self, size_t i)
+{
+    grad_slot *slot = &self->slots[i];
+    if (slot->is_deferred) {
+        slot->is_deferred = 0;
+        return pli_grads_mark_ready(self, i);
+    }
+    return pl_reducer_ready_count(self->reducer, i) == 0
+               ? pli_grads_mark_unused(self, i)
+               : 0;
+}
+
+/* Does so for all parameters, and posts the rest of the step. */
+static int close_step(reducer_object *self)
+{
+    if (pli_gpu_step_read_stream(self) != 0 || pli_context_open(self) != 0)
+        return -1;
+    for (size_t i = 0; self->role == PL_ACTIVE && i < self->n_slots; i++)
+        if (complete(self, i) != 0)
+            return -1;
+    pli_forwards_send(self);
+    if (pli_buffers_pack(self) != 0 || close_reducer(self) != 0)
+        return -1;
+    if (pli_is_on_device(self))
+        pli_gpu_step_release_posted(self);
+    return 0;
+}
+
+/* The peers have done their part; what the stream does next comes behind the results.
+ */
+static int wait_step(reducer_object *self)
+{
+    const module_state *state = state_of_reducer(self);
+    pl_status st;
+    if (pli_wait_in_slices(state, wait_slice, self->reducer) != 0)
+        return -1;
+    if (!pli_is_on_device(self))
+        return 0;
+    Py_BEGIN_ALLOW_THREADS
+    st = pl_reducer_order(self->reducer);
+    Py_END_ALLOW_THREADS
+    return pli_check(state, st);
+}
+
+/* The second all-reduce: of those parameters that some rank got a gradient for after
+ * their bucket was posted. */
+static int reduce_late(reducer_object *self)
+{
+    if (pl_reducer_n_late(self->reducer) == 0)
+        return 0;
+    if (pli_comm_hook_check_late(self) != 0)
+        return -1;
+    for (size_t i = 0; i < self->n_slots; i++)
+        if (pl_reducer_is_late(self->reducer, i) && pli_grads_write_late(self, i) != 0)
+            return -1;
+    return close_reducer(self) != 0 ? -1 : wait_step(self);
+}
+
+/* Gives the gradients of the step up. */
+static void drop_gradients(reducer_object *self)
+{
+    for (size_t i = 0; i < self->n_slots; i++) {
+        const grad_slot *slot = &self->slots[i];
+        /* A view that was taken away is given back. */
+        if (slot->mode == GRAD_VIEW && slot->target != NULL &&
+            pli_set_grad(self, i, slot->target) != 0)
+            PyErr_Clear();
+        pli_results_drop(self, i);
+    }
+    pli_buffers_forget(self);
+    pli_context_close(self);
+}
+
+/* -1, with MismatchError, where the ranks are not in the same step.  All find it out
+ * by themselves, so nothing is sent: the step is ended, and its results are dropped. */
+static int check_is_same_step(reducer_object *self)
+{
+    PyObject *type, *value, *traceback;
+    if (pli_check(state_of_reducer(self), pl_reducer_check_forwards(self->reducer)) ==
+        0)
+        return 0;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (pli_comm_hook_finish(self) != 0)
+        PyErr_Clear();
+    drop_gradients(self);
+    pl_reducer_discard(self->reducer);
+    pli_forwards_end_step(self);
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
+/* Divides by the number of active ranks, where a join asks for that. */
+static int rescale(reducer_object *self)
+{
+    if (!pli_is_to_rescale(self))
+        return 0;
+    PyThreadState *thread = PyEval_SaveThread();
+    const pl_status st = pl_reducer_rescale(self->reducer);
+    PyEval_RestoreThread(thread);
+    return pli_check(state_of_reducer(self), st);
+}
+
+static int bind_results(reducer_object *self)
+{
+    int status = 0;
+    for (size_t i = 0; status == 0 && i < self->n_slots; i++)
+        status = self->role == PL_ACTIVE ? pli_results_bind(self, i)
+                                         : pli_results_bind_shadow(self, i);
+    return status == 0 ? pli_results_finish(self) : -1;
+}
+
+/* The end of a step, in this order:
+ *
+ *  1. close_step: parameters without a gradient are marked, the root's buffers packed,
+ *     and all that is not posted yet is posted
+ *  2. wait_step: every rank has done its part: results and flags are there
+ *  3. check_is_same_step: by the flags, all ranks are in the same step, or all raise
+ *  4. reduce_late: late gradients get a second all-reduce
+ *  5. pli_comm_hook_finish: what a communication hook began is written to the slots
+ *  6. rescale: means are over the active ranks, where a join asks for that
+ *  7. pli_sparse_finish: rows of sparse gradients are averaged
+ *  8. pli_comm_hook_confirm: all ranks have got here, or all give the step up
+ *  9. bind_results: reduced gradients become `.grad`
+ * 10. pli_buffers_receive: rank 0's buffers are recorded
+ */
+static int try_finish(reducer_object *self)
+{
+    if (pl_reducer_is_open(self->reducer) && close_step(self) != 0)
+        return -1;
+    if (pli_gpu_step_read_stream(self) != 0 || wait_step(self) != 0 ||
+        check_is_same_step(self) != 0 || reduce_late(self) != 0 ||
+        pli_comm_hook_finish(self) != 0 || rescale(self) != 0 ||
+        pli_sparse_finish(self) != 0 || pli_comm_hook_confirm(self) != 0 ||
+        bind_results(self) != 0 || pli_buffers_receive(self) != 0)
+        return -1;
+    pli_context_close(self);
+    pli_forwards_end_step(self);
+    return pli_check(state_of_reducer(self), pl_reducer_end(self->reducer));
+}
+
+void pli_step_fail_with_exception(reducer_object *self)
+{
+    PyObject *text = pli_exception_words();
+    pli_step_fail(self, text != NULL ? PyUnicode_AsUTF8(text)
+                                     : "its backward could not be finished");
+    Py_XDECREF(text);
+}
+
+/* All gradients are there. */
+static int call_on_finish(reducer_object *self)
+{
+    if (self->on_finish == NULL || self->on_finish == Py_None)
+        return 0;
+    PyObject *call = Py_NewRef(self->on_finish); /* it may be set anew meanwhile */
+    PyObject *result = PyObject_CallNoArgs(call);
+    Py_DECREF(call);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* -1, with torch's exception, where a rank has run out of batches and the join context
+ * is to end then. */
+static int check_join_end(const reducer_object *self)
+{
+    if (self->join_end == JOIN_GOES_ON || self->role != PL_ACTIVE ||
+        !pli_is_anyone_missing(self))
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError,
+                    "Detected at least one rank that exhausted inputs. Throwing across "
+                    "all ranks.");
+    return -1;
+}
+
+int pli_step_finish(reducer_object *self)
+{
+    if (try_finish(self) == 0)
+        return call_on_finish(self) != 0 ? -1 : check_join_end(self);
+    if (pl_reducer_is_active(self->reducer)) {
+        pli_comm_hook_raise_refusal(self);
+        pli_step_fail_with_exception(self);
+    }
+    return -1;
+}
+
+/* ---- the steps of one backward -------------------------------------------------- */
+
+static int close_if_open(reducer_object *self)
+{
+    if (!pl_reducer_is_open(self->reducer) || close_step(self) == 0)
+        return 0;
+    pli_step_fail_with_exception(self);
+    return -1;
+}
+
+static int finish_if_active(reducer_object *self)
+{
+    return pl_reducer_is_active(self->reducer) ? pli_step_finish(self) : 0;
+}
+
+/* Visits every reducer whose step ends with `self`'s, in the order of the list, which
+ * may change meanwhile, until a visit fails. */
+static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
+{
+    int status = 0;
+    reducer_object *other = state_of_reducer(self)->reducers;
+    Py_XINCREF(other);
+    while (other != NULL) {
+        if (status == 0 && is_same_backward(self, other))
+            status = visit(other);
+        reducer_object *next = other->next;
+        Py_XINCREF(next);
+        Py_DECREF(other);
+        other = next;
+    }
+    return status;
+}
+
+int pli_step_finish_all(reducer_object *self)
+{
+    int status = visit_backward(self, close_if_open);
+    if (status == 0)
+        status = visit_backward(self, finish_if_active);
+    /* The others' callbacks are dropped uncalled; this one's has been called. */
+    if (status != 0 && pl_reducer_is_active(self->reducer))
+        pli_step_fail(self, NULL);
+    return status;
+}
+
+/* On a device the communicator is aborted, which may take a while. */
+static void fail_reducer(reducer_object *self, const char *text)
+{
+    PyThreadState *thread = pli_is_on_device(self) ? PyEval_SaveThread() : NULL;
+    pl_reducer_fail(self->reducer, text);
+    if (thread != NULL)
+        PyEval_RestoreThread(thread);
+}
+
+void pli_step_fail(reducer_object *self, const char *text)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    fail_reducer(self, text);
+    pli_forwards_take_back(self);
+    pli_comm_hook_abandon(self);
+    drop_gradients(self);
+    PyErr_Restore(type, value, traceback);
+}

@@ -1,0 +1,466 @@
+/* world_type.c - paceline._native.World. */
+#include <limits.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <unistd.h>
+
+#include "broadcast.h"
+#include "core/config.h"
+#include "nccl/gpu_comm.h"
+#include "world.h"
+
+#include <structmember.h>
+
+#define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
+
+/* ---- World ---------------------------------------------------------------------- */
+
+static int read_pid(PyObject *item, int rank, int *out)
+{
+    int overflow = 0;
+    const long pid =
+        PyLong_Check(item) ? PyLong_AsLongAndOverflow(item, &overflow) : -1;
+    if (overflow != 0 || pid < 0 || pid > INT_MAX) {
+        PyErr_Format(PyExc_ValueError,
+                     "pids[%d] is %R: give a process id, or 0 for none", rank, item);
+        return -1;
+    }
+    *out = (int)pid;
+    return 0;
+}
+
+static int read_pids(PyObject *sequence, int world_size, int *pids)
+{
+    int status = 0;
+    PyObject *fast = PySequence_Fast(sequence, "pids: give a sequence of integers");
+    if (fast == NULL)
+        return -1;
+    if (PySequence_Fast_GET_SIZE(fast) != world_size) {
+        PyErr_Format(PyExc_ValueError, "pids has %zd entries for %d ranks",
+                     PySequence_Fast_GET_SIZE(fast), world_size);
+        status = -1;
+    }
+    for (int r = 0; status == 0 && r < world_size; r++)
+        status = read_pid(PySequence_Fast_GET_ITEM(fast, r), r, &pids[r]);
+    Py_DECREF(fast);
+    return status;
+}
+
+typedef struct world_arguments {
+    int rank;
+    int world_size;
+    Py_ssize_t arena_bytes;
+    Py_ssize_t n_ops;
+    double timeout;
+    PyObject *pids;
+    PyObject *meeting;    /* Listener on rank 0, else its address; None: of one rank */
+    PyObject *group_comm; /* None, or who carries the operations */
+    PyObject *device;     /* None, or the Device that has the gradients */
+    Py_ssize_t device_bytes;
+    const char *nccl;
+    const char *accumulate;
+    int64_t deadline_ns;
+} world_arguments;
+
+static int uses_group(const world_arguments *arguments)
+{
+    return arguments->group_comm != NULL && arguments->group_comm != Py_None;
+}
+
+static int has_device(const world_arguments *arguments)
+{
+    return arguments->device != NULL && arguments->device != Py_None;
+}
+
+static size_t base_bytes(const world_arguments *arguments)
+{
+    return (size_t)arguments->arena_bytes +
+           (has_device(arguments) ? PLI_GPU_BOARD_BYTES : 0);
+}
+
+static pl_status join_world(const module_state *state, const world_arguments *arguments,
+                            const int *pids, const char *address, pl_comm **out)
+{
+    pl_status st;
+    const pli_shm_options options = {
+        .rank = uses_group(arguments) ? 0 : arguments->rank,
+        .world_size = uses_group(arguments) ? 1 : arguments->world_size,
+        .arena_bytes = base_bytes(arguments),
+        .n_ops = (size_t)arguments->n_ops,
+        .pids = pids,
+        .progress = state->progress,
+        .processes = state->processes,
+        .is_interrupted = pli_is_interrupted,
+        .deadline_ns = arguments->deadline_ns,
+    };
+    const pli_listener *listener =
+        Py_IS_TYPE(arguments->meeting, state->listener_type)
+            ? ((listener_object *)arguments->meeting)->listener
+            : NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_shm_create(&options, listener, address, out);
+    Py_END_ALLOW_THREADS
+    return st;
+}
+
+/* Has the group comm's world take the place of the world of one that *comm is. */
+static pl_status put_group_comm_before(const world_arguments *arguments, pl_comm **comm)
+{
+    const pli_group_comm_options options = {
+        .rank = arguments->rank,
+        .world_size = arguments->world_size,
+        .base = *comm,
+        .callbacks = pli_group_callbacks_of(arguments->group_comm)};
+    return pli_group_comm_create(&options, comm);
+}
+
+static int check_device(const module_state *state, const world_arguments *arguments)
+{
+    if (arguments->device != NULL && arguments->device != Py_None &&
+        !Py_IS_TYPE(arguments->device, state->gpu_type)) {
+        PyErr_Format(PyExc_TypeError, "device is %R: give a Device, or None",
+                     arguments->device);
+        return -1;
+    }
+    if (arguments->device_bytes < 0 ||
+        (arguments->device_bytes > 0 && !has_device(arguments))) {
+        PyErr_Format(PyExc_ValueError,
+                     "device_bytes is %zd: give 0 or more, and 0 without a device",
+                     arguments->device_bytes);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_deadline(const module_state *state, world_arguments *arguments)
+{
+    const double timeout =
+        arguments->timeout < LONGEST_TIMEOUT ? arguments->timeout : LONGEST_TIMEOUT;
+    return pli_check(state, pli_config_timeout_ns((int64_t)(timeout * 1e9),
+                                                  &arguments->deadline_ns));
+}
+
+static int check_arguments(const module_state *state, const world_arguments *arguments)
+{
+    if (arguments->world_size < 1 || arguments->world_size > PL_MAX_RANKS ||
+        arguments->rank < 0 || arguments->rank >= arguments->world_size) {
+        PyErr_Format(PyExc_ValueError,
+                     "rank %d of world_size %d: a world has 1 to %d ranks",
+                     arguments->rank, arguments->world_size, PL_MAX_RANKS);
+        return -1;
+    }
+    if (arguments->arena_bytes < 0 || arguments->n_ops < 1) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "arena_bytes is %zd and n_ops is %zd: give 0 or more, and 1 or more",
+            arguments->arena_bytes, arguments->n_ops);
+        return -1;
+    }
+    if (!(arguments->timeout > 0.0)) {
+        PyObject *timeout = PyFloat_FromDouble(arguments->timeout);
+        PyErr_Format(PyExc_ValueError, "timeout is %R: give more than 0 seconds",
+                     timeout != NULL ? timeout : Py_None);
+        Py_XDECREF(timeout);
+        return -1;
+    }
+    const int is_alone = arguments->world_size == 1 || uses_group(arguments);
+    const int is_met = arguments->rank == 0
+                           ? Py_IS_TYPE(arguments->meeting, state->listener_type)
+                           : PyUnicode_Check(arguments->meeting);
+    if (!is_met && !(is_alone && arguments->meeting == Py_None)) {
+        PyErr_Format(
+            PyExc_TypeError,
+            "meeting is %R: rank 0 gives its Listener, the others its address, "
+            "one that shares no memory None",
+            arguments->meeting);
+        return -1;
+    }
+    return 0;
+}
+
+static int parse_arguments(const module_state *state, PyObject *args, PyObject *kwargs,
+                           world_arguments *arguments)
+{
+    static char *names[] = {"rank",    "world_size",   "arena_bytes", "n_ops",
+                            "timeout", "pids",         "meeting",     "group_comm",
+                            "device",  "device_bytes", "nccl",        "accumulate",
+                            NULL};
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "iinndOO|OOnzs:World", names, &arguments->rank,
+            &arguments->world_size, &arguments->arena_bytes, &arguments->n_ops,
+            &arguments->timeout, &arguments->pids, &arguments->meeting,
+            &arguments->group_comm, &arguments->device, &arguments->device_bytes,
+            &arguments->nccl, &arguments->accumulate))
+        return -1;
+    if (check_arguments(state, arguments) != 0 || check_device(state, arguments) != 0)
+        return -1;
+    return read_deadline(state, arguments);
+}
+
+/* The group comm is to carry what the ranks say while the rest of the world is made. */
+static int serve(world_object *self)
+{
+    PyObject *result =
+        PyObject_CallMethod(self->group_comm, "serve", "O", (PyObject *)self);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
+/* Makes the world, layer by layer; what there is of it is the dealloc's to end. */
+static int build_world(module_state *state, world_object *self,
+                       const world_arguments *arguments, const int *pids,
+                       const char *address)
+{
+    if (pli_check(state, join_world(state, arguments, pids, address, &self->comm)) != 0)
+        return -1;
+    if (uses_group(arguments)) {
+        self->group_comm = Py_NewRef(arguments->group_comm);
+        if (pli_check(state, put_group_comm_before(arguments, &self->comm)) != 0)
+            return -1;
+    }
+    if (!has_device(arguments))
+        return 0;
+    if (uses_group(arguments) && serve(self) != 0)
+        return -1;
+    self->gpu = (gpu_object *)Py_NewRef(arguments->device);
+    const pli_gpu_world device = {.gpu = self->gpu,
+                                  .n_bytes = arguments->device_bytes,
+                                  .nccl = arguments->nccl,
+                                  .accumulate = arguments->accumulate,
+                                  .host_bytes = (size_t)arguments->arena_bytes,
+                                  .n_ops = (size_t)arguments->n_ops,
+                                  .deadline_ns = arguments->deadline_ns};
+    return pli_gpu_world_create(state, &device, &self->comm);
+}
+
+static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    module_state *state = state_of_type(type);
+    world_arguments arguments = {.accumulate = "nccl"};
+    const char *address = NULL;
+    int pids[PL_MAX_RANKS];
+    if (parse_arguments(state, args, kwargs, &arguments) != 0 ||
+        read_pids(arguments.pids, arguments.world_size, pids) != 0)
+        return NULL;
+    if (PyUnicode_Check(arguments.meeting) &&
+        (address = PyUnicode_AsUTF8(arguments.meeting)) == NULL)
+        return NULL;
+    world_object *self = (world_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->owner_pid = getpid();
+    if (build_world(state, self, &arguments, pids, address) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void world_dealloc(PyObject *object)
+{
+    world_object *self = (world_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs(object);
+    if (self->gpu == NULL || self->owner_pid == getpid()) {
+        PyThreadState *thread = pli_world_let_go(self);
+        pl_comm_destroy(self->comm);
+        pli_world_take_back(thread);
+    }
+    Py_XDECREF(self->gpu);
+    Py_XDECREF(self->group_comm);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static pl_comm *comm_of(PyObject *object)
+{
+    return ((world_object *)object)->comm;
+}
+
+static int parse_word(const char *what, const char *word, const char *const *words,
+                      int n_words, int *out)
+{
+    for (int i = 0; i < n_words; i++) {
+        if (strcmp(word, words[i]) != 0)
+            continue;
+        *out = i;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "%s: '%s' is not known", what, word);
+    return -1;
+}
+
+static PyObject *world_issue(PyObject *object, PyObject *args)
+{
+    static const char *const reductions[] = {"sum", "mean", "max"};
+    const char *kinds[PL_N_OP_KINDS];
+    const char *dtypes[PL_N_DTYPES];
+    const char *kind_word, *dtype_word, *reduction_word;
+    Py_ssize_t offset, n_elems;
+    int root = 0, kind = 0, dtype = 0, reduction = 0;
+    pl_ticket ticket = 0;
+    pl_comm *comm = comm_of(object);
+    for (int i = 0; i < PL_N_OP_KINDS; i++)
+        kinds[i] = pli_op_kind_text((pl_op_kind)i);
+    for (int i = 0; i < PL_N_DTYPES; i++)
+        dtypes[i] = pl_dtype_text((pl_dtype)i);
+    if (!PyArg_ParseTuple(args, "sssnn|i:issue", &kind_word, &dtype_word,
+                          &reduction_word, &offset, &n_elems, &root) ||
+        parse_word("kind", kind_word, kinds, PL_N_OP_KINDS, &kind) != 0 ||
+        parse_word("dtype", dtype_word, dtypes, PL_N_DTYPES, &dtype) != 0 ||
+        parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
+                   &reduction) != 0)
+        return NULL;
+    if (offset < 0 || n_elems < 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "offset_bytes is %zd and n_elems is %zd: neither can be negative",
+                     offset, n_elems);
+        return NULL;
+    }
+    const pl_op op = {.kind = (pl_op_kind)kind,
+                      .reduction = (pl_reduction)reduction,
+                      .dtype = (pl_dtype)dtype,
+                      .root = root,
+                      .offset_bytes = (size_t)offset,
+                      .n_elems = (size_t)n_elems};
+    PyThreadState *thread = pli_world_let_go((world_object *)object);
+    const pl_status st = pl_comm_issue(comm, &op, &ticket);
+    pli_world_take_back(thread);
+    if (st != PL_OK)
+        return pli_raise(state_of(object), st);
+    return PyLong_FromUnsignedLongLong(ticket);
+}
+
+static PyObject *world_wait(PyObject *object, PyObject *number)
+{
+    const pl_ticket ticket = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred() != NULL ||
+        pli_wait_for_ticket(state_of(object), comm_of(object), ticket) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static pl_status recover_slice(void *context, int64_t slice_ns)
+{
+    pl_recovery recovery;
+    return pl_comm_recover(context, slice_ns, &recovery);
+}
+
+static PyObject *world_recover(PyObject *object, PyObject *ignored)
+{
+    pl_comm *comm = comm_of(object);
+    (void)ignored;
+    if (pli_wait_in_slices(state_of(object), recover_slice, comm) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+const char *pli_text_of(PyObject *argument)
+{
+    if (PyUnicode_Check(argument))
+        return PyUnicode_AsUTF8(argument);
+    PyErr_Format(PyExc_TypeError, "text is %R: give a string", argument);
+    return NULL;
+}
+
+static PyObject *world_note_exception(PyObject *object, PyObject *argument)
+{
+    const char *text = NULL;
+    if (argument != Py_None && (text = pli_text_of(argument)) == NULL)
+        return NULL;
+    pli_comm_set_failure_message(comm_of(object), text);
+    Py_RETURN_NONE;
+}
+
+static PyObject *world_leave(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    PyThreadState *thread = pli_world_let_go((world_object *)object);
+    pl_comm_leave(comm_of(object));
+    pli_world_take_back(thread);
+    Py_RETURN_NONE;
+}
+
+/* The arena itself, which lives as long as whoever has such a buffer of it. */
+static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+    pl_comm *comm = comm_of(object);
+    return PyBuffer_FillInfo(view, object, pli_comm_arena(comm),
+                             (Py_ssize_t)comm->host_bytes, 0, flags);
+}
+
+static PyObject *world_rank(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pl_comm_rank(comm_of(object)));
+}
+
+static PyObject *world_size(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyLong_FromLong(pl_comm_world_size(comm_of(object)));
+}
+
+static PyObject *world_uses_group(PyObject *object, void *closure)
+{
+    (void)closure;
+    return PyBool_FromLong(pli_comm_is_group_comm(comm_of(object)));
+}
+
+static PyMethodDef world_methods[] = {
+    {"issue", world_issue, METH_VARARGS,
+     "issue($self, kind, dtype, reduction, offset_bytes, n_elems, root=0, /)\n--\n\n"
+     "Say that this rank's range is ready for one collective; return its ticket."},
+    {"wait", world_wait, METH_O,
+     "wait($self, ticket, /)\n--\n\nWait until every rank did its part up to ticket."},
+    {"recover", world_recover, METH_NOARGS,
+     "recover($self, /)\n--\n\nLeave a failed step behind, together with every rank."},
+    {"broadcast", pli_world_broadcast, METH_VARARGS,
+     "broadcast($self, tensors, root=0, /)\n--\n\nOverwrite every rank's tensors with "
+     "one rank's."},
+    {"note_exception", world_note_exception, METH_O,
+     "note_exception($self, text, /)\n--\n\nKeep a text for peers that must name this "
+     "rank; None forgets it."},
+    {"leave", world_leave, METH_NOARGS,
+     "leave($self, /)\n--\n\nSay goodbye to the peers; may be called twice."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef world_getset[] = {
+    {"rank", world_rank, NULL, "This rank.", NULL},
+    {"world_size", world_size, NULL, "Number of ranks.", NULL},
+    {"uses_group", world_uses_group, NULL,
+     "Whether a process group carries its operations.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef world_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(world_object, weak_references),
+     READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot world_slots[] = {
+    {Py_tp_new, world_new},
+    {Py_tp_dealloc, world_dealloc},
+    {Py_tp_methods, world_methods},
+    {Py_tp_getset, world_getset},
+    {Py_tp_members, world_members},
+    {Py_bf_getbuffer, world_getbuffer},
+    {Py_tp_doc,
+     "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
+     "group_comm=None, device=None, device_bytes=0, nccl=None, "
+     "accumulate='nccl')\n--\n\n"
+     "A rank's end of a world of processes: of one host, or of any, where a "
+     "group_comm carries what they say. Its buffer is this rank's arena. With a "
+     "device, as many bytes more are that device's, and NCCL's to reduce: "
+     "added up as it likes, or in 'float32'."},
+    {0, NULL},
+};
+
+PyType_Spec pli_world_spec = {
+    .name = "paceline._native.World",
+    .basicsize = sizeof(world_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = world_slots,
+};

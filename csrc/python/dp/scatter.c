@@ -1,0 +1,429 @@
+/* scatter.c - paceline._native.Scattered: a call's arguments by replica.
+ *
+ * scatter() walks the arguments once, and decides for each leaf whether it is split;
+ * the parts are cut, by replicas/split.h, when a replica's are asked for.
+ */
+#include "scatter.h"
+
+#include "leaf.h"
+#include "replicas/split.h"
+#include "tree.h"
+
+typedef struct scattered_object {
+    PyObject_HEAD
+    PyObject *call; /* (inputs, kwargs), as they came */
+    pli_tree *tree;
+    PyObject *leaves; /* a list */
+    char *ways;
+    PyObject *packs; /* a list of a list of PackedSequences, one a replica; or NULL */
+    PyObject *sizes; /* a tuple of int */
+    Py_ssize_t dim;
+    Py_ssize_t n_rows;
+    Py_ssize_t n_replicas; /* at the most */
+    Py_ssize_t n_parts;
+    int has_markers;
+    int has_each; /* a leaf of one row a replica */
+} scattered_object;
+
+/* The first leaf that is split says how many rows there are. */
+typedef struct batch {
+    Py_ssize_t leaf; /* -1: none yet */
+    Py_ssize_t n_rows;
+} batch;
+
+/* ---- how many rows -------------------------------------------------------------- */
+
+/* Raises `text`, which begin with the path of a leaf. */
+static int refuse(const scattered_object *self, Py_ssize_t leaf, const char *text)
+{
+    PyObject *path = pli_tree_path_of_call(self->tree, leaf);
+    if (path != NULL)
+        PyErr_Format(PyExc_ValueError, "%U %s", path, text);
+    Py_XDECREF(path);
+    return -1;
+}
+
+static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
+                       const pli_shape *shape)
+{
+    PyObject *path = pli_tree_path_of_call(self->tree, leaf);
+    PyObject *text = pli_shape_text(shape);
+    if (path != NULL && text != NULL)
+        PyErr_Format(PyExc_ValueError,
+                     "%U has shape %U and no dimension %zd to split it along: mark it "
+                     "by paceline.replicate(x) if each replica shall have it whole",
+                     path, text, self->dim);
+    Py_XDECREF(path);
+    Py_XDECREF(text);
+    return -1;
+}
+
+static int refuse_rows(const scattered_object *self, const batch *first,
+                       const batch *other)
+{
+    PyObject *path = pli_tree_path_of_call(self->tree, first->leaf);
+    PyObject *other_path = pli_tree_path_of_call(self->tree, other->leaf);
+    if (path != NULL && other_path != NULL)
+        PyErr_Format(PyExc_ValueError,
+                     "%U has %zd rows along dimension %zd, and %U has %zd: all tensors "
+                     "are split by rows, so they must have as many; mark what each "
+                     "replica shall have whole by paceline.replicate(x)",
+                     path, first->n_rows, self->dim, other_path, other->n_rows);
+    Py_XDECREF(path);
+    Py_XDECREF(other_path);
+    return -1;
+}
+
+static Py_ssize_t rows_of_packed(const module_state *state, PyObject *packed)
+{
+    PyObject *number = PyObject_CallOneArg(state->packed_rows, packed);
+    const Py_ssize_t n_rows = number != NULL ? PyLong_AsSsize_t(number) : -1;
+    Py_XDECREF(number);
+    return n_rows;
+}
+
+/* The rows of a leaf that is to be split; makes it whole where it has no dimension. */
+static int read_rows(const module_state *state, const scattered_object *self,
+                     Py_ssize_t leaf, Py_ssize_t *n_rows)
+{
+    pli_shape shape;
+    if (pli_leaf_shape(state, PyList_GET_ITEM(self->leaves, leaf), &shape) != 0)
+        return -1;
+    if (!shape.is_strided)
+        return refuse(self, leaf,
+                      "is a sparse or nested tensor, which cannot be split by rows: "
+                      "make it dense, or mark it by paceline.replicate(x) if each "
+                      "replica shall have it whole");
+    if (shape.n_dims == 0) {
+        self->ways[leaf] = PLI_WHOLE;
+        return 0;
+    }
+    const int dim = pli_shape_dim(&shape, self->dim);
+    if (dim < 0)
+        return refuse_dims(self, leaf, &shape);
+    *n_rows = shape.sizes[dim];
+    return 0;
+}
+
+/* Takes a leaf that has the same number once a replica for what it is: 1 if it is one.
+ * So says a number to each replica who knows torch's class, which splits every tensor
+ * by itself (`n.expand(n_replicas, -1)`).  Of more numbers than one a replica, or of
+ * different ones, the plain module would get another thing than its replicas. */
+static int take_each(const module_state *state, scattered_object *self,
+                     const batch *rows)
+{
+    if (rows->n_rows != self->n_replicas || self->ways[rows->leaf] != PLI_SPLIT)
+        return 0;
+    PyObject *dim = PyLong_FromSsize_t(self->dim);
+    PyObject *args[] = {PyList_GET_ITEM(self->leaves, rows->leaf), dim};
+    PyObject *answer =
+        dim != NULL ? PyObject_Vectorcall(state->repeats_row, args, 2, NULL) : NULL;
+    const int is_each = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_XDECREF(dim);
+    if (is_each == 1) {
+        self->ways[rows->leaf] = PLI_EACH;
+        self->has_each = 1;
+    }
+    return is_each;
+}
+
+/* Takes all leaves up to `other` for such ones, which has another number of rows. */
+static int take_all_before(const module_state *state, scattered_object *self,
+                           const batch *first, const batch *other)
+{
+    for (Py_ssize_t i = first->leaf; i < other->leaf; i++) {
+        if (self->ways[i] == PLI_WHOLE || self->ways[i] == PLI_EACH)
+            continue;
+        const batch here = {.leaf = i, .n_rows = first->n_rows};
+        const int is_each = take_each(state, self, &here);
+        if (is_each != 1)
+            return is_each;
+    }
+    return 1;
+}
+
+/* Takes account of a leaf that is to be split. */
+static int add_rows(const module_state *state, scattered_object *self, batch *first,
+                    const batch *here)
+{
+    if (first->leaf >= 0 && first->n_rows != here->n_rows) {
+        int is_settled = take_each(state, self, here);
+        if (is_settled != 0)
+            return is_settled < 0 ? -1 : 0;
+        is_settled = take_all_before(state, self, first, here);
+        if (is_settled != 1)
+            return is_settled < 0 ? -1 : refuse_rows(self, first, here);
+        *first = *here;
+    } else if (first->leaf < 0) {
+        *first = *here;
+    }
+    return 0;
+}
+
+static int count_rows(const module_state *state, scattered_object *self, batch *first)
+{
+    Py_ssize_t n_packs = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
+        batch here = {.leaf = i};
+        if (self->ways[i] == PLI_SPLIT) {
+            if (read_rows(state, self, i, &here.n_rows) != 0)
+                return -1;
+        } else if (self->ways[i] == PLI_PACK_FIRST) {
+            PyObject *packed = PyList_GET_ITEM(self->packs, n_packs++);
+            here.n_rows = rows_of_packed(state, packed);
+            if (here.n_rows < 0)
+                return -1;
+        }
+        if ((self->ways[i] == PLI_SPLIT || self->ways[i] == PLI_PACK_FIRST) &&
+            add_rows(state, self, first, &here) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- chunks --------------------------------------------------------------------- */
+
+static int fill_sizes(scattered_object *self)
+{
+    self->sizes = PyTuple_New(self->n_parts);
+    for (Py_ssize_t k = 0; self->sizes != NULL && k < self->n_parts; k++) {
+        PyObject *size =
+            PyLong_FromLongLong(pli_split_rows(self->n_rows, self->n_parts, k).n);
+        if (size == NULL)
+            Py_CLEAR(self->sizes);
+        else
+            PyTuple_SET_ITEM(self->sizes, k, size);
+    }
+    return self->sizes != NULL ? 0 : -1;
+}
+
+static int split_packs(const module_state *state, const scattered_object *self)
+{
+    for (Py_ssize_t i = 0; self->packs != NULL && i < PyList_GET_SIZE(self->packs);
+         i++) {
+        PyObject *args[] = {PyList_GET_ITEM(self->packs, i), self->sizes};
+        PyObject *parts = PyObject_Vectorcall(state->split_packed, args, 2, NULL);
+        if (parts == NULL || PyList_SetItem(self->packs, i, parts) != 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int divide(const module_state *state, scattered_object *self)
+{
+    const Py_ssize_t n_replicas = self->n_replicas;
+    batch first = {.leaf = -1};
+    const int status = count_rows(state, self, &first);
+    if (status != 0) {
+        if (n_replicas > 1 || !PyErr_ExceptionMatches(PyExc_ValueError))
+            return -1;
+        PyErr_Clear(); /* one replica takes whatever the module takes */
+    }
+    self->n_rows = first.n_rows;
+    self->n_parts = pli_split_parts(first.n_rows, n_replicas);
+    if (fill_sizes(self) != 0)
+        return -1;
+    return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
+}
+
+/* ---- a replica's ---------------------------------------------------------------- */
+
+/* The tensors of a PackedSequence's part, into `leaves` from `at` on. */
+static Py_ssize_t put_packed(PyObject *leaves, Py_ssize_t at, PyObject *part)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part); i++) {
+        PyObject *tensor = PyTuple_GET_ITEM(part, i);
+        if (tensor == Py_None)
+            continue;
+        PyList_SET_ITEM(leaves, at++, Py_NewRef(tensor));
+    }
+    return at;
+}
+
+static PyObject *leaves_of(const module_state *state, const scattered_object *self,
+                           Py_ssize_t k)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
+    const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
+    if (self->n_parts == 1 && !self->has_each)
+        return PyList_GetSlice(self->leaves, 0, n);
+    PyObject *leaves = PyList_New(n);
+    Py_ssize_t n_packs = 0;
+    for (Py_ssize_t i = 0; leaves != NULL && i < n;) {
+        PyObject *leaf = PyList_GET_ITEM(self->leaves, i);
+        if (self->ways[i] == PLI_PACK_FIRST) {
+            PyObject *parts = PyList_GET_ITEM(self->packs, n_packs++);
+            i = put_packed(leaves, i, PyList_GET_ITEM(parts, k));
+            continue;
+        }
+        const int is_each = self->ways[i] == PLI_EACH;
+        PyObject *part =
+            self->ways[i] == PLI_WHOLE
+                ? Py_NewRef(leaf)
+                : pli_leaf_narrow(state, leaf, self->dim, is_each ? k : rows.begin,
+                                  is_each ? 1 : rows.n);
+        if (part == NULL)
+            Py_CLEAR(leaves);
+        else
+            PyList_SET_ITEM(leaves, i++, part);
+    }
+    return leaves;
+}
+
+static int read_replica(const scattered_object *self, PyObject *number, Py_ssize_t *k)
+{
+    *k = PyNumber_AsSsize_t(number, PyExc_IndexError);
+    if (*k == -1 && PyErr_Occurred())
+        return -1;
+    if (*k >= 0 && *k < self->n_parts)
+        return 0;
+    PyErr_Format(PyExc_IndexError, "replica %zd: %zd take part", *k, self->n_parts);
+    return -1;
+}
+
+static PyObject *scattered_leaves(PyObject *object, PyObject *number)
+{
+    const scattered_object *self = (const scattered_object *)object;
+    Py_ssize_t k;
+    if (read_replica(self, number, &k) != 0)
+        return NULL;
+    return leaves_of(state_of(object), self, k);
+}
+
+static PyObject *scattered_chunk(PyObject *object, PyObject *number)
+{
+    const scattered_object *self = (const scattered_object *)object;
+    const module_state *state = state_of(object);
+    Py_ssize_t k;
+    if (read_replica(self, number, &k) != 0)
+        return NULL;
+    if (self->n_parts == 1 && !self->has_markers && !self->has_each)
+        return Py_NewRef(self->call);
+    PyObject *leaves = leaves_of(state, self, k);
+    PyObject *call =
+        leaves != NULL ? pli_tree_unflatten(state, self->tree, leaves) : NULL;
+    Py_XDECREF(leaves);
+    return call;
+}
+
+/* ---- scatter() ------------------------------------------------------------------ */
+
+static int walk_call(const module_state *state, scattered_object *self)
+{
+    pli_walk walk;
+    int status = pli_walk_begin(&walk, state, 1);
+    if (status == 0)
+        status = pli_walk_value(&walk, self->call);
+    if (status == 0) {
+        self->tree = pli_tree_new(state, &walk);
+        self->leaves = Py_NewRef(walk.leaves);
+        self->has_markers = walk.n_markers > 0;
+        self->ways = walk.ways;
+        walk.ways = NULL;
+        self->packs = walk.packs;
+        walk.packs = NULL;
+        status = self->tree != NULL ? 0 : -1;
+    }
+    pli_walk_drop(&walk);
+    return status;
+}
+
+PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
+{
+    const module_state *state = PyModule_GetState(module);
+    if (n_args != 4 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {
+        PyErr_SetString(PyExc_TypeError,
+                        "scatter(inputs: tuple, kwargs: dict, n: int, dim: int)");
+        return NULL;
+    }
+    const Py_ssize_t n = PyLong_AsSsize_t(args[2]);
+    const Py_ssize_t dim = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred() || pli_needs_torch(state) != 0)
+        return NULL;
+    if (n < 1)
+        return PyErr_Format(PyExc_ValueError, "scatter over %zd replicas", n);
+    PyTypeObject *type = state->scattered_type;
+    scattered_object *self = (scattered_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->dim = dim;
+    self->n_replicas = n;
+    self->call = PyTuple_Pack(2, args[0], args[1]);
+    if (self->call == NULL || walk_call(state, self) != 0 || divide(state, self) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static PyObject *scattered_tree(PyObject *object, void *closure)
+{
+    (void)closure;
+    return Py_NewRef((PyObject *)((const scattered_object *)object)->tree);
+}
+
+static PyObject *scattered_sizes(PyObject *object, void *closure)
+{
+    (void)closure;
+    return Py_NewRef(((const scattered_object *)object)->sizes);
+}
+
+static int scattered_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const scattered_object *self = (const scattered_object *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->call);
+    Py_VISIT((PyObject *)self->tree);
+    Py_VISIT(self->leaves);
+    Py_VISIT(self->packs);
+    return 0;
+}
+
+/* No tp_clear, as a tree has none: nothing here changes after scatter(). */
+static void scattered_dealloc(PyObject *object)
+{
+    scattered_object *self = (scattered_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->call);
+    Py_XDECREF((PyObject *)self->tree);
+    Py_XDECREF(self->leaves);
+    Py_XDECREF(self->packs);
+    Py_XDECREF(self->sizes);
+    PyMem_Free(self->ways);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef scattered_methods[] = {
+    {"leaves", scattered_leaves, METH_O,
+     "leaves($self, k, /)\n--\n\nReturn the tensors and arrays of replica k."},
+    {"chunk", scattered_chunk, METH_O,
+     "chunk($self, k, /)\n--\n\nReturn (args, kwargs) of replica k."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef scattered_getset[] = {
+    {"tree", scattered_tree, NULL, "The nesting of (inputs, kwargs), without markers.",
+     NULL},
+    {"sizes", scattered_sizes, NULL, "The rows of each replica that takes part.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot scattered_slots[] = {
+    {Py_tp_dealloc, scattered_dealloc},
+    {Py_tp_traverse, scattered_traverse},
+    {Py_tp_methods, scattered_methods},
+    {Py_tp_getset, scattered_getset},
+    {Py_tp_doc, "A call's arguments by replica; made by scatter()."},
+    {0, NULL},
+};
+
+PyType_Spec pli_scattered_spec = {
+    .name = "paceline._native.Scattered",
+    .basicsize = sizeof(scattered_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = scattered_slots,
+};

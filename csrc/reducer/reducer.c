@@ -1,0 +1,426 @@
+/* reducer.c - a reducer's memory and life, the beginning of a step, and what may be
+ * asked. */
+#include "reducer.h"
+
+#include <string.h>
+
+#include "core/alloc.h"
+#include "reducer_state.h"
+#include "sparse_exchange.h"
+
+enum {
+    OPS_BESIDE_BUCKETS = 8 /* flags, order, extra, and some to spare */
+};
+
+/* ---- the arena ------------------------------------------------------------------ */
+
+static size_t line_up(size_t n_bytes)
+{
+    return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
+}
+
+static size_t late_at(const pl_reducer_spec *spec)
+{
+    return spec->n_params;
+}
+
+static size_t roles_at(const pl_reducer_spec *spec)
+{
+    return 2 * spec->n_params;
+}
+
+static size_t order_at(const pl_reducer_spec *spec)
+{
+    return line_up(roles_at(spec) + (1 + sizeof(forward_bytes)) * PL_MAX_RANKS);
+}
+
+static size_t extra_at(const pl_reducer_spec *spec)
+{
+    return order_at(spec) + line_up(spec->n_params * sizeof(uint32_t));
+}
+
+static size_t staging_at(const pl_reducer_spec *spec)
+{
+    return extra_at(spec) + line_up(spec->extra_bytes);
+}
+
+static size_t buckets_at(const pl_reducer_spec *spec)
+{
+    /* On the host on a page of its own, so that it can be mapped by itself. */
+    const size_t page = 65536; /* a multiple of every page size in use */
+    const size_t n_bytes = staging_at(spec) + line_up(spec->staging_bytes);
+    return (n_bytes + page - 1) / page * page;
+}
+
+size_t pl_reducer_header_bytes(const pl_reducer_spec *spec)
+{
+    return extra_at(spec);
+}
+
+size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
+{
+    return buckets_at(spec) + pl_plan_bytes(spec->params, spec->n_params);
+}
+
+size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
+{
+    size_t n_ops = OPS_BESIDE_BUCKETS + spec->n_params; /* at least one a parameter */
+    if (spec->staging_bytes > 0)
+        n_ops += PLI_EXCHANGE_SEGMENTS;
+    return n_ops + pl_plan_bytes(spec->params, spec->n_params) / PLI_SHM_CHUNK_BYTES;
+}
+
+/* ---- who takes part ------------------------------------------------------------- */
+
+pl_participation pli_reducer_full_participation(const pl_reducer *self)
+{
+    return (pl_participation){.n_active = pl_comm_world_size(self->comm),
+                              .last_joining = -1};
+}
+
+int pl_reducer_next_root(const pl_reducer *self)
+{
+    return self->participation.first_active >= 0 ? self->participation.first_active : 0;
+}
+
+void pli_reducer_read_participation(pl_reducer *self)
+{
+    pl_participation found = {.first_active = -1, .last_joining = -1};
+    for (int r = pl_comm_world_size(self->comm); r-- > 0;) {
+        const unsigned char role = roles_of(self)[r];
+        if (role == PL_ACTIVE) {
+            found.n_active++;
+            found.first_active = r;
+        } else if (role == PL_JOINING && found.last_joining < 0) {
+            found.last_joining = r;
+        }
+    }
+    self->participation = found;
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+/* *out: for take_caps(), or pli_free(). */
+static pl_status copy_each_cap(const pl_plan_caps *caps, size_t **out)
+{
+    pl_status st = PL_OK;
+    size_t *each = NULL;
+    if (caps->n_each > 0) {
+        PL_TRY(pli_calloc(caps->n_each, sizeof *each, "caps of buckets", &each));
+        memcpy(each, caps->each, caps->n_each * sizeof *each);
+    }
+    *out = each;
+done:
+    return st;
+}
+
+/* The caps are `self->spec.caps` from now on; `each` is a copy of theirs. */
+static void take_caps(pl_reducer *self, const pl_plan_caps *caps, size_t *each)
+{
+    pli_free(self->each_cap);
+    self->each_cap = each;
+    self->spec.caps = *caps;
+    self->spec.caps.each = each;
+}
+
+static pl_status allocate(const pl_reducer_spec *spec, pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    const size_t n = spec->n_params;
+    PL_TRY(pli_calloc(n, sizeof *self->params, "reducer's parameters", &self->params));
+    memcpy(self->params, spec->params, n * sizeof *self->params);
+    PL_TRY(pli_calloc(n, sizeof *self->slots, "reducer's slots", &self->slots));
+    PL_TRY(pli_calloc(n, sizeof *self->buckets, "reducer's buckets", &self->buckets));
+    PL_TRY(pli_calloc(n, sizeof *self->backups, "reducer's backups", &self->backups));
+    PL_TRY(pl_plan_create(self->params, n, NULL, &spec->caps, &self->plan));
+    PL_TRY(pli_deferred_copies_init(self));
+    PL_TRY(pli_deferred_copies_make_room(self, self->plan->n_buckets));
+done:
+    return st;
+}
+
+static pl_status check(const pl_reducer_spec *spec, const pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
+        PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
+                pl_comm_arena_bytes(comm), spec->n_params,
+                pl_reducer_arena_bytes(spec));
+    if (comm->backend != NULL && comm->host_bytes != pl_reducer_header_bytes(spec))
+        PL_FAIL(PL_EINVAL,
+                "%zu bytes of host memory are not the %zu of a reducer's header",
+                comm->host_bytes, pl_reducer_header_bytes(spec));
+    for (size_t i = 0; i < spec->n_params; i++)
+        if (spec->params[i].dtype < PL_F16)
+            PL_FAIL(PL_EINVAL, "parameter %zu is %s: only floating point has a mean", i,
+                    pl_dtype_text(spec->params[i].dtype));
+done:
+    return st;
+}
+
+pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
+                            pl_backend *backend, pl_reducer **out)
+{
+    pl_status st = PL_OK;
+    pl_reducer *self = NULL;
+    size_t *each = NULL;
+    PL_TRY(check(spec, comm));
+    PL_TRY(pli_calloc(1, sizeof *self, "reducer", &self));
+    self->comm = comm;
+    self->backend = backend;
+    self->spec.n_params = spec->n_params;
+    PL_TRY(allocate(spec, self));
+    PL_TRY(copy_each_cap(&spec->caps, &each));
+    self->spec = *spec;
+    self->spec.params = self->params;
+    take_caps(self, &spec->caps, each);
+    each = NULL;
+    self->arena = pli_comm_arena(comm);
+    self->late_at = late_at(spec);
+    self->roles_at = roles_at(spec);
+    self->order_at = order_at(spec);
+    self->extra_at = extra_at(spec);
+    self->buckets_at = buckets_at(spec);
+    self->participation = pli_reducer_full_participation(self);
+    *out = self;
+    self = NULL;
+done:
+    pl_reducer_destroy(self);
+    return st;
+}
+
+void pli_reducer_free_backup(pl_reducer *self, backup *saved)
+{
+    if (saved->memory != NULL && pli_reducer_defers(&self->deferred))
+        self->backend->ops->free(self->backend, saved->memory);
+    else
+        pli_free(saved->memory);
+    *saved = (backup){.memory = NULL};
+}
+
+void pl_reducer_destroy(pl_reducer *self)
+{
+    if (self == NULL)
+        return;
+    for (size_t i = 0; self->backups != NULL && i < self->spec.n_params; i++)
+        pli_reducer_free_backup(self, &self->backups[i]);
+    pli_deferred_copies_fini(self);
+    pl_plan_destroy(self->plan);
+    pli_free(self->params);
+    pli_free(self->each_cap);
+    pli_free(self->slots);
+    pli_free(self->buckets);
+    pli_free(self->backups);
+    pli_free(self);
+}
+
+/* ---- a step begins -------------------------------------------------------------- */
+
+/* Counts what each bucket waits for, and puts all in PL_BUCKET_FILLING. */
+static void arm_buckets(pl_reducer *self)
+{
+    self->n_posted = 0;
+    for (size_t b = 0; b < self->plan->n_buckets; b++) {
+        const pl_bucket_plan *bucket = &self->plan->buckets[b];
+        uint32_t n_pending = 0;
+        uint32_t n_unexpected = 0;
+        for (size_t m = 0; m < bucket->n_params; m++) {
+            n_pending += self->slots[bucket->params[m]].n_expected > 0;
+            n_unexpected += self->slots[bucket->params[m]].n_expected == 0;
+        }
+        self->buckets[b] = (bucket_state){.phase = PL_BUCKET_FILLING,
+                                          .n_pending = n_pending + (n_unexpected > 0)};
+    }
+}
+
+/* What the root saw; in the arena since the first step. */
+static const uint32_t *learned_order(const pl_reducer *self)
+{
+    return (const uint32_t *)(const void *)(self->arena + self->order_at);
+}
+
+pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
+                              const pl_plan_caps *caps)
+{
+    pl_status st = PL_OK;
+    pl_plan *plan = NULL;
+    PL_TRY(pl_plan_create(self->params, self->spec.n_params, order, caps, &plan));
+    PL_TRY(pli_deferred_copies_make_room(self, plan->n_buckets));
+    pl_plan_destroy(self->plan);
+    self->plan = plan;
+    plan = NULL;
+    self->generation++;
+done:
+    pl_plan_destroy(plan);
+    return st;
+}
+
+/* Lays the buckets out in the order that the root saw; every rank does so in the same
+ * step, the second. */
+static pl_status take_up_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_reducer_lay_out(self, learned_order(self), &self->spec.caps));
+    self->learning = LEARNING_DONE;
+done:
+    return st;
+}
+
+pl_status pl_reducer_set_comm_hook(pl_reducer *self, const pl_comm_hook *hook,
+                                   const pl_plan_caps *caps)
+{
+    pl_status st = PL_OK;
+    size_t *each = NULL;
+    const uint32_t *order =
+        self->learning == LEARNING_DONE ? learned_order(self) : NULL;
+    if (self->phase != REDUCER_IDLE)
+        PL_FAIL(PL_ESTATE, "a hook is set while a step is under way, or has failed");
+    PL_TRY(copy_each_cap(caps, &each));
+    PL_TRY(pli_reducer_lay_out(self, order, caps));
+    take_caps(self, caps, each);
+    each = NULL;
+    self->comm_hook = *hook;
+done:
+    pli_free(each);
+    return st;
+}
+
+void pl_reducer_set_stream(pl_reducer *self, pl_stream *stream)
+{
+    self->is_ordered &= self->stream == stream;
+    self->stream = stream;
+}
+
+pl_status pl_reducer_begin(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_IDLE)
+        PL_FAIL(PL_ESTATE, "a step begins while another is under way");
+    if (self->learning == LEARNING_ORDER_KNOWN)
+        PL_TRY(take_up_order(self));
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        self->slots[i].n_ready = 0;
+    pli_deferred_copies_begin(self);
+    self->n_ready = 0;
+    self->n_ready_params = 0;
+    self->is_ordered = 0;
+    memset(used_of(self), 0, n_flag_bytes(self));
+    roles_of(self)[pl_comm_rank(self->comm)] = PL_ACTIVE;
+    self->root = pl_reducer_next_root(self);
+    arm_buckets(self);
+    self->step++;
+    self->ticket_before = self->last_ticket;
+    self->phase = REDUCER_FILLING;
+    pli_comm_record_activity(self->comm, PL_BACKWARD, self->step);
+done:
+    return st;
+}
+
+/* ---- what may be asked ---------------------------------------------------------- */
+
+int pl_reducer_is_learned(const pl_reducer *self)
+{
+    return self->learning == LEARNING_DONE;
+}
+
+size_t pl_reducer_n_posted(const pl_reducer *self)
+{
+    return self->n_posted;
+}
+
+int pl_reducer_is_active(const pl_reducer *self)
+{
+    return self->phase != REDUCER_IDLE && self->phase != REDUCER_FAILED;
+}
+
+int pl_reducer_has_failed(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FAILED;
+}
+
+int pl_reducer_is_open(const pl_reducer *self)
+{
+    return self->phase == REDUCER_FILLING;
+}
+
+size_t pl_reducer_n_not_ready(const pl_reducer *self)
+{
+    return self->spec.n_params - self->n_ready_params;
+}
+
+unsigned pl_reducer_ready_count(const pl_reducer *self, size_t param)
+{
+    return self->slots[param].n_ready;
+}
+
+int pl_reducer_is_used(const pl_reducer *self, size_t param)
+{
+    return used_of(self)[param] != USED_BY_NONE;
+}
+
+unsigned pl_reducer_sparse_dims(const pl_reducer *self, size_t param)
+{
+    const unsigned used = used_of(self)[param];
+    return used == USED_DENSE ? 0 : used;
+}
+
+size_t pl_reducer_elems(const pl_reducer *self, size_t param)
+{
+    return self->params[param].n_elems;
+}
+
+size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
+{
+    return self->buckets_at + self->plan->slots[param].offset_bytes;
+}
+
+void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_bytes)
+{
+    *offset_bytes = self->buckets_at;
+    *n_bytes = self->plan->n_bytes;
+}
+
+void *pl_reducer_extra(const pl_reducer *self)
+{
+    return pli_comm_memory(self->comm, self->extra_at);
+}
+
+size_t pl_reducer_staging_offset(const pl_reducer *self)
+{
+    return staging_at(&self->spec);
+}
+
+unsigned pl_reducer_generation(const pl_reducer *self)
+{
+    return self->generation;
+}
+
+uint64_t pl_reducer_step(const pl_reducer *self)
+{
+    return self->step;
+}
+
+const pl_plan *pl_reducer_plan(const pl_reducer *self)
+{
+    return self->plan;
+}
+
+pl_participation pl_reducer_participation(const pl_reducer *self)
+{
+    return self->participation;
+}
+
+void pl_reducer_reset_participation(pl_reducer *self)
+{
+    self->participation = pli_reducer_full_participation(self);
+}
+
+int pl_reducer_root(const pl_reducer *self)
+{
+    return self->root;
+}
+
+int pl_reducer_root_is_active(const pl_reducer *self)
+{
+    return roles_of(self)[self->root] == PL_ACTIVE;
+}

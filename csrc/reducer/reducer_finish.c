@@ -1,0 +1,363 @@
+/* reducer_finish.c - the end of a step: the rest posted, the second all-reduce for late
+ * gradients, the next step's plan learned; and the end of a step that failed. */
+#include <string.h>
+
+#include "core/alloc.h"
+#include "reducer.h"
+#include "reducer_state.h"
+
+pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *data,
+                                 pl_write_mode mode, pl_use use)
+{
+    pl_status st = PL_OK;
+    const size_t b = self->plan->slots[param].bucket;
+    pl_ready_result result;
+    if (self->phase != REDUCER_FILLING || self->buckets[b].phase == PL_BUCKET_POSTED)
+        PL_FAIL(PL_ESTATE, "parameter %zu is marked unused when its bucket is gone",
+                param);
+    if (pli_reducer_defers(&self->deferred)) {
+        PL_TRY(pli_reducer_defer(self, param, data, mode, self->stream, &result));
+    } else if (mode != PL_IN_PLACE) {
+        const pl_move move = slot_move(self, param, data);
+        PL_TRY(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    }
+    if (use == PL_USED)
+        used_of(self)[param] = USED_DENSE;
+done:
+    return st;
+}
+
+void pl_reducer_set_sparse(pl_reducer *self, size_t param, unsigned n_dims)
+{
+    if (used_of(self)[param] != USED_BY_NONE)
+        used_of(self)[param] = (unsigned char)n_dims;
+}
+
+static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,
+                             size_t n_bytes, pl_event *ready)
+{
+    const pli_order order = {.ready = ready};
+    const pl_op op = {.kind = kind,
+                      .reduction = kind == PL_BROADCAST ? PL_SUM : PL_MAX,
+                      .dtype = PL_U8,
+                      .root = self->root,
+                      .offset_bytes = offset_bytes,
+                      .n_elems = n_bytes};
+    return pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket);
+}
+
+/* What is sent from the device comes before the header: when its parts are all
+ * there, every rank has enqueued its part of the step. */
+static pl_status issue_extra(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pl_event *ready = NULL;
+    if (self->spec.extra_bytes == 0)
+        goto done;
+    PL_TRY(pli_reducer_record_side(self, self->stream, &ready));
+    PL_TRY(
+        issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes, ready));
+done:
+    return st;
+}
+
+pl_status pl_reducer_send_extra(pl_reducer *self, pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_IDLE)
+        PL_FAIL(PL_ESTATE, "extra is sent in a step, or after one that failed");
+    self->root = pl_reducer_next_root(self);
+    PL_TRY(issue_extra(self));
+    *out = self->last_ticket;
+done:
+    return st;
+}
+
+/* The parameters as they got ready last, then those that did not: the root's view of
+ * this becomes every rank's plan. */
+static pl_status write_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    const size_t n = self->spec.n_params;
+    uint32_t *order = (uint32_t *)(void *)(self->arena + self->order_at);
+    uint32_t *param_at = NULL;
+    size_t n_written = 0;
+    PL_TRY(pli_calloc(self->n_ready, sizeof *param_at, "order", &param_at));
+    for (size_t i = 0; i < n; i++)
+        if (self->slots[i].n_ready > 0)
+            param_at[self->slots[i].ready_at] = (uint32_t)i + 1;
+    for (size_t f = 0; f < self->n_ready; f++)
+        if (param_at[f] != 0)
+            order[n_written++] = param_at[f] - 1;
+    for (size_t i = n; i-- > 0;)
+        if (self->slots[i].n_ready == 0)
+            order[n_written++] = (uint32_t)i;
+done:
+    pli_free(param_at);
+    return st;
+}
+
+static pl_status close_step(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    for (size_t b = self->n_posted; b < self->plan->n_buckets; b++)
+        if (self->buckets[b].phase == PL_BUCKET_FILLING)
+            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
+    PL_TRY(pli_reducer_post_ready(self, self->stream));
+    self->deferred.n_pending = 0;
+    PL_TRY(issue_extra(self));
+    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self), NULL));
+    if (self->learning == LEARNING_NOTHING) {
+        PL_TRY(write_order(self));
+        PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
+                           self->spec.n_params * sizeof(uint32_t), NULL));
+    }
+done:
+    return st;
+}
+
+static pl_status close_second(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    pli_order order = {.ready = NULL};
+    PL_TRY(pli_reducer_record_side(self, self->stream, &order.ready));
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        if (!pl_reducer_is_late(self, i))
+            continue;
+        const pl_op op = {.kind = PL_ALL_REDUCE,
+                          .reduction = PL_MEAN,
+                          .dtype = self->params[i].dtype,
+                          .offset_bytes = pl_reducer_slot_offset(self, i),
+                          .n_elems = self->params[i].n_elems};
+        PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket));
+    }
+    if (self->comm->backend != NULL) { /* see issue_extra() */
+        const pl_op barrier = {.kind = PL_BARRIER};
+        PL_TRY(pl_comm_issue(self->comm, &barrier, &self->last_ticket));
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_close(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    /* Read first: once the flags are issued, another rank may write them. */
+    const int is_active = pli_reducer_is_active_rank(self);
+    if (self->phase == REDUCER_FILLING) {
+        PL_TRY(close_step(self));
+        self->phase = REDUCER_WAITING;
+    } else if (self->phase == REDUCER_FILLING_AGAIN) {
+        PL_TRY(close_second(self));
+        self->phase = REDUCER_WAITING_AGAIN;
+    } else {
+        PL_FAIL(PL_ESTATE, "a step is closed that is not open");
+    }
+    self->is_ordered = 0;
+    pli_comm_record_activity(self->comm, is_active ? PL_FINISHING : PL_JOINED,
+                             self->step);
+done:
+    return st;
+}
+
+/* The stream comes behind all that was issued. */
+static pl_status order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->is_ordered)
+        goto done;
+    PL_TRY(pli_comm_order(self->comm, self->stream));
+    self->is_ordered = 1;
+done:
+    return st;
+}
+
+pl_status pl_reducer_order(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_REDUCED)
+        PL_FAIL(PL_ESTATE, "a stream is ordered behind means that are not in place");
+    PL_TRY(order(self));
+done:
+    return st;
+}
+
+/* ---- the second all-reduce ------------------------------------------------------ */
+
+/* Copies the first mean to where the second all-reduce does not reach it. */
+static pl_status back_up(pl_reducer *self, size_t param)
+{
+    pl_status st = PL_OK;
+    backup *saved = &self->backups[param];
+    const size_t n_bytes =
+        self->params[param].n_elems * pl_dtype_bytes(self->params[param].dtype);
+    if (saved->memory == NULL && pli_reducer_defers(&self->deferred))
+        PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &saved->memory));
+    else if (saved->memory == NULL)
+        PL_TRY(pli_calloc(n_bytes, 1, "a first mean", &saved->memory));
+    pl_move move = slot_move(self, param, NULL);
+    move.from = move.to;
+    move.to = saved->memory;
+    PL_TRY(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    saved->is_taken = 1;
+done:
+    return st;
+}
+
+/* Adds each second mean to the first. */
+static pl_status merge_backups(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    PL_TRY(order(self));
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        backup *saved = &self->backups[i];
+        if (!saved->is_taken)
+            continue;
+        const pl_move move = slot_move(self, i, saved->memory);
+        PL_TRY(self->backend->ops->add(self->backend, &move, 1, self->stream));
+        saved->is_taken = 0;
+        if (!pli_reducer_defers(&self->deferred))
+            pli_reducer_free_backup(self, saved);
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_WAITING && self->phase != REDUCER_WAITING_AGAIN)
+        PL_FAIL(PL_ESTATE, "a step is waited for that is not closed");
+    PL_TRY(pl_comm_wait(self->comm, self->last_ticket, slice_ns));
+    if (self->phase == REDUCER_WAITING_AGAIN) {
+        PL_TRY(merge_backups(self));
+        memset(late_of(self), 0, self->spec.n_params);
+    } else {
+        for (size_t b = 0; b < self->plan->n_buckets; b++)
+            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_REDUCED, b));
+        pli_reducer_read_participation(self);
+    }
+    self->phase = REDUCER_REDUCED;
+done:
+    return st;
+}
+
+int pl_reducer_is_late(const pl_reducer *self, size_t param)
+{
+    return late_of(self)[param] != 0;
+}
+
+size_t pl_reducer_n_late(const pl_reducer *self)
+{
+    size_t n_late = 0;
+    for (size_t i = 0; i < self->spec.n_params; i++)
+        n_late += late_of(self)[i] != 0;
+    return n_late;
+}
+
+pl_status pl_reducer_write_late(pl_reducer *self, size_t param, const void *data,
+                                pl_write_mode mode)
+{
+    pl_status st = PL_OK;
+    if ((self->phase != REDUCER_REDUCED && self->phase != REDUCER_FILLING_AGAIN) ||
+        !pl_reducer_is_late(self, param))
+        PL_FAIL(PL_ESTATE, "parameter %zu is written again but is not late", param);
+    PL_TRY(order(self));
+    if (mode == PL_ADD && !self->backups[param].is_taken)
+        PL_TRY(back_up(self, param));
+    PL_TRY(pli_reducer_copy_late(self, param, data));
+    self->phase = REDUCER_FILLING_AGAIN;
+done:
+    return st;
+}
+
+pl_status pl_reducer_end(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase != REDUCER_REDUCED)
+        PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
+    if (pl_reducer_n_late(self) > 0)
+        PL_FAIL(PL_ESTATE, "a step ends whose late gradients got no second all-reduce");
+    /* A step without gradients teaches nothing. */
+    for (size_t i = 0; pli_reducer_is_active_rank(self) && i < self->spec.n_params; i++)
+        self->slots[i].n_expected = self->slots[i].n_ready;
+    if (self->learning == LEARNING_NOTHING && pl_reducer_root_is_active(self))
+        self->learning = LEARNING_ORDER_KNOWN;
+    self->phase = REDUCER_IDLE;
+    pli_comm_record_activity(self->comm, PL_IDLE, self->step);
+done:
+    return st;
+}
+
+void pl_reducer_discard(pl_reducer *self)
+{
+    memset(late_of(self), 0, self->spec.n_params);
+    if (pl_reducer_end(self) != PL_OK)
+        pl_reducer_fail(self, NULL);
+}
+
+void pl_reducer_skip(pl_reducer *self)
+{
+    if (self->phase == REDUCER_IDLE && pl_comm_progress(self->comm) != PL_OK)
+        self->phase = REDUCER_FAILED;
+}
+
+/* Whether this rank can leave the step as if it had not begun it.  A group comm's ranks
+ * see nothing of each other's failures: all that they have in common is how many
+ * operations each has issued.  Before the first of a step that number is the one at its
+ * beginning, and whether all ranks have left the step, or this one alone, the flags of
+ * the next one tell: the forwards of this one count as without a backward.  Buffers
+ * would have to be sent once more for the next forward, which a peer may not have come
+ * to. */
+static int can_withdraw(const pl_reducer *self)
+{
+    return pli_comm_is_group_comm(self->comm) && self->comm->backend == NULL &&
+           self->phase == REDUCER_FILLING && self->comm_hook.post == NULL &&
+           self->spec.extra_bytes == 0 && self->last_ticket == self->ticket_before &&
+           pl_comm_progress(self->comm) == PL_OK;
+}
+
+void pl_reducer_fail(pl_reducer *self, const char *text)
+{
+    if (can_withdraw(self)) {
+        self->phase = REDUCER_IDLE;
+        return;
+    }
+    pl_comm_abort(self->comm, text);
+    if (pl_reducer_is_active(self))
+        pli_deferred_copies_abandon(self);
+    self->phase = REDUCER_FAILED;
+}
+
+/* Ranks may have failed on either side of a step's end, so nothing that was learned
+ * can be trusted to be the same everywhere: all start again from the first plan. */
+static pl_status forget(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_reducer_lay_out(self, NULL, &self->spec.caps));
+    self->learning = LEARNING_NOTHING;
+    self->participation = pli_reducer_full_participation(self);
+    for (size_t i = 0; i < self->spec.n_params; i++) {
+        self->slots[i] = (slot_state){0};
+        self->backups[i].is_taken = 0;
+    }
+done:
+    return st;
+}
+
+pl_status pl_reducer_recover(pl_reducer *self, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    if (self->phase != REDUCER_FAILED) {
+        st = pl_comm_progress(self->comm);
+        if (st != PL_OK)
+            self->phase = REDUCER_FAILED;
+        goto done;
+    }
+    PL_TRY(pl_comm_recover(self->comm, slice_ns, &recovery));
+    PL_TRY(forget(self));
+    self->phase = REDUCER_IDLE;
+done:
+    return st;
+}

@@ -1,0 +1,81 @@
+/* reducer_forwards.c - whether the ranks are in the same step.
+ *
+ * Steps are paired by their order alone.  A rank that catches an exception of its own
+ * between forward and backward, or goes backward once more, is one step off from then
+ * on, and every mean is of batches that do not belong together.  So each rank says with
+ * the flags how many synchronised forwards it has had since the last step.
+ *
+ * Ranks may differ in that and be right: one cuts its batch into more parts, another
+ * leaves an output out of its loss, or evaluates alone, of which no backward is
+ * awaited.  Where both numbers differ, that of forwards and that of those without a
+ * backward, no program is that torch runs the same on all ranks.
+ */
+#include <stdio.h>
+
+#include "reducer.h"
+#include "reducer_state.h"
+
+enum { MOST_NAMED = 8 }; /* ranks, in a message */
+
+static uint8_t byte_of(unsigned n)
+{
+    return n < UINT8_MAX ? (uint8_t)n : UINT8_MAX;
+}
+
+void pl_reducer_set_forwards(pl_reducer *self, const pl_forwards *forwards)
+{
+    forwards_of(self)[pl_comm_rank(self->comm)] =
+        (forward_bytes){.n = byte_of(forwards->n),
+                        .n_answered = byte_of(forwards->n_answered),
+                        .n_unanswered = byte_of(forwards->n_unanswered)};
+}
+
+/* Whether a backward that no output has begun is taken for that of a forward whose
+ * outputs would have shown it. */
+static int is_unannounced(const forward_bytes *counts)
+{
+    return counts->n_answered == 0 && counts->n_unanswered > 0;
+}
+
+static int is_same_step(const forward_bytes *a, const forward_bytes *b)
+{
+    return (a->n > 0) == (b->n > 0) && is_unannounced(a) == is_unannounced(b) &&
+           (a->n == b->n || a->n_unanswered == b->n_unanswered);
+}
+
+static pl_status report(const pl_reducer *self)
+{
+    char text[MOST_NAMED * 64] = "";
+    size_t at = 0;
+    int n_named = 0;
+    for (int r = 0; r < pl_comm_world_size(self->comm) && n_named < MOST_NAMED; r++) {
+        const forward_bytes *counts = &forwards_of(self)[r];
+        if (roles_of(self)[r] != PL_ACTIVE)
+            continue;
+        at += (size_t)snprintf(
+            text + at, sizeof text - at, "%srank %d: %u, %u of them without a backward",
+            n_named++ > 0 ? "; " : "", r, counts->n, counts->n_unanswered);
+    }
+    return pli_fail(PL_EMISMATCH,
+                    "rank %d: the ranks are not in the same step. Forwards through the "
+                    "wrapper since the last step: %s. Each rank needs one backward for "
+                    "each step: where one skips it (an exception that is caught) all "
+                    "must, and what is not to be trained runs under torch.no_grad() or "
+                    "through wrapper.module",
+                    pl_comm_rank(self->comm), text);
+}
+
+pl_status pl_reducer_check_forwards(const pl_reducer *self)
+{
+    const forward_bytes *first = NULL;
+    for (int r = 0; r < pl_comm_world_size(self->comm); r++) {
+        const forward_bytes *counts = &forwards_of(self)[r];
+        if (roles_of(self)[r] != PL_ACTIVE)
+            continue;
+        if (first == NULL)
+            first = counts;
+        else if (!is_same_step(first, counts))
+            return report(self);
+    }
+    return PL_OK;
+}

@@ -1,0 +1,149 @@
+/* reducer_state.h - what a reducer holds; for the files reducer*.c alone. */
+#ifndef PLI_REDUCER_STATE_H
+#define PLI_REDUCER_STATE_H
+
+#include "bucket.h"
+#include "reducer.h"
+#include "reducer_pack.h"
+
+typedef enum reducer_phase {
+    REDUCER_IDLE,          /* between steps */
+    REDUCER_FILLING,       /* begin .. close */
+    REDUCER_WAITING,       /* close .. wait */
+    REDUCER_REDUCED,       /* wait .. end: means are in place */
+    REDUCER_FILLING_AGAIN, /* after the first late write, until the second close */
+    REDUCER_WAITING_AGAIN, /* ... until the second wait */
+    REDUCER_FAILED,        /* until recovered */
+} reducer_phase;
+
+/* What the next begin knows of the steps before. */
+typedef enum reducer_learning {
+    LEARNING_NOTHING,     /* no step yet: nothing is posted before close */
+    LEARNING_ORDER_KNOWN, /* a step has shown the order: the next begin takes it up */
+    LEARNING_DONE,        /* the plan follows that order */
+} reducer_learning;
+
+/* What a parameter's byte of `used` says; the ranks' maximum counts, so that dense and
+ * sparse together are dense.  Between the two: dimensions in which it is sparse. */
+enum { USED_BY_NONE = 0, USED_DENSE = UINT8_MAX };
+
+typedef struct slot_state {
+    uint16_t n_ready;
+    uint16_t n_expected; /* n_ready of the last step; 0 too where none is known */
+    uint32_t ready_at;   /* position among this step's gradients, of the latest */
+} slot_state;
+
+typedef struct bucket_state {
+    pl_bucket_phase phase;
+    uint32_t n_pending; /* params expected to get ready; one more if close must come */
+    size_t n_issued;    /* elements, from the bucket's start */
+} bucket_state;
+
+/* The first mean during the second all-reduce.  On a device the memory is kept for the
+ * next time: freeing it may wait. */
+typedef struct backup {
+    void *memory;
+    int is_taken;
+} backup;
+
+struct pl_reducer {
+    pl_comm *comm;
+    pl_backend *backend;
+    pl_reducer_spec spec; /* params, caps.each: own copies */
+    pl_param *params;
+    size_t *each_cap;
+    pl_comm_hook comm_hook; /* post: NULL where there is none */
+    pl_plan *plan;
+    slot_state *slots;
+    bucket_state *buckets;    /* room for n_params of them */
+    backup *backups;          /* by parameter */
+    deferred_copies deferred; /* where the backend copies by the bucket */
+    pl_stream *stream;        /* of all but what is marked ready */
+    int is_ordered;           /* the stream is behind all that was issued */
+    char *arena;              /* the header; on the CPU all of it */
+    size_t late_at, roles_at, order_at, extra_at, buckets_at;
+    reducer_phase phase;
+    reducer_learning learning;
+    unsigned generation;
+    uint64_t step;
+    size_t n_posted; /* buckets, in order */
+    uint32_t n_ready;
+    size_t n_ready_params;
+    pl_participation participation; /* of the last step */
+    int root;                       /* of this step's broadcasts */
+    pl_ticket last_ticket;
+    pl_ticket ticket_before; /* last_ticket when the step began */
+};
+
+static inline unsigned char *used_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena;
+}
+
+static inline unsigned char *late_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena + self->late_at;
+}
+
+/* A pl_role a rank. */
+static inline unsigned char *roles_of(const pl_reducer *self)
+{
+    return (unsigned char *)self->arena + self->roles_at;
+}
+
+/* What a rank says of its forwards, each number up to 255. */
+typedef struct forward_bytes {
+    uint8_t n, n_answered, n_unanswered;
+} forward_bytes;
+
+/* One a rank. */
+static inline forward_bytes *forwards_of(const pl_reducer *self)
+{
+    return (forward_bytes *)(roles_of(self) + pl_comm_world_size(self->comm));
+}
+
+/* The bytes that every step reduces: used, late, roles and forwards. */
+static inline size_t n_flag_bytes(const pl_reducer *self)
+{
+    return 2 * self->spec.n_params +
+           (1 + sizeof(forward_bytes)) * (size_t)pl_comm_world_size(self->comm);
+}
+
+static inline char *slot_memory(const pl_reducer *self, size_t param)
+{
+    const size_t at = self->buckets_at + self->plan->slots[param].offset_bytes;
+    return pli_reducer_defers(&self->deferred) ? pli_comm_memory(self->comm, at)
+                                               : self->arena + at;
+}
+
+static inline pl_move slot_move(const pl_reducer *self, size_t param, const void *from)
+{
+    return (pl_move){.to = slot_memory(self, param),
+                     .from = from,
+                     .dtype = self->params[param].dtype,
+                     .n_elems = self->params[param].n_elems};
+}
+
+/* Takes up a plan of that order, and of those caps. */
+pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
+                              const pl_plan_caps *caps) PL_MUST_USE;
+
+static inline int pli_reducer_is_active_rank(const pl_reducer *self)
+{
+    return roles_of(self)[pl_comm_rank(self->comm)] == PL_ACTIVE;
+}
+
+/* Reads the roles that the ranks have sent. */
+void pli_reducer_read_participation(pl_reducer *self);
+
+/* As if every rank had been active: what a reducer knows at first. */
+pl_participation pli_reducer_full_participation(const pl_reducer *self);
+
+/* Posts every bucket that is ready and whose turn it is; what was deferred is copied on
+ * `stream`. */
+pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream) PL_MUST_USE;
+
+/* Frees the memory of one. */
+void pli_reducer_free_backup(pl_reducer *self, backup *saved);
+
+#endif

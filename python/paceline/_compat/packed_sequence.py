@@ -1,0 +1,162 @@
+"""The parts of scatter and gather that are Python by nature.
+
+The walk over nested containers is in C (``csrc/python/tree*.c``); here are the marker
+of what is not to be split, and the split and the join of packed sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+
+
+class Replicated(Generic[T]):
+    """Marks a value that each replica is to have whole.
+
+    Parameters
+    ----------
+    value : Any
+        A tensor, an array, or containers of them, of any sizes.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"replicate({self.value!r})"
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be split by rows: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def repeats_row(leaf: Any, dim: int) -> bool:
+    """Tell whether a tensor is one number, said again and again along a dimension."""
+    if not isinstance(leaf, torch.Tensor) or leaf.numel() != leaf.shape[dim]:
+        return False
+    return bool((leaf == leaf.narrow(dim, 0, 1)).all())
+
+
+def packed_rows(packed: PackedSequence) -> int:
+    """Return how many sequences are packed."""
+    sizes = packed.batch_sizes
+    return int(sizes[0]) if sizes.numel() else 0
+
+
+def _places(batch_sizes: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (where it starts, how many sequences it has) of each time step."""
+    places = []
+    start = 0
+    for n in batch_sizes.tolist():
+        places.append((start, n))
+        start += n
+    return places
+
+
+def _rows(packed: PackedSequence) -> list[int]:
+    """Return the number that each packed sequence has in the batch, longest first."""
+    if packed.sorted_indices is None:
+        return list(range(packed_rows(packed)))
+    rows: list[int] = packed.sorted_indices.tolist()
+    return rows
+
+
+def _pack(
+    data: torch.Tensor, steps: list[list[int]], rows: list[int] | None
+) -> PackedSequence:
+    """Pack the entries ``steps`` of ``data``; ``rows`` as :func:`_rows` gives them."""
+    entries = [entry for step in steps for entry in step]
+    where = torch.tensor(entries, dtype=torch.int64, device=data.device)
+    sizes = torch.tensor([len(step) for step in steps], dtype=torch.int64)
+    order = None
+    if rows is not None:
+        order = torch.tensor(rows, dtype=torch.int64, device=data.device)
+    # PackedSequence finds the unsorted indices itself.
+    return PackedSequence(data.index_select(0, where), sizes, order)
+
+
+def split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
+    """Split a packed sequence by the rows of its batch.
+
+    Parameters
+    ----------
+    packed : PackedSequence
+        Of as many sequences as ``sizes`` sums up to.
+    sizes : sequence of int
+        How many sequences each part has, in the order of the batch.
+
+    Returns
+    -------
+    list of PackedSequence
+        One a size, sorted or not as the whole is; autograd knows them.
+    """
+    rows = _rows(packed)
+    places = _places(packed.batch_sizes)
+    parts = []
+    first = 0
+    for size in sizes:
+        mine = [i for i, row in enumerate(rows) if first <= row < first + size]
+        steps = [[start + i for i in mine if i < n] for start, n in places]
+        order = None
+        if packed.sorted_indices is not None:
+            order = [rows[i] - first for i in mine]
+        parts.append(_pack(packed.data, [step for step in steps if step], order))
+        first += size
+    return parts
+
+
+def join_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
+    """Join packed sequences into one, their batches one behind the other.
+
+    Parameters
+    ----------
+    parts : sequence of PackedSequence
+        At least one; their data agree but for the first dimension.
+
+    Returns
+    -------
+    PackedSequence
+        Without sorted indices where none of the parts has them and the whole is sorted
+        as it stands.
+    """
+    sequences: list[tuple[int, list[int]]] = []  # of each: its row, its entries
+    n_entries = 0
+    n_rows = 0
+    for part in parts:
+        places = _places(part.batch_sizes)
+        for i, row in enumerate(_rows(part)):
+            entries = [n_entries + start + i for start, n in places if i < n]
+            sequences.append((n_rows + row, entries))
+        n_entries += part.data.shape[0]
+        n_rows += packed_rows(part)
+    sequences.sort()
+    ordered = sorted(sequences, key=lambda sequence: -len(sequence[1]))
+    is_marked = any(part.sorted_indices is not None for part in parts)
+    longest = len(ordered[0][1]) if ordered else 0
+    steps = [
+        [entries[t] for _, entries in ordered if t < len(entries)]
+        for t in range(longest)
+    ]
+    rows = [row for row, _ in ordered] if is_marked or ordered != sequences else None
+    return _pack(torch.cat([part.data for part in parts]), steps, rows)
+
+
+def join_arrays(arrays: Sequence[np.ndarray[Any, Any]], dim: int) -> Any:
+    """Join arrays of which some are of a subclass: masked ones keep their masks."""
+    import numpy as np
+
+    arrays = [np.atleast_1d(array) for array in arrays]
+    if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
+        return np.ma.concatenate(arrays, axis=dim)  # type: ignore[no-untyped-call]
+    return np.concatenate(arrays, axis=dim)

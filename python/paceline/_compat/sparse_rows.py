@@ -1,0 +1,101 @@
+"""Sparse gradients: from torch's tensors to rows in memory, and back.
+
+The native reducer calls these, once a parameter and a step.  "Rows" are a pair: their
+numbers, ascending and each once, or None where all are there; and their values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Rows = tuple[torch.Tensor | None, torch.Tensor]
+
+
+def read(parameter: torch.Tensor) -> Rows | None:
+    """Return the rows of a parameter's gradient, where it has one.
+
+    Raises
+    ------
+    RuntimeError
+        If the gradient is not of the parameter's shape and type.
+    """
+    if parameter.grad is None:
+        return None
+    grad = parameter.grad.detach()
+    if grad.shape != parameter.shape or grad.dtype != parameter.dtype:
+        raise RuntimeError(
+            f"the gradient of a {parameter.dtype} parameter of shape "
+            f"{tuple(parameter.shape)} is {grad.dtype} of shape {tuple(grad.shape)}: "
+            "wrap the model again after changing its parameters"
+        )
+    if grad.layout != torch.sparse_coo:
+        return None, _plain(grad.to_dense())
+    if grad.sparse_dim() != 1:
+        grad = grad.to_dense().to_sparse(1)
+    grad = grad.coalesce()
+    return grad._indices()[0].contiguous(), _plain(grad._values())
+
+
+def _plain(values: torch.Tensor) -> torch.Tensor:
+    """Return the values as they are in memory: one block, nothing left to apply."""
+    return values.resolve_conj().resolve_neg().contiguous()
+
+
+def room(parameter: torch.Tensor, n_rows: int | None) -> Rows:
+    """Return new memory for the averages of as many rows, or of all.
+
+    Never the gradient's own: a rank in a shadow step keeps that, and so does one
+    whose step fails midway.
+    """
+    shape, device = parameter.shape, parameter.device
+    if n_rows is None:
+        return None, torch.empty(shape, dtype=parameter.dtype, device=device)
+    numbers = torch.empty(n_rows, dtype=torch.int64, device=device)
+    values = torch.empty(n_rows, *shape[1:], dtype=parameter.dtype, device=device)
+    return numbers, values
+
+
+def put(
+    parameter: torch.Tensor, numbers: torch.Tensor | None, values: torch.Tensor
+) -> None:
+    """Make averages the parameter's gradient: of some rows, or of all."""
+    if numbers is not None:
+        average = torch.sparse_coo_tensor(
+            numbers.unsqueeze(0),
+            values,
+            parameter.shape,
+            check_invariants=False,
+            is_coalesced=True,
+        )
+        _replace(parameter, average)
+    elif parameter.grad is None or parameter.grad.layout != torch.strided:
+        parameter.grad = values
+    else:
+        parameter.grad.detach().copy_(values)  # which raises its version
+
+
+def densify(grad: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """Return a dense copy, and in how many dimensions it was sparse; None if not."""
+    if grad.layout != torch.sparse_coo:
+        return None
+    return grad.detach().to_dense(), grad.sparse_dim()
+
+
+def put_dense(
+    parameter: torch.Tensor, average: torch.Tensor, n_sparse_dims: int
+) -> None:
+    """Make an average the parameter's gradient: sparse in some dimensions, or dense."""
+    if n_sparse_dims == 0:
+        parameter.grad = average.clone()
+        return
+    _replace(parameter, average.to_sparse(n_sparse_dims))
+
+
+def _replace(parameter: torch.Tensor, average: torch.Tensor) -> None:
+    """Give a sparse gradient new contents; it stays the same object, as in torch."""
+    grad = parameter.grad
+    if grad is None or grad.layout != average.layout:
+        parameter.grad = average
+        return
+    grad.data = average
+    torch.autograd.graph.increment_version(grad)

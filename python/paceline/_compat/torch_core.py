@@ -1,0 +1,451 @@
+"""Every probe of torch: what differs by version, or has no public name.
+
+Nothing else in the package asks for a torch version or touches a private name.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree
+
+from paceline import _native
+from paceline._compat import (
+    odd_tensors,
+    packed_sequence,
+    sparse_rows,
+    torch_cuda,
+    torch_graph,
+)
+
+MINIMUM = (2, 4)
+
+
+FIXED_TYPES = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+)
+"""Types of which the same object is always the same value."""
+
+FUTURES = (torch.futures.Future, torch._C.Future)
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
+make_subclass = torch.Tensor._make_subclass
+
+
+def key_error_message(message: str) -> str:
+    """Return what a ``KeyError`` prints as it is, over several lines."""
+    return torch._utils.KeyErrorMessage(message)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+_queue_callback: Callable[[Any], None]
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def attach() -> None:
+    """Hand torch's callables to the native module; done once, when torch is needed.
+
+    Raises
+    ------
+    ImportError
+        If torch is older than 2.4.
+    """
+    if _version() < MINIMUM:
+        raise ImportError(
+            f"paceline needs torch {MINIMUM[0]}.{MINIMUM[1]} or newer, and this is "
+            f"{torch.__version__}"
+        )
+    _native.attach_torch(
+        queue_callback=at_end_of_backward,
+        current_node=torch._C._current_autograd_node,
+        after_node=after_node,
+        is_grad_enabled=torch.is_grad_enabled,
+        is_compiled=is_compiled_autograd,
+        increment_version=increment_version,
+        empty_like=torch.empty_like,
+        from_dlpack=torch.utils.dlpack.from_dlpack,
+        sparse_read=sparse_rows.read,
+        sparse_room=sparse_rows.room,
+        sparse_put=sparse_rows.put,
+        sparse_densify=sparse_rows.densify,
+        sparse_put_dense=sparse_rows.put_dense,
+        cat=torch.cat,
+        stack=torch.stack,
+        dataclass_fields=dataclasses.fields,
+        is_strided=packed_sequence.is_strided,
+        repeats_row=packed_sequence.repeats_row,
+        packed_rows=packed_sequence.packed_rows,
+        split_packed=packed_sequence.split_packed,
+        join_packed=packed_sequence.join_packed,
+        join_arrays=packed_sequence.join_arrays,
+        pickle=odd_tensors.pickled,
+        tensor_type=torch.Tensor,
+        size_type=torch.Size,
+        device_type=torch.device,
+        packed_type=PackedSequence,
+        marker_type=packed_sequence.Replicated,
+        default_dict_type=collections.defaultdict,
+        user_dict_type=collections.UserDict,
+        cached_type=functools.cached_property,
+        fixed_types=FIXED_TYPES,
+        registry=_pytree.SUPPORTED_NODES,
+        # torch 2.10 and newer; before, tensors go through capsules
+        exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+        current_stream=torch_cuda.current_stream,
+        current_task=torch_graph.current_task,
+    )
+
+
+_COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+
+
+def is_compiled_autograd() -> bool:
+    """Tell whether compiled autograd runs backward: final callbacks are not called."""
+    module = sys.modules.get(_COMPILED_AUTOGRAD)
+    return any(
+        getattr(module, flag, False)
+        for flag in ("in_compiled_autograd_region", "compiled_autograd_enabled")
+    )
+
+
+def is_autograd_compiled() -> bool:
+    """Tell whether the backward to come may be compiled, with its nodes' hooks."""
+    config = sys.modules.get("torch._dynamo.config")
+    return is_compiled_autograd() or getattr(config, "compiled_autograd", False)
+
+
+def is_in_backward() -> bool:
+    """Tell whether this thread evaluates a node of an autograd graph."""
+    return torch._C._current_autograd_node() is not None
+
+
+_modules: Any = torch.nn.modules.module
+_GLOBAL_HOOKS = [
+    getattr(_modules, name, {})
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+]
+
+
+def has_global_hooks() -> bool:
+    """Tell whether hooks are registered that every module runs."""
+    return any(_GLOBAL_HOOKS)
+
+
+def keeps_graph() -> bool:
+    """Tell, inside a backward, whether its graph is kept (``retain_graph=True``)."""
+    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if probe is None else bool(probe())
+
+
+def accumulates(leaf: Any) -> bool:
+    """Tell, inside a backward, whether it adds to ``.grad`` of all that it reaches.
+
+    Parameters
+    ----------
+    leaf : torch.autograd.graph.Node
+        The node of a leaf that the backward reaches and that nobody can ask for.  Only
+        a ``backward()`` that was given no inputs runs it; torch refuses to answer where
+        gradients are returned.
+    """
+    return torch_graph.will_run(leaf, is_returned=False)
+
+
+def is_in_torch_ddp() -> bool:
+    """Tell whether torch's DistributedDataParallel runs its forward now.
+
+    Its hooks are on nodes of the graph, where nothing shows them; ours are seen.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    active = getattr(ddp, "_active_ddp_module", None)
+    return active is not None and not hasattr(active, "_session")
+
+
+_TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
+
+
+def is_compile_used() -> bool:
+    """Tell whether somebody has asked for ``torch.compile`` in this process."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    if module is None:
+        return False
+    backends = getattr(module, "cached_backends", None)
+    if backends is None:
+        return True
+    return any(backends.values())  # None stands for code that is to be left as it is
+
+
+def exchange_active_ddp(wrapper: Any) -> Any:
+    """Say whose forward runs, for dynamo to split graphs at buckets; return who did.
+
+    It is an attribute of torch's class: to set it makes Python forget what it knows of
+    that class and ours, which costs 4 us a forward.
+    """
+    before = _TorchDDP._active_ddp_module
+    _TorchDDP._active_ddp_module = wrapper
+    return before
+
+
+def run_backward(
+    outputs: list[torch.Tensor], gradients: list[torch.Tensor], keep_graph: bool
+) -> None:
+    """Add to ``.grad`` of what `outputs` depend on, with no more ado than it takes.
+
+    ``torch.autograd.backward`` does the same after 20 us of checks and defaults.
+    """
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        keep_graph,
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@functools.cache
+def _increments_several() -> bool:
+    try:
+        torch.autograd.graph.increment_version([])
+    except (TypeError, RuntimeError):  # one tensor at a time
+        return False
+    return True
+
+
+def increment_version(tensors: Any) -> None:
+    """Tell autograd that tensors were overwritten: one, or several."""
+    if isinstance(tensors, torch.Tensor) or _increments_several():
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def after_node(node: Any, call: Callable[[], Any]) -> None:
+    """Have `call` called once, when the node that is evaluated now is over.
+
+    A hook on the node does it, where torch looks for hooks after the evaluation.  An
+    early torch has looked before; there the first node that follows does it, when it
+    begins.  Only the node itself holds `call`.
+    """
+    handles: list[Any] = []
+
+    def once(*_: Any) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            call()
+
+    held = weakref.ref(once)
+
+    def once_if_held(*_: Any) -> None:
+        if (call_it := held()) is not None:
+            call_it()
+
+    handles.append(node.register_hook(once))
+    followers = {follower for follower, _ in node.next_functions if follower}
+    handles.extend(follower.register_prehook(once_if_held) for follower in followers)
+
+
+def at_end_of_backward(call: Any) -> None:
+    """Have the engine call `call` when the backward that runs now has ended.
+
+    Compiled autograd calls nobody, and drops `call` then.  That of an early torch takes
+    none; there it is held until the compiled function has returned.
+    """
+    try:
+        _queue_callback(call)
+    except RuntimeError:
+        if not is_compiled_autograd():
+            raise
+        _hold_while_compiled(call)
+
+
+class _Hold:
+    """A profile function that holds objects until a frame is left, in either way."""
+
+    __slots__ = ("_frame", "held")
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+        self.held: Any = []
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        if frame is self._frame and event == "return":
+            sys.setprofile(None)
+            self._frame = None
+            self.held = None  # last: what it drops may have Python call it at once
+
+
+def _hold_while_compiled(thing: Any) -> None:
+    hold: Any = sys.getprofile()
+    if hold is None:
+        frame: Any = sys._getframe(1)  # its own would hold itself, and `thing`
+        while frame and frame.f_globals.get("__name__") != _COMPILED_AUTOGRAD:
+            frame = frame.f_back
+        if frame:
+            hold = _Hold(frame)
+            sys.setprofile(hold)
+    if type(hold) is not _Hold:
+        raise RuntimeError(
+            f"compiled autograd of torch {torch.__version__} tells nobody when a "
+            "backward ends: a Python profiler (sys.setprofile) must not run meanwhile, "
+            "or use a newer torch"
+        )
+    hold.held.append(thing)
+
+
+def autocast_on_cpu() -> tuple[bool, torch.dtype, bool]:
+    """Return whether autocast is on for the CPU, its dtype, and whether it caches."""
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def is_lazy(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter or buffer of a lazy module has no shape yet."""
+    from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+    return isinstance(parameter, UninitializedTensorMixin)
+
+
+def tensor_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers, as torch's pytrees see them."""
+    return _pytree.tree_leaves(tree)
+
+
+def has_accelerator() -> bool:
+    """Tell whether torch's own DataParallel would find devices to use here."""
+    accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and newer
+    if accelerator is None:
+        return torch.cuda.is_available()
+    if not accelerator.is_available():
+        return False
+    return str(accelerator.current_accelerator().type) != "mps"
+
+
+def is_profiling() -> bool:
+    """Tell whether a profiler would see a ``record_function``."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements fill one block of memory, each once."""
+    block = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
+        if stride != block:
+            return False
+        block *= size
+    return True
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Return how far the last element's end is from the first element."""
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    return (1 + sum((n - 1) * step for step, n in dims)) * tensor.element_size()
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have dynamo leave a function, and what it calls, as it is.
+
+    Dynamo is costly to import: where nobody has, there is nothing to keep off.
+    """
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            if disable is None:
+                return function(*args)
+            disabled = disable(function)
+        return disabled(*args)
+
+    skip_frames(call)
+    return call
+
+
+def children(value: Any) -> list[Any]:
+    """Return what a value of a type that is registered as a pytree is made of."""
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return list(node.flatten_fn(value)[0]) if node is not None else []
+
+
+def accumulation_node(parameter: torch.Tensor) -> Any:
+    """Return the node of autograd's graph that adds to a parameter's ``.grad``.
+
+    A hook on it is not on the parameter, where it would be the user's.  None where a
+    transform of ``torch.func`` runs, which has other graphs.
+    """
+    with torch.enable_grad():
+        node = parameter.view_as(parameter).grad_fn
+    return node.next_functions[0][0] if node is not None else None
+
+
+def has_buffer_property() -> bool:
+    """Tell whether ``broadcast_buffers`` is a deprecated name (torch 2.13)."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return isinstance(getattr(ddp, "broadcast_buffers", None), property)
+
+
+def skip_frames(*functions: Any) -> None:
+    """Have dynamo run functions as they are, and compile what they call.
+
+    Dynamo is costly to import; where its C part cannot say it, nothing is said.
+    """
+    try:
+        native: Any = torch._C._dynamo.eval_frame
+        if hasattr(native, "skip_code"):
+            skip = native.skip_code
+        else:  # torch 2.6 and newer
+            action = native._FrameAction
+            strategy = native._FrameExecStrategy(action.SKIP, action.DEFAULT)
+            skip = functools.partial(_set_strategy, native, strategy)
+    except AttributeError:
+        return
+    for function in functions:
+        skip(function.__code__)
+
+
+def _set_strategy(native: Any, strategy: Any, code: types.CodeType) -> None:
+    native.set_code_exec_strategy(code, strategy)
+
+
+skip_frames(
+    is_compiled_autograd,
+    is_in_backward,
+    increment_version,
+    after_node,
+    at_end_of_backward,
+)

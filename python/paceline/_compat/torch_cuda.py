@@ -1,0 +1,61 @@
+"""What of torch is private or differs by version, about GPUs: see torch_core.py."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def current_stream(index: int) -> int:
+    """Return the stream that this thread's work on a GPU goes to: a CUstream.
+
+    For a torch whose tensors have no table of DLPack's to ask.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(index))
+
+
+def is_rocm() -> bool:
+    """Tell whether what this torch calls CUDA is AMD's ROCm."""
+    return getattr(torch.version, "hip", None) is not None
+
+
+def why_no_cuda() -> str:
+    """Return why this process can use no GPU; nothing where it can."""
+    if is_rocm():
+        return "this torch is built for ROCm, not for CUDA"
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return ""
+
+
+def major_of_cuda() -> str:
+    """Return the major version of CUDA that torch was built for: "13", say."""
+    return (torch.version.cuda or "").partition(".")[0]
+
+
+def identity(index: int) -> str:
+    """Return what tells a GPU from all others of a host; nothing where torch cannot."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is not None:
+        return f"GPU {uuid}"
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return ""
+    domain, bus, device = (int(getattr(properties, name)) for name in names)
+    return f"GPU on PCI bus {domain:04x}:{bus:02x}:{device:02x}"
+
+
+@functools.cache
+def library_folders() -> list[Path]:
+    """Return where torch looks for the libraries that its wheel needs."""
+    folders = [Path(torch.__file__).parent / "lib"]
+    for path in sys.path:
+        folders += sorted(Path(path).glob("nvidia/*/lib"))
+    return folders

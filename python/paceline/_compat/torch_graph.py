@@ -1,0 +1,197 @@
+"""What backwards ask of torch: which nodes run, and what vmap has wrapped.
+
+There are two kinds of vmap: that of ``torch.func``, and an older one, by which
+``is_grads_batched=True`` works.  Either gives a tensor that stands for many.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.parallel import distributed
+from torch.nn.utils import stateless
+
+from paceline._compat import torch_modes
+
+_C: Any = torch._C
+_distributed: Any = distributed
+_stateless: Any = stateless
+_old_vmap: Any = torch
+_new_vmap: Any = _C._functorch
+_OLD, _NEW = [_C._parse_dispatch_key(name) for name in ("Batched", "FuncTorchBatched")]
+
+
+def will_run(node: Any, is_returned: bool = True) -> bool:
+    """Tell, inside a backward, whether anybody wants a node's gradient.
+
+    torch refuses to answer of a leaf whose gradient is to be returned: the answer is
+    then ``is_returned``.
+    """
+    try:
+        return bool(_C._will_engine_execute_node(node))
+    except RuntimeError:
+        return is_returned
+
+
+def is_functional_call(module: torch.nn.Module) -> bool:
+    """Tell whether this thread runs ``module`` in a call of ``functional_call``."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _stateless._functional_call.__code__:
+            called = frame.f_locals.get("module")
+            if called is not None and any(part is module for part in called.modules()):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_is_rpc_used = getattr(
+    getattr(_C, "_distributed_rpc", None), "_is_current_rpc_agent_set", None
+)
+
+
+current_task: Callable[[], int] = _C._current_graph_task_id
+"""Return the number of the backward that runs in this thread; -1: none."""
+
+
+def is_rpc_used() -> bool:
+    """Tell whether ``torch.distributed.rpc`` was initialised in this process."""
+    return _is_rpc_used is not None and _is_rpc_used()
+
+
+def current_context() -> int | None:
+    """Return the context of ``torch.distributed.autograd`` that this thread is in."""
+    try:
+        return int(_C._distributed_autograd._current_context()._context_id())
+    except RuntimeError:
+        return None
+
+
+def gradients_in(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return what a context of ``torch.distributed.autograd`` has; {}: it is over."""
+    try:
+        return dict(_C._distributed_autograd.get_gradients(context))
+    except RuntimeError:
+        return {}
+
+
+def is_forward_mode() -> bool:
+    """Tell whether forward-mode differentiation is on: tensors may carry tangents."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_transformed() -> bool:
+    """Tell whether tensors may be more than their values: under vmap, say."""
+    return is_forward_mode() or torch_modes.has_transform()
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one of vmap's, old or new: many at once, behind one."""
+    keys = _C._dispatch_keys(tensor)
+    return any(key is not None and keys.has(key) for key in (_OLD, _NEW))
+
+
+class Batch:
+    """Tensors of vmap, taken apart along its innermost dimension.
+
+    Parameters
+    ----------
+    tensors : sequence of torch.Tensor or None
+        Some of them vmap's.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        levels = [
+            _new_vmap.maybe_get_level(t)
+            for t in tensors
+            if t is not None and _C._dispatch_keys(t).has(_NEW)
+        ]
+        self._vmap = _new_vmap if levels else _old_vmap
+        self._level = max(levels) if levels else _old_level()
+        # What is not of vmap comes as a stack of one, and is the same for all.
+        stacks = [None if t is None else self._take_off(t) for t in tensors]
+        self._size = max((len(t) for t in stacks if t is not None), default=0)
+        self._stacks = [
+            None if t is None else t.expand(self._size, *t.shape[1:]) for t in stacks
+        ]
+
+    def _take_off(self, tensor: torch.Tensor) -> torch.Tensor:
+        stack: torch.Tensor = self._vmap._remove_batch_dim(tensor, self._level, 1, 0)
+        return stack
+
+    def rows(self) -> list[tuple[torch.Tensor | None, ...]]:
+        """Return what each of the many was given."""
+        return [
+            tuple(None if stack is None else stack[i] for stack in self._stacks)
+            for i in range(self._size)
+        ]
+
+    def join(self, column: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Return one tensor of vmap for what has come of each row, or None."""
+        example = next((t for t in column if t is not None), None)
+        if example is None:
+            return None
+        zero = torch.zeros_like(example)
+        stack = torch.stack([zero if t is None else t for t in column])
+        batched: torch.Tensor = self._vmap._add_batch_dim(stack, 0, self._level)
+        return batched
+
+
+def _old_level() -> int:
+    """Return how deep the older vmaps are that run now."""
+    level = int(_C._vmapmode_increment_nesting()) - 1
+    _C._vmapmode_decrement_nesting()
+    return level
+
+
+_PYTHON_NODE: Any = torch.autograd.function.BackwardCFunction
+
+
+def output_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors that torch's class finds in a forward's output."""
+    return list(_distributed._find_tensors(output))
+
+
+def mask_of_shown(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> bytes:
+    """Return a byte a leaf: whether the graph of `outputs` has it, as torch looks."""
+    return _mask(_nodes_behind(outputs), outputs, leaves)
+
+
+def mask_of_used(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> bytes:
+    """Return a byte a leaf: whether the graph of `outputs` reaches it."""
+    nodes = list(_nodes_behind(outputs))
+    if any(isinstance(node, _PYTHON_NODE) for node in nodes):
+        # It may run a graph of its own, which is not to be seen from here.
+        return bytes([1]) * len(leaves)
+    return _mask(nodes, outputs, leaves)
+
+
+def _mask(
+    nodes: Iterable[Any],
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+) -> bytes:
+    found = {id(output) for output in outputs if output.is_leaf}
+    found |= {id(getattr(node, "variable", None)) for node in nodes}
+    return bytes(id(leaf) in found for leaf in leaves)
+
+
+def _nodes_behind(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield each node of the graph of `outputs` once."""
+    seen: set[Any] = set()
+    nodes = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes += [following for following, _ in node.next_functions]

@@ -1,0 +1,157 @@
+"""What of torch's process groups is private or differs by version."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+"""What ``init_process_group`` uses where no timeout is given (Gloo)."""
+DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
+"""The same, where NCCL carries the tensors."""
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the process group that ``init_process_group`` made.
+
+    Raises
+    ------
+    ValueError
+        If there is none, with torch's own words.
+    """
+    return c10d._get_default_group()
+
+
+def is_debugging() -> bool:
+    """Tell whether ``TORCH_DISTRIBUTED_DEBUG`` is INFO or DETAIL."""
+    return bool(c10d.get_debug_level() != c10d.DebugLevel.OFF)
+
+
+def is_default_group(group: dist.ProcessGroup) -> bool:
+    """Tell whether ``group`` is the default one."""
+    return dist.is_initialized() and group is c10d._get_default_group()
+
+
+def group_rank(group: dist.ProcessGroup) -> int:
+    """Return this rank in ``group``; -1 where it is none of the group's.
+
+    A group that nobody registered (a subclass in Python, say) knows for itself.
+    """
+    if not hasattr(group, "rank"):
+        return -1  # the token that new_group() gives to ranks outside
+    return int(group.rank())
+
+
+def is_group_or_token(value: Any) -> bool:
+    """Tell a process group, and what ``new_group()`` gives to ranks outside."""
+    token = c10d.GroupMember.NON_GROUP_MEMBER
+    return hasattr(value, "rank") or (type(value) is type(token) and value == token)
+
+
+def is_mesh_slice(mesh: Any) -> bool:
+    """Tell whether a device mesh is a part of a larger one."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    if root is not None:
+        return bool(root() != mesh)
+    from torch.distributed.device_mesh import _mesh_resources
+
+    for name in ("get_root_mesh", "get_parent_mesh"):
+        ask = getattr(_mesh_resources, name, None)
+        if ask is not None:
+            return ask(mesh) not in (None, mesh)
+    return False
+
+
+def localize(module: Any) -> None:
+    """Have a module's DTensors, of tensor parallelism, be local tensors by name.
+
+    torch's own wrapper does it where its mesh is a slice of a larger one.
+    """
+    from torch.distributed.tensor.parallel import ddp
+
+    transform: Any = ddp
+    transform._pre_dp_module_transform(module)
+
+
+def group_store(group: dist.ProcessGroup) -> Any:
+    """Return the key-value store that ``group`` was made over, if torch shows it."""
+    try:
+        return c10d._world.pg_map[group][1]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """Return the name by which all ranks know ``group``."""
+    return str(group.group_name)
+
+
+def cpu_backend_name(group: dist.ProcessGroup) -> str:
+    """Return the name of what carries CPU tensors in ``group``: ``"gloo"``, say.
+
+    A subclass in Python that is no registered group has the name of its class.
+    """
+    with suppress(RuntimeError, AttributeError):
+        return str(group._get_backend(torch.device("cpu")).name())
+    try:
+        return str(dist.get_backend(group))
+    except (ValueError, TypeError):  # of an early torch: its own assertion
+        return type(group).__name__
+
+
+def all_gather_options() -> Any:
+    """Return the options of an all-gather, which a group in Python may insist on."""
+    return c10d.AllgatherOptions()  # type: ignore[attr-defined]
+
+
+def is_device_bound(group: dist.ProcessGroup) -> bool:
+    """Tell whether ``group`` carries a GPU's tensors and none of the CPU (NCCL)."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return _device_backend(group) is not None
+    except AttributeError:
+        return False
+    return False
+
+
+def _device_backend(group: dist.ProcessGroup) -> Any:
+    with suppress(RuntimeError, AttributeError):
+        return group._get_backend(torch.device("cuda"))
+    return None
+
+
+def make_gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
+    """Return a group of the same ranks over Gloo, which nobody else knows of.
+
+    It is no registered one: those are numbered by how many each rank has made.
+    """
+    timeout = datetime.timedelta(seconds=seconds)
+    prefixed = dist.PrefixStore("gloo", store)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(prefixed, rank, size, timeout)
+
+
+def group_timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") -> float:
+    """Return the timeout, in seconds, that the user gave the group.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        It may have one backend for the CPU, and one for GPUs.
+    device_type : str
+        Which of them is asked first.
+    """
+    for kind in dict.fromkeys((device_type, "cpu", "cuda")):
+        with suppress(RuntimeError, AttributeError):
+            timeout: datetime.timedelta = group._get_backend(
+                torch.device(kind)
+            ).options._timeout
+            return timeout.total_seconds()
+    if is_device_bound(group):
+        return DEFAULT_NCCL_TIMEOUT_SECONDS
+    return DEFAULT_TIMEOUT_SECONDS

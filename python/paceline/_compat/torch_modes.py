@@ -1,0 +1,84 @@
+"""What of torch each thread has of its own: modes, transforms, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+
+def _zero() -> int:
+    return 0
+
+
+def _none(*_: Any) -> None:
+    return None
+
+
+def _yes() -> bool:
+    return True
+
+
+_C = torch._C
+count_dispatch_modes: Callable[[], int]
+count_dispatch_modes = getattr(_C, "_len_torch_dispatch_stack", _zero)
+_count_function_modes = getattr(_C, "_len_torch_function_stack", _zero)
+_function_mode: Callable[[int], Any] = getattr(_C, "_get_function_stack_at", _none)
+push_function_mode = getattr(_C, "_push_on_torch_function_stack", _none)
+pop_function_mode = getattr(_C, "_pop_torch_function_stack", _none)
+is_torch_function_enabled: Callable[[], bool]
+is_torch_function_enabled = getattr(_C, "_is_torch_function_enabled", _yes)
+is_tracing: Callable[[], bool] = _C._is_tracing
+_transform = getattr(getattr(_C, "_functorch", None), "peek_interpreter_stack", _none)
+_hooks: Any = _C._autograd
+_top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
+
+
+def function_modes() -> list[Any]:
+    """Return the modes that see each call of torch on this thread."""
+    return [_function_mode(i) for i in range(_count_function_modes())]
+
+
+def is_device_mode(mode: Any) -> bool:
+    """Tell whether a mode is a default device, which other threads can be given."""
+    return type(mode) is DeviceContext
+
+
+def binds_to_process() -> bool:
+    """Tell, at once, whether something is on that sees calls of torch, or changes them.
+
+    Hooks on saved tensors are not meant: they see replica 0's.
+    """
+    return bool(_count_function_modes() or binds_by_other_means())
+
+
+def binds_by_other_means() -> bool:
+    """Tell the same of all but modes that see each call of torch."""
+    return bool(
+        count_dispatch_modes()
+        or not is_torch_function_enabled()
+        or has_transform()
+        or is_tracing()
+    )
+
+
+def has_transform() -> bool:
+    """Tell whether a transform of torch.func is on: vmap, grad."""
+    return _transform() is not None
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Tell whether hooks on saved tensors are on in this thread, or are forbidden."""
+    if _hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return True
+    if _top_hooks is not None:
+        return _top_hooks(True) is not None
+    try:  # to forbid them is an error where there are some
+        _hooks._saved_tensors_hooks_disable("paceline asks whether hooks are on")
+    except RuntimeError:
+        return True
+    finally:
+        _hooks._saved_tensors_hooks_enable()
+    return False

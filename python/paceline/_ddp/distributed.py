@@ -1,0 +1,339 @@
+"""DistributedDataParallel: torch's class in name and contract, our core underneath."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from paceline import _environment
+from paceline._checkpoint import LoadsEither
+from paceline._compat import torch_core, torch_groups
+from paceline._ddp.comm_hooks import CommHooks, pack_hooks, unpack_hooks
+from paceline._ddp.forward import Forward
+from paceline._ddp.join import Joins
+from paceline._ddp.model_spec import Model
+from paceline._ddp.options import (
+    MIB,
+    Options,
+    check_delayed,
+    read_group,
+    warn_of_deprecated,
+)
+from paceline._ddp.options import read as read_options
+from paceline._ddp.session import Membership, Session
+from paceline._ddp.torch_surface import TorchSurface
+
+_OF_VERSION_0_1 = (
+    "_has_ended_early",
+    "_is_alone",
+    "_is_copy",
+    "_is_in_join",
+    "_is_moved",
+    "_join_rules",
+    "_lazy_init_ran",
+    "_n_join_hooks",
+    "_sync_without_peers",
+    "_syncs_next_forward",
+)
+"""What pickles of that version have, and a session tells now."""
+
+
+class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurface):
+    """Trains one model on all ranks of a process group: a drop-in for torch's class.
+
+    Each rank runs the same script on its share of the data; gradients come out of
+    ``backward()`` averaged over the ranks, and parameters stay equal.  Gradients travel
+    while backward still runs: on the CPU through memory that the ranks of a host share,
+    on GPUs by NCCL.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, with its parameters on the CPU, or all on one GPU (CUDA).
+    device_ids : list of one int, str or torch.device, optional
+        The GPU that the module is on: inputs are then moved there.  None: they are left
+        as they are.  None or empty on the CPU.
+    output_device : int, str or torch.device, optional
+        Kept for compatibility: outputs stay where the module makes them.
+    dim : int, default 0
+        Kept for compatibility.
+    broadcast_buffers : bool, optional
+        Whether rank 0's buffers (BatchNorm's statistics) reach every rank; default
+        True.
+    init_sync : bool, default True
+        Whether rank 0's parameters and buffers are copied to all ranks at construction.
+        (That the ranks' models agree is checked in any case.)
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks, 1 to 64; the default group where none is given.  Over Gloo or NCCL,
+        ranks of one host meet in shared memory.  Modules on the CPU whose ranks are on
+        several hosts, or in a group of any other kind (MPI, a subclass in Python), are
+        averaged by the group's own collectives, where it takes CPU tensors.  Of modules
+        on GPUs a group over Gloo carries no gradient: NCCL does.
+    bucket_cap_mb : float, optional
+        Mebibytes of gradients that are averaged at a time.  Default 1, which suits
+        shared memory; torch's 25 where NCCL, a communication hook or the group's
+        collectives carry them.  On GPUs the bucket that fills last, which nothing
+        hides, has 1 at the most.
+    find_unused_parameters, gradient_as_bucket_view, static_graph : bool
+        Accepted and not needed: unused parameters are found by themselves, large
+        gradients are always views, and a graph may change from step to step (unless
+        ``strict``).
+    skip_all_reduce_unused_params, batched_grad_copy : bool
+        Accepted and not needed, likewise.
+    check_reduction : bool
+        Deprecated in torch, without effect.
+    device_mesh : torch.distributed.DeviceMesh, optional
+        A 1-D mesh, or a 1-D slice of a larger one, in place of ``process_group``.
+    bucket_cap_mb_list : list of float, optional
+        Mebibytes of each bucket, in the order in which they fill.
+    forward_sync_buffers : bool, optional
+        The newer name of ``broadcast_buffers``: False leaves the copy of rank 0's
+        buffers at construction, as in torch.
+    delay_all_reduce_named_params, param_to_hook_all_reduce : optional
+        Accepted, both or neither, and not needed: gradients of the named parameters
+        are averaged with all others.
+    mixed_precision : optional
+        Not supported yet.
+    strict : bool, optional
+        Whether to refuse, in torch's words, what torch refuses and this class serves:
+        parameters left out without ``find_unused_parameters``, with it a gradient of
+        what no output shows, a second gradient of a parameter in one backward, a graph
+        that changes under ``static_graph``, bfloat16 hooks on the CPU.  Default:
+        whether ``PACELINE_STRICT`` is 1.
+    accumulate_in_fp32 : bool, default False
+        On GPUs, whether float16 and bfloat16 gradients are added up in float32, in the
+        order of the ranks, and rounded once; otherwise as NCCL does.  On the CPU they
+        always are.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model.
+    require_backward_grad_sync : bool
+        Whether backward averages gradients; :meth:`no_sync` sets it.
+
+    Raises
+    ------
+    RuntimeError
+        On every rank, if no parameter of some rank's model requires a gradient, or a
+        lazy one has no shape yet.
+    paceline.MismatchError
+        On every rank, if the models differ: the first difference is named.
+    NotImplementedError
+        On every rank, if an argument or a device is not supported yet, if parameters
+        are on several GPUs, or if the driver or NCCL is missing or too old.
+    TypeError
+        On every rank, if an argument is of another type.
+    ValueError
+        If there is no process group.  On every rank, if an argument is out of range,
+        ``device_ids`` is not where the module is, or two ranks share a GPU.
+    paceline.PeerError
+        If another rank dies during construction; later also from ``backward()``, and
+        from a forward that waits for rank 0's buffers.
+
+    Notes
+    -----
+    The contract is that of `torch's class
+    <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
+    Where it differs:
+
+    - Parameters may be frozen and unfrozen at any time.  They may be converted,
+      replaced or added after wrapping, and those that were frozen then be trained: the
+      next forward notices, on every rank, and wraps the model anew. So it does where
+      buffers are removed or get another size (one that a forward has let grow is each
+      rank's own in that step). What never travels may differ: modules and frozen
+      parameters that some ranks add alone, and, as in torch, buffers that were
+      registered later. A rank that alone changes what travels ends the step on all,
+      by a ``MismatchError``.
+    - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
+      records gradients, or in a join: one rank may make and evaluate a copy alone.
+    - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
+    - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
+      average is then dense on all. Any parameter's gradient may be sparse.
+    - Evaluation (``torch.no_grad``) never communicates.  The first after a step has
+      rank 0's buffers as they were at the end of its backward.
+    - A forward does not take over rank 0's buffers while another awaits its backward,
+      whose graph may have saved them, nor in a join context before the next step.
+    - The number of forwards since the last step goes with each step: where ranks are
+      not in the same step (one has caught an exception between forward and backward),
+      all raise ``MismatchError``.  Run a forward that is not to be trained under
+      ``torch.no_grad()``, or through ``wrapper.module``; have a loss that is to count
+      for nothing hold the output still (``0 * output.sum()``).
+    - Every backward of a synchronised forward is averaged: of each of several forwards,
+      of a retained graph, after a local backward in between. torch averages the first
+      one after the last forward, and leaves later ones local.
+    - ``no_sync()`` also works around ``backward()`` alone.
+    - In a backward a large parameter's ``.grad`` is None from the arrival of its
+      gradient until the average is there, unless hooks of yours are on it.
+    - A hook that sets ``.grad`` to None on every rank leaves None; torch, zeros.
+    - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it,
+      in a backward also in place of an exception that they would raise themselves.
+    - Sums are taken in rank order, so each run gives the same bits.
+    - Where the group's own collectives carry gradients, sums are in the group's order,
+      and a rank that dies is noticed by the group, if by anybody: as in torch. After
+      a step that failed there, the model must be wrapped anew on every rank.
+    - In a context of ``torch.distributed.autograd`` gradients are averaged there, at
+      the end of the backward, of models on the CPU alone. The forward must be in that
+      context too. torch's engine raises our errors as ``RuntimeError``.
+
+    As in torch, ``max_norm`` of an embedding scales the rows that its own rank used.
+
+    On GPUs:
+
+    - A GradScaler, autocast and SyncBatchNorm are used as with torch's class.
+    - A whole step can be captured into a CUDA graph once 3 steps were taken, which
+      learn what is captured: it is replayed with the same parameters used, and nobody
+      watches the other ranks in a replay.
+    - No step waits for the GPU.  What NCCL, or a rank that is gone, does to a step is
+      raised from that ``backward()`` or from the next one.
+    - Ctrl-C in a backward that waits for another rank is heeded once that one has come
+      or the group's timeout is over: torch waits for a thread of its own meanwhile.
+    - Gradients of parameters that are declared sparse travel as dense ones.
+    - Rank 0's buffers, as they were at the end of backward, are taken over at the next
+      forward.
+
+    Examples
+    --------
+    In a world of one rank; ``dist.init_process_group("gloo")`` in a script for
+    ``torchrun`` makes it one of all ranks:
+
+    >>> import torch, torch.distributed as dist
+    >>> from paceline import DistributedDataParallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(10, 1))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> for _ in range(3):
+    ...     optimizer.zero_grad()
+    ...     model(torch.ones(8, 10)).square().mean().backward()
+    ...     optimizer.step()  # by the mean of the ranks' gradients
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+    >>> dist.destroy_process_group()
+    """
+
+    __module__ = "paceline"
+
+    def __init__(  # the signature is torch's
+        self,
+        module: torch.nn.Module,
+        device_ids: list[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        strict: bool | None = None,
+        accumulate_in_fp32: bool = False,
+    ) -> None:
+        torch.nn.Module.__init__(self)  # none of torch's own machinery
+        Joinable.__init__(self)
+        torch_core.attach()
+        warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
+        check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        group = read_group(process_group, device_mesh)
+        if device_mesh is not None and torch_groups.is_mesh_slice(device_mesh):
+            torch_groups.localize(module)
+        options, error = read_options(
+            group,
+            bucket_cap_mb=bucket_cap_mb,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            sync_buffers=(broadcast_buffers, forward_sync_buffers),
+            sync_at_start=init_sync,
+            mixed_precision=mixed_precision,
+            strict=strict,
+            accumulate_in_fp32=accumulate_in_fp32,
+        )
+        self._session = Session(self, options)
+        self._comm_hooks = []
+        self.module = module
+        self.dim = dim
+        self.device_ids = None
+        self.output_device = None
+        self.is_multi_device_module = False
+        self.process_group = options.group
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = False
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = 250 * MIB  # where torch's code asks
+        self.bucket_bytes_cap = options.network_caps.bucket_bytes
+        self.bucket_bytes_cap_list = list(options.network_caps.each)
+        self.bucket_bytes_cap_default = not (bucket_cap_mb or bucket_cap_mb_list)
+        # For the inherited to_kwargs().
+        self.use_side_stream_for_tensor_copies = _environment.copies_by_side_stream()
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._delay_all_reduce_params = []
+        self._delay_all_reduce_all_params = False
+        delayed = delay_all_reduce_named_params, param_to_hook_all_reduce
+        self._session.set_up((device_ids, output_device, *delayed), error)
+        if static_graph:
+            self._set_static_graph()
+
+    # ---- state --------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set training mode, as ``torch.nn.Module`` does."""
+        torch.nn.Module.train(self, mode)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not torch_groups.is_default_group(self.process_group):
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the "
+                "default process group. That is, when you have called "
+                "init_process_group and have not passed process_group argument to DDP "
+                "constructor"
+            )
+        state = copy.copy(self.__dict__)
+        for name in ("_session", "process_group", "device_mesh"):
+            state.pop(name, None)
+        state["_comm_hooks"] = pack_hooks(self._comm_hooks)
+        state["_option_values"] = {
+            field.name: getattr(self._session.options, field.name)
+            for field in dataclasses.fields(Options)
+            if field.name != "group"
+        }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_option_values" not in state:  # of torch's class: see `paceline.install`
+            self.__class__ = TorchDDP  # type: ignore[assignment]
+            self.__setstate__(state)
+            return
+        torch_core.attach()  # this process may never have constructed one
+        state = {name: state[name] for name in state if name not in _OF_VERSION_0_1}
+        values = state.pop("_option_values")
+        state["_comm_hooks"] = unpack_hooks(state["_comm_hooks"])
+        torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)  # join contexts are those of the wrapper copied
+        options = Options(group=torch_groups.default_group(), **values)
+        self.process_group = options.group
+        model = Model.of(self.module)
+        self._session = Session(self, options, Membership.COPIED)
+        self._session.model, self._session.trainable = model, model.trainable
+        for _, parameter in model.parameters[:1]:
+            self._follow_module(parameter.device)  # torch.load() may have moved it

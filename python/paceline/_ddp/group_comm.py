@@ -1,0 +1,180 @@
+"""A world whose operations a process group carries: see csrc/comm/group_comm.h.
+
+For groups of a backend that we know nothing of (MPI, a subclass in Python) and for
+ranks on several hosts.  The group's own methods are called, not those of
+``torch.distributed``, which know registered groups alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _native
+from paceline._compat import torch_core, torch_groups
+
+_POLL_SECONDS = 0.05
+
+
+def wait_for(work: Any) -> None:
+    """Wait for what a process group has begun, and raise what it raises.
+
+    A group may answer with a Work, with a future, or have done all at once.  A Work in
+    Python whose class has a ``wait`` may do its part there.  Else a Work is asked for
+    its future first, as by torch's own wrapper: one that has a future need not
+    implement ``wait``.
+    """
+    if isinstance(work, dist.Work) and _has_own_wait(type(work)):
+        work.wait()
+    future = work
+    get_future = getattr(work, "get_future", None)
+    if get_future is not None:
+        try:
+            future = get_future()
+        except (NotImplementedError, RuntimeError):
+            future = None  # this kind has none
+    if hasattr(future, "add_done_callback"):
+        wait_for_future(future, lambda: None)
+    elif work is not None:
+        work.wait()
+
+
+def _has_own_wait(kind: type) -> bool:
+    """Tell whether a subclass of ``Work`` implements ``wait`` in Python."""
+    return isinstance(getattr(kind, "wait", None), types.FunctionType)
+
+
+def wait_for_future(future: Any, poll: Callable[[], None]) -> Any:
+    """Return a future's value, or raise what it raises; see :func:`await_future`."""
+    await_future(future, poll)
+    return future.wait()
+
+
+def await_future(future: Any, poll: Callable[[], None]) -> None:
+    """Wait until a future is done, whatever has become of it.
+
+    Parameters
+    ----------
+    future : torch.futures.Future
+        Whose own ``wait`` neither signals nor anything else can end.
+    poll : callable
+        Called now and then until the future is done; what it raises ends the wait.
+    """
+    if not future.done():
+        is_done = threading.Event()
+        future.add_done_callback(lambda _: is_done.set())
+        while not is_done.wait(_POLL_SECONDS):
+            poll()
+
+
+class GroupComm:
+    """Carries the operations of a world over a process group, in their order.
+
+    Sums are the group's: every rank gets what the backend gives it, and gradients are
+    divided by the number of ranks before they are summed, as torch's wrapper does.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The user's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._size = int(group.size())
+        self._pending: list[tuple[int, Any]] = []
+
+    def serve(self, world: _native.World) -> None:
+        """Work in the arena of ``world``, which owns this object."""
+        self._world = weakref.ref(world)
+
+    def _range(self, dtype: str, offset_bytes: int, n_elems: int) -> torch.Tensor:
+        """Return a range of the arena, which keeps the world alive while it is used."""
+        # The core's names of types are torch's.
+        kind: torch.dtype = getattr(torch, dtype)
+        return torch.frombuffer(
+            self._world(), dtype=kind, count=n_elems, offset=offset_bytes
+        )
+
+    def issue(
+        self,
+        kind: str,
+        dtype: str,
+        reduction: str,
+        offset_bytes: int,
+        n_elems: int,
+        root: int,
+        ticket: int,
+    ) -> None:
+        """Begin one operation of the world."""
+        if n_elems == 0 and kind != "barrier":
+            return
+        if kind == "barrier":
+            work = self._group.allreduce(
+                [torch.zeros(1, device="cpu")], dist.AllreduceOptions()
+            )
+        else:
+            tensor = self._range(dtype, offset_bytes, n_elems)
+            work = self._begin(kind, tensor, reduction, root)
+        self._pending.append((ticket, work))
+
+    def _begin(self, kind: str, tensor: torch.Tensor, reduction: str, root: int) -> Any:
+        if kind == "all-reduce":
+            return self._all_reduce(tensor, reduction)
+        if kind == "broadcast":
+            options = dist.BroadcastOptions()
+            options.rootRank = root
+            options.rootTensor = 0
+            return self._group.broadcast([tensor], options)
+        if kind == "all-gather":
+            rows = list(tensor.chunk(self._size))
+            mine = rows[self._group.rank()].clone()
+            return self._group.allgather(
+                [rows], [mine], torch_groups.all_gather_options()
+            )
+        raise NotImplementedError(
+            f"a process group carries no {kind} for paceline: use all-reduce"
+        )
+
+    def _all_reduce(self, tensor: torch.Tensor, reduction: str) -> Any:
+        options = dist.AllreduceOptions()
+        kind: Any = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        options.reduceOp = kind
+        if reduction == "mean":
+            tensor.mul_(1.0 / self._size)
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return self._group.allreduce([tensor], options)
+
+    def wait(self, ticket: int) -> None:
+        """Wait for all operations up to ``ticket``."""
+        while self._pending and self._pending[0][0] <= ticket:
+            _, work = self._pending.pop(0)
+            wait_for(work)
+
+    def drop(self) -> None:
+        """Forget what was begun: the world has failed.
+
+        A Work may hold memory of the world, and so keep it, and this object, alive.
+        """
+        self._pending.clear()
+
+
+# Called in backwards, which may be part of what torch.compile is given.
+torch_core.skip_frames(
+    wait_for,
+    wait_for_future,
+    await_future,
+    GroupComm._range,
+    GroupComm.issue,
+    GroupComm._begin,
+    GroupComm._all_reduce,
+    GroupComm.wait,
+    GroupComm.drop,
+)

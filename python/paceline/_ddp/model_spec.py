@@ -1,0 +1,313 @@
+"""What the ranks' models must agree on, and the errors where they do not."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._compat import torch_core, torch_graph
+from paceline._ddp import placement
+
+NO_GRADIENT = (
+    "DistributedDataParallel is not needed when a module doesn't have any parameter "
+    "that requires a gradient."
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module's tensors, as data parallelism sees them.
+
+    Attributes
+    ----------
+    parameters : list of (str, torch.Tensor)
+        All parameters that are not ignored, each once, in registration order.
+    buffers : list of (str, dict, str)
+        All buffers that are not ignored: full name, the ``_buffers`` they are in, and
+        their name there.
+    declared_sparse : frozenset of int
+        The ``id`` of each parameter whose gradients are expected to be sparse.
+    """
+
+    parameters: list[tuple[str, torch.nn.Parameter]]
+    buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
+    declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Model:
+        """Collect the tensors of ``module``.
+
+        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as torch's
+        wrapper leaves them.
+        """
+        ignored = {
+            name.removeprefix(".")  # the module's own, as torch's docs spell them
+            for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        }
+        parameters = [
+            (name, parameter)
+            for name, parameter in module.named_parameters()
+            if name not in ignored
+        ]
+        buffers = []
+        seen: set[int] = set()
+        for prefix, owner in module.named_modules():
+            held = _as_dict(owner._buffers)
+            for name, buffer in held.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if buffer is None or id(buffer) in seen or full in ignored:
+                    continue
+                seen.add(id(buffer))
+                buffers.append((full, held, name))
+        return cls(parameters, buffers, _declared_sparse(module))
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """The parameters that require a gradient."""
+        return [p for _, p in self.parameters if p.requires_grad]
+
+    @property
+    def sparse(self) -> list[int]:
+        """Which of :attr:`trainable` are declared sparse."""
+        return [
+            i for i, p in enumerate(self.trainable) if id(p) in self.declared_sparse
+        ]
+
+    def tensors(self, has_buffers: bool = True) -> list[torch.Tensor]:
+        """Return all parameters and buffers, or the parameters alone."""
+        tensors: list[torch.Tensor] = [p for _, p in self.parameters]
+        if has_buffers:
+            tensors += [owner[name] for _, owner, name in self.buffers]
+        return tensors
+
+    def check(self) -> None:
+        """Raise where this rank's model cannot be wrapped at all.
+
+        Raises
+        ------
+        RuntimeError
+            If no parameter requires a gradient, or a lazy one has no shape yet.
+        ValueError
+            If the parameters are on several types of devices.
+        NotImplementedError
+            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU.
+        """
+        for name, tensor in self._named_tensors():
+            if torch_core.is_lazy(tensor):
+                raise RuntimeError(
+                    "Modules with uninitialized parameters can't be used with "
+                    f"`DistributedDataParallel`: '{name}' has no shape yet. Run a "
+                    "dummy forward pass to correctly initialize the modules"
+                )
+        if not self.trainable:
+            raise RuntimeError(
+                f"{NO_GRADIENT} Use the module as it is, or set requires_grad."
+            )
+        kinds = sorted({p.device.type for _, p in self.parameters})
+        if len(kinds) > 1:
+            raise ValueError(
+                "DistributedDataParallel's input module must be on the same type of "
+                f"devices, but input module parameters locate in {kinds}."
+            )
+        for name, tensor in self._named_tensors():
+            self._check_device(name, tensor)
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        first, parameter = self.parameters[0]
+        device = parameter.device
+        found = f"'{name}' is a {tensor.layout} tensor on device {tensor.device}"
+        is_here = device.type == "cpu" or placement.is_gpu(device)
+        if is_here and tensor.layout == torch.strided and tensor.device == device:
+            return
+        if is_here and device.type != "cpu" and tensor.device != device:
+            raise NotImplementedError(
+                f"{found}, and '{first}' is on {device}: paceline trains a module on "
+                f"one GPU; move it as a whole, as in module.to('{device}'), or name in "
+                "module._ddp_params_and_buffers_to_ignore what is not to be averaged"
+            )
+        raise NotImplementedError(
+            f"{found}: this version of paceline trains strided tensors, on the CPU or "
+            "on one GPU of NVIDIA's; move the module by .cpu() or .cuda() first"
+        )
+
+    def check_supported(self, module: torch.nn.Module) -> None:
+        """Raise for what a module does that is not there yet.
+
+        Raises
+        ------
+        ValueError
+            If the module has a SyncBatchNorm, which needs a GPU.
+        """
+        is_on_gpu = placement.is_gpu(self.parameters[0][1].device)
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.modules.SyncBatchNorm) and not is_on_gpu:
+                raise ValueError(
+                    "SyncBatchNorm layers only work with GPU modules: "
+                    f"'{name}' is on the CPU; use BatchNorm"
+                )
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        named: list[tuple[str, torch.Tensor]] = list(self.parameters)
+        named += [(full, owner[name]) for full, owner, name in self.buffers]
+        return named
+
+    # ---- agreement ------------------------------------------------------------------
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """Return (kind, name, what) of each tensor: all that ranks must agree on."""
+        described = [
+            ("parameter", name, _describe(p, p.requires_grad) + self._sparsity_of(p))
+            for name, p in self.parameters
+        ]
+        described += [
+            ("buffer", full, _describe(owner[name], None))
+            for full, owner, name in self.buffers
+        ]
+        return described
+
+    def _sparsity_of(self, parameter: torch.nn.Parameter) -> str:
+        is_sparse = parameter.requires_grad and id(parameter) in self.declared_sparse
+        return ", sparse gradients" if is_sparse else ""
+
+    def digest(self) -> str:
+        """Return a hash of :meth:`describe`."""
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+
+
+def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
+    """Return the ids of the parameters that only sparse embeddings use.
+
+    torch asks the first module that has the parameter.  Here all must agree: a weight
+    tied to an output layer gets dense gradients, which go by the buckets.
+    """
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for part in module.modules():
+        is_embedding = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        users = sparse if is_embedding and part.sparse else dense
+        users.update(id(p) for p in part.parameters(recurse=False))
+    return frozenset(sparse - dense)
+
+
+def watch(module: torch.nn.Module) -> _native.Watch:
+    """Return what notices that ``module`` gains, loses, swaps or converts a part.
+
+    Buffers are watched by name only: modules replace them as they run.
+    """
+    dicts: list[dict[str, Any]] = []
+    items: list[tuple[dict[str, Any], str]] = []
+    parameters: list[tuple[dict[str, Any], str]] = []
+    for part in module.modules():
+        children, own = _as_dict(part._modules), _as_dict(part._parameters)
+        dicts += [children, own, _as_dict(part._buffers)]
+        items += [(children, name) for name in children]
+        items += [(own, name) for name, value in own.items() if value is None]
+        parameters += [(own, name) for name, value in own.items() if value is not None]
+    return _native.Watch(dicts, items, parameters)
+
+
+def _as_dict(mapping: Any) -> dict[str, Any]:
+    """Return a module's mapping; a copy where TorchScript, which fixes it, keeps it."""
+    return mapping if isinstance(mapping, dict) else dict(mapping.items())
+
+
+def has_nothing_to_train(module: torch.nn.Module) -> bool:
+    """Tell whether no parameter requires a gradient: a teacher, say."""
+    return not any(p.requires_grad for p in module.parameters())
+
+
+def is_stateless_call(module: torch.nn.Module) -> bool:
+    """Tell whether ``functional_call`` has swapped the parameters for one call.
+
+    It may have put in parameters, too: by them nothing tells the call from a change.
+    """
+    return torch_graph.is_functional_call(module) or any(
+        value is not None and not isinstance(value, torch.nn.Parameter)
+        for part in module.modules()
+        for value in part._parameters.values()
+    )
+
+
+def _describe(tensor: torch.Tensor, requires_grad: bool | None) -> str:
+    layout = f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    if requires_grad is None:
+        return layout
+    return layout + (", trainable" if requires_grad else ", frozen")
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor that has each of its elements once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def copy_model(
+    world: _native.World, tensors: list[torch.Tensor], root: int = 0
+) -> None:
+    """Overwrite every rank's tensors with those of one rank, in place."""
+    plain = [_each_once(t.detach()) for t in tensors]
+    resolved = [t.resolve_conj().resolve_neg() for t in plain]  # most are that
+    dense = [t if torch_core.is_dense(t) else t.contiguous() for t in resolved]
+    world.broadcast(dense, root)
+    if world.rank == root:
+        return
+    with torch.no_grad():
+        for target, source in zip(plain, dense, strict=True):
+            if target is not source:
+                target.copy_(source)
+    torch_core.increment_version(tensors)
+
+
+def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
+    """Raise the first difference between rank 0's model and another's.
+
+    Parameters
+    ----------
+    models : list
+        Every rank's :meth:`Model.describe`, by rank.
+
+    Raises
+    ------
+    paceline.MismatchError
+        The same on every rank; returns where there is no difference.
+    """
+    for rank, model in enumerate(models):
+        counts = [
+            sum(kind == "parameter" for kind, _, _ in m) for m in (models[0], model)
+        ]
+        for i, (mine, other) in enumerate(itertools.zip_longest(models[0], model)):
+            if mine != other:
+                shown = f"rank 0 has {counts[0]} params, rank {rank} has {counts[1]}"
+                if mine and other and _layout_differs(mine, other):  # torch's words
+                    shown += (
+                        f"; params[{i}] of rank {rank} appears not to match sizes of "
+                        "the same param in process 0"
+                    )
+                raise _native.MismatchError(
+                    "DDP expects same model across all ranks, but rank 0 has "
+                    f"{_entry_text(mine)} where rank {rank} has {_entry_text(other)} "
+                    f"({shown}). "
+                    "Build the same model, in the same order, on every rank."
+                )
+
+
+def _layout_differs(mine: tuple[str, str, str], other: tuple[str, str, str]) -> bool:
+    """Tell whether two entries are one parameter of two shapes or strides."""
+    layouts = [re.findall(r"\(.*?\)", what) for _, _, what in (mine, other)]
+    same = mine[0] == "parameter" and mine[:2] == other[:2]
+    return same and layouts[0] != layouts[1]
+
+
+def _entry_text(entry: tuple[str, str, str] | None) -> str:
+    if entry is None:
+        return "nothing"
+    kind, name, what = entry
+    return f"{kind} '{name}' ({what})"

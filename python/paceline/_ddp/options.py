@@ -1,0 +1,302 @@
+"""The constructor's arguments, checked once and frozen."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline import _environment, _native
+from paceline._compat import torch_core, torch_groups
+
+MIB = 1 << 20
+VIEW_BYTES = 32 * 1024
+"""Gradients from this size on become views of shared memory: reducer_object.h."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How large buckets may become.
+
+    Attributes
+    ----------
+    bucket_bytes, last_bytes : int
+        Of a bucket, and of the one that fills last, in bytes.
+    each : tuple of int
+        Of each bucket in the order in which they fill, in place of the two: further
+        ones as the last of these.
+    """
+
+    bucket_bytes: int
+    last_bytes: int
+    each: tuple[int, ...] = ()
+
+
+DEFAULT_CAPS = Caps(1 * MIB, MIB // 4)
+"""Small enough to be summed while in cache, and to be on its way early; the bucket that
+fills last is hidden by nothing."""
+DEFAULT_NETWORK_CAPS = Caps(25 * MIB, 1 * MIB)
+"""torch's: what suits collectives of a process group, each of which costs."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a DistributedDataParallel was asked to be.
+
+    Attributes
+    ----------
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    sync_buffers : bool
+        Whether rank 0's buffers are sent with each synchronised step.
+    sync_at_start : bool
+        Whether rank 0's parameters and buffers are sent at once.
+    caps : Caps
+        Of buckets that are summed in shared memory.
+    network_caps : Caps
+        Of buckets that a communication hook or a process group carries.
+    sync_buffers_at_start : bool
+        Whether ``sync_at_start`` is for buffers too.
+    strict : bool
+        Whether to refuse what torch refuses.
+    accumulate_in_fp32 : bool
+        Whether GPUs add up 16-bit gradients in float32.
+    """
+
+    group: dist.ProcessGroup
+    sync_buffers: bool
+    sync_at_start: bool
+    caps: Caps
+    network_caps: Caps
+    sync_buffers_at_start: bool = True
+    strict: bool = False
+    accumulate_in_fp32: bool = False
+
+    @property
+    def device_caps(self) -> Caps:
+        """Of buckets that NCCL carries: the one that fills last is small."""
+        caps = self.network_caps
+        last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
+        return Caps(caps.bucket_bytes, last_bytes, caps.each)
+
+
+def read(
+    group: dist.ProcessGroup,
+    *,
+    bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    sync_buffers: tuple[bool | None, bool | None],
+    sync_at_start: bool,
+    mixed_precision: Any,
+    strict: bool | None,
+    accumulate_in_fp32: bool,
+) -> tuple[Options, Exception | None]:
+    """Return the options, and what is wrong with them: sent to all ranks, not raised.
+
+    A rank that raised here, alone, would leave the others waiting for it.
+    """
+    error: Exception | None = None
+    caps, network_caps = DEFAULT_CAPS, DEFAULT_NETWORK_CAPS
+    try:
+        if mixed_precision is not None and mixed_precision is not False:
+            raise NotImplementedError(
+                f"mixed_precision={mixed_precision!r} is not supported by this version "
+                "of paceline; leave it out"
+            )
+        caps, network_caps = read_caps(bucket_cap_mb, bucket_cap_mb_list)
+        strict = read_strict(strict)
+        if accumulate_in_fp32 not in (True, False):
+            raise TypeError(
+                f"accumulate_in_fp32 is {accumulate_in_fp32!r}: give True or False"
+            )
+    except (NotImplementedError, TypeError, ValueError) as problem:
+        error = problem
+    newer_first = reversed(sync_buffers)
+    options = Options(
+        group=group,
+        sync_buffers=bool(next((v for v in newer_first if v is not None), True)),
+        sync_at_start=bool(sync_at_start),
+        caps=caps,
+        network_caps=network_caps,
+        sync_buffers_at_start=sync_buffers != (False, None),
+        strict=bool(strict),
+        accumulate_in_fp32=accumulate_in_fp32 is True,
+    )
+    return options, error
+
+
+def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """Return the group that the two arguments name.
+
+    Raises
+    ------
+    RuntimeError
+        If both are given, or the mesh has more than one dimension.
+    TypeError
+        If it is neither a process group nor a device mesh.
+    ValueError
+        If neither is given and there is no default group, or this rank is not in the
+        group.
+    """
+    if device_mesh is None:
+        if process_group is None:
+            return torch_groups.default_group()
+        if not torch_groups.is_group_or_token(process_group):
+            raise TypeError(
+                f"process_group is {process_group!r}: give a group of "
+                "torch.distributed.new_group(), or None"
+            )
+        if torch_groups.group_rank(process_group) < 0:
+            raise ValueError(
+                "process_group does not have this rank (new_group() gave it a token): "
+                "wrap the model on the group's own ranks only"
+            )
+        group: dist.ProcessGroup = process_group
+        return group
+    if process_group is not None:
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments."
+        )
+    if not hasattr(device_mesh, "ndim"):
+        raise TypeError(
+            f"device_mesh is {device_mesh!r}: give a torch.distributed.DeviceMesh, or "
+            "None"
+        )
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    group = device_mesh.get_group(mesh_dim=0)
+    return group
+
+
+def read_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> tuple[Caps, Caps]:
+    """Return the caps of buckets in shared memory, and of those on a network.
+
+    As in torch, a list counts instead of the number.
+
+    Raises
+    ------
+    TypeError
+        If one is no number.
+    ValueError
+        If one is not positive.
+    """
+    if bucket_cap_mb_list and not isinstance(bucket_cap_mb_list, Iterable):
+        raise TypeError(
+            f"bucket_cap_mb_list is {bucket_cap_mb_list!r}: give a list of mebibytes"
+        )
+    if bucket_cap_mb_list:
+        each = tuple(_cap_bytes("bucket_cap_mb_list", mb) for mb in bucket_cap_mb_list)
+        caps = Caps(max(each), max(each), each)
+        return caps, caps
+    if bucket_cap_mb is None:
+        return DEFAULT_CAPS, DEFAULT_NETWORK_CAPS
+    n_bytes = _cap_bytes("bucket_cap_mb", bucket_cap_mb)
+    return (
+        Caps(n_bytes, min(n_bytes, DEFAULT_CAPS.last_bytes)),
+        Caps(n_bytes, n_bytes),
+    )
+
+
+def read_strict(strict: bool | None) -> bool:
+    """Return whether to refuse what torch refuses.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a bool nor None.
+    ValueError
+        If it is None, and ``PACELINE_STRICT`` says neither.
+    """
+    if strict is None:
+        return _environment.is_strict()
+    if strict not in (True, False):
+        raise TypeError(f"strict is {strict!r}: give True, False or None")
+    return bool(strict)
+
+
+def _cap_bytes(name: str, mebibytes: float) -> int:
+    try:
+        wanted = float(mebibytes) * MIB
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} is or has {mebibytes!r}: give a number of mebibytes"
+        ) from None
+    if not 1 <= wanted < 2**62:
+        raise ValueError(
+            f"{name} is {mebibytes}: give the mebibytes of a bucket, as in "
+            f"{name}={'[25]' if name.endswith('list') else 25}, or None"
+        )
+    return int(wanted)
+
+
+def check_delayed(named: Any, hooked: Any) -> None:
+    """Raise where one of the two arguments for delayed gradients is missing.
+
+    Raises
+    ------
+    ValueError
+        With torch's own words.
+    """
+    if (named is None) != (hooked is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set "
+            "at the same time."
+        )
+
+
+def warn_of_deprecated(
+    check_reduction: bool,
+    broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
+) -> None:
+    """Warn as torch does of an argument without effect, and of one with a new name."""
+    if check_reduction:
+        warnings.warn(
+            "The `check_reduction` argument in `DistributedDataParallel` module is "
+            "deprecated. Please avoid using it.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if broadcast_buffers is None or not torch_core.has_buffer_property():
+        return
+    if forward_sync_buffers is not None:
+        text = (
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. "
+            "`broadcast_buffers` is deprecated and its value is ignored when "
+            "`forward_sync_buffers` is provided."
+        )
+    else:
+        text = (
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. "
+            "IMPORTANT: unlike `broadcast_buffers=False`, `forward_sync_buffers=False` "
+            "still syncs buffers at init. If you rely on buffers NOT being synced at "
+            "init (e.g. rank-local buffers), keep using `broadcast_buffers=False`."
+        )
+    warnings.warn(text, FutureWarning, stacklevel=3)
+
+
+def raise_first_difference(options: list[dict[str, Any]]) -> None:
+    """Raise where ranks were given different options.
+
+    Parameters
+    ----------
+    options : list of dict
+        Every rank's options that must agree, by rank.
+
+    Raises
+    ------
+    paceline.MismatchError
+        The same on every rank; returns where there is no difference.
+    """
+    for rank, theirs in enumerate(options):
+        for name, first in options[0].items():
+            if theirs[name] != first:
+                raise _native.MismatchError(
+                    f"{name} differs: rank 0 was given what makes {first}, rank {rank} "
+                    f"what makes {theirs[name]}; give every rank the same"
+                )

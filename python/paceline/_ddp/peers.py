@@ -1,0 +1,264 @@
+"""Who the ranks of a process group are, whether each still runs, and their messages.
+
+Messages go by the group's own collectives where those take CPU tensors, and by its
+store where they do not: NCCL would make a communicator for them, and cannot be left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline import _native
+from paceline._compat import torch_groups
+
+POLL_SECONDS = 0.002
+CHECK_FIRST_SECONDS = 0.01
+CHECK_EVERY_SECONDS = 0.1
+_BLAME_SECONDS = 0.6
+"""How long a failed exchange looks for the rank that caused it."""
+_LAST_CHECK_SECONDS = 2.0
+"""How long the process that had the store may take to end, once that is gone."""
+
+OTHER_HOSTS = "on other hosts"
+_NAMESPACES = ("net", "pid", "user")
+
+_wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a rank runs: what must agree for ranks to share memory and see each other.
+
+    Attributes
+    ----------
+    boot : str
+        The kernel's boot id; drawn, where the kernel does not tell all of this: such a
+        rank is on a host of its own.
+    network : int
+        Network namespace, which the abstract sockets live in.
+    processes : int
+        PID namespace: process ids mean the same inside one.
+    users : int
+        User namespace: numbers of users mean the same inside one.
+    user : int
+        The user that the rank runs as; ranks of others are not talked to.
+    pid : int
+        The rank's process id in its own namespace.
+    problem : str
+        Why the rank is on a host of its own; empty where it is not.
+    """
+
+    boot: str
+    network: int
+    processes: int
+    users: int
+    user: int
+    pid: int
+    problem: str = ""
+
+    @classmethod
+    def here(cls) -> Host:
+        """Describe this process."""
+        user, pid = os.geteuid(), os.getpid()
+        try:
+            network, processes, users = (
+                os.stat(f"/proc/self/ns/{kind}").st_ino for kind in _NAMESPACES
+            )
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                boot = file.read().strip()
+            return cls(boot, network, processes, users, user, pid)
+        except OSError as error:
+            return cls(secrets.token_hex(16), 0, 0, 0, user, pid, str(error))
+
+    def shares_memory_with(self, other: Host) -> bool:
+        """Tell whether ranks there and here can map the same memory."""
+        return self.difference_to(other) is None
+
+    def difference_to(self, other: Host) -> str | None:
+        """Return why these share no memory; None: they can."""
+        if self.problem or other.problem:
+            return f"on unknown hosts: {self.problem or other.problem}"
+        if self.boot != other.boot:
+            return OTHER_HOSTS
+        if self.network != other.network:
+            return "in other network namespaces"
+        if (self.users, self.user) != (other.users, other.user):
+            return "other users"
+        return None
+
+    def visible_pid(self, viewer: Host) -> int:
+        """Return the process id as ``viewer`` sees it; 0 where it cannot."""
+        is_near = (self.boot, self.processes) == (viewer.boot, viewer.processes)
+        return self.pid if is_near else 0
+
+
+class Peers:
+    """Who the ranks are, and whether each still runs.
+
+    Until the ranks have met they know each other from the store alone.  From then on no
+    call of the store is needed, which matters: a store that a dead rank 0 hosted does
+    not answer, nor is its connection lost while that rank's DataLoader workers live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.here = Host.here()
+        self._hosts: dict[int, Host] = {rank: self.here}
+        self._store: Any = None  # torch.distributed.Store
+        self._kept_store: Any = None
+        self._n_sent = 0
+        store = torch_groups.group_store(group)
+        if store is None:
+            return
+        name = torch_groups.group_name(group)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        number = next(_wrap_numbers[name])
+        prefix = f"paceline/{name}/{restart}/{number}"
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._kept_store = self._store
+        with self._store_failure():
+            self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
+            self._read_hosts(self._store)
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Where each rank runs, once all are known."""
+        return [self._hosts[rank] for rank in range(self.size)]
+
+    def meet(self, hosts: list[Host]) -> None:
+        """Take over what the ranks have sent each other."""
+        self._hosts = dict(enumerate(hosts))
+        if all(host.visible_pid(self.here) for host in hosts):
+            self._store = None  # every process can be watched from here
+
+    @contextmanager
+    def _store_failure(self) -> Iterator[None]:
+        """Turn the store's own failures into the loss of rank 0, which hosts it."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise _native.PeerError(
+                f"rank {self.rank}: the group's store is gone, and with it rank 0 or "
+                f"the launcher that hosts it, during construction ({error})"
+            ) from error
+
+    def _read_hosts(self, store: Any) -> None:
+        for rank in range(self.size):
+            if rank not in self._hosts and store.check([f"host/{rank}"]):
+                self._hosts[rank] = Host(**json.loads(store.get(f"host/{rank}")))
+
+    def check(self) -> None:
+        """Raise ``PeerError`` where a rank is known to be gone."""
+        self._check_processes()
+        if self._store is None:
+            return
+        with self._store_failure():
+            if self._store.check(["gone"]):
+                gone = int(self._store.get("gone"))
+                self._fail(gone, "died during construction")
+            self._read_hosts(self._store)
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        for rank, host in self._hosts.items():
+            if rank == self.rank:
+                continue
+            pid = host.visible_pid(self.here)
+            if pid and _native.has_ended(pid):
+                if self._store is not None and rank != 0:
+                    with self._store_failure():
+                        self._store.set("gone", str(rank))
+                self._fail(rank, f"(process {pid}) died during construction")
+
+    @property
+    def store(self) -> Any:
+        """The group's store, under a prefix of this meeting; None: torch shows none."""
+        return self._kept_store
+
+    def all_gather(self, message: bytes, seconds: float) -> list[bytes]:
+        """Send `message` to all ranks by the store; return every rank's, by rank.
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank dies meanwhile; a ``PeerTimeoutError`` if one has sent nothing
+            after `seconds`.
+        """
+        try:
+            return self._all_gather(message, seconds)
+        except _native.PeerError as error:
+            if isinstance(error.__cause__, dist.DistError):
+                self._find_ended()  # it had the store, and may be a zombie yet
+            raise
+
+    def _find_ended(self) -> None:
+        self._store = None
+        until = time.monotonic() + _LAST_CHECK_SECONDS
+        while time.monotonic() < until:
+            self._check_processes()
+            time.sleep(10 * POLL_SECONDS)
+
+    def _all_gather(self, message: bytes, seconds: float) -> list[bytes]:
+        store, number = self._kept_store, self._n_sent
+        self._n_sent += 1
+        with self._store_failure():
+            store.set(f"message/{number}/{self.rank}", message)
+        received = {self.rank: message}
+        until = time.monotonic() + seconds
+        pause = POLL_SECONDS
+        while len(received) < self.size:
+            self.check()
+            with self._store_failure():
+                self._read_messages(store, number, received)
+            if time.monotonic() > until:
+                silent = [rank for rank in range(self.size) if rank not in received]
+                raise _native.PeerTimeoutError(
+                    f"rank {self.rank}: ranks {silent} have not come to this "
+                    f"construction within {seconds:g} s, the process group's timeout"
+                )
+            if len(received) < self.size:
+                time.sleep(pause)
+                # One store serves all ranks, and the one that is awaited, too.
+                pause = min(2 * pause, CHECK_EVERY_SECONDS)
+        if number > 0:  # all have read the message before, having sent this one
+            with suppress(RuntimeError):
+                store.delete_key(f"message/{number - 1}/{self.rank}")
+        return [received[rank] for rank in range(self.size)]
+
+    def _read_messages(
+        self, store: Any, number: int, received: dict[int, bytes]
+    ) -> None:
+        for rank in range(self.size):
+            key = f"message/{number}/{rank}"
+            if rank not in received:
+                if not store.check([key]):
+                    return
+                received[rank] = store.get(key)
+
+    def blame(self, cause: BaseException) -> None:
+        """Raise ``PeerError`` for a collective that failed, naming whom it can."""
+        until = time.monotonic() + _BLAME_SECONDS
+        while time.monotonic() < until:
+            self.check()
+            time.sleep(10 * POLL_SECONDS)
+        silent = [rank for rank in range(self.size) if rank not in self._hosts]
+        whom = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {silent}"
+        if not silent:
+            whom = "a rank"
+        raise _native.PeerError(
+            f"rank {self.rank}: {whom} was lost during construction ({cause})"
+        ) from cause
+
+    def _fail(self, rank: int, what: str) -> None:
+        raise _native.PeerError(f"rank {self.rank}: rank {rank} {what}")

@@ -1,0 +1,367 @@
+"""From a user's process group to a world of ranks: in shared memory, where it can be.
+
+The group's own collectives carry the first messages, since its connections already
+notice a rank that dies; the group's store carries each rank's process id beforehand, so
+that the rank can be named.  Where a group takes no CPU tensors (NCCL) the store carries
+all.
+From then on the native world watches the processes itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import sys
+import time
+import traceback
+import weakref
+from contextlib import suppress
+from multiprocessing import util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _native
+from paceline._compat import torch_groups
+from paceline._ddp import group_comm
+from paceline._ddp.peers import (
+    CHECK_EVERY_SECONDS,
+    CHECK_FIRST_SECONDS,
+    OTHER_HOSTS,
+    POLL_SECONDS,
+    Peers,
+)
+
+_log = logging.getLogger("paceline")
+
+OUTCOME_SECONDS = 30.0
+"""How long a rank whose world could not be made waits for what the others say of it:
+none can have made it, and each soon gives up."""
+_INTERRUPTED_SECONDS = 2.0
+"""The same for one that a signal has interrupted: it answers the others, who would wait
+for it otherwise."""
+
+_live_worlds: weakref.WeakSet[_native.World] = weakref.WeakSet()
+_owner_pid = 0
+
+
+class Meeting:
+    """The ranks of a process group, before they share memory.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The user's group.  Where Gloo carries its CPU tensors, or nothing does (NCCL),
+        and all ranks are on one host and have memory to share, they meet there;
+        otherwise the group's own collectives carry all messages.
+    device_type : str, default "cpu"
+        Of the tensors to come: its timeout counts where a group has several.
+
+    Attributes
+    ----------
+    rank, size : int
+        This rank, and how many there are.
+    uses_group : bool
+        Whether collectives of a group carry the messages of a step; known after
+        :meth:`exchange`, but for a lack of memory, which :meth:`connect` finds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
+        self.group = group
+        self.rank = torch_groups.group_rank(group)
+        self.size = int(group.size())
+        self._seconds = torch_groups.group_timeout_seconds(group, device_type)
+        self._lacks_memory = False
+        self._has_cpu = not torch_groups.is_device_bound(group)
+        self._is_known_kind = (
+            not self._has_cpu or torch_groups.cpu_backend_name(group) == "gloo"
+        )
+        if self.size > 1 and self._is_known_kind:
+            self._peers = Peers(group, self.rank, self.size)
+            if not self._has_cpu and self._peers.store is None:
+                raise NotImplementedError(
+                    "process_group takes no CPU tensors, and torch shows no store of "
+                    "it to meet by: make it by torch.distributed.new_group()"
+                )
+
+    @property
+    def uses_group(self) -> bool:
+        """Whether collectives of a group carry a step's messages; see the class."""
+        if not self._is_known_kind:
+            return True
+        if self.size == 1:
+            return False
+        first, *others = self._peers.hosts
+        return self._lacks_memory or not all(
+            host.shares_memory_with(first) for host in others
+        )
+
+    def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
+        """Send one picklable object to all ranks; return every rank's, by rank.
+
+        Parameters
+        ----------
+        message : object
+            Picklable.
+        seconds : float, optional
+            How long the others may take; by default as long as the group's timeout.
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank dies meanwhile; a ``PeerTimeoutError`` if the others take longer.
+        """
+        if self.size == 1:
+            return [message]
+        if not self._is_known_kind:
+            return self._exchange(message, seconds)
+        received = self._exchange((self._peers.here, message), seconds)
+        self._peers.meet([host for host, _ in received])
+        return [theirs for _, theirs in received]
+
+    def _exchange(self, message: Any, seconds: float | None) -> list[Any]:
+        pickled = pickle.dumps(message)
+        if not self._has_cpu:
+            received = self._peers.all_gather(pickled, seconds or self._seconds)
+            return [pickle.loads(row) for row in received]
+        until = None if seconds is None else time.monotonic() + seconds
+        mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        # The user's default device is another where he builds models on it.
+        sizes = self._all_gather(torch.tensor([mine.numel()], device="cpu"), until)
+        longest = int(max(size.item() for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+        padded[: mine.numel()] = mine
+        rows = self._all_gather(padded, until)
+        return [
+            pickle.loads(row[: int(size)].numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def _all_gather(
+        self, mine: torch.Tensor, until: float | None
+    ) -> list[torch.Tensor]:
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        if not self._is_known_kind:
+            options = torch_groups.all_gather_options()
+            group_comm.wait_for(self.group.allgather([rows], [mine], options))
+            return rows
+        try:
+            work = dist.all_gather(rows, mine, group=self.group, async_op=True)
+            check_at = time.monotonic() + CHECK_FIRST_SECONDS
+            while not work.is_completed():
+                time.sleep(POLL_SECONDS)
+                if time.monotonic() > check_at:
+                    self._peers.check()
+                    check_at = time.monotonic() + CHECK_EVERY_SECONDS
+                if until is not None and time.monotonic() > until:
+                    raise _native.PeerTimeoutError(
+                        f"rank {self.rank}: the other ranks have not said how their "
+                        "construction went"
+                    )
+            work.wait()
+        except _native.PeerError:
+            raise
+        except RuntimeError as error:
+            self._peers.blame(error)
+        return rows
+
+    def connect(self, arena_bytes: int, n_ops: int, **device: Any) -> _native.World:
+        """Make the world; collective over the group.
+
+        Parameters
+        ----------
+        arena_bytes : int
+            Bytes of shared memory a rank; the same on every rank.
+        n_ops : int
+            The most operations in flight; the same on every rank.
+        **device
+            Of a world whose gradients are on a GPU: see ``paceline._native.World``.
+
+        Returns
+        -------
+        paceline._native.World
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank dies meanwhile.
+        """
+        if self.size > 1 and not self.uses_group:
+            world = self._connect_by_memory(arena_bytes, n_ops, device)
+            if world is not None:
+                return world
+        elif self.size > 1 and self._is_known_kind:
+            self._warn_of_group(self._first_difference())
+        return self._connect_alone(arena_bytes, n_ops, device)
+
+    def _connect_by_memory(
+        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
+    ) -> _native.World | None:
+        """Make a world in shared memory; None on every rank where one can have none."""
+        listener = lack = None
+        try:
+            listener = _native.Listener() if self.rank == 0 else None
+        except OSError as error:
+            lack = str(error)
+        address = listener.address if listener is not None else None
+        address, lack = self.exchange((address, lack))[0]
+        if lack is not None:
+            self._lacks_memory = True
+            self._warn_of_group(f"rank 0: {lack}")
+            return None
+        here, hosts = self._peers.here, self._peers.hosts
+        try:
+            return self._make_world(
+                arena_bytes,
+                n_ops,
+                pids=[host.visible_pid(here) for host in hosts],
+                meeting=listener if listener is not None else address,
+                **device,
+            )
+        except BaseException as error:
+            del listener  # who still connects finds that nobody listens
+            # A GPU's memory may have run out instead.
+            may_lack = not device or _lacks_shared_memory(arena_bytes)
+            self._raise_unless_memory_lacks(error, may_lack)
+            return None
+
+    def _raise_unless_memory_lacks(
+        self, problem: BaseException, may_lack: bool
+    ) -> None:
+        """Raise why the world was not made, unless a rank has no memory to share.
+
+        Where one rank's construction fails, none has succeeded, so all come here.
+        """
+        is_interrupted = not isinstance(problem, Exception)
+        seconds = _INTERRUPTED_SECONDS if is_interrupted else OUTCOME_SECONDS
+        try:
+            received = self.exchange(
+                (_outcome_of(problem, may_lack), str(problem)), seconds
+            )
+        except RuntimeError:  # a rank is gone, or has not failed
+            raise problem from None
+        lacks = [
+            f"rank {rank}: {message}"
+            for rank, (what, message) in enumerate(received)
+            if what == "lacks memory"
+        ]
+        if not lacks or any(what == "fails" for what, _ in received):
+            raise problem
+        self._lacks_memory = True
+        self._warn_of_group(lacks[0])
+
+    def _first_difference(self) -> str | None:
+        """Return why ranks of one host share no memory; None: they are on several."""
+        first, *others = self._peers.hosts
+        for rank, host in enumerate(others, 1):
+            difference = host.difference_to(first)
+            if difference is not None and difference != OTHER_HOSTS:
+                return f"ranks 0 and {rank} are {difference}"
+        return None
+
+    def _warn_of_group(self, reason: str | None) -> None:
+        if reason is not None and self.rank == 0:
+            _log.warning(
+                "the ranks share no memory (%s): the process group's own collectives "
+                "carry the gradients",
+                reason,
+            )
+
+    def _connect_alone(
+        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
+    ) -> _native.World:
+        """Make a world that shares no memory: over a group, or of one rank."""
+        comm = group_comm.GroupComm(self._group_of_hosts()) if self.uses_group else None
+        world = self._make_world(
+            arena_bytes,
+            n_ops,
+            pids=[0] * self.size,
+            meeting=None,
+            group_comm=comm,
+            **device,
+        )
+        if comm is not None:
+            comm.serve(world)
+        return world
+
+    def _group_of_hosts(self) -> Any:
+        """Return what carries messages between hosts: the group, or one over Gloo."""
+        if self._has_cpu:
+            return self.group
+        return torch_groups.make_gloo(
+            self._peers.store, self.rank, self.size, self._seconds
+        )
+
+    def _make_world(self, arena_bytes: int, n_ops: int, **ways: Any) -> _native.World:
+        world = _native.World(
+            rank=self.rank,
+            world_size=self.size,
+            arena_bytes=arena_bytes,
+            n_ops=n_ops,
+            timeout=self._seconds,
+            **ways,
+        )
+        _remember(world)
+        return world
+
+
+def _outcome_of(problem: BaseException, may_lack: bool) -> str:
+    if isinstance(problem, _native.PeerError):
+        return "follows another"
+    if may_lack and isinstance(problem, (OSError, MemoryError)):
+        return "lacks memory"
+    return "fails"
+
+
+def _lacks_shared_memory(n_bytes: int) -> bool:
+    try:
+        _native.SharedMemory(n_bytes)
+    except (OSError, MemoryError):
+        return True
+    return False
+
+
+# ---- the end of the process ---------------------------------------------------------
+
+
+_GOODBYE_PRIORITY = 100
+"""Before multiprocessing's own finalizers, which have 10 at the most."""
+
+
+def _remember(world: _native.World) -> None:
+    global _owner_pid
+    if not _owner_pid:  # the first world of the process
+        os.register_at_fork(after_in_child=_native.after_fork_in_child)
+    if _owner_pid != os.getpid():
+        _owner_pid = os.getpid()
+        atexit.unregister(_say_goodbye)
+        atexit.register(_say_goodbye)
+        # A process that multiprocessing started ends without calling atexit.
+        util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
+    _live_worlds.add(world)
+
+
+def _last_error() -> BaseException | None:
+    """Return the exception that ends this process, if one does."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None:
+        error = sys.exc_info()[1]  # multiprocessing is on its way out with it
+    if isinstance(error, SystemExit):
+        error = error.__context__  # torch's spawn exits in its handler
+    return error
+
+
+def _say_goodbye() -> None:
+    """Leave every world; peers that wait for this rank get the traceback, if any."""
+    if os.getpid() != _owner_pid:
+        return  # a forked child: the worlds are its parent's
+    error = _last_error()
+    text = "".join(traceback.format_exception(error)) if error is not None else None
+    for world in list(_live_worlds):
+        with suppress(RuntimeError, UnicodeEncodeError):
+            if text is not None:
+                world.note_exception(text)
+            world.leave()

@@ -1,0 +1,445 @@
+"""A wrapper's session with the ranks of its group: world, reducer, model, options.
+
+::
+
+    COPIED, MOVED --- a forward that records gradients ---> MET, or ALONE
+    MET ------------- the same, after a change -----------> MET, or ALONE: wrapped anew
+
+The wrapper owns its session for life; a copy of the wrapper gets a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+import traceback
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _native
+from paceline._ddp import placement, strict
+from paceline._ddp.comm_hooks import CommHookRunner
+from paceline._ddp.model_changes import Changes
+from paceline._ddp.model_spec import (
+    Model,
+    copy_model,
+    has_nothing_to_train,
+    is_stateless_call,
+    raise_first_difference,
+)
+from paceline._ddp.options import MIB, VIEW_BYTES, Options
+from paceline._ddp.options import raise_first_difference as raise_differing_options
+from paceline._ddp.rendezvous import Meeting
+from paceline._ddp.step_callbacks import OptimizersInBackward, StepCallbacks
+from paceline._ddp.step_log import StepLog
+
+if TYPE_CHECKING:
+    from paceline._ddp.distributed import DistributedDataParallel
+
+
+class Membership(enum.Enum):
+    """What a wrapper is to the ranks of its group."""
+
+    COPIED = "a copy, which takes over rank 0's tensors as it meets the others"
+    MOVED = "given another group, whose ranks are yet to be met"
+    ALONE = "the only rank"
+    MET = "one of several, all of them met"
+
+
+@dataclasses.dataclass
+class JoinState:
+    """Of the join context that the wrapper is in.
+
+    Attributes
+    ----------
+    divides_by_active : bool
+        Whether gradients are divided by the number of ranks that still train.
+    raises : bool
+        Whether all ranks raise as soon as one has run out of batches.
+    is_active : bool
+        Whether there is such a context.
+    has_ended_early : bool
+        Whether some rank has run out, and all are to raise.
+    """
+
+    divides_by_active: bool = False
+    raises: bool = False
+    is_active: bool = False
+    has_ended_early: bool = False
+
+
+class ThreadList(threading.local):
+    """A list that each thread has of its own."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+
+class Session:
+    """What a DistributedDataParallel has behind torch's surface.
+
+    Parameters
+    ----------
+    wrapper : DistributedDataParallel
+        Which owns the session.
+    options : Options
+        What it was asked to be.
+    membership : Membership
+        ``COPIED`` of a copy; else :meth:`set_up` finds it.
+
+    Attributes
+    ----------
+    world : paceline._native.World
+        There as soon as there is a reducer.
+    reducer : paceline._native.Reducer or None
+        None where there is nothing to average, or nobody was met.
+    requested_step : int
+        The step whose backward ``prepare_for_backward()`` has asked to synchronise,
+        whatever its forward was; -1: none.
+    n_join_hooks : int
+        How many contexts of torch's own ``Join`` the wrapper was in.
+    syncs_buffers : bool
+        Whether the last forward that recorded gradients was synchronised, so that the
+        next one has rank 0's buffers to take over.
+    """
+
+    world: _native.World
+    _changes: Changes
+
+    def __init__(
+        self,
+        wrapper: DistributedDataParallel,
+        options: Options,
+        membership: Membership = Membership.MET,
+    ) -> None:
+        self._wrapper = weakref.ref(wrapper)
+        self.options = options
+        self.membership = membership
+        self.model = Model([], [])
+        self.trainable: list[torch.nn.Parameter] = []
+        self.reducer: _native.Reducer | None = None
+        self.strict_check: strict.DynamicGraph | strict.StaticGraph | None = None
+        self.callbacks = StepCallbacks()
+        self.log = StepLog()
+        self.join = JoinState()
+        self.n_join_hooks = 0
+        self.open_forwards = ThreadList()  # what watches each, the innermost last
+        self.requested_step = -1
+        self.syncs_buffers = True
+        self.has_taken_optimizers = False  # those that run in backward
+        self._sync_without_reducer = True
+        self._is_to_wrap_anew = False
+
+    @property
+    def wrapper(self) -> DistributedDataParallel:
+        """The wrapper."""
+        wrapper = self._wrapper()
+        assert wrapper is not None, "only the wrapper asks"
+        return wrapper
+
+    @property
+    def sync(self) -> bool:
+        """Whether backward averages gradients over the ranks."""
+        reducer = self.reducer
+        return self._sync_without_reducer if reducer is None else reducer.sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        if self.reducer is None:
+            self._sync_without_reducer = bool(value)
+        else:
+            self.reducer.sync = bool(value)
+
+    @property
+    def is_to_meet(self) -> bool:
+        """Whether the ranks of the group are still to be met."""
+        return self.membership in (Membership.COPIED, Membership.MOVED)
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether buffers go with the gradients: not where a hook has them."""
+        return self.options.sync_buffers and "buffer_hook" not in vars(self.wrapper)
+
+    @property
+    def needs_reducer(self) -> bool:
+        """Whether a rank that is alone needs one, which has nothing to average."""
+        has_callbacks = bool(self.wrapper._comm_hooks or self.callbacks.always)
+        return has_callbacks or self.options.strict
+
+    # ---- construction -------------------------------------------------------------
+
+    def set_up(
+        self,
+        arguments: tuple[Any, ...] | None = None,
+        error: Exception | None = None,
+        copies: bool = True,
+    ) -> None:
+        """Compare the ranks' models, make the world, register the hooks.
+
+        Parameters
+        ----------
+        arguments : tuple, optional
+            The constructor's, for ``_read_arguments`` of the wrapper.
+        error : Exception, optional
+            What was wrong with others of them: every rank raises it.
+        copies : bool
+            Whether rank 0's tensors may be copied to all ranks.
+        """
+        options = self.options
+        if not copies:
+            options = dataclasses.replace(options, sync_at_start=False)
+        meeting = Meeting(options.group, placement.type_of(self.wrapper.module))
+        model, gpu = self._agree(meeting, options, arguments, error)
+        self.model, self.trainable = model, model.trainable
+        self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
+        self.wrapper._show_model(model)
+        uses_group = meeting.uses_group and gpu is None
+        if meeting.size == 1 and not uses_group and not self.needs_reducer:
+            return  # the gradients of one rank are their own average
+        caps = options.network_caps if uses_group else options.caps
+        if gpu is not None:
+            caps = options.device_caps
+        buffers = model.buffers if self.sends_buffers else []
+        owners = [(owner, name) for _, owner, name in buffers]
+        bytes_of = (caps.bucket_bytes, caps.last_bytes)
+        arena_bytes, n_ops, host_bytes = _native.measure(
+            self.trainable,
+            owners,
+            *bytes_of,
+            model.sparse,
+            gpu.native if gpu is not None else None,
+        )
+        arena_bytes = max(arena_bytes, MIB)
+        if gpu is None:
+            world = meeting.connect(arena_bytes, n_ops)
+        else:
+            device = gpu.memory(arena_bytes, host_bytes, options.accumulate_in_fp32)
+            world = meeting.connect(host_bytes, n_ops, **device)
+        try:
+            if options.sync_at_start:
+                copy_model(world, model.tensors(options.sync_buffers_at_start))
+            reducer = _native.Reducer(
+                world,
+                self.trainable,
+                owners,
+                *bytes_of,
+                VIEW_BYTES,
+                model.sparse,
+                caps.each,
+            )
+        except BaseException:
+            world.note_exception(traceback.format_exc())
+            world.leave()
+            raise
+        self.world = world
+        self._changes = Changes(self.wrapper, model, buffers, reducer)
+        self._is_to_wrap_anew = False
+        self._attach(reducer)
+
+    def _agree(
+        self,
+        meeting: Meeting,
+        options: Options,
+        arguments: tuple[Any, ...] | None,
+        error: Exception | None,
+    ) -> tuple[Model, placement.Gpu | None]:
+        """Return model and GPU, or raise on every rank what is wrong on any."""
+        wrapper = self.wrapper
+        model, gpu, here = Model([], []), None, placement.Placement()
+        try:
+            if not isinstance(wrapper.module, torch.nn.Module):
+                raise TypeError(
+                    f"module is {type(wrapper.module).__name__}: give a torch.nn.Module"
+                )
+            model = Model.of(wrapper.module)
+            if arguments is not None:
+                wrapper._read_arguments(model, *arguments)
+            model.check()
+            model.check_supported(wrapper.module)
+            device = model.parameters[0][1].device
+            if arguments is None:
+                wrapper._follow_module(device)
+            if placement.is_gpu(device):
+                gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
+        except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
+            error = error or problem
+        digest = None if error is not None else model.digest()
+        agreed = {
+            "bucket_cap_mb": (options.caps, options.network_caps),
+            "broadcast_buffers": options.sync_buffers,
+            "init_sync": options.sync_at_start,
+            "a hook for buffers": self.sends_buffers,
+            "strict": options.strict,
+            "accumulate_in_fp32": options.accumulate_in_fp32,
+        }
+        received = meeting.exchange((digest, agreed, error, here))
+        if error is not None:
+            raise error
+        for rank, (_, _, other, _) in enumerate(received):
+            if other is not None:
+                raise type(other)(f"rank {rank}: {other}")
+        placement.raise_conflict([row[3] for row in received])
+        raise_differing_options([row[1] for row in received])
+        # The buckets must agree in any case, or gradients would be cross-wired.
+        if len({row[0] for row in received}) > 1:
+            raise_first_difference(meeting.exchange(model.describe()))
+        return model, gpu
+
+    def _attach(self, reducer: _native.Reducer) -> None:
+        """Give a new reducer what is to be called."""
+        self.reducer = reducer
+        reducer.sync = self._sync_without_reducer
+        reducer.set_join(self.join.divides_by_active, self.join.raises)
+        reducer.follows_forwards = True
+        self.log.first_buckets = reducer.buckets
+        self.follow_graph()
+        self.attach_comm_hook()
+
+    def follow_graph(self) -> None:
+        """Have the reducer take graphs as the wrapper's flags say."""
+        reducer, wrapper = self.reducer, self.wrapper
+        if reducer is None:
+            return
+        reducer.strict = self.options.strict and not wrapper.static_graph
+        reducer.ends_with_step = wrapper.find_unused_parameters or wrapper.static_graph
+        if self.strict_check is not None:
+            self.callbacks.always.remove(self.strict_check)
+            self.strict_check = None
+        if self.options.strict:
+            if wrapper.static_graph:
+                check: Any = strict.StaticGraph(reducer, self.trainable, self.log)
+            else:
+                searches = wrapper.find_unused_parameters
+                check = strict.DynamicGraph(reducer, self.trainable, searches)
+            self.strict_check = check
+            self.callbacks.always.append(check)
+        self.callbacks.attach(reducer)
+
+    def attach_comm_hook(self) -> None:
+        """Have the reducer, which is new or idle, give its buckets to the hook."""
+        hooks = self.wrapper._comm_hooks
+        if self.reducer is None and self.membership is Membership.ALONE:
+            self.set_up()  # one rank needs a reducer now, which takes the hook
+        elif hooks and self.reducer is not None:
+            hook, state = hooks[0]
+            caps = self.options.network_caps
+            model = self.reducer, self.trainable, self.model.sparse
+            runner = CommHookRunner(*model, state, hook, self.world.uses_group)
+            self.reducer.set_comm_hook(
+                runner, caps.bucket_bytes, caps.last_bytes, caps.each
+            )
+
+    def take_optimizers(self) -> None:
+        """Take over optimizers that were given to parameters, at the first forward."""
+        self.has_taken_optimizers = True
+        optimizers = OptimizersInBackward.of(self.wrapper._module_parameters)
+        if optimizers is None:
+            return
+        self.callbacks.always.append(optimizers)
+        if self.reducer is None and self.membership is Membership.ALONE:
+            self.set_up()  # one rank needs a reducer now
+        self.callbacks.attach(self.reducer)
+
+    # ---- changes --------------------------------------------------------------------
+
+    def wrap_anew(self) -> None:
+        """Have the next forward that records gradients make a new world."""
+        self._is_to_wrap_anew = self.reducer is not None
+
+    def move(self, group: dist.ProcessGroup) -> None:
+        """Average over the ranks of another group from the next such forward on."""
+        self.options = dataclasses.replace(self.options, group=group)
+        if self.membership is not Membership.COPIED:
+            self.membership = Membership.MOVED
+        self.wrap_anew()
+
+    def has_changed(self) -> bool:
+        """Tell whether the wrapper is to meet the ranks, for the first time or anew."""
+        if self.reducer is None:
+            return self.membership is not Membership.ALONE
+        return self._is_to_wrap_anew or self._changes.changed()
+
+    def has_no_part(self) -> bool:
+        """Tell whether a model that has changed, or is to meet, runs for itself."""
+        module = self.wrapper.module
+        if self.reducer is None:
+            return self.is_to_meet and is_stateless_call(module)
+        return has_nothing_to_train(module) or is_stateless_call(module)
+
+    def adopt_changes(self) -> None:
+        """Have the wrapper meet the ranks: every rank notices at this same forward.
+
+        A copy (deepcopy, unpickled) does it now, and not before: a rank may make a copy
+        alone, to save or to evaluate it.
+        """
+        if self.reducer is not None:
+            self._leave_old_world(self.reducer)
+        elif self.is_to_meet and not has_nothing_to_train(self.wrapper.module):
+            self.set_up(copies=self.membership is Membership.COPIED)
+        elif self.membership is Membership.MET:
+            raise RuntimeError(
+                "wrapping the model anew after a change has failed: make a new "
+                "DistributedDataParallel of wrapper.module on every rank"
+            )
+
+    def _leave_old_world(self, reducer: _native.Reducer) -> None:
+        """Wrap the model anew, as it is now.
+
+        A rank that is alone in having changed its model ends the others' step, and
+        every rank raises ``MismatchError``.
+        """
+        if self.join.is_active and reducer.n_active < self.world.world_size:
+            raise RuntimeError(
+                "the model was changed in a join context after a rank has run out of "
+                "batches: change it on every rank, outside the context"
+            )
+        reducer.apply_buffers()
+        # Outputs of earlier forwards may keep the reducer, and its world, alive.
+        self.world.note_exception(
+            "Its model was changed after wrapping. Change it on every rank, before the "
+            "same forward."
+        )
+        if self.membership is not Membership.MOVED:  # whose ranks may have left it
+            self._meet_in_old_world()
+        self.membership = Membership.MET
+        self._sync_without_reducer = reducer.sync
+        reducer.detach()
+        reducer.on_finish = None
+        self.world.leave()
+        self.reducer = None
+        self.set_up(copies=not self._is_to_wrap_anew)
+
+    def _meet_in_old_world(self) -> None:
+        """Raise where not every rank is about to wrap its model anew.
+
+        The others issue another operation then, which all ranks see at once.  Over a
+        process group nothing shows it: see ``group_comm.py``.
+        """
+        if self.world.uses_group:
+            return
+        try:
+            self.world.recover()
+            self.world.wait(self.world.issue("barrier", "float32", "sum", 0, 0))
+        except _native.MismatchError as error:
+            raise _native.MismatchError(
+                f"{error}. Parameters or buffers that ranks synchronise were changed "
+                "after wrapping, and not on every rank before the same forward: "
+                "change them everywhere, or nowhere"
+            ) from error
+
+    # ---- under strict ---------------------------------------------------------------
+
+    def refuse_unused(self) -> None:
+        """Raise as torch does, under strict, if the last step left parameters out."""
+        if self.strict_check is None or self.reducer is None:
+            return
+        name_of = {id(p): name for name, p in self.model.parameters}
+        names = [name_of[id(p)] for p in self.trainable]
+        message = self.strict_check.refusal(names, self.world.rank)
+        if message is not None:
+            self.world.note_exception(message)
+            self.wrapper._log_and_throw(RuntimeError, message)  # type: ignore[no-untyped-call]

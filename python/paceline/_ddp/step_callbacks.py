@@ -1,0 +1,92 @@
+"""What a wrapper does at the end of each backward, once the averages are in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._ddp import group_comm
+
+
+class StepCallbacks:
+    """Calls what was asked for, inside the backward: ``Reducer.on_finish``.
+
+    It knows neither the wrapper nor the reducer, which owns it: a wrapper that is
+    dropped must go at once.
+
+    Attributes
+    ----------
+    always : list of callable
+        Called after every step.
+    """
+
+    def __init__(self) -> None:
+        self.always: list[Callable[[], object]] = []
+        self._once: list[Callable[[], object]] = []
+
+    def attach(self, reducer: _native.Reducer | None) -> None:
+        """Have a reducer call this, if there is anything to call."""
+        if reducer is not None:
+            reducer.on_finish = self if self.always or self._once else None
+
+    def once(self, reducer: _native.Reducer, call: Callable[[], object]) -> None:
+        """Call ``call`` after the next step."""
+        self._once.append(call)
+        reducer.on_finish = self
+
+    def __call__(self) -> None:
+        once, self._once = self._once, []
+        for call in (*self.always, *once):
+            call()
+
+
+def wait_for(futures: Iterable[Any]) -> None:
+    """Wait for what a hook has begun; signals end the wait."""
+    for future in futures:
+        group_comm.wait_for(future)
+
+
+class OptimizersInBackward:
+    """Steps the optimizers that ``_apply_optimizer_in_backward`` gave to parameters.
+
+    They step by averages, so after the step of the reducer; then the gradients that
+    they have used become None.
+
+    Parameters
+    ----------
+    parameters : sequence of torch.nn.Parameter
+        Those that have such an optimizer.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    @classmethod
+    def of(
+        cls, parameters: Iterable[torch.nn.Parameter]
+    ) -> OptimizersInBackward | None:
+        """Take over from torch's hooks, which step by gradients of one rank."""
+        owners = [p for p in parameters if getattr(p, "_in_backward_optimizers", None)]
+        if not owners:
+            return None
+        applied = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        handles = getattr(applied, "param_to_optim_hook_handle_map", {})
+        for parameter in owners:
+            for handle in handles.get(parameter, ()):
+                handle.remove()
+        return cls(owners)
+
+    def __call__(self) -> None:
+        for parameter in self._parameters:
+            for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
+                optimizer.step()
+            parameter.grad = None
+
+
+# Called in backwards, which may be part of what torch.compile is given.
+torch_core.skip_frames(StepCallbacks.__call__, wait_for, OptimizersInBackward.__call__)

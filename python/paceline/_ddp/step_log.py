@@ -1,0 +1,252 @@
+"""Times and orders of sampled steps, for ``_get_ddp_logging_data()``.
+
+The first ten steps are sampled, then every hundredth, as torch samples them.  In a
+sampled step each parameter's accumulation node has a hook that notes when its gradient
+came; in the others nothing is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._ddp.step_callbacks import StepCallbacks
+
+N_FIRST = 10
+DEFAULT_RATE = 100
+
+
+@dataclass
+class Sample:
+    """One step that is measured: times in nanoseconds since the epoch.
+
+    Attributes
+    ----------
+    number : int
+        Of the forward, from 1.
+    forward_start, forward_end, end : int
+        When the forward began and ended, and when all averages were in place; 0: not
+        yet.
+    arrivals : list of (int, int)
+        Which parameter's gradient came when.
+    """
+
+    number: int
+    forward_start: int
+    forward_end: int = 0
+    end: int = 0
+    arrivals: list[tuple[int, int]] = field(default_factory=list)
+
+    def arrives(self, index: int, *_: Any) -> None:
+        """Note that a parameter's gradient has come; a hook on its node."""
+        self.arrivals.append((index, time.time_ns()))
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters in the order in which their gradients came."""
+        return list(dict.fromkeys(i for i, _ in self.arrivals))
+
+    def times(self, buckets: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Return torch's entries, in nanoseconds.
+
+        Parameters
+        ----------
+        buckets : sequence of sequence of int
+            The parameters of each bucket; communication begins as soon as one is full.
+        """
+        came = dict(self.arrivals)  # the last time, of each
+        last = max(came.values())
+        full = [
+            max(came[i] for i in bucket if i in came)
+            for bucket in buckets
+            if any(i in came for i in bucket)
+        ]
+        communicated = min(full, default=last)
+        end = max(self.end, last)
+        return {
+            "forward_compute_time": max(self.forward_end - self.forward_start, 1),
+            "backward_compute_time": max(last - self.forward_end, 1),
+            "backward_comm_time": max(end - communicated, 1),
+            "backward_compute_comm_overlap_time": max(last - communicated, 0),
+            "forward_compute_time_start": self.forward_start,
+            "backward_compute_time_start": self.forward_end,
+            "backward_compute_time_end": last,
+            "backward_comm_time_start": communicated,
+            "backward_comm_time_end": end,
+        }
+
+
+_AVERAGED = (
+    "forward_compute_time",
+    "backward_compute_time",
+    "backward_comm_time",
+    "backward_compute_comm_overlap_time",
+)
+
+
+class StepLog:
+    """What a wrapper remembers of its synchronised steps.
+
+    Attributes
+    ----------
+    iteration : int
+        Synchronised forwards so far.
+    is_static : bool
+        Whether every step had as many gradients of each parameter as the first.
+    entries : dict
+        The logging data that only running gives.
+    """
+
+    def __init__(self) -> None:
+        self.iteration = 0
+        self.rate = DEFAULT_RATE
+        self.is_static = True
+        self.has_rebuilt = False
+        self.entries: dict[str, Any] = {}
+        self.first_buckets: list[list[int]] = []
+        self.last: Sample | None = None  # the sample that was recorded last
+        self._sample: Sample | None = None
+        self._buckets: list[list[int]] = []
+        self._hooked: list[tuple[Any, Any]] = []  # nodes, and the handles on them
+        self._first_fires: bytes | None = None
+        self._n_recorded = 0
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the last synchronised step is a sampled one."""
+        return self._sample is not None
+
+    def compare(self, reducer: _native.Reducer | None) -> None:
+        """Note what the last step's gradients were; torch's test of a static graph."""
+        if reducer is not None and not reducer.is_active:
+            self._compare(reducer.ready_counts)
+
+    def _compare(self, fires: bytes) -> None:
+        if self._first_fires is None and any(fires):
+            self._first_fires = fires
+        elif fires != self._first_fires and any(fires):
+            self.is_static = False
+
+    def note_error(self, message: str) -> None:
+        """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
+        self.entries |= {"has_error": 1, "error": message, "iteration": self.iteration}
+
+    def note_join(self) -> None:
+        """Note that a join context was entered."""
+        self.entries["join_uneven_inputs"] = 1
+
+    @property
+    def n_buckets_used(self) -> int:
+        """How many buckets had a gradient of this rank in the last sampled step."""
+        came = {i for i, _ in self.last.arrivals} if self.last is not None else set()
+        return sum(not came.isdisjoint(bucket) for bucket in self._buckets)
+
+    def forward_begins(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        reducer: _native.Reducer | None,
+        callbacks: StepCallbacks,
+    ) -> None:
+        """Record the step before, and measure this one, if they are sampled."""
+        if self.is_static:
+            self.compare(reducer)
+        if self._sample is not None:
+            self._record(self._sample, parameters, reducer)
+            self._sample = None
+            callbacks.attach(reducer)
+        self.iteration = number = self.iteration + 1
+        if (
+            number <= N_FIRST or number % self.rate == 0
+        ) and not torch_core.is_autograd_compiled():
+            self._measure(parameters, reducer, callbacks)
+
+    def forward_ends(self) -> None:
+        """Note the time, in a step that is measured."""
+        if self._sample is not None:
+            self._sample.forward_end = time.time_ns()
+
+    def _measure(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        reducer: _native.Reducer | None,
+        callbacks: StepCallbacks,
+    ) -> None:
+        sample = self._sample = Sample(self.iteration, time.time_ns())
+        for i, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                continue
+            node = torch_core.accumulation_node(parameter)
+            if node is not None:
+                handle = node.register_hook(functools.partial(sample.arrives, i))
+                self._hooked.append((node, handle))  # the parameter does not keep it
+        if reducer is not None:
+            self._buckets = reducer.buckets
+            callbacks.once(reducer, functools.partial(self._ends, sample))
+
+    def _ends(self, sample: Sample) -> None:
+        if self._sample is sample:
+            sample.end = time.time_ns()
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        for _, handle in self._hooked:
+            handle.remove()
+        self._hooked = []
+
+    def _record(
+        self,
+        sample: Sample,
+        parameters: Sequence[torch.nn.Parameter],
+        reducer: _native.Reducer | None,
+    ) -> None:
+        self._remove_hooks()
+        is_complete = reducer is None or sample.end > 0  # else not synchronised
+        if not sample.arrivals or sample.forward_end == 0 or not is_complete:
+            return
+        came = {i for i, _ in sample.arrivals}
+        buckets = reducer.buckets if reducer is not None else [sample.order]
+        if reducer is None:
+            self._buckets = buckets
+            self._compare(bytes(i in came for i in range(len(parameters))))
+        self.last = sample
+        times = sample.times(self._buckets)
+        n = self._n_recorded = self._n_recorded + 1
+        for name in _AVERAGED:
+            before = self.entries.get(f"avg_{name}", 0)
+            times[f"avg_{name}"] = (before * (n - 1) + times[name]) // n
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        self.entries |= times
+        self.entries |= {
+            "iteration": sample.number,
+            "unused_parameter_size": sum(
+                size for i, size in enumerate(sizes) if i not in came
+            ),
+            "num_buckets_reduced": len(self._buckets),
+            "prev_iteration_grad_ready_order_indices": join_numbers(sample.order),
+            "has_rebuilt_buckets": int(sample.number > 1),
+        }
+        if sample.number > 1:
+            self.entries |= {
+                "rebuilt_bucket_sizes": join_numbers(
+                    sum(sizes[i] for i in bucket) for bucket in buckets
+                ),
+                "rebuilt_per_bucket_param_indices": ", ".join(
+                    " ".join(map(str, bucket)) for bucket in buckets
+                ),
+            }
+
+
+def join_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as torch writes them."""
+    return ", ".join(map(str, numbers))
+
+
+# Called in backwards, which may be part of what torch.compile is given.
+torch_core.skip_frames(Sample.arrives, StepLog._ends, StepLog._remove_hooks)

@@ -1,0 +1,227 @@
+"""What torch refuses and Paceline serves: refused too, under ``strict``.
+
+For programs that must also run with torch's own class: ``PACELINE_STRICT=1``, or
+``DistributedDataParallel(..., strict=True)``.  The words begin as torch's do.  A second
+gradient of one parameter in a backward is refused by the native reducer itself, and so
+is, with ``find_unused_parameters``, that of a parameter that no output shows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._compat import torch_core, torch_graph, torch_groups
+from paceline._ddp.step_log import StepLog
+
+UNFINISHED = (
+    "Expected to have finished reduction in the prior iteration before starting a new "
+    "one. "
+)
+_UNUSED = (
+    "This error indicates that your module has parameters that were not used in "
+    "producing loss. "
+)
+_ALL_OUTPUTS = (
+    "making sure all `forward` function outputs participate in calculating loss. "
+)
+_ASK_FOR_SEARCH = (
+    f"{_UNUSED}You can enable unused parameter detection by passing the keyword "
+    "argument `find_unused_parameters=True` to "
+    f"`torch.nn.parallel.DistributedDataParallel`, and by {_ALL_OUTPUTS}"
+)
+_SEARCHED = (
+    f"{_UNUSED}Since `find_unused_parameters=True` is enabled, this likely  means that "
+    "not all `forward` outputs participate in computing loss. You can fix this by "
+    f"{_ALL_OUTPUTS}"
+)
+_ADVISE_DEBUG = (
+    "\n In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to "
+    "either INFO or DETAIL to print out information about which particular parameters "
+    "did not receive gradient on this rank as part of this error"
+)
+_CHANGED = (
+    "This error indicates that your training graph has changed in this iteration, "
+    "e.g., one parameter is used in first iteration, but then got unused in the second "
+    "iteration. this is not compatible with static_graph set to True."
+)
+LATE_STATIC = (
+    "set_static_graph() should be called before training loop starts and after "
+    "DistributedDataParallel is constructed. Pass static_graph=True to the "
+    "constructor, or leave it out: paceline does not need it."
+)
+
+
+class GraphCheck:
+    """Compares what a wrapper's steps used with what torch's class takes.
+
+    Called after each step.
+
+    Parameters
+    ----------
+    reducer : paceline._native.Reducer
+        Whose steps; it owns this object.
+    parameters : sequence of torch.nn.Parameter
+        In the reducer's order.
+    """
+
+    def __init__(
+        self, reducer: _native.Reducer, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        self._reference = weakref.ref(reducer)
+        self._parameters = parameters
+
+    @property
+    def _reducer(self) -> _native.Reducer:
+        reducer = self._reference()
+        assert reducer is not None, "called by its reducer, or by who holds that"
+        return reducer
+
+
+class DynamicGraph(GraphCheck):
+    """What came since the last forward, where the graph may change from step to step.
+
+    Each step since then counts: outputs may have a backward each.
+
+    Parameters
+    ----------
+    searches : bool
+        Whether outputs are searched for what they use: ``find_unused_parameters``.
+    """
+
+    def __init__(
+        self,
+        reducer: _native.Reducer,
+        parameters: Sequence[torch.nn.Parameter],
+        searches: bool,
+    ) -> None:
+        super().__init__(reducer, parameters)
+        self._searches = searches
+        self._fires = bytes(len(parameters))
+        self._wanted = bytes([not searches]) * len(parameters)
+
+    def __call__(self) -> None:
+        pairs = zip(self._fires, self._reducer.ready_counts, strict=True)
+        self._fires = bytes(a | b for a, b in pairs)
+
+    def forward_ends(self, output: Any) -> None:
+        """Search what a forward has returned, if that is asked for."""
+        if not self._searches:
+            return
+        found = torch_graph.output_tensors(output)
+        shown = torch_graph.mask_of_shown(found, self._parameters)
+        # torch passes what is in containers through a node that reaches all of it,
+        # whichever of the outputs have a gradient.
+        passed = _mask_of_passed(output, self._parameters)
+        self._reducer.unused = bytes(not is_shown for is_shown in shown)
+        pairs = zip(shown, passed, strict=True)
+        self._wanted = bytes(
+            is_shown and not is_passed for is_shown, is_passed in pairs
+        )
+
+    def refusal(self, names: Sequence[str], rank: int) -> str | None:
+        """Return what torch says of parameters that were left out, if some were."""
+        if not any(self._fires):
+            return None
+        pairs = zip(self._fires, self._wanted, strict=True)
+        missing = [i for i, (came, wanted) in enumerate(pairs) if wanted and not came]
+        if missing:
+            cause = _SEARCHED if self._searches else _ASK_FOR_SEARCH
+            return _message(cause, names, rank, missing, "Leave out strict")
+        self._fires = bytes(len(self._fires))
+        return None
+
+
+class StaticGraph(GraphCheck):
+    """Holds every step's graph to that of the first: ``static_graph``.
+
+    Parameters
+    ----------
+    log : paceline._ddp.step_log.StepLog
+        Where a refusal is noted.
+    """
+
+    def __init__(
+        self,
+        reducer: _native.Reducer,
+        parameters: Sequence[torch.nn.Parameter],
+        log: StepLog,
+    ) -> None:
+        super().__init__(reducer, parameters)
+        self._log = log
+        self._passed = bytes(len(parameters))
+        self._first: bytes | None = None
+        self._last: bytes | None = None  # None: the first step alone was taken
+        self._has_changed = False  # the last step used what the first had not
+
+    def __call__(self) -> None:
+        fires = self._reducer.ready_counts
+        if self._first is None:
+            pairs = zip(fires, self._passed, strict=True)
+            self._first = bytes(max(pair) for pair in pairs)
+            return
+        self._last = fires
+        pairs = zip(self._first, fires, strict=True)
+        changed = [i for i, (then, now) in enumerate(pairs) if now > then]
+        self._has_changed = bool(changed)
+        if changed:
+            message = (
+                "Your training graph has changed in this iteration, e.g., one "
+                "parameter is unused in first iteration, but then got used in the "
+                "second iteration. this is not compatible with static_graph set to "
+                f"True. (Parameter indices: {changed}.) Leave out static_graph, which "
+                "paceline does not need, or strict."
+            )
+            self._log.note_error(message)
+            raise RuntimeError(message)
+
+    def forward_ends(self, output: Any) -> None:
+        """Note what the first step's outputs use: torch passes all that through it."""
+        if self._first is None:
+            passed = _mask_of_passed(output, self._parameters)
+            pairs = zip(self._passed, passed, strict=True)
+            self._passed = bytes(a | b for a, b in pairs)
+
+    def refusal(self, names: Sequence[str], rank: int) -> str | None:
+        """Return what torch says of a last step that was not as the first, if so."""
+        if self._first is None or self._last is None or not any(self._last):
+            return None
+        pairs = zip(self._last, self._first, strict=True)
+        missing = [i for i, (n, least) in enumerate(pairs) if n < least]
+        if not missing and not self._has_changed:
+            return None
+        advice = "Leave out static_graph, or strict"
+        return _message(_CHANGED, names, rank, missing, advice)
+
+
+def _mask_of_passed(output: Any, parameters: Sequence[torch.nn.Parameter]) -> bytes:
+    leaves = [
+        leaf for leaf in torch_core.tensor_leaves(output) if torch.is_tensor(leaf)
+    ]
+    return torch_graph.mask_of_shown(leaves, parameters)
+
+
+def _message(
+    cause: str, names: Sequence[str], rank: int, missing: Sequence[int], advice: str
+) -> str:
+    indices = " ".join(map(str, missing)) or "none, but others did than in the first"
+    listed = ", ".join(names[i] for i in missing)
+    text = (
+        f"\nParameter indices which did not receive grad for rank {rank}: {indices}"
+        f"\nParameters which did not receive grad for rank {rank}: {listed}"
+    )
+    if not torch_groups.is_debugging():
+        text += _ADVISE_DEBUG
+    return f"{UNFINISHED}{cause}{text}\n{advice}: paceline averages what there is."
+
+
+# Called in backwards, which may be part of what torch.compile is given.
+torch_core.skip_frames(
+    DynamicGraph.__call__,
+    StaticGraph.__call__,
+    GraphCheck._reducer.fget,  # type: ignore[attr-defined]
+)

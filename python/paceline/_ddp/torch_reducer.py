@@ -1,0 +1,308 @@
+"""``model.reducer`` and ``model.logger``: what other libraries call on torch's own.
+
+Lightning, accelerate, mmcv, pipelining and torch itself reach through a wrapper into
+its reducer.  These two objects take the same calls, and know what each means for ours.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _environment
+from paceline._compat import torch_groups
+from paceline._ddp import strict
+from paceline._ddp.forward import ForwardPass
+from paceline._ddp.step_callbacks import wait_for
+from paceline._ddp.step_log import join_numbers
+
+if TYPE_CHECKING:
+    from paceline._ddp.session import Session
+    from paceline._ddp.torch_surface import TorchSurface
+
+_DTYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+_ALWAYS = (
+    "MASTER_PORT",
+    "MASTER_ADDR",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "CUDA_VISIBLE_DEVICES",
+)
+_OF_BACKEND = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
+_GLOO_THREADS = 2  # torch's ProcessGroupGloo
+
+
+def _do_nothing(*_: Any) -> None:
+    """Do nothing: what is asked for needs no doing here."""
+
+
+class _Facade:
+    """Knows its wrapper without keeping it."""
+
+    def __init__(self, wrapper: TorchSurface) -> None:
+        self._reference = weakref.ref(wrapper)
+
+    @property
+    def _wrapper(self) -> TorchSurface:
+        wrapper = self._reference()
+        if wrapper is None:
+            raise RuntimeError("the DistributedDataParallel of this object is gone")
+        return wrapper
+
+    @property
+    def _session(self) -> Session:
+        return self._wrapper._session
+
+
+class Reducer(_Facade):
+    """What ``torch.distributed.Reducer`` is asked by name, for one wrapper."""
+
+    prepare_for_forward = _do_nothing  # the wrapper's own forward does it
+    set_logger = _do_nothing  # the wrapper has one
+    _delay_all_reduce = _do_nothing  # no backward ends before its averages are there
+    _push_all_rebuilt_params = _do_nothing  # a rank in a shadow step knows the order
+    _reset_state = _do_nothing  # the next forward leaves a failed step behind
+    _set_forward_pass_work_handle = _do_nothing  # join.py notifies joined ranks
+    _set_optimizer_in_backward = _do_nothing  # the wrapper steps such optimizers
+
+    # ---- before and after a forward -----------------------------------------------
+
+    def prepare_for_backward(self, outputs: Any = ()) -> None:
+        """Have the next backward synchronised, although its forward was not.
+
+        Parameters
+        ----------
+        outputs : torch.Tensor or sequence of torch.Tensor
+            What is to be differentiated.  None need be given.
+        """
+        session, reducer = self._session, self._session.reducer
+        if reducer is None or reducer.is_active:
+            return
+        reducer.await_backward()
+        session.requested_step = reducer.step
+        ForwardPass(session, reducer).watch(outputs)
+
+    def _rebuild_buckets(self) -> bool:
+        """Tell, once, that the buckets are in the order in which gradients came.
+
+        Nothing is to be done: the first backward has seen to it.
+        """
+        reducer, log = self._session.reducer, self._session.log
+        if log.has_rebuilt or reducer is None or reducer.step == 0:
+            return False
+        log.has_rebuilt = True
+        return True
+
+    def _install_post_backward_futures(self, futures: Iterable[Any]) -> None:
+        """Wait for futures before the next backward ends."""
+        session, pending = self._session, list(futures)
+        if session.reducer is None:
+            wait_for(pending)
+        else:
+            session.callbacks.once(session.reducer, lambda: wait_for(pending))
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise where the last backward has not ended, or left parameters out.
+
+        Raises
+        ------
+        RuntimeError
+            In the first case; in the second under ``strict`` alone.
+        """
+        reducer = self._session.reducer
+        if reducer is not None and reducer.is_active:
+            raise RuntimeError(
+                f"{strict.UNFINISHED}The last backward was not seen to end: run the "
+                "model's forward through the wrapper."
+            )
+        self._session.refuse_unused()
+
+    # ---- what it knows --------------------------------------------------------------
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return on how many ranks each parameter was used in the last step.
+
+        int32, a number for each parameter that requires a gradient.  With
+        ``find_unused_parameters`` all ranks must ask together; without it, as in torch,
+        a rank knows of itself alone.
+        """
+        reducer = self._session.reducer
+        fires = reducer.ready_counts if reducer is not None else b""
+        used = torch.tensor([int(n > 0) for n in fires], dtype=torch.int32)
+        if reducer is None or not self._wrapper.find_unused_parameters:
+            return used
+        world, total = self._session.world, torch.zeros_like(used)
+        for rank in range(world.world_size):
+            of_rank = used.clone()
+            world.broadcast([of_rank], rank)
+            total += of_rank
+        return total
+
+    def _ddp_graph_static(self) -> bool:
+        """Tell whether every step had as many gradients of each parameter."""
+        session = self._session
+        session.log.compare(session.reducer)
+        return session.log.is_static
+
+    def get_backward_stats(self) -> list[int]:
+        """Return when each gradient came in the last sampled step.
+
+        Nanoseconds after the forward's end; 0 where none came.
+        """
+        times = [0] * len(self._session.model.trainable)
+        sample = self._session.log.last
+        if sample is not None:
+            for i, at in sample.arrivals:
+                times[i] = at - sample.forward_end
+        return times
+
+    # ---- settings -------------------------------------------------------------------
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Measure every ``sample_rate``-th step after the first ten."""
+        self._session.log.rate = int(sample_rate)
+
+    def _set_static_graph(self) -> None:
+        """Declare that the graph never changes; see the wrapper's own."""
+        self._wrapper.static_graph = True
+
+    def _set_sparse_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Take a hint that is not needed: sparse gradients have their rows."""
+        dict(metadata)
+
+    def _remove_autograd_hooks(self) -> None:
+        """Take the hooks off the parameters: gradients are no longer averaged."""
+        if self._session.reducer is not None:
+            self._session.reducer.detach()
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next forward on."""
+        self._wrapper.process_group = group
+        self._session.move(group)
+
+    # ---- communication --------------------------------------------------------------
+
+    def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket over the group's ranks, without dividing it."""
+        group = self._wrapper.process_group
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        future: torch.futures.Future[Any] = work.get_future()
+        return future.then(lambda done: done.value()[0])
+
+
+class Logger(_Facade):
+    """What ``torch.distributed.Logger`` is asked by name, for one wrapper."""
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """Return the data as torch does: ``strs_map`` and ``ints_map``."""
+        data = _logging_data(self._wrapper)
+        return SimpleNamespace(
+            strs_map={k: v for k, v in data.items() if isinstance(v, str)},
+            ints_map={k: v for k, v in data.items() if not isinstance(v, str)},
+        )
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        """Note which hook carries the gradients."""
+        self._wrapper._comm_hook_name = name
+
+    def _set_uneven_input_join(self) -> None:
+        """Note that a join context was entered."""
+        self._session.log.note_join()
+
+    _set_static_graph = _do_nothing  # the wrapper's attribute says it
+    set_construction_data_and_log = _do_nothing  # the wrapper knows how it was made
+    set_runtime_stats_and_log = _do_nothing  # forwards record the step before them
+
+    def set_error_and_log(self, error: str) -> None:
+        """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
+        self._session.log.note_error(str(error))
+
+
+def _logging_data(wrapper: TorchSurface) -> dict[str, Any]:
+    """Return all that is known of a wrapper: strings, and whole numbers.
+
+    Times are in nanoseconds, sizes in bytes; torch documents the keys in
+    ``c10/util/Logging.h``.
+    """
+    log = wrapper._session.log
+    log.compare(wrapper._session.reducer)
+    data = _of_construction(wrapper)
+    data["can_set_static_graph"] = int(log.is_static)
+    if wrapper.static_graph:
+        data["static_graph"] = 1
+    if wrapper._comm_hook_name:
+        data["comm_hook"] = wrapper._comm_hook_name
+    data |= log.entries
+    if wrapper.skip_all_reduce_unused_params:
+        data["num_buckets_reduced"] = log.n_buckets_used
+    if wrapper.find_unused_parameters and not wrapper.static_graph:
+        data.pop("has_rebuilt_buckets", None)  # torch's are rebuilt without it alone
+    return data
+
+
+def _of_construction(wrapper: TorchSurface) -> dict[str, Any]:
+    parameters = wrapper._session.model.trainable
+    sizes = [p.numel() * p.element_size() for p in parameters]
+    buckets = wrapper._session.log.first_buckets or [list(range(len(parameters)))]
+    backend = _backend_of(wrapper.process_group)
+    data: dict[str, Any] = {
+        "world_size": wrapper.process_group.size(),
+        "rank": wrapper.process_group.rank(),
+        "module_name": type(wrapper.module).__name__,
+        "device_ids": join_numbers(wrapper.device_ids or ()),
+        "output_device": -1 if wrapper.output_device is None else wrapper.output_device,
+        "broadcast_buffers": int(wrapper.forward_sync_buffers),
+        "bucket_cap_bytes": int(wrapper.bucket_bytes_cap),
+        "find_unused_parameters": int(wrapper.find_unused_parameters),
+        "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
+        "is_multi_device_module": 0,
+        "has_sync_bn": int(
+            any(
+                isinstance(part, torch.nn.SyncBatchNorm)
+                for part in wrapper.module.modules()
+            )
+        ),
+        "backend_name": backend,
+        "dtypes": ", ".join(
+            sorted({_DTYPES.get(p.dtype, str(p.dtype)) for p in parameters})
+        ),
+        "total_parameter_size_bytes": sum(sizes),
+        "num_parameter_tensors": len(parameters),
+        "bucket_sizes": join_numbers(sum(sizes[i] for i in b) for b in buckets),
+        "iteration": 0,
+    }
+    for name in (*_ALWAYS, *_OF_BACKEND.get(backend, ())):
+        key = name.lower().removeprefix("torch_" if "NCCL" in name else "")
+        data[key] = _environment.of_launcher(name)
+    if backend == "gloo":
+        data["gloo_num_threads"] = _GLOO_THREADS
+    return data
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    try:
+        return str(dist.get_backend(group))
+    except (RuntimeError, ValueError, TypeError):  # not registered, or destroyed
+        return torch_groups.cpu_backend_name(group)

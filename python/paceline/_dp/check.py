@@ -1,0 +1,341 @@
+"""paceline.check: whether a model computes in replicas what it computes alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._checkpoint import unwrap
+from paceline._compat import torch_core
+from paceline._dp.data_parallel import DataParallel
+
+# Of the largest entry: rounding of float sums that are taken in another order.
+_RTOL = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2}
+_RTOL_OTHERWISE = 5e-2
+_ATOL = {torch.float64: 1e-12, torch.float32: 1e-7}
+_ATOL_OTHERWISE = 1e-4
+_SEED = 0
+_N_TIMED = 3
+_clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a :class:`Report`.
+
+    Attributes
+    ----------
+    name : str
+        ``output`` with the path of a leaf in it, or ``grad`` with a parameter's name.
+    plain, replicas : str
+        The largest magnitude in it, by the plain module and by the wrapped one, or what
+        is there instead of a tensor.
+    max_abs, max_rel : float
+        The largest difference, and that over the largest magnitude.
+    ok : bool
+        Whether it is within the tolerance.
+    """
+
+    name: str
+    plain: str
+    replicas: str
+    max_abs: float
+    max_rel: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`paceline.check` found; printed, it is a table.
+
+    Attributes
+    ----------
+    rows : list of Row
+        Outputs first, then gradients.
+    n_replicas : int
+        How many replicas were asked for.
+    engine, engine_reason : str
+        What ran them, and why.
+    notes : list of str
+        Why differences may be expected; how long a step takes by each.
+    ok : bool
+        Whether all is within the tolerance.
+    """
+
+    rows: list[Row]
+    n_replicas: int
+    engine: str
+    engine_reason: str
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is within the tolerance."""
+        return all(row.ok for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        cells = [("", "plain", "replicas", "max abs", "max rel", "")]
+        cells += [
+            (
+                row.name,
+                row.plain,
+                row.replicas,
+                f"{row.max_abs:.3g}",
+                f"{row.max_rel:.3g}",
+                "ok" if row.ok else "DIFFERS",
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [f"{self.n_replicas} replicas, engine {self.engine!r}"]
+        for first, *others in cells:
+            columns = [first.ljust(widths[0])]
+            columns += [w.rjust(n) for w, n in zip(others, widths[1:], strict=True)]
+            lines.append("  ".join(columns).rstrip())
+        n_off = sum(not row.ok for row in self.rows)
+        lines.append(
+            f"{n_off} of {len(self.rows)} tensors differ" if n_off else "all agree"
+        )
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def check(
+    model: torch.nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    engine: str = "auto",
+    replicas: int = 2,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Report:
+    """Compare a model in a :class:`paceline.DataParallel` with the model alone.
+
+    Copies of the model take one forward and one backward on the whole batch, with and
+    without the wrapper, and three more of each for the time; the model itself and the
+    random numbers are left as they are.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, in the mode (training or evaluation) that is to be compared.
+    batch : tensor, tuple or dict
+        One argument, positional arguments, or keyword arguments of the model.
+    loss : callable, optional
+        Makes a loss of the model's output, for the gradients.  By default all
+        floating-point outputs are summed with fixed random weights.
+    engine : {"auto", "process", "thread"}, default "auto"
+        As for the wrapper.
+    replicas : int, default 2
+        How many.
+    rtol, atol : float, optional
+        A tensor agrees where the largest difference is at most ``atol + rtol * m``,
+        with ``m`` its largest magnitude.  By default what rounding explains: for
+        float32 1e-4 and 1e-7, for float64 1e-9 and 1e-12.
+
+    Returns
+    -------
+    Report
+        A table of outputs and gradients; ``.ok``, and its truth, is the verdict.
+
+    Raises
+    ------
+    ValueError
+        If ``replicas`` is less than 1.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> report = paceline.check(torch.nn.Linear(3, 2), torch.ones(4, 3))
+    >>> report.ok
+    True
+    >>> print(report)  # doctest: +ELLIPSIS
+    2 replicas, engine ...
+    all agree
+    note: a step takes ...
+    """
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}: give a number from 1 on")
+    torch_core.attach()
+    model = unwrap(model)
+    args, kwargs = _arguments(batch)
+    plain = copy.deepcopy(model)
+    output, notes = _run(plain, plain, args, kwargs)
+    _backward(output, loss, _is_scalar(output))
+    wrapped = copy.deepcopy(model)
+    with DataParallel(wrapped, ["cpu"] * replicas, engine=engine) as wrapper:
+        _run(wrapper, wrapped, args, kwargs)  # the first forward is a special one
+        wrapped.load_state_dict(model.state_dict())
+        joined, _ = _run(wrapper, wrapped, args, kwargs)
+        _backward(joined, loss, _is_scalar(output))
+        tolerance = (rtol, atol)
+        rows = _output_rows(output, joined, tolerance)
+        for (name, ours), theirs in zip(
+            plain.named_parameters(), wrapped.parameters(), strict=True
+        ):
+            rows.append(_row(f"grad {name}", ours.grad, theirs.grad, tolerance))
+        calls = ((plain, plain), (wrapper, wrapped))
+        if replicas > 1:
+            notes += _pace(calls, args, kwargs, loss, replicas)
+        return Report(rows, replicas, wrapper.engine, wrapper.engine_reason, notes)
+
+
+def _pace(
+    calls: Sequence[tuple[Callable[..., Any], torch.nn.Module]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    replicas: int,
+) -> list[str]:
+    """Return what a forward and backward take by each of two, in turns."""
+    shortest = [math.inf, math.inf]
+    for _ in range(_N_TIMED):
+        for which, (call, module) in enumerate(calls):
+            begin = _clock()
+            output, _ = _run(call, module, args, kwargs)
+            _backward(output, loss, _is_scalar(output))
+            shortest[which] = min(shortest[which], _clock() - begin)
+    alone, side_by_side = shortest
+    ratio = alone / side_by_side if side_by_side else math.inf
+    note = (
+        f"a step takes {1000 * side_by_side:.3g} ms with {replicas} replicas, "
+        f"{1000 * alone:.3g} ms plain: {ratio:.2f} times as fast on this batch"
+    )
+    return [note + ("; replicas do not pay here" if ratio < 1.0 else "")]
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, dict):
+        return (), batch
+    return (batch if type(batch) is tuple else (batch,)), {}
+
+
+def _run(
+    call: Callable[..., Any],
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, list[str]]:
+    """Return the output for a fixed seed, and what else may make it differ."""
+    notes = []
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(_SEED)
+        before = torch.get_rng_state()
+        inputs, named = _native.scatter(args, kwargs, 1, 0).chunk(0)
+        if isinstance(call, DataParallel):
+            inputs, named = args, kwargs
+        output = call(*inputs, **named)
+        if not torch.equal(before, torch.get_rng_state()):
+            notes.append(
+                "the forward draws random numbers, others in each replica; compare in "
+                "evaluation mode, by model.eval()"
+            )
+    norms = [
+        part for part in module.modules() if isinstance(part, torch_core.BatchNorm)
+    ]
+    if any(norm.training for norm in norms):
+        notes.append("BatchNorm in training mode sees each replica's rows alone")
+    return output, notes
+
+
+def _is_scalar(output: Any) -> list[bool]:
+    return [leaf.ndim == 0 for leaf in _native.flatten(output)[1]]
+
+
+def _backward(
+    output: Any, loss: Callable[[Any], torch.Tensor] | None, is_scalar: list[bool]
+) -> None:
+    total: Any = None
+    if loss is not None:
+        total = loss(output)
+    else:
+        leaves = _native.flatten(output)[1]
+        for seed, (leaf, scalar) in enumerate(zip(leaves, is_scalar, strict=False)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                term = leaf.mean() if scalar else (leaf * _weights(leaf, seed)).sum()
+                total = term if total is None else total + term
+        if total is not None and total.is_complex():
+            total = torch.view_as_real(total).sum()
+    if total is not None and total.requires_grad:
+        total.backward()
+
+
+def _weights(leaf: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+
+
+def _output_rows(
+    plain: Any, joined: Any, tolerance: tuple[float | None, float | None]
+) -> list[Row]:
+    tree, leaves = _native.flatten(plain)
+    others = _native.flatten(joined)[1]
+    if len(leaves) != len(others):
+        counts = f"{len(leaves)} tensors", f"{len(others)} tensors"
+        return [Row("output", *counts, math.nan, math.nan, False)]
+    rows = []
+    for i, (ours, theirs) in enumerate(zip(leaves, others, strict=True)):
+        name = f"output{tree.path(i)}"
+        if ours.ndim == 0 and theirs.ndim == 1:
+            name += " (mean of replicas)"
+            theirs = theirs.mean()
+        rows.append(_row(name, ours, theirs, tolerance))
+    return rows
+
+
+def _row(
+    name: str, plain: Any, other: Any, tolerance: tuple[float | None, float | None]
+) -> Row:
+    if plain is None or other is None:
+        ours, theirs = ("none" if each is None else "some" for each in (plain, other))
+        gap = 0.0 if plain is other else math.nan
+        return Row(name, ours, theirs, gap, gap, plain is other)
+    plain, other = (torch.as_tensor(each).detach() for each in (plain, other))
+    if plain.shape != other.shape or plain.dtype != other.dtype:
+        ours, theirs = (f"{list(t.shape)} {t.dtype}" for t in (plain, other))
+        return Row(name, ours, theirs, math.nan, math.nan, False)
+    return _compared(name, plain, other, tolerance)
+
+
+def _compared(
+    name: str,
+    plain: torch.Tensor,
+    other: torch.Tensor,
+    tolerance: tuple[float | None, float | None],
+) -> Row:
+    ours, theirs = _wide(plain), _wide(other)
+    largest = _largest(ours)
+    both_nan = torch.isnan(ours) & torch.isnan(theirs)
+    gaps = (ours - theirs).abs().masked_fill((ours == theirs) | both_nan, 0.0)
+    gap = _largest(gaps)
+    rtol, atol = tolerance
+    rtol = _RTOL.get(plain.dtype, _RTOL_OTHERWISE) if rtol is None else rtol
+    atol = _ATOL.get(plain.dtype, _ATOL_OTHERWISE) if atol is None else atol
+    return Row(
+        name,
+        f"{largest:.4g}",
+        f"{_largest(theirs):.4g}",
+        gap,
+        gap / largest if largest else gap,
+        gap <= atol + rtol * largest,
+    )
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,499 @@
+"""DataParallel: torch's class in name and contract, two engines underneath."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import GenericAlias
+from typing import Any
+
+import torch
+from torch.nn.parallel.data_parallel import DataParallel as TorchDP
+
+from paceline import _native
+from paceline._checkpoint import LoadsEither
+from paceline._compat import torch_core
+from paceline._dp import engines, overrides
+from paceline._dp.engines import Engine, Outputs
+from paceline._dp.marker import has_mark
+from paceline._dp.overrides import Overridable
+from paceline._dp.thread_engine import ThreadEngine
+from paceline._replicas.call import ReplicaCall
+from paceline._replicas.devices import CPU, refuse_gpu
+from paceline._replicas.devices import read as read_devices
+from paceline._replicas.errors import (
+    CannotTravelError,
+    ReplicaFailedError,
+    ThisCallError,
+)
+from paceline._replicas.nesting import is_inside_replica
+from paceline._replicas.replicate import check_lazy, parts_of
+
+_log = logging.getLogger("paceline")
+_starting = threading.Lock()
+
+
+def _reason_of(error: Exception) -> str:
+    """Say in one sentence what a replica in a process of its own has failed of."""
+    text = str(error).strip().rpartition("\n")[2]
+    name = type(error).__name__
+    if not text.startswith(name):
+        text = f"{name}: {text}"
+    return f"a replica fails in a process of its own, and not in this one ({text})"
+
+
+def _run_scattered(engine: Engine, call: ReplicaCall, arguments: Any) -> list[Any]:
+    """Return the outputs of the replicas for what was scattered."""
+    if isinstance(arguments, tuple):
+        return engine.run_lists(call, *arguments)
+    return engine.run(call, arguments)
+
+
+class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
+    """Trains a module on parts of each batch side by side: a drop-in for torch's class.
+
+    A batch is split over replicas of the module, their outputs come back joined, in
+    order.  The meaning is the plain module's on the whole batch: same outputs, same
+    gradients, for any loss; except for statistics that are each replica's own by nature
+    (BatchNorm in training, of which replica 0's survive; dropout).
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, with its parameters on the CPU.
+    device_ids : sequence of str or torch.device, optional
+        A device for each replica: ``["cpu"] * n`` for ``n`` of them.  By default as
+        many as the environment variable ``PACELINE_CPU_REPLICAS`` says, else one,
+        which is a plain call of the module.  Where ``device_ids`` names GPUs and there
+        are none, the module is called plainly, as by torch.
+    output_device : str or torch.device, optional
+        Where outputs are; the CPU.
+    dim : int, default 0
+        The dimension of inputs and outputs that is the batch's.
+    engine : {"auto", "process", "thread"}, default "auto"
+        What runs the replicas: processes of their own, or threads of this one.  By
+        default processes where the model can travel to them.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model; replica 0 is this very object.
+    device_ids : list of torch.device
+        One a replica; empty where the module is called plainly.
+    output_device, src_device_obj : torch.device
+        Where outputs, and the module, are.
+    dim : int
+        The batch's dimension.
+
+    Raises
+    ------
+    TypeError
+        If ``module`` is no module, ``device_ids`` no list or ``dim`` no integer.
+    ValueError
+        If devices are mixed, or ``engine`` or ``PACELINE_CPU_REPLICAS`` is out of
+        range.
+    NotImplementedError
+        If the module, or ``device_ids``, is on GPUs: not in this version.
+
+    See Also
+    --------
+    replicate : marks an argument that every replica is to get whole.
+    check : compares a wrapped model with the plain one.
+
+    Notes
+    -----
+    The contract is that of `torch's class
+    <https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html>`_;
+    there, replicas are on GPUs only.  ``scatter``, ``replicate``, ``parallel_apply``
+    and ``gather`` may be overridden.  Where it differs:
+
+    - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
+      forward.  Complex ones stay complex.
+    - What replica 0 does to its attributes, their containers and its gradients
+      (``zero_grad``) in forward stays; hooks that a replica registers are its own.
+    - Inputs that disagree about the size of the batch are an error, and never cut to
+      the shortest.  :func:`paceline.replicate` marks what is not to be split; a tensor
+      that has one number once a replica (``n.expand(n_replicas)``) gives it to each.
+    - Parts of a batch differ by one row at the most, and a batch of fewer rows than
+      replicas uses fewer.
+    - Outputs may hold dataclasses, numbers, strings and NumPy arrays; other objects
+      come as a list of the replicas'.  As arguments those go whole to each replica.
+    - Lists of numbers, strings or objects alone have one entry a row, and are joined
+      end to end; other lists entry by entry, as in torch.
+    - The caller's autocast, default device, context variables and hooks on saved
+      tensors reach replicas that are threads; processes receive autocast.
+    - State dicts load with the prefix ``module.`` and without it.
+    - A ``scatter`` of a subclass may return any iterables; more parts than replicas
+      are an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs alone.
+
+    As with torch's class, what a forward computes over its rows (a mean loss, a
+    contrastive one) is over a replica's rows: compute such on the outputs instead.
+
+    Random numbers: replica 0 goes on with the caller's stream, as the plain module
+    would, and each other replica draws by a seed that follows from its state.
+
+    Worker processes share the parameters, and receive at each forward what has changed
+    in the model, in what its attributes hold, and in the code and the globals of the
+    script.  They do not see what is changed inside imported modules (where it concerns
+    functions and globals of your own that the model's classes mention, it is noticed;
+    :meth:`refresh` has workers import all anew), nor ``os.environ``, the working
+    directory, warning filters, NumPy's ``seterr``, contexts of ``decimal``,
+    ``functools`` caches, and the ``.grad`` of parameters.  What is not understood runs
+    by threads, as ``engine_reason`` says, or is an error with ``engine="process"``:
+    random generators that the model holds, objects in which nobody can see changes, a
+    forward that writes parameters or runs a backward that gives them gradients, a
+    replica that fails in its process alone.  With processes
+
+    - a forked process writes into its own copy of the parameters, and sees yours
+      change on the pages that it has not written;
+    - what a forward writes into an input in place is seen in the rows of replica 0
+      alone;
+    - hooks of parameters and of the wrapper see all rows, as ever; while modules have
+      hooks of their own, calls run by threads;
+    - hooks of a parameter's node in the graph (``AccumulateGrad``) and on tensors that
+      are saved see what belongs to replica 0;
+    - a ``checkpoint`` round the wrapper with ``use_reentrant=False`` saves the memory
+      of replica 0 alone: put it inside the module;
+    - inside a mode that sees operations (``FlopCounterMode``), and under
+      ``torch.jit.trace``, a call runs by threads, or is such an error;
+    - warnings and prints of the others are printed, and never raised or recorded; what
+      they log reaches the caller's handlers, and their breakpoints are skipped.
+
+    Threads run the replicas' forwards side by side, and share globals and containers,
+    as torch's replicas do; backward is torch's own, on all cores.  Where a forward
+    draws random numbers, threads run one after the other, so that runs can be repeated.
+    Of parameters that it writes, replicas but replica 0 have copies, as in torch.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from paceline import DataParallel
+    >>> model = DataParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"], engine="thread")
+    >>> model(torch.ones(6, 4)).shape
+    torch.Size([6, 2])
+    >>> model(torch.ones(6, 4)).sum().backward()
+    >>> model.module.bias.grad
+    tensor([6., 6.])
+    >>> list(model.state_dict())
+    ['module.weight', 'module.bias']
+    >>> model.close()
+    """
+
+    __module__ = "paceline"
+
+    def __class_getitem__(cls, kind: Any) -> GenericAlias:
+        """Return ``DataParallel[kind]``, as annotations have it: torch's is generic."""
+        return GenericAlias(cls, kind)
+
+    def __init__(  # the signature is torch's, and one more
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        *,
+        engine: str = "auto",
+    ) -> None:
+        torch.nn.Module.__init__(self)  # none of torch's own machinery
+        torch_core.attach()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"module is {type(module).__name__}: give a torch.nn.Module"
+            )
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim is {dim!r}: give an integer")
+        if engine not in engines.NAMES:
+            raise ValueError(
+                f"engine is {engine!r}: give one of {', '.join(engines.NAMES)}"
+            )
+        devices, self._alone_because = read_devices(device_ids, output_device)
+        self.module = module
+        self.device_ids: list[torch.device] = devices  # type: ignore[assignment]
+        self.dim = dim
+        self.output_device: torch.device = CPU  # type: ignore[assignment]
+        self.src_device_obj = CPU
+        refuse_gpu(module)
+        self._asked = engine
+        self._engine: Engine | None = None
+        self._threads: ThreadEngine | None = None
+        self._choice = self._choose()
+        self._reasons_logged: set[str] = set()
+        if self._asked == "auto" and self.engine == "thread":
+            self._log_reason(logging.INFO, self.engine_reason)
+        elif len(devices) > 1 and self._choice[0] == "none":
+            _log.info("DataParallel calls the module itself: %s", self._choice[1])
+
+    # ---- a step -------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on parts of the batch, and join what it returns.
+
+        Parameters
+        ----------
+        *inputs, **kwargs
+            For the module's own ``forward``: tensors and arrays are split along
+            ``dim``, also inside lists, tuples, dicts and dataclasses; 0-dim tensors,
+            other objects and what :func:`paceline.replicate` marks go whole to each
+            replica.
+
+        Returns
+        -------
+        object
+            As the module returns it, for the whole batch.  A tensor without dimensions
+            (a loss) comes as a vector with one entry a replica, as in torch.
+
+        Raises
+        ------
+        ValueError
+            If inputs disagree about the size of the batch, or outputs cannot be joined.
+        Exception
+            What the module raises in a replica: of its own type, with the number of the
+            replica and its traceback in the message.
+        """
+        is_alone = len(self.device_ids) < 2
+        call = self._call_plainly if is_alone else self._call_in_replicas
+        if torch_core.is_profiling():
+            with torch.autograd.profiler.record_function("DataParallel.forward"):
+                return call(inputs, kwargs)
+        return call(inputs, kwargs)
+
+    @torch_core.uncompiled
+    def _call_in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_inside_replica():
+            return self._call_plainly(inputs, kwargs)
+        chosen = self._engine_for_call()
+        if chosen is None:
+            return self._call_plainly(inputs, kwargs)
+        engine: Engine = chosen
+        if engine is not self._threads:
+            try:
+                return self._run_and_gather(engine, inputs, kwargs)
+            except CannotTravelError as error:  # found before anything has run
+                engine = self._use_threads(error)
+        with self._engine.beside() if self._engine is not None else nullcontext():
+            return self._run_and_gather(engine, inputs, kwargs)
+
+    def _run_and_gather(
+        self, engine: Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        overridden, n_replicas = self._overridden, len(self.device_ids)
+        with engine.lock:
+            if "scatter" in overridden:
+                scattered = self.scatter(inputs, kwargs, self.device_ids)
+                arguments: Any = overrides.arguments(n_replicas, *scattered)
+                sizes = None
+            else:
+                arguments = _native.scatter(inputs, kwargs, n_replicas, self.dim)
+                sizes = arguments.sizes
+            call = self._replica_call(overridden)  # scatter() may have set the module
+
+            def join(outputs: list[Any]) -> Any:
+                found = Outputs(outputs, sizes)
+                if "gather" in overridden:
+                    return self.gather(found, self.output_device)
+                return overrides.join(found, sizes, self.dim)
+
+            if engine.name == "process":
+                return self._run_or_leave(engine, call, arguments, join)
+            return join(_run_scattered(engine, call, arguments))
+
+    def _run_or_leave(
+        self,
+        engine: Any,
+        call: ReplicaCall,
+        arguments: Any,
+        join: Callable[[list[Any]], Any],
+    ) -> Any:
+        """Run replicas in processes, or in this one where that is what fails.
+
+        Where the choice is ours and a replica fails, or returns what cannot be joined,
+        the call is made good here, without a second run of replica 0.  Where it fails
+        here too, the error is the module's own.
+        """
+        try:
+            try:
+                return join(_run_scattered(engine, call, arguments))
+            except ReplicaFailedError as failure:
+                error: Exception = failure.error
+                if self._asked != "auto":
+                    raise error from None
+            except (TypeError, ValueError) as failure:
+                if self._asked != "auto" or not engine.has_run:
+                    raise
+                error = failure
+            threads = ThreadEngine()
+            outputs = engine.run_again()
+            if outputs is None:
+                outputs = _run_scattered(threads, call, arguments)
+            joined = join(outputs)
+        finally:
+            engine.finish()
+        self._choice = "thread", _reason_of(error)
+        self._engine = threads
+        self._log_reason(logging.WARNING, self._choice[1])
+        return joined
+
+    def _call_plainly(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_alone = bool(self.device_ids) and self.engine == "none"
+        if is_alone and "scatter" in self._overridden:
+            scatter = self.scatter(inputs, kwargs, self.device_ids[:1])
+            (inputs, *_), (kwargs, *_) = overrides.arguments(1, *scatter)
+        elif any(map(has_mark, inputs)) or (
+            kwargs and any(map(has_mark, kwargs.values()))
+        ):
+            inputs, kwargs = _native.scatter(inputs, kwargs, 1, self.dim).chunk(0)
+        return self.module(*inputs, **kwargs)
+
+    def _choose(self) -> tuple[str, str]:
+        if len(self.device_ids) < 2:
+            return "none", self._alone_because
+        return engines.choose(self._asked, self.module, self._override_for_threads)
+
+    def _engine_for_call(self) -> Engine | None:
+        """Return the engine that runs the next forward; None: the module itself."""
+        if self._override_for_threads is not None and self._choice[0] == "process":
+            error = engines.obstacle(self.module, self._override_for_threads)
+            assert error is not None
+            return self._use_threads(error)
+        engine = self._engine or self._start_engine()
+        obstacle = getattr(engine, "obstacle", None)
+        if obstacle and self._asked == "auto":
+            engine = self._use_threads(CannotTravelError(obstacle))
+        if engine and engine.n_replicas not in (0, len(self.device_ids)):  # changed
+            self.close()
+            engine = self._start_engine()
+        return engine
+
+    def _start_engine(self) -> Engine | None:
+        """Return the engine, made at the first forward that needs it, if one is."""
+        with _starting:
+            if self._engine is None:
+                check_lazy(parts_of(self.module))
+                # The module, or the number of replicas, may have changed since.
+                self._choice = self._choose()
+                if self._choice[0] == "none":
+                    return None
+                if self._asked == "auto":
+                    error = engines.obstacle(self.module, self._override_for_threads)
+                    if isinstance(error, ThisCallError):
+                        return self._use_threads(error)
+                n_replicas = len(self.device_ids)
+                try:
+                    self._engine = engines.make(
+                        self._choice[0], self.module, n_replicas
+                    )
+                except CannotTravelError as error:
+                    return self._use_threads(error)
+            return self._engine
+
+    def _use_threads(self, error: CannotTravelError) -> Engine:
+        """Take threads, for a call or for good, if the choice is ours.
+
+        Graphs of earlier forwards keep the processes they need.
+        """
+        if self._asked != "auto":
+            raise error
+        if isinstance(error, ThisCallError):
+            self._log_reason(logging.WARNING, str(error))
+            self._threads = self._threads or ThreadEngine()
+            return self._threads
+        self._choice = "thread", str(error)
+        self._engine = ThreadEngine()
+        self._log_reason(logging.WARNING, str(error))
+        return self._engine
+
+    def _log_reason(self, level: int, reason: str) -> None:
+        """Log each reason for threads once."""
+        if reason not in self._reasons_logged:
+            self._reasons_logged.add(reason)
+            _log.log(level, "DataParallel runs its replicas as threads: %s", reason)
+
+    # ---- engine ---------------------------------------------------------------------
+
+    @property
+    def engine(self) -> str:
+        """What runs replicas: ``"process"``, ``"thread"``; ``"none"`` for one."""
+        return self._choice_now()[0]
+
+    @property
+    def engine_reason(self) -> str:
+        """Why it is this engine, as a sentence."""
+        return self._choice_now()[1]
+
+    def _choice_now(self) -> tuple[str, str]:
+        """Return what would run the replicas of a call made now, and why."""
+        if len(self.device_ids) < 2:
+            return "none", self._alone_because
+        if self._asked == "auto" and self._choice[0] == "process":
+            error = engines.obstacle(
+                self.module, self._override_for_threads, self._engine is None
+            )
+            if error is not None:
+                return "thread", str(error)
+        return self._choice
+
+    def refresh(self) -> None:
+        """Have replicas start anew at the next forward, with all as it is now.
+
+        Worker processes import modules once.  After a change inside one that they have
+        imported, this makes them import it again; it also gives an engine that was left
+        another try.  Graphs of earlier forwards cannot be run backward any more.
+        """
+        self.close()
+        self._choice = self._choose()
+
+    def close(self) -> None:
+        """Let go of threads and processes; may be called again.
+
+        A later forward starts them anew.  They also end with the wrapper, and with the
+        interpreter.  Parameters get ordinary memory again, at the same addresses, so
+        no other thread may write into them meanwhile.
+        """
+        open_engines = (self._engine, self._threads)
+        self._engine = self._threads = None
+        for engine in open_engines:
+            if engine is not None:
+                engine.close()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- state ----------------------------------------------------------------------
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse what ``.cuda()`` makes of the module, rather than run one replica."""
+        applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        refuse_gpu(self.module)
+        return applied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": None, "_threads": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch_core.attach()  # this process may never have constructed one
+        if "_asked" in state:
+            super().__setstate__(state)  # type: ignore[no-untyped-call]
+        else:
+            self._adopt(state)
+
+    def _adopt(self, state: dict[str, Any]) -> None:
+        """Become what a pickle of torch's class says: see ``paceline.install``."""
+        module = state["_modules"]["module"]
+        device_ids = state["device_ids"] or None
+        try:
+            DataParallel.__init__(self, module, device_ids, dim=state.get("dim", 0))
+        except NotImplementedError:
+            if type(self) is not DataParallel:
+                raise
+            self.__dict__.clear()
+            self.__class__ = TorchDP  # type: ignore[assignment]
+            self.__setstate__(state)
+            return
+        ours = ("device_ids", "dim", "output_device", "src_device_obj")
+        kept = {name: state[name] for name in state if name not in ours}
+        super().__setstate__(kept)  # type: ignore[no-untyped-call]

@@ -1,0 +1,56 @@
+"""DataParallel as a function: for one call, and nothing left of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline._dp.data_parallel import DataParallel
+
+
+def data_parallel(
+    module: torch.nn.Module,
+    inputs: Any,
+    device_ids: Sequence[int | str | torch.device] | None = None,
+    output_device: int | str | torch.device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Run a module on parts of a batch side by side, once.
+
+    The function to the class :class:`paceline.DataParallel`; its replicas are threads.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    inputs : object
+        A tuple of positional arguments, one argument, or None for none.
+    device_ids, output_device, dim
+        As for :class:`paceline.DataParallel`.
+    module_kwargs : dict, optional
+        Keyword arguments.
+
+    Returns
+    -------
+    object
+        What the module returns, for the whole batch.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> double = torch.nn.Linear(1, 1, bias=False)
+    >>> _ = torch.nn.init.constant_(double.weight, 2.0)
+    >>> with torch.no_grad():
+    ...     paceline.data_parallel(double, torch.ones(3, 1), ["cpu", "cpu"])
+    tensor([[2.],
+            [2.],
+            [2.]])
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    wrapper = DataParallel(module, device_ids, output_device, dim, engine="thread")
+    with wrapper:
+        return wrapper(*inputs, **(module_kwargs or {}))

@@ -1,0 +1,72 @@
+"""paceline.replicate: arguments that are not to be split over the replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from typing import Any
+
+import torch
+
+from paceline._compat import torch_core
+from paceline._compat.packed_sequence import Replicated
+
+_PLAIN = frozenset(
+    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, bytes)
+    + (torch.dtype, torch.device, torch.Size, slice, range)
+)
+
+
+def replicate(value: Any) -> Any:
+    """Mark an argument of a :class:`paceline.DataParallel` as not to be split.
+
+    Each replica gets the whole value: an attention mask shared by all rows, a table of
+    positions, a codebook.  The module sees the value itself, without the mark.
+
+    Parameters
+    ----------
+    value : object
+        A tensor, an array, or anything that holds some; may stand inside a list, a
+        tuple, a dict.
+
+    Returns
+    -------
+    object
+        The marked value, for a call of a ``DataParallel``.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> class Shift(torch.nn.Module):
+    ...     def forward(self, x, by):
+    ...         return x + by
+    >>> model = paceline.DataParallel(Shift(), device_ids=["cpu", "cpu"])
+    >>> model(torch.zeros(2, 3), paceline.replicate(torch.arange(3)))
+    tensor([[0., 1., 2.],
+            [0., 1., 2.]])
+    >>> model.close()
+    """
+    return Replicated(value)
+
+
+def has_mark(value: Any) -> bool:
+    """Tell whether a value is marked, or holds something that is.
+
+    Looked for in tuples, lists, dicts, dataclasses and registered pytrees, nested in
+    any way.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    if kind is Replicated:
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(map(has_mark, value))
+    if isinstance(value, dict):
+        return any(map(has_mark, value.values()))
+    if isinstance(value, UserDict):
+        return any(map(has_mark, value.data.values()))
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        return any(has_mark(getattr(value, each.name, None)) for each in fields)
+    return any(map(has_mark, torch_core.children(value)))

@@ -1,0 +1,143 @@
+"""Files that appear under their name once they are complete, or not at all.
+
+A file is written beside its place, under a name that its writer holds locked, and then
+renamed.  A writer that was killed holds no lock: whoever writes to the same place next
+removes what it left.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class _Sink(io.RawIOBase):
+    """Writes to a descriptor, and keeps the system's error for who hides it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        n_bytes = len(rest)
+        try:
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return n_bytes
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file, whole or not at all.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        Where to.  A link's target is written; a file that is there keeps its mode; what
+        is no file (a pipe, ``/dev/null``) is written to as it is.
+    write : callable
+        Given a binary file.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written, whatever ``write`` makes of that.
+    """
+    target = Path(os.path.realpath(path))
+    before = None
+    with suppress(FileNotFoundError):
+        before = os.stat(target)
+    if before is not None and not stat.S_ISREG(before.st_mode):
+        with open(target, "wb") as file:
+            _write(file.fileno(), write)
+        return
+    if before is not None:
+        os.close(os.open(target, os.O_WRONLY))  # a file that is read-only stays
+    _remove_left_over(target)
+    with _temporary(target) as (name, descriptor):
+        if before is not None:
+            with suppress(PermissionError):
+                os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+        _write(descriptor, write)
+        os.fsync(descriptor)
+        os.replace(name, target)
+
+
+def _write(descriptor: int, write: Callable[[BinaryIO], object]) -> None:
+    sink = _Sink(descriptor)
+    try:
+        with io.BufferedWriter(sink) as file:
+            write(file)
+    except Exception as error:
+        if sink.error is not None and error is not sink.error:
+            raise sink.error from error
+        raise
+    if sink.error is not None:
+        raise sink.error
+
+
+def _prefix_of(target: Path) -> str:
+    """Return what the names of unfinished files for this place begin with.
+
+    The name itself would be too long, where it is as long as a name may be.
+    """
+    return f".{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file; tell whether that could be done, for as long as it is open."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EINTR)  # no locks here
+    return True
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[tuple[Path, int]]:
+    while True:
+        name = target.parent / f"{_prefix_of(target)}{secrets.token_hex(8)}.part"
+        # The kernel applies the umask.
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if _is_locked(descriptor) and os.fstat(descriptor).st_nlink > 0:
+            break
+        os.close(descriptor)  # another writer took it for one that was left
+    try:
+        yield name, descriptor
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove what writers of this place have left that were killed."""
+    prefix = _prefix_of(target)
+    for name in os.listdir(target.parent):
+        if not (name.startswith(prefix) and name.endswith(".part")):
+            continue
+        with suppress(OSError):
+            descriptor = os.open(target.parent / name, os.O_WRONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(target.parent / name)
+            finally:
+                os.close(descriptor)

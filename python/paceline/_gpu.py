@@ -1,0 +1,88 @@
+"""The GPUs that this process sees, and what is needed to use them."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from paceline import _native
+from paceline._compat import torch_cuda
+
+
+class Machine:
+    """The GPUs that this process sees.  Tests put a fake into :data:`machine`."""
+
+    device_type = "cuda"
+
+    def index_of(self, device: torch.device) -> int | None:
+        """Return the number of the GPU that a device is; None: it is none."""
+        return device.index if device.type == self.device_type else None
+
+    def count(self) -> int:
+        """Return how many there are."""
+        return torch.cuda.device_count()
+
+    def current(self) -> int:
+        """Return the number of the one that torch uses where none is named."""
+        return torch.cuda.current_device()
+
+    def why_unusable(self) -> str:
+        """Return why none can be used; nothing where they can."""
+        return torch_cuda.why_no_cuda()
+
+    def identity(self, index: int) -> str:
+        """Return what tells a GPU from all others of its host; nothing: not known."""
+        return torch_cuda.identity(index)
+
+    def open(self, index: int) -> _native.Device:
+        """Return the native side of a GPU."""
+        return _native.Device(index, nvrtc=find_library("nvrtc"))
+
+    def nccl_version(self, path: str | None) -> int:
+        """Return NCCL's version, as in 22809; see :func:`find_library` for the path.
+
+        Raises
+        ------
+        NotImplementedError
+            If there is none, or it is too old.
+        """
+        return _native.nccl_version(path)
+
+
+machine = Machine()
+_opened: dict[tuple[int, int], _native.Device] = {}
+
+
+def open_device(index: int) -> _native.Device:
+    """Return the native side of a GPU: one a process."""
+    key = os.getpid(), index
+    if key not in _opened:
+        _opened[key] = machine.open(index)
+    return _opened[key]
+
+
+def find_library(name: str) -> str | None:
+    """Return the file of one of NVIDIA's libraries, where torch's wheels have it.
+
+    Parameters
+    ----------
+    name : {"nccl", "nvrtc"}
+        The library.
+
+    Returns
+    -------
+    str or None
+        None where the loader is to find it by its name: torch has loaded it already, or
+        it belongs to the system.
+    """
+    pattern = re.compile(rf"lib{name}(-[0-9a-f]+)?\.so\.(\d+)[\d.]*")
+    found = []
+    for rank, folder in enumerate(torch_cuda.library_folders()):
+        for path in sorted(folder.glob(f"lib{name}*.so.*")):
+            if match := pattern.fullmatch(path.name):
+                # NVRTC's major version is CUDA's; NCCL's has been 2 for ten years.
+                is_torchs = match[2] == torch_cuda.major_of_cuda()
+                found.append((not is_torchs, rank, str(path)))
+    return min(found)[2] if found else None

@@ -1,0 +1,82 @@
+"""Does something as soon as torch is imported, and costs nothing until then.
+
+Loaded by its path in processes that have not imported paceline, and may never: it
+imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib.util  # noqa: F401 (importlib.machinery alone is not complete)
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_MARK = "is_paceline_import_hook"  # a hook may be of another copy of this module
+
+
+class _ImportHook:
+    """A finder that finds nothing, but has what follows the import of torch done."""
+
+    is_paceline_import_hook = True
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """A module's own loader, with something to do after it."""
+
+    def __init__(self, loader: Any, hook: _ImportHook) -> None:
+        self._loader = loader
+        self._hook = hook
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if self._hook in sys.meta_path:  # else it has been called off meanwhile
+            sys.meta_path.remove(self._hook)
+            self._hook.action()
+
+
+def begin(action: Callable[[], None]) -> None:
+    """Call `action` right after torch is imported; once, and once for all who ask."""
+    if not is_on():
+        sys.meta_path.insert(0, _ImportHook(action))
+
+
+def is_on() -> bool:
+    """Tell whether the import of torch is waited for."""
+    return any(hasattr(finder, _MARK) for finder in sys.meta_path)
+
+
+def end() -> None:
+    """Wait no longer."""
+    sys.meta_path[:] = [f for f in sys.meta_path if not hasattr(f, _MARK)]

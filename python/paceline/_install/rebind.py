@@ -1,0 +1,363 @@
+"""Puts paceline's classes under torch's names, here and in the processes started here.
+
+``torch.nn.DataParallel``, and in ``torch.nn.parallel`` ``DataParallel``,
+``DistributedDataParallel`` and ``data_parallel``, are set to ours, and so they are in
+the submodules that define them.  Of those ``torch.nn.parallel.distributed`` is special:
+the code of torch's class looks its own name up there (the join hook's ``isinstance``,
+``_active_ddp_module``), and must find torch's.  So that module stays as it is, and a
+copy of it, with our class, takes its place in ``sys.modules``.
+
+Our classes derive from torch's, so what torch compares with its own class holds for
+ours as well: asserts, ``functional_call``, checkpoints, ONNX, dynamo.  A module of
+torch that is imported later compares with ours instead, and so does a program, for
+which a wrapper that torch's class has made before is none.  Not set: ``replicate``,
+``scatter``, ``gather`` and ``parallel_apply``, whose devices are GPUs.
+``torch.distributed._composable.replicate`` makes wrappers for programs: it is given our
+class also if it was imported before.
+
+A module that was imported before and did ``from torch.nn.parallel import ...`` holds
+torch's class, and goes on with it: ``install()`` warns, and names such modules.
+
+Pickles.  A pickle names torch's class by its public name, so while installed it makes
+one of ours of a DataParallel (torch's where its devices are GPUs); a
+DistributedDataParallel stays torch's.  An object of torch's class that was made before
+can still be pickled, as what loads with torch alone.
+
+Children.  ``PACELINE_INSTALL=1`` says that children are to be installed too, and a
+folder in front of ``PYTHONPATH`` holds a ``sitecustomize`` that does it, right after
+torch is imported; then it takes itself away and runs the one that was there before.
+Not reached: Python with ``-I``, ``-E`` or ``-S``, a child with an environment of its
+own, a fork server that was started before.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib
+import os
+import pkgutil
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from paceline import _environment
+from paceline._install import import_hook
+
+_NAMES = {
+    "torch.nn": ("DataParallel",),
+    "torch.nn.parallel": ("DataParallel", "DistributedDataParallel", "data_parallel"),
+    "torch.nn.parallel.data_parallel": ("DataParallel", "data_parallel"),
+    "torch.nn.parallel.distributed": ("DistributedDataParallel",),
+}
+_HOMES = {
+    "DataParallel": "torch.nn.parallel.data_parallel",
+    "DistributedDataParallel": "torch.nn.parallel.distributed",
+    "data_parallel": "torch.nn.parallel.data_parallel",
+}
+_DDP = "DistributedDataParallel"
+_MAKER = "torch.distributed._composable.replicate"
+_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
+
+_lock = threading.RLock()
+_is_bound = False
+_torchs: dict[str, Any] = {}  # name: torch's own, while bound
+_ours: dict[str, Any] = {}  # name: ours
+_put: list[tuple[ModuleType, str, Any]] = []  # module, name, what it was
+_before: dict[str, str | None] | None = None  # what the environment had, if changed
+
+
+class Installation:
+    """What :func:`install` returns: at the end of a ``with`` block it is undone.
+
+    Where paceline was installed already, it stays so.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        self._is_first = is_first
+
+    def __repr__(self) -> str:
+        return f"<paceline installation, {'on' if is_installed() else 'off'}>"
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_first:
+            uninstall()
+
+
+def install() -> Installation:
+    """Have programs use Paceline where they name torch's DataParallel or DDP.
+
+    From now on ``torch.nn.DataParallel``, ``torch.nn.parallel.DataParallel``,
+    ``torch.nn.parallel.DistributedDataParallel``, ``torch.nn.parallel.data_parallel``
+    are :class:`paceline.DataParallel`, :class:`paceline.DistributedDataParallel` and
+    :func:`paceline.data_parallel`, in this process and in the Python processes that it
+    starts.  Call it before anything that imports these names; or change nothing, and
+    start the program by ``python -m paceline``.
+
+    Returns
+    -------
+    Installation
+        A context manager that undoes it, if it was this call that installed.
+
+    Warns
+    -----
+    UserWarning
+        If modules have taken torch's class already, which they go on using; they are
+        named.
+
+    See Also
+    --------
+    uninstall
+
+    Notes
+    -----
+    torch is not imported by it.  Paceline's classes derive from torch's: what torch
+    checks with ``isinstance`` holds for them.  A wrapper that torch's class has made
+    before is none of ``torch.nn.parallel.DistributedDataParallel`` any more: wrap after
+    installing.  May be called again.
+
+    ``torch.nn.parallel.replicate``, ``scatter``, ``gather`` and ``parallel_apply``
+    stay torch's.
+
+    Children are reached through the environment: ``PACELINE_INSTALL``, and a folder in
+    front of ``PYTHONPATH`` with a ``sitecustomize`` (one that is there already runs as
+    well).  Python with ``-I``, ``-E`` or ``-S``, and children that are given an
+    environment of their own, are not reached; nor is a ``forkserver`` that runs
+    already.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> with paceline.install():
+    ...     torch.nn.DataParallel is paceline.DataParallel
+    True
+    >>> torch.nn.DataParallel is paceline.DataParallel
+    False
+    """
+    with _lock:
+        is_first = not is_installed()
+        if is_first:
+            _reach_children()
+        if "torch" not in sys.modules:
+            import_hook.begin(_bind)
+        elif not _is_bound:
+            import_hook.end()
+            _bind()
+            _warn_of_holders()
+        return Installation(is_first)
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: torch's names mean torch's classes again.
+
+    Objects that exist stay what they are.  Does nothing where nothing is installed.
+
+    Warns
+    -----
+    UserWarning
+        If something else was put under one of the names meanwhile: it is left there.
+
+    Examples
+    --------
+    >>> import paceline, torch
+    >>> _ = paceline.install()
+    >>> paceline.uninstall()
+    >>> torch.nn.DataParallel is paceline.DataParallel
+    False
+    """
+    with _lock:
+        import_hook.end()
+        if _is_bound:
+            _unbind()
+        _forget_children()
+
+
+def is_installed() -> bool:
+    """Tell whether torch's names are ours, or will be as soon as torch is imported."""
+    return _is_bound or import_hook.is_on()
+
+
+def install_in_child() -> None:
+    """Bind what a parent process has asked for; torch has just been imported."""
+    if _environment.is_install_asked():
+        with _lock:
+            _bind()
+
+
+# ---- the names ----------------------------------------------------------------------
+
+
+def _bind() -> None:
+    global _is_bound
+    if _is_bound:
+        return
+    for module in _NAMES:
+        importlib.import_module(module)
+    for name, home in _HOMES.items():
+        _torchs[name] = vars(sys.modules[home])[name]
+        _ours[name] = getattr(importlib.import_module("paceline"), name)
+    _put_copy(_HOMES[_DDP])
+    for module, names in _NAMES.items():
+        for name in names:
+            _put_name(sys.modules[module], name)
+    if _MAKER in sys.modules:
+        _put_name(sys.modules[_MAKER], _DDP)
+    for name in ("DataParallel", "DistributedDataParallel"):
+        copyreg.pickle(_torchs[name], _reduce)
+    _is_bound = True
+
+
+def _put_copy(home: str) -> None:
+    """Have a copy of a module found in its place; its functions keep their globals."""
+    own = sys.modules[home]
+    copy = ModuleType(home, own.__doc__)
+    vars(copy).update(vars(own))
+    parent, _, name = home.rpartition(".")
+    _put.append((sys.modules[parent], name, own))
+    setattr(sys.modules[parent], name, copy)
+    sys.modules[home] = copy
+
+
+def _put_name(module: ModuleType, name: str) -> None:
+    """Set a name to ours; where somebody else has set it before, it stays his."""
+    if vars(module).get(name) is _torchs[name]:
+        _put.append((module, name, _torchs[name]))
+        setattr(module, name, _ours[name])
+
+
+def _unbind() -> None:
+    global _is_bound
+    _is_bound = False
+    taken = []
+    maker = sys.modules.get(_MAKER)
+    if maker is not None and not any(module is maker for module, _, _ in _put):
+        _put.append((maker, _DDP, _torchs[_DDP]))  # imported since
+    for module, name, before in reversed(_put):
+        found = vars(module).get(name)
+        if isinstance(before, ModuleType):
+            if sys.modules.get(before.__name__) is found:
+                sys.modules[before.__name__] = before
+        elif found is not _ours[name]:
+            taken.append(f"{module.__name__}.{name}")
+            continue
+        setattr(module, name, before)
+    for name in ("DataParallel", "DistributedDataParallel"):
+        if copyreg.dispatch_table.get(_torchs[name]) is _reduce:
+            del copyreg.dispatch_table[_torchs[name]]
+    _put.clear()
+    _torchs.clear()
+    if taken:
+        warnings.warn(
+            f"something else was put under {', '.join(taken)} since "
+            "paceline.install(): it is left there",
+            stacklevel=3,
+        )
+
+
+def _warn_of_holders() -> None:
+    """Say which modules have taken torch's own before, and go on with it."""
+    owned = {id(value): name for name, value in _torchs.items()}
+    found: dict[str, set[str]] = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", None)
+        if not isinstance(module, ModuleType) or not isinstance(name, str):
+            continue
+        if name.partition(".")[0] in ("torch", "paceline"):
+            continue
+        held = {owned[id(v)] for v in list(vars(module).values()) if id(v) in owned}
+        if held:
+            found.setdefault(", ".join(sorted(held)), set()).add(name)
+    for names, modules in sorted(found.items()):
+        holders = sorted(modules)
+        more = f" and {len(holders) - 5} more" if len(holders) > 5 else ""
+        warnings.warn(
+            f"torch's own {names} was imported before paceline.install() by "
+            f"{', '.join(holders[:5])}{more}, and stays torch's there: call install() "
+            "first, or start the program by python -m paceline",
+            stacklevel=3,
+        )
+
+
+# ---- pickles ------------------------------------------------------------------------
+
+
+class _New:
+    """Makes an empty object of a class of torch's; in a pickle, by torch's name."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __call__(self) -> Any:
+        return object.__new__(self._kind)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (object.__new__, _Name(self._kind))
+
+
+class _Name:
+    """A class, pickled by a name that is looked up when it is loaded."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __reduce__(self) -> Any:
+        path = f"{self._kind.__module__}:{self._kind.__qualname__}"
+        return pkgutil.resolve_name, (path,)
+
+
+def _reduce(wrapper: Any) -> tuple[Callable[[], Any], tuple[()], Any]:
+    """Reduce an object of torch's own class, while its name means ours."""
+    return _New(type(wrapper)), (), wrapper.__reduce_ex__(2)[2]
+
+
+# ---- children -----------------------------------------------------------------------
+
+
+def _reach_children() -> None:
+    global _before
+    if os.pathsep in _FOLDER:
+        warnings.warn(
+            f"paceline lies in {_FOLDER!r}, which PYTHONPATH cannot hold: processes "
+            "that this one starts use torch's own classes",
+            stacklevel=3,
+        )
+        return
+    paths = os.environ.get("PYTHONPATH")
+    _before = {
+        "PYTHONPATH": paths,
+        _environment.INSTALL: os.environ.get(_environment.INSTALL),
+    }
+    os.environ["PYTHONPATH"] = os.pathsep.join([_FOLDER, *([paths] if paths else [])])
+    os.environ[_environment.INSTALL] = "1"
+
+
+def reaches_children() -> bool:
+    """Tell whether the environment has what installs paceline in children."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return _FOLDER in paths and _environment.is_install_asked()
+
+
+def _forget_children() -> None:
+    global _before
+    before, _before = _before or {}, None
+    os.environ.pop(_environment.INSTALL, None)
+    if before.get(_environment.INSTALL) is not None:
+        os.environ[_environment.INSTALL] = before[_environment.INSTALL] or ""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if _FOLDER in paths:
+        rest = [each for each in paths if each != _FOLDER]
+        if rest or before.get("PYTHONPATH") is not None:
+            os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+        else:
+            del os.environ["PYTHONPATH"]

@@ -1,0 +1,34 @@
+"""What an engine is given for one forward of a wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+
+class ReplicaCall(NamedTuple):
+    """What an engine has to know of the wrapper that calls it.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The model; replica 0 is this very object.
+    devices : list of torch.device
+        One a replica.
+    replicate, parallel_apply : callable or None
+        Methods of a subclass that make and run the replicas in the engine's place.
+    keeps_outputs : bool
+        Whether the outputs must outlive the next forward.
+    raises_own_error : bool
+        Whether a failed replica is the caller's error, and no reason to run by threads.
+    """
+
+    module: Module
+    devices: list[torch.device]
+    replicate: Callable[[Module, Sequence[Any]], list[Module]] | None = None
+    parallel_apply: Callable[[Any, Any, Any], list[Any]] | None = None
+    keeps_outputs: bool = False
+    raises_own_error: bool = False

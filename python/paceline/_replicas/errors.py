@@ -1,0 +1,36 @@
+"""Why replicas cannot run in processes of their own, or have failed there."""
+
+from __future__ import annotations
+
+
+class CannotTravelError(RuntimeError):
+    """The model cannot be run in another process; the message says why."""
+
+
+class ThisCallError(CannotTravelError):
+    """One call cannot be run in another process; others may."""
+
+
+class WrittenError(RuntimeError):
+    """A forward has written a parameter in place, which all replicas share."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the forward changes parameter '{name}' in place, which replicas in other "
+            'processes share: wrap by engine="thread", where each replica changes a '
+            "copy and that of replica 0 stays"
+        )
+
+
+class ReplicaFailedError(Exception):
+    """A replica other than 0 has failed in a forward where replica 0 has not.
+
+    Attributes
+    ----------
+    error : Exception
+        What it raised, as the caller is to see it.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error

@@ -1,0 +1,150 @@
+"""Generators of random numbers that a model holds, besides those of the process.
+
+A model may keep a generator of its own: as an attribute, in a list or dict, in an
+object that an attribute holds, or as a global or closure that its code reads.  Replicas
+that share one must take turns, and a worker process would draw from a copy.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import random
+import sys
+from collections.abc import Iterable
+from itertools import islice
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+_OWN_KEYS = frozenset(Module().__dict__)
+_LEVELS = 3
+_MOST_ENTRIES = 256
+_CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, Module)
+
+
+def generators_of(parts: Iterable[Module]) -> list[Any]:
+    """Return the generators that a model's attributes and its code lead to.
+
+    Parameters
+    ----------
+    parts : iterable of torch.nn.Module
+        The module, and all its parts.
+
+    Returns
+    -------
+    list
+        Each once: ``torch.Generator``, ``random.Random``, and NumPy's ``Generator``,
+        ``RandomState`` and bit generators.  The generators of the process itself are
+        not among them.
+    """
+    search = _Search()
+    kinds: dict[type, None] = {}
+    for part in parts:
+        for name, value in vars(part).items():
+            if name not in _OWN_KEYS:
+                search.look(value, _LEVELS)
+        kinds.update(dict.fromkeys(type(part).__mro__))
+    for kind in kinds:
+        if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__):
+            search.look_at_methods(kind)
+    return list(search.found.values())
+
+
+def kinds_of_generators() -> tuple[type, ...]:
+    """Return the types of generators that have a state of their own."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        rng = numpy.random
+        kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
+    return kinds
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found: dict[int, Any] = {}
+        self._codes: set[CodeType] = set()
+        self._kinds = kinds_of_generators()
+        self._shared = {id(torch.default_generator), id(_owner(random.random))}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._shared.add(id(_owner(numpy.random.random_sample)))
+
+    def look(self, value: Any, n_levels: int) -> None:
+        """Add the generators that a value leads to."""
+        if isinstance(value, self._kinds):
+            if id(value) not in self._shared and not isinstance(
+                value, random.SystemRandom
+            ):
+                self.found[id(value)] = value
+        elif isinstance(value, (MethodType, BuiltinMethodType)):
+            if isinstance(_owner(value), self._kinds):
+                self.look(_owner(value), 0)
+        elif isinstance(value, FunctionType):
+            self._look_at_function(value, n_levels)
+        elif n_levels and not isinstance(value, _CLOSED):
+            for entry in islice(_entries(value), _MOST_ENTRIES):
+                self.look(entry, n_levels - 1)
+
+    def look_at_methods(self, kind: type) -> None:
+        """Add the generators that the methods of a class read."""
+        for value in vars(kind).values():
+            method = getattr(value, "__func__", getattr(value, "fget", value))
+            self.look(method, _LEVELS)
+
+    def _look_at_function(self, function: FunctionType, n_levels: int) -> None:
+        """Add what it reads of globals and closures, and what functions there read."""
+        if function.__code__ in self._codes or not n_levels:
+            return
+        self._codes.add(function.__code__)
+        for cell in function.__closure__ or ():
+            self.look(contents_of(cell), n_levels - 1)
+        for name in names_of(function.__code__):
+            value = function.__globals__.get(name)
+            is_elsewhere = getattr(value, "__module__", None) != function.__module__
+            if not (isinstance(value, FunctionType) and is_elsewhere):
+                self.look(value, n_levels - 1)
+
+
+def _owner(method: Any) -> Any:
+    return getattr(method, "__self__", None)
+
+
+def _entries(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    try:
+        held = getattr(value, "__dict__", None)
+    except Exception:  # a class may answer as it likes
+        return ()
+    return held.values() if isinstance(held, dict) else ()
+
+
+@functools.lru_cache(1 << 14)
+def names_of(code: CodeType) -> frozenset[str]:
+    """Return all names that code mentions, with those of its inner functions."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= names_of(constant)
+    return frozenset(names)
+
+
+def contents_of(cell: CellType) -> Any:
+    """Return what a cell of a closure holds; None where it is empty as yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,234 @@
+"""Replicas of a module in one process: new shells round the same parameters.
+
+A replica is what torch's ``replicate`` makes, but its parameters are the module's own:
+``next(self.parameters())`` works in its forward, and gradients need no way back.
+Parameters that a forward writes (``effects.py``) are copies, to which autograd leads,
+and so are buffers, or those of replica 0 would not be the ones that survive.
+Attributes that are parts or parameters of the module, bound methods of such parts, and
+lists and dicts of them lead to the replica's own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from paceline._compat import torch_core, torch_graph
+
+_PLAIN_COPY = torch_core.PLAIN_COPY
+_OWN_KEYS = frozenset(Module().__dict__)
+_HOOKS = tuple(
+    name for name in sorted(_OWN_KEYS) if "ward_" in name and "hooks" in name
+)
+"""Hooks of forward and backward: what one replica registers or removes is its own."""
+
+
+def parts_of(module: Module) -> list[Module]:
+    """Return the module and all its parts, each once, in the order of registration."""
+    seen = {id(module)}
+    parts = [module]
+    _collect(module, seen, parts)
+    return parts
+
+
+def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
+    for child in module._modules.values():
+        if child is not None and id(child) not in seen:
+            seen.add(id(child))
+            parts.append(child)
+            _collect(child, seen, parts)
+
+
+Copies = dict[int, torch.Tensor]
+"""The copies that one replica has of parameters, by the ``id`` of each."""
+
+
+def replicas_of(parts: list[Module], copies: list[Copies]) -> list[Module]:
+    """Return the module itself and replicas of it.
+
+    Parameters
+    ----------
+    parts : list of torch.nn.Module
+        What :func:`parts_of` returned.
+    copies : list of dict
+        For each replica but replica 0 (the module) its copies of parameters; it shares
+        the others.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is lazy and has no shape yet.
+    """
+    return [parts[0]] + [_replica(parts, each) for each in copies]
+
+
+def copy_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy for one replica: its gradient goes to the parameter itself."""
+    if torch_graph.is_transformed():
+        return parameter.clone()
+    is_recorded = parameter.requires_grad and torch.is_grad_enabled()
+    with torch.inference_mode(False):  # else it would be a tensor of that mode
+        if is_recorded:
+            copy = parameter.clone()
+            copy.__class__ = type(parameter)
+        else:
+            copy = torch.nn.Parameter(
+                parameter.detach().clone(), requires_grad=parameter.requires_grad
+            )
+    copy.__dict__.update(parameter.__dict__)
+    return copy
+
+
+def _replica(parts: list[Module], parameters: Copies) -> Module:
+    shells = {id(part): _shell(part) for part in parts}
+    copies: dict[int, Any] = {**shells, **parameters}
+    buffers: dict[int, torch.Tensor] = {}
+    for part in parts:
+        copy = copies[id(part)]
+        if isinstance(part, torch.jit.ScriptModule):
+            _fill_script(part, copy, copies, buffers)
+        else:
+            _fill(part, copy, copies, buffers)
+    return shells[id(parts[0])]
+
+
+def _shell(part: Module) -> Module:
+    kind = part.__class__  # that of the module itself, where this is a weak proxy
+    method: Callable[[Module], Module] = kind._replicate_for_data_parallel
+    if method is _PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
+        copy = object.__new__(kind)
+        copy.__dict__ = part.__dict__.copy()
+        copy.__dict__["_is_replica"] = True
+        return copy
+    check_lazy((part,))
+    copy = method(part)  # of an RNN, of a script, of the user's own
+    return copy
+
+
+def check_lazy(parts: Iterable[Module]) -> None:
+    """Raise torch's error where a parameter has no shape yet."""
+    for part in parts:
+        for name, parameter in part._parameters.items():
+            if parameter is not None and torch_core.is_lazy(parameter):
+                raise ValueError(
+                    "Attempted to use an uninitialized parameter in DataParallel: "
+                    f"'{name}' of {type(part).__name__} has no shape yet. Modules with "
+                    "uninitialized parameters can't be used with `DataParallel`. Run a "
+                    "dummy forward pass to correctly initialize the modules"
+                )
+
+
+def _fill(
+    part: Module,
+    copy: Module,
+    copies: dict[int, Any],
+    buffers: dict[int, torch.Tensor],
+) -> None:
+    held = copy.__dict__
+    held["_parameters"] = {
+        name: copies.get(id(parameter), parameter)
+        for name, parameter in part._parameters.items()
+    }
+    copied = part._buffers.copy()
+    for name, buffer in copied.items():
+        if buffer is not None:
+            copied[name] = _buffer(buffer, buffers)
+    held["_buffers"] = copied
+    children = part._modules.copy()
+    for name, child in children.items():
+        if child is not None:
+            children[name] = copies[id(child)]
+    held["_modules"] = children
+    held["zero_grad"] = _zero_nothing
+    for name in _HOOKS:
+        hooks = held.get(name)
+        held[name] = hooks.copy() if hooks else OrderedDict()
+    for name, value in held.items():
+        if name not in _OWN_KEYS:
+            renewed = _renewed(value, copies)
+            if renewed is not value:
+                held[name] = renewed
+    if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
+        copy._initialize()  # type: ignore[operator]
+
+
+def _zero_nothing(set_to_none: bool = True) -> None:
+    """Take the place of ``zero_grad`` in a replica: its gradients are replica 0's.
+
+    Two threads that set the gradient of one parameter to None at a time crash torch.
+    """
+    warnings.warn(
+        "Calling .zero_grad() in a replica of DataParallel has no effect: it has the "
+        "parameters of the module itself, whose own forward may zero them; better do "
+        "so before the forward",
+        stacklevel=2,
+    )
+
+
+def _fill_script(
+    part: Module,
+    copy: Module,
+    copies: dict[int, Any],
+    buffers: dict[int, torch.Tensor],
+) -> None:
+    for name, child in part._modules.items():
+        if child is not None:
+            if not isinstance(child, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    "Cannot replicate network where python modules are children of "
+                    "ScriptModule"
+                )
+            setattr(copy, name, copies[id(child)])
+    for name, parameter in part._parameters.items():
+        if id(parameter) in copies:
+            setattr(copy, name, copies[id(parameter)])
+    for name, buffer in part._buffers.items():
+        if buffer is not None:
+            setattr(copy, name, _buffer(buffer, buffers))
+
+
+def _buffer(buffer: torch.Tensor, done: dict[int, torch.Tensor]) -> torch.Tensor:
+    if buffer.requires_grad:
+        return buffer
+    copy = done.get(id(buffer))
+    if copy is None:
+        copy = done[id(buffer)] = buffer.detach().clone()
+    return copy
+
+
+_LEVELS = 3
+
+
+def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any:
+    """Return what stands for an attribute in the replica; most stand for themselves.
+
+    The first entry of a list or dict says whether there is something in it to be
+    renewed: a list of a million strings is not gone through.
+    """
+    if isinstance(value, (Module, torch.Tensor)):
+        return copies.get(id(value), value)
+    kind = type(value)
+    if kind is MethodType:
+        owner = copies.get(id(value.__self__))
+        return value if owner is None else MethodType(value.__func__, owner)
+    if (kind is list or kind is tuple) and _leads(value, n_levels):
+        return kind([_renewed(v, copies, n_levels - 1) for v in value])
+    if kind is dict and _leads(value.values(), n_levels):
+        return {k: _renewed(v, copies, n_levels - 1) for k, v in value.items()}
+    return value
+
+
+def _leads(values: Iterable[Any], n_levels: int) -> bool:
+    """Tell whether a list or the values of a dict begin with a module or a tensor."""
+    first = next(iter(values), None)
+    if isinstance(first, dict):
+        first, n_levels = first.values(), n_levels - 1
+    elif not isinstance(first, (list, tuple)):
+        return isinstance(first, (Module, torch.Tensor))
+    return n_levels > 1 and _leads(first, n_levels - 1)

@@ -1,0 +1,102 @@
+"""Random numbers of replicas that share one process, and so its generators.
+
+Replicas that draw side by side would draw other numbers in each run.  So a forward that
+draws runs its replicas in order.  Of torch's generator, replica 0 goes on with the
+caller's stream, as the plain module would, and replica ``k`` has a stream of its own,
+from a seed that follows from the state before the forward; of all others, each replica
+goes on where the one before has ended.  Worker processes get these seeds, and stir them
+by their inputs.  Whether a forward draws is seen in its trial (``effects.py``).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline import _native
+from paceline._replicas.generators import generators_of as generators_of
+
+MOST_SEED = 2**63 - 1
+
+
+def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
+    """Return what each replica's call returns, and whether torch's generator was used.
+
+    The caller's stream is replica 0's.  A checkpoint that repeats the forward, from the
+    same state, repeats the numbers.
+    """
+    generator = torch.default_generator
+    seed = stream()
+    outputs = [calls[0]()]
+    has_drawn = stream() != seed
+    after = generator.get_state()
+    try:
+        for k, call in enumerate(calls[1:]):
+            generator.manual_seed((seed + k) & MOST_SEED)
+            fresh = stream()
+            outputs.append(call())
+            has_drawn = has_drawn or stream() != fresh
+    finally:
+        generator.set_state(after)
+    return outputs, has_drawn
+
+
+def stream(generator: torch.Generator = torch.default_generator) -> int:
+    """Return a number that stands for the state of a generator of torch."""
+    return _native.tensor_hash(generator.get_state())
+
+
+def other_streams() -> list[Any]:
+    """Return the states of Python's and NumPy's generators."""
+    states: list[Any] = [random.getstate()]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state(legacy=True)
+        states += [name, keys.tobytes(), *rest]
+    return states
+
+
+class OtherGenerators:
+    """Python's and NumPy's generators, of which few modules draw.
+
+    The caller sends its replicas a number that follows from their states, and each
+    replica seeds its own by it.  That costs 30 us: whether a module needs it is seen in
+    its first forward in training, and in evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._is_used: dict[bool, bool] = {}
+        self._fresh: list[Any] | None = None
+
+    def salt(self, training: bool) -> int:
+        """Return a number for the forward to come; 0 where it does not draw."""
+        self._fresh = None
+        if not self._is_used.get(training, True):
+            return 0
+        states = other_streams()
+        if training not in self._is_used:
+            self._fresh = states
+        return zlib.crc32(repr(states).encode()) + 1
+
+    def seed(self, training: bool, salt: int) -> None:
+        """Seed this process's, as the caller's are."""
+        self._fresh = None
+        if not self._is_used.get(training, True):
+            return
+        random.seed(salt)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(salt % 2**32)
+        if training not in self._is_used:
+            self._fresh = other_streams()
+
+    def note(self, training: bool) -> None:
+        """See, after a first forward, whether it has drawn."""
+        if self._fresh is not None:
+            self._is_used[training] = other_streams() != self._fresh
+            self._fresh = None

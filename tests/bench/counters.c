@@ -1,0 +1,61 @@
+/* counters.c - what it costs a rank to say what it does: the counters that peers and
+ * tools read in shared memory.  `make bench-counters` builds and runs it.
+ *
+ * step       pli_comm_record_activity: step, activity and thread, three relaxed stores
+ * operation  what a second operation of the same kind costs more than its work: one
+ *            empty all-reduce issued and done by a world of one rank, so counters, tag
+ *            and wakeup, which no counter could be had without; a bucket is one or more
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "comm/comm.h"
+#include "core/clock.h"
+
+enum { N_EVENTS = 2000000, N_ROUNDS = 9 };
+
+static int compare(const void *left, const void *right)
+{
+    const double l = *(const double *)left;
+    const double r = *(const double *)right;
+    return (l > r) - (l < r);
+}
+
+static void note(pl_comm *comm, uint64_t n)
+{
+    pli_comm_record_activity(comm, n & 1 ? PL_FORWARD : PL_BACKWARD, n);
+}
+
+static void operate(pl_comm *comm, uint64_t n)
+{
+    const pl_op op = {.kind = PL_ALL_REDUCE, .reduction = PL_MEAN, .dtype = PL_F32};
+    pl_ticket ticket = 0;
+    (void)n;
+    if (pl_comm_issue(comm, &op, &ticket) != PL_OK || pl_comm_progress(comm) != PL_OK)
+        abort();
+}
+
+static double ns_an_event(pl_comm *comm, void (*event)(pl_comm *comm, uint64_t n))
+{
+    double rounds[N_ROUNDS];
+    for (int round = 0; round < N_ROUNDS; round++) {
+        const int64_t begin = pli_now_ns();
+        for (uint64_t n = 0; n < N_EVENTS; n++)
+            event(comm, n);
+        rounds[round] = (double)(pli_now_ns() - begin) / N_EVENTS;
+    }
+    qsort(rounds, N_ROUNDS, sizeof rounds[0], compare);
+    return rounds[N_ROUNDS / 2];
+}
+
+int main(void)
+{
+    pl_comm *comm = NULL;
+    if (pl_local_create(1, 4096, INT64_C(1000000000), &comm) != PL_OK)
+        return 1;
+    (void)printf("median of %d rounds of %d events\n", N_ROUNDS, N_EVENTS);
+    (void)printf("step       %5.1f ns an event\n", ns_an_event(comm, note));
+    (void)printf("operation  %5.1f ns an event\n", ns_an_event(comm, operate));
+    pl_comm_destroy(comm);
+    return 0;
+}

@@ -1,0 +1,312 @@
+/* gpu_rank.h - a rank with a fake device: its streams, kernels and memory.
+ *
+ * A rank has a main stream, whose turn it is outside backward, and others on which its
+ * gradients are made, as torch's engine does it: they come behind the main stream when
+ * a backward begins, and the main one behind them when it ends.  Gradients live in
+ * memory that belongs to a stream, and that is used again as soon as it is freed, in
+ * that stream's order: first of all to be spoilt.  Means are looked at by kernels of
+ * the main stream.  So where any order is missing, a number is wrong.
+ */
+#ifndef PLT_GPU_RANK_H
+#define PLT_GPU_RANK_H
+
+#include "backend/cuda.h"
+#include "comm/window.h"
+#include "fake/fake.h"
+#include "nccl/gpu_comm.h"
+#include "steps.h"
+
+enum {
+    GPU_STREAMS = 4,
+    GPU_BLOCKS = 4 * STEPS_MAX_PARAMS, /* of a stream */
+    GPU_BLOCK_BYTES = STEPS_MAX_ELEMS * 16,
+    GPU_KEPT = 4,
+    SPOILT = 0x5a,
+};
+
+/* Memory of one stream's: for one gradient. */
+typedef struct block {
+    CUdeviceptr at; /* 0: none */
+    size_t stream;
+} block;
+
+typedef struct block_pool {
+    CUdeviceptr unused[GPU_BLOCKS];
+    size_t n_unused;
+} block_pool;
+
+typedef enum step_kernel {
+    KERNEL_FILL,
+    KERNEL_CHECK,
+    KERNEL_PUT_WORD,
+    KERNEL_CHECK_WORD,
+    N_STEP_KERNELS
+} step_kernel;
+
+/* A gradient that somebody has kept. */
+typedef struct kept_view {
+    pli_window *window; /* NULL: nothing is kept */
+    size_t param;
+    const void *at;
+    uint64_t step;
+    int divisor;
+} kept_view;
+
+typedef struct gpu_rank {
+    const model *model;
+    pl_comm *comm;
+    pl_backend *backend;
+    pl_reducer *reducer;
+    pli_window *window;
+    int rank;
+    draw *random;
+    CUcontext context;
+    CUmodule module;
+    CUfunction kernels[N_STEP_KERNELS];
+    CUstream streams[GPU_STREAMS]; /* the first is the main one */
+    size_t n_streams;
+    CUevent event;
+    block_pool pools[GPU_STREAMS];
+    block held[STEPS_MAX_PARAMS];
+    block late[STEPS_MAX_PARAMS];
+    int taken[STEPS_MAX_PARAMS];
+    kept_view kept[GPU_KEPT];
+    size_t n_dropped; /* buckets whose gradients are freed */
+    int n_late;
+    int n_renewed;
+    int has_failed;           /* the last step did */
+    unsigned percent_flushed; /* of what is held */
+    int is_joined; /* the main stream comes behind the others after a backward */
+    int is_read;   /* the host waits for the device in some steps */
+} gpu_rank;
+
+/* ---- kernels -------------------------------------------------------------------- */
+
+typedef struct fill_args {
+    const model *model;
+    uint64_t step;
+    int rank;
+    size_t param;
+    int from, to;
+    void *out;
+} fill_args;
+
+typedef struct check_args {
+    const model *model;
+    uint64_t step;
+    int rank;
+    size_t param;
+    int divisor;
+    const void *at;
+} check_args;
+
+typedef struct word_args {
+    uint64_t *at;
+    uint64_t word;
+} word_args;
+
+static inline void run_fill(void *const *args, const unsigned grid[3],
+                            const unsigned threads[3])
+{
+    const fill_args *it = args[0];
+    (void)grid;
+    (void)threads;
+    fill_grads(it->model, it->step, it->rank, it->param, it->from, it->to, it->out);
+}
+
+static atomic_int n_checked; /* times that it has run */
+
+static inline void run_check(void *const *args, const unsigned grid[3],
+                             const unsigned threads[3])
+{
+    const check_args *it = args[0];
+    const model *what = it->model;
+    const pl_dtype part_dtype = value_part(what->params[it->param].dtype);
+    size_t n_wrong = 0;
+    (void)grid;
+    (void)threads;
+    atomic_fetch_add(&n_checked, 1);
+    for (size_t part = 0; part < param_parts(what, it->param); part++)
+        n_wrong += !value_is(it->at, part_dtype, part,
+                             step_mean(what, it->step, it->param, part) *
+                                 what->world_size / it->divisor);
+    if (!CHECK(n_wrong == 0))
+        CHECK_MORE("seed %d, step %d, rank %d of %d, parameter %zu of %s: %zu parts of "
+                   "%zu wrong",
+                   (int)what->seed, (int)it->step, it->rank, what->world_size,
+                   it->param, pl_dtype_text(what->params[it->param].dtype), n_wrong,
+                   param_parts(what, it->param));
+}
+
+static inline void run_put_word(void *const *args, const unsigned grid[3],
+                                const unsigned threads[3])
+{
+    const word_args *it = args[0];
+    (void)grid;
+    (void)threads;
+    *it->at = it->word;
+}
+
+static inline void run_check_word(void *const *args, const unsigned grid[3],
+                                  const unsigned threads[3])
+{
+    const word_args *it = args[0];
+    (void)grid;
+    (void)threads;
+    CHECK(*it->at == it->word);
+}
+
+static const struct {
+    const char *name;
+    size_t n_bytes;
+    fake_kernel_fn run;
+} step_kernels[N_STEP_KERNELS] = {
+    [KERNEL_FILL] = {"plt_fill", sizeof(fill_args), run_fill},
+    [KERNEL_CHECK] = {"plt_check", sizeof(check_args), run_check},
+    [KERNEL_PUT_WORD] = {"plt_put_word", sizeof(word_args), run_put_word},
+    [KERNEL_CHECK_WORD] = {"plt_check_word", sizeof(word_args), run_check_word},
+};
+
+static inline void launch(const gpu_rank *self, step_kernel kernel, size_t stream,
+                          void *args)
+{
+    CHECK(cuLaunchKernel(self->kernels[kernel], 1, 1, 1, 1, 1, 1, 0,
+                         self->streams[stream], &args, NULL) == 0);
+}
+
+/* ---- memory --------------------------------------------------------------------- */
+
+static inline block take_block(gpu_rank *self, size_t stream)
+{
+    block_pool *pool = &self->pools[stream];
+    block it = {.stream = stream};
+    if (pool->n_unused > 0)
+        it.at = pool->unused[--pool->n_unused];
+    else
+        CHECK(cuMemAlloc(&it.at, GPU_BLOCK_BYTES) == 0);
+    return it;
+}
+
+static inline void give_block(gpu_rank *self, block *it)
+{
+    block_pool *pool = &self->pools[it->stream];
+    if (it->at == 0)
+        return;
+    CHECK(cuMemsetD8Async(it->at, SPOILT, GPU_BLOCK_BYTES, self->streams[it->stream]) ==
+          0);
+    if (CHECK(pool->n_unused < GPU_BLOCKS))
+        pool->unused[pool->n_unused++] = it->at;
+    *it = (block){.at = 0};
+}
+
+static inline void *block_memory(const block *it)
+{
+    return (void *)(uintptr_t)it->at; /* NOLINT(performance-no-int-to-ptr) */
+}
+
+/* Frees the gradients of those buckets that were posted meanwhile. */
+static inline void drop_posted(gpu_rank *self)
+{
+    const pl_plan *plan = pl_reducer_plan(self->reducer);
+    for (; self->n_dropped < pl_reducer_n_posted(self->reducer); self->n_dropped++) {
+        const pl_bucket_plan *bucket = &plan->buckets[self->n_dropped];
+        for (size_t m = 0; m < bucket->n_params; m++)
+            give_block(self, &self->held[bucket->params[m]]);
+    }
+}
+
+static inline void drop_all(gpu_rank *self)
+{
+    for (size_t i = 0; i < self->model->n_params; i++) {
+        give_block(self, &self->held[i]);
+        give_block(self, &self->late[i]);
+    }
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static inline pl_stream *stream_of(const gpu_rank *self, size_t k)
+{
+    return (pl_stream *)(void *)self->streams[k];
+}
+
+static inline int gpu_rank_furnish(gpu_rank *self)
+{
+    int is_good = cuModuleLoadData(&self->module, "plt") == 0;
+    for (size_t k = 0; k < N_STEP_KERNELS; k++)
+        is_good &= cuModuleGetFunction(&self->kernels[k], self->module,
+                                       step_kernels[k].name) == 0;
+    for (size_t k = 0; k < self->n_streams; k++)
+        is_good &= cuStreamCreate(&self->streams[k], CU_STREAM_NON_BLOCKING) == 0;
+    is_good &= cuEventCreate(&self->event, CU_EVENT_DISABLE_TIMING) == 0;
+    return CHECK(is_good);
+}
+
+/* `base` is the GPU world's on success. */
+static inline int gpu_rank_create(const model *it, pl_comm *base,
+                                  pli_nccl_library *nccl, draw *random, gpu_rank *self)
+{
+    const pl_reducer_spec spec = spec_of(it);
+    const size_t host_bytes = pl_reducer_header_bytes(&spec);
+    const pli_cuda_options cuda = {.device = pl_comm_rank(base), .driver = fake_path()};
+    memset(self, 0, sizeof *self);
+    self->model = it;
+    self->rank = pl_comm_rank(base);
+    self->random = random;
+    self->percent_flushed = 12;
+    self->is_joined = draw_below(random, 2) == 0;
+    self->is_read = draw_below(random, 4) > 0;
+    self->n_streams = 1 + draw_below(random, GPU_STREAMS);
+    if (!CHECK_OK(pli_cuda_backend_create(&cuda, &self->backend)) ||
+        !CHECK(cuDevicePrimaryCtxRetain(&self->context, self->rank) == 0) ||
+        !CHECK(cuCtxPushCurrent(self->context) == 0))
+        return 0;
+    const pli_gpu_comm_options options = {
+        .base = base,
+        .backend = self->backend,
+        .nccl = it->world_size > 1 ? nccl : NULL,
+        .host_bytes = host_bytes,
+        .device_bytes = pl_reducer_arena_bytes(&spec) - host_bytes,
+        .n_ops = pl_reducer_max_ops(&spec),
+        .deadline_ns = RANKS_DEADLINE_NS,
+    };
+    return CHECK_OK(pli_gpu_comm_create(&options, &self->comm)) &&
+           CHECK_OK(
+               pl_reducer_create(&spec, self->comm, self->backend, &self->reducer)) &&
+           gpu_rank_furnish(self);
+}
+
+static inline void forget_kept(kept_view *it)
+{
+    if (it->window != NULL)
+        pli_window_unsee(it->window, it->param);
+    it->window = NULL;
+}
+
+static inline void gpu_rank_destroy(gpu_rank *self)
+{
+    CUcontext popped = NULL;
+    for (size_t k = 0; k < self->n_streams; k++)
+        CHECK(cuStreamSynchronize(self->streams[k]) == 0);
+    pl_reducer_destroy(self->reducer);
+    pli_window_release(self->window);
+    if (self->rank % 2 == 0) /* views may outlive the world */
+        for (size_t k = 0; k < GPU_KEPT; k++)
+            forget_kept(&self->kept[k]);
+    pl_comm_destroy(self->comm);
+    for (size_t k = 0; k < GPU_KEPT; k++)
+        forget_kept(&self->kept[k]);
+    for (size_t k = 0; k < self->n_streams; k++) {
+        block_pool *pool = &self->pools[k];
+        while (pool->n_unused > 0)
+            CHECK(cuMemFree(pool->unused[--pool->n_unused]) == 0);
+        CHECK(cuStreamDestroy(self->streams[k]) == 0);
+    }
+    CHECK(cuEventDestroy(self->event) == 0);
+    CHECK(cuModuleUnload(self->module) == 0);
+    CHECK(cuCtxPopCurrent(&popped) == 0);
+    CHECK(cuDevicePrimaryCtxRelease(self->rank) == 0);
+    pli_backend_destroy(self->backend);
+}
+
+#endif

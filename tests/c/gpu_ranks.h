@@ -1,0 +1,274 @@
+/* gpu_ranks.h - ranks as threads, each with a device of the fake's, in one GPU world.
+ *
+ *     gpu_ranks all = gpu_ranks_of(world_size, seed, schedule);
+ *     gpu_ranks_start(&all);            resets the fake
+ *     gpu_ranks_run(&all, run);         a thread a rank: makes the world, run(), ends
+ * it gpu_ranks_end(&all);              nothing may be left
+ */
+#ifndef PLT_GPU_RANKS_H
+#define PLT_GPU_RANKS_H
+
+#include "fake/fake.h" /* first: it renames functions of CUDA's, as cuda.h does */
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+#include "nccl/gpu_comm.h"
+#include "ops.h"
+#include "ranks.h"
+
+enum { GPUS_HOST_BYTES = 4096, GPUS_BYTES = 1 << 16, GPUS_MOST = 4 };
+
+typedef struct gpu_ranks {
+    int world_size;
+    uint64_t seed;
+    fake_options fake;
+    pli_accumulation accumulation;
+    int64_t deadline_ns;
+    int has_watchdog;
+    int is_shared; /* one device for all */
+    int may_keep;  /* what frees may have failed */
+    pli_nccl_library *library;
+    pli_watchdog *watchdog;
+    pl_comm *bases[GPUS_MOST];
+    void *context; /* the test's own */
+} gpu_ranks;
+
+/* One rank's end of it. */
+typedef struct gpu_rank {
+    gpu_ranks *all;
+    int rank;
+    draw random;
+    pl_backend *backend;
+    pl_comm *comm;     /* NULL: could not be made, or was ended by the test */
+    pl_stream *stream; /* the user's */
+    pl_event *ready;
+    pl_status made;
+    char words[512]; /* why it could not */
+    void (*run)(struct gpu_rank *self);
+} gpu_rank;
+
+static inline gpu_ranks gpu_ranks_of(int world_size, uint64_t seed,
+                                     fake_schedule schedule)
+{
+    gpu_ranks all = {.world_size = world_size,
+                     .seed = seed,
+                     .fake = fake_defaults(),
+                     .deadline_ns = RANKS_DEADLINE_NS,
+                     .has_watchdog = 1};
+    all.fake.seed = seed;
+    all.fake.schedule = schedule;
+    all.fake.devices = GPUS_MOST;
+    return all;
+}
+
+static inline void gpu_ranks_no_errors(const gpu_ranks *all)
+{
+    if (!CHECK(fake_errors() == 0))
+        for (int i = 0; i < fake_errors() && i < 5; i++)
+            CHECK_MORE("seed %d: %s", (int)all->seed, fake_error(i));
+    fake_forget_errors();
+}
+
+static inline int gpu_ranks_start(gpu_ranks *all)
+{
+    fake_reset(&all->fake);
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
+        return 0;
+    if (all->has_watchdog && !CHECK_OK(pli_watchdog_create(&all->watchdog)))
+        return 0;
+    return CHECK_OK(pl_local_create(all->world_size,
+                                    GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES,
+                                    all->deadline_ns, all->bases));
+}
+
+static inline void gpu_ranks_end(gpu_ranks *all)
+{
+    static const char *const kinds[FAKE_N_KINDS] = {
+        "contexts", "streams", "events", "allocations",   "pinned", "modules",
+        "graphs",   "execs",   "comms",  "registrations", "red ops"};
+    pli_watchdog_destroy(all->watchdog);
+    pli_nccl_library_release(all->library);
+    for (int kind = 0; kind < FAKE_N_KINDS && !all->may_keep; kind++)
+        if (!CHECK(fake_live((fake_kind)kind) == 0))
+            CHECK_MORE("seed %d: %d %s are left", (int)all->seed,
+                       fake_live((fake_kind)kind), kinds[kind]);
+    gpu_ranks_no_errors(all);
+}
+
+static inline pl_status gpu_open(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    const pli_cuda_options options = {.device = self->all->is_shared ? 0 : self->rank,
+                                      .driver = fake_path()};
+    pli_cuda_scope scope;
+    pli_cu_stream stream = NULL;
+    PL_TRY(pli_cuda_backend_create(&options, &self->backend));
+    PL_TRY(self->backend->ops->event_create(self->backend, &self->ready));
+    PL_TRY(pli_cuda_enter(self->backend, &scope));
+    const pli_cu_result made =
+        pli_cuda_driver(self->backend)->cuStreamCreateWithPriority(&stream, 1, 0);
+    pli_cuda_leave(self->backend, &scope);
+    PL_TRY(pli_driver_check(pli_cuda_driver(self->backend), made, "making a stream"));
+    self->stream = (pl_stream *)(void *)stream;
+done:
+    return st;
+}
+
+/* Waits for the user's stream, as a program does before it ends. */
+static inline void gpu_close(gpu_rank *self)
+{
+    pli_cuda_scope scope;
+    if (self->backend == NULL)
+        return;
+    if (self->stream != NULL && pli_cuda_enter(self->backend, &scope) == PL_OK) {
+        const pli_driver *driver = pli_cuda_driver(self->backend);
+        (void)driver->cuStreamSynchronize((pli_cu_stream)(void *)self->stream);
+        (void)driver->cuStreamDestroy((pli_cu_stream)(void *)self->stream);
+        pli_cuda_leave(self->backend, &scope);
+    }
+    self->backend->ops->event_destroy(self->backend, self->ready);
+    pli_backend_destroy(self->backend);
+}
+
+static inline pl_status gpu_join(gpu_rank *self)
+{
+    gpu_ranks *all = self->all;
+    const pli_gpu_comm_options options = {.base = all->bases[self->rank],
+                                          .backend = self->backend,
+                                          .nccl = all->library,
+                                          .watchdog = all->watchdog,
+                                          .host_bytes = GPUS_HOST_BYTES,
+                                          .device_bytes = GPUS_BYTES,
+                                          .n_ops = 16,
+                                          .deadline_ns = all->deadline_ns,
+                                          .accumulation = all->accumulation};
+    return pli_gpu_comm_create(&options, &self->comm);
+}
+
+static inline void *gpu_ranks_thread(void *memory)
+{
+    gpu_rank *self = memory;
+    self->made = gpu_open(self);
+    if (self->made == PL_OK) {
+        self->made = gpu_join(self);
+    } else { /* as a binding would: the others are not to wait */
+        pl_comm_abort(self->all->bases[self->rank], pl_error_message());
+    }
+    if (self->made == PL_OK)
+        self->run(self);
+    else
+        (void)snprintf(self->words, sizeof self->words, "%.500s", pl_error_message());
+    /* The base is the world's, where there is one. */
+    pl_comm_destroy(self->comm != NULL ? self->comm : self->all->bases[self->rank]);
+    gpu_close(self);
+    return NULL;
+}
+
+/* Returns how many ranks could not make the world; `ranks` may be NULL. */
+static inline int gpu_ranks_run(gpu_ranks *all, void (*run)(gpu_rank *self),
+                                gpu_rank *ranks)
+{
+    gpu_rank own[GPUS_MOST];
+    pthread_t threads[GPUS_MOST];
+    int n_failed = 0;
+    ranks = ranks != NULL ? ranks : own;
+    for (int r = 0; r < all->world_size; r++) {
+        ranks[r] = (gpu_rank){.all = all,
+                              .rank = r,
+                              .random = draw_of(all->seed * GPUS_MOST + (uint64_t)r),
+                              .run = run};
+        if (pthread_create(&threads[r], NULL, gpu_ranks_thread, &ranks[r]) != 0)
+            exit(2);
+    }
+    for (int r = 0; r < all->world_size; r++)
+        (void)pthread_join(threads[r], NULL);
+    for (int r = 0; r < all->world_size; r++)
+        n_failed += ranks[r].made != PL_OK;
+    return n_failed;
+}
+
+/* The same, whole, for a world that must come to be. */
+static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *self))
+{
+    gpu_rank ranks[GPUS_MOST];
+    if (!gpu_ranks_start(all))
+        return;
+    if (!CHECK(gpu_ranks_run(all, run, ranks) == 0))
+        for (int r = 0; r < all->world_size; r++)
+            CHECK_MORE("seed %d, rank %d: %s", (int)all->seed, r, ranks[r].words);
+    gpu_ranks_end(all);
+}
+
+/* ---- operations ----------------------------------------------------------------- */
+
+/* Writes this rank's range, and guards on both sides, on the user's stream. */
+static inline int gpu_fill(gpu_rank *self, const pl_op *op, unsigned seed)
+{
+    char range[GPUS_BYTES];
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    char *to = (char *)pli_comm_memory(self->comm, op->offset_bytes) - OPS_GUARD_BYTES;
+    memset(range, OPS_GUARD, n_bytes + 2 * OPS_GUARD_BYTES);
+    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
+        value_put(range + OPS_GUARD_BYTES, value_part(op->dtype), i,
+                  ops_value(op, seed, self->comm->world_size, self->rank, i));
+    return CHECK_OK(pli_cuda_write(self->backend, to, range,
+                                   n_bytes + 2 * OPS_GUARD_BYTES, self->stream));
+}
+
+/* How much of the operation's outcome what comes behind, on the user's stream, does not
+ * see as it must be. */
+static inline size_t gpu_n_wrong(gpu_rank *self, const pl_op *op, unsigned seed)
+{
+    char range[GPUS_BYTES];
+    const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
+    const char *from =
+        (char *)pli_comm_memory(self->comm, op->offset_bytes) - OPS_GUARD_BYTES;
+    size_t n_wrong = 0;
+    if (!CHECK_OK(pli_cuda_read(self->backend, range, from,
+                                n_bytes + 2 * OPS_GUARD_BYTES, self->stream)))
+        return SIZE_MAX;
+    for (size_t i = 0; i < OPS_GUARD_BYTES; i++)
+        n_wrong += (unsigned char)range[OPS_GUARD_BYTES + n_bytes + i] != OPS_GUARD ||
+                   (unsigned char)range[i] != OPS_GUARD;
+    for (size_t i = 0; i < value_n_parts(op->dtype, op->n_elems); i++)
+        n_wrong +=
+            !value_is(range + OPS_GUARD_BYTES, value_part(op->dtype), i,
+                      ops_expected(op, seed, self->comm->world_size, self->rank, i));
+    return n_wrong;
+}
+
+static inline void gpu_check(gpu_rank *self, const pl_op *op, unsigned seed)
+{
+    const size_t n_wrong = gpu_n_wrong(self, op, seed);
+    if (!CHECK(n_wrong == 0))
+        CHECK_MORE("seed %d: %s of %zu %s, reduction %d, rank %d of %d: %zu wrong",
+                   (int)self->all->seed, pli_op_kind_text(op->kind), op->n_elems,
+                   pl_dtype_text(op->dtype), (int)op->reduction, self->rank,
+                   self->comm->world_size, n_wrong);
+}
+
+/* Issues op behind what the user's stream holds. */
+static inline pl_status gpu_issue_op(gpu_rank *self, const pl_op *op, pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    const pli_order order = {.ready = self->ready};
+    PL_TRY(self->backend->ops->event_record(self->backend, self->ready, self->stream));
+    PL_TRY(pli_comm_issue_ordered(self->comm, op, &order, out));
+done:
+    return st;
+}
+
+/* A host operation, waited for: the ranks agree that the step is over. */
+static inline pl_status gpu_agree_on_end(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    const pl_op op = {.kind = PL_BARRIER};
+    PL_TRY(pl_comm_issue(self->comm, &op, &ticket));
+    PL_TRY(wait_through(self->comm, ticket));
+    PL_TRY(pli_comm_order(self->comm, self->stream));
+done:
+    return st;
+}
+
+#endif

@@ -1,0 +1,293 @@
+/* gpu_steps.h - the training steps of steps.h on a fake device. */
+#ifndef PLT_GPU_STEPS_H
+#define PLT_GPU_STEPS_H
+
+#include "gpu_rank.h"
+
+/* ---- a step --------------------------------------------------------------------- */
+
+static inline void *gpu_slot(const gpu_rank *self, size_t i)
+{
+    return pli_comm_memory(self->comm, pl_reducer_slot_offset(self->reducer, i));
+}
+
+/* Stream `behind` comes behind stream `k`. */
+static inline void stream_behind(const gpu_rank *self, size_t behind, size_t k)
+{
+    if (behind == k)
+        return;
+    CHECK(cuEventRecord(self->event, self->streams[k]) == 0);
+    CHECK(cuStreamWaitEvent(self->streams[behind], self->event, 0) == 0);
+}
+
+static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
+                               const int range[2], size_t stream, void *out)
+{
+    fill_args args = {.model = self->model,
+                      .step = step,
+                      .rank = self->rank,
+                      .param = i,
+                      .from = range[0],
+                      .to = range[1],
+                      .out = out};
+    launch(self, KERNEL_FILL, stream, &args);
+}
+
+/* Whoever keeps views of the last step's means keeps their values. */
+static inline pl_status gpu_refresh_window(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    size_t offset = 0, n_bytes = 0;
+    if (self->window != NULL && pli_window_n_views(self->window) > 0) {
+        st = pli_window_retire(self->window);
+        if (st != PL_OK)
+            return st;
+        pli_window_release(self->window);
+        self->window = NULL;
+        self->n_renewed++;
+    }
+    pl_reducer_buckets(self->reducer, &offset, &n_bytes);
+    if (self->window == NULL && n_bytes > 0)
+        st = pli_window_create(self->comm, offset, n_bytes, self->model->n_params,
+                               &self->window);
+    return st;
+}
+
+static inline pl_status gpu_begin(gpu_rank *self)
+{
+    pl_reducer_set_stream(self->reducer, stream_of(self, 0));
+    const pl_status st = pl_reducer_begin(self->reducer);
+    self->n_dropped = 0;
+    return st == PL_OK ? gpu_refresh_window(self) : st;
+}
+
+/* What becomes of a gradient's memory. */
+static inline void account(gpu_rank *self, size_t i, block *data,
+                           pl_ready_result result)
+{
+    switch (result) {
+    case PL_LATE:
+        self->n_late++;
+        self->late[i] = *data;
+        break;
+    case PL_DEFERRED:
+        give_block(self, &self->held[i]); /* which this one replaces */
+        self->held[i] = *data;
+        self->taken[i]++;
+        break;
+    case PL_COPIED:
+        give_block(self, data);
+        self->taken[i]++;
+        break;
+    }
+}
+
+/* In even steps what comes again is added, in odd ones a new total replaces the old;
+ * the first may be in the slot already. */
+static inline pl_status device_grad(gpu_rank *self, uint64_t step, size_t i, int k_grad)
+{
+    pl_ready_result result = PL_LATE;
+    const size_t stream = draw_below(self->random, self->n_streams);
+    const int is_total = step % 2 == 1;
+    const int range[2] = {is_total ? 0 : k_grad, k_grad + 1};
+    pl_write_mode mode = k_grad == 0 || is_total ? PL_REPLACE : PL_ADD;
+    block data = {.at = 0};
+    void *memory = NULL;
+    if (k_grad == 0 && !self->has_failed && draw_below(self->random, 3) == 0) {
+        mode = PL_IN_PLACE;
+        memory = gpu_slot(self, i);
+    } else {
+        data = take_block(self, stream);
+        memory = block_memory(&data);
+    }
+    launch_fill(self, step, i, range, stream, memory);
+    pl_status st = pl_reducer_mark_ready(self->reducer, i, memory, mode,
+                                         stream_of(self, stream), &result);
+    if (st != PL_OK) {
+        give_block(self, &data);
+        return st;
+    }
+    CHECK(result != PL_LATE || k_grad > 0);
+    CHECK(result != PL_LATE || self->model->params[i].n_elems > 0);
+    CHECK(result != PL_LATE || !step_is_held(self->model, step, self->rank, i));
+    account(self, i, &data, result);
+    if (result == PL_DEFERRED &&
+        draw_below(self->random, 100) < self->percent_flushed) {
+        st = pl_reducer_flush(self->reducer, i);
+        give_block(self, &self->held[i]);
+    }
+    drop_posted(self);
+    return st;
+}
+
+static inline pl_status gpu_backward(gpu_rank *self, uint64_t step, size_t n_params)
+{
+    const model *it = self->model;
+    uint32_t order[STEPS_MAX_PARAMS];
+    for (size_t i = 0; i < it->n_params; i++) {
+        self->taken[i] = 0;
+        if (step_is_held(it, step, self->rank, i))
+            pl_reducer_defer_bucket(self->reducer, i);
+    }
+    for (size_t k = 1; k < self->n_streams; k++)
+        stream_behind(self, k, 0);
+    for (int k_grad = 0; k_grad < STEPS_MAX_GRADS; k_grad++) {
+        draw_order(self->random, order, it->n_params);
+        for (size_t k = 0; k < n_params; k++) {
+            if (it->rest_ns > 0)
+                draw_rest(self->random, it->rest_ns);
+            if (k_grad >= step_n_grads(it, step, self->rank, order[k]))
+                continue;
+            const pl_status st = device_grad(self, step, order[k], k_grad);
+            if (st != PL_OK)
+                return st;
+        }
+    }
+    for (size_t k = 1; self->is_joined && k < self->n_streams; k++)
+        stream_behind(self, 0, k);
+    return PL_OK;
+}
+
+static inline pl_status gpu_wait(gpu_rank *self)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_wait(self->reducer, RANKS_SLICE_NS);
+    return st == PL_OK ? pl_reducer_order(self->reducer) : st;
+}
+
+static inline pl_status gpu_amend_one(gpu_rank *self, uint64_t step, size_t i)
+{
+    const int n_grads = step_n_grads(self->model, step, self->rank, i);
+    const int from = step % 2 == 0 ? self->taken[i] : 0;
+    const int range[2] = {from, n_grads};
+    block total = {.at = 0};
+    block *data = &self->late[i];
+    if (step % 2 == 1 && from < n_grads) {
+        total = take_block(self, 0);
+        data = &total;
+        launch_fill(self, step, i, range, 0, block_memory(data));
+    }
+    const pl_status st = pl_reducer_write_late(
+        self->reducer, i, from < n_grads ? block_memory(data) : NULL,
+        step % 2 == 0 ? PL_ADD : PL_REPLACE);
+    give_block(self, &total);
+    give_block(self, &self->late[i]);
+    return st;
+}
+
+static inline pl_status gpu_amend(gpu_rank *self, uint64_t step)
+{
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < self->model->n_params && st == PL_OK; i++)
+        if (pl_reducer_is_late(self->reducer, i))
+            st = gpu_amend_one(self, step, i);
+    if (st == PL_OK)
+        st = pl_reducer_close(self->reducer);
+    return st == PL_OK ? gpu_wait(self) : st;
+}
+
+static inline pl_status gpu_finish(gpu_rank *self, uint64_t step)
+{
+    const model *it = self->model;
+    pl_status st = PL_OK;
+    if (pl_reducer_root(self->reducer) == self->rank) {
+        word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
+        launch(self, KERNEL_PUT_WORD, 0, &args);
+    }
+    for (size_t i = 0; i < it->n_params && st == PL_OK; i++)
+        if (step_n_grads(it, step, self->rank, i) == 0)
+            st = pl_reducer_mark_unused(self->reducer, i, NULL, PL_REPLACE, PL_UNUSED);
+    if (st == PL_OK)
+        st = pl_reducer_close(self->reducer);
+    if (st == PL_OK) {
+        drop_posted(self);
+        st = gpu_wait(self);
+    }
+    if (st == PL_OK && pl_reducer_n_late(self->reducer) > 0)
+        st = gpu_amend(self, step);
+    return st;
+}
+
+/* ---- what has come of it -------------------------------------------------------- */
+
+static inline void launch_check(const gpu_rank *self, const kept_view *view)
+{
+    check_args args = {.model = self->model,
+                       .step = view->step,
+                       .rank = self->rank,
+                       .param = view->param,
+                       .divisor = view->divisor,
+                       .at = view->at};
+    launch(self, KERNEL_CHECK, 0, &args);
+}
+
+/* Keeps a mean, or lets one go; those that are kept are what they were. */
+static inline void keep_views(gpu_rank *self, uint64_t step, int divisor)
+{
+    kept_view *one = &self->kept[draw_below(self->random, GPU_KEPT)];
+    const size_t i = draw_below(self->random, self->model->n_params);
+    for (size_t k = 0; k < GPU_KEPT; k++)
+        if (self->kept[k].window != NULL)
+            launch_check(self, &self->kept[k]);
+    if (draw_below(self->random, 3) > 0)
+        return;
+    forget_kept(one);
+    if (draw_below(self->random, 2) == 0 || self->window == NULL)
+        return;
+    pli_window_see(self->window, i);
+    *one = (kept_view){.window = self->window,
+                       .param = i,
+                       .at = gpu_slot(self, i),
+                       .step = step,
+                       .divisor = divisor};
+}
+
+/* After the step's means are in, and before its end. */
+static inline void gpu_check(gpu_rank *self, uint64_t step, int divisor)
+{
+    const model *it = self->model;
+    CHECK(pl_reducer_n_late(self->reducer) == 0);
+    if (pl_reducer_root_is_active(self->reducer)) {
+        word_args args = {.at = pl_reducer_extra(self->reducer), .word = step};
+        launch(self, KERNEL_CHECK_WORD, 0, &args);
+    }
+    for (size_t i = 0; i < it->n_params; i++) {
+        const kept_view view = {
+            .param = i, .at = gpu_slot(self, i), .step = step, .divisor = divisor};
+        launch_check(self, &view);
+        CHECK(self->held[i].at == 0 && self->late[i].at == 0);
+        CHECK((pl_reducer_is_used(self->reducer, i) != 0) ==
+              (step_is_used(it, step, i) != 0));
+    }
+    keep_views(self, step, divisor);
+}
+
+static inline pl_status gpu_recover(gpu_rank *self)
+{
+    pl_status st = PL_EAGAIN;
+    while (st == PL_EAGAIN)
+        st = pl_reducer_recover(self->reducer, RANKS_SLICE_NS);
+    return st;
+}
+
+static inline int gpu_end(gpu_rank *self)
+{
+    if (self->is_read && draw_below(self->random, 3) == 0) /* loss.item(), say */
+        CHECK(cuStreamSynchronize(self->streams[0]) == 0);
+    return CHECK_OK(pl_reducer_end(self->reducer));
+}
+
+/* A whole step that nothing disturbs. */
+static inline int gpu_step(gpu_rank *self, uint64_t step)
+{
+    if (!CHECK_OK(gpu_recover(self)) || !CHECK_OK(gpu_begin(self)) ||
+        !CHECK_OK(gpu_backward(self, step, self->model->n_params)) ||
+        !CHECK_OK(gpu_finish(self, step)))
+        return 0;
+    gpu_check(self, step, self->model->world_size);
+    self->has_failed = 0;
+    return gpu_end(self);
+}
+
+#endif

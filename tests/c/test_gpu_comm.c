@@ -1,0 +1,533 @@
+/* test_gpu_comm.c - worlds of GPUs: operations, order, memory, failures, recovery.
+ *
+ * All of it on the fake, in many orders: a wait that is missing is a wrong number.
+ */
+#include "gpu_ranks.h"
+
+#include "backend/cpu_sum.h"
+
+static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
+enum { N_SCHEDULES = 3 };
+
+/* ---- numbers -------------------------------------------------------------------- */
+
+static pl_op draw_op(draw *it, int world_size)
+{
+    pl_op op = {0};
+    do {
+        op.kind = (pl_op_kind)draw_below(it, PL_BARRIER);
+        op.dtype = (pl_dtype)draw_below(it, PL_N_DTYPES);
+        op.reduction = (pl_reduction)draw_below(it, PL_MAX);
+    } while (ops_reduces(op.kind) &&
+             (op.dtype == PL_I16 || !ops_is_allowed(op.dtype, op.reduction)));
+    op.root = (int)draw_below(it, (size_t)world_size);
+    op.n_elems = draw_below(it, draw_below(it, 3) == 0 ? 300 : 40);
+    if (op.kind == PL_REDUCE_SCATTER || op.kind == PL_ALL_GATHER)
+        op.n_elems *= (size_t)world_size;
+    return op;
+}
+
+/* Several operations in flight on ranges of their own, then all are looked at. */
+static void run_random_steps(gpu_rank *self)
+{
+    draw shared = draw_of(self->all->seed); /* all ranks issue the same */
+    for (unsigned step = 0; step < 3; step++) {
+        pl_op ops[3];
+        pl_ticket ticket = 0, before = 0;
+        size_t at = GPUS_HOST_BYTES + OPS_GUARD_BYTES;
+        for (unsigned k = 0; k < 3; k++) {
+            ops[k] = draw_op(&shared, self->all->world_size);
+            ops[k].offset_bytes = at;
+            at += ops[k].n_elems * pl_dtype_bytes(ops[k].dtype) + 63;
+            at = at / 64 * 64 + 2 * OPS_GUARD_BYTES;
+            if (!CHECK(at < GPUS_BYTES) || !gpu_fill(self, &ops[k], step * 3 + k) ||
+                !CHECK_OK(gpu_issue_op(self, &ops[k], &ticket)))
+                return;
+            CHECK(ticket >= before);
+            before = ticket;
+        }
+        draw_rest(&self->random, 100000);
+        if (!CHECK_OK(gpu_agree_on_end(self)))
+            return;
+        for (unsigned k = 0; k < 3; k++)
+            gpu_check(self, &ops[k], step * 3 + k);
+    }
+}
+
+static void operations_have_their_outcome_in_any_order_of_things(void)
+{
+    for (uint64_t seed = 1; seed <= (IS_SANITIZED ? 12 : 24); seed++)
+        for (int s = 0; s < N_SCHEDULES; s++) {
+            gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed, schedules[s]);
+            gpu_ranks_run_world(&all, run_random_steps);
+        }
+}
+
+/* ---- sums in float32 ------------------------------------------------------------ */
+
+typedef struct sum_case {
+    pl_dtype dtype;
+    pl_reduction reduction;
+    size_t n_elems;
+} sum_case;
+
+/* Any bits that are finite, and not so large that a sum is not. */
+static uint16_t short_of(pl_dtype dtype, uint64_t seed, int rank, size_t i)
+{
+    draw it = draw_of(seed * 1000003 + (uint64_t)rank * 10007 + i);
+    const uint16_t bits = (uint16_t)draw_u64(&it);
+    return dtype == PL_F16 ? bits & 0xbbff : bits & 0xbfff;
+}
+
+/* The CPU's sums are proved elsewhere. */
+static void expect_sum(const sum_case *one, uint64_t seed, int world_size,
+                       uint16_t *out)
+{
+    const pli_sum_table *sums = NULL;
+    uint16_t values[GPUS_MOST][8192];
+    const void *in[GPUS_MOST] = {NULL};
+    for (int r = 0; r < world_size; r++) {
+        in[r] = values[r];
+        for (size_t i = 0; i < one->n_elems; i++)
+            values[r][i] = short_of(one->dtype, seed, r, i);
+    }
+    if (CHECK_OK(pli_cpu_sums(&sums)))
+        sums->fn[one->dtype][one->reduction](&(pli_sum_args){.in = in,
+                                                             .n_in = world_size,
+                                                             .out = (void *[]){out},
+                                                             .n_out = 1,
+                                                             .n_elems = one->n_elems});
+}
+
+static void add_up_in_f32(gpu_rank *self)
+{
+    const sum_case *one = self->all->context;
+    uint16_t values[8192];
+    uint16_t expected[8192];
+    pl_ticket ticket = 0;
+    const pl_op op = {.kind = PL_ALL_REDUCE,
+                      .reduction = one->reduction,
+                      .dtype = one->dtype,
+                      .offset_bytes = GPUS_HOST_BYTES + 128,
+                      .n_elems = one->n_elems};
+    void *at = pli_comm_memory(self->comm, op.offset_bytes);
+    for (int again = 0; again < 2; again++) {
+        const uint64_t seed = self->all->seed * 2 + (uint64_t)again;
+        for (size_t i = 0; i < one->n_elems; i++)
+            values[i] = short_of(one->dtype, seed, self->rank, i);
+        CHECK_OK(
+            pli_cuda_write(self->backend, at, values, 2 * one->n_elems, self->stream));
+        if (!CHECK_OK(gpu_issue_op(self, &op, &ticket)) ||
+            !CHECK_OK(gpu_agree_on_end(self)))
+            return;
+        CHECK_OK(
+            pli_cuda_read(self->backend, values, at, 2 * one->n_elems, self->stream));
+        expect_sum(one, seed, self->all->world_size, expected);
+        if (!CHECK(memcmp(values, expected, 2 * one->n_elems) == 0))
+            CHECK_MORE("seed %d: %zu %s on %d ranks", (int)self->all->seed,
+                       one->n_elems, pl_dtype_text(one->dtype), self->all->world_size);
+    }
+}
+
+static void short_floats_are_added_in_float32_and_rounded_once(void)
+{
+    static const size_t sizes[] = {0, 1, 31, 64, 65, 96, 128, 255, 1000, 8192};
+    for (uint64_t seed = 1; seed <= 40; seed++) {
+        sum_case one = {.dtype = seed % 2 == 0 ? PL_F16 : PL_BF16,
+                        .reduction = seed % 3 == 0 ? PL_SUM : PL_MEAN,
+                        .n_elems = sizes[seed % 10]};
+        gpu_ranks all =
+            gpu_ranks_of(1 + (int)((seed - 1) / 10), seed, schedules[seed % 3]);
+        all.accumulation = PLI_ACCUMULATE_IN_F32;
+        all.context = &one;
+        gpu_ranks_run_world(&all, add_up_in_f32);
+    }
+}
+
+static void other_operations_are_as_ever_with_sums_in_float32(void)
+{
+    for (uint64_t seed = 101; seed <= 118; seed++) {
+        gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 3), seed, schedules[seed % 3]);
+        all.accumulation = PLI_ACCUMULATE_IN_F32;
+        gpu_ranks_run_world(&all, run_random_steps);
+    }
+}
+
+/* ---- memory --------------------------------------------------------------------- */
+
+static const pl_op whole = {.kind = PL_ALL_REDUCE,
+                            .reduction = PL_MEAN,
+                            .dtype = PL_F32,
+                            .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                            .n_elems = 100};
+
+static int one_step(gpu_rank *self, unsigned seed)
+{
+    pl_ticket ticket = 0;
+    if (!gpu_fill(self, &whole, seed) ||
+        !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
+        !CHECK_OK(gpu_agree_on_end(self)))
+        return 0;
+    gpu_check(self, &whole, seed);
+    return 1;
+}
+
+/* Reads 100 floats at an address that the world may have left. */
+static void check_kept(gpu_rank *self, const void *at, unsigned seed)
+{
+    float values[100];
+    CHECK_OK(pli_cuda_read(self->backend, values, at, sizeof values, self->stream));
+    for (size_t i = 0; i < 100; i++)
+        if (!CHECK(value_is(
+                values, PL_F32, i,
+                ops_expected(&whole, seed, self->all->world_size, self->rank, i))))
+            return;
+}
+
+static void keep_and_renew(gpu_rank *self)
+{
+    pli_memory_ref *holds[5] = {NULL};
+    const void *at[5] = {NULL};
+    for (unsigned k = 0; k < 5; k++) {
+        if (!one_step(self, k))
+            return;
+        holds[k] = self->comm->ops->retain_memory(self->comm);
+        at[k] = pli_comm_memory(self->comm, whole.offset_bytes);
+        /* Each rank for itself: some keep more than others. */
+        if (k == 1 && self->rank == 0) {
+            holds[k]->release(holds[k]);
+            holds[k] = NULL;
+            continue;
+        }
+        if (!CHECK_OK(self->comm->ops->renew(self->comm)))
+            return;
+        CHECK(pli_comm_memory(self->comm, whole.offset_bytes) != at[k]);
+    }
+    for (unsigned k = 0; k < 5; k++)
+        if (holds[k] != NULL)
+            check_kept(self, at[k], k);
+    for (unsigned k = 0; k < 4; k++)
+        if (holds[k] != NULL)
+            holds[k]->release(holds[k]);
+    /* What was given back is used again. */
+    const int n_before = fake_count("ncclMemAlloc");
+    for (unsigned k = 5; k < 7; k++) {
+        CHECK_OK(self->comm->ops->renew(self->comm));
+        (void)one_step(self, k);
+    }
+    if (self->all->world_size == 1)
+        CHECK(fake_count("ncclMemAlloc") == n_before);
+    /* The last outlives the world. */
+    pl_comm_destroy(self->comm);
+    self->comm = NULL;
+    self->all->bases[self->rank] = NULL;
+    if (holds[4] != NULL) {
+        check_kept(self, at[4], 4);
+        holds[4]->release(holds[4]);
+    }
+}
+
+static void memory_that_is_held_stays_and_what_is_given_back_is_used_again(void)
+{
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, schedules[seed % 3]);
+        gpu_ranks_run_world(&all, keep_and_renew);
+    }
+}
+
+static void steps_need_no_allocation(gpu_rank *self)
+{
+    static const char *const names[] = {"cuMemAlloc", "ncclMemAlloc", "cuMemFree",
+                                        "cuEventCreate", "cuStreamSynchronize"};
+    int before[5];
+    if (!one_step(self, 1) || !CHECK_OK(gpu_agree_on_end(self)))
+        return;
+    for (int k = 0; k < 5; k++)
+        before[k] = fake_count(names[k]);
+    for (int n = 0; n < 200; n++) {
+        pl_ticket ticket = 0;
+        if (!CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
+            !CHECK_OK(gpu_agree_on_end(self)))
+            return;
+    }
+    for (int k = 0; k < 5; k++)
+        CHECK(fake_count(names[k]) == before[k]);
+    (void)gpu_agree_on_end(self); /* before another rank ends its world */
+}
+
+static void a_step_neither_allocates_nor_waits_for_the_device(void)
+{
+    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_EARLY);
+    gpu_ranks_run_world(&all, steps_need_no_allocation);
+}
+
+/* ---- checks --------------------------------------------------------------------- */
+
+static void issue_bad_ops(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    pl_op op = whole;
+    op.offset_bytes = GPUS_HOST_BYTES - 64;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    CHECK(error_has("partly on the host"));
+    op = whole;
+    op.reduction = PL_MAX;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    op.dtype = PL_I32;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    op.reduction = PL_MEAN;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    op.reduction = PL_SUM;
+    op.dtype = PL_I16;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    CHECK(error_has("int16"));
+    op = whole;
+    op.n_elems = GPUS_BYTES;
+    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
+    CHECK(pl_comm_wait(self->comm, 1000000, 0) == PL_EINVAL);
+    (void)one_step(self, 3); /* and all is well */
+}
+
+static void what_no_device_can_do_is_refused_and_changes_nothing(void)
+{
+    for (int n = 1; n <= 2; n++) {
+        gpu_ranks all = gpu_ranks_of(n, 1, FAKE_RANDOM);
+        gpu_ranks_run_world(&all, issue_bad_ops);
+    }
+}
+
+static void a_base_without_room_for_the_words_is_refused(void)
+{
+    pl_comm *base = NULL;
+    pl_comm *comm = NULL;
+    pl_backend *backend = NULL;
+    const pli_cuda_options device = {.driver = fake_path()};
+    fake_reset(NULL);
+    if (!CHECK_OK(pli_cuda_backend_create(&device, &backend)) ||
+        !CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &base)))
+        return;
+    pli_gpu_comm_options options = {.base = base,
+                                    .backend = backend,
+                                    .host_bytes = 4096,
+                                    .device_bytes = 4096,
+                                    .n_ops = 1,
+                                    .deadline_ns = RANKS_DEADLINE_NS};
+    CHECK(pli_gpu_comm_create(&options, &comm) == PL_EINVAL);
+    options.host_bytes = 100;
+    CHECK(pli_gpu_comm_create(&options, &comm) == PL_EINVAL);
+    options.host_bytes = 0;
+    CHECK_OK(pli_gpu_comm_create(&options, &comm));
+    pl_comm_destroy(comm != NULL ? comm : base);
+    pli_backend_destroy(backend);
+    CHECK(fake_live_objects() == 0);
+}
+
+/* ---- what only newer versions of NCCL have -------------------------------------- */
+
+static void older_versions_of_nccl_do_as_well(void)
+{
+    for (uint64_t seed = 1; seed <= 16; seed++) {
+        gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
+        if (!gpu_ranks_start(&all))
+            return;
+        if (seed % 2 != 0)
+            all.library->CommInitRankConfig = NULL;
+        if (seed / 2 % 2 != 0)
+            all.library->MemAlloc = NULL;
+        if (seed / 4 % 2 != 0)
+            all.library->CommRegister = NULL;
+        if (seed / 8 % 2 != 0)
+            all.library->CommFinalize = NULL;
+        all.library->GetLastError = NULL;
+        CHECK(gpu_ranks_run(&all, run_random_steps, NULL) == 0);
+        gpu_ranks_end(&all);
+    }
+}
+
+/* ---- graphs --------------------------------------------------------------------- */
+
+static CUstream user_stream(const gpu_rank *self)
+{
+    return (CUstream)(void *)self->stream;
+}
+
+/* Between the two the user's stream is captured, as torch does it: in every thread,
+ * what is not allowed in a capture is an error. */
+static int begin_capture(gpu_rank *self)
+{
+    return CHECK(cuStreamBeginCapture(user_stream(self), 0) == 0);
+}
+
+static CUgraphExec end_capture(gpu_rank *self)
+{
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    CHECK(cuStreamEndCapture(user_stream(self), &graph) == 0);
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+    return exec;
+}
+
+static void capture_and_replay(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    pli_cuda_scope scope;
+    if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    /* What came before a capture is no part of it. */
+    if (!begin_capture(self) || !CHECK_OK(pli_comm_order(self->comm, self->stream)) ||
+        !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
+        !CHECK_OK(gpu_agree_on_end(self)))
+        return;
+    CUgraphExec exec = end_capture(self);
+    CHECK_OK(
+        pli_comm_order(self->comm, self->stream)); /* nor what is part of it, here */
+    for (unsigned k = 2; k < 5; k++) {
+        (void)gpu_fill(self, &whole, k);
+        CHECK(cuGraphLaunch(exec, user_stream(self)) == 0);
+        gpu_check(self, &whole, k);
+        pli_sleep_ns(120 * PLI_MS); /* the watchdog looks, and finds nothing late */
+        CHECK_OK(pl_comm_progress(self->comm));
+    }
+    (void)one_step(self, 5); /* as ever again */
+    CHECK_OK(gpu_agree_on_end(self));
+    CHECK(cuGraphExecDestroy(exec) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+static void steps_can_be_captured_and_replayed(void)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        gpu_ranks all =
+            gpu_ranks_of(1 + (int)(seed % 3), seed, schedules[seed / 2 % 3]);
+        all.deadline_ns = 300 * PLI_MS;
+        gpu_ranks_run_world(&all, capture_and_replay);
+    }
+}
+
+/* A graph of the user's lives longer than the world, which fails before, or ends well:
+ * NCCL ends no communicator while a graph holds operations of it. */
+static void end_before_the_graph(gpu_rank *self, int is_failed)
+{
+    pl_ticket ticket = 0;
+    pli_cuda_scope scope;
+    if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    if (!begin_capture(self) || !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
+        !CHECK_OK(gpu_agree_on_end(self)))
+        return;
+    CUgraphExec exec = end_capture(self);
+    if (is_failed)
+        pl_comm_abort(self->comm, "a test's reasons");
+    pl_comm_destroy(self->comm);
+    self->comm = self->all->bases[self->rank] = NULL;
+    CHECK(cuGraphExecDestroy(exec) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+static void fail_before_the_graph(gpu_rank *self)
+{
+    end_before_the_graph(self, 1);
+}
+
+static void go_before_the_graph(gpu_rank *self)
+{
+    end_before_the_graph(self, 0);
+}
+
+static void a_world_ends_whose_operations_a_graph_still_holds(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
+        if (!gpu_ranks_start(&all))
+            return;
+        CHECK(gpu_ranks_run(&all,
+                            seed % 2 != 0 ? fail_before_the_graph : go_before_the_graph,
+                            NULL) == 0);
+        /* What NCCL still had to do it does now, in a thread that nobody waits for. */
+        for (int i = 0; i < 5000 && fake_live(FAKE_CONTEXTS) > 0; i++)
+            pli_sleep_ns(PLI_MS);
+        gpu_ranks_end(&all);
+    }
+}
+
+/* NCCL takes its time with rank 0's communicator, and the watchdog looks meanwhile. */
+static void end_while_the_watchdog_looks(gpu_rank *self)
+{
+    atomic_int *n_ended = self->all->context;
+    if (self->rank == 0) {
+        end_before_the_graph(self, 0);
+        atomic_store(n_ended, 1);
+    } else if (one_step(self, 1) &&
+               CHECK_OK(gpu_issue_op(self, &whole, &(pl_ticket){0})) &&
+               CHECK_OK(gpu_agree_on_end(self))) {
+        while (atomic_load(n_ended) == 0)
+            pli_sleep_ns(PLI_MS);
+        CHECK_OK(pl_comm_progress(self->comm));
+    }
+}
+
+static void a_rank_that_ends_well_has_failed_no_step_of_the_others(void)
+{
+    atomic_int n_ended = 0;
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
+    all.context = &n_ended;
+    if (!gpu_ranks_start(&all))
+        return;
+    CHECK(gpu_ranks_run(&all, end_while_the_watchdog_looks, NULL) == 0);
+    for (int i = 0; i < 5000 && fake_live(FAKE_CONTEXTS) > 0; i++)
+        pli_sleep_ns(PLI_MS);
+    gpu_ranks_end(&all);
+}
+
+/* ---- the end -------------------------------------------------------------------- */
+
+/* Nothing waits on the host for the last step before its world ends: what the user's
+ * stream copies out of the world's memory is of that stream's turn, much later. */
+static void end_at_once(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    void *out = NULL;
+    const size_t n_bytes = whole.n_elems * pl_dtype_bytes(whole.dtype);
+    if (!CHECK_OK(self->backend->ops->alloc(self->backend, n_bytes, &out)))
+        return;
+    const pl_move move = {.to = out,
+                          .from = pli_comm_memory(self->comm, whole.offset_bytes),
+                          .dtype = whole.dtype,
+                          .n_elems = whole.n_elems};
+    const int is_well =
+        gpu_fill(self, &whole, 7) && CHECK_OK(gpu_issue_op(self, &whole, &ticket)) &&
+        CHECK_OK(gpu_agree_on_end(self)) &&
+        CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    pl_comm_destroy(self->comm);
+    self->comm = self->all->bases[self->rank] = NULL;
+    if (is_well)
+        check_kept(self, out, 7);
+    self->backend->ops->free(self->backend, out);
+}
+
+static void a_world_that_ends_well_has_done_its_last_step(void)
+{
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed,
+                                     seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE);
+        gpu_ranks_run_world(&all, end_at_once);
+    }
+}
+
+int main(void)
+{
+    RUN(operations_have_their_outcome_in_any_order_of_things);
+    RUN(short_floats_are_added_in_float32_and_rounded_once);
+    RUN(other_operations_are_as_ever_with_sums_in_float32);
+    RUN(memory_that_is_held_stays_and_what_is_given_back_is_used_again);
+    RUN(a_step_neither_allocates_nor_waits_for_the_device);
+    RUN(what_no_device_can_do_is_refused_and_changes_nothing);
+    RUN(a_base_without_room_for_the_words_is_refused);
+    RUN(older_versions_of_nccl_do_as_well);
+    RUN(steps_can_be_captured_and_replayed);
+    RUN(a_world_ends_whose_operations_a_graph_still_holds);
+    RUN(a_rank_that_ends_well_has_failed_no_step_of_the_others);
+    RUN(a_world_that_ends_well_has_done_its_last_step);
+    return check_report();
+}

@@ -1,0 +1,510 @@
+/* test_gpu_comm_failure.c - worlds of GPUs of which something fails: every rank is
+ * told, none hangs, nothing is kept, and what can go on does.
+ */
+#include "gpu_ranks.h"
+
+#include <sys/wait.h>
+
+static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
+
+static const pl_op mean = {.kind = PL_ALL_REDUCE,
+                           .reduction = PL_MEAN,
+                           .dtype = PL_F32,
+                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                           .n_elems = 100};
+
+static const pl_op short_mean = {.kind = PL_ALL_REDUCE,
+                                 .reduction = PL_MEAN,
+                                 .dtype = PL_BF16,
+                                 .offset_bytes = GPUS_HOST_BYTES + 8192,
+                                 .n_elems = 300};
+
+static void say(gpu_rank *self, pl_status st)
+{
+    self->made = st;
+    (void)snprintf(self->words, sizeof self->words, "%.500s",
+                   st == PL_OK ? "" : pl_error_message());
+}
+
+/* A step of two means; not waited for where it fails. */
+static pl_status try_step(gpu_rank *self, uint64_t step)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    pli_comm_record_activity(self->comm, PL_BACKWARD, step);
+    PL_TRY(gpu_issue_op(self, &mean, &ticket));
+    PL_TRY(gpu_issue_op(self, &short_mean, &ticket));
+    PL_TRY(gpu_agree_on_end(self));
+done:
+    return st;
+}
+
+/* Whether what was enqueued is done, as somebody finds out who does not wait for it in
+ * the driver: the user's stream comes behind the operations. */
+static int await_user_stream(gpu_rank *self, int64_t most_ns)
+{
+    const int64_t begin = pli_now_ns();
+    int is_done = 0;
+    if (!CHECK_OK(
+            self->backend->ops->event_record(self->backend, self->ready, self->stream)))
+        return 0;
+    while (!is_done && pli_now_ns() - begin < most_ns) {
+        (void)self->backend->ops->event_is_done(self->backend, self->ready, &is_done);
+        pli_sleep_ns(PLI_MS);
+    }
+    return is_done;
+}
+
+/* ---- every call fails once ------------------------------------------------------ */
+
+/* Returns only when no rank can be waiting any more. */
+static void three_steps(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    for (uint64_t step = 1; st == PL_OK && step <= 3; step++)
+        st = try_step(self, step);
+    if (st == PL_OK)
+        st = self->comm->ops->renew(self->comm);
+    if (st == PL_OK)
+        st = try_step(self, 4);
+    say(self, st);
+    if (st != PL_OK)
+        pl_comm_abort(self->comm, self->words); /* as a reducer would */
+}
+
+/* Whatever has failed, where one rank did not come to the end, it can tell why. */
+static void check_ends(const gpu_ranks *all, const gpu_rank *ranks, const char *what,
+                       int n)
+{
+    for (int r = 0; r < all->world_size; r++)
+        if (!CHECK(ranks[r].made == PL_OK || ranks[r].words[0] != '\0'))
+            CHECK_MORE("%s %d: rank %d has no words", what, n, r);
+}
+
+static int fail_nth(const char *function, int n, int code)
+{
+    gpu_ranks all = gpu_ranks_of(2, (uint64_t)n, schedules[n % 3]);
+    gpu_rank ranks[GPUS_MOST];
+    all.accumulation = PLI_ACCUMULATE_IN_F32;
+    all.deadline_ns = 2000 * PLI_MS;
+    all.may_keep = strcmp(function, "cuCtxGetCurrent") == 0 ||
+                   strcmp(function, "cuThreadExchangeStreamCaptureMode") == 0;
+    if (!gpu_ranks_start(&all))
+        return 0;
+    const int n_before = fake_count(function);
+    fake_fail(function, n, code);
+    (void)gpu_ranks_run(&all, three_steps, ranks);
+    const int is_hit = fake_count(function) - n_before >= n;
+    check_ends(&all, ranks, function, n);
+    gpu_ranks_end(&all);
+    return is_hit;
+}
+
+static void every_call_of_the_driver_and_of_nccl_may_fail(void)
+{
+    static const struct {
+        const char *name;
+        int code;
+        int most; /* how many are tried one by one */
+    } calls[] = {
+        {"cuMemAlloc", 2, 40},
+        {"cuEventCreate", 2, 10},
+        {"cuEventRecord", 719, 60},
+        {"cuEventQuery", 719, 20},
+        {"cuStreamWaitEvent", 719, 40},
+        {"cuStreamIsCapturing", 719, 30},
+        {"cuLaunchKernel", 719, 40},
+        {"cuMemcpyHtoDAsync", 719, 10},
+        {"cuCtxGetCurrent", 201, 300},
+        {"cuThreadExchangeStreamCaptureMode", 201, 60},
+        {"cuStreamCreateWithPriority", 2, 10},
+        {"ncclGetUniqueId", 2, 4},
+        {"ncclCommInitRankConfig", 2, 4},
+        {"ncclCommGetAsyncError", 3, 40},
+        {"ncclAllReduce", 1, 20},
+        {"ncclBroadcast", 1, 10},
+        {"ncclAllGather", 3, 40},
+        {"ncclSend", 3, 20},
+        {"ncclRecv", 3, 20},
+        {"ncclGroupStart", 3, 20},
+        {"ncclGroupEnd", 3, 20},
+        {"ncclMemAlloc", 1, 10},
+        {"ncclCommRegister", 3, 10},
+        {"ncclCommDeregister", 3, 10},
+        {"ncclCommFinalize", 3, 4},
+    };
+    for (size_t k = 0; k < sizeof calls / sizeof calls[0]; k++)
+        for (int n = 1; n <= calls[k].most; n += 1 + n / (IS_SANITIZED ? 1 : 2))
+            if (!fail_nth(calls[k].name, n, calls[k].code))
+                break;
+}
+
+static void fail_each_of_ours(enum pli_fault_kind kind)
+{
+    int is_hit = 1;
+    for (long n = 1; is_hit && CHECK(n < 200); n++) {
+        gpu_ranks all = gpu_ranks_of(2, (uint64_t)n, schedules[n % 3]);
+        gpu_rank ranks[GPUS_MOST];
+        all.accumulation = PLI_ACCUMULATE_IN_F32;
+        all.deadline_ns = 2000 * PLI_MS;
+        if (!gpu_ranks_start(&all))
+            return;
+        pli_fault_arm(kind, n);
+        (void)gpu_ranks_run(&all, three_steps, ranks);
+        is_hit = pli_fault_count(kind) >= n;
+        pli_fault_arm(kind, 0);
+        check_ends(&all, ranks, "allocation or system call", (int)n);
+        gpu_ranks_end(&all);
+    }
+}
+
+static void every_allocation_and_system_call_may_fail(void)
+{
+    fail_each_of_ours(PLI_FAULT_ALLOC);
+    fail_each_of_ours(PLI_FAULT_SYSCALL);
+}
+
+/* ---- a step fails, and the next does not ---------------------------------------- */
+
+enum { N_ROUNDS = 6 };
+
+static pl_status leave_behind(gpu_rank *self)
+{
+    pl_recovery how = PL_NOTHING_FAILED;
+    const pl_status st = recover_through(self->comm, &how);
+    if (st == PL_OK)
+        CHECK(how == PL_RECOVERED);
+    return st;
+}
+
+/* In each round one rank fails somewhere in a step. */
+static void fail_and_go_on(gpu_rank *self)
+{
+    draw shared = draw_of(self->all->seed);
+    for (unsigned round = 0; round < N_ROUNDS; round++) {
+        const int culprit = (int)draw_below(&shared, (size_t)self->all->world_size);
+        const unsigned n_good = (unsigned)draw_below(&shared, 3);
+        pl_status st = PL_OK;
+        pl_ticket ticket = 0;
+        for (unsigned k = 0; k < n_good; k++) {
+            if (!gpu_fill(self, &mean, round * 4 + k) ||
+                !CHECK_OK(try_step(self, round)))
+                return;
+            gpu_check(self, &mean, round * 4 + k);
+        }
+        if (self->rank == culprit) {
+            const size_t n = draw_below(&self->random, 3); /* of a step's */
+            for (size_t k = 0; k < n; k++)
+                CHECK_OK(gpu_issue_op(self, k == 0 ? &mean : &short_mean, &ticket));
+            draw_rest(&self->random, 3 * PLI_MS);
+            pl_comm_abort(self->comm, "a step of mine");
+        } else {
+            while (st == PL_OK) /* others may be told late */
+                st = try_step(self, round);
+            CHECK(st == PL_EPEER && blames(pl_error_message(), self->rank, culprit) &&
+                  error_has("a step of mine"));
+        }
+        /* Nothing can be issued before that is left behind. */
+        CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
+        if (!CHECK_OK(leave_behind(self)))
+            return;
+        if (!gpu_fill(self, &mean, round * 4 + 3) || !CHECK_OK(try_step(self, round)))
+            return;
+        gpu_check(self, &mean, round * 4 + 3);
+    }
+}
+
+static void a_step_that_fails_is_left_behind_by_all(void)
+{
+    for (uint64_t seed = 1; seed <= 18; seed++) {
+        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed, schedules[seed % 3]);
+        all.accumulation = (pli_accumulation)(seed / 2 % 2);
+        gpu_ranks_run_world(&all, fail_and_go_on);
+    }
+}
+
+/* The device is behind the host by one step, and the next one fails at once. */
+static void fail_behind_a_good_step(gpu_rank *self)
+{
+    for (unsigned round = 0; round < 3; round++) {
+        if (!gpu_fill(self, &mean, round) || !CHECK_OK(try_step(self, round)))
+            return;
+        if (self->rank == (int)round % self->all->world_size)
+            pl_comm_abort(self->comm, "at once");
+        while (pl_comm_progress(self->comm) == PL_OK)
+            pli_sleep_ns(PLI_MS);
+        gpu_check(self, &mean, round);
+        if (!CHECK_OK(leave_behind(self)))
+            return;
+    }
+}
+
+static void the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next(void)
+{
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 2), seed, FAKE_LATE);
+        gpu_ranks_run_world(&all, fail_behind_a_good_step);
+    }
+}
+
+static void give_up_and_fail_again(gpu_rank *self)
+{
+    /* The communicator that comes behind cannot be made, the first time. */
+    if (self->rank == 0)
+        pl_comm_abort(self->comm, "first");
+    while (pl_comm_progress(self->comm) == PL_OK)
+        pli_sleep_ns(PLI_MS);
+    if (self->rank == 0)
+        fake_fail("ncclGetUniqueId", 1, 2);
+    CHECK(leave_behind(self) != PL_OK);
+    if (self->rank != 0)
+        CHECK(blames(pl_error_message(), self->rank, 0));
+    if (CHECK_OK(leave_behind(self)))
+        CHECK_OK(try_step(self, 2));
+}
+
+static void a_recovery_that_fails_can_be_tried_again(void)
+{
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
+    gpu_ranks_run_world(&all, give_up_and_fail_again);
+}
+
+/* ---- the watchdog --------------------------------------------------------------- */
+
+/* Rank 0 waits on the device for what rank 1 never issues. */
+static void wait_for_one_that_never_comes(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    atomic_int *is_over = self->all->context;
+    CHECK_OK(try_step(self, 1));
+    if (self->rank == 0) {
+        pli_comm_record_activity(self->comm, PL_BACKWARD, 7);
+        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+        CHECK_OK(pli_comm_order(self->comm, self->stream));
+        CHECK(await_user_stream(self, RANKS_DEADLINE_NS));
+        say(self, pl_comm_progress(self->comm));
+        CHECK(self->made == PL_ETIMEOUT &&
+              error_has("rank 0: the all-reduce of 100 "
+                        "float32 at byte 64") &&
+              error_has("step 7"));
+        CHECK(gpu_issue_op(self, &mean, &ticket) == PL_ETIMEOUT);
+        atomic_store(is_over, 1);
+    } else {
+        await_user_stream(self, RANKS_DEADLINE_NS);
+        while (atomic_load(is_over) == 0)
+            pli_sleep_ns(PLI_MS);
+        pl_status st = PL_OK;
+        while (st == PL_OK)
+            st = pl_comm_progress(self->comm);
+        CHECK(st == PL_EPEER && blames(pl_error_message(), self->rank, 0) &&
+              error_has("within the deadline"));
+    }
+    self->made = PL_OK;
+    if (CHECK_OK(leave_behind(self)))
+        CHECK_OK(try_step(self, 8));
+}
+
+static void who_waits_on_the_device_is_let_go_at_the_deadline(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        atomic_int is_over = 0;
+        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
+        all.deadline_ns = 700 * PLI_MS;
+        all.context = &is_over;
+        gpu_ranks_run_world(&all, wait_for_one_that_never_comes);
+    }
+}
+
+/* Rank 0's host sleeps, its device waits; rank 1 fails, and says so. */
+static void sleep_while_another_fails(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    CHECK_OK(try_step(self, 1));
+    if (self->rank == 0) {
+        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+        CHECK_OK(pli_comm_order(self->comm, self->stream));
+        CHECK(await_user_stream(self, RANKS_DEADLINE_NS));
+        CHECK(pl_comm_progress(self->comm) == PL_EPEER);
+        CHECK(error_has("no more"));
+    } else {
+        pli_sleep_ns(20 * PLI_MS);
+        pl_comm_abort(self->comm, "no more");
+    }
+    CHECK_OK(leave_behind(self));
+}
+
+static void who_waits_on_the_device_is_let_go_where_another_rank_fails(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
+        gpu_ranks_run_world(&all, sleep_while_another_fails);
+    }
+}
+
+static void meet_an_error_of_nccls(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    CHECK_OK(try_step(self, 1));
+    if (self->rank == 1)
+        fake_fail("ncclCommGetAsyncError", 1, ncclRemoteError);
+    for (uint64_t step = 2; st == PL_OK; step++) {
+        st = try_step(self, step);
+        pli_sleep_ns(PLI_MS);
+    }
+    say(self, st);
+}
+
+static void an_error_that_nccl_has_later_ends_the_step_on_all_ranks(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_EARLY);
+        gpu_rank ranks[GPUS_MOST];
+        int n_in_its_words = 0;
+        if (!gpu_ranks_start(&all))
+            return;
+        CHECK(gpu_ranks_run(&all, meet_an_error_of_nccls, ranks) == 2);
+        for (int r = 0; r < 2; r++)
+            n_in_its_words += strstr(ranks[r].words, "remote process exited") != NULL;
+        CHECK(n_in_its_words >= 1);
+        gpu_ranks_end(&all);
+    }
+}
+
+/* ---- ranks that do not fit together --------------------------------------------- */
+
+static void issue_what_others_do_not(gpu_rank *self)
+{
+    pl_op op = mean;
+    pl_ticket ticket = 0;
+    if (self->rank == 1)
+        op.n_elems = 50;
+    CHECK_OK(gpu_issue_op(self, &op, &ticket));
+    say(self, gpu_agree_on_end(self));
+    CHECK(self->made == PL_EMISMATCH);
+}
+
+static void ranks_that_issue_other_operations_on_the_device_are_told(void)
+{
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
+    gpu_rank ranks[GPUS_MOST];
+    if (!gpu_ranks_start(&all))
+        return;
+    CHECK(gpu_ranks_run(&all, issue_what_others_do_not, ranks) == 3);
+    CHECK(blames(ranks[0].words, 0, 1));
+    fake_forget_errors(); /* the fake's NCCL sees it too, where it comes to that */
+    gpu_ranks_end(&all);
+}
+
+static void share_one_device(gpu_rank *self)
+{
+    (void)self;
+    CHECK(0);
+}
+
+static void two_ranks_on_one_device_are_told_what_to_do(void)
+{
+    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
+    gpu_rank ranks[GPUS_MOST];
+    int n_told = 0;
+    all.is_shared = 1;
+    if (!gpu_ranks_start(&all))
+        return;
+    CHECK(gpu_ranks_run(&all, share_one_device, ranks) == 3);
+    for (int r = 0; r < 3; r++) {
+        n_told += ranks[r].made == PL_EINVAL &&
+                  strstr(ranks[r].words, "torch.cuda.set_device") != NULL &&
+                  strstr(ranks[r].words, "Duplicate GPU") != NULL;
+        if (!CHECK(strstr(ranks[r].words, "Duplicate GPU") != NULL))
+            CHECK_MORE("rank %d: %s", r, ranks[r].words);
+    }
+    CHECK(n_told >= 1);
+    gpu_ranks_end(&all);
+}
+
+/* ---- the end -------------------------------------------------------------------- */
+
+static void end_in_the_middle_of_a_step(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    CHECK_OK(try_step(self, 1));
+    const int64_t begin = pli_now_ns();
+    if (self->rank == 0)
+        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+    pl_comm_destroy(self->comm);
+    self->comm = NULL;
+    self->all->bases[self->rank] = NULL;
+    CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS / 3);
+}
+
+static void a_world_ends_though_its_step_never_will(void)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
+        gpu_ranks_run_world(&all, end_in_the_middle_of_a_step);
+    }
+}
+
+/* One rank is alone with its world while the other's lives on. */
+static void end_early_with_the_device_behind(gpu_rank *self)
+{
+    for (unsigned step = 1; step <= 3; step++) {
+        if (!gpu_fill(self, &mean, step) || !CHECK_OK(try_step(self, step)))
+            return;
+        if (step == 3 && self->rank == 0)
+            return; /* and destroys its world */
+        draw_rest(&self->random, PLI_MS);
+        gpu_check(self, &mean, step);
+    }
+}
+
+static void who_ends_early_does_its_part_of_the_last_step(void)
+{
+    for (uint64_t seed = 1; seed <= 12; seed++) {
+        gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
+        gpu_ranks_run_world(&all, end_early_with_the_device_behind);
+    }
+}
+
+static void fork_in_the_middle(gpu_rank *self)
+{
+    int how = 0;
+    CHECK_OK(try_step(self, 1));
+    pli_memory_ref *ref = self->comm->ops->retain_memory(self->comm);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        (void)alarm(20);
+        ref->release(ref);
+        pli_watchdog_forget(self->all->watchdog);
+        pl_comm_abort(self->comm, "no");
+        pl_comm_destroy(self->comm);
+        pli_watchdog_destroy(self->all->watchdog);
+        _exit(fake_errors() == 0 ? 0 : 1);
+    }
+    CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
+    ref->release(ref);
+    CHECK_OK(try_step(self, 2));
+}
+
+static void a_forked_child_touches_nothing(void)
+{
+    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_LATE);
+    gpu_ranks_run_world(&all, fork_in_the_middle);
+}
+
+int main(void)
+{
+    RUN(every_call_of_the_driver_and_of_nccl_may_fail);
+    RUN(every_allocation_and_system_call_may_fail);
+    RUN(a_step_that_fails_is_left_behind_by_all);
+    RUN(the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next);
+    RUN(a_recovery_that_fails_can_be_tried_again);
+    RUN(who_waits_on_the_device_is_let_go_at_the_deadline);
+    RUN(who_waits_on_the_device_is_let_go_where_another_rank_fails);
+    RUN(an_error_that_nccl_has_later_ends_the_step_on_all_ranks);
+    RUN(ranks_that_issue_other_operations_on_the_device_are_told);
+    RUN(two_ranks_on_one_device_are_told_what_to_do);
+    RUN(a_world_ends_though_its_step_never_will);
+    RUN(who_ends_early_does_its_part_of_the_last_step);
+    RUN(a_forked_child_touches_nothing);
+    return check_report();
+}

@@ -1,0 +1,413 @@
+/* test_gpu_comm_processes.c - GPU worlds of processes: one works, is killed, or stops;
+ * and worlds whose words somebody else carries (group_comm.h).
+ */
+#include "gpu_ranks.h"
+#include "processes.h"
+
+#include "comm/group_comm.h"
+
+#define SOON_NS ((IS_SANITIZED ? 12000 : 5000) * PLI_MS)
+
+static const pl_op mean = {.kind = PL_ALL_REDUCE,
+                           .reduction = PL_MEAN,
+                           .dtype = PL_F32,
+                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                           .n_elems = 100};
+
+/* A child's end of a GPU world; `all` is its own alone. */
+typedef struct worker {
+    gpu_ranks all;
+    gpu_rank rank;
+} worker;
+
+static pl_status worker_open(worker *it, child *self)
+{
+    pl_status st = PL_OK;
+    const board *shared = self->board;
+    it->all = gpu_ranks_of(shared->world_size, shared->seed,
+                           (fake_schedule)(shared->seed % 3));
+    it->all.deadline_ns = shared->deadline_ns;
+    it->rank = (gpu_rank){.all = &it->all, .rank = self->rank};
+    fake_reset(&it->all.fake);
+    PL_TRY(pli_nccl_library_open(fake_path(), &it->all.library));
+    PL_TRY(pli_watchdog_create(&it->all.watchdog));
+    PL_TRY(child_join(self));
+    it->all.bases[self->rank] = self->comm;
+    PL_TRY(gpu_open(&it->rank));
+    PL_TRY(gpu_join(&it->rank));
+    self->comm = it->rank.comm;
+done:
+    return st;
+}
+
+/* What NCCL has still to end it ends in a thread that nobody waits for. */
+static void worker_close(worker *it, child *self)
+{
+    pl_comm_destroy(self->comm);
+    self->comm = NULL;
+    gpu_close(&it->rank);
+    for (int i = 0; i < 5000 && fake_live(FAKE_CONTEXTS) > 0; i++)
+        pli_sleep_ns(PLI_MS);
+    gpu_ranks_end(&it->all);
+}
+
+static pl_status await_failure(pl_comm *comm)
+{
+    const int64_t begin = pli_now_ns();
+    pl_status st = PL_OK;
+    while (st == PL_OK && CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS)) {
+        st = pl_comm_progress(comm);
+        pli_sleep_ns(PLI_MS);
+    }
+    return st;
+}
+
+static pl_status worker_step(worker *it, unsigned step)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    pli_comm_record_activity(it->rank.comm, PL_BACKWARD, step);
+    if (!gpu_fill(&it->rank, &mean, step))
+        return PL_ESYS;
+    PL_TRY(gpu_issue_op(&it->rank, &mean, &ticket));
+    PL_TRY(gpu_agree_on_end(&it->rank));
+    if (gpu_n_wrong(&it->rank, &mean, step) != 0)
+        st = await_failure(it->rank.comm); /* a rank that died took its part along */
+done:
+    return st;
+}
+
+/* ---- worlds that work ----------------------------------------------------------- */
+
+static void do_five_steps(child *self)
+{
+    worker it;
+    pl_status st = worker_open(&it, self);
+    for (unsigned step = 1; step <= 5 && st == PL_OK; step++) {
+        draw_rest(&self->random, PLI_MS);
+        st = worker_step(&it, step);
+    }
+    CHECK_OK(st);
+    child_report(self, st);
+    worker_close(&it, self);
+}
+
+static void worlds_of_processes_have_the_means(void)
+{
+    for (uint64_t seed = 1; seed <= 9; seed++) {
+        board *all = board_create(1 + (int)(seed % 3), seed);
+        all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+        processes_start(all, do_five_steps);
+        processes_end(all, -1);
+        board_destroy(all);
+    }
+}
+
+/* ---- one rank is killed --------------------------------------------------------- */
+
+static void step_until_it_fails(child *self)
+{
+    worker it;
+    pl_status st = worker_open(&it, self);
+    for (unsigned step = 1; st == PL_OK; step++) {
+        draw_rest(&self->random, PLI_MS);
+        st = worker_step(&it, step);
+        atomic_fetch_add(&self->board->note, step == 1); /* NCCL has connected it */
+    }
+    child_report(self, st);
+    await_flag(&self->board->is_stopped);
+    fake_forget_errors(); /* it may have waited for what never came */
+    worker_close(&it, self);
+}
+
+static void a_rank_that_is_killed_is_named_by_all(void)
+{
+    for (uint64_t seed = 1; seed <= 9; seed++) {
+        draw random = draw_of(seed);
+        const int world_size = 2 + (int)(seed % 2);
+        const int culprit = (int)draw_below(&random, (size_t)world_size);
+        board *all = board_create(world_size, seed);
+        all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+        processes_start(all, step_until_it_fails);
+        for (int r = 0; r < world_size; r++)
+            await_flag(&all->reports[r].is_joined);
+        pli_sleep_ns((int64_t)draw_below(&random, 60000000));
+        const int64_t begin = pli_now_ns();
+        (void)kill(all->pids[culprit], SIGKILL);
+        processes_await_reports(all, culprit);
+        atomic_store(&all->is_stopped, 1);
+        processes_end(all, culprit);
+        for (int r = 0; r < world_size; r++) {
+            const report *one = &all->reports[r];
+            if (r != culprit &&
+                !CHECK(one->status == PL_EPEER && blames(one->words, r, culprit) &&
+                       one->at_ns - begin < SOON_NS))
+                CHECK_MORE("seed %d, rank %d: %s", (int)seed, r, one->words);
+        }
+        board_destroy(all);
+    }
+}
+
+/* Rank 0's host is in the user's code, its device waits for rank 1, which is killed. */
+static void wait_on_the_device(child *self)
+{
+    worker it;
+    pl_ticket ticket = 0;
+    int is_done = 0;
+    pl_status st = worker_open(&it, self);
+    if (st == PL_OK)
+        st = worker_step(&it, 1);
+    CHECK_OK(st);
+    if (self->rank == 1) {
+        atomic_store(&self->board->note, 1);
+        for (;;)
+            pli_sleep_ns(PLI_MS);
+    }
+    CHECK_OK(gpu_issue_op(&it.rank, &mean, &ticket));
+    CHECK_OK(pli_comm_order(self->comm, it.rank.stream));
+    CHECK_OK(it.rank.backend->ops->event_record(it.rank.backend, it.rank.ready,
+                                                it.rank.stream));
+    while (!is_done) {
+        CHECK_OK(it.rank.backend->ops->event_is_done(it.rank.backend, it.rank.ready,
+                                                     &is_done));
+        pli_sleep_ns(PLI_MS);
+    }
+    child_report(self, pl_comm_progress(self->comm));
+    worker_close(&it, self);
+}
+
+static void who_waits_on_the_device_is_let_go_where_a_rank_is_killed(void)
+{
+    board *all = board_create(2, 4);
+    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    processes_start(all, wait_on_the_device);
+    await_flag(&all->note);
+    pli_sleep_ns(50 * PLI_MS);
+    (void)kill(all->pids[1], SIGKILL);
+    processes_end(all, 1);
+    CHECK(all->reports[0].status == PL_EPEER);
+    CHECK(blames(all->reports[0].words, 0, 1));
+    CHECK(strstr(all->reports[0].words, "died") != NULL);
+    board_destroy(all);
+}
+
+/* The same in a graph's replay, of which no host says anything. */
+static void replay(child *self)
+{
+    worker it;
+    pl_ticket ticket = 0;
+    pli_cuda_scope scope;
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    pl_status st = worker_open(&it, self);
+    CUstream stream = (CUstream)(void *)it.rank.stream;
+    if (st == PL_OK)
+        st = worker_step(&it, 1);
+    CHECK_OK(st);
+    CHECK_OK(pli_cuda_enter(it.rank.backend, &scope));
+    CHECK(cuStreamBeginCapture(stream, 0) == 0);
+    CHECK_OK(gpu_issue_op(&it.rank, &mean, &ticket));
+    CHECK_OK(gpu_agree_on_end(&it.rank));
+    CHECK(cuStreamEndCapture(stream, &graph) == 0);
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
+    if (self->rank == 1) {
+        atomic_store(&self->board->note, 1);
+        for (;;)
+            pli_sleep_ns(PLI_MS);
+    }
+    CHECK(cuGraphLaunch(exec, stream) == 0);
+    while (cuStreamQuery(stream) != 0)
+        pli_sleep_ns(PLI_MS);
+    child_report(self, pl_comm_progress(self->comm));
+    CHECK(cuGraphDestroy(graph) == 0 && cuGraphExecDestroy(exec) == 0);
+    pli_cuda_leave(it.rank.backend, &scope);
+    for (int i = 0; i < 5000 && fake_live(FAKE_COMMS) > 0; i++)
+        pli_sleep_ns(PLI_MS);
+    worker_close(&it, self);
+}
+
+static void who_waits_in_a_replay_is_let_go_where_a_rank_is_killed(void)
+{
+    board *all = board_create(2, 4);
+    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    processes_start(all, replay);
+    await_flag(&all->note);
+    pli_sleep_ns(50 * PLI_MS);
+    (void)kill(all->pids[1], SIGKILL);
+    processes_end(all, 1);
+    CHECK(all->reports[0].status == PL_EPEER);
+    CHECK(blames(all->reports[0].words, 0, 1));
+    board_destroy(all);
+}
+
+static void a_rank_that_stands_still_is_noticed_at_the_deadline(void)
+{
+    board *all = board_create(2, 2);
+    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    all->deadline_ns = 800 * PLI_MS;
+    processes_start(all, step_until_it_fails);
+    while (atomic_load(&all->note) < 2)
+        pli_sleep_ns(PLI_MS);
+    (void)kill(all->pids[1], SIGSTOP);
+    processes_await_reports(all, 1);
+    (void)kill(all->pids[1], SIGKILL);
+    atomic_store(&all->is_stopped, 1);
+    processes_end(all, 1);
+    /* Or its operation, where the host waited on the device and not for the rank. */
+    const char *words = all->reports[0].words;
+    if (!CHECK(all->reports[0].status == PL_ETIMEOUT &&
+               (blames(words, 0, 1) || strstr(words, "on the device") != NULL)))
+        CHECK_MORE("%s", all->reports[0].words);
+    board_destroy(all);
+}
+
+/* ---- words that somebody else carries ------------------------------------------- */
+
+/* Carries them by a world of threads, through that one's arena. */
+typedef struct carrier {
+    pl_comm *through;
+    char *arena; /* the group_comm's */
+    pl_op op;
+    pl_ticket ticket;
+    int n_dropped;
+} carrier;
+
+static size_t bytes_of(const pl_op *op)
+{
+    return op->n_elems * pl_dtype_bytes(op->dtype);
+}
+
+static pl_status carry(void *context, const pl_op *op, pl_ticket ticket)
+{
+    carrier *it = context;
+    char *theirs = pli_comm_arena(it->through);
+    (void)ticket;
+    it->op = *op;
+    if (op->kind != PL_BARRIER)
+        memcpy(theirs + op->offset_bytes, it->arena + op->offset_bytes, bytes_of(op));
+    const pl_status st = pl_comm_issue(it->through, op, &it->ticket);
+    return st == PL_OK ? wait_through(it->through, it->ticket) : st;
+}
+
+static pl_status carried(void *context, pl_ticket ticket)
+{
+    carrier *it = context;
+    const char *theirs = pli_comm_arena(it->through);
+    (void)ticket;
+    if (it->op.kind != PL_BARRIER)
+        memcpy(it->arena + it->op.offset_bytes, theirs + it->op.offset_bytes,
+               bytes_of(&it->op));
+    return PL_OK;
+}
+
+static void drop(void *context)
+{
+    ((carrier *)context)->n_dropped++;
+}
+
+typedef struct over_group {
+    carrier carriers[GPUS_MOST];
+    pl_comm *lone[GPUS_MOST];
+} over_group;
+
+static pl_status make_group_comm(gpu_ranks *all, over_group *it, int rank)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pl_local_create(1, GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES, RANKS_DEADLINE_NS,
+                           &it->lone[rank]));
+    it->carriers[rank] =
+        (carrier){.through = all->bases[rank], .arena = pli_comm_arena(it->lone[rank])};
+    PL_TRY(pli_group_comm_create(
+        &(pli_group_comm_options){.rank = rank,
+                                  .world_size = all->world_size,
+                                  .base = it->lone[rank],
+                                  .callbacks = {.context = &it->carriers[rank],
+                                                .issue = carry,
+                                                .wait = carried,
+                                                .drop = drop}},
+        &all->bases[rank]));
+done:
+    return st;
+}
+
+static void step_and_fail(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    pl_recovery how = PL_NOTHING_FAILED;
+    for (unsigned step = 1; step <= 4; step++) {
+        (void)gpu_fill(self, &mean, step);
+        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+        CHECK_OK(gpu_agree_on_end(self));
+        gpu_check(self, &mean, step);
+    }
+    pl_comm_abort(self->comm, "no more of this");
+    CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
+    CHECK(error_has("no more of this"));
+    CHECK(pl_comm_recover(self->comm, RANKS_SLICE_NS, &how) == PL_EPEER);
+    CHECK(error_has("wrap the model anew"));
+}
+
+static void run_over_group(int world_size, uint64_t seed, void (*run)(gpu_rank *self),
+                           int n_expected)
+{
+    over_group it = {0};
+    pl_comm *through[GPUS_MOST];
+    gpu_rank ranks[GPUS_MOST];
+    gpu_ranks all = gpu_ranks_of(world_size, seed, (fake_schedule)(seed % 3));
+    if (!gpu_ranks_start(&all))
+        return;
+    for (int r = 0; r < world_size; r++) {
+        through[r] = all.bases[r];
+        CHECK_OK(make_group_comm(&all, &it, r));
+    }
+    if (n_expected > 0)
+        fake_fail("ncclMemAlloc", 1, 1), fake_fail("cuMemAlloc", 1, 2);
+    CHECK(gpu_ranks_run(&all, run, ranks) == n_expected);
+    for (int r = 0; r < world_size; r++) {
+        pl_comm_destroy(through[r]);
+        CHECK(ranks[r].made == PL_OK || strstr(ranks[r].words, "out of memory"));
+        CHECK(n_expected > 0 || it.carriers[r].n_dropped == 1);
+    }
+    gpu_ranks_end(&all);
+}
+
+static void a_group_comm_serves_as_the_base_of_a_gpu_world(void)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++)
+        run_over_group(2 + (int)(seed % 2), seed, step_and_fail, 0);
+}
+
+/* The host is ahead of the device: a step that is over has means yet to come. */
+static void fail_before_the_means(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    (void)gpu_fill(self, &mean, 1);
+    CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+    CHECK_OK(gpu_agree_on_end(self));
+    pl_comm_abort(self->comm, "no more of this");
+    gpu_check(self, &mean, 1);
+}
+
+static void means_of_a_step_that_is_over_outlive_a_failure_over_a_group(void)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++)
+        run_over_group(2 + (int)(seed % 2), seed, fail_before_the_means, 0);
+}
+
+static void ranks_over_a_group_are_told_who_could_not_begin(void)
+{
+    run_over_group(3, 1, step_and_fail, 3);
+}
+
+int main(void)
+{
+    RUN(worlds_of_processes_have_the_means);
+    RUN(a_rank_that_is_killed_is_named_by_all);
+    RUN(who_waits_on_the_device_is_let_go_where_a_rank_is_killed);
+    RUN(who_waits_in_a_replay_is_let_go_where_a_rank_is_killed);
+    RUN(a_rank_that_stands_still_is_noticed_at_the_deadline);
+    RUN(a_group_comm_serves_as_the_base_of_a_gpu_world);
+    RUN(means_of_a_step_that_is_over_outlive_a_failure_over_a_group);
+    RUN(ranks_over_a_group_are_told_who_could_not_begin);
+    return check_report();
+}

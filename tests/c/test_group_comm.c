@@ -1,0 +1,484 @@
+/* test_group_comm.c - worlds over a user's process group.
+ *
+ * The group of these tests is a ferry: it brings each range to a world of threads,
+ * has that do the operation, and brings what came of it back.
+ */
+#include "comm/group_comm.h"
+#include "comm/shm_init.h"
+#include "comm/window.h"
+#include "core/alloc.h"
+#include "steps.h"
+
+enum { MAX_OPS = 4096, ARENA_BYTES = 1 << 16, N_ELEMS = 1000 };
+
+typedef struct ferry {
+    pl_comm *world;      /* does the work */
+    pl_comm *group_comm; /* where the ranges lie */
+    pl_op *ops;          /* MAX_OPS of them */
+    pl_ticket n_issued;
+    pl_ticket n_done;
+    pl_ticket fail_issue; /* the ticket whose issue fails; 0: none */
+    pl_ticket fail_wait;
+    int n_delays; /* waits that answer PL_EAGAIN first */
+    int n_drops;
+} ferry;
+
+static size_t op_bytes(const pl_op *op)
+{
+    return op->n_elems * pl_dtype_bytes(op->dtype);
+}
+
+static pl_status ferry_issue(void *context, const pl_op *op, pl_ticket ticket)
+{
+    pl_status st = PL_OK;
+    ferry *self = context;
+    pl_ticket inner = 0;
+    CHECK(ticket == self->n_issued + 1);
+    if (ticket == self->fail_issue)
+        PL_FAIL(PL_ESYS, "the bridge is up");
+    self->ops[self->n_issued % MAX_OPS] = *op;
+    if (op_bytes(op) > 0)
+        memcpy((char *)pli_comm_arena(self->world) + op->offset_bytes,
+               (char *)pli_comm_arena(self->group_comm) + op->offset_bytes,
+               op_bytes(op));
+    PL_TRY(pl_comm_issue(self->world, op, &inner));
+    CHECK(inner == ticket);
+    self->n_issued = ticket;
+done:
+    return st;
+}
+
+static pl_status ferry_wait(void *context, pl_ticket ticket)
+{
+    pl_status st = PL_OK;
+    ferry *self = context;
+    CHECK(ticket > self->n_done && ticket <= self->n_issued);
+    if (self->n_delays > 0) {
+        self->n_delays--;
+        PL_FAIL(PL_EAGAIN, "the tide is out");
+    }
+    if (self->fail_wait > 0 && ticket >= self->fail_wait)
+        PL_FAIL(PL_ESYS, "the ferry has sunk");
+    PL_TRY(pl_comm_wait(self->world, ticket, RANKS_SLICE_NS));
+    for (; self->n_done < ticket; self->n_done++) {
+        const pl_op *op = &self->ops[self->n_done % MAX_OPS];
+        if (op_bytes(op) > 0)
+            memcpy((char *)pli_comm_arena(self->group_comm) + op->offset_bytes,
+                   (char *)pli_comm_arena(self->world) + op->offset_bytes,
+                   op_bytes(op));
+    }
+done:
+    return st;
+}
+
+static void ferry_drop(void *context)
+{
+    ((ferry *)context)->n_drops++;
+}
+
+/* ---- group_comms between ranks that are threads
+ * -------------------------------------- */
+
+static ferry
+    *ferries[PL_MAX_RANKS]; /* of the group_comms that group_comms_run() has made */
+
+static int group_comm_over(pl_comm *world, size_t arena_bytes, ferry *it)
+{
+    pl_comm *base = NULL;
+    *it = (ferry){.world = world};
+    if (!CHECK_OK(pli_calloc(MAX_OPS, sizeof *it->ops, "operations", &it->ops)) ||
+        !CHECK_OK(pl_local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
+        return 0;
+    const pli_group_comm_options options = {.rank = pl_comm_rank(world),
+                                            .world_size = pl_comm_world_size(world),
+                                            .base = base,
+                                            .callbacks = {.context = it,
+                                                          .issue = ferry_issue,
+                                                          .wait = ferry_wait,
+                                                          .drop = ferry_drop}};
+    return CHECK_OK(pli_group_comm_create(&options, &it->group_comm));
+}
+
+static void ferry_fini(ferry *it)
+{
+    pl_comm_destroy(it->group_comm);
+    pl_comm_destroy(it->world);
+    pli_free(it->ops);
+}
+
+/* Makes a world of group_comms, runs it, and destroys it. */
+static void group_comms_run(int world_size, size_t arena_bytes,
+                            void (*run)(rank_job *job), void *context, uint64_t seed)
+{
+    pl_comm *worlds[PL_MAX_RANKS] = {NULL};
+    pl_comm *group_comms[PL_MAX_RANKS] = {NULL};
+    static ferry all[PL_MAX_RANKS];
+    if (!CHECK_OK(pl_local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, worlds)))
+        return;
+    for (int r = 0; r < world_size; r++) {
+        if (!group_comm_over(worlds[r], arena_bytes, &all[r]))
+            return;
+        group_comms[r] = all[r].group_comm;
+        ferries[r] = &all[r];
+    }
+    ranks_run(world_size, group_comms, run, context, seed);
+    for (int r = 0; r < world_size; r++)
+        ferry_fini(&all[r]);
+}
+
+static pl_op mean_of(size_t n_elems)
+{
+    return (pl_op){.kind = PL_ALL_REDUCE,
+                   .reduction = PL_MEAN,
+                   .dtype = PL_F32,
+                   .n_elems = n_elems};
+}
+
+static float *floats_of(pl_comm *comm)
+{
+    return (float *)pli_comm_arena(comm);
+}
+
+/* ---- what is carried ------------------------------------------------------------ */
+
+static void reduce_and_send(rank_job *job)
+{
+    float *mine = floats_of(job->comm);
+    const pl_op ops[] = {
+        mean_of(N_ELEMS),
+        {.kind = PL_BROADCAST,
+         .dtype = PL_F32,
+         .root = job->world_size - 1,
+         .offset_bytes = N_ELEMS * sizeof(float),
+         .n_elems = N_ELEMS},
+        mean_of(0), /* of nothing */
+        {.kind = PL_BARRIER},
+    };
+    pl_ticket ticket = 0;
+    for (size_t i = 0; i < N_ELEMS; i++) {
+        mine[i] = (float)(job->rank * 2);
+        mine[N_ELEMS + i] = (float)job->rank;
+    }
+    for (size_t k = 0; k < sizeof ops / sizeof ops[0]; k++) {
+        CHECK_OK(pl_comm_issue(job->comm, &ops[k], &ticket));
+        CHECK(ticket == k + 1);
+        CHECK_OK(pl_comm_progress(job->comm));
+    }
+    CHECK_OK(wait_through(job->comm, 1));
+    CHECK(mine[0] == (float)(job->world_size - 1));
+    CHECK(mine[N_ELEMS - 1] == (float)(job->world_size - 1));
+    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK(mine[2 * N_ELEMS - 1] == (float)(job->world_size - 1));
+    CHECK_OK(wait_through(job->comm, 2)); /* done long ago */
+    CHECK(ferries[job->rank]->n_done == ticket);
+    for (size_t k = 0; k < sizeof ops / sizeof ops[0]; k++) {
+        const pl_op *seen = &ferries[job->rank]->ops[k];
+        CHECK(seen->kind == ops[k].kind && seen->n_elems == ops[k].n_elems);
+    }
+}
+
+static void operations_are_carried_in_their_order_to_every_rank(void)
+{
+    for (int world_size = 1; world_size <= 4; world_size++)
+        group_comms_run(world_size, ARENA_BYTES, reduce_and_send, NULL, 1);
+}
+
+static void tell_of_itself(rank_job *job)
+{
+    pl_recovery recovery = PL_RECOVERED;
+    const pl_comm *group_comm = job->comm;
+    CHECK(pl_comm_rank(group_comm) == job->rank);
+    CHECK(pl_comm_world_size(group_comm) == job->world_size);
+    CHECK(pl_comm_arena_bytes(group_comm) == ARENA_BYTES);
+    CHECK(pli_comm_is_group_comm(group_comm));
+    CHECK_OK(pli_comm_check_peers(job->comm));
+    CHECK_OK(pl_comm_recover(job->comm, 0, &recovery));
+    CHECK(recovery == PL_NOTHING_FAILED);
+    pli_comm_record_activity(job->comm, PL_BACKWARD, 1);
+    pli_comm_set_failure_message(job->comm, "nobody is told");
+    pl_comm_leave(job->comm);
+    pl_comm_leave(job->comm);
+}
+
+static void a_group_comm_has_its_own_rank_and_the_arena_of_its_base(void)
+{
+    group_comms_run(3, ARENA_BYTES, tell_of_itself, NULL, 1);
+}
+
+static void train(rank_job *job)
+{
+    const model *it = job->context;
+    trainer self;
+    if (!trainer_create(it, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= 5; step++)
+        if (!trainer_step(&self, step))
+            break;
+    trainer_destroy(&self);
+}
+
+static void reducers_over_groups_have_exact_means(void)
+{
+    for (int world_size = 1; world_size <= 3; world_size++) {
+        for (uint64_t seed = 1; seed <= 3; seed++) {
+            model it = model_of(60 + seed, world_size, 1 + seed * 8);
+            it.percent_unused = 20;
+            it.percent_twice = 20;
+            const pl_reducer_spec spec = spec_of(&it);
+            group_comms_run(world_size, pl_reducer_arena_bytes(&spec), train, &it,
+                            seed);
+        }
+    }
+}
+
+static void delay(rank_job *job)
+{
+    const pl_op op = mean_of(N_ELEMS);
+    pl_ticket ticket = 0;
+    ferries[job->rank]->n_delays = 3;
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK(pl_comm_wait(job->comm, ticket, 0) == PL_EAGAIN);
+    CHECK(ferries[job->rank]->n_drops == 0);
+    CHECK_OK(wait_through(job->comm, ticket));
+}
+
+static void group_callbacks_may_ask_for_more_time(void)
+{
+    group_comms_run(2, ARENA_BYTES, delay, NULL, 1);
+}
+
+/* ---- failures ------------------------------------------------------------------- */
+
+/* Nothing works any more, and each call says why. */
+static void check_failed(rank_job *job, const char *words)
+{
+    const pl_op op = mean_of(1);
+    pl_ticket ticket = 77;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER);
+    CHECK(ticket == 77); /* written on success alone */
+    CHECK(error_has(words) && error_has("wrap the model anew on every rank"));
+    CHECK(blames(pl_error_message(), job->world_size, job->rank));
+    CHECK(pl_comm_wait(job->comm, 0, 0) == PL_EPEER && error_has(words));
+    CHECK(pl_comm_progress(job->comm) == PL_EPEER && error_has(words));
+    CHECK(pli_comm_check_peers(job->comm) == PL_EPEER && error_has(words));
+    CHECK(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery) == PL_EPEER);
+    CHECK(error_has(words));
+    CHECK(recovery == PL_NOTHING_FAILED);
+    CHECK(ferries[job->rank]->n_drops == 1);
+}
+
+static void fail_to_issue(rank_job *job)
+{
+    const pl_op op = mean_of(N_ELEMS);
+    pl_ticket ticket = 0;
+    ferries[job->rank]->fail_issue = 2;
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_ESYS);
+    CHECK(error_has("the bridge is up"));
+    CHECK(ticket == 1);
+    check_failed(job, "the bridge is up");
+    pl_comm_abort(job->comm, "something that came of it"); /* the first words stay */
+    check_failed(job, "the bridge is up");
+}
+
+static void an_operation_that_cannot_begin_is_the_end_of_the_group_comm(void)
+{
+    group_comms_run(2, ARENA_BYTES, fail_to_issue, NULL, 1);
+}
+
+static void fail_to_wait(rank_job *job)
+{
+    const pl_op op = mean_of(10);
+    pl_ticket ticket = 0;
+    ferries[job->rank]->fail_wait = 2;
+    for (int k = 0; k < 3; k++)
+        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK_OK(wait_through(job->comm, 1));
+    CHECK(wait_through(job->comm, ticket) == PL_ESYS);
+    CHECK(error_has("the ferry has sunk"));
+    check_failed(job, "the ferry has sunk");
+}
+
+static void an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm(void)
+{
+    group_comms_run(2, ARENA_BYTES, fail_to_wait, NULL, 1);
+}
+
+static void give_up(rank_job *job)
+{
+    if (job->rank == 1) {
+        pl_comm_abort(job->comm, NULL);
+        check_failed(job, "an exception in its backward");
+    } else {
+        pl_comm_abort(job->comm, "the dog ate it");
+        check_failed(job, "the dog ate it");
+    }
+    CHECK(ferries[job->rank]->n_issued == 0);
+}
+
+static void what_is_aborted_stays_so_in_its_own_words(void)
+{
+    group_comms_run(2, ARENA_BYTES, give_up, NULL, 1);
+}
+
+static void check_withdrawn(const pl_reducer *reducer, rank_job *job)
+{
+    CHECK(!pl_reducer_has_failed(reducer));
+    CHECK(!pl_reducer_is_active(reducer));
+    CHECK(ferries[job->rank]->n_drops == 0);
+    CHECK_OK(pl_comm_progress(job->comm));
+}
+
+/* Any number of times before its first operation, and not after it. */
+static void fail_steps(rank_job *job, size_t extra_bytes)
+{
+    const pl_param param = {.n_elems = 4, .dtype = PL_F32};
+    const pl_reducer_spec spec = {.params = &param,
+                                  .n_params = 1,
+                                  .extra_bytes = extra_bytes,
+                                  .caps = {.bucket_bytes = 64}};
+    pl_backend *backend = NULL;
+    pl_reducer *reducer = NULL;
+    if (!CHECK_OK(pli_cpu_backend_create(&backend)) ||
+        !CHECK_OK(pl_reducer_create(&spec, job->comm, backend, &reducer)))
+        return;
+    for (int k = 0; extra_bytes == 0 && k < 3; k++) {
+        CHECK_OK(pl_reducer_begin(reducer));
+        pl_reducer_fail(reducer, "a moth");
+        check_withdrawn(reducer, job);
+    }
+    CHECK_OK(pl_reducer_begin(reducer));
+    if (extra_bytes == 0)
+        CHECK_OK(pl_reducer_close(reducer));
+    pl_reducer_fail(reducer, "a moth");
+    CHECK(pl_reducer_has_failed(reducer));
+    check_failed(job, "a moth");
+    CHECK(pl_reducer_recover(reducer, 0) == PL_EPEER);
+    pl_reducer_destroy(reducer);
+    pli_backend_destroy(backend);
+}
+
+static void fail_steps_without_extra(rank_job *job)
+{
+    fail_steps(job, 0);
+}
+
+static void fail_steps_with_extra(rank_job *job)
+{
+    fail_steps(job, 8);
+}
+
+static void a_step_that_fails_before_its_first_operation_has_not_begun(void)
+{
+    group_comms_run(2, ARENA_BYTES * 2, fail_steps_without_extra, NULL, 1);
+    group_comms_run(2, ARENA_BYTES * 2, fail_steps_with_extra, NULL, 1);
+}
+
+static void be_refused(rank_job *job)
+{
+    const pl_op too_long = mean_of(ARENA_BYTES);
+    pl_ticket ticket = 0;
+    CHECK(pl_comm_issue(job->comm, &too_long, &ticket) == PL_EINVAL);
+    CHECK(pl_comm_wait(job->comm, 1, 0) == PL_EINVAL);
+    CHECK(error_has("ticket 1 of 0 operations"));
+    CHECK(ferries[job->rank]->n_drops == 0);
+    reduce_and_send(job); /* nothing has failed */
+}
+
+static void a_bad_call_is_refused_and_the_group_comm_stays_usable(void)
+{
+    group_comms_run(2, ARENA_BYTES, be_refused, NULL, 1);
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static void what_makes_no_group_comm_leaves_the_base_to_its_owner(void)
+{
+    static const int bad[][2] = {{0, 0}, {1, 1}, {-1, 2}, {0, PL_MAX_RANKS + 1}};
+    pl_comm *pair[2] = {NULL};
+    pl_comm *base = NULL;
+    pl_comm *group_comm = NULL;
+    ferry it = {.world = NULL};
+    if (!CHECK_OK(pl_local_create(1, 64, RANKS_DEADLINE_NS, &base)) ||
+        !CHECK_OK(pl_local_create(2, 64, RANKS_DEADLINE_NS, pair)))
+        return;
+    pli_group_comm_options options = {.world_size = 2,
+                                      .base = pair[0],
+                                      .callbacks = {.context = &it,
+                                                    .issue = ferry_issue,
+                                                    .wait = ferry_wait,
+                                                    .drop = ferry_drop}};
+    CHECK(pli_group_comm_create(&options, &group_comm) == PL_EINVAL);
+    CHECK(error_has("base has 2 ranks"));
+    options.base = base;
+    for (size_t k = 0; k < sizeof bad / sizeof bad[0]; k++) {
+        options.rank = bad[k][0];
+        options.world_size = bad[k][1];
+        CHECK(pli_group_comm_create(&options, &group_comm) == PL_EINVAL);
+        CHECK(error_has("a world has 1 to 64 ranks"));
+    }
+    options.rank = 0;
+    options.world_size = 2;
+    pli_fault_arm(PLI_FAULT_ALLOC, 1);
+    CHECK(pli_group_comm_create(&options, &group_comm) == PL_ENOMEM);
+    pli_fault_arm(PLI_FAULT_ALLOC, 0);
+    CHECK(group_comm == NULL);
+    CHECK_OK(pli_group_comm_create(&options, &group_comm));
+    pl_comm_destroy(group_comm); /* and the base with it */
+    pl_comm_destroy(pair[0]);
+    pl_comm_destroy(pair[1]);
+}
+
+static void a_window_shows_the_arena_of_the_base(void)
+{
+    static const int nobody[1] = {0};
+    char address[PLI_ADDRESS_BYTES];
+    pli_listener *listener = NULL;
+    const pli_shm_options of_base = {.world_size = 1,
+                                     .arena_bytes = 1 << 17,
+                                     .n_ops = 1,
+                                     .deadline_ns = RANKS_DEADLINE_NS,
+                                     .pids = nobody};
+    ferry it = {.world = NULL};
+    pli_group_comm_options options = {.rank = 1,
+                                      .world_size = 2,
+                                      .callbacks = {.context = &it,
+                                                    .issue = ferry_issue,
+                                                    .wait = ferry_wait,
+                                                    .drop = ferry_drop}};
+    pl_comm *group_comm = NULL;
+    pli_window *window = NULL;
+    if (!CHECK_OK(pli_listener_create(address, &listener)) ||
+        !CHECK_OK(pli_shm_create(&of_base, listener, NULL, &options.base)) ||
+        !CHECK_OK(pli_group_comm_create(&options, &group_comm)) ||
+        !CHECK_OK(pli_window_create(group_comm, 1 << 16, 4096, 1, &window)))
+        return;
+    floats_of(group_comm)[(1 << 16) / sizeof(float)] = 5;
+    CHECK(*(float *)(void *)window->base == 5);
+    pli_window_see(window, 0);
+    CHECK_OK(pli_window_retire(window));
+    floats_of(group_comm)[(1 << 16) / sizeof(float)] = 6;
+    CHECK(*(float *)(void *)window->base == 5); /* whoever looks keeps its value */
+    pli_window_unsee(window, 0);
+    pli_window_release(window);
+    pli_listener_destroy(listener);
+    pl_comm_destroy(group_comm);
+}
+
+int main(void)
+{
+    RUN(operations_are_carried_in_their_order_to_every_rank);
+    RUN(a_group_comm_has_its_own_rank_and_the_arena_of_its_base);
+    RUN(reducers_over_groups_have_exact_means);
+    RUN(group_callbacks_may_ask_for_more_time);
+    RUN(an_operation_that_cannot_begin_is_the_end_of_the_group_comm);
+    RUN(an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm);
+    RUN(what_is_aborted_stays_so_in_its_own_words);
+    RUN(a_step_that_fails_before_its_first_operation_has_not_begun);
+    RUN(a_bad_call_is_refused_and_the_group_comm_stays_usable);
+    RUN(what_makes_no_group_comm_leaves_the_base_to_its_owner);
+    RUN(a_window_shows_the_arena_of_the_base);
+    return check_report();
+}

@@ -1,0 +1,167 @@
+/* test_handshake.c - who connects to rank 0 besides its ranks, and what signals do to
+ * the words that they exchange.
+ */
+#include "processes.h"
+
+#include <errno.h>
+#include <stddef.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include "comm/handshake.h"
+#include "core/alloc.h"
+
+enum { N_SILENT = 20 };
+
+static int connect_to(const char *address)
+{
+    struct sockaddr_un name = {.sun_family = AF_UNIX};
+    const size_t n = strlen(address);
+    const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    memcpy(name.sun_path + 1, address, n);
+    CHECK(connect(fd, (struct sockaddr *)&name,
+                  (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n)) == 0);
+    return fd;
+}
+
+/* Rank 1 first connects many times without a word, or with another's. */
+static void come_among_strangers(child *self)
+{
+    int silent[N_SILENT];
+    pli_handshake_reply answer = {0};
+    if (self->rank == 1) {
+        for (int i = 0; i < N_SILENT; i++)
+            silent[i] = connect_to(self->board->address);
+        CHECK(send(silent[0], "GET /", 5, 0) == 5);
+    }
+    const int64_t begin = pli_now_ns();
+    CHECK_OK(child_join(self));
+    CHECK(pli_now_ns() - begin < 4000 * PLI_MS); /* each of them had 5 s before */
+    if (self->rank == 1) {
+        CHECK(recv(silent[0], &answer, sizeof answer, 0) == (ssize_t)sizeof answer);
+        CHECK(strstr(answer.message, "heard no rank") != NULL);
+        for (int i = 0; i < N_SILENT; i++)
+            (void)close(silent[i]);
+    }
+}
+
+static void connections_that_say_nothing_do_not_hold_up_the_ranks(void)
+{
+    board *all = board_create(2, 1);
+    processes_start(all, come_among_strangers);
+    processes_end(all, -1);
+    board_destroy(all);
+}
+
+/* Says that it is a rank of a world of two, in a process of its own. */
+static pid_t start_rank_1(const char *address)
+{
+    const pid_t parent = getpid();
+    (void)fflush(NULL);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        const int pids[2] = {parent, 0};
+        const pli_shm_options options = {
+            .rank = 1, .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = pids};
+        pli_watch watch;
+        int fd = -1;
+        pli_watch_init(&watch, 2);
+        const pl_status st = pli_handshake_request(&options, address, &watch, &fd);
+        const int is_refused = st == PL_EPEER && error_has("user");
+        _exit(is_refused ? 7 : 0);
+    }
+    return pid;
+}
+
+typedef struct meeting {
+    pli_listener *listener;
+    char address[PLI_ADDRESS_BYTES];
+    int pids[2];
+    pli_watch watch;
+} meeting;
+
+static pl_status accept_rank_1(meeting *it)
+{
+    const pli_shm_options options = {
+        .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = it->pids};
+    return pli_handshake_accept(&options, it->listener, &it->watch);
+}
+
+static int begin_meeting(meeting *it)
+{
+    *it = (meeting){0};
+    pli_watch_init(&it->watch, 2);
+    if (!CHECK_OK(pli_listener_create(it->address, &it->listener)))
+        return 0;
+    it->pids[1] = start_rank_1(it->address);
+    return 1;
+}
+
+static int end_meeting(meeting *it)
+{
+    int how = 0;
+    pli_watch_fini(&it->watch);
+    pli_listener_destroy(it->listener);
+    (void)waitpid(it->pids[1], &how, 0);
+    return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
+}
+
+static void a_signal_at_any_call_loses_no_rank(void)
+{
+    long n_calls = 0;
+    for (long n = 1; n == 1 || n <= n_calls; n++) {
+        meeting it;
+        if (!begin_meeting(&it))
+            return;
+        pli_fault_set_errno(EINTR);
+        pli_fault_arm(PLI_FAULT_SYSCALL, n);
+        CHECK_OK(accept_rank_1(&it));
+        n_calls = n < 12 ? pli_fault_count(PLI_FAULT_SYSCALL) : 0;
+        pli_fault_arm(PLI_FAULT_SYSCALL, 0);
+        pli_fault_set_errno(ENOMEM);
+        CHECK(it.watch.socket[1] >= 0);
+        (void)end_meeting(&it);
+    }
+}
+
+static void a_rank_of_another_user_is_refused_in_words(void)
+{
+    meeting it;
+    if (geteuid() != 0 || !begin_meeting(&it)) /* only root can be another */
+        return;
+    CHECK(seteuid(12345) == 0);
+    CHECK(accept_rank_1(&it) == PL_ESYS);
+    CHECK(error_has("rank 0 runs as user 12345 and rank 1 as user 0"));
+    CHECK(seteuid(0) == 0);
+    CHECK(end_meeting(&it) == 7);
+}
+
+static void words_are_cut_between_characters(void)
+{
+    char text[8];
+    pli_text_print(text, sizeof text, "abcdef%s", "\xc3\xbc!");
+    CHECK(strcmp(text, "abcdef") == 0);
+    pli_text_print(text, sizeof text, "abcde%s", "\xc3\xbc");
+    CHECK(strcmp(text, "abcde\xc3\xbc") == 0);
+    pli_text_print(text, sizeof text, "abcd%s", "\xf0\x9f\x8e\x89");
+    CHECK(strcmp(text, "abcd") == 0);
+    CHECK(strcmp(pli_text_tail("\xc3\xbc"
+                               "abc",
+                               4),
+                 "abc") == 0);
+    CHECK(strcmp(pli_text_tail("\xc3\xbc"
+                               "abc",
+                               5),
+                 "\xc3\xbc"
+                 "abc") == 0);
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(connections_that_say_nothing_do_not_hold_up_the_ranks);
+    RUN(a_signal_at_any_call_loses_no_rank);
+    RUN(a_rank_of_another_user_is_refused_in_words);
+    RUN(words_are_cut_between_characters);
+    return check_report();
+}

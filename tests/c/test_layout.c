@@ -1,0 +1,240 @@
+/* Copies of strided elements, against a walk index by index. */
+#include <string.h>
+
+#include "check.h"
+#include "core/alloc.h"
+#include "core/layout.h"
+#include "draw.h"
+
+enum { MOST_BYTES = 1 << 16 };
+
+static unsigned char memory[MOST_BYTES];
+static unsigned char block[MOST_BYTES];
+
+/* The offset of the `at`-th element in row-major order of indices. */
+static int64_t offset_of(const pli_strided *strided, size_t at)
+{
+    int64_t offset = 0;
+    for (int d = strided->n_dims - 1; d >= 0; d--) {
+        offset +=
+            (int64_t)(at % (size_t)strided->dims[d].size) * strided->dims[d].stride;
+        at /= (size_t)strided->dims[d].size;
+    }
+    return offset;
+}
+
+static void fill(unsigned char *bytes)
+{
+    for (size_t i = 0; i < MOST_BYTES; i++)
+        bytes[i] = (unsigned char)(i * 7 + i / 251);
+}
+
+/* Packs from the memory's middle and compares with an element at a time. */
+static void check_pack(const pli_strided *strided)
+{
+    const unsigned char *data = memory + MOST_BYTES / 2;
+    const size_t n_bytes = pli_strided_bytes(strided);
+    const size_t n = strided->elem_bytes;
+    fill(memory);
+    memset(block, 0xEE, sizeof block);
+    pli_strided_pack(strided, data, block);
+    if (pli_strided_density(strided) == PLI_DENSE)
+        CHECK(memcmp(block, data, n_bytes) == 0);
+    else
+        for (size_t e = 0; e < n_bytes / n; e++)
+            if (!CHECK(memcmp(block + e * n, data + offset_of(strided, e), n) == 0))
+                return;
+    for (size_t i = n_bytes; i < n_bytes + 64; i++)
+        CHECK(block[i] == 0xEE);
+}
+
+/* ---- density -------------------------------------------------------------------- */
+
+static void density_is_told_of_any_order_of_dimensions(void)
+{
+    static const struct {
+        pli_dim dims[3];
+        int n_dims;
+        pli_density expected;
+    } table[] = {
+        {{{0, 0}}, 0, PLI_ROW_MAJOR},
+        {{{5, 4}}, 1, PLI_ROW_MAJOR},
+        {{{2, 12}, {3, 4}}, 2, PLI_ROW_MAJOR},
+        {{{2, 4}, {3, 8}}, 2, PLI_DENSE},
+        {{{2, 4}, {3, 16}, {2, 8}}, 3, PLI_DENSE},
+        {{{1, 999}, {3, 4}}, 2, PLI_ROW_MAJOR}, /* no second one is reached by it */
+        {{{3, 4}, {1, -7}}, 2, PLI_ROW_MAJOR},
+        {{{0, 5}, {3, 77}}, 2, PLI_ROW_MAJOR}, /* no elements */
+        {{{2, 16}, {3, 4}}, 2, PLI_NOT_DENSE}, /* a gap */
+        {{{3, 8}}, 1, PLI_NOT_DENSE},
+        {{{2, 0}, {3, 4}}, 2, PLI_NOT_DENSE}, /* repeats */
+        {{{2, 4}, {3, 4}}, 2, PLI_NOT_DENSE},
+        {{{3, -4}}, 1, PLI_NOT_DENSE},
+        {{{3, 6}}, 1, PLI_NOT_DENSE}, /* no multiple of an element */
+    };
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        const pli_strided strided = {table[i].dims, table[i].n_dims, 4};
+        if (!CHECK(pli_strided_density(&strided) == table[i].expected))
+            CHECK_MORE("row %zu", i);
+        check_pack(&strided);
+    }
+}
+
+/* ---- copies --------------------------------------------------------------------- */
+
+/* Strides of a dense layout in a random order of dimensions, then spoiled in a part of
+ * the cases: gaps, repeats, backwards. */
+static void draw_dims(draw *random, pli_dim *dims, int n_dims, size_t elem_bytes)
+{
+    int64_t stride = (int64_t)elem_bytes;
+    int order[8];
+    for (int d = 0; d < n_dims; d++) {
+        const int other = (int)draw_below(random, (size_t)d + 1);
+        order[d] = order[other];
+        order[other] = d;
+        dims[d].size = 1 + (int64_t)draw_below(random, n_dims > 4 ? 2 : 4);
+    }
+    for (int d = 0; d < n_dims; d++) {
+        dims[order[d]].stride = stride;
+        stride *= dims[order[d]].size;
+        if (draw_below(random, 6) == 0)
+            stride += (int64_t)elem_bytes;
+    }
+    for (int d = 0; d < n_dims; d++) {
+        const size_t how = draw_below(random, 12);
+        if (how == 0)
+            dims[d].stride = 0;
+        else if (how == 1)
+            dims[d].stride = -dims[d].stride;
+        else if (how == 2)
+            dims[d].size = 0;
+    }
+}
+
+static void elements_of_any_size_and_rank_are_packed_in_order(void)
+{
+    static const size_t sizes[] = {1, 2, 3, 4, 5, 8, 12, 16, 24};
+    for (uint64_t seed = 1; seed <= 3000; seed++) {
+        draw random = draw_of(seed);
+        pli_dim dims[8];
+        const int n_dims = (int)draw_below(&random, 9);
+        const size_t elem_bytes = sizes[draw_below(&random, 9)];
+        draw_dims(&random, dims, n_dims, elem_bytes);
+        const pli_strided strided = {dims, n_dims, elem_bytes};
+        const int n_failures = atomic_load(&check_n_failures);
+        check_pack(&strided);
+        if (atomic_load(&check_n_failures) > n_failures)
+            CHECK_MORE("seed %d, %d dims of %zu bytes", (int)seed, n_dims, elem_bytes);
+    }
+}
+
+static void the_most_dimensions_are_walked(void)
+{
+    pli_dim dims[PLI_MAX_DIMS];
+    for (int d = 0; d < PLI_MAX_DIMS; d++)
+        dims[d] = (pli_dim){1, 1000};
+    dims[0] = (pli_dim){3, 40};
+    dims[31] = (pli_dim){2, 16};
+    dims[63] = (pli_dim){2, 4};
+    const pli_strided strided = {dims, PLI_MAX_DIMS, 4};
+    CHECK(pli_strided_density(&strided) == PLI_NOT_DENSE);
+    CHECK(pli_strided_bytes(&strided) == 48);
+    check_pack(&strided);
+}
+
+/* ---- layouts of tensors --------------------------------------------------------- */
+
+static pli_layout layout_of(pl_dtype dtype, int64_t rows, int64_t columns)
+{
+    pli_layout layout = {
+        .dtype = dtype, .n_dims = 2, .n_elems = (size_t)(rows * columns)};
+    layout.dims[0].size = rows;
+    layout.dims[1].size = columns;
+    pli_layout_make_row_major(&layout);
+    return layout;
+}
+
+static void unpacking_puts_each_element_back_and_nothing_else(void)
+{
+    for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
+        const size_t n = pl_dtype_bytes((pl_dtype)dtype);
+        pli_layout layout = layout_of((pl_dtype)dtype, 3, 4);
+        layout.dims[0].stride = 10; /* 0 2 4 6 . . . . . . 10 12 14 16 . . */
+        layout.dims[1].stride = 2;
+        fill(memory);
+        pli_layout_pack(&layout, memory, block);
+        for (size_t e = 0; e < 12; e++)
+            CHECK(memcmp(block + e * n, memory + (e / 4 * 10 + e % 4 * 2) * n, n) == 0);
+        memset(memory, 0xEE, sizeof memory);
+        pli_layout_unpack(&layout, memory, block);
+        for (size_t at = 0; at < 40 * n; at++) {
+            const size_t e = at / n;
+            const int is_one = e / 10 < 3 && e % 2 == 0 && e % 10 < 8;
+            const size_t from = (e / 10 * 4 + e % 10 / 2) * n + at % n;
+            CHECK(memory[at] == (is_one ? block[from] : 0xEE));
+        }
+    }
+}
+
+static void dense_tensors_are_packed_as_they_lie(void)
+{
+    pli_layout layout = layout_of(PL_F32, 3, 4);
+    layout.dims[0].stride = 1;
+    layout.dims[1].stride = 3;
+    fill(memory);
+    CHECK(pli_layout_is_dense(&layout));
+    pli_layout_pack(&layout, memory, block);
+    CHECK(memcmp(block, memory, pli_layout_bytes(&layout)) == 0);
+    memset(memory, 0, sizeof memory);
+    pli_layout_unpack(&layout, memory, block);
+    CHECK(memcmp(block, memory, pli_layout_bytes(&layout)) == 0);
+    CHECK(memory[48] == 0);
+}
+
+static void layouts_are_equal_where_they_put_the_same_at_the_same_places(void)
+{
+    const pli_layout first = layout_of(PL_F32, 3, 1);
+    pli_layout other = first;
+    other.dims[1].stride = 77; /* of one element */
+    CHECK(pli_layout_equal(&first, &other));
+    other.dims[0].stride = 2;
+    CHECK(!pli_layout_equal(&first, &other));
+    other = first;
+    other.is_lazy = 1;
+    CHECK(!pli_layout_equal(&first, &other));
+    other = first;
+    other.dtype = PL_I32;
+    CHECK(!pli_layout_equal(&first, &other));
+    other = first;
+    other.n_dims = 1;
+    CHECK(!pli_layout_equal(&first, &other));
+    other = layout_of(PL_F32, 4, 1);
+    CHECK(!pli_layout_equal(&first, &other));
+}
+
+static void a_copy_of_a_layout_is_its_own_or_fails(void)
+{
+    const pli_layout layout = layout_of(PL_BF16, 3, 4);
+    pli_layout *copy = NULL;
+    if (!CHECK_OK(pli_layout_copy(&layout, &copy)))
+        return;
+    CHECK(pli_layout_equal(&layout, copy));
+    pli_free(copy);
+    copy = NULL;
+    pli_fault_arm(PLI_FAULT_ALLOC, 1);
+    CHECK(pli_layout_copy(&layout, &copy) == PL_ENOMEM);
+    pli_fault_arm(PLI_FAULT_ALLOC, 0);
+    CHECK(copy == NULL);
+}
+
+int main(void)
+{
+    RUN(density_is_told_of_any_order_of_dimensions);
+    RUN(elements_of_any_size_and_rank_are_packed_in_order);
+    RUN(the_most_dimensions_are_walked);
+    RUN(unpacking_puts_each_element_back_and_nothing_else);
+    RUN(dense_tensors_are_packed_as_they_lie);
+    RUN(layouts_are_equal_where_they_put_the_same_at_the_same_places);
+    RUN(a_copy_of_a_layout_is_its_own_or_fails);
+    return check_report();
+}

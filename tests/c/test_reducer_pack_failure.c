@@ -1,0 +1,144 @@
+/* test_reducer_pack_failure.c - moves put off in steps that fail, at any call. */
+#include "tracer.h"
+
+static void after_a_failed_step_the_next_comes_behind_what_it_has_enqueued(void)
+{
+    gradient data[N_PARAMS];
+    pair it;
+    if (!learn(&it))
+        return;
+    for (size_t i = 0; i < N_PARAMS; i++)
+        fill(data[i], 1);
+    (void)mark_ready(&it, 0, 3, data[3], PL_REPLACE, 1);
+    (void)mark_ready(&it, 0, 2, data[2], PL_REPLACE, 1);
+    (void)mark_ready(&it, 0, 1, data[1], PL_REPLACE, 2); /* deferred when it fails */
+    forget_trace(&it);
+    pl_reducer_fail(it.reducers[0], "a bad day");
+    CHECK(asked(&it, "r2e5 r1e6 "));
+    fill(data[1], 77);
+    pl_reducer_fail(it.reducers[1], NULL);
+    CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
+    CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
+    CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
+    CHECK(!pl_reducer_is_learned(it.reducers[0]));
+    forget_trace(&it);
+    begin(&it);
+    fill(data[1], 1);
+    for (size_t i = N_PARAMS; i-- > 0;)
+        CHECK(mark_ready(&it, 0, i, data[i], PL_REPLACE, 3) == PL_DEFERRED);
+    all_ready_of_rank_1(&it);
+    close_wait_and_order(&it);
+    CHECK(asked(&it, "r3e1 w9e1 w9e5 w9e6 c9:2 r9e3 w3e3 i3 "
+                     "r3e1 w9e1 w9e5 w9e6 c9:2 r9e4 w3e4 i4 r9e2 i2 h h o9 "));
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(&it, i, 2));
+    end(&it);
+    begin(&it); /* and then no longer */
+    for (size_t i = N_PARAMS; i-- > 0;)
+        (void)mark_ready(&it, 0, i, data[i], PL_REPLACE, 3);
+    CHECK(asked(&it, "c3:2 r3e3 i3 c3:2 r3e4 i4 "));
+    CHECK(pl_reducer_is_learned(it.reducers[0]));
+    pair_destroy(&it);
+}
+
+/* A step with two streams, more than one gradient for a parameter, and a late one;
+ * stops at the first failure. */
+static pl_status busy_step(pair *it, gradient *data)
+{
+    pl_reducer *one = it->reducers[0];
+    pl_ready_result result;
+    pl_status st = pl_reducer_begin(one);
+    for (size_t i = N_PARAMS; i-- > 0 && st == PL_OK;)
+        st = pl_reducer_mark_ready(one, i, data[i], PL_REPLACE, stream(1 + (int)i % 2),
+                                   &result);
+    if (st == PL_OK)
+        st = pl_reducer_mark_ready(one, 2, data[2], PL_ADD, stream(2), &result);
+    all_ready_of_rank_1(it);
+    if (st == PL_OK)
+        st = pl_reducer_close(one);
+    (void)!pl_reducer_close(it->reducers[1]);
+    for (int round = 0; round < 2 && st == PL_OK; round++) {
+        CHECK_OK(pl_comm_progress(it->ranks[1].local));
+        st = pl_reducer_wait(one, RANKS_SLICE_NS);
+        (void)!pl_reducer_wait(it->reducers[1], RANKS_SLICE_NS);
+        if (round == 1 || pl_reducer_n_late(one) == 0 || st != PL_OK)
+            break;
+        st = pl_reducer_write_late(one, 2, data[2], PL_ADD);
+        (void)!pl_reducer_write_late(it->reducers[1], 2, NULL, PL_ADD);
+        if (st == PL_OK)
+            st = pl_reducer_close(one);
+        (void)!pl_reducer_close(it->reducers[1]);
+    }
+    return st == PL_OK ? pl_reducer_order(one) : st;
+}
+
+/* 0 where all of the step came before the nth call. */
+static int fail_once(int nth)
+{
+    gradient data[N_PARAMS];
+    pair it;
+    if (!learn(&it))
+        return 0;
+    all_ready_of_rank_1(&it); /* the step that has begun */
+    CHECK_OK(pl_reducer_shadow_step(it.reducers[0], PL_SHADOWING));
+    close_wait_and_order(&it);
+    end(&it);
+    for (size_t i = 0; i < N_PARAMS; i++)
+        fill(data[i], 1);
+    CHECK_OK(pl_reducer_begin(it.reducers[1]));
+    it.ranks[0].fail_at = nth;
+    const pl_status st = busy_step(&it, data);
+    const int has_failed = it.ranks[0].fail_at == 0;
+    it.ranks[0].fail_at = 0;
+    CHECK(st == (has_failed ? PL_ESYS : PL_OK));
+    if (has_failed) {
+        for (int r = 0; r < N_RANKS; r++)
+            pl_reducer_fail(it.reducers[r], NULL);
+        CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
+        CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
+        CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
+        CHECK_OK(pl_reducer_begin(it.reducers[1]));
+        CHECK_OK(busy_step(&it, data));
+    }
+    for (size_t i = 0; i < N_PARAMS; i++)
+        CHECK(holds(&it, i, i == 2 ? 2.5F : 2));
+    pair_destroy(&it);
+    return has_failed;
+}
+
+static void any_call_that_fails_fails_the_step_and_the_next_is_exact(void)
+{
+    int n = 1;
+    while (fail_once(n))
+        n++;
+    CHECK(n > 20);
+}
+
+static void a_reducer_without_its_events_is_not_made_and_leaves_none(void)
+{
+    pl_reducer *reducer = NULL;
+    pl_status st = PL_ESYS;
+    pair it;
+    if (!pair_create(&it))
+        return;
+    tracer *first = &it.ranks[0];
+    const size_t n_events = first->n_live_events;
+    for (int n = 1; st == PL_ESYS; n++) {
+        first->fail_at = n;
+        st = pl_reducer_create(&spec, &first->comm, &first->backend, &reducer);
+        CHECK(st == PL_OK || first->n_live_events == n_events);
+        CHECK((st == PL_OK) == (n > 4)); /* two of its own, and one a bucket */
+    }
+    pl_reducer_destroy(reducer);
+    first->fail_at = 0;
+    pair_destroy(&it);
+}
+
+int main(void)
+{
+    (void)alarm(60);
+    RUN(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued);
+    RUN(any_call_that_fails_fails_the_step_and_the_next_is_exact);
+    RUN(a_reducer_without_its_events_is_not_made_and_leaves_none);
+    return check_report();
+}

@@ -1,0 +1,210 @@
+"""Who may know whom: the folders of csrc/ and the packages of python/paceline.
+
+``rules.py`` runs these checks with its own.  Both tables say, for a folder, which
+others it may include or import besides itself; what is in no table is an error.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+
+Found = Iterator[tuple[int, str, str]]
+
+_BASE = {"include", "core"}
+_COMM = _BASE | {"backend", "ipc", "comm"}
+_CORE = _COMM | {"nccl", "reducer", "replicas"}
+C_FOLDERS: dict[str, set[str]] = {
+    "include": set(),
+    "core": {"include"},
+    "backend": _BASE,
+    "ipc": _BASE,
+    "comm": _BASE | {"backend", "ipc"},
+    "nccl": _COMM,
+    "reducer": _COMM,
+    "replicas": _BASE | {"backend", "ipc"},
+    "python": _CORE,
+    "python/ddp": _CORE | {"python"},
+    "python/dp": _CORE | {"python"},
+}
+# Files with rules of their own, in place of their folder's.
+C_FILES: dict[str, set[str]] = {
+    "core/status": {"include"},
+    "python/module": _CORE | {"python", "python/ddp", "python/dp"},
+}
+
+_LEAVES = {"_native", "_environment"}
+_TOOLS = {"_errors", "_gpu", "_files", "_checkpoint"}
+_LOW = _LEAVES | {"_compat"} | _TOOLS
+PACKAGES: dict[str, set[str]] = {
+    "_native": set(),
+    "_environment": {"_native"},
+    "_compat": _LEAVES,
+    **dict.fromkeys(sorted(_TOOLS), _LOW),
+    "_workers": _LOW,
+    "_replicas": _LOW,
+    "_dp.process": _LOW | {"_workers", "_replicas"},
+    "_dp": _LOW | {"_workers", "_replicas", "_dp.process"},
+    "_ddp": _LOW,
+    "_install": {"", *_LOW},
+    "_cli": {"", "_install", *_LOW},
+    "__main__": {"_cli"},
+    "_comm_hooks": {"_ddp"},
+    "_options": {"_ddp"},
+    "_tree": {"_compat"},
+    "": {"_ddp", "_dp", "_install", *_LOW},
+}
+
+
+# ---- C ------------------------------------------------------------------------------
+
+
+def includes(code: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the quote and the name of each #include of a text."""
+    pattern = r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]'
+    for match in re.finditer(pattern, code, flags=re.MULTILINE):
+        yield code.count("\n", 0, match.start()) + 1, match[1], match[2]
+
+
+def target_of(path: str, include: str) -> str:
+    """Return the path under csrc/ that a file there means by #include "include"."""
+    folder = path.rpartition("/")[0]
+    return include if "/" in include else f"{folder}/{include}"
+
+
+def check_includes(path: str, code: str) -> Found:
+    """Each file of csrc/ includes from its own folder, and from those that it may."""
+    folder = path.rpartition("/")[0]
+    allowed = C_FILES.get(path.rpartition(".")[0], C_FOLDERS.get(folder))
+    if allowed is None:
+        yield 1, "layers", f"{folder}/ stands in no table: see tests/lint/dependence.py"
+        return
+    own = path.rpartition(".")[0]
+    for line, quote, name in includes(code):
+        if name == "Python.h" and not path.startswith("python/"):
+            yield line, "layers", "Python.h is for csrc/python alone"
+        if quote != '"':
+            continue
+        target = target_of(path, name)
+        home = target.rpartition("/")[0]
+        if "./" in name or home not in C_FOLDERS:
+            yield line, "layers", f'"{name}": name it from csrc/, or in its own folder'
+        elif target.rpartition(".")[0] == own:
+            continue
+        elif home not in allowed and (home != folder or own in C_FILES):
+            yield line, "layers", f"{own if own in C_FILES else folder} includes {home}"
+
+
+# ---- Python -------------------------------------------------------------------------
+
+
+def package_of(module: str) -> str:
+    """Return the row of the table that a module of paceline belongs to."""
+    names = [name for name in PACKAGES if name and f"{module}.".startswith(f"{name}.")]
+    return max(names, key=len, default="")
+
+
+def module_of(path: str) -> str:
+    """Return the module's name below paceline; "" is paceline itself."""
+    name = path.rpartition(".")[0].replace("/", ".")
+    return name.removesuffix("__init__").rstrip(".")
+
+
+def imports(text: str, *, types: bool) -> Iterator[tuple[int, str]]:
+    """Yield the line and the dotted name, below paceline, of all that a text imports.
+
+    With ``types``, what stands under ``if TYPE_CHECKING:`` too.
+    """
+    tree = ast.parse(text)
+    hints: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            hints |= {each for part in node.body for each in ast.walk(part)}
+    for node in ast.walk(tree):
+        if node in hints and not types:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name == "paceline" or name.startswith("paceline."):
+                yield node.lineno, name.removeprefix("paceline").lstrip(".")
+
+
+def check_imports(path: str, text: str) -> Found:
+    """Each module imports from its own package, and from those that it may."""
+    if not path.endswith(".py"):
+        return
+    package = package_of(module_of(path))
+    for line, name in imports(text, types=True):
+        target = package_of(name)
+        if target != package and target not in PACKAGES[package]:
+            words = f"{package or 'paceline'} imports {target or 'paceline'}"
+            yield line, "packages", words
+
+
+# ---- circles ------------------------------------------------------------------------
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected parts of a graph that have more than one member."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    open_: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        open_.append(name)
+        for other in sorted(edges.get(name, ())):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in open_:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            at = open_.index(name)
+            part = open_[at:]
+            del open_[at:]
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for name in sorted(edges):
+        if name not in order:
+            visit(name)
+    return found
+
+
+def include_circles(texts: dict[str, str]) -> list[list[str]]:
+    """Return the circles of includes among files of csrc/, given by path."""
+    edges = {
+        path: {target_of(path, n) for _, quote, n in includes(text) if quote == '"'}
+        for path, text in texts.items()
+    }
+    return circles(edges)
+
+
+def import_circles(texts: dict[str, str]) -> list[list[str]]:
+    """Return the circles of imports among modules of paceline, given by path.
+
+    Imports for type hints alone do not count: they are not run.
+    """
+    modules = {module_of(path): text for path, text in texts.items()}
+
+    def known(names: Iterable[str]) -> set[str]:
+        found = set()
+        for name in names:
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name:
+                found.add(name)
+        return found
+
+    edges = {
+        name: known(each for _, each in imports(text, types=False)) - {name}
+        for name, text in modules.items()
+        if name and not text.startswith("#")
+    }
+    return circles(edges)

@@ -1,0 +1,58 @@
+"""Random programs do the same with replicas as with the plain module.
+
+Thirty of them, always the same; `make fuzz-dp` draws as many others as you like.
+"""
+
+import os
+
+import pytest
+from drawn_features import ANYWHERE, CODE, LAYERS, STATE
+from drawn_programs import Differs, Program, Step, draw, run
+
+N_PROGRAMS = 30
+FIRST_SEED = 20261122
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("idle_workers")
+@pytest.mark.parametrize("begin", range(0, N_PROGRAMS, 10))
+def test_drawn_programs_do_as_the_plain_module(begin):
+    seeds = range(FIRST_SEED + begin, FIRST_SEED + begin + 10)
+    print(f"seeds {seeds[0]} to {seeds[-1]}")
+    engines = [run(draw(seed)).engine for seed in seeds]
+    assert "process" in engines
+
+
+def test_a_seed_draws_one_program():
+    assert str(draw(3)) == str(draw(3))
+    assert str(draw(3)) != str(draw(4))
+
+
+def test_each_feature_is_drawn():
+    texts = [draw(seed).text for seed in range(300)]
+    for features in (LAYERS, STATE, CODE):
+        for name, feature in features.items():
+            begin = (feature.methods or feature.forward or feature.outside).strip()
+            assert any(begin.split("$")[0] in text for text in texts), name
+    steps = [step for seed in range(300) for step in draw(seed).steps]
+    assert all(any(change in step.changes for step in steps) for change in ANYWHERE)
+
+
+WRONG = """
+import os
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x + (os.getpid() != {pid})
+"""
+
+
+@pytest.mark.usefixtures("idle_workers")
+def test_a_program_that_does_something_else_is_found():
+    text = WRONG.replace("{pid}", str(os.getpid()))
+    program = Program(0, text, [Step((), 7, "no_grad")])
+    with pytest.raises(Differs, match="at step 0"):
+        run(program)

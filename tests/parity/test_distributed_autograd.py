@@ -1,0 +1,473 @@
+"""Gradients in contexts of torch.distributed.autograd are those of torch's class."""
+
+import copy
+import tempfile
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from cases import (
+    Branches,
+    assert_equal,
+    bits,
+    grads_of,
+    integer_weights,
+    net,
+    on_ranks,
+)
+from torch import nn
+from torch.distributed import autograd, rpc
+
+
+@contextmanager
+def workers(ranks):
+    """Make the ranks workers of RPC, over the loopback."""
+    path = ranks.all(tempfile.mktemp())  # a name: rpc makes the file
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{path[0]}", _transports=["uv"]
+    )
+    rpc.init_rpc(
+        f"rank{ranks.rank}",
+        rank=ranks.rank,
+        world_size=ranks.n,
+        rpc_backend_options=options,
+    )
+    is_well = False
+    try:
+        yield
+        is_well = True
+    finally:
+        rpc.shutdown(graceful=is_well)
+
+
+kept = []  # torch's wrappers: to drop one soon after a backward here may hang in torch
+
+
+def by_torch(ranks):
+    """Return what wraps a module by torch's class."""
+
+    def wrap(module, **options):
+        kept.append(ranks.wrap_by_torch(module, **options))
+        return kept[-1]
+
+    return wrap
+
+
+def backward(context, loss, **options):
+    """Go backward in a context; return its gradients."""
+    autograd.backward(context, [loss], **options)
+    return autograd.get_gradients(context)
+
+
+def of(model, gradients):
+    """Return copies of a model's gradients in a context; None where there is none."""
+    found = [gradients.get(p) for p in model.parameters()]
+    return [None if g is None else g.clone() for g in found]
+
+
+def both(ranks, model, run, **options):
+    """Run with our class and with torch's; check that gradients agree, `.grad` too."""
+    lists = []
+    for wrap in (ranks.wrap, by_torch(ranks)):
+        wrapper = wrap(copy.deepcopy(model), **options)
+        lists.append([*run(wrapper), *grads_of(wrapper)])
+    assert len(lists[0]) == len(lists[1])
+    for k, (mine, theirs) in enumerate(zip(*lists, strict=True)):
+        assert_equal(mine, theirs, f"gradient {k}")
+    ranks.assert_same([g for g in lists[0] if g is not None], "the gradients")
+    return lists[0]
+
+
+def step(wrapper, x, **options):
+    """Take one step in a context of its own; return the gradients there."""
+    with autograd.context() as context:
+        return of(wrapper, backward(context, wrapper(x).sum(), **options))
+
+
+# ---- what is local ------------------------------------------------------------------
+
+
+@on_ranks(2, 4, cap=[0.001, 25])
+def test_gradients_are_averaged_in_the_context_and_not_in_grad(ranks, cap):
+    def run(wrapper):
+        found = []
+        for k in range(4):
+            found += step(wrapper, ranks.integers(3, 6, key=k))
+        assert grads_of(wrapper) == [None] * 6
+        return found
+
+    with workers(ranks):
+        both(ranks, net(), run, bucket_cap_mb=cap)
+
+
+@on_ranks(2)
+def test_steps_outside_of_contexts_stay_as_they_are_between_them(ranks):
+    def run(wrapper):
+        found = []
+        for k in range(3):
+            x = ranks.integers(3, 6, key=k)
+            found += step(wrapper, x)
+            wrapper(x).sum().backward()
+            found += grads_of(wrapper)
+        return found
+
+    with workers(ranks):
+        both(ranks, net(), run)
+
+
+@on_ranks(2)
+def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
+        x = ranks.integers(2, 3)
+        loss = wrapper(x).sum()
+        with (
+            autograd.context() as context,
+            pytest.raises(RuntimeError, match="run both in one"),
+        ):
+            backward(context, loss)
+        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
+        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the next gradient")
+
+
+@on_ranks(2)
+def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
+    def elsewhere(loss, found):
+        with autograd.context() as context:
+            try:
+                backward(context, loss)
+            except RuntimeError as error:
+                found.append(str(error))
+
+    with workers(ranks):
+        wrapper = ranks.wrap(nn.Linear(3, 2))
+        with autograd.context() as context:
+            backward(context, wrapper(torch.ones(1, 3)).sum())
+            loss, found = wrapper(torch.ones(1, 3)).sum(), []
+            thread = threading.Thread(target=elsewhere, args=(loss, found))
+            thread.start()
+            thread.join()
+        assert "run both in one" in found[0]
+
+
+@on_ranks(2)
+def test_backwards_in_one_context_add_up(ranks):
+    def run(wrapper):
+        with autograd.context() as context:
+            for k in range(3):
+                found = backward(context, wrapper(ranks.integers(3, 6, key=k)).sum())
+            return of(wrapper, found)
+
+    with workers(ranks):
+        both(ranks, net(), run)
+
+
+@on_ranks(2)
+def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(nn.Linear(3, 2))
+        x = ranks.integers(2, 3)
+        with autograd.context() as context:
+            wrapper(x).sum().backward()
+            assert autograd.get_gradients(context) == {}
+        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
+        assert_equal(wrapper.module.weight.grad, mean.expand(2, 3), "the gradient")
+
+
+@on_ranks(2)
+def test_local_gradients_of_a_context_are_averaged_with_its_next(ranks):
+    def run(wrapper):
+        with autograd.context() as context:
+            with wrapper.no_sync():
+                loss = wrapper(ranks.integers(3, 6, key=1)).sum()
+                mine = of(wrapper, backward(context, loss))
+            assert ranks.all([bits(g) for g in mine]) != [[bits(g) for g in mine]] * 2
+            return of(wrapper, backward(context, wrapper(ranks.integers(3, 6)).sum()))
+
+    with workers(ranks):
+        both(ranks, net(), run)
+
+
+@on_ranks(2)
+def test_local_gradients_outside_wait_for_the_next_average_outside(ranks):
+    model = integer_weights(Branches())
+    x, y = ranks.integers(3, 2), ranks.integers(3, 2, key=1)
+    plain = copy.deepcopy(model)
+    (plain(x).sum() + plain(y, both=False).sum()).backward()
+    with workers(ranks):
+        wrapper = ranks.wrap(model)
+        with wrapper.no_sync():
+            wrapper(x).sum().backward()
+        step(wrapper, y)
+        wrapper(y, both=False).sum().backward()
+    for mine, local in zip(grads_of(wrapper), grads_of(plain), strict=True):
+        assert_equal(mine, sum(ranks.all(local)) / 2, "the gradient")
+
+
+class Hides(nn.Module):
+    """Returns what nobody finds a tensor in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return lambda: self.layer(x)
+
+
+@on_ranks(2)
+def test_an_output_that_hides_its_tensors_is_averaged(ranks):
+    def run(wrapper):
+        found = []
+        for k in range(3):
+            with autograd.context() as context:
+                hidden = wrapper(ranks.integers(2, 3, key=k))
+                found += of(wrapper, backward(context, hidden().sum()))
+        return found
+
+    with workers(ranks):
+        both(ranks, integer_weights(Hides()), run)
+
+
+@on_ranks(2)
+def test_the_bare_model_is_trained_for_itself(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(nn.Linear(3, 2))
+        x = ranks.integers(2, 3)
+        step(wrapper, x)
+        mine = step(wrapper.module, x)[0]
+        assert_equal(mine, x.sum(0).expand(2, 3), "the gradient")
+
+
+@on_ranks(2)
+def test_two_wrappers_in_one_backward_are_averaged(ranks):
+    def run_of(wrap):
+        first = wrap(integer_weights(nn.Linear(3, 4)))
+        second = wrap(integer_weights(nn.Linear(4, 2)))
+        found = []
+        for k in range(3):
+            with autograd.context() as context:
+                gradients = backward(
+                    context, second(first(ranks.integers(2, 3, key=k))).sum()
+                )
+                found += of(first, gradients) + of(second, gradients)
+        return found
+
+    with workers(ranks):
+        mine, theirs = run_of(ranks.wrap), run_of(by_torch(ranks))
+    for a, b in zip(mine, theirs, strict=True):
+        assert_equal(a, b, "a gradient")
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_averaged_in_the_context(ranks):
+    def run(wrapper):
+        found = []
+        for k in range(3):
+            rows = ranks.integers(4, key=k).long().abs()
+            with autograd.context() as context:
+                loss = wrapper(rows[None]).sum()
+                gradient = backward(context, loss)[wrapper.module.weight]
+                assert gradient.is_sparse
+                found.append(gradient.to_dense())
+        return found
+
+    with workers(ranks):
+        model = integer_weights(nn.EmbeddingBag(8, 3, mode="sum", sparse=True))
+        both(ranks, model, run)
+
+
+@on_ranks(2)
+def test_a_communication_hook_averages_in_contexts_too(ranks):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def run(wrapper):
+        wrapper.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
+        found = []
+        for k in range(3):
+            found += step(wrapper, ranks.integers(3, 6, key=k))
+        return found
+
+    with workers(ranks):
+        both(ranks, net(), run)
+
+
+@on_ranks(2)
+def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
+        x = ranks.integers(2, 3)
+        step(wrapper, x)
+        wrapper.double()
+        mine = step(wrapper, x.double())[0]
+        mean = sum(each.double().sum(0) for each in ranks.all(x)) / 2
+        assert_equal(mine, mean.expand(2, 3), "the gradient")
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
+        x = ranks.integers(2, 3)
+        wrapper.module.weight.requires_grad_(False)
+        assert step(wrapper, x)[0] is None
+        wrapper.module.weight.requires_grad_(True)
+        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
+        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the gradient")
+
+
+@on_ranks(2)
+def test_rpc_that_is_shut_down_leaves_the_wrapper_as_it_was(ranks):
+    def run(wrapper):
+        with workers(ranks):
+            found = step(wrapper, ranks.integers(3, 6))
+        wrapper(ranks.integers(3, 6, key=1)).sum().backward()
+        return found
+
+    both(ranks, net(), run)
+
+
+# ---- what is left out ---------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
+    with workers(ranks):
+        wrapper = ranks.wrap(integer_weights(Branches()))
+        x = ranks.integers(3, 2)
+        with autograd.context() as context:
+            mine = of(wrapper, backward(context, wrapper(x, both=False).sum()))
+        assert mine[2:] == [None, None]
+        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
+        assert_equal(mine[0], mean.expand(2, 2), "the gradient")
+
+
+@on_ranks(2, is_torch=[False, True])
+def test_what_one_rank_leaves_out_is_refused_there_as_by_torch(ranks, is_torch):
+    wrap = by_torch(ranks) if is_torch else ranks.wrap
+    words = "should exist in dist_autograd context" if is_torch else "left out"
+    with workers(ranks):
+        wrapper = wrap(integer_weights(Branches()), find_unused_parameters=True)
+        with autograd.context() as context:
+            loss = wrapper(ranks.integers(3, 2), both=ranks.rank == 0).sum()
+            if ranks.rank == 1:
+                with pytest.raises(RuntimeError, match=words):
+                    autograd.backward(context, [loss])
+            elif not is_torch:
+                autograd.backward(context, [loss])
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
+    def fail(_):
+        raise ValueError("on purpose")
+
+    with workers(ranks):
+        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
+        x = ranks.integers(2, 3)
+        step(wrapper, x)
+        with autograd.context() as context:
+            output = wrapper(x)
+            if ranks.rank == 0:
+                output.register_hook(fail)
+            words = "python_error" if ranks.rank == 0 else "the step of rank 0 failed"
+            with pytest.raises(RuntimeError, match=words):  # torch's own, on rank 0
+                autograd.backward(context, [output.sum()])
+        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
+        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the next gradient")
+
+
+# ---- what is remote -----------------------------------------------------------------
+
+
+served = {}  # what a rank has for its peers, by name; they find it here
+
+
+def call_served(name, *inputs):
+    return served[name](*inputs)
+
+
+def gradients_of_served(name, context):
+    gradients = autograd.get_gradients(context)
+    return [gradients[p] for p in served[name].parameters()]
+
+
+class Hybrid(nn.Module):
+    """Embeds, and works in between, on the next rank; what is dense is its own."""
+
+    def __init__(self, ranks, inside=lambda module: module):
+        super().__init__()
+        self.to = f"rank{(ranks.rank + 1) % ranks.n}"
+        self.before = integer_weights(nn.Linear(2, 2, bias=False))
+        self.after = inside(integer_weights(nn.Linear(3, 1, bias=False)))
+
+    def forward(self, dense, rows):
+        embedded = rpc.rpc_sync(self.to, call_served, args=("embedding", rows))
+        x = torch.cat((self.before(dense), embedded), 1)
+        return self.after(rpc.rpc_sync(self.to, call_served, args=("net", x)))
+
+
+def hybrid_gradients(ranks, wrap, is_inside):
+    """Return the gradients of the dense part, and of the remote ones, of 3 steps."""
+    served["embedding"] = integer_weights(nn.EmbeddingBag(5, 3, mode="sum"))
+    served["net"] = integer_weights(nn.Linear(5, 3, bias=False))
+    model = Hybrid(ranks, wrap) if is_inside else wrap(Hybrid(ranks))
+    to = f"rank{(ranks.rank + 1) % ranks.n}"
+    ranks.all(None)
+    found = []
+    for k in range(3):
+        with autograd.context() as context:
+            rows = ranks.integers(4, 2, key=k).long().abs()
+            loss = model(ranks.integers(4, 2, key=k), rows).sum()
+            found += of(model, backward(context, loss))
+            for name in ("embedding", "net"):
+                found += rpc.rpc_sync(to, gradients_of_served, args=(name, context))
+            ranks.all(None)
+    return found
+
+
+@on_ranks(2, is_inside=[False, True])
+def test_a_model_with_remote_parts_has_torchs_gradients(ranks, is_inside):
+    with workers(ranks):
+        mine = hybrid_gradients(ranks, ranks.wrap, is_inside)
+        theirs = hybrid_gradients(ranks, by_torch(ranks), is_inside)
+    for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert_equal(a, b, f"gradient {k}")
+    dense = 0 if not is_inside else 1
+    ranks.assert_same([mine[dense]], "the gradient of a dense layer")
+
+
+def gradients_where_the_loss_is_remote(ranks, wrap):
+    served["head"] = integer_weights(nn.Linear(2, 1, bias=False))
+    wrapper = wrap(integer_weights(nn.Linear(3, 2)))
+    to = f"rank{(ranks.rank + 1) % ranks.n}"
+    ranks.all(None)
+    found = []
+    for k in range(3):
+        with autograd.context() as context:
+            y = wrapper(ranks.integers(2, 3, key=k))
+            loss = rpc.rpc_sync(to, call_served, args=("head", y)).sum()
+            found += of(wrapper, backward(context, loss))
+    ranks.all(None)
+    return found
+
+
+@on_ranks(2)
+def test_gradients_that_come_back_from_a_remote_head_are_averaged(ranks):
+    with workers(ranks):
+        mine = gradients_where_the_loss_is_remote(ranks, ranks.wrap)
+        theirs = gradients_where_the_loss_is_remote(ranks, by_torch(ranks))
+    for a, b in zip(mine, theirs, strict=True):
+        assert_equal(a, b, "a gradient")
+    ranks.assert_same(mine, "the gradients")
+
+
+# ---- what it costs where there is no RPC --------------------------------------------
+
+
+@on_ranks(2)
+def test_without_rpc_nothing_is_loaded_and_no_node_has_a_hook(ranks):
+    wrapper = ranks.wrap(nn.Linear(3, 2))
+    wrapper(torch.ones(1, 3)).sum().backward()
+    assert wrapper._session.reducer.contexts is None

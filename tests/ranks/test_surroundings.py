@@ -1,0 +1,304 @@
+"""What the operating system may withhold: pidfds, /proc, shared memory, descriptors."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import time
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from paceline._ddp import peers
+from support.forbidden import forbid, is_known
+from support.processes import descriptors, shared_mappings
+from support.ranks import run_ranks, start_ranks, tell, values
+
+needs_seccomp = pytest.mark.skipif(
+    not is_known(), reason="the numbers of this machine's system calls are not known"
+)
+
+
+def module():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 300), torch.nn.Linear(300, 2))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape).float())
+    return net
+
+
+def inputs(rank, step):
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return torch.randint(-2, 3, (3, 4), generator=generator).float()
+
+
+def train(model, rank, n_ranks, steps=2):
+    """Check each step's gradients against the plain module's, of all ranks' data."""
+    plain = module()
+    for step in range(steps):
+        model.zero_grad()
+        plain.zero_grad()
+        model(inputs(rank, step)).sum().backward()
+        for peer in range(n_ranks):
+            (plain(inputs(peer, step)).sum() / n_ranks).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(mine.grad, mean.grad) for mine, mean in pairs)
+
+
+def log_lines():
+    """Return the list that Paceline's log goes to from now on."""
+    lines = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logging.getLogger("paceline").addHandler(Keeper())
+    return lines
+
+
+def train_without(rank, n_ranks, take, whose):
+    """Train where `take` has withheld something from rank `whose`, or from all."""
+    lines = log_lines()
+    if whose in (rank, None):
+        give_back = take(rank)
+    model = paceline.DistributedDataParallel(module())
+    train(model, rank, n_ranks)
+    if whose in (rank, None) and give_back is not None:
+        give_back()
+    return not shared_mappings(), lines
+
+
+# ---- pidfds -------------------------------------------------------------------------
+
+
+def no_pidfd_in_python(rank):
+    del os.pidfd_open
+    del signal.pidfd_send_signal
+
+
+def no_pidfd_in_kernel(rank):
+    forbid("pidfd_open", errno.ENOSYS)
+
+
+def pidfds_are_forbidden(rank):
+    forbid("pidfd_open", errno.EPERM)
+
+
+WITHOUT_PIDFDS = [
+    no_pidfd_in_python,
+    pytest.param(no_pidfd_in_kernel, marks=needs_seccomp),
+    pytest.param(pidfds_are_forbidden, marks=needs_seccomp),
+]
+
+
+@pytest.mark.parametrize("take", WITHOUT_PIDFDS)
+def test_ranks_share_memory_where_there_are_no_pidfds(take):
+    for is_group_comm, lines in values(run_ranks(train_without, 2, take, None)):
+        assert not is_group_comm
+        assert lines == []
+
+
+def lose_a_rank(rank, n_ranks, take, is_wrapped):
+    take(rank)
+    if rank == 1 and not is_wrapped:
+        tell("ready")
+        time.sleep(60)
+    model = paceline.DistributedDataParallel(module())
+    model(inputs(rank, 0)).sum().backward()
+    if rank == 1:
+        tell("ready")
+        time.sleep(60)
+    model(inputs(rank, 0)).sum().backward()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("take", WITHOUT_PIDFDS)
+def test_a_rank_that_dies_is_named_where_there_are_no_pidfds(take, is_wrapped):
+    with start_ranks(lose_a_rank, 3, take, is_wrapped) as ranks:
+        assert ranks.hear(1) == "ready"
+        ranks.kill(1)
+        outcomes = ranks.wait()
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert error.kind == "PeerError", error
+        assert "rank 1" in error.message, error
+
+
+# ---- hosts, users, namespaces -------------------------------------------------------
+
+
+class changed_host:
+    """Has a rank describe itself otherwise than it is."""
+
+    def __init__(self, **fields):
+        self.fields = fields
+
+    def __call__(self, rank):
+        here = peers.Host.here
+        changed = {name: value + rank for name, value in self.fields.items()}
+        peers.Host.here = classmethod(lambda cls: cls(**{**vars(here()), **changed}))
+
+
+def no_proc(rank):
+    def stat(path, *args, **kwargs):
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(errno.ENOENT, "no /proc here", path)
+        return real(path, *args, **kwargs)
+
+    real, os.stat = os.stat, stat
+
+    def give_back():
+        os.stat = real
+
+    return give_back
+
+
+@pytest.mark.parametrize(
+    ("take", "reason"),
+    [
+        (changed_host(user=1000), "ranks 0 and 1 are other users"),
+        (changed_host(users=7), "ranks 0 and 1 are other users"),
+        (changed_host(network=7), "ranks 0 and 1 are in other network namespaces"),
+        (no_proc, "ranks 0 and 1 are on unknown hosts"),
+    ],
+)
+def test_ranks_that_share_no_memory_train_by_the_groups_collectives(take, reason):
+    outcomes = values(run_ranks(train_without, 2, take, None))
+    assert all(is_group_comm for is_group_comm, _ in outcomes)
+    (line,) = outcomes[0][1]
+    assert line.startswith(f"the ranks share no memory ({reason}")
+    assert outcomes[1][1] == []
+
+
+def test_ranks_in_pid_namespaces_of_their_own_share_memory():
+    outcomes = values(run_ranks(train_without, 2, changed_host(processes=7), None))
+    assert [is_group_comm for is_group_comm, _ in outcomes] == [False, False]
+
+
+# ---- shared memory ------------------------------------------------------------------
+
+
+def no_memfd(rank):
+    forbid("memfd_create")
+
+
+def no_large_files(rank):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def no_descriptors(rank):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("take", "whose", "words"),
+    [
+        pytest.param(no_memfd, None, "rank 0: cannot make", marks=needs_seccomp),
+        (no_large_files, 0, "rank 0: cannot size shared memory"),
+        (no_descriptors, 0, "ranks 0 and 1 are on unknown hosts: [Errno 24]"),
+        (no_descriptors, 1, "ranks 0 and 1 are on unknown hosts: [Errno 24]"),
+    ],
+)
+def test_ranks_without_shared_memory_train_by_the_groups_collectives(
+    take, whose, words
+):
+    # A FileStore of torch's opens its file for each word.
+    ranks = run_ranks(train_without, 2, take, whose, rendezvous="tcp")
+    outcomes = values(ranks)
+    assert all(is_group_comm for is_group_comm, _ in outcomes)
+    (line,) = outcomes[0][1]
+    assert line.startswith(f"the ranks share no memory ({words}"), line
+    assert outcomes[1][1] == []
+
+
+def count_descriptors(rank, n_ranks):
+    kept = [paceline.DistributedDataParallel(module())]
+    before = len(descriptors())
+    kept += [paceline.DistributedDataParallel(module()) for _ in range(5)]
+    per_wrapper = (len(descriptors()) - before) / 5
+    dist.barrier()
+    kept.clear()
+    gc.collect()
+    left = [what for what in descriptors().values() if what == "anon_inode:[pidfd]"]
+    return per_wrapper, left
+
+
+def test_a_wrapper_needs_one_descriptor_however_many_ranks_there_are():
+    for per_wrapper, left in values(run_ranks(count_descriptors, 4)):
+        assert per_wrapper == 1
+        assert left == []
+
+
+# ---- forked children ----------------------------------------------------------------
+
+
+def code_of_child(run):
+    """Return the exit code of a forked child that runs this, and nothing else."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            run()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def collect_in_a_child(rank, n_ranks):
+    model = paceline.DistributedDataParallel(module())
+    train(model, rank, n_ranks)
+    grads = [p.grad.clone() for p in model.parameters()]
+
+    def collect():
+        nonlocal model
+        # New memory of the child's fills what the world left unmapped.
+        kept = [torch.full((1 << 15,), 3.0) for _ in range(200)]
+        pairs = zip(model.parameters(), grads, strict=True)
+        assert all(torch.equal(p.grad, grad) for p, grad in pairs)
+        del model, pairs
+        gc.collect()
+        assert all(bool((tensor == 3.0).all()) for tensor in kept)
+
+    code = code_of_child(collect)
+    train(model, rank, n_ranks)
+    return code
+
+
+def test_a_forked_child_that_collects_a_wrapper_keeps_its_memory():
+    assert values(run_ranks(collect_in_a_child, 2)) == [0, 0]
+
+
+def fail_in_a_child(rank, n_ranks):
+    model = paceline.DistributedDataParallel(module())
+    train(model, rank, n_ranks)
+
+    def fail():
+        with torch.no_grad():
+            model(inputs(rank, 0))
+        model.state_dict()
+        with pytest.raises(RuntimeError, match="is no rank itself"):
+            model(inputs(rank, 0)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"is no rank itself|mat1 and mat2"):
+            model(torch.ones(1, 1))
+
+    code = code_of_child(fail)
+    train(model, rank, n_ranks)
+    return code
+
+
+def test_a_forked_child_that_fails_says_nothing_to_the_world():
+    assert values(run_ranks(fail_in_a_child, 2)) == [0, 0]

@@ -1,0 +1,220 @@
+"""The probes of torch, each in the way of this torch and in that of one without."""
+
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from natives import torch_core
+from paceline._compat import odd_tensors, torch_groups, torch_modes
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@pytest.fixture
+def without_exchange(monkeypatch):
+    """Hand tensors over by capsules, as where torch has no exchange table."""
+    attach_torch = torch_core._native.attach_torch
+
+    def attach(**given):
+        attach_torch(**{**given, "exchange": None})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_core._native, "attach_torch", attach)
+        torch_core.attach()
+    yield
+    torch_core.attach()
+
+
+# ---- tensors ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        3,
+        None,
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=["number", "None", "meta", "sparse"],
+)
+def test_what_no_capsule_holds_is_a_type_error_that_names_it(without_exchange, bad):
+    with pytest.raises(TypeError, match="the tensor is no strided tensor in memory: "):
+        torch_core._native.tensor_hash(bad)
+
+
+def test_a_capsule_gives_the_same_bits_as_the_exchange_table(without_exchange):
+    tensors = [torch.arange(6.0).reshape(2, 3).t(), torch.ones(()), torch.ones(0, 2)]
+    by_capsule = [torch_core._native.tensor_hash(tensor) for tensor in tensors]
+    torch_core.attach()
+    assert by_capsule == [torch_core._native.tensor_hash(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("takes_several", [True, False])
+def test_each_tensor_that_was_overwritten_gets_a_new_version(
+    monkeypatch, takes_several
+):
+    if takes_several and not torch_core._increments_several():
+        pytest.skip("this torch takes one tensor at a time")
+    monkeypatch.setattr(torch_core, "_increments_several", lambda: takes_several)
+    tensors = [torch.ones(2) for _ in range(3)]
+    before = [tensor._version for tensor in tensors]
+    torch_core.increment_version(tensors)
+    torch_core.increment_version(tensors[0])
+    after = [tensor._version for tensor in tensors]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+def test_a_dtype_that_torch_cannot_unpickle_travels_as_bits(monkeypatch, dtype, shape):
+    monkeypatch.setattr(odd_tensors, "_is_picklable", lambda dtype: False)
+    sent = torch.ones(shape).to(dtype).movedim(0, -1) if shape else torch.ones(())
+    sent = sent.to(dtype)
+    words = odd_tensors.pickled(sent)
+    assert b"_from_bits" in words
+    got = pickle.loads(words)
+    assert (got.dtype, got.shape, got.stride()) == (dtype, sent.shape, sent.stride())
+    assert torch.equal(got, sent)
+
+
+def test_what_torch_can_unpickle_is_pickled_by_torch():
+    for value in (torch.eye(2).to_sparse(), torch.ones(2), "words"):
+        words = odd_tensors.pickled(value)
+        assert b"_from_bits" not in words
+        assert type(pickle.loads(words)) is type(value)
+
+
+# ---- what a thread has --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shown", [True, False], ids=["shown", "hidden"])
+def test_hooks_on_saved_tensors_are_seen_and_not_called(monkeypatch, is_shown):
+    if not is_shown:
+        monkeypatch.setattr(torch_modes, "_top_hooks", None)
+    called = []
+    assert not torch_modes.has_saved_tensors_hooks()
+    with saved_tensors_hooks(called.append, called.append):
+        assert torch_modes.has_saved_tensors_hooks()
+        assert called == []
+        y = torch.ones(2, requires_grad=True).sin()
+        assert y.grad_fn is not None
+        assert len(called) == 1, "they are on as before"
+    assert not torch_modes.has_saved_tensors_hooks()
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden here"):
+        assert torch_modes.has_saved_tensors_hooks()
+        with pytest.raises(RuntimeError, match="forbidden here"):
+            saved_tensors_hooks(called.append, called.append).__enter__()
+    with saved_tensors_hooks(called.append, called.append):
+        pass
+
+
+def test_modes_of_calls_are_listed_from_the_outermost():
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    assert torch_modes.function_modes() == []
+    with torch.device("cpu"), Mode() as mode:
+        device, own = torch_modes.function_modes()
+        assert own is mode
+        assert torch_modes.is_device_mode(device)
+        assert not torch_modes.is_device_mode(own)
+
+
+# ---- groups -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def meshes():
+    """Return a mesh of one process, and its slice."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            whole = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+            yield whole, whole["a"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_slice_of_a_mesh_is_told_from_a_whole_one(meshes):
+    whole, part = meshes
+    assert not torch_groups.is_mesh_slice(whole)
+    assert torch_groups.is_mesh_slice(part)
+
+
+# ---- compiled autograd --------------------------------------------------------------
+
+
+class Thing:
+    pass
+
+
+def run_as_compiled(function):
+    """Call a function from a frame like the one that runs a compiled backward."""
+    frame = {"__name__": "torch._dynamo.compiled_autograd", "function": function}
+    exec("def run():\n    return function()", frame)
+    frame["run"]()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_compiled_backward_holds_goes_when_it_ends(fails):
+    things = []
+
+    def backward():
+        for thing in (Thing(), Thing()):
+            things.append(weakref.ref(thing))
+            torch_core._hold_while_compiled(thing)
+        del thing
+        assert all(thing() is not None for thing in things)
+        if fails:
+            raise ValueError("out of luck")
+
+    try:
+        run_as_compiled(backward)
+    except ValueError:
+        assert fails
+        assert all(thing() is None for thing in things)
+    assert len(things) == 2
+    assert all(thing() is None for thing in things)
+    assert sys.getprofile() is None
+
+
+def test_a_profiler_where_a_compiled_backward_must_be_watched_is_an_error():
+    def profile(*_):
+        pass
+
+    def hold():
+        sys.setprofile(profile)
+        try:
+            torch_core._hold_while_compiled(Thing())
+        finally:
+            sys.setprofile(None)
+
+    with pytest.raises(RuntimeError, match=r"a Python profiler .* must not run"):
+        run_as_compiled(hold)
+
+
+# ---- the version --------------------------------------------------------------------
+
+
+def test_a_torch_that_is_too_old_is_refused_with_both_versions():
+    code = """
+import torch
+torch.__version__ = "2.3.1+cpu"
+import paceline
+try:
+    paceline.DataParallel(torch.nn.Linear(1, 1))
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert (
+        done.stdout.strip()
+        == "paceline needs torch 2.4 or newer, and this is 2.3.1+cpu"
+    )

@@ -1,0 +1,666 @@
+"""A wrapper in a world of one rank: the class itself, apart from its peers."""
+
+import copy
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from paceline import DistributedDataParallel
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x, scale=1.0):
+        return self.last(self.drop(self.norm(self.first(x)))) * scale
+
+
+def pair():
+    """Return a wrapper, and a plain model like the one it wraps."""
+    torch.manual_seed(0)
+    plain = Net()
+    return DistributedDataParallel(copy.deepcopy(plain)), plain
+
+
+# ---- it is the plain module ---------------------------------------------------------
+
+
+def test_training_gives_the_bits_of_the_plain_module():
+    wrapper, plain = pair()
+    ends = []
+    for model in (wrapper, plain):
+        torch.manual_seed(1)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3), scale=2.0).square().sum().backward()
+            optimizer.step()
+        ends.append(
+            torch.cat([t.flatten().double() for t in model.state_dict().values()])
+        )
+    assert torch.equal(*ends)
+
+
+def test_evaluation_gives_the_bits_of_the_plain_module():
+    wrapper, plain = pair()
+    x = torch.randn(5, 3)
+    with torch.no_grad():
+        assert torch.equal(wrapper.eval()(x), plain.eval()(x))
+
+
+def test_train_and_eval_reach_the_module_and_return_the_wrapper():
+    wrapper, _ = pair()
+    assert wrapper.eval() is wrapper
+    assert not any(part.training for part in wrapper.modules())
+    assert wrapper.train() is wrapper
+    assert all(part.training for part in wrapper.modules())
+
+
+def test_no_sync_accumulates_and_restores_what_was():
+    wrapper = DistributedDataParallel(nn.Linear(2, 1))
+    x = torch.ones(1, 2)
+    with wrapper.no_sync():
+        assert not wrapper.require_backward_grad_sync
+        with wrapper.no_sync():
+            wrapper(x).sum().backward()
+        assert not wrapper.require_backward_grad_sync
+    assert wrapper.require_backward_grad_sync
+    wrapper(x).sum().backward()
+    assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
+
+
+def test_no_sync_restores_what_was_after_an_exception():
+    wrapper = DistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(KeyError), wrapper.no_sync():
+        raise KeyError
+    assert wrapper.require_backward_grad_sync
+
+
+def test_synchronisation_may_be_set_by_hand():
+    wrapper = DistributedDataParallel(nn.Linear(2, 1))
+    wrapper.require_backward_grad_sync = False
+    assert wrapper.require_backward_grad_sync is False
+
+
+def test_what_forward_raises_comes_through_unchanged():
+    class Bad(nn.Linear):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        DistributedDataParallel(Bad(1, 1))(torch.ones(1))
+
+
+def test_the_output_is_the_modules_own_object():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            self.out = {"a": [super().forward(x)]}
+            return self.out
+
+    wrapper = DistributedDataParallel(Odd(1, 1))
+    assert wrapper(torch.ones(1)) is wrapper.module.out
+
+
+# ---- state --------------------------------------------------------------------------
+
+
+def test_keys_of_the_state_have_the_prefix_of_torch():
+    wrapper, plain = pair()
+    state = wrapper.state_dict()
+    assert list(state) == ["module." + key for key in plain.state_dict()]
+    assert list(TorchDDP(plain).state_dict()) == list(state)
+    assert list(state._metadata) == list(TorchDDP(plain).state_dict()._metadata)
+
+
+def test_the_state_may_be_given_another_prefix_and_destination():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    destination = {}
+    assert wrapper.state_dict(destination=destination, prefix="x.") is destination
+    assert list(destination) == ["x.module.weight", "x.module.bias"]
+
+
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_states_load_with_the_prefix_and_without_it(with_prefix):
+    wrapper, _ = pair()
+    other, _ = pair()
+    for tensor in other.module.state_dict().values():
+        tensor.add_(1)
+    state = other.state_dict() if with_prefix else other.module.state_dict()
+    result = wrapper.load_state_dict(state)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    for mine, theirs in zip(wrapper.buffers(), other.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(wrapper.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("with_prefix", [True, False])
+def test_a_wrong_state_names_its_missing_and_unexpected_keys(with_prefix):
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    prefix = "module." if with_prefix else ""
+    with pytest.raises(RuntimeError, match=f"Missing.*{prefix}bias"):
+        wrapper.load_state_dict({prefix + "weight": torch.ones(1, 1)})
+    result = wrapper.load_state_dict(
+        {prefix + "weight": torch.ones(1, 1)}, strict=False
+    )
+    assert result.missing_keys == [prefix + "bias"]
+
+
+def test_states_of_the_wrapper_of_torch_load():
+    wrapper, plain = pair()
+    wrapper.load_state_dict(TorchDDP(plain).state_dict())
+
+
+def test_a_wrapper_that_was_saved_on_a_gpu_moves_no_inputs_on_the_cpu():
+    wrapper, _ = pair()
+    wrapper.device_ids, wrapper.output_device, wrapper._moves_inputs = [0], 0, True
+    loaded = pickle.loads(pickle.dumps(wrapper)).eval()  # as by map_location="cpu"
+    assert (loaded.device_ids, loaded.output_device) == (None, None)
+    assert loaded(torch.ones(1, 3)).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))],
+    ids=["deepcopy", "pickle"],
+)
+def test_a_copy_is_a_wrapper_of_its_own(clone):
+    wrapper, _ = pair()
+    wrapper.require_backward_grad_sync = False
+    twin = clone(wrapper)
+    assert type(twin) is DistributedDataParallel
+    assert twin.module is not wrapper.module
+    assert twin.process_group is wrapper.process_group
+    for mine, theirs in zip(twin.parameters(), wrapper.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    twin(torch.ones(2, 3)).sum().backward()
+    assert twin.module.last.weight.grad is not None
+    assert wrapper.module.last.weight.grad is None
+    assert twin.require_backward_grad_sync is True  # as torch's copies
+
+
+FRESH = """
+import pickle, sys, tempfile
+import torch
+import torch.distributed as dist
+file = tempfile.NamedTemporaryFile()
+dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+loaded = pickle.load(open(sys.argv[1], "rb"))
+for name in ("hooked", "dp"):
+    loaded[name](torch.ones(2, 2)).sum().backward()
+    print(name, all(p.grad is not None for p in loaded[name].parameters()))
+loaded["dp"].close()
+"""
+
+
+def test_pickles_train_in_a_process_that_has_made_no_wrapper():
+    data = Path(__file__).with_name("data") / "wrappers_of_0_1.pkl"
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, str(data)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout.split("\n")[:2] == ["hooked True", "dp True"], done.stderr
+
+
+def test_pickles_of_version_0_1_load_and_train(alone):
+    data = Path(__file__).with_name("data") / "wrappers_of_0_1.pkl"
+    loaded = pickle.loads(data.read_bytes())
+    hooked = loaded["hooked"]
+    assert hooked._comm_hooks == [(default_hooks.allreduce_hook, alone)]
+    assert (hooked.broadcast_buffers, loaded["ddp"].broadcast_buffers) == (False, True)
+    assert loaded["ddp"].bucket_bytes_cap == 2 << 20
+    assert loaded["marker"].value == 5
+    for name, kind in {
+        "ddp": DistributedDataParallel,
+        "hooked": DistributedDataParallel,
+        "dp": paceline.DataParallel,
+    }.items():
+        wrapper = loaded[name]
+        assert type(wrapper) is kind
+        plain = copy.deepcopy(wrapper.module)
+        for model in (wrapper, plain):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])).square().sum().backward()
+                optimizer.step()
+        for mine, theirs in zip(
+            wrapper.module.state_dict().values(),
+            plain.state_dict().values(),
+            strict=True,
+        ):
+            assert torch.equal(mine, theirs)
+        assert type(pickle.loads(pickle.dumps(wrapper))) is kind
+
+
+def test_a_wrapper_of_another_group_does_not_pickle_in_the_words_of_torch():
+    group = dist.new_group([0])
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+    with pytest.raises(
+        RuntimeError, match="DDP Pickling/Unpickling are only supported"
+    ):
+        pickle.dumps(wrapper)
+
+
+def test_what_is_set_on_the_wrapper_survives_a_copy():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=3)
+    wrapper.mine = 5
+    twin = copy.deepcopy(wrapper)
+    assert (twin.mine, twin.bucket_bytes_cap) == (5, 3 << 20)
+
+
+# ---- the class ----------------------------------------------------------------------
+
+
+def test_it_is_an_instance_of_the_class_of_torch_and_of_module():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    assert isinstance(wrapper, TorchDDP)
+    assert isinstance(wrapper, nn.Module)
+    assert isinstance(wrapper, dist.algorithms.join.Joinable)
+    assert not isinstance(wrapper, nn.DataParallel)
+    assert paceline.DistributedDataParallel is DistributedDataParallel
+
+
+def test_it_prints_as_the_wrapper_of_torch_prints():
+    plain = Net()
+    assert repr(DistributedDataParallel(plain)) == repr(TorchDDP(plain))
+
+
+def test_its_constructor_takes_the_arguments_of_torch_in_the_order_of_torch():
+    mine = inspect.signature(DistributedDataParallel).parameters
+    theirs = inspect.signature(TorchDDP).parameters
+    missing = set(theirs) - set(mine)
+    assert missing == set()
+    common = [name for name in mine if name in theirs]
+    assert common == list(theirs)
+    if "forward_sync_buffers" not in theirs:  # which made None the other's default
+        common.remove("broadcast_buffers")
+    for name in common:
+        assert mine[name].default == theirs[name].default, name
+
+
+def test_it_has_the_attributes_of_torch_that_users_read():
+    wrapper = DistributedDataParallel(Net(), bucket_cap_mb=2)
+    theirs = TorchDDP(Net(), bucket_cap_mb=2)
+    for name in (
+        "dim",
+        "device_ids",
+        "output_device",
+        "device",
+        "device_type",
+        "process_group",
+        "broadcast_buffers",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "require_backward_grad_sync",
+        "require_forward_param_sync",
+        "parameters_to_ignore",
+        "bucket_bytes_cap",
+        "join_device",
+        "join_process_group",
+        "_distributed_rank",
+    ):
+        assert getattr(wrapper, name) == getattr(theirs, name), name
+    assert len(wrapper.modules_buffers) == len(theirs.modules_buffers)
+    assert len(wrapper._module_parameters) == len(theirs._module_parameters)
+
+
+def test_the_attributes_of_the_module_are_not_those_of_the_wrapper():
+    wrapper = DistributedDataParallel(Net())
+    with pytest.raises(AttributeError, match=r"'DistributedDataParallel'.*'first'"):
+        wrapper.first  # noqa: B018
+
+
+def test_a_wrapper_that_is_dropped_leaves_the_bare_module():
+    net = Net()
+    wrapper = DistributedDataParallel(net)
+    gone = weakref.ref(wrapper)
+    del wrapper
+    gc.collect()
+    assert gone() is None
+    net(torch.ones(2, 3)).sum().backward()
+
+
+def test_a_wrapper_that_its_own_module_refers_to_is_collected():
+    net = Net()
+    wrapper = DistributedDataParallel(net)
+    object.__setattr__(net, "wrapper", wrapper)
+    gone = weakref.ref(wrapper)
+    del wrapper, net
+    gc.collect()
+    assert gone() is None
+
+
+# ---- arguments ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mixed_precision", "anything"),
+    ],
+)
+def test_an_argument_that_is_not_there_yet_is_named_with_its_value(name, value):
+    with pytest.raises(NotImplementedError) as caught:
+        DistributedDataParallel(nn.Linear(1, 1), **{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dim", 1),
+        ("device_ids", None),
+        ("device_ids", []),
+        ("find_unused_parameters", True),
+        ("gradient_as_bucket_view", True),
+        ("static_graph", True),
+        ("skip_all_reduce_unused_params", True),
+        ("batched_grad_copy", True),
+        ("init_sync", False),
+        ("broadcast_buffers", False),
+        ("forward_sync_buffers", False),
+        ("bucket_cap_mb", 25),
+        ("bucket_cap_mb", 0.001),
+        ("mixed_precision", None),
+        ("bucket_cap_mb_list", None),
+        ("bucket_cap_mb_list", [1, 2]),
+        ("strict", True),
+        ("strict", False),
+    ],
+)
+def test_an_argument_that_is_not_needed_is_accepted(name, value):
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), **{name: value})
+    wrapper(torch.ones(1)).backward()
+
+
+@pytest.mark.parametrize("cap", [0, -1, -0.5, 1e-9, float("nan"), float("inf")])
+def test_a_bucket_size_that_is_no_size_is_named(cap):
+    with pytest.raises(ValueError, match=f"bucket_cap_mb is {cap}"):
+        DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=cap)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("process_group", "gloo"),
+        ("process_group", 3),
+        ("device_mesh", "cpu"),
+        ("bucket_cap_mb", "large"),
+        ("bucket_cap_mb", [25]),
+        ("bucket_cap_mb_list", 25),
+        ("bucket_cap_mb_list", [1, None]),
+        ("strict", "no"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_its_value(alone, name, value):
+    bad = value[-1] if name == "bucket_cap_mb_list" and value != 25 else value
+    with pytest.raises(TypeError) as caught:
+        DistributedDataParallel(nn.Linear(1, 1), **{name: value})
+    words = str(caught.value)
+    assert words.startswith(f"{name} is ")
+    assert f"{bad!r}: give " in words
+
+
+def test_a_rank_outside_of_the_group_is_told_so(alone):
+    token = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="process_group does not have this rank"):
+        DistributedDataParallel(nn.Linear(1, 1), process_group=token)
+
+
+def test_check_reduction_warns_as_torch_does():
+    with pytest.warns(FutureWarning, match="`check_reduction` argument") as mine:
+        DistributedDataParallel(nn.Linear(1, 1), check_reduction=True)
+    assert mine[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DistributedDataParallel(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("broadcast", "forward", "result"),
+    [
+        (None, None, True),
+        (False, None, False),
+        (None, False, False),
+        (True, True, True),
+    ],
+)
+def test_either_name_says_whether_buffers_are_synchronised(broadcast, forward, result):
+    wrapper = DistributedDataParallel(
+        nn.BatchNorm1d(1), broadcast_buffers=broadcast, forward_sync_buffers=forward
+    )
+    assert wrapper.broadcast_buffers is result
+    assert wrapper.forward_sync_buffers is result
+    assert wrapper.will_sync_module_buffers() is result
+
+
+def test_two_device_ids_are_refused_in_the_words_of_torch():
+    with pytest.raises(ValueError, match="only be None or contain a single element"):
+        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"device_ids": [0]}, {"output_device": 1}, {"output_device": "cpu"}],
+    ids=str,
+)
+def test_device_arguments_on_the_cpu_are_refused_in_the_words_of_torch(given):
+    for wrap in (TorchDDP, DistributedDataParallel):
+        with pytest.raises(ValueError, match="device_ids and output_device arguments"):
+            wrap(nn.Linear(1, 1), **given)
+
+
+def test_a_mesh_gives_the_group():
+    mesh = dist.init_device_mesh("cpu", (1,))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+    assert wrapper.process_group is mesh.get_group(mesh_dim=0)
+
+
+def test_a_mesh_and_a_group_exclude_each_other():
+    mesh = dist.init_device_mesh("cpu", (1,))
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and dev"):
+        DistributedDataParallel(
+            nn.Linear(1, 1), device_mesh=mesh, process_group=dist.group.WORLD
+        )
+
+
+def test_a_mesh_of_two_dimensions_is_refused():
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh)
+
+
+def test_a_slice_of_a_mesh_names_its_own_group():
+    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), device_mesh=mesh["a"])
+    assert wrapper.process_group is mesh["a"].get_group(mesh_dim=0)
+
+
+def test_a_module_that_cannot_be_wrapped_is_refused_alone_too():
+    with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
+        DistributedDataParallel(nn.ReLU())
+
+
+def test_a_rank_that_is_alone_trains_a_sparse_embedding():
+    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    model(torch.tensor([1, 3, 1])).sum().backward()
+    assert model.module.weight.grad.layout == torch.sparse_coo
+    assert model.module.weight.grad.to_dense().sum(1).tolist() == [0, 4, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "thing", [None, 3, [nn.Linear(1, 1)]], ids=["None", "3", "list"]
+)
+def test_what_is_no_module_is_a_type_error(thing):
+    with pytest.raises(TypeError, match="module"):
+        DistributedDataParallel(thing)
+
+
+# ---- against new versions of torch --------------------------------------------------
+
+BY_ITS_CONSTRUCTOR = "called by torch's constructor alone, which is not run"
+BY_ITS_FORWARD = "called by torch's forward alone, which is not run"
+BY_JOIN = "called by torch's join alone, which is not run"
+ASKS = "asks self.reducer or self.logger, which paceline._ddp.torch_reducer answers"
+TOLD_ALONE = "depends on its arguments, or on attributes that are set, alone"
+
+INHERITED = {
+    "__abstractmethods__": "made by the class",
+    "__annotations__": "made by the class",
+    "_abc_impl": "made by the class",
+    "_active_ddp_module": "set on torch's class, where dynamo looks",
+    "_get_active_ddp_module": "reads it",
+    "_inside_ddp_forward": BY_ITS_FORWARD,
+    "_lazy_init": BY_ITS_FORWARD,
+    "_build_debug_param_to_name_mapping": BY_ITS_CONSTRUCTOR,
+    "_build_params_for_reducer": BY_ITS_CONSTRUCTOR,
+    "_ddp_init_helper": BY_ITS_CONSTRUCTOR,
+    "_delayed_all_reduce_hook": BY_ITS_CONSTRUCTOR,
+    "_get_parameters": BY_ITS_CONSTRUCTOR,
+    "_module_wait_for_copy_hook": BY_ITS_CONSTRUCTOR,
+    "_passing_sync_batchnorm_handle": BY_ITS_CONSTRUCTOR,
+    "_register_accum_grad_hook": BY_ITS_CONSTRUCTOR,
+    "_register_delay_all_reduce_hook": BY_ITS_CONSTRUCTOR,
+    "_root_copy_hook": BY_ITS_CONSTRUCTOR,
+    "_fire_reducer_autograd_hook": "called with mixed_precision alone: refused",
+    "_check_default_group": "called by torch's __getstate__ alone, which is replaced",
+    "_check_and_sync_module_buffers": BY_JOIN,
+    "_check_global_requires_backward_grad_sync": BY_JOIN,
+    "_match_all_reduce_for_bwd_pass": BY_JOIN,
+    "_match_unused_params_allreduce": BY_JOIN,
+    "_sync_final_model": BY_JOIN,
+    "_find_common_rank": TOLD_ALONE,
+    "_check_sync_bufs_post_fwd": TOLD_ALONE,
+    "_check_sync_bufs_pre_fwd": TOLD_ALONE,
+    "_clear_grad_buffer": BY_ITS_FORWARD,
+    "_setup_in_backward_optimizers": BY_ITS_FORWARD,
+    "_assign_modules_buffers": TOLD_ALONE,
+    "_sync_buffers": "calls the buffers' hook, or broadcasts over the process group",
+    "_sync_module_buffers": "called by _sync_buffers",
+    "_default_broadcast_coalesced": "called by _sync_buffers",
+    "_distributed_broadcast_coalesced": "called by _sync_buffers",
+    "_log_and_throw": ASKS,
+    "_get_ddp_logging_data": ASKS,
+    "_set_ddp_runtime_logging_sample_rate": ASKS,
+    "_remove_autograd_hooks": ASKS,
+    "_check_reducer_finalized": ASKS,
+    "_set_sparse_metadata": ASKS,
+    "_update_process_group": ASKS,
+    "_register_fused_optim": "registers a communication hook",
+    "_check_comm_hook": TOLD_ALONE,
+    "_distributed_rank": TOLD_ALONE,
+    "_get_data_parallel_params": TOLD_ALONE,
+    "_should_disable_cpp_reducer": BY_ITS_FORWARD,
+    "_set_ddp_sink_clone": "sets what nothing reads: outputs are never cloned",
+    "_set_params_and_buffers_to_ignore_for_model": TOLD_ALONE,
+    "gather": TOLD_ALONE,
+    "join_device": TOLD_ALONE,
+    "join_process_group": TOLD_ALONE,
+    "scatter": TOLD_ALONE,
+    "to_kwargs": TOLD_ALONE,
+}
+
+
+def replaced():
+    """Return the names that our class, or a base of it below torch's, defines."""
+    kinds = DistributedDataParallel.__mro__
+    return {name for kind in kinds[: kinds.index(TorchDDP)] for name in vars(kind)}
+
+
+def test_every_method_of_torch_is_replaced_or_has_been_reviewed():
+    unknown = set(vars(TorchDDP)) - replaced() - set(INHERITED)
+    assert not unknown, f"torch {torch.__version__} has what nobody has looked at"
+
+
+def test_no_method_is_both_replaced_and_reviewed():
+    assert replaced() & set(INHERITED) <= {
+        "__abstractmethods__",
+        "__annotations__",
+        "_abc_impl",
+    }
+
+
+def test_the_inherited_helpers_for_inputs_and_outputs_work():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    theirs = TorchDDP(nn.Linear(1, 1))
+    x = torch.ones(2)
+    for model in (wrapper, theirs):
+        inputs, kwargs = model.to_kwargs((x,), {"y": x}, 0)
+        assert torch.equal(inputs[0][0], x)
+        assert torch.equal(kwargs[0]["y"], x)
+
+
+def test_the_graph_may_be_declared_static_with_the_warnings_of_torch():
+    for wrap in (DistributedDataParallel, TorchDDP):
+        wrapper = wrap(nn.Linear(1, 1))
+        wrapper._set_static_graph()
+        assert wrapper.static_graph is True
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            wrapper._set_static_graph()
+        with pytest.warns(UserWarning, match="will detect unused parameters"):
+            wrap(nn.Linear(1, 1), find_unused_parameters=True, static_graph=True)
+
+
+def test_the_older_name_of_the_argument_for_buffers_warns_as_in_torch():
+    for wrap in (DistributedDataParallel, TorchDDP):
+        if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
+            continue  # torch before 2.13
+        with pytest.warns(FutureWarning, match="`broadcast_buffers` is depr") as seen:
+            wrap(nn.Linear(1, 1), broadcast_buffers=False)
+        assert seen[0].filename == __file__
+        with pytest.warns(FutureWarning, match="Both `broadcast_buffers` and"):
+            wrap(nn.Linear(1, 1), broadcast_buffers=False, forward_sync_buffers=True)
+
+
+def test_what_a_dropped_wrapper_left_behind_says_so():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    reducer = wrapper.reducer
+    del wrapper
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone"):
+        reducer._rebuild_buckets()
+
+
+def test_wrappers_go_at_once_when_they_are_dropped():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), strict=True)
+    wrapper(torch.ones(1)).backward()
+    gone = weakref.ref(wrapper)
+    gc.disable()
+    try:
+        del wrapper
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_parameters_marked_by_torch_as_ignored_are_left_out():
+    net = Net()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["last.weight"])
+    wrapper = DistributedDataParallel(net)
+    assert wrapper.parameters_to_ignore == {"last.weight"}
+    assert len(list(TorchDDP._get_data_parallel_params(net))) == 5
+    assert len(wrapper._module_parameters) == 5

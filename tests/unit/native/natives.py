@@ -1,0 +1,35 @@
+"""Makes the native module's objects, in a world of one rank."""
+
+import torch
+from paceline import _native
+from paceline._compat import torch_core
+from torch import nn
+
+MIB = 1 << 20
+
+torch_core.attach()
+
+
+def make_world(**changes):
+    given = {
+        "rank": 0,
+        "world_size": 1,
+        "arena_bytes": 4096,
+        "n_ops": 8,
+        "timeout": 5.0,
+        "pids": [0],
+        "meeting": None if "group_comm" in changes else _native.Listener(),
+    }
+    return _native.World(**{**given, **changes})
+
+
+def make_reducer(world=None, params=None, buffers=(), sizes=(MIB, MIB // 4, 1024)):
+    params = [nn.Parameter(torch.ones(3))] if params is None else params
+    world = make_world(arena_bytes=MIB) if world is None else world
+    return _native.Reducer(world, params, list(buffers), *sizes)
+
+
+def watched_net():
+    return nn.Sequential(
+        nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False)
+    )

@@ -1,0 +1,361 @@
+"""What the replicas returned, joined into what the module returns for the batch."""
+
+import collections
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from paceline import _native
+from paceline._compat import torch_core
+from torch.nn.parallel import scatter_gather
+from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from values import (
+    Attributed,
+    Box,
+    Classified,
+    Frozen,
+    Output,
+    Pair,
+    Wanting,
+    assert_leaves_nothing,
+    rows,
+    same,
+)
+
+torch_core.attach()
+
+X = rows(5, 2)
+A, B = X[:3], X[3:]
+
+
+def gather(*outputs, sizes=(3, 2), dim=0):
+    return _native.gather(list(outputs), sizes, dim)
+
+
+def of(make):
+    """Gather what `make` makes of two chunks."""
+    return gather(make(A), make(B))
+
+
+MAKERS = {
+    "tensor": lambda x: x,
+    "array": lambda x: x.numpy(),
+    "tuple": lambda x: (x, x + 1),
+    "list": lambda x: [x],
+    "nested": lambda x: {"a": [(x, None)], 3: {"b": x}},
+    "namedtuple": lambda x: Pair(x, (x,)),
+    "structseq": lambda x: torch.sort(x),
+    "ordered": lambda x: collections.OrderedDict(b=x, a=x),
+    "default": lambda x: collections.defaultdict(list, a=x),
+    "attributed": lambda x: Attributed(a=x),
+    "deque": lambda x: collections.deque([x, 1]),
+    "user dict": lambda x: collections.UserDict(a=x),
+    "frozen": Frozen,
+    "model output": lambda x: Classified(logits=x, hidden_states=(x, x)),
+    "registered": lambda x: Box(x, "label"),
+    "constants": lambda x: (1, 2.5, "text", True, None, x, len, torch.float32),
+    "empty": lambda x: ((), [], {}),
+    "bool": lambda x: x > 3,
+    "complex": lambda x: torch.complex(x, x),
+    "views": lambda x: x.t().t(),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_outputs_are_those_of_the_whole_batch(name):
+    make = MAKERS[name]
+    if name == "structseq":
+        make = lambda x: torch.sort(x, dim=1)  # noqa: E731
+    gathered = of(make)
+    assert same(gathered, make(X))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1, -2])
+def test_outputs_are_joined_along_the_dimension(dim):
+    parts = torch.tensor_split(rows(5, 5), 3, dim)
+    arrays = [part.numpy() for part in parts]
+    joined, array = gather(*zip(parts, arrays, strict=True), sizes=(2, 2, 1), dim=dim)
+    assert torch.equal(joined, rows(5, 5))
+    assert np.array_equal(array, rows(5, 5).numpy())
+
+
+def test_one_output_is_returned_as_it_is():
+    value = object()
+    assert _native.gather([value], (3,), 0) is value
+
+
+def test_no_output_at_all_is_an_error():
+    with pytest.raises(ValueError, match="no output"):
+        _native.gather([], (), 0)
+
+
+def test_gradients_flow_to_each_part():
+    parts = [A.clone().requires_grad_(), B.clone().requires_grad_()]
+    output = gather(*[Classified(logits=part * 2) for part in parts])
+    (output.logits * X).sum().backward()
+    assert torch.equal(torch.cat([part.grad for part in parts]), X * 2)
+
+
+def test_losses_become_a_vector_with_a_warning_once_a_call():
+    losses = [torch.tensor(float(k), requires_grad=True) for k in range(3)]
+    words = "Was asked to gather along dimension 0"
+    with pytest.warns(UserWarning, match=words) as caught:
+        value = gather(*[{"a": loss, "b": loss} for loss in losses], sizes=(1,) * 3)
+    assert len(caught) == 1
+    assert value["a"].tolist() == [0.0, 1.0, 2.0]
+    value["a"].sum().backward()
+    assert [loss.grad.item() for loss in losses] == [1.0, 1.0, 1.0]
+
+
+def test_a_warning_that_is_an_error_comes_out():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="scalars"):
+            gather(torch.tensor(1.0), torch.tensor(2.0))
+
+
+def test_arrays_without_dimensions_become_a_vector():
+    value = gather(np.array(1), np.array(2))
+    assert value.tolist() == [1, 2]
+
+
+def test_masked_arrays_keep_their_masks():
+    parts = [np.ma.masked_equal(np.arange(3), 1), np.ma.masked_equal(np.arange(2), 1)]
+    assert gather(*parts).tolist() == [0, None, 2, 0, None]
+
+
+def test_constants_that_differ_become_a_list():
+    assert gather(1, 2) == [1, 2]
+    assert gather(1, 1.0) == [1, 1.0]
+    assert gather({"name": "a"}, {"name": "b"}) == {"name": ["a", "b"]}
+    assert gather(True, True) is True
+    assert gather({1, 2}, {1, 2}) == {1, 2}
+    assert gather(torch.Size([3, 2]), torch.Size([2, 2])) == [(3, 2), (2, 2)]
+    assert gather(torch.Size([2]), torch.Size([2])) == torch.Size([2])
+
+
+def test_an_object_that_cannot_be_compared_differs():
+    class Odd:
+        def __eq__(self, other):
+            raise ValueError("ambiguous")
+
+        __hash__ = None
+
+    one, two = Odd(), Odd()
+    assert [x is y for x, y in zip(gather(one, two), (one, two), strict=True)] == [
+        True,
+        True,
+    ]
+    assert gather(one, one) is one
+
+
+def test_an_exception_of_a_comparison_that_is_no_error_comes_out():
+    class Stopping:
+        def __eq__(self, other):
+            raise KeyboardInterrupt
+
+        __hash__ = None
+
+    outputs = Stopping(), Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        gather(*outputs)
+
+
+def test_a_model_output_without_a_loss_has_none():
+    output = of(lambda x: Classified(logits=x))
+    assert isinstance(output, Output)
+    assert list(output) == ["logits"]
+    assert output.logits is output["logits"]
+    assert output.logits is output[0]
+    assert output.loss is None
+    assert torch.equal(output.logits, X)
+
+
+def test_a_dataclass_is_joined_without_its_constructor():
+    parts = [Wanting(A, 1), Wanting(B, 2)]
+    parts[0].extra = "first"
+    before = Wanting.n_made
+    output = gather(*parts)
+    assert Wanting.n_made == before
+    assert torch.equal(output.x, X)
+    assert output.extra == "first"
+    assert parts[0].x is A
+
+
+def test_fields_that_no_constructor_takes_are_joined():
+    output = of(Frozen)
+    assert torch.equal(output.made, X + 1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        output.x = None
+
+
+def test_a_factory_stays_with_its_dict():
+    output = of(lambda x: collections.defaultdict(list, a=x))
+    assert output["new"] == []
+
+
+def test_keys_may_come_in_any_order():
+    output = gather({"a": A, "b": 1}, {"b": 1, "a": B})
+    assert same(output, {"a": X, "b": 1})
+
+
+DIFFERENT = {
+    "type": ((A,), (None,), TypeError, r"output\[0\] is of type .*Tensor .* None on"),
+    "none": (None, 3, TypeError, "output is None on replica 0 and of type int"),
+    "container": ([A], (B,), TypeError, "of type list on replica 0 and of type tuple"),
+    "array": (A, B.numpy(), TypeError, "numpy.ndarray on replica 1"),
+    "keys": ({"x": {"a": A}}, {"x": {"b": B}}, ValueError, r"output\['x'\] has the k"),
+    "fewer": ({"a": A, "b": A}, {"a": B}, ValueError, r"\['a', 'b'\] on replica 0"),
+    "output": (
+        Classified(loss=A, logits=A),
+        Classified(logits=B),
+        ValueError,
+        r"\['logits'\] on replica 1",
+    ),
+    "length": ((A, A), (B,), ValueError, "2 entries on replica 0 and 1 on replica 1"),
+    "list": ([A], [B, B, B], ValueError, "override gather"),
+    "context": (Box(A, 1), Box(B, 2), ValueError, "context 1 on replica 0 and 2"),
+    "shape": (
+        {"l": [A]},
+        {"l": [rows(2, 3)]},
+        ValueError,
+        r"output\['l'\]\[0\] has shape \(3, 2\) on replica 0 and \(2, 3\) on replica 1",
+    ),
+    "dims": (A, rows(2), ValueError, r"\(3, 2\) on replica 0 and \(2,\) on replica 1"),
+    "scalar": (A, torch.tensor(1.0), ValueError, r"and \(\) on replica 1"),
+    "array shape": (A.numpy(), np.ones((2, 3)), ValueError, "pad them"),
+    "field": (Frozen(A), Frozen(B[:, 0]), ValueError, r"output\.x has shape"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_replicas_that_disagree_are_one_error(name):
+    left, right, kind, words = DIFFERENT[name]
+    with pytest.raises(kind, match=words):
+        gather(left, right)
+
+
+def test_the_replica_that_differs_is_named():
+    with pytest.raises(ValueError, match=r"\(1, 3\) on replica 2"):
+        gather(rows(1, 2), rows(1, 2), rows(1, 3), sizes=(1, 1, 1))
+
+
+def test_a_dimension_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match=r"shape \(3,\) .* no dimension 1"):
+        gather(rows(3), rows(3), dim=1)
+
+
+LISTS_AS_IN_TORCH = {
+    "tensors": lambda x: [x, x + 1],
+    "none": lambda x: [None, None],
+    "tensor and none": lambda x: [x, None],
+    "tuples": lambda x: [(x, x + 1), (x,)],
+    "dicts": lambda x: [{"boxes": x, "scores": x[:, 0]} for _ in range(2)],
+    "lists": lambda x: [[x], [x, x]],
+    "empty": lambda x: [],
+    "a row each": list,
+}
+
+
+@pytest.mark.parametrize("name", LISTS_AS_IN_TORCH)
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (4, 4)])
+def test_lists_of_tensors_are_joined_as_by_torch(name, sizes, monkeypatch):
+    monkeypatch.setattr(
+        scatter_gather.Gather,
+        "apply",
+        lambda device, dim, *tensors: torch.cat(
+            [tensor.reshape(-1) if tensor.ndim == 0 else tensor for tensor in tensors],
+            dim,
+        ),
+    )
+    parts = rows(sum(sizes), 2).split(sizes)
+    outputs = [LISTS_AS_IN_TORCH[name](part) for part in parts]
+    theirs = scatter_gather.gather(outputs, 0)
+    assert same(gather(*outputs, sizes=sizes), theirs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [int(row[0]) for row in x],
+        lambda x: [str(row) for row in x],
+        lambda x: [(int(row[0]), "word") for row in x],
+        lambda x: [{"id": int(row[0]), "box": None} for row in x],
+        lambda x: [["token"] * (int(row[0]) % 3) + ["end"] for row in x],
+    ],
+    ids=["numbers", "strings", "tuples", "dicts", "lists"],
+)
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3, 2)])
+def test_lists_of_plain_values_are_those_of_the_whole_batch(make, sizes):
+    x = rows(sum(sizes), 2)
+    outputs = [make(part) for part in x.split(sizes)]
+    assert gather(*outputs, sizes=sizes) == make(x)
+    assert gather(*outputs, sizes=()) == make(x)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 3)])
+def test_a_list_of_tensors_has_one_structure_for_all_batches(sizes):
+    features = [[rows(n, 3), rows(n, 5)] for n in sizes]
+    shapes = [tuple(feature.shape) for feature in gather(*features, sizes=sizes)]
+    assert shapes == [(sum(sizes), 3), (sum(sizes), 5)]
+
+
+def test_a_list_of_plain_values_that_is_not_by_row_is_an_error():
+    strides = {"strides": [8, 16, 32]}
+    with pytest.raises(ValueError, match=r"\['strides'\] has 3 entries for the 2 rows"):
+        gather(strides, strides, sizes=(2, 2))
+    assert gather((8, 16, 32), (8, 16, 32), sizes=(2, 2)) == (8, 16, 32)
+
+
+def test_lists_in_a_list_keep_their_nesting():
+    output = gather({"a": [A]}, {"a": [B]}, sizes=())
+    assert same(output, {"a": [X]})
+
+
+def test_packed_sequences_are_joined_row_by_row():
+    sequences = [rows(m, 2) for m in (1, 3, 2)]
+    parts = [
+        pack_sequence(sequences[:2], enforce_sorted=False),
+        pack_sequence(sequences[2:], enforce_sorted=False),
+    ]
+    output, number = gather(*[(part, 1) for part in parts], sizes=(2, 1))
+    assert number == 1
+    assert same(unpack_sequence(output), sequences)
+
+
+def test_sparse_outputs_are_joined_by_torch():
+    whole = torch.eye(4)
+    output = gather(whole[:3].to_sparse(), whole[3:].to_sparse())
+    assert torch.equal(output.to_dense(), whole)
+
+
+def test_outputs_that_hold_themselves_are_an_error():
+    value = []
+    value.append(value)
+    with pytest.raises(RecursionError):
+        gather([value], [value], sizes=())
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_thousand_gathers_leave_nothing(name):
+    outputs = [MAKERS[name](A), MAKERS[name](B)]
+    if name == "structseq":
+        outputs = [torch.sort(part, dim=1) for part in (A, B)]
+
+    assert_leaves_nothing(lambda: gather(*outputs), *outputs, type(outputs[0]))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_thousand_gathers_that_fail_leave_nothing(name):
+    left, right, kind, _ = DIFFERENT[name]
+
+    def once():
+        try:
+            gather(left, right)
+        except kind:
+            return
+        pytest.fail(f"no {kind.__name__}")
+
+    assert_leaves_nothing(once, left, right, type(left))

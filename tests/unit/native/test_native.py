@@ -1,0 +1,558 @@
+"""The native module: its errors, and a world of one rank."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import paceline
+import pytest
+import torch
+from natives import MIB, make_reducer, make_world, watched_net
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._ddp.model_spec import watch
+from torch import nn
+
+# ---- bad arguments ------------------------------------------------------------------
+
+
+def raised_by(call, *args, **kwargs):
+    kinds = ValueError, TypeError, KeyError, NotImplementedError
+    with pytest.raises(kinds) as caught:
+        call(*args, **kwargs)
+    words = str(caught.value)
+    assert "\n" not in words, "one line"
+    return words
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 1}, ["rank 1", "world_size 1"]),
+        ({"rank": -1}, ["rank -1", "world_size 1"]),
+        ({"world_size": 0}, ["world_size 0"]),
+        ({"world_size": 65, "pids": [0] * 65}, ["world_size 65", "64"]),
+        ({"arena_bytes": -1}, ["arena_bytes", "-1"]),
+        ({"n_ops": 0}, ["n_ops", "0"]),
+        ({"n_ops": -3}, ["n_ops", "-3"]),
+        ({"timeout": 0.0}, ["timeout", "0"]),
+        ({"timeout": -2.5}, ["timeout", "-2.5"]),
+        ({"timeout": float("nan")}, ["timeout", "nan"]),
+        ({"pids": []}, ["pids", "0 entries", "1 rank"]),
+        ({"pids": [0, 0]}, ["pids", "2 entries", "1 rank"]),
+        ({"pids": 3}, ["pids", "sequence"]),
+        ({"pids": ["a"]}, ["pids"]),
+        ({"meeting": "somewhere"}, ["meeting", "Listener"]),
+        ({"meeting": 3}, ["meeting", "Listener"]),
+        ({"rank": 1, "world_size": 2, "pids": [0, 0]}, ["meeting", "address"]),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_of_a_world_is_named_with_its_value(changes, words):
+    message = raised_by(make_world, **changes)
+    assert all(word in message for word in words), message
+
+
+def test_a_process_id_that_is_none_is_an_error_and_not_cut_off():
+    with pytest.raises((ValueError, OverflowError)):
+        make_world(pids=[1 << 40])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [("float32", "max"), ("int32", "mean"), ("complex64", "max")],
+)
+def test_a_type_that_has_no_such_reduction_is_refused(dtype, reduction):
+    message = raised_by(make_world().issue, "all-reduce", dtype, reduction, 0, 4)
+    assert dtype in message
+
+
+def test_an_arena_that_cannot_be_had_is_an_error_with_its_size():
+    with pytest.raises((MemoryError, OSError), match=r"\d+ bytes of shared memory"):
+        make_world(arena_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e30], ids=str)
+def test_an_endless_timeout_waits_and_does_not_overflow(timeout):
+    world = make_world(timeout=timeout, arena_bytes=MIB)
+    world.wait(world.issue("all-reduce", "float32", "sum", 0, 1024))
+
+
+def test_the_address_of_nobody_is_the_loss_of_rank_0():
+    with pytest.raises(paceline.PeerError, match="rank 0"):
+        make_world(rank=1, world_size=2, pids=[0, 0], meeting="nobody", timeout=0.2)
+
+
+def test_a_listener_takes_no_argument():
+    assert "Listener" in raised_by(_native.Listener, 1)
+    assert "Listener" in raised_by(_native.Listener, port=1)
+
+
+GOOD_OP = ("all-reduce", "float32", "sum", 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, "all_reduce", ["kind", "all_reduce"]),
+        (1, "float31", ["dtype", "float31"]),
+        (2, "median", ["reduction", "median"]),
+        (3, -64, ["-64"]),
+        (3, 4096, ["4096"]),
+        (3, 1, ["1"]),
+        (4, -4, ["-4"]),
+        (4, 1025, ["1025"]),
+        (4, 1 << 62, [str(1 << 62)]),
+        (5, 1, ["root", "1"]),
+        (5, -1, ["root", "-1"]),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_of_an_operation_is_named_with_its_value(at, value, words):
+    op = [*GOOD_OP, 0]
+    op[at] = value
+    if at == 5:
+        op[0] = "broadcast"
+    message = raised_by(make_world().issue, *op)
+    assert all(word in message for word in words), message
+
+
+def test_a_bad_operation_leaves_the_world_usable():
+    world = make_world()
+    raised_by(world.issue, "all-reduce", "float32", "sum", 0, 1 << 40)
+    world.wait(world.issue(*GOOD_OP))
+
+
+def test_a_ticket_that_was_never_issued_is_an_error_at_once():
+    world = make_world(timeout=1.0)
+    message = raised_by(world.wait, 99)
+    assert "99" in message
+    world.wait(world.issue(*GOOD_OP))
+
+
+def test_the_text_for_the_peers_must_be_a_string():
+    assert "text" in raised_by(make_world().note_exception, 3)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (None, ["tensors", "sequence"]),
+        ([3], ["a tensor to broadcast"]),
+        ([torch.ones(4, 4)[:, :2]], ["tensors[0]", "holes"]),
+        ([torch.ones(2), torch.ones(1).expand(3)], ["tensors[1]", "overlaps"]),
+        ([torch.ones(2, device="meta")], ["a tensor to broadcast", "meta"]),
+        ([torch.eye(2).to_sparse()], ["a tensor to broadcast"]),
+    ],
+    ids=["none", "number", "holes", "overlap", "meta", "sparse"],
+)
+def test_what_cannot_be_broadcast_is_named(tensors, words):
+    message = raised_by(make_world().broadcast, tensors)
+    assert all(word in message for word in words), message
+
+
+PARAM = nn.Parameter(torch.ones(3))
+
+
+def half_complex():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.empty(3, dtype=torch.complex32)
+
+
+BAD_TENSORS = {
+    "params: no sequence": ((3, []), ["params", "sequence"]),
+    "params: none": (([], []), ["params is empty"]),
+    "params: number": (([3], []), ["parameter"]),
+    "params: meta": (([torch.ones(3, device="meta")], []), ["parameter", "meta"]),
+    "params: sparse": (([torch.eye(3).to_sparse()], []), ["parameter"]),
+    "params: complex32": (
+        ([half_complex()], []),
+        ["parameter", "type"],
+    ),
+    "buffers: no sequence": (([PARAM], 3), ["buffers", "sequence"]),
+    "buffers: number": (([PARAM], [3]), ["buffers"]),
+    "buffers: triple": (([PARAM], [({}, "a", 1)]), ["buffers"]),
+    "buffers: no dict": (([PARAM], [(3, "a")]), ["buffers", "dict"]),
+    "buffers: missing": (([PARAM], [({}, "a")]), ["'a'"]),
+    "buffers: no tensor": (([PARAM], [({"a": 3}, "a")]), ["buffer"]),
+    "buffers: None": (([PARAM], [({"a": None}, "a")]), ["buffer"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("what", BAD_TENSORS)
+def test_a_bad_tensor_is_named_when_a_reducer_is_measured_and_made(what):
+    (params, buffers), words = BAD_TENSORS[what]
+    for message in (
+        raised_by(_native.measure, params, buffers, MIB, MIB),
+        raised_by(_native.Reducer, make_world(), params, buffers, MIB, MIB, 0),
+    ):
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, 0, ["bucket_bytes", "0"]),
+        (0, -5, ["bucket_bytes", "-5"]),
+        (1, 0, ["last_bytes", "0"]),
+        (2, -1, ["view_bytes", "-1"]),
+    ],
+)
+def test_a_bad_size_of_a_reducer_is_named_with_its_value(at, value, words):
+    sizes = [MIB, MIB, 1]
+    sizes[at] = value
+    messages = [raised_by(make_reducer, sizes=sizes)]
+    if at < 2:
+        messages.append(raised_by(_native.measure, [PARAM], [], *sizes[:2]))
+    for message in messages:
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("sparse", "words"),
+    [
+        (3, ["sparse", "sequence"]),
+        ([2], ["sparse has 2"]),
+        ([1], ["sparse has 1", "rows"]),
+        (["a"], ["int"]),
+        ([-1], ["sparse has -1"]),
+    ],
+    ids=["no sequence", "no such parameter", "no rows", "text", "negative"],
+)
+def test_a_bad_declaration_of_what_is_sparse_is_named(sparse, words):
+    params = [PARAM, nn.Parameter(torch.tensor(1.0))]
+    for message in (
+        raised_by(_native.measure, params, [], MIB, MIB, sparse),
+        raised_by(_native.Reducer, make_world(), params, [], MIB, MIB, 0, sparse),
+    ):
+        assert all(word in message.lower() for word in words), message
+
+
+def test_a_sparse_parameter_takes_no_room_beside_the_staging_that_all_share():
+    params = [nn.Parameter(torch.ones(1000, 1000)) for _ in range(3)]
+    dense, *_ = _native.measure(params, [], MIB, MIB)
+    one, *_ = _native.measure(params, [], MIB, MIB, [1])
+    all_three, *_ = _native.measure(params, [], MIB, MIB, [0, 1, 2])
+    assert dense - one == 4_000_000 - MIB
+    assert one - all_three == 8_000_000
+
+
+def test_a_reducer_needs_a_world():
+    message = raised_by(_native.Reducer, 3, [PARAM], [], MIB, MIB, 1)
+    assert "World" in message
+    assert "int" in message
+
+
+def test_an_arena_that_is_too_small_is_named_with_what_is_needed():
+    needed, *_ = _native.measure([PARAM], [], MIB, MIB)
+    message = raised_by(make_reducer, make_world(arena_bytes=64), [PARAM])
+    assert str(needed) in message
+
+
+def test_an_arena_as_large_as_measured_is_enough():
+    params = [nn.Parameter(torch.ones(n)) for n in (1, 1000, 3)]
+    needed, n_ops, _ = _native.measure(params, [], 64, 64)
+    make_reducer(make_world(arena_bytes=needed, n_ops=n_ops), params, (), (64, 64, 0))
+
+
+def test_a_parameter_that_takes_no_hook_leaves_no_hook_on_the_others():
+    fine = nn.Parameter(torch.ones(2))
+    with pytest.raises(RuntimeError, match="doesn't require grad"):
+        make_reducer(params=[fine, torch.ones(2)])
+    assert not fine._post_accumulate_grad_hooks
+
+
+def test_whether_to_synchronise_cannot_be_deleted():
+    reducer = make_reducer()
+    with pytest.raises((TypeError, AttributeError), match="delete"):
+        del reducer.sync
+    assert reducer.sync is True
+
+
+def test_the_facts_of_a_reducer_are_read_only():
+    reducer = make_reducer()
+    for name in ("step", "is_active", "buckets"):
+        with pytest.raises(AttributeError):
+            setattr(reducer, name, 1)
+    assert (reducer.step, reducer.is_active, reducer.buckets) == (0, False, [[0]])
+
+
+def callables(monkeypatch):
+    """Return all that attach() hands over."""
+    taken = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_core._native, "attach_torch", taken.update)
+        torch_core.attach()
+    return taken
+
+
+@pytest.mark.parametrize("value", [None, 3, "missing"])
+def test_a_callable_of_torch_that_is_none_is_named(monkeypatch, value):
+    given = callables(monkeypatch)
+    given.pop("exchange")
+    assert len(given) >= 6
+    try:
+        for name in given:
+            changed = {**given, name: value}
+            if value == "missing":
+                del changed[name]
+            assert name in raised_by(_native.attach_torch, **changed)
+    finally:
+        torch_core.attach()
+
+
+def test_callables_of_torch_are_given_by_keyword():
+    assert "keywords" in raised_by(_native.attach_torch, 1)
+
+
+def test_an_exchange_that_is_no_capsule_is_named(monkeypatch):
+    given = callables(monkeypatch)
+    given["exchange"] = 3
+    try:
+        assert "exchange" in raised_by(_native.attach_torch, **given)
+    finally:
+        torch_core.attach()
+
+
+@pytest.mark.parametrize("kind", [_native.Hook, _native.BackwardEnd])
+def test_what_a_reducer_alone_makes_cannot_be_made(kind):
+    with pytest.raises(TypeError, match="cannot create"):
+        kind()
+
+
+@pytest.mark.parametrize(
+    "kind", ["Listener", "World", "Reducer", "Hook", "BackwardEnd"]
+)
+def test_types_cannot_be_changed_or_subclassed(kind):
+    kind = getattr(_native, kind)
+    with pytest.raises(TypeError, match="immutable"):
+        kind.extra = 1
+    with pytest.raises(TypeError, match="base type"):
+        type("Sub", (kind,), {})
+
+
+# ---- a world of one rank ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduction"),
+    [
+        ("float32", "sum"),
+        ("float32", "mean"),
+        ("float64", "mean"),
+        ("float16", "mean"),
+        ("complex64", "sum"),
+        ("uint8", "max"),
+        ("int64", "sum"),
+    ],
+)
+def test_a_reduction_over_one_rank_keeps_the_values(dtype, reduction):
+    world = make_world()
+    data = np.frombuffer(world, dtype=dtype)
+    data[:] = np.arange(data.size) % 100
+    expected = data.copy()
+    world.wait(world.issue("all-reduce", dtype, reduction, 0, data.size))
+    assert np.array_equal(data, expected)
+
+
+@pytest.mark.parametrize(
+    "kind", ["all-reduce", "reduce", "reduce-scatter", "all-gather", "broadcast"]
+)
+def test_every_operation_works_on_one_rank(kind):
+    world = make_world()
+    data = np.frombuffer(world, dtype=np.int32)
+    data[:] = np.arange(data.size)
+    world.wait(world.issue(kind, "int32", "sum", 64, 32))
+    assert data.tolist() == list(range(data.size))
+
+
+def test_a_barrier_of_one_rank_is_passed():
+    world = make_world()
+    world.wait(world.issue("barrier", "uint8", "sum", 0, 0))
+
+
+def test_many_operations_in_flight_are_waited_for_by_the_last():
+    world = make_world(n_ops=4)
+    for _ in range(50):
+        tickets = [world.issue(*GOOD_OP) for _ in range(4)]
+        assert tickets == sorted(set(tickets))
+        world.wait(tickets[-1])
+
+
+def test_a_world_knows_its_rank_and_its_size():
+    world = make_world(arena_bytes=MIB)
+    assert (world.rank, world.world_size, memoryview(world).nbytes) == (0, 1, MIB)
+
+
+def test_the_buffer_of_a_world_starts_as_zeros_and_can_be_written():
+    buffer = memoryview(make_world())
+    assert not any(buffer)
+    buffer[0] = 7
+    assert buffer[0] == 7
+
+
+def test_a_broadcast_on_one_rank_keeps_the_values():
+    world = make_world(arena_bytes=64)
+    tensors = [torch.arange(50.0), torch.ones(0), torch.tensor(3), torch.eye(3).t()]
+    before = [t.clone() for t in tensors]
+    world.broadcast(tensors)
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_a_world_may_be_left_twice():
+    world = make_world()
+    world.leave()
+    world.leave()
+
+
+def test_an_aborted_world_recovers():
+    world = make_world(arena_bytes=MIB)
+    make_reducer(world).abandon("I gave up")
+    with pytest.raises(paceline.PeerError, match="I gave up"):
+        world.wait(world.issue(*GOOD_OP))
+    world.recover()
+    world.wait(world.issue(*GOOD_OP))
+
+
+# ---- Watch --------------------------------------------------------------------------
+
+
+def tinker_with(net, what):
+    if what == "unfrozen":
+        net[0].weight.requires_grad_(True)
+    elif what == "converted":
+        net.double()
+    elif what == "replaced parameter":
+        net[0].weight = nn.Parameter(net[0].weight.detach())
+    elif what == "removed parameter":
+        net[0].bias = None
+    elif what == "added parameter":
+        net[0].extra = nn.Parameter(torch.ones(1))
+    elif what == "None became a parameter":
+        net[2].bias = nn.Parameter(torch.ones(2))
+    elif what == "replaced layer":
+        net[0] = copy.deepcopy(net[0])
+    elif what == "added layer":
+        net.append(nn.Linear(1, 1))
+    elif what == "added buffer":
+        net.register_buffer("more", torch.ones(1))
+
+
+CHANGES = [
+    "unfrozen",
+    "converted",
+    "replaced parameter",
+    "removed parameter",
+    "added parameter",
+    "None became a parameter",
+    "replaced layer",
+    "added layer",
+    "added buffer",
+]
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_of_a_model_is_noticed(what):
+    net = watched_net()
+    net[0].weight.requires_grad_(what != "unfrozen")
+    seen = watch(net)
+    assert seen.changed() is False
+    tinker_with(net, what)
+    assert seen.changed() is True
+    assert watch(net).changed() is False
+
+
+def test_freezing_a_parameter_and_thawing_it_is_no_change():
+    net = watched_net()
+    seen = watch(net)
+    for wanted in (False, True):
+        net[0].weight.requires_grad_(wanted)
+        assert seen.changed() is False
+
+
+def test_training_a_model_is_no_change():
+    net = watched_net()
+    seen = watch(net)
+    net(torch.randn(4, 2)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    net[1].running_mean = torch.zeros(2)
+    net.eval().train()
+    net.load_state_dict(net.state_dict())
+    assert seen.changed() is False
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (([3], [], []), ["dicts", "3"]),
+        ((3, [], []), ["list", "int"]),
+        (([], [3], []), ["3", "(dict, key)"]),
+        (([], [({}, "a")], []), ["'a'"]),
+        (([], [], [({}, "a", 1)]), ["(dict, key)"]),
+        (([], [], [({"a": 3}, "a")]), ["attribute"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_watched_is_named(given, words):
+    with pytest.raises((TypeError, KeyError, AttributeError)) as caught:
+        _native.Watch(*given)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# ---- the environment ----------------------------------------------------------------
+
+
+def run(code, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+ASK_ISA = "from paceline import _native; print(_native.isa())"
+
+
+def test_an_unknown_word_for_the_instruction_set_lists_the_known_ones():
+    error = run(ASK_ISA, PACELINE_ISA="avx9000").stderr
+    assert "ValueError" in error
+    for word in ("avx9000", "plain", "neon", "avx2", "avx512"):
+        assert word in error.splitlines()[-1]
+
+
+def test_an_instruction_set_that_this_machine_lacks_is_refused_by_name():
+    lacking = "avx2" if os.uname().machine == "aarch64" else "neon"
+    result = run(ASK_ISA, PACELINE_ISA=lacking)
+    assert result.returncode == 1
+    assert lacking in result.stderr.splitlines()[-1]
+    assert "PACELINE_ISA" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("word", ["plain", ""])
+def test_the_instruction_set_is_what_was_asked_for(word):
+    assert run(ASK_ISA, PACELINE_ISA=word).stdout.strip() == (word or _native.isa())
+
+
+def test_a_bad_instruction_set_is_an_error_where_a_reducer_is_made(monkeypatch):
+    monkeypatch.setenv("PACELINE_ISA", "avx9000")
+    with pytest.raises(ValueError, match="avx9000"):
+        make_reducer()
+
+
+@pytest.mark.parametrize("word", ["soon", "0", "-1", "nan", "1e99", "3 s"])
+def test_a_bad_timeout_is_named_with_its_value(monkeypatch, word):
+    monkeypatch.setenv("PACELINE_TIMEOUT", word)
+    with pytest.raises(ValueError, match=f"PACELINE_TIMEOUT is '{word}'"):
+        make_world()
+
+
+def test_a_good_timeout_overrides_the_argument(monkeypatch):
+    monkeypatch.setenv("PACELINE_TIMEOUT", "2.5")
+    make_world(timeout=1000.0)

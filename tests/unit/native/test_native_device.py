@@ -1,0 +1,557 @@
+"""The native module's reducer on a device: one rank, on the fake of CUDA."""
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from natives import MIB, make_world
+from natives_on_device import (
+    SIZES,
+    Fails,
+    backward,
+    count,
+    fake,
+    fake_device,
+    make_device,
+    make_device_reducer,
+    make_device_world,
+    parameters,
+    synchronize,
+    with_backward_inside,
+)
+from paceline import _native
+from paceline._compat import torch_core
+from support import fake_gpus
+from torch import nn
+
+
+@pytest.fixture
+def stream():
+    """What torch would say is the current stream."""
+    with fake_device() as streams:
+        yield streams
+
+
+def step(params, scale=1):
+    for p in params:
+        p.grad = None
+    sum((p * scale).sum() for p in params).backward()
+
+
+# ---- Device -------------------------------------------------------------------------
+
+
+def test_a_device_says_what_it_is(stream):
+    device = make_device()
+    assert (device.index, device.name) == (0, "cuda:0")
+    assert device.kernels in ("fatbin", "nvrtc")
+    device.synchronize()
+
+
+def test_a_device_that_is_not_there_is_refused(stream):
+    with pytest.raises(ValueError, match="99"):
+        make_device(99)
+
+
+def test_a_driver_that_is_not_there_is_named(stream, tmp_path):
+    path = str(tmp_path / "libcuda.so.1")
+    with pytest.raises(NotImplementedError, match=r"libcuda\.so\.1"):
+        make_device(driver=path)
+
+
+def test_an_nccl_that_is_not_there_is_named(stream, tmp_path):
+    assert _native.nccl_version(fake_gpus.library()) > 20000
+    with pytest.raises(TypeError, match="path is 7: give a string, or None"):
+        _native.nccl_version(7)
+
+
+# ---- World --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"device": 3}, TypeError, "device is 3: give a Device, or None"),
+        ({"device": None}, ValueError, "0 without a device"),
+        ({"device_bytes": -1}, ValueError, "device_bytes is -1"),
+        ({"accumulate": "f"}, ValueError, "accumulate is 'f': give 'nccl' or"),
+    ],
+)
+def test_bad_arguments_of_a_device_world_are_named(stream, changes, kind, words):
+    given = {"device": make_device(), "device_bytes": MIB, **changes}
+    with pytest.raises(kind, match=words):
+        make_world(**given)
+
+
+def test_only_the_words_of_a_device_world_are_in_its_buffer(stream):
+    params = parameters(3, 1000)
+    words_bytes = _native.measure(params, [], *SIZES[:2], (), make_device())[2]
+    assert memoryview(make_device_world(params)).nbytes == words_bytes
+
+
+def test_a_device_without_memory_for_the_arena_says_so(stream):
+    (param,) = parameters(3)
+    device = make_device()
+    fake().fake_fail(b"cuMemAlloc", 1, 2)
+    with pytest.raises(MemoryError):
+        make_device_world([param], device=device)
+
+
+def test_tensors_on_a_device_and_on_the_cpu_can_be_broadcast(stream):
+    world = make_device_world(parameters(3))
+    world.broadcast([torch.ones(3), torch.zeros(MIB), torch.ones(2, dtype=torch.bool)])
+    world.broadcast([])
+
+
+def test_parameters_elsewhere_are_named_with_both_places(stream):
+    (param,) = parameters(3)
+    device = make_device(dlpack_type=2)
+    words = "parameter 0 is on the CPU, and the model's first .* on cuda:0 .*: have all"
+    with pytest.raises(ValueError, match=words):
+        _native.measure([param], [], *SIZES[:2], (), device)
+
+
+def test_a_declared_sparse_parameter_is_dense_on_a_device(stream):
+    params = parameters((1000, 100))
+    measured = [
+        _native.measure(params, [], *SIZES[:2], s, make_device())[0] for s in ((), (0,))
+    ]
+    assert measured[0] == measured[1] > 400_000
+
+
+# ---- steps --------------------------------------------------------------------------
+
+
+def assert_trains(n_steps=4, **options):
+    small, large, odd = params = parameters(3, 1000, (5, 40))
+    reducer = make_device_reducer(params, **options)
+    for step in range(1, n_steps + 1):
+        for p in params:
+            p.grad = None
+        terms = [(small, step), (large, 2.0 * step), (odd, 3.0)]
+        backward(*(terms if step != 3 else terms[:2]))
+        assert small.grad.tolist() == [float(step)] * 3
+        assert large.grad.unique().tolist() == [2.0 * step]
+        assert odd.grad is None if step == 3 else odd.grad.unique().tolist() == [3.0]
+    assert reducer.step == n_steps
+    assert not reducer.is_active
+
+
+def test_gradients_pass_through_the_device(stream):
+    assert_trains()
+    assert count("cuLaunchKernel") > 0
+
+
+def test_gradients_of_a_torch_without_the_exchange_table_are_read_by_capsules():
+    with fake_device(exchange=False):
+        assert_trains(2)
+
+
+def test_the_current_stream_is_asked_for_and_used(stream):
+    stream.new()
+    assert_trains(2)
+    assert 0 < stream.asked < 30
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_small_gradients_come_out_right_however_late_the_device_is(schedule, seed):
+    with fake_device(f"schedule={schedule},seed={seed}") as stream:
+        params = parameters(3, 5, (2, 7), 1)
+        make = make_device_reducer(params, sizes=(64, 64, MIB))
+        for step in range(1, 5):
+            stream.new()
+            for p in params:
+                p.grad = None
+            backward(*((p, i + step) for i, p in enumerate(params)))
+            for i, p in enumerate(params):
+                assert p.grad.unique().tolist() == [float(i + step)]
+        del make
+
+
+def test_large_gradients_are_views_that_stay_where_they_are(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    places = set()
+    for step in range(1, 5):
+        large.grad = small.grad = None
+        backward((small, step), (large, step))
+        places.add(large.grad.data_ptr())
+    assert len(places) == 1
+    assert reducer.step == 4
+
+
+def test_accumulated_gradients_stay_in_their_slots(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    for step in (1, 2, 3, 4):
+        if step == 3:
+            before = count("cuMemAlloc"), large.grad.data_ptr()
+        backward((small, step), (large, step))
+    assert large.grad.unique().tolist() == small.grad.unique().tolist() == [10.0]
+    assert (count("cuMemAlloc"), large.grad.data_ptr()) == before
+    assert reducer.step == 4
+
+
+def test_accumulated_gradients_that_nobody_used_come_out_as_they_were(stream):
+    one, other = params = parameters(1000, (40, 30))
+    reducer = make_device_reducer(params)
+    backward((one, 1), (other, 5))
+    for step in (2, 3):
+        backward((one, 1))
+        assert one.grad.unique().tolist() == [float(step)]
+        assert other.grad.unique().tolist() == [5.0]
+    assert reducer.step == 3
+
+
+def test_gradients_that_are_kept_keep_their_values(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    kept = []
+    for step in range(1, 6):
+        large.grad = small.grad = None
+        backward((small, step), (large, step))
+        kept.append(large.grad)
+    assert [g.unique().tolist() for g in kept] == [[float(s)] for s in range(1, 6)]
+    kept.clear()
+    gc.collect()
+    backward((small, 1), (large, 1))
+    assert large.grad.unique().tolist() == [6.0]
+    assert reducer.step == 6
+
+
+def test_a_gradient_with_other_strides_comes_back_in_them(stream):
+    (param,) = parameters((40, 30))
+    reducer = make_device_reducer([param])
+    for _ in range(3):
+        param.grad = torch.ones(30, 40).t()
+        backward((param, 1))
+        assert param.grad.stride() == (1, 40)
+        assert param.grad.unique().tolist() == [2.0]
+    assert reducer.step == 3
+
+
+def test_a_gradient_that_is_recorded_can_be_differentiated(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    loss = (small**3).sum() + (large**3).sum()
+    loss.backward(create_graph=True)
+    synchronize()
+    assert large.grad.unique().tolist() == small.grad.unique().tolist() == [3.0]
+    assert large.grad.requires_grad
+    assert large.grad._version > 0
+    assert reducer.step == 1
+    small.grad = large.grad = None  # each has a graph that has the parameter
+
+
+def test_a_watched_gradient_may_be_changed_by_who_watches(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    seen = []
+
+    def change(param):
+        seen.append(param.grad[0].item())
+        param.grad.add_(4)  # before the average, as with torch's wrapper
+
+    for p in params:
+        p.register_post_accumulate_grad_hook(change)
+    for step in (1, 2, 3):
+        small.grad = large.grad = None
+        backward((small, step), (large, step))
+        means = [p.grad.unique().tolist() for p in (small, large)]
+        assert means == [[step + 4], [step + 4]]
+    assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert reducer.step == 3
+
+
+def test_a_gradient_that_comes_twice_is_summed(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+
+    again = with_backward_inside(lambda: small.sum() + 2 * large.sum())
+
+    for _ in range(4):
+        small.grad = large.grad = None
+        x = torch.ones(1, requires_grad=True)
+        (again(again(x)).sum() + small.sum() + large.sum()).backward()
+        synchronize()
+        assert small.grad.unique().tolist() == [3.0]
+        assert large.grad.unique().tolist() == [5.0]
+    assert reducer.step == 4
+
+
+def test_a_sparse_gradient_comes_back_sparse(stream):
+    table = nn.Embedding(10, 4, sparse=True)
+    reducer = make_device_reducer([table.weight], sparse=[0])
+    for _ in range(3):
+        table.weight.grad = None
+        table(torch.tensor([1, 3, 3])).sum().backward()
+        synchronize()
+        grad = table.weight.grad.coalesce()
+        assert grad.indices().tolist() == [[1, 3]]
+        assert grad.values()[:, 0].tolist() == [1.0, 2.0]
+    assert reducer.step == 3
+
+
+class Carrier:
+    def __init__(self, reducer, sizes):
+        self.reducer, self.sizes, self.buckets = weakref.ref(reducer), sizes, {}
+
+    def post(self, index):
+        reducer = self.reducer()
+        flat = torch.empty(sum(self.sizes[i] for i in reducer.buckets[index]))
+        reducer.read_bucket(index, flat)
+        self.buckets[index] = flat
+
+    def finish(self):
+        synchronize()
+        for index, flat in self.buckets.items():
+            self.reducer().write_bucket(index, flat.mul_(2))
+
+    def refuse(self):
+        """Nothing was refused."""
+
+    def abandon(self):
+        pass
+
+
+def test_a_carrier_reads_and_writes_buckets_on_the_device(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    carrier = Carrier(reducer, [3, 1000])
+    reducer.set_comm_hook(carrier, MIB, MIB)
+    for step in (1, 2, 3):
+        small.grad = large.grad = None
+        backward((small, step), (large, 3 * step))
+        assert small.grad.unique().tolist() == [2.0 * step]
+        assert large.grad.unique().tolist() == [6.0 * step]
+
+
+def test_a_rank_alone_may_stand_in(stream):
+    small, large = params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    backward((small, 1), (large, 1))
+    view = large.grad
+    assert reducer.shadow_step(True, False) == (0, 0)
+    synchronize()
+    assert view.unique().tolist() == [1.0]
+
+
+# ---- what must live how long --------------------------------------------------------
+
+
+class FromArray(torch.autograd.Function):
+    """Gives a gradient over an array, which dies with it; notes which arrays live."""
+
+    @staticmethod
+    def forward(ctx, param, alive, seen):
+        ctx.alive, ctx.seen, ctx.n = alive, seen, param.numel()
+        return param.sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        import numpy as np
+
+        ctx.seen.append([array() is not None for array in ctx.alive])
+        array = np.ones(ctx.n, dtype=np.float32)
+        ctx.alive.append(weakref.ref(array))
+        return torch.from_numpy(array), None, None
+
+
+def alive_while_gradients_come(sizes):
+    params = parameters(1000, 1000, 1000)
+    reducer = make_device_reducer(params, sizes=sizes)
+    for _ in range(3):
+        alive, seen = [], []
+        for p in params:
+            p.grad = None
+        sum(FromArray.apply(p, alive, seen) for p in params).backward()
+        synchronize()
+        assert not any(array() is not None for array in alive)
+    assert reducer.step == 3
+    return seen
+
+
+def test_a_large_gradient_lives_until_its_bucket_is_posted(stream):
+    assert alive_while_gradients_come((64, 64, 1024)) == [[], [False], [False, False]]
+
+
+def test_large_gradients_of_one_bucket_live_until_the_last_has_come(stream):
+    assert alive_while_gradients_come((MIB, MIB, 1024)) == [[], [True], [True, True]]
+
+
+def test_a_step_that_fails_drops_what_it_held(stream):
+    params = parameters(1000, 1000)
+    reducer = make_device_reducer(params)
+    alive, seen = [], []
+    loss = Fails.apply(params[0]) + FromArray.apply(params[1], alive, seen)
+    with pytest.raises(OSError, match="no more"):
+        loss.backward()
+    assert alive[0]() is None
+    reducer.forward_begins()
+    backward((params[0], 1), (params[1], 2))
+    assert params[1].grad.unique().tolist() == [2.0]
+
+
+class Busy:
+    """Keeps the interpreter's lock for a while when it is dropped."""
+
+    def __del__(self):
+        until = time.monotonic() + 0.05
+        while time.monotonic() < until:
+            pass
+
+
+def test_a_failed_backward_may_be_dropped_by_another_thread_later(stream, monkeypatch):
+    """As the engine's thread of a GPU does, after the caller has had the exception."""
+    params = parameters(1000, 1000)
+    reducer = make_device_reducer(params)
+    held = []
+
+    def hold(call):
+        held.append(call)
+        queue(lambda: held.pop()())
+
+    queue = torch_core.at_end_of_backward
+    monkeypatch.setattr(torch_core, "at_end_of_backward", hold)
+    torch_core.attach()
+    loss = Fails.apply(params[1] * 1) + params[0].sum()
+    with pytest.raises(OSError, match="no more"):
+        loss.backward()
+    assert len(held) == 1
+    held.append(Busy())  # dropped first: by then, this thread waits for the lock
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1)
+    try:
+        later = threading.Timer(0.05, held.clear)
+        later.start()
+        reducer.forward_begins()
+        backward((params[0], 1), (params[1], 2))
+        later.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert params[1].grad.unique().tolist() == [2.0]
+
+
+def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
+    def make():
+        params = parameters(3, 1000)
+        buffers = {"mean": torch.ones(3)}
+        reducer = make_device_reducer(params, [(buffers, "mean")])
+        backward((params[0], 1), (params[1], 2))
+        params[1].grad = None
+        del reducer
+
+    def counts():
+        gc.collect()
+        kinds = (_native.Device, _native.World, _native.Reducer)
+        return [sys.getrefcount(kind) for kind in kinds], len(gc.get_objects())
+
+    for _ in range(3):
+        make()
+    assert fake().fake_live_objects() == 0
+    kinds, n_objects = counts()
+    for _ in range(200):
+        make()
+    assert counts()[0] == kinds
+    assert counts()[1] < n_objects + 100  # Python itself makes some now and then
+    assert fake().fake_live_objects() == 0
+
+
+def test_views_outlive_their_reducer_and_their_world(stream):
+    (large,) = parameters(1000)
+    reducer = make_device_reducer([large])
+    backward((large, 3))
+    del reducer
+    gc.collect()
+    assert large.grad.unique().tolist() == [3.0]
+    large.grad = None
+    gc.collect()
+    assert fake().fake_live_objects() == 0
+
+
+def test_a_forked_child_leaves_the_device_alone(stream):
+    params = parameters(3, 1000)
+    things = [make_device_reducer(params)]
+    step(params)
+    before = count("cuMemFree")
+    child = os.fork()
+    if child == 0:
+        _native.after_fork_in_child()
+        things.clear()
+        params[1].grad = None
+        gc.collect()
+        os._exit(int(count("cuMemFree") != before))
+    assert os.waitpid(child, 0)[1] == 0
+    step(params, 3)
+    assert params[1].grad.unique().tolist() == [3.0]
+
+
+# ---- capture ------------------------------------------------------------------------
+
+
+def test_a_capture_before_the_order_is_known_asks_for_steps_before(stream):
+    params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    stream.new()
+    words = r"run 3 whole steps .* on the capture's stream first"
+    with stream.captured(), pytest.raises(RuntimeError, match=words):
+        step(params)
+    reducer.forward_begins()
+    step(params, 4)
+    synchronize()
+    assert [p.grad.unique().tolist() for p in params] == [[4.0]] * 2
+
+
+def test_a_step_can_be_captured_once_the_order_is_known(stream):
+    params = parameters(3, 5)
+    reducer = make_device_reducer(params)
+    stream.new()
+    for _ in range(3):
+        step(params)
+    before = count("cuMemAlloc")
+    with stream.captured() as graph:
+        step(params)
+    for p in params:
+        p.grad.zero_()
+    assert graph[0]() == 0
+    assert count("cuMemAlloc") == before
+    assert reducer.step == 4
+
+
+def test_gradients_that_are_kept_cannot_be_while_a_step_is_captured(stream):
+    params = parameters(3, 1000)
+    reducer = make_device_reducer(params)
+    stream.new()
+    for _ in range(3):
+        step(params)
+    kept = params[1].grad
+    words = "gradients of an earlier step are kept"
+    with stream.captured(), pytest.raises(RuntimeError, match=words):
+        step(params)
+    assert kept.unique().tolist() == [1.0]
+    del kept
+    reducer.forward_begins()
+
+
+def test_memory_of_a_captured_step_lives_as_long_as_its_reducer(stream):
+    (large,) = params = parameters(1000)
+    reducer = make_device_reducer(params)
+    stream.new()
+    for _ in range(3):
+        step(params)
+    large.grad = None
+    with stream.captured():
+        step(params)
+    n_before, kept = fake().fake_bytes_in_use(0), large.grad
+    step(params)  # takes other memory
+    kept = large.grad = None
+    step(params)
+    assert fake().fake_bytes_in_use(0) > n_before
+    assert kept is None
+    del reducer

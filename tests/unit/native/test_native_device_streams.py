@@ -1,0 +1,248 @@
+"""Gradients that streams make, in memory that streams use again: one rank, on the fake.
+
+Here gradients are written by the current stream itself, as a GPU's are, and memory that
+is freed is at once that stream's again, for whatever comes next: it is spoilt.  All of
+it happens as late as can be.  So what is copied on another stream than that, or is let
+go before its copy is enqueued, is a wrong number.
+"""
+
+import ctypes
+import math
+import struct
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from natives import MIB
+from natives_on_device import (
+    fake,
+    fake_device,
+    make_device,
+    make_device_reducer,
+    parameters,
+    synchronize,
+)
+
+SPOILT = 0x5A
+
+
+def number(byte):
+    """Return the float32 whose four bytes are this one."""
+    return struct.unpack("f", bytes([byte]) * 4)[0]
+
+
+class Memory:
+    """Gives out tensors; what has become of them stays here."""
+
+    def __init__(self, stream):
+        self.stream, self.blocks = stream, []
+        self.n_freed = 0
+
+    def fill(self, block, byte):
+        """Have the current stream write one byte everywhere."""
+        stream = ctypes.c_void_p(self.stream.now)
+        address, n_bytes = block.ctypes.data, ctypes.c_size_t(block.nbytes)
+        status = fake().cuMemsetD8Async(
+            ctypes.c_void_p(address), ctypes.c_ubyte(byte), n_bytes, stream
+        )
+        assert status == 0
+
+    def empty(self, shape, strides):
+        """Return a tensor that is spoilt when it is freed."""
+        block = np.zeros(math.prod(shape), np.float32)
+        self.blocks.append(block)
+        lent = block[:]
+        weakref.finalize(lent, self.spoil, block)
+        return torch.from_numpy(lent).as_strided(shape, strides)
+
+    def spoil(self, block):
+        self.n_freed += 1
+        self.fill(block, SPOILT)
+
+    def filled(self, shape, byte):
+        """Return a tensor that the current stream is about to fill."""
+        made = self.empty(shape, torch.empty(shape, device="meta").stride())
+        self.fill(self.blocks[-1], byte)
+        return made
+
+
+class Makes(torch.autograd.Function):
+    """Gives a parameter the gradient that a function makes in backward."""
+
+    @staticmethod
+    def forward(ctx, param, make):
+        ctx.make = make
+        return param.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.make(), None
+
+
+def wait_for(stream):
+    assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
+
+
+class Carrier:
+    """Doubles the one bucket there is; what is on the current stream is done by then.
+
+    That is also when the host may read a slot: torch's own copies do, here.
+    """
+
+    def __init__(self, stream, reducer, n_elems):
+        self.stream, self.reducer = stream, weakref.ref(reducer)
+        self.flat = torch.zeros(n_elems)
+
+    def post(self, index):
+        self.reducer().read_bucket(index, self.flat)
+        wait_for(self.stream)
+
+    def finish(self):
+        self.reducer().write_bucket(0, self.flat.mul_(2))
+        wait_for(self.stream)
+
+
+@pytest.fixture
+def stream():
+    with fake_device("schedule=late") as streams:
+        streams.new()
+        yield streams
+
+
+@pytest.fixture
+def memory(stream):
+    made = Memory(stream)
+    yield made
+    synchronize()
+
+
+def step(memory, params, first):
+    """Give each parameter a gradient of its own byte, from the first on."""
+    for p in params:
+        p.grad = None
+    made = [partial(memory.filled, p.shape, first + i) for i, p in enumerate(params)]
+    sum(Makes.apply(p, make) for p, make in zip(params, made, strict=True)).backward()
+
+
+# ---- behind what made them ----------------------------------------------------------
+
+
+def test_a_gradient_is_copied_behind_the_stream_that_made_it(stream, memory):
+    """Where all is done the first stream is current again, and nothing else awaited."""
+    params = parameters(3, 5, 7)
+    reducer = make_device_reducer(params)
+    streams = [stream.now]
+    for _ in params:
+        stream.new()
+        streams.append(stream.now)
+
+    def make(i, byte):
+        stream.now = streams[1 + i]
+        return memory.filled(params[i].shape, byte)
+
+    def end():
+        stream.now = streams[0]
+        return torch.zeros(1)
+
+    for first in (1, 11, 21, 31):
+        for p in params:
+            p.grad = None
+        terms = [Makes.apply(torch.zeros(1, requires_grad=True), end)]  # the last
+        for i, p in enumerate(params):
+            terms.append(Makes.apply(p, partial(make, i, first + i)))
+        sum(terms).backward()
+        assert stream.now == streams[0]
+        wait_for(stream)
+        for i, p in enumerate(params):
+            assert p.grad.unique().tolist() == [number(first + i)]
+    assert reducer.step == 4
+
+
+def test_a_carrier_reads_and_writes_on_the_stream_that_is_current(stream, memory):
+    params = parameters(3, 5)
+    reducer = make_device_reducer(params)
+    reducer.set_comm_hook(Carrier(stream, reducer, 8), MIB, MIB)
+    for first in (1, 11, 21):
+        step(memory, params, first)
+        wait_for(stream)
+        for i, p in enumerate(params):
+            assert p.grad.unique().tolist() == [2 * number(first + i)]
+    assert reducer.step == 3
+
+
+def test_a_device_is_waited_for_with_what_only_its_own_stream_has(stream, memory):
+    params = parameters(3, 5)
+    device = make_device()
+    reducer = make_device_reducer(params, sizes=(1, 1, MIB), device=device)
+    stream.now = 0
+    pending = []
+
+    def look():
+        """The other gradient's bucket is posted by now."""
+        pending.append(fake().fake_pending())
+        device.synchronize()
+        pending.append(fake().fake_pending())
+        return torch.ones(3)
+
+    for _ in range(4):
+        loss = Makes.apply(params[0], look)
+        (loss + Makes.apply(params[1], partial(torch.ones, 5))).backward()
+        synchronize()
+    assert [n > 0 for n in pending[-4:]] == [True, False] * 2
+    assert reducer.step == 4
+
+
+# ---- as long as they are needed -----------------------------------------------------
+
+
+def test_a_large_gradient_lives_until_its_copy_is_enqueued(stream, memory):
+    params = parameters(1000, 2000, (30, 40))
+    reducer = make_device_reducer(params)
+    for first in (1, 11, 21):
+        step(memory, params, first)
+        wait_for(stream)
+        assert memory.n_freed == len(memory.blocks)
+        for i, p in enumerate(params):
+            assert p.grad.unique().tolist() == [number(first + i)]
+    assert reducer.step == 3
+
+
+def strided_params(memory, shape):
+    """Return parameters, the first with copies of its gradients in watched memory."""
+    params = parameters(shape, 5)
+    params[0].new_empty_strided = memory.empty
+    return params
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (40, 30)])
+def test_a_copy_in_other_strides_lives_until_it_is_copied(stream, memory, shape):
+    param, other = params = strided_params(memory, shape)
+    reducer = make_device_reducer(params)
+    reducer.set_comm_hook(Carrier(stream, reducer, param.numel() + 5), MIB, MIB)
+    for n in (1, 2, 3):
+        param.grad = torch.full(shape[::-1], float(n)).t()
+        other.grad = None
+        sum((p * n).sum() for p in params).backward()
+        wait_for(stream)
+        assert param.grad.stride() == (1, shape[0])
+        assert param.grad.unique().tolist() == [4.0 * n]
+        assert memory.n_freed == len(memory.blocks) == n
+    assert reducer.step == 3
+
+
+def test_a_copy_of_what_came_before_the_step_lives_until_it_is_copied(stream, memory):
+    param, other = params = strided_params(memory, (40, 30))
+    reducer = make_device_reducer(params)
+    reducer.set_comm_hook(Carrier(stream, reducer, param.numel() + 5), MIB, MIB)
+    for n in (1, 2, 3):
+        param.grad = torch.full((30, 40), float(n)).t()
+        reducer.sync = False
+        (param * n).sum().backward()
+        reducer.sync = True
+        (other * n).sum().backward()
+        wait_for(stream)
+        assert param.grad.unique().tolist() == [4.0 * n]
+        assert memory.n_freed == len(memory.blocks) == n
+    assert reducer.step == 3

@@ -1,0 +1,475 @@
+"""What the native reducer offers to communication hooks, and to who watches steps."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from natives import MIB, make_reducer, make_world
+from paceline import _native
+from torch import nn
+
+
+class Carrier:
+    """Doubles each bucket, and notes what is asked of it."""
+
+    def __init__(self, reducer):
+        self.reducer = weakref.ref(reducer)
+        self.calls, self.buckets = [], {}
+
+    def post(self, index):
+        reducer = self.reducer()
+        params = reducer.buckets[index]
+        buffer = torch.empty(sum(sizes(reducer)[i] for i in params))
+        reducer.read_bucket(index, buffer)
+        self.buckets[index] = buffer
+        self.calls.append(("post", index))
+
+    def finish(self):
+        self.calls.append(("finish",))
+        for index, buffer in self.buckets.items():
+            self.reducer().write_bucket(index, buffer * 2)
+
+    def finish_sparse(self, params, is_active, binds):
+        self.calls.append(("finish_sparse", params, is_active, binds))
+
+    def refuse(self):
+        """Nothing was refused."""
+
+    def abandon(self):
+        self.calls.append(("abandon",))
+
+
+_sizes = weakref.WeakKeyDictionary()
+
+
+def sizes(reducer):
+    return _sizes[reducer]
+
+
+def reducer_of(*params, **options):
+    reducer = _native.Reducer(
+        make_world(arena_bytes=2 * MIB), params, [], MIB, MIB // 4, 1024, **options
+    )
+    _sizes[reducer] = [p.numel() for p in params]
+    return reducer
+
+
+def carried(*params):
+    reducer = reducer_of(*params)
+    carrier = Carrier(reducer)
+    reducer.set_comm_hook(carrier, MIB, MIB)
+    return reducer, carrier
+
+
+# ---- carry --------------------------------------------------------------------------
+
+
+def test_a_carrier_is_given_each_bucket_and_its_values_become_the_gradients():
+    small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(40, 30))
+    reducer, carrier = carried(small, large)
+    for step in range(1, 4):
+        small.grad = large.grad = None
+        carrier.calls.clear()
+        ((small.sum() + 3 * large.sum()) * step).backward()
+        assert carrier.calls == [("post", 0), ("finish",)]
+        assert small.grad.tolist() == [2.0 * step] * 3
+        assert large.grad.unique().tolist() == [6.0 * step]
+    assert reducer.step == 3
+
+
+def test_a_carrier_has_caps_for_each_bucket():
+    params = [nn.Parameter(torch.ones(16)) for _ in range(6)]
+    reducer = reducer_of(*params)
+    assert reducer.buckets == [[5, 4, 3, 2, 1, 0]]
+    reducer.set_comm_hook(Carrier(reducer), 64, 64, [64, 192])
+    assert reducer.buckets == [[5], [4, 3, 2], [1, 0]]
+    reducer.set_comm_hook(Carrier(reducer), 128, 128)
+    assert reducer.buckets == [[5, 4], [3, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ((0, 64), ValueError, "bucket_bytes 0"),
+        ((64, -1), ValueError, "last_bytes -1"),
+        ((64, 64, [64, 0]), ValueError, r"caps\[1\] is 0"),
+        ((64, 64, ["64"]), TypeError, "integer"),
+        ((64, 64, 5), TypeError, "caps: give a sequence"),
+        ((64,), TypeError, "required argument"),
+        ((64, 64, [1 << 80]), OverflowError, "int"),
+    ],
+)
+def test_a_bad_cap_of_a_carrier_is_named_and_changes_nothing(given, kind, words):
+    p = nn.Parameter(torch.ones(16))
+    reducer = reducer_of(p)
+    carrier = Carrier(reducer)
+    n = sys.getrefcount(carrier)
+    with pytest.raises(kind, match=words):
+        reducer.set_comm_hook(carrier, *given)
+    assert sys.getrefcount(carrier) == n
+    p.sum().backward()
+    assert carrier.calls == []
+
+
+def test_what_a_carrier_raises_comes_out_of_backward_and_the_next_step_works():
+    p = nn.Parameter(torch.ones(3))
+    reducer, carrier = carried(p)
+    for name in ("post", "finish"):
+        real = getattr(carrier, name)
+
+        def fail(*args):
+            raise KeyError("mine")
+
+        setattr(carrier, name, fail)
+        with pytest.raises(KeyError, match="mine"):
+            p.sum().backward()
+        assert carrier.calls[-1] == ("abandon",)
+        setattr(carrier, name, real)
+        p.grad = None
+        p.sum().backward()
+        assert p.grad.tolist() == [2.0] * 3
+    assert not reducer.is_active
+
+
+def test_what_abandon_raises_hides_nothing():
+    p = nn.Parameter(torch.ones(3))
+    reducer, carrier = carried(p)
+    carrier.post = lambda index: {}["mine"]
+    carrier.abandon = lambda: {}["not mine"]
+    with pytest.raises(KeyError, match="'mine'"):
+        p.sum().backward()
+    assert not reducer.is_active
+
+
+def test_an_object_that_is_no_carrier_is_an_attribute_error_in_backward():
+    p = nn.Parameter(torch.ones(3))
+    reducer = reducer_of(p)
+    reducer.set_comm_hook(object(), MIB, MIB)
+    with pytest.raises(AttributeError, match="post"):
+        p.sum().backward()
+
+
+def test_what_is_declared_sparse_is_the_carriers_too():
+    table = nn.Embedding(5, 2, sparse=True)
+    bias = nn.Parameter(torch.ones(1))
+    reducer = reducer_of(table.weight, bias, sparse=[0])
+    _sizes[reducer][0] = 0
+    carrier = Carrier(reducer)
+    reducer.set_comm_hook(carrier, MIB, MIB)
+    (table(torch.tensor([1])).sum() + bias.sum()).backward()
+    assert carrier.calls == [
+        ("post", 0),
+        ("finish",),
+        ("finish_sparse", [0], True, True),
+    ]
+    carrier.calls.clear()
+    bias.sum().backward()  # used by nobody
+    assert [call[0] for call in carrier.calls] == ["post", "finish"]
+
+
+# ---- read_bucket, write_bucket ------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["read_bucket", "write_bucket"])
+@pytest.mark.parametrize(
+    ("index", "tensor", "kind", "words"),
+    [
+        (1, torch.zeros(3), IndexError, "bucket 1 of 1"),
+        (-1, torch.zeros(3), IndexError, "bucket -1 of 1"),
+        (0, torch.zeros(4), ValueError, "4 x float32 does not fit a bucket of 3"),
+        (0, torch.zeros(3).double(), ValueError, "3 x float64"),
+        (0, torch.zeros(3, 2)[:, 0], ValueError, "contiguous"),
+        (0, [0.0, 0.0, 0.0], TypeError, "a bucket's tensor"),
+        ("0", torch.zeros(3), TypeError, "integer"),
+    ],
+)
+def test_a_tensor_that_fits_no_bucket_is_named(method, index, tensor, kind, words):
+    reducer = reducer_of(nn.Parameter(torch.ones(3)))
+    with pytest.raises(kind, match=words):
+        getattr(reducer, method)(index, tensor)
+
+
+def test_buckets_are_read_and_written_without_the_room_between_slots():
+    params = [nn.Parameter(torch.ones(n)) for n in (3, 0, 5)]
+    reducer = reducer_of(*params)
+    reducer.write_bucket(0, torch.arange(8.0))
+    back = torch.zeros(8)
+    reducer.read_bucket(0, back)
+    assert back.tolist() == [*range(8)]
+
+
+def test_a_look_at_a_world_of_one_finds_nothing():
+    assert reducer_of(nn.Parameter(torch.ones(3))).poll() is None
+
+
+# ---- on_finish, fires, strict -------------------------------------------------------
+
+
+def test_the_end_of_each_step_is_told_once_all_gradients_are_there():
+    p, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3000))
+    reducer = reducer_of(p, unused)
+    told = []
+    reducer.on_finish = lambda: told.append((p.grad.tolist(), reducer.ready_counts))
+    assert reducer.on_finish is not None
+    for _ in range(2):
+        p.grad = None
+        p.sum().backward()
+    assert told == [([1.0] * 3, b"\1\0")] * 2
+    reducer.on_finish = None
+    p.sum().backward()
+    del reducer.on_finish
+    assert reducer.on_finish is None
+    p.sum().backward()
+    assert len(told) == 2
+
+
+def test_what_is_told_of_the_end_may_change_who_is_told():
+    p = nn.Parameter(torch.ones(3))
+    reducer = reducer_of(p)
+    told = []
+
+    def first():
+        reducer.on_finish = second
+        told.append(1)
+
+    def second():
+        told.append(2)
+
+    reducer.on_finish = first
+    del first
+    p.sum().backward()
+    p.sum().backward()
+    assert told == [1, 2]
+
+
+def test_what_is_raised_at_the_end_comes_out_of_backward_and_the_step_stands():
+    p = nn.Parameter(torch.ones(3))
+    reducer = reducer_of(p)
+    reducer.on_finish = lambda: {}["mine"]
+    with pytest.raises(KeyError, match="mine"):
+        p.sum().backward()
+    assert p.grad.tolist() == [1.0] * 3
+    assert not reducer.is_active
+    reducer.on_finish = 5
+    with pytest.raises(TypeError, match="not callable"):
+        p.sum().backward()
+    reducer.on_finish = None
+    p.sum().backward()
+    assert reducer.step == 3
+
+
+def test_no_end_is_told_of_a_step_that_failed():
+    p = nn.Parameter(torch.ones(3))
+    reducer, carrier = carried(p)
+    told = []
+    reducer.on_finish = lambda: told.append(1)
+    carrier.finish = lambda: {}["mine"]
+    with pytest.raises(KeyError):
+        p.sum().backward()
+    assert told == []
+
+
+class Several(torch.autograd.Function):
+    """Gives a parameter gradients by backwards of its own, inside the outer one."""
+
+    @staticmethod
+    def forward(ctx, x, params, n):
+        ctx.params, ctx.n = params, n
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for _ in range(ctx.n):
+            with torch.enable_grad():
+                ctx.params[0].sum().backward()
+        return grad, None, None
+
+
+@pytest.mark.parametrize(("n", "seen"), [(0, 0), (1, 1), (3, 3), (300, 255)])
+def test_gradients_of_a_step_are_counted_by_parameter(n, seen):
+    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+    reducer = reducer_of(p, other)
+    assert reducer.ready_counts == b"\0\0"
+    Several.apply(other, [p], n).sum().backward()
+    assert reducer.ready_counts == bytes([seen, 1])
+    other.sum().backward()
+    assert reducer.ready_counts == b"\0\1"
+
+
+def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
+    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+    reducer = reducer_of(p, other)
+    assert reducer.strict is False
+    reducer.strict = True
+    with pytest.raises(RuntimeError, match=r"^Expected to mark a variable ready only"):
+        Several.apply(other, [p], 2).sum().backward()
+    assert not reducer.is_active
+    Several.apply(other, [p], 1).sum().backward()
+    reducer.strict = False
+    Several.apply(other, [p], 2).sum().backward()
+
+
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_strict_is_a_truth_and_nothing_else(value):
+    reducer = make_reducer()
+    with pytest.raises(TypeError, match="bool"):
+        reducer.strict = value
+
+
+def test_what_a_step_has_counted_cannot_be_set():
+    reducer = make_reducer()
+    with pytest.raises(AttributeError):
+        reducer.ready_counts = b""
+
+
+# ---- group comms --------------------------------------------------------------------
+
+
+class GroupCallbacks:
+    def __init__(self):
+        self.calls = []
+
+    def issue(self, *args):
+        self.calls.append(("issue", *args))
+
+    def wait(self, ticket):
+        self.calls.append(("wait", ticket))
+
+    def drop(self):
+        self.calls.append(("drop",))
+
+
+def make_group_comm(callbacks, rank=1, size=3):
+    return make_world(rank=rank, world_size=size, pids=[0] * size, group_comm=callbacks)
+
+
+def test_group_callbacks_get_each_operation_and_what_is_waited_for():
+    callbacks = GroupCallbacks()
+    world = make_group_comm(callbacks)
+    assert (world.rank, world.world_size) == (1, 3)
+    assert world.issue("all-reduce", "float32", "mean", 64, 10) == 1
+    assert world.issue("broadcast", "uint8", "sum", 0, 5, 2) == 2
+    world.wait(2)
+    world.wait(1)
+    assert callbacks.calls == [
+        ("issue", "all-reduce", "float32", "mean", 64, 10, 0, 1),
+        ("issue", "broadcast", "uint8", "sum", 0, 5, 2, 2),
+        ("wait", 2),
+    ]
+
+
+@pytest.mark.parametrize("where", ["issue", "wait"])
+def test_what_group_callbacks_raise_comes_through_and_ends_their_world(where):
+    callbacks = GroupCallbacks()
+    world = make_group_comm(callbacks)
+    world.issue("barrier", "uint8", "sum", 0, 0)
+    setattr(callbacks, where, lambda *args: {}["mine"])
+    calls = {
+        "issue": lambda: world.issue("barrier", "uint8", "sum", 0, 0),
+        "wait": lambda: world.wait(1),
+    }
+    with pytest.raises(KeyError, match="mine"):
+        calls[where]()
+    assert callbacks.calls[-1] == ("drop",)
+    for call in calls.values():
+        with pytest.raises(_native.PeerError, match=r"KeyError: 'mine'.*wrap the"):
+            call()
+
+
+@pytest.mark.parametrize("method", ["issue", "wait", "drop"])
+def test_an_object_without_group_callbacks_is_an_attribute_error(method):
+    class Part(GroupCallbacks):
+        def __getattribute__(self, name):
+            if name == method:
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    callbacks = Part()
+    world = make_group_comm(callbacks)
+    if method == "issue":
+        with pytest.raises(AttributeError, match="issue"):
+            world.issue("barrier", "uint8", "sum", 0, 0)
+        return
+    world.issue("barrier", "uint8", "sum", 0, 0)
+    if method == "wait":
+        with pytest.raises(AttributeError, match="wait"):
+            world.wait(1)
+    else:
+        callbacks.wait = lambda ticket: {}["mine"]
+        with pytest.raises(KeyError, match="mine"):
+            world.wait(1)
+
+
+def test_a_group_comm_needs_a_rank_of_its_world():
+    with pytest.raises(ValueError, match="rank 3 of world_size 3"):
+        make_group_comm(GroupCallbacks(), rank=3)
+    with pytest.raises(ValueError, match="pids"):
+        make_world(rank=0, world_size=2, pids=[0], group_comm=GroupCallbacks())
+
+
+# ---- what stays behind --------------------------------------------------------------
+
+
+def objects():
+    gc.collect()
+    return len(gc.get_objects())
+
+
+def assert_leaves_nothing(make, *watched):
+    for _ in range(3):
+        make()
+    before = objects(), [sys.getrefcount(thing) for thing in watched]
+    for _ in range(1000):
+        make()
+    after = objects(), [sys.getrefcount(thing) for thing in watched]
+    assert after[1] == before[1]
+    assert abs(after[0] - before[0]) < 20
+
+
+def test_a_thousand_reducers_with_carriers_leave_nothing():
+    def make():
+        p = nn.Parameter(torch.ones(3))
+        reducer, _ = carried(p)
+        reducer.on_finish = tell
+        p.sum().backward()
+
+    def tell():
+        return None
+
+    assert_leaves_nothing(make, tell, Carrier, _native.Reducer, None.__class__)
+
+
+def test_a_thousand_reducers_whose_carriers_refer_to_them_leave_nothing():
+    def make():
+        p = nn.Parameter(torch.ones(3))
+        reducer, carrier = carried(p)
+        carrier.owner = reducer
+        reducer.on_finish = lambda: reducer
+
+    assert_leaves_nothing(make, _native.Reducer)
+
+
+def test_a_thousand_failures_of_a_carrier_leave_nothing():
+    p = nn.Parameter(torch.ones(3))
+    _, carrier = carried(p)
+    carrier.post = lambda index: {}["mine"]
+
+    def make():
+        with pytest.raises(KeyError):
+            p.sum().backward()
+        carrier.calls.clear()
+
+    assert_leaves_nothing(make, carrier, p)
+
+
+def test_a_thousand_worlds_over_groups_leave_nothing():
+    def make():
+        world = make_group_comm(callbacks)
+        world.issue("barrier", "uint8", "sum", 0, 0)
+        world.wait(1)
+        callbacks.calls.clear()
+
+    callbacks = GroupCallbacks()
+    assert_leaves_nothing(make, callbacks, _native.World)

@@ -1,0 +1,222 @@
+"""What the native module's objects leave behind: nothing."""
+
+import gc
+import os
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from natives import MIB, make_reducer, make_world, watched_net
+from paceline import DistributedDataParallel, _native
+from paceline._ddp.model_spec import watch
+from torch import nn
+
+
+def n_of(what):
+    return len(os.listdir(f"/proc/self/{what}"))
+
+
+def counts():
+    gc.collect()
+    types = [getattr(_native, k) for k in ("Listener", "World", "Reducer", "Hook")]
+    return {
+        **{f"type {kind}": sys.getrefcount(kind) for kind in types},
+        "backward_end": sys.getrefcount(_native.BackwardEnd),
+        "module": sys.getrefcount(_native),
+        "none": 0,
+        "fds": n_of("fd"),
+        "threads": n_of("task"),
+        "python threads": threading.active_count(),
+        "objects": len(gc.get_objects()),
+    }
+
+
+def assert_leaves_nothing(make, n=1000):
+    for _ in range(3):
+        make()
+    before = counts()
+    for _ in range(n):
+        make()
+    # A thread of an earlier test may have ended meanwhile, and Python itself has made
+    # some objects: one that stays of each try is twice as many as these.
+    allowed = {"objects": n // 2}
+    left = {what: count - before[what] for what, count in counts().items()}
+    assert {what: k for what, k in left.items() if k > allowed.get(what, 0)} == {}
+
+
+def test_a_thousand_listeners_leave_nothing():
+    assert_leaves_nothing(_native.Listener)
+
+
+def test_a_thousand_worlds_leave_nothing():
+    assert_leaves_nothing(make_world)
+
+
+def test_a_thousand_worlds_that_could_not_be_made_leave_nothing():
+    def fail():
+        with pytest.raises(ValueError, match="pids"):
+            make_world(pids=[])
+
+    assert_leaves_nothing(fail)
+
+
+def test_a_thousand_reducers_leave_nothing_on_their_parameters():
+    world = make_world(arena_bytes=MIB)
+    owner = {"kept": torch.zeros(2)}
+    name = "kept-under-this-name"
+    owner[name] = torch.zeros(3)
+    small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))
+
+    def references():
+        return [sys.getrefcount(thing) for thing in (world, owner, name, small, large)]
+
+    make_reducer(world, [small, large], [(owner, name)])
+    before = references()
+    assert_leaves_nothing(lambda: make_reducer(world, [small, large], [(owner, name)]))
+    assert references() == before
+    assert not small._post_accumulate_grad_hooks
+    assert not large._post_accumulate_grad_hooks
+
+
+def test_a_thousand_reducers_that_could_not_be_made_leave_nothing():
+    world = make_world(arena_bytes=MIB)
+    fine, bad = nn.Parameter(torch.ones(3)), torch.ones(3)
+    before = [sys.getrefcount(thing) for thing in (world, fine, bad)]
+
+    def fail():
+        with pytest.raises(RuntimeError):
+            make_reducer(world, [fine, bad])
+
+    assert_leaves_nothing(fail, 200)
+    assert [sys.getrefcount(thing) for thing in (world, fine, bad)] == before
+
+
+def step(reducer, params, create_graph=False):
+    reducer.forward_begins()
+    loss = sum((p * p).sum() for p in params)
+    loss.backward(create_graph=create_graph)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+def test_a_thousand_backwards_leave_nothing(keep):
+    world = make_world(arena_bytes=MIB)
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
+    reducer = make_reducer(world, params)
+
+    def once():
+        kept = [p.grad for p in params] if keep else []
+        for p in params:
+            p.grad = None
+        step(reducer, params)
+        assert reducer.is_active is False
+        assert all(bool((p.grad == 2).all()) for p in params)
+        del kept
+
+    once()
+    before = [sys.getrefcount(p) for p in params]
+    assert_leaves_nothing(once)
+    assert [sys.getrefcount(p) for p in params] == before
+    assert reducer.step >= 1000
+
+
+def test_a_thousand_failed_backwards_leave_nothing():
+    world = make_world(arena_bytes=MIB)
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
+    reducer = make_reducer(world, params)
+
+    def explode(_):
+        raise KeyError("mine")
+
+    def once():
+        reducer.forward_begins()
+        early = params[0] * 1
+        early.register_hook(explode)
+        with pytest.raises(KeyError, match="mine"):
+            (early.sum() + (params[1] * params[1]).sum()).backward()
+        for p in params:
+            p.grad = None
+
+    once()
+    assert_leaves_nothing(once, 300)
+    step(reducer, params)
+    assert params[1].grad.unique().tolist() == [2.0]
+
+
+def test_a_wrapper_and_its_reducer_in_a_cycle_are_collected():
+    world = make_world(arena_bytes=MIB)
+    net = nn.Linear(20, 20)
+    net.register_buffer("kept", torch.zeros(1))
+    reducer = make_reducer(world, list(net.parameters()), [(net._buffers, "kept")])
+    net.holder = {"reducer": reducer}
+    net._buffers["kept"].reducer = reducer  # through what the reducer itself owns
+    step(reducer, list(net.parameters()))
+    gone = [weakref.ref(thing) for thing in (world, net, reducer)]
+    del world, net, reducer
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_cycle_through_a_parameter_is_collected():
+    world = make_world(arena_bytes=MIB)
+    param = nn.Parameter(torch.ones(3))
+    param.reducer = make_reducer(world, [param])
+    gone = [weakref.ref(param), weakref.ref(param.reducer), weakref.ref(world)]
+    del world, param
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_view_outlives_its_reducer_and_its_world():
+    params = [nn.Parameter(torch.ones(400))]
+    reducer = make_reducer(params=params)
+    step(reducer, params)
+    grad = params[0].grad
+    del reducer, params
+    gc.collect()
+    assert grad.unique().tolist() == [2.0]
+    grad.add_(1)
+    assert grad.unique().tolist() == [3.0]
+
+
+def test_a_reducer_that_is_dropped_in_its_own_backward_does_no_harm():
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
+    held = [make_reducer(params=params)]
+    held[0].forward_begins()
+    x = (params[0] * 2).sum()
+    x.register_hook(lambda _: held.clear())
+    (x + params[1].sum()).backward()
+    gc.collect()
+    assert params[0].grad.unique().tolist() == [2.0]
+
+
+def test_the_wrapper_of_one_rank_has_no_world_and_no_hook(alone):
+    before = n_of("fd"), n_of("task")
+    wrapper = DistributedDataParallel(nn.Linear(2, 2))
+    assert (n_of("fd"), n_of("task")) == before
+    assert wrapper.module.weight._post_accumulate_grad_hooks is None
+
+
+def test_a_thousand_watches_leave_nothing():
+    net = watched_net()
+    things = [net, net[0].weight, net[0]._parameters, net._modules, _native.Watch]
+
+    def once():
+        assert watch(net).changed() is False
+        with pytest.raises(KeyError):
+            _native.Watch([net._modules], [(net._modules, "0")], [({}, "a")])
+
+    once()
+    before = [sys.getrefcount(thing) for thing in things]
+    assert_leaves_nothing(once)
+    assert [sys.getrefcount(thing) for thing in things] == before
+
+
+def test_a_watch_in_a_cycle_with_its_model_is_collected():
+    net = watched_net()
+    net.seen = {"watch": watch(net)}
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,334 @@
+"""A call's arguments, split by rows over replicas."""
+
+import collections
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._compat.packed_sequence import Replicated
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    unpack_sequence,
+)
+from values import Box, Classified, Frozen, Pair, assert_leaves_nothing, rows, same
+
+torch_core.attach()
+
+
+def chunks(scattered):
+    return [scattered.chunk(k) for k in range(len(scattered.sizes))]
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n", "sizes"),
+    [
+        (6, 2, (3, 3)),
+        (7, 3, (3, 2, 2)),
+        (5, 4, (2, 1, 1, 1)),
+        (3, 4, (1, 1, 1)),
+        (1, 4, (1,)),
+        (0, 4, (0,)),
+        (5, 1, (5,)),
+    ],
+)
+def test_chunks_are_balanced_and_the_first_are_larger(n_rows, n, sizes):
+    x = rows(n_rows, 2)
+    scattered = _native.scatter((x,), {}, n, 0)
+    assert scattered.sizes == sizes
+    parts = [args[0] for args, _ in chunks(scattered)]
+    assert [len(part) for part in parts] == list(sizes)
+    assert torch.equal(torch.cat(parts), x)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_any_dimension_can_be_the_one_of_the_rows(dim):
+    x = rows(4, 4, 4)
+    array = x.numpy()
+    scattered = _native.scatter((x,), {"a": array}, 3, dim)
+    assert scattered.sizes == (2, 1, 1)
+    for k, expected in enumerate(torch.tensor_split(x, 3, dim)):
+        args, kwargs = scattered.chunk(k)
+        assert torch.equal(args[0], expected)
+        assert np.array_equal(kwargs["a"], expected.numpy())
+
+
+def test_a_negative_dimension_counts_from_the_end_of_each():
+    scattered = _native.scatter((rows(3, 4), rows(2, 3, 4)), {}, 2, -1)
+    a, b = scattered.leaves(1)
+    assert (a.shape, b.shape) == ((3, 2), (2, 3, 2))
+
+
+def test_containers_are_split_inside():
+    x = rows(4, 2)
+    value = {
+        "list": [x, (x, None)],
+        "pair": Pair(x, "text"),
+        "output": Classified(logits=x),
+        "frozen": Frozen(x),
+        "box": Box(x, 1),
+        "default": collections.defaultdict(list, a=x),
+    }
+    scattered = _native.scatter((value,), {"y": x}, 2, 0)
+    for k, part in enumerate((x[:2], x[2:])):
+        args, kwargs = scattered.chunk(k)
+        expected = {
+            "list": [part, (part, None)],
+            "pair": Pair(part, "text"),
+            "output": Classified(logits=part),
+            "frozen": Frozen(part),
+            "box": Box(part, 1),
+            "default": collections.defaultdict(list, a=part),
+        }
+        assert same(args, (expected,))
+        assert same(kwargs, {"y": part})
+        made = part + 1  # by Frozen, of the whole
+        assert same(scattered.leaves(k), [part] * 5 + [made] + [part] * 3)
+    assert scattered.tree == _native.flatten(((value,), {"y": x}))[0]
+
+
+def test_each_replica_has_the_same_constants():
+    thing = object()
+    scattered = _native.scatter((rows(2), thing, "text"), {"flag": True}, 2, 0)
+    for args, kwargs in chunks(scattered):
+        assert args[1] is thing
+        assert args[2] == "text"
+        assert kwargs == {"flag": True}
+
+
+def test_tensors_and_arrays_without_dimensions_go_whole():
+    scale, count = torch.tensor(2.0), np.array(3)
+    scattered = _native.scatter((rows(2), scale), {"count": count}, 2, 0)
+    for args, kwargs in chunks(scattered):
+        assert args[1] is scale
+        assert kwargs["count"] is count
+
+
+def test_what_is_marked_goes_whole():
+    table, other = rows(7, 3), [rows(5), np.arange(9)]
+    call = ((rows(4), Replicated(table)), {"more": {"x": Replicated(other)}})
+    scattered = _native.scatter(*call, 2, 0)
+    assert scattered.sizes == (2, 2)
+    for args, kwargs in chunks(scattered):
+        assert args[1] is table
+        assert same(kwargs, {"more": {"x": other}})
+        assert kwargs["more"]["x"][0] is other[0]
+
+
+def test_markers_come_off_where_one_replica_takes_part():
+    table = rows(7, 3)
+    for n, x in ((1, rows(4)), (3, rows(1)), (3, 5)):
+        scattered = _native.scatter((x, Replicated(table)), {}, n, 0)
+        (args, _) = scattered.chunk(0)
+        assert len(scattered.sizes) == 1
+        assert args[0] is x
+        assert args[1] is table
+
+
+def test_one_replica_is_given_the_arguments_themselves():
+    inputs, kwargs = ([rows(2)],), {"x": [rows(9)]}
+    for n in (1, 3):
+        scattered = _native.scatter(inputs if n == 1 else ([1],), kwargs, 1, 0)
+        assert scattered.chunk(0)[1] is kwargs
+    assert _native.scatter(inputs, kwargs, 1, 0).chunk(0)[0] is inputs
+
+
+def test_without_a_tensor_one_replica_takes_part():
+    for call in (((), {}), ((1, "a"), {"x": None}), ((torch.tensor(1.0),), {})):
+        scattered = _native.scatter(*call, 4, 0)
+        assert scattered.sizes == (0,)
+        assert same(scattered.chunk(0), call)
+
+
+def test_a_part_is_a_view_that_autograd_knows():
+    x = rows(5, 2).requires_grad_()
+    scattered = _native.scatter((x,), {}, 2, 0)
+    a, b = (args[0] for args, _ in chunks(scattered))
+    assert a.data_ptr() == x.data_ptr()
+    (a.sum() * 2 + b.sum() * 3).backward()
+    assert x.grad[:, 0].tolist() == [2.0, 2.0, 2.0, 3.0, 3.0]
+    assert not scattered.leaves(0)[0].is_leaf
+    with torch.no_grad():
+        assert not scattered.leaves(0)[0].requires_grad
+
+
+def test_a_part_of_an_array_is_a_view_of_its_type():
+    array = np.ma.masked_equal(np.arange(4), 2)
+    scattered = _native.scatter((array,), {}, 2, 0)
+    part = scattered.chunk(1)[0][0]
+    assert isinstance(part, np.ma.MaskedArray)
+    assert part.mask.tolist() == [True, False]
+    assert np.shares_memory(part.data, array.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64])
+def test_every_dtype_is_split_as_it_is(dtype):
+    x = rows(4, 2).to(dtype)
+    scattered = _native.scatter((x,), {}, 2, 0)
+    assert same(scattered.chunk(1)[0][0], x[2:])
+
+
+def test_a_parameter_and_a_tensor_of_a_subclass_are_split():
+    class Named(torch.Tensor):
+        pass
+
+    given = (rows(4).as_subclass(Named), torch.nn.Parameter(rows(4)))
+    args, _ = _native.scatter(given, {}, 2, 0).chunk(1)
+    assert isinstance(args[0], Named)
+    assert args[0].tolist() == args[1].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 5])
+def test_batches_that_disagree_are_one_error(n_rows):
+    mask = rows(n_rows if n_rows != 3 else 0)
+    with pytest.raises(ValueError, match="args\\[0\\] has 3 rows") as caught:
+        _native.scatter((rows(3, 2),), {"mask": [None, mask]}, 2, 0)
+    words = str(caught.value)
+    assert f"kwargs['mask'][1] has {len(mask)}" in words
+    assert "paceline.replicate(x)" in words
+
+
+def test_a_leaf_without_the_dimension_is_named():
+    with pytest.raises(ValueError, match=r"args\[1\]\.left has shape \(4,\)") as caught:
+        _native.scatter((rows(2, 4), Pair(rows(4), 1)), {}, 2, 1)
+    assert "paceline.replicate(x)" in str(caught.value)
+    with pytest.raises(ValueError, match="no dimension -3"):
+        _native.scatter((np.ones((2, 4)),), {}, 2, -3)
+
+
+@pytest.mark.parametrize("kind", ["coordinates", "csr", "nested", "jagged"])
+def test_a_tensor_that_cannot_be_split_is_named(kind):
+    x = {
+        "coordinates": lambda: torch.eye(4).to_sparse(),
+        "csr": lambda: torch.eye(4).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([rows(2), rows(3)]),
+        "jagged": lambda: torch.nested.nested_tensor(
+            [rows(2), rows(3)], layout=torch.jagged
+        ),
+    }[kind]()
+    with pytest.raises(ValueError, match=r"kwargs\['x'\] is a sparse or nested"):
+        _native.scatter((rows(4),), {"x": x}, 2, 0)
+    assert _native.scatter((rows(4),), {"x": x}, 1, 0).chunk(0)[1]["x"] is x
+    assert _native.scatter((rows(4), Replicated(x)), {}, 2, 0).chunk(1)[0][1] is x
+
+
+def test_one_replica_takes_whatever_the_module_takes():
+    call = ((rows(3), rows(2)), {"x": rows(1, 2)})
+    assert same(_native.scatter(*call, 1, 0).chunk(0), call)
+    assert same(_native.scatter(*call, 1, 1).chunk(0), call)
+
+
+def test_a_replica_that_takes_no_part_has_nothing():
+    scattered = _native.scatter((rows(2),), {}, 4, 0)
+    for wrong in (-1, 2):
+        with pytest.raises(IndexError, match="2 take part"):
+            scattered.leaves(wrong)
+        with pytest.raises(IndexError, match="2 take part"):
+            scattered.chunk(wrong)
+
+
+def test_arguments_of_the_wrong_type_are_refused():
+    for wrong in (([], {}, 2, 0), ((), [], 2, 0), ((), {}, 2), ((), {}, "2", 0)):
+        with pytest.raises(TypeError):
+            _native.scatter(*wrong)
+    with pytest.raises(ValueError, match="over 0 replicas"):
+        _native.scatter((), {}, 0, 0)
+
+
+LENGTHS = [[3, 2, 2, 1], [1, 3, 2, 3, 1], [2], [1, 1], [5, 1, 4]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_packed_sequence_is_split_by_the_rows_of_its_batch(lengths, n):
+    sequences = [rows(m, 2, start=10 * i) for i, m in enumerate(lengths)]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    scattered = _native.scatter((packed,), {"y": rows(len(lengths))}, n, 0)
+    found = []
+    for args, kwargs in chunks(scattered):
+        assert isinstance(args[0], PackedSequence)
+        found += unpack_sequence(args[0])
+        assert len(unpack_sequence(args[0])) == len(kwargs["y"])
+    assert same(found, sequences)
+    gathered = _native.gather(
+        [args[0] for args, _ in chunks(scattered)], scattered.sizes, 0
+    )
+    assert same(gathered, packed)
+
+
+def test_a_packed_sequence_that_was_sorted_stays_without_indices():
+    padded = rows(3, 4, 2)
+    packed = pack_padded_sequence(padded, [4, 2, 1], batch_first=True)
+    scattered = _native.scatter((packed,), {}, 2, 0)
+    for (part,), _ in chunks(scattered):
+        assert part.sorted_indices is None
+        assert part.unsorted_indices is None
+    assert [part.batch_sizes.tolist() for (part,), _ in chunks(scattered)] == [
+        [2, 2, 1, 1],
+        [1],
+    ]
+
+
+def test_gradients_flow_through_a_packed_sequence():
+    sequences = [rows(m, 2).requires_grad_() for m in (1, 3, 2)]
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    scattered = _native.scatter((packed,), {}, 2, 0)
+    for k, ((part,), _) in enumerate(chunks(scattered)):
+        (part.data.sum() * (k + 1)).backward(retain_graph=True)
+    assert [x.grad.unique().tolist() for x in sequences] == [[1.0], [1.0], [2.0]]
+
+
+def test_a_packed_sequence_must_have_as_many_rows_as_the_others():
+    packed = pack_sequence([rows(2), rows(1)])
+    with pytest.raises(ValueError, match=r"args\[0\]\.data has 2 rows .* has 3"):
+        _native.scatter((packed, rows(3)), {}, 2, 0)
+    scattered = _native.scatter((Replicated(packed), rows(3)), {}, 2, 0)
+    assert all(args[0].data is packed.data for args, _ in chunks(scattered))
+
+
+def test_a_replica_split_further_finds_its_rows_again():
+    x = rows(7, 2)
+    outer = _native.scatter((x,), {}, 2, 0)
+    inner = _native.scatter(*outer.chunk(1), 2, 0)
+    assert same(inner.leaves(1), [x[6:]])
+
+
+def test_a_thousand_scatters_leave_nothing():
+    x, array, table = rows(4, 2), np.arange(4), rows(3)
+    packed = pack_sequence([rows(2)] * 4)
+    kwargs = {"a": [array, Replicated(table)], "p": packed}
+
+    def once():
+        scattered = _native.scatter((x, "text"), kwargs, 2, 0)
+        scattered.chunk(0)
+        scattered.leaves(1)
+        assert scattered.tree.n_leaves == 5
+
+    assert_leaves_nothing(once, x, array, table, packed, kwargs, packed.data)
+
+
+def test_a_thousand_scatters_that_fail_leave_nothing():
+    x, y = rows(4, 2), {"a": rows(3)}
+
+    def once():
+        with pytest.raises(ValueError, match="rows"):
+            _native.scatter((x,), y, 2, 0)
+
+    assert_leaves_nothing(once, x, y, y["a"])
+
+
+def test_arguments_in_a_cycle_with_their_scatter_are_collected():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.scattered = _native.scatter((rows(2), holder), {}, 2, 0)
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None

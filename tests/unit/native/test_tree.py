@@ -1,0 +1,354 @@
+"""Values taken apart into a nesting and its leaves, and put together again."""
+
+import collections
+import dataclasses
+import enum
+import functools
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._compat.packed_sequence import Replicated
+from torch.nn.utils.rnn import pack_sequence
+from values import (
+    Attributed,
+    Box,
+    Classified,
+    Frozen,
+    Output,
+    Pair,
+    Slotted,
+    Wanting,
+    assert_leaves_nothing,
+    rows,
+    same,
+)
+
+torch_core.attach()
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Rows(list):
+    pass
+
+
+def containers():
+    t = rows(2, 3)
+    cyclic = Rows([t])
+    cyclic.note = "kept"
+    return {
+        "tensor": t,
+        "parameter": torch.nn.Parameter(t),
+        "array": np.arange(3),
+        "none": None,
+        "nothing": (),
+        "nested": ([t, {"a": (t, None)}], {"b": [np.arange(2)], 3: "x"}),
+        "namedtuple": Pair(t, [1, t]),
+        "structseq": torch.max(t, 0),
+        "size": t.shape,
+        "ordered": collections.OrderedDict(b=t, a=t),
+        "default": collections.defaultdict(list, a=t),
+        "counter": collections.Counter(a=2),
+        "deque": collections.deque([t, 1]),
+        "list subclass": cyclic,
+        "user dict": collections.UserDict(a=t),
+        "frozen": Frozen(t),
+        "model output": Classified(logits=t, hidden_states=(t, t)),
+        "registered": Box({"a": t}, "label"),
+        "packed": pack_sequence([rows(3, 2), rows(2, 2)]),
+        "unsorted": pack_sequence([rows(2, 2), rows(3, 2)], enforce_sorted=False),
+    }
+
+
+@pytest.mark.parametrize("name", containers())
+def test_each_container_comes_back_as_it_was(name):
+    value = containers()[name]
+    tree, leaves = _native.flatten(value)
+    assert tree.n_leaves == len(leaves)
+    again = tree.unflatten(leaves)
+    assert same(again, value)
+    assert same(tree.unflatten(tuple(leaves)), value)
+
+
+@pytest.mark.parametrize("name", containers())
+def test_a_tree_travels_through_a_pickle(name):
+    tree, leaves = _native.flatten(containers()[name])
+    for module in (pickle, cloudpickle):
+        there = module.loads(module.dumps(tree))
+        assert same(there.unflatten(leaves), containers()[name])
+        assert there == tree
+
+
+def test_leaves_are_tensors_and_arrays_in_order():
+    a, b, c = rows(1), np.arange(2), torch.nn.Parameter(rows(3))
+    tree, leaves = _native.flatten({"x": [a, 1], "y": (b, "no", Pair(c, None))})
+    assert [leaf is thing for leaf, thing in zip(leaves, (a, b, c), strict=True)]
+    assert [tree.path(i) for i in range(3)] == ["['x'][0]", "['y'][0]", "['y'][2].left"]
+
+
+def test_paths_name_attributes_and_items():
+    t = rows(1)
+    value = (1, {"mask": [Classified(logits=t), Frozen(t), Box(t, 1)]})
+    tree, _ = _native.flatten(value)
+    assert [tree.path(i) for i in range(tree.n_leaves)] == [
+        "[1]['mask'][0]['logits']",
+        "[1]['mask'][1].x",
+        "[1]['mask'][1].made",
+        "[1]['mask'][2][0]",
+    ]
+    assert _native.flatten(t)[0].path(0) == ""
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="4 leaves"):
+            tree.path(wrong)
+
+
+def test_a_marker_is_taken_off():
+    t = rows(2)
+    tree, leaves = _native.flatten([Replicated({"a": t})])
+    assert same(tree.unflatten(leaves), [{"a": t}])
+
+
+def test_a_dataclass_is_rebuilt_without_its_constructor():
+    t = rows(2)
+    before = Wanting.n_made
+    value = Wanting(t, 3)
+    value.extra = "kept"
+    tree, leaves = _native.flatten(value)
+    again = tree.unflatten([leaves[0] + 1])
+    assert Wanting.n_made == before + 1
+    assert again.extra == "kept"
+    assert torch.equal(again.x, t + 1)
+    slotted = Slotted(t, None)
+    tree, leaves = _native.flatten(slotted)
+    again = tree.unflatten(leaves)
+    assert again.x is t
+    assert again.y is None
+
+
+def test_what_a_subclass_was_given_besides_is_kept():
+    value = containers()["list subclass"]
+    tree, leaves = _native.flatten(value)
+    again = tree.unflatten(leaves)
+    again.note += " well"
+    assert (again.note, value.note) == ("kept well", "kept")
+
+
+def test_a_cached_property_is_computed_anew():
+    @dataclasses.dataclass
+    class Cached:
+        x: torch.Tensor
+
+        @functools.cached_property
+        def twice(self):
+            return self.x * 2
+
+    value = Cached(rows(2))
+    assert value.twice.tolist() == [0.0, 2.0]
+    tree, leaves = _native.flatten(value)
+    assert tree.unflatten([leaves[0] + 1]).twice.tolist() == [2.0, 4.0]
+
+
+def test_a_model_output_keeps_items_and_attributes_alike():
+    t = rows(2)
+    tree, leaves = _native.flatten(Classified(logits=t))
+    again = tree.unflatten([leaves[0] + 1])
+    assert isinstance(again, Output)
+    assert list(again) == ["logits"]
+    assert again.logits is again["logits"]
+    assert again.logits is again[0]
+    assert again.loss is None
+
+
+def test_a_model_output_of_pairs_is_not_taken_for_pairs():
+    t = rows(2)
+    value = Classified(loss=t, logits=t)
+    value.loss = (("a", t), ("b", t))
+    tree, leaves = _native.flatten(value)
+    again = tree.unflatten(leaves)
+    assert [name for name, _ in again.loss] == ["a", "b"]
+    assert list(again) == ["loss", "logits"]
+
+
+def test_an_order_that_was_changed_is_kept():
+    value = collections.OrderedDict(a=rows(1), b=rows(2))
+    value.move_to_end("a")
+    tree, leaves = _native.flatten(value)
+    assert [len(leaf) for leaf in leaves] == [2, 1]
+    assert list(tree.unflatten(leaves)) == ["b", "a"]
+
+
+def test_a_dict_that_is_its_own_attributes_stays_so():
+    t = rows(2)
+    tree, leaves = _native.flatten(Attributed(a=t, b=1))
+    again = tree.unflatten(leaves)
+    assert again.a is t
+    again.c = 4
+    assert again["c"] == 4
+
+
+def equal(left, right):
+    return _native.flatten(left)[0] == _native.flatten(right)[0]
+
+
+def test_trees_are_equal_where_nesting_and_constants_are():
+    t, u = rows(2), rows(5)
+    for value in (None, True, 3, 2.5, 1j, "text", b"bytes", torch.device("cpu")):
+        assert equal((t, value), (u, value))
+    for value in (int, len, rows, torch.float32, torch.strided, Color.RED):
+        assert equal([t, value], [u, value])
+    assert equal(float("nan"), float("nan"))
+    assert equal({"a": (t, 10**30)}, {"a": (u, 10**30)})
+    assert equal(t.shape, torch.Size([2]))
+    assert equal(Classified(logits=t), Classified(logits=u))
+    assert equal(Frozen(t), Frozen(u))
+
+
+def test_trees_differ_where_anything_differs():
+    t = rows(2)
+    different = [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (None, t),
+        (t, np.arange(2)),
+        ([t], (t,)),
+        ([t], [t, t]),
+        ({"a": t}, {"b": t}),
+        ({1: t}, {True: t}),
+        ({"a": t, "b": t}, {"b": t, "a": t}),
+        ({"a": t}, collections.OrderedDict(a=t)),
+        (Frozen(t), Frozen(t, 3.0)),
+        (Classified(logits=t), Classified(loss=t)),
+        (Box(t, "a"), Box(t, "b")),
+    ]
+    for left, right in different:
+        assert not equal(left, right), (left, right)
+        assert _native.flatten(left)[0] != _native.flatten(right)[0]
+
+
+def test_a_constant_that_may_have_changed_makes_trees_unequal():
+    kept = {1, 2}
+    assert not equal((rows(2), kept), (rows(2), kept))
+    thing = object()
+    assert not equal(thing, thing)
+
+
+def test_a_tree_is_not_hashable():
+    tree, _ = _native.flatten(rows(2))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(tree)
+
+
+def test_leaves_must_be_as_many_as_there_were():
+    tree, leaves = _native.flatten([rows(2), rows(3)])
+    with pytest.raises(ValueError, match="1 leaves for a tree of 2"):
+        tree.unflatten(leaves[:1])
+
+
+def test_a_container_that_holds_itself_is_an_error():
+    value = [rows(2)]
+    value.append(value)
+    with pytest.raises(RecursionError):
+        _native.flatten(value)
+    marker = Replicated(None)
+    marker.value = marker
+    with pytest.raises(RecursionError):
+        _native.flatten(marker)
+
+
+def test_an_error_in_a_registered_function_comes_out():
+    class Broken:
+        pass
+
+    def fail(_):
+        raise KeyError("mine")
+
+    torch.utils._pytree.register_pytree_node(Broken, fail, fail)
+    with pytest.raises(KeyError, match="mine"):
+        _native.flatten([Broken()])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        (),
+        ((0, 0, None, None, None, None), (0, 0, None, None, None, None)),
+        ((3, 2, tuple, None, None, None), (0, 0, None, None, None, None)),
+        ((3, 1, None, None, None, None), (0, 0, None, None, None, None)),
+        ((5, 1, dict, None, None, None), (0, 0, None, None, None, None)),
+        ((99, 0, None, None, None, None),),
+        ((13, 1, tuple, None, None, None), (0, 0, None, None, None, None)),
+        ((0, 1, None, None, None, None), (0, 0, None, None, None, None)),
+    ],
+)
+def test_nodes_that_make_no_tree_are_refused(nodes):
+    with pytest.raises(ValueError, match="node"):
+        _native.Tree(nodes)
+
+
+def test_trees_need_no_numpy():
+    code = """
+import collections, sys, warnings
+sys.modules["numpy"] = None
+warnings.simplefilter("ignore")
+from paceline import _native
+import torch
+from paceline._compat import torch_core
+torch_core.attach()
+tree, leaves = _native.flatten(collections.OrderedDict(a=torch.ones(2)))
+assert tree.n_leaves == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_thousand_trees_leave_nothing():
+    for name, value in containers().items():
+        _, leaves = _native.flatten(value)
+
+        def once(value=value):
+            tree, found = _native.flatten(value)
+            tree.unflatten(found)
+            assert tree == tree or tree != tree
+            tree.__reduce__()
+
+        assert_leaves_nothing(once, value, type(value), *leaves), name
+
+
+def test_a_thousand_trees_that_could_not_be_made_leave_nothing():
+    class Failing:
+        pass
+
+    def fail(_):
+        raise KeyError("mine")
+
+    torch.utils._pytree.register_pytree_node(Failing, fail, fail)
+    value = [rows(2), {"a": (Pair(rows(3), 1), Failing())}]
+
+    def once():
+        with pytest.raises(KeyError, match="mine"):
+            _native.flatten(value)
+
+    assert_leaves_nothing(once, value, value[0], Failing)
+
+
+def test_a_tree_in_a_cycle_is_collected():
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.tree, _ = _native.flatten([holder])
+    gone = weakref.ref(holder)
+    del holder
+    gc.collect()
+    assert gone() is None

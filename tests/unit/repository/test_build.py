@@ -1,0 +1,111 @@
+"""How setup.py has nvcc compile the kernels, shown by a script that plays nvcc."""
+
+import runpy
+import stat
+from pathlib import Path
+
+import paceline
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parents[3]
+NVCC = """#!/bin/sh
+case "$1" in
+--list-gpu-arch) echo "$NVCC_KNOWS" | tr ' ' '\\n'; exit ;;
+--help) echo "$NVCC_HELP"; exit ;;
+--version) echo "an nvcc of the tests"; exit ;;
+esac
+echo "$@" >> "$NVCC_LOG"
+if [ -n "$NVCC_FAILS" ]; then echo "first words" >&2; echo "$NVCC_FAILS" >&2; exit 1; fi
+for last; do :; done
+echo a fatbin > "$last"
+"""
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """What setup.py defines, without its effects."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("PACELINE_NVCC", raising=False)
+    return runpy.run_path("setup.py")
+
+
+@pytest.fixture
+def nvcc(monkeypatch, tmp_path):
+    """A CUDA of the tests at CUDA_HOME; the log of what its nvcc was asked for."""
+    log = tmp_path / "log"
+    log.touch()
+    program = tmp_path / "cuda" / "bin" / "nvcc"
+    program.parent.mkdir(parents=True)
+    program.write_text(NVCC)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("NVCC_LOG", str(log))
+    monkeypatch.setenv("NVCC_KNOWS", "compute_70 compute_75 compute_90")
+    return log
+
+
+def test_only_devices_that_nvcc_knows_are_compiled_for(build, nvcc, tmp_path):
+    fatbin = build["build_fatbin"](tmp_path / "built")
+    assert fatbin.read_text() == "a fatbin\n"
+    words = nvcc.read_text().split()
+    assert [w for w in words if w.startswith("arch=")] == [
+        "arch=compute_75,code=sm_75",
+        "arch=compute_90,code=sm_90",
+        "arch=compute_75,code=compute_75",
+    ]
+    assert "-fmad=false" in words
+    assert "--compress-mode=size" not in words
+
+
+def test_a_fatbin_is_compressed_where_nvcc_can(build, nvcc, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVCC_HELP", "--compress-mode <mode>")
+    build["build_fatbin"](tmp_path / "built")
+    assert "--compress-mode=size" in nvcc.read_text().split()
+
+
+def test_what_was_compiled_already_is_taken_again(build, nvcc, tmp_path, monkeypatch):
+    for _ in range(2):
+        assert build["build_fatbin"](tmp_path / "built") is not None
+    assert len(nvcc.read_text().splitlines()) == 1
+    monkeypatch.setenv("NVCC_KNOWS", "compute_80")
+    build["build_fatbin"](tmp_path / "built")
+    assert len(nvcc.read_text().splitlines()) == 2
+
+
+def test_a_build_goes_on_without_nvcc_and_says_so(
+    build, nvcc, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("NVCC_FAILS", "cc1plus: not found")
+    assert build["build_fatbin"](tmp_path / "built") is None
+    assert "nvcc failed: cc1plus: not found); NVRTC will" in capsys.readouterr().out
+    monkeypatch.setenv("PACELINE_NVCC", "0")
+    assert build["build_fatbin"](tmp_path / "built") is None
+    assert "(PACELINE_NVCC=0)" in capsys.readouterr().out
+    assert len(nvcc.read_text().splitlines()) == 1
+
+
+def test_an_nvcc_that_knows_no_device_of_ours_is_not_used(
+    build, nvcc, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("NVCC_KNOWS", "compute_30")
+    assert build["build_fatbin"](tmp_path / "built") is None
+    assert "knows none of the devices" in capsys.readouterr().out
+
+
+def test_a_build_that_must_have_kernels_fails_without(
+    build, nvcc, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PACELINE_NVCC", "1")
+    monkeypatch.setenv("NVCC_FAILS", "cc1plus: not found")
+    with pytest.raises(SystemExit, match="PACELINE_NVCC=1 asks for it"):
+        build["build_fatbin"](tmp_path / "built")
+
+
+def test_the_extension_is_smaller_than_two_megabytes():
+    (native,) = Path(paceline.__file__).parent.glob("_native*.so")
+    text = native.read_bytes()
+    if b".debug_info" in text:
+        pytest.skip("built for debugging")
+    assert len(text) < 2_000_000

@@ -1,0 +1,266 @@
+"""The run for machines with a GPU survives parts that fail, hang or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import wait_until_gone
+
+FOLDER = Path(__file__).parents[2] / "gpu"
+
+# A part by name, in place of part.py.
+STUB = f"""
+import os, subprocess, sys, time
+sys.path.insert(0, {str(FOLDER)!r})
+from checks import Skip, record, run_here
+
+def skip():
+    raise Skip("no such thing here")
+
+def fail():
+    raise ValueError("of no use")
+
+def succeed():
+    return {{"figure": 7, "lines": ["seven"]}}
+
+part = sys.argv[1]
+print("part", part, flush=True)
+if part == "build":
+    run_here([("imports", succeed), ("skipped_check", skip)])
+elif part == "kernels":
+    sys.exit(not run_here([("good_check", succeed), ("bad_check", fail)]))
+elif part == "alone":
+    record("before_the_end", "passed", 0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("child", child.pid, flush=True)
+    time.sleep(600)
+elif part == "nccl":
+    record("before_death", "passed", 0)
+    os.kill(os.getpid(), 9)
+elif part == "memory":
+    run_here([("good_check", succeed)])
+"""
+
+MAIN = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(FOLDER)!r})
+import main
+sys.exit(main.main(sys.argv[2:], Path(sys.argv[1])))
+"""
+
+
+class Run:
+    """One call of the script with stubs for parts, and what it left."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        stub = folder / "stub.py"
+        stub.write_text(STUB)
+        self.done = subprocess.run(
+            [sys.executable, "-c", MAIN, str(stub), "--rehearse", *words],
+            env={**os.environ, "OUT": str(folder / "out")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        self.output = self.done.stdout
+        files = sorted((folder / "out").iterdir())
+        assert [path.suffix for path in files] == [".json", ".txt"], self.done.stderr
+        self.results: dict[str, Any] = json.loads(files[0].read_text())
+        self.text = files[1].read_text()
+
+    def part(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.results["parts"][name]
+        return found
+
+    def checks(self, name: str) -> dict[str, str]:
+        return {row["check"]: row["result"] for row in self.part(name)["checks"]}
+
+
+def test_parts_that_pass_give_status_zero(tmp_path: Path) -> None:
+    run = Run(tmp_path, "memory")
+    assert run.done.returncode == 0, run.output
+    assert run.checks("build")["imports"] == "passed"
+    assert run.checks("build")["skipped_check"] == "skipped"
+    assert run.part("memory")["result"] == "passed"
+    assert run.part("memory")["checks"][0]["figures"] == {"figure": 7}
+    assert "seven" in run.text
+    assert run.results["machine"]["packages"]["torch"] != "missing"
+
+
+def test_a_failed_check_is_named_last_and_in_the_status(tmp_path: Path) -> None:
+    run = Run(tmp_path, "kernels", "memory")
+    assert run.done.returncode == 1
+    assert run.checks("kernels") == {"good_check": "passed", "bad_check": "failed"}
+    assert run.part("memory")["result"] == "passed"
+    summary = run.output.rpartition("==== summary")[2]
+    assert "failed: bad_check: ValueError: of no use" in summary
+
+
+def test_a_part_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
+    run = Run(tmp_path, "--limit", "2", "alone", "memory")
+    assert run.done.returncode == 1
+    assert run.part("alone")["why"] == "stopped after 2 s"
+    assert run.checks("alone") == {"before_the_end": "passed"}
+    assert run.part("memory")["result"] == "passed"
+    [line] = [x for x in run.text.splitlines() if x.startswith("child ")]
+    assert wait_until_gone([int(line.split()[1])], 5.0) == []
+
+
+def test_a_part_that_dies_leaves_what_it_has_found(tmp_path: Path) -> None:
+    run = Run(tmp_path, "nccl", "memory")
+    assert run.done.returncode == 1
+    assert run.part("nccl")["why"] == "ended with status -9"
+    assert run.checks("nccl") == {"before_death": "passed"}
+    assert run.part("memory")["result"] == "passed"
+
+
+def test_a_later_call_adds_its_parts_to_the_results(tmp_path: Path) -> None:
+    Run(tmp_path, "kernels")
+    run = Run(tmp_path, "memory")
+    assert run.done.returncode == 0, "only parts of this call count"
+    assert run.part("kernels")["result"] == "failed"
+    assert run.part("memory")["result"] == "passed"
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
+    run = Run(tmp_path, "--within", "5", "memory")
+    assert run.done.returncode == 1
+    assert run.part("memory") == {
+        "result": "not run",
+        "why": "no time was left",
+        "checks": [],
+    }
+
+
+def test_an_unknown_part_is_refused_with_the_names_of_all(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [FOLDER / "run.sh", "dance"],
+        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no part 'dance'" in done.stderr
+    assert "correctness" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+def test_what_shows_the_kernels_to_ctypes_fits_their_headers() -> None:
+    root = FOLDER.parents[1]
+    flags = (root / "csrc/compile_flags.txt").read_text().split()
+    done = subprocess.run(
+        ["gcc", *flags, "-Werror", "-fsyntax-only", FOLDER / "shim.c"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Ranks that know of no torch, in place of world.py: what is tested is what holds them.
+WORLD = """
+class World:
+    @classmethod
+    def join(cls, rank, size, port):
+        world = cls()
+        world.rank, world.size = rank, size
+        return world
+
+    def run(self, check):
+        return check.function(self)
+"""
+
+CHECKS = """
+import os
+import signal
+import time
+from checks import Skip, check
+
+@check(worlds=(1, 2))
+def all_goes_well(world):
+    return {"ranks": world.size, "lines": ["well"]}
+
+@check(worlds=(2,))
+def one_rank_fails(world):
+    if world.rank == 1:
+        raise LookupError("only here")
+
+@check(worlds=(2,))
+def nothing_to_do(world):
+    raise Skip("of no interest")
+
+@check(worlds=(2,), dying=(1,))
+def one_rank_is_killed(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"rank": world.rank}
+
+@check(worlds=(2,), seconds=40)
+def one_rank_dies_unexpectedly(world):
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@check(worlds=(1,), seconds=1)
+def hangs_for_ever(world):
+    time.sleep(600)
+
+@check(worlds=(2,), needs_cuda=True)
+def wants_a_device(world):
+    raise AssertionError
+"""
+
+SESSION = f"""
+import sys, time
+sys.path.insert(0, {str(FOLDER)!r})
+import checks, session, stub_checks
+found = checks.checks_of(stub_checks)
+good = session.run_on_ranks(found, (1, 2), time.monotonic() + 100)
+sys.exit(0 if good else 7)
+"""
+
+
+def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "stub_checks.py").write_text(CHECKS)
+    (tmp_path / "stub_world.py").write_text(WORLD)
+    record = tmp_path / "record"
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "PACELINE_GPU_DEVICE": "cpu",
+            "PACELINE_GPU_WORLD": "stub_world",
+            "PACELINE_GPU_RECORD": str(record),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    assert {row["check"]: row["result"] for row in rows} == {
+        "all_goes_well[1]": "passed",
+        "hangs_for_ever[1]": "failed",
+        "all_goes_well[2]": "passed",
+        "one_rank_fails[2]": "failed",
+        "nothing_to_do[2]": "skipped",
+        "one_rank_is_killed[2]": "passed",
+        "one_rank_dies_unexpectedly[2]": "failed",
+        "wants_a_device[2]": "skipped",
+    }
+    found = {row["check"]: row for row in rows}
+    assert found["all_goes_well[2]"]["figures"] == {"ranks": 2}
+    assert "rank 1: Traceback" in found["one_rank_fails[2]"]["words"]
+    assert "hangs_for_ever" in found["hangs_for_ever[1]"]["output"]
+    assert done.returncode == 7, done.stdout + done.stderr

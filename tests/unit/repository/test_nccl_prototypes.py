@@ -1,0 +1,120 @@
+"""What we declare of NCCL agrees with a real ``nccl.h``, where one is found."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = ROOT / "csrc" / "nccl" / "nccl_library.h"
+
+# NCCL's header wants CUDA's, of which it needs two names.
+CUDA_RUNTIME = """
+typedef struct CUstream_st *cudaStream_t;
+typedef struct CUevent_st *cudaEvent_t;
+#define CUDART_VERSION 12000
+"""
+
+# Our lines are read with the types of NCCL, so that functions are the very same ones.
+TYPES = """
+#include <stddef.h>
+#include <nccl.h>
+#define SAME(a, b) _Static_assert(__builtin_types_compatible_p(a, b), #a " is not " #b)
+#define PLI_NCCL_TYPES
+typedef ncclResult_t pli_nccl_result;
+typedef ncclDataType_t pli_nccl_dtype;
+typedef ncclRedOp_t pli_nccl_reduction;
+typedef ncclComm_t pli_nccl_comm;
+typedef cudaStream_t pli_nccl_stream;
+typedef ncclUniqueId pli_nccl_id;
+typedef ncclConfig_t pli_nccl_config;
+#include "{header}"
+#define OF(name, result, arguments) \\
+    SAME(__typeof__(&nccl##name), result(*) arguments);
+PLI_NCCL_REQUIRED_MAP(OF)
+PLI_NCCL_OPTIONAL_MAP(OF)
+"""
+
+VALUES = """
+#include <stddef.h>
+#include <nccl.h>
+#include "{header}"
+#define EQUAL(a, b) _Static_assert((long)(a) == (long)(b), #a " is not " #b)
+#define OF(ours, theirs, value) EQUAL(ours, theirs);
+PLI_NCCL_RESULT_MAP(OF)
+PLI_NCCL_DTYPE_MAP(OF)
+PLI_NCCL_REDUCTION_MAP(OF)
+EQUAL(PLI_NCCL_ID_BYTES, sizeof(ncclUniqueId));
+EQUAL(sizeof(pli_nccl_id), sizeof(ncclUniqueId));
+EQUAL((unsigned)PLI_NCCL_MAGIC, NCCL_API_MAGIC);
+EQUAL(PLI_NCCL_CONFIG_VERSION, NCCL_VERSION(2, 14, 0));
+EQUAL(PLI_NCCL_OLDEST, NCCL_VERSION(2, 10, 0));
+/* Enumerations are passed as int. */
+EQUAL(sizeof(pli_nccl_result), sizeof(ncclResult_t));
+EQUAL(sizeof(pli_nccl_dtype), sizeof(ncclDataType_t));
+EQUAL(sizeof(pli_nccl_reduction), sizeof(ncclRedOp_t));
+#define FIELD(ours, theirs) \\
+    EQUAL(offsetof(pli_nccl_config, ours), offsetof(ncclConfig_t, theirs)); \\
+    EQUAL(sizeof(((pli_nccl_config *)0)->ours), sizeof(((ncclConfig_t *)0)->theirs))
+FIELD(size, size);
+FIELD(magic, magic);
+FIELD(version, version);
+FIELD(is_blocking, blocking);
+"""
+
+
+def folders() -> list[Path]:
+    """Return where a header may be, the one that the user names first."""
+    named = os.environ.get("NCCL_INCLUDE")
+    site = Path(sysconfig.get_paths()["purelib"])
+    found = [Path(named)] if named else []
+    found += sorted(site.glob("nvidia/*/include")) + [Path("/usr/include")]
+    return [folder for folder in found if (folder / "nccl.h").exists()]
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """Give a function that compiles a text next to a real header, and says why not."""
+    gcc = shutil.which("gcc")
+    if gcc is None:
+        pytest.skip("there is no gcc")
+    if not folders():
+        pytest.skip(
+            "there is no nccl.h: NCCL_INCLUDE, nvidia/nccl/include, /usr/include"
+        )
+    for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
+        text = CUDA_RUNTIME if name == "cuda_runtime.h" else ""
+        (tmp_path / name).write_text(text)
+
+    def compile_text(text: str) -> str:
+        source = tmp_path / "check.c"
+        source.write_text(text.replace("{header}", str(HEADER)))
+        places = [f"-I{folder}" for folder in (tmp_path, folders()[0], ROOT / "csrc")]
+        done = subprocess.run(
+            [gcc, "-std=gnu11", "-fsyntax-only", *places, str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stderr if done.returncode else ""
+
+    return compile_text
+
+
+def test_functions_have_the_types_of_the_real_header(compiler):
+    assert compiler(TYPES) == ""
+
+
+def test_numbers_and_structs_are_those_of_the_real_header(compiler):
+    assert compiler(VALUES) == ""
+
+
+def test_a_wrong_declaration_would_be_found(compiler):
+    wrong = "SAME(__typeof__(&ncclCommAbort), pli_nccl_result (*)(pli_nccl_comm, int));"
+    assert "static assertion failed" in compiler(TYPES + wrong)
+    assert "static assertion failed" in compiler(
+        VALUES + "EQUAL(PLI_NCCL_AVG, ncclSum);"
+    )

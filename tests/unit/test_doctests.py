@@ -1,0 +1,40 @@
+"""The examples in the documentation: each says what happens."""
+
+import doctest
+import importlib
+import pkgutil
+
+import paceline
+import pytest
+
+NO_MODULES = {"paceline.__main__", "paceline._install.startup.sitecustomize"}
+FINDER = doctest.DocTestFinder(exclude_empty=True)
+
+
+def modules():
+    for found in pkgutil.walk_packages(paceline.__path__, "paceline."):
+        if found.name not in NO_MODULES:
+            yield importlib.import_module(found.name)
+
+
+def examples():
+    """Those of all modules; classes that are public say that they are of `paceline`."""
+    found = [example for module in modules() for example in FINDER.find(module)]
+    for name in paceline.__all__:
+        found += FINDER.find(getattr(paceline, name), name, module=False)
+    return {example.name: example for example in found if example.examples}
+
+
+EXAMPLES = examples()
+
+
+def test_examples_are_found_wherever_users_read_them():
+    names = {name.rpartition(".")[2] for name in EXAMPLES}
+    assert names >= {"DataParallel", "DistributedDataParallel", "install", "no_sync"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_says_what_happens(name):
+    runner = doctest.DocTestRunner()
+    runner.run(EXAMPLES[name])
+    assert runner.summarize().failed == 0
