@@ -27,6 +27,7 @@ from cases import (
 )
 from paceline._ddp import peers
 from support.ranks import run_ranks, values
+from support.waiting import until
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -586,7 +587,8 @@ def test_wrapper_and_group_may_go_in_any_order(ranks, first, world):
         assert torch.equal(grad, values_then)
     del grads, grad, parameters, values_then
     gc.collect()
-    assert gone() is None
+    # A thread of Gloo's may still hold the last operation, and the memory that it used.
+    assert until(lambda: gone() is None)
 
 
 @on_ranks(1)
@@ -619,10 +621,11 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
                 kept.remove(work)
                 del work.tensors
 
-            threading.Thread(target=end).start()
+            threads.append(threading.Thread(target=end))
+            threads[-1].start()
             return work
 
-    armed, kept = [], []
+    armed, kept, threads = [], [], []
     model = wrap_over(Sluggish(ranks.group), net(), bucket_cap_mb=0.001)
 
     def fail(grad):
@@ -637,9 +640,8 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
     gone = weakref.ref(model._session.world)
     del model, x
     gc.collect()
-    until = time.monotonic() + 10
-    while kept and time.monotonic() < until:
-        time.sleep(0.01)
+    for thread in threads:
+        thread.join()
     assert ends
     gc.collect()
     assert gone() is None

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from paceline._workers import group, spawn
 from support.echo import ECHO, RUN
 from support.forked_workers import forked_workers
 from support.processes import held_beyond, holdings, is_running, wait_until_gone
+from support.waiting import until
 
 HANDLER = "support.echo:Echo"
 JOB = Path(__file__).parent / "jobs" / "worker_group_life.py"
@@ -304,15 +304,17 @@ def test_prints_arrive_while_the_worker_goes_on(
     go = Path(os.environ.get("TMPDIR", "/tmp")) / f"paceline-go-{os.getpid()}"
     code = f"import os, time; print('early')\nwhile not os.path.exists({str(go)!r}): "
     channel.post(RUN, (code + "time.sleep(0.01)").encode(), [])
-    until = time.monotonic() + LONG_SECONDS
-    seen = ""
-    while "early" not in seen and time.monotonic() < until:
-        seen += capsys.readouterr().out
-        time.sleep(0.01)
+    seen: list[str] = []
+
+    def has_arrived() -> bool:
+        seen.append(capsys.readouterr().out)
+        return "early" in "".join(seen)
+
+    assert until(has_arrived, LONG_SECONDS)
     go.touch()
     channel.wait(copy=True)
     go.unlink()
-    assert seen == "[replica 1] early\n"
+    assert "".join(seen) == "[replica 1] early\n"
 
 
 # ---- starts that fail ---------------------------------------------------------------
@@ -539,10 +541,7 @@ def test_a_killed_parent_leaves_no_worker_though_its_forked_child_lives(
 ) -> None:
     job = start("with a forked child")
     (child,) = job.rest
-    until = time.monotonic() + LONG_SECONDS
-    while inherited(child) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert inherited(child) == []
+    assert until(lambda: not inherited(child), LONG_SECONDS)
     assert "memfd:paceline" not in Path(f"/proc/{child}/maps").read_text()
     job.process.kill()
     gone = wait_until_gone(job.workers, LONG_SECONDS)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from paceline import DataParallel
 from paceline._dp import effects
+from support.waiting import until
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -785,13 +786,6 @@ def test_an_interrupt_while_waiting_comes_after_the_replicas(wrap):
 
 def own_threads():
     return [t for t in threading.enumerate() if t.name.startswith("paceline-replica")]
-
-
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_threads_end_with_close_and_with_the_wrapper(wrap):
