@@ -90,12 +90,12 @@ py-test: $(INSTALLED) ## the Python suite (PYTEST_FLAGS="-k bucket")
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) ## random programs by torch's class and by ours (FUZZ=5000)
-	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q tests/parity/test_differential_programs.py
+	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q tests/parity/ddp/test_differential_programs.py
 
 # The seed is printed; FUZZ_FLAGS="--programs 50 --seed 7" draws those programs again.
 .PHONY: fuzz-dp
 fuzz-dp: $(INSTALLED) ## random programs with DataParallel and without, compared
-	$(PY) tests/parity/drawn_programs.py $(FUZZ_FLAGS)
+	$(PY) tests/parity/dp/drawn_programs.py $(FUZZ_FLAGS)
 
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.

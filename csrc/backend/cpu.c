@@ -101,6 +101,9 @@ static pl_status cpu_sum(pl_backend *backend, const pl_rank_ranges *ranges,
     void *const out[1] = {ranges->to};
     (void)stream;
     PL_TRY(pli_backend_check_ranges(ranges));
+    if (ranges->n_ranks > PL_MAX_RANKS)
+        PL_FAIL(PL_EINVAL, "ranges of %d ranks, but 1 to %d can be summed",
+                ranges->n_ranks, PL_MAX_RANKS);
     for (int r = 0; r < ranges->n_ranks; r++)
         in[r] = ranges->addresses != NULL
                     ? ranges->addresses[r]

@@ -142,6 +142,18 @@ static void cuda_free(pl_backend *backend, void *memory)
     pli_cuda_leave(backend, &scope);
 }
 
+/* Waits for the copy that `result` is of, and leaves. */
+static pl_status finish_copy(pl_backend *backend, const pli_cuda_scope *scope,
+                             pli_cu_result result, pli_cu_stream stream,
+                             const char *doing)
+{
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    if (result == 0)
+        result = driver->cuStreamSynchronize(stream);
+    pli_cuda_leave(backend, scope);
+    return pli_driver_check(driver, result, doing);
+}
+
 pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,
                         pl_stream *stream)
 {
@@ -149,12 +161,10 @@ pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t 
     const pli_driver *const driver = as_cuda(backend)->driver;
     pli_cuda_scope scope;
     PL_TRY(pli_cuda_enter(backend, &scope));
-    pli_cu_result result =
+    const pli_cu_result result =
         driver->cuMemcpyDtoHAsync(to, memory_as_cu(from), n_bytes, as_cu(stream));
-    if (result == 0)
-        result = driver->cuStreamSynchronize(as_cu(stream));
-    pli_cuda_leave(backend, &scope);
-    PL_TRY(pli_driver_check(driver, result, "copying from the device"));
+    PL_TRY(
+        finish_copy(backend, &scope, result, as_cu(stream), "copying from the device"));
 done:
     return st;
 }
@@ -166,29 +176,48 @@ pl_status pli_cuda_write(pl_backend *backend, void *to, const void *from,
     const pli_driver *const driver = as_cuda(backend)->driver;
     pli_cuda_scope scope;
     PL_TRY(pli_cuda_enter(backend, &scope));
-    pli_cu_result result =
+    const pli_cu_result result =
         driver->cuMemcpyHtoDAsync(memory_as_cu(to), from, n_bytes, as_cu(stream));
+    PL_TRY(
+        finish_copy(backend, &scope, result, as_cu(stream), "copying to the device"));
+done:
+    return st;
+}
+
+/* On a stream of its own: what others hold may take long. */
+pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = as_cuda(backend)->driver;
+    pli_cu_stream stream = NULL;
+    pli_cuda_scope scope;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    pli_cu_result result =
+        driver->cuStreamCreateWithPriority(&stream, STREAM_NON_BLOCKING, 0);
     if (result == 0)
-        result = driver->cuStreamSynchronize(as_cu(stream));
-    pli_cuda_leave(backend, &scope);
-    PL_TRY(pli_driver_check(driver, result, "copying to the device"));
+        result = driver->cuMemsetD8Async(memory_as_cu(memory), 0, n_bytes, stream);
+    st = finish_copy(backend, &scope, result, stream, "clearing device memory");
+    if (stream != NULL)
+        (void)driver->cuStreamDestroy(stream);
 done:
     return st;
 }
 
 /* ---- moves ---------------------------------------------------------------------- */
 
-/* Calls pli_kernels_`name`(kernels, ...) with the context current. */
-#define LAUNCH(backend, name, ...)                                                     \
+/* Returns what `call` does with the context current. */
+#define IN_CONTEXT(backend, call)                                                      \
     do {                                                                               \
         const cuda_backend *const self = as_cuda(backend);                             \
         int is_pushed = 0;                                                             \
         pl_status st = make_current(self, &is_pushed);                                 \
         if (st == PL_OK)                                                               \
-            st = pli_kernels_##name(self->kernels, __VA_ARGS__);                       \
+            st = (call);                                                               \
         give_back(self, is_pushed);                                                    \
         return st;                                                                     \
     } while (0)
+#define LAUNCH(backend, name, ...)                                                     \
+    IN_CONTEXT(backend, pli_kernels_##name(self->kernels, __VA_ARGS__))
 
 static pl_status cuda_copy(pl_backend *backend, const pl_move *moves, size_t n_moves,
                            pl_stream *stream)
@@ -234,29 +263,19 @@ done:
 static pl_status cuda_event_record(pl_backend *backend, pl_event *event,
                                    pl_stream *stream)
 {
-    pl_status st = PL_OK;
-    const cuda_backend *const self = as_cuda(backend);
-    int is_pushed = 0;
-    PL_TRY(make_current(self, &is_pushed));
-    PL_CUDA(self->driver, cuEventRecord(event_as_cu(event), as_cu(stream)),
-            "recording a CUDA event");
-done:
-    give_back(self, is_pushed);
-    return st;
+    IN_CONTEXT(backend, pli_driver_check(self->driver,
+                                         self->driver->cuEventRecord(event_as_cu(event),
+                                                                     as_cu(stream)),
+                                         "recording a CUDA event"));
 }
 
 static pl_status cuda_event_wait(pl_backend *backend, pl_event *event,
                                  pl_stream *stream)
 {
-    pl_status st = PL_OK;
-    const cuda_backend *const self = as_cuda(backend);
-    int is_pushed = 0;
-    PL_TRY(make_current(self, &is_pushed));
-    PL_CUDA(self->driver, cuStreamWaitEvent(as_cu(stream), event_as_cu(event), 0),
-            "having a stream wait for a CUDA event");
-done:
-    give_back(self, is_pushed);
-    return st;
+    IN_CONTEXT(backend, pli_driver_check(self->driver,
+                                         self->driver->cuStreamWaitEvent(
+                                             as_cu(stream), event_as_cu(event), 0),
+                                         "having a stream wait for a CUDA event"));
 }
 
 static pl_status cuda_event_is_done(pl_backend *backend, pl_event *event, int *out)

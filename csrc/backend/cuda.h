@@ -3,8 +3,9 @@
  * One backend a device and process.  It shares the device's primary context with torch,
  * so streams, events and pointers are the same things on both sides; any thread may
  * call it, whatever context is current there.  Its moves are kernels (kernels.h) on the
- * stream that the caller names; nothing here waits for the device but alloc, free and
- * synchronize, and nothing in a training step's steady state allocates.
+ * stream that the caller names; nothing here waits for the device but alloc, free,
+ * clear, read, write and synchronize, and nothing in a training step's steady state
+ * allocates.
  */
 #ifndef PLI_CUDA_H
 #define PLI_CUDA_H
@@ -52,6 +53,9 @@ typedef struct pli_cuda_scope {
 } pli_cuda_scope;
 pl_status pli_cuda_enter(pl_backend *backend, pli_cuda_scope *out) PL_MUST_USE;
 void pli_cuda_leave(pl_backend *backend, const pli_cuda_scope *scope);
+
+/* Writes zeros, and returns when they are there. */
+pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes) PL_MUST_USE;
 
 /* Copies between host and device; return when they are done. */
 pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,

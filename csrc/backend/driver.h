@@ -32,7 +32,6 @@ typedef struct CUfunc_st *pli_cu_function;
     X(cuCtxPopCurrent, 4000, (pli_cu_context * out))                                   \
     X(cuCtxGetCurrent, 4000, (pli_cu_context * out))                                   \
     X(cuCtxGetStreamPriorityRange, 5050, (int *least, int *greatest))                  \
-    X(cuCtxSynchronize, 2000, (void))                                                  \
     X(cuStreamCreateWithPriority, 5050,                                                \
       (pli_cu_stream * out, unsigned flags, int priority))                             \
     X(cuStreamDestroy, 4000, (pli_cu_stream stream))                                   \
@@ -52,6 +51,8 @@ typedef struct CUfunc_st *pli_cu_function;
       (pli_cu_memory to, const void *from, size_t n_bytes, pli_cu_stream stream))      \
     X(cuMemcpyDtoHAsync, 3020,                                                         \
       (void *to, pli_cu_memory from, size_t n_bytes, pli_cu_stream stream))            \
+    X(cuMemsetD8Async, 3020,                                                           \
+      (pli_cu_memory to, unsigned char value, size_t n_bytes, pli_cu_stream stream))   \
     X(cuModuleLoadData, 2000, (pli_cu_module * out, const void *image))                \
     X(cuModuleUnload, 2000, (pli_cu_module module))                                    \
     X(cuModuleGetFunction, 2000,                                                       \

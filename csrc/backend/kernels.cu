@@ -5,11 +5,11 @@
  * finds its span by the number of its first block and takes a fixed share of it.
  * Threads of a block are neighbours in memory and do not talk:
  *
- *     span  |head|quad quad quad ... quad|tail|      where both sides can be aligned
+ *     span  |head|vec vec vec vec ... vec|tail|      where both sides can be aligned
  *     span  |word word word ...              |      where they cannot
  *
- * Each thread has BATCH loads under way before its first store.  No pointer is declared
- * unaliased: `to` may be `from`.  Nothing may be contracted: -fmad=false.
+ * Each thread has several loads under way before its first store.  No pointer is
+ * declared unaliased: `to` may be `from`.  Nothing may be contracted: -fmad=false.
  */
 #include "kernels_words.h"
 
@@ -28,12 +28,14 @@
         for (; i + (BATCH - 1) * PLI_THREADS < n_vectors; i += BATCH * PLI_THREADS) {  \
             vector x[BATCH];                                                           \
             REACHED(#name ": batch");                                                  \
-            UNROLL for (u32 b = 0; b < BATCH; b++) x[b] = v_from[i + b * PLI_THREADS]; \
-            UNROLL for (u32 b = 0; b < BATCH; b++) v_to[i + b * PLI_THREADS] = x[b];   \
+            UNROLL for (u32 b = 0; b < BATCH; b++) x[b] =                              \
+                VEC(v_from, i + b * PLI_THREADS);                                      \
+            UNROLL for (u32 b = 0; b < BATCH; b++) VEC(v_to, i + b * PLI_THREADS) =    \
+                x[b];                                                                  \
         }                                                                              \
         for (; i < n_vectors; i += PLI_THREADS) {                                      \
             REACHED(#name ": rest");                                                   \
-            v_to[i] = v_from[i];                                                       \
+            VEC(v_to, i) = VEC(v_from, i);                                             \
         }                                                                              \
         if (t < head) {                                                                \
             REACHED(#name ": head");                                                   \
@@ -44,7 +46,7 @@
             to[tail + t] = from[tail + t];                                             \
         }                                                                              \
     }
-DEFINE_COPY(copy_by_16, quad_u32)
+DEFINE_COPY(copy_by_16, vec_u32)
 DEFINE_COPY(copy_by_4, u32)
 DEFINE_COPY(copy_by_2, u16)
 
@@ -57,14 +59,14 @@ DEVICE void copy_by_1(u8 *to, const u8 *from, u32 n, u32 t)
 
 DEVICE void fill_zeros(u8 *to, u32 n, u32 t)
 {
-    const quad_u32 zeros = {{0, 0, 0, 0}};
+    const vec_u32 zeros = {{0, 0, 0, 0}};
     const u32 ahead = (u32)((0 - (u64)to) % sizeof zeros);
     const u32 head = ahead < n ? ahead : n;
-    const u32 n_quads = (n - head) / (u32)sizeof zeros;
-    const u32 tail = head + n_quads * (u32)sizeof zeros;
-    for (u32 i = t; i < n_quads; i += PLI_THREADS) {
-        REACHED("fill_zeros: quads");
-        ((quad_u32 *)(to + head))[i] = zeros;
+    const u32 n_vecs = (n - head) / (u32)sizeof zeros;
+    const u32 tail = head + n_vecs * (u32)sizeof zeros;
+    for (u32 i = t; i < n_vecs; i += PLI_THREADS) {
+        REACHED("fill_zeros: vectors");
+        VEC((vec_u32 *)(to + head), i) = zeros;
     }
     if (t < head) {
         REACHED("fill_zeros: head");
@@ -85,7 +87,7 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
     (void)head;
     if (from == 0)
         fill_zeros(to, n, t);
-    else if (misfit % sizeof(quad_u32) == 0)
+    else if (misfit % sizeof(vec_u32) == 0)
         copy_by_16(to, from, n, t);
     else if (misfit % sizeof(u32) == 0)
         copy_by_4(to, from, n, t);
@@ -102,37 +104,37 @@ DEVICE void copy(const pli_span *span, const pli_spans_head *head, u64 begin, u3
     DEVICE void name(word *to, const word *from, u32 n, const pli_spans_head *head,    \
                      u32 t)                                                            \
     {                                                                                  \
-        const u32 ahead = WORDS_TO_QUAD(word, to);                                     \
+        const u32 ahead = WORDS_TO_VEC(word, to);                                      \
         const u32 n_ahead = ahead < n ? ahead : n;                                     \
-        const int fits = WORDS_TO_QUAD(word, from + n_ahead) == 0;                     \
-        const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
-        quad_##word *const q_to = (quad_##word *)(to + n_ahead);                       \
-        const quad_##word *const q_from = (const quad_##word *)(from + n_ahead);       \
-        UNROLL_NOT for (u32 i = t; i < n_quads; i += BATCH * PLI_THREADS)              \
+        const int fits = WORDS_TO_VEC(word, from + n_ahead) == 0;                      \
+        const u32 n_vecs = fits ? (n - n_ahead) / LANES(word) : 0;                     \
+        vec_##word *const v_to = (vec_##word *)(to + n_ahead);                         \
+        const vec_##word *const v_from = (const vec_##word *)(from + n_ahead);         \
+        UNROLL_NOT for (u32 i = t; i < n_vecs; i += BATCH_OF(word) * PLI_THREADS)      \
         {                                                                              \
-            quad_##word x[BATCH] = {{{0}}};                                            \
-            quad_##word y[BATCH] = {{{0}}};                                            \
-            REACHED(#name ": quads");                                                  \
-            UNROLL for (u32 b = 0; b < BATCH; b++)                                     \
+            vec_##word x[BATCH_OF(word)] = {{{0}}};                                    \
+            vec_##word y[BATCH_OF(word)] = {{{0}}};                                    \
+            REACHED(#name ": vectors");                                                \
+            UNROLL for (u32 b = 0; b < BATCH_OF(word); b++)                            \
             {                                                                          \
-                if (i + b * PLI_THREADS < n_quads) {                                   \
-                    x[b] = q_from[i + b * PLI_THREADS];                                \
-                    y[b] = q_to[i + b * PLI_THREADS];                                  \
+                if (i + b * PLI_THREADS < n_vecs) {                                    \
+                    x[b] = VEC(v_from, i + b * PLI_THREADS);                           \
+                    y[b] = VEC(v_to, i + b * PLI_THREADS);                             \
                 }                                                                      \
             }                                                                          \
-            UNROLL for (u32 b = 0; b < BATCH; b++)                                     \
+            UNROLL for (u32 b = 0; b < BATCH_OF(word); b++)                            \
             {                                                                          \
-                UNROLL for (u32 k = 0; k < QUAD; k++) y[b].e[k] =                      \
+                UNROLL for (u32 k = 0; k < LANES(word); k++) y[b].e[k] =               \
                     value(x[b].e[k], y[b].e[k], head);                                 \
-                if (i + b * PLI_THREADS < n_quads)                                     \
-                    q_to[i + b * PLI_THREADS] = y[b];                                  \
+                if (i + b * PLI_THREADS < n_vecs)                                      \
+                    VEC(v_to, i + b * PLI_THREADS) = y[b];                             \
                 else                                                                   \
                     REACHED(#name ": less than a batch");                              \
             }                                                                          \
         }                                                                              \
-        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
+        UNROLL_NOT for (u32 k = t; k < n - n_vecs * LANES(word); k += PLI_THREADS)     \
         {                                                                              \
-            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
+            const u32 i = k < n_ahead ? k : k + n_vecs * LANES(word);                  \
             REACHED(#name ": head, tail, or what does not fit");                       \
             to[i] = value(from[i], to[i], head);                                       \
         }                                                                              \
@@ -250,33 +252,33 @@ DEVICE float scale_of(u32 n_ranks, int is_mean)
         word *const to = (word *)span->to + begin;                                     \
         const word *const from = (const word *)span->from + begin;                     \
         const u64 stride = span->stride_bytes / sizeof(word);                          \
-        const u32 ahead = WORDS_TO_QUAD(word, to);                                     \
+        const u32 ahead = WORDS_TO_VEC(word, to);                                      \
         const u32 n_ahead = ahead < n ? ahead : n;                                     \
-        const int fits = WORDS_TO_QUAD(word, from + n_ahead) == 0 &&                   \
-                         stride * sizeof(word) % sizeof(quad_##word) == 0;             \
-        const u32 n_quads = fits ? (n - n_ahead) / QUAD : 0;                           \
+        const int fits = WORDS_TO_VEC(word, from + n_ahead) == 0 &&                    \
+                         stride * sizeof(word) % sizeof(vec_##word) == 0;              \
+        const u32 n_vecs = fits ? (n - n_ahead) / LANES(word) : 0;                     \
         const kind##_real scale = (kind##_real)scale_of(span->n_ranks, span->is_mean); \
-        UNROLL_NOT for (u32 i = t; i < n_quads; i += PLI_THREADS)                      \
+        UNROLL_NOT for (u32 i = t; i < n_vecs; i += PLI_THREADS)                       \
         {                                                                              \
-            const word *const at = from + n_ahead + (u64)i * QUAD;                     \
-            quad_##word x = *(const quad_##word *)at;                                  \
-            kind##_real sums[QUAD];                                                    \
-            REACHED("sum_" #kind ": quads");                                           \
-            UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] =                            \
+            const word *const at = from + n_ahead + (u64)i * LANES(word);              \
+            vec_##word x = VEC((const vec_##word *)at, 0);                             \
+            kind##_real sums[LANES(word)];                                             \
+            REACHED("sum_" #kind ": vectors");                                         \
+            UNROLL for (u32 k = 0; k < LANES(word); k++) sums[k] =                     \
                 scale * kind##_read(x.e[k]);                                           \
             UNROLL_SOME for (u32 r = 1; r < span->n_ranks; r++)                        \
             {                                                                          \
-                x = *(const quad_##word *)(at + r * stride);                           \
-                UNROLL for (u32 k = 0; k < QUAD; k++) sums[k] +=                       \
+                x = VEC((const vec_##word *)(at + r * stride), 0);                     \
+                UNROLL for (u32 k = 0; k < LANES(word); k++) sums[k] +=                \
                     scale * kind##_read(x.e[k]);                                       \
             }                                                                          \
-            UNROLL for (u32 k = 0; k < QUAD; k++) x.e[k] =                             \
+            UNROLL for (u32 k = 0; k < LANES(word); k++) x.e[k] =                      \
                 kind##_write(kind##_divided(sums[k], span->n_ranks, span->is_mean));   \
-            ((quad_##word *)(to + n_ahead))[i] = x;                                    \
+            VEC((vec_##word *)(to + n_ahead), i) = x;                                  \
         }                                                                              \
-        UNROLL_NOT for (u32 k = t; k < n - n_quads * QUAD; k += PLI_THREADS)           \
+        UNROLL_NOT for (u32 k = t; k < n - n_vecs * LANES(word); k += PLI_THREADS)     \
         {                                                                              \
-            const u32 i = k < n_ahead ? k : k + n_quads * QUAD;                        \
+            const u32 i = k < n_ahead ? k : k + n_vecs * LANES(word);                  \
             kind##_real sum = scale * kind##_read(from[i]);                            \
             REACHED("sum_" #kind ": head, tail, or what does not fit");                \
             UNROLL_NOT for (u32 r = 1; r < span->n_ranks; r++) sum +=                  \

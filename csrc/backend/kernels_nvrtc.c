@@ -2,7 +2,8 @@
  *
  * torch brings an NVRTC of its own CUDA, so what that emits, the driver below torch
  * takes.  Where NVRTC is older than the device, it makes PTX for the newest that it
- * knows, and the driver does the rest.
+ * knows, and the driver does the rest.  It takes seconds, so its image is kept on disk
+ * for the next process (kernels_cache.h).
  */
 #include "kernels_nvrtc.h"
 
@@ -11,6 +12,8 @@
 #include <string.h>
 
 #include "core/alloc.h"
+#include "core/hash.h"
+#include "kernels_cache.h"
 #include "kernels_image.h"
 
 typedef int nvrtc_result; /* 0: success */
@@ -20,6 +23,7 @@ enum { INVALID_OPTION = 5 };
 enum { MAX_ARCHS = 64, MAX_WORDS = 300, N_OPTIONS = 3 };
 
 #define NVRTC_MAP(X)                                                                   \
+    X(nvrtcVersion, nvrtc_result, (int *major, int *minor))                            \
     X(nvrtcGetErrorString, const char *, (nvrtc_result result))                        \
     X(nvrtcGetNumSupportedArchs, nvrtc_result, (int *out))                             \
     X(nvrtcGetSupportedArchs, nvrtc_result, (int *out))                                \
@@ -41,6 +45,11 @@ typedef struct nvrtc {
     NVRTC_MAP(FIELD)
 #undef FIELD
 } nvrtc;
+
+typedef struct image_bytes {
+    void *bytes;
+    size_t n_bytes;
+} image_bytes;
 
 static const struct entry {
     const char *name;
@@ -167,7 +176,7 @@ done:
 
 /* A zero stands behind the image. */
 static pl_status read_image(const nvrtc *self, nvrtc_program program, int is_cubin,
-                            void **out)
+                            image_bytes *out)
 {
     pl_status st = PL_OK;
     size_t n_bytes = 0;
@@ -181,17 +190,17 @@ static pl_status read_image(const nvrtc *self, nvrtc_program program, int is_cub
                  is_cubin ? self->nvrtcGetCUBIN(program, image)
                           : self->nvrtcGetPTX(program, image),
                  "give its code"));
-    *out = image;
+    *out = (image_bytes){image, n_bytes};
     image = NULL;
 done:
     pli_free(image);
     return st;
 }
 
-pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void **out)
+static pl_status compile_for(const nvrtc *self, int compute, int has_large,
+                             image_bytes *out)
 {
     pl_status st = PL_OK;
-    nvrtc self = {0};
     nvrtc_program program = NULL;
     char arch[64];
     const char *const options[N_OPTIONS] = {arch, "--fmad=false",
@@ -199,20 +208,51 @@ pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void *
                                                       : "-DPLI_TAKES_LARGE=0"};
     int is_cubin = 0;
     int is_known = 0;
-    PL_TRY(find_nvrtc(path, &self));
-    PL_TRY(create_program(&self, &program));
+    PL_TRY(create_program(self, &program));
     (void)snprintf(arch, sizeof arch, "--gpu-architecture=sm_%d", compute);
-    PL_TRY(compile(&self, program, options, &is_cubin));
+    PL_TRY(compile(self, program, options, &is_cubin));
     if (!is_cubin) {
-        PL_TRY(newest_arch(&self, compute, &compute));
+        PL_TRY(newest_arch(self, compute, &compute));
         (void)snprintf(arch, sizeof arch, "--gpu-architecture=compute_%d", compute);
-        PL_TRY(compile(&self, program, options, &is_known));
+        PL_TRY(compile(self, program, options, &is_known));
         if (!is_known)
             PL_FAIL(PL_EUNSUPPORTED, "NVRTC does not take %s", arch);
     }
-    PL_TRY(read_image(&self, program, is_cubin, out));
+    PL_TRY(read_image(self, program, is_cubin, out));
 done:
     if (program != NULL)
-        (void)self.nvrtcDestroyProgram(&program);
+        (void)self->nvrtcDestroyProgram(&program);
+    return st;
+}
+
+/* Of all that the image depends on. */
+static uint64_t key_of(int compute, int has_large, int major, int minor)
+{
+    pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
+    uint64_t key = pli_hash_with((uint64_t)compute, (uint64_t)has_large);
+    key = pli_hash_with(key, (uint64_t)major * 1000 + (uint64_t)minor);
+    pli_kernels_texts(texts);
+    for (int i = 0; i < PLI_KERNELS_N_TEXTS; i++)
+        key = pli_hash_with(key, pli_hash_bytes(texts[i].text, strlen(texts[i].text)));
+    return key;
+}
+
+pl_status pli_nvrtc_compile(const char *path, int compute, int has_large, void **out)
+{
+    pl_status st = PL_OK;
+    nvrtc self = {0};
+    image_bytes image = {NULL, 0};
+    int major = 0, minor = 0;
+    PL_TRY(find_nvrtc(path, &self));
+    /* NOLINTNEXTLINE(clang-analyzer-core.CallAndMessage): found by its name */
+    PL_TRY(check(&self, self.nvrtcVersion(&major, &minor), "tell its version"));
+    const uint64_t key = key_of(compute, has_large, major, minor);
+    *out = pli_kernels_cache_read(key);
+    if (*out == NULL) {
+        PL_TRY(compile_for(&self, compute, has_large, &image));
+        pli_kernels_cache_write(key, image.bytes, image.n_bytes);
+        *out = image.bytes;
+    }
+done:
     return st;
 }

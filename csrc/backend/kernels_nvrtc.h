@@ -6,11 +6,12 @@
 
 #include "core/status.h"
 
-/* Compiles the kernels' source for a device of capability `compute` (90 for 9.0), with
- * those of large parameters where the driver takes such (`has_large`), by the library
- * at `path`; NULL, or where it cannot be opened: one that the process has, or that the
- * loader finds.  *out is what cuModuleLoadData() takes; the caller frees it by
- * pli_free().  PL_EUNSUPPORTED where there is no NVRTC, or it cannot. */
+/* Compiles the kernels' source, unless a process has done so before, for a device of
+ * capability `compute` (90 for 9.0), with those of large parameters where the driver
+ * takes such (`has_large`), by the library at `path`; NULL, or where it cannot be
+ * opened: one that the process has, or that the loader finds.  *out is what
+ * cuModuleLoadData() takes; the caller frees it by pli_free().  PL_EUNSUPPORTED where
+ * there is no NVRTC, or it cannot. */
 pl_status pli_nvrtc_compile(const char *path, int compute, int has_large,
                             void **out) PL_MUST_USE;
 

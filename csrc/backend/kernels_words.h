@@ -3,8 +3,8 @@
  *
  * nvcc and NVRTC make a kernel of KERNEL, whose block and thread the hardware counts.
  * A C compiler makes a function that does one block's threads one after the other; the
- * including file defines BLOCK, the block's number, and REACHED, which notes that a
- * branch was taken.
+ * including file defines BLOCK, the block's number, REACHED, which notes that a branch
+ * was taken, and VEC_TOUCHED, the address to take for that of a vector.
  */
 #ifndef PLI_KERNELS_WORDS_H
 #define PLI_KERNELS_WORDS_H
@@ -23,6 +23,7 @@
 #define BLOCK blockIdx.x
 #define FOR_EACH_THREAD(t) for (unsigned t = threadIdx.x, once = 1; once; once = 0)
 #define REACHED(words)
+#define VEC(at, i) ((at)[i])
 #define AS_F32(bits) __uint_as_float(bits)
 #define AS_U32(value) __float_as_uint(value)
 #define AS_F64(bits) __longlong_as_double((long long)(bits))
@@ -41,7 +42,8 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned u32;
 typedef unsigned long long u64;
-#else /* the including file defines BLOCK and REACHED */
+#else /* the including file defines BLOCK, REACHED and VEC_TOUCHED */
+#define VEC(at, i) (*(__typeof__(&(at)[i]))VEC_TOUCHED(&(at)[i]))
 #define KERNEL(name, type) static void name(const type *given)
 #define GIVEN (*given)
 #define DEVICE static inline
@@ -76,24 +78,28 @@ DEFINE_AS(as_f64, u64, double)
 DEFINE_AS(as_u64, double, u64)
 #endif
 
-enum { BATCH = 4, QUAD = 4 };
+enum { BATCH = 4 }; /* vectors that a thread has under way */
 
-typedef struct ALIGNED(4) quad_u8 {
-    u8 e[QUAD];
-} quad_u8;
-typedef struct ALIGNED(8) quad_u16 {
-    u16 e[QUAD];
-} quad_u16;
-typedef struct ALIGNED(16) quad_u32 {
-    u32 e[QUAD];
-} quad_u32;
-typedef struct ALIGNED(16) quad_u64 {
-    u64 e[QUAD];
-} quad_u64;
+/* What a thread loads and stores at once, by 16 bytes. */
+typedef struct ALIGNED(16) vec_u16 {
+    u16 e[8];
+} vec_u16;
+typedef struct ALIGNED(16) vec_u32 {
+    u32 e[4];
+} vec_u32;
+typedef struct ALIGNED(16) vec_u64 {
+    u64 e[4];
+} vec_u64;
 
-/* Words from `at` to where quads of this type begin. */
-#define WORDS_TO_QUAD(word, at)                                                        \
-    ((u32)((0 - (u64)(at)) % sizeof(quad_##word) / sizeof(word)))
+#define LANES(word) ((u32)(sizeof(vec_##word) / sizeof(word)))
+
+/* Vectors of eight become eight floats a side: more than two would need more registers
+ * than leave room for enough blocks. */
+#define BATCH_OF(word) (LANES(word) > 4 ? BATCH / 2 : BATCH)
+
+/* Words from `at` to where vectors of this type begin. */
+#define WORDS_TO_VEC(word, at)                                                         \
+    ((u32)((0 - (u64)(at)) % sizeof(vec_##word) / sizeof(word)))
 
 /* ---- 16-bit floats -------------------------------------------------------------- */
 

@@ -57,6 +57,12 @@ typedef enum pli_query {
     PLI_QUERY_WORLD, /* fails where no step can follow: a rank is gone, or was late */
 } pli_query;
 
+/* Operations that differ in their size: from n_least elements to the op's. */
+typedef struct pli_op_range {
+    pl_op op;
+    size_t n_least;
+} pli_op_range;
+
 typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
@@ -99,6 +105,12 @@ typedef struct pl_comm_ops {
      * What memory() answers changes; what is retained stays.  Each rank for itself. */
     pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
+    /* On a device, NULL elsewhere.  Collective, before the first step: tries operations
+     * as steps will issue them, behind `order->ready`, so that none of these has to
+     * allocate, or to wait on the host, and checks what came.  What the device's memory
+     * had in it is lost, but for what is retained. */
+    pl_status (*prepare)(pl_comm *comm, const pli_op_range *ranges, size_t n_ranges,
+                         const pli_order *order);
     void (*leave)(pl_comm *comm);
     void (*destroy)(pl_comm *comm);
 } pl_comm_ops;
@@ -179,6 +191,15 @@ pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order
 static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)
 {
     return comm->ops->order != NULL ? comm->ops->order(comm, stream) : PL_OK;
+}
+
+/* A no-op without a device. */
+static inline pl_status pli_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
+                                         size_t n_ranges, const pli_order *order)
+{
+    if (comm->ops->prepare == NULL)
+        return PL_OK;
+    return comm->ops->prepare(comm, ranges, n_ranges, order);
 }
 
 /* PL_EUNSUPPORTED where this kind of world has no such memory. */

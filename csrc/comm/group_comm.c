@@ -173,10 +173,10 @@ pl_status pli_group_comm_create(const pli_group_comm_options *options, pl_comm *
 {
     pl_status st = PL_OK;
     group_comm *self = NULL;
-    if (options->world_size < 1 || options->world_size > PL_MAX_RANKS ||
+    if (options->world_size < 1 || options->world_size > PLI_MAX_GROUP_RANKS ||
         options->rank < 0 || options->rank >= options->world_size)
         PL_FAIL(PL_EINVAL, "rank %d of world_size %d: a world has 1 to %d ranks",
-                options->rank, options->world_size, PL_MAX_RANKS);
+                options->rank, options->world_size, PLI_MAX_GROUP_RANKS);
     if (pl_comm_world_size(options->base) != 1)
         PL_FAIL(PL_EINVAL, "a group comm's base has %d ranks: give a world of one",
                 pl_comm_world_size(options->base));

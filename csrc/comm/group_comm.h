@@ -17,6 +17,8 @@
 
 #include "comm.h"
 
+enum { PLI_MAX_GROUP_RANKS = 4096 };
+
 typedef struct pli_group_callbacks {
     void *context;
     /* Begins an operation that was checked; may return before it is done. */
@@ -29,7 +31,7 @@ typedef struct pli_group_callbacks {
 
 typedef struct pli_group_comm_options {
     int rank;
-    int world_size; /* 1 to PL_MAX_RANKS */
+    int world_size; /* 1 to PLI_MAX_GROUP_RANKS */
     pl_comm *base;  /* the group comm's on success, and destroyed with it */
     pli_group_callbacks callbacks;
 } pli_group_comm_options;

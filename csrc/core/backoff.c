@@ -1,12 +1,15 @@
-/* backoff.c - spinning, sleeping, polling. */
+/* backoff.c - spinning, yielding, sleeping, polling. */
 #include "backoff.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 enum {
-    N_SPINS = 2000,         /* before the first sleep */
+    N_YIELDS = 50,          /* before the first sleep: who is waited for may need the
+                                 core, as a thread of NCCL's does */
+    N_SPINS = 50,           /* before the first of these */
     FIRST_SLEEP_US = 20,    /* doubled with each */
     LONGEST_SLEEP_US = 5000 /* ... up to this */
 };
@@ -20,7 +23,8 @@ pli_backoff pli_backoff_begin(int64_t most_ns, pl_status (*poll)(void *context),
                          .until_ns =
                              most_ns < INT64_MAX - now ? now + most_ns : INT64_MAX,
                          .sleep_ns = FIRST_SLEEP_US * INT64_C(1000),
-                         .n_spins = N_SPINS};
+                         .n_spins = N_SPINS,
+                         .n_yields = N_YIELDS};
 }
 
 pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
@@ -28,6 +32,11 @@ pl_status pli_backoff_pause(pli_backoff *backoff, const char *what)
     pl_status st = PL_OK;
     if (pli_spin(&backoff->n_spins))
         goto done;
+    if (backoff->n_yields > 0) {
+        backoff->n_yields--;
+        (void)sched_yield();
+        goto done;
+    }
     if (backoff->poll != NULL)
         PL_TRY(backoff->poll(backoff->context));
     if (pli_now_ns() > backoff->until_ns)

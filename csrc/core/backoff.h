@@ -2,7 +2,8 @@
  * then sleep.
  *
  *     who waits          sleeps                         and is woken by
- *     pli_backoff        for longer and longer          nobody: it polls
+ *     pli_backoff        for longer and longer, after   nobody: it polls
+ *                        it has yielded its core
  *     pli_futex_wait()   until the word has changed     pli_futex_wake()
  *
  * How long each spins first: a rank in shm_comm.c, an end of a channel in channel.c,
@@ -22,6 +23,7 @@ typedef struct pli_backoff {
     int64_t until_ns;
     int64_t sleep_ns;
     int n_spins;
+    int n_yields;
 } pli_backoff;
 
 /* Begins now. */

@@ -1,6 +1,7 @@
 /* config.c - the environment, read anew at each call: nothing is stored. */
 #include "config.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 static const char *word_of(const char *name)
@@ -27,7 +28,20 @@ const char *pli_config_libnccl(void)
 int pli_config_nccl_blocks(void)
 {
     const char *word = word_of("PACELINE_NCCL_BLOCKING");
-    return word != NULL && word[0] != '0';
+    return word == NULL || word[0] != '0';
+}
+
+/* As the XDG Base Directory Specification has it: what is relative is not meant. */
+int pli_config_cache_folder(char *out, size_t n_bytes)
+{
+    const char *cache = word_of("XDG_CACHE_HOME");
+    const char *home = word_of("HOME");
+    int n = -1;
+    if (cache != NULL && cache[0] == '/')
+        n = snprintf(out, n_bytes, "%s", cache);
+    else if (home != NULL && home[0] == '/')
+        n = snprintf(out, n_bytes, "%s/.cache", home);
+    return n > 0 && (size_t)n < n_bytes;
 }
 
 pl_status pli_config_timeout_ns(int64_t otherwise_ns, int64_t *out)

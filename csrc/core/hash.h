@@ -1,7 +1,7 @@
 /* hash.h - 64-bit numbers that stand for bytes, or for a few numbers.
  *
- * Not for keys that somebody else chooses.  The values may differ between versions:
- * none is stored, and all ranks run the same version.
+ * Not for keys that somebody else chooses.  The values may differ between versions: all
+ * ranks run the same one, and a file of another one is taken for no file.
  */
 #ifndef PLI_HASH_H
 #define PLI_HASH_H

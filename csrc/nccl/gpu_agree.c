@@ -16,9 +16,15 @@ enum {
     HEARSAY_PART = 100 /* ... this part of the deadline */
 };
 _Static_assert(PL_MAX_RANKS * sizeof(uint32_t) <= PLI_GPU_BOARD_BYTES,
-               "each rank has a word");
+               "each of so many ranks has a word");
 _Static_assert((int)PLI_NCCL_ID_BYTES <= (int)PLI_GPU_BOARD_BYTES,
                "the id has its place");
+
+size_t pli_gpu_board_bytes(int world_size)
+{
+    const size_t n_bytes = (size_t)world_size * sizeof(uint32_t);
+    return n_bytes < PLI_GPU_BOARD_BYTES ? PLI_GPU_BOARD_BYTES : n_bytes;
+}
 
 /* The base's memory for what is said here. */
 char *pli_gpu_comm_board(const pli_gpu_comm *self)
@@ -33,6 +39,13 @@ pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self)
         PL_FAIL(PL_ESTATE, "interrupted");
 done:
     return st;
+}
+
+pl_status pli_gpu_comm_poll_base(void *context)
+{
+    const pli_gpu_comm *self = context;
+    const pl_status st = pli_gpu_comm_check_signals(self);
+    return st == PL_OK ? pli_comm_check_peers(self->base) : st;
 }
 
 /* Does one of the base's operations on the board's first n_bytes. */
@@ -95,7 +108,7 @@ pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own)
 {
     pl_status st = PL_OK;
     char own_message[PLI_GPU_MESSAGE_BYTES];
-    uint32_t states[PL_MAX_RANKS] = {0};
+    uint32_t *states = (uint32_t *)(void *)pli_gpu_comm_board(self);
     const size_t n_bytes = (size_t)self->super.world_size * sizeof *states;
     int culprit = -1;
     pli_text_print(own_message, sizeof own_message, "%s",
@@ -103,9 +116,7 @@ pl_status pli_gpu_comm_agree(pli_gpu_comm *self, pl_status own)
     if (self->super.world_size == 1)
         return own;
     states[self->super.rank] = state_of_rank(self, own);
-    memcpy(pli_gpu_comm_board(self), states, n_bytes);
     PL_TRY(pli_gpu_comm_talk(self, PL_ALL_GATHER, 0, n_bytes));
-    memcpy(states, pli_gpu_comm_board(self), n_bytes);
     for (int r = 0; r < self->super.world_size && culprit < 0; r++)
         if ((states[r] & 0xff) != PL_OK)
             culprit = r;

@@ -48,7 +48,7 @@ done:
     return st;
 }
 
-static pl_status carry(pli_gpu_comm *self, const pl_op *op)
+pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op)
 {
     char *memory = pli_comm_memory(&self->super, op->offset_bytes);
     const int is_short = op->dtype == PL_F16 || op->dtype == PL_BF16;
@@ -60,12 +60,27 @@ static pl_status carry(pli_gpu_comm *self, const pl_op *op)
     return pli_nccl_enqueue(self->nccl, op, memory, self->side);
 }
 
+/* Asked behind an operation, which has brought the side stream into the capture. */
+static pl_status read_capture(pli_gpu_comm *self, int *is_captured)
+{
+    pl_status st = PL_OK;
+    if (self->capture == PLI_GPU_CAPTURE_OFF || self->capture == PLI_GPU_CAPTURE_ON) {
+        *is_captured = self->capture == PLI_GPU_CAPTURE_ON;
+        goto done;
+    }
+    PL_TRY(pli_cuda_is_capturing(self->backend, self->side, is_captured));
+    if (self->capture == PLI_GPU_CAPTURE_UNKNOWN)
+        self->capture = *is_captured ? PLI_GPU_CAPTURE_ON : PLI_GPU_CAPTURE_OFF;
+done:
+    return st;
+}
+
 /* Records what follows the operation by. */
 static pl_status record_op(pli_gpu_comm *self, const pl_op *op)
 {
     pl_status st = PL_OK;
     int is_captured = 0;
-    PL_TRY(pli_cuda_is_capturing(self->backend, self->side, &is_captured));
+    PL_TRY(read_capture(self, &is_captured));
     if (is_captured) {
         pli_nccl_record_captured(self->nccl);
         atomic_store(&self->is_captured, 1);
@@ -86,7 +101,7 @@ static pl_status enqueue(pli_gpu_comm *self, const pl_op *op, const pli_order *o
     const pl_backend_ops *backend = self->backend->ops;
     if (order->ready != NULL)
         PL_TRY(backend->event_wait(self->backend, order->ready, self->side));
-    PL_TRY(carry(self, op));
+    PL_TRY(pli_gpu_comm_carry(self, op));
     PL_TRY(record_op(self, op));
     if (order->done != NULL)
         PL_TRY(backend->event_record(self->backend, order->done, self->side));
@@ -157,8 +172,10 @@ static pl_status gpu_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     pli_gpu_comm *self = gpu_comm_of(comm);
     PL_TRY(pli_gpu_comm_after(self, pl_comm_wait(self->base, ticket, slice_ns)));
     (void)pthread_mutex_lock(&self->lock);
-    if (ticket == self->base_ticket)
+    if (ticket == self->base_ticket) {
         pli_gpu_comm_agreed_locked(self);
+        self->capture = PLI_GPU_CAPTURE_VARIES; /* the step is over */
+    }
     (void)pthread_mutex_unlock(&self->lock);
 done:
     return st;
@@ -170,6 +187,7 @@ static pl_status gpu_order(pl_comm *comm, pl_stream *stream)
     pli_gpu_comm *self = gpu_comm_of(comm);
     int is_captured = 0;
     PL_TRY(pli_gpu_comm_check_means(self));
+    pli_pool_add_reader(self->pool, stream);
     if (self->last == NULL)
         goto done;
     /* What is captured waits for what is captured, and nothing else for that. */
@@ -198,6 +216,8 @@ static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
     atomic_store_explicit(&self->step, step, memory_order_relaxed);
+    if (activity == PL_BACKWARD)
+        self->capture = PLI_GPU_CAPTURE_UNKNOWN;
     pli_comm_record_activity(self->base, activity, step);
 }
 
@@ -268,10 +288,14 @@ static void end_well(pli_gpu_comm *self)
     pli_inflight_op oldest = {.n = 0};
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING && pli_gpu_comm_drain(self) &&
         pli_inflight_oldest(&self->inflight, &oldest) == PL_OK && oldest.n == 0) {
+        /* To deregister asks a peer's proxy: the watchdog ends a call that it does not
+         * answer.  A graph may be replaying what the ring knows nothing of. */
+        if (!atomic_load(&self->is_captured) || pli_pool_await(self->pool)) {
+            pli_nccl_deregister(self->nccl, self->staging_handle);
+            pli_pool_deregister(self->pool, self->nccl);
+        }
         /* A communicator that has ended looks to the watchdog like an aborted one. */
         end_watch(self);
-        pli_nccl_deregister(self->nccl, self->staging_handle);
-        pli_pool_deregister(self->pool, self->nccl);
         pli_nccl_finish(self->nccl, FLUSH_MS * PLI_MS);
     }
 }
@@ -280,9 +304,9 @@ static void end_well(pli_gpu_comm *self)
 static void tear_down(pli_gpu_comm *self)
 {
     end_watch(self);
+    if (self->is_left)
+        return; /* all of it may still be written to */
     pli_nccl_destroy(self->nccl);
-    if (self->staging.address != NULL)
-        pli_nccl_free(self->library, self->backend, &self->staging);
     if (self->pool != NULL)
         pli_pool_deregister(self->pool, NULL);
     pli_inflight_fini(&self->inflight);
@@ -326,6 +350,7 @@ static const pl_comm_ops gpu_ops = {
     .order = gpu_order,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
+    .prepare = pli_gpu_comm_prepare,
     .leave = gpu_leave,
     .destroy = gpu_destroy,
 };
@@ -334,12 +359,13 @@ static pl_status check_options(const pli_gpu_comm_options *options)
 {
     pl_status st = PL_OK;
     const size_t room = pl_comm_arena_bytes(options->base);
-    if (options->host_bytes % PL_CACHE_LINE != 0 || room < PLI_GPU_BOARD_BYTES ||
-        options->host_bytes > room - PLI_GPU_BOARD_BYTES)
+    const size_t board_bytes = pli_gpu_board_bytes(pl_comm_world_size(options->base));
+    if (options->host_bytes % PL_CACHE_LINE != 0 || room < board_bytes ||
+        options->host_bytes > room - board_bytes)
         PL_FAIL(PL_EINVAL,
                 "a GPU world's host memory is %zu bytes, and its base has %zu: "
-                "give whole cache lines, and %d bytes more to the base",
-                options->host_bytes, room, PLI_GPU_BOARD_BYTES);
+                "give whole cache lines, and %zu bytes more to the base",
+                options->host_bytes, room, board_bytes);
 done:
     return st;
 }
@@ -349,17 +375,21 @@ static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options
 {
     pl_status st = PL_OK;
     const int is_alone = self->super.world_size == 1;
+    const pli_pool_options pool = {.library = self->library,
+                                   .backend = self->backend,
+                                   .n_bytes = options->device_bytes,
+                                   .empty_caches = options->empty_caches,
+                                   .context = options->context};
     if (self->library == NULL && !is_alone)
         PL_FAIL(PL_EUNSUPPORTED, "a world of several GPUs needs NCCL");
     PL_TRY(pli_inflight_init(&self->inflight, self->backend, options->n_ops));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->captured));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->drained));
-    PL_TRY(pli_pool_create(self->library, self->backend, options->device_bytes,
-                           &self->pool));
+    PL_TRY(pli_pool_create(&pool, &self->pool));
     PL_TRY(pli_pool_take(self->pool, &self->block));
     if (self->accumulation == PLI_ACCUMULATE_IN_F32 && !is_alone)
-        PL_TRY(pli_nccl_alloc(
-            self->library, self->backend,
+        PL_TRY(pli_pool_alloc(
+            self->pool,
             pli_gpu_comm_staging_bytes(self->super.world_size, options->device_bytes),
             &self->staging));
     if (options->watchdog != NULL)

@@ -29,8 +29,13 @@
  * that are over have enqueued is done before, for the host is ahead of the device.  A
  * watchdog (watchdog.h) does the same where the host sleeps in a call of the user's.
  *
- * Destroying a world waits for its own device's part of steps that are over, and half a
- * second at the most for NCCL to hand over what that has sent; never for a host.
+ * A call into NCCL may keep its thread for as long as a peer wants.  In construction it
+ * is made by a helper thread (helper_thread.h), and all that steps will do is tried
+ * there; in a step the watchdog aborts what does not come back.
+ *
+ * Destroying a world waits for its own device's part of steps that are over, for half a
+ * second at the most for NCCL to hand over what that has sent, and for ten for what
+ * else touches its memory (gpu_memory.h); never for a host.
  */
 #ifndef PLI_GPU_COMM_H
 #define PLI_GPU_COMM_H
@@ -39,7 +44,10 @@
 #include "nccl.h"
 #include "watchdog.h"
 
-enum { PLI_GPU_BOARD_BYTES = 256 }; /* of the base's arena, behind host_bytes */
+/* The board: what ranks say while they make a world, a word each, is in the base's
+ * arena, behind host_bytes. */
+enum { PLI_GPU_BOARD_BYTES = 256 }; /* for up to 64 ranks */
+size_t pli_gpu_board_bytes(int world_size);
 
 /* How averages of 16-bit floats are added up. */
 typedef enum pli_accumulation {
@@ -61,6 +69,8 @@ typedef struct pli_gpu_comm_options {
     /* Asked every 50 ms while the ranks meet, also after a failure: non-zero gives up.
      * NULL: never. */
     int (*is_interrupted)(void *context);
+    /* As in pli_pool_options; called in the rank's own thread.  NULL: none are. */
+    void (*empty_caches)(void *context);
     void *context;
 } pli_gpu_comm_options;
 

@@ -198,17 +198,12 @@ void pli_gpu_comm_watch(void *context)
 
 /* ---- going on ------------------------------------------------------------------- */
 
-static pl_status check_base(void *context)
-{
-    const pli_gpu_comm *self = context;
-    return pli_comm_check_peers(self->base);
-}
-
 /* Waits until the device is through with the failed step, and meets the others anew. */
 static pl_status renew_communicator(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
-    pli_backoff waiting = pli_backoff_begin(self->deadline_ns, check_base, self);
+    pli_backoff waiting =
+        pli_backoff_begin(self->deadline_ns, pli_gpu_comm_poll_base, self);
     (void)pthread_mutex_lock(&self->lock);
     pli_nccl *old = self->nccl;
     self->nccl = NULL;
@@ -236,6 +231,13 @@ static pl_status check_lost(pli_gpu_comm *self)
                      "rank %d: means of a step that had ended well were lost on the "
                      "device, so the ranks may differ: start again from what was saved",
                      self->super.rank);
+    } else if (self->is_left) {
+        st = pli_fail(PL_EPEER,
+                      "rank %d: NCCL keeps a thread of this process: start again from "
+                      "what was saved",
+                      self->super.rank);
+    }
+    if (st != PL_OK) {
         pli_comm_set_failure_message(self->base, pl_error_message());
         pl_comm_leave(self->base);
     }
@@ -246,6 +248,7 @@ static void begin_anew(pli_gpu_comm *self)
 {
     pli_inflight_forget(&self->inflight);
     self->last = NULL;
+    self->capture = PLI_GPU_CAPTURE_VARIES;
     self->hash = 0;
     (void)pthread_mutex_lock(&self->lock);
     self->base_ticket = 0;

@@ -4,23 +4,16 @@
  *     rank 0       makes NCCL's id; they agree, and it spreads that
  *     every rank   meets the others in NCCL; they agree
  *     every rank   tells NCCL of its memory, if all can
+ *     every rank   tries what steps will do (gpu_comm_trial.c); they agree
  *
- * While ranks meet in NCCL a failure is told by failing the base, which each of them
- * polls.
+ * While ranks are at something in NCCL a failure is told by failing the base, which
+ * each of them polls.
  */
 #include <stdio.h>
 #include <string.h>
 
 #include "gpu_comm_state.h"
 
-static pl_status poll_base(void *context)
-{
-    const pli_gpu_comm *self = context;
-    const pl_status st = pli_gpu_comm_check_signals(self);
-    return st == PL_OK ? pli_comm_check_peers(self->base) : st;
-}
-
-/* Meets the others in NCCL; where it cannot, those that are at it are told. */
 static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out)
 {
     const pli_nccl_options options = {.library = self->library,
@@ -29,18 +22,25 @@ static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out
                                       .world_size = self->super.world_size,
                                       .id = id,
                                       .deadline_ns = self->deadline_ns,
-                                      .poll = poll_base,
+                                      .poll = pli_gpu_comm_poll_base,
                                       .context = self};
+    return pli_nccl_create(&options, out);
+}
+
+pl_status pli_gpu_comm_tell(pli_gpu_comm *self, pl_status st)
+{
     char message[PLI_GPU_MESSAGE_BYTES];
-    pl_status st = pli_nccl_create(&options, out);
-    if (st == PL_OK || pli_comm_is_group_comm(self->base))
-        return st;
-    pli_text_print(message, sizeof message, "%s", pl_error_message());
-    const pl_status theirs = pli_gpu_comm_query_base(self, st);
-    if (theirs != PL_OK)
-        return theirs;
-    pl_comm_abort(self->base, message);
-    return pli_fail(st, "%s", message);
+    if (st != PL_OK && !pli_comm_is_group_comm(self->base)) {
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        const pl_status theirs = pli_gpu_comm_query_base(self, st);
+        if (theirs == PL_OK) {
+            pl_comm_abort(self->base, message);
+            (void)pli_fail(st, "%s", message);
+        } else {
+            st = theirs;
+        }
+    }
+    return pli_gpu_comm_agree(self, st);
 }
 
 /* All ranks' memory, or none's. */
@@ -74,7 +74,7 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     pl_status st = PL_OK;
     char *board = pli_gpu_comm_board(self);
     char id[PLI_NCCL_ID_BYTES] = {0};
-    pli_nccl *nccl = NULL;
+    pli_nccl *nccl = NULL; /* the world's at once, and of its own end */
     if (self->super.world_size == 1)
         return PL_OK;
     if (self->super.rank == 0)
@@ -83,17 +83,13 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     memcpy(board, id, self->super.rank == 0 ? sizeof id : 0);
     PL_TRY(pli_gpu_comm_talk(self, PL_BROADCAST, 0, sizeof id));
     memcpy(id, board, sizeof id);
-    PL_TRY(pli_gpu_comm_agree(self, meet_in_nccl(self, id, &nccl)));
-    PL_TRY(register_memory(self, nccl));
+    st = meet_in_nccl(self, id, &nccl);
     (void)pthread_mutex_lock(&self->lock);
     self->nccl = nccl;
     (void)pthread_mutex_unlock(&self->lock);
-    nccl = NULL;
+    PL_TRY(pli_gpu_comm_tell(self, st));
+    PL_TRY(register_memory(self, nccl));
+    PL_TRY(pli_gpu_comm_tell(self, pli_gpu_comm_try(self)));
 done:
-    if (nccl != NULL) {
-        self->staging_handle = NULL; /* they end with the communicator */
-        pli_pool_deregister(self->pool, NULL);
-    }
-    pli_nccl_destroy(nccl);
     return st;
 }

@@ -14,6 +14,15 @@ enum { PLI_GPU_MESSAGE_BYTES = 768 };
 
 typedef enum pli_gpu_comm_phase { PLI_GPU_RUNNING, PLI_GPU_FAILED } pli_gpu_comm_phase;
 
+/* Whether operations are captured into a graph.  All of a step are, or none, up to its
+ * first agreement, so that is asked once a step; elsewhere at each operation. */
+typedef enum pli_gpu_capture {
+    PLI_GPU_CAPTURE_VARIES,  /* no step is under way */
+    PLI_GPU_CAPTURE_UNKNOWN, /* a step has begun */
+    PLI_GPU_CAPTURE_OFF,
+    PLI_GPU_CAPTURE_ON,
+} pli_gpu_capture;
+
 /* The rank's thread changes it all; what the watchdog and who aborts touch too says so.
  */
 typedef struct pli_gpu_comm {
@@ -34,14 +43,16 @@ typedef struct pli_gpu_comm {
     pli_nccl_memory staging; /* of sums in float32 */
     void *staging_handle;
     int is_registered; /* NCCL knows of every rank's memory */
+    int is_left;       /* a helper thread was left behind, in this world */
 
     uint64_t hash; /* of all device operations since the world began */
     _Atomic uint64_t step;
-    pli_inflight inflight;  /* any thread queries */
+    pli_inflight inflight; /* any thread queries */
+    pli_gpu_capture capture;
     pl_event *captured;     /* behind the last operation that was captured */
     atomic_int is_captured; /* there was one */
     int64_t gone_since_ns;  /* the watchdog's: 0: every rank was there */
-    pl_event *drained;      /* behind the last of a failed step */
+    pl_event *drained;      /* behind the last of a failed step, or trial */
     pl_event *last;         /* behind the last operation; NULL: there was none */
 
     pthread_mutex_t lock;  /* round the end of a step, and of all below */
@@ -76,10 +87,32 @@ pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st) PL_MUS
 
 pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self) PL_MUST_USE;
 
+/* For who waits beside the base: signals, and the peers.  context: a pli_gpu_comm. */
+pl_status pli_gpu_comm_poll_base(void *context) PL_MUST_USE;
+
 /* ---- gpu_comm_init.c ------------------------------------------------------------ */
 
-/* Collective: makes the communicator, and tells it of the memory. */
+/* Collective: makes the communicator, tells it of the memory, and tries it.  Where that
+ * fails there may be one, of no use. */
 pl_status pli_gpu_comm_meet(pli_gpu_comm *self) PL_MUST_USE;
+
+/* Collective: what has come of something that all ranks are at in NCCL.  Where this
+ * rank has failed the others are told, who may wait for it.  Else as agree. */
+pl_status pli_gpu_comm_tell(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
+
+/* ---- gpu_comm_trial.c ----------------------------------------------------------- */
+
+/* Does once what every world does, with the new communicator. */
+pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
+
+/* pl_comm_ops.prepare */
+pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
+                               size_t n_ranges, const pli_order *order) PL_MUST_USE;
+
+/* ---- gpu_comm.c ----------------------------------------------------------------- */
+
+/* Enqueues the operation on the side stream. */
+pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op) PL_MUST_USE;
 
 /* ---- gpu_comm_fail.c ------------------------------------------------------------ */
 

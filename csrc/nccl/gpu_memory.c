@@ -1,4 +1,4 @@
-/* gpu_memory.c - blocks in a list, under a lock. */
+/* gpu_memory.c - blocks in lists, under a lock. */
 #include "gpu_memory.h"
 
 #include <pthread.h>
@@ -7,30 +7,34 @@
 #include "backend/cuda.h"
 #include "core/alloc.h"
 
+enum { FREE_MS = 10000, MESSAGE_BYTES = 768 }; /* how long a free waits */
+
 struct pli_pool {
     pthread_mutex_t lock;
-    pli_nccl_library *library;
-    pl_backend *backend;
-    size_t n_bytes;
+    pli_pool_options options;
     pid_t owner_pid;
     atomic_int n_refs; /* the world's, and each block's */
     int is_closed;
-    pli_block *blocks; /* all there are */
+    pli_block *blocks;                    /* in use, or spares */
+    pli_block *others;                    /* of pli_pool_alloc() */
+    pli_block *retired;                   /* the world's thread alone */
+    pl_stream *readers[PLI_POOL_READERS]; /* the newest first; under the lock */
 };
 
-pl_status pli_pool_create(pli_nccl_library *library, pl_backend *backend,
-                          size_t n_bytes, pli_pool **out)
+/* Retired blocks of worlds that have gone. */
+static pthread_mutex_t leftovers_lock = PTHREAD_MUTEX_INITIALIZER;
+static pli_block *leftovers;
+
+pl_status pli_pool_create(const pli_pool_options *options, pli_pool **out)
 {
     pl_status st = PL_OK;
     pli_pool *pool = NULL;
     PL_TRY(pli_calloc(1, sizeof *pool, "gradients' memory", &pool));
     (void)pthread_mutex_init(&pool->lock, NULL); /* cannot fail on Linux */
-    pool->library = library;
-    if (library != NULL)
-        pli_nccl_library_retain(library);
-    pool->backend = backend;
-    pli_cuda_backend_retain(backend);
-    pool->n_bytes = n_bytes;
+    pool->options = *options;
+    if (options->library != NULL)
+        pli_nccl_library_retain(options->library);
+    pli_cuda_backend_retain(options->backend);
     pool->owner_pid = getpid();
     atomic_store(&pool->n_refs, 1);
     *out = pool;
@@ -42,20 +46,208 @@ static void drop(pli_pool *pool)
 {
     if (atomic_fetch_sub(&pool->n_refs, 1) > 1)
         return;
-    pli_backend_destroy(pool->backend);
-    pli_nccl_library_release(pool->library);
+    pli_backend_destroy(pool->options.backend);
+    pli_nccl_library_release(pool->options.library);
     (void)pthread_mutex_destroy(&pool->lock);
     pli_free(pool);
 }
 
-/* One that is in the list no more. */
+/* ---- what the device still does with a block ------------------------------------ */
+
+void pli_pool_add_reader(pli_pool *pool, pl_stream *stream)
+{
+    pl_stream *newer = stream;
+    if (stream == NULL)
+        return; /* the default stream, which is always one of them */
+    (void)pthread_mutex_lock(&pool->lock);
+    /* Those before it move back; the oldest makes room. */
+    for (int i = 0; i < PLI_POOL_READERS; i++) {
+        pl_stream *older = pool->readers[i];
+        pool->readers[i] = newer;
+        newer = older;
+        if (older == stream || older == NULL)
+            break;
+    }
+    (void)pthread_mutex_unlock(&pool->lock);
+}
+
+static int streams_of(pli_pool *pool, pl_stream *out[PLI_POOL_MARKS])
+{
+    int n = 2;
+    out[0] = pli_cuda_side_stream(pool->options.backend);
+    out[1] = NULL; /* the default stream */
+    (void)pthread_mutex_lock(&pool->lock);
+    for (int i = 0; i < PLI_POOL_READERS && pool->readers[i] != NULL; i++)
+        out[n++] = pool->readers[i];
+    (void)pthread_mutex_unlock(&pool->lock);
+    return n;
+}
+
+/* A stream that is captured would take the events into its graph. */
+static int is_any_captured(pl_backend *backend, pl_stream *const *streams, int n)
+{
+    for (int i = 0; i < n; i++) {
+        int is_captured = 0;
+        if (pli_cuda_is_capturing(backend, streams[i], &is_captured) != PL_OK ||
+            is_captured)
+            return 1;
+    }
+    return 0;
+}
+
+static void drop_marks(pli_block *block)
+{
+    pl_backend *backend = block->pool->options.backend;
+    for (int i = 0; i < PLI_POOL_MARKS; i++) {
+        backend->ops->event_destroy(backend, block->marks[i]);
+        block->marks[i] = NULL;
+    }
+    block->n_marks = 0;
+}
+
+/* Records the marks; without effect where that is not possible now. */
+static void mark(pli_block *block)
+{
+    pl_backend *backend = block->pool->options.backend;
+    pl_stream *streams[PLI_POOL_MARKS];
+    const int n = streams_of(block->pool, streams);
+    int n_recorded = 0;
+    if (is_any_captured(backend, streams, n))
+        return;
+    for (; n_recorded < n; n_recorded++)
+        if (backend->ops->event_create(backend, &block->marks[n_recorded]) != PL_OK ||
+            backend->ops->event_record(backend, block->marks[n_recorded],
+                                       streams[n_recorded]) != PL_OK)
+            break;
+    if (n_recorded == n)
+        block->n_marks = n;
+    else
+        drop_marks(block);
+}
+
+typedef enum progress { THROUGH, NOT_YET, UNKNOWN } progress;
+
+/* UNKNOWN: a stream is being captured, or the driver has failed. */
+static progress progress_of(pli_block *block)
+{
+    pl_backend *backend = block->pool->options.backend;
+    if (block->n_marks == 0)
+        mark(block);
+    for (int i = 0; i < block->n_marks; i++) {
+        int is_done = 0;
+        if (backend->ops->event_is_done(backend, block->marks[i], &is_done) != PL_OK)
+            return UNKNOWN;
+        if (!is_done)
+            return NOT_YET;
+    }
+    return block->n_marks > 0 ? THROUGH : UNKNOWN;
+}
+
+/* Waits for a while; what is unknown is asked for once more. */
+static progress await(pli_block *block)
+{
+    pli_backoff waiting = pli_backoff_begin(FREE_MS * PLI_MS, NULL, NULL);
+    int n_unknown = 0;
+    for (;;) {
+        const progress now = progress_of(block);
+        n_unknown += now == UNKNOWN;
+        if (now == THROUGH || n_unknown > 1 ||
+            pli_backoff_pause(&waiting, "work on the device") != PL_OK)
+            return now;
+    }
+}
+
+/* Memory is freed after a failure, too, whose message is to stay. */
+typedef struct message {
+    char text[MESSAGE_BYTES];
+} message;
+
+static message keep_message(void)
+{
+    message kept;
+    pli_text_print(kept.text, sizeof kept.text, "%s", pl_error_message());
+    return kept;
+}
+
+static void restore_message(const message *kept)
+{
+    (void)pli_fail(PL_OK, "%s", kept->text);
+}
+
+/* ---- freeing -------------------------------------------------------------------- */
+
+/* One that is in no list any more, and that the device is through with. */
 static void free_block(pli_block *block)
 {
     pli_pool *pool = block->pool;
-    pli_nccl_free(pool->library, pool->backend, &block->memory);
+    drop_marks(block);
+    pli_nccl_free(pool->options.library, pool->options.backend, &block->memory);
     pli_free(block);
     drop(pool);
 }
+
+static void push(pli_block **list, pli_block *block)
+{
+    block->next = *list;
+    *list = block;
+}
+
+static void push_all(pli_block **list, pli_block *blocks)
+{
+    while (blocks != NULL) {
+        pli_block *next = blocks->next;
+        push(list, blocks);
+        blocks = next;
+    }
+}
+
+/* Frees those that the device is through with; the rest is returned.  is_waiting: only
+ * after a while. */
+static pli_block *free_list(pli_block *list, pli_nccl *nccl, int is_waiting)
+{
+    pli_block *rest = NULL;
+    const message kept = keep_message();
+    while (list != NULL) {
+        pli_block *next = list->next;
+        const progress now = is_waiting ? await(list) : progress_of(list);
+        if (now == THROUGH) {
+            pli_nccl_deregister(nccl, list->handle);
+            free_block(list);
+        } else {
+            push(&rest, list);
+        }
+        list = next;
+    }
+    restore_message(&kept);
+    return rest;
+}
+
+static void leave_over(pli_block *blocks)
+{
+    (void)pthread_mutex_lock(&leftovers_lock);
+    push_all(&leftovers, blocks);
+    (void)pthread_mutex_unlock(&leftovers_lock);
+}
+
+/* Those of one device. */
+static void free_leftovers(const pl_backend *backend, int is_waiting)
+{
+    pli_block *list = NULL;
+    (void)pthread_mutex_lock(&leftovers_lock);
+    for (pli_block **at = &leftovers; *at != NULL;) {
+        pli_block *block = *at;
+        if (block->pool->options.backend != backend) {
+            at = &block->next;
+            continue;
+        }
+        *at = block->next;
+        push(&list, block);
+    }
+    (void)pthread_mutex_unlock(&leftovers_lock);
+    leave_over(free_list(list, NULL, is_waiting));
+}
+
+/* ---- shares --------------------------------------------------------------------- */
 
 static void unlink_locked(pli_pool *pool, const pli_block *block)
 {
@@ -76,8 +268,10 @@ static void release(pli_memory_ref *ref)
     if (is_last)
         unlink_locked(pool, block);
     (void)pthread_mutex_unlock(&pool->lock);
-    if (is_last)
-        free_block(block);
+    if (!is_last)
+        return;
+    block->next = NULL;
+    leave_over(free_list(block, NULL, 1));
 }
 
 pli_memory_ref *pli_block_retain(pli_block *block)
@@ -87,6 +281,8 @@ pli_memory_ref *pli_block_retain(pli_block *block)
     (void)pthread_mutex_unlock(&block->pool->lock);
     return &block->ref;
 }
+
+/* ---- taking --------------------------------------------------------------------- */
 
 static pli_block *take_spare(pli_pool *pool)
 {
@@ -100,41 +296,86 @@ static pli_block *take_spare(pli_pool *pool)
     return block;
 }
 
-pl_status pli_pool_take(pli_pool *pool, pli_block **out)
+int pli_block_is_shared(pli_block *block)
+{
+    (void)pthread_mutex_lock(&block->pool->lock);
+    const int n_users = block->n_users;
+    (void)pthread_mutex_unlock(&block->pool->lock);
+    return n_users > 1;
+}
+
+static pl_status alloc_memory(const pli_pool_options *options, size_t n_bytes,
+                              pli_nccl_memory *out)
+{
+    pl_status st = PL_OK;
+    free_leftovers(options->backend, 0);
+    st = pli_nccl_alloc(options->library, options->backend, n_bytes, out);
+    if (st != PL_ENOMEM || options->empty_caches == NULL)
+        return st;
+    free_leftovers(options->backend, 1);
+    options->empty_caches(options->context);
+    st = pli_nccl_alloc(options->library, options->backend, n_bytes, out);
+    if (st == PL_ENOMEM) {
+        const message first = keep_message();
+        st = pli_fail(st, "%s, after torch.cuda.empty_cache()", first.text);
+    }
+    return st;
+}
+
+static pl_status make_block(pli_pool *pool, size_t n_bytes, pli_block **list,
+                            pli_block **out)
 {
     pl_status st = PL_OK;
     pli_block *made = NULL;
-    pli_block *block = take_spare(pool);
-    if (block == NULL) {
-        PL_TRY(pli_calloc(1, sizeof *made, "a block of gradients", &made));
-        PL_TRY(
-            pli_nccl_alloc(pool->library, pool->backend, pool->n_bytes, &made->memory));
-        made->ref.release = release;
-        made->pool = pool;
-        made->n_users = 1;
-        atomic_fetch_add(&pool->n_refs, 1);
-        (void)pthread_mutex_lock(&pool->lock);
-        made->next = pool->blocks;
-        pool->blocks = made;
-        (void)pthread_mutex_unlock(&pool->lock);
-        block = made;
-        made = NULL;
-    }
-    *out = block;
+    PL_TRY(pli_calloc(1, sizeof *made, "a block of gradients", &made));
+    PL_TRY(alloc_memory(&pool->options, n_bytes, &made->memory));
+    made->ref.release = release;
+    made->pool = pool;
+    made->n_users = 1;
+    atomic_fetch_add(&pool->n_refs, 1);
+    (void)pthread_mutex_lock(&pool->lock);
+    push(list, made);
+    (void)pthread_mutex_unlock(&pool->lock);
+    *out = made;
+    made = NULL;
 done:
     pli_free(made);
     return st;
 }
+
+pl_status pli_pool_take(pli_pool *pool, pli_block **out)
+{
+    pl_status st = PL_OK;
+    pli_block *block = take_spare(pool);
+    if (block == NULL)
+        PL_TRY(make_block(pool, pool->options.n_bytes, &pool->blocks, &block));
+    *out = block;
+done:
+    return st;
+}
+
+pl_status pli_pool_alloc(pli_pool *pool, size_t n_bytes, pli_nccl_memory *out)
+{
+    pl_status st = PL_OK;
+    pli_block *block = NULL;
+    PL_TRY(make_block(pool, n_bytes, &pool->others, &block));
+    *out = block->memory;
+done:
+    return st;
+}
+
+/* ---- giving back ---------------------------------------------------------------- */
 
 void pli_pool_discard(pli_pool *pool, pli_block *block)
 {
     (void)pthread_mutex_lock(&pool->lock);
     unlink_locked(pool, block);
     (void)pthread_mutex_unlock(&pool->lock);
-    free_block(block);
+    push(&pool->retired, block);
+    pool->retired = free_list(pool->retired, NULL, 0);
 }
 
-/* Takes what is put aside, but `n_kept`, out of the list. */
+/* Takes the spares, but `n_kept`, out of the list. */
 static pli_block *cut_spares_locked(pli_pool *pool, int n_kept)
 {
     pli_block *cut = NULL;
@@ -151,31 +392,39 @@ static pli_block *cut_spares_locked(pli_pool *pool, int n_kept)
     return cut;
 }
 
-static void free_list(pli_nccl *nccl, pli_block *list)
-{
-    while (list != NULL) {
-        pli_block *next = list->next;
-        pli_nccl_deregister(nccl, list->handle);
-        free_block(list);
-        list = next;
-    }
-}
-
 void pli_pool_trim(pli_pool *pool, pli_nccl *nccl)
 {
     (void)pthread_mutex_lock(&pool->lock);
     pli_block *cut = cut_spares_locked(pool, 1);
     (void)pthread_mutex_unlock(&pool->lock);
-    free_list(nccl, cut);
+    push_all(&pool->retired, cut);
+    pool->retired = free_list(pool->retired, nccl, 0);
+    free_leftovers(pool->options.backend, 0);
+}
+
+int pli_pool_await(pli_pool *pool)
+{
+    pli_block nothing = {.pool = pool};
+    const message kept = keep_message();
+    const int is_done = await(&nothing) == THROUGH;
+    drop_marks(&nothing);
+    restore_message(&kept);
+    return is_done;
+}
+
+static void deregister_list(pli_block *list, pli_nccl *nccl)
+{
+    for (; list != NULL; list = list->next) {
+        pli_nccl_deregister(nccl, list->handle);
+        list->handle = NULL;
+    }
 }
 
 void pli_pool_deregister(pli_pool *pool, pli_nccl *nccl)
 {
     /* Blocks come and go in the world's own thread alone while it is there. */
-    for (pli_block *block = pool->blocks; block != NULL; block = block->next) {
-        pli_nccl_deregister(nccl, block->handle);
-        block->handle = NULL;
-    }
+    deregister_list(pool->blocks, nccl);
+    deregister_list(pool->retired, nccl);
 }
 
 void pli_pool_close(pli_pool *pool)
@@ -186,8 +435,12 @@ void pli_pool_close(pli_pool *pool)
         return; /* what its parent has stays the parent's */
     (void)pthread_mutex_lock(&pool->lock);
     pool->is_closed = 1;
-    pli_block *cut = cut_spares_locked(pool, 0);
+    pli_block *list = cut_spares_locked(pool, 0);
     (void)pthread_mutex_unlock(&pool->lock);
-    free_list(NULL, cut);
+    push_all(&list, pool->others);
+    push_all(&list, pool->retired);
+    pool->others = pool->retired = NULL;
+    leave_over(list);
+    free_leftovers(pool->options.backend, 1);
     drop(pool);
 }

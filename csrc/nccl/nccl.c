@@ -4,20 +4,18 @@
  * end_call(); a communicator that has been aborted is NULL.  end_call() waits, without
  * the lock, until NCCL has taken what it was given: before that nothing may be put on
  * the stream.
+ *
+ * Any call may wait inside of NCCL, and with the lock: for a connection, for a peer's
+ * proxy, for room in the device's queue.  So who aborts waits for the lock only so long
+ * (nccl_end.c), and who watches does not wait for it at all.
  */
 #include <string.h>
-#include <unistd.h>
 
 #include "backend/cuda.h"
-#include "core/alloc.h"
-#include "core/process.h"
+#include "core/backoff.h"
 #include "nccl_state.h"
 
-enum {
-    BLOCKED_MS = 1000, /* that an abort waits for a thread inside of NCCL */
-    ABORT_MS = 10000,  /* that it may take */
-    GRAPHS_MS = 200    /* ... where graphs may keep NCCL from its end */
-};
+enum { FINE_VERSION = 22700, COARSE_BYTES = 256 << 20 }; /* of NCCL's allocator */
 
 /* ---- errors --------------------------------------------------------------------- */
 
@@ -28,6 +26,8 @@ static pl_status code_of(pli_nccl_result result, const char *text)
     switch (result) {
     case PLI_NCCL_REMOTE_ERROR:
         return PL_EPEER;
+    case PLI_NCCL_TIMEOUT:
+        return PL_ETIMEOUT;
     case PLI_NCCL_INVALID_ARGUMENT:
     case PLI_NCCL_INVALID_USAGE:
         return PL_EINVAL;
@@ -43,7 +43,8 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
         library->GetLastError != NULL ? library->GetLastError(comm) : NULL;
     if (last == NULL)
         last = "";
-    if (strstr(last, "Duplicate GPU") != NULL)
+    if (strstr(last, "Duplicate GPU") != NULL ||    /* up to 2.29 */
+        strstr(last, "using the same GPU") != NULL) /* since */
         return pli_fail(PL_EINVAL,
                         "two ranks have been given one GPU (NCCL: %s): give each rank "
                         "one of its own, as with torch.cuda.set_device(local_rank) "
@@ -96,6 +97,7 @@ static pl_status begin_call(pli_nccl *self, pli_cuda_scope *scope)
 {
     pl_status st = PL_OK;
     PL_TRY(pli_cuda_enter(self->backend, scope));
+    atomic_store(&self->entered_ns, pli_now_ns()); /* before anybody finds it locked */
     (void)pthread_mutex_lock(&self->lock);
     if (self->comm != NULL)
         goto done;
@@ -111,10 +113,11 @@ static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
                           pli_nccl_result result, const char *doing)
 {
     pl_status st = PL_OK;
-    if (!pli_nccl_is_taken(result))
-        st = pli_nccl_fail(self->library, self->comm, result, doing);
+    const pli_nccl_comm comm = self->comm;
+    if (!pli_nccl_is_taken(result) && comm != NULL)
+        st = pli_nccl_fail(self->library, comm, result, doing);
     (void)pthread_mutex_unlock(&self->lock);
-    if (st == PL_OK && result == PLI_NCCL_IN_PROGRESS)
+    if (st == PL_OK) /* also after a success: NCCL has been seen to say so too early */
         st = pli_nccl_settle(self, doing);
     pli_cuda_leave(self->backend, scope);
     return st;
@@ -257,24 +260,38 @@ done:
 
 void pli_nccl_record_captured(pli_nccl *self)
 {
-    if (self == NULL)
-        return;
-    (void)pthread_mutex_lock(&self->lock);
-    self->is_captured = 1;
-    (void)pthread_mutex_unlock(&self->lock);
+    if (self != NULL)
+        atomic_store(&self->is_captured, 1);
 }
 
 pl_status pli_nccl_check(pli_nccl *self)
 {
+    pl_status st = PL_OK;
     pli_nccl_result ignored = PLI_NCCL_SUCCESS;
-    if (pthread_mutex_trylock(&self->lock) != 0)
-        return PL_OK; /* a thread is inside, and will hear of it */
-    const pl_status st = query_locked(self, "work on the device", &ignored);
-    (void)pthread_mutex_unlock(&self->lock);
+    if (pthread_mutex_trylock(&self->lock) == 0) {
+        st = query_locked(self, "work on the device", &ignored);
+        (void)pthread_mutex_unlock(&self->lock);
+        goto done;
+    }
+    /* A thread is inside, and will hear of errors, if it ever comes back. */
+    const int64_t age_ns = pli_now_ns() - atomic_load(&self->entered_ns);
+    if (age_ns > self->deadline_ns + self->deadline_ns / 4)
+        PL_FAIL(PL_ETIMEOUT,
+                "rank %d: a call into NCCL has not come back within the deadline",
+                self->rank);
+done:
     return st;
 }
 
 /* ---- memory --------------------------------------------------------------------- */
+
+/* Before NCCL 2.27 its allocator rounds up to what multicast has best, which is far
+ * more than memory of this size where there is NVSwitch. */
+static int prefers_its_own(const pli_nccl_library *library, size_t n_bytes)
+{
+    return library != NULL && library->MemAlloc != NULL &&
+           (library->version >= FINE_VERSION || n_bytes >= COARSE_BYTES);
+}
 
 pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
                          size_t n_bytes, pli_nccl_memory *out)
@@ -282,7 +299,7 @@ pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
     pl_status st = PL_OK;
     pli_nccl_memory memory = {.n_bytes = n_bytes > 0 ? n_bytes : PL_CACHE_LINE};
     pli_cuda_scope scope;
-    if (library != NULL && library->MemAlloc != NULL) {
+    if (prefers_its_own(library, memory.n_bytes)) {
         PL_TRY(pli_cuda_enter(backend, &scope));
         memory.is_of_nccl =
             library->MemAlloc(&memory.address, memory.n_bytes) == PLI_NCCL_SUCCESS;
@@ -290,8 +307,11 @@ pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
     }
     if (!memory.is_of_nccl)
         PL_TRY(backend->ops->alloc(backend, memory.n_bytes, &memory.address));
+    PL_TRY(pli_cuda_clear(backend, memory.address, memory.n_bytes));
     *out = memory;
+    memory.address = NULL;
 done:
+    pli_nccl_free(library, backend, &memory);
     return st;
 }
 
@@ -306,7 +326,6 @@ void pli_nccl_free(const pli_nccl_library *library, pl_backend *backend,
     if (!memory->is_of_nccl) {
         backend->ops->free(backend, address);
     } else if (pli_cuda_enter(backend, &scope) == PL_OK) {
-        (void)pli_cuda_driver(backend)->cuCtxSynchronize(); /* MemFree does not */
         (void)library->MemFree(address);
         pli_cuda_leave(backend, &scope);
     }
@@ -322,8 +341,10 @@ void *pli_nccl_register(pli_nccl *self, const pli_nccl_memory *memory)
     const pli_nccl_result result = self->library->CommRegister(
         self->comm, memory->address, memory->n_bytes, &handle);
     if (end_call(self, &scope, result, "registering memory") != PL_OK ||
-        result != PLI_NCCL_SUCCESS)
+        result != PLI_NCCL_SUCCESS) {
+        pli_nccl_deregister(self, handle);
         return NULL;
+    }
     return handle;
 }
 
@@ -334,128 +355,4 @@ void pli_nccl_deregister(pli_nccl *self, void *handle)
         return;
     const pli_nccl_result result = self->library->CommDeregister(self->comm, handle);
     (void)!end_call(self, &scope, result, "forgetting memory");
-}
-
-/* ---- the end -------------------------------------------------------------------- */
-
-/* Takes the lock; a thread that NCCL keeps inside is waited for only so long. */
-static int lock_to_abort(pli_nccl *self)
-{
-    if (!self->is_blocking)
-        return pthread_mutex_lock(&self->lock) == 0;
-    pli_backoff waiting = pli_backoff_begin(BLOCKED_MS * PLI_MS, NULL, NULL);
-    while (pthread_mutex_trylock(&self->lock) != 0)
-        if (pli_backoff_pause(&waiting, "a call into NCCL") != PL_OK)
-            return 0; /* an abort is what lets that thread go */
-    return 1;
-}
-
-typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
-
-typedef enum farewell_phase {
-    FAREWELL_RUNNING,
-    FAREWELL_DONE,
-    FAREWELL_LEFT /* nobody waits for it any more */
-} farewell_phase;
-
-/* A communicator's end, in a thread of its own. */
-typedef struct farewell {
-    ending end;
-    pli_nccl_comm comm;
-    pl_backend *backend; /* retained */
-    atomic_int phase;
-} farewell;
-
-static void free_farewell(farewell *it)
-{
-    pli_backend_destroy(it->backend);
-    pli_free(it);
-}
-
-static void end_in_context(pl_backend *backend, ending end, pli_nccl_comm comm)
-{
-    pli_cuda_scope scope;
-    const int is_inside = pli_cuda_enter(backend, &scope) == PL_OK;
-    (void)end(comm);
-    if (is_inside)
-        pli_cuda_leave(backend, &scope);
-}
-
-static void *run_farewell(void *argument)
-{
-    farewell *it = argument;
-    end_in_context(it->backend, it->end, it->comm);
-    if (atomic_exchange(&it->phase, FAREWELL_DONE) == FAREWELL_LEFT)
-        free_farewell(it);
-    return NULL;
-}
-
-/* NCCL tells the device at once, and frees what it has when it can: once the graphs are
- * gone that hold its operations, and the device has done what others gave it. */
-static void end_for(pli_nccl *self, pli_nccl_comm comm, ending end, int64_t most_ns)
-{
-    pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
-    farewell *it = NULL;
-    pthread_t thread;
-    if (pli_calloc(1, sizeof *it, "a communicator's end", &it) != PL_OK) {
-        end_in_context(self->backend, end, comm);
-        return;
-    }
-    *it = (farewell){.end = end, .comm = comm, .backend = self->backend};
-    pli_cuda_backend_retain(it->backend);
-    if (pli_thread_start(run_farewell, it, "ends a communicator", &thread) == PL_OK)
-        (void)pthread_detach(thread);
-    else
-        (void)run_farewell(it);
-    while (atomic_load(&it->phase) == FAREWELL_RUNNING &&
-           pli_backoff_pause(&waiting, "a communicator's end") == PL_OK)
-        continue;
-    if (atomic_exchange(&it->phase, FAREWELL_LEFT) == FAREWELL_DONE)
-        free_farewell(it);
-}
-
-static void end_comm(pli_nccl *self, ending end)
-{
-    const int is_locked = lock_to_abort(self);
-    pli_nccl_comm comm = self->comm;
-    const int64_t most_ms = self->is_captured ? GRAPHS_MS : ABORT_MS;
-    self->comm = NULL;
-    if (is_locked)
-        (void)pthread_mutex_unlock(&self->lock);
-    if (comm != NULL)
-        end_for(self, comm, end, most_ms * PLI_MS);
-}
-
-void pli_nccl_abort(pli_nccl *self)
-{
-    if (self != NULL && self->owner_pid == getpid())
-        end_comm(self, self->library->CommAbort);
-}
-
-void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
-{
-    pli_cuda_scope scope;
-    if (self == NULL || self->owner_pid != getpid())
-        return;
-    if (self->is_captured) {
-        end_comm(self, self->library->CommDestroy);
-    } else if (!self->is_blocking && self->library->CommFinalize != NULL &&
-               begin_call(self, &scope) == PL_OK) {
-        const pli_nccl_result result = self->library->CommFinalize(self->comm);
-        self->poll = NULL; /* whoever else ends, too, has done no wrong */
-        self->deadline_ns = most_ns;
-        if (end_call(self, &scope, result, "flushing") == PL_OK)
-            end_comm(self, self->library->CommDestroy);
-    }
-    pli_nccl_abort(self);
-}
-
-void pli_nccl_destroy(pli_nccl *self)
-{
-    if (self == NULL)
-        return;
-    pli_nccl_abort(self);
-    if (self->owner_pid == getpid())
-        (void)pthread_mutex_destroy(&self->lock);
-    pli_free(self);
 }

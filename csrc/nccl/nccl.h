@@ -1,11 +1,12 @@
 /* nccl.h - one NCCL communicator.
  *
- * Non-blocking where NCCL can be (since 2.14): a call that NCCL has not ended is waited
- * for, with a deadline, and with a check of the peers, whom NCCL does not watch; and it
- * can be aborted at any time.  Older ones block, and are aborted as well as they can
- * be.
+ * Calls may block, for as long as a peer makes NCCL wait: the watchdog sees it, and
+ * aborts.  Where the communicator does not block (PACELINE_NCCL_BLOCKING=0), what NCCL
+ * has not ended is waited for here, with a deadline, and with a check of the peers,
+ * whom NCCL does not watch.
  *
- * One thread at a time enqueues; check and abort are for any thread.
+ * One thread at a time enqueues; check and abort are for any thread, also while another
+ * is inside of NCCL.
  */
 #ifndef PLI_NCCL_H
 #define PLI_NCCL_H
@@ -32,8 +33,7 @@ typedef struct pli_nccl_options {
 pl_status pli_nccl_new_id(const pli_nccl_library *library, pl_backend *backend,
                           char id[PLI_NCCL_ID_BYTES]) PL_MUST_USE;
 
-/* Meets the other ranks; returns once all have, and one collective of each kind that
- * steps use was done.  PL_ETIMEOUT after the deadline. */
+/* Meets the other ranks; returns once all have.  PL_ETIMEOUT after the deadline. */
 pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out) PL_MUST_USE;
 
 /* PL_EINVAL for what NCCL has no operation for. */
@@ -58,10 +58,12 @@ pl_status pli_nccl_swap_blocks(pli_nccl *nccl, const pli_nccl_swap *swap,
 /* What was enqueued last was captured into a graph.  NULL is allowed. */
 void pli_nccl_record_captured(pli_nccl *nccl);
 
-/* An error that came up later, in NCCL's own terms; PL_OK: none. */
+/* An error that came up later, in NCCL's own terms; PL_OK: none.  PL_ETIMEOUT where a
+ * call has kept its thread inside of NCCL for longer than the deadline.  Never waits.
+ */
 pl_status pli_nccl_check(pli_nccl *nccl) PL_MUST_USE;
 
-/* Device memory that NCCL prefers, where it has such; else the backend's. */
+/* Device memory that NCCL prefers, where it has such; else the backend's.  Zeros. */
 typedef struct pli_nccl_memory {
     void *address;
     size_t n_bytes;
@@ -70,7 +72,7 @@ typedef struct pli_nccl_memory {
 pl_status pli_nccl_alloc(const pli_nccl_library *library, pl_backend *backend,
                          size_t n_bytes, pli_nccl_memory *out) PL_MUST_USE;
 
-/* Waits until the device has done all that it was given. */
+/* The device is through with the memory: nothing here waits for that. */
 void pli_nccl_free(const pli_nccl_library *library, pl_backend *backend,
                    pli_nccl_memory *memory);
 
@@ -86,10 +88,11 @@ void pli_nccl_abort(pli_nccl *nccl);
 
 /* Waits for up to most_ns for NCCL to hand over what the device has done already,
  * and so does no harm to peers that are still at it; then as abort.  Where graphs may
- * hold operations it is left to itself then. */
+ * hold operations, or NCCL is older than 2.14, it is left to itself then. */
 void pli_nccl_finish(pli_nccl *nccl, int64_t most_ns);
 
-/* Aborts, and frees; never waits for other ranks.  NULL is allowed. */
+/* Aborts, and frees; never waits for other ranks.  No thread may be inside.  NULL is
+ * allowed. */
 void pli_nccl_destroy(pli_nccl *nccl);
 
 #endif

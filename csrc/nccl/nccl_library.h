@@ -48,6 +48,9 @@ enum { PLI_NCCL_OLDEST = 21000 }; /* the first with ncclAvg */
     X(PLI_NCCL_REMOTE_ERROR, ncclRemoteError, 6)                                       \
     X(PLI_NCCL_IN_PROGRESS, ncclInProgress, 7)
 
+/* ... and what newer ones say, in the same columns */
+#define PLI_NCCL_NEW_RESULT_MAP(X) X(PLI_NCCL_TIMEOUT, ncclTimeout, 8) /* 2.32 */
+
 #define PLI_NCCL_DTYPE_MAP(X)                                                          \
     X(PLI_NCCL_I8, ncclInt8, 0)                                                        \
     X(PLI_NCCL_U8, ncclUint8, 1)                                                       \
@@ -64,6 +67,7 @@ enum { PLI_NCCL_OLDEST = 21000 }; /* the first with ncclAvg */
 
 #define PLI_NCCL_ENUM(ours, theirs, value) ours = (value),
 enum { PLI_NCCL_RESULT_MAP(PLI_NCCL_ENUM) };
+enum { PLI_NCCL_NEW_RESULT_MAP(PLI_NCCL_ENUM) };
 enum { PLI_NCCL_DTYPE_MAP(PLI_NCCL_ENUM) };
 enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
 #undef PLI_NCCL_ENUM

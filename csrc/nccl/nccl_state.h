@@ -1,8 +1,9 @@
-/* nccl_state.h - what a communicator is made of; for nccl.c and nccl_init.c alone. */
+/* nccl_state.h - what a communicator is made of; for nccl*.c alone. */
 #ifndef PLI_NCCL_STATE_H
 #define PLI_NCCL_STATE_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <sys/types.h>
 
 #include "nccl.h"
@@ -15,11 +16,12 @@ struct pli_nccl {
     int64_t deadline_ns;
     pl_status (*poll)(void *context);
     void *context;
-    int is_blocking;
     pid_t owner_pid;
-    pthread_mutex_t lock; /* round each call */
-    pli_nccl_comm comm;   /* NULL: not made, or aborted; under lock */
-    int is_captured;      /* a graph may hold operations of it; under lock */
+    pthread_mutex_t lock;        /* round each call */
+    _Atomic(pli_nccl_comm) comm; /* NULL: not made, or aborted, where need be without
+                                    the lock */
+    _Atomic int64_t entered_ns;  /* when a call began last */
+    atomic_int is_captured;      /* a graph may hold operations of it */
 };
 
 /* Whether NCCL has taken what it was asked for, be it that it is still at it. */

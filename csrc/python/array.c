@@ -48,12 +48,9 @@ PyObject *pli_array_narrow(PyObject *array, int dim, Py_ssize_t start, Py_ssize_
     PyObject *part = NULL;
     PyObject *index = PyTuple_New(dim + 1);
     for (int d = 0; index != NULL && d <= dim; d++) {
-        PyObject *slice =
-            d == dim ? pli_array_slice(start, n) : PySlice_New(NULL, NULL, NULL);
-        if (slice == NULL)
-            Py_CLEAR(index);
-        else
-            PyTuple_SET_ITEM(index, d, slice);
+        pli_tuple_put(&index, d,
+                      d == dim ? pli_array_slice(start, n)
+                               : PySlice_New(NULL, NULL, NULL));
     }
     if (index != NULL)
         part = PyObject_GetItem(array, index);
@@ -68,12 +65,8 @@ PyObject *pli_array_join(PyObject *arrays, int dim)
         return PyArray_Concatenate(arrays, dim);
     PyObject *vectors = PyTuple_New(n);
     for (Py_ssize_t i = 0; vectors != NULL && i < n; i++) {
-        PyObject *vector =
-            PyArray_Ravel((PyArrayObject *)PyTuple_GET_ITEM(arrays, i), NPY_CORDER);
-        if (vector == NULL)
-            Py_CLEAR(vectors);
-        else
-            PyTuple_SET_ITEM(vectors, i, vector);
+        PyArrayObject *array = (PyArrayObject *)PyTuple_GET_ITEM(arrays, i);
+        pli_tuple_put(&vectors, i, PyArray_Ravel(array, NPY_CORDER));
     }
     PyObject *joined = vectors != NULL ? PyArray_Concatenate(vectors, 0) : NULL;
     Py_XDECREF(vectors);

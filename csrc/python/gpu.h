@@ -15,4 +15,7 @@ typedef struct gpu_object {
 int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
                            pl_stream **out);
 
+/* Has torch give back device memory that it only keeps; takes the GIL. */
+void pli_gpu_empty_cache(void *state);
+
 #endif

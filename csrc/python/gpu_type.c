@@ -36,6 +36,17 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
     return 0;
 }
 
+/* Where that fails, the allocation that it is for fails once more, and says why. */
+void pli_gpu_empty_cache(void *state)
+{
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *none = PyObject_CallNoArgs(((module_state *)state)->empty_cache);
+    if (none == NULL)
+        PyErr_WriteUnraisable(((module_state *)state)->empty_cache);
+    Py_XDECREF(none);
+    PyGILState_Release(gil);
+}
+
 static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"index", "driver", "nvrtc", "dlpack_type", NULL};
@@ -63,10 +74,8 @@ static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void gpu_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     pli_backend_destroy(gpu_of(object)->backend);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)

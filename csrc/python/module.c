@@ -161,7 +161,8 @@ static PyMethodDef module_methods[] = {
      METH_VARARGS | METH_KEYWORDS,
      "attach_torch(**callables)\n--\n\nHand over what the extension needs of torch."},
     {"measure", pli_measure, METH_VARARGS,
-     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), device=None, /)\n"
+     "measure(params, buffers, bucket_bytes, last_bytes, sparse=(), device=None, "
+     "world_size=0, /)\n"
      "--\n\nReturn (arena_bytes, n_ops, words_bytes) that a Reducer of these needs of "
      "its World; of the arena, so many bytes are host memory."},
     {"nccl_version", pli_nccl_version, METH_O,
@@ -241,7 +242,8 @@ static int add_exceptions(PyObject *module, module_state *state)
 static int module_exec(PyObject *module)
 {
     module_state *state = state_of_module(module);
-    if (add_exceptions(module, state) != 0)
+    if (add_exceptions(module, state) != 0 ||
+        PyModule_AddIntConstant(module, "MAX_SHARED_MEMORY_RANKS", PL_MAX_RANKS) != 0)
         return -1;
 #define ADD_TYPE(name)                                                                 \
     if (add_type(module, &pli_##name##_spec, &state->name##_type) != 0)                \

@@ -71,6 +71,15 @@ PyObject *pli_exception_words(void)
     return words;
 }
 
+void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args)
+{
+    PyObject *words = path != NULL ? PyUnicode_FromFormatV(format, args) : NULL;
+    if (words != NULL)
+        PyErr_Format(type, "%U %U", path, words);
+    Py_XDECREF(words);
+    Py_XDECREF(path);
+}
+
 pl_status pli_callback_failed(void)
 {
     PyObject *words = pli_exception_words();

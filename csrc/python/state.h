@@ -15,6 +15,7 @@
 #include "core/status.h"
 #include "dlpack.h"
 #include "nccl/watchdog.h"
+#include "object.h"
 
 /* torch's callables: field of the state and keyword of attach_torch(). */
 #define PLI_TORCH_MAP(X)                                                               \
@@ -22,6 +23,7 @@
     X(current_node)    /* the autograd node under evaluation, or None */               \
     X(current_task)    /* a number for the backward that runs in this thread */        \
     X(current_stream)  /* of a device's index: the CUstream, as a number */            \
+    X(empty_cache)     /* has torch give back device memory that it only keeps */      \
     X(after_node)      /* a node under evaluation: call when it is over */             \
     X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
@@ -59,8 +61,10 @@
 
 /* Attribute names that are asked for often: interned, in the field name_x. */
 #define PLI_NAME_MAP(X)                                                                \
+    X(_backward_hooks)                                                                 \
     X(_fields)                                                                         \
     X(_make)                                                                           \
+    X(_post_accumulate_grad_hooks)                                                     \
     X(_version)                                                                        \
     X(__dataclass_fields__)                                                            \
     X(__dict__)                                                                        \
@@ -137,6 +141,10 @@ static inline module_state *state_of(PyObject *object)
 /* Raises the exception of `st` with this thread's message, unless one is set
  * already; returns NULL for the caller to return.  PL_OK raises nothing. */
 PyObject *pli_raise(const module_state *state, pl_status st);
+
+/* Raises the path of a value, which it steals, and then words that speak of it; where
+ * the path is NULL what its maker has raised stays. */
+void pli_raise_at(PyObject *type, PyObject *path, const char *format, va_list args);
 
 /* "TypeError: words" of the exception that is set, which stays set; NULL, and nothing
  * more raised, where there is no memory for it. */

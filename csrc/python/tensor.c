@@ -193,19 +193,14 @@ static int may_be_lazy(const pli_layout *layout)
     return is_complex(layout) || (is_real && layout->n_elems == 1);
 }
 
-/* 1 or 0 as object.name() answers, or -1. */
-static int ask(PyObject *object, PyObject *name)
-{
-    PyObject *answer = PyObject_CallMethodNoArgs(object, name);
-    Py_XDECREF(answer); /* True and False live on */
-    return answer == NULL ? -1 : answer == Py_True;
-}
-
 static int read_lazy(const module_state *state, PyObject *object, pli_layout *layout)
 {
-    const int is_neg = ask(object, state->str_is_neg);
+    const int is_neg =
+        pli_is_true(PyObject_CallMethodNoArgs(object, state->str_is_neg));
     const int is_conj =
-        is_neg == 0 && is_complex(layout) ? ask(object, state->str_is_conj) : 0;
+        is_neg == 0 && is_complex(layout)
+            ? pli_is_true(PyObject_CallMethodNoArgs(object, state->str_is_conj))
+            : 0;
     layout->is_lazy = is_neg == 1 || is_conj == 1;
     return is_neg < 0 || is_conj < 0 ? -1 : 0;
 }

@@ -31,7 +31,9 @@ static size_t roles_at(const pl_reducer_spec *spec)
 
 static size_t order_at(const pl_reducer_spec *spec)
 {
-    return line_up(roles_at(spec) + (1 + sizeof(forward_bytes)) * PL_MAX_RANKS);
+    const int n_ranks =
+        spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
+    return line_up(roles_at(spec) + (1 + sizeof(forward_bytes)) * (size_t)n_ranks);
 }
 
 static size_t extra_at(const pl_reducer_spec *spec)
@@ -142,6 +144,10 @@ done:
 static pl_status check(const pl_reducer_spec *spec, const pl_comm *comm)
 {
     pl_status st = PL_OK;
+    if (pl_comm_world_size(comm) > PL_MAX_RANKS &&
+        pl_comm_world_size(comm) != spec->world_size)
+        PL_FAIL(PL_EINVAL, "a reducer for %d ranks is made in a world of %d",
+                spec->world_size, pl_comm_world_size(comm));
     if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
         PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
                 pl_comm_arena_bytes(comm), spec->n_params,

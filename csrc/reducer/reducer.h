@@ -57,6 +57,7 @@ typedef enum pl_ready_result {
 typedef struct pl_reducer_spec {
     const pl_param *params; /* borrowed during calls only */
     size_t n_params;
+    int world_size; /* 0: up to PL_MAX_RANKS, for which there is always room */
     size_t extra_bytes;
     size_t staging_bytes; /* 0: none */
     pl_plan_caps caps;
@@ -92,6 +93,11 @@ pl_status pl_reducer_set_comm_hook(pl_reducer *reducer, const pl_comm_hook *hook
 /* The stream of all that follows but `mark_ready`, which has its own.  NULL at first.
  */
 void pl_reducer_set_stream(pl_reducer *reducer, pl_stream *stream);
+
+/* Collective, before the first step: has the world try what steps will ask of it,
+ * behind what the stream holds, so that no step has to allocate or to connect ranks.
+ * A no-op on the CPU. */
+pl_status pl_reducer_prepare(pl_reducer *reducer) PL_MUST_USE;
 
 /* Starts a step.  PL_ESTATE where one is under way. */
 pl_status pl_reducer_begin(pl_reducer *reducer) PL_MUST_USE;

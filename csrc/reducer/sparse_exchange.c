@@ -6,7 +6,6 @@
 
 #include "core/alloc.h"
 
-enum { LEAST_STAGING_BYTES = PL_MAX_RANKS * PL_CACHE_LINE };
 static const uint64_t ALL_ROWS = UINT64_MAX; /* as a number of rows: no list follows */
 
 typedef enum exchange_phase {
@@ -19,8 +18,8 @@ typedef enum exchange_phase {
 /* Bytes from every rank to every rank, a block of the staging a round. */
 typedef struct gather {
     const char *mine;
-    char *received[PL_MAX_RANKS];
-    size_t n_bytes[PL_MAX_RANKS];
+    char **received; /* by rank */
+    size_t *n_bytes; /* ... */
     size_t n_longest;
     size_t n_done;    /* of each rank's, or all that it has */
     size_t n_issued;  /* the same, with the round under way */
@@ -42,6 +41,12 @@ typedef struct cursor {
     size_t local_row; /* the first of this rank's that is not behind `elem` */
 } cursor;
 
+/* Rows of one rank. */
+typedef struct list {
+    const int64_t *indices;
+    size_t n;
+} list;
+
 struct pl_exchange {
     pl_exchange_spec spec;
     pl_table *tables; /* own copy */
@@ -53,6 +58,8 @@ struct pl_exchange {
     int64_t *local_list; /* this rank's row numbers, table after table */
     int64_t *lists;      /* all ranks' */
     int64_t *merged, *spare;
+    const int64_t **next; /* by rank: what is to be merged of its lists */
+    list *table_lists;    /* by rank: of the table that is being merged */
     gather gather;
     cursor cursor;
     piece pieces[PLI_EXCHANGE_SEGMENTS]; /* those in flight, a ring */
@@ -92,7 +99,8 @@ static void begin_counting(pl_exchange *self)
     uint64_t *mine = self->counts + (size_t)rank * n;
     for (size_t t = 0; t < n; t++)
         mine[t] = self->rows[t].indices != NULL ? self->rows[t].n_rows : ALL_ROWS;
-    self->gather = (gather){.mine = (const char *)mine, .n_longest = n * sizeof *mine};
+    self->gather.mine = (const char *)mine;
+    self->gather.n_longest = n * sizeof *mine;
     for (int r = 0; r < pl_comm_world_size(self->spec.comm); r++) {
         self->gather.received[r] = (char *)(self->counts + (size_t)r * n);
         self->gather.n_bytes[r] = n * sizeof *mine;
@@ -105,9 +113,11 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     pl_exchange *self = NULL;
     const size_t n = spec->n_tables;
     const size_t n_ranks = (size_t)pl_comm_world_size(spec->comm);
-    if (spec->staging_bytes < LEAST_STAGING_BYTES)
-        PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small: give %d",
-                spec->staging_bytes, LEAST_STAGING_BYTES);
+    const size_t least_bytes =
+        PL_CACHE_LINE * (n_ranks < PL_MAX_RANKS ? PL_MAX_RANKS : n_ranks);
+    if (spec->staging_bytes < least_bytes)
+        PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small: give %zu",
+                spec->staging_bytes, least_bytes);
     if (spec->comm->backend != NULL)
         PL_FAIL(PL_EUNSUPPORTED,
                 "rows are exchanged in host memory, and a world of kind '%s' has its "
@@ -120,6 +130,10 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     PL_TRY(pli_calloc(n, sizeof *self->unions, "rows of ranks", &self->unions));
     PL_TRY(pli_calloc(n_ranks * n, sizeof *self->counts, "numbers of rows",
                       &self->counts));
+    PL_TRY(pli_calloc(n_ranks, sizeof(char *), "ranks' rows", &self->gather.received));
+    PL_TRY(pli_calloc(n_ranks, sizeof(size_t), "ranks' rows", &self->gather.n_bytes));
+    PL_TRY(pli_calloc(n_ranks, sizeof(int64_t *), "ranks' rows", &self->next));
+    PL_TRY(pli_calloc(n_ranks, sizeof(list), "ranks' rows", &self->table_lists));
     self->spec = *spec;
     memcpy(self->tables, spec->tables, n * sizeof *self->tables);
     memcpy(self->rows, spec->rows, n * sizeof *self->rows);
@@ -140,6 +154,10 @@ void pl_exchange_destroy(pl_exchange *self)
     pli_free(self->rows);
     pli_free(self->unions);
     pli_free(self->counts);
+    pli_free(self->gather.received);
+    pli_free(self->gather.n_bytes);
+    pli_free(self->next);
+    pli_free(self->table_lists);
     pli_free(self->local_list);
     pli_free(self->lists);
     pli_free(self->merged);
@@ -227,11 +245,14 @@ static pl_status begin_listing(pl_exchange *self)
     size_t n_all = 0;
     size_t n_local = 0;
     gather *gathered = &self->gather;
-    *gathered = (gather){0};
+    gathered->n_longest = gathered->n_done = gathered->n_issued = 0;
+    memset(gathered->n_bytes, 0, (size_t)n_ranks * sizeof *gathered->n_bytes);
+    for (size_t t = 0; t < self->spec.n_tables; t++) {
+        const int n_lists = is_whole(self, t) ? 0 : n_ranks;
+        for (int r = 0; r < n_lists; r++)
+            gathered->n_bytes[r] += count_of(self, r, t) * sizeof(int64_t);
+    }
     for (int r = 0; r < n_ranks; r++) {
-        for (size_t t = 0; t < self->spec.n_tables; t++)
-            if (!is_whole(self, t))
-                gathered->n_bytes[r] += count_of(self, r, t) * sizeof(int64_t);
         n_all += gathered->n_bytes[r] / sizeof(int64_t);
         if (gathered->n_bytes[r] > gathered->n_longest)
             gathered->n_longest = gathered->n_bytes[r];
@@ -256,11 +277,6 @@ static pl_status begin_listing(pl_exchange *self)
 done:
     return st;
 }
-
-typedef struct list {
-    const int64_t *indices;
-    size_t n;
-} list;
 
 /* Writes what is in either, ascending and each once; returns how many. */
 static size_t merge_two(list left, list right, int64_t *out)
@@ -307,12 +323,12 @@ static size_t merge_all(list *lists, int n_lists, int64_t *out, int64_t *other)
 static void find_unions(pl_exchange *self)
 {
     const int n_ranks = pl_comm_world_size(self->spec.comm);
-    const int64_t *next[PL_MAX_RANKS];
+    const int64_t **next = self->next;
+    list *lists = self->table_lists;
     size_t n_merged = 0;
     for (int r = 0; r < n_ranks; r++)
         next[r] = (const int64_t *)(const void *)self->gather.received[r];
     for (size_t t = 0; t < self->spec.n_tables; t++) {
-        list lists[PL_MAX_RANKS] = {{NULL, 0}};
         if (is_whole(self, t)) {
             self->unions[t].n_rows = self->tables[t].n_rows;
             continue;

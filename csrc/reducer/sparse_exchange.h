@@ -43,7 +43,7 @@ typedef struct pl_rows {
 typedef struct pl_exchange_spec {
     pl_comm *comm;          /* borrowed */
     size_t offset_bytes;    /* of the staging, in the arena; a multiple of a line */
-    size_t staging_bytes;   /* 64 lines at the least */
+    size_t staging_bytes;   /* a line a rank, and 64 at the least */
     const pl_table *tables; /* borrowed */
     const pl_rows *rows;    /* this rank's; borrowed, read until `mean` is done */
     size_t n_tables;

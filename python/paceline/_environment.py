@@ -15,13 +15,7 @@ STRICT = "PACELINE_STRICT"
 
 
 def cpu_replicas() -> int | None:
-    """Return the number in ``PACELINE_CPU_REPLICAS``, or None where it is not set.
-
-    Raises
-    ------
-    ValueError
-        If it is no whole number from 1 on.
-    """
+    """Return the number in ``PACELINE_CPU_REPLICAS``, or None where it is not set."""
     text = os.environ.get(CPU_REPLICAS, "")
     if not text:
         return None
@@ -43,13 +37,7 @@ def is_install_asked() -> bool:
 
 
 def is_strict() -> bool:
-    """Tell whether ``PACELINE_STRICT`` asks for torch's refusals.
-
-    Raises
-    ------
-    ValueError
-        If it is neither 0 nor 1, nor empty.
-    """
+    """Tell whether ``PACELINE_STRICT`` asks for torch's refusals."""
     text = os.environ.get(STRICT, "")
     if text not in ("", "0", "1"):
         raise ValueError(f"{STRICT} is {text!r}: give 1, or 0, as in {STRICT}=1")

@@ -14,21 +14,9 @@ from typing import Any
 def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseException:
     """Return the exception that tells the caller what failed in a replica.
 
-    Parameters
-    ----------
-    error : BaseException
-        As it was raised in the replica, its traceback with it.
-    replica : int
-        Which replica.
-    device : torch.device or str
-        The device that it ran on.
-
-    Returns
-    -------
-    BaseException
-        Of the same type and with the same attributes, even where its constructor takes
-        other arguments; its message is torch's, with the traceback of the replica. What
-        is no ``Exception`` (``SystemExit``) comes as a ``RuntimeError``.
+    It has the type and the attributes of `error`, even where its constructor takes
+    other arguments; its message is torch's, with the traceback of the replica.  What is
+    no ``Exception`` (``SystemExit``) comes as a ``RuntimeError``.
     """
     text = "".join(traceback.format_exception(error))
     message = _message_of(type(error).__name__, text, replica, device)
@@ -81,19 +69,18 @@ def _shows(error: BaseException, message: str) -> bool:
 # ---- between processes --------------------------------------------------------------
 
 
+def last_line(error: BaseException) -> str:
+    """Return an error's type and the last line of its message: what it ends in."""
+    text = str(error).strip().rpartition("\n")[2]
+    name = type(error).__name__
+    return text if text.startswith(name) else f"{name}: {text}"
+
+
 def pack_exception(error: BaseException) -> bytes:
     """Return the bytes that :func:`unpack_exception` makes the exception of.
 
-    Parameters
-    ----------
-    error : BaseException
-        Being handled, so that it has a traceback.
-
-    Returns
-    -------
-    bytes
-        A pickle of the exception's own pickle, that of its type and attributes, its
-        type's name, and the formatted traceback; each of the first two may be None.
+    They are a pickle of the exception's own pickle, that of its type and attributes,
+    its type's name, and the formatted traceback; each of the first two may be None.
     """
     text = "".join(traceback.format_exception(error))
     whole = parts = None
@@ -105,23 +92,9 @@ def pack_exception(error: BaseException) -> bytes:
 
 
 def unpack_exception(packed: bytes, replica: int, device: Any) -> Exception:
-    """Return what a replica raised, to be raised in the caller.
+    """Return what a replica raised, as `as_of_replica` makes it, to be raised here.
 
-    Parameters
-    ----------
-    packed : bytes
-        Of `pack_exception`.
-    replica : int
-        Which replica it was.
-    device : torch.device or str
-        Where that replica lives, as in ``"cpu"``.
-
-    Returns
-    -------
-    Exception
-        Of the same type, with the message that ``torch.nn.DataParallel`` gives it: the
-        replica, the device, and the replica's own traceback. ``RuntimeError`` where the
-        type cannot come here, or is none to be raised here (``SystemExit``).
+    A ``RuntimeError`` where the type cannot come here, or is none to be raised here.
     """
     whole, parts, name, text = pickle.loads(packed)
     message = _message_of(name, text, replica, device)

@@ -43,20 +43,11 @@ class _Sink(io.RawIOBase):
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file, whole or not at all.
+    """Write a file, whole or not at all; `write` is given a binary file.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        Where to.  A link's target is written; a file that is there keeps its mode; what
-        is no file (a pipe, ``/dev/null``) is written to as it is.
-    write : callable
-        Given a binary file.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written, whatever ``write`` makes of that.
+    A link's target is written; a file that is there keeps its mode; what is no file (a
+    pipe, ``/dev/null``) is written to as it is.  Raises OSError if the file cannot be
+    written, whatever `write` makes of that.
     """
     target = Path(os.path.realpath(path))
     before = None

@@ -10,6 +10,9 @@ import torch
 from paceline import _native
 from paceline._compat import torch_cuda
 
+_PARTS_NCCL = 23000
+"""The first NCCL that takes parts of one card (MIG) for GPUs of their own."""
+
 
 class Machine:
     """The GPUs that this process sees.  Tests put a fake into :data:`machine`."""
@@ -32,22 +35,19 @@ class Machine:
         """Return why none can be used; nothing where they can."""
         return torch_cuda.why_no_cuda()
 
-    def identity(self, index: int) -> str:
-        """Return what tells a GPU from all others of its host; nothing: not known."""
-        return torch_cuda.identity(index)
+    def identity(self, index: int, nccl_version: int) -> str:
+        """Return what NCCL tells a GPU by from all others of its host.
+
+        Nothing where that is not known.
+        """
+        return torch_cuda.identity(index, nccl_version >= _PARTS_NCCL)
 
     def open(self, index: int) -> _native.Device:
         """Return the native side of a GPU."""
         return _native.Device(index, nvrtc=find_library("nvrtc"))
 
     def nccl_version(self, path: str | None) -> int:
-        """Return NCCL's version, as in 22809; see :func:`find_library` for the path.
-
-        Raises
-        ------
-        NotImplementedError
-            If there is none, or it is too old.
-        """
+        """Return NCCL's version, as in 22809; see :func:`find_library` for the path."""
         return _native.nccl_version(path)
 
 
@@ -66,16 +66,8 @@ def open_device(index: int) -> _native.Device:
 def find_library(name: str) -> str | None:
     """Return the file of one of NVIDIA's libraries, where torch's wheels have it.
 
-    Parameters
-    ----------
-    name : {"nccl", "nvrtc"}
-        The library.
-
-    Returns
-    -------
-    str or None
-        None where the loader is to find it by its name: torch has loaded it already, or
-        it belongs to the system.
+    None where the loader is to find it by its name: torch has loaded it already, or it
+    belongs to the system.
     """
     pattern = re.compile(rf"lib{name}(-[0-9a-f]+)?\.so\.(\d+)[\d.]*")
     found = []

@@ -103,9 +103,7 @@ def rows_of(n_modules: int, n_parameters: int) -> dict[str, Callable[[], Any]]:
         "processes: before a forward": steady.changes,
         "processes: after it": steady.forward_ends,
         "  of torch's: addresses": steady.memory.placed.moved,
-        "  of torch's: requires_grad": lambda: steady.memory.placed.is_trainable_as(
-            steady._trainable
-        ),
+        "  of torch's: requires_grad": steady.memory.placed.trainable,
         f"processes: an attribute holds {N_HELD} tensors": tensors.changes,
         f"processes: an attribute holds {N_HELD} arrays": arrays.changes,
         "processes: a forward sets an attribute": set_attribute,

@@ -38,16 +38,10 @@ static inline void gpu_start(const fake_options *options)
     CHECK(cuInit(0) == CUDA_SUCCESS);
 }
 
-static inline gpu gpu_open(uint64_t seed, fake_schedule schedule)
+static inline gpu gpu_open_with(const fake_options *options)
 {
     gpu it = {0};
-    fake_options options = fake_defaults();
-    options.seed = seed;
-    options.schedule = schedule;
-    options.protect = 1;
-    options.alloc_waits = 0;
-    options.quiet = 1;
-    gpu_start(&options);
+    gpu_start(options);
     CHECK(cuDevicePrimaryCtxRetain(&it.context, 0) == CUDA_SUCCESS);
     CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
     CHECK(cuModuleLoadData(&it.module, "image") == CUDA_SUCCESS);
@@ -57,6 +51,17 @@ static inline gpu gpu_open(uint64_t seed, fake_schedule schedule)
     CHECK(cuEventCreate(&it.event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS);
     CHECK(cuMemAlloc(&it.x, GPU_BYTES) == CUDA_SUCCESS);
     return it;
+}
+
+static inline gpu gpu_open(uint64_t seed, fake_schedule schedule)
+{
+    fake_options options = fake_defaults();
+    options.seed = seed;
+    options.schedule = schedule;
+    options.protect = 1;
+    options.alloc_waits = 0;
+    options.quiet = 1;
+    return gpu_open_with(&options);
 }
 
 /* Nothing may have gone wrong, and nothing be left. */

@@ -85,19 +85,20 @@ typedef struct gpu_rank {
 typedef struct fill_args {
     const model *model;
     uint64_t step;
-    int rank;
     size_t param;
-    int from, to;
     void *out;
+    int from, to;
+    int rank;
+    int unused; /* the fake takes words for addresses: no padding */
 } fill_args;
 
 typedef struct check_args {
     const model *model;
     uint64_t step;
-    int rank;
     size_t param;
-    int divisor;
     const void *at;
+    int rank;
+    int divisor;
 } check_args;
 
 typedef struct word_args {
@@ -242,6 +243,12 @@ static inline int gpu_rank_furnish(gpu_rank *self)
     return CHECK(is_good);
 }
 
+static inline pl_status gpu_rank_prepare(gpu_rank *self)
+{
+    pl_reducer_set_stream(self->reducer, stream_of(self, 0));
+    return pl_reducer_prepare(self->reducer);
+}
+
 /* `base` is the GPU world's on success. */
 static inline int gpu_rank_create(const model *it, pl_comm *base,
                                   pli_nccl_library *nccl, draw *random, gpu_rank *self)
@@ -273,7 +280,7 @@ static inline int gpu_rank_create(const model *it, pl_comm *base,
     return CHECK_OK(pli_gpu_comm_create(&options, &self->comm)) &&
            CHECK_OK(
                pl_reducer_create(&spec, self->comm, self->backend, &self->reducer)) &&
-           gpu_rank_furnish(self);
+           gpu_rank_furnish(self) && CHECK_OK(gpu_rank_prepare(self));
 }
 
 static inline void forget_kept(kept_view *it)

@@ -26,7 +26,9 @@ typedef struct gpu_ranks {
     int64_t deadline_ns;
     int has_watchdog;
     int is_shared; /* one device for all */
+    int blocks;    /* PACELINE_NCCL_BLOCKING */
     int may_keep;  /* what frees may have failed */
+    size_t device_bytes;
     pli_nccl_library *library;
     pli_watchdog *watchdog;
     pl_comm *bases[GPUS_MOST];
@@ -54,10 +56,13 @@ static inline gpu_ranks gpu_ranks_of(int world_size, uint64_t seed,
                      .seed = seed,
                      .fake = fake_defaults(),
                      .deadline_ns = RANKS_DEADLINE_NS,
-                     .has_watchdog = 1};
+                     .has_watchdog = 1,
+                     .blocks = seed % 4 != 3,
+                     .device_bytes = GPUS_BYTES};
     all.fake.seed = seed;
     all.fake.schedule = schedule;
     all.fake.devices = GPUS_MOST;
+    all.fake.lazy_connect = 1;
     return all;
 }
 
@@ -69,9 +74,16 @@ static inline void gpu_ranks_no_errors(const gpu_ranks *all)
     fake_forget_errors();
 }
 
-static inline int gpu_ranks_start(gpu_ranks *all)
+/* The fake, and what the environment says to the library. */
+static inline void gpu_ranks_reset(const gpu_ranks *all)
 {
     fake_reset(&all->fake);
+    (void)setenv("PACELINE_NCCL_BLOCKING", all->blocks ? "1" : "0", 1);
+}
+
+static inline int gpu_ranks_start(gpu_ranks *all)
+{
+    gpu_ranks_reset(all);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
         return 0;
     if (all->has_watchdog && !CHECK_OK(pli_watchdog_create(&all->watchdog)))
@@ -81,6 +93,17 @@ static inline int gpu_ranks_start(gpu_ranks *all)
                                     all->deadline_ns, all->bases));
 }
 
+/* Threads that nobody waits for, of communicators' ends and of calls that were given
+ * up, come to their own. */
+static inline void gpu_ranks_await_threads(void)
+{
+    for (int64_t ns = 0; ns < RANKS_DEADLINE_NS && fake_live(FAKE_CONTEXTS) > 0;
+         ns += PLI_MS) {
+        fake_let_go();
+        pli_sleep_ns(PLI_MS);
+    }
+}
+
 static inline void gpu_ranks_end(gpu_ranks *all)
 {
     static const char *const kinds[FAKE_N_KINDS] = {
@@ -88,6 +111,7 @@ static inline void gpu_ranks_end(gpu_ranks *all)
         "graphs",   "execs",   "comms",  "registrations", "red ops"};
     pli_watchdog_destroy(all->watchdog);
     pli_nccl_library_release(all->library);
+    gpu_ranks_await_threads();
     for (int kind = 0; kind < FAKE_N_KINDS && !all->may_keep; kind++)
         if (!CHECK(fake_live((fake_kind)kind) == 0))
             CHECK_MORE("seed %d: %d %s are left", (int)all->seed,
@@ -138,7 +162,7 @@ static inline pl_status gpu_join(gpu_rank *self)
                                           .nccl = all->library,
                                           .watchdog = all->watchdog,
                                           .host_bytes = GPUS_HOST_BYTES,
-                                          .device_bytes = GPUS_BYTES,
+                                          .device_bytes = all->device_bytes,
                                           .n_ops = 16,
                                           .deadline_ns = all->deadline_ns,
                                           .accumulation = all->accumulation};

@@ -87,6 +87,8 @@ static pli_cu_result driver_launch(pli_cu_function function, unsigned grid_x,
         return 1;
     if (driver_said.launch_result == 0 && !driver_said.is_idle)
         kernel->run(arguments, grid, block);
+    if (host_kernel_take_fault())
+        return 716; /* MISALIGNED_ADDRESS */
     return driver_said.launch_result;
 }
 

@@ -85,6 +85,17 @@ static CUresult give_back(gpu *it)
     return cuMemFree(it->x);
 }
 
+/* Forbidden in every mode. */
+static CUresult synchronize_relaxed(gpu *it)
+{
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    (void)it;
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
+    const CUresult result = cuCtxSynchronize();
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
+    return result;
+}
+
 static CUresult synchronize_it(gpu *it)
 {
     return cuStreamSynchronize(it->a);
@@ -123,6 +134,7 @@ static void what_a_capture_forbids_invalidates_it(void)
 {
     invalidates(allocate, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     invalidates(give_back, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    invalidates(synchronize_relaxed, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     invalidates(synchronize_it, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     invalidates(synchronize_another, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     invalidates(query_captured, CUDA_ERROR_CAPTURED_EVENT);
@@ -162,6 +174,10 @@ static void the_legacy_stream_is_forbidden_beside_a_blocking_one(void)
     CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
     CHECK(gpu_zero(&it, NULL) == CUDA_SUCCESS);
     CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
+    CHECK(cuStreamIsCapturing(NULL, &status) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    CHECK(cuStreamEndCapture(blocking, &graph) == CUDA_SUCCESS); /* looking is fine */
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
     CHECK(gpu_zero(&it, NULL) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "backend/kernels_table.h"
 #include "fake_gpu.h"
 
 /* ---- orders --------------------------------------------------------------------- */
@@ -327,6 +328,33 @@ static void options_are_read_from_words(void)
 
 /* ---- threads -------------------------------------------------------------------- */
 
+/* No pointer to a float is two bytes off, and so the kernels do not look for it. */
+__attribute__((unused)) static void a_vector_that_is_not_aligned_ends_the_context(void)
+{
+    static pli_small_spans table;
+    gpu it = gpu_open(1, FAKE_LATE);
+    CUfunction add = NULL;
+    CUcontext context = NULL;
+    char *x = (char *)(uintptr_t)it.x; /* NOLINT(performance-no-int-to-ptr) */
+    void *args[] = {&table};
+    table.head.n_spans = 1;
+    table.spans[0] =
+        (pli_span){.to = x, .from = x + 512, .n = 64, .word = PLI_WORD_F32};
+    CHECK(cuModuleGetFunction(&add, it.module, "pl_add_small") == CUDA_SUCCESS);
+    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(cuLaunchKernel(add, 1, 1, 1, PLI_THREADS, 1, 1, 0, it.a, args, NULL) == 0);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    table.spans[0].to = x + 2;
+    table.spans[0].from = x + 514;
+    CHECK(cuLaunchKernel(add, 1, 1, 1, PLI_THREADS, 1, 1, 0, it.a, args, NULL) == 0);
+    (void)cuStreamSynchronize(it.a);
+    CHECK(cuStreamSynchronize(it.a) == CUDA_ERROR_MISALIGNED_ADDRESS);
+    CHECK(cuMemFree(it.x) == CUDA_ERROR_MISALIGNED_ADDRESS);
+    CHECK(cuCtxPopCurrent(&context) == CUDA_ERROR_MISALIGNED_ADDRESS);
+    gpu_expect_error("pl_add_small: a vector is not aligned");
+    fake_reset(NULL);
+}
+
 static void *use_a_stream(void *memory)
 {
     const gpu *it = memory;
@@ -398,6 +426,9 @@ int main(void)
     RUN(objects_are_not_used_after_their_end);
     RUN(calls_need_a_context_and_the_right_one);
     RUN(options_are_read_from_words);
+#ifndef __SANITIZE_ADDRESS__ /* with it UBSan ends the program there */
+    RUN(a_vector_that_is_not_aligned_ends_the_context);
+#endif
     RUN(several_threads_and_the_pump_do_their_work);
     return check_report();
 }

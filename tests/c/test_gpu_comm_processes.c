@@ -28,7 +28,7 @@ static pl_status worker_open(worker *it, child *self)
                            (fake_schedule)(shared->seed % 3));
     it->all.deadline_ns = shared->deadline_ns;
     it->rank = (gpu_rank){.all = &it->all, .rank = self->rank};
-    fake_reset(&it->all.fake);
+    gpu_ranks_reset(&it->all);
     PL_TRY(pli_nccl_library_open(fake_path(), &it->all.library));
     PL_TRY(pli_watchdog_create(&it->all.watchdog));
     PL_TRY(child_join(self));
@@ -40,14 +40,11 @@ done:
     return st;
 }
 
-/* What NCCL has still to end it ends in a thread that nobody waits for. */
 static void worker_close(worker *it, child *self)
 {
     pl_comm_destroy(self->comm);
     self->comm = NULL;
     gpu_close(&it->rank);
-    for (int i = 0; i < 5000 && fake_live(FAKE_CONTEXTS) > 0; i++)
-        pli_sleep_ns(PLI_MS);
     gpu_ranks_end(&it->all);
 }
 

@@ -396,7 +396,7 @@ static void a_bad_call_is_refused_and_the_group_comm_stays_usable(void)
 
 static void what_makes_no_group_comm_leaves_the_base_to_its_owner(void)
 {
-    static const int bad[][2] = {{0, 0}, {1, 1}, {-1, 2}, {0, PL_MAX_RANKS + 1}};
+    static const int bad[][2] = {{0, 0}, {1, 1}, {-1, 2}, {0, PLI_MAX_GROUP_RANKS + 1}};
     pl_comm *pair[2] = {NULL};
     pl_comm *base = NULL;
     pl_comm *group_comm = NULL;
@@ -417,7 +417,7 @@ static void what_makes_no_group_comm_leaves_the_base_to_its_owner(void)
         options.rank = bad[k][0];
         options.world_size = bad[k][1];
         CHECK(pli_group_comm_create(&options, &group_comm) == PL_EINVAL);
-        CHECK(error_has("a world has 1 to 64 ranks"));
+        CHECK(error_has("a world has 1 to 4096 ranks"));
     }
     options.rank = 0;
     options.world_size = 2;

@@ -1,6 +1,10 @@
 /* test_kernels_load.c - where kernels come from, and how work is cut into launches. */
+#include <dirent.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "core/alloc.h"
@@ -10,8 +14,36 @@
 
 enum { MISFIT = 222, COMPILATION = 6 };
 
+static char cache[] = "/tmp/test_kernels_load.XXXXXX"; /* of the user who has none */
+
+/* The only file of the cache, or of others in its folder; their number. */
+static int find_cached(char out[PATH_MAX])
+{
+    char folder[PATH_MAX / 2];
+    int n = 0;
+    (void)snprintf(folder, sizeof folder, "%s/caches/paceline", cache);
+    DIR *listing = opendir(folder);
+    for (struct dirent *it; listing != NULL && (it = readdir(listing)) != NULL;) {
+        if (it->d_name[0] == '.')
+            continue;
+        (void)snprintf(out, PATH_MAX, "%s/%s", folder, it->d_name);
+        n++;
+    }
+    if (listing != NULL)
+        (void)closedir(listing);
+    return n;
+}
+
+static void forget_cached(void)
+{
+    char path[PATH_MAX];
+    while (find_cached(path) > 0 && CHECK(unlink(path) == 0))
+        continue;
+}
+
 static void start_over(void)
 {
+    forget_cached();
     memset(&driver_said, 0, sizeof driver_said);
     fake_nvrtc_reset(120);
 }
@@ -170,6 +202,121 @@ static void no_allocation_that_fails_leaves_anything_behind(void)
         CHECK(kernels == NULL);
     }
     CHECK(n == 3);
+}
+
+/* ---- images of earlier processes ------------------------------------------------ */
+
+/* Has the kernels compiled, or taken from the cache; how often NVRTC was at work. */
+static int n_compiled_for(int compute)
+{
+    const int n_before = fake_nvrtc_compiled();
+    memset(&driver_said, 0, sizeof driver_said);
+    driver_said.load_results[0] = MISFIT;
+    unload(load(compute, PL_OK));
+    return fake_nvrtc_compiled() - n_before;
+}
+
+static void what_was_compiled_once_is_loaded_from_then_on(void)
+{
+    char path[PATH_MAX];
+    start_over();
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == 0);
+    CHECK(strcmp(driver_said.image, "fake cubin for --gpu-architecture=sm_86") == 0);
+    CHECK(find_cached(path) == 1);
+    CHECK(n_compiled_for(90) == 1); /* another device */
+    fake_nvrtc_set_version(12, 8);  /* another compiler */
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == 0);
+    CHECK(find_cached(path) == 3);
+}
+
+static void resize(const char *path, long by)
+{
+    struct stat facts;
+    CHECK(stat(path, &facts) == 0);
+    CHECK(truncate(path, facts.st_size + by) == 0);
+}
+
+static void overwrite(const char *path, long at)
+{
+    FILE *file = fopen(path, "r+b");
+    if (CHECK(file != NULL && fseek(file, at, SEEK_SET) == 0)) {
+        CHECK(fputc(0xff, file) == 0xff);
+        CHECK(fclose(file) == 0);
+    }
+}
+
+static void a_file_that_is_not_as_it_was_written_is_compiled_anew(void)
+{
+    char path[PATH_MAX];
+    for (int how = 0; how < 6; how++) {
+        start_over();
+        CHECK(n_compiled_for(86) == 1);
+        CHECK(find_cached(path) == 1);
+        if (how == 0)
+            resize(path, -1);
+        else if (how == 1)
+            resize(path, 1);
+        else if (how == 2)
+            CHECK(truncate(path, 10) == 0);
+        else if (how == 3)
+            overwrite(path, 0); /* of another program */
+        else if (how == 4)
+            overwrite(path, 40); /* in the image */
+        else
+            CHECK(chmod(path, 0666) == 0); /* of whoever likes to write it */
+        CHECK(n_compiled_for(86) == 1);
+        CHECK(n_compiled_for(86) == 0); /* written again */
+        CHECK(find_cached(path) == 1);
+    }
+}
+
+/* Root may write everywhere: for it a file is in the folder's place. */
+static void a_folder_that_cannot_be_used_is_done_without(void)
+{
+    char folder[PATH_MAX];
+    start_over();
+    (void)snprintf(folder, sizeof folder, "%s/caches/paceline", cache);
+    (void)rmdir(folder);
+    FILE *file = fopen(folder, "wb");
+    CHECK(file != NULL && fclose(file) == 0);
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(unlink(folder) == 0);
+    CHECK(mkdir(folder, 0500) == 0);
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == (geteuid() == 0 ? 0 : 1));
+    CHECK(chmod(folder, 0700) == 0);
+    CHECK(setenv("XDG_CACHE_HOME", "relative", 1) == 0); /* is not used */
+    CHECK(unsetenv("HOME") == 0);
+    forget_cached();
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(setenv("HOME", cache, 1) == 0);
+    CHECK(n_compiled_for(86) == 1);
+    CHECK(n_compiled_for(86) == 0); /* in ~/.cache/paceline */
+    CHECK(access("relative", F_OK) != 0);
+    (void)snprintf(folder, sizeof folder, "rm -r %s/.cache", cache);
+    CHECK(system(folder) == 0);
+    (void)snprintf(folder, sizeof folder, "%s/caches", cache);
+    CHECK(setenv("XDG_CACHE_HOME", folder, 1) == 0);
+}
+
+static int begin_cache(void)
+{
+    char folder[PATH_MAX];
+    if (!CHECK(mkdtemp(cache) != NULL))
+        return 0;
+    (void)snprintf(folder, sizeof folder, "%s/caches", cache);
+    return CHECK(setenv("XDG_CACHE_HOME", folder, 1) == 0);
+}
+
+static void end_cache(void)
+{
+    char command[PATH_MAX];
+    (void)snprintf(command, sizeof command, "rm -r %s", cache);
+    CHECK(system(command) == 0);
 }
 
 /* ---- launches ------------------------------------------------------------------- */
@@ -335,6 +482,8 @@ static void a_launch_that_fails_says_what_it_was_for(void)
 
 int main(void)
 {
+    if (!begin_cache())
+        return 1;
     RUN(the_fatbin_is_taken_where_the_driver_takes_it);
     RUN(an_old_driver_has_the_kernels_compiled_for_its_device);
     RUN(a_driver_of_small_parameters_is_given_no_kernels_of_large_ones);
@@ -344,11 +493,15 @@ int main(void)
     RUN(a_compiler_that_knows_no_fitting_device_is_an_error);
     RUN(a_kernel_that_is_missing_is_named);
     RUN(no_allocation_that_fails_leaves_anything_behind);
+    RUN(what_was_compiled_once_is_loaded_from_then_on);
+    RUN(a_file_that_is_not_as_it_was_written_is_compiled_anew);
+    RUN(a_folder_that_cannot_be_used_is_done_without);
     RUN(a_thousand_tensors_are_one_launch);
     RUN(small_parameters_do_where_there_are_no_large_ones);
     RUN(what_has_nothing_to_do_is_not_launched);
     RUN(additions_to_one_place_keep_their_order);
     RUN(more_blocks_than_a_grid_can_have_are_launched_apart);
     RUN(a_launch_that_fails_says_what_it_was_for);
+    end_cache();
     return check_report();
 }

@@ -128,7 +128,7 @@ static void run_ranks(gpu_ranks *all, meeting *it, void (*run)(gpu_rank *self))
     pthread_t threads[GPUS_MOST];
     *it = (meeting){.has_id = 0};
     all->context = it;
-    fake_reset(&all->fake);
+    gpu_ranks_reset(all);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &all->library)))
         return;
     for (int r = 0; r < all->world_size; r++) {
@@ -181,18 +181,23 @@ static void ranks_meet_and_add(void)
             gpu_ranks_of(2 + (int)(seed % 3), seed, (fake_schedule)(seed % 3));
         all.fake.polls = (int)seed * 3;
         all.fake.lazy_connect = seed % 2 == 0;
+        all.blocks = seed % 3 == 0;
         run_ranks(&all, &it, meet_and_sum);
     }
 }
 
-static void blocking_calls_do_as_well(void)
+static void calls_block_where_nobody_wants_another_way(void)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
-    (void)setenv("PACELINE_NCCL_BLOCKING", "1", 1);
     run_ranks(&all, &it, meet_and_sum);
     CHECK(fake_count("ncclCommInitRankConfig") == 0);
-    (void)unsetenv("PACELINE_NCCL_BLOCKING");
+    CHECK(fake_launch_threads() == 0);
+    all = gpu_ranks_of(3, 1, FAKE_LATE);
+    all.blocks = 0;
+    run_ranks(&all, &it, meet_and_sum);
+    CHECK(fake_count("ncclCommInitRankConfig") == 3);
+    CHECK(fake_launch_threads() > 0);
 }
 
 static void nccl_2_26_is_called_by_calls_that_block(void)
@@ -200,6 +205,7 @@ static void nccl_2_26_is_called_by_calls_that_block(void)
     meeting it;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     all.fake.nccl = 22602;
+    all.blocks = 0;
     run_ranks(&all, &it, meet_and_sum);
     CHECK(fake_count("ncclCommInitRankConfig") == 0);
     CHECK(fake_count("ncclCommInitRank") == 2);
@@ -286,6 +292,7 @@ static void an_abort_from_another_thread_ends_all_that_runs(void)
         meeting it;
         gpu_ranks all = gpu_ranks_of(2, seed, (fake_schedule)(seed % 3));
         all.fake.polls = 50;
+        all.fake.lazy_connect = seed % 5 == 0; /* it may block where it enqueues */
         run_ranks(&all, &it, enqueue_until_aborted);
     }
 }
@@ -295,6 +302,7 @@ static void an_abort_from_another_thread_ends_all_that_runs(void)
 static void use_memory(gpu_rank *self)
 {
     pli_nccl *nccl = NULL;
+    meeting *it = self->all->context;
     pli_nccl_memory memory = {NULL, 0, 0};
     const pli_nccl_library *library = self->all->library;
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
@@ -307,7 +315,10 @@ static void use_memory(gpu_rank *self)
     pli_nccl_deregister(nccl, NULL);
     pli_nccl_free(library, self->backend, &memory);
     pli_nccl_free(library, self->backend, &memory); /* it is gone */
+    atomic_fetch_add(&it->n_made, 1);
     if (self->rank == 0) {
+        while (atomic_load(&it->n_made) < 4) /* both have allocated */
+            pli_sleep_ns(100000);
         /* Where NCCL has none left, or is not there, the driver's will do. */
         fake_fail("ncclMemAlloc", 1, 1);
         CHECK_OK(pli_nccl_alloc(library, self->backend, 100, &memory));
@@ -337,7 +348,8 @@ static void meet_errors(gpu_rank *self)
         pl_status status;
     } errors[] = {{ncclUnhandledCudaError, PL_ESYS}, {ncclSystemError, PL_ESYS},
                   {ncclInternalError, PL_ESYS},      {ncclInvalidArgument, PL_EINVAL},
-                  {ncclInvalidUsage, PL_EINVAL},     {ncclRemoteError, PL_EPEER}};
+                  {ncclInvalidUsage, PL_EINVAL},     {ncclRemoteError, PL_EPEER},
+                  {ncclTimeout, PL_ETIMEOUT}};
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
         return;
     for (size_t k = 0; self->rank == 0 && k < sizeof errors / sizeof errors[0]; k++) {
@@ -362,7 +374,7 @@ int main(void)
     RUN(the_environment_comes_before_all_else);
     RUN(one_that_is_too_old_is_refused_by_its_version);
     RUN(ranks_meet_and_add);
-    RUN(blocking_calls_do_as_well);
+    RUN(calls_block_where_nobody_wants_another_way);
     RUN(nccl_2_26_is_called_by_calls_that_block);
     RUN(who_waits_for_a_rank_that_does_not_come_gives_up);
     RUN(an_abort_from_another_thread_ends_all_that_runs);

@@ -402,7 +402,7 @@ static void exchanges_survive_the_failure_of_any_allocation(void)
         if (!is_hit)
             break;
     }
-    CHECK(n_failed == 9);
+    CHECK(n_failed == 13);
     pl_comm_destroy(comm);
     side_drop(&self);
 }

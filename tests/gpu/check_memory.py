@@ -47,11 +47,16 @@ def wrap_paceline(world: World, module: nn.Module) -> nn.Module:
     return world.ours(module)
 
 
+def wrap_paceline_view(world: World, module: nn.Module) -> nn.Module:
+    return world.ours(module, gradient_as_bucket_view=True)
+
+
 CONTESTANTS: dict[str, Callable[[World, nn.Module], nn.Module]] = {
     "none": wrap_plain,
     "torch": wrap_torch,
     "torch_view": wrap_torch_view,
     "paceline": wrap_paceline,
+    "paceline_view": wrap_paceline_view,
 }
 
 

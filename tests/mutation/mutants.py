@@ -29,6 +29,7 @@ SOURCES = [
     "csrc/reducer/*.c",
     "csrc/nccl/gpu_*.c",
     "csrc/nccl/nccl.c",
+    "csrc/nccl/nccl_end.c",
     "csrc/comm/window.c",
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",

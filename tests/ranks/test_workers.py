@@ -71,18 +71,17 @@ def test_workers_answer_side_by_side(shared: group.WorkerGroup) -> None:
             assert array.tolist() == list(range(n))
 
 
-def test_an_arena_is_one_memory_in_all_processes(shared: group.WorkerGroup) -> None:
-    arena = _native.SharedMemory(4096)
-    view = arena.view(0, torch.ones(4))
-    workers = group.WorkerGroup(1, HANDLER, fds=(arena.fd,))
-    workers.wait_until_ready()
+def test_shared_memory_is_one_in_all_processes(shared: group.WorkerGroup) -> None:
+    memory = _native.SharedMemory(4096)
+    view = memory.view(0, torch.ones(4))
     code = f"""
+import os
 from paceline import _native
-view = _native.SharedMemory(4096, {arena.fd}).view(0, tensors[0])
+with open(f"/proc/{{os.getppid()}}/fd/{memory.fd}", "r+b", 0) as file:
+    view = _native.SharedMemory(4096, file.fileno()).view(0, tensors[0])
 view += 2
 """
-    run_in(workers, code, [torch.ones(4)])
-    workers.close()
+    run_in(shared, code, [torch.ones(4)])
     assert view.tolist() == [2.0] * 4
 
 

@@ -33,6 +33,8 @@ from paceline._compat import torch_cuda
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
+CACHE = str(_ROOT / "build/c/cache")
+"""Where what the fake NVRTC makes is kept: not among the user's files."""
 
 
 @functools.cache
@@ -59,11 +61,17 @@ def environment(**options: Any) -> dict[str, str]:
         "protect": 0,  # torch reads and writes what it takes for its own
         "foreign": 1,
         "share_device": 1,
+        "lazy_connect": 1,
         **_schedule(),
         **options,
     }
     words = ",".join(f"{name}={value}" for name, value in given.items())
-    return {"PACELINE_LIBCUDA": path, "PACELINE_LIBNCCL": path, "FAKE_CUDA": words}
+    return {
+        "PACELINE_LIBCUDA": path,
+        "PACELINE_LIBNCCL": path,
+        "FAKE_CUDA": words,
+        "XDG_CACHE_HOME": CACHE,
+    }
 
 
 def _schedule() -> dict[str, Any]:
@@ -121,7 +129,7 @@ class Machine(_gpu.Machine):
     def why_unusable(self) -> str:
         return ""
 
-    def identity(self, index: int) -> str:
+    def identity(self, index: int, nccl_version: int) -> str:
         return f"GPU {self.rank}"
 
     def open(self, index: int) -> _native.Device:
@@ -135,6 +143,7 @@ def stand_in(rank: int) -> Machine:
     if not isinstance(_gpu.machine, Machine):
         _gpu.machine = Machine(rank)
         torch_cuda.current_stream = lambda index: 0
+        torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
     _gpu.machine.is_there = True
     return _gpu.machine
 

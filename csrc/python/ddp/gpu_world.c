@@ -40,6 +40,8 @@ int pli_gpu_world_create(module_state *state, const pli_gpu_world *world,
         .n_ops = world->n_ops,
         .deadline_ns = world->deadline_ns,
         .is_interrupted = pli_is_interrupted,
+        .empty_caches = pli_gpu_empty_cache,
+        .context = state,
     };
     if (read_accumulation(world->accumulate, &options.accumulation) != 0)
         return -1;

@@ -234,6 +234,7 @@ int pli_reducer_make_spec(const module_state *state, const pli_reducer_args *arg
     *out = (pl_reducer_spec){
         .params = params,
         .n_params = n_slots,
+        .world_size = args->world_size,
         .extra_bytes = extra_bytes,
         .staging_bytes = n_sparse > 0 ? PLI_EXCHANGE_BYTES : 0,
         .caps = caps,
@@ -286,9 +287,9 @@ PyObject *pli_measure(PyObject *module, PyObject *args)
     size_t n_slots = 0, n_buffers = 0, extra_bytes = 0;
     pl_reducer_spec spec = {0};
     PyObject *result = NULL;
-    if (!PyArg_ParseTuple(args, "OOnn|OO:measure", &read.params, &read.buffers,
-                          &read.bucket_bytes, &read.last_bytes, &read.sparse,
-                          &device) ||
+    if (!PyArg_ParseTuple(args, "OOnn|OOi:measure", &read.params, &read.buffers,
+                          &read.bucket_bytes, &read.last_bytes, &read.sparse, &device,
+                          &read.world_size) ||
         read_device(state, device) != 0 || check_sizes(&read) != 0 ||
         read_place(state, read.params, device, &place) != 0)
         return NULL;

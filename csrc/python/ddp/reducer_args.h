@@ -14,6 +14,7 @@ typedef struct pli_reducer_args {
     Py_ssize_t view_bytes; /* the smallest gradient that becomes a view */
     PyObject *sparse;      /* sequence of indices into params; NULL: none */
     PyObject *caps;        /* sequence of a size for each bucket; NULL: none */
+    int world_size;        /* 0: up to PL_MAX_RANKS */
 } pli_reducer_args;
 
 /* The caps of buckets, checked; out->each is for pli_free().  -1 with ValueError where
@@ -40,7 +41,7 @@ int pli_reducer_make_spec(const module_state *state, const pli_reducer_args *arg
                           pl_reducer_spec *out);
 void pli_reducer_free_spec(pl_reducer_spec *spec);
 
-/* measure(params, buffers, bucket_bytes, last_bytes, sparse, device)
+/* measure(params, buffers, bucket_bytes, last_bytes, sparse, device, world_size)
  * -> (arena_bytes, n_ops, header_bytes) */
 PyObject *pli_measure(PyObject *module, PyObject *args);
 

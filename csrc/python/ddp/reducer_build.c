@@ -66,6 +66,22 @@ static int may_retain(const reducer_object *self)
     return n_bytes <= MOST_RETAINED_BYTES;
 }
 
+/* Every rank does this at the same time. */
+static int prepare(const module_state *state, reducer_object *self)
+{
+    pl_status st;
+    pl_stream *stream = NULL;
+    if (!pli_is_on_device(self))
+        return 0;
+    if (pli_gpu_current_stream(state, self->gpu, &stream) != 0)
+        return -1;
+    pl_reducer_set_stream(self->reducer, stream);
+    Py_BEGIN_ALLOW_THREADS
+    st = pl_reducer_prepare(self->reducer);
+    Py_END_ALLOW_THREADS
+    return pli_check(state, st);
+}
+
 int pli_reducer_build(const module_state *state, reducer_object *self,
                       const pli_reducer_args *args)
 {
@@ -82,7 +98,8 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
                               &spec) != 0 ||
         make_backend(state, self) != 0 ||
         pli_check(state, pl_reducer_create(&spec, self->comm, self->backend,
-                                           &self->reducer)) != 0)
+                                           &self->reducer)) != 0 ||
+        prepare(state, self) != 0)
         goto done;
     for (size_t i = 0; i < self->n_slots; i++) {
         grad_slot *slot = &self->slots[i];

@@ -53,6 +53,7 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     enter_list(self, state);
     self->world = Py_NewRef(read.world);
     self->comm = ((world_object *)read.world)->comm;
+    read.world_size = pl_comm_world_size(self->comm);
     self->gpu = ((world_object *)read.world)->gpu;
     self->place =
         pli_is_on_device(self) ? self->gpu->place : (dl_device){.type = DL_CPU};

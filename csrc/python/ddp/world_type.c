@@ -76,7 +76,7 @@ static int has_device(const world_arguments *arguments)
 static size_t base_bytes(const world_arguments *arguments)
 {
     return (size_t)arguments->arena_bytes +
-           (has_device(arguments) ? PLI_GPU_BOARD_BYTES : 0);
+           (has_device(arguments) ? pli_gpu_board_bytes(arguments->world_size) : 0);
 }
 
 static pl_status join_world(const module_state *state, const world_arguments *arguments,
@@ -143,11 +143,12 @@ static int read_deadline(const module_state *state, world_arguments *arguments)
 
 static int check_arguments(const module_state *state, const world_arguments *arguments)
 {
-    if (arguments->world_size < 1 || arguments->world_size > PL_MAX_RANKS ||
+    const int most_ranks = uses_group(arguments) ? PLI_MAX_GROUP_RANKS : PL_MAX_RANKS;
+    if (arguments->world_size < 1 || arguments->world_size > most_ranks ||
         arguments->rank < 0 || arguments->rank >= arguments->world_size) {
         PyErr_Format(PyExc_ValueError,
                      "rank %d of world_size %d: a world has 1 to %d ranks",
-                     arguments->rank, arguments->world_size, PL_MAX_RANKS);
+                     arguments->rank, arguments->world_size, most_ranks);
         return -1;
     }
     if (arguments->arena_bytes < 0 || arguments->n_ops < 1) {
@@ -239,7 +240,7 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     module_state *state = state_of_type(type);
     world_arguments arguments = {.accumulate = "nccl"};
     const char *address = NULL;
-    int pids[PL_MAX_RANKS];
+    int pids[PLI_MAX_GROUP_RANKS];
     if (parse_arguments(state, args, kwargs, &arguments) != 0 ||
         read_pids(arguments.pids, arguments.world_size, pids) != 0)
         return NULL;
@@ -381,12 +382,16 @@ static PyObject *world_leave(PyObject *object, PyObject *ignored)
     Py_RETURN_NONE;
 }
 
-/* The arena itself, which lives as long as whoever has such a buffer of it. */
+/* The arena itself, which lives as long as whoever has such a buffer of it; on a GPU
+ * with what the ranks tell one another, which a group comm carries as well. */
 static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
     pl_comm *comm = comm_of(object);
+    const size_t n_more = comm->host_bytes < comm->arena_bytes
+                              ? pli_gpu_board_bytes(pl_comm_world_size(comm))
+                              : 0;
     return PyBuffer_FillInfo(view, object, pli_comm_arena(comm),
-                             (Py_ssize_t)comm->host_bytes, 0, flags);
+                             (Py_ssize_t)(comm->host_bytes + n_more), 0, flags);
 }
 
 static PyObject *world_rank(PyObject *object, void *closure)

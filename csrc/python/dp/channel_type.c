@@ -10,8 +10,7 @@
 
 #include "message_leaves.h"
 
-/* Between looks at signals, and at the peer: a worker's own lifeline does the latter.
- */
+/* Between looks at signals, and at the peer: a worker's parent watch sees to that. */
 enum { CALLER_SLICE_MS = 50, WORKER_SLICE_MS = 500 };
 
 typedef enum channel_role { ROLE_CALLER, ROLE_WORKER } channel_role;
@@ -65,8 +64,7 @@ static void destroy(channel_object *self)
 static void channel_dealloc(PyObject *object)
 {
     channel_object *self = (channel_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
-    module_state *state = state_of_type(type);
+    module_state *state = state_of(object);
     if (self->previous != NULL)
         self->previous->next = self->next;
     else if (state != NULL && state->channels == self)
@@ -74,8 +72,7 @@ static void channel_dealloc(PyObject *object)
     if (self->next != NULL)
         self->next->previous = self->previous;
     destroy(self);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 void pli_channels_forget(module_state *state)

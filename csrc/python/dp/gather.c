@@ -16,23 +16,22 @@ static PyObject *join(const joiner *self, PyObject *values, const step *at);
 static int refuse_shapes(const step *at, Py_ssize_t k, const pli_shape *first,
                          const pli_shape *other, Py_ssize_t dim)
 {
-    PyObject *path = pli_step_path(at);
     PyObject *first_text = pli_shape_text(first);
     PyObject *other_text = pli_shape_text(other);
-    if (path == NULL || first_text == NULL || other_text == NULL)
+    if (first_text == NULL || other_text == NULL)
         ;
     else if (first->n_dims == other->n_dims && pli_shape_dim(first, dim) < 0)
-        PyErr_Format(PyExc_ValueError,
-                     "gather: %U has shape %U on replica 0, and no dimension %zd to "
-                     "join along: override gather to say what it shall become",
-                     path, first_text, dim);
+        (void)pli_refuse_output(PyExc_ValueError, at,
+                                "has shape %U on replica 0, and no dimension %zd to "
+                                "join along: override gather to say what it shall "
+                                "become",
+                                first_text, dim);
     else
-        PyErr_Format(PyExc_ValueError,
-                     "gather: %U has shape %U on replica 0 and %U on replica %zd: only "
-                     "dimension %zd may differ; pad them to one size in the module, or "
-                     "override gather",
-                     path, first_text, other_text, k, dim);
-    Py_XDECREF(path);
+        (void)pli_refuse_output(PyExc_ValueError, at,
+                                "has shape %U on replica 0 and %U on replica %zd: only "
+                                "dimension %zd may differ; pad them to one size in the "
+                                "module, or override gather",
+                                first_text, other_text, k, dim);
     Py_XDECREF(first_text);
     Py_XDECREF(other_text);
     return -1;
@@ -160,15 +159,14 @@ static void drop_all(const opened *parts)
 
 static int refuse_keys(const step *at, const opened *parts, Py_ssize_t k)
 {
-    PyObject *path = pli_step_path(at);
     PyObject *first_keys = PySequence_List(parts->nodes[0].keys);
     PyObject *other_keys = PySequence_List(parts->nodes[k].keys);
-    if (path != NULL && first_keys != NULL && other_keys != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "gather: %U has the keys %R on replica 0 and %R on replica %zd: "
-                     "return the same keys from each replica, or override gather",
-                     path, first_keys, other_keys, k);
-    Py_XDECREF(path);
+    if (first_keys != NULL && other_keys != NULL)
+        (void)pli_refuse_output(PyExc_ValueError, at,
+                                "has the keys %R on replica 0 and %R on replica %zd: "
+                                "return the same keys from each replica, or override "
+                                "gather",
+                                first_keys, other_keys, k);
     Py_XDECREF(first_keys);
     Py_XDECREF(other_keys);
     return -1;
@@ -206,47 +204,28 @@ static int order_by_keys(const step *at, const opened *parts, Py_ssize_t k)
     return status;
 }
 
-static int refuse_lengths(const step *at, const opened *parts, Py_ssize_t k)
-{
-    PyObject *path = pli_step_path(at);
-    if (path != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "gather: %U has %zd entries on replica 0 and %zd on replica %zd: "
-                     "return as many from each replica, or override gather",
-                     path, PyTuple_GET_SIZE(parts->children[0]),
-                     PyTuple_GET_SIZE(parts->children[k]), k);
-    Py_XDECREF(path);
-    return -1;
-}
-
-static int refuse_contexts(const step *at, const opened *parts, Py_ssize_t k)
-{
-    PyObject *path = pli_step_path(at);
-    if (path != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "gather: %U, a %.200s, has the context %R on replica 0 and %R on "
-                     "replica %zd: return the same from each replica, or override "
-                     "gather",
-                     path, parts->nodes[0].type->tp_name, parts->nodes[0].extra,
-                     parts->nodes[k].extra, k);
-    Py_XDECREF(path);
-    return -1;
-}
-
 static int check_part(const step *at, const opened *parts, Py_ssize_t k)
 {
-    const pli_node *first = &parts->nodes[0];
+    const pli_node *first = &parts->nodes[0], *other = &parts->nodes[k];
     if (first->kind == PLI_REGISTERED) {
-        const int same =
-            PyObject_RichCompareBool(first->extra, parts->nodes[k].extra, Py_EQ);
-        if (same != 1)
-            return same < 0 ? -1 : refuse_contexts(at, parts, k);
+        const int same = PyObject_RichCompareBool(first->extra, other->extra, Py_EQ);
+        if (same == 0)
+            return pli_refuse_output(
+                PyExc_ValueError, at,
+                "is a %.200s with the context %R on replica 0 and %R on replica %zd: "
+                "return the same from each replica, or override gather",
+                first->type->tp_name, first->extra, other->extra, k);
+        if (same < 0)
+            return -1;
     } else if (first->keys != NULL && order_by_keys(at, parts, k) != 0) {
         return -1;
     }
-    return first->n_children == parts->nodes[k].n_children
-               ? 0
-               : refuse_lengths(at, parts, k);
+    if (first->n_children == other->n_children)
+        return 0;
+    return pli_refuse_output(PyExc_ValueError, at,
+                             "has %zd entries on replica 0 and %zd on replica %zd: "
+                             "return as many from each replica, or override gather",
+                             first->n_children, other->n_children, k);
 }
 
 static PyObject *join_children(const joiner *self, const opened *parts, const step *at)
@@ -255,18 +234,12 @@ static PyObject *join_children(const joiner *self, const opened *parts, const st
     PyObject *items = PyTuple_New(first->n_children);
     for (Py_ssize_t i = 0; items != NULL && i < first->n_children; i++) {
         const step below = {.parent = at, .node = first, .child = i};
-        PyObject *item = NULL;
         PyObject *column = PyTuple_New(self->n);
         for (Py_ssize_t k = 0; column != NULL && k < self->n; k++)
             PyTuple_SET_ITEM(column, k,
                              Py_NewRef(PyTuple_GET_ITEM(parts->children[k], i)));
-        if (column != NULL)
-            item = join(self, column, &below);
+        pli_tuple_put(&items, i, column != NULL ? join(self, column, &below) : NULL);
         Py_XDECREF(column);
-        if (item == NULL)
-            Py_CLEAR(items);
-        else
-            PyTuple_SET_ITEM(items, i, item);
     }
     return items;
 }

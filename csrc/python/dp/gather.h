@@ -21,8 +21,8 @@ typedef struct joiner {
     int *has_warned; /* of scalars, in this call */
 } joiner;
 
-/* "output['logits'][0]" */
-PyObject *pli_step_path(const step *at);
+/* Raises "gather: output['logits'][0] " and the words; returns -1. */
+int pli_refuse_output(PyObject *type, const step *at, const char *format, ...);
 
 /* What the replicas' values are, by replica 0's; -1 where another's is something else.
  */

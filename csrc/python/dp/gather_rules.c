@@ -1,18 +1,27 @@
 /* gather_rules.c - what outputs are, and how errors speak of them. */
 #include "gather.h"
 
-PyObject *pli_step_path(const step *at)
+static PyObject *path_of(const step *at) /* NOLINT(misc-no-recursion) */
 {
     if (at == NULL)
-        return PyUnicode_FromString("output");
+        return PyUnicode_FromString("gather: output");
     PyObject *path = NULL;
-    PyObject *before = pli_step_path(at->parent);
+    PyObject *before = path_of(at->parent);
     PyObject *last = before != NULL ? pli_node_step(at->node, at->child) : NULL;
     if (last != NULL)
         path = PyUnicode_Concat(before, last);
     Py_XDECREF(before);
     Py_XDECREF(last);
     return path;
+}
+
+int pli_refuse_output(PyObject *type, const step *at, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    pli_raise_at(type, path_of(at), format, args);
+    va_end(args);
+    return -1;
 }
 
 /* ---- kinds ---------------------------------------------------------------------- */
@@ -27,17 +36,14 @@ static int refuse_types(const step *at, PyObject *values, Py_ssize_t k)
 {
     PyObject *first = PyTuple_GET_ITEM(values, 0);
     PyObject *other = PyTuple_GET_ITEM(values, k);
-    PyObject *path = pli_step_path(at);
-    if (path != NULL)
-        PyErr_Format(PyExc_TypeError,
-                     "gather: %U is %s%.200s on replica 0 and %s%.200s on replica %zd: "
-                     "return the same from each replica, or override gather",
-                     path, first == Py_None ? "" : "of type ",
-                     first == Py_None ? "None" : Py_TYPE(first)->tp_name,
-                     other == Py_None ? "" : "of type ",
-                     other == Py_None ? "None" : Py_TYPE(other)->tp_name, k);
-    Py_XDECREF(path);
-    return -1;
+    return pli_refuse_output(
+        PyExc_TypeError, at,
+        "is %s%.200s on replica 0 and %s%.200s on replica %zd: return the same from "
+        "each replica, or override gather",
+        first == Py_None ? "" : "of type ",
+        first == Py_None ? "None" : Py_TYPE(first)->tp_name,
+        other == Py_None ? "" : "of type ",
+        other == Py_None ? "None" : Py_TYPE(other)->tp_name, k);
 }
 
 static int kind_of_output(const module_state *state, PyObject *value)
@@ -96,18 +102,13 @@ static int check_rows(const joiner *self, PyObject *lists, const step *at)
         const Py_ssize_t n_rows = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->sizes, k));
         if (PyErr_Occurred())
             return -1;
-        if (n == n_rows)
-            continue;
-        PyObject *path = pli_step_path(at);
-        if (path != NULL)
-            PyErr_Format(PyExc_ValueError,
-                         "gather: %U has %zd entries for the %zd rows of replica %zd: "
-                         "a list of numbers, strings or objects has one entry a row; "
-                         "return a tuple where they are something else, or override "
-                         "gather",
-                         path, n, n_rows, k);
-        Py_XDECREF(path);
-        return -1;
+        if (n != n_rows)
+            return pli_refuse_output(
+                PyExc_ValueError, at,
+                "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
+                "strings or objects has one entry a row; return a tuple where they are "
+                "something else, or override gather",
+                n, n_rows, k);
     }
     return 0;
 }

@@ -25,21 +25,13 @@ static int shape_of_array(PyObject *array, pli_shape *out)
     return 0;
 }
 
-/* 1 where `answer`, which it steals, is True, 0, or -1. */
-static int is_true(PyObject *answer)
-{
-    const int result = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return result;
-}
-
 /* For subclasses, and for what DLPack refuses: sparse, nested, meta, quantized. */
 static int shape_by_attributes(const module_state *state, PyObject *tensor,
                                pli_shape *out)
 {
     out->n_dims = PLI_SHAPE_UNKNOWN;
-    out->is_strided = is_true(PyObject_CallOneArg(state->is_strided, tensor));
-    const int is_nested = is_true(PyObject_GetAttr(tensor, state->name_is_nested));
+    out->is_strided = pli_is_true(PyObject_CallOneArg(state->is_strided, tensor));
+    const int is_nested = pli_is_true(PyObject_GetAttr(tensor, state->name_is_nested));
     if (is_nested != 0 || out->is_strided < 0)
         return is_nested < 0 || out->is_strided < 0 ? -1 : 0;
     PyObject *shape = PyObject_GetAttr(tensor, state->name_shape);
@@ -87,13 +79,8 @@ PyObject *pli_shape_text(const pli_shape *shape)
     if (shape->n_dims < 0)
         return PyUnicode_FromString("(nested)");
     PyObject *sizes = PyTuple_New(shape->n_dims);
-    for (int d = 0; sizes != NULL && d < shape->n_dims; d++) {
-        PyObject *size = PyLong_FromLongLong(shape->sizes[d]);
-        if (size == NULL)
-            Py_CLEAR(sizes);
-        else
-            PyTuple_SET_ITEM(sizes, d, size);
-    }
+    for (int d = 0; sizes != NULL && d < shape->n_dims; d++)
+        pli_tuple_put(&sizes, d, PyLong_FromLongLong(shape->sizes[d]));
     PyObject *text = sizes != NULL ? PyObject_Repr(sizes) : NULL;
     Py_XDECREF(sizes);
     return text;

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "ipc/message.h"
+#include "python/array.h"
 #include "python/tensor.h"
 
 enum { FEW = 16, BIG_BYTES = 1 << 17 /* to copy without the GIL */ };
@@ -24,24 +25,17 @@ typedef struct source {
 
 /* ---- what an object is ---------------------------------------------------------- */
 
-/* Non-zero where a tensor's method `name`, without arguments, says so; -1: failed. */
-static int ask(PyObject *tensor, PyObject *name)
-{
-    PyObject *answer = PyObject_CallMethodNoArgs(tensor, name);
-    const int is_so = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return is_so;
-}
-
 /* Replaces a tensor whose bits are to be read negated or conjugated by one of plain
  * bits. */
 static int resolve(const module_state *state, source *self)
 {
     if (self->dtype.code != DL_COMPLEX && self->dtype.code != DL_FLOAT)
         return 0;
-    int is_lazy = ask(self->object, state->str_is_neg);
+    int is_lazy =
+        pli_is_true(PyObject_CallMethodNoArgs(self->object, state->str_is_neg));
     if (is_lazy == 0 && self->dtype.code == DL_COMPLEX)
-        is_lazy = ask(self->object, state->str_is_conj);
+        is_lazy =
+            pli_is_true(PyObject_CallMethodNoArgs(self->object, state->str_is_conj));
     if (is_lazy <= 0)
         return is_lazy;
     PyObject *detached = PyObject_CallMethod(self->object, "detach", NULL);
@@ -159,18 +153,12 @@ static int read_format(const char *format, Py_ssize_t item_bytes, dl_dtype *out)
     return -1;
 }
 
-/* NumPy's arrays, and its other kinds (masked arrays), which travel pickled. */
-static int is_array(PyObject *object)
-{
-    return PyObject_CheckBuffer(object) &&
-           PyObject_HasAttrString(object, "__array_interface__");
-}
-
+/* Subclasses of NumPy's arrays (masked ones) are sent pickled. */
 static int take_array(const module_state *state, source *self)
 {
     _Static_assert(sizeof(Py_ssize_t) == sizeof(int64_t), "sizes are 64 bits wide");
     Py_buffer *buffer = &self->buffer;
-    if (strcmp(Py_TYPE(self->object)->tp_name, "numpy.ndarray") != 0)
+    if (!pli_array_is_plain(self->object))
         return take_pickle(state, self);
     if (PyObject_GetBuffer(self->object, buffer, PyBUF_STRIDED_RO | PyBUF_FORMAT) !=
         0) {
@@ -193,7 +181,10 @@ static int take(const module_state *state, PyObject *object, source *self)
     self->object = Py_NewRef(object);
     if (object == Py_None)
         return 0;
-    return is_array(object) ? take_array(state, self) : take_tensor(state, self);
+    const int is_array = pli_array_check(object);
+    if (is_array < 0)
+        return -1;
+    return is_array ? take_array(state, self) : take_tensor(state, self);
 }
 
 static void drop(source *self)

@@ -2,7 +2,7 @@
  *
  * What is a strided tensor in CPU memory or an array of numbers is packed into the
  * message without a copy between (ipc/message.h); anything else of torch's and NumPy's
- * (sparse tensors, arrays of strings) travels pickled.
+ * (sparse tensors, arrays of strings) is sent pickled.
  */
 #ifndef PLI_MESSAGE_LEAVES_H
 #define PLI_MESSAGE_LEAVES_H

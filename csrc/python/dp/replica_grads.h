@@ -42,8 +42,6 @@ struct replica_grads_object {
     int is_shut; /* hooks leave .grad where it is */
     pl_backend *backend;
     const module_state *state;
-    PyObject *str_hooks;
-    PyObject *str_post_hooks;
 };
 
 int pli_call_method(PyObject *object, const char *name, PyObject *arg);

@@ -169,15 +169,8 @@ PyObject *pli_replica_grads_fallbacks(PyObject *object, PyObject *ignored)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static void grad_hook_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 static PyType_Slot grad_hook_slots[] = {
-    {Py_tp_dealloc, grad_hook_dealloc},
+    {Py_tp_dealloc, pli_object_free},
     {Py_tp_doc, "A parameter's hook in a replica; made by ReplicaGrads alone."},
     {0, NULL},
 };

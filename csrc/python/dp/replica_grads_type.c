@@ -50,13 +50,9 @@ static int fill(const module_state *state, replica_grads_object *self, PyObject 
                 PyObject *memory)
 {
     self->state = state;
-    self->str_hooks = PyUnicode_InternFromString("_backward_hooks");
-    self->str_post_hooks = PyUnicode_InternFromString("_post_accumulate_grad_hooks");
-    if (self->str_hooks == NULL || self->str_post_hooks == NULL ||
-        pli_check(state, pli_cpu_backend_create(&self->backend)) != 0)
-        return -1;
     const size_t n = (size_t)PyList_GET_SIZE(params);
-    if (pli_check(state,
+    if (pli_check(state, pli_cpu_backend_create(&self->backend)) != 0 ||
+        pli_check(state,
                   pli_calloc(n + 1, sizeof *self->slots, "slots", &self->slots)) != 0)
         return -1;
     self->n_slots = n;
@@ -235,23 +231,11 @@ static PyObject *replica_grads_take(PyObject *object, PyObject *masks)
     PyObject *sums = PyList_New((Py_ssize_t)self->n_slots);
     for (size_t i = 0; sums != NULL && i < self->n_slots; i++) {
         const int n_rows = rows_of(self, masks, i, rows);
-        PyObject *sum = n_rows > 0 ? sum_of(self, &self->slots[i], rows, n_rows)
-                                   : Py_NewRef(Py_None);
-        if (sum == NULL)
-            Py_CLEAR(sums);
-        else
-            PyList_SET_ITEM(sums, (Py_ssize_t)i, sum);
+        pli_list_put(&sums, (Py_ssize_t)i,
+                     n_rows > 0 ? sum_of(self, &self->slots[i], rows, n_rows)
+                                : Py_NewRef(Py_None));
     }
     return sums;
-}
-
-/* 1 where param.name is neither None nor empty, 0, or -1. */
-static int has_some(PyObject *param, PyObject *name)
-{
-    PyObject *value = PyObject_GetAttr(param, name);
-    const int some = value == NULL ? -1 : PyObject_IsTrue(value);
-    Py_XDECREF(value);
-    return some;
 }
 
 static PyObject *replica_grads_hooked(PyObject *object, PyObject *ignored)
@@ -261,9 +245,11 @@ static PyObject *replica_grads_hooked(PyObject *object, PyObject *ignored)
     (void)ignored;
     for (size_t i = 0; i < self->n_slots; i++) {
         PyObject *param = self->slots[i].param;
-        int is_hooked = has_some(param, self->str_hooks);
+        int is_hooked =
+            pli_is_true(PyObject_GetAttr(param, self->state->name__backward_hooks));
         if (is_hooked == 0)
-            is_hooked = has_some(param, self->str_post_hooks);
+            is_hooked = pli_is_true(
+                PyObject_GetAttr(param, self->state->name__post_accumulate_grad_hooks));
         if (is_hooked > 0 && mask == NULL) {
             mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
             if (mask != NULL)
@@ -317,15 +303,11 @@ static int replica_grads_clear(PyObject *object)
 static void replica_grads_dealloc(PyObject *object)
 {
     replica_grads_object *self = (replica_grads_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)replica_grads_clear(object);
     pli_free(self->slots);
     pli_backend_destroy(self->backend);
-    Py_XDECREF(self->str_hooks);
-    Py_XDECREF(self->str_post_hooks);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef replica_grads_methods[] = {

@@ -33,27 +33,27 @@ typedef struct batch {
 
 /* ---- how many rows -------------------------------------------------------------- */
 
-/* Raises `text`, which begin with the path of a leaf. */
-static int refuse(const scattered_object *self, Py_ssize_t leaf, const char *text)
+/* Raises ValueError: the path of a leaf, then the words. */
+static int refuse(const scattered_object *self, Py_ssize_t leaf, const char *format,
+                  ...)
 {
+    va_list args;
+    va_start(args, format);
     PyObject *path = pli_tree_path_of_call(self->tree, leaf);
-    if (path != NULL)
-        PyErr_Format(PyExc_ValueError, "%U %s", path, text);
-    Py_XDECREF(path);
+    pli_raise_at(PyExc_ValueError, path, format, args);
+    va_end(args);
     return -1;
 }
 
 static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
                        const pli_shape *shape)
 {
-    PyObject *path = pli_tree_path_of_call(self->tree, leaf);
     PyObject *text = pli_shape_text(shape);
-    if (path != NULL && text != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "%U has shape %U and no dimension %zd to split it along: mark it "
-                     "by paceline.replicate(x) if each replica shall have it whole",
-                     path, text, self->dim);
-    Py_XDECREF(path);
+    if (text != NULL)
+        (void)refuse(self, leaf,
+                     "has shape %U and no dimension %zd to split it along: mark it by "
+                     "paceline.replicate(x) if each replica shall have it whole",
+                     text, self->dim);
     Py_XDECREF(text);
     return -1;
 }
@@ -61,16 +61,14 @@ static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
 static int refuse_rows(const scattered_object *self, const batch *first,
                        const batch *other)
 {
-    PyObject *path = pli_tree_path_of_call(self->tree, first->leaf);
-    PyObject *other_path = pli_tree_path_of_call(self->tree, other->leaf);
-    if (path != NULL && other_path != NULL)
-        PyErr_Format(PyExc_ValueError,
-                     "%U has %zd rows along dimension %zd, and %U has %zd: all tensors "
+    PyObject *path = pli_tree_path_of_call(self->tree, other->leaf);
+    if (path != NULL)
+        (void)refuse(self, first->leaf,
+                     "has %zd rows along dimension %zd, and %U has %zd: all tensors "
                      "are split by rows, so they must have as many; mark what each "
                      "replica shall have whole by paceline.replicate(x)",
-                     path, first->n_rows, self->dim, other_path, other->n_rows);
+                     first->n_rows, self->dim, path, other->n_rows);
     Py_XDECREF(path);
-    Py_XDECREF(other_path);
     return -1;
 }
 
@@ -116,10 +114,8 @@ static int take_each(const module_state *state, scattered_object *self,
         return 0;
     PyObject *dim = PyLong_FromSsize_t(self->dim);
     PyObject *args[] = {PyList_GET_ITEM(self->leaves, rows->leaf), dim};
-    PyObject *answer =
-        dim != NULL ? PyObject_Vectorcall(state->repeats_row, args, 2, NULL) : NULL;
-    const int is_each = answer != NULL ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
+    const int is_each = pli_is_true(
+        dim != NULL ? PyObject_Vectorcall(state->repeats_row, args, 2, NULL) : NULL);
     Py_XDECREF(dim);
     if (is_each == 1) {
         self->ways[rows->leaf] = PLI_EACH;
@@ -188,12 +184,8 @@ static int fill_sizes(scattered_object *self)
 {
     self->sizes = PyTuple_New(self->n_parts);
     for (Py_ssize_t k = 0; self->sizes != NULL && k < self->n_parts; k++) {
-        PyObject *size =
-            PyLong_FromLongLong(pli_split_rows(self->n_rows, self->n_parts, k).n);
-        if (size == NULL)
-            Py_CLEAR(self->sizes);
-        else
-            PyTuple_SET_ITEM(self->sizes, k, size);
+        const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
+        pli_tuple_put(&self->sizes, k, PyLong_FromLongLong(rows.n));
     }
     return self->sizes != NULL ? 0 : -1;
 }
@@ -258,15 +250,13 @@ static PyObject *leaves_of(const module_state *state, const scattered_object *se
             continue;
         }
         const int is_each = self->ways[i] == PLI_EACH;
-        PyObject *part =
-            self->ways[i] == PLI_WHOLE
-                ? Py_NewRef(leaf)
-                : pli_leaf_narrow(state, leaf, self->dim, is_each ? k : rows.begin,
-                                  is_each ? 1 : rows.n);
-        if (part == NULL)
-            Py_CLEAR(leaves);
-        else
-            PyList_SET_ITEM(leaves, i++, part);
+        pli_list_put(&leaves, i,
+                     self->ways[i] == PLI_WHOLE
+                         ? Py_NewRef(leaf)
+                         : pli_leaf_narrow(state, leaf, self->dim,
+                                           is_each ? k : rows.begin,
+                                           is_each ? 1 : rows.n));
+        i++;
     }
     return leaves;
 }
@@ -384,7 +374,6 @@ static int scattered_traverse(PyObject *object, visitproc visit, void *arg)
 static void scattered_dealloc(PyObject *object)
 {
     scattered_object *self = (scattered_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->call);
     Py_XDECREF((PyObject *)self->tree);
@@ -392,8 +381,7 @@ static void scattered_dealloc(PyObject *object)
     Py_XDECREF(self->packs);
     Py_XDECREF(self->sizes);
     PyMem_Free(self->ways);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef scattered_methods[] = {

@@ -86,13 +86,11 @@ static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static void memory_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     const shared_memory_object *self = (shared_memory_object *)object;
     if (self->memory != NULL && self->sharing_pid == getpid())
         pli_shared_memory_share_ends(self->memory);
     pli_shared_memory_release(self->memory);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyObject *memory_holding(PyObject *class, PyObject *arg)

@@ -213,44 +213,21 @@ static PyObject *tensors_moved(PyObject *object, PyObject *ignored)
     Py_RETURN_FALSE;
 }
 
-/* 1 or 0, or -1. */
-static int is_trainable(const shared_tensors_object *self, Py_ssize_t i)
-{
-    PyObject *tensor = self->items[i].tensor;
-    PyObject *wants =
-        get_by(self->wants, tensor, state_of((PyObject *)self)->str_requires_grad);
-    Py_XDECREF(wants); /* True and False live on */
-    return wants == NULL ? -1 : wants == Py_True;
-}
-
 static PyObject *tensors_trainable(PyObject *object, PyObject *ignored)
 {
     const shared_tensors_object *self = (shared_tensors_object *)object;
+    PyObject *requires_grad = state_of(object)->str_requires_grad;
     PyObject *mask = PyBytes_FromStringAndSize(NULL, self->n_items);
     (void)ignored;
     for (Py_ssize_t i = 0; mask != NULL && i < self->n_items; i++) {
-        const int wants = is_trainable(self, i);
+        const int wants =
+            pli_is_true(get_by(self->wants, self->items[i].tensor, requires_grad));
         if (wants < 0)
             Py_CLEAR(mask);
         else
             PyBytes_AS_STRING(mask)[i] = (char)wants;
     }
     return mask;
-}
-
-static PyObject *tensors_is_as(PyObject *object, PyObject *mask)
-{
-    const shared_tensors_object *self = (shared_tensors_object *)object;
-    if (!PyBytes_Check(mask) || PyBytes_GET_SIZE(mask) != self->n_items)
-        Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < self->n_items; i++) {
-        const int wants = is_trainable(self, i);
-        if (wants < 0)
-            return NULL;
-        if (wants != PyBytes_AS_STRING(mask)[i])
-            Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
 }
 
 /* ---- versions ------------------------------------------------------------------- */
@@ -436,14 +413,12 @@ static int tensors_clear(PyObject *object)
 static void tensors_dealloc(PyObject *object)
 {
     shared_tensors_object *self = (shared_tensors_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)tensors_clear(object);
     pli_free(self->items);
     pli_free(self->moves);
     pli_backend_destroy(self->backend);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef tensors_methods[] = {
@@ -453,14 +428,11 @@ static PyMethodDef tensors_methods[] = {
      "trainable($self, /)\n--\n\nReturn a byte a tensor: whether it requires a "
      "gradient."},
     {"record_versions", tensors_record_versions, METH_NOARGS,
-     "record_versions($self, /)\n--\n\nNote how often each tensor was written in "
+     "record_versions($self, /)\n--\n\nRecord how often each tensor was written in "
      "place."},
     {"written", tensors_written, METH_NOARGS,
      "written($self, /)\n--\n\nReturn the indices of the tensors that were written "
      "since."},
-    {"is_trainable_as", tensors_is_as, METH_O,
-     "is_trainable_as($self, mask, /)\n--\n\nTell whether trainable() would be "
-     "`mask`."},
     {"save", tensors_save, METH_NOARGS,
      "save($self, /)\n--\n\nCopy tensors to their places; False where one does not "
      "fit."},

@@ -6,18 +6,7 @@
  */
 #include "snapshot.h"
 
-#include <string.h>
-
 /* ---- values --------------------------------------------------------------------- */
-
-/* By their bits: NaN is itself, and 0.0 is not -0.0. */
-static int is_equal_float(PyObject *left, PyObject *right)
-{
-    const double values[] = {PyFloat_AS_DOUBLE(left), PyFloat_AS_DOUBLE(right)};
-    uint64_t bits[2];
-    memcpy(bits, values, sizeof bits);
-    return bits[0] == bits[1];
-}
 
 /* Whether two members are as good as one. */
 static int is_same_value(PyObject *left, PyObject *right)
@@ -27,7 +16,7 @@ static int is_same_value(PyObject *left, PyObject *right)
     if (left == NULL || right == NULL || Py_TYPE(left) != Py_TYPE(right))
         return 0;
     if (PyFloat_CheckExact(left))
-        return is_equal_float(left, right);
+        return pli_is_same_double(PyFloat_AS_DOUBLE(left), PyFloat_AS_DOUBLE(right));
     if (!PyLong_CheckExact(left) && !PyUnicode_CheckExact(left))
         return 0;
     const int is_equal = PyObject_RichCompareBool(left, right, Py_EQ);
@@ -374,7 +363,7 @@ typedef struct difference {
     PyObject *after;
 } difference;
 
-static int note_difference(void *context, PyObject *key, PyObject *value)
+static int record_difference(void *context, PyObject *key, PyObject *value)
 {
     difference *found = context;
     const pli_watched *item = found->item;
@@ -395,7 +384,7 @@ PyObject *pli_watched_delta(const pli_watched *item)
     if (item->kind != PLI_WATCHED_DICT && item->kind != PLI_WATCHED_ORDERED)
         PyErr_SetString(PyExc_TypeError, "delta: only dictionaries have one");
     else if (found.before != NULL && found.after != NULL)
-        status = walk(item, note_difference, &found);
+        status = walk(item, record_difference, &found);
     for (Py_ssize_t n = found.n; status == 0 && n < item->n_seen; n++)
         status = PyDict_SetItem(found.before, item->keys[n], item->values[n]);
     if (status == 0)

@@ -200,11 +200,9 @@ static int snapshot_clear(PyObject *object)
 
 static void snapshot_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     (void)snapshot_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef snapshot_methods[] = {

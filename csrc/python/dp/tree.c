@@ -107,10 +107,7 @@ static PyObject *tree_reduce(PyObject *object, PyObject *ignored)
         PyObject *row = Py_BuildValue("(inOOOO)", (int)node->kind, node->n_children,
                                       or_none(node->type), or_none(node->keys),
                                       or_none(node->extra), or_none(node->attributes));
-        if (row == NULL)
-            Py_CLEAR(rows);
-        else
-            PyTuple_SET_ITEM(rows, i, row);
+        pli_tuple_put(&rows, i, row);
     }
     return rows != NULL ? Py_BuildValue("(O(N))", (PyObject *)Py_TYPE(object), rows)
                         : NULL;
@@ -240,21 +237,12 @@ static int dicts_are_fixed(const module_state *state, PyObject *left, PyObject *
     return 1;
 }
 
-/* Bit by bit: a NaN is itself, and -0.0 is not 0.0. */
-static int doubles_are_same(double left, double right)
-{
-    uint64_t first, other;
-    memcpy(&first, &left, sizeof first);
-    memcpy(&other, &right, sizeof other);
-    return first == other;
-}
-
 static int complexes_are_same(PyObject *left, PyObject *right)
 {
     const Py_complex first = PyComplex_AsCComplex(left);
     const Py_complex other = PyComplex_AsCComplex(right);
-    return doubles_are_same(first.real, other.real) &&
-           doubles_are_same(first.imag, other.imag);
+    return pli_is_same_double(first.real, other.real) &&
+           pli_is_same_double(first.imag, other.imag);
 }
 
 static int nested_are_fixed(const module_state *state, PyObject *left, PyObject *right)
@@ -285,7 +273,7 @@ static int is_fixed(const module_state *state, PyObject *left, PyObject *right)
         (PyObject *)type == state->device_type)
         return PyObject_RichCompareBool(left, right, Py_EQ);
     if (type == &PyFloat_Type)
-        return doubles_are_same(PyFloat_AS_DOUBLE(left), PyFloat_AS_DOUBLE(right));
+        return pli_is_same_double(PyFloat_AS_DOUBLE(left), PyFloat_AS_DOUBLE(right));
     if (type == &PyComplex_Type)
         return complexes_are_same(left, right);
     if (type == &PyTuple_Type || type == &PyList_Type || type == &PyDict_Type)
@@ -372,12 +360,6 @@ static PyObject *tree_unflatten(PyObject *object, PyObject *leaves)
     return value;
 }
 
-static PyObject *tree_n_leaves(PyObject *object, void *closure)
-{
-    (void)closure;
-    return PyLong_FromSsize_t(((const pli_tree *)object)->n_leaves);
-}
-
 /* ---- life ----------------------------------------------------------------------- */
 
 static int tree_traverse(PyObject *object, visitproc visit, void *arg)
@@ -398,12 +380,10 @@ static int tree_traverse(PyObject *object, visitproc visit, void *arg)
 static void tree_dealloc(PyObject *object)
 {
     pli_tree *self = (pli_tree *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     for (Py_ssize_t i = 0; i < Py_SIZE(object); i++)
         pli_node_drop(&self->nodes[i]);
-    type->tp_free(object);
-    Py_DECREF(type);
+    pli_object_free(object);
 }
 
 static PyMethodDef tree_methods[] = {
@@ -415,18 +395,12 @@ static PyMethodDef tree_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef tree_getset[] = {
-    {"n_leaves", tree_n_leaves, NULL, "How many tensors and arrays it is for.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyType_Slot tree_slots[] = {
     {Py_tp_new, tree_new},
     {Py_tp_dealloc, tree_dealloc},
     {Py_tp_traverse, tree_traverse},
     {Py_tp_richcompare, tree_compare},
     {Py_tp_methods, tree_methods},
-    {Py_tp_getset, tree_getset},
     {Py_tp_doc, "Tree(rows)\n--\n\nThe nesting of a value; made by flatten()."},
     {0, NULL},
 };

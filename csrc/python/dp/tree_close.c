@@ -155,13 +155,8 @@ static PyObject *build(cursor *at) /* NOLINT(misc-no-recursion) */
     if (Py_EnterRecursiveCall(" while nested containers are built"))
         return NULL;
     PyObject *items = PyTuple_New(node->n_children);
-    for (Py_ssize_t i = 0; items != NULL && i < node->n_children; i++) {
-        PyObject *item = build(at);
-        if (item == NULL)
-            Py_CLEAR(items);
-        else
-            PyTuple_SET_ITEM(items, i, item);
-    }
+    for (Py_ssize_t i = 0; items != NULL && i < node->n_children; i++)
+        pli_tuple_put(&items, i, build(at));
     Py_LeaveRecursiveCall();
     return items != NULL ? pli_close(at->state, node, items) : NULL;
 }

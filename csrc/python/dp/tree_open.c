@@ -159,13 +159,9 @@ static PyObject *open_dict(PyObject *value, pli_node *out)
     for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
         PyObject *key = PyTuple_GET_ITEM(out->keys, i);
         PyObject *child = PyDict_GetItemWithError(value, key);
-        if (child == NULL) {
-            if (!PyErr_Occurred())
-                PyErr_SetObject(PyExc_KeyError, key);
-            Py_CLEAR(children);
-        } else {
-            PyTuple_SET_ITEM(children, i, Py_NewRef(child));
-        }
+        if (child == NULL && !PyErr_Occurred())
+            PyErr_SetObject(PyExc_KeyError, key);
+        pli_tuple_put(&children, i, Py_XNewRef(child));
     }
     return children;
 }
@@ -201,13 +197,9 @@ static PyObject *open_attributes(const module_state *state, PyObject *value,
                     : PyTuple_Pack(1, state->name_data);
     const Py_ssize_t n = out->keys != NULL ? PyTuple_GET_SIZE(out->keys) : 0;
     PyObject *children = out->keys != NULL ? PyTuple_New(n) : NULL;
-    for (Py_ssize_t i = 0; children != NULL && i < n; i++) {
-        PyObject *child = PyObject_GetAttr(value, PyTuple_GET_ITEM(out->keys, i));
-        if (child == NULL)
-            Py_CLEAR(children);
-        else
-            PyTuple_SET_ITEM(children, i, child);
-    }
+    for (Py_ssize_t i = 0; children != NULL && i < n; i++)
+        pli_tuple_put(&children, i,
+                      PyObject_GetAttr(value, PyTuple_GET_ITEM(out->keys, i)));
     return children;
 }
 

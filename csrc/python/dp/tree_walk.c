@@ -59,7 +59,7 @@ static int push_node(pli_walk *walk, pli_node node)
     return 0;
 }
 
-static int note_way(pli_walk *walk, Py_ssize_t n_leaves)
+static int record_way(pli_walk *walk, Py_ssize_t n_leaves)
 {
     if (n_leaves == walk->n_ways_allocated) {
         char *ways = PyMem_Realloc(walk->ways, 2 * (size_t)walk->n_ways_allocated);
@@ -82,7 +82,7 @@ static int note_way(pli_walk *walk, Py_ssize_t n_leaves)
 static int push_leaf(pli_walk *walk, PyObject *leaf, pli_kind kind)
 {
     const Py_ssize_t n_leaves = PyList_GET_SIZE(walk->leaves);
-    if (walk->ways != NULL && note_way(walk, n_leaves) != 0)
+    if (walk->ways != NULL && record_way(walk, n_leaves) != 0)
         return -1;
     if (PyList_Append(walk->leaves, leaf) != 0)
         return -1;

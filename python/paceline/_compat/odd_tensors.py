@@ -74,7 +74,7 @@ def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def pickled(value: Any) -> bytes:
     """Return the pickle of a value: of what no capsule holds, a tensor of float8, say.
 
-    Where torch itself cannot read back what it wrote of a dtype, the bits travel.
+    Where torch itself cannot read back what it wrote of a dtype, the bits are sent.
     """
     if (
         isinstance(value, torch.Tensor)

@@ -19,13 +19,7 @@ T = TypeVar("T")
 
 
 class Replicated(Generic[T]):
-    """Marks a value that each replica is to have whole.
-
-    Parameters
-    ----------
-    value : Any
-        A tensor, an array, or containers of them, of any sizes.
-    """
+    """Marks a value that each replica is to have whole."""
 
     __slots__ = ("value",)
 
@@ -87,20 +81,7 @@ def _pack(
 
 
 def split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSequence]:
-    """Split a packed sequence by the rows of its batch.
-
-    Parameters
-    ----------
-    packed : PackedSequence
-        Of as many sequences as ``sizes`` sums up to.
-    sizes : sequence of int
-        How many sequences each part has, in the order of the batch.
-
-    Returns
-    -------
-    list of PackedSequence
-        One a size, sorted or not as the whole is; autograd knows them.
-    """
+    """Split a packed sequence by the rows of its batch; autograd knows the parts."""
     rows = _rows(packed)
     places = _places(packed.batch_sizes)
     parts = []
@@ -119,16 +100,8 @@ def split_packed(packed: PackedSequence, sizes: Sequence[int]) -> list[PackedSeq
 def join_packed(parts: Sequence[PackedSequence]) -> PackedSequence:
     """Join packed sequences into one, their batches one behind the other.
 
-    Parameters
-    ----------
-    parts : sequence of PackedSequence
-        At least one; their data agree but for the first dimension.
-
-    Returns
-    -------
-    PackedSequence
-        Without sorted indices where none of the parts has them and the whole is sorted
-        as it stands.
+    It has no sorted indices where none of the parts has them and the whole is sorted
+    as it stands.
     """
     sequences: list[tuple[int, list[int]]] = []  # of each: its row, its entries
     n_entries = 0

@@ -12,13 +12,7 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 
 def read(parameter: torch.Tensor) -> Rows | None:
-    """Return the rows of a parameter's gradient, where it has one.
-
-    Raises
-    ------
-    RuntimeError
-        If the gradient is not of the parameter's shape and type.
-    """
+    """Return the rows of a parameter's gradient, where it has one."""
     if parameter.grad is None:
         return None
     grad = parameter.grad.detach()

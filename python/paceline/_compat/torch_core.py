@@ -64,13 +64,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def attach() -> None:
-    """Hand torch's callables to the native module; done once, when torch is needed.
-
-    Raises
-    ------
-    ImportError
-        If torch is older than 2.4.
-    """
+    """Hand torch's callables to the native module, once; torch is 2.4 or later."""
     if _version() < MINIMUM:
         raise ImportError(
             f"paceline needs torch {MINIMUM[0]}.{MINIMUM[1]} or newer, and this is "
@@ -113,6 +107,7 @@ def attach() -> None:
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         current_stream=torch_cuda.current_stream,
+        empty_cache=torch_cuda.empty_cache,
         current_task=torch_graph.current_task,
     )
 
@@ -166,12 +161,8 @@ def keeps_graph() -> bool:
 def accumulates(leaf: Any) -> bool:
     """Tell, inside a backward, whether it adds to ``.grad`` of all that it reaches.
 
-    Parameters
-    ----------
-    leaf : torch.autograd.graph.Node
-        The node of a leaf that the backward reaches and that nobody can ask for.  Only
-        a ``backward()`` that was given no inputs runs it; torch refuses to answer where
-        gradients are returned.
+    Only a ``backward()`` without inputs runs the node of a leaf that nobody can ask
+    for; torch refuses to answer where gradients are returned.
     """
     return torch_graph.will_run(leaf, is_returned=False)
 

@@ -18,6 +18,11 @@ def current_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
+def empty_cache() -> None:
+    """Give back the GPUs' memory that torch keeps for tensors to come."""
+    torch.cuda.empty_cache()
+
+
 def is_rocm() -> bool:
     """Tell whether what this torch calls CUDA is AMD's ROCm."""
     return getattr(torch.version, "hip", None) is not None
@@ -39,14 +44,24 @@ def major_of_cuda() -> str:
     return (torch.version.cuda or "").partition(".")[0]
 
 
-def identity(index: int) -> str:
-    """Return what tells a GPU from all others of a host; nothing where torch cannot."""
+def identity(index: int, counts_parts: bool) -> str:
+    """Return what tells a GPU from all others of a host; nothing where torch cannot.
+
+    Parameters
+    ----------
+    index : int
+        As torch counts.
+    counts_parts : bool
+        Whether two parts of one card (MIG) are two GPUs: they have one address on the
+        PCI bus, and a UUID each.
+    """
     properties: Any = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
-        return f"GPU {uuid}"
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    if not all(hasattr(properties, name) for name in names):
+    has_address = all(hasattr(properties, name) for name in names)
+    if uuid is not None and (counts_parts or not has_address):
+        return f"GPU {uuid}"
+    if not has_address:
         return ""
     domain, bus, device = (int(getattr(properties, name)) for name in names)
     return f"GPU on PCI bus {domain:04x}:{bus:02x}:{device:02x}"

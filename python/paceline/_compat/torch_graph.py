@@ -96,13 +96,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 class Batch:
-    """Tensors of vmap, taken apart along its innermost dimension.
-
-    Parameters
-    ----------
-    tensors : sequence of torch.Tensor or None
-        Some of them vmap's.
-    """
+    """Tensors, some of them vmap's, taken apart along its innermost dimension."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         levels = [

@@ -17,13 +17,7 @@ DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the process group that ``init_process_group`` made.
-
-    Raises
-    ------
-    ValueError
-        If there is none, with torch's own words.
-    """
+    """Return the group of ``init_process_group``, or raise torch's ValueError."""
     return c10d._get_default_group()
 
 
@@ -137,15 +131,7 @@ def make_gloo(store: Any, rank: int, size: int, seconds: float) -> Any:
 
 
 def group_timeout_seconds(group: dist.ProcessGroup, device_type: str = "cpu") -> float:
-    """Return the timeout, in seconds, that the user gave the group.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        It may have one backend for the CPU, and one for GPUs.
-    device_type : str
-        Which of them is asked first.
-    """
+    """Return the user's timeout of a group, of the backend of `device_type` first."""
     for kind in dict.fromkeys((device_type, "cpu", "cuda")):
         with suppress(RuntimeError, AttributeError):
             timeout: datetime.timedelta = group._get_backend(

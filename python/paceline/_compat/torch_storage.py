@@ -28,19 +28,9 @@ def _uses_without_tensors() -> int:
 def aliased(
     tensors: Sequence[torch.Tensor], known: Iterable[torch.Tensor] = ()
 ) -> int | None:
-    """Return the first of some tensors that shares its memory with yet another one.
+    """Return the index of the first tensor whose memory another one shares, or None.
 
-    Parameters
-    ----------
-    tensors : sequence of torch.Tensor
-        Strided ones, each of them once.
-    known : iterable of torch.Tensor
-        Others, that may share their memory.
-
-    Returns
-    -------
-    int or None
-        Its index; None: these alone hold their memory.
+    The tensors are strided, each of them once; `known` are others that may share.
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     numbers = [storage._cdata for storage in storages]

@@ -70,20 +70,27 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         Whether rank 0's parameters and buffers are copied to all ranks at construction.
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
-        The ranks, 1 to 64; the default group where none is given.  Over Gloo or NCCL,
-        ranks of one host meet in shared memory.  Modules on the CPU whose ranks are on
-        several hosts, or in a group of any other kind (MPI, a subclass in Python), are
-        averaged by the group's own collectives, where it takes CPU tensors.  Of modules
-        on GPUs a group over Gloo carries no gradient: NCCL does.
+        The ranks, up to 4,096; the default group where none is given.  Over Gloo or
+        NCCL, up to 64 ranks of one host meet in shared memory.  Modules on the CPU
+        whose ranks are more, are on several hosts, or in a group of any other kind
+        (MPI, a subclass in Python), are averaged by the group's own collectives, where
+        it takes CPU tensors.  Of modules on GPUs a group over Gloo carries no gradient:
+        NCCL does.
     bucket_cap_mb : float, optional
         Mebibytes of gradients that are averaged at a time.  Default 1, which suits
         shared memory; torch's 25 where NCCL, a communication hook or the group's
         collectives carry them.  On GPUs the bucket that fills last, which nothing
         hides, has 1 at the most.
-    find_unused_parameters, gradient_as_bucket_view, static_graph : bool
-        Accepted and not needed: unused parameters are found by themselves, large
-        gradients are always views, and a graph may change from step to step (unless
-        ``strict``).
+    find_unused_parameters, static_graph : bool
+        Accepted and not needed: unused parameters are found by themselves, and a graph
+        may change from step to step (unless ``strict``).
+    gradient_as_bucket_view : bool, default False
+        On GPUs, whether the ``.grad`` of parameters of 32 KiB and more is a view of its
+        bucket, so that gradients are in memory once, and not twice.  Such a view is not
+        in memory of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before
+        ``p.grad`` is dropped, have the current stream wait for ``s``), and it cannot be
+        sent to another process (send ``p.grad.clone()``).  On the CPU such gradients
+        are always views, which nothing shows.
     skip_all_reduce_unused_params, batched_grad_copy : bool
         Accepted and not needed, likewise.
     check_reduction : bool
@@ -108,7 +115,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         whether ``PACELINE_STRICT`` is 1.
     accumulate_in_fp32 : bool, default False
         On GPUs, whether float16 and bfloat16 gradients are added up in float32, in the
-        order of the ranks, and rounded once; otherwise as NCCL does.  On the CPU they
+        order of the ranks, and rounded once; otherwise as NCCL does.  That takes up to
+        32 MiB more of each GPU's memory, and for n ranks 64 n^2 bytes.  On the CPU they
         always are.
 
     Attributes
@@ -170,14 +178,16 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
       one after the last forward, and leaves later ones local.
     - ``no_sync()`` also works around ``backward()`` alone.
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
-      gradient until the average is there, unless hooks of yours are on it.
+      gradient until the average is there, unless hooks of yours are on it (on GPUs with
+      ``gradient_as_bucket_view`` alone).
     - A hook that sets ``.grad`` to None on every rank leaves None; torch, zeros.
     - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it,
       in a backward also in place of an exception that they would raise themselves.
     - Sums are taken in rank order, so each run gives the same bits.
     - Where the group's own collectives carry gradients, sums are in the group's order,
       and a rank that dies is noticed by the group, if by anybody: as in torch. After
-      a step that failed there, the model must be wrapped anew on every rank.
+      a step that failed there, the model must be wrapped anew on every rank. So it must
+      for models on GPUs whose ranks are on several hosts.
     - In a context of ``torch.distributed.autograd`` gradients are averaged there, at
       the end of the backward, of models on the CPU alone. The forward must be in that
       context too. torch's engine raises our errors as ``RuntimeError``.
@@ -262,6 +272,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
             mixed_precision=mixed_precision,
             strict=strict,
             accumulate_in_fp32=accumulate_in_fp32,
+            gradient_as_bucket_view=gradient_as_bucket_view,
         )
         self._session = Session(self, options)
         self._comm_hooks = []

@@ -205,6 +205,8 @@ class Forward(TorchDDP):
     def _begin_forward(self) -> ForwardPass | None:
         """Return what watches the backward to come; None where there is nothing."""
         session = self._session
+        if session.log.is_measuring and not torch_core.is_in_backward():
+            session.log.drop_failed()
         if not torch.is_grad_enabled():
             if session.reducer is not None and self.require_forward_param_sync:
                 session.reducer.apply_buffers()

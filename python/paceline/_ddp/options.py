@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from paceline._compat import torch_core, torch_groups
 
 MIB = 1 << 20
 VIEW_BYTES = 32 * 1024
-"""Gradients from this size on become views of shared memory: reducer_object.h."""
+"""Gradients from this size on become views of their buckets: reducer_object.h."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class Options:
         Whether to refuse what torch refuses.
     accumulate_in_fp32 : bool
         Whether GPUs add up 16-bit gradients in float32.
+    views_on_gpu : bool
+        Whether large gradients on a GPU become views of their buckets.
     """
 
     group: dist.ProcessGroup
@@ -74,6 +77,7 @@ class Options:
     sync_buffers_at_start: bool = True
     strict: bool = False
     accumulate_in_fp32: bool = False
+    views_on_gpu: bool = False
 
     @property
     def device_caps(self) -> Caps:
@@ -81,6 +85,14 @@ class Options:
         caps = self.network_caps
         last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
         return Caps(caps.bucket_bytes, last_bytes, caps.each)
+
+    def view_bytes(self, is_on_gpu: bool) -> int:
+        """Return from which size on gradients become views of their buckets.
+
+        On the CPU nothing shows the difference.  On a GPU the memory of a bucket is not
+        that of torch's allocator, which can then protect no reader on another stream.
+        """
+        return VIEW_BYTES if self.views_on_gpu or not is_on_gpu else sys.maxsize
 
 
 def read(
@@ -93,6 +105,7 @@ def read(
     mixed_precision: Any,
     strict: bool | None,
     accumulate_in_fp32: bool,
+    gradient_as_bucket_view: bool,
 ) -> tuple[Options, Exception | None]:
     """Return the options, and what is wrong with them: sent to all ranks, not raised.
 
@@ -124,6 +137,7 @@ def read(
         sync_buffers_at_start=sync_buffers != (False, None),
         strict=bool(strict),
         accumulate_in_fp32=accumulate_in_fp32 is True,
+        views_on_gpu=bool(gradient_as_bucket_view),
     )
     return options, error
 

@@ -112,10 +112,11 @@ def open_gpu(device: torch.device, is_alone: bool) -> tuple[Gpu, Placement]:
         return Gpu(index), Placement(str(device))
     _gpu.open_device(index)
     gpu = Gpu(index, _gpu.find_library("nccl"))
+    version = _gpu.machine.nccl_version(gpu.nccl)
     placement = Placement(
         device=str(device),
-        gpu=_gpu.machine.identity(index),
-        nccl_version=_gpu.machine.nccl_version(gpu.nccl),
+        gpu=_gpu.machine.identity(index, version),
+        nccl_version=version,
         nccl_host=_environment.nccl_host(),
         shares=_environment.nccl_shares_gpus(),
     )

@@ -95,8 +95,10 @@ class Meeting:
         if self.size == 1:
             return False
         first, *others = self._peers.hosts
-        return self._lacks_memory or not all(
-            host.shares_memory_with(first) for host in others
+        return (
+            self._lacks_memory
+            or self.size > _native.MAX_SHARED_MEMORY_RANKS
+            or not all(host.shares_memory_with(first) for host in others)
         )
 
     def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
@@ -194,7 +196,7 @@ class Meeting:
             if world is not None:
                 return world
         elif self.size > 1 and self._is_known_kind:
-            self._warn_of_group(self._first_difference())
+            self._warn_of_group(self._why_no_memory_is_shared())
         return self._connect_alone(arena_bytes, n_ops, device)
 
     def _connect_by_memory(
@@ -253,14 +255,16 @@ class Meeting:
         self._lacks_memory = True
         self._warn_of_group(lacks[0])
 
-    def _first_difference(self) -> str | None:
+    def _why_no_memory_is_shared(self) -> str | None:
         """Return why ranks of one host share no memory; None: they are on several."""
         first, *others = self._peers.hosts
-        for rank, host in enumerate(others, 1):
-            difference = host.difference_to(first)
+        differences = [host.difference_to(first) for host in others]
+        for rank, difference in enumerate(differences, 1):
             if difference is not None and difference != OTHER_HOSTS:
                 return f"ranks 0 and {rank} are {difference}"
-        return None
+        if OTHER_HOSTS in differences:
+            return None
+        return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
     def _warn_of_group(self, reason: str | None) -> None:
         if reason is not None and self.rank == 0:

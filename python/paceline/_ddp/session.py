@@ -31,7 +31,7 @@ from paceline._ddp.model_spec import (
     is_stateless_call,
     raise_first_difference,
 )
-from paceline._ddp.options import MIB, VIEW_BYTES, Options
+from paceline._ddp.options import MIB, Options
 from paceline._ddp.options import raise_first_difference as raise_differing_options
 from paceline._ddp.rendezvous import Meeting
 from paceline._ddp.step_callbacks import OptimizersInBackward, StepCallbacks
@@ -212,6 +212,7 @@ class Session:
             *bytes_of,
             model.sparse,
             gpu.native if gpu is not None else None,
+            meeting.size,
         )
         arena_bytes = max(arena_bytes, MIB)
         if gpu is None:
@@ -227,7 +228,7 @@ class Session:
                 self.trainable,
                 owners,
                 *bytes_of,
-                VIEW_BYTES,
+                options.view_bytes(is_on_gpu=gpu is not None),
                 model.sparse,
                 caps.each,
             )
@@ -275,6 +276,7 @@ class Session:
             "a hook for buffers": self.sends_buffers,
             "strict": options.strict,
             "accumulate_in_fp32": options.accumulate_in_fp32,
+            "gradient_as_bucket_view": options.view_bytes(gpu is not None),
         }
         received = meeting.exchange((digest, agreed, error, here))
         if error is not None:

@@ -167,6 +167,12 @@ class StepLog:
         ) and not torch_core.is_autograd_compiled():
             self._measure(parameters, reducer, callbacks)
 
+    def drop_failed(self) -> None:
+        """Let go of the nodes of a step whose backward has begun and has no end."""
+        sample = self._sample
+        if sample is not None and sample.arrivals and sample.end == 0:
+            self._remove_hooks()
+
     def forward_ends(self) -> None:
         """Note the time, in a step that is measured."""
         if self._sample is not None:

@@ -20,28 +20,20 @@ from paceline._dp.engines import Engine, Outputs
 from paceline._dp.marker import has_mark
 from paceline._dp.overrides import Overridable
 from paceline._dp.thread_engine import ThreadEngine
+from paceline._errors import last_line
 from paceline._replicas.call import ReplicaCall
 from paceline._replicas.devices import CPU, refuse_gpu
 from paceline._replicas.devices import read as read_devices
 from paceline._replicas.errors import (
-    CannotTravelError,
     ReplicaFailedError,
-    ThisCallError,
+    UnsupportedCallError,
+    UnsupportedModelError,
 )
 from paceline._replicas.nesting import is_inside_replica
 from paceline._replicas.replicate import check_lazy, parts_of
 
 _log = logging.getLogger("paceline")
 _starting = threading.Lock()
-
-
-def _reason_of(error: Exception) -> str:
-    """Say in one sentence what a replica in a process of its own has failed of."""
-    text = str(error).strip().rpartition("\n")[2]
-    name = type(error).__name__
-    if not text.startswith(name):
-        text = f"{name}: {text}"
-    return f"a replica fails in a process of its own, and not in this one ({text})"
 
 
 def _run_scattered(engine: Engine, call: ReplicaCall, arguments: Any) -> list[Any]:
@@ -74,7 +66,7 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
         The dimension of inputs and outputs that is the batch's.
     engine : {"auto", "process", "thread"}, default "auto"
         What runs the replicas: processes of their own, or threads of this one.  By
-        default processes where the model can travel to them.
+        default processes where the model can be sent to them.
 
     Attributes
     ----------
@@ -270,7 +262,7 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
         if engine is not self._threads:
             try:
                 return self._run_and_gather(engine, inputs, kwargs)
-            except CannotTravelError as error:  # found before anything has run
+            except UnsupportedModelError as error:  # found before anything has run
                 engine = self._use_threads(error)
         with self._engine.beside() if self._engine is not None else nullcontext():
             return self._run_and_gather(engine, inputs, kwargs)
@@ -330,7 +322,11 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
             joined = join(outputs)
         finally:
             engine.finish()
-        self._choice = "thread", _reason_of(error)
+        self._choice = (
+            "thread",
+            "a replica fails in a process of its own, and not in this one "
+            f"({last_line(error)})",
+        )
         self._engine = threads
         self._log_reason(logging.WARNING, self._choice[1])
         return joined
@@ -360,7 +356,7 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
         engine = self._engine or self._start_engine()
         obstacle = getattr(engine, "obstacle", None)
         if obstacle and self._asked == "auto":
-            engine = self._use_threads(CannotTravelError(obstacle))
+            engine = self._use_threads(UnsupportedModelError(obstacle))
         if engine and engine.n_replicas not in (0, len(self.device_ids)):  # changed
             self.close()
             engine = self._start_engine()
@@ -377,25 +373,25 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
                     return None
                 if self._asked == "auto":
                     error = engines.obstacle(self.module, self._override_for_threads)
-                    if isinstance(error, ThisCallError):
+                    if isinstance(error, UnsupportedCallError):
                         return self._use_threads(error)
                 n_replicas = len(self.device_ids)
                 try:
                     self._engine = engines.make(
                         self._choice[0], self.module, n_replicas
                     )
-                except CannotTravelError as error:
+                except UnsupportedModelError as error:
                     return self._use_threads(error)
             return self._engine
 
-    def _use_threads(self, error: CannotTravelError) -> Engine:
+    def _use_threads(self, error: UnsupportedModelError) -> Engine:
         """Take threads, for a call or for good, if the choice is ours.
 
         Graphs of earlier forwards keep the processes they need.
         """
         if self._asked != "auto":
             raise error
-        if isinstance(error, ThisCallError):
+        if isinstance(error, UnsupportedCallError):
             self._log_reason(logging.WARNING, str(error))
             self._threads = self._threads or ThreadEngine()
             return self._threads

@@ -22,6 +22,7 @@ from torch.nn import Module
 from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._replicas import rng
+from paceline._replicas.generators import generators_of
 from paceline._replicas.replicate import copy_parameter, replicas_of
 
 _log = logging.getLogger("paceline")
@@ -47,15 +48,7 @@ _records: weakref.WeakKeyDictionary[Module, dict[bytes, Record]] = (
 class Forward:
     """One forward of a module's replicas in one process.
 
-    Parameters
-    ----------
-    parts : list of torch.nn.Module
-        The module first, then all its parts.
-
-    Attributes
-    ----------
-    record : Record or None
-        What such a forward is known to do; None: this one is a trial.
+    `record` is what such a forward is known to do; None: this one is a trial.
     """
 
     def __init__(self, parts: list[Module]) -> None:
@@ -99,7 +92,7 @@ class Forward:
         outputs, uses_rng = rng.run_in_order([trial.begins_with(calls[0]), *calls[1:]])
         if others != rng.other_streams():
             uses_rng = True
-        if rng.generators_of(self._parts):  # one that it seeds may look untouched
+        if generators_of(self._parts):  # one that it seeds may look untouched
             uses_rng = True
         written = trial.end()
         keys = {key for key, p in self._named() if id(p) in written}
@@ -184,13 +177,7 @@ class _Trial:
         return call_and_stamp
 
     def end(self) -> set[int]:
-        """Return the ``id`` of the parameters that some replica has written.
-
-        Raises
-        ------
-        RuntimeError
-            If another replica than 0 has written to the module's own parameters.
-        """
+        """Return the ``id`` of the parameters that some replica has written."""
         if _differing(self._after_0, _stamps_and_contents(self._parameters)):
             raise RuntimeError(
                 "a replica of DataParallel wrote to the parameters of the module "

@@ -13,7 +13,7 @@ from paceline._compat.torch_core import is_lazy
 from paceline._dp.process import obstacles
 from paceline._dp.thread_engine import ThreadEngine
 from paceline._replicas import thread_state
-from paceline._replicas.errors import CannotTravelError, ThisCallError
+from paceline._replicas.errors import UnsupportedCallError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from paceline import _native
@@ -23,17 +23,10 @@ NAMES = ("auto", "process", "thread")
 
 
 class Engine(Protocol):
-    """What runs the replicas.
+    """What runs the replicas: `n_replicas` of them, or any number where that is 0.
 
-    Attributes
-    ----------
-    name : str
-        As the user gives it.
-    n_replicas : int
-        How many it is made for; 0: any number.
-    lock : context manager
-        Held by who calls :meth:`run` or :meth:`run_lists`, until the outputs are
-        gathered: they may lie in memory that the next forward overwrites.
+    `lock` is held by who calls :meth:`run` or :meth:`run_lists`, until the outputs are
+    gathered: they may lie in memory that the next forward overwrites.
     """
 
     name: str
@@ -68,14 +61,7 @@ class Outputs(list[Any]):
 def choose(asked: str, module: Module, override: str | None) -> tuple[str, str]:
     """Return the name of the engine for several replicas, and why, in a sentence.
 
-    Parameters
-    ----------
-    asked : str
-        As the user gives it.
-    module : torch.nn.Module
-        The model.
-    override : str or None
-        What a subclass overrides that is for replicas in this process.
+    `override` is what a subclass overrides that is for replicas in this process.
     """
     alone_because = _alone_because(module)
     if alone_because is not None:
@@ -83,9 +69,9 @@ def choose(asked: str, module: Module, override: str | None) -> tuple[str, str]:
     if asked != "auto":
         return asked, f"engine={asked!r} was given"
     error = obstacle(module, override)
-    if error is not None and not isinstance(error, ThisCallError):
+    if error is not None and not isinstance(error, UnsupportedCallError):
         return "thread", str(error)
-    return "process", "the model can travel to processes of its own"
+    return "process", "the model can be sent to worker processes"
 
 
 def _alone_because(module: Module) -> str | None:
@@ -104,14 +90,16 @@ def _alone_because(module: Module) -> str | None:
 
 def obstacle(
     module: Module, override: str | None, is_first: bool = True
-) -> CannotTravelError | None:
+) -> UnsupportedModelError | None:
     """Return what speaks against worker processes now: for this call, or for good."""
     if override is not None:
-        return ThisCallError(f"{override}, which is for replicas in this process")
+        return UnsupportedCallError(
+            f"{override}, which is for replicas in this process"
+        )
     if torch_modes.binds_to_process():
         try:
             thread_state.default_device()
-        except ThisCallError as error:
+        except UnsupportedCallError as error:
             return error.with_traceback(None)
     return obstacles.obstacle(module, is_first)
 

@@ -22,20 +22,7 @@ OVERRIDABLE = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 def arguments(n_replicas: int, args: Any, kwargs: Any) -> Lists:
-    """Return each replica's arguments, as a ``scatter`` of somebody's own has them.
-
-    Parameters
-    ----------
-    n_replicas : int
-        How many the wrapper has.
-    args, kwargs : iterable
-        What its ``scatter`` has returned; None stands for no keyword arguments.
-
-    Raises
-    ------
-    ValueError
-        If there are more than replicas, or the two disagree about their number.
-    """
+    """Return each replica's arguments, as a ``scatter`` of somebody's own has them."""
     args = tuple(args)
     named = ({},) * len(args) if kwargs is None else tuple(kwargs)
     if not args and not named:
@@ -56,14 +43,7 @@ def arguments(n_replicas: int, args: Any, kwargs: Any) -> Lists:
 def join(outputs: Sequence[Any], sizes: tuple[int, ...] | None, dim: int) -> Any:
     """Return the output for the whole batch.
 
-    Parameters
-    ----------
-    outputs : sequence
-        One a replica, in order.
-    sizes : tuple of int or None
-        The rows of each; None where arguments were split by somebody else.
-    dim : int
-        The batch's dimension.
+    `sizes` are the rows of each replica; None where somebody else split the arguments.
     """
     outputs = list(outputs)
     if len(outputs) == 1:

@@ -235,13 +235,7 @@ class ThreadEngine:
         kwargs: Sequence[dict[str, Any]],
         devices: Sequence[torch.device],
     ) -> list[Any]:
-        """Return what each replica returns for its arguments.
-
-        Raises
-        ------
-        Exception
-            What the lowest replica raised that raised something, of its own type.
-        """
+        """Return what each replica returns; the error of the lowest is raised."""
         calls = [
             partial(replica, *(args if isinstance(args, (list, tuple)) else (args,)))
             for replica, args in zip(replicas, inputs, strict=True)

@@ -12,18 +12,10 @@ from torch.nn import Module
 class ReplicaCall(NamedTuple):
     """What an engine has to know of the wrapper that calls it.
 
-    Attributes
-    ----------
-    module : torch.nn.Module
-        The model; replica 0 is this very object.
-    devices : list of torch.device
-        One a replica.
-    replicate, parallel_apply : callable or None
-        Methods of a subclass that make and run the replicas in the engine's place.
-    keeps_outputs : bool
-        Whether the outputs must outlive the next forward.
-    raises_own_error : bool
-        Whether a failed replica is the caller's error, and no reason to run by threads.
+    `replicate` and `parallel_apply` are methods of a subclass that make and run the
+    replicas in the engine's place.  `keeps_outputs`: the outputs must outlive the next
+    forward.  `raises_own_error`: a failed replica is the caller's error, and no reason
+    to run by threads.
     """
 
     module: Module

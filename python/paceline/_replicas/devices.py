@@ -17,17 +17,7 @@ NOT_YET = "this version of paceline runs replicas on the CPU"
 def read(
     device_ids: Sequence[Any] | None, output_device: Any
 ) -> tuple[list[torch.device], str]:
-    """Return a device for each replica, and why there is only one where that is so.
-
-    Raises
-    ------
-    TypeError
-        If ``device_ids`` is no sequence of devices.
-    ValueError
-        If it mixes CPU and GPUs, or outputs are to go elsewhere.
-    NotImplementedError
-        If it names GPUs, and there are some.
-    """
+    """Return a device for each replica, and why there is only one where that is so."""
     if device_ids is None:
         devices, because = _default()
     else:
@@ -86,13 +76,7 @@ def _device(device_id: Any) -> torch.device:
 
 
 def refuse_gpu(module: torch.nn.Module) -> None:
-    """Raise where a module is on a device that replicas cannot be on yet.
-
-    Raises
-    ------
-    NotImplementedError
-        If a parameter is on an accelerator.
-    """
+    """Raise where a module is on a device that replicas cannot be on yet."""
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise NotImplementedError(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 
-class CannotTravelError(RuntimeError):
-    """The model cannot be run in another process; the message says why."""
+class UnsupportedModelError(RuntimeError):
+    """The model cannot run in worker processes; the message says why."""
 
 
-class ThisCallError(CannotTravelError):
-    """One call cannot be run in another process; others may."""
+class UnsupportedCallError(UnsupportedModelError):
+    """One call cannot run in worker processes; others may."""
 
 
 class WrittenError(RuntimeError):
@@ -25,10 +25,7 @@ class WrittenError(RuntimeError):
 class ReplicaFailedError(Exception):
     """A replica other than 0 has failed in a forward where replica 0 has not.
 
-    Attributes
-    ----------
-    error : Exception
-        What it raised, as the caller is to see it.
+    `error` is what it raised, as the caller is to see it.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -33,19 +33,10 @@ _CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, Module)
 
 
 def generators_of(parts: Iterable[Module]) -> list[Any]:
-    """Return the generators that a model's attributes and its code lead to.
+    """Return the generators that a model's attributes and its code lead to, each once.
 
-    Parameters
-    ----------
-    parts : iterable of torch.nn.Module
-        The module, and all its parts.
-
-    Returns
-    -------
-    list
-        Each once: ``torch.Generator``, ``random.Random``, and NumPy's ``Generator``,
-        ``RandomState`` and bit generators.  The generators of the process itself are
-        not among them.
+    They are torch's, Python's and NumPy's (bit generators too), without those of the
+    process itself.
     """
     search = _Search()
     kinds: dict[type, None] = {}

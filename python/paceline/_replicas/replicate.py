@@ -52,18 +52,8 @@ Copies = dict[int, torch.Tensor]
 def replicas_of(parts: list[Module], copies: list[Copies]) -> list[Module]:
     """Return the module itself and replicas of it.
 
-    Parameters
-    ----------
-    parts : list of torch.nn.Module
-        What :func:`parts_of` returned.
-    copies : list of dict
-        For each replica but replica 0 (the module) its copies of parameters; it shares
-        the others.
-
-    Raises
-    ------
-    ValueError
-        If a parameter is lazy and has no shape yet.
+    `copies` are the copies of parameters of each replica but replica 0 (the module); it
+    shares the others.
     """
     return [parts[0]] + [_replica(parts, each) for each in copies]
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from paceline import _native
-from paceline._replicas.generators import generators_of as generators_of
 
 MOST_SEED = 2**63 - 1
 
@@ -46,9 +45,9 @@ def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
     return outputs, has_drawn
 
 
-def stream(generator: torch.Generator = torch.default_generator) -> int:
-    """Return a number that stands for the state of a generator of torch."""
-    return _native.tensor_hash(generator.get_state())
+def stream() -> int:
+    """Return a number that stands for the state of torch's generator."""
+    return _native.tensor_hash(torch.default_generator.get_state())
 
 
 def other_streams() -> list[Any]:
@@ -95,7 +94,7 @@ class OtherGenerators:
         if training not in self._is_used:
             self._fresh = other_streams()
 
-    def note(self, training: bool) -> None:
+    def record(self, training: bool) -> None:
         """See, after a first forward, whether it has drawn."""
         if self._fresh is not None:
             self._is_used[training] = other_streams() != self._fresh

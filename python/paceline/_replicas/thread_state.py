@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline._compat import torch_flags, torch_modes
-from paceline._replicas.errors import ThisCallError
+from paceline._replicas.errors import UnsupportedCallError
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -24,27 +24,21 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def binds_to_thread() -> bool:
     """Tell whether something is on that another thread would not see."""
     return bool(
-        torch_modes.count_dispatch_modes()
-        or torch_modes.has_transform()
+        torch_modes.binds_by_other_means()
         or not all(map(torch_modes.is_device_mode, torch_modes.function_modes()))
         or torch_modes.has_saved_tensors_hooks()
-        or not torch_modes.is_torch_function_enabled()
-        or torch_modes.is_tracing()
     )
 
 
 def default_device() -> str:
     """Return the default device that is on, where nothing else is.
 
-    Raises
-    ------
-    ThisCallError
-        If something is on that another process would not see.
+    Raise UnsupportedCallError if something is on that another process would not see.
     """
     modes = torch_modes.function_modes()
     is_device = bool(modes) and all(map(torch_modes.is_device_mode, modes))
     if not is_device or torch_modes.binds_by_other_means():
-        raise ThisCallError(
+        raise UnsupportedCallError(
             "something is on that sees the operations of this process alone: a mode "
             "(__torch_function__, __torch_dispatch__), a transform of torch.func, or "
             "tracing"

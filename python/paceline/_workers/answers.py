@@ -19,26 +19,12 @@ def wait(
     error_of: Callable[[int, bytes], Exception | None] | None = None,
     records: log_records.Records | None = None,
 ) -> tuple[list[Reply], list[Exception]]:
-    """Wait for the answers of some replicas, and handle what they have logged.
+    """Return the answers of some replicas, and what they raised, the lowest's first.
 
-    Parameters
-    ----------
-    channels : iterable of Channel
-        To replicas `first`, `first` + 1, ...
-    copies : bool
-        Where False, tensors are views that the next request overwrites.
-    first : int, default 1
-        The number of the first replica.
-    error_of : callable, optional
-        Returns the error that the kind and the payload of an answer stand for, if any.
-    records : list, optional
-        Gets what they have logged, which is handled here otherwise.
-
-    Returns
-    -------
-    list of (payload, tensors, flags), list of Exception
-        Answers, of which those to requests that failed mean nothing; and what replicas
-        have raised, the lowest one's first.
+    The channels are to replicas `first`, `first` + 1, ...  Where `copies` is False,
+    tensors are views that the next request overwrites.  `error_of` returns the error
+    that the kind and the payload of an answer stand for, if any.  `records` gets what
+    the replicas have logged, which is handled here otherwise.
     """
     answers: list[Reply] = []
     errors: list[Exception] = []

@@ -242,15 +242,10 @@ def _set_hooks() -> None:
 class WorkerGroup:
     """Worker processes for replicas 1, 2, ..., each behind a channel.
 
-    Parameters
-    ----------
-    n_workers : int
-        Processes to start; this one is replica 0.
-    handler : str
-        ``module:attribute`` of what is called, without arguments, in each worker, and
-        whose ``handle`` then answers requests.
-    fds : tuple of int, optional
-        Further descriptors that workers inherit, under the same numbers.
+    Making it returns while the workers are still starting.  Each is a fresh
+    interpreter, neither forked nor importing the user's ``__main__``.  `handler` is the
+    ``module:attribute`` of what is called, without arguments, in each worker, and whose
+    ``handle`` then answers requests.
 
     Attributes
     ----------
@@ -262,24 +257,9 @@ class WorkerGroup:
         Whether every worker has been seen ready.
     is_sound : bool
         Whether all are alive, as far as whoever uses them has seen.
-
-    Raises
-    ------
-    OSError
-        If a process cannot be started.
-
-    Notes
-    -----
-    Returns while the workers are still starting.  Each is a fresh interpreter, neither
-    forked nor importing the user's ``__main__``.
     """
 
-    def __init__(
-        self,
-        n_workers: int,
-        handler: str,
-        fds: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, n_workers: int, handler: str) -> None:
         from paceline._compat import torch_core
 
         torch_core.attach()
@@ -290,14 +270,14 @@ class WorkerGroup:
         self._processes = _Processes()
         _running.add(self._processes)
         try:
-            self._start(n_workers, handler, fds)
+            self._start(n_workers, handler)
         except BaseException:
             self._abandon()
             raise
         self._finalizer = weakref.finalize(self, self._processes.end, joins=False)
         self._finalizer.atexit = False  # _end_all comes, and waits
 
-    def _start(self, n_workers: int, handler: str, fds: tuple[int, ...]) -> None:
+    def _start(self, n_workers: int, handler: str) -> None:
         processes = self._processes
         pipe_fd, processes.parent_pipe = os.pipe()
         parent_fd = -1
@@ -307,7 +287,7 @@ class WorkerGroup:
                 parent_fd = os.pidfd_open(processes.pid)
             ends = [parent_fd, pipe_fd]
             for replica in range(1, n_workers + 1):
-                self._start_one(replica, handler, ends, fds)
+                self._start_one(replica, handler, ends)
         finally:
             for fd in (parent_fd, pipe_fd):
                 if fd >= 0:
@@ -318,9 +298,7 @@ class WorkerGroup:
         )
         processes.monitor.start()
 
-    def _start_one(
-        self, replica: int, handler: str, ends: list[int], fds: tuple[int, ...]
-    ) -> None:
+    def _start_one(self, replica: int, handler: str, ends: list[int]) -> None:
         share = self.shares[replica]
         channel = _native.Channel()
         environment, restored = spawn.environment(share.n_threads)
@@ -338,7 +316,7 @@ class WorkerGroup:
                 stdout=pipes[0][1],
                 stderr=pipes[1][1],
                 env=environment,
-                pass_fds=[fd for fd in [*inherited, *fds] if fd >= 0],
+                pass_fds=[fd for fd in inherited if fd >= 0],
                 start_new_session=True,
             )
             member = _Member.of(replica, process, [pipe[0] for pipe in pipes])
@@ -379,12 +357,7 @@ class WorkerGroup:
     def wait_until_ready(self) -> None:
         """Wait until every worker has imported torch and made its handler.
 
-        Raises
-        ------
-        paceline.PeerError
-            If a worker ended instead; what it printed has been forwarded.
-        Exception
-            What making the handler raised in a worker.
+        Raise PeerError if a worker ended instead, or what making the handler raised.
         """
         _, errors = answers.wait(self.channels, copies=True)
         if errors:
@@ -402,13 +375,8 @@ class WorkerGroup:
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """End the workers, and wait until nothing is left of them.
 
-        Workers that have nothing to do are asked; one that computes still is killed,
-        as is one that does not end in time.
-
-        Parameters
-        ----------
-        timeout : float
-            Seconds that workers have to end by themselves.
+        Workers that have nothing to do are asked; one that computes still is killed, as
+        is one that does not end in time.
         """
         processes = self._processes
         if processes.pid != os.getpid():

@@ -1,7 +1,7 @@
 """What code in a worker process logs, on its way to the caller's handlers.
 
 A worker has no handlers: records that pass its levels, which are the caller's, wait
-here for the answer to the request in hand, travel with it, and are handled by the
+here for the answer to the request in hand, are sent with it, and are handled by the
 logger of the same name in the caller's process, on the thread that takes the answer.
 """
 
@@ -42,7 +42,7 @@ def _call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
     _waiting.append(_pickled(record))  # at once: what it names may change
 
 
-def note(line: str) -> None:
+def write(line: str) -> None:
     """Have the caller write a line to its stderr, once."""
     _waiting.append(pickle.dumps(line))
 
@@ -105,7 +105,7 @@ def adopt(levels: Levels) -> None:
 # ---- in the caller ------------------------------------------------------------------
 
 _levels: Levels = (0, {})
-_noted: set[str] = set()
+_printed: set[str] = set()
 
 
 def levels() -> Levels:
@@ -152,6 +152,6 @@ def handle(records: Records) -> None:
 
 
 def _write_once(line: str) -> None:
-    if line not in _noted and sys.stderr is not None:
-        _noted.add(line)
+    if line not in _printed and sys.stderr is not None:
+        _printed.add(line)
         print(line, file=sys.stderr, flush=True)

@@ -46,11 +46,8 @@ class Handler(Protocol):
 def prepare(payload: bytes) -> None:
     """Make this process resemble the one that it works for.
 
-    Parameters
-    ----------
-    payload : bytes
-        JSON: ``cores`` (list of int; empty: stay as it is), ``threads``, ``path``,
-        ``argv`` and ``environ`` (names to restore, None where one is to go).
+    The payload is JSON: ``cores`` (list of int; empty: stay as it is), ``threads``,
+    ``path``, ``argv`` and ``environ`` (names to restore, None where one is to go).
     """
     surroundings = json.loads(payload)
     if surroundings["cores"]:
@@ -129,32 +126,24 @@ def _skip_breakpoints() -> None:
 
 def _skip_breakpoint(*_: Any, **__: Any) -> None:
     if os.environ.get("PYTHONBREAKPOINT") != "0":
-        _note_breakpoint(sys._getframe(1))
+        _report_breakpoint(sys._getframe(1))
 
 
 def _skip_trace(debugger: Any, frame: FrameType | None = None, *_: Any) -> None:
     """Do what pdb.set_trace() ends in, and what other debuggers end in."""
-    _note_breakpoint(frame or sys._getframe(1))
+    _report_breakpoint(frame or sys._getframe(1))
 
 
-def _note_breakpoint(frame: FrameType) -> None:
+def _report_breakpoint(frame: FrameType) -> None:
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    log_records.note(
+    log_records.write(
         f"paceline: the breakpoint at {place} stops in replica 0 alone; worker "
         "processes skip it"
     )
 
 
 def serve(channel: _native.Channel, handler: Handler) -> None:
-    """Answer requests until one says that it was the last.
-
-    Parameters
-    ----------
-    channel : paceline._native.Channel
-        The worker's end.
-    handler : Handler
-        Called with each request but the last; what it raises is the answer.
-    """
+    """Answer requests, errors too, until one says that it was the last."""
     while True:
         try:
             kind, payload, tensors, flags = channel.next()

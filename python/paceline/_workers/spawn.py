@@ -23,12 +23,7 @@ _HERMETIC_FLAGS = ("-E", "-I", "-P")
 class Share:
     """What one process of several may use of this machine.
 
-    Attributes
-    ----------
-    cores : tuple of int
-        To be pinned to; empty where there are too few to give each its own.
-    n_threads : int
-        For operators that run on several.
+    `cores` to be pinned to are empty where there are too few to give each its own.
     """
 
     cores: tuple[int, ...]
@@ -36,18 +31,7 @@ class Share:
 
 
 def share_cores(n_parties: int) -> list[Share]:
-    """Divide the cores that this thread may run on.
-
-    Parameters
-    ----------
-    n_parties : int
-        This process and its workers.
-
-    Returns
-    -------
-    list of Share
-        This process's first.
-    """
+    """Divide the cores of this thread over this process and its workers."""
     cores = sorted(os.sched_getaffinity(0))
     quota = _cgroup_cores()
     if len(cores) < n_parties:

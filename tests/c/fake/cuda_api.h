@@ -39,8 +39,12 @@ enum {
     CUDA_ERROR_ILLEGAL_STATE = 401,
     CUDA_ERROR_NOT_FOUND = 500,
     CUDA_ERROR_NOT_READY = 600,
+    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
     CUDA_ERROR_LAUNCH_TIMEOUT = 702,
+    CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
+    CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
+    CUDA_ERROR_MISALIGNED_ADDRESS = 716,
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_LAUNCH_FAILED = 719,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
@@ -86,6 +90,7 @@ enum {
     X(cuDeviceGet, 2000, 2000, , (CUdevice * out, int ordinal))                        \
     X(cuDeviceGetName, 2000, 2000, , (char *out, int n_bytes, CUdevice device))        \
     X(cuDeviceGetAttribute, 2000, 2000, , (int *out, int attribute, CUdevice device))  \
+    X(cuDeviceCanAccessPeer, 4000, 4000, , (int *out, CUdevice device, CUdevice peer)) \
     X(cuDevicePrimaryCtxRetain, 7000, 7000, , (CUcontext * out, CUdevice device))      \
     X(cuDevicePrimaryCtxRelease, 7000, 11000, _v2, (CUdevice device))                  \
     X(cuDevicePrimaryCtxGetState, 7000, 7000, ,                                        \
@@ -96,6 +101,8 @@ enum {
     X(cuCtxSetCurrent, 4000, 4000, , (CUcontext context))                              \
     X(cuCtxGetDevice, 2000, 2000, , (CUdevice * out))                                  \
     X(cuCtxSynchronize, 2000, 2000, , (void))                                          \
+    X(cuCtxEnablePeerAccess, 4000, 4000, , (CUcontext peer, unsigned flags))           \
+    X(cuCtxDisablePeerAccess, 4000, 4000, , (CUcontext peer))                          \
     X(cuCtxGetStreamPriorityRange, 5050, 5050, , (int *least, int *greatest))          \
     X(cuStreamCreate, 2000, 2000, , (CUstream * out, unsigned flags))                  \
     X(cuStreamCreateWithPriority, 5050, 5050, ,                                        \

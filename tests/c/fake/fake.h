@@ -38,24 +38,40 @@ typedef enum fake_schedule { FAKE_RANDOM, FAKE_EARLY, FAKE_LATE } fake_schedule;
 typedef struct fake_options {
     uint64_t seed;
     fake_schedule schedule;
-    int devices;      /* how many there are: 0 .. 16 */
-    int driver;       /* cuDriverGetVersion: 13000 */
-    int nccl;         /* ncclGetVersion: 22809 */
-    int compute;      /* the capability: 90 */
-    int slots;        /* of each device; a kernel takes one while it is executed */
-    int nccl_slots;   /* that a launch of NCCL's takes until its peers' have come */
-    int protect;      /* 1: the host may not touch device memory */
-    int pump;         /* 1: a thread executes operations at random times */
-    int foreign;      /* 1: addresses that are not of device memory are fine too */
-    int64_t capacity; /* bytes of each device */
-    int patience_ms;  /* how long the host waits for what nobody has enqueued */
-    int module_error; /* what cuModuleLoadData returns for a fatbin; 0: it works */
-    int polls;        /* of ncclCommGetAsyncError with ncclInProgress, at the most */
-    int alloc_waits;  /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
-                         seed */
-    int lazy_connect; /* 1: NCCL's first operation of a kind blocks the host until the
-                         peers' have come */
+    int devices;         /* how many there are: 0 .. 16 */
+    int driver;          /* cuDriverGetVersion: 13000 */
+    int nccl;            /* ncclGetVersion: 22809 */
+    int compute;         /* the capability: 90 */
+    int slots;           /* of each device; a kernel takes one while it is executed */
+    int nccl_slots;      /* that a launch of NCCL's takes until its peers' have come */
+    int protect;         /* 1: the host may not touch device memory */
+    int pump;            /* 1: a thread executes operations at random times */
+    int foreign;         /* 1: addresses that are not of device memory are fine too */
+    int64_t capacity;    /* bytes of each device */
+    int64_t taken;       /* of them, by caches of other libraries (torch's); see
+                            fake_empty_caches() */
+    int64_t granularity; /* NCCL's memory takes multiples of it: 0, or as NCCL 2.19 to
+                            2.24 where there is NVLS */
+    int patience_ms;     /* how long the host waits for what nobody has enqueued */
+    int module_error;    /* what cuModuleLoadData returns for a fatbin; 0: it works */
+    int polls;           /* of ncclCommGetAsyncError with ncclInProgress, at the most */
+    int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
+                            seed */
+    int lazy_connect; /* 1: NCCL's first operation of a kind, of a size, and of memory
+                         that is registered or not, blocks the host until the peers'
+                         have come */
+    int64_t connect_bytes; /* ... and allocates so much on the device */
+    int net;          /* 1: what an operation has sent lies with NCCL's proxy when it is
+                         done, and goes on from there some time later */
+    int proxy_blocks; /* calls that wait for a proxy which never answers, until the
+                         communicator is aborted: 1 ncclCommDeregister, 2 Finalize */
+    int queue_depth;  /* launches of a communicator that its device takes; the next one
+                         blocks the host until one is done.  0: any number */
+    int64_t corrupt_bytes; /* the last element of an all-reduce of so many, or more, is
+                              wrong; 0: none is */
+    int peers;        /* 1: every device can be given access to every other's memory */
     int share_device; /* 1: ranks of one communicator may share a device */
+    int one_bus;      /* 1: devices are parts of one card */
     int quiet;        /* 1: errors, and why a capture is invalid, go unprinted */
     int blocking;     /* 1: the host waits for whatever it puts into the legacy default
                          stream: for tests whose tensors are the CPU's */
@@ -97,6 +113,10 @@ FAKE_API void fake_hide(const char *function);
  * rank; what they have in flight never comes. */
 FAKE_API void fake_break(int rank, ncclResult_t error);
 
+/* Calls that wait now for ranks which never come return an error: for threads that are
+ * left behind in them. */
+FAKE_API void fake_let_go(void);
+
 /* Errors that no program may make, whatever the calls returned: host code that touches
  * device memory, operations on freed memory, a deadlock, ... */
 FAKE_API int fake_errors(void);
@@ -123,7 +143,18 @@ typedef enum fake_kind {
 FAKE_API int fake_live(fake_kind kind);
 FAKE_API int fake_live_objects(void); /* of all kinds */
 FAKE_API int64_t fake_bytes_in_use(int device);
+
+/* From now on neither of the two can be given access to the other's memory. */
+FAKE_API void fake_part(int device, int other);
+
+/* Gives back what options.taken has of each device. */
+FAKE_API void fake_empty_caches(void);
 FAKE_API int fake_context_depth(void); /* of this thread's stack of contexts */
+
+/* Since fake_reset(): ways between ranks that NCCL has made with options.lazy_connect,
+ * and launches that it has made in threads of its own. */
+FAKE_API int fake_connections(void);
+FAKE_API int fake_launch_threads(void);
 
 /* Operations that were enqueued and are not done. */
 FAKE_API int fake_pending(void);

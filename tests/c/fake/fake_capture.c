@@ -70,8 +70,25 @@ int fk_forbid_unsafe(const char *who)
     return result;
 }
 
-/* The legacy stream would have to wait for blocking ones. */
-int fk_forbid_implicit(CUstream stream, const char *who)
+/* Whatever the thread's mode: a context cannot be waited for while any of its streams
+ * is captured. */
+int fk_forbid_beside_captures(int device, const char *who)
+{
+    int result = CUDA_SUCCESS;
+    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
+        const CUstream stream = (CUstream)it;
+        if (it->kind == FAKE_STREAMS && stream->capture != NULL &&
+            stream->device == device) {
+            invalidate(stream->capture, who);
+            result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        }
+    }
+    return result;
+}
+
+/* The legacy stream would have to wait for blocking ones.  `who`: NULL where it is only
+ * looked at, which invalidates nothing. */
+static int check_implicit(CUstream stream, const char *who)
 {
     int result = CUDA_SUCCESS;
     if (stream != &fk.contexts[stream->device].legacy)
@@ -81,11 +98,17 @@ int fk_forbid_implicit(CUstream stream, const char *who)
         if (it->kind == FAKE_STREAMS && other->capture != NULL &&
             other->device == stream->device &&
             (other->flags & CU_STREAM_NON_BLOCKING) == 0) {
-            invalidate(other->capture, who);
+            if (who != NULL)
+                invalidate(other->capture, who);
             result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
         }
     }
     return result;
+}
+
+int fk_forbid_implicit(CUstream stream, const char *who)
+{
+    return check_implicit(stream, who);
 }
 
 /* The host may not ask for, or wait for, what is only written down. */
@@ -158,7 +181,7 @@ CUresult cuStreamIsCapturing(CUstream handle, int *out)
     FAKE_CALL(cuStreamIsCapturing);
     int result = fk_stream(handle, &stream);
     if (result == CUDA_SUCCESS)
-        result = fk_forbid_implicit(stream, "cuStreamIsCapturing");
+        result = check_implicit(stream, NULL);
     if (result == CUDA_SUCCESS)
         *out = stream->capture != NULL ? stream->capture->status
                                        : CU_STREAM_CAPTURE_STATUS_NONE;

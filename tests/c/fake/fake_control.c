@@ -88,10 +88,12 @@ int fk_enter(const char *name)
         thread_generation = fk.generation;
         fk.n_threads++;
     }
-    if (fk.is_forked && strncmp(name, "cu", 2) == 0 && strncmp(name, "cuGet", 5) != 0 &&
-        strcmp(name, "cuDriverGetVersion") != 0) { /* those need no cuInit */
+    /* Some need no cuInit. */
+    if (strncmp(name, "cu", 2) == 0 && strncmp(name, "cuGet", 5) != 0 &&
+        strcmp(name, "cuDriverGetVersion") != 0 && (fk.is_forked || fk.sticky != 0)) {
+        const int result = fk.is_forked ? CUDA_ERROR_NOT_INITIALIZED : fk.sticky;
         unlock();
-        return CUDA_ERROR_NOT_INITIALIZED;
+        return result;
     }
     if (function->is_hidden)
         fk_error("%s was called, which this version does not have", name);
@@ -260,6 +262,11 @@ static int set_option(fake_options *it, const char *name, const char *text)
                 {"polls", &it->polls},
                 {"alloc_waits", &it->alloc_waits},
                 {"lazy_connect", &it->lazy_connect},
+                {"peers", &it->peers},
+                {"net", &it->net},
+                {"proxy_blocks", &it->proxy_blocks},
+                {"queue_depth", &it->queue_depth},
+                {"one_bus", &it->one_bus},
                 {"share_device", &it->share_device},
                 {"quiet", &it->quiet},
                 {"blocking", &it->blocking}};
@@ -273,6 +280,14 @@ static int set_option(fake_options *it, const char *name, const char *text)
         it->seed = strtoull(text, NULL, 10);
     else if (strcmp(name, "capacity") == 0)
         it->capacity = strtoll(text, NULL, 10);
+    else if (strcmp(name, "taken") == 0)
+        it->taken = strtoll(text, NULL, 10);
+    else if (strcmp(name, "granularity") == 0)
+        it->granularity = strtoll(text, NULL, 10);
+    else if (strcmp(name, "corrupt_bytes") == 0)
+        it->corrupt_bytes = strtoll(text, NULL, 10);
+    else if (strcmp(name, "connect_bytes") == 0)
+        it->connect_bytes = strtoll(text, NULL, 10);
     else if (strcmp(name, "schedule") == 0 && schedule_of(text) >= 0)
         it->schedule = (fake_schedule)schedule_of(text);
     else
@@ -342,6 +357,10 @@ void fake_reset(const fake_options *options)
     fk.is_initialized = 0;
     fk.is_forked = 0;
     fk.is_stuck = 0;
+    fk.sticky = 0;
+    fk.n_let_go = 0;
+    fk.n_connections = 0;
+    fk.n_launch_threads = 0;
     fk.n_ids = 0;
     fk.n_threads = 0;
     fk.generation++;
@@ -377,6 +396,7 @@ __attribute__((constructor)) static void load(void)
                               .capacity = INT64_C(1) << 32,
                               .patience_ms = 20000,
                               .polls = 3,
+                              .peers = 1,
                               .alloc_waits = 2};
     const char *text = getenv("FAKE_CUDA");
     if (text != NULL && !fake_parse(text, &defaults))

@@ -59,7 +59,7 @@ CUresult cuMemGetInfo(size_t *available, size_t *total)
     if (result != CUDA_SUCCESS)
         return fk_leave(result);
     *total = (size_t)fk.options.capacity;
-    *available = (size_t)(fk.options.capacity - context->n_bytes);
+    *available = (size_t)(fk.options.capacity - fk.options.taken - context->n_bytes);
     return fk_leave(CUDA_SUCCESS);
 }
 

@@ -102,7 +102,7 @@ CUresult cuCtxSynchronize(void)
     FAKE_CALL(cuCtxSynchronize);
     int result = fk_need_context(&context);
     if (result == CUDA_SUCCESS)
-        result = fk_forbid_unsafe("cuCtxSynchronize");
+        result = fk_forbid_beside_captures(context->device, "cuCtxSynchronize");
     if (result == CUDA_SUCCESS)
         result = fk_wait_device(context->device, "cuCtxSynchronize");
     return fk_leave(result);
@@ -265,6 +265,8 @@ static const struct {
      "an illegal memory access was encountered"},
     {CUDA_ERROR_LAUNCH_TIMEOUT, "CUDA_ERROR_LAUNCH_TIMEOUT",
      "the launch timed out and was terminated"},
+    {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS",
+     "misaligned address"},
     {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
      "operation not permitted when stream is capturing"},
     {CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",

@@ -25,6 +25,7 @@ typedef struct allocation {
     size_t n_bytes;
     char *pages;
     size_t n_page_bytes;
+    size_t n_charged; /* of the device's capacity */
     int device;
     int is_nccl;
     int is_dead;
@@ -197,8 +198,12 @@ int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     const size_t n_rounded = round_up(n_bytes, ALIGNMENT);
     const size_t n_page_bytes = round_up(n_rounded, page);
+    const size_t unit =
+        is_nccl && fk.options.granularity > 0 ? (size_t)fk.options.granularity : 1;
+    const size_t n_charged = round_up(n_rounded, unit);
     struct CUctx_st *context = &fk.contexts[device];
-    if (context->n_bytes + (int64_t)n_rounded > fk.options.capacity ||
+    if (context->n_bytes + (int64_t)n_charged >
+            fk.options.capacity - fk.options.taken ||
         n_allocations == MAX_ALLOCATIONS || !reserve() ||
         region_used + n_page_bytes + page > REGION_BYTES)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -206,6 +211,7 @@ int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
     *it = (allocation){.pages = region + region_used,
                        .n_page_bytes = n_page_bytes,
                        .n_bytes = n_bytes,
+                       .n_charged = n_charged,
                        .device = device,
                        .is_nccl = is_nccl};
     if (mprotect(it->pages, n_page_bytes, PROT_READ | PROT_WRITE) != 0)
@@ -215,7 +221,7 @@ int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out)
     memset(it->base, POISON_NEW, n_bytes);
     region_used += n_page_bytes + page;
     n_allocations++;
-    context->n_bytes += (int64_t)n_rounded;
+    context->n_bytes += (int64_t)n_charged;
     fk.n_live[FAKE_ALLOCATIONS]++;
     if (fk.options.protect && !is_open && !is_shown)
         (void)mprotect(it->pages, n_page_bytes, PROT_NONE);
@@ -251,17 +257,60 @@ int fk_free(void *memory, int is_nccl)
     fk_memory_open();
     check_slack(it);
     it->is_dead = 1;
-    fk.contexts[it->device].n_bytes -= (int64_t)round_up(it->n_bytes, ALIGNMENT);
+    fk.contexts[it->device].n_bytes -= (int64_t)it->n_charged;
     fk.n_live[FAKE_ALLOCATIONS]--;
     (void)madvise(it->pages, it->n_page_bytes, MADV_DONTNEED);
     (void)mprotect(it->pages, it->n_page_bytes, PROT_NONE);
     return CUDA_SUCCESS;
 }
 
+static int touches(const fk_op *op, const char *low, const char *high)
+{
+    switch (op->kind) {
+    case FK_KERNEL:
+        return fk_kernel_touches(op, low, high);
+    case FK_LAUNCH:
+        return fk_launch_touches(op, low, high);
+    case FK_COPY:
+    case FK_FILL:
+        return (op->to >= low && op->to < high) ||
+               (op->is_from_device && op->from >= low && op->from < high);
+    default:
+        return 0;
+    }
+}
+
+const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
+{
+    const allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    for (const fk_op *op = fk.first; op != NULL && it != NULL; op = op->next)
+        if ((op->kind == FK_LAUNCH || !is_of_nccl) &&
+            touches(op, it->base, it->base + it->n_bytes))
+            return op;
+    return NULL;
+}
+
 int fk_device_of(const void *memory)
 {
     const allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
     return it != NULL ? it->device : -1;
+}
+
+int fk_owner_of(const void *at)
+{
+    const char *byte = at;
+    const allocation *it = fk_is_device_memory(at) ? find(byte) : NULL;
+    return it != NULL && !it->is_dead && byte >= it->base &&
+                   byte < it->base + it->n_bytes
+               ? it->device
+               : -1;
+}
+
+void fake_empty_caches(void)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    fk.options.taken = 0;
+    (void)pthread_mutex_unlock(&fk.lock);
 }
 
 int64_t fake_bytes_in_use(int device)

@@ -1,7 +1,6 @@
 /* fake_module.c - modules, and kernels that are functions of the host. */
 #include "state.h"
 
-#if __has_include("host_kernels.h")
 #include "host_kernels.h"
 
 const fk_kernel *fk_host_kernel(const char *name)
@@ -14,17 +13,11 @@ const fk_kernel *fk_host_kernel(const char *name)
     it->n_args = found->n_args;
     it->arg_bytes = found->arg_bytes;
     it->run = found->run;
+    it->is_ours = 1;
     it->next = fk.kernels;
     fk.kernels = it;
     return it;
 }
-#else
-const fk_kernel *fk_host_kernel(const char *name)
-{
-    (void)name;
-    return NULL;
-}
-#endif
 
 static const fk_kernel *find_kernel(const char *name)
 {
@@ -118,6 +111,53 @@ size_t fk_args_bytes(const fk_kernel *kernel)
     for (size_t i = 0; i < kernel->n_args; i++)
         n_bytes += (kernel->arg_bytes[i] + 15) / 16 * 16;
     return n_bytes;
+}
+
+/* Of a test's kernel every word of its arguments may be an address: such arguments have
+ * no padding. */
+static int address_of(const fk_op *op, size_t i, const void **out)
+{
+    if (op->kernel->is_ours)
+        return host_kernel_address(op->kernel->name, op->args, i, out);
+    if ((i + 1) * sizeof *out > fk_args_bytes(op->kernel))
+        return 0;
+    memcpy(out, op->args + i * sizeof *out, sizeof *out);
+    return 1;
+}
+
+int fk_kernel_touches(const fk_op *op, const char *low, const char *high)
+{
+    const void *at = NULL;
+    for (size_t i = 0; address_of(op, i, &at); i++)
+        if ((const char *)at >= low && (const char *)at < high)
+            return 1;
+    return 0;
+}
+
+/* A context in which a kernel has failed is of no use any more. */
+static void fail(const fk_op *op, const char *why, int result)
+{
+    fk_error("%s: %s", op->kernel->name, why);
+    fk.sticky = result;
+}
+
+int fk_kernel_may_run(const fk_op *op)
+{
+    const void *at = NULL;
+    for (size_t i = 0; address_of(op, i, &at); i++) {
+        if (fk_has_access(op->device, fk_owner_of(at)))
+            continue;
+        fail(op, "the memory is another device's, without access",
+             CUDA_ERROR_ILLEGAL_ADDRESS);
+        return 0;
+    }
+    return 1;
+}
+
+void fk_kernel_check(const fk_op *op)
+{
+    if (op->kernel->is_ours && host_kernel_take_fault())
+        fail(op, "a vector is not aligned", CUDA_ERROR_MISALIGNED_ADDRESS);
 }
 
 static char *copy_args(const fk_kernel *kernel, void *const *arguments)

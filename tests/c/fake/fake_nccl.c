@@ -1,4 +1,6 @@
 /* fake_nccl.c - communicators: made, watched, ended. */
+#include <stdarg.h>
+
 #include "nccl_state.h"
 
 static _Thread_local struct {
@@ -49,11 +51,21 @@ const char *ncclGetErrorString(ncclResult_t result)
                                         "invalid usage",
                                         "remote process exited or there was a network "
                                         "error",
-                                        "NCCL operation in progress"};
-    return (unsigned)result < 8 ? texts[result] : "unknown result code";
+                                        "NCCL operation in progress",
+                                        "operation timed out"};
+    return (unsigned)result < sizeof texts / sizeof texts[0] ? texts[result]
+                                                             : "unknown result code";
 }
 
 static _Thread_local char last_error[256];
+
+void fk_set_last_error(const char *format, ...)
+{
+    va_list rest;
+    va_start(rest, format);
+    (void)vsnprintf(last_error, sizeof last_error, format, rest);
+    va_end(rest);
+}
 
 /* The newest of the thread. */
 const char *ncclGetLastError(ncclComm_t comm)
@@ -71,18 +83,25 @@ static int become_ready(ncclComm_t comm)
     comm->is_ready = 1;
     if (!fk_has_duplicate(comm->world, &one, &other))
         return ncclSuccess;
-    (void)snprintf(last_error, sizeof last_error,
-                   "Duplicate GPU detected : rank %d and rank %d both on CUDA device "
-                   "%x000",
-                   one, other, 0x1a + comm->device);
+    if (fk.options.nccl >= 23000)
+        fk_set_last_error("Multiple Ranks are using the same GPU/Partition. Set "
+                          "NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this: ranks %d, %d",
+                          one, other);
+    else
+        fk_set_last_error("Duplicate GPU detected : rank %d and rank %d both on CUDA "
+                          "device %x000",
+                          one, other, 0x1a + comm->device);
     comm->error = ncclInvalidUsage;
     return ncclInvalidUsage;
 }
 
 static int await_all(ncclComm_t comm)
 {
-    int64_t since = fk_now();
+    const int64_t since = fk_now();
+    const int n_let_go = fk.n_let_go;
     while (!fk_all_joined(comm->world)) {
+        if (fk.n_let_go != n_let_go)
+            return ncclSystemError;
         if (fk_is_alone() || !fk_pause(since)) {
             fk_error("rank %d of %d waits for others in ncclCommInitRank that never "
                      "come",
@@ -125,26 +144,74 @@ static int init_rank(ncclComm_t *out, int n_ranks, const ncclUniqueId *id, int r
     return result;
 }
 
+static ncclConfig_t no_config(void)
+{
+    const int undefined = NCCL_CONFIG_UNDEF_INT;
+    return (ncclConfig_t){.blocking = undefined,
+                          .cgaClusterSize = undefined,
+                          .minCTAs = undefined,
+                          .maxCTAs = undefined,
+                          .splitShare = undefined};
+}
+
+/* As much as the caller's has, and of that what its version had. */
+static int read_config(const ncclConfig_t *config, ncclConfig_t *out)
+{
+    const ncclConfig_t none = no_config();
+    if (config == NULL)
+        return ncclSuccess;
+    if (config->magic != NCCL_API_MAGIC || config->size < 24) {
+        fk_error("ncclConfig_t was not initialised");
+        return ncclInvalidArgument;
+    }
+    memcpy(out, config, config->size < sizeof *out ? config->size : sizeof *out);
+    if (out->version < 21700) {
+        out->cgaClusterSize = none.cgaClusterSize;
+        out->minCTAs = none.minCTAs;
+        out->maxCTAs = none.maxCTAs;
+        out->netName = NULL;
+    }
+    if (out->version < 21800)
+        out->splitShare = none.splitShare;
+    if (out->cgaClusterSize != none.cgaClusterSize &&
+        (out->cgaClusterSize < 0 || out->cgaClusterSize > 8))
+        return ncclInvalidArgument;
+    return ncclSuccess;
+}
+
+/* The environment overrules the program. */
+static int blocks(const ncclConfig_t *config)
+{
+    const char *text = getenv("NCCL_COMM_BLOCKING");
+    if (fk.options.nccl >= 21400 && text != NULL &&
+        (strcmp(text, "0") == 0 || strcmp(text, "1") == 0))
+        return text[0] == '1';
+    return config == NULL || config->blocking != 0; /* not given: 1 */
+}
+
 ncclResult_t ncclCommInitRank(ncclComm_t *out, int n_ranks, ncclUniqueId id, int rank)
 {
     FAKE_CALL(ncclCommInitRank);
-    return fk_leave(init_rank(out, n_ranks, &id, rank, 1));
+    return fk_leave(init_rank(out, n_ranks, &id, rank, blocks(NULL)));
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int n_ranks, ncclUniqueId id,
                                     int rank, ncclConfig_t *config)
 {
     FAKE_CALL(ncclCommInitRankConfig);
-    int is_blocking = 1;
-    if (config != NULL) {
-        if (config->magic != NCCL_API_MAGIC || config->size < 24) {
-            fk_error("ncclConfig_t was not initialised");
-            return fk_leave(ncclInvalidArgument);
-        }
-        if (config->blocking != NCCL_CONFIG_UNDEF_INT)
-            is_blocking = config->blocking;
-    }
-    return fk_leave(init_rank(out, n_ranks, &id, rank, is_blocking));
+    ncclConfig_t full = no_config();
+    const int result = read_config(config, &full);
+    if (result != ncclSuccess)
+        return fk_leave(result);
+    return fk_leave(init_rank(out, n_ranks, &id, rank, blocks(&full)));
+}
+
+void fake_let_go(void)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    fk.n_let_go++;
+    fk_moved();
+    (void)pthread_mutex_unlock(&fk.lock);
 }
 
 void fake_break(int rank, ncclResult_t error)
@@ -212,6 +279,8 @@ ASK(ncclCommCuDevice, device)
 static void end_comm(ncclComm_t comm)
 {
     fk_leave_world(comm);
+    fk_disconnect(comm);
+    fk_proxy_drop(comm);
     fk_drop_registrations(comm);
     for (int i = 0; i < FK_MAX_RED_OPS; i++)
         fk.n_live[FAKE_RED_OPS] -= comm->red_ops[i].is_made;
@@ -239,6 +308,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
     if (result != ncclSuccess)
         return fk_leave(result);
     comm->is_aborted = 1;
+    fk_proxy_drop(comm);
     (void)fk_finish_slow(comm);
     while (comm->launches.n > 0 && comm->launches.ops[0]->state == FK_RESIDENT)
         (void)fk_launch_poll(comm->launches.ops[0]);
@@ -260,7 +330,8 @@ static int finish(ncclComm_t comm, const char *what)
     if (comm->last != NULL && fk_wait_for(comm->last, what) != CUDA_SUCCESS)
         return ncclUnhandledCudaError;
     wait_for_graphs(comm, what);
-    return ncclSuccess;
+    fk_proxy_flush(comm);
+    return fk_proxy_block(comm, 2, what);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm)

@@ -1,19 +1,35 @@
 /* fake_nccl_connect.c - connections that are made by the first collective of a kind.
  *
- * Since NCCL 2.22 the host blocks in that call until all ranks are in it.
+ * Since NCCL 2.22 the host blocks in that call until all ranks are in it, and device
+ * memory is allocated.  Which way an operation takes is decided by its algorithm, which
+ * NCCL chooses by kind, size, and whether the memory is registered:
+ *
+ *     bit   kind * 6 + (0: < 256 KiB, 1: < 4 MiB, 2: more) * 2 + is it registered
  */
 #include "nccl_state.h"
 
-static unsigned bit_of(const fk_task *task)
+enum { N_SIZES = 3, SMALL_BYTES = 256 << 10, MEDIUM_BYTES = 4 << 20 };
+
+static unsigned bit_of(const ncclComm_t comm, const fk_task *task)
 {
     const int is_pair = task->kind == FK_SEND || task->kind == FK_RECV;
-    return is_pair || !fk.options.lazy_connect ? 0 : 1u << task->kind;
+    if (is_pair || !fk.options.lazy_connect)
+        return 0;
+    const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
+    const unsigned size = n_bytes < SMALL_BYTES ? 0 : n_bytes < MEDIUM_BYTES ? 1 : 2;
+    const unsigned is_registered = fk_is_registered(comm, task->from) != 0;
+    return 1u << (((unsigned)task->kind * N_SIZES + size) * 2 + is_registered);
+}
+
+static int is_connected(const ncclComm_t comm, unsigned bit)
+{
+    return (comm->connected & bit) == bit;
 }
 
 void fk_connect_begin(ncclComm_t comm, const fk_task *task)
 {
-    const unsigned bit = bit_of(task);
-    if ((comm->connected & bit) == bit)
+    const unsigned bit = bit_of(comm, task);
+    if (is_connected(comm, bit))
         return;
     (void)atomic_fetch_or(&comm->world->board->connecting[comm->rank], bit);
     fk_moved();
@@ -21,8 +37,8 @@ void fk_connect_begin(ncclComm_t comm, const fk_task *task)
 
 int fk_connect_is_done(const ncclComm_t comm, const fk_task *task)
 {
-    const unsigned bit = bit_of(task);
-    if ((comm->connected & bit) == bit)
+    const unsigned bit = bit_of(comm, task);
+    if (is_connected(comm, bit))
         return 1;
     for (int r = 0; r < comm->n_ranks; r++)
         if ((atomic_load(&comm->world->board->connecting[r]) & bit) == 0)
@@ -30,10 +46,34 @@ int fk_connect_is_done(const ncclComm_t comm, const fk_task *task)
     return 1;
 }
 
+int fk_connect_end(ncclComm_t comm, const fk_task *task)
+{
+    const unsigned bit = bit_of(comm, task);
+    struct CUctx_st *context = &fk.contexts[comm->device];
+    if (is_connected(comm, bit))
+        return ncclSuccess;
+    if (context->n_bytes + fk.options.connect_bytes > fk.options.capacity) {
+        fk_set_last_error("Cuda failure 2 'out of memory'");
+        return ncclUnhandledCudaError;
+    }
+    context->n_bytes += fk.options.connect_bytes;
+    comm->n_connect_bytes += fk.options.connect_bytes;
+    comm->connected |= bit;
+    fk.n_connections++;
+    return ncclSuccess;
+}
+
+void fk_disconnect(ncclComm_t comm)
+{
+    fk.contexts[comm->device].n_bytes -= comm->n_connect_bytes;
+    comm->n_connect_bytes = 0;
+}
+
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
 {
     const int64_t since = fk_now();
-    while (comm->world != NULL && !fk_connect_is_done(comm, task)) {
+    while (!comm->is_aborted && comm->world != NULL &&
+           !fk_connect_is_done(comm, task)) {
         if (fk_is_alone() || !fk_pause(since)) {
             fk_error("%s: rank %d of %d waits in its first collective of a kind for "
                      "ranks that never come",
@@ -41,8 +81,7 @@ int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what)
             return ncclInternalError;
         }
     }
-    if (comm->world == NULL)
-        return ncclInternalError; /* aborted by another thread */
-    comm->connected |= bit_of(task);
-    return ncclSuccess;
+    if (comm->is_aborted || comm->world == NULL)
+        return ncclInternalError; /* by another thread */
+    return fk_connect_end(comm, task);
 }

@@ -43,6 +43,18 @@ void fk_launch_count_graph(const fk_op *op, int by)
         fk_moved();
 }
 
+int fk_launch_touches(const fk_op *op, const char *low, const char *high)
+{
+    for (size_t i = 0; i < op->launch->n_tasks; i++) {
+        const fk_task *task = &op->launch->tasks[i];
+        const char *from = task->from;
+        const char *to = task->to;
+        if ((from >= low && from < high) || (to >= low && to < high))
+            return 1;
+    }
+    return 0;
+}
+
 static int is_collective(const fk_task *task)
 {
     return task->kind != FK_SEND && task->kind != FK_RECV;
@@ -248,6 +260,16 @@ void fk_launch_print(const fk_op *op, FILE *to)
                       (int)launch->tasks[i].number, launch->tasks[i].count);
 }
 
+int fake_connections(void)
+{
+    return fk.n_connections;
+}
+
+int fake_launch_threads(void)
+{
+    return fk.n_launch_threads;
+}
+
 /* ---- calls ---------------------------------------------------------------------- */
 
 static int enqueue(CUstream stream, fk_op *op)
@@ -264,19 +286,78 @@ static int is_connected(const ncclComm_t comm, const fk_launch *launch)
     return 1;
 }
 
+static int connect_and_enqueue(ncclComm_t comm, CUstream stream, fk_op *op)
+{
+    int result = ncclSuccess;
+    for (size_t i = 0; i < op->launch->n_tasks && !comm->is_aborted; i++)
+        if (result == ncclSuccess)
+            result = fk_connect_end(comm, &op->launch->tasks[i]);
+    if (result == ncclSuccess)
+        return enqueue(stream, op);
+    fk_op_drop(op);
+    return result;
+}
+
+/* A thread of NCCL's makes the launch, whose mode of capture is its own: global.  It
+ * relaxes that round all of its calls but one, a query of an event where it launches
+ * something that is not captured while a graph has operations of the communicator. */
+static void launch_in_thread(const ncclComm_t comm, const CUstream stream)
+{
+    fk.n_launch_threads++;
+    if (stream->capture != NULL || comm->n_in_graphs == 0)
+        return;
+    for (fk_object *it = fk.objects; it != NULL; it = it->next) {
+        fk_capture *capture = (fk_capture *)it;
+        if (it->kind != FK_CAPTURE ||
+            capture->status != CU_STREAM_CAPTURE_STATUS_ACTIVE ||
+            capture->mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
+            continue;
+        capture->status = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+        (void)snprintf(capture->reason, sizeof capture->reason,
+                       "cuEventQuery in a thread of NCCL's");
+    }
+}
+
+/* As a device does that has taken all the launches that it can. */
+static int await_room(ncclComm_t comm, const char *what)
+{
+    const int64_t since = fk_now();
+    while (fk.options.queue_depth > 0 && !comm->is_aborted &&
+           comm->launches.n >= (size_t)fk.options.queue_depth) {
+        fk_need(comm->launches.ops[0]);
+        fk_need_residents();
+        if (fk_run_one(1) || fk_proxy_step(comm->device))
+            continue;
+        if (!fk_pause(since)) {
+            fk_error("%s: there is no room in the device's queue", what);
+            return ncclInternalError;
+        }
+    }
+    return comm->is_aborted ? ncclInternalError : ncclSuccess;
+}
+
 /* Takes the launch.  A communicator that does not block may put it off. */
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what)
 {
+    const int room = stream->capture == NULL ? await_room(comm, what) : ncclSuccess;
+    if (room != ncclSuccess) {
+        fk_launch_free(launch);
+        return room;
+    }
     fk_op *op = fk_op_new(FK_LAUNCH, comm->device, what);
     op->launch = launch;
-    if (comm->is_blocking || stream->capture != NULL ||
-        (fk_below(3) == 0 && is_connected(comm, launch)))
+    if (!comm->is_blocking && fk.options.nccl >= 22300)
+        launch_in_thread(comm, stream);
+    if (comm->is_blocking || stream->capture != NULL)
         return enqueue(stream, op);
+    if (fk_below(3) == 0 && is_connected(comm, launch))
+        return connect_and_enqueue(comm, stream, op);
     comm->slow = op;
     comm->slow_stream = stream;
     comm->n_polls = (int)fk_below((unsigned)fk.options.polls + 1);
-    return ncclInProgress;
+    return fk_below(4) == 0 ? ncclSuccess
+                            : ncclInProgress; /* it may say so too early */
 }
 
 int fk_finish_slow(ncclComm_t comm)
@@ -285,8 +366,9 @@ int fk_finish_slow(ncclComm_t comm)
     if (op == NULL || !is_connected(comm, op->launch))
         return 0;
     comm->slow = NULL;
-    if (enqueue(comm->slow_stream, op) != ncclSuccess)
-        comm->error = ncclUnhandledCudaError;
+    const int result = connect_and_enqueue(comm, comm->slow_stream, op);
+    if (result != ncclSuccess)
+        comm->error = (ncclResult_t)result;
     return 1;
 }
 

@@ -30,6 +30,15 @@ ncclResult_t ncclMemAlloc(void **out, size_t n_bytes)
     return fk_leave(result == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError);
 }
 
+/* Neither waits for the device. */
+static void check_in_flight(const void *memory, int is_of_nccl, const char *what)
+{
+    const fk_op *op = fk_in_flight(memory, is_of_nccl);
+    if (op != NULL)
+        fk_error("%s: #%d (%s) is in flight and touches the memory", what, op->id,
+                 op->what);
+}
+
 ncclResult_t ncclMemFree(void *memory)
 {
     FAKE_CALL(ncclMemFree);
@@ -39,9 +48,7 @@ ncclResult_t ncclMemFree(void *memory)
         if (it->kind == FAKE_REGISTRATIONS && !it->is_dead &&
             ((const registration *)it)->base == memory)
             fk_error("ncclMemFree: the memory is still registered");
-    const int device = fk_device_of(memory);
-    if (device >= 0)
-        (void)fk_wait_device(device, "ncclMemFree");
+    check_in_flight(memory, 0, "ncclMemFree");
     const int result = fk_free(memory, 1);
     return fk_leave(result == CUDA_SUCCESS ? ncclSuccess : ncclInvalidArgument);
 }
@@ -76,6 +83,7 @@ static int drop_registration(ncclComm_t comm, void *handle)
         return ncclInvalidArgument;
     if (comm->object.is_dead)
         fk_error("memory is deregistered after the communicator's end");
+    check_in_flight(it->base, 1, "ncclCommDeregister");
     fk_object_kill(&it->object);
     return ncclSuccess;
 }
@@ -90,6 +98,8 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void *memory, size_t n_byte
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
 {
     FAKE_CALL(ncclCommDeregister);
+    if (comm != NULL && fk_proxy_block(comm, 1, "ncclCommDeregister") != ncclSuccess)
+        return fk_leave(ncclInternalError);
     return fk_leave(drop_registration(comm, handle));
 }
 

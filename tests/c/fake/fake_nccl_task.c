@@ -130,17 +130,20 @@ void fk_task_post(ncclComm_t comm, fk_task *task, const char *what)
         if (scale != 1.0 && !is_pair(task))
             fk_scale(data, n, task->dtype, scale);
     }
-    atomic_store(&post->number, task->number + 1);
+    fk_proxy_send(comm, post, task->number + 1);
 }
 
 /* A send is answered by its being taken. */
 int fk_has_posted(const ncclComm_t comm, const fk_task *task, int r)
 {
-    if (task->kind == FK_SEND)
-        return atomic_load(&pair_post(comm, comm->rank, r, task->number)->n_taken) > 0;
+    if (task->kind == FK_SEND) /* a proxy has taken it at once */
+        return fk.options.net ||
+               atomic_load(&pair_post(comm, comm->rank, r, task->number)->n_taken) > 0;
     const fk_post *post = task->kind == FK_RECV
                               ? pair_post(comm, r, comm->rank, task->number)
                               : coll_post(comm, r, task->number);
+    if (r == comm->rank && fk_proxy_has(comm, post, task->number + 1))
+        return 1;
     return atomic_load(&post->number) == task->number + 1;
 }
 
@@ -231,6 +234,8 @@ static void take(const ncclComm_t comm, const fk_task *task)
         break;
     default:
         reduce(comm, task, 0);
+        if (fk.options.corrupt_bytes > 0 && n_bytes >= (size_t)fk.options.corrupt_bytes)
+            ((char *)task->to)[n_bytes - 1] ^= 0x55;
         break;
     }
 }
@@ -239,8 +244,7 @@ static int poll_pair(ncclComm_t comm, fk_task *task, const char *what)
 {
     const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
     if (task->kind == FK_SEND)
-        return atomic_load(
-                   &pair_post(comm, comm->rank, task->peer, task->number)->n_taken) > 0;
+        return fk_has_posted(comm, task, task->peer);
     fk_post *post = pair_post(comm, task->peer, comm->rank, task->number);
     if (atomic_load(&post->number) != task->number + 1)
         return 0;

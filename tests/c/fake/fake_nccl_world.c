@@ -104,6 +104,12 @@ static uint64_t host_of_this_process(void)
     return hash;
 }
 
+static int may_share(void)
+{
+    const char *text = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    return fk.options.nccl >= 23003 && text != NULL && strcmp(text, "1") == 0;
+}
+
 int fk_has_duplicate(const fk_world *world, int *one, int *other)
 {
     const fk_board *board = world->board;
@@ -111,9 +117,12 @@ int fk_has_duplicate(const fk_world *world, int *one, int *other)
         for (int b = a + 1; b < world->n_ranks; b++) {
             *one = a;
             *other = b;
-            if (atomic_load(&board->devices[a]) == atomic_load(&board->devices[b]) &&
+            /* Up to 2.29 the card counts, then the part of it. */
+            const int is_one_card = fk.options.one_bus && fk.options.nccl < 23000;
+            if ((is_one_card ||
+                 atomic_load(&board->devices[a]) == atomic_load(&board->devices[b])) &&
                 atomic_load(&board->hosts[a]) == atomic_load(&board->hosts[b]))
-                return !fk.options.share_device;
+                return !fk.options.share_device && !may_share();
         }
     }
     return 0;
@@ -189,6 +198,7 @@ void fk_nccl_reset(void)
         if (it->kind == FAKE_COMMS) {
             fk_leave_world((ncclComm_t)it);
             free(((ncclComm_t)it)->chunks);
+            free(((ncclComm_t)it)->unsent);
             fk_list_free(&((ncclComm_t)it)->launches);
         }
     }

@@ -14,9 +14,11 @@ typedef struct program {
 static struct {
     int newest;
     int n_live;
+    int n_compiled;
+    int major, minor;
     char failing[64];
     int result;
-} fake = {.newest = 120};
+} fake = {.newest = 120, .major = 12, .minor = 4};
 
 static int result_of(const char *name)
 {
@@ -26,13 +28,26 @@ static int result_of(const char *name)
 void fake_nvrtc_reset(int newest)
 {
     fake.newest = newest;
+    fake.n_compiled = 0;
     fake.failing[0] = '\0';
+    fake_nvrtc_set_version(12, 4);
 }
 
 void fake_nvrtc_fail(const char *name, int result)
 {
     (void)snprintf(fake.failing, sizeof fake.failing, "%s", name);
     fake.result = result;
+}
+
+void fake_nvrtc_set_version(int major, int minor)
+{
+    fake.major = major;
+    fake.minor = minor;
+}
+
+int fake_nvrtc_compiled(void)
+{
+    return fake.n_compiled;
 }
 
 int fake_nvrtc_live(void)
@@ -49,6 +64,13 @@ int fake_nvrtc_live(void)
 EXPORT(const char *, nvrtcGetErrorString, int result)
 {
     return result == COMPILATION ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR";
+}
+
+EXPORT(int, nvrtcVersion, int *major, int *minor)
+{
+    *major = fake.major;
+    *minor = fake.minor;
+    return result_of(__func__);
 }
 
 EXPORT(int, nvrtcGetNumSupportedArchs, int *out)
@@ -105,6 +127,7 @@ EXPORT(int, nvrtcCompileProgram, program *it, int n_options, const char *const *
     (void)snprintf(it->image, sizeof it->image, "fake %s for %s%s",
                    is_real ? "cubin" : "PTX", options[0],
                    takes_large ? "" : ", small parameters");
+    fake.n_compiled++;
     return result_of(__func__);
 }
 

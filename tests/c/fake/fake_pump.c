@@ -28,6 +28,7 @@ static void serve(void)
         fk_need_residents();
     while (is_wanted && fk_run_one(1))
         continue;
+    (void)fk_proxy_step(-1);
     (void)fk_poll_residents();
 }
 

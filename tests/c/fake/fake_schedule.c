@@ -157,7 +157,10 @@ static void execute_kernel(const fk_op *op)
         args[i] = at;
         at += (op->kernel->arg_bytes[i] + 15) / 16 * 16;
     }
+    if (!fk_kernel_may_run(op))
+        return;
     op->kernel->run(args, op->grid, op->block);
+    fk_kernel_check(op);
 }
 
 static void execute(fk_op *op)
@@ -214,6 +217,7 @@ int fk_poll_residents(void)
 {
     int has_moved = 0;
     size_t i = 0;
+    fk_proxy_some();
     while (i < fk.residents.n) {
         fk_op *op = fk.residents.ops[i];
         has_moved |= fk_launch_poll(op);

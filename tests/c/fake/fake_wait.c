@@ -71,7 +71,8 @@ int fk_wait_for(fk_op *op, const char *who)
         fk_need_residents();
         if (fk_run_one(fk.options.schedule == FAKE_LATE)) {
             it.since = fk_now();
-        } else if (op->state == FK_DONE || fk_flush_slow()) {
+        } else if (op->state == FK_DONE || fk_flush_slow() ||
+                   fk_proxy_step(op->device)) {
             continue;
         } else if (fk.is_stuck) {
             result = CUDA_ERROR_LAUNCH_TIMEOUT;
@@ -126,7 +127,7 @@ int fk_query(fk_op *op)
         return CUDA_SUCCESS;
     if (op->n_queries++ > (int)fk_below(16)) {
         fk_need(op);
-        while (op->state != FK_DONE && fk_run_one(1))
+        while (op->state != FK_DONE && (fk_run_one(1) || fk_proxy_step(op->device)))
             continue;
         if (op->state != FK_DONE)
             (void)fk_flush_slow();

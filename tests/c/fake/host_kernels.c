@@ -30,6 +30,21 @@ static _Thread_local unsigned block_number;
             atomic_store_explicit(&here.is_taken, 1, memory_order_relaxed);            \
     } while (0)
 
+/* A vector that is not aligned ends a real kernel. */
+static atomic_int has_fault;
+
+static void *vec_at(const void *at, size_t alignment)
+{
+    static _Thread_local char elsewhere[64] __attribute__((aligned(64)));
+    void *found = elsewhere;
+    if ((uintptr_t)at % alignment == 0)
+        memcpy(&found, &at, sizeof found); /* without its const */
+    else
+        atomic_store(&has_fault, 1);
+    return found;
+}
+#define VEC_TOUCHED(at) vec_at((at), __alignof__(*(at)))
+
 #include "backend/kernels.cu"
 
 #define KERNELS(X)                                                                     \
@@ -64,6 +79,26 @@ const host_kernel *host_kernel_find(const char *name)
         if (strcmp(kernels[i].name, name) == 0)
             return &kernels[i];
     return NULL;
+}
+
+int host_kernel_address(const char *name, const void *argument, size_t i,
+                        const void **out)
+{
+    const pli_sum_span *sum = argument;
+    const pli_large_spans *table = argument; /* a small one begins alike */
+    if (strcmp(name, "pl_sum") == 0) {
+        *out = i == 0 ? sum->to : sum->from;
+        return i < 2;
+    }
+    if (i / 2 >= table->head.n_spans)
+        return 0;
+    *out = i % 2 == 0 ? table->spans[i / 2].to : table->spans[i / 2].from;
+    return 1;
+}
+
+int host_kernel_take_fault(void)
+{
+    return atomic_exchange(&has_fault, 0);
 }
 
 const char *host_kernel_branch(size_t n, int *is_taken)

@@ -21,6 +21,14 @@ typedef struct host_kernel {
 /* NULL where there is none of that name. */
 HOST_KERNEL_API const host_kernel *host_kernel_find(const char *name);
 
+/* The i-th address that a launch with this argument reads or writes from; 0 behind the
+ * last. */
+HOST_KERNEL_API int host_kernel_address(const char *name, const void *argument,
+                                        size_t i, const void **out);
+
+/* Whether a launch since the last call has touched a vector that is not aligned. */
+HOST_KERNEL_API int host_kernel_take_fault(void);
+
 /* The n-th branch's name and whether it was taken in this process; NULL behind the
  * last. */
 HOST_KERNEL_API const char *host_kernel_branch(size_t n, int *is_taken);

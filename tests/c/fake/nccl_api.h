@@ -24,6 +24,7 @@ typedef enum ncclResult {
     ncclInvalidUsage = 5,
     ncclRemoteError = 6,
     ncclInProgress = 7,
+    ncclTimeout = 8, /* 2.32 */
 } ncclResult_t;
 
 typedef enum ncclRedOp {

@@ -50,6 +50,7 @@ struct fk_launch {
 /* What a rank has posted; `number` + 1 is written last. */
 typedef struct fk_post {
     _Atomic uint64_t number;
+    uint64_t number_to_be; /* while the proxy has it */
     _Atomic int n_taken;
     int kind, dtype, op, peer;
     int is_registered;
@@ -66,7 +67,7 @@ typedef struct fk_board {
     _Atomic int pids[FK_MAX_RANKS];
     _Atomic int devices[FK_MAX_RANKS];
     _Atomic uint64_t hosts[FK_MAX_RANKS];      /* NCCL_HOSTID */
-    _Atomic unsigned connecting[FK_MAX_RANKS]; /* kinds of collectives, as bits */
+    _Atomic unsigned connecting[FK_MAX_RANKS]; /* as bits, see fake_nccl_connect.c */
     _Atomic uint64_t wanted_colls;             /* somebody waits for those below */
     _Atomic uint64_t wanted_pairs[FK_MAX_RANKS][FK_MAX_RANKS];
     fk_post colls[FK_MAX_RANKS][FK_RING_COLLS];
@@ -110,9 +111,12 @@ struct ncclComm {
     fk_op *slow; /* launches that a non-blocking call has put off */
     CUstream slow_stream;
     ncclResult_t error;
-    int n_in_graphs;    /* launches that graphs hold */
-    int is_broken;      /* by fake_break(): it posts nothing any more */
-    unsigned connected; /* kinds of collectives, as bits */
+    int n_in_graphs;         /* launches that graphs hold */
+    int is_broken;           /* by fake_break(): it posts nothing any more */
+    unsigned connected;      /* as the board's `connecting` */
+    int64_t n_connect_bytes; /* of the device's memory */
+    fk_post **unsent;        /* what the proxy has, the oldest first */
+    size_t n_unsent;
     uint64_t n_colls;
     uint64_t n_sent[FK_MAX_RANKS];
     uint64_t n_received[FK_MAX_RANKS];
@@ -150,6 +154,9 @@ fk_op *fk_find_peer(ncclComm_t comm, const fk_task *task, int rank);
 int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
                     const char *what);
 
+/* What ncclGetLastError() says in this thread. */
+void fk_set_last_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
 /* ---- fake_nccl_connect.c -------------------------------------------------------- */
 
 /* With options.lazy_connect: says that this rank is at its first collectives of their
@@ -157,6 +164,19 @@ int fk_start_launch(ncclComm_t comm, CUstream stream, fk_launch *launch,
 void fk_connect_begin(ncclComm_t comm, const fk_task *task);
 int fk_connect_is_done(const ncclComm_t comm, const fk_task *task);
 int fk_connect_wait(ncclComm_t comm, const fk_task *task, const char *what);
+int fk_connect_end(ncclComm_t comm, const fk_task *task); /* all have come */
+void fk_disconnect(ncclComm_t comm);
+
+/* ---- fake_nccl_proxy.c ---------------------------------------------------------- */
+
+/* A post is there for the others, now, or once the proxy has sent it. */
+void fk_proxy_send(ncclComm_t comm, fk_post *post, uint64_t number);
+int fk_proxy_has(const ncclComm_t comm, const fk_post *post, uint64_t number);
+void fk_proxy_flush(ncclComm_t comm);
+void fk_proxy_drop(ncclComm_t comm); /* what was not sent never will be */
+
+/* With options.proxy_blocks: waits until the communicator is aborted. */
+int fk_proxy_block(ncclComm_t comm, int bit, const char *what);
 
 /* ---- fake_sum.c ----------------------------------------------------------------- */
 

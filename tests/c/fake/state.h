@@ -54,7 +54,9 @@ struct CUctx_st {
     int was_active;
     struct CUstream_st legacy;
     int n_slots_taken;
-    int64_t n_bytes; /* of live allocations */
+    int64_t n_bytes;  /* of live allocations */
+    unsigned peers;   /* bits: devices whose memory may be touched */
+    unsigned strange; /* bits: devices whose memory never may */
 };
 
 struct CUevent_st {
@@ -80,6 +82,7 @@ typedef struct fk_kernel {
     size_t n_args;
     const size_t *arg_bytes;
     fake_kernel_fn run;
+    int is_ours; /* of csrc/backend/kernels.cu */
 } fk_kernel;
 
 struct CUmod_st {
@@ -164,6 +167,10 @@ typedef struct fk_state {
     uint64_t resting; /* a bit for streams that rest for now */
     int is_initialized;
     int is_stuck; /* a deadlock was reported */
+    int sticky;   /* a kernel has failed: what all calls return from then on */
+    int n_let_go; /* times that fake_let_go() was called */
+    int n_connections;
+    int n_launch_threads;
     int n_ids;
     struct CUctx_st contexts[FK_MAX_DEVICES];
     fk_object *objects;
@@ -203,6 +210,8 @@ int fk_is_hidden(const char *function);
 
 CUcontext fk_current(void); /* NULL: none; of this thread */
 int fk_need_context(CUcontext *out);
+/* Whether kernels on `device` may touch the memory of the other. */
+int fk_has_access(int device, int other);
 
 /* ---- fake_memory.c -------------------------------------------------------------- */
 
@@ -211,11 +220,15 @@ int fk_check_range(const void *at, size_t n_bytes, const char *what);
 int fk_check_copy(const fk_op *op);
 int fk_is_device_memory(const void *at);
 int fk_device_of(const void *memory); /* -1: none's */
+int fk_owner_of(const void *at);      /* of what is allocated; -1: none's */
 int fk_is_pinned(const void *at);
 void fk_pin(void *memory, size_t n_bytes, int is_ours);
 int fk_unpin(void *memory, int is_ours);
 int fk_alloc(int device, size_t n_bytes, int is_nccl, void **out);
 int fk_free(void *memory, int is_nccl);
+/* An operation that is not done and touches the allocation, of NCCL's alone or of
+ * anybody; NULL: there is none. */
+const fk_op *fk_in_flight(const void *memory, int is_of_nccl);
 void fk_memory_open(void); /* while operations are executed */
 void fk_memory_close(void);
 void fk_memory_reset(void);
@@ -224,6 +237,9 @@ void fk_memory_reset(void);
 
 const fk_kernel *fk_host_kernel(const char *name); /* NULL: none */
 size_t fk_args_bytes(const fk_kernel *kernel);
+int fk_kernel_may_run(const fk_op *op);
+void fk_kernel_check(const fk_op *op); /* what it did when it was executed */
+int fk_kernel_touches(const fk_op *op, const char *low, const char *high);
 
 /* ---- fake_schedule.c ------------------------------------------------------------ */
 
@@ -290,6 +306,7 @@ int fk_forbid_unsafe(const char *who);
 int fk_forbid_captured(CUstream stream, const char *who);
 int fk_forbid_captured_event(CUevent event, const char *who);
 int fk_forbid_implicit(CUstream stream, const char *who);
+int fk_forbid_beside_captures(int device, const char *who);
 int fk_capture_take(fk_op *op, CUstream stream);
 /* A stream is about to wait for `on`: may spread a capture to it. */
 int fk_join_capture(CUstream stream, const fk_op *on);
@@ -304,13 +321,17 @@ void fk_graph_reset(void);
 /* ---- fake_nccl_*.c -------------------------------------------------------------- */
 
 void fk_launch_begin(fk_op *op); /* becomes resident */
-int fk_launch_poll(fk_op *op);   /* 1 where something has come; it may be done now */
+int fk_launch_touches(const fk_op *op, const char *low, const char *high);
+int fk_launch_poll(fk_op *op); /* 1 where something has come; it may be done now */
 void fk_launch_done(fk_op *op);
 void fk_launch_need(const fk_op *op, fk_list *list); /* marks its peers' */
 int fk_launch_slots(const fk_op *op);
 void fk_launch_number(fk_op *op);
 void fk_launch_free(fk_launch *launch);
 int fk_launch_is_wanted(const fk_op *op); /* by another process */
+/* Sends the oldest of what a proxy has, the waiting device's own last; 0: nothing. */
+int fk_proxy_step(int waiting_device);
+void fk_proxy_some(void); /* as the schedule wants */
 fk_launch *fk_launch_clone(const fk_launch *launch);
 void fk_launch_check(const fk_op *op); /* its communicator must be there */
 int fk_flush_slow(void); /* enqueues what non-blocking calls have put off */

@@ -33,7 +33,6 @@
     TWO(cuCtxPushCurrent)                                                              \
     TWO(cuCtxPopCurrent)                                                               \
     ONE(cuCtxGetCurrent)                                                               \
-    ONE(cuCtxSynchronize)                                                              \
     ONE(cuCtxGetStreamPriorityRange)                                                   \
     ONE(cuStreamCreateWithPriority)                                                    \
     TWO(cuStreamDestroy)                                                               \

@@ -195,21 +195,27 @@ def test_a_rank_that_is_alone_needs_neither_driver_nor_nccl():
     assert (gpu.index, gpu.nccl, here.device) == (1, None, "cuda:1")
 
 
+_ADDRESS = {"pci_domain_id": 0, "pci_bus_id": 0x41, "pci_device_id": 0}
+_UUID = {"uuid": "1f-2e"}
+
+
 @pytest.mark.parametrize(
-    ("properties", "identity"),
+    ("properties", "before_2_30", "since"),
     [
-        ({"uuid": "1f-2e"}, "GPU 1f-2e"),
-        (
-            {"pci_domain_id": 0, "pci_bus_id": 0x41, "pci_device_id": 0},
-            "GPU on PCI bus 0000:41:00",
-        ),
-        ({}, ""),
+        (_ADDRESS | _UUID, "GPU on PCI bus 0000:41:00", "GPU 1f-2e"),
+        (_ADDRESS, "GPU on PCI bus 0000:41:00", "GPU on PCI bus 0000:41:00"),
+        (_UUID, "GPU 1f-2e", "GPU 1f-2e"),
+        ({}, "", ""),
     ],
 )
-def test_a_gpu_is_told_from_others_as_this_torch_can(monkeypatch, properties, identity):
+def test_a_gpu_is_told_from_others_as_nccl_does(
+    monkeypatch, properties, before_2_30, since
+):
     there = types.SimpleNamespace(**properties)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: there)
-    assert torch_cuda.identity(0) == identity
+    machine = _gpu.Machine()
+    assert machine.identity(0, 22907) == before_2_30
+    assert machine.identity(0, 23003) == since
 
 
 # ---- the ranks' places --------------------------------------------------------------

@@ -664,3 +664,36 @@ def test_parameters_marked_by_torch_as_ignored_are_left_out():
     assert wrapper.parameters_to_ignore == {"last.weight"}
     assert len(list(TorchDDP._get_data_parallel_params(net))) == 5
     assert len(wrapper._module_parameters) == 5
+
+
+# ---- sampled steps ------------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ZeroDivisionError
+
+
+def accumulation_nodes():
+    gc.collect()
+    return sum(type(o).__name__ == "AccumulateGrad" for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_sampled_step_that_fails_keeps_no_nodes_beyond_the_next_forward(grad):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model, x = DistributedDataParallel(net), torch.ones(1, 2)
+    loss = net[1](Raises.apply(model.module[0](x))).sum() + 0 * model(x).sum()
+    before = accumulation_nodes()
+    assert before > 0
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    del loss
+    with model.no_sync(), torch.set_grad_enabled(grad):
+        model(x)
+    assert accumulation_nodes() == 0

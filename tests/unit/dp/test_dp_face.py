@@ -17,7 +17,7 @@ from paceline import DataParallel, _environment
 from paceline._compat import torch_core
 from paceline._dp import engines, marker
 from paceline._replicas import devices
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -226,10 +226,10 @@ class Refusing:
 
     def __init__(self, at_once):
         if at_once:
-            raise CannotTravelError("it is not to be pickled")
+            raise UnsupportedModelError("it is not to be pickled")
 
     def run(self, call, scattered):
-        raise CannotTravelError("it is not to be pickled")
+        raise UnsupportedModelError("it is not to be pickled")
 
     def finish(self):
         pass
@@ -263,7 +263,7 @@ def test_auto_falls_back_to_threads_where_the_model_does_not_travel(
         assert torch.equal(wrapper(x), module(x))
     with (
         DataParallel(module, TWO, engine="process") as wrapper,
-        pytest.raises(CannotTravelError),
+        pytest.raises(UnsupportedModelError),
     ):
         wrapper(x)
 

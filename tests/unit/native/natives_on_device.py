@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import os
 
 import torch
 from natives import MIB, make_world
@@ -22,6 +23,7 @@ OPTIONS = "protect=0,foreign=1,share_device=1"
 
 @functools.cache
 def fake():
+    os.environ["XDG_CACHE_HOME"] = fake_gpus.CACHE
     loaded = ctypes.CDLL(fake_gpus.library())
     loaded.fake_error.restype = ctypes.c_char_p
     loaded.fake_bytes_in_use.restype = ctypes.c_int64

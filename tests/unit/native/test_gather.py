@@ -9,6 +9,7 @@ import pytest
 import torch
 from paceline import _native
 from paceline._compat import torch_core
+from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from values import (
@@ -19,7 +20,6 @@ from values import (
     Output,
     Pair,
     Wanting,
-    assert_leaves_nothing,
     rows,
     same,
 )

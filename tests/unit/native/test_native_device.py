@@ -25,7 +25,7 @@ from natives_on_device import (
     with_backward_inside,
 )
 from paceline import _native
-from paceline._compat import torch_core
+from paceline._compat import torch_core, torch_cuda
 from support import fake_gpus
 from torch import nn
 
@@ -88,18 +88,55 @@ def test_bad_arguments_of_a_device_world_are_named(stream, changes, kind, words)
         make_world(**given)
 
 
-def test_only_the_words_of_a_device_world_are_in_its_buffer(stream):
+def test_only_words_of_a_device_world_are_in_its_buffer(stream):
     params = parameters(3, 1000)
     words_bytes = _native.measure(params, [], *SIZES[:2], (), make_device())[2]
-    assert memoryview(make_device_world(params)).nbytes == words_bytes
+    board_bytes = 256  # PLI_GPU_BOARD_BYTES, for what the ranks agree on
+    assert memoryview(make_device_world(params)).nbytes == words_bytes + board_bytes
 
 
-def test_a_device_without_memory_for_the_arena_says_so(stream):
-    (param,) = parameters(3)
+@pytest.fixture
+def torch_has_the_memory(monkeypatch):
+    """A device of 2 MiB, which torch keeps but for half a MiB, until it is asked."""
+    taken = f"capacity={2 * MIB},taken={3 * MIB // 2}"
+    emptied = []
+
+    def empty_cache():
+        emptied.append(None)
+        fake().fake_empty_caches()
+
+    monkeypatch.setattr(torch_cuda, "empty_cache", empty_cache)
+    with fake_device(f"schedule=early,{taken}"):
+        yield emptied
+
+
+def test_torch_is_asked_for_memory_that_it_only_keeps(torch_has_the_memory):
+    world = make_device_world(parameters(3))
+    assert len(torch_has_the_memory) == 1
+    del world
+    make_device_world(parameters(3))
+    assert len(torch_has_the_memory) == 1
+
+
+def test_a_device_without_memory_for_the_arena_says_so(torch_has_the_memory):
     device = make_device()
-    fake().fake_fail(b"cuMemAlloc", 1, 2)
-    with pytest.raises(MemoryError):
-        make_device_world([param], device=device)
+    words = r"device 0 is out of memory: \d+ bytes .* after torch.cuda.empty_cache\(\)"
+    with pytest.raises(MemoryError, match=words):
+        make_device_world(parameters(3 * MIB), device=device)
+    assert len(torch_has_the_memory) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cache_that_cannot_be_emptied_leaves_the_device_full(monkeypatch):
+    def fail():
+        raise OSError("no more")
+
+    monkeypatch.setattr(torch_cuda, "empty_cache", fail)
+    with (
+        fake_device(f"schedule=early,capacity={MIB}"),
+        pytest.raises(MemoryError, match="out of memory"),
+    ):
+        make_device_world(parameters(3 * MIB))
 
 
 def test_tensors_on_a_device_and_on_the_cpu_can_be_broadcast(stream):

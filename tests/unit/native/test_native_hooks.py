@@ -8,6 +8,7 @@ import pytest
 import torch
 from natives import MIB, make_reducer, make_world
 from paceline import _native
+from support.leaks import assert_leaves_nothing
 from torch import nn
 
 
@@ -415,17 +416,6 @@ def test_a_group_comm_needs_a_rank_of_its_world():
 def objects():
     gc.collect()
     return len(gc.get_objects())
-
-
-def assert_leaves_nothing(make, *watched):
-    for _ in range(3):
-        make()
-    before = objects(), [sys.getrefcount(thing) for thing in watched]
-    for _ in range(1000):
-        make()
-    after = objects(), [sys.getrefcount(thing) for thing in watched]
-    assert after[1] == before[1]
-    assert abs(after[0] - before[0]) < 20
 
 
 def test_a_thousand_reducers_with_carriers_leave_nothing():

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import threading
 import weakref
 
 import pytest
@@ -11,39 +10,12 @@ import torch
 from natives import MIB, make_reducer, make_world, watched_net
 from paceline import DistributedDataParallel, _native
 from paceline._ddp.model_spec import watch
+from support.leaks import assert_leaves_nothing
 from torch import nn
 
 
 def n_of(what):
     return len(os.listdir(f"/proc/self/{what}"))
-
-
-def counts():
-    gc.collect()
-    types = [getattr(_native, k) for k in ("Listener", "World", "Reducer", "Hook")]
-    return {
-        **{f"type {kind}": sys.getrefcount(kind) for kind in types},
-        "backward_end": sys.getrefcount(_native.BackwardEnd),
-        "module": sys.getrefcount(_native),
-        "none": 0,
-        "fds": n_of("fd"),
-        "threads": n_of("task"),
-        "python threads": threading.active_count(),
-        "objects": len(gc.get_objects()),
-    }
-
-
-def assert_leaves_nothing(make, n=1000):
-    for _ in range(3):
-        make()
-    before = counts()
-    for _ in range(n):
-        make()
-    # A thread of an earlier test may have ended meanwhile, and Python itself has made
-    # some objects: one that stays of each try is twice as many as these.
-    allowed = {"objects": n // 2}
-    left = {what: count - before[what] for what, count in counts().items()}
-    assert {what: k for what, k in left.items() if k > allowed.get(what, 0)} == {}
 
 
 def test_a_thousand_listeners_leave_nothing():
@@ -89,7 +61,7 @@ def test_a_thousand_reducers_that_could_not_be_made_leave_nothing():
         with pytest.raises(RuntimeError):
             make_reducer(world, [fine, bad])
 
-    assert_leaves_nothing(fail, 200)
+    assert_leaves_nothing(fail, n=200)
     assert [sys.getrefcount(thing) for thing in (world, fine, bad)] == before
 
 
@@ -139,7 +111,7 @@ def test_a_thousand_failed_backwards_leave_nothing():
             p.grad = None
 
     once()
-    assert_leaves_nothing(once, 300)
+    assert_leaves_nothing(once, n=300)
     step(reducer, params)
     assert params[1].grad.unique().tolist() == [2.0]
 

@@ -1,14 +1,11 @@
 """Containers as models take and return them, and how two values are compared."""
 
 import dataclasses
-import gc
-import sys
 from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import numpy as np
 import torch
-from paceline import _native
 from torch.utils import _pytree
 
 Pair = namedtuple("Pair", "left right")
@@ -138,19 +135,3 @@ def same(left, right):
     if hasattr(left, "__dict__"):
         return same(left.__dict__, right.__dict__)
     return left == right
-
-
-def assert_leaves_nothing(make, *things):
-    def counts():
-        gc.collect()
-        kinds = (_native.Tree, _native.Scattered)
-        return [sys.getrefcount(thing) for thing in (*kinds, *things)]
-
-    for _ in range(3):
-        make()
-    n_objects = len(gc.get_objects())
-    before = counts()
-    for _ in range(1000):
-        make()
-    assert counts() == before
-    assert len(gc.get_objects()) - n_objects < 500

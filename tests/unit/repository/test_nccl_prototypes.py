@@ -45,6 +45,9 @@ VALUES = """
 #define EQUAL(a, b) _Static_assert((long)(a) == (long)(b), #a " is not " #b)
 #define OF(ours, theirs, value) EQUAL(ours, theirs);
 PLI_NCCL_RESULT_MAP(OF)
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 32, 0)
+PLI_NCCL_NEW_RESULT_MAP(OF)
+#endif
 PLI_NCCL_DTYPE_MAP(OF)
 PLI_NCCL_REDUCTION_MAP(OF)
 EQUAL(PLI_NCCL_ID_BYTES, sizeof(ncclUniqueId));

@@ -250,14 +250,7 @@ class AddDeferred:
 class DoubleBackward:
     """A backward that has a graph itself, from `Receive` until `Send`.
 
-    Parameters
-    ----------
-    graph : RemoteGraph
-        Whose backward it is.
-    gradients : tuple of torch.Tensor or None
-        Of its outputs.
-    send : torch.autograd.graph.Node
-        The node of its `Send`.
+    `gradients` are those of the graph's outputs; `send` is the node of its `Send`.
     """
 
     def __init__(self, graph: RemoteGraph, gradients: Grads, send: Any) -> None:
@@ -310,7 +303,7 @@ class DoubleBackward:
         )
 
     def read(self, answers: list[Reply]) -> list[Reply]:
-        """Note what the replicas say of their graphs; return what is left."""
+        """Record what the replicas say of their graphs; return what is left."""
         n_slots = len(self._wanted_slots)
         left: list[Reply] = []
         used = []

@@ -23,17 +23,8 @@ from paceline._dp.process.model_sync import ModelSync
 class Backward:
     """Runs the backward of remote graphs in the workers, one at a time.
 
-    Parameters
-    ----------
-    sync : ModelSync
-        The workers, and their model.
-
-    Attributes
-    ----------
-    token : torch.Tensor
-        Always requires a gradient, and so does what `Send` makes of it.
-    expected : dict
-        See `DoubleBackward.expect`.
+    `token` always requires a gradient, and so does what `Send` makes of it; `expected`
+    is described by `DoubleBackward.expect`.
     """
 
     def __init__(self, sync: ModelSync) -> None:
@@ -53,7 +44,7 @@ class Backward:
             self._n_graphs += 1
             return RemoteGraph(self, self._n_graphs)
 
-    def note_thread(self) -> None:
+    def record_thread(self) -> None:
         """See whether several threads use the engine: `.grad` is autograd's then."""
         if threading.get_ident() != self._thread:
             self._has_threads = True
@@ -68,7 +59,7 @@ class Backward:
         """Post the gradients of a graph's outputs to its replicas."""
         workers = self.sync.workers
         with workers.lock:
-            self.note_thread()
+            self.record_thread()
             self.wait_until_idle()
             bits = messages.KEEP_GRAPH if graph.is_held else 0
             is_deferred = None if may_defer and double is None else False

@@ -33,7 +33,11 @@ from paceline._dp.process.payoff import Payoff
 from paceline._errors import as_of_replica
 from paceline._replicas import rng
 from paceline._replicas.devices import CPU
-from paceline._replicas.errors import ReplicaFailedError, ThisCallError, WrittenError
+from paceline._replicas.errors import (
+    ReplicaFailedError,
+    UnsupportedCallError,
+    WrittenError,
+)
 from paceline._replicas.nesting import InsideReplica
 from paceline._workers import log_records
 
@@ -68,24 +72,10 @@ class LastForward:
 
 
 class ProcessEngine:
-    """Replicas in worker processes.
+    """Replicas in worker processes; replica 0 is the module itself, in this process.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The model.
-    n_replicas : int
-        How many; replica 0 is the module itself, in this process.
-
-    Raises
-    ------
-    CannotTravelError
-        If the model cannot be run in other processes.
-
-    Attributes
-    ----------
-    obstacle : str or None
-        Why the next forward cannot be run in processes, if that came out in the last.
+    `obstacle` says why the next forward cannot be run in processes, if that came out in
+    the last.
     """
 
     name = "process"
@@ -187,8 +177,8 @@ class ProcessEngine:
         for _, leaves in parts:
             pickling.check_plain(leaves)
         if torch_graph.is_forward_mode():
-            raise ThisCallError("forward-mode differentiation is on")
-        self._backward.note_thread()
+            raise UnsupportedCallError("forward-mode differentiation is on")
+        self._backward.record_thread()
         if not self._workers.is_sound:
             self._backward.forget()  # before new ones start: that may be interrupted
         self._sync.ensure_workers()
@@ -207,7 +197,7 @@ class ProcessEngine:
             is_trial = mode not in self._sync.tried
             forward = Forward(graph, parts, is_tracked, hooked, mode, is_trial)
             self._post(forward)
-        except ThisCallError:
+        except UnsupportedCallError:
             raise
         except BaseException:
             self._sync.interrupted()
@@ -317,7 +307,7 @@ class ProcessEngine:
 
     def _run_replica_0(self, module: Any, args: Any, kwargs: Any) -> Any:
         output = _run_here(module, 0, args, kwargs)
-        self._generators.note(module.training)
+        self._generators.record(module.training)
         return output
 
     def finish(self) -> None:
@@ -359,7 +349,7 @@ class ProcessEngine:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Note what a forward leaves that runs by threads, for this call alone."""
+        """Record what a forward leaves that runs by threads, for this call alone."""
         with self.lock:
             before = self._sync.model.state.differing_attributes()
         yield

@@ -13,17 +13,11 @@ from torch import nn
 
 from paceline import _native
 from paceline._compat import torch_core, torch_storage, torch_weights
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 
 
 class Buffers:
-    """The memory of a model's buffers, which workers have each for themselves.
-
-    Parameters
-    ----------
-    parts : list of torch.nn.Module
-        All parts of the model.
-    """
+    """The memory of a model's buffers, which workers have each for themselves."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts = parts
@@ -34,13 +28,7 @@ class Buffers:
         self._names = None
 
     def check_apart(self, tensor: torch.Tensor) -> None:
-        """Raise where a tensor shares the memory of a buffer.
-
-        Raises
-        ------
-        CannotTravelError
-            It names the buffer.
-        """
+        """Raise where a tensor shares the memory of a buffer."""
         if self._names is None:
             self._names = {
                 torch_storage.number_of(buffer): name
@@ -50,7 +38,7 @@ class Buffers:
             }
         number = torch_storage.number_of(tensor)
         if number is not None and number in self._names:
-            raise CannotTravelError(
+            raise UnsupportedModelError(
                 f"a tensor of shape {tuple(tensor.shape)} shares its memory with the "
                 f"buffer '{self._names[number]}', and would not in another process"
             )

@@ -1,10 +1,10 @@
 """The user's modules that workers import for themselves, compared with the caller's.
 
-A class or a function that another process can import travels by its name, and a worker
-imports it once.  Where the caller has another one than a fresh import gives (patched,
-reloaded, a global assigned), a replica would compute something else in silence.  So
-what the classes of the model reach in the user's own modules is described by digests,
-here and in the worker; where they differ the model does not travel.  Installed
+A class or a function that another process can import is pickled by its name, and a
+worker imports it once.  Where the caller has another one than a fresh import gives
+(patched, reloaded, a global assigned), a replica would compute something else in
+silence.  So what the classes of the model reach in the user's own modules is described
+by digests, here and in the worker; where they differ the model is not sent.  Installed
 libraries are not looked into.
 """
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from paceline import _native
 from paceline._dp.process import watchable
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 from paceline._replicas.generators import contents_of, names_of
 
 Entry = tuple[str, str]
@@ -69,7 +69,7 @@ def is_own(name: Any) -> bool:
 class _Reached:
     """The globals of own modules that classes reach by the names that they mention.
 
-    The script's own code travels by value; what it mentions of modules does not.
+    The script's own code is pickled by value; what it mentions of modules is not.
     """
 
     def __init__(self, kinds: Iterable[type]) -> None:
@@ -192,20 +192,7 @@ def _digest_of_code(code: types.CodeType) -> bytes:
 class Imported:
     """What a model reaches in modules that workers import for themselves, watched.
 
-    Parameters
-    ----------
-    parts : list of torch.nn.Module
-        The module and all its parts.
-
-    Attributes
-    ----------
-    entries : list of (str, str)
-        Module and name of what replicas are to describe.
-
-    Raises
-    ------
-    CannotTravelError
-        If it holds a random generator, or something in a library is patched.
+    `entries` are the modules and names that replicas are to describe.
     """
 
     def __init__(self, parts: list[nn.Module]) -> None:
@@ -217,7 +204,7 @@ class Imported:
         reached = _Reached(self._kinds).entries
         for (module, name), value in reached.items():
             if watchable.is_generator(value):
-                raise CannotTravelError(
+                raise UnsupportedModelError(
                     f"{module}.{name} is a random generator, of which each process "
                     "would have one of its own"
                 )
@@ -230,7 +217,7 @@ class Imported:
             self._snapshot.add(vars(sys.modules[module]), name)
             self._add(value, 0)
         for kind in self._kinds:
-            watchable.note_slots(kind)
+            watchable.cache_slot_names(kind)
             self._snapshot.add(kind)
             _check_patched(kind.__qualname__, kind.__module__, vars(kind))
         self._snapshot.add(vars(nn.functional))
@@ -244,7 +231,7 @@ class Imported:
         self._seen.add(id(value))
         held = getattr(value, "__dict__", None)
         if isinstance(value, type):
-            watchable.note_slots(value)
+            watchable.cache_slot_names(value)
         if isinstance(value, (dict, list, set, type, types.FunctionType, torch.Tensor)):
             self._snapshot.add(value)
         elif type(held) is dict and not isinstance(value, types.ModuleType):
@@ -260,18 +247,12 @@ class Imported:
                 self._add(member, depth + 1)
 
     def compare(self, theirs: dict[Entry, Any]) -> None:
-        """Compare with what a replica has found in its own process.
-
-        Raises
-        ------
-        CannotTravelError
-            If the caller's process has something otherwise.
-        """
+        """Raise where a replica has found something else in its own process."""
         self._theirs.update(theirs)
         ours = digests_of(self.entries)
         for (module, name), digest in ours.items():
             if digest != theirs[module, name]:
-                raise CannotTravelError(
+                raise UnsupportedModelError(
                     f"{module}.{name} is not in this process what a fresh import of "
                     "its file gives"
                 )
@@ -279,10 +260,7 @@ class Imported:
     def check(self) -> bool:
         """Tell whether replicas still have what the caller has, as far as is known.
 
-        Raises
-        ------
-        CannotTravelError
-            If the caller's process has something otherwise now.
+        Raise where the caller's process has something else now.
         """
         if not self._snapshot.differing():
             return True
@@ -303,7 +281,7 @@ def _check_patched(what: str, home: str, held: Any) -> None:
         return
     for name, value in list(held.items()):
         if isinstance(value, types.FunctionType) and is_own(value.__module__):
-            raise CannotTravelError(
+            raise UnsupportedModelError(
                 f"{home}.{what}.{name} is a function of {value.__module__}, set in "
                 "this process alone"
             )

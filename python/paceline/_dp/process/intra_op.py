@@ -13,11 +13,6 @@ class IntraOp:
     It holds between calls too.  Threads of OpenMP spin for milliseconds after an
     operator (of a loss, of an optimizer), and the workers' turn comes when they are
     done; an operator that wants a core on which a worker spins waits for its slice.
-
-    Parameters
-    ----------
-    n_threads : int
-        How many threads it is.
     """
 
     def __init__(self, n_threads: int) -> None:

@@ -110,13 +110,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """Return this thread's.
-
-        Raises
-        ------
-        ThisCallError
-            If something is on that another process would not see.
-        """
+        """Return this thread's; raise where another process would not see them."""
         device = None
         if torch_modes.binds_to_process():
             device = thread_state.default_device()

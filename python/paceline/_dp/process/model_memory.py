@@ -29,21 +29,8 @@ Masks = tuple[bytes, ...]
 class ReplicaGradients:
     """The gradients of parameters that replicas leave in shared memory.
 
-    Parameters
-    ----------
-    parameters : list of torch.nn.Parameter
-        Those that have a slot.
-    rows : list of list of torch.Tensor
-        The slots of each replica.
-
-    Attributes
-    ----------
-    parameters : list of torch.nn.Parameter
-        As above.
-    slots : ReplicaGrads or None
-        The rows; None where no parameter has a slot.
-    deferred : tuple of bytes
-        Masks of the gradients that are added when the backward ends.
+    `rows` are the slots of each replica; `slots` is None where no parameter has one.
+    `deferred` are masks of the gradients that are added when the backward ends.
     """
 
     deferred: Masks
@@ -107,15 +94,8 @@ class ReplicaGradients:
 class ModelMemory:
     """The memory that a model and its replicas share.
 
-    Parameters
-    ----------
-    parameters : list of torch.nn.Parameter
-        They are moved into shared memory.  Those that lie there, or did until a wrapper
-        was closed or this process was forked, stay where they are.
-    buffers : list of (dict, str)
-        The owner of each.
-    n_rows : int
-        How many replicas leave gradients.
+    Parameters are moved into it.  Those that lie there, or did until a wrapper was
+    closed or this process was forked, stay where they are.
 
     Attributes
     ----------
@@ -124,17 +104,11 @@ class ModelMemory:
     places : list of (SharedMemory, Place)
         Of each parameter.
     replica_memory : SharedMemory
-        Where buffers and slots lie.
-    buffer_places, buffer_views : list
-        Of each buffer's copy.
+        Where the copies of buffers and the slots lie.
     with_slot : list of int
         The numbers of the parameters that have a slot.
     slot_places : list of list of Place
         Of the slots of each replica.
-    placed : SharedTensors
-        The parameters, at their places.
-    gradients : ReplicaGradients
-        What is in the slots.
     """
 
     def __init__(
@@ -194,6 +168,7 @@ class ModelMemory:
     def fits(self, parameters: list[nn.Parameter], buffers: list[Owner]) -> bool:
         """Tell whether parameters and buffers can stay where they are."""
         wanted = {i for i, p in enumerate(parameters) if p.requires_grad}
+        places, _ = pickling.lay_out([owner[name] for owner, name in buffers], 0)
         return (
             self._pid == os.getpid()  # a forked child has memory of its own
             and len(parameters) == len(self._parameters)
@@ -201,8 +176,7 @@ class ModelMemory:
             and not self.placed.moved()
             and wanted.issubset(self.with_slot)
             and _tied(buffers) == self._tied
-            and [_layout_of(owner[name]) for owner, name in buffers]
-            == list(map(_layout_of, self.buffer_views))
+            and [places[i] for i in self._tied] == self.buffer_places
         )
 
     def release(self) -> None:
@@ -213,10 +187,6 @@ class ModelMemory:
         for memory in self.parameter_memory.values():
             with contextlib.suppress(MemoryError, OSError):  # it stays as it is
                 memory.unshare()
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _tied(buffers: list[Owner]) -> list[int]:

@@ -12,7 +12,8 @@ from paceline import _native
 from paceline._dp.process import messages, pickling
 from paceline._dp.process.shared_model import SharedModel
 from paceline._dp.process.workers import ReplicaWorkers
-from paceline._replicas.errors import CannotTravelError
+from paceline._errors import last_line
+from paceline._replicas.errors import UnsupportedModelError
 
 
 class Phase(enum.Enum):
@@ -37,28 +38,8 @@ class Phase(enum.Enum):
 class ModelSync:
     """Keeps the workers' replicas like the module of this process.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The model.
-    n_remote : int
-        How many workers there are.
-
-    Attributes
-    ----------
-    model : SharedModel
-        The model, as the workers have it or are about to.
-    workers : ReplicaWorkers
-        The workers.
-    tried : set
-        Modes whose trial is over.
-    dropped : list of int
-        Numbers of graphs that the workers may free, and have not received yet.
-
-    Raises
-    ------
-    CannotTravelError
-        If the model cannot be run in other processes.
+    `tried` are the modes whose trial is over; `dropped` are numbers of graphs that the
+    workers may free, and have not received yet.
     """
 
     def __init__(self, module: torch.nn.Module, n_remote: int) -> None:
@@ -90,7 +71,7 @@ class ModelSync:
         self.workers.close()
 
     def interrupted(self) -> None:
-        """Note that some workers have received an update, and some have not."""
+        """Record that some workers have received an update, and some have not."""
         has_memory = self._phase in (Phase.SENT, Phase.STALE)
         self._phase = Phase.STALE if has_memory else Phase.LOST
 
@@ -132,8 +113,8 @@ class ModelSync:
         except _native.PeerError:
             raise
         except Exception as error:
-            raise CannotTravelError(
-                f"a worker process cannot build it: {type(error).__name__}: {error}"
+            raise UnsupportedModelError(
+                f"a worker process cannot build it ({last_line(error)})"
             ) from error
         for payload, _, _ in answers:
             self.model.imported.compare(pickle.loads(payload))

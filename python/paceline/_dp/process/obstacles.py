@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from paceline._compat import torch_core, torch_weights
 from paceline._dp.process import holders
-from paceline._replicas.errors import CannotTravelError, ThisCallError
+from paceline._replicas.errors import UnsupportedCallError, UnsupportedModelError
 
 _HOOKS = (
     "_forward_hooks",
@@ -20,54 +18,51 @@ _HOOKS = (
 GLOBAL_HOOKS = "hooks are registered for all modules"
 
 
-def obstacle(
-    module: torch.nn.Module, is_first: bool = True
-) -> CannotTravelError | None:
+def obstacle(module: nn.Module, is_first: bool = True) -> UnsupportedModelError | None:
     """Return the error that says why a module cannot have such replicas, or None.
-
-    Hooks come and go, and so do parameters that `functional_call` puts in: those are
-    obstacles to this call alone.
-    """
-    reason = reason_against(module, is_first)
-    if reason is None:
-        return None
-    passes = (
-        torch_core.has_global_hooks()
-        or any(map(_has_hooks, module.modules()))
-        or not all(parameter.is_leaf for parameter in module.parameters())
-    )
-    return (ThisCallError if passes else CannotTravelError)(reason)
-
-
-def reason_against(module: nn.Module, is_first: bool = True) -> str | None:
-    """Say why a module cannot have replicas in other processes, or None.
 
     Parts of one tensor may be parameters from the second time on, for the sake of
     ``vector_to_parameters``.
     """
+    reason = _reason_for_now(module)
+    if reason is not None:
+        return UnsupportedCallError(reason)
+    reason = _reason_for_good(module)
+    if reason is None and is_first:
+        reason = _reason_of_aliases(module)
+    reason = reason or holders.reason_of(module)
+    return UnsupportedModelError(reason) if reason is not None else None
+
+
+def _reason_for_now(module: nn.Module) -> str | None:
+    """Say what stands against this call alone: it comes and goes."""
     if torch_core.has_global_hooks():
         return GLOBAL_HOOKS
     for name, part in module.named_modules():
-        which = f"'{name}' ({type(part).__name__})"
         if _has_hooks(part):
+            which = f"'{name}' ({type(part).__name__})"
             return f"{which} has hooks, whose side effects belong in this process"
+    for name, parameter in module.named_parameters():
+        if not parameter.is_leaf:
+            return f"'{name}' is computed from other tensors (functional_call)"
+    return None
+
+
+def _reason_for_good(module: nn.Module) -> str | None:
+    for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            return f"{which} is a ScriptModule"
-    for name, tensor in _named_tensors(module):
+            return f"'{name}' ({type(part).__name__}) is a ScriptModule"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if torch_core.is_lazy(tensor):
             return f"'{name}' has no shape yet"
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return f"'{name}' is a {tensor.layout} tensor on {tensor.device}"
         if tensor.is_conj() or tensor.is_neg():
             return f"'{name}' is a conjugate or negative view"
-    for name, parameter in module.named_parameters():
-        if not parameter.is_leaf:
-            return f"'{name}' is computed from other tensors (functional_call)"
     for name, buffer in module.named_buffers():
         if buffer.requires_grad:
             return f"buffer '{name}' requires a gradient"
-    reason = _reason_of_aliases(module) if is_first else None
-    return reason or holders.reason_of(module)
+    return None
 
 
 def _has_hooks(part: nn.Module) -> bool:
@@ -80,11 +75,6 @@ def _has_hooks(part: nn.Module) -> bool:
         for hooks in _HOOKS
         if (live := getattr(part, hooks, None))
     )
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _reason_of_aliases(module: nn.Module) -> str | None:

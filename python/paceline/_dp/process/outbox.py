@@ -20,17 +20,8 @@ Update = dict[str, Any]
 class Outbox:
     """What some replicas have been sent, and have still to be sent.
 
-    Parameters
-    ----------
-    n : int
-        How many replicas.
-
-    Attributes
-    ----------
-    modes : Modes or None
-        Those that all were sent last.
-    trees : list of Tree or None
-        Of each replica's output, as it has described it last.
+    `modes` are those that all were sent last; `trees` are the trees of the replicas'
+    outputs, as they have described them last.
     """
 
     def __init__(self, n: int) -> None:
@@ -66,7 +57,7 @@ class Outbox:
         self._is_in_forward = True
 
     def forward_ends(self) -> None:
-        """Note that all replicas have answered that took part."""
+        """Record that all replicas have answered that took part."""
         self._is_in_forward = False
 
     def add(self, update: Update) -> None:
@@ -86,9 +77,9 @@ class Outbox:
         return payload
 
     def mark_sent(self, k: int) -> None:
-        """Note that this payload is on its way."""
+        """Record that this payload is on its way."""
         self._sent[k], self._pending[k] = self._pending[k], []
 
     def mark_received(self, k: int) -> None:
-        """Note that the replica has answered."""
+        """Record that the replica has answered."""
         self._sent[k] = []

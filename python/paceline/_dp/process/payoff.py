@@ -21,15 +21,7 @@ N_CALLS = 15
 
 
 class Payoff:
-    """The times of the first calls; logs one line where replicas cannot pay.
-
-    Parameters
-    ----------
-    n_replicas : int
-        How many there are.
-    clock : callable
-        Returns seconds.
-    """
+    """The times of the first calls; logs one line where replicas cannot pay."""
 
     def __init__(
         self, n_replicas: int, clock: Callable[[], float] = time.perf_counter
@@ -58,11 +50,11 @@ class Payoff:
             self._judge()
 
     def replica_0_begins(self) -> None:
-        """Note when replica 0 begins its part of a call."""
+        """Record when replica 0 begins its part of a call."""
         self._part = -self._clock()
 
     def replica_0_ends(self) -> None:
-        """Note when it ends."""
+        """Record when it ends."""
         self._part += self._clock()
 
     def _judge(self) -> None:

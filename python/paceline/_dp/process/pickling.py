@@ -1,8 +1,8 @@
-"""How a model travels to its replicas: code and attributes by value, tensors by place.
+"""How a model is sent to its replicas: code and attributes by value, tensors by place.
 
 The caller pickles the module once, without its parameters and buffers; those lie in
-shared memory, and travel as a description of where.  Classes and functions of a script
-or a notebook travel by value (cloudpickle), so that nothing is imported anew.
+shared memory, and a description of where is sent.  Classes and functions of a script
+or a notebook are pickled by value (cloudpickle), so that nothing is imported anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 
 from paceline import _native
 from paceline._compat import torch_core, torch_ops
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from paceline._dp.process.snapshot import ModelState
@@ -39,17 +39,7 @@ LEAST_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in shared memory, and what it is like.
-
-    Attributes
-    ----------
-    offset : int
-        In bytes, from the start of that memory.
-    shape, stride : tuple of int
-        The stride is in elements, and dense.
-    dtype : torch.dtype
-        The type of the elements.
-    """
+    """Where a tensor lies in shared memory, and what it is like; it is dense."""
 
     offset: int
     shape: tuple[int, ...]
@@ -60,9 +50,9 @@ class Place:
         """Return a tensor of this layout, whose memory is never touched."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
-    def view_in(self, arena: _native.SharedMemory) -> torch.Tensor:
+    def view_in(self, memory: _native.SharedMemory) -> torch.Tensor:
         """Return the tensor that lies here."""
-        return arena.view(self.offset, self.like())
+        return memory.view(self.offset, self.like())
 
 
 def place_of(tensor: torch.Tensor, offset: int) -> Place:
@@ -106,9 +96,9 @@ def rebuild(description: Description, data: torch.Tensor) -> torch.nn.Parameter:
 
 
 class ScriptGlobals:
-    """Globals of functions that travel by value: a replica has one dictionary for each.
+    """Globals of functions pickled by value: a replica has one dictionary for each.
 
-    So it can receive later what a global is now, and functions that travel at other
+    So it can receive later what a global is now, and functions that are sent at other
     times, with an input, read the same.
     """
 
@@ -190,6 +180,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         at = id(value)
         key = self._keys.get(at)
         if key is not None:
+            if self.state is not None:
+                self.state.check_known(key)
             return key
         if type(value) is dict and at in self._bases:
             return self._bases[at]
@@ -205,7 +197,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _check_grad(self, value: torch.Tensor) -> None:
         if self.state is None or not self.state.is_at_made:
-            raise CannotTravelError(
+            raise UnsupportedModelError(
                 f"a tensor of shape {tuple(value.shape)} requires a gradient, and is "
                 "neither a parameter nor a buffer of the module"
             )
@@ -257,7 +249,7 @@ _MAKERS = {
 
 
 def _name_of_class(value: Any) -> str | None:
-    """Return the name by which both sides know a class that travelled by value."""
+    """Return the name by which both sides know a class that was pickled by value."""
     if not isinstance(value, type):
         return None
     name: str | None = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value)
@@ -277,7 +269,7 @@ def _left_out(value: Any) -> Any:
 def _reduce_cache(value: Any) -> Any:
     """Say how what functools makes of a script's function is made; None: all else.
 
-    Neither travels by itself: one is taken for a global, the other may hold a lock.
+    Neither can be pickled itself: one is taken for a global, the other may hold a lock.
     """
     if type(value) is functools.cached_property:
         return _make_property, (value.func, value.attrname, value.__doc__)
@@ -337,13 +329,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Recorder:
-    """Shows a state what values hold, by pickling them for nobody to read.
-
-    Raises
-    ------
-    CannotTravelError
-        By :meth:`write`: if something cannot be pickled.
-    """
+    """Shows a state what values hold, by pickling them for nobody to read."""
 
     def __init__(
         self,
@@ -362,10 +348,10 @@ class Recorder:
         self._pickler.top = value
         try:
             self._pickler.dump(value)
-        except CannotTravelError:
+        except UnsupportedModelError:
             raise
         except Exception as error:
-            raise CannotTravelError(
+            raise UnsupportedModelError(
                 f"it cannot be pickled: {type(error).__name__}: {error}"
             ) from error
 
@@ -419,23 +405,10 @@ def dumps(
     *,
     has_classes: bool = False,
 ) -> bytes:
-    """Pickle a value; what has its ``id`` in `keys` is left behind.
+    """Pickle a value; what has its ``id`` in `keys` is left behind, as its key.
 
-    Parameters
-    ----------
-    value : object
-        What is to travel.
-    keys : dict
-        By the ``id`` of a tensor, module or other object, what takes its place.
-    script_globals : ScriptGlobals, optional
-        Where functions that travel by value have their globals.
-    has_classes : bool, default False
-        Whether who reads it is who the classes came from, if they came by value.
-
-    Raises
-    ------
-    CannotTravelError
-        If something in it cannot be pickled.
+    `script_globals` has the globals of functions pickled by value; `has_classes`
+    says that the reader is who the classes came from.
     """
     stream = Stream(None, keys, script_globals, has_classes)
     stream.write(value)
@@ -443,19 +416,13 @@ def dumps(
 
 
 def check_plain(leaves: Sequence[Any]) -> None:
-    """Raise for leaves that would arrive in a replica as something else.
-
-    Raises
-    ------
-    CannotTravelError
-        If a tensor is of a subclass of torch's.
-    """
+    """Raise for tensors of a subclass of torch's: replicas would get plain ones."""
     for leaf in leaves:
         kind = type(leaf)
         if kind is torch.Tensor or kind is nn.Parameter:
             continue
         if isinstance(leaf, torch.Tensor):
-            raise CannotTravelError(
+            raise UnsupportedModelError(
                 f"an input is a {kind.__name__}, a subclass of torch.Tensor"
             )
 

@@ -16,7 +16,7 @@ from paceline import _native
 from paceline._compat import odd_tensors, torch_core, torch_graph, torch_ops
 from paceline._dp.process import imports, messages, pickling, snapshot, snapshot_load
 from paceline._replicas import rng
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 from paceline._replicas.nesting import InsideReplica
 
 Answer = tuple[int, bytes, list[Any]]
@@ -201,7 +201,7 @@ class Replica:
         args, kwargs = self._tree.unflatten(tensors)
         before = self._hashes() if bits & messages.TRIAL else None
         output = self._call_alone(bits, args, kwargs)
-        self._generators.note(training)
+        self._generators.record(training)
         if written := self._written(before):
             return messages.WRITTEN, pickle.dumps(written), []
         tree, leaves = _native.flatten(output)
@@ -226,7 +226,7 @@ class Replica:
     def _describe(tree: _native.Tree) -> bytes:
         try:
             return pickling.dumps(tree, {}, has_classes=True)
-        except CannotTravelError as error:
+        except UnsupportedModelError as error:
             raise TypeError(
                 "the output holds what cannot be sent to the caller's process: "
                 f"{error}; return tensors, numbers and containers, or wrap by "
@@ -326,17 +326,9 @@ class _DoubleRequest:
 class _DoubleBackward:
     """A backward run with a graph: the gradients, and what they depend on.
 
-    Those of parameters are left in ``.grad``.
-
-    Attributes
-    ----------
-    outputs, inputs : list of torch.Tensor
-        Of the graph: the gradients that have one, and the leaves it reaches which are
-        no parameters.
-    of_inputs : list of torch.Tensor or None
-        Gradients of the last graph's inputs.
-    masks : bytes
-        For the answer.
+    Those of parameters are left in ``.grad``, those of the last graph's inputs in
+    `of_inputs`; `masks` is for the answer.  `outputs` are the gradients that have a
+    graph, `inputs` the leaves it reaches which are no parameters.
     """
 
     def __init__(

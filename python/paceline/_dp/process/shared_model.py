@@ -22,7 +22,11 @@ from paceline._compat import torch_core, torch_ops
 from paceline._dp.process import imports, messages, obstacles, pickling, snapshot
 from paceline._dp.process.model_memory import ModelMemory, Owner, ReplicaGradients
 from paceline._replicas import replicate
-from paceline._replicas.errors import CannotTravelError, ThisCallError, WrittenError
+from paceline._replicas.errors import (
+    UnsupportedCallError,
+    UnsupportedModelError,
+    WrittenError,
+)
 
 
 class SharedModel:
@@ -33,32 +37,12 @@ class SharedModel:
 
     1. The keys by which parameters and buffers are known to replicas.
     2. What the code imports, and the plain state; the state is pickled.
-    3. The memory: that of `previous` where all fits, else memory of its own.
+    3. The memory: that of `previous`, the model before it changed, where all fits, so
+       that graphs of earlier forwards stay valid; else memory of its own.
     4. Copies of buffers, and which parameters are trained.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Its parameters are moved there; they stay the same objects.
-    n_rows : int
-        How many replicas leave gradients.
-    script_globals : pickling.ScriptGlobals
-        Where functions that travel have their globals.
-    previous : SharedModel, optional
-        What it was before it changed.  Where all parameters and buffers still fit their
-        places these are kept, and graphs of earlier forwards stay valid.
-
-    Attributes
-    ----------
-    keeps_memory : bool
-        Whether the memory is that of `previous`.
-    active_slots : list of int
-        The slots of the parameters that want a gradient now.
-
-    Raises
-    ------
-    CannotTravelError
-        If the module cannot be run in another process.
+    `keeps_memory` tells whether the memory is that of `previous`; `active_slots` are
+    the slots of the parameters that want a gradient now.
     """
 
     module: nn.Module
@@ -97,7 +81,7 @@ class SharedModel:
             self.memory = ModelMemory(self._parameters, buffers, n_rows)
         self._share_buffers(buffers)
         self._is_stale = False
-        self._note_trainable()
+        self._record_trainable()
 
     def _share_buffers(self, buffers: list[Owner]) -> None:
         """Have buffers copied to their places; those with gaps or repeats by torch."""
@@ -113,9 +97,9 @@ class SharedModel:
         try:
             self._buffers = _native.SharedTensors(dense, views)
         except NotImplementedError as error:
-            raise CannotTravelError(f"a buffer cannot be shared: {error}") from None
+            raise UnsupportedModelError(f"a buffer cannot be shared: {error}") from None
         if not self._save_buffers():
-            raise CannotTravelError("a buffer cannot be copied to shared memory")
+            raise UnsupportedModelError("a buffer cannot be copied to shared memory")
 
     def _save_buffers(self) -> bool:
         """Copy buffers to their places; return False where one does not fit."""
@@ -130,7 +114,7 @@ class SharedModel:
             view.copy_(buffer)
         return self._buffers.save()
 
-    def _note_trainable(self) -> None:
+    def _record_trainable(self) -> None:
         self._trainable = self.memory.placed.trainable()
         self.active_slots = [
             slot for slot, i in enumerate(self.memory.with_slot) if self._trainable[i]
@@ -166,15 +150,9 @@ class SharedModel:
     # ---- changes ---------------------------------------------------------------------
 
     def changes(self) -> dict[str, Any] | None:
-        """Return what replicas have to receive; None where the model goes anew.
-
-        Raises
-        ------
-        CannotTravelError
-            If it has changed into one that cannot be run in another process.
-        """
+        """Return what replicas have to receive; None where the model goes anew."""
         if torch_core.has_global_hooks():
-            raise ThisCallError(obstacles.GLOBAL_HOOKS)
+            raise UnsupportedCallError(obstacles.GLOBAL_HOOKS)
         if self._is_stale or self.memory.placed.moved() or not self._save_buffers():
             return None
         if not self.imported.check():
@@ -188,8 +166,8 @@ class SharedModel:
         if attributes:
             update["attributes"] = attributes
         placed, with_slot = self.memory.placed, self.memory.with_slot
-        if not placed.is_trainable_as(self._trainable):
-            self._note_trainable()
+        if placed.trainable() != self._trainable:
+            self._record_trainable()
             if sum(map(bool, self._trainable)) > len(self.active_slots):
                 self._is_stale = True  # one has no slot
                 return None
@@ -197,17 +175,11 @@ class SharedModel:
         return update
 
     def forward_begins(self) -> None:
-        """Note what replica 0's forward must leave as it is."""
+        """Record what replica 0's forward must leave as it is."""
         self.memory.placed.record_versions()
 
     def check_unwritten(self) -> None:
-        """Raise where replica 0's forward has written a parameter.
-
-        Raises
-        ------
-        WrittenError
-            It names the first one.
-        """
+        """Raise where replica 0's forward has written a parameter, and name it."""
         if written := self.memory.placed.written():
             raise self.error_of_written(written)
 
@@ -242,13 +214,7 @@ class SharedModel:
         return replicas
 
     def forward_ends(self) -> None:
-        """Take what replica 0's forward has set, as the other replicas' did theirs.
-
-        Raises
-        ------
-        RuntimeError
-            If the forward has changed the module's structure.
-        """
+        """Take what replica 0's forward has set, as the other replicas' did theirs."""
         broken = self.state.forward_ends()
         self._is_stale |= self.state.is_stale
         if broken is not None:

@@ -2,14 +2,14 @@
 
 The caller pickles the module once (:meth:`ModelState.skeleton`), attribute by
 attribute, and the pickler shows every object that it meets.  All that can change is
-recorded in a ``_native.Snapshot``, so what is watched is what has travelled:
+recorded in a ``_native.Snapshot``, so what is watched is what was sent:
 
 lists, dicts, sets, objects, tensors, arrays   belong to the attribute that led to them;
                                                where one differs, that attribute is
                                                pickled anew, with all that share
                                                something with it
 functions, classes, cells, globals of code     the model is sent anew
-that travels by value; the parts themselves
+pickled by value; the parts themselves
 
 What replica 0's forward has changed is taken as the other replicas' own doing: it is
 recorded, and not sent.
@@ -29,8 +29,8 @@ from torch import nn
 from paceline import _native
 from paceline._compat import torch_weights
 from paceline._dp.process import holders, pickling
-from paceline._dp.process.watchable import note_slots, watchable
-from paceline._replicas.errors import CannotTravelError
+from paceline._dp.process.watchable import cache_slot_names, watchable
+from paceline._replicas.errors import UnsupportedModelError
 
 Attribute = tuple[int, str]
 """A part's number, and the name of an attribute of it."""
@@ -59,16 +59,8 @@ _MOST_GROWN = 64
 class ModelState:
     """The plain state of a module's parts, as replicas have it.
 
-    Parameters
-    ----------
-    parts : list of torch.nn.Module
-        The module, and all its parts.
-    keys : dict
-        By ``id``, what takes the place of parameters and buffers.
-    script_globals : pickling.ScriptGlobals
-        Where functions that travel have their globals.
-    made : iterable of Attribute
-        Attributes that forwards have set: tensors in them travel as values.
+    `keys` has, by ``id``, what takes the place of parameters and buffers.  `made` are
+    attributes that forwards have set: tensors in them are sent as values.
     """
 
     def __init__(
@@ -91,6 +83,7 @@ class ModelState:
         self._as_values = self._made | self._computed
         self._whole = {i for i, part in enumerate(parts) if _has_own_pickle(part)}
         self._current = STRUCTURE
+        self._has_parts = False  # at this place of the pickle
         self._snapshot = _native.Snapshot()
         self._attribute_of: dict[int, Attribute] = {}
         self._items: dict[Attribute, list[tuple[Any, list[int], list[int]]]] = {}
@@ -145,16 +138,26 @@ class ModelState:
                 self._buffers.check_apart(value)
             self._add(value, pairs, self._current)
 
+    def check_known(self, key: tuple[str, int]) -> None:
+        """Raise where a class refers to a part: replicas make parts of classes."""
+        kind, i = key
+        if kind == "module" and not self._has_parts:
+            raise UnsupportedModelError(
+                "a class of the model refers to one of the model's own parts (a "
+                f"{type(self._parts[i]).__name__}), by a closure or a class attribute, "
+                "and replicas have classes before parts"
+            )
+
     @property
     def is_at_made(self) -> bool:
         """Whether the attribute that is pickled now is one that a forward has set."""
         return self._current in self._as_values
 
     def see_code(self, value: Any, names: Iterable[str] = ()) -> None:
-        """Watch a function or class that travels by value, and its globals."""
+        """Watch a function or class that is pickled by value, and its globals."""
         pairs: list[tuple[Any, Any]] = [(value, None)]
         if isinstance(value, type):
-            note_slots(value)
+            cache_slot_names(value)
         if isinstance(value, types.FunctionType):
             pairs += [(cell, None) for cell in value.__closure__ or ()]
             pairs += [(value.__globals__, name) for name in names]
@@ -164,7 +167,7 @@ class ModelState:
         self._visited[id(value)] = self._current
 
     def see_module(self, module: types.ModuleType) -> None:
-        """Watch a module that nobody can import, and that travels by value."""
+        """Watch a module that nobody can import, and that is pickled by value."""
         self._add(module, [(vars(module), None)], STRUCTURE)
         self._visited[id(module)] = self._current
 
@@ -181,7 +184,7 @@ class ModelState:
             try:
                 at = self._snapshot.add(live, owner, whole=is_whole)
             except (BufferError, ValueError) as error:
-                raise CannotTravelError(
+                raise UnsupportedModelError(
                     f"it holds a {type(value).__qualname__} whose memory cannot be "
                     f"read: {error}"
                 ) from error
@@ -216,16 +219,11 @@ class ModelState:
     # ---- all of it -------------------------------------------------------------------
 
     def skeleton(self) -> bytes:
-        """Pickle all parts, and record what replicas have then.
-
-        Raises
-        ------
-        CannotTravelError
-            If something in it cannot be pickled, or nothing shows whether it changes.
-        """
+        """Pickle all parts, and record what replicas have then."""
         stream = pickling.Stream(self, self._keys, self._script_globals)
         self._current = STRUCTURE
         stream.write(tuple(_maker(part) for part in self._parts))
+        self._has_parts = True
         for i in reversed(range(len(self._parts))):  # what a part holds comes first
             part = self._parts[i]
             if i in self._whole:
@@ -263,11 +261,6 @@ class ModelState:
         """Return what replicas have to receive, pickled; None: send the model anew.
 
         Empty where nothing has changed, nearly always, and then quick.
-
-        Raises
-        ------
-        CannotTravelError
-            If something has come that cannot be pickled.
         """
         differing = self._snapshot.differing()
         if not differing:
@@ -371,7 +364,7 @@ class ModelState:
         return found
 
     def forward_ends_alone(self, before: set[Attribute]) -> None:
-        """Note what a forward has set that not all replicas took part in.
+        """Record what a forward has set that not all replicas took part in.
 
         They receive it later; tensors in it as values, and not as what would want a
         gradient.  What differed `before` the forward is not of its making.

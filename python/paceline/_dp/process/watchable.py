@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline._replicas.errors import CannotTravelError
+from paceline._replicas.errors import UnsupportedModelError
 from paceline._replicas.generators import kinds_of_generators
 
 _IMMUTABLE_TYPE = 1 << 8  # no class statement sets it
@@ -110,7 +110,7 @@ class _Pairs:
         return iter([part for pair in self._value.items() for part in pair])
 
 
-def note_slots(kind: type) -> None:
+def cache_slot_names(kind: type) -> None:
     """Have a class hold what the pickler notes in it, before it is watched."""
     copyreg._slotnames(kind)  # type: ignore[attr-defined]
 
@@ -118,14 +118,11 @@ def note_slots(kind: type) -> None:
 def watchable(value: Any) -> list[tuple[Any, Any]]:
     """Return the objects that show whether a value changes, and whose attributes.
 
-    Raises
-    ------
-    CannotTravelError
-        If nothing shows it.
+    Raise where nothing shows it.
     """
     kind = type(value)
     if is_generator(value):
-        raise CannotTravelError(
+        raise UnsupportedModelError(
             f"it holds a random generator ({kind.__module__}.{kind.__qualname__}), of "
             "which each replica would have the same numbers"
         )
@@ -149,7 +146,7 @@ def watchable(value: Any) -> list[tuple[Any, Any]]:
     is_constant = base.__module__.partition(".")[0] in _HOMES_OF_CONSTANTS
     is_opaque = is_array and value.dtype.hasobject
     if is_opaque or not (is_shown or is_constant):
-        raise CannotTravelError(
+        raise UnsupportedModelError(
             f"it holds a {kind.__module__}.{kind.__qualname__}, of which nobody can "
             "tell whether it changes"
         )

@@ -17,20 +17,7 @@ _HANDLER = "paceline._dp.process.replica:Replica"
 
 
 class ReplicaWorkers:
-    """Worker processes, each of which is a replica.
-
-    Parameters
-    ----------
-    n : int
-        How many.
-
-    Attributes
-    ----------
-    channels : list of Channel
-        Channel k is to replica k + 1.
-    outbox : Outbox
-        What they have still to receive.
-    """
+    """Worker processes, each of which is a replica; channel k is to replica k + 1."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -74,7 +61,7 @@ class ReplicaWorkers:
             self.channels[:n], copies, error_of=error_of, records=records
         )
         if errors:
-            self._note_deaths(errors)
+            self._record_deaths(errors)
             self.outbox.resend(range(n))
             raise errors[0]
         return answers
@@ -83,10 +70,10 @@ class ReplicaWorkers:
         """Wait for answers that nobody took: the next request finds all listening."""
         for k, channel in enumerate(self.channels, start=1):
             if channel.is_busy:  # whoever posted that has failed before the answer
-                self._note_deaths(wait([channel], False, k)[1])
+                self._record_deaths(wait([channel], False, k)[1])
                 self.outbox.resend(range(self.n))
 
-    def _note_deaths(self, errors: list[Exception]) -> None:
+    def _record_deaths(self, errors: list[Exception]) -> None:
         if any(isinstance(error, _native.PeerError) for error in errors):
             self.group.is_sound = False
 

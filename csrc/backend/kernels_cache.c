@@ -1,0 +1,138 @@
+/* kernels_cache.c - files of one header and one image. */
+#include "kernels_cache.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "core/alloc.h"
+#include "core/config.h"
+#include "core/hash.h"
+
+enum { MOST_BYTES = 64 << 20 }; /* of an image; they have some hundred thousand */
+
+typedef struct header {
+    char magic[8];
+    uint64_t key;
+    uint64_t n_bytes; /* of the image behind it */
+    uint64_t hash;
+} header;
+
+static header header_of(uint64_t key, const void *image, size_t n_bytes)
+{
+    return (header){.magic = "PLKERN1",
+                    .key = key,
+                    .n_bytes = n_bytes,
+                    .hash = pli_hash_bytes(image, n_bytes)};
+}
+
+/* 0 where there is no folder to use, or the path is too long. */
+static int path_of(uint64_t key, char out[PATH_MAX])
+{
+    char folder[PATH_MAX];
+    if (!pli_config_cache_folder(folder, sizeof folder))
+        return 0;
+    const int n = snprintf(out, PATH_MAX, "%s/paceline/kernels-%016llx.bin", folder,
+                           (unsigned long long)key);
+    return n > 0 && n < PATH_MAX;
+}
+
+static int read_all(int file, void *to, size_t n_bytes)
+{
+    char *at = to;
+    while (n_bytes > 0) {
+        const ssize_t n = read(file, at, n_bytes);
+        if (n <= 0)
+            return 0;
+        at += n;
+        n_bytes -= (size_t)n;
+    }
+    return 1;
+}
+
+static int write_all(int file, const void *from, size_t n_bytes)
+{
+    const char *at = from;
+    while (n_bytes > 0) {
+        const ssize_t n = write(file, at, n_bytes);
+        if (n <= 0)
+            return 0;
+        at += n;
+        n_bytes -= (size_t)n;
+    }
+    return 1;
+}
+
+/* Whether the file is this user's alone to write, and as long as its header says. */
+static int is_sound(int file, const header *found)
+{
+    struct stat facts;
+    return fstat(file, &facts) == 0 && S_ISREG(facts.st_mode) &&
+           facts.st_uid == geteuid() && (facts.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
+           found->n_bytes <= MOST_BYTES &&
+           (uint64_t)facts.st_size == sizeof *found + found->n_bytes;
+}
+
+static void *read_image(int file, uint64_t key)
+{
+    header found;
+    char *image = NULL;
+    if (!read_all(file, &found, sizeof found) || !is_sound(file, &found) ||
+        pli_calloc(found.n_bytes + 1, 1, "kernels", &image) != PL_OK)
+        return NULL;
+    if (read_all(file, image, found.n_bytes)) {
+        const header expected = header_of(key, image, found.n_bytes);
+        if (memcmp(&found, &expected, sizeof found) == 0)
+            return image;
+    }
+    pli_free(image);
+    return NULL;
+}
+
+void *pli_kernels_cache_read(uint64_t key)
+{
+    char path[PATH_MAX];
+    if (!path_of(key, path))
+        return NULL;
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return NULL;
+    void *image = read_image(file, key);
+    (void)close(file);
+    return image;
+}
+
+/* The user's folder of caches and ours, for this user alone, where they are not there.
+ */
+static void make_folders(void)
+{
+    char folder[PATH_MAX];
+    char ours[PATH_MAX + sizeof "/paceline"];
+    if (!pli_config_cache_folder(folder, sizeof folder))
+        return;
+    (void)snprintf(ours, sizeof ours, "%s/paceline", folder);
+    (void)mkdir(folder, S_IRWXU);
+    (void)mkdir(ours, S_IRWXU);
+}
+
+void pli_kernels_cache_write(uint64_t key, const void *image, size_t n_bytes)
+{
+    char path[PATH_MAX];
+    char fresh[PATH_MAX];
+    const header head = header_of(key, image, n_bytes);
+    if (n_bytes > MOST_BYTES || !path_of(key, path))
+        return;
+    make_folders();
+    const int n = snprintf(fresh, sizeof fresh, "%s.XXXXXX", path);
+    const int file = n > 0 && n < PATH_MAX ? mkostemp(fresh, O_CLOEXEC) : -1;
+    if (file < 0)
+        return;
+    const int is_written =
+        write_all(file, &head, sizeof head) && write_all(file, image, n_bytes);
+    if (close(file) != 0 || !is_written || rename(fresh, path) != 0)
+        (void)unlink(fresh);
+}

@@ -1,0 +1,426 @@
+/* gpu_comm_trial.c - operations as steps have them are tried before there is a step.
+ *
+ * NCCL connects two ranks in the first operation that takes a way between them, which
+ * its kind, its size and its memory decide: the host then waits for the peers, and
+ * device memory is allocated.  And a machine whose GPUs cannot reach one another's
+ * memory is known to give wrong numbers, and no error.  So each kind is done here, from
+ * the smallest to the largest, with values by which every element of what comes can be
+ * told right from wrong:
+ *
+ *     a sum         element i: i / n % 5 + 1 from rank i % n, 0 from all others
+ *     a broadcast   element i: i / n % 5 + 1 from the root, 6 on all others
+ *
+ * It happens in a helper thread, for NCCL may keep a thread that waits for a peer.  The
+ * rank's own looks after its peers and signals, and aborts the communicator where it
+ * gives up.  Should the helper not come back even so, the world is never freed.
+ */
+#include <math.h>
+#include <string.h>
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+#include "gpu_comm_state.h"
+#include "helper_thread.h"
+
+enum {
+    STEP_FACTOR = 16, /* from one size that is tried to the next */
+    PIECE_BYTES = 1 << 20,
+    LEFT_MS = 10000, /* for the helper to come back from an aborted communicator */
+    MOST_BROADCAST_BYTES = 32 << 20,
+    N_VALUES = 5,
+    WRONG_VALUE, /* that no rank is to get */
+    MOST_ELEM_BYTES = 8
+};
+
+static const char doing[] = "the first operations on the device";
+
+enum { MOST_RANGES = PL_N_DTYPES }; /* one a dtype, or a few of ours */
+
+typedef struct trial {
+    pli_gpu_comm *self;
+    char *scratch; /* in place of the world's memory; NULL: that */
+    pli_op_range ranges[MOST_RANGES];
+    size_t n_ranges;
+    pl_event
+        *ready; /* the memory may be written to once this has happened; NULL: now */
+    atomic_int is_given_up;
+    char *piece; /* PIECE_BYTES of host memory */
+} trial;
+
+/* ---- values --------------------------------------------------------------------- */
+
+/* Complex numbers are two floats. */
+static pl_dtype real_type(pl_dtype dtype)
+{
+    return dtype == PL_C64 ? PL_F32 : dtype == PL_C128 ? PL_F64 : dtype;
+}
+
+static size_t n_reals(const pl_op *op)
+{
+    return op->n_elems * (real_type(op->dtype) == op->dtype ? 1 : 2);
+}
+
+/* 0 .. 6, exact in every type. */
+static void put_value(pl_dtype dtype, unsigned value, char out[MOST_ELEM_BYTES])
+{
+    static const uint16_t halves[] = {0,      0x3c00, 0x4000, 0x4200,
+                                      0x4400, 0x4500, 0x4600};
+    const float f32 = (float)value;
+    const double f64 = value;
+    const uint64_t whole = value; /* the low bytes first, on all that CUDA has */
+    uint32_t bits = 0;
+    switch (dtype) {
+    case PL_F16:
+        memcpy(out, &halves[value], sizeof halves[0]);
+        break;
+    case PL_BF16:
+        memcpy(&bits, &f32, sizeof bits);
+        bits >>= 16;
+        memcpy(out, &bits, 2);
+        break;
+    case PL_F32:
+        memcpy(out, &f32, sizeof f32);
+        break;
+    case PL_F64:
+        memcpy(out, &f64, sizeof f64);
+        break;
+    default:
+        memcpy(out, &whole, sizeof whole);
+        break;
+    }
+}
+
+static double half_value(uint16_t bits)
+{
+    const int exponent = bits >> 10 & 31;
+    const double fraction = (bits & 1023) / 1024.0;
+    const double size =
+        exponent == 0 ? ldexp(fraction, -14) : ldexp(1 + fraction, exponent - 15);
+    return bits >> 15 != 0 ? -size : size;
+}
+
+static double get_value(pl_dtype dtype, const char *at)
+{
+    uint16_t half = 0;
+    uint32_t bits = 0;
+    uint64_t whole = 0;
+    float f32 = 0;
+    double f64 = 0;
+    switch (dtype) {
+    case PL_F16:
+        memcpy(&half, at, sizeof half);
+        return half_value(half);
+    case PL_BF16:
+        memcpy(&half, at, sizeof half);
+        bits = (uint32_t)half << 16;
+        memcpy(&f32, &bits, sizeof f32);
+        return (double)f32;
+    case PL_F32:
+        memcpy(&f32, at, sizeof f32);
+        return (double)f32;
+    case PL_F64:
+        memcpy(&f64, at, sizeof f64);
+        return f64;
+    default:
+        memcpy(&whole, at, pl_dtype_bytes(dtype));
+        return (double)whole;
+    }
+}
+
+/* An element's value, and whose it is in a sum. */
+typedef struct element {
+    unsigned value;
+    int owner;
+    int n_ranks;
+} element;
+
+static element element_at(const pli_gpu_comm *self, size_t i)
+{
+    const size_t n_ranks = (size_t)self->super.world_size;
+    return (element){.value = (unsigned)(i / n_ranks % N_VALUES) + 1,
+                     .owner = (int)(i % n_ranks),
+                     .n_ranks = (int)n_ranks};
+}
+
+static void next_element(element *it)
+{
+    if (++it->owner < it->n_ranks)
+        return;
+    it->owner = 0;
+    it->value = it->value % N_VALUES + 1;
+}
+
+static unsigned own_value(const pli_gpu_comm *self, const pl_op *op, const element *it)
+{
+    if (op->kind == PL_BROADCAST)
+        return op->root == self->super.rank ? it->value : WRONG_VALUE;
+    return it->owner == self->super.rank ? it->value : 0;
+}
+
+/* A mean is rounded once or twice, in its own type. */
+static int is_right(const pl_op *op, const element *it, double found)
+{
+    if (op->kind == PL_BROADCAST || op->reduction == PL_SUM)
+        return found == it->value;
+    const double expected = (double)it->value / it->n_ranks;
+    return fabs(found - expected) <= expected / 64;
+}
+
+/* ---- one operation -------------------------------------------------------------- */
+
+static char *memory_of(const trial *it, const pl_op *op)
+{
+    const size_t at = op->offset_bytes;
+    return it->scratch != NULL ? it->scratch + (at - it->self->super.host_bytes)
+                               : pli_comm_memory(&it->self->super, at);
+}
+
+/* Calls `each` for the operation's memory, piece by piece. */
+static pl_status for_pieces(const trial *it, const pl_op *op,
+                            pl_status (*each)(const trial *it, const pl_op *op,
+                                              size_t first, size_t n, char *device))
+{
+    pl_status st = PL_OK;
+    const size_t width = pl_dtype_bytes(real_type(op->dtype));
+    char *memory = memory_of(it, op);
+    const size_t n = n_reals(op);
+    const size_t n_most = PIECE_BYTES / width;
+    for (size_t i = 0; i < n; i += n_most)
+        PL_TRY(each(it, op, i, n - i < n_most ? n - i : n_most, memory + i * width));
+done:
+    return st;
+}
+
+static pl_status fill_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+                            char *device)
+{
+    const pl_dtype dtype = real_type(op->dtype);
+    const size_t width = pl_dtype_bytes(dtype);
+    char values[WRONG_VALUE + 1][MOST_ELEM_BYTES];
+    element at = element_at(it->self, first);
+    for (unsigned value = 0; value <= WRONG_VALUE; value++)
+        put_value(dtype, value, values[value]);
+    for (size_t i = 0; i < n; i++, next_element(&at))
+        memcpy(it->piece + i * width, values[own_value(it->self, op, &at)], width);
+    return pli_cuda_write(it->self->backend, device, it->piece, n * width,
+                          it->self->side);
+}
+
+static pl_status check_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+                             char *device)
+{
+    pl_status st = PL_OK;
+    const pl_dtype dtype = real_type(op->dtype);
+    const size_t width = pl_dtype_bytes(dtype);
+    element at = element_at(it->self, first);
+    PL_TRY(
+        pli_cuda_read(it->self->backend, it->piece, device, n * width, it->self->side));
+    for (size_t i = 0; i < n; i++, next_element(&at)) {
+        const double found = get_value(dtype, it->piece + i * width);
+        if (!is_right(op, &at, found))
+            PL_FAIL(PL_ESYS,
+                    "rank %d: NCCL gives wrong numbers on this machine: %g came in the "
+                    "%s of %zu %s, at element %zu (GPUs that cannot reach one "
+                    "another's memory? NCCL_P2P_DISABLE=1 may help)",
+                    it->self->super.rank, found, pli_op_kind_text(op->kind),
+                    op->n_elems, pl_dtype_text(op->dtype), first + i);
+    }
+done:
+    return st;
+}
+
+static pl_status clear_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+                             char *device)
+{
+    const size_t n_bytes = n * pl_dtype_bytes(real_type(op->dtype));
+    (void)first;
+    memset(it->piece, 0, n_bytes);
+    return pli_cuda_write(it->self->backend, device, it->piece, n_bytes,
+                          it->self->side);
+}
+
+static pl_status poll_trial(void *context)
+{
+    pl_status st = PL_OK;
+    const trial *it = context;
+    if (atomic_load(&it->is_given_up))
+        PL_FAIL(PL_EPEER, "given up");
+done:
+    return st;
+}
+
+static pl_status try_op(trial *it, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = it->self;
+    pli_backoff waiting = pli_backoff_begin(self->deadline_ns, poll_trial, it);
+    PL_TRY(for_pieces(it, op, fill_piece));
+    PL_TRY(it->scratch != NULL
+               ? pli_nccl_enqueue(self->nccl, op, it->scratch, self->side)
+               : pli_gpu_comm_carry(self, op));
+    PL_TRY(self->backend->ops->event_record(self->backend, self->drained, self->side));
+    PL_TRY(pli_backend_await(self->backend, self->drained, &waiting, doing));
+    PL_TRY(for_pieces(it, op, check_piece));
+done:
+    return st;
+}
+
+/* What steps put into the memory does not cover all of it. */
+static pl_status try_range(trial *it, const pli_op_range *range)
+{
+    pl_status st = PL_OK;
+    pl_op op = range->op;
+    for (size_t n = range->n_least; n < range->op.n_elems; n *= STEP_FACTOR) {
+        op.n_elems = n;
+        PL_TRY(try_op(it, &op));
+    }
+    op.n_elems = range->op.n_elems;
+    PL_TRY(try_op(it, &op));
+    PL_TRY(for_pieces(it, &op, clear_piece));
+done:
+    return st;
+}
+
+static pl_status run_trial(void *context)
+{
+    pl_status st = PL_OK;
+    trial *it = context;
+    pl_backend *backend = it->self->backend;
+    PL_TRY(pli_calloc(1, PIECE_BYTES, "values that are tried", &it->piece));
+    if (it->ready != NULL)
+        PL_TRY(backend->ops->event_wait(backend, it->ready, it->self->side));
+    for (size_t k = 0; k < it->n_ranges; k++)
+        PL_TRY(try_range(it, &it->ranges[k]));
+done:
+    pli_free(it->piece);
+    it->piece = NULL;
+    return st;
+}
+
+/* ---- in a helper thread --------------------------------------------------------- */
+
+/* Ends the trial, of which nobody wants the outcome any more. */
+static void give_up(trial *it, const pli_helper *helper)
+{
+    pli_backoff waiting = pli_backoff_begin(LEFT_MS * PLI_MS, NULL, NULL);
+    atomic_store(&it->is_given_up, 1);
+    pli_nccl_abort(it->self->nccl);
+    (void)!pli_helper_wait(helper, &waiting, doing);
+}
+
+/* Takes `it`. */
+static pl_status try_aside(trial *it)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = it->self;
+    char message[PLI_GPU_MESSAGE_BYTES];
+    pli_helper *helper = NULL;
+    pli_backoff waiting =
+        pli_backoff_begin(self->deadline_ns, pli_gpu_comm_poll_base, self);
+    PL_TRY(pli_helper_start(
+        &(pli_helper_job){
+            .run = run_trial, .drop = pli_free, .context = it, .name = "tries NCCL"},
+        &helper));
+    st = pli_helper_wait(helper, &waiting, doing);
+    if (st == PL_OK) {
+        st = pli_helper_result(helper);
+    } else {
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        give_up(it, helper);
+        (void)pli_fail(st, "%s", message);
+    }
+    if (pli_helper_end(helper) == PLI_HELPER_LEFT) {
+        self->is_left = 1;
+        it = NULL;
+    }
+done:
+    pli_free(it);
+    return st;
+}
+
+/* In the world's first moment its memory is nobody's.  Later somebody may still read
+ * there: then a few bytes beside it have to do. */
+pl_status pli_gpu_comm_try(pli_gpu_comm *self)
+{
+    enum { FEW_BYTES = 64 };
+    pl_status st = PL_OK;
+    void *scratch = NULL;
+    trial *it = NULL;
+    size_t n_bytes = self->super.arena_bytes - self->super.host_bytes;
+    const int is_new =
+        atomic_load(&self->phase) == PLI_GPU_RUNNING; /* no step failed */
+    const size_t n_most = is_new ? MOST_BROADCAST_BYTES : FEW_BYTES;
+    n_bytes = n_bytes < n_most ? n_bytes : n_most;
+    if (n_bytes == 0)
+        goto done;
+    if (!is_new)
+        PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &scratch));
+    PL_TRY(pli_calloc(1, sizeof *it, "a trial", &it));
+    *it = (trial){.self = self, .scratch = scratch};
+    it->n_ranges = n_bytes < sizeof(double) ? 1 : 2;
+    it->ranges[0] =
+        (pli_op_range){.op = {.kind = PL_ALL_REDUCE,
+                              .dtype = PL_U8,
+                              .offset_bytes = self->super.host_bytes,
+                              .n_elems = n_bytes < FEW_BYTES ? n_bytes : FEW_BYTES},
+                       .n_least = 1};
+    it->ranges[1] = (pli_op_range){.op = {.kind = PL_BROADCAST,
+                                          .dtype = PL_F64,
+                                          .offset_bytes = self->super.host_bytes,
+                                          .n_elems = n_bytes / sizeof(double)},
+                                   .n_least = 1};
+    PL_TRY(try_aside(it));
+done:
+    if (!self->is_left)
+        self->backend->ops->free(self->backend, scratch);
+    return st;
+}
+
+static pl_status check_ranges(const pli_op_range *ranges, size_t n_ranges)
+{
+    pl_status st = PL_OK;
+    if (n_ranges > MOST_RANGES)
+        PL_FAIL(PL_EINVAL, "%zu kinds of operations are too many to be tried",
+                n_ranges);
+    for (size_t k = 0; k < n_ranges; k++) {
+        const pl_op *op = &ranges[k].op;
+        if (ranges[k].n_least == 0 || ranges[k].n_least > op->n_elems ||
+            (op->kind != PL_ALL_REDUCE && op->kind != PL_BROADCAST))
+            PL_FAIL(PL_EINVAL, "%s of %zu to %zu elements is nothing that can be tried",
+                    pli_op_kind_text(op->kind), ranges[k].n_least, op->n_elems);
+        PL_TRY(pli_nccl_can(op));
+    }
+done:
+    return st;
+}
+
+static pl_status try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
+                            size_t n_ranges, pl_event *ready)
+{
+    pl_status st = PL_OK;
+    trial *it = NULL;
+    if (pli_block_is_shared(self->block))
+        PL_TRY(self->super.ops->renew(&self->super));
+    PL_TRY(pli_calloc(1, sizeof *it, "a trial", &it));
+    *it = (trial){.self = self, .n_ranges = n_ranges, .ready = ready};
+    memcpy(it->ranges, ranges, n_ranges * sizeof *ranges);
+    PL_TRY(try_aside(it));
+done:
+    return st;
+}
+
+pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
+                               size_t n_ranges, const pli_order *order)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
+    if (comm->world_size == 1)
+        goto done;
+    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(check_ranges(ranges, n_ranges)); /* the same on every rank */
+    st = pli_gpu_comm_tell(self, try_ranges(self, ranges, n_ranges, order->ready));
+    if (st != PL_OK)
+        pli_gpu_comm_fail(self, self->generation, PL_OK);
+done:
+    return st;
+}

@@ -1,0 +1,156 @@
+/* nccl_end.c - the end of a communicator: flushed and destroyed, or aborted.
+ *
+ * Each of these calls may wait, for peers, for graphs, for the device: it is made in a
+ * helper thread, and waited for only so long.  To destroy frees the communicator, so
+ * nothing may be called on it beside or behind that; where NCCL can flush by itself
+ * (CommFinalize), that is what is given up, and the communicator is aborted.
+ */
+#include <unistd.h>
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+#include "core/clock.h"
+#include "helper_thread.h"
+#include "nccl_state.h"
+
+enum {
+    BLOCKED_MS = 1000, /* that an abort waits for a thread inside of NCCL */
+    ABORT_MS = 10000,  /* that it may take */
+    GRAPHS_MS = 200    /* ... where graphs may keep NCCL from its end */
+};
+
+typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
+
+/* One call, and what it needs. */
+typedef struct farewell {
+    ending end;
+    pli_nccl_comm comm;
+    pl_backend *backend; /* retained */
+    pli_nccl_result result;
+} farewell;
+
+static void drop_farewell(void *context)
+{
+    farewell *it = context;
+    pli_backend_destroy(it->backend);
+    pli_free(it);
+}
+
+static pl_status run_farewell(void *context)
+{
+    farewell *it = context;
+    pli_cuda_scope scope;
+    const int is_inside = pli_cuda_enter(it->backend, &scope) == PL_OK;
+    it->result = it->end(it->comm);
+    if (is_inside)
+        pli_cuda_leave(it->backend, &scope);
+    return PL_OK;
+}
+
+static pl_status make_farewell(const farewell *what, farewell **out)
+{
+    pl_status st = PL_OK;
+    farewell *it = NULL;
+    PL_TRY(pli_calloc(1, sizeof *it, "a communicator's end", &it));
+    *it = *what;
+    pli_cuda_backend_retain(it->backend);
+    *out = it;
+done:
+    return st;
+}
+
+/* *out: what the call has returned; 0 where it has not, by then. */
+static int call_for(pl_backend *backend, pli_nccl_comm comm, ending end,
+                    int64_t most_ns, pli_nccl_result *out)
+{
+    farewell here = {.end = end, .comm = comm, .backend = backend};
+    farewell *it = NULL;
+    pli_helper *helper = NULL;
+    pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
+    if (make_farewell(&here, &it) == PL_OK &&
+        pli_helper_start(&(pli_helper_job){.run = run_farewell,
+                                           .drop = drop_farewell,
+                                           .context = it,
+                                           .name = "ends a communicator"},
+                         &helper) == PL_OK) {
+        (void)!pli_helper_wait(helper, &waiting, "a communicator's end");
+        if (pli_helper_end(helper) == PLI_HELPER_LEFT)
+            return 0;
+        here.result = it->result;
+    } else {
+        (void)run_farewell(&here); /* no memory */
+    }
+    if (it != NULL)
+        drop_farewell(it);
+    *out = here.result;
+    return 1;
+}
+
+/* A thread that NCCL keeps inside is waited for only so long: an abort is what lets it
+ * go.  Nobody else gets the communicator from now on. */
+static pli_nccl_comm take_comm(pli_nccl *self)
+{
+    pli_backoff waiting = pli_backoff_begin(BLOCKED_MS * PLI_MS, NULL, NULL);
+    int is_locked = 0;
+    do {
+        is_locked = pthread_mutex_trylock(&self->lock) == 0;
+    } while (!is_locked && pli_backoff_pause(&waiting, "a call into NCCL") == PL_OK);
+    const pli_nccl_comm comm = atomic_exchange(&self->comm, NULL);
+    if (is_locked)
+        (void)pthread_mutex_unlock(&self->lock);
+    return comm;
+}
+
+static void end_comm(pli_nccl *self, ending end, int64_t most_ns)
+{
+    pli_nccl_result ignored = PLI_NCCL_SUCCESS;
+    const pli_nccl_comm comm = take_comm(self);
+    if (comm != NULL)
+        (void)call_for(self->backend, comm, end, most_ns, &ignored);
+}
+
+void pli_nccl_abort(pli_nccl *self)
+{
+    if (self == NULL || self->owner_pid != getpid())
+        return;
+    const int64_t most_ms = atomic_load(&self->is_captured) ? GRAPHS_MS : ABORT_MS;
+    end_comm(self, self->library->CommAbort, most_ms * PLI_MS);
+}
+
+/* Whether all that was sent has been handed over. */
+static int flush(pli_nccl *self, int64_t most_ns)
+{
+    pli_nccl_result result = PLI_NCCL_SUCCESS;
+    const pli_nccl_comm comm = self->comm;
+    if (comm == NULL ||
+        !call_for(self->backend, comm, self->library->CommFinalize, most_ns, &result) ||
+        !pli_nccl_is_taken(result))
+        return 0;
+    self->poll = NULL; /* whoever else ends, too, has done no wrong */
+    self->deadline_ns = most_ns;
+    return pli_nccl_settle(self, "flushing") == PL_OK;
+}
+
+void pli_nccl_finish(pli_nccl *self, int64_t most_ns)
+{
+    if (self == NULL || self->owner_pid != getpid())
+        return;
+    const ending destroy = self->library->CommDestroy;
+    if (atomic_load(&self->is_captured))
+        end_comm(self, destroy, GRAPHS_MS * PLI_MS);
+    else if (self->library->CommFinalize == NULL) /* ... which then flushes */
+        end_comm(self, destroy, most_ns);
+    else if (flush(self, most_ns))
+        end_comm(self, destroy, ABORT_MS * PLI_MS);
+    pli_nccl_abort(self);
+}
+
+void pli_nccl_destroy(pli_nccl *self)
+{
+    if (self == NULL)
+        return;
+    pli_nccl_abort(self);
+    if (self->owner_pid == getpid())
+        (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}

@@ -1,0 +1,54 @@
+/* object.h - steps with Python's objects that many files take. */
+#ifndef PLI_OBJECT_H
+#define PLI_OBJECT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+/* Puts `item`, which it steals, into a new tuple; NULL, a failure, drops the tuple. */
+static inline void pli_tuple_put(PyObject **tuple, Py_ssize_t i, PyObject *item)
+{
+    if (item == NULL)
+        Py_CLEAR(*tuple);
+    else
+        PyTuple_SET_ITEM(*tuple, i, item);
+}
+
+/* The same for a new list. */
+static inline void pli_list_put(PyObject **list, Py_ssize_t i, PyObject *item)
+{
+    if (item == NULL)
+        Py_CLEAR(*list);
+    else
+        PyList_SET_ITEM(*list, i, item);
+}
+
+/* 1 where `answer`, which it steals, is true, 0 where not, or -1; NULL is a failure. */
+static inline int pli_is_true(PyObject *answer)
+{
+    const int is_so = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return is_so;
+}
+
+/* The end of a heap type's dealloc. */
+static inline void pli_object_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* Bit by bit: a NaN is itself, and -0.0 is not 0.0. */
+static inline int pli_is_same_double(double left, double right)
+{
+    uint64_t first, other;
+    memcpy(&first, &left, sizeof first);
+    memcpy(&other, &right, sizeof other);
+    return first == other;
+}
+
+#endif

@@ -1,0 +1,460 @@
+/* test_gpu_comm_hardware.c - what NCCL does on real machines: it keeps threads inside,
+ * connects ranks in the first operation of a kind, sends when an operation is done
+ * already, and needs memory for all of that.
+ */
+#include "gpu_ranks.h"
+
+enum { LARGE_BYTES = 5 << 20 };
+#define SOON_NS ((IS_SANITIZED ? 4000 : 500) * PLI_MS)
+
+static const pl_op mean = {.kind = PL_ALL_REDUCE,
+                           .reduction = PL_MEAN,
+                           .dtype = PL_F32,
+                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                           .n_elems = 100};
+
+static pl_status step_once(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    PL_TRY(gpu_issue_op(self, &mean, &ticket));
+    PL_TRY(gpu_agree_on_end(self));
+done:
+    return st;
+}
+
+static pl_status leave_behind(gpu_rank *self)
+{
+    pl_recovery how = PL_NOTHING_FAILED;
+    return recover_through(self->comm, &how);
+}
+
+/* ---- threads that NCCL keeps ---------------------------------------------------- */
+
+typedef struct kept_inside {
+    atomic_int n_over; /* ranks that may go on */
+    int n_ops;         /* that rank 0 issues, and no other rank */
+    pl_op op;
+} kept_inside;
+
+/* Rank 0's thread is kept inside by what rank 1, which is well, never does. */
+static void wait_inside(gpu_rank *self)
+{
+    kept_inside *it = self->all->context;
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    CHECK_OK(step_once(self));
+    if (self->rank == 0) {
+        for (int k = 0; k < it->n_ops && st == PL_OK; k++)
+            st = gpu_issue_op(self, &it->op, &ticket);
+        CHECK(st == PL_ETIMEOUT);
+        atomic_store(&it->n_over, 1);
+    }
+    while (atomic_load(&it->n_over) == 0)
+        pli_sleep_ns(PLI_MS);
+    if (CHECK_OK(leave_behind(self)))
+        CHECK_OK(step_once(self));
+}
+
+/* Nothing that a step does is tried before but all-reduces and broadcasts. */
+static void a_call_that_does_not_come_back_is_given_up_at_the_deadline(void)
+{
+    for (uint64_t seed = 1; seed <= 2; seed++) {
+        kept_inside it = {.n_ops = 1, .op = mean};
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        it.op.kind = PL_REDUCE;
+        all.deadline_ns = SOON_NS;
+        all.context = &it;
+        gpu_ranks_run_world(&all, wait_inside);
+    }
+}
+
+static void a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline(void)
+{
+    for (uint64_t seed = 1; seed <= 2; seed++) {
+        kept_inside it = {.n_ops = 100, .op = mean};
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.fake.queue_depth = 8;
+        all.deadline_ns = SOON_NS;
+        all.context = &it;
+        gpu_ranks_run_world(&all, wait_inside);
+    }
+}
+
+static void issue_many(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    for (int k = 0; k < 50; k++)
+        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
+    CHECK_OK(gpu_agree_on_end(self));
+}
+
+static void a_full_queue_is_waited_for(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
+        all.fake.queue_depth = 8;
+        gpu_ranks_run_world(&all, issue_many);
+    }
+}
+
+/* Memory that is given back is deregistered, which a peer's proxy has to answer. */
+static void deregister(gpu_rank *self)
+{
+    pli_memory_ref *kept[3];
+    for (int k = 0; k < 3; k++) {
+        kept[k] = self->comm->ops->retain_memory(self->comm);
+        CHECK_OK(self->comm->ops->renew(self->comm));
+        CHECK_OK(step_once(self));
+    }
+    for (int k = 0; k < 3; k++)
+        kept[k]->release(kept[k]);
+    (void)self->comm->ops->renew(self->comm); /* retires two of them */
+    CHECK(fake_synchronize_all());
+    (void)self->comm->ops->renew(self->comm); /* which the device is through with now */
+    CHECK(pl_comm_progress(self->comm) != PL_OK);
+}
+
+static void a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline(void)
+{
+    for (uint64_t seed = 2; seed <= 3;
+         seed++) { /* one that blocks, one that does not */
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.fake.proxy_blocks = 1;
+        all.deadline_ns = SOON_NS;
+        gpu_ranks_run_world(&all, deregister);
+    }
+}
+
+static void take_a_step(gpu_rank *self)
+{
+    CHECK_OK(step_once(self));
+}
+
+static void a_healthy_end_waits_for_no_proxy_beyond_the_deadline(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.fake.proxy_blocks = 1;
+        all.deadline_ns = SOON_NS;
+        gpu_ranks_run_world(&all, take_a_step);
+    }
+}
+
+/* ---- construction --------------------------------------------------------------- */
+
+static void must_not_run(gpu_rank *self)
+{
+    (void)self;
+    CHECK(0);
+}
+
+/* Rank 1 never comes to NCCL, and rank 0 gives up. */
+static void *come_alone(void *memory)
+{
+    gpu_rank *self = memory;
+    pl_comm *base = self->all->bases[self->rank];
+    if (self->rank == 0 && CHECK_OK(gpu_open(self))) {
+        const pli_nccl_options options = {.library = self->all->library,
+                                          .backend = self->backend,
+                                          .world_size = 2,
+                                          .id = self->all->context,
+                                          .deadline_ns = 50 * PLI_MS};
+        pli_nccl *nccl = NULL;
+        CHECK_OK(
+            pli_nccl_new_id(self->all->library, self->backend, self->all->context));
+        CHECK(pli_nccl_create(&options, &nccl) == PL_ETIMEOUT);
+        CHECK(error_has("meeting the other ranks"));
+    }
+    gpu_close(self);
+    pl_comm_destroy(base);
+    return NULL;
+}
+
+static void a_thread_that_is_left_behind_takes_nothing_of_its_maker(void)
+{
+    for (int blocks = 0; blocks < 2; blocks++) {
+        char id[PLI_NCCL_ID_BYTES];
+        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+        all.blocks = blocks;
+        all.context = id;
+        if (!gpu_ranks_start(&all))
+            return;
+        for (int r = 0; r < 2; r++) {
+            gpu_rank rank = {.all = &all, .rank = r};
+            (void)come_alone(&rank);
+        }
+        gpu_ranks_end(&all);
+    }
+}
+
+/* ---- connections ---------------------------------------------------------------- */
+
+static pl_status prepare(gpu_rank *self)
+{
+    const pli_op_range ranges[] = {{.op = {.kind = PL_ALL_REDUCE,
+                                           .reduction = PL_MEAN,
+                                           .dtype = PL_F32,
+                                           .offset_bytes = GPUS_HOST_BYTES,
+                                           .n_elems = self->all->device_bytes / 4},
+                                    .n_least = 10},
+                                   {.op = {.kind = PL_ALL_REDUCE,
+                                           .reduction = PL_MEAN,
+                                           .dtype = PL_BF16,
+                                           .offset_bytes = GPUS_HOST_BYTES + 64,
+                                           .n_elems = 3000},
+                                    .n_least = 3000}};
+    const pli_order order = {.ready = self->ready};
+    pl_status st = PL_OK;
+    PL_TRY(self->backend->ops->event_record(self->backend, self->ready, self->stream));
+    PL_TRY(pli_comm_prepare(self->comm, ranges, 2, &order));
+done:
+    return st;
+}
+
+static void await_all(gpu_rank *self)
+{
+    atomic_int *n_here = self->all->context;
+    (void)atomic_fetch_add(n_here, 1);
+    while (atomic_load(n_here) % self->all->world_size != 0)
+        pli_sleep_ns(100000);
+}
+
+/* Of each size that a bucket, or the model's broadcast, may have. */
+static void connect_nothing_in_steps(gpu_rank *self)
+{
+    static const size_t sizes[] = {1000, 70000, 300000, LARGE_BYTES / 4};
+    if (!CHECK_OK(prepare(self)))
+        return;
+    await_all(self);
+    const int n_before = fake_connections();
+    CHECK(n_before > 0);
+    for (size_t k = 0; k < 4; k++) {
+        pl_ticket ticket = 0;
+        pl_op op = mean;
+        op.offset_bytes = GPUS_HOST_BYTES;
+        op.n_elems = sizes[k];
+        CHECK_OK(gpu_issue_op(self, &op, &ticket));
+        op.kind = PL_BROADCAST;
+        CHECK_OK(gpu_issue_op(self, &op, &ticket));
+        CHECK_OK(gpu_agree_on_end(self));
+    }
+    await_all(self);
+    CHECK(fake_connections() == n_before);
+}
+
+static void a_step_connects_nothing(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        atomic_int n_here = 0;
+        gpu_ranks all =
+            gpu_ranks_of(1 + (int)(seed % 3) + (seed == 3), seed, FAKE_LATE);
+        all.accumulation = (pli_accumulation)(seed % 2);
+        all.device_bytes = LARGE_BYTES;
+        all.context = &n_here;
+        gpu_ranks_run_world(&all, connect_nothing_in_steps);
+    }
+}
+
+/* What comes into the memory before the trial is read behind it by nobody. */
+static void copy_out_and_prepare(gpu_rank *self)
+{
+    void *out = NULL;
+    pl_ticket ticket = 0;
+    char values[400];
+    if (!CHECK_OK(self->backend->ops->alloc(self->backend, sizeof values, &out)) ||
+        !gpu_fill(self, &mean, 3) || !CHECK_OK(gpu_issue_op(self, &mean, &ticket)) ||
+        !CHECK_OK(gpu_agree_on_end(self)))
+        return;
+    const pl_move move = {.to = out,
+                          .from = pli_comm_memory(self->comm, mean.offset_bytes),
+                          .dtype = PL_F32,
+                          .n_elems = 100};
+    CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    CHECK_OK(prepare(self));
+    CHECK_OK(pli_cuda_read(self->backend, values, out, sizeof values, self->stream));
+    for (size_t i = 0; i < 100; i++)
+        if (!CHECK(
+                value_is(values, PL_F32, i,
+                         ops_expected(&mean, 3, self->all->world_size, self->rank, i))))
+            break;
+    self->backend->ops->free(self->backend, out);
+}
+
+static void a_trial_comes_behind_what_the_stream_still_reads(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
+        gpu_ranks_run_world(&all, copy_out_and_prepare);
+    }
+}
+
+static void prepare_in_vain(gpu_rank *self)
+{
+    self->made = prepare(self);
+    CHECK(self->made != PL_OK);
+    (void)snprintf(self->words, sizeof self->words, "%.500s", pl_error_message());
+    CHECK(pl_comm_progress(self->comm) != PL_OK);
+}
+
+/* Runs a world whose trial fails; returns how many ranks say `what`. */
+static int fail_trial(gpu_ranks *all, void (*run)(gpu_rank *self), pl_status st,
+                      const char *what)
+{
+    gpu_rank ranks[GPUS_MOST];
+    int n_said = 0;
+    int n_met = 0;
+    if (!gpu_ranks_start(all))
+        return 0;
+    CHECK(gpu_ranks_run(all, run, ranks) == all->world_size);
+    for (int r = 0; r < all->world_size; r++) {
+        n_met += ranks[r].made == st;
+        n_said += strstr(ranks[r].words, what) != NULL;
+        if (strstr(ranks[r].words, what) == NULL)
+            CHECK_MORE("rank %d: %s", r, ranks[r].words);
+    }
+    CHECK(n_met >= 1);
+    gpu_ranks_end(all);
+    return n_said;
+}
+
+/* Ways that every world has fit, those of steps do not; or none does. */
+static void memory_that_a_connection_lacks_is_missed_at_construction(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.device_bytes = LARGE_BYTES;
+        all.fake.capacity = LARGE_BYTES + (9 << 20);
+        all.fake.connect_bytes = 2 << 20;
+        CHECK(fail_trial(&all, prepare_in_vain, PL_ENOMEM, "out of memory") == 2);
+        all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.fake.capacity = 1 << 20;
+        all.fake.connect_bytes = 1 << 20;
+        CHECK(fail_trial(&all, must_not_run, PL_ENOMEM, "out of memory") == 2);
+    }
+}
+
+static void numbers_that_are_wrong_are_found_at_construction(void)
+{
+    for (uint64_t seed = 1; seed <= 3; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.device_bytes = LARGE_BYTES;
+        all.fake.corrupt_bytes = 1 << 20; /* small ones take another way */
+        CHECK(fail_trial(&all, prepare_in_vain, PL_ESYS, "wrong numbers") == 2);
+        all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.fake.corrupt_bytes = 1;
+        CHECK(fail_trial(&all, must_not_run, PL_ESYS, "wrong numbers") == 2);
+    }
+}
+
+/* ---- one card ------------------------------------------------------------------- */
+
+static void ranks_on_one_card_are_told_what_to_do_by_every_nccl(void)
+{
+    static const struct {
+        int nccl, is_shared, one_bus;
+    } all_of[] = {{22809, 1, 0}, {23007, 1, 0}, {22809, 0, 1}};
+    for (int k = 0; k < 3; k++) {
+        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+        all.fake.nccl = all_of[k].nccl;
+        all.fake.one_bus = all_of[k].one_bus;
+        all.is_shared = all_of[k].is_shared;
+        CHECK(fail_trial(&all, must_not_run, PL_EINVAL, "torch.cuda.set_device") == 2);
+    }
+}
+
+/* Since 2.30 parts of a card are GPUs of their own. */
+static void parts_of_one_card_take_a_rank_each(void)
+{
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+    all.fake.nccl = 23007;
+    all.fake.one_bus = 1;
+    gpu_ranks_run_world(&all, issue_many);
+}
+
+/* ---- the end -------------------------------------------------------------------- */
+
+/* Rank 0 ends its world when its device is done; what it has sent lies with the proxy
+ * still, and rank 1's device waits for it. */
+static void end_first(gpu_rank *self)
+{
+    atomic_int *n_ended = self->all->context;
+    if (!gpu_fill(self, &mean, 5) || !CHECK_OK(step_once(self)))
+        return;
+    if (self->rank == 0) {
+        pl_comm_destroy(self->comm);
+        self->comm = self->all->bases[0] = NULL;
+        atomic_store(n_ended, 1);
+        return;
+    }
+    while (atomic_load(n_ended) == 0)
+        pli_sleep_ns(PLI_MS);
+    gpu_check(self, &mean, 5);
+}
+
+static void who_ends_well_has_sent_all_that_its_peers_wait_for(void)
+{
+    static const int versions[] = {21000, 21304, 21805, 22602, 22809};
+    for (uint64_t seed = 1; seed <= 10; seed++) {
+        atomic_int n_ended = 0;
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
+        all.fake.nccl = versions[seed % 5];
+        all.fake.net = 1;
+        all.blocks = seed > 5;
+        all.context = &n_ended;
+        gpu_ranks_run_world(&all, end_first);
+    }
+}
+
+static void step_and_end(gpu_rank *self)
+{
+    CHECK_OK(step_once(self));
+}
+
+static void a_flush_that_takes_too_long_is_given_up(void)
+{
+    for (int blocks = 0; blocks < 2; blocks++) {
+        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_EARLY);
+        all.fake.proxy_blocks = 2;
+        all.blocks = blocks;
+        gpu_ranks_run_world(&all, step_and_end);
+    }
+}
+
+/* ---- the environment ------------------------------------------------------------ */
+
+static void nccls_own_variable_overrules_what_is_asked_for(void)
+{
+    static const char *const words[] = {"0", "1"};
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        kept_inside it = {.n_ops = 1, .op = mean};
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        it.op.kind = PL_REDUCE;
+        all.deadline_ns = SOON_NS;
+        all.blocks = seed > 2;
+        all.context = &it;
+        (void)setenv("NCCL_COMM_BLOCKING", words[seed % 2], 1);
+        gpu_ranks_run_world(&all, wait_inside);
+        (void)unsetenv("NCCL_COMM_BLOCKING");
+    }
+}
+
+int main(void)
+{
+    RUN(a_call_that_does_not_come_back_is_given_up_at_the_deadline);
+    RUN(a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline);
+    RUN(a_full_queue_is_waited_for);
+    RUN(a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline);
+    RUN(a_healthy_end_waits_for_no_proxy_beyond_the_deadline);
+    RUN(a_thread_that_is_left_behind_takes_nothing_of_its_maker);
+    RUN(a_step_connects_nothing);
+    RUN(a_trial_comes_behind_what_the_stream_still_reads);
+    RUN(memory_that_a_connection_lacks_is_missed_at_construction);
+    RUN(numbers_that_are_wrong_are_found_at_construction);
+    RUN(ranks_on_one_card_are_told_what_to_do_by_every_nccl);
+    RUN(parts_of_one_card_take_a_rank_each);
+    RUN(who_ends_well_has_sent_all_that_its_peers_wait_for);
+    RUN(a_flush_that_takes_too_long_is_given_up);
+    RUN(nccls_own_variable_overrules_what_is_asked_for);
+    return check_report();
+}

@@ -1,0 +1,316 @@
+/* test_gpu_memory.c - a world's memory on its GPU: when it is deregistered and freed,
+ * and where it comes from when there is little.
+ */
+#include "gpu_ranks.h"
+
+#include "nccl/gpu_memory.h"
+
+static const pl_op whole = {.kind = PL_ALL_REDUCE,
+                            .reduction = PL_MEAN,
+                            .dtype = PL_F32,
+                            .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                            .n_elems = 100};
+
+/* The host waits for the peers' hosts alone. */
+static int enqueue_step(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    return CHECK_OK(gpu_issue_op(self, &whole, &ticket)) &&
+           CHECK_OK(gpu_agree_on_end(self));
+}
+
+static void end_world(gpu_rank *self)
+{
+    pl_comm_destroy(self->comm);
+    self->comm = self->all->bases[self->rank] = NULL;
+}
+
+/* What a further world of the process's would do. */
+static void make_and_end_a_pool(const gpu_rank *self)
+{
+    const pli_pool_options options = {
+        .library = self->all->library, .backend = self->backend, .n_bytes = 256};
+    pli_pool *pool = NULL;
+    pli_block *block = NULL;
+    if (CHECK_OK(pli_pool_create(&options, &pool)) &&
+        CHECK_OK(pli_pool_take(pool, &block)))
+        block->ref.release(&block->ref);
+    pli_pool_close(pool);
+}
+
+/* ---- captures ------------------------------------------------------------------- */
+
+static CUstream cu(pl_stream *stream)
+{
+    return (CUstream)(void *)stream;
+}
+
+/* In the thread that captures `stream`, as the garbage collector may do it. */
+static void end_in_a_capture(gpu_rank *self, CUstream stream)
+{
+    CUgraph graph = NULL;
+    const int64_t n_bytes = fake_bytes_in_use(self->rank);
+    CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_GLOBAL) == 0);
+    end_world(self);
+    const int is_reader = stream == cu(self->stream);
+    CHECK((fake_bytes_in_use(self->rank) == n_bytes) == is_reader);
+    CHECK(cuStreamEndCapture(stream, &graph) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+    make_and_end_a_pool(self);
+    CHECK(fake_bytes_in_use(self->rank) == 0);
+}
+
+static void end_in_the_readers_capture(gpu_rank *self)
+{
+    if (enqueue_step(self))
+        end_in_a_capture(self, cu(self->stream));
+}
+
+static void end_in_anothers_capture(gpu_rank *self)
+{
+    CUstream other = NULL;
+    pli_cuda_scope scope;
+    if (!enqueue_step(self) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CHECK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING) == 0);
+    pli_cuda_leave(self->backend, &scope);
+    end_in_a_capture(self, other);
+    CHECK(cuStreamDestroy(other) == 0);
+}
+
+static void a_world_that_ends_in_a_capture_does_not_spoil_it(void)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM);
+        gpu_ranks_run_world(&all, end_in_the_readers_capture);
+        gpu_ranks_run_world(&all, end_in_anothers_capture);
+    }
+}
+
+/* ---- what is in flight ---------------------------------------------------------- */
+
+/* Three gradients are kept, and dropped while the device is behind: their blocks are
+ * more than the one that is kept as a spare. */
+static void drop_what_is_in_flight(gpu_rank *self)
+{
+    pli_memory_ref *kept[3];
+    for (int k = 0; k < 3; k++) {
+        if (!enqueue_step(self))
+            return;
+        kept[k] = self->comm->ops->retain_memory(self->comm);
+        CHECK_OK(self->comm->ops->renew(self->comm));
+    }
+    for (int k = 0; k < 3; k++)
+        kept[k]->release(kept[k]);
+    const int64_t n_most = fake_bytes_in_use(self->rank);
+    CHECK_OK(self->comm->ops->renew(self->comm));
+    CHECK(fake_synchronize_all());
+    for (int k = 0; k < 20; k++) /* a query may take its time */
+        CHECK_OK(self->comm->ops->renew(self->comm));
+    CHECK(fake_bytes_in_use(self->rank) == n_most / 2); /* one in use, one spare */
+    CHECK_OK(gpu_agree_on_end(self));
+}
+
+static void memory_is_deregistered_and_freed_behind_its_last_operation(void)
+{
+    for (uint64_t seed = 1; seed <= 9; seed++) {
+        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, FAKE_LATE);
+        gpu_ranks_run_world(&all, drop_what_is_in_flight);
+    }
+}
+
+/* A view is read after its world has gone, and dropped while that is in flight. */
+static void drop_a_view_that_is_read(gpu_rank *self)
+{
+    void *out = NULL;
+    const size_t n_bytes = whole.n_elems * pl_dtype_bytes(whole.dtype);
+    if (!CHECK_OK(self->backend->ops->alloc(self->backend, n_bytes, &out)) ||
+        !enqueue_step(self))
+        return;
+    pli_memory_ref *view = self->comm->ops->retain_memory(self->comm);
+    const pl_move move = {.to = out,
+                          .from = pli_comm_memory(self->comm, whole.offset_bytes),
+                          .dtype = whole.dtype,
+                          .n_elems = whole.n_elems};
+    end_world(self);
+    CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    view->release(view);
+    self->backend->ops->free(self->backend, out);
+    CHECK(fake_bytes_in_use(self->rank) == 0);
+}
+
+static void a_view_that_outlives_its_world_is_freed_behind_its_reader(void)
+{
+    for (uint64_t seed = 1; seed <= 4; seed++) {
+        gpu_ranks all = gpu_ranks_of(2, seed, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM);
+        gpu_ranks_run_world(&all, drop_a_view_that_is_read);
+    }
+}
+
+/* Of more streams than are known by name the newest are. */
+static void order_many_streams(gpu_rank *self)
+{
+    CUstream streams[2 * PLI_POOL_READERS];
+    pli_cuda_scope scope;
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    for (int i = 0; i < 2 * PLI_POOL_READERS; i++)
+        CHECK(cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING) == 0);
+    if (enqueue_step(self))
+        for (int i = 0; i < 2 * PLI_POOL_READERS; i++)
+            CHECK_OK(pli_comm_order(self->comm, (pl_stream *)(void *)streams[i]));
+    for (int i = 0; i < PLI_POOL_READERS; i++) /* those it has forgotten */
+        CHECK(cuStreamDestroy(streams[i]) == 0);
+    CHECK(cuMemsetD8Async(
+              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, whole.offset_bytes),
+              0, 64, streams[PLI_POOL_READERS]) == 0);
+    end_world(self);
+    for (int i = PLI_POOL_READERS; i < 2 * PLI_POOL_READERS; i++)
+        CHECK(cuStreamDestroy(streams[i]) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+static void memory_is_freed_behind_the_newest_readers(void)
+{
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
+    gpu_ranks_run_world(&all, order_many_streams);
+}
+
+/* ---- where it comes from -------------------------------------------------------- */
+
+static atomic_int n_emptied;
+
+static void empty_caches(void *context)
+{
+    (void)context;
+    atomic_fetch_add(&n_emptied, 1);
+    fake_empty_caches();
+}
+
+static void count_and_keep(void *context)
+{
+    (void)context;
+    atomic_fetch_add(&n_emptied, 1);
+}
+
+typedef struct bench {
+    pl_backend *backend;
+    pli_nccl_library *library;
+    pli_pool *pool;
+} bench;
+
+static int bench_open(bench *self, const fake_options *fake, size_t n_bytes,
+                      void (*empty)(void *context))
+{
+    const pli_cuda_options device = {.driver = fake_path()};
+    *self = (bench){0};
+    atomic_store(&n_emptied, 0);
+    fake_reset(fake);
+    if (!CHECK_OK(pli_cuda_backend_create(&device, &self->backend)) ||
+        !CHECK_OK(pli_nccl_library_open(fake_path(), &self->library)))
+        return 0;
+    const pli_pool_options options = {.library = self->library,
+                                      .backend = self->backend,
+                                      .n_bytes = n_bytes,
+                                      .empty_caches = empty};
+    return CHECK_OK(pli_pool_create(&options, &self->pool));
+}
+
+static void bench_close(bench *self)
+{
+    pli_pool_close(self->pool);
+    pli_nccl_library_release(self->library);
+    pli_backend_destroy(self->backend);
+    CHECK(fake_live_objects() == 0);
+    CHECK(fake_errors() == 0);
+}
+
+enum { ARENA = 1 << 20 };
+
+static void caches_are_emptied_once_where_there_is_no_memory(void)
+{
+    bench it;
+    pli_block *block = NULL;
+    fake_options fake = fake_defaults();
+    fake.capacity = 3 * ARENA / 2;
+    fake.taken = ARENA;
+    if (!bench_open(&it, &fake, ARENA, empty_caches))
+        return;
+    if (CHECK_OK(pli_pool_take(it.pool, &block)))
+        block->ref.release(&block->ref);
+    CHECK(atomic_load(&n_emptied) == 1);
+    bench_close(&it);
+    if (!bench_open(&it, &fake, ARENA, count_and_keep))
+        return;
+    CHECK(pli_pool_take(it.pool, &block) == PL_ENOMEM);
+    CHECK(error_has("device 0 is out of memory"));
+    CHECK(error_has("1048576 bytes"));
+    CHECK(error_has("after torch.cuda.empty_cache()"));
+    CHECK(atomic_load(&n_emptied) == 1);
+    bench_close(&it);
+    if (!bench_open(&it, &fake, ARENA, NULL))
+        return;
+    CHECK(pli_pool_take(it.pool, &block) == PL_ENOMEM);
+    CHECK(!error_has("empty_cache"));
+    bench_close(&it);
+}
+
+/* Of NCCL's allocator, by its version and the arena's size. */
+static int n_of_nccl(int version, size_t n_bytes)
+{
+    bench it;
+    pli_block *block = NULL;
+    fake_options fake = fake_defaults();
+    fake.nccl = version;
+    fake.granularity = version < 22700 ? 512 << 20 : 2 << 20;
+    if (!bench_open(&it, &fake, n_bytes, NULL))
+        return -1;
+    if (CHECK_OK(pli_pool_take(it.pool, &block)))
+        block->ref.release(&block->ref);
+    const int n = fake_count("ncclMemAlloc");
+    bench_close(&it);
+    return n;
+}
+
+static void small_arenas_are_not_of_an_nccl_that_rounds_far_up(void)
+{
+    CHECK(n_of_nccl(22105, ARENA) == 0);
+    CHECK(n_of_nccl(22602, ARENA) == 0);
+    CHECK(n_of_nccl(22602, 256 << 20) == 1);
+    CHECK(n_of_nccl(22703, ARENA) == 1);
+}
+
+static void new_memory_is_zeros(void)
+{
+    bench it;
+    pli_block *block = NULL;
+    pli_nccl_memory other;
+    char found[2][ARENA];
+    fake_options fake = fake_defaults();
+    if (!bench_open(&it, &fake, ARENA, NULL))
+        return;
+    pl_stream *side = pli_cuda_side_stream(it.backend);
+    if (CHECK_OK(pli_pool_take(it.pool, &block)) &&
+        CHECK_OK(pli_pool_alloc(it.pool, ARENA, &other)) &&
+        CHECK_OK(
+            pli_cuda_read(it.backend, found[0], block->memory.address, ARENA, side)) &&
+        CHECK_OK(pli_cuda_read(it.backend, found[1], other.address, ARENA, side)))
+        for (size_t i = 0; i < sizeof found; i++)
+            if (!CHECK(((char *)found)[i] == 0))
+                break;
+    if (block != NULL)
+        block->ref.release(&block->ref);
+    bench_close(&it);
+}
+
+int main(void)
+{
+    RUN(a_world_that_ends_in_a_capture_does_not_spoil_it);
+    RUN(memory_is_deregistered_and_freed_behind_its_last_operation);
+    RUN(a_view_that_outlives_its_world_is_freed_behind_its_reader);
+    RUN(memory_is_freed_behind_the_newest_readers);
+    RUN(caches_are_emptied_once_where_there_is_no_memory);
+    RUN(small_arenas_are_not_of_an_nccl_that_rounds_far_up);
+    RUN(new_memory_is_zeros);
+    return check_report();
+}

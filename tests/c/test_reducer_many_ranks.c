@@ -1,0 +1,266 @@
+/* test_reducer_many_ranks.c - one rank of a world of thousands, whose peers a process
+ * group of the test's plays: what every rank says has its place, however many there
+ * are.
+ */
+#include <string.h>
+
+#include "check.h"
+#include "comm/group_comm.h"
+#include "kernel_driver.h"
+#include "nccl/gpu_comm_state.h"
+#include "ranks.h"
+#include "reducer/reducer_state.h"
+#include "reducer/sparse_exchange.h"
+
+enum { N_RANKS = PLI_MAX_GROUP_RANKS, RANK = N_RANKS - 7, N_PARAMS = 5, N_ELEMS = 40 };
+
+/* All peers do as this rank does, but for what is said here. */
+typedef struct peers {
+    pl_comm *comm;
+    pl_reducer *reducer;
+    int odd_one; /* has had one forward more; -1: none has */
+    int joining; /* takes a shadow step; -1: none does */
+    int lame;    /* cannot make its part of a world; -1: all can */
+    int n_gathers;
+} peers;
+
+static char *memory_of(const peers *self, const pl_op *op)
+{
+    return (char *)pli_comm_arena(self->comm) + op->offset_bytes;
+}
+
+static void reduce_flags(const peers *self)
+{
+    for (int r = 0; r < N_RANKS; r++) {
+        if (r != RANK) {
+            roles_of(self->reducer)[r] = r == self->joining ? PL_JOINING : PL_ACTIVE;
+            forwards_of(self->reducer)[r] = forwards_of(self->reducer)[RANK];
+        }
+        if (r == self->odd_one)
+            forwards_of(self->reducer)[r] = (forward_bytes){2, 1, 1};
+    }
+}
+
+/* Each has one row, whose number is the rank's; or a word that says it has done well.
+ */
+static void gather_of_all(peers *self, const pl_op *op)
+{
+    const size_t n = op->n_elems / N_RANKS;
+    char *memory = memory_of(self, op);
+    for (int r = 0; r < N_RANKS; r++) {
+        const uint64_t row = (uint64_t)r;
+        if (r != RANK)
+            memcpy(memory + (size_t)r * n, memory + (size_t)RANK * n, n);
+        if (n == sizeof row && self->n_gathers == 1)
+            memcpy(memory + (size_t)r * n, &row, n);
+        if (r == self->lame)
+            memory[(size_t)r * n] = PL_ENOMEM;
+    }
+    self->n_gathers++;
+}
+
+static pl_status issue(void *context, const pl_op *op, pl_ticket ticket)
+{
+    peers *self = context;
+    (void)ticket;
+    if (op->kind == PL_ALL_REDUCE && op->reduction == PL_MAX)
+        reduce_flags(self);
+    if (op->kind == PL_ALL_GATHER)
+        gather_of_all(self, op);
+    if (op->kind == PL_BROADCAST && op->root == self->lame)
+        strcpy(memory_of(self, op), "it is full");
+    return PL_OK;
+}
+
+static pl_status wait(void *context, pl_ticket ticket)
+{
+    (void)context;
+    (void)ticket;
+    return PL_OK;
+}
+
+static void drop(void *context)
+{
+    (void)context;
+}
+
+static int peers_create(size_t arena_bytes, peers *out)
+{
+    pl_comm *base = NULL;
+    *out = (peers){.odd_one = -1, .joining = -1, .lame = -1};
+    if (!CHECK_OK(pl_local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
+        return 0;
+    const pli_group_comm_options options = {
+        .rank = RANK,
+        .world_size = N_RANKS,
+        .base = base,
+        .callbacks = {.context = out, .issue = issue, .wait = wait, .drop = drop}};
+    return CHECK_OK(pli_group_comm_create(&options, &out->comm));
+}
+
+/* ---- steps ---------------------------------------------------------------------- */
+
+static const pl_param params[N_PARAMS] = {
+    {N_ELEMS, PL_F32}, {N_ELEMS, PL_F32}, {3, PL_F32}, {0, PL_F32}, {N_ELEMS, PL_F64}};
+static const pl_reducer_spec spec = {.params = params,
+                                     .n_params = N_PARAMS,
+                                     .world_size = N_RANKS,
+                                     .extra_bytes = 8,
+                                     .caps = {.bucket_bytes = 256, .last_bytes = 64}};
+
+/* A step of `value`s; what check_forwards() says of it. */
+static pl_status step(const peers *self, double value)
+{
+    pl_status st = PL_OK;
+    float floats[N_ELEMS];
+    double doubles[N_ELEMS];
+    pl_ready_result result;
+    const pl_forwards forwards = {.n = 1, .n_answered = 1};
+    for (size_t k = 0; k < N_ELEMS; k++)
+        floats[k] = (float)(doubles[k] = value);
+    CHECK_OK(pl_reducer_begin(self->reducer));
+    for (size_t i = N_PARAMS; i-- > 0;)
+        CHECK_OK(pl_reducer_mark_ready(self->reducer, i,
+                                       params[i].dtype == PL_F64 ? (void *)doubles
+                                                                 : (void *)floats,
+                                       PL_REPLACE, NULL, &result));
+    memset(pl_reducer_extra(self->reducer), (int)value, spec.extra_bytes);
+    pl_reducer_set_forwards(self->reducer, &forwards);
+    CHECK_OK(pl_reducer_close(self->reducer));
+    CHECK_OK(pl_reducer_wait(self->reducer, RANKS_SLICE_NS));
+    for (size_t i = 0; i < N_PARAMS; i++) {
+        const char *slot =
+            pli_comm_memory(self->comm, pl_reducer_slot_offset(self->reducer, i));
+        const size_t n_bytes = params[i].n_elems * pl_dtype_bytes(params[i].dtype);
+        CHECK(memcmp(slot, params[i].dtype == PL_F64 ? (void *)doubles : (void *)floats,
+                     n_bytes) == 0);
+        CHECK(pl_reducer_is_used(self->reducer, i) &&
+              !pl_reducer_is_late(self->reducer, i));
+    }
+    CHECK(*(const char *)pl_reducer_extra(self->reducer) == (char)value);
+    st = pl_reducer_check_forwards(self->reducer);
+    CHECK_OK(pl_reducer_end(self->reducer));
+    return st;
+}
+
+static void steps_of_thousands_of_ranks_are_steps(void)
+{
+    pl_backend *backend = NULL;
+    peers all;
+    if (!peers_create(pl_reducer_arena_bytes(&spec), &all) ||
+        !CHECK_OK(pli_cpu_backend_create(&backend)) ||
+        !CHECK_OK(pl_reducer_create(&spec, all.comm, backend, &all.reducer)))
+        return;
+    for (int k = 1; k < 5; k++)
+        CHECK_OK(step(&all, k));
+    CHECK(pl_reducer_is_learned(all.reducer));
+    all.joining = N_RANKS - 1;
+    CHECK_OK(step(&all, 5));
+    CHECK(pl_reducer_participation(all.reducer).n_active == N_RANKS - 1);
+    CHECK(pl_reducer_participation(all.reducer).last_joining == N_RANKS - 1);
+    all.odd_one = N_RANKS - 2;
+    CHECK(step(&all, 6) == PL_EMISMATCH);
+    pl_reducer_destroy(all.reducer);
+    pli_backend_destroy(backend);
+    pl_comm_destroy(all.comm);
+}
+
+static void a_reducer_without_room_for_all_ranks_is_refused(void)
+{
+    pl_backend *backend = NULL;
+    pl_reducer_spec few = spec;
+    peers all;
+    few.world_size = 0;
+    if (!peers_create(pl_reducer_arena_bytes(&spec), &all) ||
+        !CHECK_OK(pli_cpu_backend_create(&backend)))
+        return;
+    CHECK(pl_reducer_create(&few, all.comm, backend, &all.reducer) == PL_EINVAL);
+    CHECK(pl_reducer_header_bytes(&few) < pl_reducer_header_bytes(&spec));
+    pli_backend_destroy(backend);
+    pl_comm_destroy(all.comm);
+}
+
+/* ---- rows ----------------------------------------------------------------------- */
+
+static void rows_of_thousands_of_ranks_are_found(void)
+{
+    int64_t row = RANK;
+    float value = 1;
+    peers all;
+    pl_exchange *exchange = NULL;
+    const pl_table table = {.n_rows = N_RANKS, .row_elems = 1, .dtype = PL_F32};
+    const pl_rows rows = {.indices = &row, .values = &value, .n_rows = 1};
+    if (!peers_create(PLI_EXCHANGE_BYTES, &all))
+        return;
+    const pl_exchange_spec spec_of_rows = {.comm = all.comm,
+                                           .staging_bytes = PLI_EXCHANGE_BYTES,
+                                           .tables = &table,
+                                           .rows = &rows,
+                                           .n_tables = 1};
+    pl_exchange_spec small = spec_of_rows;
+    small.staging_bytes = (N_RANKS - 1) * PL_CACHE_LINE;
+    CHECK(pl_exchange_create(&small, &exchange) == PL_EINVAL);
+    if (CHECK_OK(pl_exchange_create(&spec_of_rows, &exchange)) &&
+        CHECK_OK(pl_exchange_find(exchange, RANKS_SLICE_NS))) {
+        const pl_rows found = pl_exchange_union(exchange, 0);
+        CHECK(found.n_rows == N_RANKS);
+        for (size_t k = 0; k < found.n_rows; k++)
+            CHECK(found.indices[k] == (int64_t)k);
+    }
+    pl_exchange_destroy(exchange);
+    pl_comm_destroy(all.comm);
+}
+
+/* ---- agreement of GPU worlds ---------------------------------------------------- */
+
+static void thousands_of_ranks_agree_to_make_a_world(void)
+{
+    peers all;
+    if (!peers_create(pli_gpu_board_bytes(N_RANKS), &all))
+        return;
+    pli_gpu_comm self = {.super = {.rank = RANK, .world_size = N_RANKS},
+                         .base = all.comm};
+    CHECK_OK(pli_gpu_comm_agree(&self, PL_OK));
+    all.lame = N_RANKS - 1;
+    CHECK(pli_gpu_comm_agree(&self, PL_OK) == PL_EPEER);
+    CHECK(strstr(pl_error_message(), "rank 4095 could not go on: it is full") != NULL);
+    pl_comm_destroy(all.comm);
+}
+
+/* ---- sums ----------------------------------------------------------------------- */
+
+static void ranges_of_thousands_of_ranks_are_summed_on_a_device(void)
+{
+    static float rows[N_RANKS][N_ELEMS];
+    float means[N_ELEMS] = {0};
+    pli_kernels *kernels = NULL;
+    pl_rank_ranges ranges = {.to = means,
+                             .from = rows,
+                             .stride_bytes = sizeof rows[0],
+                             .n_elems = N_ELEMS,
+                             .n_ranks = N_RANKS,
+                             .dtype = PL_F32,
+                             .reduction = PL_MEAN};
+    for (int r = 0; r < N_RANKS; r++)
+        for (size_t k = 0; k < N_ELEMS; k++)
+            rows[r][k] = (float)(r % 2) + (float)k;
+    if (!CHECK_OK(pli_kernels_load(&kernel_driver, 80, NULL, &kernels)))
+        return;
+    CHECK_OK(pli_kernels_sum(kernels, &ranges, NULL));
+    for (size_t k = 0; k < N_ELEMS; k++)
+        CHECK(means[k] == 0.5F + (float)k);
+    ranges.n_ranks = 0;
+    CHECK(pli_kernels_sum(kernels, &ranges, NULL) == PL_EINVAL);
+    pli_kernels_unload(kernels);
+}
+
+int main(void)
+{
+    (void)alarm(120);
+    RUN(steps_of_thousands_of_ranks_are_steps);
+    RUN(a_reducer_without_room_for_all_ranks_is_refused);
+    RUN(rows_of_thousands_of_ranks_are_found);
+    RUN(thousands_of_ranks_agree_to_make_a_world);
+    RUN(ranges_of_thousands_of_ranks_are_summed_on_a_device);
+    return check_report();
+}

@@ -1,0 +1,71 @@
+"""What the tests of join() share."""
+
+import copy
+
+import torch
+from cases import assert_equal, grads_of, integer_weights
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+CONTEXTS = ["join()", "Join([])"]
+
+
+class Wide(nn.Module):
+    """Gradients depend on the input alone, so any training is exact.
+
+    One parameter is large enough to become a view, three are not.
+    """
+
+    def __init__(self, has_unused=True):
+        super().__init__()
+        self.large = nn.Linear(100, 200)
+        self.small = nn.Linear(100, 3)
+        if has_unused:
+            self.unused = nn.Linear(2, 2)
+        integer_weights(self)
+
+    def forward(self, x, skip=False):
+        out = self.large(x).sum()
+        return out if skip else out + 2 * self.small(x).sum()
+
+
+def context_of(model, context, **options):
+    return model.join(**options) if context == "join()" else Join([model], **options)
+
+
+def pair_of(ranks, module, **options):
+    """Return our wrapper and torch's, of equal modules."""
+    options.setdefault("find_unused_parameters", True)
+    ours = ranks.wrap(copy.deepcopy(module), **options)
+    return ours, ranks.wrap_by_torch(module, **options)
+
+
+def assert_all_equal(mine, theirs, what):
+    there = [[g is not None for g in grads] for grads in (mine, theirs)]
+    assert there[0] == there[1], f"{what}: {there}"
+    for i, (m, t) in enumerate(zip(mine, theirs, strict=True)):
+        if t is not None:
+            assert_equal(m, t, f"{what} of tensor {i}")
+
+
+def assert_same_models(ours, theirs, ranks):
+    mine, other = ours.module.state_dict(), theirs.module.state_dict()
+    for name in other:
+        assert_equal(mine[name], other[name], name)
+    ranks.assert_same(list(mine.values()), "the model")
+
+
+def train(model, ranks, context, count, step=None, **options):
+    """Train in a context; return the gradients of every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen = []
+    with context_of(model, context, **options):
+        for i in range(count):
+            optimizer.zero_grad()
+            if step is None:
+                model(ranks.integers(3, 100, key=i)).backward()
+            else:
+                step(model, i)
+            seen.append(grads_of(model))
+            optimizer.step()
+    return seen

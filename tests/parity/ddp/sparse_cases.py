@@ -1,0 +1,48 @@
+"""What the tests of sparse gradients share."""
+
+import torch
+from cases import assert_equal, integer_weights, mean_over
+from torch import nn
+
+
+def means_by_hand(ranks, module):
+    """Return the mean of each parameter's gradient, densely, by name."""
+    rows = ranks.all(
+        {
+            name: None if p.grad is None else p.grad.detach().to_dense()
+            for name, p in module.named_parameters()
+        }
+    )
+    return {name: mean_over([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_means(module, means, layouts):
+    """Check values against means by hand, and the layouts."""
+    for name, p in module.named_parameters():
+        layout = layouts.get(name, torch.strided)
+        assert p.grad is not None, f"{name} has no gradient"
+        assert p.grad.layout == layout, f"the layout of {name}: {p.grad.layout}"
+        assert_equal(p.grad.detach().to_dense(), means[name], f"the mean of {name}")
+        if layout == torch.sparse_coo:
+            assert p.grad.is_coalesced(), name
+
+
+SPARSE = {"table.weight": torch.sparse_coo}
+
+
+class Words(nn.Module):
+    """An embedding, and a layer whose gradients are dense."""
+
+    def __init__(self, n_rows=20, width=6, table=None, dtype=torch.float32):
+        super().__init__()
+        self.table = table or nn.Embedding(n_rows, width, sparse=True)
+        self.out = nn.Linear(self.table.embedding_dim, 3)
+        integer_weights(self.to(dtype))
+
+    def forward(self, words, *more):
+        return self.out(self.table(words, *more))
+
+
+def words_of(ranks, n=12, n_rows=20, key=0):
+    """Return numbers of rows, the rank's own, some more than once."""
+    return torch.randint(0, n_rows, (n,), generator=ranks.generator("words", key, n))

@@ -1,0 +1,409 @@
+"""Ranks with different numbers of batches, against torch's own join contexts."""
+
+import copy
+import pickle
+
+import paceline
+import pytest
+import torch
+from cases import assert_equal, grads_of, integer_weights, mean_over, on_ranks
+from join_cases import (
+    CONTEXTS,
+    Wide,
+    assert_all_equal,
+    assert_same_models,
+    context_of,
+    pair_of,
+    train,
+)
+from paceline._ddp.session import JoinState
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
+
+# How many batches a rank has.
+COUNTS = {
+    "one more each": lambda rank, n: 1 + rank,
+    "one fewer each": lambda rank, n: n - rank,
+    "rank 0 has none": lambda rank, n: 3 if rank else 0,
+    "the last has none": lambda rank, n: 0 if rank == n - 1 else 2,
+    "all the same": lambda rank, n: 2,
+    "all none": lambda rank, n: 0,
+}
+
+
+# ---- as in torch --------------------------------------------------------------------
+
+
+@on_ranks(2, 4, counts=[*COUNTS], context=CONTEXTS)
+def test_uneven_batches_train_as_in_torch(ranks, counts, context):
+    # On a rank without any backward, torch reduces a map of what was used that nobody
+    # has written: it may bind gradients of zeros to what no rank has used.
+    ours, theirs = pair_of(ranks, Wide(has_unused="none" not in counts))
+    params = list(ours.parameters())
+    count = COUNTS[counts](ranks.rank, ranks.n)
+    for _ in range(2):  # what the first context leaves behind does not harm the second
+        mine = train(ours, ranks, context, count)
+        other = train(theirs, ranks, context, count)
+        for step, (m, t) in enumerate(zip(mine, other, strict=True)):
+            assert_all_equal(m, t, f"step {step}: the gradient")
+        assert_same_models(ours, theirs, ranks)
+    assert all(a is b for a, b in zip(params, ours.parameters(), strict=True))
+    for model in (ours, theirs):  # and ordinary steps follow
+        model.zero_grad()
+        model(ranks.integers(3, 100, key="after")).backward()
+    assert_all_equal(grads_of(ours), grads_of(theirs), "the gradient after")
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_means_over_active_ranks_are_those_of_torch(ranks, context):
+    ours, theirs = pair_of(ranks, Wide())
+    options = {"divide_by_initial_world_size": False}
+    count = 1 + 2 * ranks.rank
+    mine = train(ours, ranks, context, count, **options)
+    other = train(theirs, ranks, context, count, **options)
+    for step, (m, t) in enumerate(zip(mine, other, strict=True)):
+        assert_all_equal(m, t, f"step {step}: the gradient")
+    assert_same_models(ours, theirs, ranks)
+
+
+@on_ranks(
+    4,
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    context=CONTEXTS,
+)
+def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
+    """Also for 3 active ranks of 4, where torch rounds more than once."""
+    model = ranks.wrap(nn.Linear(150, 140, bias=False, dtype=dtype))
+    xs = [
+        [12.0 * (1 + (r + i) % 3) * torch.ones(1, 150, dtype=dtype) for i in range(4)]
+        for r in range(4)
+    ]
+    with context_of(model, context, divide_by_initial_world_size=False):
+        for i in range(1 + ranks.rank):
+            model.zero_grad()
+            model(xs[ranks.rank][i]).sum().backward()
+            active = range(i, 4)
+            total = sum(xs[r][i][0, 0].item() for r in active)
+            expected = torch.full_like(model.module.weight, total / len(active))
+            assert_equal(model.module.weight.grad, expected, f"step {i}")
+
+
+@on_ranks(2, 4, context=CONTEXTS, where=["round both", "round backward"])
+def test_accumulation_in_a_join_is_that_of_torch(ranks, context, where):
+    """Each rank has its number of pairs; torch and Join need both in no_sync."""
+    if where == "round backward" and context == "Join([])":
+        return
+    ours, theirs = pair_of(ranks, Wide())
+    count = COUNTS["one fewer each"](ranks.rank, ranks.n)
+
+    def step(model, i):
+        xs = [ranks.integers(3, 100, key=(i, k)) for k in range(3)]
+        for x in xs[:2]:
+            if model is ours and where == "round backward":
+                loss = model(x)
+                with model.no_sync():
+                    loss.backward()
+            else:
+                with model.no_sync():
+                    model(x).backward()
+        model(xs[2]).backward()
+
+    mine = train(ours, ranks, context, count, step)
+    other = train(theirs, ranks, context, count, step)
+    for i, (m, t) in enumerate(zip(mine, other, strict=True)):
+        assert_all_equal(m, t, f"step {i}: the gradient")
+    assert_same_models(ours, theirs, ranks)
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_what_no_active_rank_uses_keeps_its_gradient(ranks, context):
+    """In torch, what a joined rank once used counts as used: means are halved here."""
+    model = ranks.wrap(Wide())
+    small = model.module.small.weight
+    rows = ranks.all(ranks.integers(3, 100, key=0))
+    expected = 2 * mean_over([x.sum(0) for x in rows]).expand(3, 100)
+    with context_of(model, context):
+        for i in range(1 + 2 * ranks.rank):
+            model(ranks.integers(3, 100, key=i), skip=i > 0).backward()
+            assert_equal(small.grad, expected, f"step {i}")
+            assert model.module.unused.weight.grad is None
+
+
+@on_ranks(2, 4, counts=["one more each", "one fewer each", "rank 0 has none"])
+def test_two_wrappers_share_a_join_as_in_torch(ranks, counts):
+    count = COUNTS[counts](ranks.rank, ranks.n)
+    pairs = [pair_of(ranks, Wide(False), find_unused_parameters=False) for _ in "ab"]
+    seen = []
+    for wrappers in zip(*pairs, strict=True):
+        with Join(list(wrappers)):
+            for i in range(count):
+                for k, model in enumerate(wrappers):
+                    model.zero_grad()
+                    model(ranks.integers(3, 100, key=(i, k))).backward()
+                    seen.append(grads_of(model))
+    for m, t in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
+        assert_all_equal(m, t, "the gradient")
+    for ours, theirs in pairs:
+        assert_same_models(ours, theirs, ranks)
+
+
+@on_ranks(2, 4, counts=["one more each", "one fewer each", "rank 0 has none"])
+def test_backward_may_end_wrappers_in_another_order_than_the_list(ranks, counts):
+    """Torch's class does not take this: its all-reduces come in another order."""
+    first, second = (integer_weights(nn.Linear(4, n)) for n in (90, 100))
+    a, b = ranks.wrap(first), ranks.wrap(second)
+    has = [COUNTS[counts](r, ranks.n) for r in range(ranks.n)]
+    rows = [ranks.all(ranks.integers(2, 4, key=i)) for i in range(max(has))]
+    weight = second.weight.detach().sum(0)
+    with Join([a, b]):
+        for i in range(has[ranks.rank]):
+            a.zero_grad()
+            b.zero_grad()
+            hidden = a(rows[i][ranks.rank])
+            b(hidden[:, :4]).sum().backward()
+            active = [r for r in range(ranks.n) if has[r] > i]
+            total = sum(rows[i][r].sum(0) for r in active) / ranks.n
+            assert_equal(first.weight.grad[:4], weight[:, None] * total, f"step {i}")
+            assert not first.weight.grad[4:].any()
+
+
+@on_ranks(2, 4, counts=["one more each", "one fewer each"])
+def test_a_sharded_optimizer_in_the_list_steps_by_the_true_averages(ranks, counts):
+    """Torch's wrapper leaves joined ranks their old gradients, and goes astray here."""
+    count = COUNTS[counts](ranks.rank, ranks.n)
+    module = Wide()
+    plain = ranks.wrap(copy.deepcopy(module))
+    train(plain, ranks, "join()", count)
+    sharded = ranks.wrap(module)
+    optimizer = ZeroRedundancyOptimizer(
+        sharded.parameters(), torch.optim.SGD, process_group=ranks.group, lr=1.0
+    )
+    with Join([sharded, optimizer]):
+        for i in range(count):
+            optimizer.zero_grad()
+            sharded(ranks.integers(3, 100, key=i)).backward()
+            optimizer.step()
+    assert_same_models(sharded, plain, ranks)
+
+
+# ---- buffers ------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A buffer that tells whose it is: rank, and number of forwards."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = integer_weights(nn.Linear(4, 2))
+        self.register_buffer("mark", torch.zeros(2, dtype=torch.int64))
+        self.rank = rank
+
+    def forward(self, x):
+        self.taken = self.mark.tolist()
+        if self.training:
+            self.mark = torch.tensor([self.rank, self.mark[1].item() + 1])
+        return self.linear(x).sum()
+
+
+@on_ranks(2, 4, context=CONTEXTS)
+def test_buffers_come_from_the_lowest_rank_that_trains(ranks, context):
+    model = ranks.wrap(Counting(ranks.rank))
+    marks = []
+    with context_of(model, context):
+        for i in range(1 + 2 * ranks.rank):
+            model(ranks.integers(2, 4, key=i)).backward()
+            marks.append(model.module.taken)
+    for i, mark in enumerate(marks[1:]):  # what the forward after batch i has found
+        root = (i + 1) // 2  # the lowest rank that has this batch
+        is_new = i > 0 and root != i // 2
+        sender = ranks.rank if is_new else root
+        assert mark == [sender, i + 1], f"batch {i}"
+    last = ranks.n - 1
+    assert model.module.mark.tolist() == [last, 1 + 2 * last]
+    for i in range(2):  # rank 0's again
+        model(ranks.integers(2, 4)).backward()
+        assert model.module.taken == [(last, 0)[i], 1 + i + 2 * last]
+
+
+@on_ranks(2, 4, counts=["one more each", "one fewer each"], context=CONTEXTS)
+def test_batch_norm_ends_with_the_statistics_of_torch(ranks, counts, context):
+    """With momentum 1, statistics are those of one batch, of the same as in torch."""
+    count = COUNTS[counts](ranks.rank, ranks.n)
+    module = nn.Sequential(
+        integer_weights(nn.Linear(4, 2)), nn.BatchNorm1d(2, momentum=1.0)
+    )
+    ours, theirs = pair_of(ranks, module)
+    for model in (ours, theirs):
+        with context_of(model, context):
+            for i in range(count):
+                model(ranks.integers(4, 4, key=i)).sum().backward()
+    assert_same_models(ours, theirs, ranks)
+
+
+@on_ranks(2)
+def test_buffers_that_are_not_sent_stay_each_ranks_own(ranks):
+    model = ranks.wrap(Counting(ranks.rank), broadcast_buffers=False)
+    with model.join():
+        for i in range(1 + ranks.rank):
+            model(ranks.integers(2, 4, key=i)).backward()
+    assert model.module.mark.tolist() == [ranks.rank, 1 + ranks.rank]
+
+
+# ---- a rank that has run out --------------------------------------------------------
+
+
+@on_ranks(2, counts=["one more each", "one fewer each"])
+def test_gradients_of_a_joined_rank_are_left_alone(ranks, counts):
+    model = ranks.wrap(Wide())
+    count = COUNTS[counts](ranks.rank, ranks.n)
+    with model.join():
+        for i in range(count):
+            model.zero_grad()
+            model(ranks.integers(3, 100, key=i)).backward()
+        objects, kept = [p.grad for p in model.parameters()], grads_of(model)
+    assert all(p.grad is g for p, g in zip(model.parameters(), objects, strict=True))
+    assert_all_equal(grads_of(model), kept, "what was kept")
+
+
+@on_ranks(2)
+def test_the_version_of_what_a_join_overwrites_is_raised(ranks):
+    model = ranks.wrap(Wide())
+    with model.join():
+        for i in range(2 - ranks.rank):
+            model(ranks.integers(3, 100, key=i)).backward()
+        out = (model.module.large.weight**2).sum()  # saves the weight
+    if ranks.rank == 0:
+        torch.autograd.grad(out, model.module.large.weight)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, model.module.large.weight)
+
+
+@on_ranks(2)
+def test_evaluation_and_many_forwards_fit_in_a_join(ranks):
+    model = ranks.wrap(Wide())
+    rows = [
+        ranks.all([ranks.integers(3, 100, key=(i, k)) for k in (0, 1)])
+        for i in range(3)
+    ]
+    with model.join():
+        for i in range(3 - 2 * ranks.rank):
+            model.zero_grad()
+            with torch.no_grad():
+                model(rows[i][ranks.rank][0])
+            losses = [model(x) for x in rows[i][ranks.rank]]
+            sum(losses).backward()
+            active = [0, 1] if i == 0 else [0]
+            total = sum(rows[i][r][k].sum(0) for r in active for k in (0, 1))
+            expected = (total / 2).expand(200, 100)
+            assert_equal(model.module.large.weight.grad, expected, f"step {i}")
+
+
+class Shared(nn.Module):
+    """A layer that reentrant checkpoints use once more with every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = integer_weights(nn.Linear(100, 100))
+        self.n_uses = 0
+
+    def forward(self, x):
+        self.n_uses += 1
+        x = x.requires_grad_()
+        outs = [
+            checkpoint(self.layer, x * k, use_reentrant=True)
+            for k in range(1, self.n_uses + 1)
+        ]
+        return sum(out.sum() for out in outs)
+
+
+@on_ranks(2, 4, late_rank=[0, 1])
+def test_gradients_that_come_late_are_amended_with_nothing(ranks, late_rank):
+    model = ranks.wrap(Shared())
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(4)]
+    with model.join():
+        for i in range(4 if ranks.rank == late_rank else 1):
+            model.zero_grad()
+            model(xs[i][ranks.rank].clone()).backward()
+            active = range(ranks.n) if i == 0 else [late_rank]
+            total = sum(xs[i][r].sum(0) for r in active) * sum(range(1, i + 2))
+            expected = (total / ranks.n).expand(100, 100)
+            assert_equal(model.module.layer.weight.grad, expected, f"step {i}")
+
+
+# ---- copies, and models changed before ----------------------------------------------
+
+
+def copy_of(model, how):
+    return (
+        copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    )
+
+
+@on_ranks(
+    2,
+    counts=["one more each", "rank 0 has none", "all none"],
+    context=CONTEXTS,
+    how=["deepcopy", "pickle"],
+)
+def test_a_copy_joins_though_it_has_not_met_its_peers(ranks, counts, context, how):
+    model = copy_of(paceline.DistributedDataParallel(Wide()), how)
+    has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
+    with context_of(model, context, divide_by_initial_world_size=False):
+        for i in range(has[ranks.rank]):
+            model.zero_grad()
+            model(xs[i][ranks.rank]).backward()
+            active = [r for r in range(ranks.n) if has[r] > i]
+            expected = mean_over([xs[i][r].sum(0) for r in active]).expand(200, 100)
+            assert_equal(model.module.large.weight.grad, expected, f"step {i}")
+        with torch.no_grad():
+            model.module.small.weight += 1 + ranks.rank
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_a_frozen_copy_needs_no_peers_in_a_join(ranks, context):
+    model = paceline.DistributedDataParallel(Wide())
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    if ranks.rank == 0:
+        with context_of(teacher, context, enable=context == "join()"):
+            assert not teacher(torch.ones(1, 100)).requires_grad
+    model(torch.ones(1, 100)).backward()
+
+
+@on_ranks(2)
+def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
+    model = paceline.DistributedDataParallel(Wide())
+    with Join([model], divide_by_initial_world_size=False):
+        model(ranks.integers(3, 100)).backward()
+        made = [copy_of(model, how) for how in ("deepcopy", "pickle")]
+    xs = ranks.all(ranks.integers(3, 100, key="after"))
+    for other in made:
+        assert not other._join_config.enable
+        assert other._session.join == JoinState()
+        other.zero_grad()
+        other(xs[ranks.rank]).backward()
+        expected = mean_over([x.sum(0) for x in xs]).expand(200, 100)
+        assert_equal(other.module.large.weight.grad, expected, "the gradient")
+
+
+@on_ranks(2, counts=["one more each", "rank 0 has none"], context=CONTEXTS)
+def test_a_model_changed_before_a_join_joins_as_it_is_then(ranks, counts, context):
+    model = ranks.wrap(Wide())
+    model(ranks.integers(3, 100)).backward()
+    model.module.small = integer_weights(nn.Linear(100, 7))
+    has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
+    with context_of(model, context, divide_by_initial_world_size=False):
+        for i in range(has[ranks.rank]):
+            model.zero_grad()
+            model(xs[i][ranks.rank]).backward()
+            active = [r for r in range(ranks.n) if has[r] > i]
+            mean = 2 * mean_over([xs[i][r].sum(0) for r in active])
+            assert_equal(model.module.small.weight.grad, mean.expand(7, 100), f"{i}")
+        with torch.no_grad():
+            model.module.small.weight += 1 + ranks.rank
+    ranks.assert_same(list(model.parameters()), "parameters")

@@ -1,0 +1,470 @@
+"""Ranks that leave join() early, fail in it, or take it over: no rank hangs."""
+
+import contextlib
+import gc
+import os
+import threading
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from cases import assert_equal, grads_of, integer_weights, mean_over, on_ranks
+from join_cases import (
+    CONTEXTS,
+    Wide,
+    assert_all_equal,
+    assert_same_models,
+    context_of,
+    pair_of,
+    train,
+)
+from paceline._ddp import join
+from support.ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+# ---- options, and ends before the end -----------------------------------------------
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_a_join_that_is_not_enabled_does_nothing(ranks, context):
+    model = ranks.wrap(Wide())
+    with context_of(model, context, enable=False):
+        model(ranks.integers(3, 100)).backward()
+        before = model.module.large.weight.detach().clone()
+        with torch.no_grad():
+            model.module.large.weight += ranks.rank
+    assert_equal(model.module.large.weight, before + ranks.rank, "the weight")
+
+
+@on_ranks(2, 4, context=CONTEXTS)
+def test_early_termination_raises_everywhere_in_the_words_of_torch(ranks, context):
+    ours, theirs = pair_of(ranks, Wide())
+    for model in (ours, theirs):
+        words = f"Rank {ranks.rank} exhausted all inputs."
+        if ranks.rank > 0:
+            words = "Detected at least one rank that exhausted inputs. Throwing across"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            train(
+                model, ranks, context, 1 + ranks.rank, throw_on_early_termination=True
+            )
+        assert type(caught.value) is RuntimeError
+        del caught
+    if context == "join()":  # nothing has failed: ordinary steps go on
+        ours.zero_grad()
+        rows = ranks.all(ranks.integers(3, 100))
+        ours(rows[ranks.rank]).backward()
+        expected = mean_over([x.sum(0) for x in rows]).expand(200, 100)
+        assert_equal(ours.module.large.weight.grad, expected, "afterwards")
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_early_termination_lets_even_ranks_through(ranks, context):
+    ours, theirs = pair_of(ranks, Wide())
+    for model in (ours, theirs):
+        train(model, ranks, context, 2, throw_on_early_termination=True)
+    assert_same_models(ours, theirs, ranks)
+
+
+class Talkative(Wide):
+    """Its forward has a collective of its own, and counts how often it was run."""
+
+    n_forwards = 0
+
+    def forward(self, x):
+        self.n_forwards += 1
+        dist.all_reduce(torch.ones(1))
+        return super().forward(x)
+
+
+@on_ranks(2, 4)
+def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
+    for model in pair_of(ranks, Talkative()):
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(
+                model, ranks, "join()", 2 + ranks.rank, throw_on_early_termination=True
+            )
+        assert model.module.n_forwards == 2
+
+
+@on_ranks(2)
+def test_early_termination_counts_forwards_as_torch_does(ranks):
+    def step(model, i):
+        with model.no_sync() if i == 0 else contextlib.nullcontext():
+            model(ranks.integers(3, 100, key=i)).backward()
+        with torch.no_grad():
+            model(ranks.integers(3, 100))
+
+    counts = []
+    for model in pair_of(ranks, Wide()):
+        n_steps = 2 + 2 * ranks.rank
+        with pytest.raises(RuntimeError, match="exhausted"):
+            train(
+                model, ranks, "join()", n_steps, step, throw_on_early_termination=True
+            )
+        counts.append(grads_of(model))
+    if ranks.rank == 0:
+        assert_all_equal(*counts, "gradients of the last step")
+
+
+@on_ranks(3)
+def test_an_exception_reaches_ranks_that_ask_for_early_termination(ranks):
+    model = ranks.wrap(Wide())
+    kind = KeyError if ranks.rank == 1 else paceline.PeerError
+    with pytest.raises(kind, match="my own words"):
+        leave_early(model, ranks)
+
+
+def leave_early(model, ranks):
+    with model.join(throw_on_early_termination=True):
+        for i in range(3):
+            if ranks.rank == 1 and i == 1:
+                raise KeyError("my own words")
+            model(ranks.integers(3, 100, key=i)).backward()
+
+
+def leave(model, ranks, context, where):
+    """Rank 1 leaves by an exception in its second batch; rank 0 has one, 2 has five."""
+    with context_of(model, context):
+        for i in range((1, 3, 5)[ranks.rank]):
+            if ranks.rank == 1 and i == 1 and where == "between steps":
+                raise KeyError("my own words")
+            model.module.is_bad = ranks.rank == 1 and i == 1 and where == "in forward"
+            model(ranks.integers(3, 100, key=i)).backward()
+
+
+class Bad(Wide):
+    is_bad = False
+
+    def forward(self, x):
+        if self.is_bad:
+            raise KeyError("my own words")
+        return super().forward(x)
+
+
+@on_ranks(3, where=["between steps", "in forward"])
+def test_an_exception_in_a_join_reaches_every_rank_and_is_overcome(ranks, where):
+    model = ranks.wrap(Bad())
+    for _ in range(2):
+        if ranks.rank == 1:
+            with pytest.raises(KeyError, match="my own words"):
+                leave(model, ranks, "join()", where)
+        else:
+            with pytest.raises(paceline.PeerError, match=r"(?s)rank 1.*my own words"):
+                leave(model, ranks, "join()", where)
+    rows = ranks.all(ranks.integers(3, 100))
+    model.module.is_bad = False
+    model.zero_grad()
+    model(rows[ranks.rank]).backward()
+    total = sum(x.sum(0) for x in rows)
+    assert torch.equal(model.module.large.weight.grad, (total / 3).expand(200, 100))
+
+
+@on_ranks(2)
+def test_an_exception_in_a_join_of_torch_reaches_ranks_that_still_train(ranks):
+    model = ranks.wrap(Wide())
+    kinds = (paceline.PeerError, KeyError)
+    words = ("rank 1 failed(?s:.*)it left a join context", "my own words")
+
+    def run():
+        with Join([model]):
+            for i in range(3):
+                if ranks.rank == 1 and i == 1:
+                    raise KeyError("my own words")
+                model(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(kinds[ranks.rank], match=words[ranks.rank]):
+        run()
+    assert not model._join_config.enable
+
+
+def die_in_a_join(rank, n_ranks):
+    model = paceline.DistributedDataParallel(Wide())
+    caught = None
+    try:
+        with model.join():
+            for i in range((1, 3, 5)[rank]):
+                if rank == 1 and i == 1:
+                    os._exit(7)
+                model(torch.ones(1, 100)).backward()
+    except paceline.PeerError as error:
+        caught = str(error)
+    return caught
+
+
+def test_a_rank_that_dies_in_a_join_is_named_by_every_other():
+    outcomes = run_ranks(die_in_a_join, 3, env={"PACELINE_TIMEOUT": "30"}, timeout=25)
+    assert outcomes[1].exitcode == 7
+    for survivor in (0, 2):
+        assert "rank 1" in outcomes[survivor].value
+        assert "died" in outcomes[survivor].value
+
+
+@on_ranks(2)
+def test_a_model_changed_after_a_rank_has_joined_is_refused(ranks):
+    model = ranks.wrap(Wide())
+    kind = paceline.PeerError if ranks.rank else RuntimeError
+
+    def run():
+        with model.join():
+            for i in range(3 - 2 * ranks.rank):
+                if i == 2:
+                    model.module.small.bias = nn.Parameter(torch.zeros(3))
+                model(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(kind, match="the model was changed in a join"):
+        run()
+
+
+@on_ranks(2)
+def test_a_model_changed_on_every_rank_joins_as_it_is_then(ranks):
+    model = ranks.wrap(Wide())
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
+    with model.join(divide_by_initial_world_size=False):
+        for i in range(3 - ranks.rank):
+            if i == 1:
+                model.module.small.bias = nn.Parameter(torch.zeros(3))
+            model.zero_grad()
+            model(xs[i][ranks.rank]).backward()
+            active = [0] if i == 2 else [0, 1]
+            expected = mean_over([xs[i][r].sum(0) for r in active]).expand(200, 100)
+            assert_equal(model.module.large.weight.grad, expected, f"step {i}")
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+@on_ranks(2)
+def test_contexts_of_two_wrappers_are_not_nested(ranks):
+    first, second = ranks.wrap(Wide()), ranks.wrap(Wide())
+    with (
+        pytest.raises(RuntimeError, match=r"use torch.*Join\(\[first, second\]\)"),
+        first.join(),
+        second.join(),
+    ):
+        pass
+
+
+@on_ranks(1, context=CONTEXTS)
+def test_a_single_rank_joins_itself(ranks, context):
+    model = ranks.wrap(Wide())
+    seen = train(model, ranks, context, 3)
+    assert len(seen) == 3
+    with contextlib.suppress(KeyError), context_of(model, context):
+        raise KeyError("no one to tell")
+
+
+@on_ranks(2)
+def test_a_join_of_torch_that_is_dropped_unused_disturbs_nobody(ranks):
+    model = ranks.wrap(Wide())
+    for _ in range(3):
+        Join([model])
+    gc.collect()
+    kept = Join([model])  # its forwards are not counted in the other context
+    seen = train(model, ranks, "join()", 1 + ranks.rank)
+    assert [len(row) for row in ranks.all(seen)] == [1, 2]
+    ranks.assert_same(list(model.parameters()), "parameters")
+    with kept:
+        for i in range(1 + ranks.rank):
+            model(ranks.integers(3, 100, key=i)).backward()
+    ranks.assert_same(list(model.parameters()), "parameters")
+    assert model._join_config.enable  # as in torch, until the context is dropped
+    del kept
+    assert not model._join_config.enable
+
+
+class Table(nn.Module):
+    """An embedding with sparse gradients beside a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 40, sparse=True)
+        self.dense = nn.Linear(80, 300)
+
+    def forward(self, rows, factor):
+        return factor * self.table(rows).sum() + self.dense.weight.sum()
+
+
+@on_ranks(2, 4, context=CONTEXTS, over=["initial", "active"])
+def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
+    model = ranks.wrap(integer_weights(Table()))
+    table = model.module.table.weight
+
+    def rows(rank, step):
+        return torch.tensor([rank, 4 + step % 3])
+
+    with context_of(model, context, divide_by_initial_world_size=over == "initial"):
+        for step in range(1 + ranks.rank):
+            model.zero_grad()
+            model(rows(ranks.rank, step), 3.0 * 2**ranks.rank).backward()
+            active = range(step, ranks.n)
+            expected = torch.zeros(9, 40)
+            for rank in active:
+                expected[rows(rank, step)] += 3.0 * 2**rank
+            expected /= ranks.n if over == "initial" else len(active)
+            assert table.grad.is_sparse
+            assert_equal(table.grad.to_dense(), expected, f"step {step}")
+            with torch.no_grad():
+                table -= table.grad.to_dense()
+    ranks.assert_same(list(model.parameters()), "the model")
+
+
+class Wordy(nn.Module):
+    """A table that is declared sparse, and looked up in, or multiplied by as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+        self.large = nn.Linear(100, 200)
+
+    def forward(self, x, is_dense):
+        out = self.table(torch.tensor([0])).sum() + self.large.weight.sum()
+        return x * (out + self.table.weight.sum() if is_dense else out)
+
+
+@on_ranks(2, last=["dense", "sparse"])
+def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
+    model = ranks.wrap(integer_weights(Wordy()))
+    weight = model.module.table.weight
+    with model.join():
+        for step in range(1 + 2 * ranks.rank):
+            model.zero_grad()
+            model(float(4**step), step == 0 or last == "dense").backward()
+        kept, value = weight.grad, weight.grad.to_dense().clone()
+    rows = torch.tensor([[2.0, 2.0], [1.0, 1.0], [1.0, 1.0]])
+    if ranks.rank == 0:
+        expected = rows
+    elif last == "dense":
+        expected = 8 * rows
+    else:
+        expected = 8 * torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    assert weight.grad is kept
+    assert_equal(weight.grad.to_dense(), value, "what was kept")
+    assert_equal(value, expected, "the gradient")
+
+
+# ---- ends in other ways, processes and threads --------------------------------------
+
+
+@on_ranks(2, part=["_take_shadow_steps", "_take_model_of"])
+def test_an_error_at_the_end_of_a_join_reaches_every_rank(ranks, part):
+    model = ranks.wrap(Wide())
+    context = model.join()
+
+    def fail(*_):
+        raise KeyError("my own words")
+
+    patch = pytest.MonkeyPatch()
+    if ranks.rank == 1:
+        patch.setattr(join if part == "_take_model_of" else context, part, fail)
+    kinds = (paceline.PeerError, KeyError)
+
+    def run():
+        with context:
+            for i in range(1 + ranks.rank):
+                model(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(kinds[ranks.rank], match="my own words"):
+        run()
+    patch.undo()
+    train(model, ranks, "join()", 1 + ranks.rank)  # all may catch it and go on
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+def leave_as_child(context, out):
+    """Fork in a context; the child writes what its own exception becomes."""
+    with context:
+        child = os.fork()
+        if child == 0:
+            raise KeyError("my own words")
+    os.waitpid(child, 0)
+    return os.read(out, 99)
+
+
+@on_ranks(2, context=CONTEXTS)
+def test_a_forked_child_leaves_a_join_by_its_own_exception(ranks, context):
+    model = ranks.wrap(Wide())
+    out, into = os.pipe()
+    parent = os.getpid()
+    made = context_of(model, context)
+    try:
+        words = leave_as_child(made, out)
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        del made
+        os.write(into, repr(error).encode())
+        os._exit(0)
+    assert words == b"KeyError('my own words')"
+    del made
+    train(model, ranks, context, 1 + ranks.rank)
+    ranks.assert_same(list(model.parameters()), "parameters")
+
+
+@on_ranks(2)
+def test_two_threads_may_each_be_in_a_join(ranks):
+    models = [ranks.wrap(Wide()) for _ in range(2)]
+    both = threading.Barrier(2, timeout=20)
+    found = []
+
+    def work(model):
+        with model.join():
+            both.wait()  # both are open
+            for i in range(1 + ranks.rank):
+                model.zero_grad()
+                model(torch.full((1, 100), 2.0**i)).backward()
+            found.append(model.module.large.weight.grad[0, 0].item())
+            both.wait()
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1.0, 1.0]  # of two ranks, and half of one rank's 2
+
+
+def closed_by_another_thread(context):
+    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+
+
+@on_ranks(2)
+def test_a_join_may_end_in_another_thread_than_it_began(ranks):
+    model = ranks.wrap(Wide())
+    context = model.join()
+    context.__enter__()
+    with torch.no_grad():
+        model.module.small.weight += ranks.rank
+    closed_by_another_thread(context)
+    ranks.assert_same(list(model.parameters()), "parameters")
+    train(model, ranks, "join()", 1 + ranks.rank)
+
+
+@on_ranks(2)
+def test_a_wrapper_without_a_context_of_its_own_is_an_error_in_a_join(ranks):
+    """The rank without batches stands in for one, and is awaited in the other."""
+    inside, outside = ranks.wrap(Wide()), ranks.wrap(Wide())
+
+    def run():
+        with inside.join():
+            for i in range(1 + ranks.rank):
+                outside(ranks.integers(3, 100, key=i)).backward()
+                inside(ranks.integers(3, 100, key=i)).backward()
+
+    with pytest.raises(paceline.MismatchError, match="wait for one another"):
+        run()
+
+
+@on_ranks(2)
+def test_tables_in_another_order_than_they_were_made_in_are_an_error(ranks):
+    first, second = ranks.wrap(Table()), ranks.wrap(Table())
+
+    def run():
+        with Join([second, first]):
+            for _ in range(1 + ranks.rank):
+                rows = torch.tensor([ranks.rank])
+                (second(rows, 1.0) + first(rows, 1.0)).backward()
+
+    with pytest.raises(paceline.MismatchError, match="order of their making"):
+        run()

@@ -1,0 +1,378 @@
+"""What a program makes of its rank's own gradients comes out as with torch's class.
+
+Hooks that were registered after wrapping change them, complex numbers leave them to be
+conjugated later, they are near the type's limit, or their parameters are not the
+wrapped module's at all.
+"""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from cases import assert_equal, factors, grads_of, on_ranks, skip_without_complex
+from torch import nn
+from torch.func import functional_call
+
+SMALL, LARGE = (3, 2), (120, 100)
+
+
+def pairs(ranks, make, **options):
+    """Return a model wrapped by us, and its copy wrapped by torch."""
+    torch.manual_seed(1)
+    model = make()
+    return (
+        ranks.wrap(copy.deepcopy(model), **options),
+        ranks.wrap_by_torch(model, **options),
+    )
+
+
+def assert_same_grads(ours, theirs):
+    rows = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+    for (name, mine), their in rows:
+        assert_equal(mine.grad, their.grad, f"the gradient of {name}")
+
+
+class Terms(nn.Module):
+    """Each parameter times a factor: the factors are the gradients."""
+
+    def __init__(self, shapes=(SMALL, LARGE, (4,)), dtype=torch.float32):
+        super().__init__()
+        self.terms = nn.ParameterList(torch.zeros(s, dtype=dtype) for s in shapes)
+
+    def forward(self, factors):
+        return sum((p * f).sum() for p, f in zip(self.terms, factors, strict=True))
+
+
+# ---- hooks of the user's ------------------------------------------------------------
+
+
+def clip(parameter):
+    parameter.grad.clamp_(-1, 1)
+
+
+def replace(parameter):
+    parameter.grad = parameter.grad * 2
+
+
+def drop(parameter):
+    parameter.grad = None
+
+
+CHANGES = {"clip": clip, "replace": replace, "drop": drop}
+
+
+@on_ranks(2, change=[*CHANGES], when=["before", "after", "between"])
+def test_hooks_change_the_gradient_before_it_is_averaged(ranks, change, when):
+    torch.manual_seed(1)
+    models = [Terms(), Terms()]
+    hook = CHANGES[change]
+
+    def register(model):
+        if change == "drop" and ranks.rank == 1:
+            return  # dropped on every rank, torch has zeros, and we what was there
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(hook)
+
+    if when == "before":
+        for model in models:
+            register(model)
+    ours, theirs = ranks.wrap(models[0]), ranks.wrap_by_torch(models[1])
+    if when == "after":
+        for model in models:
+            register(model)
+    for step in range(3):
+        for model in (ours, theirs):
+            loss = model(factors(ranks, model, step))
+            if when == "between" and step == 0:
+                register(model)
+            loss.backward()
+        assert_same_grads(ours, theirs)
+        ranks.assert_same(grads_of(ours), "gradients")
+
+
+@on_ranks(2)
+def test_a_hook_on_one_rank_alone_counts_there(ranks):
+    ours, theirs = pairs(ranks, Terms)
+    for model in (ours, theirs):
+        if ranks.rank == 1:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(clip)
+        for step in range(3):
+            model(factors(ranks, model, step)).backward()
+    assert_same_grads(ours, theirs)
+
+
+@on_ranks(2)
+def test_hooks_see_what_hooks_before_them_have_made(ranks):
+    seen = {}
+    for wrap in (ranks.wrap, ranks.wrap_by_torch):
+        model = wrap(Terms())
+        found = seen.setdefault(wrap, [])
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(replace)
+            p.register_post_accumulate_grad_hook(
+                lambda q, to=found: to.append(q.grad.sum().item())
+            )
+        for step in range(2):
+            model(factors(ranks, model, step)).backward()
+            model.zero_grad()
+    assert seen[ranks.wrap] == seen[ranks.wrap_by_torch]
+
+
+@on_ranks(2)
+def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks):
+    ours, theirs = pairs(ranks, Terms)
+    for model in (ours, theirs):
+        every = list(model.parameters())
+
+        def replace_all(_, every=every):
+            for p in every:
+                if p.grad is not None:
+                    p.grad = p.grad.clone()
+
+        for p in every:
+            p.register_post_accumulate_grad_hook(replace_all)
+        for step in range(3):
+            model(factors(ranks, model, step)).backward()
+    ranks.assert_same(grads_of(ours), "gradients")
+    assert_same_grads(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
+    model = ranks.wrap(Terms())
+    terms = list(model.module.terms)
+    terms[1].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    model(factors(ranks, model, 0)).backward()
+    assert [p.grad is None for p in terms] == [False, True, False]
+    ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
+
+
+@on_ranks(2)
+def test_a_hook_that_is_removed_counts_no_longer(ranks):
+    ours, theirs = pairs(ranks, Terms)
+    for model in (ours, theirs):
+        handles = [
+            p.register_post_accumulate_grad_hook(clip) for p in model.parameters()
+        ]
+        model(factors(ranks, model, 0)).backward()
+        for handle in handles:
+            handle.remove()
+        model(factors(ranks, model, 1)).backward()
+    assert_same_grads(ours, theirs)
+
+
+# ---- conjugates and signs that are yet to be applied --------------------------------
+
+
+class Conjugated(nn.Module):
+    """Gets gradients that are lazy conjugates."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=torch.complex64))
+
+    def forward(self):
+        return self.weight.conj()
+
+
+class Negated(nn.Module):
+    """Gets gradients of one element whose sign is yet to be applied."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.real = nn.Parameter(torch.zeros(shape))
+        self.imag = nn.Parameter(torch.zeros(shape))
+
+    def forward(self):
+        return torch.complex(self.real, self.imag).conj()
+
+
+def complex_integers(ranks, *shape, key=0):
+    return torch.complex(
+        ranks.integers(*shape, key=(key, 0)), ranks.integers(*shape, key=(key, 1))
+    )
+
+
+@on_ranks(2, shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
+def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, shape, kind):
+    skip_without_complex()
+    ours, theirs = pairs(ranks, lambda: kind(shape))
+    plain = kind(shape)
+    plain().backward(complex_integers(ranks, *shape))
+    lazy = [p.grad.is_conj() or p.grad.is_neg() for p in plain.parameters()]
+    assert any(lazy) or (kind is Negated and shape not in ((1,), ()))
+    for step in range(3):
+        for model in (ours, theirs):
+            model().backward(complex_integers(ranks, *shape, key=step))
+        assert_same_grads(ours, theirs)
+    for model in (ours, theirs):
+        model.zero_grad()
+        model().backward(complex_integers(ranks, *shape, key="again"))
+    assert_same_grads(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_gradient_may_be_conjugated_by_its_owner(ranks):
+    """Between two backwards, and on one rank alone."""
+    skip_without_complex()
+    ours, theirs = pairs(ranks, lambda: Terms((SMALL, LARGE), torch.complex64))
+    for model in (ours, theirs):
+        model(factors(ranks, model, 0)).backward(torch.tensor(1 + 1j))
+        if ranks.rank == 0:
+            for p in model.parameters():
+                p.grad = p.grad.clone().conj()
+        model(factors(ranks, model, 1)).backward(torch.tensor(1 - 2j))
+    assert_same_grads(ours, theirs)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):
+    skip_without_complex()
+    model = Conjugated((3,))
+    start = complex_integers(ranks, 3)
+    model.weight = nn.Parameter(start.conj() if ranks.rank == 0 else start.clone())
+    ours = ranks.wrap(model)
+    ranks.assert_same([ours.module.weight.detach().resolve_conj()], "the weight")
+    first = ranks.all(start.conj().resolve_conj())[0]
+    assert_equal(ours.module.weight.detach().resolve_conj(), first, "the weight")
+
+
+def conjugate_sum(group, bucket):
+    """Return a future of the sum as a lazy conjugate of its conjugate."""
+    buffer = bucket.buffer()
+    torch.distributed.all_reduce(buffer, group=group)
+    future = torch.futures.Future()
+    if bucket.parameters()[0].is_complex() and not buffer.is_complex():
+        whole = torch.view_as_complex(buffer.view(-1, 2))
+        future.set_result(whole.conj().resolve_conj().conj())
+    else:
+        future.set_result(buffer)
+    return future
+
+
+@on_ranks(2)
+def test_a_communication_hook_may_return_a_lazy_conjugate(ranks):
+    skip_without_complex()
+    ours = ranks.wrap(Conjugated((3,)))
+    ours.register_comm_hook(ranks.group, conjugate_sum)
+    gradient = complex_integers(ranks, 3)
+    ours().backward(gradient.clone())
+    total = sum(ranks.all(gradient.conj().resolve_conj()))
+    assert_equal(ours.module.weight.grad.resolve_conj(), total, "the gradient")
+
+
+# ---- near the type's limit ----------------------------------------------------------
+
+LIMIT = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@on_ranks(2, 4, dtype=LIMIT)
+def test_averages_of_the_largest_gradients_are_finite(ranks, dtype):
+    ours, theirs = pairs(ranks, lambda: Terms(dtype=dtype))
+    largest = torch.finfo(dtype).max
+    for model in (ours, theirs):
+        model([torch.full_like(p, largest) for p in model.parameters()]).backward()
+    assert_same_grads(ours, theirs)
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+@on_ranks(3, dtype=LIMIT)
+def test_averages_over_three_ranks_are_finite_as_well(ranks, dtype):
+    ours = ranks.wrap(Terms(dtype=dtype))
+    largest = torch.finfo(dtype).max
+    ours([torch.full_like(p, largest) for p in ours.parameters()]).backward()
+    assert all(p.grad.isfinite().all() for p in ours.parameters())
+
+
+# ---- parameters of one's own --------------------------------------------------------
+
+
+@on_ranks(2, through=["wrapper", "module"], kind=["parameter", "tensor"])
+def test_gradients_of_parameters_of_ones_own_are_local(ranks, through, kind):
+    ours, theirs = pairs(
+        ranks, lambda: nn.Linear(3, 2, bias=False), find_unused_parameters=True
+    )
+    reducer = ours._session.reducer
+    x = ranks.integers(2, 3, key="x")
+    for step in range(3):
+        got = []
+        for model in (ours, theirs):
+            own = ranks.integers(2, 3, key=step).requires_grad_()
+            if kind == "parameter":
+                own = nn.Parameter(own.detach())
+            if through == "wrapper":
+                output = functional_call(model, {"module.weight": own}, x)
+            else:
+                output = functional_call(model.module, {"weight": own}, x)
+            output.sum().backward()
+            got.append(own.grad)
+            assert model.module.weight.grad is None
+        assert_equal(got[0], got[1], "a gradient of one's own")
+        assert_equal(got[0], x.sum(0).expand(2, 3), "a gradient of one's own")
+        assert ours._session.reducer is reducer, "wrapped anew"
+    for model in (ours, theirs):
+        model(x).sum().backward()
+    assert_same_grads(ours, theirs)
+    assert ours._session.reducer is reducer, "wrapped anew"
+
+
+@on_ranks(2)
+def test_one_rank_alone_may_call_with_parameters_of_its_own(ranks):
+    ours = ranks.wrap(nn.Linear(3, 2))
+    reducer = ours._session.reducer
+    x = ranks.integers(2, 3)
+    if ranks.rank == 0:
+        own = {
+            name: nn.Parameter(torch.ones_like(p))
+            for name, p in ours.named_parameters()
+        }
+        functional_call(ours, own, x).sum().backward()
+        assert_equal(own["module.bias"].grad, torch.full((2,), 2.0), "the gradient")
+    ours(x).sum().backward()
+    ranks.assert_same(grads_of(ours), "gradients")
+    assert ours._session.reducer is reducer
+
+
+# ---- tensors that torch swaps -------------------------------------------------------
+
+
+@contextlib.contextmanager
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@on_ranks(2, by=["wrapper", "module", "float", "half way"])
+def test_parameters_that_were_swapped_are_averaged(ranks, by):
+    """torch's own class refuses the swap, so the plain modules are the reference."""
+    torch.manual_seed(1)
+    ours = ranks.wrap(nn.Linear(3, 2))
+    x = ranks.integers(2, 3)
+    if by == "half way":
+        ours(x).sum().backward()
+        ours.zero_grad()
+    start = {name: p.detach() + 1 for name, p in ours.module.named_parameters()}
+    with swapping():
+        if by == "wrapper":
+            ours.load_state_dict({f"module.{k}": v for k, v in start.items()})
+        elif by == "float":
+            ours.float()
+        else:
+            ours.module.load_state_dict(start)
+    for _ in range(2):
+        ours.zero_grad()
+        ours(x).sum().backward()
+        mean = sum(x.sum(0) for x in ranks.all(x)) / 2
+        assert_equal(ours.module.weight.grad, mean.expand(2, 3), "the gradient")
+
+
+@on_ranks(1)
+def test_torchs_own_class_refuses_the_swap(ranks):
+    theirs = ranks.wrap_by_torch(nn.Linear(3, 2))
+    with swapping(), pytest.raises(RuntimeError, match="swapping the parameter"):
+        theirs.load_state_dict(copy.deepcopy(theirs.state_dict()))

@@ -1,0 +1,104 @@
+"""Holds paceline to its column of the table in README.md: see sixteen.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, run
+
+WORKS = [
+    "a_layer_is_never_used",
+    "the_model_becomes_float64_after_wrapping",
+    "a_parameter_is_replaced_after_wrapping",
+    "a_parameter_is_frozen_after_wrapping",
+    "a_parameter_is_unfrozen_after_wrapping",
+    "rank_1_alone_freezes_a_parameter",
+    "rank_0_alone_evaluates",
+    "no_sync_is_round_backward_only",
+    "a_parameter_is_used_in_the_first_micro_step_only",
+    "two_forwards_come_before_one_backward",
+    "the_output_is_hidden_in_a_plain_class",
+    "gradients_are_taken_by_autograd_grad",
+    "the_wrapper_is_pickled_and_copied",
+]
+
+DIFFERS = r"MismatchError: DDP expects same model across all ranks, but rank 0 has "
+
+# experiment: what each rank's message begins with, None for a rank that has none
+RAISES = {
+    "rank_1_has_a_float64_model": [
+        DIFFERS + r"parameter 'weight' \(torch\.float32 .*"
+        r"where rank 1 has parameter 'weight' \(torch\.float64 "
+    ]
+    * 2,
+    "rank_1_registers_its_layers_in_another_order": [
+        DIFFERS + r"parameter 'first\.weight' .*where rank 1 has "
+        r"parameter 'second\.weight' "
+    ]
+    * 2,
+    "rank_1_has_a_wider_layer": [
+        DIFFERS + r"parameter 'weight' \(torch\.float32 of shape \(4, 4\).*"
+        r"where rank 1 has parameter 'weight' \(torch\.float32 of shape \(5, 4\)"
+    ]
+    * 2,
+    "rank_1_has_more_parameters": [
+        DIFFERS + r"nothing where rank 1 has parameter '1\.weight' .*"
+        r"\(rank 0 has 2 params, rank 1 has 4\)"
+    ]
+    * 2,
+    "rank_1_exits_before_its_backward": [
+        r"PeerError: rank 0: rank 1 \(process \d+\) died \(step 1, in the user's code",
+        None,
+    ],
+    "rank_1_takes_a_step_fewer_and_drops_its_model": [
+        r"PeerError: rank 0: rank 1 \(process \d+\) has left .*"
+        r"every rank needs the same number of steps",
+        None,
+    ],
+    "rank_1_alone_makes_its_model_float64": [
+        r"MismatchError: rank 0: rank 1 issued another operation .*changed after wrap",
+        r"MismatchError: rank 1: .*changed after wrapping",
+    ],
+}
+
+AT_THE_DEADLINE = "rank_1_takes_a_step_fewer_and_stays"
+
+
+def assert_messages(verdict, patterns):
+    for message, pattern in zip(verdict.errors, patterns, strict=True):
+        if pattern is None:
+            assert message is None
+        else:
+            assert message is not None, str(verdict)
+            assert re.match(pattern, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_paceline_works_where(name):
+    verdict = run("paceline", name)
+    assert verdict.kind == "works", str(verdict)
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_paceline_raises_at_once_on_every_rank_where(name):
+    verdict = run("paceline", name)
+    assert verdict.kind == "raises", str(verdict)
+    assert verdict.seconds < AT_ONCE
+    assert_messages(verdict, RAISES[name])
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named_at_the_deadline():
+    verdict = run("paceline", AT_THE_DEADLINE)
+    assert DEADLINE <= verdict.seconds < DEADLINE + 1.0, str(verdict)
+    named = (
+        r"PeerTimeoutError: rank 0: rank 1 \(process \d+\) lives but kept the others "
+        r"waiting beyond the deadline \(step 1, in the user's code"
+    )
+    assert_messages(verdict, [named, None])
+
+
+def test_the_table_and_this_file_have_every_experiment():
+    assert {*WORKS, *RAISES, AT_THE_DEADLINE} == set(EXPERIMENTS)
+    table = Path(__file__).parents[1].joinpath("README.md").read_text(encoding="utf-8")
+    for experiment in EXPERIMENTS.values():
+        assert f"| {experiment.sentence} |" in table

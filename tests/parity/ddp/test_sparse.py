@@ -1,0 +1,457 @@
+"""Sparse gradients on ranks: as torch averages them, and where it cannot.
+
+Bits are compared with torch's own wrapper wherever that trains the model.  It raises
+where a rank leaves a sparse embedding out, where a gradient is dense that should be
+sparse, or sparse that was not declared so: there the reference is the mean by hand.
+"""
+
+import copy
+import pickle
+import warnings
+
+import paceline
+import pytest
+import torch
+from cases import assert_equal, bits, integer_weights, on_ranks
+from paceline._compat import sparse_rows
+from sparse_cases import SPARSE, Words, assert_means, means_by_hand, words_of
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+# ---- what is compared ---------------------------------------------------------------
+
+
+def assert_same_gradient(mine, theirs, what):
+    """Check layout, whether it is coalesced, and bits."""
+    if mine is None or theirs is None or mine.layout == torch.strided:
+        if mine is not None and theirs is not None:
+            assert mine.layout == theirs.layout, what
+        assert_equal(mine, theirs, what)
+        return
+    assert mine.layout == theirs.layout, f"{what}: {mine.layout}, {theirs.layout}"
+    assert mine.is_coalesced() == theirs.is_coalesced(), what
+    assert mine.sparse_dim() == theirs.sparse_dim(), what
+    mine, theirs = mine.coalesce(), theirs.coalesce()
+    assert mine.indices().tolist() == theirs.indices().tolist(), f"{what}: rows"
+    assert_equal(mine.values(), theirs.values(), f"{what}: values")
+
+
+class Both:
+    """The same model, wrapped by us and by torch."""
+
+    def __init__(self, ranks, module, **options):
+        self.ranks = ranks
+        self.ours = ranks.wrap(copy.deepcopy(module), **options)
+        self.theirs = ranks.wrap_by_torch(module, **options)
+
+    def each(self, do):
+        for model in (self.ours, self.theirs):
+            do(model)
+
+    def check(self, what=""):
+        theirs = dict(self.theirs.module.named_parameters())
+        for name, p in self.ours.module.named_parameters():
+            assert_same_gradient(p.grad, theirs[name].grad, f"{what} {name}")
+
+    def step(self, loss, **options):
+        self.each(lambda model: loss(model).backward(**options))
+        self.check()
+
+
+# ---- as torch does ------------------------------------------------------------------
+
+
+TABLES = {
+    "embedding": lambda: nn.Embedding(20, 6, sparse=True),
+    "padding": lambda: nn.Embedding(20, 6, sparse=True, padding_idx=3),
+    "largest norm": lambda: nn.Embedding(20, 6, sparse=True, max_norm=1.0),
+    "bag of sums": lambda: nn.EmbeddingBag(20, 6, sparse=True, mode="sum"),
+    "bag of means": lambda: nn.EmbeddingBag(20, 6, sparse=True, mode="mean"),
+}
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+
+
+@on_ranks(2, 4, table=[*TABLES], dtype=[*DTYPES])
+def test_sparse_gradients_are_averaged_as_torch_averages_them(ranks, table, dtype):
+    both = Both(ranks, Words(table=TABLES[table](), dtype=DTYPES[dtype]))
+    offsets = (torch.tensor([0, 4, 8]),) if "bag" in table else ()
+    if table == "largest norm":  # the rows that it scales are no small integers
+        both.each(lambda model: model.module.out.weight.requires_grad_(False))
+        both = Both(ranks, both.ours.module)
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words, *offsets).sum())
+        assert both.ours.module.table.weight.grad.layout == torch.sparse_coo
+
+
+@on_ranks(2, 4, how=["not", "to None", "to zero"])
+def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, how):
+    both = Both(ranks, Words())
+    for step in range(4):
+        if how != "not":
+            both.each(lambda model: model.zero_grad(set_to_none=how == "to None"))
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+        if step == 0:
+            mine = both.ours.module.table.weight.grad
+        if how != "to None":
+            assert both.ours.module.table.weight.grad is mine
+
+
+@on_ranks(2, 4)
+def test_sparse_gradients_accumulate_without_averaging(ranks):
+    both = Both(ranks, Words())
+
+    def micro_step(model, words):
+        with model.no_sync():
+            model(words).sum().backward()
+
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        for part in range(2):
+            words = words_of(ranks, key=(step, part))
+            both.each(lambda model, words=words: micro_step(model, words))
+            both.check("not averaged")
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+@on_ranks(2, 4)
+def test_a_rank_may_have_no_rows_and_so_may_all(ranks):
+    both = Both(ranks, Words())
+    nothing = torch.empty(0, dtype=torch.int64)
+    for step in range(4):
+        both.each(lambda model: model.zero_grad())
+        is_empty = step == 3 or (step != 1 and ranks.rank == step % 2)
+        words = nothing if is_empty else words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+@on_ranks(2)
+def test_several_sparse_embeddings_of_any_type_are_averaged(ranks):
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = [(7, 3), (400, 5), (5, 1), (90, 130), (30, 2)]
+            self.tables = nn.ModuleList(
+                nn.Embedding(*size, sparse=True) for size in sizes
+            )
+            self.tables[1].double()
+            self.tables[2].bfloat16()
+            integer_weights(self)
+
+        def forward(self, words):
+            return sum(
+                table(words % table.num_embeddings).double().sum()
+                for table in self.tables
+            )
+
+    both = Both(ranks, Towers())
+    for step in range(3):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, n=60, n_rows=400, key=step)
+        both.step(lambda model, words=words: model(words))
+
+
+@on_ranks(2, 4, shape=["many rows", "long rows", "wide values"])
+def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, shape):
+    n_rows, width, n, dtype = {
+        "many rows": (300_000, 2, 80_000, torch.float32),  # several rounds of numbers
+        "long rows": (5, 70_000, 3, torch.float32),  # longer than a segment
+        "wide values": (4_000, 200, 3_000, torch.float64),  # and of values
+    }[shape]
+    both = Both(ranks, nn.Embedding(n_rows, width, sparse=True, dtype=dtype))
+    for step in range(2):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, n=n, n_rows=n_rows, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+
+
+OPTIMIZERS = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+    "SparseAdam": lambda model: torch.optim.SparseAdam(
+        model.module.table.parameters(), lr=0.5
+    ),
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.5),
+}
+
+
+@on_ranks(2, optimizer=[*OPTIMIZERS])
+def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, optimizer):
+    both = Both(ranks, Words())
+    optimizers = [OPTIMIZERS[optimizer](model) for model in (both.ours, both.theirs)]
+    for step in range(4):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        both.step(lambda model, words=words: model(words).sum())
+        for one in optimizers:
+            one.step()
+    mine, theirs = both.ours.module.state_dict(), both.theirs.module.state_dict()
+    for name, value in mine.items():
+        assert_equal(value, theirs[name], name)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_recorded_backwards_average_sparse_gradients(ranks):
+    both = Both(ranks, Words())
+    for step in range(2):
+        both.each(lambda model: model.zero_grad())
+        words = words_of(ranks, key=step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            both.step(lambda model, words=words: model(words).sum(), create_graph=True)
+        both.each(lambda model: model.zero_grad(set_to_none=True))
+
+
+@on_ranks(2)
+def test_clipping_by_norm_does_with_sparse_gradients_as_in_torch(ranks):
+    """An early torch refuses, and we do then."""
+    both = Both(ranks, Words())
+    both.step(lambda model: model(words_of(ranks)).sum())
+    ends = []
+    for model in (both.ours, both.theirs):
+        try:
+            ends.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        except NotImplementedError as error:
+            ends.append("linalg_vector_norm" in str(error))
+    assert ends[0] == ends[1]
+    both.check("clipped")
+
+
+@on_ranks(2)
+def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
+    module = Words()
+    module.table.weight.requires_grad_(False)
+    both = Both(ranks, module)
+    both.step(lambda model: model(words_of(ranks)).sum())
+    assert both.ours.module.table.weight.grad is None
+
+
+# ---- kept, shared, late -------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_gradients_that_are_kept_do_not_change(ranks):
+    ours = ranks.wrap(Words())
+    kept, values = [], []
+    for step in range(4):
+        ours.zero_grad()
+        ours(words_of(ranks, key=step)).sum().backward()
+        kept.append(ours.module.table.weight.grad)
+        values.append(kept[-1].to_dense().clone())
+    for step, (grad, value) in enumerate(zip(kept, values, strict=True)):
+        assert_equal(grad.to_dense(), value, f"the gradient of step {step}")
+
+
+class Checkpointed(nn.Module):
+    """An embedding that two checkpointed blocks use: its hook fires once for each."""
+
+    def __init__(self, declared, reentrant):
+        super().__init__()
+        self.table = nn.Embedding(3000, 6, sparse=declared)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def block(self, layer, words, x):
+        rows = functional.embedding(words, self.table.weight, sparse=True)
+        return layer(rows + x).clamp(-2, 2)
+
+    def forward(self, words):
+        x = torch.ones(1, requires_grad=True)
+        for layer in (self.first, self.second):
+            x = checkpoint(self.block, layer, words, x, use_reentrant=self.reentrant)
+        return x
+
+
+@on_ranks(2, 4, declared=[True, False], reentrant=[True, False])
+def test_an_embedding_may_be_used_in_two_checkpoints(ranks, declared, reentrant):
+    module = integer_weights(Checkpointed(declared, reentrant), -1, 2)
+    plain, ours = copy.deepcopy(module), ranks.wrap(module, bucket_cap_mb=0.001)
+    for step in range(4):
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step, n_rows=3000)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2, 3)
+def test_one_backward_may_reach_two_sparse_wrappers_in_opposite_order(ranks):
+    plain = [Words(), Words()]
+    models = [ranks.wrap(copy.deepcopy(one)) for one in plain]
+    turn = ranks.rank % 2
+    for step in range(3):
+        words = words_of(ranks, key=step)
+        for pair in (plain, models):
+            for model in pair:
+                model.zero_grad()
+            outs = [pair[k](words) for k in (turn, 1 - turn)]
+            (outs[0].sum() + outs[1].sum()).backward()
+        for one, model in zip(plain, models, strict=True):
+            assert_means(model.module, means_by_hand(ranks, one), SPARSE)
+
+
+# ---- construction, copies, changes --------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_only_one_rank_declares_sparse_is_named_on_every_rank(ranks):
+    with pytest.raises(paceline.MismatchError, match=r"'table\.weight'.*sparse grad"):
+        ranks.wrap(Words(table=nn.Embedding(20, 6, sparse=ranks.rank == 1)))
+
+
+@on_ranks(2, clone=["pickle", "deepcopy"])
+def test_copies_of_a_wrapper_average_sparse_gradients(ranks, clone):
+    first = paceline.DistributedDataParallel(Words())
+    if clone == "pickle":
+        second = pickle.loads(pickle.dumps(first))
+    else:
+        second = copy.deepcopy(first)
+    plain = copy.deepcopy(first.module)
+    plain(words_of(ranks)).sum().backward()
+    means = means_by_hand(ranks, plain)
+    for model in (first, second):
+        model(words_of(ranks)).sum().backward()
+        assert_means(model.module, means, SPARSE)
+
+
+@on_ranks(2)
+def test_an_embedding_that_is_swapped_for_a_sparse_one_is_noticed(ranks):
+    ours = ranks.wrap(Words(table=nn.Embedding(20, 6)))
+    ours(words_of(ranks)).sum().backward()
+    assert ours.module.table.weight.grad.layout == torch.strided
+    ours.module.table = integer_weights(nn.Embedding(30, 6, sparse=True))
+    for step in range(3):
+        plain = copy.deepcopy(ours.module)
+        plain.zero_grad()
+        ours.zero_grad()
+        words = words_of(ranks, key=step, n_rows=30)
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_an_embedding_that_becomes_sparse_after_wrapping_is_averaged(ranks):
+    ours = ranks.wrap(Words(table=nn.Embedding(20, 6)))
+    for is_sparse in (False, True, False):
+        ours.module.table.sparse = is_sparse
+        plain = copy.deepcopy(ours.module)
+        plain.zero_grad()
+        ours.zero_grad()
+        plain(words_of(ranks)).sum().backward()
+        ours(words_of(ranks)).sum().backward()
+        layouts = SPARSE if is_sparse else {}
+        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+
+
+# ---- bits ---------------------------------------------------------------------------
+
+
+@on_ranks(2, 3, dtype=[*DTYPES])
+def test_the_mean_of_rows_has_the_bits_of_the_dense_mean_on_every_rank(ranks, dtype):
+    """Each row at most once a rank, so that nothing is rounded before the mean."""
+    torch.manual_seed(3)
+    tables = [nn.Embedding(50, 9, sparse=is_sparse) for is_sparse in (True, False)]
+    models = [ranks.wrap(table.to(DTYPES[dtype])) for table in tables]
+    words = torch.randperm(50, generator=ranks.generator("words"))[:20]
+    factor = torch.randn(20, 9, generator=ranks.generator("factor")).to(DTYPES[dtype])
+    for model in models:
+        (model(words) * factor).sum().backward()
+    thin, dense = (table.weight.grad for table in tables)
+    assert bits(thin.to_dense()) == bits(dense)
+    ranks.assert_same([thin.indices(), thin.values()], "rows")
+
+
+# ---- failures -----------------------------------------------------------------------
+
+
+def test_means_are_not_written_to_the_gradient_before_all_are_there():
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    parameter.grad = torch.full((4, 3), 2.0)
+    kept, version = parameter.grad, parameter.grad._version
+    _, values = sparse_rows.room(parameter, None)
+    values.fill_(5.0)
+    assert_equal(kept, torch.full((4, 3), 2.0), "the gradient before")
+    assert kept._version == version
+    sparse_rows.put(parameter, None, values)
+    assert parameter.grad is kept
+    assert_equal(kept, torch.full((4, 3), 5.0), "the gradient after")
+    assert kept._version > version
+
+
+@on_ranks(2)
+def test_a_rank_stands_in_for_sparse_rows_while_another_device_is_the_default(ranks):
+    model, plain = ranks.wrap(Words()), Words()
+    words = words_of(ranks)
+    (plain(words).sum() * ranks.rank).backward()
+    means = means_by_hand(ranks, plain)
+    with torch.device("meta"), model.join():
+        if ranks.rank == 1:
+            model(words).sum().backward()
+    if ranks.rank == 1:
+        grad = model.module.table.weight.grad.to_dense()
+        assert_equal(grad, means["table.weight"], "the mean")
+
+
+def spoil(grad):
+    """Return a gradient with a row that its table has not."""
+    rows = torch.tensor([[10**6]])
+    return torch.sparse_coo_tensor(
+        rows, torch.ones(1, grad.shape[1]), (10**7, grad.shape[1])
+    )
+
+
+@on_ranks(2, 3)
+def test_a_rank_whose_rows_are_no_rows_fails_the_step_on_every_rank(ranks):
+    ours = ranks.wrap(Words())
+    weight = ours.module.table.weight
+    plain = copy.deepcopy(ours.module)
+    for step in range(4):
+        ours.zero_grad()
+        plain.zero_grad()
+        words = words_of(ranks, key=step)
+        if step % 2 == 1:
+            handle = None
+            if ranks.rank == 1:
+                handle = weight.register_post_accumulate_grad_hook(
+                    lambda p: setattr(p.grad, "data", spoil(p.grad))
+                )
+            kind, text = (
+                (RuntimeError, "wrap the model again")
+                if ranks.rank == 1
+                else (paceline.PeerError, "the step of rank 1 failed")
+            )
+            with pytest.raises(kind, match=text):
+                ours(words).sum().backward()
+            if handle is not None:
+                handle.remove()
+            continue
+        plain(words).sum().backward()
+        ours(words).sum().backward()
+        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+
+
+@on_ranks(2)
+def test_rows_that_accumulated_and_were_reset_do_not_count_as_used(ranks):
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 2, sparse=True)
+            self.dense = nn.Linear(2, 1)
+
+        def forward(self, uses_table):
+            rows = self.table(torch.tensor([ranks.rank])) if uses_table else 1.0
+            return self.dense(rows * torch.ones(1, 2)).sum()
+
+    model = ranks.wrap(Rare())
+    with model.no_sync():
+        model(True).backward()
+    model.zero_grad()
+    model(False).backward()
+    assert model.module.table.weight.grad is None

@@ -1,0 +1,447 @@
+"""What programs reach for besides training: the same script by torch and by us."""
+
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    Branches,
+    grads_of,
+    has_argument,
+    net,
+    on_ranks,
+)
+from paceline import DistributedDataParallel
+from surface_cases import Chain, Counting, X, assert_same_grads, pair
+from torch import nn
+from torch.distributed._composable.replicate import replicate as composable
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _find_tensors
+
+# ---- forward, and what is round it -------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
+    torch.compile(lambda x: x, backend="eager")  # from here on dynamo may ask
+
+    class Curious(nn.Linear):
+        def forward(self, x):
+            self.seen = TorchDDP._get_active_ddp_module()
+            return super().forward(x)
+
+    model = ranks.wrap(Curious(2, 1))
+    model(X).sum().backward()
+    assert model.module.seen is model
+    assert TorchDDP._get_active_ddp_module() is None
+    with torch.no_grad():
+        model(X)
+    assert model.module.seen is model
+    assert TorchDDP._active_ddp_module is None
+
+
+@on_ranks(1)
+def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
+    class Bad(nn.Linear):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    torch.compile(lambda x: x, backend="eager")
+    model = ranks.wrap(Bad(1, 1))
+    with pytest.raises(KeyError):
+        model(X)
+    assert TorchDDP._active_ddp_module is None
+    assert model._session.open_forwards.items == []
+
+
+@on_ranks(2)
+def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks):
+    both = pair(ranks, net())
+    for step in range(3):
+        for model in both:
+            model.zero_grad()
+            x = ranks.integers(3, 6, key=step)
+            inputs, kwargs = model._pre_forward(x, scale=1)
+            assert kwargs == {"scale": 1}
+            assert inputs[0] is x
+            output = model._post_forward(model.module(*inputs))
+            output.sum().backward()
+        assert_same_grads(*both)
+
+
+@on_ranks(2)
+def test_composable_replicate_is_carried_by_our_wrapper(ranks):
+    home = sys.modules[composable.__module__]
+
+    torchs, home.DistributedDataParallel = home.DistributedDataParallel, ranks.ours
+    try:
+        mine, theirs = net(), net()
+        composable(mine, process_group=ranks.group)
+        for step in range(3):
+            mine.zero_grad()
+            mine(ranks.integers(3, 6, key=step)).sum().backward()
+            home.DistributedDataParallel = torchs
+            if step == 0:
+                composable(theirs, process_group=ranks.group)
+            theirs.zero_grad()
+            theirs(ranks.integers(3, 6, key=step)).sum().backward()
+            home.DistributedDataParallel = ranks.ours
+            assert_same_grads(mine, theirs)
+        assert type(composable.state(mine)._ddp) is ranks.ours
+    finally:
+        home.DistributedDataParallel = torchs
+
+
+@on_ranks(2)
+def test_torch_compile_splits_the_graph_at_buckets(ranks):
+    graphs = []
+
+    def backend(graph, inputs):
+        if len(graph.graph.nodes) > 2:
+            graphs.append(graph)
+        return graph.forward
+
+    for whole in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        module = Chain()
+        if whole:
+            model = torch.compile(ranks.wrap(module, bucket_cap_mb=1), backend=backend)
+        else:
+            compiled = torch.compile(module, backend=backend)
+            model = ranks.wrap(compiled, bucket_cap_mb=1)
+        model(torch.ones(1, 600)).sum().backward()
+        assert len(graphs) > 1, f"one graph where whole is {whole}"
+
+
+@on_ranks(1)
+def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks):
+    mine, theirs = pair(ranks, net())
+    assert mine.bucket_bytes_cap == theirs.bucket_bytes_cap == 25 << 20
+    mine.bucket_bytes_cap = 3
+    assert mine.bucket_bytes_cap == 3
+
+
+# ---- through the facades ------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_prepare_for_backward_synchronises_what_ran_without(ranks):
+    """As accelerate's trigger_sync_in_backward and pipelining do."""
+    both = pair(ranks, net())
+    for with_output in (False, True, False):
+        for model in both:
+            model.zero_grad()
+            with model.no_sync():
+                first, second = (model(ranks.integers(3, 6, key=k)) for k in range(2))
+                first.sum().backward()
+            outputs = list(_find_tensors(second)) if with_output else []
+            model.require_backward_grad_sync = True
+            model.require_forward_param_sync = True
+            model.reducer.prepare_for_backward(outputs)
+            second.sum().backward()
+        assert_same_grads(*both)
+        ranks.assert_same(grads_of(both[0]), "gradients")
+
+
+@on_ranks(2)
+def test_prepare_for_backward_counts_for_one_backward(ranks):
+    model = ranks.wrap(net())
+    with model.no_sync():
+        first, second = (model(ranks.integers(3, 6, key=k)) for k in range(2))
+    model.reducer.prepare_for_backward([])
+    first.sum().backward()
+    ranks.assert_same(grads_of(model), "gradients")
+    model.zero_grad()
+    second.sum().backward()
+    rows = ranks.all(grads_of(model)[0])
+    assert not torch.equal(*rows)
+
+
+@on_ranks(2)
+def test_a_manual_backward_inside_a_forward_is_averaged(ranks):
+    """As Lightning's manual optimisation runs it."""
+
+    class Manual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x, wrapper):
+            loss = self.net(x).sum()
+            if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+                wrapper.require_forward_param_sync = True
+                wrapper.reducer._rebuild_buckets()
+                wrapper.reducer.prepare_for_backward([])
+            loss.backward()
+            wrapper.require_backward_grad_sync = False
+
+    both = pair(ranks, Manual())
+    for step in range(3):
+        for model in both:
+            model.zero_grad()
+            model(ranks.integers(3, 6, key=step), model)
+            model.require_backward_grad_sync = True
+        assert_same_grads(*both)
+
+
+@on_ranks(2)
+def test_buckets_are_rebuilt_once_in_the_eyes_of_others(ranks):
+    model = ranks.wrap(net())
+    answers = []
+    for _ in range(3):
+        answers.append(model.reducer._rebuild_buckets())
+        model(ranks.integers(3, 6)).sum().backward()
+    assert answers == [False, True, False]
+
+
+@on_ranks(2)
+def test_the_map_of_used_parameters_is_that_of_the_last_step(ranks):
+    model = ranks.wrap(Branches())
+    for both in (True, False, True):
+        model(X, both).sum().backward()
+        used = model.reducer._get_local_used_map()
+        assert used.dtype == torch.int32
+        assert used.tolist() == [1, 1, int(both), int(both)]
+
+
+@on_ranks(2, changes=[True, False])
+def test_a_graph_that_changes_is_not_called_static(ranks, changes):
+    model = ranks.wrap(Branches(), find_unused_parameters=True)
+    for step in range(3):
+        model(X, both=changes and step == 1).sum().backward()
+        is_static = not (changes and step > 0)
+        assert model.reducer._ddp_graph_static() is is_static
+        data = model._get_ddp_logging_data()
+        assert data["can_set_static_graph"] == int(is_static)
+
+
+@on_ranks(2)
+def test_a_rank_without_hooks_keeps_its_own_gradients(ranks):
+    both = pair(ranks, net())
+    for model in both:
+        model._remove_autograd_hooks()
+        model(ranks.integers(3, 6)).sum().backward()
+    assert_same_grads(*both)
+    assert not torch.equal(*ranks.all(grads_of(both[0])[0]))
+
+
+@on_ranks(1, 2)
+def test_calls_that_have_nothing_to_do_are_taken(ranks):
+    model = ranks.wrap(net())
+    model._check_reducer_finalized()
+    model._set_sparse_metadata({})
+    model._set_ddp_sink_clone(False)
+    for name in (
+        "prepare_for_forward",
+        "_delay_all_reduce",
+        "_push_all_rebuilt_params",
+    ):
+        assert getattr(model.reducer, name)() is None
+    assert not hasattr(model.reducer, "nonsense")
+    assert not hasattr(model, "nonsense")
+    assert model._distributed_rank == ranks.rank
+    model(ranks.integers(3, 6)).sum().backward()
+    model._check_reducer_finalized()
+
+
+# ---- logging data -------------------------------------------------------------------
+
+
+UNLIKE_TORCH = {
+    "can_set_static_graph": "torch tells only as it is destroyed",
+}
+
+LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
+
+TIMES = "_time", "_time_start", "_time_end"
+
+
+@on_ranks(1, 2)
+def test_logging_data_has_the_keys_and_values_of_torch(ranks):
+    both = pair(ranks, net(), bucket_cap_mb=25)
+    for model in both:
+        for step in range(3):
+            model(ranks.integers(3, 6, key=step)).sum().backward()
+        model(ranks.integers(3, 6))
+    mine, theirs = (model._get_ddp_logging_data() for model in both)
+    if not has_argument("skip_all_reduce_unused_params"):
+        mine = {name: mine[name] for name in mine if name not in LATER_KEYS}
+    assert set(mine) - set(UNLIKE_TORCH) == set(theirs)
+    for name, value in theirs.items():
+        if not name.endswith(TIMES):
+            assert mine[name] == value, name
+
+
+@on_ranks(1, 2)
+def test_times_of_a_step_are_in_their_order(ranks):
+    model = ranks.wrap(net())
+    for step in range(3):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+        data = model._get_ddp_logging_data()
+    starts = [
+        data["forward_compute_time_start"],
+        data["backward_compute_time_start"],
+        data["backward_comm_time_start"],
+        data["backward_comm_time_end"],
+    ]
+    assert starts == sorted(starts)
+    assert data["avg_forward_compute_time"] >= 1
+    overlap = data["backward_compute_comm_overlap_time"]
+    assert 0 <= overlap <= data["backward_comm_time"]
+    assert overlap <= data["backward_compute_time"]
+    stats = model.reducer.get_backward_stats()
+    assert len(stats) == 6
+    assert min(stats) > 0
+
+
+@on_ranks(1, 2)
+def test_steps_are_sampled_as_torch_samples_them(ranks):
+    both = pair(ranks, net())
+    seen = []
+    for model in both:
+        model._set_ddp_runtime_logging_sample_rate(4)
+        for step in range(20):
+            model(ranks.integers(3, 6, key=step)).sum().backward()
+            seen.append(model._get_ddp_logging_data()["iteration"])
+    assert seen[:20] == seen[20:]
+
+
+@on_ranks(2)
+def test_real_buckets_are_told_where_they_are_several(ranks):
+    model = ranks.wrap(net(), bucket_cap_mb=0.02)
+    for step in range(3):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+    data = model._get_ddp_logging_data()
+    sizes = [int(size) for size in data["rebuilt_bucket_sizes"].split(", ")]
+    assert (
+        len(sizes)
+        == data["num_buckets_reduced"]
+        == len(model._session.reducer.buckets)
+        > 1
+    )
+    assert sum(sizes) == data["total_parameter_size_bytes"]
+
+
+# ---- subclasses ---------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_a_subclass_may_forward_names_to_its_module(ranks):
+    class Forwarding(ranks.ours):
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    module = net()
+    module.mine = 5
+    model = Forwarding(module, process_group=ranks.group, static_graph=True)
+    model(ranks.integers(3, 6)).sum().backward()
+    assert model.mine == 5
+    assert not hasattr(model, "nonsense")
+    data = model._get_ddp_logging_data()
+    assert data["world_size"] == ranks.n
+
+
+@on_ranks(2)
+def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
+    """As mmcv's wrapper does."""
+
+    class Own(ranks.ours):
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            self.n_runs = getattr(self, "n_runs", 0) + 1
+            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+    model, plain = Own(net(), process_group=ranks.group), ranks.wrap(net())
+    for one, factor in ((model, 1), (plain, 2)):
+        (factor * one(ranks.integers(3, 6))).sum().backward()
+    assert model.n_runs == 1
+    assert_same_grads(model, plain)
+
+
+@on_ranks(2)
+def test_a_rank_may_train_on_alone_and_come_back(ranks):
+    alone = [dist.new_group([rank]) for rank in range(ranks.n)][ranks.rank]
+    model, plain = ranks.wrap(net()), net()
+    x = ranks.integers(3, 6)
+    plain(x).sum().backward()
+    own = grads_of(plain)
+    for group, is_alone in ((None, False), (alone, True), (dist.group.WORLD, False)):
+        if group is not None:
+            model._update_process_group(group)
+        model.zero_grad()
+        model(x).sum().backward()
+        parts = [None] * ranks.n
+        dist.all_gather_object(parts, own)
+        for i, gradient in enumerate(grads_of(model)):
+            mean = sum(part[i] for part in parts) / ranks.n
+            assert torch.equal(gradient, own[i] if is_alone else mean)
+
+
+@on_ranks(2)
+def test_a_rank_that_is_alone_accumulates_for_its_optimizers_in_backward(ranks):
+    alone = [dist.new_group([rank]) for rank in range(ranks.n)][ranks.rank]
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
+    model = DistributedDataParallel(module, process_group=alone)
+    before = [p.detach().clone() for p in module.parameters()]
+    with model.no_sync():
+        model(ranks.integers(3, 6)).sum().backward()
+    assert all(map(torch.equal, module.parameters(), before))
+    assert all(p.grad is not None for p in module.parameters())
+    model(ranks.integers(3, 6)).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    assert not torch.equal(next(module.parameters()), before[0])
+
+
+@on_ranks(2)
+def test_buffers_come_with_a_backward_although_a_forward_has_raised(ranks):
+    module = Counting(ranks.rank)
+    model = ranks.wrap(module)
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(1, 7))
+    module.seen.fill_(float(ranks.rank + 5))
+    model(X).sum().backward()
+    assert module.seen.item() == 5.0
+
+
+@on_ranks(2)
+def test_an_evaluation_in_another_thread_leaves_a_forward_its_own(ranks):
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                thread = threading.Thread(target=evaluate)
+                thread.start()
+                is_inside.wait()
+                y = self.layer(x)
+                others.append(thread)
+                return y
+            is_inside.set()
+            may_leave.wait()
+            return self.layer(x)
+
+    def evaluate():
+        with torch.no_grad():
+            model(X)
+
+    is_inside, may_leave, others = threading.Event(), threading.Event(), []
+    model = ranks.wrap(Waits())
+    with model.no_sync():
+        y = model(X * (ranks.rank + 1))
+    may_leave.set()
+    model(X)
+    for thread in others:
+        thread.join()
+    y.sum().backward()  # of a forward that was not to be synchronised
+    assert torch.equal(model.module.layer.weight.grad, X * (ranks.rank + 1))

@@ -1,0 +1,356 @@
+"""Ignored tensors, buffers, options, optimizers and checkpoints, as in torch."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import (
+    assert_equal,
+    grads_of,
+    net,
+    on_ranks,
+    skip_without_argument,
+)
+from surface_cases import Chain, Counting, X, assert_same_grads, pair
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+# ---- ignored parameters and buffers -------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_is_ignored_is_neither_copied_nor_averaged(ranks):
+    def make():
+        torch.manual_seed(ranks.rank)
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        names = ["2.weight", "1.running_mean"]
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(module, names)
+        return module
+
+    both = ranks.wrap(make()), ranks.wrap_by_torch(make())
+    for model in both:
+        x = ranks.integers(4, 2)
+        model(x).sum().backward()
+        model(x).sum().backward()
+    assert_same_grads(*both)
+    for mine, theirs in zip(both[0].buffers(), both[1].buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+    for model in both:
+        assert model.parameters_to_ignore == {"2.weight", "1.running_mean"}
+        assert not torch.equal(*ranks.all(model.module[2].weight.data))
+        assert not torch.equal(*ranks.all(model.module[2].weight.grad))
+        assert not torch.equal(*ranks.all(model.module[1].running_mean))
+        assert torch.equal(*ranks.all(model.module[0].weight.grad))
+
+
+@on_ranks(2)
+def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks):
+    for name in ("weight", ".weight"):
+        module = nn.Linear(2, 1)
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(module, [name])
+        model = ranks.wrap(module)
+        model(X + ranks.rank).sum().backward()
+        assert not torch.equal(*ranks.all(module.weight.grad))
+
+
+@on_ranks(2, sync=["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, sync):
+    skip_without_argument(sync)
+    both = pair(ranks, Counting(ranks.rank), **{sync: False})
+    mine, theirs = (model.module.seen.item() for model in both)
+    assert mine == theirs
+
+
+@on_ranks(2)
+def test_without_init_sync_ranks_keep_what_they_have(ranks):
+    skip_without_argument("init_sync")
+    both = pair(ranks, Counting(ranks.rank + 1), init_sync=False)
+    assert [model.module.seen.item() for model in both] == [ranks.rank + 1.0] * 2
+
+
+# ---- buffers ------------------------------------------------------------------------
+
+
+def averaging(state, buffers):
+    """Start the sum of all buffers."""
+    return [
+        dist.all_reduce(buffer, group=state, async_op=True).get_future()
+        for buffer in buffers.values()
+    ]
+
+
+@on_ranks(2, where=["PRE_FORWARD", "POST_FORWARD"])
+def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, where):
+    both = pair(ranks, Counting(ranks.rank + 1))
+    place = _BufferCommHookLocation[where]
+    seen = []
+    for model in both:
+        model.module.seen.fill_(ranks.rank + 1)
+        model._register_buffer_comm_hook(ranks.group, averaging, place)
+        for _ in range(2):
+            model(X).sum().backward()
+        seen.append(model.module.seen.item())
+    assert seen[0] == seen[1] == 6.0
+
+
+@on_ranks(2)
+def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
+    model = ranks.wrap(Counting(0))
+    seen = []
+    for value in (False, True):
+        model.broadcast_buffers = value
+        assert model.forward_sync_buffers is model.will_sync_module_buffers() is value
+        out = model(X)
+        model.module.seen.fill_(ranks.rank + 5)
+        out.sum().backward()
+        model(X)
+        seen.append(model.module.seen.item())
+    assert seen == [5.0 + ranks.rank, 5.0]
+
+
+@on_ranks(2)
+def test_forward_sync_is_required_by_steps_that_synchronise(ranks):
+    both = pair(ranks, Counting(0))
+    for model in both:
+        seen = []
+        model(X).sum().backward()
+        seen.append(model.require_forward_param_sync)
+        with torch.no_grad():
+            model(X)
+        seen.append(model.require_forward_param_sync)
+        model(X).sum().backward()
+        with model.no_sync():
+            model(X)
+        seen.append(model.require_forward_param_sync)
+        assert seen == [True, False, False]
+
+
+# ---- other constructor arguments ----------------------------------------------------
+
+
+@on_ranks(2)
+def test_delayed_gradients_come_out_averaged(ranks):
+    module = net()
+    named = [(n, p) for n, p in module.named_parameters() if n.endswith("weight")]
+    model = ranks.wrap(
+        module,
+        delay_all_reduce_named_params=named,
+        param_to_hook_all_reduce=named[0][1],
+    )
+    plain = ranks.wrap(net())
+    for step in range(2):
+        for one in (model, plain):
+            one.zero_grad()
+            one(ranks.integers(3, 6, key=step)).sum().backward()
+        assert_same_grads(model, plain)
+    assert model.parameters_to_ignore == {name for name, _ in named}
+    assert len(model._module_parameters) == 3
+
+
+@on_ranks(1)
+def test_one_of_two_arguments_for_delayed_gradients_is_refused(ranks):
+    module = net()
+    for wrap in (ranks.wrap, ranks.wrap_by_torch):
+        for given in (
+            {"param_to_hook_all_reduce": module[0].weight},
+            {"delay_all_reduce_named_params": [("0.weight", module[0].weight)]},
+        ):
+            with pytest.raises(ValueError, match="need to be set at the same time"):
+                wrap(module, **given)
+
+
+@on_ranks(2, option=["skip_all_reduce_unused_params", "batched_grad_copy"])
+def test_options_of_speed_change_no_gradient(ranks, option):
+    model, plain = ranks.wrap(net(), **{option: True}), ranks.wrap(net())
+    for one in (model, plain):
+        one(ranks.integers(3, 6)).sum().backward()
+    assert_same_grads(model, plain)
+    assert getattr(model, option) is True
+
+
+# ---- optimizers ---------------------------------------------------------------------
+
+
+@on_ranks(1, 2, when=["before", "after"])
+def test_optimizers_in_backward_step_by_averages(ranks, when):
+    """Against ordinary steps: on a CPU torch's own fail, for want of an accelerator."""
+    module, plain = net(), ranks.wrap_by_torch(net())
+    model = ranks.wrap(module) if when == "after" else None
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
+    model = model or ranks.wrap(module)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(3):
+        for one in (model, plain):
+            one(ranks.integers(3, 6, key=step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_equal(a.data, b.data, "a parameter")
+
+
+@on_ranks(2)
+def test_optimizers_in_backward_wait_while_gradients_accumulate(ranks):
+    module = net()
+    before = [p.clone() for p in module.parameters()]
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
+    model = ranks.wrap(module)
+    with model.no_sync():
+        model(ranks.integers(3, 6)).sum().backward()
+    for p, old in zip(module.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+        assert p.grad is not None
+
+
+@on_ranks(2)
+def test_a_part_of_the_parameters_may_step_in_backward(ranks):
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, [module[0].weight], {"lr": 0.5})
+    model = ranks.wrap(module)
+    model(ranks.integers(3, 6)).sum().backward()
+    assert module[0].weight.grad is None
+    assert module[2].weight.grad is not None
+    ranks.assert_same([module[0].weight], "a weight")
+
+
+@on_ranks(2)
+def test_a_fused_optimizer_steps_as_in_torch(ranks):
+    both = pair(ranks, net())
+    for model in both:
+        model._register_fused_optim(torch.optim.SGD, 0.5)
+        for step in range(2):
+            model(ranks.integers(3, 6, key=step)).sum().backward()
+            model.zero_grad()
+    for a, b in zip(both[0].parameters(), both[1].parameters(), strict=True):
+        assert_equal(a.data, b.data, "a parameter")
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        both[0]._register_fused_optim(torch.optim.SGD, 0.5)
+
+
+@on_ranks(2)
+def test_a_sharded_optimizer_steps_as_with_torch(ranks):
+    both = pair(ranks, net())
+    optimizers = [
+        ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.Adam, process_group=ranks.group, lr=0.5
+        )
+        for model in both
+    ]
+    for step in range(3):
+        for model, optimizer in zip(both, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(ranks.integers(3, 6, key=step)).sum().backward()
+            optimizer.step()
+    for a, b in zip(both[0].parameters(), both[1].parameters(), strict=True):
+        assert_equal(a.data, b.data, "a parameter")
+
+
+@on_ranks(1, 2)
+def test_an_averaged_model_follows_the_wrapper(ranks):
+    ends = []
+    for wrap in (ranks.ours, TorchDDP):  # in the default group, or they do not copy
+        model = wrap(net())
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        for step in range(2):
+            optimizer.zero_grad()
+            model(ranks.integers(3, 6, key=step)).sum().backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+        averaged(ranks.integers(3, 6))
+        ends.append(averaged.state_dict())
+    assert list(ends[0]) == list(ends[1])
+    for name, value in ends[0].items():
+        assert_equal(value, ends[1][name], name)
+
+
+# ---- groups and checkpoints ---------------------------------------------------------
+
+
+@on_ranks(3)
+def test_ranks_of_a_smaller_group_train_on_among_themselves(ranks):
+    model = ranks.wrap(net())
+    model(ranks.integers(3, 6)).sum().backward()
+    ranks.assert_same(grads_of(model), "gradients")
+    smaller = dist.new_group([0, 1])
+    if ranks.rank == 2:
+        model._update_process_group(smaller)
+        return
+    model._update_process_group(smaller)
+    assert model.process_group is smaller
+    model.zero_grad()
+    model(ranks.integers(3, 6)).sum().backward()
+    wholes = [None, None]
+    dist.all_gather_object(wholes, grads_of(model), group=smaller)
+    plain = net()
+    plain(ranks.integers(3, 6)).sum().backward()
+    own = [None, None]
+    dist.all_gather_object(own, grads_of(plain), group=smaller)
+    for a, b, *parts in zip(*wholes, *own, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, (parts[0] + parts[1]) / 2)
+
+
+@on_ranks(2)
+def test_distributed_checkpoints_save_and_load(ranks):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_state_dict,
+    )
+
+    model = ranks.wrap(net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(ranks.integers(3, 6)).sum().backward()
+    optimizer.step()
+    state = get_model_state_dict(model)
+    assert list(state) == list(model.module.state_dict())
+    folder = ranks.all(tempfile.mkdtemp())[0]
+    states = dict(
+        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+    )
+    dcp.save(states, checkpoint_id=folder, process_group=ranks.group)
+
+    other = ranks.wrap(net())
+    other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
+    states = dict(
+        zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True)
+    )
+    dcp.load(states, checkpoint_id=folder, process_group=ranks.group)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=states["model"],
+        optim_state_dict=states["optimizer"],
+    )
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert_equal(a.data, b.data, "a parameter")
+    set_model_state_dict(other, state)
+
+
+@on_ranks(1, 2, strict=[False, True])
+def test_a_compiled_wrapper_compiles_as_many_graphs_as_that_of_torch(ranks, strict):
+    graphs = {"mine": [], "theirs": []}
+    mine = ranks.wrap(Chain(), strict=strict)
+    theirs = ranks.wrap_by_torch(Chain())
+    for model, seen in zip((mine, theirs), graphs.values(), strict=True):
+        torch._dynamo.reset()
+
+        def count(graph, _, seen=seen):
+            seen.append(len(graph.graph.nodes))
+            return graph.forward
+
+        compiled = torch.compile(model, backend=count)
+        for _ in range(14):  # ten of them are sampled for the logging data
+            model.zero_grad()
+            compiled(torch.ones(1, 600)).sum().backward()
+    assert len(graphs["mine"]) > 0
+    assert graphs["mine"] == graphs["theirs"], "none of the wrapper's own code"

@@ -1,0 +1,325 @@
+"""Programs drawn at random: models of all sorts, changed between calls in all sorts.
+
+    python tests/parity/dp/drawn_programs.py --programs 1000 --seed 7
+
+draws programs out of `drawn_features.py`, and runs each twice, in namespaces of their
+own: with the plain module, and with ``DataParallel`` of two replicas, whose engine
+picks itself.  After every call outputs, gradients, buffers, attributes and globals are
+compared to the bit; what one raises the other must raise.  Prints how many programs
+left worker processes, and for which reasons, and each program that went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import paceline
+import torch
+from drawn_features import ANYWHERE, CODE, HEAD, LAYERS, OUTPUTS, STATE, Feature
+from kept_workers import keep_workers
+from replicas import assert_close, assert_same, integers
+
+ALL = {**LAYERS, **STATE, **CODE}
+LARGEST = 1e6  # of an output: squares, and sums of their gradients, are exact still
+PLAIN = (int, float, str, bool, type(None), tuple, list, dict, set)
+
+
+class Differs(AssertionError):
+    """A program does something else with replicas than with the plain module."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Changes, then a call; `rows` is the batch's size."""
+
+    changes: tuple[str, ...]
+    rows: int
+    mode: str  # "train": with a backward; "twice": two calls in one; "no_grad"
+
+
+@dataclass
+class Program:
+    """The text of a script that has `Net`, and the steps that are taken with it."""
+
+    seed: int
+    text: str
+    steps: list[Step]
+
+    def __str__(self) -> str:
+        lines = [f"# seed {self.seed}", self.text]
+        for number, step in enumerate(self.steps):
+            lines.append(f"# step {number}: {step.mode}, {step.rows} rows")
+            lines += step.changes
+        return "\n".join(lines)
+
+
+@dataclass
+class Outcome:
+    """What a program's calls ran by, and what both raised, if they did."""
+
+    engine: str = ""
+    reasons: list[str] = field(default_factory=list)
+    error: str | None = None
+
+
+# ---- drawing ------------------------------------------------------------------------
+
+
+def _numbered(text: str, number: int) -> str:
+    return text.replace("$", str(number))
+
+
+def _class_text(chance: random.Random, drawn: list[tuple[int, Feature]]) -> str:
+    init = [_numbered(one.init, at) for at, one in drawn if one.init]
+    order = chance.sample(drawn, len(drawn))
+    forward = [_numbered(one.forward, at) for at, one in order]
+    methods = [_numbered(one.methods, at) for at, one in drawn]
+    indent = "\n        "
+    return (
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        f"        super().__init__(){indent}{indent.join(init)}\n"
+        f"{''.join(methods)}\n"
+        "    def forward(self, x):\n"
+        f"        {indent.join(forward)}\n"
+        f"        return {chance.choice(OUTPUTS)}\n"
+    )
+
+
+def draw(seed: int) -> Program:
+    """Return the program of a seed: the same text in every process."""
+    chance = random.Random(seed)
+    names = chance.sample(sorted(LAYERS), chance.randint(1, 3))
+    names += chance.sample(sorted(STATE), chance.randint(0, 3))
+    names += chance.sample(sorted(CODE), chance.randint(0, 2))
+    drawn = [(at, ALL[name]) for at, name in enumerate(names)]
+    outside = [_numbered(one.outside, at) for at, one in drawn if one.outside]
+    outside = list(dict.fromkeys(outside))
+    text = "\n\n".join([HEAD, *outside, _class_text(chance, drawn)])
+    changes = [_numbered(text, at) for at, one in drawn for text in one.changes]
+    steps = []
+    for number in range(chance.randint(3, 6)):
+        n = chance.choice([0, 1, 1, 1, 2]) if number else 0
+        some = tuple(
+            chance.choice(changes)
+            if changes and chance.random() < 0.85
+            else chance.choice(ANYWHERE)
+            for _ in range(n)
+        )
+        mode = chance.choice(["train", "train", "train", "no_grad", "twice"])
+        steps.append(Step(some, chance.choice([5, 7, 7, 8, 1]), mode))
+    return Program(seed, text, steps)
+
+
+# ---- running ------------------------------------------------------------------------
+
+
+class Side:
+    """A program in a namespace of its own, with its model or a wrapper round it."""
+
+    def __init__(self, program: Program, *, wraps: bool) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile(program.text, "<program>", "exec"), self.names)
+        self.names["m"] = self.inner = self.names["Net"]()
+        self.model = self.inner
+        if wraps:
+            self.model = paceline.DataParallel(self.inner, device_ids=["cpu"] * 2)
+
+    def change(self, text: str) -> None:
+        exec(compile(text, "<change>", "exec"), self.names)
+
+    def call(self, step: Step, number: int) -> list[Any]:
+        """Return inputs' gradients and outputs of a step."""
+        if step.mode == "no_grad":
+            with torch.no_grad():
+                return [self.model(integers(step.rows, 4, seed=number))]
+        inputs, outputs, loss = [], [], 0
+        for at in range(2 if step.mode == "twice" else 1):
+            x = integers(step.rows, 4, seed=number + 9 * at).requires_grad_()
+            inputs.append(x)
+            outputs.append(self.model(x))
+            loss = loss + sum(t.square().sum() for t in _tensors(outputs[-1]))
+        if loss.requires_grad:
+            loss.backward()
+        with torch.no_grad():
+            for p in self.inner.parameters():
+                if p.grad is not None and p.requires_grad:
+                    p.sub_(p.grad.sign())
+        return [[x.grad for x in inputs], outputs]
+
+    def attempt(self, step: Step, number: int) -> tuple[Any, Exception | None]:
+        for text in step.changes:
+            try:
+                self.change(text)
+            except Exception as error:  # as the other side's must
+                return ("changing", type(error)), None
+        try:
+            return self.call(step, number), None
+        except Exception as error:
+            return None, error
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif hasattr(value, "__dataclass_fields__"):
+        value = list(vars(value).values())
+    if isinstance(value, (tuple, list)):
+        return [t for one in value for t in _tensors(one)]
+    return []
+
+
+def _largest(value: Any) -> float:
+    return max((float(t.detach().abs().max()) for t in _tensors(value)), default=0.0)
+
+
+def _bare(value: Any) -> Any:
+    """Return a value without the classes of its program's namespace."""
+    if type(value) in (tuple, list):
+        return type(value)(map(_bare, value))
+    if isinstance(value, tuple):
+        return type(value).__name__, [*map(_bare, value)]
+    if type(value).__module__ == "__main__":
+        return type(value).__name__, dict(vars(value))
+    return value
+
+
+def _assert_alike(mine: Any, theirs: Any, what: str) -> None:
+    """Compare what an attribute or a global holds, where it is of a plain kind."""
+    if isinstance(theirs, torch.Tensor):
+        assert type(mine) is type(theirs), what
+        assert_close(mine, theirs, what)
+    elif isinstance(theirs, np.ndarray):
+        assert_same(mine, theirs, what)
+    elif isinstance(theirs, dict) and isinstance(mine, dict):
+        names = [name for name in theirs if isinstance(name, str)]
+        assert [name for name in mine if isinstance(name, str)] == names, what
+        for name in names:
+            _assert_alike(mine[name], theirs[name], f"{what}[{name!r}]")
+    elif isinstance(theirs, (list, tuple)):
+        assert type(mine) is type(theirs), what
+        assert len(mine) == len(theirs), what
+        for at, pair in enumerate(zip(mine, theirs, strict=True)):
+            _assert_alike(*pair, f"{what}[{at}]")
+    elif isinstance(theirs, PLAIN):
+        assert type(mine) is type(theirs), what
+        assert mine == theirs, f"{what}: {mine} against {theirs}"
+
+
+def _assert_same_sides(ours: Side, plain: Side) -> None:
+    parts = [dict(side.inner.named_modules()) for side in (ours, plain)]
+    assert list(parts[0]) == list(parts[1])
+    for path, theirs in parts[1].items():
+        mine = parts[0][path]
+        for name, p in theirs._parameters.items():
+            q = mine._parameters[name]
+            _assert_alike(q, p, f"{path}.{name}")
+            if p is not None:
+                assert_close(q.grad, p.grad, f"{path}.{name}.grad")
+        _assert_alike(mine._buffers, theirs._buffers, f"{path}._buffers")
+        held = [
+            {k: v for k, v in vars(part).items() if k == "training" or k[0] != "_"}
+            for part in (mine, theirs)
+        ]
+        _assert_alike(*held, f"{path} attributes")
+    skipped = {"__builtins__", "m"}
+    names = [name for name in plain.names if name not in skipped]
+    _assert_alike(
+        {name: ours.names[name] for name in names if name in ours.names},
+        {name: plain.names[name] for name in names},
+        "globals",
+    )
+
+
+def _words(reason: str) -> str:
+    """Return a reason without the names of one program."""
+    reason = re.sub(r"'[^']*'", "'...'", reason.splitlines()[0])
+    return re.sub(r"\d+", "0", reason)[:110]
+
+
+def run(program: Program) -> Outcome:
+    """Run a program both ways.
+
+    Raises
+    ------
+    Differs
+        With the program, and where the two parted.
+    """
+    outcome = Outcome()
+    plain, ours = Side(program, wraps=False), Side(program, wraps=True)
+    try:
+        for number, step in enumerate(program.steps):
+            theirs, their_error = plain.attempt(step, number)
+            mine, my_error = ours.attempt(step, number)
+            if ours.model.engine == "thread":
+                outcome.reasons.append(_words(ours.model.engine_reason))
+            where = f"at step {number}: "
+            if type(my_error) is not type(their_error):
+                raise Differs(f"{where}{my_error!r} against {their_error!r}\n{program}")
+            if their_error is not None:
+                outcome.error = type(their_error).__name__
+                break
+            try:
+                assert_same(_bare(mine), _bare(theirs))
+                _assert_same_sides(ours, plain)
+            except AssertionError as error:
+                engine = f"{ours.model.engine}: {ours.model.engine_reason}"
+                raise Differs(f"{where}{error}\n({engine})\n{program}") from None
+            if _largest(theirs) > LARGEST:
+                break
+        outcome.engine = ours.model.engine
+    finally:
+        ours.model.close()
+    return outcome
+
+
+# ---- by hand ------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Draw and run programs; 1 where one went wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__ or "", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
+    given = parser.parse_args()
+    print(f"seed {given.seed}, {given.programs} programs", flush=True)
+    reasons: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    n_left = n_wrong = n_steps = 0
+    torch.set_num_threads(1)
+    with keep_workers():
+        for seed in range(given.seed, given.seed + given.programs):
+            program = draw(seed)
+            try:
+                outcome = run(program)
+            except Differs as error:
+                n_wrong += 1
+                print(f"\n==== seed {seed}: {error}", flush=True)
+                continue
+            n_steps += len(program.steps)
+            n_left += bool(outcome.reasons)
+            reasons.update(set(outcome.reasons))
+            if outcome.error:
+                errors[outcome.error] += 1
+    print(f"{given.programs} programs, {n_wrong} went wrong, {n_steps} steps")
+    print(f"{n_left} left worker processes for a call at least:")
+    for reason, n in reasons.most_common():
+        print(f"{n:6}  {reason}")
+    print("both raised:", dict(errors))
+    return 1 if n_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
