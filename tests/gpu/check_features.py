@@ -47,7 +47,7 @@ def buffers_of_rank_0(world: World) -> None:
         model.zero_grad()
         x = torch.randn(16, 20, generator=world.generator(step)).to(world.device)
         model(x).square().mean().backward()
-    model.eval()
+    model.eval()(x)  # which brings rank 0's
     state = {k: v.cpu() for k, v in model.state_dict().items()}
     for other in world.all(state):
         for name in state:

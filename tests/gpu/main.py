@@ -24,7 +24,7 @@ from report import Report
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KILL_SECONDS = 10.0  # from "please end" to the end
-WRITE_SECONDS = 10.0
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,21 @@ class Part:
 
 
 PARTS = [
+    Part("first", 240, "does it work at all: the least of each part below"),
     Part("build", 300, "the package with nvcc and without, and the C tests' fakes"),
     Part("kernels", 300, "every kernel, from either origin, against torch's results"),
     Part("alone", 420, "one rank with the reducer at work: models, AMP, graphs, ..."),
     Part("nccl", 480, "the same with 2 and 3 ranks on the one GPU, against torch DDP"),
+    Part("shared", 240, "2 ranks on the one GPU as NCCL 2.30.3 and later allow it"),
     Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
     Part("bench", 480, "timings against torch DDP and the plain module"),
 ]
+BUILDS = ("first", "build")  # need no build before them
 BY_NAME = {part.name: part for part in PARTS}
 GROUPS = {
     "all": [part.name for part in PARTS],
-    "correctness": ["kernels", "alone", "nccl", "failures"],
+    "correctness": ["kernels", "alone", "nccl", "shared", "failures"],
 }
 
 
@@ -87,14 +90,16 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
 
 
 def expand(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The parts that are meant, once each, in their order; the build comes first."""
-    wanted = {"build"}
+    """The parts that are meant, once each, in their order; with what builds them."""
+    wanted = set()
     for name in names:
         if name not in BY_NAME and name not in GROUPS:
             parser.error(
                 f"no part {name!r}; there are {', '.join([*BY_NAME, *GROUPS])}"
             )
         wanted.update(GROUPS.get(name, [name]))
+    if wanted != {"first"}:  # which builds as much as it needs
+        wanted.add("build")
     return [part.name for part in PARTS if part.name in wanted]
 
 
@@ -148,8 +153,8 @@ def run_part(
     running = Running(command, env, report)
     why = ""
     try:
-        while not running.wait(min(WRITE_SECONDS, limit)):
-            report.write()
+        while not running.wait(min(POLL_SECONDS, limit)):
+            report.write_if_more_is_known()
             if time.monotonic() - begin > limit:
                 why = f"stopped after {limit:.0f} s"
                 break
@@ -186,11 +191,11 @@ def main(words: list[str], script: Path = HERE / "part.py") -> int:
                 if left < 10:
                     report.leave_out(name, "no time was left")
                     continue
-            if name != "build" and not report.has_build():
+            if name not in BUILDS and not report.has_build():
                 report.leave_out(name, "there is no build")
                 continue
             env["PACELINE_GPU_SECONDS"] = str(limit)
-            env["PACELINE_GPU_ONLY"] = "" if name == "build" else args.only
+            env["PACELINE_GPU_ONLY"] = args.only if name not in BUILDS else ""
             command = [sys.executable, str(script), name]
             run_part(part, limit, env, report, command)
     except KeyboardInterrupt as error:

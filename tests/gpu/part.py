@@ -18,9 +18,10 @@ def main() -> int:
     """Run the part whose module is part_NAME."""
     name = sys.argv[1]
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
-    if name != "build":
+    if name != "build":  # which sees nothing but what it builds
         tests = HERE.parent
-        paths = [str(SITES["default"]), str(tests / "bench"), str(tests)]
+        site = SITES["nvrtc" if name == "first" else "default"]
+        paths = [str(site), str(tests / "bench"), str(tests)]
         sys.path[:0] = paths
         inherited = os.environ.get("PYTHONPATH")
         all_paths = [*paths, inherited] if inherited else paths

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,16 @@ def sizes() -> dict[str, Any]:
     return {"bytes_and_without_debug": found}
 
 
-def imports() -> dict[str, Any]:
-    """Both import, and need no library of CUDA's to be there for it."""
+def imports(kinds: Iterable[str] = SITES) -> dict[str, Any]:
+    """All of them import, and need no library of CUDA's to be there for it."""
     code = "import paceline, ctypes; from paceline import _native; print(_native.isa())"
-    found = {kind: in_fresh_python(kind, code).strip() for kind in SITES}
-    needed = subprocess.run(
-        ["ldd", str(extension("default"))], capture_output=True, text=True, check=False
-    ).stdout
-    assert "cuda" not in needed, f"linked against CUDA:\n{needed}"
-    assert "nccl" not in needed, f"linked against NCCL:\n{needed}"
+    found = {kind: in_fresh_python(kind, code).strip() for kind in kinds}
+    for kind in kinds:
+        needed = subprocess.run(
+            ["ldd", str(extension(kind))], capture_output=True, text=True, check=False
+        ).stdout
+        assert "cuda" not in needed, f"linked against CUDA:\n{needed}"
+        assert "nccl" not in needed, f"linked against NCCL:\n{needed}"
     return {"isa": found}
 
 
@@ -188,7 +190,7 @@ def architectures() -> dict[str, Any]:
     return {"fatbin_bytes": images[0].stat().st_size, "listed": listed.split()}
 
 
-def has_gpu() -> dict[str, Any]:
+def has_gpu(kind: str = "default") -> dict[str, Any]:
     """What torch sees: without a device, all that follows would be skipped."""
     code = (
         "import torch; p = torch.cuda.get_device_properties(0);"
@@ -196,7 +198,7 @@ def has_gpu() -> dict[str, Any]:
     )
     if is_rehearsal():
         raise Skip("a rehearsal")
-    return {"torch": in_fresh_python("default", code).strip()}
+    return {"torch": in_fresh_python(kind, code).strip()}
 
 
 def driver() -> dict[str, Any]:

@@ -91,6 +91,7 @@ class Report:
         fd, path = tempfile.mkstemp(prefix="paceline-gpu-", suffix=".jsonl")
         os.close(fd)
         self.record = Path(path)
+        self._n_written = 0  # bytes of the record that the JSON holds
         self.say("".join(f"{key:<12} {value}\n" for key, value in machine.items()))
 
     def _take_over(self) -> None:
@@ -158,8 +159,14 @@ class Report:
             checks.append(row)
         self.results["parts"][part]["checks"] = checks
 
+    def write_if_more_is_known(self) -> None:
+        """Write where a check has been recorded since the last time."""
+        if self.record.stat().st_size != self._n_written:
+            self.write()
+
     def write(self) -> None:
         """Write all that is known; the file is whole at any moment."""
+        self._n_written = self.record.stat().st_size
         for part, found in self.results["parts"].items():
             if found["result"] == "running":
                 self._read_record(part)

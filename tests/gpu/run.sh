@@ -2,6 +2,7 @@
 # Builds and tests Paceline on a machine with one GPU, with the Python and the torch
 # that are there, without a network; nothing is installed.
 #
+#   tests/gpu/run.sh first                    in 4 minutes: does it work at all?
 #   tests/gpu/run.sh                          every part
 #   tests/gpu/run.sh build correctness        some of them; build is kept for later calls
 #   tests/gpu/run.sh --within 560 nccl bench  the whole call within so many seconds
@@ -12,7 +13,7 @@
 #   OUT=folder        where the results go; default tests/gpu/results
 #   PYTHON=python3.12 the Python to test with
 #
-# Writes <date>-<gpu>.json and .txt, the JSON whenever something is known.  The exit
+# Writes <date>-<gpu>.json and .txt, the JSON after every check.  The exit
 # status is 0 when all that could run has passed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parents[2] / "gpu"
 # A part by name, in place of part.py.
 STUB = f"""
 import os, subprocess, sys, time
+from pathlib import Path
 sys.path.insert(0, {str(FOLDER)!r})
 from checks import Skip, record, run_here
 
@@ -32,7 +33,18 @@ def succeed():
 
 part = sys.argv[1]
 print("part", part, flush=True)
-if part == "build":
+def see():
+    # The JSON holds the check before this one while the part still runs.
+    [path] = Path(os.environ["OUT"]).glob("*.json")
+    for _ in range(600):
+        if "early" in path.read_text():
+            return
+        time.sleep(0.1)
+    raise LookupError("an earlier check is not written down")
+
+if part == "first":
+    run_here([("early", succeed), ("seen_in_the_file", see)])
+elif part == "build":
     run_here([("imports", succeed), ("skipped_check", skip)])
 elif part == "kernels":
     sys.exit(not run_here([("good_check", succeed), ("bad_check", fail)]))
@@ -94,6 +106,15 @@ def test_parts_that_pass_give_status_zero(tmp_path: Path) -> None:
     assert run.part("memory")["checks"][0]["figures"] == {"figure": 7}
     assert "seven" in run.text
     assert run.results["machine"]["packages"]["torch"] != "missing"
+
+
+def test_what_is_found_first_needs_no_build_and_is_written_at_once(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "first")
+    assert run.done.returncode == 0, run.output
+    assert list(run.results["parts"]) == ["first"]
+    assert run.checks("first") == {"early": "passed", "seen_in_the_file": "passed"}
 
 
 def test_a_failed_check_is_named_last_and_in_the_status(tmp_path: Path) -> None:
@@ -192,6 +213,11 @@ def all_goes_well(world):
     return {"ranks": world.size, "lines": ["well"]}
 
 @check(worlds=(2,))
+def tells_its_place(world):
+    names = ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE")
+    return {name: os.environ.get(name) for name in names}
+
+@check(worlds=(2,))
 def one_rank_fails(world):
     if world.rank == 1:
         raise LookupError("only here")
@@ -226,6 +252,8 @@ sys.path.insert(0, {str(FOLDER)!r})
 import checks, session, stub_checks
 found = checks.checks_of(stub_checks)
 good = session.run_on_ranks(found, (1, 2), time.monotonic() + 100)
+shared = session.share([c for c in found if c.name == "tells_its_place"])
+session.run_on_ranks(shared, (2,), time.monotonic() + 100)
 sys.exit(0 if good else 7)
 """
 
@@ -245,7 +273,7 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     rows = [json.loads(line) for line in record.read_text().splitlines()]
@@ -253,12 +281,18 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
         "all_goes_well[1]": "passed",
         "hangs_for_ever[1]": "failed",
         "all_goes_well[2]": "passed",
+        "tells_its_place[2]": "passed",
         "one_rank_fails[2]": "failed",
         "nothing_to_do[2]": "skipped",
         "one_rank_is_killed[2]": "passed",
         "one_rank_dies_unexpectedly[2]": "failed",
         "wants_a_device[2]": "skipped",
     }
+    places = [row["figures"] for row in rows if row["check"] == "tells_its_place[2]"]
+    assert places == [
+        {"NCCL_HOSTID": "paceline-0", "NCCL_MULTI_RANK_GPU_ENABLE": None},
+        {"NCCL_HOSTID": None, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+    ]
     found = {row["check"]: row for row in rows}
     assert found["all_goes_well[2]"]["figures"] == {"ranks": 2}
     assert "rank 1: Traceback" in found["one_rank_fails[2]"]["words"]
