@@ -30,6 +30,7 @@ SOURCES = [
     "csrc/nccl/gpu_*.c",
     "csrc/nccl/nccl.c",
     "csrc/nccl/nccl_end.c",
+    "csrc/comm/broadcast_many.c",
     "csrc/comm/window.c",
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",

@@ -1,0 +1,63 @@
+/* broadcast_many.h - one rank's ranges of memory to every rank, through the arena.
+ *
+ * They are packed one after another, as many bytes as fit, and each load is one
+ * operation; a range may span loads.  Ranges on a device go through the device's part
+ * of the arena, a launch a load, those on the CPU through the host's.
+ *
+ *     pli_broadcast_many_begin(&all);
+ *     while (all.n_left > 0) {
+ *         pli_broadcast_many_issue(&all, &ticket);
+ *         ... the ticket is waited for ...
+ *         pli_broadcast_many_receive(&all);
+ *     }
+ *     pli_broadcast_many_end(&all);
+ */
+#ifndef PLI_BROADCAST_MANY_H
+#define PLI_BROADCAST_MANY_H
+
+#include "comm/comm.h"
+
+typedef struct pli_byte_range {
+    void *data;
+    size_t n_bytes;
+} pli_byte_range;
+
+/* Which byte of all ranges comes next. */
+typedef struct pli_range_cursor {
+    size_t range;
+    size_t offset; /* in it */
+} pli_range_cursor;
+
+/* Every rank gives ranges of the same sizes, and the same root. */
+typedef struct pli_broadcast_many {
+    pl_comm *comm;
+    int root;
+    const pli_byte_range *ranges;
+    size_t n_ranges;
+    pl_stream
+        *stream; /* on a device: what has written the ranges, and will read them */
+    int is_on_device;
+    /* below: set by begin */
+    size_t n_left;     /* bytes */
+    size_t most_bytes; /* of a load */
+    pl_op op;
+    pli_range_cursor next;
+    pl_event *ready;
+    pl_move *moves; /* one a range; NULL on the CPU, where bytes move at once */
+    size_t n_moves;
+} pli_broadcast_many;
+
+/* All of the arena is overwritten: no operation may be under way in it. */
+pl_status pli_broadcast_many_begin(pli_broadcast_many *self) PL_MUST_USE;
+
+/* Packs the next load and issues it. */
+pl_status pli_broadcast_many_issue(pli_broadcast_many *self,
+                                   pl_ticket *out) PL_MUST_USE;
+
+/* Unpacks it, once its ticket is done. */
+pl_status pli_broadcast_many_receive(pli_broadcast_many *self) PL_MUST_USE;
+
+/* Also after a failure of any of them. */
+void pli_broadcast_many_end(pli_broadcast_many *self);
+
+#endif
