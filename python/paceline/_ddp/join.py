@@ -140,7 +140,7 @@ class Joins(TorchDDP):
         """
         _adopt_changes(self._session)
         divides_by_active = not kwargs.get("divide_by_initial_world_size", True)
-        self._session.log.note_join()
+        self._session.log.record_join()
         _set_state(self._session, JoinState(divides_by_active))
         self._session.n_join_hooks += 1
         return ShadowSteps(self, self._session.n_join_hooks)
@@ -244,7 +244,7 @@ class JoinContext:
         if self._state.raises:
             # Each forward is to ask the others: see `notify_join`.
             self._wrapper._join_config = self._outer._replace(enable=True)
-        self._session.log.note_join()
+        self._session.log.record_join()
         _set_state(self._session, dataclasses.replace(self._state))
 
     def __exit__(

@@ -115,7 +115,7 @@ class StepLog:
         self._sample: Sample | None = None
         self._buckets: list[list[int]] = []
         self._hooked: list[tuple[Any, Any]] = []  # nodes, and the handles on them
-        self._first_fires: bytes | None = None
+        self._first_counts: bytes | None = None
         self._n_recorded = 0
 
     @property
@@ -128,17 +128,17 @@ class StepLog:
         if reducer is not None and not reducer.is_active:
             self._compare(reducer.ready_counts)
 
-    def _compare(self, fires: bytes) -> None:
-        if self._first_fires is None and any(fires):
-            self._first_fires = fires
-        elif fires != self._first_fires and any(fires):
+    def _compare(self, counts: bytes) -> None:
+        if self._first_counts is None and any(counts):
+            self._first_counts = counts
+        elif counts != self._first_counts and any(counts):
             self.is_static = False
 
     def note_error(self, message: str) -> None:
         """Note an error: ``has_error``, ``error`` and ``iteration`` in the data."""
         self.entries |= {"has_error": 1, "error": message, "iteration": self.iteration}
 
-    def note_join(self) -> None:
+    def record_join(self) -> None:
         """Note that a join context was entered."""
         self.entries["join_uneven_inputs"] = 1
 

@@ -101,12 +101,12 @@ class DynamicGraph(GraphCheck):
     ) -> None:
         super().__init__(reducer, parameters)
         self._searches = searches
-        self._fires = bytes(len(parameters))
+        self._counts = bytes(len(parameters))
         self._wanted = bytes([not searches]) * len(parameters)
 
     def __call__(self) -> None:
-        pairs = zip(self._fires, self._reducer.ready_counts, strict=True)
-        self._fires = bytes(a | b for a, b in pairs)
+        pairs = zip(self._counts, self._reducer.ready_counts, strict=True)
+        self._counts = bytes(a | b for a, b in pairs)
 
     def forward_ends(self, output: Any) -> None:
         """Search what a forward has returned, if that is asked for."""
@@ -125,14 +125,14 @@ class DynamicGraph(GraphCheck):
 
     def refusal(self, names: Sequence[str], rank: int) -> str | None:
         """Return what torch says of parameters that were left out, if some were."""
-        if not any(self._fires):
+        if not any(self._counts):
             return None
-        pairs = zip(self._fires, self._wanted, strict=True)
+        pairs = zip(self._counts, self._wanted, strict=True)
         missing = [i for i, (came, wanted) in enumerate(pairs) if wanted and not came]
         if missing:
             cause = _SEARCHED if self._searches else _ASK_FOR_SEARCH
             return _message(cause, names, rank, missing, "Leave out strict")
-        self._fires = bytes(len(self._fires))
+        self._counts = bytes(len(self._counts))
         return None
 
 
@@ -159,13 +159,13 @@ class StaticGraph(GraphCheck):
         self._has_changed = False  # the last step used what the first had not
 
     def __call__(self) -> None:
-        fires = self._reducer.ready_counts
+        counts = self._reducer.ready_counts
         if self._first is None:
-            pairs = zip(fires, self._passed, strict=True)
+            pairs = zip(counts, self._passed, strict=True)
             self._first = bytes(max(pair) for pair in pairs)
             return
-        self._last = fires
-        pairs = zip(self._first, fires, strict=True)
+        self._last = counts
+        pairs = zip(self._first, counts, strict=True)
         changed = [i for i, (then, now) in enumerate(pairs) if now > then]
         self._has_changed = bool(changed)
         if changed:

@@ -148,8 +148,8 @@ class Reducer(_Facade):
         a rank knows of itself alone.
         """
         reducer = self._session.reducer
-        fires = reducer.ready_counts if reducer is not None else b""
-        used = torch.tensor([int(n > 0) for n in fires], dtype=torch.int32)
+        counts = reducer.ready_counts if reducer is not None else b""
+        used = torch.tensor([int(n > 0) for n in counts], dtype=torch.int32)
         if reducer is None or not self._wrapper.find_unused_parameters:
             return used
         world, total = self._session.world, torch.zeros_like(used)
@@ -229,7 +229,7 @@ class Logger(_Facade):
 
     def _set_uneven_input_join(self) -> None:
         """Note that a join context was entered."""
-        self._session.log.note_join()
+        self._session.log.record_join()
 
     _set_static_graph = _do_nothing  # the wrapper's attribute says it
     set_construction_data_and_log = _do_nothing  # the wrapper knows how it was made

@@ -43,11 +43,11 @@ def generators_of(parts: Iterable[Module]) -> list[Any]:
     for part in parts:
         for name, value in vars(part).items():
             if name not in _OWN_KEYS:
-                search.look(value, _LEVELS)
+                search.visit(value, _LEVELS)
         kinds.update(dict.fromkeys(type(part).__mro__))
     for kind in kinds:
         if kind.__module__.partition(".")[0] not in ("torch", builtins.__name__):
-            search.look_at_methods(kind)
+            search.visit_methods(kind)
     return list(search.found.values())
 
 
@@ -71,7 +71,7 @@ class _Search:
         if numpy is not None:
             self._shared.add(id(_owner(numpy.random.random_sample)))
 
-    def look(self, value: Any, n_levels: int) -> None:
+    def visit(self, value: Any, n_levels: int) -> None:
         """Add the generators that a value leads to."""
         if isinstance(value, self._kinds):
             if id(value) not in self._shared and not isinstance(
@@ -80,31 +80,31 @@ class _Search:
                 self.found[id(value)] = value
         elif isinstance(value, (MethodType, BuiltinMethodType)):
             if isinstance(_owner(value), self._kinds):
-                self.look(_owner(value), 0)
+                self.visit(_owner(value), 0)
         elif isinstance(value, FunctionType):
-            self._look_at_function(value, n_levels)
+            self._visit_function(value, n_levels)
         elif n_levels and not isinstance(value, _CLOSED):
             for entry in islice(_entries(value), _MOST_ENTRIES):
-                self.look(entry, n_levels - 1)
+                self.visit(entry, n_levels - 1)
 
-    def look_at_methods(self, kind: type) -> None:
+    def visit_methods(self, kind: type) -> None:
         """Add the generators that the methods of a class read."""
         for value in vars(kind).values():
             method = getattr(value, "__func__", getattr(value, "fget", value))
-            self.look(method, _LEVELS)
+            self.visit(method, _LEVELS)
 
-    def _look_at_function(self, function: FunctionType, n_levels: int) -> None:
+    def _visit_function(self, function: FunctionType, n_levels: int) -> None:
         """Add what it reads of globals and closures, and what functions there read."""
         if function.__code__ in self._codes or not n_levels:
             return
         self._codes.add(function.__code__)
         for cell in function.__closure__ or ():
-            self.look(contents_of(cell), n_levels - 1)
+            self.visit(contents_of(cell), n_levels - 1)
         for name in names_of(function.__code__):
             value = function.__globals__.get(name)
             is_elsewhere = getattr(value, "__module__", None) != function.__module__
             if not (isinstance(value, FunctionType) and is_elsewhere):
-                self.look(value, n_levels - 1)
+                self.visit(value, n_levels - 1)
 
 
 def _owner(method: Any) -> Any:
