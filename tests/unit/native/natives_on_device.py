@@ -129,11 +129,16 @@ class Streams:
 
 @contextlib.contextmanager
 def fake_device(options="schedule=early", exchange=True):
-    """Yield the current stream; at the end nothing may be left, or have gone wrong."""
+    """Yield the current stream; at the end nothing may be left, or have gone wrong.
+
+    The fake is taken for NCCL also where a torch with CUDA has loaded the real one.
+    """
     if fake().fake_live_objects() > 0:  # of a test that failed
         gc.collect()
     assert fake().fake_reset_text(f"{options},{OPTIONS}".encode()) != 0
     streams = Streams()
+    nccl_before = os.environ.get("PACELINE_LIBNCCL")
+    os.environ["PACELINE_LIBNCCL"] = fake_gpus.library()
     before = torch_cuda.current_stream
     table = torch.Tensor.__dict__.get("__dlpack_c_exchange_api__")
     torch_cuda.current_stream = streams
@@ -147,6 +152,10 @@ def fake_device(options="schedule=early", exchange=True):
         errors = [fake().fake_error(i) for i in range(fake().fake_errors())]
         assert not errors
     finally:
+        if nccl_before is None:
+            del os.environ["PACELINE_LIBNCCL"]
+        else:
+            os.environ["PACELINE_LIBNCCL"] = nccl_before
         torch_cuda.current_stream = before
         if not exchange and table is not None:
             torch.Tensor.__dlpack_c_exchange_api__ = table
