@@ -132,7 +132,10 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     functions and globals of your own that the model's classes mention, it is noticed;
     :meth:`refresh` has workers import all anew), nor ``os.environ``, the working
     directory, warning filters, NumPy's ``seterr``, contexts of ``decimal``,
-    ``functools`` caches, and the ``.grad`` of parameters.  What is not understood runs
+    ``functools`` caches, and the ``.grad`` of parameters.  Strings have another hash in
+    each process unless ``PYTHONHASHSEED`` is set before the program starts: sets of
+    constants that the model or an argument holds keep their order, but not sets of
+    strings that a forward or an imported module makes.  What is not understood runs
     by threads, as ``engine_reason`` says, or is an error with ``engine="process"``:
     random generators that the model holds, objects in which nobody can see changes, a
     forward that writes parameters or runs a backward that gives them gradients, a

@@ -1,10 +1,13 @@
 """Where replicas may come to differ without a word: absence, change, shared memory."""
 
+import copy
+import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
+from paceline._dp.process import ordered_sets
 from paceline._dp.process.model_memory import ReplicaGradients
 from replicas import (
     Twin,
@@ -317,3 +320,68 @@ def test_draws_of_python_and_numpy_differ_from_step_to_step(wrap):
         numbers = first[:, kind, [0, -1]]
         assert len(numbers.unique()) == numbers.numel()
     assert torch.equal(run(), run())
+
+
+# ---- the order of sets --------------------------------------------------------------
+
+WORDS = [f"word {i}" for i in range(12)]
+
+
+class GoesThroughSets(nn.Module):
+    """Weighs its rows by the places that numbers and words have in sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.numbers = set([33, 1, 17, 9])  # noqa: C405 (it grows, and so it is ordered)
+        self.words = set(WORDS)
+        self.same_words = [self.words]
+        self.pairs = frozenset((word, i) for i, word in enumerate(WORDS))
+
+    def forward(self, x, among=()):
+        out = self.linear(x)
+        found = [sum((i + 1) * n for i, n in enumerate(self.numbers))]
+        of_words = (self.words, self.same_words[0], among)
+        found += [self.places(word for word in words) for words in of_words]
+        found.append(self.places(word for word, _ in self.pairs))
+        return out * torch.tensor(found, dtype=out.dtype).sum()
+
+    @staticmethod
+    def places(words):
+        return sum((i + 1) * WORDS.index(word) ** 2 for i, word in enumerate(words))
+
+
+def test_sets_have_the_callers_order_in_every_replica(wrap):
+    module = GoesThroughSets()  # itself, and no copy: that has orders of its own
+    model = wrap(module)
+    x = integers(7, 3)
+    for among in ((), set(WORDS[3:]), frozenset(WORDS)):
+        assert torch.equal(model(x, among), module(x, among))
+    changes = (
+        lambda: module.words.discard("word 3"),
+        lambda: module.words.add("word 3"),
+        lambda: module.numbers.update([65, 41]),
+        lambda: setattr(module, "pairs", frozenset([("word 2", 1)])),
+    )
+    for change in changes:
+        change()
+        assert torch.equal(model(x), module(x))
+
+
+def test_a_set_made_anew_is_changed_like_any_other():
+    for words in (WORDS, WORDS[::-1]):
+        made = ordered_sets.made(False, tuple(words))
+        assert made == set(words)
+        assert list(made) == list(made.copy()) == list(copy.copy(made)) == words
+        made.discard(words[0])
+        made.add("another")
+        assert list(made) == [*words[1:], "another"]
+        assert pickle.loads(pickle.dumps(made)) == made
+        assert type(pickle.loads(pickle.dumps(made))) is set
+        assert [made.pop() for _ in range(len(made))] == [*words[1:], "another"]
+        with pytest.raises(KeyError):
+            made.pop()
+        frozen = ordered_sets.made(True, tuple(words))
+        assert list(frozen) == words
+        assert hash(frozen) == hash(frozenset(words))
+        assert type(pickle.loads(pickle.dumps(frozen))) is frozenset

@@ -27,6 +27,8 @@ from torch import nn
 
 from paceline import _native
 from paceline._compat import torch_core, torch_ops
+from paceline._dp.process import ordered_sets
+from paceline._dp.process.watchable import ATOMS
 from paceline._replicas.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -123,24 +125,6 @@ def globals_of(key: tuple[Any, ...], known: dict[Any, Any]) -> dict[str, Any]:
     return home
 
 
-ATOMS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        type(...),
-        torch.dtype,
-        torch.device,
-        torch.Size,
-    }
-)
-"""Types whose values hold nothing, and never change."""
-
-
 class Whole:
     """Stands for a part that is pickled as its class says, and not by its key."""
 
@@ -173,6 +157,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._script_globals = script_globals
         self.state = state
         self._bases: dict[int, Any] = {}
+        self._sets: dict[int, Any] = {}
+        self._is_for_replica = state is not None or script_globals is not None
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) in ATOMS:
@@ -191,9 +177,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.state.see(value)
         if self.records_alone:
             return _left_out(value)
+        if self._is_for_replica and ordered_sets.has_order(value):
+            return self._key_of_set(value)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             self._check_grad(value)
         return None
+
+    def _key_of_set(self, value: Any) -> tuple[Any, ...]:
+        """Return what a set is made of, once in this stream: it stays one object."""
+        at = id(value)
+        if at in self._sets:
+            return "set", at
+        self._sets[at] = value  # lives on, so that its id is no other's
+        return "set", at, type(value) is frozenset, *value
 
     def _check_grad(self, value: torch.Tensor) -> None:
         if self.state is None or not self.state.is_at_made:
@@ -321,10 +317,16 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, known: dict[Any, Any]) -> None:
         super().__init__(file)
         self._known = known
+        self._sets: dict[int, Any] = {}
 
     def persistent_load(self, key: Any) -> Any:
         if key[0] == "globals":
             return globals_of(key, self._known)
+        if key[0] == "set":
+            _, at, *described = key
+            if described:
+                self._sets[at] = ordered_sets.made(described[0], tuple(described[1:]))
+            return self._sets[at]
         return self._known[key]
 
 

@@ -29,7 +29,7 @@ from torch import nn
 from paceline import _native
 from paceline._compat import torch_weights
 from paceline._dp.process import holders, pickling
-from paceline._dp.process.watchable import cache_slot_names, watchable
+from paceline._dp.process.watchable import ATOMS, cache_slot_names, watchable
 from paceline._replicas.errors import UnsupportedModelError
 
 Attribute = tuple[int, str]
@@ -246,7 +246,7 @@ class ModelState:
             for name, value in list(vars(part).items()):
                 if name in _OWN_NAMES or name in _OF_THIS_PROCESS:
                     continue
-                if type(value) in pickling.ATOMS:
+                if type(value) in ATOMS:
                     plain.append((name, value))
                 else:
                     self._current = (i, name)
@@ -309,7 +309,7 @@ class ModelState:
             return False
         held = vars(self._parts[i])
         return i not in self._whole or all(
-            name in held and type(held[name]) in pickling.ATOMS for name in names
+            name in held and type(held[name]) in ATOMS for name in names
         )
 
     def _accept_buffers(self, at: int) -> bool:
@@ -413,7 +413,7 @@ class ModelState:
             self.is_stale = True
             return
         value = live.get(owner) if isinstance(owner, str) else live
-        if type(value) in pickling.ATOMS or isinstance(value, torch.Tensor):
+        if type(value) in ATOMS or isinstance(value, torch.Tensor):
             return
         pickling.Recorder(self, self._keys, self._script_globals).write((value,))
         self._n_grown += 1
@@ -431,7 +431,7 @@ class ModelState:
         recorder = pickling.Recorder(self, self._keys, self._script_globals)
         for i, name in group:
             value = vars(self._parts[i]).get(name)
-            if type(value) not in pickling.ATOMS and i not in self._whole:
+            if type(value) not in ATOMS and i not in self._whole:
                 self._current = (i, name)
                 recorder.write((value,))
         self._current = STRUCTURE

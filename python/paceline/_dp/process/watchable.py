@@ -21,6 +21,24 @@ _HEAP_TYPE = 1 << 9  # nor leaves this out; types written in C may have both
 _CONTAINERS = (list, dict, set, deque, bytearray, array)
 
 
+ATOMS = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.Size,
+    }
+)
+"""Types whose values hold nothing, and never change."""
+
+
 class _Named(NamedTuple):
     field: Any
 
