@@ -1,10 +1,13 @@
 """Where replicas may come to differ without a word: absence, change, shared memory."""
 
 import copy
+import os
 import pickle
 import random
+import sys
 
 import numpy as np
+import paceline
 import pytest
 import torch
 from paceline._dp.process import ordered_sets
@@ -12,6 +15,7 @@ from paceline._dp.process.model_memory import ReplicaGradients
 from replicas import (
     Twin,
     assert_same_grads,
+    integer_weights,
     integers,
     linear,
     loss_of,
@@ -385,3 +389,55 @@ def test_a_set_made_anew_is_changed_like_any_other():
         assert list(frozen) == words
         assert hash(frozen) == hash(frozenset(words))
         assert type(pickle.loads(pickle.dumps(frozen))) is frozenset
+
+
+# ---- hashes -------------------------------------------------------------------------
+
+
+class Hashes(nn.Module):
+    """Puts words into one of some thousand drawers, as hash() has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x, word):
+        return self.linear(x) * self.drawer(word)
+
+    @staticmethod
+    def drawer(word):
+        return hash(word) % 4096
+
+
+class HasAHash(nn.Linear):
+    """Hashes nothing but itself, and has a method of the builtin's name."""
+
+    def __hash__(self):
+        return hash(id(self))
+
+    def hash(self, x):
+        return 2 * x
+
+    def forward(self, x):
+        return self.hash(super().forward(x))
+
+
+@pytest.mark.skipif(
+    not sys.flags.hash_randomization or os.environ.get("PYTHONHASHSEED", "").isdigit(),
+    reason="strings have the same hash in every process",
+)
+def test_a_model_that_hashes_strings_has_its_replicas_as_threads():
+    module = Hashes()
+    model = paceline.DataParallel(module, ["cpu"] * 2)
+    x = integers(7, 3)
+    assert torch.equal(model(x, "a word"), module(x, "a word"))
+    assert model.engine == "thread"
+    assert "hash()" in model.engine_reason
+    model.close()
+
+
+def test_a_hash_of_ones_own_disturbs_no_processes(wrap):
+    module = integer_weights(HasAHash(3, 3))
+    model = wrap(module)
+    x = integers(7, 3)
+    assert torch.equal(model(x), module(x))

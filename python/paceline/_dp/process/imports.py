@@ -10,6 +10,7 @@ libraries are not looked into.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import importlib
@@ -31,6 +32,8 @@ from paceline._replicas.generators import contents_of, names_of
 
 Entry = tuple[str, str]
 """A module's name, and the name of one of its globals."""
+
+_HASH = "builtins", "hash"
 
 _DEEPEST = 4
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -98,6 +101,8 @@ class _Reached:
             if not is_own(home):
                 return
             names = names_of(value.__code__)
+            if _calls_hash(value.__code__):
+                self.entries[_HASH] = hash
             for name in names & value.__globals__.keys():
                 held = value.__globals__[name]
                 self._add(home, name, held)
@@ -112,6 +117,21 @@ class _Reached:
         if is_imported and name.isidentifier():  # pytest's own are not
             self.entries[module, name] = value
         self._todo.append(value)
+
+
+@functools.lru_cache(1 << 14)
+def _calls_hash(code: types.CodeType) -> bool:
+    """Tell whether code that makes no hash of an object itself asks for one."""
+    if code.co_name == "__hash__":
+        return False
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(map(_calls_hash, inner)) or (
+        "hash" in code.co_names
+        and any(
+            step.argval == "hash" and step.opname == "LOAD_GLOBAL"
+            for step in dis.get_instructions(code)
+        )
+    )
 
 
 # ---- digests ------------------------------------------------------------------------
@@ -130,6 +150,8 @@ def _digest(value: Any, home: str, depth: int = 0) -> Any:
     """Return what two processes have alike where a value is alike in both."""
     if isinstance(value, _ATOMS):
         return repr(value)
+    if value is hash:
+        return hash("a string")
     if isinstance(value, types.ModuleType):
         return value.__name__
     if isinstance(value, types.FunctionType):
@@ -251,6 +273,11 @@ class Imported:
         self._theirs.update(theirs)
         ours = digests_of(self.entries)
         for (module, name), digest in ours.items():
+            if digest != theirs[module, name] and (module, name) == _HASH:
+                raise UnsupportedModelError(
+                    "its code calls hash(), by which strings have another number in "
+                    "each process, unless PYTHONHASHSEED is set"
+                )
             if digest != theirs[module, name]:
                 raise UnsupportedModelError(
                     f"{module}.{name} is not in this process what a fresh import of "
