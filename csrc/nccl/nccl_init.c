@@ -87,8 +87,10 @@ static pl_status meet(void *context)
             ? lib->CommInitRank(&it->comm, it->world_size, it->id, it->rank)
             : lib->CommInitRankConfig(&it->comm, it->world_size, it->id, it->rank,
                                       &it->config);
-    if (!pli_nccl_is_taken(result))
+    if (!pli_nccl_is_taken(result)) {
         st = pli_nccl_fail(lib, NULL, result, doing);
+        it->comm = NULL; /* nothing may be called on it */
+    }
     pli_cuda_leave(it->backend, &scope);
 done:
     return st;
@@ -137,8 +139,9 @@ static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
         it = NULL;
         goto done;
     }
-    if (st == PL_OK)
-        self->comm = it->comm; /* no other thread knows of it yet */
+    /* No other thread knows of it yet.  There is one also where the ranks have met in
+     * the moment in which this one gave up: it is for whoever frees `self` to abort. */
+    self->comm = it->comm;
 done:
     free_meeting(it);
     return st;

@@ -78,11 +78,24 @@ typedef struct meeting {
     atomic_int n_made;
     atomic_int n_over;
     atomic_int is_refused; /* `poll` fails from now on */
+    atomic_int n_polls;
+    atomic_int are_made;
+    atomic_int n_awaited; /* communicators: `poll` comes back once they are made */
 } meeting;
 
 static pl_status poll_meeting(void *context)
 {
     meeting *it = context;
+    atomic_fetch_add(&it->n_polls, 1);
+    while (atomic_load(&it->n_awaited) > 0) {
+        if (fake_live(FAKE_COMMS) == atomic_load(&it->n_awaited))
+            atomic_store(&it->are_made, 1);
+        if (atomic_load(&it->are_made))
+            break;
+        pli_sleep_ns(100000);
+    }
+    if (atomic_load(&it->n_awaited) > 0)
+        pli_sleep_ns(100 * PLI_MS); /* for the threads that have made them */
     if (atomic_load(&it->is_refused))
         return pli_fail(PL_EPEER, "somebody has gone");
     return PL_OK;
@@ -241,6 +254,33 @@ static void who_waits_for_a_rank_that_does_not_come_gives_up(void)
     CHECK(atomic_load(&it.n_over) >= 1);
 }
 
+/* Who waits gives up in the very moment in which NCCL has met the last rank. */
+static void give_up_too_late(gpu_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    meeting *it = self->all->context;
+    const int is_last = self->rank == self->all->world_size - 1;
+    atomic_store(&it->n_awaited, self->all->world_size);
+    atomic_store(&it->is_refused, 1);
+    while (is_last && atomic_load(&it->n_polls) < self->all->world_size - 1)
+        pli_sleep_ns(100000);
+    const pl_status st = make(self, RANKS_DEADLINE_NS, &nccl);
+    while (!atomic_load(&it->are_made)) /* what this one has made is one of them */
+        pli_sleep_ns(100000);
+    CHECK(is_last || (st == PL_EPEER && nccl == NULL));
+    pli_nccl_destroy(nccl);
+}
+
+static void what_has_been_made_for_one_that_gives_up_is_aborted(void)
+{
+    for (int blocks = 0; blocks < 2; blocks++) {
+        meeting it;
+        gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
+        all.blocks = blocks;
+        run_ranks(&all, &it, give_up_too_late);
+    }
+}
+
 /* ---- aborting ------------------------------------------------------------------- */
 
 typedef struct aborter {
@@ -377,6 +417,7 @@ int main(void)
     RUN(calls_block_where_nobody_wants_another_way);
     RUN(nccl_2_26_is_called_by_calls_that_block);
     RUN(who_waits_for_a_rank_that_does_not_come_gives_up);
+    RUN(what_has_been_made_for_one_that_gives_up_is_aborted);
     RUN(an_abort_from_another_thread_ends_all_that_runs);
     RUN(memory_is_nccls_where_it_has_some);
     RUN(errors_are_told_in_nccls_own_words);
