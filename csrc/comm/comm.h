@@ -94,6 +94,10 @@ typedef struct pl_comm_ops {
     /* All device operations issued so far come before what `stream` does from now on.
      * They have been enqueued by the time it returns.  NULL: there are none. */
     pl_status (*order)(pl_comm *comm, pl_stream *stream);
+    /* A step has failed: what `stream` holds may still touch the device's memory, and
+     * no operation is behind it.  What the world does from now on is, and the end of
+     * that memory.  NULL: there is none. */
+    void (*follow)(pl_comm *comm, pl_stream *stream);
     /* Maps a range of this rank's own arena once more, and, in a forked child, makes
      * such a mapping private; NULL: this kind cannot. */
     pl_status (*map_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
@@ -191,6 +195,13 @@ pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order
 static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)
 {
     return comm->ops->order != NULL ? comm->ops->order(comm, stream) : PL_OK;
+}
+
+/* A no-op without a device. */
+static inline void pli_comm_follow(pl_comm *comm, pl_stream *stream)
+{
+    if (comm->ops->follow != NULL)
+        comm->ops->follow(comm, stream);
 }
 
 /* A no-op without a device. */

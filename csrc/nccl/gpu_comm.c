@@ -198,6 +198,24 @@ done:
     return st;
 }
 
+/* A captured stream is left alone: its work is in the graph, or nowhere. */
+static void gpu_follow(pl_comm *comm, pl_stream *stream)
+{
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    pl_backend *backend = self->backend;
+    pl_stream *const streams[] = {stream, self->side};
+    if (self->owner_pid != getpid())
+        return;
+    for (int k = 0; k < 2; k++) {
+        int is_captured = 0;
+        if (pli_cuda_is_capturing(backend, streams[k], &is_captured) != PL_OK ||
+            is_captured)
+            return;
+    }
+    if (backend->ops->event_record(backend, self->drained, stream) == PL_OK)
+        (void)!backend->ops->event_wait(backend, self->drained, self->side);
+}
+
 /* ---- messages and memory--------------------------------------------------------- */
 
 static void gpu_abort(pl_comm *comm, const char *message)
@@ -348,6 +366,7 @@ static const pl_comm_ops gpu_ops = {
     .arena = gpu_arena,
     .memory = gpu_memory,
     .order = gpu_order,
+    .follow = gpu_follow,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = pli_gpu_comm_prepare,

@@ -52,7 +52,8 @@ typedef struct pli_gpu_comm {
     pl_event *captured;     /* behind the last operation that was captured */
     atomic_int is_captured; /* there was one */
     int64_t gone_since_ns;  /* the watchdog's: 0: every rank was there */
-    pl_event *drained;      /* behind the last of a failed step, or trial */
+    pl_event *drained;      /* behind the last of a failed step, or trial,
+                          or what follow() is behind */
     pl_event *last;         /* behind the last operation; NULL: there was none */
 
     pthread_mutex_t lock;  /* round the end of a step, and of all below */

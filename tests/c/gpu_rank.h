@@ -293,9 +293,7 @@ static inline void forget_kept(kept_view *it)
 static inline void gpu_rank_destroy(gpu_rank *self)
 {
     CUcontext popped = NULL;
-    for (size_t k = 0; k < self->n_streams; k++)
-        CHECK(cuStreamSynchronize(self->streams[k]) == 0);
-    pl_reducer_destroy(self->reducer);
+    pl_reducer_destroy(self->reducer); /* while what it has enqueued is under way */
     pli_window_release(self->window);
     if (self->rank % 2 == 0) /* views may outlive the world */
         for (size_t k = 0; k < GPU_KEPT; k++)
@@ -303,6 +301,8 @@ static inline void gpu_rank_destroy(gpu_rank *self)
     pl_comm_destroy(self->comm);
     for (size_t k = 0; k < GPU_KEPT; k++)
         forget_kept(&self->kept[k]);
+    for (size_t k = 0; k < self->n_streams; k++)
+        CHECK(cuStreamSynchronize(self->streams[k]) == 0);
     for (size_t k = 0; k < self->n_streams; k++) {
         block_pool *pool = &self->pools[k];
         while (pool->n_unused > 0)
