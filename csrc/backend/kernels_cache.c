@@ -98,7 +98,8 @@ void *pli_kernels_cache_read(uint64_t key)
     char path[PATH_MAX];
     if (!path_of(key, path))
         return NULL;
-    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    /* What is in the file's place may be a pipe that nobody writes to. */
+    const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0)
         return NULL;
     void *image = read_image(file, key);
