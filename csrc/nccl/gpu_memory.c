@@ -71,6 +71,22 @@ void pli_pool_add_reader(pli_pool *pool, pl_stream *stream)
     (void)pthread_mutex_unlock(&pool->lock);
 }
 
+/* A stream of the user's that has been destroyed since is none any more; asked about,
+ * the driver fails. */
+static void forget_lost_readers(pli_pool *pool)
+{
+    int n_left = 0;
+    (void)pthread_mutex_lock(&pool->lock);
+    for (int i = 0; i < PLI_POOL_READERS && pool->readers[i] != NULL; i++) {
+        pl_stream *reader = pool->readers[i];
+        int ignored = 0;
+        pool->readers[i] = NULL;
+        if (pli_cuda_is_capturing(pool->options.backend, reader, &ignored) == PL_OK)
+            pool->readers[n_left++] = reader;
+    }
+    (void)pthread_mutex_unlock(&pool->lock);
+}
+
 static int streams_of(pli_pool *pool, pl_stream *out[PLI_POOL_MARKS])
 {
     int n = 2;
@@ -110,6 +126,7 @@ static void mark(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
     pl_stream *streams[PLI_POOL_MARKS];
+    forget_lost_readers(block->pool);
     const int n = streams_of(block->pool, streams);
     int n_recorded = 0;
     if (is_any_captured(backend, streams, n))

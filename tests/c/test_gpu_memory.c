@@ -176,6 +176,36 @@ static void memory_is_freed_behind_the_newest_readers(void)
     gpu_ranks_run_world(&all, order_many_streams);
 }
 
+/* The user's stream is destroyed, which the world does not hear of. */
+static void destroy_a_reader(gpu_rank *self)
+{
+    CUstream stream = NULL;
+    pli_cuda_scope scope;
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
+    if (enqueue_step(self))
+        CHECK_OK(pli_comm_order(self->comm, (pl_stream *)(void *)stream));
+    CHECK(cuStreamSynchronize(stream) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+    pli_cuda_leave(self->backend, &scope);
+    end_world(self);
+    CHECK(fake_bytes_in_use(self->rank) == 0);
+}
+
+static void a_reader_that_has_gone_does_not_keep_the_memory(void)
+{
+    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_LATE);
+    all.fake.quiet = 1;
+    if (!gpu_ranks_start(&all))
+        return;
+    CHECK(gpu_ranks_run(&all, destroy_a_reader, NULL) == 0);
+    /* There is no other way to find out. */
+    CHECK(fake_errors() == 1 && strstr(fake_error(0), "was used after its end") != 0);
+    fake_forget_errors();
+    gpu_ranks_end(&all);
+}
+
 /* ---- where it comes from -------------------------------------------------------- */
 
 static atomic_int n_emptied;
@@ -309,6 +339,7 @@ int main(void)
     RUN(memory_is_deregistered_and_freed_behind_its_last_operation);
     RUN(a_view_that_outlives_its_world_is_freed_behind_its_reader);
     RUN(memory_is_freed_behind_the_newest_readers);
+    RUN(a_reader_that_has_gone_does_not_keep_the_memory);
     RUN(caches_are_emptied_once_where_there_is_no_memory);
     RUN(small_arenas_are_not_of_an_nccl_that_rounds_far_up);
     RUN(new_memory_is_zeros);
