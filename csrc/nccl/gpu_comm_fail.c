@@ -158,7 +158,7 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     *is_base = 1;
     PL_TRY(pli_comm_query(self->base, PLI_QUERY_STEP));
     *is_base = 0;
-    if (self->nccl != NULL)
+    if (self->nccl != NULL && !self->is_given_up)
         PL_TRY(pli_nccl_check(self->nccl));
     PL_TRY(pli_inflight_oldest(&self->inflight, &oldest));
     *is_base = 1;

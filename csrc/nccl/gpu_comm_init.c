@@ -86,6 +86,7 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     st = meet_in_nccl(self, id, &nccl);
     (void)pthread_mutex_lock(&self->lock);
     self->nccl = nccl;
+    self->is_given_up = 0;
     (void)pthread_mutex_unlock(&self->lock);
     PL_TRY(pli_gpu_comm_tell(self, st));
     PL_TRY(register_memory(self, nccl));

@@ -60,6 +60,7 @@ typedef struct pli_gpu_comm {
     atomic_int phase;      /* pli_gpu_comm_phase; read without the lock */
     uint64_t generation;   /* of the communicator */
     pli_nccl *nccl;        /* NULL: a world of one, or none yet */
+    int is_given_up;       /* the rank's thread ends that, and tells why */
     pl_ticket base_ticket; /* of the base's last operation */
     uint64_t n_at_ticket;  /* device operations before that */
     uint64_t n_agreed;     /* ... of which every rank has said that it has enqueued

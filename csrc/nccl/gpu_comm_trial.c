@@ -302,9 +302,13 @@ done:
 /* Ends the trial, of which nobody wants the outcome any more. */
 static void give_up(trial *it, const pli_helper *helper)
 {
+    pli_gpu_comm *self = it->self;
     pli_backoff waiting = pli_backoff_begin(LEFT_MS * PLI_MS, NULL, NULL);
     atomic_store(&it->is_given_up, 1);
-    pli_nccl_abort(it->self->nccl);
+    (void)pthread_mutex_lock(&self->lock);
+    self->is_given_up = 1; /* an abort is no reason: the watchdog is to find none */
+    (void)pthread_mutex_unlock(&self->lock);
+    pli_nccl_abort(self->nccl);
     (void)!pli_helper_wait(helper, &waiting, doing);
 }
 

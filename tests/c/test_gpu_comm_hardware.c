@@ -256,6 +256,35 @@ static void a_step_connects_nothing(void)
     }
 }
 
+/* Only one rank comes to the trial, until it gives up. */
+static void prepare_alone(gpu_rank *self)
+{
+    if (self->rank == 0) {
+        CHECK(prepare(self) == PL_ETIMEOUT);
+        CHECK(error_has("the first operations on the device"));
+    }
+    await_all(self);
+    if (self->rank == 1) {
+        CHECK(pl_comm_progress(self->comm) == PL_EPEER);
+        if (!CHECK(error_has("the first operations on the device")))
+            CHECK_MORE("%s", pl_error_message());
+    }
+}
+
+static void a_trial_that_is_given_up_is_told_by_its_reason(void)
+{
+    for (int blocks = 0; blocks < 2; blocks++) {
+        atomic_int n_here = 0;
+        gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+        all.blocks = blocks;
+        all.context = &n_here;
+        all.deadline_ns = SOON_NS;
+        all.fake.lazy_connect = 0;
+        all.fake.abort_ms = 500; /* the watchdog looks meanwhile */
+        gpu_ranks_run_world(&all, prepare_alone);
+    }
+}
+
 /* What comes into the memory before the trial is read behind it by nobody. */
 static void copy_out_and_prepare(gpu_rank *self)
 {
@@ -448,6 +477,7 @@ int main(void)
     RUN(a_healthy_end_waits_for_no_proxy_beyond_the_deadline);
     RUN(a_thread_that_is_left_behind_takes_nothing_of_its_maker);
     RUN(a_step_connects_nothing);
+    RUN(a_trial_that_is_given_up_is_told_by_its_reason);
     RUN(a_trial_comes_behind_what_the_stream_still_reads);
     RUN(memory_that_a_connection_lacks_is_missed_at_construction);
     RUN(numbers_that_are_wrong_are_found_at_construction);

@@ -65,6 +65,7 @@ typedef struct fake_options {
                          done, and goes on from there some time later */
     int proxy_blocks; /* calls that wait for a proxy which never answers, until the
                          communicator is aborted: 1 ncclCommDeregister, 2 Finalize */
+    int abort_ms;     /* that ncclCommAbort takes, before it does anything */
     int queue_depth;  /* launches of a communicator that its device takes; the next one
                          blocks the host until one is done.  0: any number */
     int64_t corrupt_bytes; /* the last element of an all-reduce of so many, or more, is

@@ -265,6 +265,7 @@ static int set_option(fake_options *it, const char *name, const char *text)
                 {"peers", &it->peers},
                 {"net", &it->net},
                 {"proxy_blocks", &it->proxy_blocks},
+                {"abort_ms", &it->abort_ms},
                 {"queue_depth", &it->queue_depth},
                 {"one_bus", &it->one_bus},
                 {"share_device", &it->share_device},

@@ -1,5 +1,6 @@
 /* fake_nccl.c - communicators: made, watched, ended. */
 #include <stdarg.h>
+#include <unistd.h>
 
 #include "nccl_state.h"
 
@@ -303,6 +304,7 @@ static void wait_for_graphs(ncclComm_t comm, const char *what)
 /* What runs on the device ends at once; what is queued will, when its turn comes. */
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
+    (void)usleep((unsigned)fk.options.abort_ms * 1000);
     FAKE_CALL(ncclCommAbort);
     const int result = check_comm(comm, "ncclCommAbort");
     if (result != ncclSuccess)
