@@ -27,7 +27,7 @@ static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out
     return pli_nccl_create(&options, out);
 }
 
-pl_status pli_gpu_comm_tell(pli_gpu_comm *self, pl_status st)
+pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st)
 {
     char message[PLI_GPU_MESSAGE_BYTES];
     if (st != PL_OK && !pli_comm_is_group_comm(self->base)) {
@@ -88,9 +88,9 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self)
     self->nccl = nccl;
     self->is_given_up = 0;
     (void)pthread_mutex_unlock(&self->lock);
-    PL_TRY(pli_gpu_comm_tell(self, st));
+    PL_TRY(pli_gpu_comm_agree_on(self, st));
     PL_TRY(register_memory(self, nccl));
-    PL_TRY(pli_gpu_comm_tell(self, pli_gpu_comm_try(self)));
+    PL_TRY(pli_gpu_comm_agree_on(self, pli_gpu_comm_try(self)));
 done:
     return st;
 }

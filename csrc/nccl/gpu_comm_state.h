@@ -100,7 +100,7 @@ pl_status pli_gpu_comm_meet(pli_gpu_comm *self) PL_MUST_USE;
 
 /* Collective: what has come of something that all ranks are at in NCCL.  Where this
  * rank has failed the others are told, who may wait for it.  Else as agree. */
-pl_status pli_gpu_comm_tell(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
+pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 
 /* ---- gpu_comm_trial.c ----------------------------------------------------------- */
 

@@ -422,7 +422,7 @@ pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
         goto done;
     PL_TRY(pli_gpu_comm_check(self));
     PL_TRY(check_ranges(ranges, n_ranges)); /* the same on every rank */
-    st = pli_gpu_comm_tell(self, try_ranges(self, ranges, n_ranges, order->ready));
+    st = pli_gpu_comm_agree_on(self, try_ranges(self, ranges, n_ranges, order->ready));
     if (st != PL_OK)
         pli_gpu_comm_fail(self, self->generation, PL_OK);
 done:

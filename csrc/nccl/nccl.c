@@ -74,7 +74,7 @@ done:
     return st;
 }
 
-pl_status pli_nccl_settle(pli_nccl *self, const char *doing)
+pl_status pli_nccl_await_call(pli_nccl *self, const char *doing)
 {
     pl_status st = PL_OK;
     pli_nccl_result state = PLI_NCCL_IN_PROGRESS;
@@ -118,7 +118,7 @@ static pl_status end_call(pli_nccl *self, const pli_cuda_scope *scope,
         st = pli_nccl_fail(self->library, comm, result, doing);
     (void)pthread_mutex_unlock(&self->lock);
     if (st == PL_OK) /* also after a success: NCCL has been seen to say so too early */
-        st = pli_nccl_settle(self, doing);
+        st = pli_nccl_await_call(self, doing);
     pli_cuda_leave(self->backend, scope);
     return st;
 }

@@ -128,7 +128,7 @@ static int flush(pli_nccl *self, int64_t most_ns)
         return 0;
     self->poll = NULL; /* whoever else ends, too, has done no wrong */
     self->deadline_ns = most_ns;
-    return pli_nccl_settle(self, "flushing") == PL_OK;
+    return pli_nccl_await_call(self, "flushing") == PL_OK;
 }
 
 void pli_nccl_finish(pli_nccl *self, int64_t most_ns)

@@ -162,7 +162,7 @@ pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out)
     self->owner_pid = getpid();
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     PL_TRY(meet_aside(self, options));
-    PL_TRY(pli_nccl_settle(self, doing));
+    PL_TRY(pli_nccl_await_call(self, doing));
     *out = self;
     self = NULL;
 done:

@@ -35,6 +35,6 @@ pl_status pli_nccl_fail(const pli_nccl_library *library, pli_nccl_comm comm,
                         pli_nccl_result result, const char *doing);
 
 /* Waits until NCCL has ended what it was called for. */
-pl_status pli_nccl_settle(pli_nccl *self, const char *doing) PL_MUST_USE;
+pl_status pli_nccl_await_call(pli_nccl *self, const char *doing) PL_MUST_USE;
 
 #endif

@@ -76,7 +76,8 @@ int pli_outputs_kind(const joiner *self, PyObject *values, const step *at, int *
 /* ---- lists of rows -------------------------------------------------------------- */
 
 /* Looks into one list: is there a tensor or an array, is there a plain value? */
-static int look_into(const joiner *self, PyObject *list, int *has_leaf, int *has_value)
+static int search_list(const joiner *self, PyObject *list, int *has_leaf,
+                       int *has_value)
 {
     pli_walk walk;
     int status = pli_walk_begin(&walk, self->state, 0);
@@ -117,7 +118,7 @@ int pli_lists_are_by_row(const joiner *self, PyObject *lists, const step *at)
 {
     int has_leaf = 0, has_value = 0;
     for (Py_ssize_t k = 0; k < self->n; k++)
-        if (look_into(self, PyTuple_GET_ITEM(lists, k), &has_leaf, &has_value) != 0)
+        if (search_list(self, PyTuple_GET_ITEM(lists, k), &has_leaf, &has_value) != 0)
             return -1;
     if (has_leaf || !has_value)
         return 0;
