@@ -20,6 +20,7 @@ typedef int nvrtc_result; /* 0: success */
 typedef struct nvrtc_job *nvrtc_program;
 
 enum { INVALID_OPTION = 5 };
+static const char rounding[] = "--fmad=false"; /* as the CPU's: one rounding a step */
 enum { MAX_ARCHS = 64, MAX_WORDS = 300, N_OPTIONS = 3 };
 
 #define NVRTC_MAP(X)                                                                   \
@@ -203,9 +204,8 @@ static pl_status compile_for(const nvrtc *self, int compute, int has_large,
     pl_status st = PL_OK;
     nvrtc_program program = NULL;
     char arch[64];
-    const char *const options[N_OPTIONS] = {arch, "--fmad=false",
-                                            has_large ? "-DPLI_TAKES_LARGE=1"
-                                                      : "-DPLI_TAKES_LARGE=0"};
+    const char *const options[N_OPTIONS] = {
+        arch, rounding, has_large ? "-DPLI_TAKES_LARGE=1" : "-DPLI_TAKES_LARGE=0"};
     int is_cubin = 0;
     int is_known = 0;
     PL_TRY(create_program(self, &program));
@@ -231,6 +231,7 @@ static uint64_t key_of(int compute, int has_large, int major, int minor)
     pli_kernels_text texts[PLI_KERNELS_N_TEXTS];
     uint64_t key = pli_hash_with((uint64_t)compute, (uint64_t)has_large);
     key = pli_hash_with(key, (uint64_t)major * 1000 + (uint64_t)minor);
+    key = pli_hash_with(key, pli_hash_bytes(rounding, sizeof rounding));
     pli_kernels_texts(texts);
     for (int i = 0; i < PLI_KERNELS_N_TEXTS; i++)
         key = pli_hash_with(key, pli_hash_bytes(texts[i].text, strlen(texts[i].text)));
