@@ -23,7 +23,8 @@
 
 #include "nccl.h"
 
-enum { PLI_POOL_READERS = 4, PLI_POOL_MARKS = PLI_POOL_READERS + 2 };
+/* As many as torch makes for a device: a program with more has the newest in mind. */
+enum { PLI_POOL_READERS = 32, PLI_POOL_MARKS = PLI_POOL_READERS + 2 };
 
 typedef struct pli_block {
     pli_memory_ref ref;
