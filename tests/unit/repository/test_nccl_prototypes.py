@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = ROOT / "csrc" / "nccl" / "nccl_library.h"
 
-# NCCL's header wants CUDA's, of which it needs two names.
+# NCCL's header wants CUDA's, of which it needs these names.
 CUDA_RUNTIME = """
 typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 #define CUDART_VERSION 12000
+#define __CUDA_BF16_TYPES_EXIST__
 """
 
 # Our lines are read with the types of NCCL, so that functions are the very same ones.
@@ -35,7 +36,9 @@ typedef ncclConfig_t pli_nccl_config;
 #define OF(name, result, arguments) \\
     SAME(__typeof__(&nccl##name), result(*) arguments);
 PLI_NCCL_REQUIRED_MAP(OF)
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
 PLI_NCCL_OPTIONAL_MAP(OF)
+#endif
 """
 
 VALUES = """
