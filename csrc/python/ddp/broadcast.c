@@ -37,20 +37,22 @@ static int read_tensors(const module_state *state, const world_object *world,
 }
 
 /* All loads, each waited for as ranks wait; -1 with an exception. */
-static int carry(const module_state *state, pli_broadcast_many *all)
+static int carry(const module_state *state, const world_object *world,
+                 pli_broadcast_many *all)
 {
+    PyThreadState *thread;
     pl_status st;
     pl_ticket ticket = 0;
     while (all->n_left > 0) {
-        Py_BEGIN_ALLOW_THREADS
+        thread = pli_world_let_go(world);
         st = pli_broadcast_many_issue(all, &ticket);
-        Py_END_ALLOW_THREADS
+        pli_world_take_back(thread);
         if (pli_check(state, st) != 0 ||
             pli_wait_for_ticket(state, all->comm, ticket) != 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
+        thread = pli_world_let_go(world);
         st = pli_broadcast_many_receive(all);
-        Py_END_ALLOW_THREADS
+        pli_world_take_back(thread);
         if (pli_check(state, st) != 0)
             return -1;
     }
@@ -74,7 +76,7 @@ static int broadcast(const module_state *state, const world_object *world,
     if (all.is_on_device && pli_gpu_current_stream(state, world->gpu, &all.stream) != 0)
         goto done;
     if (pli_check(state, pli_broadcast_many_begin(&all)) == 0)
-        status = carry(state, &all);
+        status = carry(state, world, &all);
     pli_broadcast_many_end(&all);
 done:
     pli_free(ranges);
