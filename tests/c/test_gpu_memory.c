@@ -119,6 +119,58 @@ static void memory_is_deregistered_and_freed_behind_its_last_operation(void)
     }
 }
 
+static int is_behind(gpu_rank *self, int of_user)
+{
+    pl_stream *side = pli_cuda_side_stream(self->backend);
+    return cuStreamQuery(cu(of_user ? self->stream : side)) != 0;
+}
+
+/* A backward that failed has left work on a user's stream, and no operation behind it.
+ */
+static void end_behind_a_failed_step(gpu_rank *self)
+{
+    CUstream stream = NULL;
+    pli_cuda_scope scope;
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
+    CHECK(cuMemsetD8Async(
+              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, whole.offset_bytes),
+              0, 64, stream) == 0);
+    pli_comm_follow(self->comm, (pl_stream *)(void *)stream);
+    CHECK(is_behind(self, 0) && !is_behind(self, 1));
+    end_world(self);
+    CHECK(fake_bytes_in_use(self->rank) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+/* What a capture has been given is in its graph, or nowhere. */
+static void follow_a_capture(gpu_rank *self)
+{
+    CUstream stream = NULL;
+    CUgraph graph = NULL;
+    pli_cuda_scope scope;
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
+    CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_RELAXED) == 0);
+    const int n_records = fake_count("cuEventRecord");
+    pli_comm_follow(self->comm, (pl_stream *)(void *)stream);
+    CHECK(fake_count("cuEventRecord") == n_records);
+    CHECK(cuStreamEndCapture(stream, &graph) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+    CHECK(cuStreamDestroy(stream) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+static void what_a_failed_step_left_comes_before_the_end(void)
+{
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
+    gpu_ranks_run_world(&all, end_behind_a_failed_step);
+    gpu_ranks_run_world(&all, follow_a_capture);
+}
+
 /* A view is read after its world has gone, and dropped while that is in flight. */
 static void drop_a_view_that_is_read(gpu_rank *self)
 {
@@ -337,6 +389,7 @@ int main(void)
 {
     RUN(a_world_that_ends_in_a_capture_does_not_spoil_it);
     RUN(memory_is_deregistered_and_freed_behind_its_last_operation);
+    RUN(what_a_failed_step_left_comes_before_the_end);
     RUN(a_view_that_outlives_its_world_is_freed_behind_its_reader);
     RUN(memory_is_freed_behind_the_newest_readers);
     RUN(a_reader_that_has_gone_does_not_keep_the_memory);
