@@ -319,17 +319,10 @@ done:
 
 pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream, int *out)
 {
-    pl_status st = PL_OK;
-    const cuda_backend *const self = as_cuda(backend);
-    int is_pushed = 0;
-    int status = 0;
-    PL_TRY(make_current(self, &is_pushed));
-    PL_CUDA(self->driver, cuStreamIsCapturing(as_cu(stream), &status),
-            "asking whether a CUDA stream is captured");
-    *out = status;
-done:
-    give_back(self, is_pushed);
-    return st;
+    IN_CONTEXT(backend,
+               pli_driver_check(self->driver,
+                                self->driver->cuStreamIsCapturing(as_cu(stream), out),
+                                "asking whether a CUDA stream is captured"));
 }
 
 /* ---- life ----------------------------------------------------------------------- */

@@ -44,6 +44,18 @@ pl_stream *pli_cuda_side_stream(pl_backend *backend);
 /* Non-zero in *out where what `stream` is given is being captured into a graph. */
 pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream,
                                 int *out) PL_MUST_USE;
+/* ... of one of n; non-zero also where the driver does not say. */
+static inline int pli_cuda_may_any_be_captured(pl_backend *backend,
+                                               pl_stream *const *streams, int n)
+{
+    for (int i = 0; i < n; i++) {
+        int is_captured = 0;
+        if (pli_cuda_is_capturing(backend, streams[i], &is_captured) != PL_OK ||
+            is_captured)
+            return 1;
+    }
+    return 0;
+}
 
 /* Between the two, in this thread: the device's context is current, and calls that a
  * capture in another thread would forbid are allowed.  They nest. */

@@ -34,9 +34,8 @@ typedef struct pli_broadcast_many {
     int root;
     const pli_byte_range *ranges;
     size_t n_ranges;
-    pl_stream
-        *stream; /* on a device: what has written the ranges, and will read them */
     int is_on_device;
+    pl_stream *stream; /* there: what has written the ranges, and will read them */
     /* below: set by begin */
     size_t n_left;     /* bytes */
     size_t most_bytes; /* of a load */

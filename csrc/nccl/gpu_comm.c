@@ -204,14 +204,9 @@ static void gpu_follow(pl_comm *comm, pl_stream *stream)
     pli_gpu_comm *self = gpu_comm_of(comm);
     pl_backend *backend = self->backend;
     pl_stream *const streams[] = {stream, self->side};
-    if (self->owner_pid != getpid())
+    if (self->owner_pid != getpid() ||
+        pli_cuda_may_any_be_captured(backend, streams, 2))
         return;
-    for (int k = 0; k < 2; k++) {
-        int is_captured = 0;
-        if (pli_cuda_is_capturing(backend, streams[k], &is_captured) != PL_OK ||
-            is_captured)
-            return;
-    }
     if (backend->ops->event_record(backend, self->drained, stream) == PL_OK)
         (void)!backend->ops->event_wait(backend, self->drained, self->side);
 }

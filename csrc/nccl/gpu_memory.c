@@ -99,18 +99,6 @@ static int streams_of(pli_pool *pool, pl_stream *out[PLI_POOL_MARKS])
     return n;
 }
 
-/* A stream that is captured would take the events into its graph. */
-static int is_any_captured(pl_backend *backend, pl_stream *const *streams, int n)
-{
-    for (int i = 0; i < n; i++) {
-        int is_captured = 0;
-        if (pli_cuda_is_capturing(backend, streams[i], &is_captured) != PL_OK ||
-            is_captured)
-            return 1;
-    }
-    return 0;
-}
-
 static void drop_marks(pli_block *block)
 {
     pl_backend *backend = block->pool->options.backend;
@@ -129,8 +117,8 @@ static void mark(pli_block *block)
     forget_lost_readers(block->pool);
     const int n = streams_of(block->pool, streams);
     int n_recorded = 0;
-    if (is_any_captured(backend, streams, n))
-        return;
+    if (pli_cuda_may_any_be_captured(backend, streams, n))
+        return; /* it would take the events into its graph */
     for (; n_recorded < n; n_recorded++)
         if (backend->ops->event_create(backend, &block->marks[n_recorded]) != PL_OK ||
             backend->ops->event_record(backend, block->marks[n_recorded],
