@@ -70,11 +70,10 @@ class _OrderedSet(set[Any]):
         return iter([*known, *(member for member in later if member not in known)])
 
     def pop(self) -> Any:
-        member = next(iter(self), self)
-        if member is self:
-            raise KeyError("pop from an empty set")
-        self.remove(member)
-        return member
+        for member in self:
+            self.remove(member)
+            return member
+        raise KeyError("pop from an empty set")
 
     def copy(self) -> _OrderedSet:
         return _OrderedSet(tuple(self))
