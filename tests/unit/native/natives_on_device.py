@@ -9,6 +9,7 @@ import ctypes
 import functools
 import gc
 import os
+from unittest import mock
 
 import torch
 from natives import MIB, make_world
@@ -137,8 +138,8 @@ def fake_device(options="schedule=early", exchange=True):
         gc.collect()
     assert fake().fake_reset_text(f"{options},{OPTIONS}".encode()) != 0
     streams = Streams()
-    nccl_before = os.environ.get("PACELINE_LIBNCCL")
-    os.environ["PACELINE_LIBNCCL"] = fake_gpus.library()
+    libnccl = mock.patch.dict(os.environ, PACELINE_LIBNCCL=fake_gpus.library())
+    libnccl.start()
     before = torch_cuda.current_stream
     table = torch.Tensor.__dict__.get("__dlpack_c_exchange_api__")
     torch_cuda.current_stream = streams
@@ -152,10 +153,7 @@ def fake_device(options="schedule=early", exchange=True):
         errors = [fake().fake_error(i) for i in range(fake().fake_errors())]
         assert not errors
     finally:
-        if nccl_before is None:
-            del os.environ["PACELINE_LIBNCCL"]
-        else:
-            os.environ["PACELINE_LIBNCCL"] = nccl_before
+        libnccl.stop()
         torch_cuda.current_stream = before
         if not exchange and table is not None:
             torch.Tensor.__dlpack_c_exchange_api__ = table
