@@ -20,6 +20,21 @@ PLACES = [
     ),
     *(
         (
+            "csrc/nccl/gpu_comm_trial.c",
+            function,
+            piece,
+            ("other stream",),
+            "the host waits for each copy, and for the operation between them, and "
+            "nothing else touches the memory that is tried",
+        )
+        for function, piece in [
+            ("fill_piece", "pli_cuda_write("),
+            ("check_piece", "pli_cuda_read("),
+            ("clear_piece", "pli_cuda_write("),
+        ]
+    ),
+    *(
+        (
             "csrc/reducer/reducer_deliver.c",
             function,
             piece,
