@@ -476,6 +476,11 @@ int pli_cuda_device(const pl_backend *backend)
     return ((const cuda_backend *)backend)->ordinal;
 }
 
+pli_cu_context pli_cuda_context(const pl_backend *backend)
+{
+    return ((const cuda_backend *)backend)->context;
+}
+
 const char *pli_cuda_kernels(const pl_backend *backend)
 {
     return pli_kernels_origin(((const cuda_backend *)backend)->kernels);

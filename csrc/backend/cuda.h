@@ -32,6 +32,9 @@ void pli_cuda_backend_retain(pl_backend *backend);
 
 int pli_cuda_device(const pl_backend *backend);
 
+/* Borrowed. */
+pli_cu_context pli_cuda_context(const pl_backend *backend);
+
 /* Where its kernels come from: "fatbin" or "nvrtc". */
 const char *pli_cuda_kernels(const pl_backend *backend);
 

@@ -26,11 +26,14 @@ typedef struct CUfunc_st *pli_cu_function;
     X(cuDeviceGetCount, 2000, (int *out))                                              \
     X(cuDeviceGet, 2000, (pli_cu_device * out, int ordinal))                           \
     X(cuDeviceGetAttribute, 2000, (int *out, int attribute, pli_cu_device device))     \
+    X(cuDeviceCanAccessPeer, 4000,                                                     \
+      (int *out, pli_cu_device device, pli_cu_device peer))                            \
     X(cuDevicePrimaryCtxRetain, 7000, (pli_cu_context * out, pli_cu_device device))    \
     X(cuDevicePrimaryCtxRelease, 11000, (pli_cu_device device))                        \
     X(cuCtxPushCurrent, 4000, (pli_cu_context context))                                \
     X(cuCtxPopCurrent, 4000, (pli_cu_context * out))                                   \
     X(cuCtxGetCurrent, 4000, (pli_cu_context * out))                                   \
+    X(cuCtxEnablePeerAccess, 4000, (pli_cu_context peer, unsigned flags))              \
     X(cuCtxGetStreamPriorityRange, 5050, (int *least, int *greatest))                  \
     X(cuStreamCreateWithPriority, 5050,                                                \
       (pli_cu_stream * out, unsigned flags, int priority))                             \
@@ -51,6 +54,9 @@ typedef struct CUfunc_st *pli_cu_function;
       (pli_cu_memory to, const void *from, size_t n_bytes, pli_cu_stream stream))      \
     X(cuMemcpyDtoHAsync, 3020,                                                         \
       (void *to, pli_cu_memory from, size_t n_bytes, pli_cu_stream stream))            \
+    X(cuMemcpyPeerAsync, 4000,                                                         \
+      (pli_cu_memory to, pli_cu_context to_context, pli_cu_memory from,                \
+       pli_cu_context from_context, size_t n_bytes, pli_cu_stream stream))             \
     X(cuMemsetD8Async, 3020,                                                           \
       (pli_cu_memory to, unsigned char value, size_t n_bytes, pli_cu_stream stream))   \
     X(cuModuleLoadData, 2000, (pli_cu_module * out, const void *image))                \
@@ -76,6 +82,8 @@ enum {
     PLI_CU_NOT_INITIALIZED = 3, /* from cuInit: in a forked child */
     PLI_CU_NO_DEVICE = 100,
     PLI_CU_NOT_READY = 600,
+    PLI_CU_PEERS_ALREADY = 704,
+    PLI_CU_TOO_MANY_PEERS = 711,
 };
 
 /* Opens libcuda (`path`; NULL: PACELINE_LIBCUDA, else libcuda.so.1) once a process and

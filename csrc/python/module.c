@@ -188,7 +188,9 @@ static PyMethodDef module_methods[] = {
      "scatter(inputs, kwargs, n, dim, /)\n--\n\nSplit a call's arguments by rows over "
      "at most n replicas."},
     {"gather", (PyCFunction)(void (*)(void))pli_gather, METH_FASTCALL,
-     "gather(outputs, sizes, dim, /)\n--\n\nJoin what the replicas returned."},
+     "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin what the replicas "
+     "returned; "
+     "join(tensors, dim) makes one of several tensors, join.packed() of sequences."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nName of the instruction set of the sums."},
     {NULL, NULL, 0, NULL},
 };

@@ -30,6 +30,7 @@
     X(increment_version) /* tells autograd that tensors were overwritten */            \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
     X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
+    X(to_dlpack)         /* and a capsule of a tensor, whatever device is current */   \
     X(sparse_read)       /* these five: paceline._compat.sparse_rows */                \
     X(sparse_room)                                                                     \
     X(sparse_put)                                                                      \
@@ -94,7 +95,10 @@
     X(replica_grads)                                                                   \
     X(grad_hook)                                                                       \
     X(shared_memory)                                                                   \
-    X(channel) X(tree) X(scattered)
+    X(channel)                                                                         \
+    X(tree)                                                                            \
+    X(scattered)                                                                       \
+    X(device_group)
 
 typedef struct module_state {
 #define TYPE_FIELD(name) PyTypeObject *name##_type;

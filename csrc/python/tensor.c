@@ -113,21 +113,6 @@ static int refuse(const char *what)
     return -1;
 }
 
-/* -1 as a stream: nothing is waited for. */
-static PyObject *capsule_of(PyObject *object)
-{
-    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
-    PyObject *none = PyTuple_New(0);
-    PyObject *stream = Py_BuildValue("{s:i}", "stream", -1);
-    PyObject *capsule = method != NULL && none != NULL && stream != NULL
-                            ? PyObject_Call(method, none, stream)
-                            : NULL;
-    Py_XDECREF(stream);
-    Py_XDECREF(none);
-    Py_XDECREF(method);
-    return capsule;
-}
-
 /* *capsule: to be kept while *out is read, and dropped; it may be NULL. */
 static int read_dl(const module_state *state, PyObject *object, const char *what,
                    dl_tensor *out, PyObject **capsule)
@@ -136,13 +121,9 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     if (state->exchange != NULL)
         return state->exchange->tensor_from_object(object, out) == 0 ? 0 : refuse(what);
     PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
-    *capsule = detached != NULL ? capsule_of(detached) : NULL;
-    if (detached != NULL && *capsule == NULL) {
-        /* No capsule is made of a lazy conjugate: of what it is the conjugate of. */
-        PyErr_Clear();
-        Py_SETREF(detached, PyObject_CallMethod(detached, "conj", NULL));
-        *capsule = detached != NULL ? capsule_of(detached) : NULL;
-    }
+    /* torch's __dlpack__() wants the tensor's device to be the current one. */
+    if (detached != NULL)
+        *capsule = PyObject_CallOneArg(state->to_dlpack, detached);
     Py_XDECREF(detached);
     const dl_managed *managed =
         *capsule != NULL ? PyCapsule_GetPointer(*capsule, "dltensor") : NULL;

@@ -22,7 +22,9 @@ def flatten(value: Any, /) -> tuple[Tree, list[Any]]: ...
 def scatter(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], n: int, dim: int, /
 ) -> Scattered: ...
-def gather(outputs: Sequence[Any], sizes: tuple[int, ...], dim: int, /) -> Any: ...
+def gather(
+    outputs: Sequence[Any], sizes: tuple[int, ...], dim: int, join: Any = None, /
+) -> Any: ...
 def measure(
     params: Sequence[torch.Tensor],
     buffers: Sequence[tuple[dict[str, Any], str]],
@@ -57,6 +59,48 @@ class Device:
     @property
     def name(self) -> str: ...
     def synchronize(self) -> None: ...
+
+@final
+class DeviceGroup:
+    def __new__(cls, devices: Sequence[Device]) -> DeviceGroup: ...
+    def streams(self) -> tuple[int, ...]: ...
+    def join(self, streams: tuple[int, ...], /) -> None: ...
+    def copy(
+        self,
+        streams: tuple[int, ...],
+        source: int,
+        tensors: list[torch.Tensor],
+        target: int,
+        places: list[torch.Tensor],
+        /,
+    ) -> None: ...
+    def broadcast(
+        self,
+        streams: tuple[int, ...],
+        ring: torch.Tensor,
+        segments: list[
+            tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
+        ],
+        /,
+    ) -> None: ...
+    def sum(
+        self,
+        streams: tuple[int, ...],
+        rooms: list[torch.Tensor | None],
+        rows: list[tuple[int, torch.Tensor]],
+        to: torch.Tensor,
+        /,
+    ) -> None: ...
+    def pack(
+        self,
+        streams: tuple[int, ...],
+        member: int,
+        gradients: list[torch.Tensor | None],
+        slots: list[torch.Tensor],
+        offsets: list[int],
+        block: torch.Tensor,
+        /,
+    ) -> list[int]: ...
 
 @final
 class World:

@@ -123,11 +123,47 @@ static void a_kernel_touches_a_peers_memory_with_access_alone(void)
     fake_reset(NULL);
 }
 
+static void a_copy_names_whose_memory_it_is(void)
+{
+    for (int peers = 0; peers < 2; peers++) {
+        fake_options options = fake_defaults();
+        float ones[GPU_N], found[GPU_N];
+        CUcontext other = NULL;
+        CUdeviceptr there = 0;
+        options.schedule = FAKE_LATE;
+        options.peers = peers;
+        options.quiet = 1;
+        gpu it = gpu_open_with(&options);
+        for (int i = 0; i < GPU_N; i++)
+            ones[i] = 1.0F;
+        CHECK(cuDevicePrimaryCtxRetain(&other, 1) == CUDA_SUCCESS);
+        CHECK(cuCtxPushCurrent(other) == CUDA_SUCCESS);
+        CHECK(cuMemAlloc(&there, GPU_BYTES) == CUDA_SUCCESS);
+        CHECK(cuCtxPopCurrent(&other) == CUDA_SUCCESS);
+        CHECK(cuMemcpyHtoDAsync(it.x, ones, GPU_BYTES, it.a) == CUDA_SUCCESS);
+        CHECK(cuMemcpyPeerAsync(there, it.context, it.x, it.context, GPU_BYTES, it.a) ==
+              CUDA_ERROR_INVALID_VALUE);
+        gpu_expect_error("what is copied to is device 1's, not device 0's");
+        CHECK(cuMemcpyPeerAsync(there, other, it.x, other, GPU_BYTES, it.a) ==
+              CUDA_ERROR_INVALID_VALUE);
+        gpu_expect_error("what is copied from is device 0's, not device 1's");
+        CHECK(cuMemcpyPeerAsync(there, other, it.x, it.context, GPU_BYTES, it.a) ==
+              CUDA_SUCCESS);
+        CHECK(fake_pending() == 2);
+        CHECK(cuMemcpyDtoHAsync(found, there, GPU_BYTES, it.a) == CUDA_SUCCESS);
+        CHECK(memcmp(found, ones, sizeof found) == 0);
+        CHECK(cuMemFree(there) == CUDA_SUCCESS);
+        CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
+        gpu_close(&it);
+    }
+}
+
 int main(void)
 {
     RUN(nccl_frees_memory_under_what_is_in_flight);
     RUN(memory_is_not_deregistered_under_a_collective);
     RUN(a_kernel_touches_a_peers_memory_with_access_alone);
+    RUN(a_copy_names_whose_memory_it_is);
     RUN(what_others_have_taken_cannot_be_allocated);
     return check_report();
 }

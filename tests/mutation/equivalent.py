@@ -50,6 +50,13 @@ PLACES = [
         ]
     ),
     (
+        "csrc/python/ddp/reducer_build.c",
+        "prepare",
+        "pl_reducer_set_stream(",
+        ("drop order", "other stream"),
+        "the memory that is tried then is new: nothing on any stream touches it",
+    ),
+    (
         "csrc/reducer/reducer_finish.c",
         "pl_reducer_mark_unused",
         "ops->copy(",
@@ -109,6 +116,22 @@ PLACES = [
         "stream_wait_pending(",
         ("side stream",),
         "recovery waits on the host for what is on the device's own stream",
+    ),
+    (
+        "csrc/replicas/device_group.c",
+        "send_load",
+        "record(to, to->has_read[slot]",
+        ("other slot",),
+        "slots are used in turn: what is waited for at the first one comes behind "
+        "the last use of the others, too, and is more than need be",
+    ),
+    (
+        "csrc/replicas/device_group.c",
+        "broadcast_locked",
+        "order(first, streams[0], it, it->side)",
+        ("side stream",),
+        "member 0's side stream is behind its stream by then; a member waits for more "
+        "than it needs",
     ),
 ]
 

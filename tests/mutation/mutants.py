@@ -8,6 +8,7 @@ of the code, so that what is written later is found too:
 - *other stream*: a call is given the legacy default stream in place of its own;
 - *side stream*: a call is given the device's own stream in place of the caller's;
 - *swap streams*: a call that orders two streams is given them the other way round;
+- *other slot*: the event of a ring's first slot is taken for that of another one;
 - *drop reference*: what keeps memory, or work on it, alive is not held or waited for.
 """
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 # The GPU path: what puts work on a stream, or decides when memory may be reused.
 SOURCES = [
     "csrc/backend/cuda.c",
+    "csrc/backend/cuda_peers.c",
     "csrc/backend/kernels.c",
     "csrc/reducer/*.c",
     "csrc/nccl/gpu_*.c",
@@ -32,8 +34,10 @@ SOURCES = [
     "csrc/nccl/nccl_end.c",
     "csrc/comm/broadcast_many.c",
     "csrc/comm/window.c",
+    "csrc/replicas/device_group*.c",
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",
+    "csrc/python/dp/device_group_*.c",
 ]
 
 # Calls without which an order is lost.
@@ -54,6 +58,12 @@ ORDERING = {
     "pli_backend_await",
 }
 
+# ... in one source alone, whose own functions they are.
+ORDERING_IN = {
+    "csrc/replicas/device_group.c": {"order", "record", "wait_for", "enter_ring"},
+    "csrc/replicas/device_group_sum.c": {"record", "wait_for"},
+}
+
 # Calls that keep something alive, and what stands in their place.
 HOLDING = {
     "pli_cuda_backend_retain": "(void)0",
@@ -66,12 +76,15 @@ HOLDING = {
 
 # An argument that names a stream.
 STREAM = re.compile(
-    r"(?:as_cu\()?(?:\w+(?:->|\.))*(?:stream|side|on|waiter|made_on|streams\[\w+\])\)?"
+    r"(?:as_cu\()?(?:\(\w+\)\(void \*\))?(?:\w+(?:\[\w+\])?(?:->|\.))*"
+    r"(?:stream|side|on|then|waiter|made_on|by_member\[\w+\]"
+    r"|streams\[(?:\w+|\w+\[\w+\]\.\w+)\])\)?"
 )
 # The device's own stream, where one can be had.
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
     "csrc/nccl/gpu_": "self->side",
+    "csrc/replicas/": "self->members[0].side",
     "csrc/reducer/": "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
     " pli_cuda_side_stream(self->backend); })",
 }
@@ -82,6 +95,7 @@ PASSIVE = re.compile(r"as_cu|add_stream|list_moves|Py\w+")
 CALL = re.compile(r"(?<![\w>.])((?:\w+(?:\[\w+\])?(?:->|\.))*)([A-Za-z_]\w*)\(")
 KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}
 MACROS = {"PL_TRY", "PL_FAIL", "PL_CUDA", "LAUNCH"}
+SLOT_EVENT = re.compile(r"\w+(?:->|\.)(?:\w+(?:\[\w+\])?\.)?has_\w+\[slot\]")
 EVENT = re.compile(r"\.(ready|done) = ([^,;}]+)|order(?:\.|->)(ready|done) = ([^,;]+);")
 
 
@@ -190,7 +204,7 @@ def places(path: str, code: str, first: int, last: int) -> Iterator[Place]:
             call.name.startswith("cu")
             and "->" not in code[call.start : call.start + 60].split("(")[0]
         )
-        if call.name in ORDERING:
+        if call.name in ORDERING or call.name in ORDERING_IN.get(path, ()):
             nothing = nothing_for(call, code) if is_bare_driver else "0"
             yield "drop order", call.start, call.end, nothing
         if call.name in HOLDING:
@@ -201,8 +215,13 @@ def places(path: str, code: str, first: int, last: int) -> Iterator[Place]:
             continue
         spans = [trimmed(code, span) for span in call.arguments]
         streams = [s for s in spans if STREAM.fullmatch(code[s[0] : s[1]])]
+        for start, end in spans:
+            if SLOT_EVENT.fullmatch(code[start:end]):
+                yield "other slot", end - len("[slot]"), end, "[0]"
         if len(streams) == 2:
             (a, b), (c, d) = streams
+            if len(spans) == 4 and streams == spans[1::2]:  # each behind whose it is
+                (a, b), (c, d) = (spans[0][0], b), (spans[2][0], d)
             swapped = code[c:d] + code[b:c] + code[a:b]
             yield "swap streams", a, d, swapped
         for start, end in streams:
@@ -224,7 +243,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         seen: dict[tuple[str, str], int] = {}
         for operator, start, end, replacement in places(path, code, first, last):
             text = source[start:end]
-            if operator.endswith(("stream", "streams")):
+            if operator.endswith(("stream", "streams", "slot")):
                 text = context(source, code, start)
             key = (operator, " ".join(text.split()))
             seen[key] = seen.get(key, 0) + 1

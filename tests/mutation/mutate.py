@@ -55,7 +55,7 @@ PY_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("unit", "parity", "ranks")
     for path in (ROOT / "tests" / folder).rglob("test_*.py")
-    if re.match(r"test_(cuda|native_device)", path.name)
+    if re.match(r"test_(cuda|native_device|device_group)", path.name)
 )
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 

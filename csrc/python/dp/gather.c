@@ -72,12 +72,13 @@ static PyObject *join_tensors(const joiner *self, PyObject *values, const step *
     pli_shape shape;
     if (check_shapes(self, values, at, &shape) != 0)
         return NULL;
-    if (shape.n_dims == 0)
-        return warn_of_scalars(self) == 0
-                   ? PyObject_CallOneArg(self->state->stack, values)
-                   : NULL;
-    PyObject *args[] = {values, self->dim_object};
-    return PyObject_Vectorcall(self->state->cat, args, 2, NULL);
+    if (shape.n_dims == 0 && warn_of_scalars(self) != 0)
+        return NULL;
+    PyObject *args[] = {values, shape.n_dims > 0 ? self->dim_object : Py_None};
+    if (self->join != NULL)
+        return PyObject_Vectorcall(self->join, args, 2, NULL);
+    return shape.n_dims > 0 ? PyObject_Vectorcall(self->state->cat, args, 2, NULL)
+                            : PyObject_CallOneArg(self->state->stack, values);
 }
 
 static PyObject *join_arrays(const joiner *self, PyObject *values, const step *at)
@@ -303,14 +304,16 @@ static PyObject *join(const joiner *self, PyObject *values, const step *at)
     case PLI_CONSTANT:
         return join_constants(self, values);
     case PLI_PACKED:
-        return PyObject_CallOneArg(self->state->join_packed, values);
+        return self->join != NULL
+                   ? PyObject_CallMethod(self->join, "packed", "(O)", values)
+                   : PyObject_CallOneArg(self->state->join_packed, values);
     default:
         return join_containers(self, values, (pli_kind)kind, at);
     }
 }
 
 static PyObject *gather_outputs(const module_state *state, PyObject *values,
-                                PyObject *sizes, PyObject *dim)
+                                PyObject *sizes, PyObject *dim, PyObject *join_object)
 {
     int has_warned = 0;
     const joiner self = {
@@ -319,6 +322,7 @@ static PyObject *gather_outputs(const module_state *state, PyObject *values,
         .sizes = sizes,
         .dim = PyLong_AsSsize_t(dim),
         .dim_object = dim,
+        .join = join_object != Py_None ? join_object : NULL,
         .has_warned = &has_warned,
     };
     return PyErr_Occurred() ? NULL : join(&self, values, NULL);
@@ -327,9 +331,10 @@ static PyObject *gather_outputs(const module_state *state, PyObject *values,
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
     const module_state *state = PyModule_GetState(module);
-    if (n_args != 3 || !PyTuple_Check(args[1]) || !PyLong_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError,
-                        "gather(outputs: list, sizes: tuple of int, dim: int)");
+    if (n_args < 3 || n_args > 4 || !PyTuple_Check(args[1]) || !PyLong_Check(args[2])) {
+        PyErr_SetString(
+            PyExc_TypeError,
+            "gather(outputs: list, sizes: tuple of int, dim: int, join=None)");
         return NULL;
     }
     if (pli_needs_torch(state) != 0)
@@ -343,7 +348,8 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
     else if (PyTuple_GET_SIZE(values) == 1)
         result = Py_NewRef(PyTuple_GET_ITEM(values, 0));
     else
-        result = gather_outputs(state, values, args[1], args[2]);
+        result = gather_outputs(state, values, args[1], args[2],
+                                n_args > 3 ? args[3] : Py_None);
     Py_DECREF(values);
     return result;
 }

@@ -18,6 +18,7 @@ typedef struct joiner {
     PyObject *sizes; /* a tuple: rows of each replica; another length: not known */
     Py_ssize_t dim;
     PyObject *dim_object;
+    PyObject *join; /* makes one tensor of many, on several devices; NULL: torch does */
     int *has_warned; /* of scalars, in this call */
 } joiner;
 
@@ -34,7 +35,7 @@ int pli_outputs_kind(const joiner *self, PyObject *values, const step *at, int *
  */
 int pli_lists_are_by_row(const joiner *self, PyObject *lists, const step *at);
 
-/* gather(outputs, sizes, dim) */
+/* gather(outputs, sizes, dim, join=None) */
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
 #endif

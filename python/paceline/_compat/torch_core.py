@@ -79,6 +79,7 @@ def attach() -> None:
         increment_version=increment_version,
         empty_like=torch.empty_like,
         from_dlpack=torch.utils.dlpack.from_dlpack,
+        to_dlpack=torch._C._to_dlpack,
         sparse_read=sparse_rows.read,
         sparse_room=sparse_rows.room,
         sparse_put=sparse_rows.put,

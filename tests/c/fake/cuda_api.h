@@ -145,6 +145,9 @@ enum {
       (CUdeviceptr to, CUdeviceptr from, size_t n_bytes, CUstream stream))             \
     X(cuMemcpyAsync, 4000, 4000, ,                                                     \
       (CUdeviceptr to, CUdeviceptr from, size_t n_bytes, CUstream stream))             \
+    X(cuMemcpyPeerAsync, 4000, 4000, ,                                                 \
+      (CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, \
+       size_t n_bytes, CUstream stream))                                               \
     X(cuMemsetD8Async, 3020, 3020, ,                                                   \
       (CUdeviceptr to, unsigned char value, size_t n_bytes, CUstream stream))          \
     X(cuModuleLoadData, 2000, 2000, , (CUmodule * out, const void *image))             \

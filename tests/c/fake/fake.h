@@ -145,6 +145,9 @@ FAKE_API int fake_live(fake_kind kind);
 FAKE_API int fake_live_objects(void); /* of all kinds */
 FAKE_API int64_t fake_bytes_in_use(int device);
 
+/* That cuMemcpyPeerAsync was asked to bring from a device to another one. */
+FAKE_API int64_t fake_sent_bytes(int device, int to);
+
 /* From now on neither of the two can be given access to the other's memory. */
 FAKE_API void fake_part(int device, int other);
 

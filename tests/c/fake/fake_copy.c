@@ -198,6 +198,40 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
     return fk_leave(enqueue_copy(&it, stream));
 }
 
+/* Whether memory that somebody has allocated is of the context that is named. */
+static int is_of(CUcontext context, CUdeviceptr memory, const char *side)
+{
+    const int owner = fk_owner_of(pointer_of(memory));
+    if (context == NULL || context->n_retained == 0)
+        return 0;
+    if (owner < 0 || owner == context->device)
+        return 1;
+    fk_error("cuMemcpyPeerAsync: what is copied %s is device %d's, not device %d's",
+             side, owner, context->device);
+    return 0;
+}
+
+/* With peer access or without: then by way of the host's memory. */
+CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr from,
+                           CUcontext from_context, size_t n_bytes, CUstream stream)
+{
+    FAKE_CALL(cuMemcpyPeerAsync);
+    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1, 0,
+                     "cuMemcpyPeerAsync"};
+    if (!is_of(to_context, to, "to") || !is_of(from_context, from, "from"))
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    from_context->sent_bytes[to_context->device] += (int64_t)n_bytes;
+    return fk_leave(enqueue_copy(&it, stream));
+}
+
+int64_t fake_sent_bytes(int device, int to)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    const int64_t n_bytes = fk.contexts[device].sent_bytes[to];
+    (void)pthread_mutex_unlock(&fk.lock);
+    return n_bytes;
+}
+
 /* By unified addresses: which side is a device's shows in the address. */
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
                        CUstream stream)

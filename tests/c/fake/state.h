@@ -57,6 +57,7 @@ struct CUctx_st {
     int64_t n_bytes;  /* of live allocations */
     unsigned peers;   /* bits: devices whose memory may be touched */
     unsigned strange; /* bits: devices whose memory never may */
+    int64_t sent_bytes[FK_MAX_DEVICES];
 };
 
 struct CUevent_st {

@@ -28,11 +28,13 @@
     ONE(cuDeviceGetCount)                                                              \
     ONE(cuDeviceGet)                                                                   \
     ONE(cuDeviceGetAttribute)                                                          \
+    ONE(cuDeviceCanAccessPeer)                                                         \
     ONE(cuDevicePrimaryCtxRetain)                                                      \
     TWO(cuDevicePrimaryCtxRelease)                                                     \
     TWO(cuCtxPushCurrent)                                                              \
     TWO(cuCtxPopCurrent)                                                               \
     ONE(cuCtxGetCurrent)                                                               \
+    ONE(cuCtxEnablePeerAccess)                                                         \
     ONE(cuCtxGetStreamPriorityRange)                                                   \
     ONE(cuStreamCreateWithPriority)                                                    \
     TWO(cuStreamDestroy)                                                               \
@@ -50,6 +52,7 @@
     TWO(cuMemcpyHtoDAsync)                                                             \
     TWO(cuMemcpyDtoHAsync)                                                             \
     TWO(cuMemcpyDtoDAsync)                                                             \
+    ONE(cuMemcpyPeerAsync)                                                             \
     ONE(cuMemsetD8Async)                                                               \
     ONE(cuModuleLoadData)                                                              \
     ONE(cuModuleUnload)                                                                \

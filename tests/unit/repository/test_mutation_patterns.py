@@ -24,6 +24,7 @@ def test_every_operator_finds_places_in_the_sources(mutants):
         "drop order",
         "drop event",
         "drop reference",
+        "other slot",
         "other stream",
         "side stream",
         "swap streams",

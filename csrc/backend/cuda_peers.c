@@ -1,0 +1,73 @@
+/* cuda_peers.c - peer access, and copies that work with it and without.
+ *
+ * A copy names both contexts: memory that torch maps by itself (expandable segments) is
+ * reached so too, where a plain copy by unified addresses fails without peer access.
+ */
+#include "cuda_peers.h"
+
+static pli_cu_memory memory_as_cu(const void *memory)
+{
+    return (pli_cu_memory)(uintptr_t)memory;
+}
+
+pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n_bytes,
+                                pl_backend *by, pl_stream *stream)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = pli_cuda_driver(by);
+    pli_cuda_scope scope;
+    const pl_move whole = {to.memory, from.memory, PL_U8, n_bytes};
+    if (n_bytes == 0 || to.memory == from.memory)
+        goto done;
+    if (to.backend == from.backend && to.backend == by) {
+        PL_TRY(by->ops->copy(by, &whole, 1, stream));
+        goto done;
+    }
+    PL_TRY(pli_cuda_enter(by, &scope));
+    const pli_cu_result result = driver->cuMemcpyPeerAsync(
+        memory_as_cu(to.memory), pli_cuda_context(to.backend),
+        memory_as_cu(from.memory), pli_cuda_context(from.backend), n_bytes,
+        (pli_cu_stream)(void *)stream);
+    pli_cuda_leave(by, &scope);
+    PL_TRY(pli_driver_check(driver, result, "copying between two devices"));
+done:
+    return st;
+}
+
+/* Gives `backend`'s device access to the other's memory. */
+static pl_status give_access(pl_backend *backend, pl_backend *peer)
+{
+    pl_status st = PL_OK;
+    const pli_driver *const driver = pli_cuda_driver(backend);
+    pli_cu_device device = 0, peer_device = 0;
+    pli_cuda_scope scope;
+    int can = 0;
+    PL_CUDA(driver, cuDeviceGet(&device, pli_cuda_device(backend)),
+            "opening a CUDA device");
+    PL_CUDA(driver, cuDeviceGet(&peer_device, pli_cuda_device(peer)),
+            "opening a CUDA device");
+    PL_CUDA(driver, cuDeviceCanAccessPeer(&can, device, peer_device),
+            "asking whether a device can reach another one's memory");
+    if (!can)
+        goto done;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    const pli_cu_result result =
+        driver->cuCtxEnablePeerAccess(pli_cuda_context(peer), 0);
+    pli_cuda_leave(backend, &scope);
+    if (result != PLI_CU_PEERS_ALREADY && result != PLI_CU_TOO_MANY_PEERS)
+        PL_TRY(pli_driver_check(driver, result,
+                                "giving a device access to another one's memory"));
+done:
+    return st;
+}
+
+pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other)
+{
+    pl_status st = PL_OK;
+    if (one == other)
+        goto done;
+    PL_TRY(give_access(one, other));
+    PL_TRY(give_access(other, one));
+done:
+    return st;
+}

@@ -1,0 +1,66 @@
+/* device_group_object.h - a DeviceGroup, and how its methods read their arguments. */
+#ifndef PLI_DEVICE_GROUP_OBJECT_H
+#define PLI_DEVICE_GROUP_OBJECT_H
+
+#include "python/gpu.h"
+#include "python/tensor.h"
+#include "replicas/device_group.h"
+
+typedef struct device_group_object {
+    PyObject_HEAD
+    pli_device_group *group;
+    PyObject *devices; /* a tuple */
+} device_group_object;
+
+typedef struct pli_group_streams {
+    pl_stream *by_member[PL_MAX_RANKS];
+} pli_group_streams;
+
+static inline device_group_object *group_of(PyObject *object)
+{
+    return (device_group_object *)object;
+}
+
+static inline Py_ssize_t n_members(const device_group_object *self)
+{
+    return PyTuple_GET_SIZE(self->devices);
+}
+
+static inline const gpu_object *device_of(const device_group_object *self,
+                                          Py_ssize_t member)
+{
+    return (const gpu_object *)PyTuple_GET_ITEM(self->devices, member);
+}
+
+/* All of these return 0, or -1 with an exception. */
+int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
+                           pli_group_streams *out);
+int pli_group_check_member(const device_group_object *self, Py_ssize_t member);
+int pli_group_check_lists(PyObject *one, PyObject *other);
+
+/* A tensor of a member's that is one block of memory. */
+int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
+                         PyObject *tensor, pli_tensor *out);
+int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
+                        pli_ring *out);
+
+static inline pl_move pli_group_move_of(void *to, const pli_tensor *from)
+{
+    return (pl_move){.to = to,
+                     .from = from->data,
+                     .dtype = from->layout.dtype,
+                     .n_elems = from->layout.n_elems};
+}
+
+/* What a call returns. */
+static inline PyObject *none_or_raise(const device_group_object *self, pl_status st)
+{
+    return st == PL_OK ? Py_NewRef(Py_None) : pli_raise(state_of((PyObject *)self), st);
+}
+
+/* ---- device_group_grads.c: methods ---------------------------------------------- */
+
+PyObject *pli_group_sum(PyObject *object, PyObject *args);
+PyObject *pli_group_pack(PyObject *object, PyObject *args);
+
+#endif

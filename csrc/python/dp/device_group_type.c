@@ -1,0 +1,388 @@
+/* device_group_type.c - paceline._native.DeviceGroup: tensors to the devices of one
+ * process, and back.
+ *
+ * Streams are numbers, by member, as streams() returns them: a backward runs on those
+ * of its forward, whatever is current in its thread.
+ */
+#include "device_group_object.h"
+
+#include <limits.h>
+
+#include "core/alloc.h"
+
+/* ---- arguments ------------------------------------------------------------------ */
+
+int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
+                           pli_group_streams *out)
+{
+    if (!PyTuple_Check(numbers) || PyTuple_GET_SIZE(numbers) != n_members(self)) {
+        PyErr_Format(PyExc_TypeError, "streams is %R: give a tuple of %zd numbers",
+                     numbers, n_members(self));
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < n_members(self); k++) {
+        out->by_member[k] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(numbers, k));
+        if (out->by_member[k] == NULL && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+int pli_group_check_member(const device_group_object *self, Py_ssize_t member)
+{
+    if (member >= 0 && member < n_members(self))
+        return 0;
+    PyErr_Format(PyExc_IndexError, "member %zd of %zd", member, n_members(self));
+    return -1;
+}
+
+int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
+                         PyObject *tensor, pli_tensor *out)
+{
+    const module_state *state = state_of((PyObject *)self);
+    if (pli_group_check_member(self, member) != 0 ||
+        pli_tensor_read_on(state, device_of(self, member)->place, tensor, "a tensor",
+                           out) != 0)
+        return -1;
+    if (pli_layout_is_dense(&out->layout) && !out->layout.is_lazy)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "a tensor is not one block of memory");
+    return -1;
+}
+
+int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
+                        pli_ring *out)
+{
+    pli_tensor memory;
+    if (pli_group_read_block(self, 0, tensor, &memory) != 0)
+        return -1;
+    const size_t slot_bytes = pli_layout_bytes(&memory.layout) / PLI_RING_SLOTS;
+    *out = (pli_ring){.memory = memory.data,
+                      .slot_bytes = slot_bytes / PL_CACHE_LINE * PL_CACHE_LINE};
+    return 0;
+}
+
+int pli_group_check_lists(PyObject *one, PyObject *other)
+{
+    if (PyList_GET_SIZE(one) == PyList_GET_SIZE(other))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "lists of %zd and %zd: give one each",
+                 PyList_GET_SIZE(one), PyList_GET_SIZE(other));
+    return -1;
+}
+
+/* ---- streams -------------------------------------------------------------------- */
+
+static PyObject *group_streams(PyObject *object, PyObject *ignored)
+{
+    const device_group_object *self = group_of(object);
+    const module_state *state = state_of(object);
+    PyObject *numbers = PyTuple_New(n_members(self));
+    (void)ignored;
+    for (Py_ssize_t k = 0; numbers != NULL && k < n_members(self); k++) {
+        pl_stream *stream = NULL;
+        PyObject *number =
+            pli_gpu_current_stream(state, device_of(self, k), &stream) == 0
+                ? PyLong_FromVoidPtr(stream)
+                : NULL;
+        pli_tuple_put(&numbers, k, number);
+    }
+    return numbers;
+}
+
+static PyObject *group_join(PyObject *object, PyObject *numbers)
+{
+    const device_group_object *self = group_of(object);
+    pli_group_streams of;
+    pl_status st;
+    if (pli_group_read_streams(self, numbers, &of) != 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_device_group_join(self->group, of.by_member);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(self, st);
+}
+
+/* ---- copies --------------------------------------------------------------------- */
+
+static int read_pairs(const device_group_object *self, Py_ssize_t source,
+                      PyObject *from_list, Py_ssize_t target, PyObject *to_list,
+                      pl_move *out)
+{
+    pli_tensor from, to;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(to_list); i++) {
+        if (pli_group_read_block(self, source, PyList_GET_ITEM(from_list, i), &from) !=
+                0 ||
+            pli_group_read_block(self, target, PyList_GET_ITEM(to_list, i), &to) != 0)
+            return -1;
+        if (!pli_layout_equal(&from.layout, &to.layout)) {
+            PyErr_SetString(PyExc_ValueError,
+                            "a tensor, and where it is copied to, are not alike");
+            return -1;
+        }
+        out[i] = pli_group_move_of(to.data, &from);
+    }
+    return 0;
+}
+
+static PyObject *group_copy(PyObject *object, PyObject *args)
+{
+    const device_group_object *self = group_of(object);
+    PyObject *numbers, *from_list, *to_list, *result = NULL;
+    Py_ssize_t source, target;
+    pl_move *moves = NULL;
+    pli_group_streams of;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "OnO!nO!:copy", &numbers, &source, &PyList_Type,
+                          &from_list, &target, &PyList_Type, &to_list) ||
+        pli_group_read_streams(self, numbers, &of) != 0 ||
+        pli_group_check_member(self, source) != 0 ||
+        pli_group_check_member(self, target) != 0 ||
+        pli_group_check_lists(from_list, to_list) != 0)
+        return NULL;
+    const size_t n = (size_t)PyList_GET_SIZE(to_list);
+    if (pli_check(state_of(object),
+                  pli_calloc(n + 1, sizeof *moves, "copies", &moves)) != 0)
+        return NULL;
+    if (read_pairs(self, source, from_list, target, to_list, moves) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        st = pli_device_group_copy(self->group, of.by_member, (int)source, (int)target,
+                                   moves, n);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(self, st);
+    }
+    pli_free(moves);
+    return result;
+}
+
+/* ---- broadcasts ----------------------------------------------------------------- */
+
+/* What segments are made of, in arrays that all of them share. */
+typedef struct broadcast {
+    pli_segment *segments;
+    pl_move *moves;
+    void **targets;
+    size_t n_segments, n_moves;
+} broadcast;
+
+static int read_moves(const device_group_object *self, PyObject *sources,
+                      PyObject *offsets, size_t n_bytes, pl_move *out)
+{
+    pli_tensor from;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sources); i++) {
+        const size_t offset = PyLong_AsSize_t(PyList_GET_ITEM(offsets, i));
+        if (PyErr_Occurred() ||
+            pli_group_read_block(self, 0, PyList_GET_ITEM(sources, i), &from) != 0)
+            return -1;
+        if (offset > n_bytes || pli_layout_bytes(&from.layout) > n_bytes - offset) {
+            PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its segment");
+            return -1;
+        }
+        out[i] =
+            pli_group_move_of((void *)(uintptr_t)offset, &from); /* NOLINT: an offset */
+    }
+    return 0;
+}
+
+static int read_targets(const device_group_object *self, PyObject *blocks,
+                        size_t n_bytes, void **out)
+{
+    pli_tensor block;
+    for (Py_ssize_t k = 1; k < n_members(self); k++) {
+        PyObject *target = PyList_GET_ITEM(blocks, k);
+        if (target == Py_None)
+            continue;
+        if (pli_group_read_block(self, k, target, &block) != 0)
+            return -1;
+        if (pli_layout_bytes(&block.layout) != n_bytes) {
+            PyErr_SetString(PyExc_ValueError, "a block has another size");
+            return -1;
+        }
+        out[k] = block.data;
+    }
+    return 0;
+}
+
+/* (sources, offsets, n_bytes, blocks) */
+static int read_segment(const device_group_object *self, PyObject *item, broadcast *out)
+{
+    PyObject *sources, *offsets, *blocks;
+    Py_ssize_t n_bytes;
+    if (!PyArg_ParseTuple(item, "O!O!nO!", &PyList_Type, &sources, &PyList_Type,
+                          &offsets, &n_bytes, &PyList_Type, &blocks) ||
+        pli_group_check_lists(sources, offsets) != 0)
+        return -1;
+    if (n_bytes < 0 || PyList_GET_SIZE(blocks) != n_members(self)) {
+        PyErr_Format(PyExc_ValueError,
+                     "a segment of %zd bytes with %zd blocks: give one for each of "
+                     "%zd members",
+                     n_bytes, PyList_GET_SIZE(blocks), n_members(self));
+        return -1;
+    }
+    pl_move *moves = out->moves + out->n_moves;
+    void **targets = out->targets + out->n_segments * (size_t)n_members(self);
+    if (read_moves(self, sources, offsets, (size_t)n_bytes, moves) != 0 ||
+        read_targets(self, blocks, (size_t)n_bytes, targets) != 0)
+        return -1;
+    const size_t n_moves = (size_t)PyList_GET_SIZE(sources);
+    out->segments[out->n_segments++] = (pli_segment){.moves = moves,
+                                                     .n_moves = n_moves,
+                                                     .n_bytes = (size_t)n_bytes,
+                                                     .targets = targets};
+    out->n_moves += n_moves;
+    return 0;
+}
+
+static int count_moves(PyObject *segments, size_t *out)
+{
+    *out = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(segments); i++) {
+        PyObject *item = PyList_GET_ITEM(segments, i);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4 ||
+            !PyList_Check(PyTuple_GET_ITEM(item, 0))) {
+            PyErr_SetString(PyExc_TypeError,
+                            "a segment is (sources, offsets, n_bytes, blocks)");
+            return -1;
+        }
+        *out += (size_t)PyList_GET_SIZE(PyTuple_GET_ITEM(item, 0));
+    }
+    return 0;
+}
+
+static int read_segments(const device_group_object *self, PyObject *items,
+                         broadcast *out)
+{
+    const module_state *state = state_of((PyObject *)self);
+    const size_t n_items = (size_t)PyList_GET_SIZE(items);
+    const size_t n_blocks = n_items * (size_t)n_members(self);
+    size_t n_moves = 0;
+    if (count_moves(items, &n_moves) != 0 ||
+        pli_check(state, pli_calloc(n_items + 1, sizeof *out->segments, "segments",
+                                    &out->segments)) != 0 ||
+        pli_check(state, pli_calloc(n_moves + 1, sizeof *out->moves, "segments",
+                                    &out->moves)) != 0 ||
+        pli_check(state, pli_calloc(n_blocks + 1, sizeof *out->targets, "segments",
+                                    &out->targets)) != 0)
+        return -1;
+    for (size_t i = 0; i < n_items; i++)
+        if (read_segment(self, PyList_GET_ITEM(items, (Py_ssize_t)i), out) != 0)
+            return -1;
+    return 0;
+}
+
+static PyObject *group_broadcast(PyObject *object, PyObject *args)
+{
+    const device_group_object *self = group_of(object);
+    PyObject *numbers, *memory, *items, *result = NULL;
+    broadcast all = {0};
+    pli_group_streams of;
+    pli_ring ring;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "OOO!:broadcast", &numbers, &memory, &PyList_Type,
+                          &items) ||
+        pli_group_read_streams(self, numbers, &of) != 0 ||
+        pli_group_read_ring(self, memory, &ring) != 0)
+        return NULL;
+    if (read_segments(self, items, &all) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        st = pli_device_group_broadcast(self->group, of.by_member, all.segments,
+                                        all.n_segments, ring);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(self, st);
+    }
+    pli_free(all.segments);
+    pli_free(all.moves);
+    pli_free(all.targets);
+    return result;
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"devices", NULL};
+    const module_state *state = state_of_type(type);
+    pl_backend *members[PL_MAX_RANKS];
+    PyObject *given;
+    pl_status st;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:DeviceGroup", names, &given))
+        return NULL;
+    PyObject *devices = PySequence_Tuple(given);
+    if (devices == NULL)
+        return NULL;
+    const Py_ssize_t n = PyTuple_GET_SIZE(devices);
+    for (Py_ssize_t k = 0; k < n && n <= PL_MAX_RANKS; k++) {
+        PyObject *device = PyTuple_GET_ITEM(devices, k);
+        if (!Py_IS_TYPE(device, state->gpu_type)) {
+            PyErr_Format(PyExc_TypeError, "devices[%zd] is %R: give a Device", k,
+                         device);
+            Py_DECREF(devices);
+            return NULL;
+        }
+        members[k] = ((const gpu_object *)device)->backend;
+    }
+    device_group_object *self = (device_group_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        Py_DECREF(devices);
+        return NULL;
+    }
+    self->devices = devices;
+    Py_BEGIN_ALLOW_THREADS
+    st =
+        pli_device_group_create(members, n <= INT_MAX ? (int)n : INT_MAX, &self->group);
+    Py_END_ALLOW_THREADS
+    if (pli_check(state, st) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void group_dealloc(PyObject *object)
+{
+    device_group_object *self = group_of(object);
+    pli_device_group_destroy(self->group);
+    Py_XDECREF(self->devices);
+    pli_object_free(object);
+}
+
+static PyMethodDef group_methods[] = {
+    {"streams", group_streams, METH_NOARGS,
+     "streams($self, /)\n--\n\nReturn the streams that are current in this thread, a "
+     "number a member."},
+    {"join", group_join, METH_O,
+     "join($self, streams, /)\n--\n\nHave member 0's stream come behind all of this."},
+    {"copy", group_copy, METH_VARARGS,
+     "copy($self, streams, source, tensors, target, places, /)\n--\n\n"
+     "Copy tensors of one member to places of another one's."},
+    {"broadcast", group_broadcast, METH_VARARGS,
+     "broadcast($self, streams, ring, segments, /)\n--\n\n"
+     "Bring segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
+     "to "
+     "the blocks of other members."},
+    {"sum", pli_group_sum, METH_VARARGS,
+     "sum($self, streams, rooms, rows, to, /)\n--\n\n"
+     "Add up rows, each (member, tensor), into a tensor of member 0's; rooms are, by "
+     "member, memory to do so, or None."},
+    {"pack", pli_group_pack, METH_VARARGS,
+     "pack($self, streams, member, gradients, slots, offsets, block, /)\n--\n\n"
+     "Copy gradients, laid out as slots are, to offsets of a block, zeros for None; "
+     "nothing where some are laid out in "
+     "another way, whose numbers are returned."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot group_slots[] = {
+    {Py_tp_new, group_new},
+    {Py_tp_dealloc, group_dealloc},
+    {Py_tp_methods, group_methods},
+    {Py_tp_doc,
+     "DeviceGroup(devices)\n--\n\n"
+     "Devices of one process: member 0 has a model, the others its replicas."},
+    {0, NULL},
+};
+
+PyType_Spec pli_device_group_spec = {
+    .name = "paceline._native.DeviceGroup",
+    .basicsize = sizeof(device_group_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = group_slots,
+};

@@ -1,0 +1,319 @@
+/* device_group.c - each call is a list of orders, copies and kernels. */
+#include "device_group_state.h"
+
+#include "backend/cuda.h"
+#include "core/alloc.h"
+
+enum {
+    MOST_MEMBERS = PL_MAX_RANKS,
+    /* One more hop takes some ten microseconds, a link a tenth of a millisecond for
+     * this: what is less comes sooner if member 0 sends it to all. */
+    PASSED_BYTES = 1 << 20,
+    /* A few microseconds on a link, as long as a copy takes that has nothing to do. */
+    SHARD_BYTES = 64 << 10,
+};
+
+/* ---- steps ---------------------------------------------------------------------- */
+
+/* `then`, a stream of the second, comes behind all that `first` holds. */
+static pl_status order(const pli_group_member *of_first, pl_stream *first,
+                       const pli_group_member *of_then, pl_stream *then)
+{
+    pl_status st = PL_OK;
+    if (of_first->backend == of_then->backend && first == then)
+        goto done;
+    PL_TRY(record(of_first, of_first->mark, first));
+    PL_TRY(wait_for(of_then, of_first->mark, then));
+done:
+    return st;
+}
+
+pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
+{
+    char message[512];
+    if (st != PL_OK) {
+        pli_text_print(message, sizeof message, "%s", pl_error_message());
+        for (int k = 0; k < self->n_members; k++) {
+            const pli_group_member *const it = &self->members[k];
+            (void)!it->backend->ops->synchronize(it->backend, it->side);
+        }
+        (void)pli_fail(st, "%s", message);
+    }
+    (void)pthread_mutex_unlock(&self->lock);
+    return st;
+}
+
+/* Another ring than the last may lie where that one did: member 0 does not write there
+ * before all have come to this. */
+static pl_status enter_ring(pli_device_group *self, pli_ring ring)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const first = &self->members[0];
+    if (ring.memory == self->ring.memory && ring.slot_bytes == self->ring.slot_bytes)
+        goto done;
+    for (int k = 1; k < self->n_members; k++)
+        PL_TRY(order(&self->members[k], self->members[k].side, first, first->side));
+    self->ring = ring;
+done:
+    return st;
+}
+
+/* ---- copies --------------------------------------------------------------------- */
+
+static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
+                             int source, int target, const pl_move *moves,
+                             size_t n_moves)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const from = &self->members[source];
+    const pli_group_member *const to = &self->members[target];
+    const pli_group_member *const by = target != 0 ? to : from;
+    PL_TRY(order(from, streams[source], by, by->side));
+    PL_TRY(order(to, streams[target], by, by->side));
+    if (from->backend == to->backend)
+        PL_TRY(by->backend->ops->copy(by->backend, moves, n_moves, by->side));
+    for (size_t i = 0; from->backend != to->backend && i < n_moves; i++)
+        PL_TRY(copy_on(by, to, moves[i].to, from, moves[i].from,
+                       moves[i].n_elems * pl_dtype_bytes(moves[i].dtype)));
+    PL_TRY(order(by, by->side, from, streams[source]));
+    PL_TRY(order(by, by->side, to, streams[target]));
+done:
+    return st;
+}
+
+pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,
+                                int source, int target, const pl_move *moves,
+                                size_t n_moves)
+{
+    (void)pthread_mutex_lock(&self->lock);
+    return pli_device_group_end_call(
+        self, copy_locked(self, streams, source, target, moves, n_moves));
+}
+
+/* ---- broadcasts ----------------------------------------------------------------- */
+
+/* Packs a segment into the ring's next slot, once that was read. */
+static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ring ring,
+                      unsigned slot, char *block)
+{
+    pl_status st = PL_OK;
+    enum { AT_ONCE = 64 };
+    const pli_group_member *const first = &self->members[0];
+    pl_move moves[AT_ONCE];
+    if (segment->n_bytes > ring.slot_bytes)
+        PL_FAIL(PL_EINVAL, "a segment of %zu bytes does not fit into a slot of %zu",
+                segment->n_bytes, ring.slot_bytes);
+    for (int k = 1; k < self->n_members; k++)
+        PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
+    for (size_t i = 0; i < segment->n_moves; i += AT_ONCE) {
+        const size_t n =
+            segment->n_moves - i < AT_ONCE ? segment->n_moves - i : AT_ONCE;
+        for (size_t j = 0; j < n; j++) {
+            moves[j] = segment->moves[i + j];
+            moves[j].to = block + (uintptr_t)moves[j].to;
+        }
+        PL_TRY(first->backend->ops->copy(first->backend, moves, n, first->side));
+    }
+done:
+    return st;
+}
+
+/* Whether the one move of a segment is all of it: it needs no packing. */
+static int is_one_block(const pli_segment *segment)
+{
+    const pl_move *only = segment->moves;
+    return segment->n_moves == 1 && only->to == NULL &&
+           only->n_elems * pl_dtype_bytes(only->dtype) == segment->n_bytes;
+}
+
+/* A part of a segment on its way. */
+typedef struct load {
+    const pli_segment *segment;
+    const char *memory; /* of member 0's */
+    int slot;           /* of the ring, where it is packed; or -1 */
+    int is_passed;      /* from member to member */
+    size_t offset, n_bytes;
+} load;
+
+static pl_status send_load(pli_device_group *self, const load *it)
+{
+    pl_status st = PL_OK;
+    pli_group_member *const first = &self->members[0];
+    pli_group_member *from = first;
+    const char *memory = it->memory;
+    const int slot = it->slot;
+    for (int k = 1; k < self->n_members; k++) {
+        pli_group_member *const to = &self->members[k];
+        if (it->segment->targets[k] == NULL)
+            continue;
+        char *const target = (char *)it->segment->targets[k] + it->offset;
+        if (from != first || slot >= 0)
+            PL_TRY(order(from, from->side, to, to->side));
+        PL_TRY(copy_on(to, to, target, from, memory, it->n_bytes));
+        if (from == first && slot >= 0)
+            PL_TRY(record(to, to->has_read[slot], to->side));
+        from->readers |= UINT64_C(1) << k;
+        if (it->is_passed) {
+            from = to;
+            memory = target;
+        }
+    }
+done:
+    return st;
+}
+
+/* What is passed on comes in parts of a slot's size at the most: a member receives one
+ * while it sends the last. */
+static pl_status send(pli_device_group *self, const pli_segment *segment, pli_ring ring)
+{
+    pl_status st = PL_OK;
+    const int is_packed = !is_one_block(segment);
+    const unsigned slot = self->n_sent % PLI_RING_SLOTS;
+    char *const packed = (char *)ring.memory + slot * ring.slot_bytes;
+    const char *const block = is_packed ? packed : segment->moves->from;
+    load it = {.segment = segment,
+               .slot = is_packed ? (int)slot : -1,
+               .is_passed = segment->n_bytes >= self->passed_bytes};
+    const size_t n_most =
+        it.is_passed && ring.slot_bytes > 0 ? ring.slot_bytes : segment->n_bytes;
+    if (is_packed)
+        PL_TRY(pack(self, segment, ring, slot, packed));
+    for (size_t at = 0; at < segment->n_bytes; at += it.n_bytes) {
+        it.memory = block + at;
+        it.offset = at;
+        it.n_bytes = segment->n_bytes - at < n_most ? segment->n_bytes - at : n_most;
+        PL_TRY(send_load(self, &it));
+    }
+    self->n_sent += (unsigned)is_packed;
+done:
+    return st;
+}
+
+/* A member goes on when it has all, and when others have taken what they need of it. */
+static pl_status end_broadcast(pli_device_group *self, pl_stream *const *streams)
+{
+    pl_status st = PL_OK;
+    for (int k = 1; k < self->n_members; k++)
+        PL_TRY(record(&self->members[k], self->members[k].mark, self->members[k].side));
+    for (int k = 1; k < self->n_members; k++) {
+        const pli_group_member *const it = &self->members[k];
+        for (int j = k + 1; j < self->n_members; j++)
+            if (it->readers >> j & 1)
+                PL_TRY(wait_for(it, self->members[j].mark, it->side));
+        PL_TRY(order(it, it->side, it, streams[k]));
+    }
+done:
+    return st;
+}
+
+static pl_status broadcast_locked(pli_device_group *self, pl_stream *const *streams,
+                                  const pli_segment *segments, size_t n_segments,
+                                  pli_ring ring)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const first = &self->members[0];
+    PL_TRY(order(first, streams[0], first, first->side));
+    PL_TRY(enter_ring(self, ring));
+    for (int k = 1; k < self->n_members; k++) {
+        pli_group_member *const it = &self->members[k];
+        PL_TRY(order(first, streams[0], it, it->side));
+        PL_TRY(order(it, streams[k], it, it->side));
+        it->readers = 0;
+    }
+    for (size_t i = 0; i < n_segments; i++)
+        PL_TRY(send(self, &segments[i], ring));
+    PL_TRY(end_broadcast(self, streams));
+done:
+    return st;
+}
+
+pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
+                                     const pli_segment *segments, size_t n_segments,
+                                     pli_ring ring)
+{
+    (void)pthread_mutex_lock(&self->lock);
+    return pli_device_group_end_call(
+        self, broadcast_locked(self, streams, segments, n_segments, ring));
+}
+
+/* ---- joins ---------------------------------------------------------------------- */
+
+pl_status pli_device_group_join(pli_device_group *self, pl_stream *const *streams)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const first = &self->members[0];
+    (void)pthread_mutex_lock(&self->lock);
+    for (int k = 0; k < self->n_members && st == PL_OK; k++) {
+        const pli_group_member *const it = &self->members[k];
+        st = order(it, it->side, first, streams[0]);
+    }
+    return pli_device_group_end_call(self, st);
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+static pl_status furnish(pli_group_member *it, pl_backend *backend)
+{
+    pl_status st = PL_OK;
+    pli_cuda_backend_retain(backend);
+    it->backend = backend;
+    it->side = pli_cuda_side_stream(backend);
+    PL_TRY(backend->ops->event_create(backend, &it->mark));
+    for (int i = 0; i < PLI_RING_SLOTS; i++)
+        PL_TRY(backend->ops->event_create(backend, &it->has_read[i]));
+done:
+    return st;
+}
+
+pl_status pli_device_group_create(pl_backend *const *members, int n_members,
+                                  pli_device_group **out)
+{
+    pl_status st = PL_OK;
+    pli_device_group *self = NULL;
+    if (n_members < 1 || n_members > MOST_MEMBERS)
+        PL_FAIL(PL_EINVAL, "a group of %d devices: give 1 to %d", n_members,
+                (int)MOST_MEMBERS);
+    PL_TRY(pli_calloc(1, sizeof *self + (size_t)n_members * sizeof(pli_group_member),
+                      "a group of devices", &self));
+    (void)pthread_mutex_init(&self->lock, NULL);
+    self->n_members = n_members;
+    self->passed_bytes = PASSED_BYTES;
+    self->shard_bytes = SHARD_BYTES;
+    for (int k = 0; k < n_members; k++) {
+        PL_TRY(furnish(&self->members[k], members[k]));
+        for (int j = 0; j < k; j++)
+            PL_TRY(pli_cuda_join_peers(members[j], members[k]));
+    }
+    *out = self;
+    self = NULL;
+done:
+    pli_device_group_destroy(self);
+    return st;
+}
+
+void pli_device_group_destroy(pli_device_group *self)
+{
+    if (self == NULL)
+        return;
+    for (int k = 0; k < self->n_members; k++) {
+        const pli_group_member *const it = &self->members[k];
+        if (it->backend == NULL)
+            continue;
+        it->backend->ops->event_destroy(it->backend, it->mark);
+        for (int i = 0; i < PLI_RING_SLOTS; i++)
+            it->backend->ops->event_destroy(it->backend, it->has_read[i]);
+        pli_backend_destroy(it->backend);
+    }
+    (void)pthread_mutex_destroy(&self->lock);
+    pli_free(self);
+}
+
+int pli_device_group_size(const pli_device_group *self)
+{
+    return self->n_members;
+}
+
+pl_backend *pli_device_group_member(const pli_device_group *self, int k)
+{
+    return self->members[k].backend;
+}

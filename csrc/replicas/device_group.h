@@ -1,0 +1,96 @@
+/* device_group.h - parameters to the devices of one process, gradients back, and copies
+ * between them, ordered by events alone.
+ *
+ *     python/dp
+ *       \--> device_group --> backend/cuda, cuda_peers
+ *
+ * Member 0 has the model; every other member has a replica.  Two members may be one
+ * device.  What goes to a member, or from it to member 0, is on that member's side
+ * stream, so that copies of several devices run side by side; what member 0 packs is on
+ * its own.  Nothing here waits on the host, or allocates.
+ *
+ * All links carry about as much.  A large part of the parameters goes from member to
+ * member, not from member 0 to each; and large gradients are added up in parts, one a
+ * member, not on member 0.
+ *
+ * `streams` are, by member, what its replica computes on: what they hold comes before,
+ * and what is done here comes before what they are given next.  So memory that torch
+ * has allocated for them may be freed as soon as a call has returned: what a broadcast
+ * reads, and its ring, after pli_device_group_join().
+ *
+ * Packed parameters lie on member 0 for a moment: in a ring of equal slots, each of
+ * which is written anew once its last use is done on the device.
+ *
+ * Any thread may call; calls come one after the other.
+ */
+#ifndef PLI_DEVICE_GROUP_H
+#define PLI_DEVICE_GROUP_H
+
+#include "backend/backend.h"
+
+typedef struct pli_device_group pli_device_group;
+
+enum { PLI_RING_SLOTS = 3 };
+
+/* Memory of member 0, of PLI_RING_SLOTS slots; the caller's.  While broadcasts are
+ * given the same, nothing else uses it; one of another place or size may lie where
+ * member 0's stream still works. */
+typedef struct pli_ring {
+    void *memory;
+    size_t slot_bytes; /* a multiple of PL_CACHE_LINE */
+} pli_ring;
+
+/* Members' backends, of CUDA; retained. */
+pl_status pli_device_group_create(pl_backend *const *members, int n_members,
+                                  pli_device_group **out) PL_MUST_USE;
+void pli_device_group_destroy(pli_device_group *self);
+
+int pli_device_group_size(const pli_device_group *self);
+pl_backend *pli_device_group_member(const pli_device_group *self, int member);
+
+/* Moves of whole tensors from one member to another; `streams` of these two are read.
+ */
+pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,
+                                int source, int target, const pl_move *moves,
+                                size_t n_moves) PL_MUST_USE;
+
+/* Parameters that travel as one block. */
+typedef struct pli_segment {
+    const pl_move *moves; /* from member 0's memory; `to` is an offset in the block */
+    size_t n_moves;
+    size_t n_bytes;       /* of the block: one slot's at the most, or of one move that
+                           * is all of it */
+    void *const *targets; /* by member, where the block goes; NULL: nowhere */
+} pli_segment;
+
+/* Brings segments to the members that want them, in their order.  Blocks of one member
+ * do not overlap. */
+pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *streams,
+                                     const pli_segment *segments, size_t n_segments,
+                                     pli_ring ring) PL_MUST_USE;
+
+/* A block of gradients of one member. */
+typedef struct pli_row {
+    int member;
+    const void *memory;
+} pli_row;
+
+/* Memory of a member, for pieces of all rows; NULL: it has none.  The caller's, and for
+ * this call alone: in the order of the member's stream. */
+typedef struct pli_room {
+    void *memory;
+    size_t n_bytes;
+} pli_room;
+
+/* to = rows[0] + rows[1] + ... on member 0, in that order: 16-bit floats in float32,
+ * rounded once.  Each row's member adds up a part, so each has a room, by member; a
+ * single row needs none. */
+pl_status pli_device_group_sum(pli_device_group *self, pl_stream *const *streams,
+                               const pli_row *rows, int n_rows, const pl_move *to,
+                               const pli_room *rooms) PL_MUST_USE;
+
+/* Has member 0's stream come behind all that was enqueued here. */
+pl_status pli_device_group_join(pli_device_group *self,
+                                pl_stream *const *streams) PL_MUST_USE;
+
+#endif

@@ -1,0 +1,63 @@
+/* device_group_state.h - what a group of devices has, and the steps that its calls are
+ * made of.
+ *
+ * An event is waited for as it was recorded last when the wait is enqueued, so one
+ * event a member (`mark`) serves all orders; what is waited for later has an event of
+ * its own.
+ */
+#ifndef PLI_DEVICE_GROUP_STATE_H
+#define PLI_DEVICE_GROUP_STATE_H
+
+#include "device_group.h"
+
+#include <pthread.h>
+
+#include "backend/cuda_peers.h"
+
+typedef struct pli_group_member {
+    pl_backend *backend;
+    pl_stream *side;
+    pl_event *mark;
+    pl_event *has_read[PLI_RING_SLOTS]; /* the slot, in a broadcast */
+    uint64_t readers; /* bits: members that take from its blocks, in a broadcast */
+} pli_group_member;
+
+struct pli_device_group {
+    pthread_mutex_t lock;
+    int n_members;
+    unsigned n_sent;     /* slots of the ring that were written */
+    pli_ring ring;       /* as it was given last */
+    size_t passed_bytes; /* segments from here on go from member to member */
+    size_t shard_bytes;  /* the least, of a sum */
+    pli_group_member members[];
+};
+
+static inline pl_status record(const pli_group_member *it, pl_event *event,
+                               pl_stream *stream)
+{
+    return it->backend->ops->event_record(it->backend, event, stream);
+}
+
+static inline pl_status wait_for(const pli_group_member *it, pl_event *event,
+                                 pl_stream *stream)
+{
+    return it->backend->ops->event_wait(it->backend, event, stream);
+}
+
+/* Copies on `by`'s side stream. */
+static inline pl_status copy_on(const pli_group_member *by,
+                                const pli_group_member *target, void *to,
+                                const pli_group_member *source, const void *from,
+                                size_t n_bytes)
+{
+    const pli_cuda_place place = {target->backend, to};
+    /* One that is only read. */
+    const pli_cuda_place origin = {source->backend, (void *)from};
+    return pli_cuda_copy_between(place, origin, n_bytes, by->backend, by->side);
+}
+
+/* Ends a call, and returns its status.  Of one that has failed nothing is left on the
+ * devices, so that memory may be freed. */
+pl_status pli_device_group_end_call(pli_device_group *self, pl_status st) PL_MUST_USE;
+
+#endif

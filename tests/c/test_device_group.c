@@ -1,0 +1,488 @@
+/* test_device_group.c - a group of devices, by what it must do in the order of streams.
+ *
+ * `test_device_group 5000` draws so many programs in place of a few hundred.
+ */
+#include <pthread.h>
+
+#include "group_scene.h"
+
+#include "core/alloc.h"
+
+enum { N_SEEDS = 400, N_CALLS = 16, MOST_MOVES = 4, MOST_SEGMENTS = 8 };
+
+static uint64_t n_seeds = N_SEEDS;
+
+/* ---- calls that are drawn ------------------------------------------------------- */
+
+/* A member reads, and writes anew, what a call reads or writes. */
+static void use(scene *it, int member, size_t at, size_t n_bytes)
+{
+    if (scene_below(it, 2) == 0)
+        scene_read(it, member, at, n_bytes);
+    if (scene_below(it, 3) == 0)
+        scene_fill(it, member, at, n_bytes);
+}
+
+typedef struct segments {
+    pli_segment all[MOST_SEGMENTS];
+    pl_move moves[MOST_SEGMENTS][MOST_MOVES];
+    void *targets[MOST_SEGMENTS][SCENE_MOST];
+    size_t at[MOST_SEGMENTS][SCENE_MOST]; /* of targets, in the arenas */
+} segments;
+
+static size_t offset_of(const scene *it, const void *memory)
+{
+    return (size_t)((const char *)memory - it->members[0].memory);
+}
+
+/* Some tensors with gaps between them, some empty; or a single one, of any size. */
+static void draw_moves(scene *it, pli_segment *segment, pl_move *moves)
+{
+    const int is_large = scene_below(it, 3) == 0;
+    const size_t most = it->ring.slot_bytes;
+    size_t at = 0;
+    segment->moves = moves;
+    segment->n_moves = is_large ? 1 : scene_below(it, MOST_MOVES + 1);
+    for (size_t i = 0; i < segment->n_moves; i++) {
+        const size_t gap = is_large ? 0 : scene_below(it, 3) * 8;
+        const size_t room = is_large ? 800 : most / MOST_MOVES - 16;
+        const size_t n = scene_below(it, 4) == 0 ? 0 : scene_below(it, room / 4);
+        at += gap;
+        moves[i] = (pl_move){.to = (char *)NULL + at,
+                             .from = scene_at(it, 0, 4 * scene_below(it, 50)),
+                             .dtype = PL_F32,
+                             .n_elems = n};
+        at += 4 * n;
+    }
+    segment->n_bytes = at + (is_large ? 0 : scene_below(it, 2) * 8);
+}
+
+/* Apart from each other, where there is place. */
+static void draw_targets(scene *it, segments *s, size_t i)
+{
+    s->all[i].targets = s->targets[i];
+    for (int k = 0; k < it->n; k++) {
+        const size_t last = i > 0 ? s->at[i - 1][k] + s->all[i - 1].n_bytes : 0;
+        s->at[i][k] = last + scene_below(it, 40);
+        s->targets[i][k] = NULL;
+        if (k > 0 && scene_below(it, 5) != 0 &&
+            s->at[i][k] + s->all[i].n_bytes <= SCENE_ARENA)
+            s->targets[i][k] = scene_at(it, k, s->at[i][k]);
+    }
+}
+
+static void mirror_segment(scene *it, const segments *s, size_t i)
+{
+    const pli_segment *const segment = &s->all[i];
+    for (int k = 1; k < it->n; k++) {
+        if (segment->targets[k] == NULL)
+            continue;
+        memset(it->members[k].is_known + s->at[i][k], 0, segment->n_bytes);
+        for (size_t j = 0; j < segment->n_moves; j++)
+            scene_mirror_copy(it, k, s->at[i][k] + (uintptr_t)segment->moves[j].to, 0,
+                              offset_of(it, segment->moves[j].from),
+                              4 * segment->moves[j].n_elems);
+    }
+}
+
+static void draw_broadcast(scene *it)
+{
+    segments s = {0};
+    const size_t n = scene_below(it, MOST_SEGMENTS + 1);
+    for (size_t i = 0; i < n; i++) {
+        draw_moves(it, &s.all[i], s.moves[i]);
+        draw_targets(it, &s, i);
+    }
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring));
+    it->is_unjoined = 1;
+    for (size_t i = 0; i < n; i++)
+        mirror_segment(it, &s, i);
+    for (size_t i = 0; i < n; i++)
+        for (int k = 1; k < it->n; k++)
+            if (s.targets[i][k] != NULL && s.all[i].n_bytes > 0)
+                use(it, k, s.at[i][k], s.all[i].n_bytes);
+    if (scene_below(it, 3) == 0)
+        scene_fill(it, 0, scene_below(it, 256), 256);
+}
+
+typedef struct rows {
+    pli_row all[SCENE_MOST];
+    size_t at[SCENE_MOST];
+    int n;
+    pl_move to;
+    size_t to_at, n_bytes;
+} rows;
+
+static void draw_rows(scene *it, rows *r, pl_dtype dtype, size_t n_elems)
+{
+    r->n = 1 + (int)scene_below(it, (size_t)it->n - 1);
+    r->n_bytes = n_elems * pl_dtype_bytes(dtype);
+    for (int i = 0; i < r->n; i++) {
+        const int member = (int)scene_below(it, (size_t)it->n);
+        r->at[i] = 16 * scene_below(it, 16);
+        r->all[i] = (pli_row){member, scene_at(it, member, r->at[i])};
+        scene_fill_floats(it, member, r->at[i], dtype, n_elems);
+    }
+    r->to_at = SCENE_HALF + 16 * scene_below(it, 16);
+    r->to = (pl_move){scene_at(it, 0, r->to_at), NULL, dtype, n_elems};
+}
+
+static void mirror_sum(scene *it, const rows *r)
+{
+    const unsigned char *in[SCENE_MOST];
+    scene_member *const first = &it->members[0];
+    for (int i = 0; i < r->n; i++)
+        in[i] = it->members[r->all[i].member].bytes + r->at[i];
+    if (r->n == 1)
+        memcpy(first->bytes + r->to_at, in[0], r->n_bytes);
+    else
+        naive_reduce(in, r->n, r->n_bytes, r->to.dtype, PL_SUM,
+                     first->bytes + r->to_at);
+    memset(first->is_known + r->to_at, 1, r->n_bytes);
+}
+
+static void draw_sum(scene *it)
+{
+    static const size_t sizes[] = {0, 1, 3, 12, 17, 48, 100};
+    const pl_dtype dtype = (pl_dtype)(PL_F16 + scene_below(it, PL_N_DTYPES - PL_F16));
+    rows r;
+    draw_rows(it, &r, dtype, sizes[scene_below(it, sizeof sizes / sizeof sizes[0])]);
+    CHECK_OK(
+        pli_device_group_sum(it->group, it->streams, r.all, r.n, &r.to, it->rooms));
+    mirror_sum(it, &r);
+    if (r.n_bytes == 0)
+        return;
+    for (int i = 0; i < r.n; i++)
+        if (scene_below(it, 2) == 0)
+            scene_fill(it, r.all[i].member, r.at[i], r.n_bytes);
+    for (int k = 0; k < it->n; k++)
+        if (scene_below(it, 4) == 0)
+            scene_spoil_room(it, k);
+    use(it, 0, r.to_at, r.n_bytes);
+}
+
+/* From one half of an arena into the other half of any. */
+static void draw_copy(scene *it)
+{
+    const int source = (int)scene_below(it, (size_t)it->n);
+    const int target = (int)scene_below(it, (size_t)it->n);
+    const size_t half = scene_below(it, 2) * SCENE_HALF;
+    const size_t n = scene_below(it, MOST_MOVES + 1);
+    size_t from[MOST_MOVES], to[MOST_MOVES];
+    pl_move moves[MOST_MOVES];
+    for (size_t i = 0; i < n; i++) {
+        from[i] = SCENE_HALF - half + scene_below(it, SCENE_HALF / 2);
+        to[i] = half + i * SCENE_HALF / MOST_MOVES;
+        moves[i] = (pl_move){scene_at(it, target, to[i]), scene_at(it, source, from[i]),
+                             PL_F32, scene_below(it, SCENE_HALF / MOST_MOVES / 4)};
+    }
+    scene_before_write(it, target, half);
+    CHECK_OK(pli_device_group_copy(it->group, it->streams, source, target, moves, n));
+    for (size_t i = 0; i < n; i++)
+        scene_mirror_copy(it, target, to[i], source, from[i], 4 * moves[i].n_elems);
+    for (size_t i = 0; i < n; i++) {
+        if (moves[i].n_elems > 0 && scene_below(it, 2) == 0)
+            scene_fill(it, source, from[i], 4 * moves[i].n_elems);
+        if (moves[i].n_elems > 0)
+            use(it, target, to[i], 4 * moves[i].n_elems);
+    }
+}
+
+/* A ring that overlaps the last one; what was in it may be read, or its memory used by
+ * member 0's stream.  Rooms may have any size. */
+static void draw_ring(scene *it)
+{
+    pli_ring *const ring = &it->ring;
+    ring->memory = (char *)ring->memory + PL_CACHE_LINE;
+    ring->slot_bytes = PL_CACHE_LINE * (3 + scene_below(it, 4));
+    if (scene_below(it, 2) == 0) {
+        scene_join(it);
+        scene_spoil_ring(it);
+    }
+    for (int k = 0; k < it->n; k++)
+        it->rooms[k].n_bytes = PL_CACHE_LINE * (3 + scene_below(it, 6));
+}
+
+static void draw_call(scene *it)
+{
+    switch (scene_below(it, 8)) {
+    case 0:
+    case 1:
+        draw_broadcast(it);
+        break;
+    case 2:
+    case 3:
+        draw_sum(it);
+        break;
+    case 4:
+    case 5:
+        draw_copy(it);
+        break;
+    case 6:
+        draw_ring(it);
+        break;
+    default:
+        scene_join(it);
+        break;
+    }
+}
+
+static void run_drawn(uint64_t seed, fake_schedule schedule)
+{
+    draw random = draw_of(seed);
+    scene_options options = {.seed = seed, .schedule = schedule};
+    options.n = 2 + (int)draw_below(&random, 3);
+    options.devices = (scene_devices)draw_below(&random, 3);
+    options.own_streams = (unsigned)draw_below(&random, 16);
+    options.peers = (int)draw_below(&random, 3);
+    options.passed_bytes = (size_t[]){1, 150, 300, 0}[draw_below(&random, 4)];
+    options.shard_bytes = (size_t[]){1, 100, 300, 0}[draw_below(&random, 4)];
+    scene *it = scene_open(&options);
+    for (int i = 0; i < N_CALLS; i++)
+        draw_call(it);
+    scene_compare(it);
+    scene_close(it);
+}
+
+/* Up to the first that fails. */
+static void run_drawn_programs(fake_schedule schedule)
+{
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        run_drawn(seed, schedule);
+        if (atomic_load(&check_n_failures) > 0)
+            break;
+    }
+}
+
+static void drawn_calls_happen_in_the_order_of_their_streams_however_late(void)
+{
+    run_drawn_programs(FAKE_LATE);
+}
+
+static void drawn_calls_happen_in_the_order_of_their_streams_at_any_time(void)
+{
+    run_drawn_programs(FAKE_RANDOM);
+}
+
+/* ---- one thing at a time -------------------------------------------------------- */
+
+static scene_options options_of(int n, fake_schedule schedule)
+{
+    return (scene_options){
+        .seed = 7, .schedule = schedule, .n = n, .own_streams = 0xa, .peers = 1};
+}
+
+/* More tensors than one launch is given at once. */
+static void a_segment_may_be_of_hundreds_of_tensors(void)
+{
+    enum { N = 150 };
+    const scene_options options = options_of(3, FAKE_LATE);
+    scene *it = scene_open(&options);
+    pl_move moves[N];
+    void *const targets[] = {NULL, scene_at(it, 1, 8), scene_at(it, 2, 100)};
+    const pli_segment segment = {moves, N, N, targets};
+    for (size_t i = 0; i < N; i++) {
+        moves[i] = (pl_move){(char *)NULL + i, scene_at(it, 0, 3 * i), PL_U8, 1};
+        scene_mirror_copy(it, 1, 8 + i, 0, 3 * i, 1);
+        scene_mirror_copy(it, 2, 100 + i, 0, 3 * i, 1);
+    }
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    scene_compare(it);
+    scene_close(it);
+}
+
+/* Three slots are read by two members; then one slot of another size lies where all of
+ * these did, and the first member needs it at once. */
+static void move_the_ring(uint64_t seed)
+{
+    scene_options options = options_of(3, FAKE_LATE);
+    options.seed = seed;
+    scene *it = scene_open(&options);
+    void *targets[4][3] = {{NULL}};
+    pl_move moves[4][2];
+    pli_segment each[4];
+    for (size_t i = 0; i < 4; i++) {
+        const size_t half = i < 3 ? 96 : 240;
+        moves[i][0] = (pl_move){NULL, scene_at(it, 0, 100 * i), PL_U8, half};
+        moves[i][1] = (pl_move){(char *)NULL + half, scene_at(it, 0, 0), PL_U8, half};
+        each[i] = (pli_segment){moves[i], 2, 2 * half, targets[i]};
+        for (int k = 1; k < (i < 3 ? 3 : 2); k++) {
+            targets[i][k] = scene_at(it, k, 200 * i);
+            scene_mirror_copy(it, k, 200 * i, 0, 100 * i, half);
+            scene_mirror_copy(it, k, 200 * i + half, 0, 0, half);
+        }
+    }
+    const pli_ring next = {it->ring.memory, 3 * it->ring.slot_bytes};
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, each, 3, it->ring));
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &each[3], 1, next));
+    scene_compare(it);
+    scene_close(it);
+}
+
+static void a_ring_that_moves_waits_for_who_reads_the_last_one(void)
+{
+    for (uint64_t seed = 1; seed <= 20; seed++)
+        move_the_ring(seed);
+}
+
+/* The values are specials too, so they are compared here, element by element. */
+static void check_sum(scene *it, pl_dtype dtype, int n_rows, size_t n_elems)
+{
+    const size_t n_bytes = n_elems * pl_dtype_bytes(dtype);
+    unsigned char found[SCENE_ARENA], expected[SCENE_ARENA],
+        row[SCENE_MOST][SCENE_ARENA];
+    const unsigned char *in[SCENE_MOST];
+    pli_row all[SCENE_MOST];
+    const pl_move to = {scene_at(it, 0, SCENE_HALF), NULL, dtype, n_elems};
+    for (int r = 0; r < n_rows; r++) {
+        naive_fill(row[r], n_bytes, dtype);
+        in[r] = row[r];
+        all[r] = (pli_row){n_rows - r, scene_at(it, n_rows - r, 0)};
+        scene_write(it, n_rows - r, 0, row[r], n_bytes);
+    }
+    if (n_rows == 1)
+        memcpy(expected, row[0], n_bytes);
+    else
+        naive_reduce(in, n_rows, n_bytes, dtype, PL_SUM, expected);
+    CHECK_OK(pli_device_group_sum(it->group, it->streams, all, n_rows, &to, it->rooms));
+    for (int r = 0; r < n_rows; r++)
+        scene_fill(it, n_rows - r, 0, n_bytes);
+    CHECK_OK(
+        pli_cuda_read(it->members[0].backend, found, to.to, n_bytes, it->streams[0]));
+    memset(it->members[0].is_known + SCENE_HALF, 0, n_bytes);
+    const long at = first_difference(found, expected, n_bytes, dtype);
+    if (!CHECK(at < 0))
+        CHECK_MORE("%s, %d rows of %zu: element %ld", pl_dtype_text(dtype), n_rows,
+                   n_elems, at);
+}
+
+static void rows_of_any_float_are_summed_in_their_order_and_rounded_once(void)
+{
+    static const size_t n_bytes[] = {0, 16, 48, 64, 192, 208, 1008};
+    for (int n_rows = 1; n_rows < SCENE_MOST; n_rows++) {
+        const scene_options options = options_of(SCENE_MOST, FAKE_LATE);
+        scene *it = scene_open(&options);
+        for (int dtype = PL_F16; dtype < PL_N_DTYPES; dtype++)
+            for (size_t s = 0; s < sizeof n_bytes / sizeof n_bytes[0]; s++)
+                check_sum(it, (pl_dtype)dtype, n_rows,
+                          n_bytes[s] / pl_dtype_bytes((pl_dtype)dtype));
+        scene_compare(it);
+        scene_close(it);
+    }
+}
+
+/* A member computes on while another one's stream is far behind. */
+static void members_do_not_wait_for_one_another(void)
+{
+    const scene_options options = options_of(3, FAKE_LATE);
+    scene *it = scene_open(&options);
+    void *const targets[] = {NULL, scene_at(it, 1, 0), scene_at(it, 2, 0)};
+    const pl_move move = {NULL, scene_at(it, 0, 0), PL_F32, 20};
+    const pli_segment segment = {&move, 1, 96, targets};
+    const pl_move there = {scene_at(it, 2, 200), scene_at(it, 0, 200), PL_F32, 9};
+    unsigned char word = 0;
+    CHECK(fake_synchronize_all());
+    scene_fill(it, 1, 500, 1);
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(pli_device_group_copy(it->group, it->streams, 0, 2, &there, 1));
+    CHECK_OK(pli_cuda_read(it->members[2].backend, &word, there.to, 1, it->streams[2]));
+    CHECK(word == it->members[0].bytes[200]);
+    CHECK(cuStreamQuery(it->members[1].stream) == CUDA_ERROR_NOT_READY);
+    CHECK(fake_synchronize_all());
+    scene_close(it);
+}
+
+/* The host is given no reason to wait, and nothing is allocated. */
+static void a_step_neither_waits_nor_allocates(void)
+{
+    static const char *const never[] = {"cuStreamSynchronize",
+                                        "cuEventSynchronize",
+                                        "cuEventQuery",
+                                        "cuMemAlloc",
+                                        "cuMemFree",
+                                        "cuEventCreate",
+                                        "cuStreamCreateWithPriority"};
+    enum { N_NEVER = sizeof never / sizeof never[0] };
+    int before[N_NEVER];
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        scene_options options = options_of(4, FAKE_LATE);
+        options.seed = seed;
+        scene *it = scene_open(&options);
+        for (size_t i = 0; i < N_NEVER; i++)
+            before[i] = fake_count(never[i]);
+        pli_fault_arm(PLI_FAULT_ALLOC, 1);
+        for (int i = 0; i < N_CALLS; i++)
+            draw_call(it);
+        CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 0);
+        pli_fault_arm(PLI_FAULT_ALLOC, 0);
+        for (size_t i = 0; i < N_NEVER; i++)
+            if (!CHECK(fake_count(never[i]) == before[i]))
+                CHECK_MORE("%s was called", never[i]);
+        scene_compare(it);
+        scene_close(it);
+    }
+}
+
+/* ---- threads -------------------------------------------------------------------- */
+
+typedef struct caller {
+    scene *it;
+    int member;
+} caller;
+
+/* Brings two pieces of member 0's to a member of its own, again and again. */
+static void *call_often(void *context)
+{
+    const caller *const self = context;
+    const scene *const it = self->it;
+    const size_t from = 100 * (size_t)self->member;
+    const pl_move moves[] = {{NULL, scene_at(it, 0, from), PL_U8, 100},
+                             {(char *)NULL + 100, scene_at(it, 0, 0), PL_U8, 50}};
+    void *targets[SCENE_MOST] = {NULL};
+    const pli_segment segment = {moves, 2, 150, targets};
+    for (size_t i = 0; i < 6; i++) {
+        targets[self->member] = scene_at(it, self->member, 150 * i);
+        CHECK_OK(
+            pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    }
+    return NULL;
+}
+
+static void threads_may_call_at_the_same_time(void)
+{
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        scene_options options = options_of(SCENE_MOST, FAKE_LATE);
+        pthread_t threads[SCENE_MOST];
+        caller callers[SCENE_MOST];
+        options.seed = seed;
+        scene *it = scene_open(&options);
+        for (int k = 1; k < it->n; k++) {
+            callers[k] = (caller){it, k};
+            CHECK(pthread_create(&threads[k], NULL, call_often, &callers[k]) == 0);
+        }
+        for (int k = 1; k < it->n; k++) {
+            (void)pthread_join(threads[k], NULL);
+            for (size_t i = 0; i < 6; i++) {
+                scene_mirror_copy(it, k, 150 * i, 0, 100 * (size_t)k, 100);
+                scene_mirror_copy(it, k, 150 * i + 100, 0, 0, 50);
+            }
+        }
+        scene_compare(it);
+        scene_close(it);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1)
+        n_seeds = strtoull(argv[1], NULL, 10);
+    RUN(drawn_calls_happen_in_the_order_of_their_streams_however_late);
+    RUN(drawn_calls_happen_in_the_order_of_their_streams_at_any_time);
+    RUN(a_segment_may_be_of_hundreds_of_tensors);
+    RUN(a_ring_that_moves_waits_for_who_reads_the_last_one);
+    RUN(rows_of_any_float_are_summed_in_their_order_and_rounded_once);
+    RUN(members_do_not_wait_for_one_another);
+    RUN(a_step_neither_waits_nor_allocates);
+    RUN(threads_may_call_at_the_same_time);
+    return check_report();
+}

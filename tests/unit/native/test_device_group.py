@@ -1,0 +1,498 @@
+"""The native module's groups of devices, on the fake of CUDA: tensors are the CPU's."""
+
+import ctypes
+import gc
+import itertools
+import sys
+
+import pytest
+import torch
+from natives_on_device import count, fake, fake_device, make_device, synchronize
+from paceline import _native
+from paceline._compat import torch_core, torch_cuda
+
+N = 3
+STREAMS = (0,) * N
+# What outlives all that is enqueued.
+RING = torch.empty(3 * 1024, dtype=torch.uint8)
+ROOMS = [None, *(torch.empty(4096, dtype=torch.uint8) for _ in range(N - 1))]
+PAIR = torch.ones(2)
+PAIRS = list(itertools.product(range(N), repeat=2))
+
+
+def make_group(n=N):
+    return _native.DeviceGroup([make_device(index) for index in range(n)])
+
+
+def block(n_bytes):
+    return torch.zeros(n_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def group():
+    with fake_device("schedule=late"):
+        yield make_group()
+
+
+# ---- what it does -------------------------------------------------------------------
+
+
+def test_streams_are_the_current_ones_by_member(group):
+    assert group.streams() == STREAMS
+    torch_cuda.current_stream = lambda index: 100 + index
+    torch_core.attach()
+    assert group.streams() == (100, 101, 102)
+
+
+def test_streams_that_torch_cannot_tell_are_an_error(group):
+    def fail(index):
+        raise OSError(f"no stream {index}")
+
+    torch_cuda.current_stream = fail
+    torch_core.attach()
+    with pytest.raises(OSError, match="no stream 0"):
+        group.streams()
+
+
+def test_members_may_be_of_one_device():
+    with fake_device():
+        device = make_device()
+        group = _native.DeviceGroup((device, device))
+        one, other = torch.arange(5.0), torch.zeros(5)
+        group.copy((0, 0), 0, [one], 1, [other])
+        synchronize()
+        assert other.tolist() == one.tolist()
+
+
+def test_tensors_of_a_torch_without_the_exchange_table_are_read_by_capsules():
+    with fake_device(exchange=False):
+        group, one, other = make_group(), torch.arange(5.0), torch.zeros(5)
+        slot, to = torch.zeros(5), torch.zeros(5)
+        group.copy(STREAMS, 0, [one], 1, [other])
+        assert group.pack(STREAMS, 1, [other], [slot], [0], to) == []
+        synchronize()
+        assert to.tolist() == one.tolist()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_tensors_are_copied_between_any_two(group, source, target):
+    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7), torch.empty(0)]
+    places = [torch.zeros_like(t) for t in tensors]
+    group.copy(STREAMS, source, tensors, target, places)
+    synchronize()
+    assert all(torch.equal(t, p) for t, p in zip(tensors, places, strict=True))
+
+
+def test_a_tensor_is_copied_in_its_own_order(group):
+    tensor, place = torch.arange(6.0).view(2, 3).t(), torch.zeros(2, 3).t()
+    group.copy(STREAMS, 0, [tensor], 1, [place])
+    synchronize()
+    assert torch.equal(tensor, place)
+
+
+def test_segments_are_packed_or_come_whole(group):
+    small = [torch.arange(3.0), torch.ones(2, 2, dtype=torch.bfloat16), torch.empty(0)]
+    large = torch.arange(2000.0)
+    packed, whole = [block(72) for _ in range(N)], [block(8000) for _ in range(N)]
+    segments = [
+        (small, [0, 64, 72], 72, [None, packed[1], packed[2]]),
+        ([large], [0], 8000, [None, whole[1], None]),
+    ]
+    group.broadcast(STREAMS, RING, segments)
+    group.join(STREAMS)
+    assert packed[1].tolist() == [0] * 72
+    synchronize()
+    for k in (1, 2):
+        assert packed[k][:12].view(torch.float32).tolist() == [0, 1, 2]
+        assert packed[k][64:].view(torch.bfloat16).tolist() == [1] * 4
+    assert torch.equal(whole[1].view(torch.float32), large)
+    assert whole[2].tolist() == whole[0].tolist() == [0] * 8000
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("n_rows", [1, 2])
+def test_rows_are_summed(group, dtype, n_rows):
+    rows = [torch.full((600,), k + 1, dtype=dtype) for k in range(n_rows)]
+    to = torch.zeros(600, dtype=dtype)
+    given = [(2 - k, row) for k, row in enumerate(rows)]
+    group.sum(STREAMS, ROOMS, given, to)
+    assert to.tolist() == [0] * 600
+    synchronize()
+    assert to.tolist() == [1 if n_rows == 1 else 3] * 600
+
+
+def test_gradients_are_packed_with_zeros_for_none(group):
+    slots = [torch.zeros(3), torch.zeros(2, 2).t(), torch.zeros(1)]
+    grads = [torch.arange(3.0), torch.tensor([[1.0, 2], [3, 4]]).t(), None]
+    to = torch.full((10,), 9.0)
+    assert group.pack(STREAMS, 1, grads, slots, [0, 16, 32], to) == []
+    synchronize()
+    assert to.tolist() == [0, 1, 2, 9, 1, 2, 3, 4, 0, 9]
+
+
+def test_gradients_are_packed_on_the_stream_that_is_named():
+    with fake_device("schedule=late") as stream:
+        stream.new()
+        group, (grad, slot, to) = make_group(), torch.tensor([[5.0], [0], [0]])
+        assert group.pack((stream.now, 0, 0), 0, [grad], [slot], [0], to) == []
+        fake().cuStreamSynchronize(ctypes.c_void_p(0))
+        assert to.tolist() == [0]
+        fake().cuStreamSynchronize(ctypes.c_void_p(stream.now))
+        assert to.tolist() == [5]
+
+
+def test_gradients_that_are_laid_out_in_another_way_are_told_and_nothing_is_packed(
+    group,
+):
+    slots = [torch.zeros(2, 2)] * 6
+    grads = [
+        torch.ones(2, 2),
+        torch.ones(2, 2).t(),
+        torch.ones(4),
+        None,
+        torch.ones(2, 2, dtype=torch.float64),
+        torch.ones(1).expand(2, 2),
+    ]
+    to = torch.full((24,), 9.0)
+    before = count("cuLaunchKernel")
+    offsets = list(range(0, 96, 16))
+    assert group.pack(STREAMS, 0, grads, slots, offsets, to) == [1, 2, 4, 5]
+    synchronize()
+    assert count("cuLaunchKernel") == before
+    assert to.unique().tolist() == [9]
+
+
+def test_a_lazy_conjugate_is_laid_out_in_another_way(group):
+    slots = [torch.zeros(2, dtype=torch.complex64)]
+    grads = [torch.ones(2, dtype=torch.complex64).conj()]
+    to = torch.zeros(2, dtype=torch.complex64)
+    assert group.pack(STREAMS, 0, grads, slots, [0], to) == [0]
+
+
+# ---- what is refused ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "words"),
+    [
+        (lambda: [], ValueError, "a group of 0 devices: give 1 to 64"),
+        (lambda: [make_device()] * 65, ValueError, "a group of 65 devices"),
+        (lambda: [make_device(), 3], TypeError, r"devices\[1\] is 3: give a Device"),
+        (lambda: 3, TypeError, "not iterable"),
+    ],
+)
+def test_what_is_no_list_of_devices_is_refused(devices, kind, words):
+    with fake_device():
+        given = devices()
+        with pytest.raises(kind, match=words):
+            _native.DeviceGroup(given)
+
+
+CALLS = {
+    "join": lambda g, s: g.join(s),
+    "copy": lambda g, s: g.copy(s, 0, [], 1, []),
+    "broadcast": lambda g, s: g.broadcast(s, RING, []),
+    "sum": lambda g, s: g.sum(s, ROOMS, [(1, PAIR), (2, PAIR)], PAIR),
+    "pack": lambda g, s: g.pack(s, 0, [], [], [], PAIR),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_streams_are_a_tuple_of_a_number_a_member(group, call):
+    for streams in ((0, 0), (0, 0, 0, 0), [0, 0, 0], None):
+        with pytest.raises(TypeError, match="give a tuple of 3 numbers"):
+            call(group, streams)
+    with pytest.raises(TypeError, match="integer"):
+        call(group, ("a", "b", 0))
+    call(group, STREAMS)
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+BAD_COPIES = [
+    ((3, [], 0, []), IndexError, "member 3 of 3"),
+    ((-1, [], 0, []), IndexError, "member -1 of 3"),
+    ((0, [], 3, []), IndexError, "member 3 of 3"),
+    ((0, [ones(2)], 1, []), ValueError, "lists of 1 and 0"),
+    ((0, ones(2), 1, [ones(2)]), TypeError, "list"),
+    ((0, [ones(2)], 1, (ones(2),)), TypeError, "list"),
+    ((0, [ones(2)], 1, [3]), TypeError, "a tensor is no strided tensor in memory"),
+    ((0, [ones(2)], 1, [ones(3)]), ValueError, "are not alike"),
+    ((0, [ones(2)], 1, [ones(2).double()]), ValueError, "are not alike"),
+    ((0, [ones(2, 3)], 1, [ones(3, 2).t()]), ValueError, "are not alike"),
+    ((0, [ones(4)[::2]], 1, [ones(4)[::2]]), ValueError, "not one block of memory"),
+    ((0, [ones(1).expand(2)], 1, [ones(2)]), ValueError, "not one block of memory"),
+    ((0, [ones(2).to("meta")], 1, [ones(2)]), (TypeError, ValueError), "a tensor "),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), BAD_COPIES)
+def test_copies_that_cannot_be_are_refused(group, given, kind, words):
+    with pytest.raises(kind, match=words):
+        group.copy(STREAMS, *given)
+    assert fake().fake_pending() == 0
+
+
+def segment(sources=None, offsets=(0,), n_bytes=8, blocks=None):
+    sources = [ones(2)] if sources is None else sources
+    blocks = [None, block(8), None] if blocks is None else blocks
+    return (sources, list(offsets), n_bytes, blocks)
+
+
+BAD_SEGMENTS = [
+    ([], TypeError, "a segment is"),
+    ((1, 2, 3), TypeError, "a segment is"),
+    (((), [], 0, []), TypeError, "a segment is"),
+    (([], 3, 0, []), TypeError, "list"),
+    (segment(offsets=()), ValueError, "lists of 1 and 0"),
+    (segment(offsets=["a"]), TypeError, "integer"),
+    (segment(offsets=[-1]), OverflowError, "negative"),
+    (segment(offsets=[1]), ValueError, "reaches beyond its segment"),
+    (segment(offsets=[2**63]), ValueError, "reaches beyond its segment"),
+    (segment(n_bytes=7), ValueError, "reaches beyond its segment"),
+    (segment(n_bytes=-1), ValueError, "a segment of -1 bytes with 3 blocks"),
+    (segment(n_bytes="8"), TypeError, "int"),
+    (segment(blocks=[None, None]), ValueError, "with 2 blocks: give one for each of 3"),
+    (segment(blocks=[None, block(7), None]), ValueError, "a block has another size"),
+    (segment(blocks=[None, None, block(9)]), ValueError, "a block has another size"),
+    (segment(blocks=[None, 3, None]), TypeError, "no strided tensor"),
+    (segment(sources=[ones(4)[::2]]), ValueError, "not one block of memory"),
+    (segment(sources=[None]), TypeError, "no strided tensor"),
+    (
+        segment([ones(300)], [4], 1204, [None, block(1204), None]),
+        ValueError,
+        "a segment of 1204 bytes does not fit into a slot of 1024",
+    ),
+]
+
+
+@pytest.mark.parametrize(("item", "kind", "words"), BAD_SEGMENTS)
+def test_segments_that_cannot_be_are_refused(group, item, kind, words):
+    with pytest.raises(kind, match=words):
+        group.broadcast(STREAMS, RING, [item])
+    with pytest.raises(TypeError, match="list"):
+        group.broadcast(STREAMS, RING, (item,))
+
+
+def row(member=1, tensor=None):
+    return (member, ones(8) if tensor is None else tensor)
+
+
+BAD_SUMS = [
+    ([], ones(8), ValueError, "0 rows of gradients: give 1 to 2"),
+    ([row(), row(), row()], ones(8), ValueError, "3 rows of gradients, of 3 members"),
+    ([row()] * 100, ones(8), ValueError, "100 rows of gradients, of 3 members"),
+    ([ones(8)], ones(8), TypeError, r"rows\[0\] is tensor.* give \(member, tensor\)"),
+    ([(1,)], ones(8), TypeError, r"a row is \(member, tensor\)"),
+    ([("1", ones(8))], ones(8), TypeError, "int"),
+    ([row(3)], ones(8), IndexError, "member 3 of 3"),
+    ([row(-1)], ones(8), IndexError, "member -1 of 3"),
+    ([row(1, ones(7))], ones(8), ValueError, "a row of gradients is not like the sum"),
+    ([row()], ones(8).double(), ValueError, "a row of gradients is not like the sum"),
+    ([row()], ones(16)[::2], ValueError, "not one block of memory"),
+    ([row(1, ones(16)[::2])], ones(8), ValueError, "not one block of memory"),
+    ([row()], None, TypeError, "no strided tensor"),
+    ((row(),), ones(8), TypeError, "list"),
+]
+
+
+@pytest.mark.parametrize(("rows", "to", "kind", "words"), BAD_SUMS)
+def test_sums_that_cannot_be_are_refused(group, rows, to, kind, words):
+    with pytest.raises(kind, match=words):
+        group.sum(STREAMS, ROOMS, rows, to)
+    assert fake().fake_pending() == 0
+
+
+def test_integers_are_not_summed(group):
+    rows = [(k, torch.ones(8, dtype=torch.int32)) for k in (1, 2)]
+    with pytest.raises(ValueError, match="int32"):
+        group.sum(STREAMS, ROOMS, rows, torch.ones(8, dtype=torch.int32))
+
+
+def test_a_ring_is_one_block(group):
+    for bad, kind in ((None, TypeError), (torch.ones(64)[::2], ValueError)):
+        with pytest.raises(kind):
+            group.broadcast(STREAMS, bad, [])
+
+
+BAD_ROOMS = [
+    (RING, TypeError, "list"),
+    (tuple(ROOMS), TypeError, "list"),
+    (ROOMS[:2], ValueError, "rooms of 2 members, of 3"),
+    ([*ROOMS, None], ValueError, "rooms of 4 members, of 3"),
+    ([None] * 3, ValueError, "0 bytes of member 1 have no room for 2 rows"),
+    ([None, ones(31), None], ValueError, "124 bytes of member 1 have no room for 2"),
+    ([None, 3, None], TypeError, "no strided tensor"),
+    ([None, None, ones(64)[::2]], ValueError, "not one block of memory"),
+    ([ones(64)[::2], *ROOMS[1:]], ValueError, "not one block of memory"),
+]
+
+
+@pytest.mark.parametrize(("rooms", "kind", "words"), BAD_ROOMS)
+def test_rooms_that_cannot_be_are_refused(group, rooms, kind, words):
+    with pytest.raises(kind, match=words):
+        group.sum(STREAMS, rooms, [row(1), row(2)], ones(8))
+    assert fake().fake_pending() == 0
+
+
+def test_a_single_row_needs_no_room(group):
+    to, rows = torch.zeros(8), [row(2)]
+    group.sum(STREAMS, [None] * 3, rows, to)
+    synchronize()
+    assert to.tolist() == [1] * 8
+
+
+def test_large_rows_are_added_up_by_each_of_their_members(group):
+    n_elems = (128 << 10) // 4
+    rows = [(k, torch.arange(n_elems, dtype=torch.float32) * k) for k in (1, 2)]
+    rooms = [None, *(torch.empty(256 << 10, dtype=torch.uint8) for _ in range(2))]
+    to = torch.zeros(n_elems)
+    for rooms_of, words in ((1, "member 2"), (2, "member 1")):
+        some = [room if k == rooms_of else None for k, room in enumerate(rooms)]
+        with pytest.raises(ValueError, match=f"0 bytes of {words} have no room"):
+            group.sum(STREAMS, some, rows, to)
+    group.sum(STREAMS, rooms, rows, to)
+    synchronize()
+    assert torch.equal(to, torch.arange(n_elems, dtype=torch.float32) * 3)
+    fake().fake_sent_bytes.restype = ctypes.c_int64
+    sent = {p: fake().fake_sent_bytes(*p) for p in PAIRS}
+    assert sent == {p: 64 << 10 if p[0] != p[1] and p[0] > 0 else 0 for p in PAIRS}
+
+
+def test_a_large_segment_goes_from_member_to_member(group):
+    source = torch.arange((1 << 20) // 4, dtype=torch.float32)
+    blocks = [None, torch.zeros_like(source), torch.zeros_like(source)]
+    ring = torch.empty(3 << 18, dtype=torch.uint8)
+    group.broadcast(STREAMS, ring, [([source], [0], 1 << 20, blocks)])
+    group.join(STREAMS)
+    synchronize()
+    assert torch.equal(blocks[1], source)
+    assert torch.equal(blocks[2], source)
+    fake().fake_sent_bytes.restype = ctypes.c_int64
+    sent = {p: fake().fake_sent_bytes(*p) for p in PAIRS}
+    assert sent == {p: 1 << 20 if p in ((0, 1), (1, 2)) else 0 for p in PAIRS}
+
+
+BAD_PACKS = [
+    ((3, [], [], [], ones(4)), IndexError, "member 3 of 3"),
+    ((-1, [], [], [], ones(4)), IndexError, "member -1 of 3"),
+    ((1, [None], [], [], ones(4)), ValueError, "lists of 1 and 0"),
+    ((1, [None], [ones(2)], [], ones(4)), ValueError, "lists of 1 and 0"),
+    ((1, (None,), [ones(2)], [0], ones(4)), TypeError, "list"),
+    ((1, [3], [ones(2)], [0], ones(4)), TypeError, "a gradient is no strided tensor"),
+    ((1, [None], [None], [0], ones(4)), TypeError, "a tensor is no strided tensor"),
+    ((1, [None], [ones(2)], ["a"], ones(4)), TypeError, "integer"),
+    ((1, [None], [ones(2)], [-1], ones(4)), OverflowError, "negative"),
+    ((1, [None], [ones(2)], [9], ones(4)), ValueError, "beyond its block"),
+    ((1, [None], [ones(2)], [17], ones(4)), ValueError, "beyond its block"),
+    ((1, [None], [ones(5)], [0], ones(4)), ValueError, "beyond its block"),
+    ((1, [None], [ones(4)[::2]], [0], ones(4)), ValueError, "not one block"),
+    ((1, [None], [ones(2)], [0], ones(8)[::2]), ValueError, "not one block"),
+    ((1, [None], [ones(2)], [0], 3), TypeError, "no strided tensor"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), BAD_PACKS)
+def test_gradients_that_cannot_be_packed_are_refused(group, given, kind, words):
+    with pytest.raises(kind, match=words):
+        group.pack(STREAMS, *given)
+    assert fake().fake_pending() == 0
+
+
+def test_tensors_elsewhere_are_refused():
+    with fake_device():
+        group = _native.DeviceGroup([make_device(), make_device(1, dlpack_type=2)])
+        with pytest.raises(ValueError, match=r"is on the CPU, .* on cuda:1"):
+            group.copy((0, 0), 0, [ones(2)], 1, [ones(2)])
+        with pytest.raises(ValueError, match=r"a gradient is on the CPU|a tensor is"):
+            group.pack((0, 0), 1, [ones(2)], [ones(2)], [0], ones(2))
+
+
+def test_a_driver_that_fails_is_quoted(group):
+    fake().fake_fail(b"cuMemcpyPeerAsync", 1, 719)
+    with pytest.raises(OSError, match=r"copying between two devices.*719"):
+        group.copy(STREAMS, 0, [ones(2)], 1, [ones(2)])
+    fake().fake_fail(b"cuLaunchKernel", 1, 719)
+    with pytest.raises(OSError, match="719"):
+        group.pack(STREAMS, 1, [ones(2)], [ones(2)], [0], ones(2))
+    fake().fake_fail(b"cuEventCreate", 5, 719)
+    with pytest.raises(OSError, match="719"):
+        make_group()
+
+
+# ---- references ---------------------------------------------------------------------
+
+
+def test_no_call_keeps_or_loses_a_reference(group):
+    source, place, bad, memory = ones(6), ones(6), ones(7), RING
+    blocks = [None, block(24), block(24)]
+    items = [source, place, bad, memory, *blocks[1:], STREAMS, group]
+    lists = [[source], [place], [bad], [0], blocks, [(1, source), (2, source)]]
+    rooms = list(ROOMS)
+    kept = [*items, *lists, rooms, *rooms[1:]]
+
+    def calls():
+        sources, places, bads, zero, _, rows = lists
+        group.streams()
+        group.join(STREAMS)
+        group.copy(STREAMS, 0, sources, 1, places)
+        group.broadcast(STREAMS, memory, [(sources, zero, 24, blocks)])
+        group.sum(STREAMS, rooms, rows, place)
+        assert group.pack(STREAMS, 1, sources, places, zero, place) == []
+        assert group.pack(STREAMS, 1, bads, places, zero, place) == [0]
+        for call in (
+            lambda: group.copy(STREAMS, 0, sources, 1, bads),
+            lambda: group.broadcast(STREAMS, memory, [(bads, zero, 24, blocks)]),
+            lambda: group.sum(STREAMS, rooms, rows, bad),
+            lambda: group.sum(STREAMS, [*rooms[:2], 3], rows, place),
+            lambda: group.pack(STREAMS, 1, sources, bads, zero, place),
+            lambda: group.pack(STREAMS, 1, zero, places, zero, place),
+            lambda: group.pack(STREAMS, 1, [bad, 3], [place] * 2, [0, 0], place),
+        ):
+            with pytest.raises((ValueError, TypeError)):
+                call()
+
+    def counts():
+        gc.collect()
+        return [sys.getrefcount(item) for item in kept]
+
+    calls()
+    before = counts()
+    for _ in range(200):
+        calls()
+    assert counts() == before
+    synchronize()
+
+
+def test_a_thousand_groups_leave_nothing():
+    with fake_device():
+        devices = [make_device(index) for index in range(N)]
+        _native.DeviceGroup(devices)
+        gc.collect()
+        n_objects = fake().fake_live_objects()
+        kinds = [_native.DeviceGroup, *devices]
+        before = [sys.getrefcount(kind) for kind in kinds]
+        for _ in range(1000):
+            _native.DeviceGroup(devices)
+            with pytest.raises(TypeError):
+                _native.DeviceGroup([*devices, None])
+            with pytest.raises(ValueError, match="0 devices"):
+                _native.DeviceGroup([])
+        gc.collect()
+        assert [sys.getrefcount(kind) for kind in kinds] == before
+        assert fake().fake_live_objects() == n_objects
+
+
+def test_a_group_keeps_its_devices():
+    with fake_device():
+        group = make_group()
+        gc.collect()
+        place = torch.zeros(2)
+        group.copy(STREAMS, 2, [ones(2)], 1, [place])
+        synchronize()
+        assert place.tolist() == [1, 1]
+        del group
+        gc.collect()
+        assert fake().fake_live_objects() == 0
