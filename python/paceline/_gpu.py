@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -22,6 +24,47 @@ class Machine:
     def index_of(self, device: torch.device) -> int | None:
         """Return the number of the GPU that a device is; None: it is none."""
         return device.index if device.type == self.device_type else None
+
+    def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
+        """Return the number of the GPU that a tensor is on.
+
+        `expected` is the one that it should be on, for machines that cannot tell.
+        """
+        return self.index_of(tensor.device)
+
+    def device(self, index: int) -> torch.device:
+        """Return a GPU as torch names it."""
+        return torch.device(self.device_type, index)
+
+    def current_stream(self, index: int) -> Any:
+        """Return the stream that is current on a GPU, as torch has it."""
+        return torch.cuda.current_stream(index)
+
+    def on(self, index: int, stream: Any) -> AbstractContextManager[Any]:
+        """Return what makes a GPU, and a stream of it, the current ones."""
+        return torch.cuda.stream(stream)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a CPU tensor in memory that GPUs read by themselves."""
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    def synchronize(self) -> None:
+        """Wait for all that GPUs were given, if any was used."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for index in range(self.count()):
+                torch.cuda.synchronize(index)
+
+    def is_capturing(self) -> bool:
+        """Tell whether a CUDA graph is captured on the current stream."""
+        return torch_cuda.is_capturing()
+
+    def generator_state(self, index: int) -> Any:
+        """Return what changes where random numbers are drawn on a GPU."""
+        return torch_cuda.generator_state(index)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """Return the bytes of a GPU's memory, and how many multiprocessors it has."""
+        return torch_cuda.size(index)
 
     def count(self) -> int:
         """Return how many there are."""

@@ -21,7 +21,7 @@ BUILD = [
 
 
 def run(seconds: float) -> bool:
-    """Build, then check one rank and two, and take one figure."""
+    """Build, then check one rank, replicas, two ranks, and take one figure."""
     until = time.monotonic() + seconds - 10
     part_build.BUILT.mkdir(parents=True, exist_ok=True)
     return run_here(BUILD) and run_with_build(until)
@@ -35,7 +35,10 @@ def run_with_build(until: float) -> bool:
     import check_gradients
     import check_models
     import check_modes
+    import check_replicas
+    import check_replicas_modes
     import session
+    from replica_world import in_one_process
 
     alone = [
         check_models.model_digits,
@@ -52,7 +55,13 @@ def run_with_build(until: float) -> bool:
         check_failures.an_exception_in_backward,
         check_failures.a_rank_that_is_killed,
     ]
+    replicas = [
+        check_replicas.train_mlp,
+        check_replicas_modes.evaluation_sees_all_writes,
+        check_replicas_modes.a_step_waits_for_nothing,
+    ]
     good = session.run_on_ranks(alone, (1,), until)
+    good = session.run_on_ranks(in_one_process(replicas), (1,), until) and good
     timed = [c for c in checks_of(bench_steps) if c.name == "step_time_digits"]
     good = session.run_on_ranks(together, (2,), until) and good
     return session.run_on_ranks(timed, (1,), until) and good

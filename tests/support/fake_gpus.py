@@ -3,6 +3,7 @@
     environment()        in the test: what a rank needs to find the fake library
     stand_in(rank)       in the rank: from now on a module on the CPU is one on a GPU
     synchronize()        what `torch.cuda.synchronize()` is to a real one
+    several(n)           in the test: n GPUs of this process, for DataParallel
 
 Tensors stay those of the CPU.  The native module takes them for a GPU's (a `Device` of
 another `dlpack_type`), so all it does with gradients passes the fake of libcuda and of
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -29,7 +31,8 @@ from typing import Any
 import pytest
 import torch
 from paceline import _gpu, _native
-from paceline._compat import torch_cuda
+from paceline._compat import torch_core, torch_cuda
+from paceline._dp.gpus.group import Group
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
@@ -146,6 +149,115 @@ def stand_in(rank: int) -> Machine:
         torch_cuda.empty_cache = lambda: fake().fake_empty_caches()
     _gpu.machine.is_there = True
     return _gpu.machine
+
+
+class SeveralGpus(_gpu.Machine):
+    """GPUs of one process, whose tensors all say that they are on the CPU.
+
+    A module is on the first of them, and what a replica gives on the replica's.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, n_gpus: int) -> None:
+        self.n_gpus = n_gpus
+
+    def index_of(self, device: torch.device) -> int | None:
+        return 0 if device.type == "cpu" else None
+
+    def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
+        return expected if tensor.device.type == "cpu" else None
+
+    def device(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def current_stream(self, index: int) -> Any:
+        return None
+
+    def on(self, index: int, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        ctypes.CDLL(library()).fake_synchronize_all()
+
+    def generator_state(self, index: int) -> Any:
+        return None
+
+    def size(self, index: int) -> tuple[int, int]:
+        return 1 << 30, 1
+
+    def count(self) -> int:
+        return self.n_gpus
+
+    def current(self) -> int:
+        return 0
+
+    def why_unusable(self) -> str:
+        return ""
+
+    def open(self, index: int) -> _native.Device:
+        path = library()
+        return _native.Device(index, driver=path, nvrtc=path, dlpack_type=1)
+
+
+_PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
+_MOST_GPUS = 4
+
+
+@contextlib.contextmanager
+def several(n_gpus: int) -> Iterator[SeveralGpus]:
+    """Have so many GPUs within this, and say what the fake has against it.
+
+    What torch would put into a device's stream happens at once, so the host waits for
+    what is put there; what is on other streams happens as late as can be.
+    """
+    assert n_gpus <= _MOST_GPUS
+    loaded = _reset()
+    before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
+    machine = _gpu.machine = SeveralGpus(n_gpus)
+    torch_cuda.current_stream = lambda index: 0
+    torch_core.attach()
+    try:
+        yield machine
+        loaded.fake_synchronize_all()
+        found = [loaded.fake_error(i).decode() for i in range(loaded.fake_errors())]
+        assert not found, found
+    finally:
+        _let_go(loaded)
+        _gpu.machine, torch_cuda.current_stream, opened = before
+        _gpu._opened.update(opened)
+        torch_core.attach()
+
+
+def _reset() -> ctypes.CDLL:
+    """Have devices as new."""
+    os.environ["XDG_CACHE_HOME"] = CACHE
+    loaded = ctypes.CDLL(library())
+    loaded.fake_error.restype = ctypes.c_char_p
+    if loaded.fake_live_objects() > 0:
+        gc.collect()
+    seed = os.environ.get("FAKE_SEED")
+    drawn = "" if seed is None else f",schedule=random,pump=1,seed={seed}"
+    assert loaded.fake_reset_text(f"{_PLAIN}{drawn}".encode()) != 0
+    return loaded
+
+
+def _let_go(loaded: ctypes.CDLL) -> None:
+    """Give back the devices: the next test has others.
+
+    Torch keeps the graph of a backward that has failed, where it has Functions.
+    """
+    _gpu._opened.clear()
+    if loaded.fake_live_objects() > 0:
+        gc.collect()
+    if loaded.fake_live_objects() > 0:
+        for thing in gc.get_objects():
+            if type(thing) is Group:
+                thing.native = None
+    assert loaded.fake_live_objects() == 0, "something of the test's is left"
 
 
 @contextlib.contextmanager

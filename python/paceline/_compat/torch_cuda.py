@@ -18,6 +18,26 @@ def current_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
+def is_capturing() -> bool:
+    """Tell whether a CUDA graph is captured on the current stream."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def generator_state(index: int) -> Any:
+    """Return what changes where random numbers are drawn on a GPU."""
+    generator = torch.cuda.default_generators[index]
+    offset = getattr(generator, "get_offset", None)
+    if offset is None:
+        return generator.get_state().tolist()
+    return generator.initial_seed(), offset()
+
+
+def size(index: int) -> tuple[int, int]:
+    """Return the bytes of a GPU's memory, and how many multiprocessors it has."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return properties.total_memory, properties.multi_processor_count
+
+
 def empty_cache() -> None:
     """Give back the GPUs' memory that torch keeps for tensors to come."""
     torch.cuda.empty_cache()

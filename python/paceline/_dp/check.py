@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline import _native
+from paceline import _gpu, _native
 from paceline._checkpoint import unwrap
 from paceline._compat import torch_core
 from paceline._dp.data_parallel import DataParallel
@@ -137,7 +137,8 @@ def check(
     engine : {"auto", "process", "thread"}, default "auto"
         As for the wrapper.
     replicas : int, default 2
-        How many.
+        How many: on the CPU, or on GPUs from the model's own on, each of them once
+        more where there are too few.
     rtol, atol : float, optional
         A tensor agrees where the largest difference is at most ``atol + rtol * m``,
         with ``m`` its largest magnitude.  By default what rounding explains: for
@@ -168,12 +169,13 @@ def check(
         raise ValueError(f"replicas is {replicas}: give a number from 1 on")
     torch_core.attach()
     model = unwrap(model)
-    args, kwargs = _arguments(batch)
+    devices, place = _devices(model, replicas)
+    args, kwargs = _arguments(batch, place)
     plain = copy.deepcopy(model)
     output, notes = _run(plain, plain, args, kwargs)
     _backward(output, loss, _is_scalar(output))
     wrapped = copy.deepcopy(model)
-    with DataParallel(wrapped, ["cpu"] * replicas, engine=engine) as wrapper:
+    with DataParallel(wrapped, devices, engine=engine) as wrapper:
         _run(wrapper, wrapped, args, kwargs)  # the first forward is a special one
         wrapped.load_state_dict(model.state_dict())
         joined, _ = _run(wrapper, wrapped, args, kwargs)
@@ -190,6 +192,19 @@ def check(
         return Report(rows, replicas, wrapper.engine, wrapper.engine_reason, notes)
 
 
+def _devices(
+    model: torch.nn.Module, replicas: int
+) -> tuple[list[Any], torch.device | None]:
+    """Return `device_ids` for replicas of a model, and the GPU that it is on."""
+    machine = _gpu.machine
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    first = machine.index_of(device)
+    if first is None:
+        return ["cpu"] * replicas, None
+    order = [first, *(i for i in range(machine.count()) if i != first)]
+    return [order[k % len(order)] for k in range(replicas)], machine.device(first)
+
+
 def _pace(
     calls: Sequence[tuple[Callable[..., Any], torch.nn.Module]],
     args: tuple[Any, ...],
@@ -204,6 +219,7 @@ def _pace(
             begin = _clock()
             output, _ = _run(call, module, args, kwargs)
             _backward(output, loss, _is_scalar(output))
+            _gpu.machine.synchronize()
             shortest[which] = min(shortest[which], _clock() - begin)
     alone, side_by_side = shortest
     ratio = alone / side_by_side if side_by_side else math.inf
@@ -214,7 +230,15 @@ def _pace(
     return [note + ("; replicas do not pay here" if ratio < 1.0 else "")]
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    batch: Any, place: torch.device | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the batch as arguments, on a GPU where one is given."""
+    if place is not None:
+        tree, leaves = _native.flatten(batch)
+        batch = tree.unflatten(
+            [x.to(place) if isinstance(x, torch.Tensor) else x for x in leaves]
+        )
     if isinstance(batch, dict):
         return (), batch
     return (batch if type(batch) is tuple else (batch,)), {}

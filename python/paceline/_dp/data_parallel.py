@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import GenericAlias
@@ -12,28 +11,25 @@ from typing import Any
 import torch
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
-from paceline import _native
+from paceline import _environment, _native
 from paceline._checkpoint import LoadsEither
 from paceline._compat import torch_core
 from paceline._dp import engines, overrides
+from paceline._dp.engine_choice import ChoosesEngine
 from paceline._dp.engines import Engine, Outputs
 from paceline._dp.marker import has_mark
 from paceline._dp.overrides import Overridable
 from paceline._dp.thread_engine import ThreadEngine
 from paceline._errors import last_line
+from paceline._replicas import devices as devices_
 from paceline._replicas.call import ReplicaCall
-from paceline._replicas.devices import CPU, refuse_gpu
-from paceline._replicas.devices import read as read_devices
 from paceline._replicas.errors import (
     ReplicaFailedError,
-    UnsupportedCallError,
     UnsupportedModelError,
 )
 from paceline._replicas.nesting import is_inside_replica
-from paceline._replicas.replicate import check_lazy, parts_of
 
 _log = logging.getLogger("paceline")
-_starting = threading.Lock()
 
 
 def _run_scattered(engine: Engine, call: ReplicaCall, arguments: Any) -> list[Any]:
@@ -43,7 +39,7 @@ def _run_scattered(engine: Engine, call: ReplicaCall, arguments: Any) -> list[An
     return engine.run(call, arguments)
 
 
-class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
+class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
     """Trains a module on parts of each batch side by side: a drop-in for torch's class.
 
     A batch is split over replicas of the module, their outputs come back joined, in
@@ -54,28 +50,32 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     Parameters
     ----------
     module : torch.nn.Module
-        The model, with its parameters on the CPU.
-    device_ids : sequence of str or torch.device, optional
-        A device for each replica: ``["cpu"] * n`` for ``n`` of them.  By default as
-        many as the environment variable ``PACELINE_CPU_REPLICAS`` says, else one,
-        which is a plain call of the module.  Where ``device_ids`` names GPUs and there
-        are none, the module is called plainly, as by torch.
-    output_device : str or torch.device, optional
-        Where outputs are; the CPU.
+        The model, with its parameters on the first device.
+    device_ids : sequence of int, str or torch.device, optional
+        A device for each replica: numbers of CUDA GPUs, or ``["cpu"] * n`` for ``n``
+        replicas on the CPU.  By default, as in torch, all GPUs; the environment
+        variable ``PACELINE_CPU_REPLICAS`` asks for so many on the CPU instead.  Where
+        there is no GPU that is one, a plain call of the module, also if ``device_ids``
+        names GPUs.
+    output_device : int, str or torch.device, optional
+        Where outputs are: by default on the first device; -1 is the CPU.
     dim : int, default 0
         The dimension of inputs and outputs that is the batch's.
     engine : {"auto", "process", "thread"}, default "auto"
         What runs the replicas: processes of their own, or threads of this one.  By
-        default processes where the model can be sent to them.
+        default processes where the model can be sent to them; threads on GPUs.
 
     Attributes
     ----------
     module : torch.nn.Module
         The model; replica 0 is this very object.
-    device_ids : list of torch.device
-        One a replica; empty where the module is called plainly.
-    output_device, src_device_obj : torch.device
-        Where outputs, and the module, are.
+    device_ids : list of int or list of torch.device
+        One a replica: numbers of GPUs, or the CPU; empty where the module is called
+        plainly.
+    output_device : int or torch.device
+        Where outputs are.
+    src_device_obj : torch.device
+        Where the module is.
     dim : int
         The batch's dimension.
 
@@ -84,10 +84,11 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     TypeError
         If ``module`` is no module, ``device_ids`` no list or ``dim`` no integer.
     ValueError
-        If devices are mixed, or ``engine`` or ``PACELINE_CPU_REPLICAS`` is out of
-        range.
+        If devices are mixed, or a device, ``engine`` or ``PACELINE_CPU_REPLICAS`` is
+        out of range.
     NotImplementedError
-        If the module, or ``device_ids``, is on GPUs: not in this version.
+        If ``device_ids`` names devices other than CUDA's, or the CPU while the module
+        is on a GPU; if GPUs are to have processes of their own.
 
     See Also
     --------
@@ -98,8 +99,8 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     -----
     The contract is that of `torch's class
     <https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html>`_;
-    there, replicas are on GPUs only.  ``scatter``, ``replicate``, ``parallel_apply``
-    and ``gather`` may be overridden.  Where it differs:
+    there replicas are on accelerators only.  ``scatter``, ``replicate``,
+    ``parallel_apply`` and ``gather`` may be overridden.  Where it differs:
 
     - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
       forward.  Complex ones stay complex.
@@ -156,9 +157,17 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     - warnings and prints of the others are printed, and never raised or recorded; what
       they log reaches the caller's handlers, and their breakpoints are skipped.
 
+    On GPUs replicas are threads, and their parameters and buffers copies that stay on
+    their devices: a forward brings them up to date, as in torch.  Gradients are added
+    up while backward runs, large ones by all devices but the first together, in the
+    order of replicas, those of replica 0 last; in 16-bit types with one rounding, and
+    one more for replica 0's where there are three replicas or more.  A parameter that
+    no replica has used keeps its gradient.
+
     Threads run the replicas' forwards side by side, and share globals and containers,
     as torch's replicas do; backward is torch's own, on all cores.  Where a forward
-    draws random numbers, threads run one after the other, so that runs can be repeated.
+    draws random numbers from a generator that they share, threads run one after the
+    other, so that runs can be repeated; each GPU has a generator of its own.
     Of parameters that it writes, replicas but replica 0 have copies, as in torch.
 
     Examples
@@ -203,22 +212,37 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
             raise ValueError(
                 f"engine is {engine!r}: give one of {', '.join(engines.NAMES)}"
             )
-        devices, self._alone_because = read_devices(device_ids, output_device)
+        devices = devices_.read(device_ids, output_device)
         self.module = module
-        self.device_ids: list[torch.device] = devices  # type: ignore[assignment]
+        self.device_ids: list[Any] = devices.ids
         self.dim = dim
-        self.output_device: torch.device = CPU  # type: ignore[assignment]
-        self.src_device_obj = CPU
-        refuse_gpu(module)
+        self.output_device: Any = devices.output
+        self.src_device_obj = devices.source
+        self._are_gpus, self._alone_because = devices.are_gpus, devices.because
+        self._place_module(engine)
         self._asked = engine
         self._engine: Engine | None = None
         self._threads: ThreadEngine | None = None
         self._choice = self._choose()
         self._reasons_logged: set[str] = set()
-        if self._asked == "auto" and self.engine == "thread":
+        if self._asked == "auto" and self.engine == "thread" and not self._are_gpus:
             self._log_reason(logging.INFO, self.engine_reason)
-        elif len(devices) > 1 and self._choice[0] == "none":
+        elif len(self.device_ids) > 1 and self._choice[0] == "none":
             _log.info("DataParallel calls the module itself: %s", self._choice[1])
+
+    def _place_module(self, engine: str) -> None:
+        """See that the module can be where its replicas are."""
+        if not self._are_gpus:
+            devices_.refuse_gpu(self.module, self._alone_because)
+            return
+        if engine == "process":
+            raise NotImplementedError(
+                "engine is 'process', and device_ids names GPUs: replicas there are "
+                "threads of this process; leave engine out"
+            )
+        devices_.warn_of_imbalance(self.device_ids)
+        if len(self.device_ids) == 1:  # as torch
+            self.module.to(self.src_device_obj)
 
     # ---- a step -------------------------------------------------------------------
 
@@ -247,7 +271,7 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
             What the module raises in a replica: of its own type, with the number of the
             replica and its traceback in the message.
         """
-        is_alone = len(self.device_ids) < 2
+        is_alone = len(self.device_ids) < 2 and not self._are_gpus
         call = self._call_plainly if is_alone else self._call_in_replicas
         if torch_core.is_profiling():
             with torch.autograd.profiler.record_function("DataParallel.forward"):
@@ -274,6 +298,8 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
         self, engine: Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         overridden, n_replicas = self._overridden, len(self.device_ids)
+        if self._choice[0] == "none":  # on one GPU
+            n_replicas = 1
         with engine.lock:
             if "scatter" in overridden:
                 scattered = self.scatter(inputs, kwargs, self.device_ids)
@@ -288,7 +314,7 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
                 found = Outputs(outputs, sizes)
                 if "gather" in overridden:
                     return self.gather(found, self.output_device)
-                return overrides.join(found, sizes, self.dim)
+                return self._join(found, sizes)
 
             if engine.name == "process":
                 return self._run_or_leave(engine, call, arguments, join)
@@ -345,129 +371,13 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
             inputs, kwargs = _native.scatter(inputs, kwargs, 1, self.dim).chunk(0)
         return self.module(*inputs, **kwargs)
 
-    def _choose(self) -> tuple[str, str]:
-        if len(self.device_ids) < 2:
-            return "none", self._alone_because
-        return engines.choose(self._asked, self.module, self._override_for_threads)
-
-    def _engine_for_call(self) -> Engine | None:
-        """Return the engine that runs the next forward; None: the module itself."""
-        if self._override_for_threads is not None and self._choice[0] == "process":
-            error = engines.obstacle(self.module, self._override_for_threads)
-            assert error is not None
-            return self._use_threads(error)
-        engine = self._engine or self._start_engine()
-        obstacle = getattr(engine, "obstacle", None)
-        if obstacle and self._asked == "auto":
-            engine = self._use_threads(UnsupportedModelError(obstacle))
-        if engine and engine.n_replicas not in (0, len(self.device_ids)):  # changed
-            self.close()
-            engine = self._start_engine()
-        return engine
-
-    def _start_engine(self) -> Engine | None:
-        """Return the engine, made at the first forward that needs it, if one is."""
-        with _starting:
-            if self._engine is None:
-                check_lazy(parts_of(self.module))
-                # The module, or the number of replicas, may have changed since.
-                self._choice = self._choose()
-                if self._choice[0] == "none":
-                    return None
-                if self._asked == "auto":
-                    error = engines.obstacle(self.module, self._override_for_threads)
-                    if isinstance(error, UnsupportedCallError):
-                        return self._use_threads(error)
-                n_replicas = len(self.device_ids)
-                try:
-                    self._engine = engines.make(
-                        self._choice[0], self.module, n_replicas
-                    )
-                except UnsupportedModelError as error:
-                    return self._use_threads(error)
-            return self._engine
-
-    def _use_threads(self, error: UnsupportedModelError) -> Engine:
-        """Take threads, for a call or for good, if the choice is ours.
-
-        Graphs of earlier forwards keep the processes they need.
-        """
-        if self._asked != "auto":
-            raise error
-        if isinstance(error, UnsupportedCallError):
-            self._log_reason(logging.WARNING, str(error))
-            self._threads = self._threads or ThreadEngine()
-            return self._threads
-        self._choice = "thread", str(error)
-        self._engine = ThreadEngine()
-        self._log_reason(logging.WARNING, str(error))
-        return self._engine
-
-    def _log_reason(self, level: int, reason: str) -> None:
-        """Log each reason for threads once."""
-        if reason not in self._reasons_logged:
-            self._reasons_logged.add(reason)
-            _log.log(level, "DataParallel runs its replicas as threads: %s", reason)
-
-    # ---- engine ---------------------------------------------------------------------
-
-    @property
-    def engine(self) -> str:
-        """What runs replicas: ``"process"``, ``"thread"``; ``"none"`` for one."""
-        return self._choice_now()[0]
-
-    @property
-    def engine_reason(self) -> str:
-        """Why it is this engine, as a sentence."""
-        return self._choice_now()[1]
-
-    def _choice_now(self) -> tuple[str, str]:
-        """Return what would run the replicas of a call made now, and why."""
-        if len(self.device_ids) < 2:
-            return "none", self._alone_because
-        if self._asked == "auto" and self._choice[0] == "process":
-            error = engines.obstacle(
-                self.module, self._override_for_threads, self._engine is None
-            )
-            if error is not None:
-                return "thread", str(error)
-        return self._choice
-
-    def refresh(self) -> None:
-        """Have replicas start anew at the next forward, with all as it is now.
-
-        Worker processes import modules once.  After a change inside one that they have
-        imported, this makes them import it again; it also gives an engine that was left
-        another try.  Graphs of earlier forwards cannot be run backward any more.
-        """
-        self.close()
-        self._choice = self._choose()
-
-    def close(self) -> None:
-        """Let go of threads and processes; may be called again.
-
-        A later forward starts them anew.  They also end with the wrapper, and with the
-        interpreter.  Parameters get ordinary memory again, at the same addresses, so
-        no other thread may write into them meanwhile.
-        """
-        open_engines = (self._engine, self._threads)
-        self._engine = self._threads = None
-        for engine in open_engines:
-            if engine is not None:
-                engine.close()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     # ---- state ----------------------------------------------------------------------
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse what ``.cuda()`` makes of the module, rather than run one replica."""
         applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        refuse_gpu(self.module)
+        if not self._are_gpus:
+            devices_.refuse_gpu(self.module, self._alone_because)
         return applied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -483,9 +393,11 @@ class DataParallel(LoadsEither, Overridable, TorchDP[Any]):
     def _adopt(self, state: dict[str, Any]) -> None:
         """Become what a pickle of torch's class says: see ``paceline.install``."""
         module = state["_modules"]["module"]
-        device_ids = state["device_ids"] or None
+        is_by_default = _environment.cpu_replicas() is not None
+        device_ids = state["device_ids"] or (None if is_by_default else [])
+        output_device, dim = state.get("output_device"), state.get("dim", 0)
         try:
-            DataParallel.__init__(self, module, device_ids, dim=state.get("dim", 0))
+            DataParallel.__init__(self, module, device_ids, output_device, dim)
         except NotImplementedError:
             if type(self) is not DataParallel:
                 raise

@@ -58,7 +58,9 @@ class Outputs(list[Any]):
         self.sizes = sizes
 
 
-def choose(asked: str, module: Module, override: str | None) -> tuple[str, str]:
+def choose(
+    asked: str, module: Module, override: str | None, are_gpus: bool
+) -> tuple[str, str]:
     """Return the name of the engine for several replicas, and why, in a sentence.
 
     `override` is what a subclass overrides that is for replicas in this process.
@@ -66,6 +68,8 @@ def choose(asked: str, module: Module, override: str | None) -> tuple[str, str]:
     alone_because = _alone_because(module)
     if alone_because is not None:
         return "none", alone_because
+    if are_gpus:
+        return "thread", "replicas on GPUs are threads of this process"
     if asked != "auto":
         return asked, f"engine={asked!r} was given"
     error = obstacle(module, override)

@@ -10,11 +10,13 @@ import torch
 from paceline import _native
 from paceline._dp.effects import Forward
 from paceline._dp.thread_engine import ThreadEngine
+from paceline._replicas import devices
 from paceline._replicas.call import ReplicaCall
 from paceline._replicas.replicate import parts_of
 
 if TYPE_CHECKING:
     from paceline._dp.engines import Engine
+    from paceline._dp.gpus.engine import GpuEngine
 
 Lists = tuple[Sequence[Any], Sequence[dict[str, Any]]]
 
@@ -56,10 +58,16 @@ class Overridable:
 
     module: torch.nn.Module
     dim: int
-    device_ids: list[torch.device]
+    device_ids: list[Any]
     _asked: str
+    _are_gpus: bool = False
     _engine: Engine | None
     _threads: ThreadEngine | None
+    output_device: Any
+
+    if TYPE_CHECKING:
+
+        def _gpu_engine(self, device_ids: Sequence[Any] | None = None) -> GpuEngine: ...
 
     @property
     def _overridden(self) -> frozenset[str]:
@@ -118,7 +126,10 @@ class Overridable:
         scattered = _native.scatter(
             tuple(inputs), kwargs or {}, len(device_ids), self.dim
         )
-        chunks = [scattered.chunk(k) for k in range(len(scattered.sizes))]
+        if self._are_gpus:
+            chunks = self._gpu_engine(device_ids).place(scattered)
+        else:
+            chunks = [scattered.chunk(k) for k in range(len(scattered.sizes))]
         return tuple(args for args, _ in chunks), tuple(named for _, named in chunks)
 
     def replicate(
@@ -141,6 +152,13 @@ class Overridable:
         """
         if not device_ids:
             return []
+        if self._are_gpus:
+            gpus = self._gpu_engine(device_ids)
+            streams = gpus.group.streams()
+            try:
+                return gpus.replicas(parts_of(module), len(device_ids), streams)
+            finally:
+                gpus.group.native.join(streams.numbers)
         return Forward(parts_of(module)).replicas(len(device_ids))
 
     def parallel_apply(
@@ -162,10 +180,14 @@ class Overridable:
         list
             What each returned.
         """
+        named = kwargs if kwargs is not None else [{}] * len(replicas)
+        if self._are_gpus:
+            gpus = self._gpu_engine()
+            arguments = parts_of(self.module), replicas, inputs, named
+            return gpus.apply(*arguments, gpus.group.streams())
         engine = self._engine
         if not isinstance(engine, ThreadEngine):
             engine = self._threads = self._threads or ThreadEngine()
-        named = kwargs if kwargs is not None else [{}] * len(replicas)
         forward = Forward(parts_of(self.module))
         return engine.apply(forward, replicas, inputs, named, self.device_ids)
 
@@ -176,12 +198,21 @@ class Overridable:
         ----------
         outputs : list
             One a replica, in order.
-        output_device
-            The CPU.
+        output_device : int or torch.device
+            Where the output is to be: the CPU, or the number of a GPU; -1 is the CPU.
 
         Returns
         -------
         object
             The output for the whole batch.
         """
-        return join(outputs, getattr(outputs, "sizes", None), self.dim)
+        return self._join(outputs, getattr(outputs, "sizes", None), output_device)
+
+    def _join(
+        self, outputs: Any, sizes: tuple[int, ...] | None, output_device: Any = None
+    ) -> Any:
+        if not self._are_gpus:
+            return join(outputs, sizes, self.dim)
+        where = self.output_device if output_device is None else output_device
+        output = devices.output_of(where)
+        return self._gpu_engine().join(outputs, sizes, self.dim, output)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # ---- threads ------------------------------------------------------------------------
 
 
-class _Task:
+class Task:
     """One forward of one replica, run once."""
 
     __slots__ = (
@@ -151,7 +151,7 @@ class ThreadPool:
             self._inboxes.append(inbox)
             self._threads.append(thread)
 
-    def run(self, tasks: list[_Task]) -> None:
+    def run(self, tasks: list[Task]) -> None:
         """Run the first task here, the others side by side; return when all ran."""
         self.grow(len(tasks) - 1)
         try:
@@ -241,7 +241,7 @@ class ThreadEngine:
             for replica, args in zip(replicas, inputs, strict=True)
         ]
         tasks = [
-            _Task(partial(call, **(named or {})), k, devices[k])
+            Task(partial(call, **(named or {})), k, devices[k])
             for k, (call, named) in enumerate(zip(calls, kwargs, strict=True))
         ]
         is_nested = is_inside_replica()
@@ -262,7 +262,7 @@ class ThreadEngine:
             self._process, self._is_forked = os.getpid(), True
             self._lock, self._threads = threading.Lock(), ThreadPool()
 
-    def _run_side_by_side(self, tasks: list[_Task], forward: Forward) -> list[Any]:
+    def _run_side_by_side(self, tasks: list[Task], forward: Forward) -> list[Any]:
         """Run each task on a thread, and on its share of the cores."""
         n_own = torch.get_num_threads()
         share = max(1, n_own // len(tasks))

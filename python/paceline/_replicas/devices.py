@@ -2,66 +2,132 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from paceline import _environment
+from paceline import _environment, _gpu
 from paceline._compat import torch_core
 
 CPU = torch.device("cpu")
-NOT_YET = "this version of paceline runs replicas on the CPU"
 
 
-def read(
-    device_ids: Sequence[Any] | None, output_device: Any
-) -> tuple[list[torch.device], str]:
-    """Return a device for each replica, and why there is only one where that is so."""
-    if device_ids is None:
-        devices, because = _default()
-    else:
-        devices, because = _read_ids(device_ids)
-    if devices and output_device not in (None, -1) and _device(output_device) != CPU:
+class Devices(NamedTuple):
+    """Where replicas, and the outputs, are.
+
+    Attributes
+    ----------
+    ids : list of torch.device or list of int
+        One a replica: the CPU, or numbers of GPUs, as in torch; none: no replicas.
+    output : torch.device or int
+        The CPU, or the number of a GPU, as in torch: -1 is the CPU there.
+    source : torch.device
+        Where the module is.
+    are_gpus : bool
+    because : str
+        Why there is only one replica, where that is so.
+    """
+
+    ids: list[Any]
+    output: Any
+    source: torch.device
+    are_gpus: bool
+    because: str
+
+
+def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
+    """Return what is meant; device_ids and output_device are those of a wrapper."""
+    given, because = _default() if device_ids is None else _read_ids(device_ids)
+    if any(isinstance(each, int) for each in given):
+        output = given[0] if output_device is None else _read_output(output_device)
+        source = _gpu.machine.device(given[0])
+        return Devices(given, output, source, True, because)
+    if given and output_device not in (None, -1) and _device(output_device) != CPU:
         raise ValueError(
             f"output_device is {output_device!r}: replicas on the CPU give their "
             "outputs there; leave it out"
         )
-    return devices, because
+    return Devices(given, CPU, CPU, False, because)
 
 
-def _default() -> tuple[list[torch.device], str]:
+def output_of(output_device: Any) -> torch.device:
+    """Return the device that a number stands for, as `Devices` has it."""
+    if isinstance(output_device, torch.device):
+        return output_device
+    return CPU if output_device == -1 else _gpu.machine.device(output_device)
+
+
+def _default() -> tuple[list[Any], str]:
     n_replicas = _environment.cpu_replicas()
-    if n_replicas is None:
-        return [], (
-            "one replica: device_ids is None; device_ids=['cpu'] * n, or "
-            f"{_environment.CPU_REPLICAS}=n in the environment, makes n of them"
-        )
-    because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
-    return [CPU] * n_replicas if n_replicas > 1 else [], because
+    if n_replicas is not None:
+        because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
+        return [CPU] * n_replicas if n_replicas > 1 else [], because
+    machine = _gpu.machine
+    n_gpus = machine.count()
+    why = machine.why_unusable()
+    if n_gpus > 0 and not why:
+        return list(range(n_gpus)), "one replica: there is one GPU"
+    return [], (
+        f"one replica: device_ids is None, and {why or 'there is no GPU'}; "
+        f"device_ids=['cpu'] * n, or {_environment.CPU_REPLICAS}=n in the environment, "
+        "makes n of them on the CPU"
+    )
 
 
-def _read_ids(device_ids: Sequence[Any]) -> tuple[list[torch.device], str]:
+def _read_ids(device_ids: Sequence[Any]) -> tuple[list[Any], str]:
     if isinstance(device_ids, (str, bytes, int, torch.device)):
         raise TypeError(
             f"device_ids is {device_ids!r}: give a list with one device a replica"
         )
     devices = [_device(each) for each in device_ids]
+    because = f"one replica: device_ids is {list(device_ids)!r}"
     n_cpu = devices.count(CPU)
     if n_cpu == len(devices):
-        return devices, f"one replica: device_ids is {list(device_ids)!r}"
+        return devices, because
     if n_cpu:
         raise ValueError(
             f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
         )
-    if torch_core.has_accelerator():
-        raise NotImplementedError(
-            f"device_ids is {list(device_ids)!r}: {NOT_YET}; give ['cpu'] * n"
-        )
+    machine = _gpu.machine
+    if machine.count() > 0 or torch_core.has_accelerator():
+        why = machine.why_unusable()
+        if why:
+            raise NotImplementedError(
+                f"device_ids is {list(device_ids)!r}, and {why}; give ['cpu'] * n"
+            )
+        return [_index(each, "device_ids", device_ids) for each in devices], because
     return [], (
-        f"one replica: device_ids is {list(device_ids)!r}, and there is no "
-        "accelerator; device_ids=['cpu'] * n makes n replicas on the CPU"
+        f"{because}, and there is no accelerator; device_ids=['cpu'] * n makes n "
+        "replicas on the CPU"
     )
+
+
+def _read_output(output_device: Any) -> int:
+    """Return the number of a GPU; -1 for the CPU, as in torch."""
+    if output_device == -1:
+        return -1
+    device = _device(output_device)
+    if device == CPU:
+        return -1
+    return _index(device, "output_device", output_device)
+
+
+def _index(device: torch.device, name: str, given: Any) -> int:
+    machine = _gpu.machine
+    if device.type != "cuda":
+        raise NotImplementedError(
+            f"{name} is {given!r}: this version of paceline runs replicas on CUDA GPUs "
+            "and on the CPU"
+        )
+    index = machine.current() if device.index is None else device.index
+    if not 0 <= index < machine.count():
+        raise ValueError(
+            f"{name} is {given!r}, and this process sees {machine.count()} CUDA "
+            "devices, counted from 0"
+        )
+    return index
 
 
 def _device(device_id: Any) -> torch.device:
@@ -75,11 +141,31 @@ def _device(device_id: Any) -> torch.device:
     return CPU if device.type == "cpu" else device
 
 
-def refuse_gpu(module: torch.nn.Module) -> None:
-    """Raise where a module is on a device that replicas cannot be on yet."""
+def refuse_gpu(module: torch.nn.Module, because: str) -> None:
+    """Raise where a module is on a GPU, and its replicas are not."""
     for name, parameter in module.named_parameters():
         if parameter.device.type not in ("cpu", "meta"):
             raise NotImplementedError(
-                f"'{name}' is on device {parameter.device}: {NOT_YET}; move the module "
-                "by .cpu() first"
+                f"'{name}' is on device {parameter.device}, and the wrapper's replicas "
+                f"are on the CPU ({because}); move the module by .cpu() first, or wrap "
+                "it by device_ids that name its GPU first"
+            )
+
+
+def warn_of_imbalance(indices: Sequence[int]) -> None:
+    """Warn where one GPU has much less memory, or fewer processors, than another."""
+    sizes = [_gpu.machine.size(index) for index in indices]
+    for what, values in (
+        ("memory", [memory for memory, _ in sizes]),
+        ("multiprocessors", [processors for _, processors in sizes]),
+    ):
+        if min(values) < 0.75 * max(values):
+            least = indices[values.index(min(values))]
+            most = indices[values.index(max(values))]
+            warnings.warn(
+                f"There is an imbalance between your GPUs: GPU {least} has less than "
+                f"75% of the {what} of GPU {most}, and every replica gets as many "
+                "rows. You may want to exclude it by device_ids or "
+                "CUDA_VISIBLE_DEVICES",
+                stacklevel=3,
             )

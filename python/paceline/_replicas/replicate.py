@@ -46,7 +46,8 @@ def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
 
 
 Copies = dict[int, torch.Tensor]
-"""The copies that one replica has of parameters, by the ``id`` of each."""
+"""The copies that one replica has of parameters, and of buffers where it has them on
+another device, by the ``id`` of each."""
 
 
 def replicas_of(parts: list[Module], copies: list[Copies]) -> list[Module]:
@@ -93,8 +94,9 @@ def _shell(part: Module) -> Module:
     method: Callable[[Module], Module] = kind._replicate_for_data_parallel
     if method is _PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
         copy = object.__new__(kind)
-        copy.__dict__ = part.__dict__.copy()
-        copy.__dict__["_is_replica"] = True
+        held = copy.__dict__
+        held.update(part.__dict__)  # to set __dict__ would ask torch first
+        held["_is_replica"] = True
         return copy
     check_lazy((part,))
     copy = method(part)  # of an RNN, of a script, of the user's own
@@ -128,7 +130,7 @@ def _fill(
     copied = part._buffers.copy()
     for name, buffer in copied.items():
         if buffer is not None:
-            copied[name] = _buffer(buffer, buffers)
+            copied[name] = _buffer(buffer, copies, buffers)
     held["_buffers"] = copied
     children = part._modules.copy()
     for name, child in children.items():
@@ -139,8 +141,9 @@ def _fill(
     for name in _HOOKS:
         hooks = held.get(name)
         held[name] = hooks.copy() if hooks else OrderedDict()
-    for name, value in held.items():
-        if name not in _OWN_KEYS:
+    for name in held.keys() - _OWN_KEYS:
+        value = held[name]
+        if type(value) not in _CONSTANTS:
             renewed = _renewed(value, copies)
             if renewed is not value:
                 held[name] = renewed
@@ -180,10 +183,14 @@ def _fill_script(
             setattr(copy, name, copies[id(parameter)])
     for name, buffer in part._buffers.items():
         if buffer is not None:
-            setattr(copy, name, _buffer(buffer, buffers))
+            setattr(copy, name, _buffer(buffer, copies, buffers))
 
 
-def _buffer(buffer: torch.Tensor, done: dict[int, torch.Tensor]) -> torch.Tensor:
+def _buffer(
+    buffer: torch.Tensor, copies: dict[int, Any], done: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if id(buffer) in copies:
+        return copies[id(buffer)]  # type: ignore[no-any-return]
     if buffer.requires_grad:
         return buffer
     copy = done.get(id(buffer))
@@ -193,6 +200,7 @@ def _buffer(buffer: torch.Tensor, done: dict[int, torch.Tensor]) -> torch.Tensor
 
 
 _LEVELS = 3
+_CONSTANTS = frozenset((int, bool, float, str, type(None)))
 
 
 def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any:

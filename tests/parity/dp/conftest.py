@@ -1,9 +1,12 @@
 """Both engines of DataParallel: every test that asks for `wrap` runs with each."""
 
+import gc
+
 import pytest
 import torch
 from kept_workers import keep_workers
 from replicas import Wrap
+from support import fake_gpus
 
 
 @pytest.fixture(scope="module")
@@ -15,12 +18,19 @@ def idle_workers(forked_workers):
 
 def _wrapping(engine):
     torch.manual_seed(0)
-    wrap = Wrap(engine)
-    yield wrap
-    wrap.close()
+    if engine != "gpu":
+        wrap = Wrap(engine)
+        yield wrap
+        wrap.close()
+        return
+    with fake_gpus.several(4):
+        wrap = Wrap("thread", is_gpu=True)
+        yield wrap
+        wrap.close()
+        gc.collect()
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", "process", "gpu"])
 def wrap(request, idle_workers):
     """Return a function that wraps a module for n replicas, by the engine's name."""
     yield from _wrapping(request.param)

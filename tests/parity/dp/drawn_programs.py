@@ -17,7 +17,9 @@ import re
 import sys
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,13 +127,13 @@ def draw(seed: int) -> Program:
 class Side:
     """A program in a namespace of its own, with its model or a wrapper round it."""
 
-    def __init__(self, program: Program, *, wraps: bool) -> None:
+    def __init__(self, program: Program, device_ids: list[Any] | None) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
         exec(compile(program.text, "<program>", "exec"), self.names)
         self.names["m"] = self.inner = self.names["Net"]()
         self.model = self.inner
-        if wraps:
-            self.model = paceline.DataParallel(self.inner, device_ids=["cpu"] * 2)
+        if device_ids is not None:
+            self.model = paceline.DataParallel(self.inner, device_ids=device_ids)
 
     def change(self, text: str) -> None:
         exec(compile(text, "<change>", "exec"), self.names)
@@ -247,7 +249,10 @@ def _words(reason: str) -> str:
     return re.sub(r"\d+", "0", reason)[:110]
 
 
-def run(program: Program) -> Outcome:
+CPUS = ["cpu", "cpu"]
+
+
+def run(program: Program, device_ids: list[Any] = CPUS) -> Outcome:
     """Run a program both ways.
 
     Raises
@@ -256,7 +261,7 @@ def run(program: Program) -> Outcome:
         With the program, and where the two parted.
     """
     outcome = Outcome()
-    plain, ours = Side(program, wraps=False), Side(program, wraps=True)
+    plain, ours = Side(program, None), Side(program, device_ids)
     try:
         for number, step in enumerate(program.steps):
             theirs, their_error = plain.attempt(step, number)
@@ -286,6 +291,15 @@ def run(program: Program) -> Outcome:
 # ---- by hand ------------------------------------------------------------------------
 
 
+def _gpus(n_gpus: int) -> AbstractContextManager[Any]:
+    """Return what makes that many GPUs, if any."""
+    if n_gpus == 0:
+        return nullcontext()
+    from support import fake_gpus
+
+    return fake_gpus.several(n_gpus)
+
+
 def main() -> int:
     """Draw and run programs; 1 where one went wrong."""
     parser = argparse.ArgumentParser(
@@ -293,8 +307,12 @@ def main() -> int:
     )
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
+    parser.add_argument(
+        "--gpus", type=int, default=0, help="replicas on so many GPUs, fakes; 2 to 4"
+    )
     given = parser.parse_args()
     print(f"seed {given.seed}, {given.programs} programs", flush=True)
+    device_ids = list(range(given.gpus)) or CPUS
     reasons: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     n_left = n_wrong = n_steps = 0
@@ -303,7 +321,8 @@ def main() -> int:
         for seed in range(given.seed, given.seed + given.programs):
             program = draw(seed)
             try:
-                outcome = run(program)
+                with _gpus(given.gpus):
+                    outcome = run(program, device_ids)
             except Differs as error:
                 n_wrong += 1
                 print(f"\n==== seed {seed}: {error}", flush=True)
@@ -322,4 +341,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).resolve().parents[2]))  # for `support`
     sys.exit(main())

@@ -74,19 +74,24 @@ def leaf(tensor):
 
 
 class Wrap:
-    """Wraps modules for one test, by one engine; closes all wrappers at its end."""
+    """Wraps modules for one test, by one engine; closes all wrappers at its end.
 
-    def __init__(self, engine):
+    `engine` is "thread", "process" or "auto"; on GPUs replicas are threads.
+    """
+
+    def __init__(self, engine, *, is_gpu=False):
         self.engine = engine
+        self.is_gpu = is_gpu
         self._wrappers = []
+
+    def devices(self, n):
+        """Return `device_ids` for n replicas."""
+        return list(range(n)) if self.is_gpu else ["cpu"] * n
 
     def __call__(self, module, n=2, **options):
         """Return the module behind a wrapper of n replicas."""
-        return self.adopt(
-            paceline.DataParallel(
-                module, device_ids=["cpu"] * n, engine=self.engine, **options
-            )
-        )
+        given = {"device_ids": self.devices(n), "engine": self.engine, **options}
+        return self.adopt(paceline.DataParallel(module, **given))
 
     def adopt(self, wrapper):
         """Close a wrapper at the end that was made by other means, such as a copy."""

@@ -8,6 +8,7 @@ import os
 import pytest
 from drawn_features import ANYWHERE, CODE, LAYERS, STATE
 from drawn_programs import Differs, Program, Step, draw, run
+from support import fake_gpus
 
 N_PROGRAMS = 30
 FIRST_SEED = 20261122
@@ -21,6 +22,15 @@ def test_drawn_programs_do_as_the_plain_module(begin):
     print(f"seeds {seeds[0]} to {seeds[-1]}")
     engines = [run(draw(seed)).engine for seed in seeds]
     assert "process" in engines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_gpus", [2, 3])
+def test_drawn_programs_do_as_the_plain_module_on_gpus(n_gpus):
+    begin = FIRST_SEED + 10 * n_gpus
+    for seed in range(begin, begin + 10):
+        with fake_gpus.several(4):
+            run(draw(seed), list(range(n_gpus)))
 
 
 def test_a_seed_draws_one_program():

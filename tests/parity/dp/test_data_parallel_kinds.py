@@ -114,7 +114,7 @@ def test_replica_0_of_a_script_shares_its_storage(wrap):
     before = [p.data_ptr() for p in module.parameters()]
     ours = wrap(module)
     with torch.no_grad():
-        first, second = ours.replicate(module, TWO)
+        first, second = ours.replicate(module, ours.device_ids)
         assert [p.data_ptr() for p in first.parameters()] == before
         assert torch.equal(second(integers(7, 3)), module(integers(7, 3)))
         ours(integers(7, 3))

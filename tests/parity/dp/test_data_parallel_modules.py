@@ -161,7 +161,9 @@ def test_a_subclass_may_change_forward(wrap):
             return super().forward(2 * x) + 1
 
     twin = Twin(
-        lambda module, n: wrap.adopt(Scaled(module, ["cpu"] * n, engine=wrap.engine)),
+        lambda module, n: wrap.adopt(
+            Scaled(module, wrap.devices(n), engine=wrap.engine)
+        ),
         net(),
     )
     x = integers(7, 3)

@@ -190,7 +190,8 @@ def test_a_backward_that_fails_leaves_no_sparse_gradient_behind(wrap, row):
 def test_the_number_of_replicas_may_change_between_calls(wrap):
     twin = Twin(wrap, net())
     for n in (2, 3):
-        twin.ours.device_ids = [torch.device("cpu")] * n
+        names = wrap.devices(n)
+        twin.ours.device_ids = names if wrap.is_gpu else [*map(torch.device, names)]
         twin.step(step, integers(7, 3))
 
 
@@ -288,6 +289,8 @@ class Waiting(nn.Module):
 
 
 def test_a_child_forked_during_a_forward_may_use_the_wrapper(wrap):
+    if wrap.is_gpu:
+        pytest.skip("CUDA cannot be used in a forked process")
     module = Waiting()
     ours = wrap(module)
     x = integers(7, 3)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import paceline
 import pytest
 import torch
-from paceline import DataParallel, _environment
+from paceline import DataParallel, _environment, _gpu
 from paceline._compat import torch_core
 from paceline._dp import engines, marker
 from paceline._replicas import devices
@@ -153,7 +153,8 @@ def test_gpus_that_are_not_there_give_a_plain_call_as_in_torch(monkeypatch, devi
 
 def test_gpus_are_refused_where_there_are_some(monkeypatch):
     monkeypatch.setattr(torch_core, "has_accelerator", lambda: True)
-    with pytest.raises(NotImplementedError, match="runs replicas on the CPU"):
+    monkeypatch.setattr(_gpu.machine, "why_unusable", lambda: "torch is for others")
+    with pytest.raises(NotImplementedError, match=r"\[0, 1\], and torch is for others"):
         DataParallel(nn.Linear(1, 1), [0, 1])
 
 

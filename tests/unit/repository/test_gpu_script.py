@@ -298,3 +298,71 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
     assert "rank 1: Traceback" in found["one_rank_fails[2]"]["words"]
     assert "hangs_for_ever" in found["hangs_for_ever[1]"]["output"]
     assert done.returncode == 7, done.stdout + done.stderr
+
+
+def run_replicas(tmp_path: Path, device: str, only: str) -> dict[str, dict[str, Any]]:
+    """What the part for DataParallel finds in a rehearsal, by the check's name."""
+    record = tmp_path / "record"
+    done = subprocess.run(
+        [sys.executable, FOLDER / "part.py", "replicas"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PACELINE_GPU_DEVICE": device,
+            "PACELINE_GPU_ONLY": only,
+            "PACELINE_GPU_RECORD": str(record),
+            "PACELINE_GPU_SECONDS": "200",
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in record.read_text().splitlines()]
+    return {row["check"]: row for row in rows}
+
+
+def test_replicas_are_checked_in_one_process_without_a_gpu(tmp_path: Path) -> None:
+    found = run_replicas(tmp_path, "cpu", "evaluation_")
+    sees = found["evaluation_after_training_sees_new_weights[1]"]
+    assert sees["result"] == "passed"
+    sends = found["evaluation_sees_all_writes[1]"]
+    assert sends["result"] == "skipped"
+    assert sends["words"] == "replicas on the CPU share the module's memory"
+    assert set(found) == {sees["check"], sends["check"]}
+
+
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or shutil.which("make") is None,
+    reason="there is no gcc, or no make",
+)
+def test_replicas_are_checked_on_the_fake(tmp_path: Path) -> None:
+    found = run_replicas(tmp_path, "fake", "evaluation_sees_all_writes")
+    row = found["evaluation_sees_all_writes[1]"]
+    assert row["result"] == "passed"
+    assert row["figures"]["calls"]["broadcast"] == 4
+
+
+NAMES = f"""
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{str(FOLDER)!r}, {str(FOLDER.parent / "bench")!r}]
+import main, part_replicas
+from checks import checks_of
+names = [c.name for module in part_replicas.MODULES for c in checks_of(module)]
+print(json.dumps([names, main.expand(["correctness"], None)]))
+"""
+
+
+def test_replicas_are_part_of_what_is_checked_for_correctness() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names, parts = json.loads(done.stdout)
+    assert len(names) == len(set(names)) > 40
+    assert "replicas" in parts

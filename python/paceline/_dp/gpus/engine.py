@@ -1,0 +1,262 @@
+"""A forward on several GPUs: each replica on a thread, and a device, of its own.
+
+::
+
+    caller    send what has changed | replica 0 | wait for 1..n-1 | gather
+    thread k                          replica k
+
+Threads only enqueue: nobody waits for a device.  The streams are those that are the
+caller's current ones, on each device; so is what torch keeps a thread
+(``thread_state.py``).
+
+Devices have generators of random numbers of their own.  A forward that draws from one
+that replicas share (the CPU's, Python's, NumPy's, that of a device which is there more
+than once) runs its replicas in order, so that runs can be repeated; its first call of
+each combination of training flags does so too, and finds that out.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from paceline import _gpu
+from paceline._compat import torch_modes
+from paceline._dp.gpus import transfers
+from paceline._dp.gpus.group import Group, Streams
+from paceline._dp.gpus.parameters import Replicated
+from paceline._dp.thread_engine import Task, ThreadPool
+from paceline._replicas import rng
+from paceline._replicas.generators import generators_of
+from paceline._replicas.nesting import InsideReplica
+from paceline._replicas.replicate import parts_of
+from paceline._replicas.thread_state import State, binds_to_thread
+
+if TYPE_CHECKING:
+    from paceline import _native
+    from paceline._replicas.call import ReplicaCall
+
+_log = logging.getLogger("paceline")
+
+
+class GpuEngine:
+    """Runs the replicas of a :class:`paceline.DataParallel` on GPUs.
+
+    Parameters
+    ----------
+    indices : sequence of int
+        The GPU of each replica.
+    """
+
+    name = "thread"
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.n_replicas = len(indices)
+        self.indices = list(indices)
+        # A gather() of a subclass may call the wrapper.
+        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self._process = os.getpid()
+        self._group: Group | None = None
+        self._threads = ThreadPool()
+        self._replicated: Replicated | None = None
+        self._draws: dict[bytes, bool] = {}
+        self._drawn_module: Module | None = None
+
+    @property
+    def group(self) -> Group:
+        """The devices, opened by the first who asks."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "a DataParallel on GPUs cannot be called in a forked process: start "
+                "processes by spawn, and make it there"
+            )
+        if self._group is None:
+            self._group = Group(self.indices)
+        return self._group
+
+    # ---- a forward ------------------------------------------------------------------
+
+    def run(self, call: ReplicaCall, scattered: _native.Scattered) -> list[Any]:
+        """Return the outputs of the replicas, in order."""
+        chunks = self.place(scattered)
+        return self.run_lists(
+            call, [args for args, _ in chunks], [kwargs for _, kwargs in chunks]
+        )
+
+    def place(self, scattered: _native.Scattered) -> list[Any]:
+        """Return the arguments of each replica, on its device."""
+        refuse_capture()
+        group = self.group
+        streams = group.streams()
+        return [
+            transfers.to_member(group, streams, scattered, k)
+            for k in range(len(scattered.sizes))
+        ]
+
+    def run_lists(
+        self, call: ReplicaCall, inputs: Sequence[Any], kwargs: Sequence[Any]
+    ) -> list[Any]:
+        """Return the outputs of the replicas, each given its arguments."""
+        refuse_capture()
+        parts = parts_of(call.module)
+        self._check_devices(parts)
+        group = self.group
+        streams = group.streams()
+        n_replicas = len(inputs)
+        try:
+            if call.replicate is not None:
+                replicas = call.replicate(call.module, call.devices[:n_replicas])
+            else:
+                replicas = self.replicas(parts, n_replicas, streams)
+            if call.parallel_apply is not None:
+                return call.parallel_apply(replicas, inputs, kwargs)
+            return self.apply(parts, replicas, inputs, kwargs, streams)
+        finally:
+            group.native.join(streams.numbers)
+
+    def replicas(
+        self, parts: list[Module], n_replicas: int, streams: Streams
+    ) -> list[Module]:
+        """Return the module, and replicas of it on their devices."""
+        if self._replicated is None:
+            self._replicated = Replicated(self.group)
+        return self._replicated.replicas(parts, n_replicas, streams)
+
+    def apply(
+        self,
+        parts: list[Module],
+        replicas: Sequence[Module],
+        inputs: Sequence[Any],
+        kwargs: Sequence[Any],
+        streams: Streams,
+    ) -> list[Any]:
+        """Return what each replica returns; the error of the lowest is raised."""
+        group = self.group
+        tasks = []
+        for k, (replica, args, named) in enumerate(
+            zip(replicas, inputs, kwargs, strict=True)
+        ):
+            args = args if isinstance(args, (list, tuple)) else (args,)
+            call = partial(replica, *args, **(named or {}))
+            where = group.indices[k], streams.handles[k]
+            tasks.append(Task(partial(_run_on, *where, call), k, group.devices[k]))
+        try:
+            with InsideReplica():
+                if len(tasks) == 1:
+                    return [tasks[0].run_and_take()]
+                return self._run(parts, tasks)
+        finally:
+            if not torch.is_grad_enabled():
+                # It would hold on to casts of the replicas' parameters, which are new
+                # ones in each forward, until the outermost autocast ends.
+                torch.clear_autocast_cache()
+
+    def _run(self, parts: list[Module], tasks: list[Task]) -> list[Any]:
+        if self._drawn_module is not parts[0]:
+            self._drawn_module, self._draws = parts[0], {}
+        flags = bytes(bool(part.training) for part in parts)
+        key = flags + bytes((torch.is_grad_enabled(),))
+        draws = self._draws.get(key)
+        if binds_to_thread():
+            return self._run_in_order(tasks)[0]
+        if draws is False:
+            outputs, self._draws[key] = self._run_side_by_side(tasks)
+            return outputs
+        outputs, found = self._run_in_order(tasks)
+        self._draws[key] = bool(draws) or found or bool(generators_of(parts))
+        return outputs
+
+    def _run_in_order(self, tasks: list[Task]) -> tuple[list[Any], bool]:
+        """Return the outputs, and whether a generator was used that replicas share."""
+        calls: list[Callable[[], Any]] = [task.run_and_take for task in tasks]
+        if torch_modes.count_dispatch_modes():  # they would see what generators do
+            return [call() for call in calls], False
+        others, devices = rng.other_streams(), self._shared_generators()
+        outputs, draws = rng.run_in_order(calls)
+        draws |= others != rng.other_streams() or devices != self._shared_generators()
+        return outputs, draws
+
+    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
+        """Return the same, of replicas that run on threads."""
+        before = rng.stream()
+        state, n_cores = State(), torch.get_num_threads()
+        for task in tasks[1:]:
+            task.enter(state, contextvars.copy_context(), n_cores)
+        self._threads.run(tasks)
+        draws = rng.stream() != before
+        if draws:
+            _log.warning(
+                "a forward of DataParallel drew random numbers of the CPU in replicas "
+                "that ran side by side: from now on they run one after the other, so "
+                "that runs can be repeated"
+            )
+        return [task.take() for task in tasks], draws
+
+    def _shared_generators(self) -> list[Any]:
+        """Return the states of generators of devices that are there more than once."""
+        shared = {i for i in self.indices if self.indices.count(i) > 1}
+        return [_gpu.machine.generator_state(index) for index in sorted(shared)]
+
+    def _check_devices(self, parts: list[Module]) -> None:
+        """Raise torch's error where a parameter or buffer is not on the first GPU."""
+        machine, first = _gpu.machine, self.indices[0]
+        for part in parts:
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is None or machine.index_of_tensor(tensor, first) == first:
+                    continue
+                device = machine.device(first)
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{device} (device_ids[0]) but found one of them on device: "
+                    f"{tensor.device}; move it by module.to('{device}')"
+                )
+
+    # ---- around it ------------------------------------------------------------------
+
+    def join(
+        self,
+        outputs: Sequence[Any],
+        sizes: tuple[int, ...] | None,
+        dim: int,
+        output: torch.device,
+    ) -> Any:
+        """Return the output for the whole batch, on a device."""
+        return transfers.gather(self.group, outputs, sizes, dim, output)
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Have nothing to note: threads see all that a forward leaves."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End the threads, and let go of the replicas' memory."""
+        if self._process != os.getpid():  # another thread of the parent's may have it
+            self.lock = threading.RLock()
+        with self.lock:
+            threads, self._threads = self._threads, ThreadPool()
+            self._replicated = None
+        if self._process == os.getpid():
+            threads.close()
+
+
+def _run_on(index: int, stream: Any, call: Callable[[], Any]) -> Any:
+    with _gpu.machine.on(index, stream):
+        return call()
+
+
+def refuse_capture() -> None:
+    """Raise where a CUDA graph is being captured."""
+    if _gpu.machine.is_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured round a DataParallel: replicas on several "
+            "GPUs cannot be part of a graph; capture the module inside it instead, or "
+            "train with DistributedDataParallel"
+        )

@@ -1,0 +1,97 @@
+"""The devices of a wrapper's replicas, and the streams that they compute on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline import _gpu, _native
+
+_N_SLOTS = 3  # PLI_RING_SLOTS
+_ALIGNMENT = 64
+
+
+class Streams(NamedTuple):
+    """Streams, one a member: as numbers, and as torch has them."""
+
+    numbers: tuple[int, ...]
+    handles: list[Any]
+
+
+class Group:
+    """Devices of this process; member 0's has the model.
+
+    Attributes
+    ----------
+    indices : list of int
+        The number of each, as torch counts; one may be there more than once.
+    devices : list of torch.device
+    native : paceline._native.DeviceGroup
+    """
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        machine = _gpu.machine
+        self.indices = list(indices)
+        self.devices = [machine.device(index) for index in self.indices]
+        self.native = _native.DeviceGroup([_gpu.open_device(i) for i in self.indices])
+        self._memories: dict[tuple[str, int], torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def streams(self) -> Streams:
+        """Return the streams that are current in this thread."""
+        handles = [_gpu.machine.current_stream(index) for index in self.indices]
+        return Streams(self.native.streams(), handles)
+
+    @contextlib.contextmanager
+    def on(self, streams: Streams) -> Iterator[None]:
+        """Have these streams be the current ones: what is allocated is theirs.
+
+        A thread of autograd's has the stream of one device from the forward, and the
+        default ones of all others.
+        """
+        machine = _gpu.machine
+        if self.native.streams() == streams.numbers:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            here = machine.current()
+            for index, handle in zip(self.indices, streams.handles, strict=True):
+                stack.enter_context(machine.on(index, handle))
+            stack.enter_context(machine.on(here, machine.current_stream(here)))
+            yield
+
+    def ring(self, slot_bytes: int) -> torch.Tensor:
+        """Return memory of member 0 that parameters pass through.
+
+        It is there as long as the group: another tensor in its place would be written
+        to while slots of the old one are read.
+        """
+        return self._memory("ring", 0, _N_SLOTS * slot_bytes)
+
+    def rooms(self, n_bytes: int) -> list[torch.Tensor | None]:
+        """Return memory by member, in which all but member 0 add up gradients."""
+        n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
+        members = range(1, len(self))
+        return [None, *(self._memory("room", k, n_bytes) for k in members)]
+
+    def _memory(self, name: str, member: int, n_bytes: int) -> torch.Tensor:
+        memory = self._memories.get((name, member))
+        if memory is None or len(memory) != n_bytes:
+            with torch.inference_mode(False):
+                memory = torch.empty(
+                    n_bytes, dtype=torch.uint8, device=self.devices[member]
+                )
+            self._memories[name, member] = memory
+        return memory
+
+    def member_of(self, tensor: torch.Tensor, expected: int) -> int | None:
+        """Return the member on whose device a tensor is, `expected` first."""
+        index = _gpu.machine.index_of_tensor(tensor, self.indices[expected])
+        if index == self.indices[expected]:
+            return expected
+        return self.indices.index(index) if index in self.indices else None

@@ -1,0 +1,331 @@
+"""What each device has of a model, kept from forward to forward; and its gradients.
+
+Each forward sends all of it, as torch's does: of what is written through ``.data``, by
+an average of weights or an adapter that is merged, nobody can see that it has changed.
+
+In training a segment has two kinds of nodes in the graph::
+
+    parameters --> _Segment --> block of member k --> _Replica --> replica k's tensors
+
+``_Replica`` gathers the gradients of one device into one block, on its stream;
+``_Segment`` has these added up for member 0, in the order of members.  A node runs when
+its gradients are there, so that they travel while the rest of backward runs.  Replica 0
+is the module itself: autograd adds what comes from the others to its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from paceline._compat import torch_core, torch_graph
+from paceline._dp.gpus import segments as segments_
+from paceline._dp.gpus.group import Group, Streams
+from paceline._dp.gpus.segments import Layout, Segment
+from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch
+from paceline._replicas.replicate import replicas_of
+
+
+class Replicated:
+    """A model's parameters and buffers on the devices of its replicas."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._layout: Layout | None = None
+
+    def replicas(
+        self, parts: list[Module], n_replicas: int, streams: Streams
+    ) -> list[Module]:
+        """Return the module, and replicas of it on their devices, for one forward."""
+        if n_replicas < 2:
+            return [parts[0]]
+        copies: list[dict[int, Any]] = [{} for _ in range(n_replicas)]
+        if is_by_torch():
+            layout = Layout(parts, self._group)
+            others = layout.others
+            for segment in layout.segments:
+                others = [*others, *segment.tensors]
+        else:
+            layout = self._layout_of(parts)
+            others = layout.others
+            self._send(layout, n_replicas, streams)
+            for segment in layout.segments:
+                self._add_copies(segment, copies, streams)
+        for k in range(1, n_replicas):
+            for tensor in others:
+                moved = _moved(self._group, streams, tensor, k)
+                copies[k][id(tensor)] = moved
+        if not layout.is_kept:
+            self._layout = None
+        return replicas_of(parts, copies[1:])
+
+    def _layout_of(self, parts: list[Module]) -> Layout:
+        if self._layout is None or not self._layout.fits(parts):
+            self._layout = Layout(parts, self._group)
+        return self._layout
+
+    # ---- there ----------------------------------------------------------------------
+
+    def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
+        if not layout.segments:
+            return
+        members = range(1, n_replicas)
+        overwritten: list[torch.Tensor] = []
+        try:
+            for segment in layout.segments:
+                stamp = segment.stamp()
+                for k in members:
+                    segment.allocate(self._group, k)
+                    overwritten += segment.record_sent(k, stamp)
+            if overwritten:
+                torch_core.increment_version(overwritten)
+            travelling = [segment.travelling(members) for segment in layout.segments]
+            ring = self._group.ring(segments_.SEGMENT_BYTES)
+            self._group.native.broadcast(streams.numbers, ring, travelling)
+            for segment in layout.segments:
+                for k in members:
+                    segment.record_versions(k)
+        except BaseException:
+            self._layout = None  # nobody knows what came
+            raise
+
+    # ---- in the replicas ------------------------------------------------------------
+
+    def _add_copies(
+        self, segment: Segment, copies: list[dict[int, Any]], streams: Streams
+    ) -> None:
+        n_replicas = len(copies)
+        is_recorded = segment.is_trained and torch.is_grad_enabled()
+        blocks: tuple[torch.Tensor, ...] = ()
+        if is_recorded:
+            step = _Step(segment, self._group, streams)
+            _, *blocks = _Segment.apply(step, n_replicas, *segment.tensors)  # type: ignore[no-untyped-call]
+        for k in range(1, n_replicas):
+            tensors: Sequence[torch.Tensor] = segment.slots[k]
+            if is_recorded:
+                tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
+            for original, tensor in zip(segment.tensors, tensors, strict=True):
+                copies[k][id(original)] = _as_original(original, tensor)
+
+
+def _as_original(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a replica's tensor as what it is in the model."""
+    is_parameter = isinstance(original, torch.nn.Parameter)
+    if tensor.grad_fn is not None:
+        if is_parameter:
+            tensor.__class__ = type(original)
+    elif is_parameter:
+        with torch.inference_mode(False):
+            tensor = torch.nn.Parameter(tensor, original.requires_grad)
+    else:
+        tensor = tensor.detach()
+    if original.__dict__:
+        tensor.__dict__.update(original.__dict__)
+    return tensor
+
+
+def _moved(
+    group: Group, streams: Streams, tensor: torch.Tensor, member: int
+) -> torch.Tensor:
+    """Return a tensor that travels by itself, on a member's device."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    if torch_graph.is_transformed() or (is_recorded and not is_parameter):
+        return copy_by_torch(group, streams, tensor, member)
+    if is_recorded:
+        copy = copy_by_torch(group, streams, tensor, member)
+        copy.__class__ = type(tensor)
+    else:
+        with torch.inference_mode(False):
+            copy = copy_by_torch(group, streams, tensor.detach(), member)
+            if is_parameter:
+                copy = torch.nn.Parameter(copy, tensor.requires_grad)
+            else:
+                copy.requires_grad_(tensor.requires_grad)
+    copy.__dict__.update(tensor.__dict__)
+    return copy
+
+
+# ---- gradients ----------------------------------------------------------------------
+
+
+class _Step:
+    """One forward's segment: what its nodes share.
+
+    `aside` are gradients that no block can hold (sparse ones), and `used` says which
+    tensors a member has a gradient of, both by backward and member: a checkpoint runs
+    a backward of its own through these nodes in the middle of another one.
+    """
+
+    def __init__(self, segment: Segment, group: Group, streams: Streams) -> None:
+        self.segment = segment
+        self.group = group
+        self.streams = streams
+        self.aside: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self.used: dict[tuple[int, int], list[bool]] = {}
+
+    # ---- one member's ---------------------------------------------------------------
+
+    def pack(self, member: int, grads: Sequence[Any]) -> torch.Tensor:
+        """Return one block of a member's gradients, of which some are None."""
+        segment = self.segment
+        key = torch_graph.current_task(), member
+        self.used[key] = [grad is not None for grad in grads]
+        if torch.is_grad_enabled() or any(
+            grad is not None and torch_graph.is_batched(grad) for grad in grads
+        ):
+            return self._pack_by_torch(grads)
+        dense = [self._put_aside(key, i, grad) for i, grad in enumerate(grads)]
+        slots, device = segment.slots[member], self.group.devices[member]
+        offsets = segment.byte_offsets
+        make = torch.zeros if segment.has_gaps else torch.empty
+        block = make(segment.n_elems, dtype=segment.dtype, device=device)
+        arguments = self.streams.numbers, member
+        others = self.group.native.pack(*arguments, dense, slots, offsets, block)
+        if others:
+            for i in others:
+                dense[i] = torch.empty_like(slots[i]).copy_(dense[i])  # type: ignore[arg-type]
+            self.group.native.pack(*arguments, dense, slots, offsets, block)
+        return block
+
+    def _put_aside(
+        self, key: tuple[int, int], i: int, grad: Any
+    ) -> torch.Tensor | None:
+        if grad is None or grad.layout is torch.strided:
+            return grad  # type: ignore[no-any-return]
+        self.aside.setdefault(key, {})[i] = grad
+        return None
+
+    def _pack_by_torch(self, grads: Sequence[Any]) -> torch.Tensor:
+        """Return the same, in the graph."""
+        segment = self.segment
+        example = next(grad for grad in grads if grad is not None)
+        pieces = []
+        ends = [*segment.offsets[1:], segment.n_elems]
+        for i, (grad, end) in enumerate(zip(grads, ends, strict=True)):
+            n_elems = end - segment.offsets[i]
+            if grad is None:
+                pieces.append(example.new_zeros(n_elems))
+                continue
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            flat = segment.flattened(i, grad)
+            n_more = n_elems - segment.forms[i].n_elems
+            pieces.append(torch.cat([flat, flat.new_zeros(n_more)]) if n_more else flat)
+        return torch.cat(pieces)
+
+    # ---- all members' ---------------------------------------------------------------
+
+    def add(self, blocks: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
+        segment = self.segment
+        rows = [(k, block) for k, block in enumerate(blocks, 1) if block is not None]
+        task = torch_graph.current_task()
+        used = [self.used.pop((task, k)) for k, _ in rows]
+        aside = [self.aside.pop((task, k), {}) for k, _ in rows]
+        is_used = [any(of) for of in zip(*used, strict=True)]
+        if not rows:
+            return [None] * len(segment.tensors)
+        if torch.is_grad_enabled() or any(torch_graph.is_batched(b) for _, b in rows):
+            return self._add_by_torch(rows, is_used)
+        device = self.group.devices[0]
+        total = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
+        rooms: list[torch.Tensor | None] = [None] * len(self.group)
+        if len(rows) > 1:
+            rooms = self.group.rooms(segments_.SEGMENT_BYTES)
+        self.group.native.sum(self.streams.numbers, rooms, rows, total)
+        # A count of versions for each: what is done to one does not concern others.
+        sums: list[torch.Tensor | None] = [
+            view.data if used else self._unused(i)
+            for i, (view, used) in enumerate(
+                zip(segment.views(total), is_used, strict=True)
+            )
+        ]
+        for i in {i for found in aside for i in found}:
+            self._add_aside(sums, i, [a[i] for a in aside if i in a], used, aside)
+        return sums
+
+    def _unused(self, i: int) -> torch.Tensor | None:
+        """Return the gradient of a tensor that no replica has used.
+
+        Hooks that were set since the forward are called with it: with zeros, as by
+        torch's class, rather than with None.
+        """
+        tensor = self.segment.tensors[i]
+        return torch.zeros_like(tensor) if segments_.has_hooks(tensor) else None
+
+    def _add_aside(
+        self,
+        sums: list[torch.Tensor | None],
+        i: int,
+        grads: Sequence[torch.Tensor],
+        used: Sequence[list[bool]],
+        aside: Sequence[dict[int, torch.Tensor]],
+    ) -> None:
+        """Add sparse gradients to what dense ones there are."""
+        sparse = grads[0].to(self.group.devices[0])
+        for grad in grads[1:]:
+            sparse = sparse + grad.to(self.group.devices[0])
+        has_dense = any(
+            of[i] and i not in found for of, found in zip(used, aside, strict=True)
+        )
+        sums[i] = sums[i] + sparse if has_dense else sparse  # type: ignore[operator]
+
+    def _add_by_torch(
+        self, rows: Sequence[tuple[int, torch.Tensor]], is_used: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Return the same, in the graph."""
+        segment, device = self.segment, self.group.devices[0]
+        total = rows[0][1].to(device)
+        for _, block in rows[1:]:
+            total = total + block.to(device)
+        sums: list[torch.Tensor | None] = []
+        for i, offset in enumerate(segment.offsets):
+            n_elems = segment.forms[i].n_elems
+            flat = total.narrow(0, offset, n_elems)
+            sums.append(segment.shaped(i, flat) if is_used[i] else None)
+        return sums
+
+
+class _Segment(torch.autograd.Function):
+    """Trained parameters of the model, and the blocks that replicas have of them.
+
+    The first output is on member 0: so backward takes its stream for the node's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: _Step, n_replicas: int, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step = step
+        handle = torch.empty(0, device=step.group.devices[0])
+        blocks = step.segment.blocks[1:n_replicas]
+        return handle, *(block.detach() for block in blocks if block is not None)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *blocks: Any) -> Any:
+        with ctx.step.group.on(ctx.step.streams):
+            return None, None, *ctx.step.add(blocks)
+
+
+class _Replica(torch.autograd.Function):
+    """A member's block, and the tensors of its replica."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _: torch.Tensor, step: _Step, member: int
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.step, ctx.member = step, member
+        return tuple(slot.detach() for slot in step.segment.slots[member])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if all(grad is None for grad in grads):
+            return None, None, None
+        with ctx.step.group.on(ctx.step.streams):
+            return ctx.step.pack(ctx.member, grads), None, None

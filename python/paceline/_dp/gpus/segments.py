@@ -1,0 +1,267 @@
+"""Which tensors of a model travel together, and where they lie on each device.
+
+A segment is one block of memory a device: tensors of one dtype and kind, each with the
+strides that it has in the model, at multiples of 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Embedding, EmbeddingBag, Module
+
+from paceline._dp.gpus.group import Group
+from paceline._dp.gpus.transfers import is_block, is_native
+
+SEGMENT_BYTES = 4 << 20
+"""A larger tensor is a segment of its own."""
+_ALIGNMENT = 64
+_SUMMED = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    + (torch.complex64, torch.complex128)
+)
+
+
+def can_travel(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be part of a segment."""
+    return (
+        is_native(tensor)
+        and is_block(tensor)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )
+
+
+class Form(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    n_elems: int
+
+
+class Segment:
+    """Tensors that travel together.
+
+    Attributes
+    ----------
+    tensors : list of torch.Tensor
+        The model's own.
+    forms : list of Form
+        Of each, as it was at first: a backward may come when they have others.
+    offsets, byte_offsets : list of int
+        Of each, in elements of the block, and in bytes.
+    dtype : torch.dtype
+        Of all of them.
+    is_trained : bool
+        Their gradients come back.
+    blocks, slots : by member; None, and [], for member 0
+    """
+
+    def __init__(self, dtype: torch.dtype, is_trained: bool, group: Group) -> None:
+        self.dtype = dtype
+        self.width = dtype.itemsize
+        self.is_trained = is_trained
+        self.forms: list[Form] = []
+        self.tensors: list[torch.Tensor] = []
+        self.offsets: list[int] = []
+        self.byte_offsets: list[int] = []
+        self.n_elems = 0
+        self.blocks: list[torch.Tensor | None] = [None] * len(group)
+        self.slots: list[list[torch.Tensor]] = [[] for _ in range(len(group))]
+        self._sent: list[Any] = [None] * len(group)
+        self._versions: list[list[int]] = [[] for _ in range(len(group))]
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Give a tensor a place at the end."""
+        step = max(1, _ALIGNMENT // self.width)
+        self.tensors.append(tensor)
+        self.forms.append(Form(tensor.shape, tensor.stride(), tensor.numel()))
+        self.offsets.append(self.n_elems)
+        self.byte_offsets.append(self.n_elems * self.width)
+        self.n_elems += -(-tensor.numel() // step) * step
+
+    def close(self) -> None:
+        """Let a tensor that is alone have a block of its very size."""
+        if len(self.tensors) == 1:
+            self.n_elems = self.forms[0].n_elems
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether some of the block is no tensor's."""
+        return self.n_elems != sum(form.n_elems for form in self.forms)
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the block."""
+        return self.n_elems * self.width
+
+    def stamp(self) -> list[tuple[int, int]]:
+        """Return what changes where somebody writes to the model's tensors."""
+        return [(t._version, t.data_ptr()) for t in self.tensors]
+
+    def allocate(self, group: Group, member: int) -> None:
+        """Make the member's block, once."""
+        if self.blocks[member] is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            block = torch.empty(
+                self.n_elems, dtype=self.dtype, device=group.devices[member]
+            )
+            self.blocks[member] = block
+            # A count of versions for each: to write one does not concern others.
+            self.slots[member] = [view.data for view in self.views(block)]
+
+    def views(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return the places of the tensors in a block."""
+        return [
+            block.as_strided(form.shape, form.strides, offset + block.storage_offset())
+            for form, offset in zip(self.forms, self.offsets, strict=True)
+        ]
+
+    # ---- what members have ----------------------------------------------------------
+
+    def record_sent(self, member: int, stamp: list[Any]) -> list[torch.Tensor]:
+        """Note that a member is sent this; return the slots that had something else."""
+        before, self._sent[member] = self._sent[member], stamp
+        if before is None:
+            return []
+        pairs = zip(before, stamp, strict=True)
+        counts = zip(self._counts(member), self._versions[member], strict=True)
+        return [
+            slot
+            for slot, stamps, versions in zip(
+                self.slots[member], pairs, counts, strict=True
+            )
+            if stamps[0] != stamps[1] or versions[0] != versions[1]
+        ]
+
+    def record_versions(self, member: int) -> None:
+        """Note that the block holds what was sent."""
+        self._versions[member] = self._counts(member)
+
+    def _counts(self, member: int) -> list[int]:
+        return [slot._version for slot in self.slots[member]]
+
+    def travelling(self, members: Iterable[int]) -> tuple[Any, ...]:
+        """Return what the native side has to know to send it to some members."""
+        blocks: list[torch.Tensor | None] = [None] * len(self.blocks)
+        for member in members:
+            blocks[member] = self.blocks[member]
+        return self.tensors, self.byte_offsets, self.n_bytes, blocks
+
+    # ---- in memory order ------------------------------------------------------------
+
+    def flattened(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape of tensor i as it lies in the block, by torch."""
+        order = _order(self.forms[i])
+        return tensor.permute(order).reshape(-1)
+
+    def shaped(self, i: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return the way back, of a part of a block."""
+        shape, order = self.forms[i].shape, _order(self.forms[i])
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return flat.reshape([shape[d] for d in order]).permute(back)
+
+
+def _order(form: Form) -> list[int]:
+    """Return the dimensions of a tensor, the one of the largest stride first."""
+    shape, strides = form.shape, form.strides
+    return sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
+
+
+class Layout:
+    """The segments of a model, and the tensors that travel by themselves.
+
+    Attributes
+    ----------
+    segments : list of Segment
+    others : list of torch.Tensor
+        Sparse ones, those of classes of their own, and such.
+    is_kept : bool
+        It does not hold on to a graph, as by parameters that ``functional_call`` put
+        there.
+    """
+
+    def __init__(self, parts: Sequence[Module], group: Group) -> None:
+        self.segments: list[Segment] = []
+        self.others: list[torch.Tensor] = []
+        self._group = group
+        opened: dict[Any, Segment] = {}
+        for tensor, is_parameter, is_sparse in _tensors_of(parts):
+            wants = tensor.requires_grad
+            if not can_travel(tensor) or (
+                wants and (is_sparse or not is_parameter or tensor.dtype not in _SUMMED)
+            ):
+                self.others.append(tensor)
+                continue
+            self._place(tensor, opened)
+        tensors = list(self.others)
+        for segment in self.segments:
+            segment.close()
+            tensors += segment.tensors
+        self.is_kept = all(tensor.is_leaf for tensor in tensors)
+        self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
+        self._ids, self._tensors = _ids_of(parts), tensors
+        self._forms = self._forms_now()
+
+    def _place(self, tensor: torch.Tensor, opened: dict[Any, Segment]) -> None:
+        is_trained = tensor.requires_grad
+        n_bytes = tensor.numel() * tensor.element_size() + _ALIGNMENT
+        key = tensor.dtype, is_trained
+        # A hook must not be called with None where no replica has used the tensor.
+        is_alone = n_bytes > SEGMENT_BYTES or (is_trained and has_hooks(tensor))
+        segment = None if is_alone else opened.get(key)
+        if segment is None or segment.n_bytes + n_bytes > SEGMENT_BYTES:
+            segment = Segment(tensor.dtype, is_trained, self._group)
+            self.segments.append(segment)
+            if not is_alone:
+                opened[key] = segment
+        segment.add(tensor)
+
+    def fits(self, parts: Sequence[Module]) -> bool:
+        """Tell whether the model still has the tensors that this was made of."""
+        return self._ids == _ids_of(parts) and self._forms == self._forms_now()
+
+    def _forms_now(self) -> list[Any]:
+        """Return what may change of these very tensors."""
+        sparse = [table.sparse for table in self._tables]
+        return [*map(_form, self._tensors), *sparse]
+
+
+def _ids_of(parts: Sequence[Module]) -> list[int]:
+    """Return which tensors a model has, by the ids of all that its parts name."""
+    return [
+        id(tensor)
+        for part in parts
+        for tensors in (part._parameters, part._buffers)
+        for tensor in tensors.values()
+    ]
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Tell whether hooks are called with a tensor's gradient, or after it."""
+    late = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks or late)
+
+
+def _tensors_of(parts: Sequence[Module]) -> list[tuple[torch.Tensor, bool, bool]]:
+    """Return each tensor once, whether it is a parameter, and has sparse gradients."""
+    found: dict[int, tuple[torch.Tensor, bool, bool]] = {}
+    for part in parts:
+        is_sparse = isinstance(part, (Embedding, EmbeddingBag)) and part.sparse
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                known = found.get(id(parameter), (parameter, True, False))
+                found[id(parameter)] = parameter, True, is_sparse or known[2]
+        for buffer in part._buffers.values():
+            if buffer is not None and id(buffer) not in found:
+                found[id(buffer)] = buffer, False, False
+    return list(found.values())
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    wants = tensor.requires_grad
+    return tensor.shape, strides, tensor.dtype, wants, wants and has_hooks(tensor)

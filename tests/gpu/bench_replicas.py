@@ -1,0 +1,227 @@
+"""What replicas cost: the host's time, and memory, of several on the one GPU.
+
+Two replicas on one GPU are no faster than one: the device does the same work in more
+and smaller kernels.  So two replicas stand beside the plain module on each half of the
+batch in turn, which enqueues the same kernels; and one stands beside torch's class.
+Turns alternate, and ratios are of turns that follow each other.
+
+Host time is what the CPU needs to enqueue onto a device that is idle and not waited
+for; a step by the clock ends with a synchronisation.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import models
+import torch
+from bench_steps import listed, rounds
+from checks import Check, is_rehearsal
+from replica_world import World, allocated
+from stats import median_with_interval
+from torch import Tensor, nn
+from torch.nn import functional as F
+from world import timing
+
+MIB = 2**20
+WARM_UP = 4
+N_CALLS = 5  # of which the median counts, in each turn
+
+
+class Transformer(nn.Module):
+    """Twelve layers of an encoder, without dropout, and scores of their mean."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(
+            width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of each sequence."""
+        scores: Tensor = self.head(self.layers(x).mean(1))
+        return scores
+
+
+class Halves(nn.Module):
+    """The plain module on one half of the batch, and then on the other."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs for all rows."""
+        return torch.cat([self.module(part) for part in x.tensor_split(2)])
+
+
+def width_of(real: int, rehearsed: int) -> int:
+    return rehearsed if is_rehearsal() else real
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[int, ...]]]] = {
+    "mlp": (lambda: models.build_mlp(64, 416, 416, 10), lambda: (64, 64)),
+    "resnet18": (
+        lambda: models.build_resnet18(width_of(64, 8)),
+        lambda: (width_of(64, 8), 3, 32, 32),
+    ),
+    "transformer12": (
+        lambda: Transformer(width_of(512, 32)),
+        lambda: (16, width_of(64, 8), width_of(512, 32)),
+    ),
+}
+
+
+class Entry:
+    """A contestant with a model of its own, of the same parameters as the others'."""
+
+    def __init__(self, world: World, model: nn.Module, shape: tuple[int, ...]) -> None:
+        self.world, self.model = world, model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.x = world.normal(*shape)
+        self.y = torch.randint(10, shape[:1], generator=world.generator(1))
+        self.y = self.y.to(world.device)
+        self.output: Any = None
+
+    def call(self) -> None:
+        """A forward of training."""
+        self.output = self.model(self.x)
+
+    def evaluation(self) -> None:
+        """A forward that records nothing, of parameters that have not changed."""
+        with torch.no_grad():
+            self.output = self.model(self.x)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(self.x), self.y).backward()
+        self.optimizer.step()
+
+    def host_us(self, function: Callable[[], None]) -> float:
+        """Microseconds of the host, the device being idle."""
+        times = []
+        for _ in range(N_CALLS):
+            self.output = None
+            self.world.synchronize()
+            begin = time.perf_counter_ns()
+            function()
+            times.append((time.perf_counter_ns() - begin) / 1e3)
+        return median(times)
+
+    def clock_us(self, function: Callable[[], None]) -> float:
+        """Microseconds of each of some calls until the device has done them."""
+        self.world.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(N_CALLS):
+            function()
+        self.world.synchronize()
+        return (time.perf_counter_ns() - begin) / 1e3 / N_CALLS
+
+
+def enter(world: World, name: str) -> dict[str, Entry]:
+    build, shape = MODELS[name]
+    torch.manual_seed(1)
+    module = build().to(world.device)
+    wrapped = {
+        "halves": Halves(copy.deepcopy(module)),
+        "two": world.wrap(copy.deepcopy(module), 2),
+        "torch": nn.DataParallel(
+            copy.deepcopy(module), None if is_rehearsal() else [0]
+        ),
+        "one": world.wrap(copy.deepcopy(module), 1),
+    }
+    entries = {key: Entry(world, model, shape()) for key, model in wrapped.items()}
+    for entry in entries.values():
+        for _ in range(WARM_UP):
+            entry.step()
+    return entries
+
+
+PAIRS = {"two_over_halves": ("two", "halves"), "one_over_torch": ("one", "torch")}
+
+
+@timing
+def replica_time(world: World, name: str) -> dict[str, Any]:
+    """Ours beside the other of each pair: a call, an evaluation, a step."""
+    entries = enter(world, name)
+    figures: dict[str, Any] = {}
+    lines = []
+    kinds = ("host_call", "host_evaluation", "host_step", "clock_step")
+    for kind in kinds:
+        measure, _, what = kind.partition("_")
+        for pair, names in PAIRS.items():
+            for each in names:
+                entries[each].model.train(what != "evaluation")
+            times: dict[str, list[float]] = {each: [] for each in names}
+            for number in range(1 + rounds(15)):
+                for each in names if number % 2 else reversed(names):
+                    entry = entries[each]
+                    taken = entry.host_us if measure == "host" else entry.clock_us
+                    us = taken(getattr(entry, what))
+                    if number:  # the first turn is to warm up
+                        times[each].append(us)
+            rows = zip(times[names[0]], times[names[1]], strict=True)
+            ratio = median_with_interval([ours / theirs for ours, theirs in rows])
+            us_of = {each: round(median(times[each]), 1) for each in names}
+            figures[f"{kind}_{pair}"] = {"us": us_of, "ratio": listed(ratio)}
+            over = f"{names[0]} / {names[1]}"
+            lines.append(
+                f"{name}, {kind.replace('_', ' ')}: {over} {ratio}, us {us_of}"
+            )
+    n_parameters = len(list(entries["one"].model.parameters()))
+    return {"n_parameters": n_parameters, **figures, "lines": lines}
+
+
+@timing
+def replica_memory(world: World, name: str) -> dict[str, Any]:
+    """What is held between steps, of torch's allocator, for each further replica."""
+    build, shape = MODELS[name]
+    held = []
+    n_bytes = 0
+    for n in (1, 2, 3):
+        before = allocated()
+        torch.manual_seed(1)
+        entry = Entry(world, world.wrap(build(), n), shape())
+        for _ in range(WARM_UP):
+            entry.step()
+        entry.optimizer.zero_grad()
+        held.append((allocated() - before) / MIB)
+        n_bytes = sum(p.nbytes for p in entry.model.parameters())
+        n_bytes += sum(b.nbytes for b in entry.model.buffers())
+        entry.model.close()
+        del entry
+    model = n_bytes / MIB
+    second, third = held[1] - held[0], held[2] - held[1]
+    line = (
+        f"{name}: the model has {model:.1f} MiB; a second replica holds {second:.1f}, "
+        f"a third {third:.1f}"
+    )
+    return {
+        "model_mib": round(model, 2),
+        "held_mib": [round(mib, 2) for mib in held],
+        "third_over_model": round(third / model, 3),
+        "lines": [line],
+    }
+
+
+def _check(function: Callable[..., Any], model: str, **options: Any) -> Check:
+    made: Any = partial(function, name=model)
+    made.__name__ = f"{function.__name__}_{model}"
+    made.__module__ = __name__
+    made.is_exact = False
+    return Check(made, worlds=(1,), seconds=70, **options)
+
+
+for _model in MODELS:
+    for _each in (
+        _check(replica_time, _model),
+        _check(replica_memory, _model, needs_cuda=True),
+    ):
+        globals()[_each.name] = _each

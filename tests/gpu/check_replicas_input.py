@@ -1,0 +1,247 @@
+"""What goes into replicas on one GPU and comes out: where it lies, and in what form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paceline
+import torch
+from check_replicas import N_ROWS, pair, smooth
+from checks import check
+from replica_twins import assert_near, assert_same_gradients
+from replica_world import World
+from torch import Tensor, nn
+
+LARGE = 4096  # rows: such inputs go through pinned memory
+
+
+@check(worlds=(1,))
+def inputs_on_the_cpu(world: World) -> dict[str, Any]:
+    """In ordinary memory, small and large, which may change after the call."""
+    model, by_hand = pair(world, smooth, 3)
+    figures = {}
+    for n_rows in (N_ROWS, LARGE):
+        x = torch.randn(n_rows, 16, generator=world.generator(n_rows))
+        right = by_hand(x.to(world.device))
+        for number in range(3):
+            given = x.clone()
+            out = model(given)
+            assert out.device == world.device, f"the output is on {out.device}"
+            if world.device.type == "cuda":  # a rehearsal's replicas have no copies
+                given.zero_()
+            assert_near(out, right, f"call {number} of {n_rows} rows")
+        for each, output in ((model, out), (by_hand, right)):
+            each.zero_grad()
+            output.square().mean().backward()
+        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
+    return figures
+
+
+@check(worlds=(1,), needs_cuda=True)
+def inputs_in_pinned_memory(world: World) -> dict[str, Any]:
+    model, by_hand = pair(world, smooth, 3)
+    figures = {}
+    for n_rows in (N_ROWS, LARGE):
+        x = torch.randn(n_rows, 16, generator=world.generator(n_rows)).pin_memory()
+        for each, given in ((model, x), (by_hand, x.to(world.device))):
+            each.zero_grad()
+            out = each(given)
+            out.square().mean().backward()
+            assert out.device == world.device, f"the output is on {out.device}"
+        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
+    return figures
+
+
+@check(worlds=(1,))
+def inputs_on_the_gpu(world: World) -> dict[str, Any]:
+    """Of odd layouts, and such as want gradients themselves."""
+    model, by_hand = pair(world, smooth, 3)
+    wide = world.normal(32, N_ROWS)
+    forms = {
+        "contiguous": wide.t().contiguous()[:, :16],
+        "transposed": wide.t()[:, ::2],
+        "expanded": wide[:16, 0].expand(N_ROWS, 16),
+        "reversed": wide.t()[:, :16].flip(0),
+    }
+    figures = {}
+    for name, x in forms.items():
+        grads = []
+        for each in (model, by_hand):
+            each.zero_grad()
+            given = x.detach().requires_grad_()
+            (each(given).square().sum() + given.sum()).backward()
+            grads.append(given.grad)
+        assert_near(grads[0], grads[1], f"{name}: gradient of the input")
+        figures[name] = assert_same_gradients(model, by_hand, name)
+    return figures
+
+
+@check(worlds=(1,))
+def inputs_that_want_gradients_on_the_cpu(world: World) -> None:
+    model, by_hand = pair(world, smooth, 2)
+    x = torch.randn(N_ROWS, 16, generator=world.generator())
+    grads = []
+    for each in (model, by_hand):
+        leaf = x.clone().requires_grad_()
+        given = leaf if each is model else leaf.to(world.device)
+        each(given).square().sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.device.type == "cpu", leaf.grad.device
+        grads.append(leaf.grad)
+    assert_near(grads[0], grads[1], "gradient of the input")
+    assert_same_gradients(model, by_hand)
+
+
+class TakesArrays(nn.Module):
+    """A layer over an array of NumPy's, and a table that is not split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, array: np.ndarray[Any, Any], table: Tensor) -> Tensor:
+        """Scores of the array's rows, with the table added."""
+        assert isinstance(array, np.ndarray), type(array)
+        assert table.shape == (5,), table.shape
+        device = self.layer.weight.device
+        assert table.device == device, f"the table is on {table.device}"
+        scores: Tensor = self.layer(torch.from_numpy(array.copy()).to(device)) + table
+        return scores
+
+
+@check(worlds=(1,))
+def arrays_and_what_is_not_split(world: World) -> None:
+    torch.manual_seed(1)
+    module = TakesArrays().to(world.device)
+    x = torch.randn(N_ROWS, 16, generator=world.generator())
+    table = world.normal(5)
+    for n in (2, 3):
+        model = world.wrap(module, n)
+        out = model(x.numpy(), paceline.replicate(table))
+        right = module.layer(x.to(world.device)) + table
+        assert_near(out, right, f"output of {n} replicas", 2e-4)
+
+
+@check(worlds=(1,))
+def outputs_on_the_cpu(world: World) -> dict[str, Any]:
+    """`output_device=-1`: gradients find their way back."""
+    torch.manual_seed(1)
+    module = smooth().to(world.device)
+    x = world.normal(N_ROWS, 16)
+    far = []
+    for n in (1, 2, 3):
+        model = world.wrap(module, n, output_device=-1)
+        module.zero_grad()
+        out = model(x)
+        assert out.device.type == "cpu", f"the output is on {out.device}"
+        out.square().sum().backward()
+        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
+        right = module(x)
+        assert_near(out, right.cpu(), f"output of {n} replicas", 2e-4)
+        right.square().sum().backward()
+        for grad, p in zip(mine, module.parameters(), strict=True):
+            far.append(assert_near(grad, p.grad, f"{n} replicas' gradient", 2e-4))
+    return {"far": max(far)}
+
+
+@dataclass
+class Found:
+    """An output of a class of one's own."""
+
+    scores: Tensor
+    words: list[str]
+
+
+class Nested(nn.Module):
+    """Outputs of all forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Tensors in a dict, a tuple, a list, a dataclass; a loss; other types."""
+        scores = self.layer(x)
+        return {
+            "pair": (scores, [scores.square(), scores.argmax(1)]),
+            "found": Found(scores.softmax(1), ["row"] * len(x)),
+            "loss": scores.square().mean(),
+            "half": scores.to(torch.bfloat16),
+            "turned": scores.t().contiguous().t(),
+            "mask": scores > 0,
+            "nothing": None,
+        }
+
+
+@check(worlds=(1,))
+def outputs_of_all_forms(world: World) -> None:
+    torch.manual_seed(1)
+    module = Nested().to(world.device)
+    x = world.normal(N_ROWS, 16)
+    for n in (2, 3):
+        model = world.wrap(module, n)
+        parts = [module(part) for part in x.tensor_split(n)]
+        for number in range(2):
+            out = model(x)
+            words = f"call {number} of {n} replicas,"
+            assert list(out) == list(parts[0]), list(out)
+            kinds = [type(out["pair"]), type(out["pair"][1]), type(out["found"])]
+            assert kinds == [tuple, list, Found], kinds
+            assert out["nothing"] is None, out["nothing"]
+            assert out["found"].words == ["row"] * N_ROWS, out["found"].words
+            assert out["loss"].shape == (n,), out["loss"].shape
+
+            def joined(take: Any, parts: Any = parts) -> Tensor:
+                return torch.cat([take(part) for part in parts])
+
+            pairs = [
+                (out["pair"][0], joined(lambda o: o["pair"][0])),
+                (out["pair"][1][0], joined(lambda o: o["pair"][1][0])),
+                (out["found"].scores, joined(lambda o: o["found"].scores)),
+                (out["loss"], torch.stack([part["loss"] for part in parts])),
+                (out["half"], joined(lambda o: o["half"])),
+                (out["turned"], joined(lambda o: o["turned"])),
+            ]
+            for i, (mine, right) in enumerate(pairs):
+                assert_near(mine, right, f"{words} output {i}")
+            labels = joined(lambda o: o["pair"][1][1])
+            assert torch.equal(out["pair"][1][1], labels), f"{words} argmax"
+            assert out["mask"].dtype is torch.bool
+        module.zero_grad()
+        (out["loss"].sum() + out["found"].scores[:, 0].sum()).backward()
+        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
+        sum(p["loss"] + p["found"].scores[:, 0].sum() for p in parts).backward()
+        for grad, p in zip(mine, module.parameters(), strict=True):
+            assert_near(grad, p.grad, f"{n} replicas' gradient")
+
+
+@check(worlds=(1,))
+def numbers_for_outputs(world: World) -> None:
+    """A loss of each replica, as a vector; its mean trains as in torch."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.layer(x)[:, 0] - y).square().mean()
+
+    torch.manual_seed(1)
+    module = Loss().to(world.device)
+    model = world.wrap(module, 2)
+    x, y = world.normal(N_ROWS, 16), world.normal(N_ROWS, seed=1)
+    for number in range(2):
+        module.zero_grad()
+        losses = model(x, y)
+        assert losses.shape == (2,), losses.shape
+        losses.mean().backward()
+        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
+        module(x, y).backward()  # halves have the same number of rows
+        for grad, p in zip(mine, module.parameters(), strict=True):
+            assert_near(grad, p.grad, f"call {number}, gradient", 2e-4)

@@ -1,0 +1,415 @@
+"""What autograd, the allocator and streams are asked for round replicas on one GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import torch
+from check_replicas import N_ROWS, mlp, pair, smooth
+from checks import check
+from replica_twins import assert_near, assert_same_gradients
+from replica_world import World, allocated
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MS_CYCLES = 2_000_000  # of torch.cuda._sleep: about a millisecond
+
+
+def train(model: nn.Module, x: Tensor, n: int = 1) -> None:
+    """Some steps of SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+# ---- what is sent -------------------------------------------------------------------
+
+
+@check(worlds=(1,))
+def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
+    """Also those of which autograd counts no version, between two evaluations."""
+    model, by_hand = pair(world, mlp)
+    x = world.normal(N_ROWS, 16)
+    train(model, x)
+    counts = world.count_calls(model)
+    model.eval()
+    for number in range(4):
+        with torch.no_grad():
+            next(model.parameters()).data.mul_(1.5)
+            out = model(x)
+        by_hand.module.load_state_dict(model.module.state_dict())
+        with torch.no_grad():
+            assert_near(out, by_hand(x), f"output of evaluation {number}")
+    assert counts["broadcast"] == 4, f"broadcasts: {counts['broadcast']}"
+    return {"calls": dict(counts)}
+
+
+@check(worlds=(1,))
+def evaluation_after_training_sees_new_weights(world: World) -> None:
+    """Also after what autograd does not see: an optimizer's writes through .data."""
+    model, by_hand = pair(world, mlp, 3)
+    x = world.normal(N_ROWS, 16)
+    for round_number in range(4):
+        train(model, x, 2)
+        if round_number % 2:
+            for p in model.parameters():
+                p.data.mul_(0.9)
+        model.eval()
+        by_hand.module.load_state_dict(model.module.state_dict())
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                words = f"round {round_number}, {mode.__name__}"
+                assert_near(model(x), by_hand(x), words)
+        model.train()
+
+
+@check(worlds=(1,))
+def a_step_between_forward_and_backward_raises(world: World) -> dict[str, Any]:
+    """As of the plain module; and the next step is right."""
+    model, by_hand = pair(world, smooth)
+    x = world.normal(N_ROWS, 16)
+    train(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loss = model(x).square().sum()
+    optimizer.step()
+    words = ""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        words = str(error)
+    assert "modified by an inplace operation" in words, f"no such error: {words!r}"
+    model.zero_grad()
+    by_hand.module.load_state_dict(model.module.state_dict())
+    for each in (model, by_hand):
+        each(x).square().sum().backward()
+    assert_same_gradients(model, by_hand)
+    return {"words": words[:300]}
+
+
+# ---- the graph ----------------------------------------------------------------------
+
+
+def _penalty(model: nn.Module, x: Tensor, *, of_parameters: bool) -> Tensor:
+    out = model(x).square().sum()
+    targets = list(model.parameters()) if of_parameters else [x]
+    found = torch.autograd.grad(out, targets, create_graph=True)
+    return out + sum(g.square().sum() for g in found)
+
+
+@check(worlds=(1,))
+def gradient_penalty(world: World) -> dict[str, Any]:
+    """Of the inputs' gradients, and of the parameters'."""
+    figures = {}
+    for n in (2, 3):
+        for of_parameters in (False, True):
+            model, by_hand = pair(world, smooth, n)
+            grads = []
+            for each in (model, by_hand):
+                x = world.normal(N_ROWS, 16).requires_grad_()
+                _penalty(each, x, of_parameters=of_parameters).backward()
+                grads.append(x.grad)
+            what = "of_parameters" if of_parameters else "of_inputs"
+            assert_near(grads[0], grads[1], f"{what}: gradient of the input")
+            figures[f"{n}_{what}"] = assert_same_gradients(model, by_hand, what)
+    return figures
+
+
+class Checkpointed(nn.Module):
+    """Layers of which the middle is computed again in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 5)
+        self.middle = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As without a checkpoint."""
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self.middle, x, use_reentrant=self.use_reentrant)
+        scores: Tensor = self.last(x)
+        return scores
+
+
+@check(worlds=(1,))
+def checkpoints_of_both_kinds(world: World) -> dict[str, Any]:
+    """Inside the module, and round the wrapper."""
+    figures = {}
+    x = world.normal(N_ROWS, 16)
+    for use_reentrant in (False, True):
+        model, by_hand = pair(world, partial(Checkpointed, use_reentrant=use_reentrant))
+        model.module.middle[2].p = by_hand.module.middle[2].p = 0.0
+        word = "reentrant" if use_reentrant else "other"
+        for _ in range(2):
+            for each in (model, by_hand):
+                each.zero_grad()
+                each(x).square().sum().backward()
+            inside = assert_same_gradients(model, by_hand, f"{word}, inside:")
+        model, by_hand = pair(world, smooth)
+        for each in (model, by_hand):
+            given = x.clone().requires_grad_()
+            out = checkpoint(each, given, use_reentrant=use_reentrant)
+            out.square().sum().backward()
+        around = assert_same_gradients(model, by_hand, f"{word}, around:")
+        figures[word] = {"inside": inside, "around": around}
+    return figures
+
+
+@check(worlds=(1,))
+def dropout_can_be_repeated(world: World) -> None:
+    """By torch.manual_seed, also in a checkpoint; replicas have masks of their own."""
+    model = world.wrap(Checkpointed(use_reentrant=False))
+    x = world.normal(1, 16).expand(N_ROWS, 16).contiguous()
+    rows: list[list[Tensor]] = []
+    for _ in range(3):
+        torch.manual_seed(11)
+        model.zero_grad()
+        outs = [model(x) for _ in range(2)]
+        sum(out.square().sum() for out in outs).backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        rows.append([*(out.detach().clone() for out in outs), *grads])
+    for number, row in enumerate(rows[1:], 2):
+        for a, b in zip(row, rows[0], strict=True):
+            assert_near(a, b, f"run {number}")
+    first, second = rows[0][:2]
+    assert not torch.equal(first, second), "two forwards have the same masks"
+    half = N_ROWS // 2
+    assert not torch.equal(first[:half], first[half:]), "replicas have the same masks"
+
+
+# ---- several, and failures ----------------------------------------------------------
+
+
+class Picky(nn.Module):
+    """Refuses rows of large numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As its layer, or an error."""
+        if bool((x > 100).any()):
+            raise LookupError("made for this check")
+        scores: Tensor = self.layer(x)
+        return scores
+
+
+@check(worlds=(1,))
+def exceptions_name_the_replica(world: World) -> dict[str, Any]:
+    model, by_hand = pair(world, Picky, 3)
+    words = {}
+    for replica, row in enumerate((0, N_ROWS // 2, N_ROWS - 1)):
+        for _ in range(2):  # in order, then side by side
+            x = world.normal(N_ROWS, 16)
+            x[row] = 1000.0
+            try:
+                model(x)
+            except LookupError as error:
+                words[replica] = str(error)
+            else:
+                raise AssertionError("nothing was raised")
+            told = f"in replica {replica} on device"
+            assert told in words[replica], words[replica]
+            assert "made for this check" in words[replica], words[replica]
+            for each in (model, by_hand):
+                each.zero_grad()
+                each(world.normal(N_ROWS, 16)).square().sum().backward()
+            assert_same_gradients(model, by_hand, "after an error:")
+    return {"words": words[1].partition("\n")[0]}
+
+
+@check(worlds=(1,))
+def several_wrappers_at_a_time(world: World) -> None:
+    """Their forwards and backwards mixed, then each on a thread of its own."""
+    pairs = [pair(world, build, n) for build, n in ((mlp, 2), (smooth, 3), (mlp, 3))]
+    xs = [world.normal(N_ROWS + i, 16, seed=i) for i in range(len(pairs))]
+    for _ in range(3):
+        losses = [m(x).square().sum() for (m, _), x in zip(pairs, xs, strict=True)]
+        for loss in reversed(losses):
+            loss.backward()
+    for (_, by_hand), x in zip(pairs, xs, strict=True):
+        for _ in range(3):
+            by_hand(x).square().sum().backward()
+    for number, (model, by_hand) in enumerate(pairs):
+        assert_same_gradients(model, by_hand, f"wrapper {number}, mixed:")
+    threads = []
+    for (model, _), x in zip(pairs, xs, strict=True):
+        threads.append(threading.Thread(target=train, args=(model, x, 5)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (model, by_hand), x in zip(pairs, xs, strict=True):
+        train(by_hand, x, 5)
+        for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
+            assert_near(p, q, "a parameter that a thread has trained", 1e-3)
+
+
+# ---- the GPU's own ------------------------------------------------------------------
+
+
+@check(worlds=(1,), needs_cuda=True)
+def a_forward_under_another_stream(world: World) -> dict[str, Any]:
+    """Behind an input that is late on that stream; backward there, and elsewhere."""
+    model, by_hand = pair(world, smooth, 3)
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    right = world.normal(N_ROWS, 16, seed=3)
+    by_hand(right).square().sum().backward()
+    train(model, right)
+    by_hand.module.load_state_dict(model.module.state_dict())
+    figures = {}
+    streams = {
+        "there": side,
+        "on_the_default_stream": here,
+        "on_a_third_stream": torch.cuda.Stream(),
+    }
+    for where, behind in streams.items():
+        by_hand.zero_grad()
+        by_hand(right).square().sum().backward()
+        model.zero_grad()
+        x = torch.zeros_like(right)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50 * MS_CYCLES)
+            x.copy_(right)
+            loss = model(x).square().sum()
+        behind.wait_stream(side)
+        with torch.cuda.stream(behind):
+            torch.cuda._sleep(5 * MS_CYCLES)
+            loss.backward()
+            grads = [p.grad.clone() for p in model.parameters()]
+        here.wait_stream(behind)
+        far = [
+            assert_near(g, p.grad, f"backward {where}")
+            for g, p in zip(grads, by_hand.parameters(), strict=True)
+        ]
+        torch.cuda.synchronize()
+        figures[where] = max(far)
+    return figures
+
+
+@check(worlds=(1,), needs_cuda=True)
+def a_host_that_runs_ahead(world: World) -> dict[str, Any]:
+    """Twelve steps behind a busy device: nothing is overwritten before it is read."""
+    model, by_hand = pair(world, mlp, 3)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, by_hand)]
+    rows = [world.normal(N_ROWS, 16, seed=n) for n in range(12)]
+    train(model, rows[0])
+    by_hand.module.load_state_dict(model.module.state_dict())
+    world.synchronize()
+    for each, optimizer in zip((model, by_hand), optimizers, strict=True):
+        torch.cuda._sleep(100 * MS_CYCLES)
+        for x in rows:
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+        world.synchronize()
+    far = [
+        assert_near(p, q, "a parameter after twelve steps", 1e-3)
+        for p, q in zip(model.parameters(), by_hand.parameters(), strict=True)
+    ]
+    return {"far": max(far)}
+
+
+@check(worlds=(1,), needs_cuda=True)
+def a_step_waits_for_nothing(world: World) -> dict[str, Any]:
+    """torch knows of no wait, and the host comes back before a busy device is free."""
+    model = world.wrap(mlp(), 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = world.normal(N_ROWS, 16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    world.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    world.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(1000 * MS_CYCLES)
+    done.record()
+    begin = time.perf_counter()
+    step()
+    ms = 1e3 * (time.perf_counter() - begin)
+    is_busy = not done.query()
+    world.synchronize()
+    assert is_busy, f"a step took {ms:.0f} ms of the host, till the device was free"
+    return {"host_ms": round(ms, 2)}
+
+
+@check(worlds=(1,), needs_cuda=True)
+def a_capture_is_one_clear_error(world: World) -> dict[str, Any]:
+    """Before a first step, and after some; both leave a device that is of use."""
+    model, by_hand = pair(world, mlp)
+    x = world.normal(N_ROWS, 16)
+    words = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                model(x)
+        except RuntimeError as error:
+            words.append(str(error))
+        else:
+            raise AssertionError("nothing was raised")
+        assert "CUDA graph is being captured round" in words[-1], words[-1]
+        del graph
+        world.synchronize()
+        for each in (model, by_hand):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        assert_same_gradients(model, by_hand, "after a capture:")
+    return {"words": words[0]}
+
+
+@check(worlds=(1,), needs_cuda=True)
+def memory_is_freed(world: World) -> dict[str, Any]:
+    """By close(), while the module lives; and by the wrapper's end without it."""
+    x = world.normal(N_ROWS, 512)
+    found: dict[str, Any] = {}
+    for way in ("warm_up", "close", "end"):
+        module = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 5))
+        module = module.to(world.device)
+        before = allocated()
+        model = world.wrap(module, 3)
+        train(model, x, 3)
+        with torch.no_grad():
+            model(x)
+        model.zero_grad()
+        held = allocated()
+        if way != "end":
+            model.close()
+            after = allocated()
+            train(model, x)  # which starts anew
+            model.zero_grad()
+            model.close()
+        del model
+        last = allocated()
+        n_bytes = sum(p.nbytes for p in module.parameters())
+        found[way] = {
+            "replicas_bytes": held - before,
+            "of_parameters": round((held - before) / n_bytes, 2),
+            "left_bytes": last - before,
+        }
+        if way != "warm_up":
+            assert held - before >= 2 * n_bytes, f"no replicas are held: {found}"
+            assert last == before, f"{last - before} bytes are left: {found}"
+        if way == "close":
+            assert after == before, f"{after - before} bytes are left by close()"
+        del module
+    return found

@@ -1,0 +1,591 @@
+"""What replicas on GPUs do besides: what is sent when, who waits, what goes wrong.
+
+The devices are fakes: see support/fake_gpus.py.
+"""
+
+import collections
+import copy
+import ctypes
+import gc
+import threading
+import weakref
+
+import paceline
+import pytest
+import torch
+from paceline import _gpu
+from paceline._dp.gpus import segments
+from replicas import (
+    Twin,
+    Wrap,
+    assert_close,
+    integer_weights,
+    integers,
+    loss_of,
+    net,
+    smooth_net,
+)
+from support import fake_gpus
+from torch import nn
+
+
+@pytest.fixture
+def wrap():
+    """Return a function that wraps a module for n replicas on GPUs."""
+    with fake_gpus.several(4):
+        wrap = Wrap("thread", is_gpu=True)
+        yield wrap
+        wrap.close()
+        gc.collect()
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 256)
+
+
+class Recorder:
+    """Stands before a group's native side, and adds up the bytes that it moves."""
+
+    def __init__(self, native):
+        self._native = native
+        self.bytes = collections.Counter()
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def broadcast(self, streams, ring, travelling):
+        for _, _, n_bytes, blocks in travelling:
+            self.bytes["there"] += n_bytes * sum(block is not None for block in blocks)
+        self._native.broadcast(streams, ring, travelling)
+
+    def sum(self, streams, rooms, rows, to):
+        self.bytes["back"] += sum(row.nbytes for _, row in rows)
+        self._native.sum(streams, rooms, rows, to)
+
+    def copy(self, streams, source, tensors, target, places):
+        if source != target:
+            self.bytes["beside"] += sum(tensor.nbytes for tensor in tensors)
+        self._native.copy(streams, source, tensors, target, places)
+
+
+def record(ours):
+    """Have a wrapper's group be recorded from now on."""
+    group = ours._gpu_engine().group
+    group.native = Recorder(group.native)
+    return group.native.bytes
+
+
+def count(function):
+    fake = ctypes.CDLL(fake_gpus.library())
+    return fake.fake_count(function.encode())
+
+
+# ---- what is sent -------------------------------------------------------------------
+
+
+def test_a_training_step_moves_each_byte_once(wrap, small_segments):
+    module = integer_weights(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)))
+    ours = wrap(module, 4)
+    x = integers(8, 8)
+    ours(x).sum().backward()
+    moved = record(ours)
+    ours(x).sum().backward()
+    n_bytes = sum(p.nbytes for p in module.parameters())  # multiples of 64
+    rows = 3 * x.nbytes // 4
+    assert moved["there"] == moved["back"] == 3 * n_bytes
+    assert moved["beside"] == 3 * rows  # inputs; outputs, and their gradients
+
+
+def sent_bytes(n):
+    """Return what each of n devices has sent to each."""
+    fake = ctypes.CDLL(fake_gpus.library())
+    fake.fake_sent_bytes.restype = ctypes.c_int64
+    return [[fake.fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, n):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)  # a third of a weight
+    module = integer_weights(
+        nn.Sequential(nn.Linear(512, 1536, bias=False), nn.Linear(1536, 512))
+    )
+    expected = copy.deepcopy(module)
+    ours = wrap(module, n)
+    x, y = integers(8, 512), integers(8, 512)
+    ours(x)
+    before = sent_bytes(n)
+    (ours(x) * y).sum().backward()
+    moved = [
+        [after - earlier for after, earlier in zip(*rows, strict=True)]
+        for rows in zip(sent_bytes(n), before, strict=True)
+    ]
+    (expected(x) * y).sum().backward()
+    for ours_of, of in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours_of.grad, of.grad)
+    n_bytes = sum(p.nbytes for p in module.parameters())
+    rest = n_bytes // 40  # the bias, inputs, outputs, what a shard is rounded to
+    for k in range(1, n):
+        assert sum(row[k] for row in moved) <= 2 * n_bytes + rest
+        assert sum(moved[k]) <= 2 * n_bytes + rest
+    assert n_bytes <= sum(moved[0]) <= n_bytes + rest
+    assert n_bytes <= sum(row[0] for row in moved) <= n_bytes + rest
+
+
+def test_no_host_waits_for_a_device_in_a_step(wrap, small_segments):
+    ours = wrap(smooth_net(), 4)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    x = integers(8, 3)
+
+    def step():
+        optimizer.zero_grad()
+        ours(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    waits = "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuMemFree"
+    before = [count(name) for name in waits]
+    step()
+    assert [count(name) for name in waits] == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[0].weight.data.mul_(2),
+        lambda m: m[0].weight.detach().mul_(2),
+        lambda m: setattr(m[0].weight, "data", m[0].weight.data * 2),
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 2)),
+        lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+        lambda m: m.float(),
+        lambda m: m[0].weight.requires_grad_(False),
+        lambda m: m.append(nn.Tanh()),
+    ],
+    ids=["data", "detach", "set data", "replace", "load", "float", "freeze", "append"],
+)
+def test_a_change_between_training_steps_reaches_all_replicas(wrap, change):
+    ours = wrap(smooth_net(), 3)
+    x = integers(7, 3)
+    ours(x).sum().backward()
+    change(ours.module)
+    x = x.to(next(ours.parameters()).dtype)
+    plain = copy.deepcopy(ours.module)
+    for model in (ours, plain):
+        model.zero_grad()
+        loss_of(model(x)).backward()
+    close = torch.allclose(ours(x), plain(x), rtol=1e-5)
+    assert close
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-4)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_is_written_through_data_is_seen_at_the_next_forward(
+    wrap, trains, is_frozen
+):
+    """As with averages of weights for evaluation, and target networks."""
+    ours = wrap(smooth_net(), 3).train(trains)
+    ours.module.requires_grad_(not is_frozen)
+    ours.module.register_buffer("scale", torch.ones(2).double())
+    ours.module[2].register_forward_hook(lambda m, _, out: out * ours.module.scale)
+    x = integers(7, 3)
+    for _ in range(3):
+        for tensor in (*ours.parameters(), *ours.buffers()):
+            tensor.data.mul_(0.5)
+        with torch.set_grad_enabled(trains):
+            assert torch.allclose(ours(x), ours.module(x), rtol=1e-12)
+
+
+def test_statistics_of_training_reach_replicas_in_evaluation(wrap):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    ours = wrap(module, 3)
+    for seed in range(3):
+        ours.train()
+        ours(integers(9, 3, seed=seed)).sum().backward()
+        ours.eval()
+        x = integers(7, 3, seed=seed)
+        with torch.no_grad():
+            assert torch.allclose(ours(x), module(x), rtol=1e-12)
+
+
+def test_what_a_replica_writes_is_gone_at_its_next_call(wrap):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3).double(), requires_grad=False)
+            self.register_buffer("seen", torch.zeros(1).double())
+
+        def forward(self, x):
+            seen = self.seen.clone()
+            self.seen += 1
+            self.weight += 1
+            return x * self.weight + seen
+
+    ours = wrap(Counting(), 3).eval()
+    x = torch.ones(6, 3).double()
+    with torch.no_grad():
+        for n in range(4):
+            out = ours(x)
+            assert torch.equal(out, torch.full((6, 3), 2.0 + 2 * n).double())
+    assert float(ours.module.seen) == 4
+
+
+def test_an_absent_replica_has_missed_nothing(wrap):
+    twin = Twin(wrap, smooth_net(), 4)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in twin.models]
+    for rows in (8, 2, 1, 8, 3):
+        twin.zero()
+        twin.step(lambda m, x: m(x).square().mean(), integers(rows, 3), exact=False)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            x = integers(9 - rows, 3)
+            assert torch.allclose(twin.ours(x), twin.plain(x), rtol=1e-10)
+
+
+# ---- gradients ----------------------------------------------------------------------
+
+
+def test_a_step_between_forward_and_backward_is_an_error_as_with_the_module(wrap):
+    ours = wrap(smooth_net(), 3)
+    out = ours(integers(7, 3)).square().sum()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.add_(1)
+    ours(integers(7, 3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_a_parameter_that_forward_writes_leaves_its_neighbours_alone(wrap):
+    """They lie in one block, and graphs have saved them."""
+
+    class Following(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = smooth_net()
+            self.mean = nn.Parameter(torch.zeros(2).double())
+
+        def forward(self, x):
+            out = self.inner(x)
+            with torch.no_grad():
+                self.mean.mul_(0.5).add_(1)
+            return out
+
+    twin = Twin(wrap, Following(), 3)
+    for _ in range(2):
+        twin.zero()
+        twin.step(lambda m, x: loss_of(m(x)), integers(7, 3), exact=False)
+
+
+def test_two_forwards_may_come_before_their_backwards(wrap, small_segments):
+    twin = Twin(wrap, smooth_net(), 3)
+
+    def loss(model, x, y):
+        first, second = model(x), model(y)
+        return loss_of(first) + loss_of(second.square())
+
+    twin.step(loss, integers(7, 3), integers(5, 3, seed=1), exact=False)
+
+
+def test_sixteen_bit_gradients_of_two_replicas_are_rounded_once(wrap):
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    ours = wrap(module, 2)
+    torch.manual_seed(0)
+    x = torch.randn(6, 4).bfloat16()
+    ours(x).sum().backward()
+    halves = [
+        torch.autograd.grad(module(part).sum(), module.weight)[0]
+        for part in (x[:3], x[3:])
+    ]
+    assert torch.equal(module.weight.grad, halves[0] + halves[1])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_runs_have_the_same_bits(wrap, small_segments, n):
+    grads = []
+    for _ in range(2):
+        ours = wrap(smooth_net(), n)
+        ours(integers(11, 3)).exp().sum().backward()
+        grads.append([p.grad for p in ours.parameters()])
+    for first, second in zip(*grads, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_gradients_do_not_share_a_count_of_versions(wrap):
+    module = net()
+    ours = wrap(module, 2)
+    x = integers(7, 3)
+    weight, bias = torch.autograd.grad(
+        ours(x).sum(), [module[2].weight, module[2].bias]
+    )
+    before = bias._version
+    weight.zero_()
+    assert bias._version == before
+
+
+def test_tensors_that_no_block_can_hold_travel_by_themselves(wrap):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.Embedding(9, 3, sparse=True)
+            self.gap = nn.Parameter(torch.randn(4, 6).double()[:, ::2])
+            self.register_buffer("mask", torch.eye(3).to_sparse().double())
+            self.double()
+
+        def forward(self, i):
+            return self.rows(i) @ self.gap.t() + (self.mask @ self.gap[:3].t()).sum()
+
+    torch.manual_seed(0)
+    twin = Twin(wrap, Mixed(), 3)
+    i = torch.arange(7)
+    for model in twin.models:
+        loss_of(model(i)).backward()
+    sparse = [m.rows.weight.grad for m in (twin.inner, twin.plain)]
+    assert all(grad.is_sparse for grad in sparse)
+    assert torch.equal(*(grad.to_dense() for grad in sparse))
+    assert torch.allclose(twin.inner.gap.grad, twin.plain.gap.grad, rtol=1e-12)
+
+
+def test_sparse_and_dense_gradients_of_one_tensor_add_up(wrap):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(integers(5, 3).clone())
+
+        def forward(self, i):
+            looked_up = nn.functional.embedding(i, self.table, sparse=True)
+            return looked_up if int(i[0]) < 4 else looked_up * self.table.sum()
+
+    for rows in ([0, 1, 2, 3], [0, 1, 4, 4], [4, 4, 0, 1]):
+        twin = Twin(wrap, Both(), 2)
+        i = torch.tensor(rows)
+        loss_of(twin.ours(i)).backward()
+        expected = sum(
+            torch.autograd.grad((part * w).sum(), twin.plain.table, retain_graph=True)[
+                0
+            ].to_dense()
+            for part, w in zip(
+                (twin.plain(i[:2]), twin.plain(i[2:])),
+                torch.arange(1.0, 13).double().reshape(2, 2, 3),
+                strict=True,
+            )
+        )
+        found = twin.inner.table.grad
+        assert torch.equal(found.to_dense() if found.is_sparse else found, expected)
+
+
+def test_strides_of_parameters_are_kept(wrap):
+    seen = []
+
+    class Conv(nn.Conv2d):
+        def forward(self, x):
+            seen.append(self.weight.stride())
+            return super().forward(x)
+
+    module = Conv(4, 4, 3).double().to(memory_format=torch.channels_last)
+    ours = wrap(module, 3)
+    plain = copy.deepcopy(module)
+    x = integers(6, 4, 5, 5)
+    for model in (ours, plain):
+        loss_of(model(x)).backward()
+    assert set(seen) == {module.weight.stride()}
+    assert torch.allclose(module.weight.grad, plain.weight.grad, rtol=1e-10)
+
+
+# ---- places -------------------------------------------------------------------------
+
+
+def test_all_gpus_are_used_unless_some_are_named(wrap):
+    ours = wrap.adopt(paceline.DataParallel(net()))
+    assert ours.device_ids == [0, 1, 2, 3]
+    assert ours.output_device == 0
+    assert (ours.engine, len(ours.device_ids)) == ("thread", 4)
+    x = integers(7, 3)
+    assert torch.equal(ours(x), ours.module(x))
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [1, 0], [0, 2, 0], ["cuda:1", "cuda:3"], [2]])
+@pytest.mark.parametrize("output", [None, 1, -1, "cuda:2", "cpu"])
+def test_devices_may_be_named_in_any_order_and_more_than_once(wrap, ids, output):
+    twin = Twin(lambda m, n: paceline.DataParallel(m, ids, output), smooth_net())
+    for _ in range(2):
+        twin.zero()
+        x = integers(7, 3).requires_grad_()
+        twin.step(lambda m, x: m(x).square().mean(), x, exact=False)
+    assert len(twin.ours.device_ids) == len(ids)
+    twin.ours.close()
+
+
+def test_a_gpu_that_is_not_there_is_named(wrap):
+    with pytest.raises(ValueError, match=r"device_ids is \[0, 4\], and .* 4 CUDA dev"):
+        paceline.DataParallel(net(), [0, 4])
+    with pytest.raises(ValueError, match=r"output_device is 7, and .* 4 CUDA devices"):
+        paceline.DataParallel(net(), [0, 1], 7)
+
+
+def test_processes_are_for_the_cpu(wrap):
+    with pytest.raises(NotImplementedError, match="engine is 'process', and"):
+        paceline.DataParallel(net(), [0, 1], engine="process")
+
+
+def test_a_module_elsewhere_is_an_error_that_says_how_to_move_it(wrap, monkeypatch):
+    ours = wrap(net(), 2)
+    monkeypatch.setattr(_gpu.machine, "index_of_tensor", lambda *_: 3)
+    words = r"on device cpu \(device_ids\[0\]\) but found one of them on .*module.to"
+    with pytest.raises(RuntimeError, match=words):
+        ours(integers(7, 3))
+
+
+def test_the_cpu_may_be_asked_for_beside_gpus(wrap, monkeypatch):
+    monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
+    assert paceline.DataParallel(net()).device_ids == [torch.device("cpu")] * 2
+    monkeypatch.delenv("PACELINE_CPU_REPLICAS")
+    with paceline.DataParallel(net(), ["cpu"] * 2, engine="thread") as ours:
+        x = integers(7, 3)
+        assert torch.equal(ours(x), ours.module(x))
+
+
+def test_devices_that_differ_are_warned_of(wrap, monkeypatch):
+    monkeypatch.setattr(_gpu.machine, "size", lambda index: (8 << index, 1))
+    with pytest.warns(UserWarning, match="GPU 0 has less than 75% of the mem"):
+        wrap(net(), 2)
+
+
+def test_a_capture_round_the_wrapper_is_an_error(wrap, monkeypatch):
+    ours = wrap(net(), 2)
+    ours(integers(7, 3))
+    monkeypatch.setattr(_gpu.machine, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured round a Data"):
+        ours(integers(7, 3))
+
+
+def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
+    pinned = []
+    ours = wrap(net(), 2)
+    monkeypatch.setattr(_gpu.machine, "index_of_tensor", lambda tensor, expected: None)
+    monkeypatch.setattr(_gpu.machine, "pinned", lambda t: pinned.append(t) or t)
+    x = integers(1 << 13, 3)
+    scattered, _ = ours.scatter((x,), {}, [0, 1])
+    assert torch.equal(torch.cat([args[0] for args in scattered]), x)
+    assert [len(t) for t in pinned] == [1 << 12] * 2
+    ours.scatter((x[:4],), {}, [0, 1])
+    assert len(pinned) == 2  # a few bytes are not worth it
+
+
+def test_check_compares_a_model_where_it_is(wrap):
+    report = paceline.check(smooth_net(), integers(7, 3), replicas=3)
+    assert report.ok, str(report)
+    assert (report.engine, report.n_replicas) == ("thread", 3)
+    assert report.engine_reason == "replicas on GPUs are threads of this process"
+    assert paceline.check(smooth_net(), {"input": integers(7, 3)}, replicas=5).ok
+
+
+# ---- failures and ends --------------------------------------------------------------
+
+
+def _error_of(call):
+    try:
+        call()
+    except OSError as error:
+        return str(error)
+
+
+def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap):
+    fake = ctypes.CDLL(fake_gpus.library())
+    ours = wrap(smooth_net(), 3)
+    x = integers(7, 3)
+    ours(x).sum().backward()
+    ours.zero_grad()
+    expected = torch.autograd.grad(ours.module(x).sum(), list(ours.parameters()))
+    for name in ("cuEventRecord", "cuStreamWaitEvent", "cuMemcpyPeerAsync"):
+        for nth in range(1, 40, 3):
+            fake.fake_fail(name.encode(), nth, 999)
+            said = None
+            while said is None:  # it may be the second step's call
+                ours.zero_grad()
+                said = _error_of(lambda: ours(x).sum().backward())
+            assert "CUDA error 999" in said
+            ours.zero_grad()
+            ours(x).sum().backward()
+            for p, grad in zip(ours.parameters(), expected, strict=True):
+                assert torch.allclose(p.grad, grad, rtol=1e-10)
+
+
+def test_a_replica_that_fails_is_named_and_the_next_call_works(wrap):
+    class Failing(nn.Linear):
+        def forward(self, x):
+            if (x == 99).any():
+                raise KeyError("row")
+            return super().forward(x)
+
+    module = integer_weights(Failing(3, 2))
+    ours = wrap(module, 4)
+    x = integers(8, 3)
+    ours(x)
+    bad = x.clone()
+    bad[5, 0] = 99
+    for _ in range(2):
+        with pytest.raises(KeyError, match="replica 2"):
+            ours(bad)
+        assert torch.equal(ours(x), module(x))
+
+
+def test_forwards_of_several_threads_come_one_after_the_other(wrap):
+    ours = wrap(smooth_net(), 3)
+    x = [integers(7, 3, seed=seed) for seed in range(4)]
+    ours(x[0])
+    expected = [ours.module(part) for part in x]
+    wrong = []
+
+    def run(i):
+        for _ in range(5):
+            if not torch.allclose(ours(x[i]), expected[i], rtol=1e-12):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_close_lets_go_of_threads_and_memory_and_a_later_call_works(wrap):
+    ours = wrap(smooth_net(), 3)
+    x = integers(7, 3)
+    for _ in range(2):
+        for _ in range(2):
+            ours(x).sum().backward()
+        block = weakref.ref(ours._engine._replicated._layout.segments[0].blocks[1])
+        n_threads = threading.active_count()
+        ours.close()
+        gc.collect()
+        assert block() is None
+        assert threading.active_count() == n_threads - 2
+
+
+def test_a_wrapper_goes_with_its_last_name(wrap):
+    ours = paceline.DataParallel(smooth_net(), [0, 1, 2])
+    for _ in range(3):
+        ours(integers(7, 3)).sum().backward()
+    alive = weakref.ref(ours)
+    threads = set(ours._engine._threads._threads)
+    del ours
+    gc.collect()
+    assert alive() is None
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_copies_and_pickles_of_a_wrapper_start_anew(wrap):
+    ours = wrap(smooth_net(), 3)
+    x = integers(7, 3)
+    ours(x).sum().backward()
+    twin = wrap.adopt(copy.deepcopy(ours))
+    assert twin.device_ids == [0, 1, 2]
+    assert torch.equal(twin(x), ours(x))
+    assert_close(twin.module[0].weight, ours.module[0].weight)
