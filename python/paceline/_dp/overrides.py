@@ -60,7 +60,7 @@ class Overridable:
     dim: int
     device_ids: list[Any]
     _asked: str
-    _are_gpus: bool = False
+    _are_gpus: bool
     _engine: Engine | None
     _threads: ThreadEngine | None
     output_device: Any

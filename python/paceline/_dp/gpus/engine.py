@@ -2,8 +2,8 @@
 
 ::
 
-    caller    send what has changed | replica 0 | wait for 1..n-1 | gather
-    thread k                          replica k
+    caller    scatter | send the model | replica 0 | wait for 1..n-1 | gather
+    thread k                             replica k
 
 Threads only enqueue: nobody waits for a device.  The streams are those that are the
 caller's current ones, on each device; so is what torch keeps a thread

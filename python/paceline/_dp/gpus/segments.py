@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module
 
+from paceline._compat import torch_core
 from paceline._dp.gpus.group import Group
-from paceline._dp.gpus.transfers import is_block, is_native
+from paceline._dp.gpus.transfers import is_native
 
 SEGMENT_BYTES = 4 << 20
 """A larger tensor is a segment of its own."""
@@ -28,7 +29,7 @@ def can_travel(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor can be part of a segment."""
     return (
         is_native(tensor)
-        and is_block(tensor)
+        and torch_core.is_dense(tensor)
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from paceline import _gpu, _native
-from paceline._compat import packed_sequence, torch_graph, torch_modes
+from paceline._compat import packed_sequence, torch_core, torch_graph, torch_modes
 from paceline._dp.gpus.group import Group, Streams
 
 NATIVE = frozenset(
@@ -99,20 +99,7 @@ def _copy_all(
 def _as_block(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values that is one block of memory."""
     tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if is_block(tensor) else tensor.contiguous()
-
-
-def is_block(tensor: torch.Tensor) -> bool:
-    """Tell whether a strided tensor fills one block of memory, each element once."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor if torch_core.is_dense(tensor) else tensor.contiguous()
 
 
 def move(
