@@ -390,8 +390,11 @@ static void meet_errors(gpu_rank *self)
                   {ncclInternalError, PL_ESYS},      {ncclInvalidArgument, PL_EINVAL},
                   {ncclInvalidUsage, PL_EINVAL},     {ncclRemoteError, PL_EPEER},
                   {ncclTimeout, PL_ETIMEOUT}};
+    meeting *it = self->all->context;
     if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
         return;
+    while (atomic_load(&it->n_made) < 2) /* who still polls would take the error */
+        pli_sleep_ns(100000);
     for (size_t k = 0; self->rank == 0 && k < sizeof errors / sizeof errors[0]; k++) {
         fake_fail("ncclCommGetAsyncError", 1, errors[k].code);
         CHECK(pli_nccl_check(nccl) == errors[k].status);
