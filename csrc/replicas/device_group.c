@@ -43,21 +43,6 @@ pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
     return st;
 }
 
-/* Another ring than the last may lie where that one did: member 0 does not write there
- * before all have come to this. */
-static pl_status enter_ring(pli_device_group *self, pli_ring ring)
-{
-    pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
-    if (ring.memory == self->ring.memory && ring.slot_bytes == self->ring.slot_bytes)
-        goto done;
-    for (int k = 1; k < self->n_members; k++)
-        PL_TRY(order(&self->members[k], self->members[k].side, first, first->side));
-    self->ring = ring;
-done:
-    return st;
-}
-
 /* ---- copies --------------------------------------------------------------------- */
 
 static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
@@ -189,12 +174,19 @@ done:
     return st;
 }
 
-/* A member goes on when it has all, and when others have taken what they need of it. */
+/* A member goes on when it has all, and when others have taken what they need of it:
+ * member 0 when all has been read, for its replica may write to parameters and buffers.
+ */
 static pl_status end_broadcast(pli_device_group *self, pl_stream *const *streams)
 {
     pl_status st = PL_OK;
-    for (int k = 1; k < self->n_members; k++)
-        PL_TRY(record(&self->members[k], self->members[k].mark, self->members[k].side));
+    const pli_group_member *const first = &self->members[0];
+    PL_TRY(order(first, first->side, first, streams[0]));
+    for (int k = 1; k < self->n_members; k++) {
+        const pli_group_member *const it = &self->members[k];
+        PL_TRY(record(it, it->mark, it->side));
+        PL_TRY(wait_for(first, it->mark, streams[0]));
+    }
     for (int k = 1; k < self->n_members; k++) {
         const pli_group_member *const it = &self->members[k];
         for (int j = k + 1; j < self->n_members; j++)
@@ -213,7 +205,6 @@ static pl_status broadcast_locked(pli_device_group *self, pl_stream *const *stre
     pl_status st = PL_OK;
     const pli_group_member *const first = &self->members[0];
     PL_TRY(order(first, streams[0], first, first->side));
-    PL_TRY(enter_ring(self, ring));
     for (int k = 1; k < self->n_members; k++) {
         pli_group_member *const it = &self->members[k];
         PL_TRY(order(first, streams[0], it, it->side));
@@ -234,20 +225,6 @@ pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *s
     (void)pthread_mutex_lock(&self->lock);
     return pli_device_group_end_call(
         self, broadcast_locked(self, streams, segments, n_segments, ring));
-}
-
-/* ---- joins ---------------------------------------------------------------------- */
-
-pl_status pli_device_group_join(pli_device_group *self, pl_stream *const *streams)
-{
-    pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
-    (void)pthread_mutex_lock(&self->lock);
-    for (int k = 0; k < self->n_members && st == PL_OK; k++) {
-        const pli_group_member *const it = &self->members[k];
-        st = order(it, it->side, first, streams[0]);
-    }
-    return pli_device_group_end_call(self, st);
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -306,14 +283,4 @@ void pli_device_group_destroy(pli_device_group *self)
     }
     (void)pthread_mutex_destroy(&self->lock);
     pli_free(self);
-}
-
-int pli_device_group_size(const pli_device_group *self)
-{
-    return self->n_members;
-}
-
-pl_backend *pli_device_group_member(const pli_device_group *self, int k)
-{
-    return self->members[k].backend;
 }

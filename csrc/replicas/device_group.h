@@ -15,8 +15,7 @@
  *
  * `streams` are, by member, what its replica computes on: what they hold comes before,
  * and what is done here comes before what they are given next.  So memory that torch
- * has allocated for them may be freed as soon as a call has returned: what a broadcast
- * reads, and its ring, after pli_device_group_join().
+ * has allocated for them may be freed, or written to, as soon as a call has returned.
  *
  * Packed parameters lie on member 0 for a moment: in a ring of equal slots, each of
  * which is written anew once its last use is done on the device.
@@ -32,9 +31,7 @@ typedef struct pli_device_group pli_device_group;
 
 enum { PLI_RING_SLOTS = 3 };
 
-/* Memory of member 0, of PLI_RING_SLOTS slots; the caller's.  While broadcasts are
- * given the same, nothing else uses it; one of another place or size may lie where
- * member 0's stream still works. */
+/* Memory of member 0, of PLI_RING_SLOTS slots; the caller's, and for a call alone. */
 typedef struct pli_ring {
     void *memory;
     size_t slot_bytes; /* a multiple of PL_CACHE_LINE */
@@ -44,9 +41,6 @@ typedef struct pli_ring {
 pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out) PL_MUST_USE;
 void pli_device_group_destroy(pli_device_group *self);
-
-int pli_device_group_size(const pli_device_group *self);
-pl_backend *pli_device_group_member(const pli_device_group *self, int member);
 
 /* Moves of whole tensors from one member to another; `streams` of these two are read.
  */
@@ -88,9 +82,5 @@ typedef struct pli_room {
 pl_status pli_device_group_sum(pli_device_group *self, pl_stream *const *streams,
                                const pli_row *rows, int n_rows, const pl_move *to,
                                const pli_room *rooms) PL_MUST_USE;
-
-/* Has member 0's stream come behind all that was enqueued here. */
-pl_status pli_device_group_join(pli_device_group *self,
-                                pl_stream *const *streams) PL_MUST_USE;
 
 #endif

@@ -26,7 +26,6 @@ struct pli_device_group {
     pthread_mutex_t lock;
     int n_members;
     unsigned n_sent;     /* slots of the ring that were written */
-    pli_ring ring;       /* as it was given last */
     size_t passed_bytes; /* segments from here on go from member to member */
     size_t shard_bytes;  /* the least, of a sum */
     pli_group_member members[];

@@ -48,7 +48,6 @@ typedef struct scene {
     void *ring_memory;
     pli_ring ring; /* in it */
     pli_room rooms[SCENE_MOST];
-    int is_unjoined;
     pli_device_group *group;
     scene_member members[SCENE_MOST];
 } scene;
@@ -79,25 +78,11 @@ static inline void scene_enter(const scene_member *it, pli_cuda_scope *scope)
 
 /* ---- what is done to devices and mirrors ---------------------------------------- */
 
-static inline void scene_join(scene *it)
-{
-    CHECK_OK(pli_device_group_join(it->group, it->streams));
-    it->is_unjoined = 0;
-}
-
-/* Member 0 may write what it broadcast once it has joined. */
-static inline void scene_before_write(scene *it, int member, size_t at)
-{
-    if (member == 0 && at < SCENE_HALF && it->is_unjoined)
-        scene_join(it);
-}
-
 static inline void scene_write(scene *it, int member, size_t at, const void *bytes,
                                size_t n_bytes)
 {
     scene_member *const m = &it->members[member];
     pli_cuda_scope scope;
-    scene_before_write(it, member, at);
     scene_enter(m, &scope);
     CHECK(cuMemcpyHtoDAsync((CUdeviceptr)(uintptr_t)(m->memory + at), bytes, n_bytes,
                             m->stream) == 0);

@@ -94,7 +94,6 @@ static void draw_broadcast(scene *it)
         draw_targets(it, &s, i);
     }
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring));
-    it->is_unjoined = 1;
     for (size_t i = 0; i < n; i++)
         mirror_segment(it, &s, i);
     for (size_t i = 0; i < n; i++)
@@ -169,14 +168,13 @@ static void draw_copy(scene *it)
     const size_t half = scene_below(it, 2) * SCENE_HALF;
     const size_t n = scene_below(it, MOST_MOVES + 1);
     size_t from[MOST_MOVES], to[MOST_MOVES];
-    pl_move moves[MOST_MOVES];
+    pl_move moves[MOST_MOVES] = {{NULL}};
     for (size_t i = 0; i < n; i++) {
         from[i] = SCENE_HALF - half + scene_below(it, SCENE_HALF / 2);
         to[i] = half + i * SCENE_HALF / MOST_MOVES;
         moves[i] = (pl_move){scene_at(it, target, to[i]), scene_at(it, source, from[i]),
                              PL_F32, scene_below(it, SCENE_HALF / MOST_MOVES / 4)};
     }
-    scene_before_write(it, target, half);
     CHECK_OK(pli_device_group_copy(it->group, it->streams, source, target, moves, n));
     for (size_t i = 0; i < n; i++)
         scene_mirror_copy(it, target, to[i], source, from[i], 4 * moves[i].n_elems);
@@ -195,17 +193,15 @@ static void draw_ring(scene *it)
     pli_ring *const ring = &it->ring;
     ring->memory = (char *)ring->memory + PL_CACHE_LINE;
     ring->slot_bytes = PL_CACHE_LINE * (3 + scene_below(it, 4));
-    if (scene_below(it, 2) == 0) {
-        scene_join(it);
+    if (scene_below(it, 2) == 0)
         scene_spoil_ring(it);
-    }
     for (int k = 0; k < it->n; k++)
         it->rooms[k].n_bytes = PL_CACHE_LINE * (3 + scene_below(it, 6));
 }
 
 static void draw_call(scene *it)
 {
-    switch (scene_below(it, 8)) {
+    switch (scene_below(it, 7)) {
     case 0:
     case 1:
         draw_broadcast(it);
@@ -218,11 +214,8 @@ static void draw_call(scene *it)
     case 5:
         draw_copy(it);
         break;
-    case 6:
-        draw_ring(it);
-        break;
     default:
-        scene_join(it);
+        draw_ring(it);
         break;
     }
 }
@@ -379,16 +372,31 @@ static void members_do_not_wait_for_one_another(void)
     void *const targets[] = {NULL, scene_at(it, 1, 0), scene_at(it, 2, 0)};
     const pl_move move = {NULL, scene_at(it, 0, 0), PL_F32, 20};
     const pli_segment segment = {&move, 1, 96, targets};
-    const pl_move there = {scene_at(it, 2, 200), scene_at(it, 0, 200), PL_F32, 9};
     unsigned char word = 0;
     CHECK(fake_synchronize_all());
     scene_fill(it, 1, 500, 1);
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
-    CHECK_OK(pli_device_group_copy(it->group, it->streams, 0, 2, &there, 1));
-    CHECK_OK(pli_cuda_read(it->members[2].backend, &word, there.to, 1, it->streams[2]));
-    CHECK(word == it->members[0].bytes[200]);
+    CHECK_OK(
+        pli_cuda_read(it->members[2].backend, &word, targets[2], 1, it->streams[2]));
+    CHECK(word == it->members[0].bytes[0]);
     CHECK(cuStreamQuery(it->members[1].stream) == CUDA_ERROR_NOT_READY);
     CHECK(fake_synchronize_all());
+    scene_close(it);
+}
+
+/* Memory may be freed when member 0's stream has come to it. */
+static void a_broadcast_is_over_with_member_0s_stream(void)
+{
+    const scene_options options = options_of(3, FAKE_LATE);
+    scene *it = scene_open(&options);
+    void *const nobody[] = {NULL, NULL, NULL};
+    const pl_move moves[] = {{NULL, scene_at(it, 0, 0), PL_U8, 20},
+                             {(char *)NULL + 20, scene_at(it, 0, 100), PL_U8, 20}};
+    const pli_segment segment = {moves, 2, 40, nobody};
+    pl_backend *const first = it->members[0].backend;
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
+    CHECK_OK(first->ops->synchronize(first, it->streams[0]));
+    CHECK(cuStreamQuery((CUstream)(void *)it->group->members[0].side) == 0);
     scene_close(it);
 }
 
@@ -482,6 +490,7 @@ int main(int argc, char **argv)
     RUN(a_ring_that_moves_waits_for_who_reads_the_last_one);
     RUN(rows_of_any_float_are_summed_in_their_order_and_rounded_once);
     RUN(members_do_not_wait_for_one_another);
+    RUN(a_broadcast_is_over_with_member_0s_stream);
     RUN(a_step_neither_waits_nor_allocates);
     RUN(threads_may_call_at_the_same_time);
     return check_report();

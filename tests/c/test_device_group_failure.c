@@ -93,11 +93,6 @@ static pl_status copy_up(scene *it)
     return copy(it, 2, 0);
 }
 
-static pl_status join(scene *it)
-{
-    return pli_device_group_join(it->group, it->streams);
-}
-
 /* Numbers for all, whatever there was. */
 static void fill_all(scene *it)
 {
@@ -106,7 +101,7 @@ static void fill_all(scene *it)
 }
 
 static pl_status (*const calls[])(scene *it) = {broadcast, sum_two, sum_one,
-                                                copy_down, copy_up, join};
+                                                copy_down, copy_up};
 enum { N_CALLS = sizeof calls / sizeof calls[0] };
 
 /* ---- the driver fails ----------------------------------------------------------- */
@@ -291,7 +286,7 @@ static void groups_of_no_device_or_of_too_many_are_refused(void)
     said("a group of 65 devices");
     CHECK(it->group == NULL);
     CHECK_OK(pli_device_group_create(backends, PL_MAX_RANKS, &it->group));
-    CHECK(pli_device_group_size(it->group) == PL_MAX_RANKS);
+    CHECK(it->group->n_members == PL_MAX_RANKS);
     scene_close(it);
 }
 
@@ -383,9 +378,7 @@ static void a_group_keeps_its_devices(void)
     pli_backend_destroy(members[0]);
     pli_backend_destroy(members[1]);
     CHECK(fake_live(FAKE_CONTEXTS) == 2);
-    CHECK_OK(pli_device_group_join(group, streams));
-    CHECK(pli_device_group_size(group) == 2);
-    CHECK(pli_device_group_member(group, 1) == members[1]);
+    CHECK_OK(pli_device_group_copy(group, streams, 0, 1, NULL, 0));
     pli_device_group_destroy(group);
     pli_device_group_destroy(NULL);
     CHECK(fake_live_objects() == 0 && fake_errors() == 0);
@@ -405,7 +398,6 @@ static void a_group_of_one_moves_nothing(void)
     const pl_move to = {scene_at(it, 0, 512), NULL, PL_F32, 4};
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
     CHECK_OK(copy(it, 0, 0));
-    CHECK_OK(join(it));
     CHECK(pli_device_group_sum(it->group, it->streams, &row, 1, &to, it->rooms) ==
           PL_EINVAL);
     said("1 rows of gradients: give 1 to 0");

@@ -90,19 +90,6 @@ static PyObject *group_streams(PyObject *object, PyObject *ignored)
     return numbers;
 }
 
-static PyObject *group_join(PyObject *object, PyObject *numbers)
-{
-    const device_group_object *self = group_of(object);
-    pli_group_streams of;
-    pl_status st;
-    if (pli_group_read_streams(self, numbers, &of) != 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    st = pli_device_group_join(self->group, of.by_member);
-    Py_END_ALLOW_THREADS
-    return none_or_raise(self, st);
-}
-
 /* ---- copies --------------------------------------------------------------------- */
 
 static int read_pairs(const device_group_object *self, Py_ssize_t source,
@@ -348,8 +335,6 @@ static PyMethodDef group_methods[] = {
     {"streams", group_streams, METH_NOARGS,
      "streams($self, /)\n--\n\nReturn the streams that are current in this thread, a "
      "number a member."},
-    {"join", group_join, METH_O,
-     "join($self, streams, /)\n--\n\nHave member 0's stream come behind all of this."},
     {"copy", group_copy, METH_VARARGS,
      "copy($self, streams, source, tensors, target, places, /)\n--\n\n"
      "Copy tensors of one member to places of another one's."},

@@ -155,10 +155,7 @@ class Overridable:
         if self._are_gpus:
             gpus = self._gpu_engine(device_ids)
             streams = gpus.group.streams()
-            try:
-                return gpus.replicas(parts_of(module), len(device_ids), streams)
-            finally:
-                gpus.group.native.join(streams.numbers)
+            return gpus.replicas(parts_of(module), len(device_ids), streams)
         return Forward(parts_of(module)).replicas(len(device_ids))
 
     def parallel_apply(

@@ -99,7 +99,6 @@ def test_segments_are_packed_or_come_whole(group):
         ([large], [0], 8000, [None, whole[1], None]),
     ]
     group.broadcast(STREAMS, RING, segments)
-    group.join(STREAMS)
     assert packed[1].tolist() == [0] * 72
     synchronize()
     for k in (1, 2):
@@ -189,7 +188,6 @@ def test_what_is_no_list_of_devices_is_refused(devices, kind, words):
 
 
 CALLS = {
-    "join": lambda g, s: g.join(s),
     "copy": lambda g, s: g.copy(s, 0, [], 1, []),
     "broadcast": lambda g, s: g.broadcast(s, RING, []),
     "sum": lambda g, s: g.sum(s, ROOMS, [(1, PAIR), (2, PAIR)], PAIR),
@@ -366,7 +364,6 @@ def test_a_large_segment_goes_from_member_to_member(group):
     blocks = [None, torch.zeros_like(source), torch.zeros_like(source)]
     ring = torch.empty(3 << 18, dtype=torch.uint8)
     group.broadcast(STREAMS, ring, [([source], [0], 1 << 20, blocks)])
-    group.join(STREAMS)
     synchronize()
     assert torch.equal(blocks[1], source)
     assert torch.equal(blocks[2], source)
@@ -436,7 +433,6 @@ def test_no_call_keeps_or_loses_a_reference(group):
     def calls():
         sources, places, bads, zero, _, rows = lists
         group.streams()
-        group.join(STREAMS)
         group.copy(STREAMS, 0, sources, 1, places)
         group.broadcast(STREAMS, memory, [(sources, zero, 24, blocks)])
         group.sum(STREAMS, rooms, rows, place)

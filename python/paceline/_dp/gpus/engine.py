@@ -112,16 +112,13 @@ class GpuEngine:
         group = self.group
         streams = group.streams()
         n_replicas = len(inputs)
-        try:
-            if call.replicate is not None:
-                replicas = call.replicate(call.module, call.devices[:n_replicas])
-            else:
-                replicas = self.replicas(parts, n_replicas, streams)
-            if call.parallel_apply is not None:
-                return call.parallel_apply(replicas, inputs, kwargs)
-            return self.apply(parts, replicas, inputs, kwargs, streams)
-        finally:
-            group.native.join(streams.numbers)
+        if call.replicate is not None:
+            replicas = call.replicate(call.module, call.devices[:n_replicas])
+        else:
+            replicas = self.replicas(parts, n_replicas, streams)
+        if call.parallel_apply is not None:
+            return call.parallel_apply(replicas, inputs, kwargs)
+        return self.apply(parts, replicas, inputs, kwargs, streams)
 
     def replicas(
         self, parts: list[Module], n_replicas: int, streams: Streams

@@ -66,11 +66,7 @@ class Group:
             yield
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
-        """Return memory of member 0 that parameters pass through.
-
-        It is there as long as the group: another tensor in its place would be written
-        to while slots of the old one are read.
-        """
+        """Return memory of member 0 that parameters pass through."""
         return self._memory("ring", 0, _N_SLOTS * slot_bytes)
 
     def rooms(self, n_bytes: int) -> list[torch.Tensor | None]:
