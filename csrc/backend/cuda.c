@@ -20,7 +20,7 @@
 #include "kernels.h"
 
 enum { CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 }; /* CUdevice_attribute */
-enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, CAPTURE_RELAXED = 2 };
+enum { EVENT_DISABLE_TIMING = 2, CAPTURE_RELAXED = 2 };
 
 typedef struct cuda_backend {
     pl_backend super;
@@ -43,19 +43,9 @@ static cuda_backend *as_cuda(pl_backend *backend)
     return (cuda_backend *)backend;
 }
 
-static pli_cu_stream as_cu(pl_stream *stream)
-{
-    return (pli_cu_stream)(void *)stream;
-}
-
 static pli_cu_event event_as_cu(pl_event *event)
 {
     return (pli_cu_event)(void *)event;
-}
-
-static pli_cu_memory memory_as_cu(const void *memory)
-{
-    return (pli_cu_memory)(uintptr_t)memory;
 }
 
 /* ---- the context, in this thread ------------------------------------------------ */
@@ -138,69 +128,8 @@ static void cuda_free(pl_backend *backend, void *memory)
     if (memory == NULL || self->pid != getpid() ||
         pli_cuda_enter(backend, &scope) != PL_OK)
         return;
-    (void)self->driver->cuMemFree(memory_as_cu(memory));
+    (void)self->driver->cuMemFree(pli_as_cu_memory(memory));
     pli_cuda_leave(backend, &scope);
-}
-
-/* Waits for the copy that `result` is of, and leaves. */
-static pl_status finish_copy(pl_backend *backend, const pli_cuda_scope *scope,
-                             pli_cu_result result, pli_cu_stream stream,
-                             const char *doing)
-{
-    const pli_driver *const driver = as_cuda(backend)->driver;
-    if (result == 0)
-        result = driver->cuStreamSynchronize(stream);
-    pli_cuda_leave(backend, scope);
-    return pli_driver_check(driver, result, doing);
-}
-
-pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,
-                        pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    const pli_driver *const driver = as_cuda(backend)->driver;
-    pli_cuda_scope scope;
-    PL_TRY(pli_cuda_enter(backend, &scope));
-    const pli_cu_result result =
-        driver->cuMemcpyDtoHAsync(to, memory_as_cu(from), n_bytes, as_cu(stream));
-    PL_TRY(
-        finish_copy(backend, &scope, result, as_cu(stream), "copying from the device"));
-done:
-    return st;
-}
-
-pl_status pli_cuda_write(pl_backend *backend, void *to, const void *from,
-                         size_t n_bytes, pl_stream *stream)
-{
-    pl_status st = PL_OK;
-    const pli_driver *const driver = as_cuda(backend)->driver;
-    pli_cuda_scope scope;
-    PL_TRY(pli_cuda_enter(backend, &scope));
-    const pli_cu_result result =
-        driver->cuMemcpyHtoDAsync(memory_as_cu(to), from, n_bytes, as_cu(stream));
-    PL_TRY(
-        finish_copy(backend, &scope, result, as_cu(stream), "copying to the device"));
-done:
-    return st;
-}
-
-/* On a stream of its own: what others hold may take long. */
-pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes)
-{
-    pl_status st = PL_OK;
-    const pli_driver *const driver = as_cuda(backend)->driver;
-    pli_cu_stream stream = NULL;
-    pli_cuda_scope scope;
-    PL_TRY(pli_cuda_enter(backend, &scope));
-    pli_cu_result result =
-        driver->cuStreamCreateWithPriority(&stream, STREAM_NON_BLOCKING, 0);
-    if (result == 0)
-        result = driver->cuMemsetD8Async(memory_as_cu(memory), 0, n_bytes, stream);
-    st = finish_copy(backend, &scope, result, stream, "clearing device memory");
-    if (stream != NULL)
-        (void)driver->cuStreamDestroy(stream);
-done:
-    return st;
 }
 
 /* ---- moves ---------------------------------------------------------------------- */
@@ -243,6 +172,19 @@ static pl_status cuda_sum(pl_backend *backend, const pl_rank_ranges *ranges,
     LAUNCH(backend, sum, ranges, stream);
 }
 
+pl_status pli_cuda_checksum(pl_backend *backend, const pli_piece *pieces,
+                            size_t n_pieces, uint64_t *sums, pl_stream *stream)
+{
+    LAUNCH(backend, checksum, pieces, n_pieces, sums, stream);
+}
+
+pl_status pli_cuda_refresh(pl_backend *backend, const pli_piece *pieces,
+                           size_t n_pieces, const uint64_t *sums,
+                           const uint64_t *wanted_sums, pl_stream *stream)
+{
+    LAUNCH(backend, refresh, pieces, n_pieces, sums, wanted_sums, stream);
+}
+
 /* ---- order ---------------------------------------------------------------------- */
 
 static pl_status cuda_event_create(pl_backend *backend, pl_event **out)
@@ -263,19 +205,21 @@ done:
 static pl_status cuda_event_record(pl_backend *backend, pl_event *event,
                                    pl_stream *stream)
 {
-    IN_CONTEXT(backend, pli_driver_check(self->driver,
-                                         self->driver->cuEventRecord(event_as_cu(event),
-                                                                     as_cu(stream)),
-                                         "recording a CUDA event"));
+    IN_CONTEXT(backend,
+               pli_driver_check(self->driver,
+                                self->driver->cuEventRecord(event_as_cu(event),
+                                                            pli_as_cu_stream(stream)),
+                                "recording a CUDA event"));
 }
 
 static pl_status cuda_event_wait(pl_backend *backend, pl_event *event,
                                  pl_stream *stream)
 {
-    IN_CONTEXT(backend, pli_driver_check(self->driver,
-                                         self->driver->cuStreamWaitEvent(
-                                             as_cu(stream), event_as_cu(event), 0),
-                                         "having a stream wait for a CUDA event"));
+    IN_CONTEXT(backend,
+               pli_driver_check(self->driver,
+                                self->driver->cuStreamWaitEvent(
+                                    pli_as_cu_stream(stream), event_as_cu(event), 0),
+                                "having a stream wait for a CUDA event"));
 }
 
 static pl_status cuda_event_is_done(pl_backend *backend, pl_event *event, int *out)
@@ -310,7 +254,7 @@ static pl_status cuda_synchronize(pl_backend *backend, pl_stream *stream)
     const pli_driver *const driver = as_cuda(backend)->driver;
     pli_cuda_scope scope;
     PL_TRY(pli_cuda_enter(backend, &scope));
-    const pli_cu_result result = driver->cuStreamSynchronize(as_cu(stream));
+    const pli_cu_result result = driver->cuStreamSynchronize(pli_as_cu_stream(stream));
     pli_cuda_leave(backend, &scope);
     PL_TRY(pli_driver_check(driver, result, "waiting for the device"));
 done:
@@ -319,10 +263,10 @@ done:
 
 pl_status pli_cuda_is_capturing(pl_backend *backend, pl_stream *stream, int *out)
 {
-    IN_CONTEXT(backend,
-               pli_driver_check(self->driver,
-                                self->driver->cuStreamIsCapturing(as_cu(stream), out),
-                                "asking whether a CUDA stream is captured"));
+    IN_CONTEXT(backend, pli_driver_check(self->driver,
+                                         self->driver->cuStreamIsCapturing(
+                                             pli_as_cu_stream(stream), out),
+                                         "asking whether a CUDA stream is captured"));
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -406,9 +350,10 @@ static pl_status furnish(cuda_backend *self, const char *nvrtc)
     PL_TRY(pli_kernels_load(driver, major * 10 + minor, nvrtc, &self->kernels));
     PL_CUDA(driver, cuCtxGetStreamPriorityRange(&least, &greatest),
             "asking for the priorities of streams");
-    PL_CUDA(driver,
-            cuStreamCreateWithPriority(&self->side, STREAM_NON_BLOCKING, greatest),
-            "creating the stream for communication");
+    PL_CUDA(
+        driver,
+        cuStreamCreateWithPriority(&self->side, PLI_CU_STREAM_NON_BLOCKING, greatest),
+        "creating the stream for communication");
 done:
     return st;
 }

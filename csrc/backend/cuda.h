@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "driver.h"
+#include "kernels.h"
 
 typedef struct pli_cuda_options {
     int device;         /* as torch counts */
@@ -60,6 +61,16 @@ static inline int pli_cuda_may_any_be_captured(pl_backend *backend,
     return 0;
 }
 
+static inline pli_cu_stream pli_as_cu_stream(pl_stream *stream)
+{
+    return (pli_cu_stream)(void *)stream;
+}
+
+static inline pli_cu_memory pli_as_cu_memory(const void *memory)
+{
+    return (pli_cu_memory)(uintptr_t)memory;
+}
+
 /* Between the two, in this thread: the device's context is current, and calls that a
  * capture in another thread would forbid are allowed.  They nest. */
 typedef struct pli_cuda_scope {
@@ -71,6 +82,14 @@ void pli_cuda_leave(pl_backend *backend, const pli_cuda_scope *scope);
 
 /* Writes zeros, and returns when they are there. */
 pl_status pli_cuda_clear(pl_backend *backend, void *memory, size_t n_bytes) PL_MUST_USE;
+
+/* As pli_kernels_checksum() and pli_kernels_refresh(). */
+pl_status pli_cuda_checksum(pl_backend *backend, const pli_piece *pieces,
+                            size_t n_pieces, uint64_t *sums,
+                            pl_stream *stream) PL_MUST_USE;
+pl_status pli_cuda_refresh(pl_backend *backend, const pli_piece *pieces,
+                           size_t n_pieces, const uint64_t *sums,
+                           const uint64_t *wanted_sums, pl_stream *stream) PL_MUST_USE;
 
 /* Copies between host and device; return when they are done. */
 pl_status pli_cuda_read(pl_backend *backend, void *to, const void *from, size_t n_bytes,

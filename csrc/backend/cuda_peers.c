@@ -5,11 +5,6 @@
  */
 #include "cuda_peers.h"
 
-static pli_cu_memory memory_as_cu(const void *memory)
-{
-    return (pli_cu_memory)(uintptr_t)memory;
-}
-
 pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n_bytes,
                                 pl_backend *by, pl_stream *stream)
 {
@@ -25,17 +20,17 @@ pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n
     }
     PL_TRY(pli_cuda_enter(by, &scope));
     const pli_cu_result result = driver->cuMemcpyPeerAsync(
-        memory_as_cu(to.memory), pli_cuda_context(to.backend),
-        memory_as_cu(from.memory), pli_cuda_context(from.backend), n_bytes,
-        (pli_cu_stream)(void *)stream);
+        pli_as_cu_memory(to.memory), pli_cuda_context(to.backend),
+        pli_as_cu_memory(from.memory), pli_cuda_context(from.backend), n_bytes,
+        pli_as_cu_stream(stream));
     pli_cuda_leave(by, &scope);
     PL_TRY(pli_driver_check(driver, result, "copying between two devices"));
 done:
     return st;
 }
 
-/* Gives `backend`'s device access to the other's memory. */
-static pl_status give_access(pl_backend *backend, pl_backend *peer)
+/* Gives `backend`'s device access to the other's memory; *out: it has it. */
+static pl_status give_access(pl_backend *backend, pl_backend *peer, int *out)
 {
     pl_status st = PL_OK;
     const pli_driver *const driver = pli_cuda_driver(backend);
@@ -57,17 +52,43 @@ static pl_status give_access(pl_backend *backend, pl_backend *peer)
     if (result != PLI_CU_PEERS_ALREADY && result != PLI_CU_TOO_MANY_PEERS)
         PL_TRY(pli_driver_check(driver, result,
                                 "giving a device access to another one's memory"));
+    *out = result != PLI_CU_TOO_MANY_PEERS;
 done:
     return st;
 }
 
-pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other)
+pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other, int *can_read)
 {
     pl_status st = PL_OK;
+    int ignored = 0;
+    *can_read = one == other;
     if (one == other)
         goto done;
-    PL_TRY(give_access(one, other));
-    PL_TRY(give_access(other, one));
+    PL_TRY(give_access(one, other, &ignored));
+    PL_TRY(give_access(other, one, can_read));
+done:
+    return st;
+}
+
+pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                              int *out)
+{
+    enum { IS_LEGACY = 10 }; /* CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE */
+    pl_status st = PL_OK;
+    const pli_driver *const driver = pli_cuda_driver(backend);
+    pli_cuda_scope scope;
+    int are_legacy = 1;
+    PL_TRY(pli_cuda_enter(backend, &scope));
+    for (size_t i = 0; i < n_moves && are_legacy; i++) {
+        int is_legacy = 0; /* where the driver cannot tell, too */
+        are_legacy =
+            moves[i].n_elems == 0 ||
+            (driver->cuPointerGetAttribute(&is_legacy, IS_LEGACY,
+                                           pli_as_cu_memory(moves[i].from)) == 0 &&
+             is_legacy);
+    }
+    pli_cuda_leave(backend, &scope);
+    *out = are_legacy;
 done:
     return st;
 }

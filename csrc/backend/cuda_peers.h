@@ -15,7 +15,14 @@ pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n
                                 pl_backend *by, pl_stream *stream) PL_MUST_USE;
 
 /* Has copies between two devices go straight from one to the other where the machine
- * can; else they go by way of the host's memory. */
-pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other) PL_MUST_USE;
+ * can; else they go by way of the host's memory.  *can_read: the other's kernels can
+ * read memory of the one, where it is shared. */
+pl_status pli_cuda_join_peers(pl_backend *one, pl_backend *other,
+                              int *can_read) PL_MUST_USE;
+
+/* *out: devices that have access may read, by kernels, what is moved from: not what is
+ * mapped for one device alone, as by torch's expandable segments. */
+pl_status pli_cuda_are_shared(pl_backend *backend, const pl_move *moves, size_t n_moves,
+                              int *out) PL_MUST_USE;
 
 #endif

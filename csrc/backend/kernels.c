@@ -19,7 +19,9 @@
 #define KIND_MAP(X)                                                                    \
     X(COPY, "copy", "copying tensors", PLI_BLOCK_BYTES)                                \
     X(ADD, "add", "adding tensors", PLI_BLOCK_WORDS)                                   \
-    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)
+    X(SCALE, "scale", "scaling tensors", PLI_BLOCK_WORDS)                              \
+    X(CHECKSUM, "checksum", "comparing tensors", PLI_BLOCK_BYTES)                      \
+    X(REFRESH, "refresh", "refreshing tensors", PLI_BLOCK_BYTES)
 
 /* The limits of a kernel's parameters. */
 _Static_assert(sizeof(pli_small_spans) <= 4096, "more than any driver takes");
@@ -247,7 +249,9 @@ static pl_status launch_span(launch *it, const pli_span *span)
     const int share_bits = __builtin_ctz(infos[it->kind].share); /* a power of two */
     const unsigned long long n_blocks = ((span->n - 1) >> share_bits) + 1;
     uint16_t *place = head->n_spans > 0 ? place_of(it, span->to) : it->places;
-    if (head->n_spans == 0 || *place != 0 || head->n_spans == it->kernels->most_spans ||
+    /* Checksums may be added to one place by many spans. */
+    if (head->n_spans == 0 || (*place != 0 && it->kind != CHECKSUM) ||
+        head->n_spans == it->kernels->most_spans ||
         n_blocks > MAX_BLOCKS - it->n_blocks) {
         PL_TRY(launch_flush(it));
         memset(it->places, 0, sizeof it->places);
@@ -289,7 +293,7 @@ static pli_span span_of(const pl_move *move)
     return (pli_span){.to = move->to,
                       .from = move->from,
                       .n = n_words_of(move->dtype, move->n_elems),
-                      .word = (unsigned char)word_of(move->dtype)};
+                      .detail = word_of(move->dtype)};
 }
 
 pl_status pli_kernels_copy(pli_kernels *kernels, const pl_move *moves, size_t n_moves,
@@ -342,6 +346,48 @@ pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n
     PL_TRY(launch_flush(&it));
 done:
     return st;
+}
+
+/* `sums`: where checksums go; NULL: pieces are refreshed. */
+static pl_status launch_pieces(launch *it, const pli_piece *pieces, size_t n_pieces,
+                               uint64_t *sums)
+{
+    pl_status st = PL_OK;
+    for (size_t i = 0; i < n_pieces; i++) {
+        const pli_piece *const piece = &pieces[i];
+        const size_t place = piece->offset / PLI_PLACE_BYTES;
+        const pli_span span = {.to = sums != NULL ? sums + piece->segment : piece->to,
+                               .from = piece->from,
+                               .n = piece->n_bytes,
+                               .detail =
+                                   sums != NULL ? (unsigned)place : piece->segment};
+        if (place > UINT32_MAX || piece->offset % PLI_PLACE_BYTES != 0)
+            PL_FAIL(PL_EINVAL, "a tensor is %zu bytes into its segment", piece->offset);
+        if (span.n != 0)
+            PL_TRY(launch_span(it, &span));
+    }
+    PL_TRY(launch_flush(it));
+done:
+    return st;
+}
+
+pl_status pli_kernels_checksum(pli_kernels *kernels, const pli_piece *pieces,
+                               size_t n_pieces, uint64_t *sums, pl_stream *stream)
+{
+    launch it;
+    launch_init(&it, kernels, CHECKSUM, stream);
+    return launch_pieces(&it, pieces, n_pieces, sums);
+}
+
+pl_status pli_kernels_refresh(pli_kernels *kernels, const pli_piece *pieces,
+                              size_t n_pieces, const uint64_t *sums,
+                              const uint64_t *wanted_sums, pl_stream *stream)
+{
+    launch it;
+    launch_init(&it, kernels, REFRESH, stream);
+    it.table.head.sums = (const unsigned long long *)sums;
+    it.table.head.wanted_sums = (const unsigned long long *)wanted_sums;
+    return launch_pieces(&it, pieces, n_pieces, NULL);
 }
 
 /* The reduction of one rank is what the rank has, bit for bit. */

@@ -3,7 +3,7 @@
  * Taken by nvcc, by NVRTC, and by a C compiler for the tests, so it is the part of C
  * that C++ has too.  A launch carries its table of spans in its parameters; a block
  * finds its span by the number of its first block and takes a fixed share of it.
- * Threads of a block are neighbours in memory and do not talk:
+ * Threads of a block are neighbours in memory and do not talk, but for ADD_TO():
  *
  *     span  |head|vec vec vec vec ... vec|tail|      where both sides can be aligned
  *     span  |word word word ...              |      where they cannot
@@ -188,7 +188,7 @@ ADD_RARE_MAP(f64, F64, u64)
 DEVICE void add(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
                 u32 t)
 {
-    switch (span->word) {
+    switch (span->detail) {
         INTEGERS(ADD_CASE)
         FLOATS(ADD_CASE)
     default:
@@ -215,11 +215,105 @@ FLOATS(SCALE_MAP)
 DEVICE void scale(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
                   u32 t)
 {
-    switch (span->word) {
+    switch (span->detail) {
         FLOATS(SCALE_CASE)
     default:
         break;
     }
+}
+
+/* ---- checksum: of a segment's tensors, wherever these are ------------------------ */
+
+/* Another number for each word that may stand in a place: so no change of one word
+ * goes unseen, and of changes of many one in 2^64. */
+DEVICE u64 mix(u64 word, u64 place)
+{
+    u64 x = word ^ place * 0x9e3779b97f4a7c15ull;
+    x = (x ^ x >> 32) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ x >> 29) * 0x94d049bb133111ebull;
+    return x ^ x >> 32;
+}
+
+DEVICE u64 mix_by_16(const u8 *from, u64 place, u32 n, u32 t)
+{
+    const vec_u32 *const v_from = (const vec_u32 *)from;
+    const u32 n_vectors = n / (u32)sizeof(vec_u32);
+    u64 sum = 0;
+    UNROLL_NOT for (u32 i = t; i < n_vectors; i += BATCH * PLI_THREADS)
+    {
+        vec_u32 x[BATCH] = {{{0}}};
+        REACHED("mix_by_16: vectors");
+        UNROLL for (u32 b = 0; b < BATCH; b++) if (i + b * PLI_THREADS < n_vectors)
+            x[b] = VEC(v_from, i + b * PLI_THREADS);
+        UNROLL for (u32 b = 0; b < BATCH; b++)
+        {
+            const u64 at = place + 2 * (u64)(i + b * PLI_THREADS);
+            if (i + b * PLI_THREADS < n_vectors)
+                sum += mix(x[b].e[0] | (u64)x[b].e[1] << 32, at) +
+                       mix(x[b].e[2] | (u64)x[b].e[3] << 32, at + 1);
+            else
+                REACHED("mix_by_16: less than a batch");
+        }
+    }
+    return sum;
+}
+
+DEVICE u64 mix_by_4(const u8 *from, u64 place, u32 n, u32 t)
+{
+    const u32 *const words = (const u32 *)from;
+    u64 sum = 0;
+    UNROLL_NOT for (u32 i = t; i < n / 8; i += PLI_THREADS)
+    {
+        REACHED("mix_by_4");
+        sum += mix(words[2 * i] | (u64)words[2 * i + 1] << 32, place + i);
+    }
+    return sum;
+}
+
+/* From word `first` on; the last may be short. */
+DEVICE u64 mix_by_1(const u8 *from, u64 place, u32 first, u32 n, u32 t)
+{
+    u64 sum = 0;
+    UNROLL_NOT for (u32 i = first + t; i * 8 < n; i += PLI_THREADS)
+    {
+        u64 word = 0;
+        REACHED("mix_by_1");
+        UNROLL_NOT for (u32 k = 0; k < 8 && i * 8 + k < n; k++) word |=
+            (u64)from[i * 8 + k] << 8 * k;
+        sum += mix(word, place + i);
+    }
+    return sum;
+}
+
+DEVICE void checksum(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                     u32 t)
+{
+    const u8 *const from = (const u8 *)span->from + begin;
+    const u64 place = span->detail + begin / PLI_PLACE_BYTES;
+    u64 sum = 0;
+    (void)head;
+    if ((u64)from % sizeof(vec_u32) == 0)
+        sum = mix_by_16(from, place, n, t) + mix_by_1(from, place, n / 16 * 2, n, t);
+    else if ((u64)from % sizeof(u32) == 0)
+        sum = mix_by_4(from, place, n, t) + mix_by_1(from, place, n / 8, n, t);
+    else
+        sum = mix_by_1(from, place, 0, n, t);
+    ADD_TO((u64 *)span->to, sum);
+}
+
+/* ---- refresh: a copy of the segments whose checksums differ ---------------------- */
+
+DEVICE void refresh(const pli_span *span, const pli_spans_head *head, u64 begin, u32 n,
+                    u32 t)
+{
+    if (head->sums[span->detail] == head->wanted_sums[span->detail]) {
+        REACHED("refresh: nothing to do");
+        return;
+    }
+    REACHED("refresh: copied");
+    if (t == 0)
+        FETCHED(n);
+    copy(span, head, begin, n, t);
 }
 
 /* ---- sum of ranges --------------------------------------------------------------- */
@@ -333,7 +427,9 @@ KERNEL(pl_sum, pli_sum_span)
 #define DEFINE_KERNELS(size)                                                           \
     DEFINE_KERNEL(pl_copy_##size, pli_##size##_spans, copy, PLI_BLOCK_BYTES)           \
     DEFINE_KERNEL(pl_add_##size, pli_##size##_spans, add, PLI_BLOCK_WORDS)             \
-    DEFINE_KERNEL(pl_scale_##size, pli_##size##_spans, scale, PLI_BLOCK_WORDS)
+    DEFINE_KERNEL(pl_scale_##size, pli_##size##_spans, scale, PLI_BLOCK_WORDS)         \
+    DEFINE_KERNEL(pl_checksum_##size, pli_##size##_spans, checksum, PLI_BLOCK_BYTES)   \
+    DEFINE_KERNEL(pl_refresh_##size, pli_##size##_spans, refresh, PLI_BLOCK_BYTES)
 DEFINE_KERNELS(small)
 #ifdef HAS_LARGE
 DEFINE_KERNELS(large)

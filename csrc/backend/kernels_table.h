@@ -23,25 +23,33 @@ enum {
     PLI_THREADS = 256,        /* of a block */
     PLI_BLOCK_BYTES = 32768,  /* its share of a span, where that counts bytes */
     PLI_BLOCK_WORDS = 8192,   /* and where it counts words */
+    PLI_PLACE_BYTES = 8,      /* a word of a checksum */
     PLI_SMALL_SPANS = 127,    /* 4,088 bytes of parameters: all drivers take 4,096 */
     PLI_LARGE_SPANS = 1022,   /* 32,728: CUDA 12.1 takes 32,764 */
     PLI_LARGE_VERSION = 12010 /* of the driver */
 };
 
 typedef struct pli_span {
-    void *to;
+    void *to;             /* checksum: a sum of 64 bits */
     const void *from;     /* copy: NULL for zeros */
-    unsigned long long n; /* bytes for copy, else words; never 0 */
+    unsigned long long n; /* words for add and scale, else bytes; never 0 */
     unsigned first_block; /* rises from span to span, from 0 */
-    unsigned char word;
-    unsigned char unused[3];
+    /* add, scale: what the words are; checksum: how far into its segment the span is,
+     * by PLI_PLACE_BYTES; refresh: the number of its segment */
+    unsigned detail;
 } pli_span;
 
 typedef struct pli_spans_head {
     unsigned n_spans;
     unsigned unused;
-    double factor;
-    double divisor;
+    union {
+        double factor;                  /* scale */
+        const unsigned long long *sums; /* refresh: of what is there, by segment */
+    };
+    union {
+        double divisor;
+        const unsigned long long *wanted_sums;
+    };
 } pli_spans_head;
 
 typedef struct pli_small_spans {

@@ -4,7 +4,8 @@
  * nvcc and NVRTC make a kernel of KERNEL, whose block and thread the hardware counts.
  * A C compiler makes a function that does one block's threads one after the other; the
  * including file defines BLOCK, the block's number, REACHED, which notes that a branch
- * was taken, and VEC_TOUCHED, the address to take for that of a vector.
+ * was taken, FETCHED, how many bytes a refresh takes, and VEC_TOUCHED, the address to
+ * take for that of a vector.
  */
 #ifndef PLI_KERNELS_WORDS_H
 #define PLI_KERNELS_WORDS_H
@@ -23,6 +24,7 @@
 #define BLOCK blockIdx.x
 #define FOR_EACH_THREAD(t) for (unsigned t = threadIdx.x, once = 1; once; once = 0)
 #define REACHED(words)
+#define FETCHED(n_bytes)
 #define VEC(at, i) ((at)[i])
 #define AS_F32(bits) __uint_as_float(bits)
 #define AS_U32(value) __float_as_uint(value)
@@ -42,7 +44,17 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned u32;
 typedef unsigned long long u64;
-#else /* the including file defines BLOCK, REACHED and VEC_TOUCHED */
+
+/* By all threads of a block: *to += what each has. */
+#define ADD_TO(to, value) add_of_warp((to), (value))
+DEVICE void add_of_warp(u64 *to, u64 value)
+{
+    UNROLL for (unsigned distance = 16; distance > 0; distance /= 2) value +=
+        __shfl_down_sync(0xffffffffu, value, distance);
+    if (threadIdx.x % 32 == 0)
+        atomicAdd(to, value);
+}
+#else /* the including file defines BLOCK, REACHED, FETCHED and VEC_TOUCHED */
 #define VEC(at, i) (*(__typeof__(&(at)[i]))VEC_TOUCHED(&(at)[i]))
 #define KERNEL(name, type) static void name(const type *given)
 #define GIVEN (*given)
@@ -61,6 +73,7 @@ typedef unsigned char u8;
 typedef unsigned short __attribute__((may_alias)) u16;
 typedef unsigned __attribute__((may_alias)) u32;
 typedef unsigned long long __attribute__((may_alias)) u64;
+#define ADD_TO(to, value) ((void)__atomic_fetch_add((to), (value), __ATOMIC_RELAXED))
 
 #define DEFINE_AS(name, from_type, to_type)                                            \
     DEVICE to_type name(from_type from)                                                \

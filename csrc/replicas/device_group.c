@@ -13,20 +13,7 @@ enum {
     SHARD_BYTES = 64 << 10,
 };
 
-/* ---- steps ---------------------------------------------------------------------- */
-
-/* `then`, a stream of the second, comes behind all that `first` holds. */
-static pl_status order(const pli_group_member *of_first, pl_stream *first,
-                       const pli_group_member *of_then, pl_stream *then)
-{
-    pl_status st = PL_OK;
-    if (of_first->backend == of_then->backend && first == then)
-        goto done;
-    PL_TRY(record(of_first, of_first->mark, first));
-    PL_TRY(wait_for(of_then, of_first->mark, then));
-done:
-    return st;
-}
+/* ---- the end of a call ---------------------------------------------------------- */
 
 pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
 {
@@ -198,9 +185,9 @@ done:
     return st;
 }
 
-static pl_status broadcast_locked(pli_device_group *self, pl_stream *const *streams,
-                                  const pli_segment *segments, size_t n_segments,
-                                  pli_ring ring)
+pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *streams,
+                                const pli_segment *segments, size_t n_segments,
+                                pli_ring ring)
 {
     pl_status st = PL_OK;
     const pli_group_member *const first = &self->members[0];
@@ -224,7 +211,7 @@ pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *s
 {
     (void)pthread_mutex_lock(&self->lock);
     return pli_device_group_end_call(
-        self, broadcast_locked(self, streams, segments, n_segments, ring));
+        self, pli_device_group_send(self, streams, segments, n_segments, ring));
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -258,8 +245,9 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
     self->shard_bytes = SHARD_BYTES;
     for (int k = 0; k < n_members; k++) {
         PL_TRY(furnish(&self->members[k], members[k]));
-        for (int j = 0; j < k; j++)
-            PL_TRY(pli_cuda_join_peers(members[j], members[k]));
+        for (int j = k - 1; j >= 0; j--)
+            PL_TRY(pli_cuda_join_peers(members[j], members[k],
+                                       &self->members[k].reads_first));
     }
     *out = self;
     self = NULL;

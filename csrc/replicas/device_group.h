@@ -63,22 +63,28 @@ pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *s
                                      const pli_segment *segments, size_t n_segments,
                                      pli_ring ring) PL_MUST_USE;
 
+/* Memory of a member; NULL: it has none.  The caller's, and for a call alone. */
+typedef struct pli_room {
+    void *memory;
+    size_t n_bytes;
+} pli_room;
+
+/* Has members have what a broadcast would bring: they compare, and what a member has
+ * already does not travel.  `sums`: by member, room for a number of 64 bits a segment
+ * on member 0, for two on the others. */
+pl_status pli_device_group_refresh(pli_device_group *self, pl_stream *const *streams,
+                                   const pli_segment *segments, size_t n_segments,
+                                   pli_ring ring, const pli_room *sums) PL_MUST_USE;
+
 /* A block of gradients of one member. */
 typedef struct pli_row {
     int member;
     const void *memory;
 } pli_row;
 
-/* Memory of a member, for pieces of all rows; NULL: it has none.  The caller's, and for
- * this call alone: in the order of the member's stream. */
-typedef struct pli_room {
-    void *memory;
-    size_t n_bytes;
-} pli_room;
-
 /* to = rows[0] + rows[1] + ... on member 0, in that order: 16-bit floats in float32,
- * rounded once.  Each row's member adds up a part, so each has a room, by member; a
- * single row needs none. */
+ * rounded once.  Each row's member adds up a part, so each has a room, by member, for
+ * pieces of all rows; a single row needs none. */
 pl_status pli_device_group_sum(pli_device_group *self, pl_stream *const *streams,
                                const pli_row *rows, int n_rows, const pl_move *to,
                                const pli_room *rooms) PL_MUST_USE;

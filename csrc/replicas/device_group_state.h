@@ -20,6 +20,7 @@ typedef struct pli_group_member {
     pl_event *mark;
     pl_event *has_read[PLI_RING_SLOTS]; /* the slot, in a broadcast */
     uint64_t readers; /* bits: members that take from its blocks, in a broadcast */
+    int reads_first;  /* its kernels can read member 0's memory */
 } pli_group_member;
 
 struct pli_device_group {
@@ -43,6 +44,19 @@ static inline pl_status wait_for(const pli_group_member *it, pl_event *event,
     return it->backend->ops->event_wait(it->backend, event, stream);
 }
 
+/* `then`, a stream of the second, comes behind all that `first` holds. */
+static inline pl_status order(const pli_group_member *of_first, pl_stream *first,
+                              const pli_group_member *of_then, pl_stream *then)
+{
+    pl_status st = PL_OK;
+    if (of_first->backend == of_then->backend && first == then)
+        goto done;
+    PL_TRY(record(of_first, of_first->mark, first));
+    PL_TRY(wait_for(of_then, of_first->mark, then));
+done:
+    return st;
+}
+
 /* Copies on `by`'s side stream. */
 static inline pl_status copy_on(const pli_group_member *by,
                                 const pli_group_member *target, void *to,
@@ -54,6 +68,11 @@ static inline pl_status copy_on(const pli_group_member *by,
     const pli_cuda_place origin = {source->backend, (void *)from};
     return pli_cuda_copy_between(place, origin, n_bytes, by->backend, by->side);
 }
+
+/* A broadcast, within a call. */
+pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *streams,
+                                const pli_segment *segments, size_t n_segments,
+                                pli_ring ring) PL_MUST_USE;
 
 /* Ends a call, and returns its status.  Of one that has failed nothing is left on the
  * devices, so that memory may be freed. */

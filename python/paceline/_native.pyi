@@ -82,6 +82,16 @@ class DeviceGroup:
         ],
         /,
     ) -> None: ...
+    def refresh(
+        self,
+        streams: tuple[int, ...],
+        ring: torch.Tensor,
+        segments: list[
+            tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
+        ],
+        sums: list[torch.Tensor | None],
+        /,
+    ) -> None: ...
     def sum(
         self,
         streams: tuple[int, ...],

@@ -27,6 +27,7 @@ enum {
     SCENE_READS = 16 * SCENE_HALF,
     SCENE_RING = 4096,
     SCENE_ROOM = 512, /* of each member */
+    SCENE_SUMS = 256,
 };
 
 typedef struct scene_member {
@@ -35,6 +36,7 @@ typedef struct scene_member {
     CUstream stream; /* NULL: the legacy default one */
     char *memory;
     void *room_memory;
+    void *sums_memory;
     size_t n_read; /* bytes of the tail that are used */
     unsigned char bytes[SCENE_ARENA + SCENE_READS];
     unsigned char is_known[SCENE_ARENA + SCENE_READS];
@@ -48,6 +50,7 @@ typedef struct scene {
     void *ring_memory;
     pli_ring ring; /* in it */
     pli_room rooms[SCENE_MOST];
+    pli_room sums[SCENE_MOST];
     pli_device_group *group;
     scene_member members[SCENE_MOST];
 } scene;
@@ -63,6 +66,7 @@ typedef struct scene_options {
     unsigned own_streams;             /* bits: members with a stream of their own */
     int peers;                        /* 0: none, 1: all, 2: all but devices 0 and 1 */
     size_t passed_bytes, shard_bytes; /* 0: the group's own */
+    int unshares;                     /* member 0's memory is not for others */
 } scene_options;
 
 static inline size_t scene_below(scene *it, size_t n)
@@ -172,6 +176,11 @@ static inline void scene_spoil_room(scene *it, int member)
     scene_spoil(it, member, it->members[member].room_memory, SCENE_ROOM);
 }
 
+static inline void scene_spoil_sums(scene *it, int member)
+{
+    scene_spoil(it, member, it->members[member].sums_memory, SCENE_SUMS);
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 static inline int scene_device_of(const scene_options *options, int member)
@@ -204,7 +213,8 @@ static inline int scene_open_member(scene_member *it, int device, int has_stream
     if (!CHECK_OK(pli_cuda_backend_create(&options, &it->backend)) ||
         !CHECK_OK(it->backend->ops->alloc(it->backend, SCENE_ARENA + SCENE_READS,
                                           (void **)&it->memory)) ||
-        !CHECK_OK(it->backend->ops->alloc(it->backend, SCENE_ROOM, &it->room_memory)))
+        !CHECK_OK(it->backend->ops->alloc(it->backend, SCENE_ROOM, &it->room_memory)) ||
+        !CHECK_OK(it->backend->ops->alloc(it->backend, SCENE_SUMS, &it->sums_memory)))
         return 0;
     scene_enter(it, &scope);
     if (has_stream)
@@ -231,6 +241,7 @@ static inline scene *scene_open_without_group(const scene_options *options)
             exit(2);
         it->streams[k] = (pl_stream *)(void *)m->stream;
         it->rooms[k] = (pli_room){m->room_memory, 192};
+        it->sums[k] = (pli_room){m->sums_memory, SCENE_SUMS};
         scene_fill(it, k, 0, SCENE_ARENA);
         scene_spoil_room(it, k);
     }
@@ -259,6 +270,8 @@ static inline scene *scene_open(const scene_options *options)
         it->group->passed_bytes = options->passed_bytes;
     if (options->shard_bytes > 0)
         it->group->shard_bytes = options->shard_bytes;
+    if (options->unshares)
+        fake_unshare(it->members[0].memory);
     return it;
 }
 
@@ -312,6 +325,7 @@ static inline void scene_close(scene *it)
         pli_cuda_leave(m->backend, &scope);
         m->backend->ops->free(m->backend, m->memory);
         m->backend->ops->free(m->backend, m->room_memory);
+        m->backend->ops->free(m->backend, m->sums_memory);
     }
     for (int k = 0; k < it->n; k++)
         pli_backend_destroy(it->members[k].backend);

@@ -647,6 +647,32 @@ static void every_move_is_made_on_the_stream_that_is_named(void)
     bench_close(&self);
 }
 
+static void a_refresh_and_its_checksums_are_on_the_stream_that_is_named(void)
+{
+    enum { N_SUMS = 2 };
+    bench self;
+    uint64_t found[N_SUMS] = {0}, *sums = NULL;
+    const size_t n_bytes = sizeof found;
+    if (bench_open(&self, FAKE_LATE)) {
+        pl_backend *const it = self.backend;
+        const pli_piece piece = {self.y, self.x, N_BYTES, 0, 0};
+        CHECK_OK(it->ops->alloc(it, n_bytes, (void **)&sums));
+        CHECK_OK(pli_cuda_write(it, sums, found, n_bytes, self.a));
+        CHECK_OK(pli_cuda_checksum(it, &piece, 1, sums, self.a));
+        CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self.b));
+        CHECK(found[0] == 0);
+        CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self.a));
+        CHECK(found[0] != 0 && found[1] == 0);
+        CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums, self.a));
+        CHECK(y_is_x(&self, self.a) == 0);
+        CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums + 1, self.a));
+        CHECK(y_is_x(&self, self.b) == 0);
+        CHECK(y_is_x(&self, self.a) == 1);
+        it->ops->free(it, sums);
+    }
+    bench_close(&self);
+}
+
 /* ---- a forked child ------------------------------------------------------------- */
 
 static void a_forked_child_is_told_and_leaves_the_parents_device_alone(void)
@@ -697,6 +723,7 @@ int main(void)
     RUN(a_capture_takes_what_its_stream_is_given_and_disturbs_nobody);
     RUN(a_scope_leaves_the_threads_own_capture_mode_as_it_was);
     RUN(every_move_is_made_on_the_stream_that_is_named);
+    RUN(a_refresh_and_its_checksums_are_on_the_stream_that_is_named);
     RUN(a_forked_child_is_told_and_leaves_the_parents_device_alone);
     return check_report();
 }

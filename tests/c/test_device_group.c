@@ -4,6 +4,7 @@
  */
 #include <pthread.h>
 
+#include "fake/host_kernels.h"
 #include "group_scene.h"
 
 #include "core/alloc.h"
@@ -35,8 +36,9 @@ static size_t offset_of(const scene *it, const void *memory)
     return (size_t)((const char *)memory - it->members[0].memory);
 }
 
-/* Some tensors with gaps between them, some empty; or a single one, of any size. */
-static void draw_moves(scene *it, pli_segment *segment, pl_move *moves)
+/* Some tensors with gaps between them, some empty, at multiples of `step`; or a single
+ * one, of any size. */
+static void draw_moves(scene *it, pli_segment *segment, pl_move *moves, size_t step)
 {
     const int is_large = scene_below(it, 3) == 0;
     const size_t most = it->ring.slot_bytes;
@@ -52,7 +54,7 @@ static void draw_moves(scene *it, pli_segment *segment, pl_move *moves)
                              .from = scene_at(it, 0, 4 * scene_below(it, 50)),
                              .dtype = PL_F32,
                              .n_elems = n};
-        at += 4 * n;
+        at += is_large ? 4 * n : (4 * n + step - 1) / step * step;
     }
     segment->n_bytes = at + (is_large ? 0 : scene_below(it, 2) * 8);
 }
@@ -85,23 +87,54 @@ static void mirror_segment(scene *it, const segments *s, size_t i)
     }
 }
 
+static size_t draw_segments(scene *it, segments *s, size_t step)
+{
+    const size_t n = scene_below(it, MOST_SEGMENTS + 1);
+    for (size_t i = 0; i < n; i++) {
+        draw_moves(it, &s->all[i], s->moves[i], step);
+        draw_targets(it, s, i);
+    }
+    return n;
+}
+
+static void use_segments(scene *it, const segments *s, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        for (int k = 1; k < it->n; k++)
+            if (s->targets[i][k] != NULL && s->all[i].n_bytes > 0)
+                use(it, k, s->at[i][k], s->all[i].n_bytes);
+    if (scene_below(it, 3) == 0)
+        scene_fill(it, 0, scene_below(it, 256), 256);
+}
+
 static void draw_broadcast(scene *it)
 {
     segments s = {0};
-    const size_t n = scene_below(it, MOST_SEGMENTS + 1);
-    for (size_t i = 0; i < n; i++) {
-        draw_moves(it, &s.all[i], s.moves[i]);
-        draw_targets(it, &s, i);
-    }
+    const size_t n = draw_segments(it, &s, 4);
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, s.all, n, it->ring));
     for (size_t i = 0; i < n; i++)
         mirror_segment(it, &s, i);
-    for (size_t i = 0; i < n; i++)
-        for (int k = 1; k < it->n; k++)
-            if (s.targets[i][k] != NULL && s.all[i].n_bytes > 0)
-                use(it, k, s.at[i][k], s.all[i].n_bytes);
-    if (scene_below(it, 3) == 0)
-        scene_fill(it, 0, scene_below(it, 256), 256);
+    use_segments(it, &s, n);
+}
+
+/* Again and again, while single bytes change on either side. */
+static void draw_refreshes(scene *it)
+{
+    segments s = {0};
+    const size_t n = draw_segments(it, &s, 8);
+    do {
+        CHECK_OK(pli_device_group_refresh(it->group, it->streams, s.all, n, it->ring,
+                                          it->sums));
+        for (size_t i = 0; i < n; i++)
+            mirror_segment(it, &s, i);
+        for (int k = 0; k < it->n; k++) {
+            if (scene_below(it, 2) == 0)
+                scene_fill(it, k, scene_below(it, 500), 1);
+            if (scene_below(it, 4) == 0)
+                scene_spoil_sums(it, k);
+        }
+    } while (scene_below(it, 3) != 0);
+    use_segments(it, &s, n);
 }
 
 typedef struct rows {
@@ -201,7 +234,7 @@ static void draw_ring(scene *it)
 
 static void draw_call(scene *it)
 {
-    switch (scene_below(it, 7)) {
+    switch (scene_below(it, 9)) {
     case 0:
     case 1:
         draw_broadcast(it);
@@ -213,6 +246,10 @@ static void draw_call(scene *it)
     case 4:
     case 5:
         draw_copy(it);
+        break;
+    case 6:
+    case 7:
+        draw_refreshes(it);
         break;
     default:
         draw_ring(it);
@@ -230,6 +267,7 @@ static void run_drawn(uint64_t seed, fake_schedule schedule)
     options.peers = (int)draw_below(&random, 3);
     options.passed_bytes = (size_t[]){1, 150, 300, 0}[draw_below(&random, 4)];
     options.shard_bytes = (size_t[]){1, 100, 300, 0}[draw_below(&random, 4)];
+    options.unshares = draw_below(&random, 4) == 0;
     scene *it = scene_open(&options);
     for (int i = 0; i < N_CALLS; i++)
         draw_call(it);
@@ -384,10 +422,162 @@ static void members_do_not_wait_for_one_another(void)
     scene_close(it);
 }
 
+/* ---- what members have already --------------------------------------------------- */
+
+/* A segment of two tensors, and one of a tensor, of 96 and 100 bytes. */
+typedef struct pair {
+    pl_move moves[3];
+    void *targets[2][SCENE_MOST];
+    pli_segment all[2];
+} pair;
+
+static void make_pair(scene *it, pair *out)
+{
+    out->moves[0] = (pl_move){NULL, scene_at(it, 0, 4), PL_F32, 8};
+    out->moves[1] = (pl_move){(char *)NULL + 64, scene_at(it, 0, 100), PL_F32, 8};
+    out->moves[2] = (pl_move){NULL, scene_at(it, 0, 200), PL_U8, 100};
+    out->targets[0][0] = out->targets[1][0] = NULL;
+    for (int k = 1; k < it->n; k++) {
+        out->targets[0][k] = scene_at(it, k, 8);
+        out->targets[1][k] = scene_at(it, k, 200);
+    }
+    out->all[0] = (pli_segment){out->moves, 2, 96, out->targets[0]};
+    out->all[1] = (pli_segment){out->moves + 2, 1, 100, out->targets[1]};
+}
+
+/* Bytes that copies take from device to device, and kernels. */
+static size_t n_sent(const scene *it, int of_kernels)
+{
+    int64_t n = 0;
+    if (of_kernels)
+        return host_kernel_fetched();
+    for (int from = 0; from < it->n; from++)
+        for (int to = 0; to < it->n; to++)
+            n += from != to ? fake_sent_bytes(from, to) : 0;
+    return (size_t)n;
+}
+
+static void refresh_pair(scene *it, const pair *p, size_t n_copied, size_t n_fetched)
+{
+    const size_t before[] = {n_sent(it, 0), n_sent(it, 1)};
+    CHECK_OK(pli_device_group_refresh(it->group, it->streams, p->all, 2, it->ring,
+                                      it->sums));
+    for (int k = 1; k < it->n; k++) {
+        scene_mirror_copy(it, k, 8, 0, 4, 32);
+        memset(it->members[k].is_known + 40, 0, 32);
+        scene_mirror_copy(it, k, 72, 0, 100, 32);
+        scene_mirror_copy(it, k, 200, 0, 200, 100);
+    }
+    scene_compare(it);
+    if (!CHECK(n_sent(it, 0) - before[0] == n_copied) ||
+        !CHECK(n_sent(it, 1) - before[1] == n_fetched))
+        CHECK_MORE("%zu and %zu bytes", n_sent(it, 0) - before[0],
+                   n_sent(it, 1) - before[1]);
+}
+
+enum { SUMS = 2 * 8, PAIR = 64 + 100, BLOCKS = 96 + 100 };
+
+static void only_what_has_changed_travels(void)
+{
+    const scene_options options = options_of(3, FAKE_LATE);
+    pair p;
+    scene *it = scene_open(&options);
+    make_pair(it, &p);
+    refresh_pair(it, &p, 2 * SUMS, 2 * PAIR);
+    refresh_pair(it, &p, 2 * SUMS, 0);
+    scene_fill(it, 0, 120, 1); /* in the first segment's second tensor */
+    refresh_pair(it, &p, 2 * SUMS, 2 * 64);
+    scene_fill(it, 2, 210, 1); /* in a member's second segment */
+    refresh_pair(it, &p, 2 * SUMS, 100);
+    scene_fill(it, 1, 50, 1); /* between tensors */
+    refresh_pair(it, &p, 2 * SUMS, 0);
+    scene_close(it);
+}
+
+static void all_travels_where_kernels_cannot_read_the_model(void)
+{
+    static const struct {
+        int peers, unshares, n_far; /* members that are on another device */
+        scene_devices devices;
+        int sends;
+    } table[] = {{0, 0, 2, SCENE_APART, 1}, {1, 1, 2, SCENE_APART, 1},
+                 {2, 0, 2, SCENE_APART, 1}, /* member 1 cannot */
+                 {0, 1, 0, SCENE_ONE, 0},   {1, 0, 1, SCENE_PAIRS, 0},
+                 {1, 1, 1, SCENE_PAIRS, 1}};
+    for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
+        scene_options options = options_of(3, FAKE_LATE);
+        options.peers = table[i].peers;
+        options.unshares = table[i].unshares;
+        options.devices = table[i].devices;
+        pair p;
+        scene *it = scene_open(&options);
+        make_pair(it, &p);
+        const size_t n_far = (size_t)table[i].n_far;
+        for (int again = 0; again < 2; again++)
+            refresh_pair(it, &p, n_far * (table[i].sends ? BLOCKS : SUMS),
+                         again || table[i].sends ? 0 : 2 * PAIR);
+        scene_close(it);
+    }
+}
+
+/* What member 0 can read of the other one's memory does not matter. */
+static void all_travels_where_a_device_has_too_many_peers(void)
+{
+    for (int nth = 1; nth <= 2; nth++) {
+        const scene_options options = options_of(2, FAKE_LATE);
+        pair p;
+        scene *it = scene_open_without_group(&options);
+        fake_fail("cuCtxEnablePeerAccess", nth, 711);
+        CHECK_OK(scene_make_group(it));
+        make_pair(it, &p);
+        refresh_pair(it, &p, nth == 1 ? SUMS : BLOCKS, nth == 1 ? PAIR : 0);
+        scene_close(it);
+    }
+}
+
+static void sums_without_room_are_refused(void)
+{
+    const scene_options options = options_of(3, FAKE_LATE);
+    for (int k = 0; k < 3; k++) {
+        pair p;
+        scene *it = scene_open(&options);
+        make_pair(it, &p);
+        it->sums[k].n_bytes = k == 0 ? 15 : 31;
+        CHECK(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
+                                       it->sums) == PL_EINVAL);
+        CHECK(strstr(pl_error_message(), "have no room for 2 checksums") != NULL);
+        it->sums[k].n_bytes++;
+        CHECK_OK(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
+                                          it->sums));
+        scene_close(it);
+    }
+}
+
+/* More tensors than one launch takes, of which each fifth has a byte. */
+static void a_refresh_may_be_of_thousands_of_tensors(void)
+{
+    enum { N = 2100, EACH = 5 };
+    const scene_options options = options_of(2, FAKE_LATE);
+    scene *it = scene_open(&options);
+    pl_move moves[N];
+    void *const targets[] = {NULL, scene_at(it, 1, 0)};
+    const pli_segment segment = {moves, N, 8 * (N / EACH), targets};
+    for (size_t i = 0; i < N; i++) {
+        const size_t offset = 8 * (i / EACH), n = i % EACH == 0;
+        moves[i] = (pl_move){(char *)NULL + offset, scene_at(it, 0, i), PL_U8, n};
+        scene_mirror_copy(it, 1, offset, 0, i, n);
+    }
+    CHECK_OK(pli_device_group_refresh(it->group, it->streams, &segment, 1, it->ring,
+                                      it->sums));
+    scene_compare(it);
+    scene_close(it);
+}
+
 /* Memory may be freed when member 0's stream has come to it. */
 static void a_broadcast_is_over_with_member_0s_stream(void)
 {
-    const scene_options options = options_of(3, FAKE_LATE);
+    scene_options options = options_of(3, FAKE_LATE);
+    options.own_streams = 7;
     scene *it = scene_open(&options);
     void *const nobody[] = {NULL, NULL, NULL};
     const pl_move moves[] = {{NULL, scene_at(it, 0, 0), PL_U8, 20},
@@ -490,6 +680,11 @@ int main(int argc, char **argv)
     RUN(a_ring_that_moves_waits_for_who_reads_the_last_one);
     RUN(rows_of_any_float_are_summed_in_their_order_and_rounded_once);
     RUN(members_do_not_wait_for_one_another);
+    RUN(only_what_has_changed_travels);
+    RUN(all_travels_where_kernels_cannot_read_the_model);
+    RUN(all_travels_where_a_device_has_too_many_peers);
+    RUN(sums_without_room_are_refused);
+    RUN(a_refresh_may_be_of_thousands_of_tensors);
     RUN(a_broadcast_is_over_with_member_0s_stream);
     RUN(a_step_neither_waits_nor_allocates);
     RUN(threads_may_call_at_the_same_time);

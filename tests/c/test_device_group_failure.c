@@ -63,6 +63,19 @@ static pl_status sum_rows(scene *it, int n_rows)
     return pli_device_group_sum(it->group, it->streams, rows, n_rows, &to, it->rooms);
 }
 
+static pl_status refresh(scene *it)
+{
+    void *targets[] = {NULL, scene_at(it, 1, 8), scene_at(it, 2, 16)};
+    const pl_move moves[] = {{NULL, scene_at(it, 0, 4), PL_F32, 8},
+                             {(char *)NULL + 64, scene_at(it, 0, 100), PL_F32, 8}};
+    const pli_segment segment = {moves, 2, 96, targets};
+    for (int k = 1; k < 3; k++)
+        for (size_t i = 0; i < 2; i++)
+            scene_mirror_copy(it, k, 8 * (size_t)k + 64 * i, 0, i == 0 ? 4 : 100, 32);
+    return pli_device_group_refresh(it->group, it->streams, &segment, 1, it->ring,
+                                    it->sums);
+}
+
 static pl_status sum_two(scene *it)
 {
     return sum_rows(it, 2);
@@ -101,7 +114,7 @@ static void fill_all(scene *it)
 }
 
 static pl_status (*const calls[])(scene *it) = {broadcast, sum_two, sum_one,
-                                                copy_down, copy_up};
+                                                copy_down, copy_up, refresh};
 enum { N_CALLS = sizeof calls / sizeof calls[0] };
 
 /* ---- the driver fails ----------------------------------------------------------- */

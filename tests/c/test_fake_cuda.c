@@ -339,7 +339,7 @@ __attribute__((unused)) static void a_vector_that_is_not_aligned_ends_the_contex
     void *args[] = {&table};
     table.head.n_spans = 1;
     table.spans[0] =
-        (pli_span){.to = x, .from = x + 512, .n = 64, .word = PLI_WORD_F32};
+        (pli_span){.to = x, .from = x + 512, .n = 64, .detail = PLI_WORD_F32};
     CHECK(cuModuleGetFunction(&add, it.module, "pl_add_small") == CUDA_SUCCESS);
     CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
     CHECK(cuLaunchKernel(add, 1, 1, 1, PLI_THREADS, 1, 1, 0, it.a, args, NULL) == 0);

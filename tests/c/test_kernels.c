@@ -361,6 +361,119 @@ static void slots_of_several_ranks_are_summed_in_rank_order(void)
     }
 }
 
+/* ---- checksums, and what is copied where they differ ----------------------------- */
+
+/* One word of eight bytes after the other. */
+static uint64_t naive_checksum(const unsigned char *from, size_t n_bytes, size_t offset)
+{
+    uint64_t sum = 0;
+    for (size_t at = 0; at < n_bytes; at += 8) {
+        uint64_t word = 0;
+        memcpy(&word, from + at, n_bytes - at < 8 ? n_bytes - at : 8);
+        word ^= (offset + at) / 8 * 0x9e3779b97f4a7c15u;
+        word = (word ^ word >> 32) * 0xbf58476d1ce4e5b9u;
+        word = (word ^ word >> 29) * 0x94d049bb133111ebu;
+        sum += word ^ word >> 32;
+    }
+    return sum;
+}
+
+static uint64_t checksum(const unsigned char *from, size_t n_bytes, size_t offset)
+{
+    uint64_t sums[3] = {1, 2, 3};
+    const pli_piece piece = {NULL, from, n_bytes, offset, 1};
+    CHECK_OK(pli_kernels_checksum(bench.kernels, &piece, 1, sums, NULL));
+    CHECK(sums[0] == 1 && sums[2] == 3);
+    return sums[1] - 2;
+}
+
+static void a_checksum_depends_on_bytes_and_place_but_not_on_the_address(void)
+{
+    unsigned char *const arena = bench.arenas[FAST];
+    draw(PL_U8);
+    FOR_EACH(size_t, n,
+             {0, 1, 7, 8, 9, 15, 16, 17, 31, 100, 16384, 32768, 32769, 70001})
+    {
+        FOR_EACH(size_t, offset, {0, 64, 1 << 20, (size_t)1 << 34})
+        {
+            const uint64_t expected = naive_checksum(bench.drawn, *n, *offset);
+            FOR_EACH(size_t, shift, {0, 1, 2, 4, 5, 8, 12, 15, 16})
+            {
+                memcpy(arena + *shift, bench.drawn, *n);
+                CHECK(checksum(arena + *shift, *n, *offset) == expected);
+            }
+            if (*n > 0)
+                CHECK(checksum(bench.drawn, *n, *offset + 64) != expected);
+        }
+    }
+}
+
+static void a_checksum_shows_every_bit_that_changes(void)
+{
+    enum { N = 200 };
+    unsigned char bytes[N];
+    memset(bytes, 0, N);
+    const uint64_t before = checksum(bytes, N, 0);
+    for (size_t bit = 0; bit < 8 * (size_t)N; bit++) {
+        bytes[bit / 8] ^= (unsigned char)(1u << bit % 8);
+        CHECK(checksum(bytes, N, 0) != before);
+        bytes[bit / 8] ^= (unsigned char)(1u << bit % 8);
+    }
+    bytes[8] = 1; /* the same word in another place */
+    const uint64_t one = checksum(bytes, N, 0);
+    bytes[8] = 0, bytes[16] = 1;
+    CHECK(checksum(bytes, N, 0) != one);
+}
+
+/* A tensor's checksum is that of its parts; 1,500 are two launches. */
+static void the_pieces_of_a_segment_are_added_up(void)
+{
+    enum { N = 1500 };
+    static pli_piece pieces[N];
+    uint64_t sums[2] = {0, 0};
+    draw(PL_U8);
+    for (size_t i = 0; i < N; i++)
+        pieces[i] = (pli_piece){NULL, bench.drawn + 64 * i, 64, 64 * i, 1};
+    driver_said.n_launches = 0;
+    CHECK_OK(pli_kernels_checksum(bench.kernels, pieces, N, sums, NULL));
+    CHECK(driver_said.n_launches == 2);
+    CHECK(sums[0] == 0 && sums[1] == checksum(bench.drawn, 64 * (size_t)N, 0));
+}
+
+static void a_place_that_no_span_can_name_is_refused(void)
+{
+    unsigned char byte = 0;
+    uint64_t sum = 0;
+    FOR_EACH(size_t, offset, {(size_t)1 << 35, 4})
+    {
+        const pli_piece piece = {NULL, &byte, 1, *offset, 0};
+        CHECK(pli_kernels_checksum(bench.kernels, &piece, 1, &sum, NULL) == PL_EINVAL);
+    }
+    CHECK(checksum(&byte, 1, ((size_t)1 << 35) - 8) != 0);
+}
+
+static void segments_whose_checksums_differ_are_copied(void)
+{
+    enum { N = 40000 };
+    unsigned char *const arena = bench.arenas[FAST];
+    const uint64_t sums[] = {5, 6, 7}, wanted[] = {5, 60, 7};
+    const unsigned long long n_before = host_kernel_fetched();
+    draw(PL_U8);
+    FOR_EACH(size_t, shift, {0, 1, 4})
+    {
+        pli_piece pieces[4];
+        arenas_begin();
+        for (size_t i = 0; i < 4; i++)
+            pieces[i] = (pli_piece){arena + i * 65536, bench.drawn + FROM_AT + *shift,
+                                    N + i, 0, (unsigned)i % 3};
+        CHECK_OK(pli_kernels_refresh(bench.kernels, pieces, 4, sums, wanted, NULL));
+        CHECK(memcmp(arena + 65536, bench.drawn + FROM_AT + *shift, N + 1) == 0);
+        memcpy(arena + 65536, bench.drawn + 65536, N + 1);
+        CHECK(memcmp(arena, bench.drawn, ARENA_BYTES) == 0);
+    }
+    CHECK(host_kernel_fetched() - n_before == 3 * (N + 1));
+}
+
 /* ---- all of it ------------------------------------------------------------------ */
 
 static void every_branch_of_every_kernel_was_taken(void)
@@ -389,6 +502,11 @@ int main(void)
     RUN(known_numbers_are_rounded_as_they_must_be);
     RUN(what_is_no_float_is_not_summed);
     RUN(slots_of_several_ranks_are_summed_in_rank_order);
+    RUN(a_checksum_depends_on_bytes_and_place_but_not_on_the_address);
+    RUN(a_checksum_shows_every_bit_that_changes);
+    RUN(the_pieces_of_a_segment_are_added_up);
+    RUN(a_place_that_no_span_can_name_is_refused);
+    RUN(segments_whose_checksums_differ_are_copied);
     RUN(every_branch_of_every_kernel_was_taken);
     bench_destroy();
     return check_report();

@@ -153,7 +153,10 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
     entries = enter(world, name)
     figures: dict[str, Any] = {}
     lines = []
-    kinds = ("host_call", "host_evaluation", "host_step", "clock_step")
+    kinds = (
+        *("host_call", "host_evaluation", "host_step"),
+        *("clock_evaluation", "clock_step"),
+    )
     for kind in kinds:
         measure, _, what = kind.partition("_")
         for pair, names in PAIRS.items():

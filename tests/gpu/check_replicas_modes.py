@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
+import models
 import torch
 from check_replicas import N_ROWS, mlp, pair, smooth
 from checks import check
@@ -27,6 +28,11 @@ def train(model: nn.Module, x: Tensor, n: int = 1) -> None:
         optimizer.step()
 
 
+def large_mlp() -> nn.Module:
+    """More than a megabyte: less is sent rather than compared."""
+    return models.build_mlp(16, 600, 600, 5)
+
+
 # ---- what is sent -------------------------------------------------------------------
 
 
@@ -45,7 +51,32 @@ def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
         by_hand.module.load_state_dict(model.module.state_dict())
         with torch.no_grad():
             assert_near(out, by_hand(x), f"output of evaluation {number}")
-    assert counts["broadcast"] == 4, f"broadcasts: {counts['broadcast']}"
+    assert counts["broadcast"] + counts["refresh"] == 4, f"calls: {counts}"
+    return {"calls": dict(counts)}
+
+
+@check(worlds=(1,))
+def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
+    """In evaluations of a model of some size; what is written unseen is fetched."""
+    model, by_hand = pair(world, large_mlp, 3)
+    x = world.normal(N_ROWS, 16)
+    train(model, x)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    counts = world.count_calls(model)
+    for number in range(6):
+        with torch.no_grad():
+            for p in list(model.parameters())[number % 2 :: 2]:
+                p.data.view(-1)[number % p.numel()] += 1.0
+            out = model(x)
+            again = model(x)
+        assert torch.equal(out, again), f"evaluation {number} twice"
+        by_hand.module.load_state_dict(model.module.state_dict())
+        with torch.no_grad():
+            assert_near(out, by_hand(x), f"output of evaluation {number}")
+    assert counts["broadcast"] == 0, f"broadcasts: {counts['broadcast']}"
+    assert counts["refresh"] == 12, f"refreshes: {counts['refresh']}"
     return {"calls": dict(counts)}
 
 

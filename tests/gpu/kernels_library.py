@@ -59,6 +59,18 @@ class RankRanges(ctypes.Structure):
     ]
 
 
+class Piece(ctypes.Structure):
+    """pli_piece."""
+
+    _fields_ = [
+        ("to", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("n_bytes", ctypes.c_size_t),
+        ("offset", ctypes.c_size_t),
+        ("segment", ctypes.c_uint),
+    ]
+
+
 def dtype_of(tensor: Any) -> int:
     return DTYPES[str(tensor.dtype).removeprefix("torch.")]
 
@@ -117,7 +129,7 @@ class Kernels:
         self._check(self._library.shim_open(device, *encoded, out))
 
     def _check_layout(self) -> None:
-        found = (ctypes.c_size_t * 6)()
+        found = (ctypes.c_size_t * 8)()
         self._library.shim_layout(found)
         here = [
             *(ctypes.sizeof(Move), Move.dtype.offset, Move.n_elems.offset),
@@ -126,6 +138,7 @@ class Kernels:
                 RankRanges.dtype.offset,
                 RankRanges.n_elems.offset,
             ),
+            *(ctypes.sizeof(Piece), Piece.segment.offset),
         ]
         assert list(found) == here, f"shim.c has {list(found)}, ctypes {here}"
 
@@ -183,6 +196,35 @@ class Kernels:
         where = ctypes.byref(ranges)
         arguments = (self._backend, where, ctypes.c_void_p(stream))
         self._check(self._library.shim_sum(*arguments))
+
+    @staticmethod
+    def pieces(rows: Sequence[tuple[Any, Any, int, int]]) -> Any:
+        """Pieces of (to, from, offset, segment); `to` may be None."""
+        made = [
+            Piece(
+                to.data_ptr() if to is not None else None,
+                source.data_ptr(),
+                source.nbytes,
+                offset,
+                segment,
+            )
+            for to, source, offset, segment in rows
+        ]
+        return (Piece * len(made))(*made)
+
+    def checksum(self, pieces: Any, sums: Any, stream: int = 0) -> None:
+        arguments = (self._backend, pieces, ctypes.c_size_t(len(pieces)))
+        where = ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(stream)
+        self._check(self._library.shim_checksum(*arguments, *where))
+
+    def refresh(self, pieces: Any, sums: Any, wanted: Any, stream: int = 0) -> None:
+        arguments = (self._backend, pieces, ctypes.c_size_t(len(pieces)))
+        where = (
+            ctypes.c_void_p(sums.data_ptr()),
+            ctypes.c_void_p(wanted.data_ptr()),
+            ctypes.c_void_p(stream),
+        )
+        self._check(self._library.shim_refresh(*arguments, *where))
 
     def synchronize(self, stream: int = 0) -> None:
         self._check(

@@ -123,6 +123,8 @@ class Stand:
             "scales",
             "sums",
             "sums_in_place",
+            "checksums",
+            "refreshes",
             "many_tensors",
             "tensors_of_all_sizes_at_once",
             "behind_other_work",
@@ -214,6 +216,39 @@ class Stand:
             self.done()
             expect(rows[which], None, right.bfloat16(), f"into row {which}")
 
+    def checksums(self) -> None:
+        """Of bytes, and of their place, at any address; several add up."""
+        for n, a, b in self.cases():
+            values = draw(n, torch.uint8, n)
+            inner, _ = placed(values, a)
+            other, _ = placed(values, b)
+            whole, _ = placed(values, 0)
+            sums = torch.full((3,), 5, dtype=torch.int64, device=device())
+            rows = [(None, inner, 0, 0), (None, other, 0, 2), (None, whole, 640, 2)]
+            self.kernels.checksum(self.kernels.pieces(rows), sums, self.stream)
+            self.done()
+            first, second = (checksum_of(values, place) for place in (0, 640))
+            right = torch.stack([first, torch.zeros_like(first), first + second]) + 5
+            expect(sums, None, right, f"checksum of {n} bytes at {a} and {b}")
+
+    def refreshes(self) -> None:
+        """Of the segments alone whose checksums differ."""
+        sums = torch.tensor([1, 2, 3], device=device())
+        wanted = torch.tensor([1, 2, -3], device=device())
+        for n, a, b in self.cases():
+            rows, expected = [], []
+            for segment in range(3):
+                to, whole = placed(torch.full((n,), 55, dtype=torch.uint8), a)
+                source, _ = placed(draw(n, torch.uint8, segment), b)
+                rows.append((to, source, 0, segment))
+                right = source if segment == 2 else torch.full_like(source, 55)
+                expected.append((to, whole, right))
+            pieces = self.kernels.pieces(rows)
+            self.kernels.refresh(pieces, sums, wanted, self.stream)
+            self.done()
+            for to, whole, right in expected:
+                expect(to, whole, right, f"refresh of {n} bytes at {a} from {b}")
+
     def many_tensors(self) -> Figures:
         """Thousands in one call, of sizes that follow no pattern, some empty."""
         chance = random.Random(3)
@@ -285,6 +320,17 @@ class Stand:
         self.kernels.copy(self.kernels.moves([(to, source)]), self.stream)
         self.done()
         assert bool((to == source).all())
+
+
+def checksum_of(values: Tensor, place: int) -> Tensor:
+    """What stands for bytes at a place, of 64 bits; in integers that wrap."""
+    words = torch.zeros((values.numel() + 7) // 8 * 8, dtype=torch.uint8)
+    words[: values.numel()] = values
+    at = torch.arange(len(words) // 8) + place // 8
+    x = words.view(torch.int64) ^ at * -0x61C8864680B583EB
+    x = (x ^ x >> 32 & (1 << 32) - 1) * -0x40A7B892E31B1A47
+    x = (x ^ x >> 29 & (1 << 35) - 1) * -0x6B2FB644ECCEEE15
+    return (x ^ x >> 32 & (1 << 32) - 1).sum()
 
 
 def parts(tensor: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ PLACES = [
     ),
     (
         "csrc/replicas/device_group.c",
-        "broadcast_locked",
+        "pli_device_group_send",
         "order(first, streams[0], it, it->side)",
         ("side stream",),
         "member 0's side stream is behind its stream by then; a member waits for more "

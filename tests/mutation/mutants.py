@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 # The GPU path: what puts work on a stream, or decides when memory may be reused.
 SOURCES = [
     "csrc/backend/cuda.c",
+    "csrc/backend/cuda_host.c",
     "csrc/backend/cuda_peers.c",
     "csrc/backend/kernels.c",
     "csrc/reducer/*.c",
@@ -61,6 +62,7 @@ ORDERING = {
 # ... in one source alone, whose own functions they are.
 ORDERING_IN = {
     "csrc/replicas/device_group.c": {"order", "record", "wait_for"},
+    "csrc/replicas/device_group_refresh.c": {"order", "record", "wait_for"},
     "csrc/replicas/device_group_sum.c": {"record", "wait_for"},
 }
 
@@ -76,13 +78,14 @@ HOLDING = {
 
 # An argument that names a stream.
 STREAM = re.compile(
-    r"(?:as_cu\()?(?:\(\w+\)\(void \*\))?(?:\w+(?:\[\w+\])?(?:->|\.))*"
+    r"(?:pli_as_cu_stream\()?(?:\(\w+\)\(void \*\))?(?:\w+(?:\[\w+\])?(?:->|\.))*"
     r"(?:stream|side|on|then|waiter|made_on|by_member\[\w+\]"
     r"|streams\[(?:\w+|\w+\[\w+\]\.\w+)\])\)?"
 )
 # The device's own stream, where one can be had.
 SIDES = {
     "csrc/backend/cuda.c": "(void *)as_cuda(backend)->side",
+    "csrc/backend/cuda_host.c": "(void *)pli_cuda_side_stream(backend)",
     "csrc/nccl/gpu_": "self->side",
     "csrc/replicas/": "self->members[0].side",
     "csrc/reducer/": "({ pl_stream *pli_cuda_side_stream(pl_backend *);"
@@ -90,7 +93,7 @@ SIDES = {
 }
 
 # Calls that put nothing anywhere: a stream in a list, a cast, an object.
-PASSIVE = re.compile(r"as_cu|add_stream|list_moves|Py\w+")
+PASSIVE = re.compile(r"pli_as_cu_\w+|event_as_cu|add_stream|list_moves|Py\w+")
 
 CALL = re.compile(r"(?<![\w>.])((?:\w+(?:\[\w+\])?(?:->|\.))*)([A-Za-z_]\w*)\(")
 KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}

@@ -32,6 +32,7 @@ import pytest
 import torch
 from paceline import _gpu, _native
 from paceline._compat import torch_core, torch_cuda
+from paceline._dp.gpus import segments
 from paceline._dp.gpus.group import Group
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -208,31 +209,34 @@ _MOST_GPUS = 4
 
 
 @contextlib.contextmanager
-def several(n_gpus: int) -> Iterator[SeveralGpus]:
+def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
     """Have so many GPUs within this, and say what the fake has against it.
 
     What torch would put into a device's stream happens at once, so the host waits for
-    what is put there; what is on other streams happens as late as can be.
+    what is put there; what is on other streams happens as late as can be.  Devices
+    compare models of any size.  Options are the fake's: "peers=0".
     """
     assert n_gpus <= _MOST_GPUS
-    loaded = _reset()
+    loaded = _reset(*options)
     before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
     machine = _gpu.machine = SeveralGpus(n_gpus)
     torch_cuda.current_stream = lambda index: 0
     torch_core.attach()
+    compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
     try:
         yield machine
         loaded.fake_synchronize_all()
         found = [loaded.fake_error(i).decode() for i in range(loaded.fake_errors())]
         assert not found, found
     finally:
+        segments.COMPARED_BYTES = compared
         _let_go(loaded)
         _gpu.machine, torch_cuda.current_stream, opened = before
         _gpu._opened.update(opened)
         torch_core.attach()
 
 
-def _reset() -> ctypes.CDLL:
+def _reset(*options: str) -> ctypes.CDLL:
     """Have devices as new."""
     os.environ["XDG_CACHE_HOME"] = CACHE
     loaded = ctypes.CDLL(library())
@@ -240,8 +244,9 @@ def _reset() -> ctypes.CDLL:
     if loaded.fake_live_objects() > 0:
         gc.collect()
     seed = os.environ.get("FAKE_SEED")
-    drawn = "" if seed is None else f",schedule=random,pump=1,seed={seed}"
-    assert loaded.fake_reset_text(f"{_PLAIN}{drawn}".encode()) != 0
+    drawn = [] if seed is None else ["schedule=random", "pump=1", f"seed={seed}"]
+    text = ",".join([_PLAIN, *drawn, *options])
+    assert loaded.fake_reset_text(text.encode()) != 0
     return loaded
 
 

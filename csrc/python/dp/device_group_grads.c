@@ -32,28 +32,6 @@ static int read_rows(const device_group_object *self, PyObject *items,
     return 0;
 }
 
-/* A tensor of each member's, or None. */
-static int read_rooms(const device_group_object *self, PyObject *items, pli_room *out)
-{
-    pli_tensor room;
-    if (PyList_GET_SIZE(items) != n_members(self)) {
-        PyErr_Format(PyExc_ValueError, "rooms of %zd members, of %zd",
-                     PyList_GET_SIZE(items), n_members(self));
-        return -1;
-    }
-    for (Py_ssize_t k = 0; k < n_members(self); k++) {
-        PyObject *tensor = PyList_GET_ITEM(items, k);
-        out[k] = (pli_room){0};
-        if (tensor == Py_None)
-            continue;
-        if (pli_group_read_block(self, k, tensor, &room) != 0)
-            return -1;
-        out[k].memory = room.data;
-        out[k].n_bytes = pli_layout_bytes(&room.layout);
-    }
-    return 0;
-}
-
 PyObject *pli_group_sum(PyObject *object, PyObject *args)
 {
     const device_group_object *self = group_of(object);
@@ -66,7 +44,7 @@ PyObject *pli_group_sum(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO!O!O:sum", &numbers, &PyList_Type, &memory,
                           &PyList_Type, &items, &tensor) ||
         pli_group_read_streams(self, numbers, &of) != 0 ||
-        read_rooms(self, memory, rooms) != 0 ||
+        pli_group_read_rooms(self, memory, rooms) != 0 ||
         pli_group_read_block(self, 0, tensor, &to) != 0)
         return NULL;
     const Py_ssize_t n_rows = PyList_GET_SIZE(items);

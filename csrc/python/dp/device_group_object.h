@@ -44,6 +44,10 @@ int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
 int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
                         pli_ring *out);
 
+/* A tensor of each member's, or None. */
+int pli_group_read_rooms(const device_group_object *self, PyObject *items,
+                         pli_room *out);
+
 static inline pl_move pli_group_move_of(void *to, const pli_tensor *from)
 {
     return (pl_move){.to = to,

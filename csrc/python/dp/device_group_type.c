@@ -62,6 +62,28 @@ int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
     return 0;
 }
 
+int pli_group_read_rooms(const device_group_object *self, PyObject *items,
+                         pli_room *out)
+{
+    pli_tensor room;
+    if (PyList_GET_SIZE(items) != n_members(self)) {
+        PyErr_Format(PyExc_ValueError, "memory of %zd members, of %zd",
+                     PyList_GET_SIZE(items), n_members(self));
+        return -1;
+    }
+    for (Py_ssize_t k = 0; k < n_members(self); k++) {
+        PyObject *tensor = PyList_GET_ITEM(items, k);
+        out[k] = (pli_room){0};
+        if (tensor == Py_None)
+            continue;
+        if (pli_group_read_block(self, k, tensor, &room) != 0)
+            return -1;
+        out[k].memory = room.data;
+        out[k].n_bytes = pli_layout_bytes(&room.layout);
+    }
+    return 0;
+}
+
 int pli_group_check_lists(PyObject *one, PyObject *other)
 {
     if (PyList_GET_SIZE(one) == PyList_GET_SIZE(other))
@@ -257,6 +279,13 @@ static int read_segments(const device_group_object *self, PyObject *items,
     return 0;
 }
 
+static void free_segments(broadcast *all)
+{
+    pli_free(all->segments);
+    pli_free(all->moves);
+    pli_free(all->targets);
+}
+
 static PyObject *group_broadcast(PyObject *object, PyObject *args)
 {
     const device_group_object *self = group_of(object);
@@ -277,9 +306,33 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
         Py_END_ALLOW_THREADS
         result = none_or_raise(self, st);
     }
-    pli_free(all.segments);
-    pli_free(all.moves);
-    pli_free(all.targets);
+    free_segments(&all);
+    return result;
+}
+
+static PyObject *group_refresh(PyObject *object, PyObject *args)
+{
+    const device_group_object *self = group_of(object);
+    PyObject *numbers, *memory, *items, *sums_list, *result = NULL;
+    broadcast all = {0};
+    pli_group_streams of;
+    pli_room sums[PL_MAX_RANKS];
+    pli_ring ring;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "OOO!O!:refresh", &numbers, &memory, &PyList_Type,
+                          &items, &PyList_Type, &sums_list) ||
+        pli_group_read_streams(self, numbers, &of) != 0 ||
+        pli_group_read_ring(self, memory, &ring) != 0 ||
+        pli_group_read_rooms(self, sums_list, sums) != 0)
+        return NULL;
+    if (read_segments(self, items, &all) == 0) {
+        Py_BEGIN_ALLOW_THREADS
+        st = pli_device_group_refresh(self->group, of.by_member, all.segments,
+                                      all.n_segments, ring, sums);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(self, st);
+    }
+    free_segments(&all);
     return result;
 }
 
@@ -343,6 +396,10 @@ static PyMethodDef group_methods[] = {
      "Bring segments of member 0's tensors, each (sources, offsets, n_bytes, blocks), "
      "to "
      "the blocks of other members."},
+    {"refresh", group_refresh, METH_VARARGS,
+     "refresh($self, streams, ring, segments, sums, /)\n--\n\n"
+     "Have other members have what a broadcast would bring, of which only what differs "
+     "travels; sums are, by member, memory for two numbers of 64 bits a segment."},
     {"sum", pli_group_sum, METH_VARARGS,
      "sum($self, streams, rooms, rows, to, /)\n--\n\n"
      "Add up rows, each (member, tensor), into a tensor of member 0's; rooms are, by "

@@ -74,6 +74,7 @@ enum {
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
+    CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10,
 };
 
 #define CU_STREAM_LEGACY ((CUstream)0x1)
@@ -129,6 +130,8 @@ enum {
     X(cuMemAlloc, 2000, 3020, _v2, (CUdeviceptr * out, size_t n_bytes))                \
     X(cuMemFree, 2000, 3020, _v2, (CUdeviceptr memory))                                \
     X(cuMemGetInfo, 2000, 3020, _v2, (size_t *available, size_t *total))               \
+    X(cuPointerGetAttribute, 4000, 4000, ,                                             \
+      (void *out, int attribute, CUdeviceptr memory))                                  \
     X(cuMemHostAlloc, 2020, 2020, , (void **out, size_t n_bytes, unsigned flags))      \
     X(cuMemFreeHost, 2000, 2000, , (void *memory))                                     \
     X(cuMemHostRegister, 4000, 6050, _v2,                                              \

@@ -46,7 +46,8 @@ typedef struct fake_options {
     int nccl_slots;      /* that a launch of NCCL's takes until its peers' have come */
     int protect;         /* 1: the host may not touch device memory */
     int pump;            /* 1: a thread executes operations at random times */
-    int foreign;         /* 1: addresses that are not of device memory are fine too */
+    int foreign;         /* 1: addresses that are not of device memory are fine too; 2:
+                            and stand for what is mapped for one device alone */
     int64_t capacity;    /* bytes of each device */
     int64_t taken;       /* of them, by caches of other libraries (torch's); see
                             fake_empty_caches() */
@@ -147,6 +148,10 @@ FAKE_API int64_t fake_bytes_in_use(int device);
 
 /* That cuMemcpyPeerAsync was asked to bring from a device to another one. */
 FAKE_API int64_t fake_sent_bytes(int device, int to);
+
+/* An allocation is from now on one that is mapped for its device alone, as torch's
+ * expandable segments: peer access does not reach it. */
+FAKE_API void fake_unshare(const void *memory);
 
 /* From now on neither of the two can be given access to the other's memory. */
 FAKE_API void fake_part(int device, int other);

@@ -27,6 +27,7 @@ typedef struct allocation {
     size_t n_page_bytes;
     size_t n_charged; /* of the device's capacity */
     int device;
+    int is_unshared;
     int is_nccl;
     int is_dead;
 } allocation;
@@ -304,6 +305,35 @@ int fk_owner_of(const void *at)
                    byte < it->base + it->n_bytes
                ? it->device
                : -1;
+}
+
+int fk_is_shared(const void *at)
+{
+    return fk_owner_of(at) >= 0 ? !find(at)->is_unshared : fk.options.foreign == 1;
+}
+
+void fake_unshare(const void *memory)
+{
+    (void)pthread_mutex_lock(&fk.lock);
+    if (fk_owner_of(memory) >= 0)
+        find(memory)->is_unshared = 1;
+    (void)pthread_mutex_unlock(&fk.lock);
+}
+
+CUresult cuPointerGetAttribute(void *out, int attribute, CUdeviceptr memory)
+{
+    CUcontext context = NULL;
+    const void *at = (const void *)(uintptr_t)memory;
+    FAKE_CALL(cuPointerGetAttribute);
+    int result = fk_need_context(&context);
+    const int is_known = fk_owner_of(at) >= 0 || fk.options.foreign;
+    const int is_legacy = fk_is_shared(at);
+    if (result == CUDA_SUCCESS &&
+        (attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE || !is_known))
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        memcpy(out, &is_legacy, sizeof is_legacy);
+    return fk_leave(result);
 }
 
 void fake_empty_caches(void)

@@ -145,7 +145,9 @@ int fk_kernel_may_run(const fk_op *op)
 {
     const void *at = NULL;
     for (size_t i = 0; address_of(op, i, &at); i++) {
-        if (fk_has_access(op->device, fk_owner_of(at)))
+        const int owner = fk_owner_of(at);
+        if (fk_has_access(op->device, owner) &&
+            (owner == op->device || owner < 0 || fk_is_shared(at)))
             continue;
         fail(op, "the memory is another device's, without access",
              CUDA_ERROR_ILLEGAL_ADDRESS);

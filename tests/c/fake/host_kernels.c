@@ -45,6 +45,9 @@ static void *vec_at(const void *at, size_t alignment)
 }
 #define VEC_TOUCHED(at) vec_at((at), __alignof__(*(at)))
 
+static atomic_ullong n_fetched;
+#define FETCHED(n_bytes) ((void)atomic_fetch_add(&n_fetched, (n_bytes)))
+
 #include "backend/kernels.cu"
 
 #define KERNELS(X)                                                                     \
@@ -54,6 +57,10 @@ static void *vec_at(const void *at, size_t alignment)
     X(pl_add_large, pli_large_spans)                                                   \
     X(pl_scale_small, pli_small_spans)                                                 \
     X(pl_scale_large, pli_large_spans)                                                 \
+    X(pl_checksum_small, pli_small_spans)                                              \
+    X(pl_checksum_large, pli_large_spans)                                              \
+    X(pl_refresh_small, pli_small_spans)                                               \
+    X(pl_refresh_large, pli_large_spans)                                               \
     X(pl_sum, pli_sum_span)
 
 #define DEFINE_RUN(name, type)                                                         \
@@ -90,10 +97,21 @@ int host_kernel_address(const char *name, const void *argument, size_t i,
         *out = i == 0 ? sum->to : sum->from;
         return i < 2;
     }
+    if (strncmp(name, "pl_refresh", 10) == 0 && i < 2) {
+        *out = i == 0 ? table->head.sums : table->head.wanted_sums;
+        return 1;
+    }
+    if (strncmp(name, "pl_refresh", 10) == 0)
+        i -= 2;
     if (i / 2 >= table->head.n_spans)
         return 0;
     *out = i % 2 == 0 ? table->spans[i / 2].to : table->spans[i / 2].from;
     return 1;
+}
+
+unsigned long long host_kernel_fetched(void)
+{
+    return atomic_load(&n_fetched);
 }
 
 int host_kernel_take_fault(void)

@@ -29,6 +29,9 @@ HOST_KERNEL_API int host_kernel_address(const char *name, const void *argument,
 /* Whether a launch since the last call has touched a vector that is not aligned. */
 HOST_KERNEL_API int host_kernel_take_fault(void);
 
+/* Bytes that refreshes have copied, in this process. */
+HOST_KERNEL_API unsigned long long host_kernel_fetched(void);
+
 /* The n-th branch's name and whether it was taken in this process; NULL behind the
  * last. */
 HOST_KERNEL_API const char *host_kernel_branch(size_t n, int *is_taken);

@@ -213,6 +213,7 @@ CUcontext fk_current(void); /* NULL: none; of this thread */
 int fk_need_context(CUcontext *out);
 /* Whether kernels on `device` may touch the memory of the other. */
 int fk_has_access(int device, int other);
+int fk_is_shared(const void *at);
 
 /* ---- fake_memory.c -------------------------------------------------------------- */
 

@@ -49,6 +49,7 @@
     TWO(cuMemAlloc)                                                                    \
     TWO(cuMemFree)                                                                     \
     TWO(cuMemGetInfo)                                                                  \
+    ONE(cuPointerGetAttribute)                                                         \
     TWO(cuMemcpyHtoDAsync)                                                             \
     TWO(cuMemcpyDtoHAsync)                                                             \
     TWO(cuMemcpyDtoDAsync)                                                             \

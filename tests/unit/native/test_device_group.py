@@ -318,8 +318,8 @@ def test_a_ring_is_one_block(group):
 BAD_ROOMS = [
     (RING, TypeError, "list"),
     (tuple(ROOMS), TypeError, "list"),
-    (ROOMS[:2], ValueError, "rooms of 2 members, of 3"),
-    ([*ROOMS, None], ValueError, "rooms of 4 members, of 3"),
+    (ROOMS[:2], ValueError, "memory of 2 members, of 3"),
+    ([*ROOMS, None], ValueError, "memory of 4 members, of 3"),
     ([None] * 3, ValueError, "0 bytes of member 1 have no room for 2 rows"),
     ([None, ones(31), None], ValueError, "124 bytes of member 1 have no room for 2"),
     ([None, 3, None], TypeError, "no strided tensor"),

@@ -10,7 +10,7 @@ import torch
 
 from paceline import _gpu, _native
 
-_N_SLOTS = 3  # PLI_RING_SLOTS
+N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
 
 
@@ -67,13 +67,20 @@ class Group:
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
         """Return memory of member 0 that parameters pass through."""
-        return self._memory("ring", 0, _N_SLOTS * slot_bytes)
+        return self._memory("ring", 0, N_SLOTS * slot_bytes)
 
     def rooms(self, n_bytes: int) -> list[torch.Tensor | None]:
         """Return memory by member, in which all but member 0 add up gradients."""
         n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
         members = range(1, len(self))
         return [None, *(self._memory("room", k, n_bytes) for k in members)]
+
+    def sums(self, n_segments: int) -> list[torch.Tensor | None]:
+        """Return memory by member for checksums of segments, its own and member 0's."""
+        return [
+            self._memory("sums", k, 8 * n_segments * (1 if k == 0 else 2))
+            for k in range(len(self))
+        ]
 
     def _memory(self, name: str, member: int, n_bytes: int) -> torch.Tensor:
         memory = self._memories.get((name, member))

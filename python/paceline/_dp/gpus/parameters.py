@@ -1,7 +1,8 @@
 """What each device has of a model, kept from forward to forward; and its gradients.
 
-Each forward sends all of it, as torch's does: of what is written through ``.data``, by
-an average of weights or an adapter that is merged, nobody can see that it has changed.
+A forward sends what was written to since the last one.  Of what is written through
+``.data``, by an average of weights or an adapter that is merged, the host cannot see
+that it has changed: so the devices compare what looks the same, and fetch what is not.
 
 In training a segment has two kinds of nodes in the graph::
 
@@ -15,6 +16,7 @@ is the module itself: autograd adds what comes from the others to its gradients.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +25,12 @@ from torch.nn import Module
 
 from paceline._compat import torch_core, torch_graph
 from paceline._dp.gpus import segments as segments_
-from paceline._dp.gpus.group import Group, Streams
-from paceline._dp.gpus.segments import Layout, Segment
+from paceline._dp.gpus.group import N_SLOTS, Group, Streams
+from paceline._dp.gpus.segments import Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch
 from paceline._replicas.replicate import replicas_of
+
+_log = logging.getLogger("paceline")
 
 
 class Replicated:
@@ -65,32 +69,53 @@ class Replicated:
     def _layout_of(self, parts: list[Module]) -> Layout:
         if self._layout is None or not self._layout.fits(parts):
             self._layout = Layout(parts, self._group)
+            _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
     # ---- there ----------------------------------------------------------------------
 
     def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
-        if not layout.segments:
-            return
         members = range(1, n_replicas)
+        sent: list[Travelling] = []
+        compared: list[Travelling] = []
         overwritten: list[torch.Tensor] = []
         try:
             for segment in layout.segments:
                 stamp = segment.stamp()
+                looks_same = True
                 for k in members:
                     segment.allocate(self._group, k)
-                    overwritten += segment.record_sent(k, stamp)
+                    slots = segment.record_sent(k, stamp)
+                    looks_same = looks_same and slots == []
+                    overwritten += slots or []
+                (compared if looks_same else sent).append(segment.travelling(members))
             if overwritten:
                 torch_core.increment_version(overwritten)
-            travelling = [segment.travelling(members) for segment in layout.segments]
-            ring = self._group.ring(segments_.SEGMENT_BYTES)
-            self._group.native.broadcast(streams.numbers, ring, travelling)
+            self._bring(layout, sent, compared, streams)
             for segment in layout.segments:
                 for k in members:
                     segment.record_versions(k)
         except BaseException:
             self._layout = None  # nobody knows what came
             raise
+
+    def _bring(
+        self,
+        layout: Layout,
+        sent: list[Travelling],
+        compared: list[Travelling],
+        streams: Streams,
+    ) -> None:
+        """Have members get what has changed, and compare what looks the same."""
+        group = self._group
+        ring = group.ring(layout.segment_bytes)
+        if sum(n_bytes for _, _, n_bytes, _ in compared) < segments_.COMPARED_BYTES:
+            sent, compared = sent + compared, []
+        if sent:
+            group.native.broadcast(streams.numbers, ring, sent)
+        if compared:
+            sums = group.sums(len(compared))
+            group.native.refresh(streams.numbers, ring, compared, sums)
 
     # ---- in the replicas ------------------------------------------------------------
 
@@ -109,6 +134,20 @@ class Replicated:
                 tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
             for original, tensor in zip(segment.tensors, tensors, strict=True):
                 copies[k][id(original)] = _as_original(original, tensor)
+
+
+def _memory_of(layout: Layout, group: Group) -> str:
+    """Return what a model takes on each device, beside its activations."""
+    devices = [str(device) for device in group.devices]
+    model = sum(segment.n_bytes for segment in layout.segments) / 2**20
+    passing = layout.segment_bytes / 2**20
+    return (
+        f"DataParallel on {', '.join(devices)}: {model:.1f} MiB of parameters and "
+        f"buffers on each, in {len(layout.segments)} segments; for what passes through "
+        f"up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and in training "
+        f"{passing:.1f} MiB on each other; outputs come together on one device: a loss "
+        "that forward computes keeps them small"
+    )
 
 
 def _as_original(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -235,7 +274,7 @@ class _Step:
         total = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
         rooms: list[torch.Tensor | None] = [None] * len(self.group)
         if len(rows) > 1:
-            rooms = self.group.rooms(segments_.SEGMENT_BYTES)
+            rooms = self.group.rooms(segment.room_bytes)
         self.group.native.sum(self.streams.numbers, rooms, rows, total)
         # A count of versions for each: what is done to one does not concern others.
         sums: list[torch.Tensor | None] = [

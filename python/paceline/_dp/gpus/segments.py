@@ -17,7 +17,10 @@ from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.transfers import is_native
 
 SEGMENT_BYTES = 4 << 20
-"""A larger tensor is a segment of its own."""
+"""Of a segment; up to eight times as much of a large model, for the host's sake."""
+_MOST_SEGMENTS = 64
+COMPARED_BYTES = 1 << 20
+"""To compare takes as long as this takes on a link: less is sent, whatever it is."""
 _ALIGNMENT = 64
 _SUMMED = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,6 +35,9 @@ def can_travel(tensor: torch.Tensor) -> bool:
         and torch_core.is_dense(tensor)
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )
+
+
+Travelling = tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
 
 
 class Form(NamedTuple):
@@ -57,11 +63,16 @@ class Segment:
         Of all of them.
     is_trained : bool
         Their gradients come back.
+    room_bytes : int
+        What gradients are added up in, at the most, on each device.
     blocks, slots : by member; None, and [], for member 0
     """
 
-    def __init__(self, dtype: torch.dtype, is_trained: bool, group: Group) -> None:
+    def __init__(
+        self, dtype: torch.dtype, is_trained: bool, room_bytes: int, group: Group
+    ) -> None:
         self.dtype = dtype
+        self.room_bytes = room_bytes
         self.width = dtype.itemsize
         self.is_trained = is_trained
         self.forms: list[Form] = []
@@ -123,11 +134,15 @@ class Segment:
 
     # ---- what members have ----------------------------------------------------------
 
-    def record_sent(self, member: int, stamp: list[Any]) -> list[torch.Tensor]:
-        """Note that a member is sent this; return the slots that had something else."""
+    def record_sent(self, member: int, stamp: list[Any]) -> list[torch.Tensor] | None:
+        """Note that a member is sent this.
+
+        Return the slots that had something else, as far as that can be seen; None if it
+        had nothing.
+        """
         before, self._sent[member] = self._sent[member], stamp
         if before is None:
-            return []
+            return None
         pairs = zip(before, stamp, strict=True)
         counts = zip(self._counts(member), self._versions[member], strict=True)
         return [
@@ -145,7 +160,7 @@ class Segment:
     def _counts(self, member: int) -> list[int]:
         return [slot._version for slot in self.slots[member]]
 
-    def travelling(self, members: Iterable[int]) -> tuple[Any, ...]:
+    def travelling(self, members: Iterable[int]) -> Travelling:
         """Return what the native side has to know to send it to some members."""
         blocks: list[torch.Tensor | None] = [None] * len(self.blocks)
         for member in members:
@@ -177,6 +192,8 @@ class Layout:
 
     Attributes
     ----------
+    segment_bytes : int
+        What a segment has at the most; a larger tensor is one of its own.
     segments : list of Segment
     others : list of torch.Tensor
         Sparse ones, those of classes of their own, and such.
@@ -189,14 +206,18 @@ class Layout:
         self.segments: list[Segment] = []
         self.others: list[torch.Tensor] = []
         self._group = group
-        opened: dict[Any, Segment] = {}
+        travelling: list[torch.Tensor] = []
         for tensor, is_parameter, is_sparse in _tensors_of(parts):
             wants = tensor.requires_grad
             if not can_travel(tensor) or (
                 wants and (is_sparse or not is_parameter or tensor.dtype not in _SUMMED)
             ):
                 self.others.append(tensor)
-                continue
+            else:
+                travelling.append(tensor)
+        self.segment_bytes = _segment_bytes(sum(map(_n_bytes, travelling)))
+        opened: dict[Any, Segment] = {}
+        for tensor in travelling:
             self._place(tensor, opened)
         tensors = list(self.others)
         for segment in self.segments:
@@ -209,13 +230,13 @@ class Layout:
 
     def _place(self, tensor: torch.Tensor, opened: dict[Any, Segment]) -> None:
         is_trained = tensor.requires_grad
-        n_bytes = tensor.numel() * tensor.element_size() + _ALIGNMENT
+        n_bytes = _n_bytes(tensor) + _ALIGNMENT
         key = tensor.dtype, is_trained
         # A hook must not be called with None where no replica has used the tensor.
-        is_alone = n_bytes > SEGMENT_BYTES or (is_trained and has_hooks(tensor))
+        is_alone = n_bytes > self.segment_bytes or (is_trained and has_hooks(tensor))
         segment = None if is_alone else opened.get(key)
-        if segment is None or segment.n_bytes + n_bytes > SEGMENT_BYTES:
-            segment = Segment(tensor.dtype, is_trained, self._group)
+        if segment is None or segment.n_bytes + n_bytes > self.segment_bytes:
+            segment = Segment(*key, self.segment_bytes, self._group)
             self.segments.append(segment)
             if not is_alone:
                 opened[key] = segment
@@ -229,6 +250,16 @@ class Layout:
         """Return what may change of these very tensors."""
         sparse = [table.sparse for table in self._tables]
         return [*map(_form, self._tensors), *sparse]
+
+
+def _n_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _segment_bytes(n_bytes: int) -> int:
+    """Return what a segment of a model of so many bytes has at the most."""
+    share = -(-n_bytes // _MOST_SEGMENTS // _ALIGNMENT) * _ALIGNMENT
+    return min(max(SEGMENT_BYTES, share), 8 * SEGMENT_BYTES)
 
 
 def _ids_of(parts: Sequence[Module]) -> list[int]:
