@@ -6,6 +6,7 @@
 One line wraps the model; the script stays an ordinary one.  It has no guard
 `if __name__ == "__main__"`, its model is a class of this very file, and it starts no
 ranks: the replica that works on the second half of each batch comes and goes by itself.
+Where there are GPUs it trains on all of them, else on the CPU.
 
 Two trainings start from the same seed, see the same batches and take turns, a few steps
 each.  At the end their losses and their step times are compared.
@@ -71,7 +72,7 @@ def build_model() -> Net:
 
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--replicas", type=int, default=2, help="default 2")
+parser.add_argument("--replicas", type=int, help="default: all GPUs; 2 on the CPU")
 parser.add_argument("--engine", default="auto", help="auto, process or thread")
 parser.add_argument("--epochs", type=int, help="default 15, with --quick 4")
 parser.add_argument("--quick", action="store_true", help="short, 90 %% will do")
@@ -80,11 +81,16 @@ options = parser.parse_args()
 epochs = options.epochs or (4 if options.quick else 15)
 options.out.mkdir(parents=True, exist_ok=True)
 
-train_x, train_y, test_x, test_y = load_data()
-plain = Run(build_model(), LR)
+n_gpus = torch.cuda.device_count()
+device = "cuda" if n_gpus else "cpu"
+n_replicas = options.replicas or n_gpus or 2
+devices = [i % n_gpus for i in range(n_replicas)] if n_gpus else ["cpu"] * n_replicas
 
-devices = ["cpu"] * options.replicas
-dp = paceline.DataParallel(build_model(), devices, engine=options.engine)  # <- one line
+train_x, train_y, test_x, test_y = (part.to(device) for part in load_data())
+plain = Run(build_model().to(device), LR)
+
+model = build_model().to(device)
+dp = paceline.DataParallel(model, devices, engine=options.engine)  # <- one line
 ours = Run(dp, LR)
 with torch.no_grad():
     dp(train_x[:BATCH])  # the replica starts here
@@ -105,14 +111,14 @@ print(f"\nengine {dp.engine!r}: {dp.engine_reason}")
 # Saved without the prefix "module.", the file fits the bare model.
 checkpoint = options.out / "digits_dp.pt"
 paceline.save(dp, checkpoint, prefix="strip")
-loaded = build_model()
+loaded = build_model().to(device)
 paceline.load(checkpoint, loaded)
 
 reached = [accuracy(model, test_x, test_y) for model in (plain.bare, loaded)]
 outcome = Outcome(
     Side("plain", plain.losses, plain.step_seconds, reached[0]),
     Side("paceline", ours.losses, ours.step_seconds, reached[1]),
-    title=f"{options.replicas} replicas",
+    title=f"{n_replicas} replicas",
     compared_steps=min(COMPARED_STEPS, len(plain.losses)),
     loss_tolerance=LOSS_TOLERANCE,
     parameter_difference=largest_difference(plain.bare, ours.bare),
