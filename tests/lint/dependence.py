@@ -32,12 +32,13 @@ C_FILES: dict[str, set[str]] = {
     "python/module": _CORE | {"python", "python/ddp", "python/dp"},
 }
 
-_LEAVES = {"_native", "_environment"}
+_LEAVES = {"_native", "_environment", "_cgroup"}
 _TOOLS = {"_errors", "_gpu", "_files", "_checkpoint"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {
     "_native": set(),
     "_environment": {"_native"},
+    "_cgroup": set(),
     "_compat": _LEAVES,
     **dict.fromkeys(sorted(_TOOLS), _LOW),
     "_workers": _LOW,

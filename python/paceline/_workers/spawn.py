@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from multiprocessing import spawn
 
+from paceline import _cgroup
 from paceline._workers import main as worker_main
 
 WORKER_VARIABLE = "PACELINE_WORKER"
@@ -48,15 +48,8 @@ def share_cores(n_parties: int) -> list[Share]:
 
 def _cgroup_cores() -> int | None:
     """Return how many cores' worth of time a container may use, if it is limited."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        with open("/proc/self/cgroup", encoding="ascii") as file:
-            path = file.read().split("::", 1)[1].split("\n", 1)[0]
-        for folder in (f"/sys/fs/cgroup{path}", "/sys/fs/cgroup"):
-            with contextlib.suppress(OSError):
-                with open(f"{folder}/cpu.max", encoding="ascii") as file:
-                    quota, period = file.read().split()
-                return None if quota == "max" else max(1, int(quota) // int(period))
-    return None
+    quota = _cgroup.cpu_quota()
+    return None if quota is None else max(1, int(quota))
 
 
 def environment(n_threads: int) -> tuple[dict[str, str], dict[str, str | None]]:
