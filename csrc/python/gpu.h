@@ -18,4 +18,7 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
 /* Has torch give back device memory that it only keeps; takes the GIL. */
 void pli_gpu_empty_cache(void *state);
 
+/* driver_version(path) -> int, of the module */
+PyObject *pli_driver_version(PyObject *module, PyObject *path);
+
 #endif

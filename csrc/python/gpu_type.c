@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+#include "backend/driver.h"
 #include "tensor.h"
 
 #include <structmember.h>
@@ -45,6 +46,25 @@ void pli_gpu_empty_cache(void *state)
         PyErr_WriteUnraisable(((module_state *)state)->empty_cache);
     Py_XDECREF(none);
     PyGILState_Release(gil);
+}
+
+PyObject *pli_driver_version(PyObject *module, PyObject *path)
+{
+    const pli_driver *driver = NULL;
+    const char *text = NULL;
+    pl_status st;
+    if (path != Py_None && !PyUnicode_Check(path)) {
+        PyErr_Format(PyExc_TypeError, "path is %R: give a string, or None", path);
+        return NULL;
+    }
+    if (path != Py_None && (text = PyUnicode_AsUTF8(path)) == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_driver_open(text, &driver);
+    Py_END_ALLOW_THREADS
+    if (st != PL_OK)
+        return pli_raise(PyModule_GetState(module), st);
+    return PyLong_FromLong(driver->version);
 }
 
 static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

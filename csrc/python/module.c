@@ -168,6 +168,9 @@ static PyMethodDef module_methods[] = {
     {"nccl_version", pli_nccl_version, METH_O,
      "nccl_version(path, /)\n--\n\nReturn the version of the NCCL that a World would "
      "use, as 22907; path is where one was found, or None."},
+    {"driver_version", pli_driver_version, METH_O,
+     "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
+     "CUDA that it serves, as 13000; path is its library, or None."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
      "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
     {"has_ended", has_ended, METH_VARARGS,

@@ -1,6 +1,7 @@
 """Paceline: data-parallel training of PyTorch models, by a C core.
 
-Importing this package imports neither torch nor anything of CUDA: that happens when a
+Importing this package imports neither torch nor anything of CUDA, and not the extension
+either, so that ``paceline doctor`` can say what is wrong with it: that happens when a
 name below is first used.
 """
 
@@ -10,8 +11,6 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from paceline._native import MismatchError, PeerError, PeerTimeoutError
-
 if TYPE_CHECKING:
     from paceline._checkpoint import load, save
     from paceline._ddp.distributed import DistributedDataParallel
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from paceline._dp.functional import data_parallel
     from paceline._dp.marker import replicate
     from paceline._install.rebind import install, uninstall
+    from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 try:
     __version__ = metadata.version("paceline")
@@ -45,6 +45,9 @@ __all__ = [
 _HOMES = {
     "DataParallel": "paceline._dp.data_parallel",
     "DistributedDataParallel": "paceline._ddp.distributed",
+    "MismatchError": "paceline._native",
+    "PeerError": "paceline._native",
+    "PeerTimeoutError": "paceline._native",
     "check": "paceline._dp.check",
     "data_parallel": "paceline._dp.functional",
     "install": "paceline._install.rebind",

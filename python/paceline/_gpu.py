@@ -66,6 +66,15 @@ class Machine:
         """Return the bytes of a GPU's memory, and how many multiprocessors it has."""
         return torch_cuda.size(index)
 
+    def properties(self, index: int) -> tuple[str, str]:
+        """Return a GPU's name, and its compute capability: "9.0"."""
+        properties: Any = torch.cuda.get_device_properties(index)
+        return properties.name, f"{properties.major}.{properties.minor}"
+
+    def can_access(self, index: int, peer: int) -> bool:
+        """Tell whether a GPU can read and write another one's memory by itself."""
+        return torch.cuda.can_device_access_peer(index, peer)
+
     def count(self) -> int:
         """Return how many there are."""
         return torch.cuda.device_count()

@@ -190,6 +190,12 @@ class SeveralGpus(_gpu.Machine):
     def size(self, index: int) -> tuple[int, int]:
         return 1 << 30, 1
 
+    def properties(self, index: int) -> tuple[str, str]:
+        return "fake GPU", "9.0"
+
+    def can_access(self, index: int, peer: int) -> bool:
+        return True
+
     def count(self) -> int:
         return self.n_gpus
 

@@ -1,1 +1,1 @@
-"""``python -m paceline``."""
+"""The command line: ``paceline``, and ``python -m paceline``."""

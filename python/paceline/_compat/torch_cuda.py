@@ -48,6 +48,13 @@ def is_rocm() -> bool:
     return getattr(torch.version, "hip", None) is not None
 
 
+def build() -> str:
+    """Return what torch was built for: "CUDA 13.0", "ROCm 6.2" or "CPU"."""
+    if is_rocm():
+        return f"ROCm {torch.version.hip}"
+    return "CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
 def why_no_cuda() -> str:
     """Return why this process can use no GPU; nothing where it can."""
     if is_rocm():

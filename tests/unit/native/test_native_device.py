@@ -64,6 +64,14 @@ def test_a_driver_that_is_not_there_is_named(stream, tmp_path):
         make_device(driver=path)
 
 
+def test_the_driver_says_which_cuda_it_serves(stream, tmp_path):
+    assert _native.driver_version(fake_gpus.library()) >= 11000
+    with pytest.raises(NotImplementedError, match=r"^no CUDA driver \(.*libcuda"):
+        _native.driver_version(str(tmp_path / "libcuda.so.1"))
+    with pytest.raises(TypeError, match="path is 7: give a string, or None"):
+        _native.driver_version(7)
+
+
 def test_an_nccl_that_is_not_there_is_named(stream, tmp_path):
     assert _native.nccl_version(fake_gpus.library()) > 20000
     with pytest.raises(TypeError, match="path is 7: give a string, or None"):

@@ -1,0 +1,125 @@
+"""The check of shared memory between ranks: two processes add up a known pattern.
+
+Each rank fills its part of the world's memory, both all-reduce it, as a step of
+DistributedDataParallel does, and each compares every element.  No torch is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from paceline._cli.doctor import children, imports
+from paceline._cli.doctor.finding import Finding, describe, ok, problem, size
+
+N_RANKS = 2
+_PERIOD = 1009  # a prime: data that is moved by any power of two differs
+_N_PERIODS = 2048
+_N_ELEMS = _PERIOD * _N_PERIODS
+_N_BYTES = 4 * _N_ELEMS
+_N_ROUNDS = 3
+SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """What two ranks found; the number of elements that were wrong."""
+
+    n_bytes: int = 0
+    seconds: float = 0.0
+    n_wrong: int = 0
+    error: str = ""
+
+
+def look_links() -> Links:
+    """Start the second rank, be the first, and add up the pattern."""
+    native = imports.native()
+    began = time.monotonic()
+    listener = native.Listener()
+    command = children.command(
+        "paceline._cli.doctor.links", "be_rank_1", listener.address, str(os.getpid())
+    )
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as other:
+        try:
+            world = native.World(
+                0, N_RANKS, _N_BYTES, 2, SECONDS, [os.getpid(), other.pid], listener
+            )
+            n_wrong = all_reduce_patterns(world)
+            world.leave()
+            said = (other.communicate(timeout=SECONDS)[0] or "").strip().splitlines()
+        except Exception as error:
+            other.kill()
+            said = (other.communicate()[0] or "").strip().splitlines()
+            rank_1 = f"; rank 1: {said[-1]}" if said else ""
+            return Links(error=f"{describe(error)}{rank_1}")
+    if other.returncode != 0 or not said or not said[-1].isdecimal():
+        words = said[-1] if said else f"status {other.returncode}"
+        return Links(error=f"rank 1 failed: {words}")
+    seconds = time.monotonic() - began
+    return Links(_N_ROUNDS * _N_BYTES, seconds, n_wrong + int(said[-1]))
+
+
+def be_rank_1(address: str, pid: str) -> None:
+    """Be the second rank, and print how many elements were wrong."""
+    pids = [int(pid), os.getpid()]
+    world = imports.native().World(1, N_RANKS, _N_BYTES, 2, SECONDS, pids, address)
+    n_wrong = all_reduce_patterns(world)
+    world.leave()
+    print(n_wrong, flush=True)
+
+
+def all_reduce_patterns(world: Any) -> int:
+    """Add up a pattern of each rank's, several times; return how many are wrong."""
+    memory = memoryview(world).cast("B")
+    n_wrong = 0
+    for round_number in range(_N_ROUNDS):
+        memory[:_N_BYTES] = pattern(world.rank + 1, round_number)
+        ticket = world.issue("all-reduce", "float32", "sum", 0, _N_ELEMS)
+        world.wait(ticket)
+        n_wrong += n_different(
+            bytes(memory[:_N_BYTES]), pattern(sum(range(1, N_RANKS + 1)), round_number)
+        )
+    return n_wrong
+
+
+def pattern(factor: int, round_number: int) -> bytes:
+    """Return the numbers of a rank and round: small integers, exact in float32."""
+    numbers = (factor * (i + round_number) for i in range(_PERIOD))
+    return array("f", numbers).tobytes() * _N_PERIODS
+
+
+def n_different(found: bytes, expected: bytes) -> int:
+    """Return how many elements differ."""
+    if found == expected:
+        return 0
+    elements = (memoryview(data).cast("I") for data in (found, expected))
+    return sum(a != b for a, b in zip(*elements, strict=True))
+
+
+def judge_links(links: Links) -> Finding:
+    """Judge whether ranks on the CPU get right sums."""
+    if links.error:
+        return problem(
+            links.error,
+            "Two ranks could not share memory on this machine: ranks average by the "
+            "process group, which is slower, or fail. See the checks of the extension, "
+            "shared_memory, limits and processes.",
+        )
+    found = f"{N_RANKS} ranks added up {size(links.n_bytes)} in {links.seconds:.1f} s"
+    if links.n_wrong:
+        return problem(
+            f"{found}: {links.n_wrong} elements are wrong",
+            "Do not train on this machine: its memory or processor gives wrong "
+            "results. Try PACELINE_ISA=plain, and test the memory (memtester).",
+        )
+    return ok(f"{found}, every element right")

@@ -1,0 +1,119 @@
+"""The program ``paceline``, which ``python -m paceline`` is too.
+
+The first word is a command's name; any other word is a Python program to run, so that
+``python -m paceline`` can stand where ``python`` did.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import paceline
+
+_USAGE = """\
+usage: {program} script.py [argument ...]
+       {program} -m module [argument ...]
+       {program} -c code [argument ...]
+       {program} - [argument ...]
+       {program} run ...
+       {program} doctor [--json]
+
+Runs a Python program as `python` would, with paceline.install() called before it:
+torch.nn.DataParallel and torch.nn.parallel.DistributedDataParallel are paceline's, in
+this process and in those that it starts.
+
+  -m module      run a module, or a package's __main__
+  -c code        run a program that is passed as a string
+  -              run a program that is read from standard input
+  -h, --help     print this and exit
+  -V, --version  print the version and exit
+
+Commands (a script of such a name: ./doctor, or run doctor):
+
+  run            any of the above, by name: {program} run script.py
+  doctor         look at this machine: what is wrong for training, and what to do
+
+Under a launcher:
+
+  torchrun --nproc-per-node 2 -m paceline train.py [argument ...]
+  torchrun --nproc-per-node 2 -m paceline -m package.train [argument ...]
+"""
+
+_STDOUT, _STDERR = 1, 2
+_MODULE, _SCRIPT = "python -m paceline", "paceline"
+
+
+def main() -> None:
+    """Read the command line, and run what it says."""
+    try:
+        status = _dispatch(sys.argv[1:])
+        if sys.stdout is not None:  # it may have been closed before
+            sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # as `head` leaves it
+            print(f"paceline: {error}", file=sys.stderr)
+        # What is left unwritten would raise the error anew at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        status = 1
+    except KeyboardInterrupt:
+        status = 130
+    raise SystemExit(status)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help"):
+        print(_usage(), end="")
+        return 0
+    if first in ("-V", "--version"):
+        print(f"paceline {paceline.__version__}")
+        return 0
+    command = _COMMANDS.get(first)
+    return _run(arguments) if command is None else command(arguments[1:])
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a Python program, in the place of this process."""
+    from paceline._cli import run
+
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_usage(), end="")
+        return 0
+    try:
+        run.run(arguments)
+    except run.UsageError as error:
+        _refuse(str(error))
+
+
+def _doctor(arguments: list[str]) -> int:
+    from paceline._cli.doctor import command
+
+    # Pipes to other processes must not take the numbers of streams that are closed.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(fd)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(_STDOUT, "w")
+    return command.main(arguments, _program())
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": _doctor, "run": _run}
+
+
+def _program() -> str:
+    """Return what the user has typed to get here."""
+    is_script = Path(sys.argv[0]).name != "__main__.py"
+    return _SCRIPT if is_script and sys.argv[0] != "-m" else _MODULE
+
+
+def _usage() -> str:
+    return _USAGE.format(program=_program())
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"paceline: {message}\n{_usage()}", end="", file=sys.stderr)
+    raise SystemExit(2)

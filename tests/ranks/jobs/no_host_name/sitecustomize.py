@@ -1,0 +1,6 @@
+"""Has the lookup of a host's address take for ever."""
+
+import socket
+import time
+
+socket.getaddrinfo = lambda *words, **options: time.sleep(300)
