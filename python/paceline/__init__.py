@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from paceline._dp.functional import data_parallel
     from paceline._dp.marker import replicate
     from paceline._install.rebind import install, uninstall
+    from paceline._launch.init import World, init
     from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 try:
@@ -32,9 +33,11 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
+    "World",
     "__version__",
     "check",
     "data_parallel",
+    "init",
     "install",
     "load",
     "replicate",
@@ -48,8 +51,10 @@ _HOMES = {
     "MismatchError": "paceline._native",
     "PeerError": "paceline._native",
     "PeerTimeoutError": "paceline._native",
+    "World": "paceline._launch.init",
     "check": "paceline._dp.check",
     "data_parallel": "paceline._dp.functional",
+    "init": "paceline._launch.init",
     "install": "paceline._install.rebind",
     "load": "paceline._checkpoint",
     "replicate": "paceline._dp.marker",

@@ -46,13 +46,14 @@ PACKAGES: dict[str, set[str]] = {
     "_dp.process": _LOW | {"_workers", "_replicas"},
     "_dp": _LOW | {"_workers", "_replicas", "_dp.process"},
     "_ddp": _LOW,
+    "_launch": _LOW,
     "_install": {"", *_LOW},
     "_cli": {"", "_install", *_LOW},
     "__main__": {"_cli"},
     "_comm_hooks": {"_ddp"},
     "_options": {"_ddp"},
     "_tree": {"_compat"},
-    "": {"_ddp", "_dp", "_install", *_LOW},
+    "": {"_ddp", "_dp", "_install", "_launch", *_LOW},
 }
 
 

@@ -80,9 +80,19 @@ def group_store(group: dist.ProcessGroup) -> Any:
         return None
 
 
+def make_local_store() -> Any:
+    """Return a key-value store for a group of one rank."""
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name by which all ranks know ``group``."""
     return str(group.group_name)
+
+
+def backends_by_device() -> str:
+    """Return what carries each device's tensors by default: "cpu:gloo,cuda:nccl"."""
+    return str(c10d.get_backend_config())
 
 
 def cpu_backend_name(group: dist.ProcessGroup) -> str:

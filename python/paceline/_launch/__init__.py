@@ -1,0 +1,1 @@
+"""How a process joins the world: from the variables that its launcher has set."""

@@ -1,0 +1,336 @@
+"""``paceline.init()``: join the world that a launcher has described."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _environment
+from paceline._compat import torch_groups
+from paceline._launch import variables
+from paceline._launch.launchers import find_launch
+from paceline._launch.variables import Launch
+
+_GPU_BACKEND = "cpu:gloo,cuda:nccl"
+_CPU_BACKEND = "gloo"
+
+_added: dict[str, str] = {}
+"""The variables that `init` has set, which no launcher did."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The world as one process of it sees it: what :func:`paceline.init` returns.
+
+    Attributes
+    ----------
+    rank : int
+        From 0 on; -1 for the evaluator of ``TF_CONFIG``, which is outside the world.
+    world_size : int
+        The number of ranks.
+    local_rank : int
+        Among the ranks of this host; -1 where nothing tells, as in a process group that
+        your program made itself, without ``LOCAL_RANK``.
+    device : torch.device
+        Where this rank's model belongs: its GPU, or the CPU.
+    launcher : str
+        Whose variables were used: ``"torchrun"``, ``"environment"`` (``RANK`` and its
+        like, set by something else), ``"openmpi"``, ``"mpich"``, ``"tf_config"``,
+        ``"slurm"``, or ``"none"``; ``"unknown"`` where the process group is not the one
+        that the variables describe.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    launcher: str
+
+
+World.__module__ = "paceline"
+
+
+def init(
+    *, backend: str | None = None, timeout: timedelta | float | None = None
+) -> World:
+    """Join the world that the launcher's environment variables describe.
+
+    It makes torch's default process group, so that one script runs under torchrun,
+    SLURM's srun, the mpirun of Open MPI, MPICH and Intel MPI, TensorFlow's
+    ``TF_CONFIG``, and as plain ``python train.py``, which is a world of one.  Where the
+    group is made already, nothing is done.
+
+    Parameters
+    ----------
+    backend : str, optional
+        As for ``torch.distributed.init_process_group``.  By default
+        ``"cpu:gloo,cuda:nccl"`` where torch sees a GPU, else ``"gloo"``.  With one that
+        names neither nccl nor cuda the device is the CPU.
+    timeout : datetime.timedelta or float, optional
+        How long ranks wait for one another, in seconds where it is a number; default:
+        torch's.  A group that is made already keeps its own.
+
+    Returns
+    -------
+    paceline.World
+        Rank, world size, local rank, device and launcher.
+
+    Raises
+    ------
+    ValueError
+        If variables are wrong, contradict one another, or some are missing; if the
+        process group is made already, with another backend than `backend`.
+    RuntimeError
+        If this rank has no GPU of its own, or ranks do not come together.
+
+    Notes
+    -----
+    The first launcher of this list whose variables are there counts:
+
+    1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT``: torchrun,
+       or your own; some of them alone, with no launcher below, are an error;
+    2. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``;
+    3. ``PMI_RANK`` and ``PMI_SIZE``, unless srun has set them itself;
+    4. ``TF_CONFIG``: the chief is rank 0, workers follow.  An evaluator gets the rank
+       -1, and no process group: it does not train;
+    5. ``SLURM_PROCID`` in a step of srun.  What runs in a shell of salloc, or in the
+       script of sbatch without srun, is alone.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` count with all of them.  Where they are not set,
+    rank 0's address is that of ``TF_CONFIG``, the first host of SLURM's step, or under
+    mpirun this host, if all ranks are on it; over several hosts mpirun needs them.  The
+    port follows from the job's number; an mpirun that has none (MPICH) takes 29500, and
+    two such jobs on one host need different ``MASTER_PORT``.
+
+    Of ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``, which libraries and children read, those that are missing and
+    known are set; none is changed.  Without a launcher none is set.
+
+    The GPU is the one with the number of the local rank, or the only one that
+    ``CUDA_VISIBLE_DEVICES`` leaves; it is made torch's current device.  Rank 0 prints a
+    line to ``stderr``.
+
+    Examples
+    --------
+    >>> import torch, paceline
+    >>> world = paceline.init()
+    >>> world.rank, world.world_size, world.launcher
+    (0, 1, 'none')
+    >>> module = torch.nn.Linear(8, 1).to(world.device)
+    >>> model = paceline.DistributedDataParallel(module)
+    >>> torch.distributed.destroy_process_group()
+    """
+    if dist.is_initialized():
+        return _present_world(backend)
+    launch = find_launch(_variables_of_launchers())
+    if launch.rank < 0:
+        return _world_outside(launch, backend)
+    uses_gpu = _uses_gpu(backend)
+    if launch.local_rank is not None:
+        _choose_device(uses_gpu, launch.local_rank)  # fail before others wait
+    backend = backend or (_GPU_BACKEND if uses_gpu else _CPU_BACKEND)
+    added = _export_variables(launch)
+    try:
+        _make_group(launch, backend, timeout)
+        local_rank, n_hosts = _exchange_hosts(launch)
+        device = _choose_device(uses_gpu, local_rank)
+    except BaseException:
+        _remove_variables(added)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    _export_variables(dataclasses.replace(launch, local_rank=local_rank))
+    if launch.rank == 0:
+        _print_world(launch, backend, n_hosts)
+    return World(launch.rank, launch.world_size, local_rank, device, launch.launcher)
+
+
+def _make_group(
+    launch: Launch, backend: str, timeout: timedelta | float | None
+) -> None:
+    """Make torch's default process group."""
+    size = launch.world_size
+    options: dict[str, Any] = {"rank": launch.rank, "world_size": size}
+    if timeout is not None:
+        if not isinstance(timeout, timedelta):
+            timeout = timedelta(seconds=timeout)
+        options["timeout"] = timeout
+    if size == 1:
+        options["store"] = torch_groups.make_local_store()  # nobody to meet, no port
+    else:
+        options["init_method"] = "env://"
+    try:
+        dist.init_process_group(backend, **options)
+    except RuntimeError as error:
+        where, hint = "", ""
+        if size > 1:
+            where = f" at {launch.master_addr}:{launch.master_port}"
+        if size > 1 and isinstance(error, dist.DistError):
+            hint = (
+                "; rank 0 listens there, and all ranks must be started and reach it: "
+                "MASTER_ADDR and MASTER_PORT, the same on every rank, choose another"
+            )
+        raise RuntimeError(
+            f"rank {launch.rank} of {size} (launcher: {launch.launcher}) could not "
+            f"join the world{where}: {error}{hint}"
+        ) from error
+
+
+def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:
+    """Return this rank's local rank and, on rank 0, how many hosts there are.
+
+    Every rank says where it is; only those read it that have to, since each reads as
+    many keys as there are ranks.
+    """
+    rank, size, known = launch.rank, launch.world_size, launch.local_rank
+    if size == 1:
+        return known or 0, 1
+    store = torch_groups.group_store(torch_groups.default_group())
+    if store is None:  # MPI's groups have none
+        return -1 if known is None else known, None
+    keys = [f"paceline/init/host/{other}" for other in range(size)]
+    store.set(keys[rank], _environment.nccl_host())
+    if rank != 0 and known is not None:
+        return known, None
+    hosts = store.multi_get(keys)
+    if known is None:
+        known = hosts[:rank].count(hosts[rank])
+    return known, len(set(hosts))
+
+
+def _print_world(launch: Launch, backend: str, n_hosts: int | None) -> None:
+    size = launch.world_size
+    words = f"paceline: {size} rank{'s' * (size > 1)}"
+    if n_hosts is not None:
+        words += f" on {n_hosts} host{'s' * (n_hosts > 1)}"
+    words += f", backend {backend}, launcher {launch.launcher}"
+    if launch.note:
+        words += f" ({launch.note})"
+    print(words, file=sys.stderr, flush=True)
+
+
+# ---- the environment -----------------------------------------------------------------
+
+
+def _variables_of_launchers() -> dict[str, str]:
+    """Return the environment without what an earlier call has added to it."""
+    return {k: v for k, v in os.environ.items() if _added.get(k) != v}
+
+
+def _export_variables(launch: Launch) -> list[str]:
+    """Set the variables that are missing; return their names."""
+    values = {
+        variables.RANK: launch.rank,
+        variables.WORLD_SIZE: launch.world_size,
+        variables.LOCAL_RANK: launch.local_rank,
+        variables.LOCAL_WORLD_SIZE: launch.local_world_size,
+        variables.MASTER_ADDR: launch.master_addr,
+        variables.MASTER_PORT: launch.master_port,
+    }
+    added = []
+    for name, value in values.items():
+        is_known = value is not None and value != -1
+        if launch.launcher != "none" and is_known and not os.environ.get(name):
+            os.environ[name] = _added[name] = str(value)
+            added.append(name)
+    return added
+
+
+def _remove_variables(names: list[str]) -> None:
+    for name in names:
+        os.environ.pop(name, None)
+        _added.pop(name, None)
+
+
+# ---- devices, and worlds that need no joining ----------------------------------------
+
+
+def _names_gpu(backend: str | None) -> bool:
+    return backend is None or "nccl" in backend.lower() or "cuda" in backend.lower()
+
+
+def _uses_gpu(backend: str | None) -> bool:
+    """Tell whether ranks compute on GPUs; raise where they should and there is none."""
+    if not _names_gpu(backend):
+        return False
+    has_gpu = torch.cuda.is_available()
+    if backend is not None and not has_gpu:
+        raise RuntimeError(
+            f"backend is {backend!r}, but torch sees no GPU: leave it out, or give "
+            "'gloo', to train on the CPU"
+        )
+    return has_gpu
+
+
+def _choose_device(uses_gpu: bool, local_rank: int) -> torch.device:
+    """Return a rank's device, made the current one of torch where it is a GPU."""
+    if not uses_gpu:
+        return torch.device("cpu")
+    n_gpus = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = 0 if n_gpus == 1 and visible else local_rank
+    if not 0 <= index < n_gpus:
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: torch sees {n_gpus} "
+            f"(CUDA_VISIBLE_DEVICES={visible}): start at most {n_gpus} ranks a host, "
+            "or train on the CPU by paceline.init(backend='gloo')"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _world_outside(launch: Launch, backend: str | None) -> World:
+    """Return what a process is given that takes no part: no group, a device if any."""
+    local_rank = launch.local_rank or 0
+    has_gpu = _names_gpu(backend) and local_rank < torch.cuda.device_count()
+    device = _choose_device(has_gpu, local_rank)
+    print(
+        f"paceline: evaluator, outside the world (of size {launch.world_size}), "
+        f"launcher {launch.launcher}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return World(-1, launch.world_size, local_rank, device, launch.launcher)
+
+
+def _present_world(backend: str | None) -> World:
+    """Return what is known of a world that is joined already."""
+    config = torch_groups.backends_by_device()
+    parts = backend.lower().split(",") if backend else []
+    if not all(part in config for part in parts):
+        raise ValueError(
+            f"backend is {backend!r}, but the process group is made already, with "
+            f"{config!r}: call paceline.init() before whatever makes it, or leave "
+            "backend out"
+        )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    if "nccl" in config and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    launch = _launch_of(rank, size)
+    local_rank = launch.local_rank
+    if local_rank is None:
+        local_rank = 0 if size == 1 else -1 if device.index is None else device.index
+    return World(rank, size, local_rank, device, launch.launcher)
+
+
+def _launch_of(rank: int, size: int) -> Launch:
+    """Return the launch that a present world comes from, as far as variables tell."""
+    try:
+        launch = find_launch(_variables_of_launchers())
+    except ValueError:
+        launch = Launch("unknown", rank, size)
+    if (launch.rank, launch.world_size) != (rank, size):
+        launch = Launch("unknown", rank, size)
+    text = os.environ.get(variables.LOCAL_RANK, "")
+    if launch.local_rank is None and text.isascii() and text.isdigit():
+        launch = dataclasses.replace(launch, local_rank=int(text))
+    return launch

@@ -1,0 +1,206 @@
+"""Which launcher started this process, and what it says: a function of variables alone.
+
+Several launchers may have set theirs: torchrun runs inside srun, mpirun inside an
+allocation of SLURM.  The first that is complete counts, from the innermost outwards:
+
+1. ``RANK`` and ``WORLD_SIZE``, with ``MASTER_ADDR`` and ``MASTER_PORT`` where there are
+   several ranks: torchrun's, or the user's own;
+2. Open MPI's mpirun, then the Hydra of MPICH and Intel MPI, unless it is srun that
+   speaks MPI's protocol (``srun --mpi=pmi2``) and has numbered this process the same;
+3. ``TF_CONFIG``;
+4. SLURM's srun;
+5. none: a world of one process.
+
+``MASTER_ADDR`` and ``MASTER_PORT`` count with each of them where they are set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+
+from paceline._launch import slurm, variables
+from paceline._launch.tf_config import from_tf_config
+from paceline._launch.variables import (
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RANK,
+    WORLD_SIZE,
+    Launch,
+    Variables,
+)
+
+_NUMBERS = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE)
+_ALL = (*_NUMBERS, MASTER_ADDR, MASTER_PORT)
+_DEFAULT_PORT = 29500
+"""torch's own, where nothing tells one job of a host from another."""
+_MPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
+
+
+def find_launch(environ: Mapping[str, str]) -> Launch:
+    """Return what the launcher says of this process.
+
+    Parameters
+    ----------
+    environ : mapping
+        Environment variables.
+
+    Raises
+    ------
+    ValueError
+        If variables are wrong, contradict one another, or some are missing.
+    """
+    found = Variables(environ)
+    launch = _from_torchrun(found)
+    if launch is None:
+        launch = (
+            _from_open_mpi(found)
+            or _from_mpich(found)
+            or from_tf_config(found)
+            or slurm.from_slurm(found)
+        )
+        launch = _alone(found) if launch is None else _agreed(found, launch)
+    _check_ranges(found, launch)
+    return launch
+
+
+def _from_torchrun(found: Variables) -> Launch | None:
+    rank, size = found.number(RANK), found.number(WORLD_SIZE, least=1)
+    addr, port = found.text(MASTER_ADDR), found.port()
+    if rank is None or size is None:
+        return None
+    if size > 1 and not (addr and port):
+        return None
+    return Launch(
+        "torchrun" if found.has("TORCHELASTIC_RUN_ID") else "environment",
+        rank,
+        size,
+        found.number(LOCAL_RANK),
+        found.number(LOCAL_WORLD_SIZE, least=1),
+        addr or None,
+        port,
+    )
+
+
+def _from_open_mpi(found: Variables) -> Launch | None:
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _from_mpi(found, "openmpi", names, local)
+
+
+def _from_mpich(found: Variables) -> Launch | None:
+    names = ("PMI_RANK", "PMI_SIZE")
+    rank, size = map(found.number, names)
+    if rank is not None and size is not None and slurm.is_in_step(found, rank, size):
+        return None  # srun knows the hosts besides
+    return _from_mpi(found, "mpich", names, ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+
+
+def _from_mpi(
+    found: Variables, launcher: str, names: tuple[str, str], local: tuple[str, str]
+) -> Launch | None:
+    """Return what an mpirun says by `names`, and of this host's ranks by `local`."""
+    if not any(map(found.has, names)):
+        return None
+    rank = found.required("mpirun", names[0])
+    size = found.required("mpirun", names[1], least=1)
+    local_size = found.number(local[1], least=1)
+    addr, port = None, None
+    if size > 1:
+        addr = found.text(MASTER_ADDR) or _one_host(
+            found, size, local_size, names, local
+        )
+        port = found.port() or _mpi_port(found)
+    return Launch(launcher, rank, size, found.number(local[0]), local_size, addr, port)
+
+
+def _one_host(
+    found: Variables,
+    size: int,
+    local_size: int | None,
+    names: tuple[str, str],
+    local: tuple[str, str],
+) -> str:
+    """Return where the ranks of one host meet; raise where they are on several."""
+    if local_size == size:
+        return "127.0.0.1"
+    raise ValueError(
+        f"mpirun started {size} ranks that are not known to be on one host "
+        f"({found.show(*names, *local)}), and MASTER_ADDR is not set: export "
+        "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, and hand "
+        "them to all ranks (Open MPI: mpirun -x MASTER_ADDR -x MASTER_PORT)"
+    )
+
+
+def _mpi_port(found: Variables) -> int:
+    job = found.text(*_MPI_JOBS)
+    if not job:
+        return _DEFAULT_PORT
+    return variables.FIRST_PORT + zlib.crc32(job.encode()) % variables.N_PORTS
+
+
+def _alone(found: Variables) -> Launch:
+    """Return a world of one process, unless variables hint at more."""
+    if any(map(found.has, _ALL)):
+        missing = [
+            n for n in (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if not found.has(n)
+        ]
+        raise ValueError(
+            f"{found.show(*_ALL)} set, but not {', '.join(missing)}: set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does, or unset them "
+            "all to train in one process"
+        )
+    note = ""
+    tasks = found.number("SLURM_NTASKS")
+    if tasks is not None and tasks > 1:
+        note = f"SLURM_NTASKS is {tasks}, but srun did not start this process"
+    return Launch("none", 0, 1, 0, 1, note=note)
+
+
+def _agreed(found: Variables, launch: Launch) -> Launch:
+    """Return a launch with what the user's own variables add; they must not contradict.
+
+    What another launcher is known by does not count here: it has been found incomplete.
+    """
+    said = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
+    for name, value in zip(_NUMBERS, said, strict=True):
+        number = found.number(name)
+        if value is not None and number is not None and number != value:
+            raise ValueError(
+                f"{name} is {number}, but {value} by the variables of the launcher "
+                f"({launch.launcher}): unset {name}, or set RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT, which then count alone"
+            )
+    local_rank, local_size = found.number(LOCAL_RANK), found.number(LOCAL_WORLD_SIZE)
+    return dataclasses.replace(
+        launch,
+        local_rank=local_rank if launch.local_rank is None else launch.local_rank,
+        local_world_size=launch.local_world_size or local_size,
+    )
+
+
+def _check_ranges(found: Variables, launch: Launch) -> None:
+    """Raise where a rank is none of its world, or of its host."""
+    size, local_size = launch.world_size, launch.local_world_size
+    by = f"by the variables of the launcher ({launch.launcher})"
+    if launch.rank >= size:
+        raise ValueError(
+            f"rank {launch.rank} of {size} {by}: ranks go from 0 to {size - 1}; set "
+            "RANK and WORLD_SIZE anew on every rank"
+        )
+    most = size if local_size is None else local_size
+    is_outside = launch.rank < 0
+    local_rank = launch.local_rank
+    if local_size is not None and local_size > size:
+        raise ValueError(
+            f"{local_size} ranks on this host, of {size} in all {by}: set "
+            "LOCAL_WORLD_SIZE, at most WORLD_SIZE"
+        )
+    if local_rank is not None and local_rank >= most and not is_outside:
+        raise ValueError(
+            f"local rank {local_rank} of {most} on this host {by}: they go from 0 to "
+            f"{most - 1}; set LOCAL_RANK anew"
+        )

@@ -1,0 +1,107 @@
+"""Environment variables read as numbers, and what they say of a launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RANK = "RANK"
+WORLD_SIZE = "WORLD_SIZE"
+LOCAL_RANK = "LOCAL_RANK"
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+MASTER_ADDR = "MASTER_ADDR"
+MASTER_PORT = "MASTER_PORT"
+
+FIRST_PORT = 12000
+N_PORTS = 20000
+"""Ports that are derived from a job: below those that Linux gives out by itself."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher has said of this process.
+
+    Attributes
+    ----------
+    launcher : str
+        As in :class:`paceline.World`.
+    rank, world_size : int
+        The rank is -1 for a process outside the world, such as an evaluator.
+    local_rank, local_world_size : int, optional
+        Among the ranks of this host; None where the launcher does not say.
+    master_addr : str, optional
+        The host of rank 0; None where a world of one needs none.
+    master_port : int, optional
+        The port on that host.
+    note : str
+        What the user is told besides.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    note: str = ""
+
+
+class Variables:
+    """Environment variables; an empty one is not set.
+
+    Parameters
+    ----------
+    environ : mapping
+        Names to values, as in ``os.environ``.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def text(self, *names: str) -> str:
+        """Return the value of the first variable that is set; "" where none is."""
+        return next(filter(None, map(self._value, names)), "")
+
+    def has(self, name: str) -> bool:
+        """Tell whether a variable is set."""
+        return bool(self._value(name))
+
+    def number(self, *names: str, least: int = 0) -> int | None:
+        """Return the first variable that is set as a number; None where none is."""
+        for name in filter(self.has, names):
+            text = self._value(name)
+            if not re.fullmatch("[0-9]+", text) or int(text) < least:
+                raise ValueError(
+                    f"{name} is {text!r}: a whole number from {least} on is expected"
+                )
+            return int(text)
+        return None
+
+    def required(self, launcher: str, *names: str, least: int = 0) -> int:
+        """Return the first that is set, of variables that `launcher` always sets."""
+        value = self.number(*names, least=least)
+        if value is None:
+            raise ValueError(
+                f"{' and '.join(names)} not set, though other variables of {launcher} "
+                f"are: start the program by {launcher}, or set RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT"
+            )
+        return value
+
+    def port(self) -> int | None:
+        """Return ``MASTER_PORT``; None where it is not set."""
+        port = self.number(MASTER_PORT, least=1)
+        if port is not None and port > 65535:
+            raise ValueError(f"MASTER_PORT is {port}: ports go from 1 to 65535")
+        return port
+
+    def show(self, *names: str) -> str:
+        """Return the variables among `names` that are set, with their values."""
+        return ", ".join(
+            f"{name}={self._value(name)}" for name in names if self.has(name)
+        )
+
+    def _value(self, name: str) -> str:
+        return self._environ.get(name, "").strip()

@@ -1,0 +1,324 @@
+"""`paceline.init()` in processes that have what each launcher sets."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.waiting import until
+
+JOB = str(Path(__file__).parent / "jobs" / "joining.py")
+SECONDS = 120
+LAUNCHERS = (
+    "SLURM",
+    "OMPI_",
+    "PMI",
+    "MPI_LOCAL",
+    "TORCHELASTIC_",
+    "TF_CONFIG",
+    "PRTE_",
+)
+OWN = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+]
+ENV = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(LAUNCHERS) and name not in OWN
+}
+ENV["OMP_NUM_THREADS"] = "1"
+
+# Somebody else's port, and what test_launchers.py says of torch: tried again.
+AGAIN = ("EADDRINUSE", "terminate called without an active exception")
+TRIES = 5
+
+Variables = dict[str, str]
+
+
+def free_port() -> int:
+    """Return a free port among those that `paceline.init()` derives from a job."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def processes_with(mark: str) -> list[str]:
+    """Return the processes in whose environment a mark stands."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue  # ended, or another user's
+    return found
+
+
+def run(commands: list[tuple[list[str], Variables]]) -> tuple[list[int], str, str]:
+    """Run commands side by side; check that none leaves a process behind."""
+    mark = f"INIT_TEST={uuid.uuid4()}"
+    env = {**ENV, "INIT_TEST": mark.partition("=")[2]}
+    running = [
+        subprocess.Popen(
+            command,
+            env={**env, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for command, variables in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=SECONDS) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert until(lambda: not processes_with(mark)), processes_with(mark)
+    codes = [process.returncode for process in running]
+    return codes, "".join(out for out, _ in printed), "".join(err for _, err in printed)
+
+
+def run_jobs(
+    commands: Callable[[int], list[tuple[list[str], Variables]]],
+) -> tuple[list[dict[str, Any]], str]:
+    """Return what processes report, by rank, and what they print besides.
+
+    `commands` makes them from a free port.
+    """
+    for _ in range(TRIES):
+        codes, out, err = run(commands(free_port()))
+        if not any(words in err for words in AGAIN):
+            break
+    assert not any(codes), err
+    reports = [json.loads(line) for line in out.splitlines()]
+    return sorted(reports, key=lambda report: int(report["rank"])), err
+
+
+def run_ranks_with(
+    variables: Callable[[int, int], Variables], n_ranks: int = 2
+) -> tuple[list[dict[str, Any]], str]:
+    """Start each rank with variables made from the rank and a free port."""
+    return run_jobs(
+        lambda port: [
+            ([sys.executable, JOB], variables(rank, port)) for rank in range(n_ranks)
+        ]
+    )
+
+
+def check_world(
+    reports: list[dict[str, Any]], err: str, launcher: str, n_hosts: int = 1
+) -> None:
+    """Check that all ranks are in one world, and average their gradients."""
+    size = len(reports)
+    mean = sum(range(size)) / size
+    assert [report["rank"] for report in reports] == list(range(size))
+    for rank, report in enumerate(reports):
+        assert report["grad"] == [[mean, mean]]
+        assert report["world_size"] == size
+        assert report["launcher"] == launcher
+        assert report["device"] == "cpu"
+        assert report["is_same"]
+        assert report["is_initialized"]
+        environ = report["environ"]
+        assert (environ["RANK"], environ["WORLD_SIZE"]) == (str(rank), str(size))
+        assert environ["LOCAL_RANK"] == str(report["local_rank"])
+    hosts = f"{n_hosts} host{'s' * (n_hosts > 1)}"
+    line = f"paceline: {size} ranks on {hosts}, backend gloo, launcher {launcher}\n"
+    assert err.count("paceline: ") == 1
+    assert line in err
+
+
+def local_ranks(reports: list[dict[str, Any]]) -> list[int]:
+    return [report["local_rank"] for report in reports]
+
+
+def test_torchrun_makes_a_world() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", JOB]
+    reports, err = run_jobs(lambda port: [(command, {})])
+    check_world(reports, err, "torchrun")
+    assert local_ranks(reports) == [0, 1]
+
+
+def slurm_variables(rank: int, port: int) -> Variables:
+    return {
+        "SLURM_JOB_ID": str(port - 12000),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_ID": "0",
+        "SLURM_TASKS_PER_NODE": "2",
+    }
+
+
+def test_tasks_of_srun_make_a_world() -> None:
+    ports = []
+
+    def variables(rank: int, port: int) -> Variables:
+        ports.append(str(port))
+        return slurm_variables(rank, port)
+
+    reports, err = run_ranks_with(variables)
+    check_world(reports, err, "slurm")
+    assert local_ranks(reports) == [0, 1]
+    assert reports[1]["environ"] == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": ports[-1],
+    }
+
+
+def test_ranks_of_open_mpi_make_a_world() -> None:
+    def variables(rank: int, port: int) -> Variables:
+        return {
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "MASTER_PORT": str(port),
+        }
+
+    reports, err = run_ranks_with(variables)
+    check_world(reports, err, "openmpi")
+    assert local_ranks(reports) == [0, 1]
+    assert reports[1]["environ"]["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_ranks_of_mpich_make_a_world() -> None:
+    def variables(rank: int, port: int) -> Variables:
+        return {
+            "MPI_LOCALNRANKS": "2",
+            "MPI_LOCALRANKID": str(rank),
+            "PMI_RANK": str(rank),
+            "PMI_SIZE": "2",
+            "MASTER_PORT": str(port),
+        }
+
+    reports, err = run_ranks_with(variables)
+    check_world(reports, err, "mpich")
+    assert local_ranks(reports) == [0, 1]
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
+def test_a_real_mpirun_makes_a_world() -> None:
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    root["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    command = ["mpirun", "-n", "2", sys.executable, JOB]
+    reports, err = run_jobs(
+        lambda port: [(command, {**root, "MASTER_PORT": str(port)})]
+    )
+    check_world(reports, err, reports[0]["launcher"])
+    assert reports[0]["launcher"] in ("openmpi", "mpich")
+
+
+def test_a_cluster_of_tensorflow_makes_a_world() -> None:
+    tasks = [("chief", 0), ("worker", 0), ("evaluator", 0)]
+
+    def variables(number: int, port: int) -> Variables:
+        kind, index = tasks[number]
+        cluster = {
+            "chief": [f"127.0.0.1:{port}"],
+            "worker": ["127.0.0.1:1"],
+            "evaluator": ["127.0.0.1:2"],
+        }
+        task = {"type": kind, "index": index}
+        return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+    (evaluator, *reports), err = run_ranks_with(variables, 3)
+    lines = [line for line in err.splitlines(True) if "evaluator" not in line]
+    check_world(reports, "".join(lines), "tf_config")
+    assert local_ranks(reports) == [0, 1]
+    assert evaluator == {
+        "rank": -1,
+        "world_size": 2,
+        "local_rank": 2,
+        "device": "cpu",
+        "launcher": "tf_config",
+        "is_same": True,
+        "is_initialized": False,
+        "environ": {},
+    }
+
+
+def own_variables(rank: int, port: int) -> Variables:
+    world = {"RANK": str(rank), "WORLD_SIZE": "2"}
+    return {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_local_ranks_are_counted_where_no_launcher_says_them() -> None:
+    reports, err = run_ranks_with(own_variables)
+    check_world(reports, err, "environment")
+    assert local_ranks(reports) == [0, 1]
+
+
+def test_local_ranks_are_counted_by_host() -> None:
+    reports, err = run_ranks_with(
+        lambda rank, port: {**own_variables(rank, port), "NCCL_HOSTID": f"host-{rank}"}
+    )
+    check_world(reports, err, "environment", n_hosts=2)
+    assert local_ranks(reports) == [0, 0]
+
+
+@pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}])
+def test_a_plain_process_is_a_world_of_its_own(variables: Variables) -> None:
+    (report,), err = run_jobs(lambda port: [([sys.executable, JOB], variables)])
+    assert report == {
+        "rank": 0,
+        "world_size": 1,
+        "local_rank": 0,
+        "device": "cpu",
+        "launcher": "none",
+        "is_same": True,
+        "is_initialized": True,
+        "environ": {},
+        "grad": [[0.0, 0.0]],
+    }
+    assert err.startswith("paceline: 1 rank on 1 host, backend gloo, launcher none")
+    assert ("SLURM_NTASKS is 2" in err) == bool(variables)
+
+
+ALONE = """
+import os, paceline
+before = dict(os.environ)
+try:
+    paceline.init(timeout=1)
+except RuntimeError as error:
+    print(error)
+    assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_nobody_meets_says_where_it_waited(rank: int) -> None:
+    port = free_port()
+    command = [sys.executable, "-c", ALONE]
+    codes, out, err = run([(command, slurm_variables(rank, port))])
+    assert codes == [0], err
+    start = f"rank {rank} of 2 (launcher: slurm) could not join the world at localhost:"
+    assert out.startswith(f"{start}{port}: ")
+    assert "MASTER_ADDR and MASTER_PORT" in out

@@ -1,0 +1,547 @@
+"""What `paceline.init()` reads from the variables of launchers: no process is started.
+
+The variables of srun, sbatch and salloc are those of SLURM 22.05, of mpirun those of
+Open MPI 5.0 and MPICH 5.0, as they were printed by a process of each.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from paceline._launch.launchers import find_launch
+from paceline._launch.slurm import first_host
+from paceline._launch.variables import Launch
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+ALLOCATION = {
+    "SLURM_JOB_ID": "1000",
+    "SLURM_JOBID": "1000",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_JOB_NODELIST": "login,node[003-005,9]",
+    "SLURM_NODELIST": "login,node[003-005,9]",
+    "SLURM_NPROCS": "8",
+    "SLURM_NTASKS": "8",
+    "SLURM_TASKS_PER_NODE": "2(x3),1(x2)",
+}
+BATCH = {
+    **ALLOCATION,
+    "ENVIRONMENT": "BATCH",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+SRUN = {
+    **ALLOCATION,
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEPID": "2",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "node[003-005]",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+}
+SRUN_LAUNCH = Launch("slurm", 4, 5, 0, 1, "node003", 12000 + 1000 + 2 * 7919)
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-6325@1",
+    "PMIX_RANK": "1",
+}
+MPICH = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+ALONE = Launch("none", 0, 1, 0, 1)
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def check_refused(environ: dict[str, str], *words: str) -> None:
+    """Check that the one error names all that is given."""
+    with pytest.raises(ValueError) as caught:
+        find_launch(environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+# ---- torchrun, and variables of one's own --------------------------------------------
+
+
+def test_torchrun_says_all_of_a_launch() -> None:
+    assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, 1, 2, "head", 1234)
+
+
+def test_own_variables_need_no_local_rank() -> None:
+    environ = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    assert find_launch(environ) == Launch("environment", 3, 4, None, None, "head", 1234)
+
+
+def test_a_world_of_one_needs_no_master() -> None:
+    launch = find_launch({"RANK": "0", "WORLD_SIZE": "1"})
+    assert launch == Launch("environment", 0, 1)
+
+
+def test_nothing_set_is_a_world_of_one() -> None:
+    assert find_launch({"PATH": "/bin", "HOME": "/root"}) == ALONE
+    assert find_launch({}) == ALONE
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert find_launch(dict.fromkeys([*TORCHRUN, *SRUN, "TF_CONFIG"], " ")) == ALONE
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_one_missing_variable_is_named(name: str) -> None:
+    present = without(TORCHRUN, name, "TORCHELASTIC_RUN_ID")
+    assert len(present) == 5
+    check_refused(present, f"set, but not {name}:", *map("=".join, present.items()))
+
+
+@pytest.mark.parametrize("name", without(TORCHRUN, "TORCHELASTIC_RUN_ID"))
+def test_one_variable_alone_is_refused(name: str) -> None:
+    missing = [n for n in ("RANK", "WORLD_SIZE", *MASTER) if n != name]
+    check_refused({name: TORCHRUN[name]}, f"{name}=", ", ".join(missing), "unset")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("RANK", "-1"),
+        ("RANK", "two"),
+        ("RANK", "1.0"),
+        ("RANK", "1_0"),
+        ("RANK", "٣"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", "4 4"),
+        ("LOCAL_RANK", "-1"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "65536"),
+        ("MASTER_PORT", "http"),
+    ],
+)
+def test_a_wrong_number_is_named_with_its_value(name: str, value: str) -> None:
+    check_refused({**TORCHRUN, name: value}, f"{name} is ", value)
+
+
+def test_numbers_have_their_limits() -> None:
+    largest = {**TORCHRUN, "MASTER_PORT": "65535"}
+    assert find_launch(largest).master_port == 65535
+    assert find_launch({**TORCHRUN, "MASTER_PORT": "1"}).master_port == 1
+    check_refused({**TORCHRUN, "RANK": "4"}, "rank 4 of 4", "torchrun", "WORLD_SIZE")
+    check_refused({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2", "LOCAL_RANK")
+    check_refused({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "5 ranks", "LOCAL_WORLD_SIZE")
+    unknown = without(TORCHRUN, "LOCAL_WORLD_SIZE")
+    assert find_launch({**unknown, "LOCAL_RANK": "3"}).local_rank == 3
+    check_refused({**unknown, "LOCAL_RANK": "4"}, "local rank 4 of 4")
+
+
+# ---- SLURM ---------------------------------------------------------------------------
+
+
+def test_srun_says_all_of_a_launch() -> None:
+    assert find_launch(SRUN) == SRUN_LAUNCH
+
+
+def test_the_step_counts_before_its_allocation() -> None:
+    names = ["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
+    launch = find_launch(without(SRUN, *names))
+    assert (launch.world_size, launch.local_world_size) == (8, 2)
+    assert launch.master_addr == "login"
+    assert find_launch(without(SRUN, "SLURM_STEP_ID")) == SRUN_LAUNCH
+    assert find_launch(without(SRUN, "SLURM_JOB_ID")) == SRUN_LAUNCH
+
+
+def test_the_oldest_names_of_slurm_will_do() -> None:
+    new = [name for name in SRUN if name.startswith(("SLURM_STEP_", "SLURM_JOB_"))]
+    launch = find_launch(without(SRUN, *new, "SLURM_NTASKS"))
+    assert (launch.rank, launch.world_size, launch.master_addr) == (4, 8, "login")
+    assert launch.master_port == SRUN_LAUNCH.master_port
+
+
+@pytest.mark.parametrize("variables", [ALLOCATION, BATCH])
+def test_what_srun_did_not_start_is_alone(variables: dict[str, str]) -> None:
+    launch = find_launch(variables)
+    assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
+    assert launch.note == "SLURM_NTASKS is 8, but srun did not start this process"
+    assert not find_launch({**variables, "SLURM_NTASKS": "1"}).note
+
+
+def test_a_shell_that_salloc_starts_as_a_step_is_alone() -> None:
+    environ = {
+        **BATCH,
+        "SLURM_STEP_ID": "4294967290",
+        "SLURM_STEPID": "4294967290",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_PTY_PORT": "34533",
+    }
+    assert find_launch(environ).launcher == "none"
+    assert find_launch(without(environ, "SLURM_STEP_NUM_TASKS")).launcher == "none"
+
+
+def test_a_shell_of_srun_with_several_tasks_is_refused() -> None:
+    shell = {
+        **SRUN,
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NAME": "bash",
+        "SLURM_PTY_PORT": "34277",
+    }
+    check_refused(shell, "--pty", "SLURM_STEP_NUM_TASKS=5", "RANK=0", "WORLD_SIZE=1")
+    one = {**shell, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert find_launch(one).world_size == 1
+    # What srun starts from that shell, and programs that have a terminal.
+    assert find_launch({**shell, "SLURM_STEP_ID": "1"}).world_size == 5
+    assert find_launch({**shell, "SLURM_JOB_NAME": "python"}).world_size == 5
+    assert find_launch(without(shell, "SLURM_PTY_PORT")).world_size == 5
+    told = {**shell, "RANK": "0", "WORLD_SIZE": "1"}
+    assert find_launch(told).launcher == "environment"
+
+
+def test_a_task_without_a_step_is_refused() -> None:
+    environ = without({**SRUN, "SLURM_PROCID": "1"}, "SLURM_STEP_ID", "SLURM_STEPID")
+    check_refused(environ, "SLURM_PROCID=1", "SLURM_STEP_ID")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("SLURM_PROCID",),
+        ("SLURM_LOCALID",),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        ("SLURM_JOB_ID", "SLURM_JOBID"),
+    ],
+)
+def test_a_missing_variable_of_srun_is_named(names: tuple[str, ...]) -> None:
+    check_refused(without(SRUN, *names), names[0], "srun", "MASTER_")
+
+
+def test_the_users_master_counts_with_srun() -> None:
+    names = [
+        name for name in SRUN if "NODELIST" in name or name.startswith("SLURM_JOB")
+    ]
+    launch = find_launch({**without(SRUN, *names), **MASTER})
+    assert (launch.master_addr, launch.master_port) == ("head", 1234)
+    launch = find_launch({**SRUN, "MASTER_PORT": "1234"})
+    assert (launch.master_addr, launch.master_port) == ("node003", 1234)
+
+
+def test_a_step_of_one_task_needs_no_master() -> None:
+    environ = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    launch = find_launch(environ)
+    assert (launch.launcher, launch.world_size) == ("slurm", 1)
+    assert launch.master_addr is None
+
+
+def test_jobs_and_steps_of_one_host_have_ports_of_their_own() -> None:
+    ports = [
+        find_launch({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        for job in range(4_000_000, 4_000_100)
+        for step in range(20)
+    ]
+    numbers = {launch.master_port for launch in ports if launch.master_port}
+    assert len(numbers) == len(ports)
+    assert 12000 <= min(numbers) <= max(numbers) < 32000
+
+
+@pytest.mark.parametrize("value", ["2(x2)", "2(x2),2", "2(x2,1", "", "2,2,1,0,"])
+def test_counts_of_other_tasks_are_not_taken(value: str) -> None:
+    environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value}
+    environ.pop("SLURM_TASKS_PER_NODE")
+    assert find_launch(environ).local_world_size is None
+
+
+def test_a_node_outside_the_counts_is_not_counted() -> None:
+    assert find_launch({**SRUN, "SLURM_NODEID": "3"}).local_world_size is None
+    assert find_launch(without(SRUN, "SLURM_NODEID")).local_world_size is None
+    assert find_launch({**SRUN, "SLURM_NODEID": "1"}).local_world_size == 2
+
+
+# What `scontrol show hostnames` of SLURM 22.05 prints first.
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[003-005,9]", "node003"),
+        ("node[9,003-005]", "node9"),
+        ("rack[0-1]node[1-2],x", "rack0node1"),
+        ("a,b[1-2]", "a"),
+        ("b,a", "b"),
+        ("login", "login"),
+        ("c[1,3-4],d", "c1"),
+        ("node[7]", "node7"),
+        ("gpu-01.example.org", "gpu-01.example.org"),
+    ],
+)
+def test_the_first_host_is_that_of_scontrol(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "",
+        "n[1-2",
+        "n1-2]",
+        "n[a-b]",
+        "n[]",
+        "n[1-]",
+        "a,,b",
+        ",a",
+        "a,",
+        "a b",
+        "n[[1]]",
+    ],
+)
+def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        first_host(nodes)
+
+
+# ---- MPI -----------------------------------------------------------------------------
+
+
+def test_open_mpi_on_one_host_needs_no_master() -> None:
+    launch = find_launch(OPEN_MPI)
+    assert launch == Launch("openmpi", 1, 2, 1, 2, "127.0.0.1", launch.master_port)
+    assert launch.master_port is not None
+    assert 12000 <= launch.master_port < 32000
+    other = find_launch({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-vm-6326@1"})
+    assert other.master_port != launch.master_port
+    version_4 = without(OPEN_MPI, "PMIX_NAMESPACE")
+    assert find_launch(version_4).master_port == 29500
+    version_4["OMPI_MCA_ess_base_jobid"] = "2886860801"
+    assert find_launch(version_4).master_port != 29500
+
+
+def test_mpich_on_one_host_needs_no_master() -> None:
+    assert find_launch(MPICH) == Launch("mpich", 1, 2, 1, 2, "127.0.0.1", 29500)
+    in_job = find_launch({**MPICH, **ALLOCATION})
+    assert in_job.launcher == "mpich"
+    assert in_job.master_port != 29500
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
+def test_mpirun_over_several_hosts_needs_a_master(variables: dict[str, str]) -> None:
+    size = next(name for name in variables if name.endswith("_SIZE"))
+    environ = {**variables, size: "4"}
+    check_refused(environ, f"{size}=4", "MASTER_ADDR", "MASTER_PORT")
+    launch = find_launch({**environ, **MASTER})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (1, 4, 1)
+    assert (launch.master_addr, launch.master_port) == ("head", 1234)
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
+def test_ranks_that_may_be_elsewhere_need_a_master(variables: dict[str, str]) -> None:
+    names = [name for name in variables if "LOCAL" in name]
+    environ = without(variables, *names)
+    check_refused(environ, "MASTER_ADDR")
+    assert find_launch({**environ, **MASTER}).local_rank is None
+    local = find_launch({**environ, **MASTER, "LOCAL_RANK": "0"})
+    assert local.local_rank == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]
+)
+def test_half_of_an_mpirun_is_refused(name: str) -> None:
+    variables = OPEN_MPI if name in OPEN_MPI else MPICH
+    check_refused(without(variables, name), name, "mpirun")
+    check_refused({**variables, name: "x"}, name, "'x'")
+    check_refused({**variables, **MASTER, name: "0" if "SIZE" in name else "2"})
+
+
+def test_one_rank_of_mpirun_needs_no_master() -> None:
+    one = {"PMI_RANK": "0", "PMI_SIZE": "1"}
+    assert find_launch(one) == Launch("mpich", 0, 1)
+
+
+# ---- TF_CONFIG -----------------------------------------------------------------------
+
+CLUSTER = {
+    "worker": ["b:2", "a:3", "[::1]:4"],
+    "chief": ["a:1"],
+}
+
+
+def config(kind: object, index: object, cluster: object = CLUSTER) -> dict[str, str]:
+    task = {"type": kind, "index": index}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "expected"),
+    [
+        ("chief", 0, Launch("tf_config", 0, 4, 0, 2, "a", 1)),
+        ("worker", 0, Launch("tf_config", 1, 4, 0, 1, "a", 1)),
+        ("worker", "1", Launch("tf_config", 2, 4, 1, 2, "a", 1)),
+        ("worker", 2, Launch("tf_config", 3, 4, 0, 1, "a", 1)),
+    ],
+)
+def test_the_chief_is_first_and_workers_follow(
+    kind: str, index: object, expected: Launch
+) -> None:
+    assert find_launch(config(kind, index)) == expected
+
+
+def test_workers_need_no_chief() -> None:
+    cluster = {"worker": ["[::1]:4", "b:2"]}
+    launch = find_launch(config("worker", 1, cluster))
+    assert launch == Launch("tf_config", 1, 2, 0, 1, "::1", 4)
+
+
+def test_a_cluster_of_one_needs_no_address_to_meet() -> None:
+    launch = find_launch(config("chief", 0, {"chief": ["a:1"]}))
+    assert launch == Launch("tf_config", 0, 1, 0, 1)
+
+
+def test_an_evaluator_is_outside_the_world() -> None:
+    outside = Launch("tf_config", -1, 4, 0)
+    assert find_launch(config("evaluator", 0)) == outside
+    near = {**CLUSTER, "evaluator": ["c:1", "a:9", "a:8"]}
+    assert find_launch(config("evaluator", 0, near)) == outside
+    assert find_launch(config("evaluator", 1, near)) == Launch("tf_config", -1, 4, 2)
+    assert find_launch(config("worker", 1, near)).world_size == 4
+    assert find_launch(config("evaluator", 2, near)) == Launch("tf_config", -1, 4, 3)
+    check_refused(config("evaluator", 3, near), "evaluator 3", "3 of them")
+    one_host = {"worker": ["a:1"], "evaluator": ["a:2"]}
+    launch = find_launch(config("evaluator", 0, one_host))
+    assert launch == Launch("tf_config", -1, 1, 1)
+
+
+def test_the_users_master_counts_with_a_cluster() -> None:
+    launch = find_launch({**config("worker", 0), **MASTER})
+    assert (launch.master_addr, launch.master_port) == ("head", 1234)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"environment": "cloud"}', '{"cluster": {}}'])
+def test_a_config_without_a_cluster_is_no_launch(text: str) -> None:
+    assert find_launch({"TF_CONFIG": text}) == ALONE
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{cluster", "no JSON"),
+        ("[1]", "no JSON object"),
+        ('"chief"', "no JSON object"),
+        (json.dumps({"cluster": CLUSTER}), "task is None"),
+        (json.dumps({"cluster": CLUSTER, "task": "worker"}), "task is 'worker'"),
+        (json.dumps({"task": {"type": "worker", "index": 0}}), "cluster is None"),
+        (json.dumps({"cluster": {}, "task": {"type": "worker"}}), "cluster is {}"),
+        (json.dumps({"cluster": ["a:1"], "task": {}}), "cluster is ['a:1']"),
+    ],
+)
+def test_a_malformed_config_is_refused(text: str, words: str) -> None:
+    check_refused({"TF_CONFIG": text}, "TF_CONFIG", words, '"task"')
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "words"),
+    [
+        ("boss", 0, "'boss'"),
+        ("ps", 0, "parameter server"),
+        (None, 0, "type is None"),
+        (["worker"], 0, "type is ['worker']"),
+        ("worker", 3, "worker 3"),
+        ("chief", 1, "chief 1"),
+        ("worker", -1, "index is -1"),
+        ("worker", None, "index is None"),
+        ("worker", True, "index is True"),
+        ("worker", 1.0, "index is 1.0"),
+        ("worker", "x", "index is 'x'"),
+        ("evaluator", -1, "index is -1"),
+    ],
+)
+def test_a_wrong_task_is_refused(kind: object, index: object, words: str) -> None:
+    check_refused(config(kind, index), "TF_CONFIG", words)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({**CLUSTER, "ps": ["p:1"]}, "parameter server"),
+        ({**CLUSTER, "ps": []}, "parameter server"),
+        ({**CLUSTER, "boss": ["p:1"]}, "'boss'"),
+        ({**CLUSTER, "chief": ["a:1", "c:1"]}, "more than one chief"),
+        ({**CLUSTER, "chief": ["b:2"]}, "b:2 is there 2 times"),
+        ({**CLUSTER, "worker": ["b:2", "b:2"]}, "b:2 is there 2 times"),
+        ({**CLUSTER, "worker": "b:2"}, "worker is 'b:2'"),
+        ({**CLUSTER, "worker": [2]}, "worker is [2]"),
+        ({**CLUSTER, "worker": ["b"]}, "'b' is no host:port"),
+        ({**CLUSTER, "evaluator": ["c"]}, "'c' is no host:port"),
+        ({**CLUSTER, "worker": [":2"]}, "':2' is no host:port"),
+        ({**CLUSTER, "worker": ["b:0"]}, "'b:0' is no host:port"),
+        ({**CLUSTER, "worker": ["b:65536"]}, "'b:65536' is no host:port"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(cluster: object, words: str) -> None:
+    check_refused(config("worker", 0, cluster), "TF_CONFIG", words)
+
+
+def test_an_evaluator_alone_is_refused() -> None:
+    cluster = {"evaluator": ["a:1"]}
+    check_refused(config("evaluator", 0, cluster), "neither a chief nor a worker")
+
+
+# ---- several launchers ---------------------------------------------------------------
+
+
+def test_the_first_complete_launcher_counts() -> None:
+    every = {**TORCHRUN, **OPEN_MPI, **MPICH, **config("chief", 0), **SRUN}
+    assert find_launch(every).launcher == "torchrun"
+    every = without(every, *TORCHRUN)
+    assert find_launch(every).launcher == "openmpi"
+    every = without(every, *OPEN_MPI)
+    assert find_launch(every).launcher == "mpich"
+    every = without(every, *MPICH)
+    assert find_launch(every).launcher == "tf_config"
+    every.pop("TF_CONFIG")
+    assert find_launch(every).launcher == "slurm"
+
+
+def test_torchrun_counts_before_what_is_wrong_elsewhere() -> None:
+    environ = {**TORCHRUN, "TF_CONFIG": "{", "PMI_RANK": "x", "SLURM_STEP_ID": "0"}
+    assert find_launch(environ).launcher == "torchrun"
+
+
+def test_srun_that_speaks_mpis_protocol_is_srun() -> None:
+    same = {"PMI_RANK": "4", "PMI_SIZE": "5"}
+    assert find_launch({**SRUN, **same}) == SRUN_LAUNCH
+    # Hydra's daemons are tasks of srun, and number their children themselves.
+    for other in ({**same, "PMI_RANK": "3"}, {**same, "PMI_SIZE": "6"}):
+        assert find_launch({**SRUN, **other, **MASTER}).launcher == "mpich"
+    # A shell of the allocation in which an mpirun is started is no step.
+    in_batch = {**BATCH, "PMI_RANK": "0", "PMI_SIZE": "8", **MASTER}
+    assert find_launch(in_batch).launcher == "mpich"
+
+
+def test_own_variables_that_agree_are_let_pass() -> None:
+    agreeing = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "MASTER_PORT": "7"}
+    launch = find_launch({**SRUN, **agreeing})
+    assert (launch.launcher, launch.master_port) == ("slurm", 7)
+    sized = find_launch({**without(SRUN, "SLURM_NODEID"), "LOCAL_WORLD_SIZE": "3"})
+    assert sized.local_world_size == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+)
+def test_own_variables_that_disagree_are_named(name: str) -> None:
+    check_refused({**SRUN, name: "3"}, f"{name} is 3", "slurm", f"unset {name}")
