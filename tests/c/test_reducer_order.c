@@ -259,6 +259,33 @@ static void slots_are_written_behind_what_a_failed_step_wrote_there(void)
     }
 }
 
+static atomic_int n_marked; /* ranks */
+
+/* All give up at once, and the world ends while their streams are far behind. */
+static int fail_and_leave(gpu_rank *self, uint64_t step)
+{
+    if (!CHECK_OK(gpu_begin(self)))
+        return 0;
+    for (size_t i = 0; i < self->model->n_params; i++)
+        if (i % 4 != 0 && !CHECK(mark_ready(self, step, i, 0, PL_IN_PLACE)))
+            return 0;
+    atomic_fetch_add(&n_marked, 1);
+    while (atomic_load(&n_marked) < self->model->world_size)
+        pli_sleep_ns(100000);
+    pl_reducer_fail(self->reducer, "given up");
+    drop_all(self);
+    return 0;
+}
+
+static void memory_stays_until_what_a_failed_step_writes_is_there(void)
+{
+    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+        lesson what = {.it = model_of(seed, 2, N_PARAMS), .step = fail_and_leave};
+        atomic_store(&n_marked, 0);
+        run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
+    }
+}
+
 /* ---- a total that replaces what is in the slot ---------------------------------- */
 
 /* The first is written in place on one stream, the total comes on another; the host
@@ -379,6 +406,7 @@ int main(void)
     RUN(what_is_late_is_copied_behind_the_stream_that_made_it);
     RUN(a_total_replaces_what_another_stream_has_written);
     RUN(slots_are_written_behind_what_a_failed_step_wrote_there);
+    RUN(memory_stays_until_what_a_failed_step_writes_is_there);
     RUN(what_was_settled_is_packed_behind_the_stream_that_settled_it);
     RUN(means_are_rescaled_behind_the_operations_that_make_them);
     return check_report();

@@ -118,6 +118,13 @@ PLACES = [
         "recovery waits on the host for what is on the device's own stream",
     ),
     (
+        "csrc/reducer/reducer_prepare.c",
+        "pl_reducer_prepare",
+        "pli_reducer_record_side(",
+        ("drop order", "other stream", "side stream"),
+        "the memory that is tried is new, and no stream has anything to do with it yet",
+    ),
+    (
         "csrc/replicas/device_group.c",
         "send_load",
         "record(to, to->has_read[slot]",
