@@ -12,7 +12,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -308,10 +307,3 @@ def check_saved(left: Run, right: Run, *names: str) -> None:
             state.pop("callbacks", None)  # of Lightning, which names the folder
         found = difference(*saved, name)
         assert found is None, found
-
-
-def free_port() -> str:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -9,11 +9,11 @@ from launches import (
     by_accelerate,
     check_equal,
     check_resumes,
-    free_port,
     needs,
     run,
     with_accelerate,
 )
+from support.ports import free_port
 
 pytestmark = needs("accelerate", "sklearn")
 LOOP, NOTEBOOK = "accelerate_loop.py", "accelerate_notebook.py"
@@ -38,7 +38,7 @@ def test_a_function_in_a_notebook_trains_alike(tmp_path: Path) -> None:
             alone,
             NOTEBOOK,
             tmp_path / library,
-            *("--port", free_port()),
+            *("--port", str(free_port())),
             has_install_line=True,
         )
         for library in ("torch", "paceline")

@@ -9,17 +9,17 @@ from launches import (
     check_equal,
     check_resumes,
     check_saved,
-    free_port,
     needs,
     run,
 )
+from support.ports import free_port
 
 pytestmark = needs("ignite", "sklearn")
 PROGRAM = "ignite_loop.py"
 
 
 def test_a_trainer_of_ignite_trains_and_resumes_alike(tmp_path: Path) -> None:
-    args = ("--port", free_port())
+    args = ("--port", str(free_port()))
     plain = run("torch", alone, PROGRAM, tmp_path / "torch", *args)
     resume = (*args, "--resume", plain.path)
     ours = run("paceline", alone, PROGRAM, tmp_path / "ours", *resume)

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,18 +16,12 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
+from support.ports import free_port
 from support.ranks import run_ranks, values
 
 JOB = str(Path(__file__).parent / "jobs" / "training.py")
 ENV = dict(os.environ, OMP_NUM_THREADS="1")
 SECONDS = 120
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 # Gloo's threads outlive their group, and now and then torch aborts a process that ends
 # among them, with paceline or without: such a run tells nothing.

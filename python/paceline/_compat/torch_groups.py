@@ -85,6 +85,16 @@ def make_local_store() -> Any:
     return dist.HashStore()  # type: ignore[attr-defined]
 
 
+def connect_store(host: str, port: int, timeout: datetime.timedelta) -> Any:
+    """Return a store that somebody else's process serves."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def store_below(prefix: str, store: Any) -> Any:
+    """Return the part of a store whose keys begin so."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name by which all ranks know ``group``."""
     return str(group.group_name)

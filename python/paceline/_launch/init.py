@@ -15,6 +15,7 @@ import torch.distributed as dist
 from paceline import _environment
 from paceline._compat import torch_groups
 from paceline._launch import variables
+from paceline._launch.attempt import agree_on_prefix
 from paceline._launch.launchers import find_launch
 from paceline._launch.variables import Launch
 
@@ -162,13 +163,15 @@ def _make_group(
         if not isinstance(timeout, timedelta):
             timeout = timedelta(seconds=timeout)
         options["timeout"] = timeout
-    if size == 1:
-        options["store"] = torch_groups.make_local_store()  # nobody to meet, no port
-    else:
-        options["init_method"] = "env://"
     try:
+        if size == 1:
+            options["store"] = torch_groups.make_local_store()  # no port
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            options["store"] = _store_of_attempt(launch, options.get("timeout"))
+        else:
+            options["init_method"] = "env://"
         dist.init_process_group(backend, **options)
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         where, hint = "", ""
         if size > 1:
             where = f" at {launch.master_addr}:{launch.master_port}"
@@ -181,6 +184,18 @@ def _make_group(
             f"rank {launch.rank} of {size} (launcher: {launch.launcher}) could not "
             f"join the world{where}: {error}{hint}"
         ) from error
+
+
+def _store_of_attempt(launch: Launch, timeout: timedelta | None) -> Any:
+    """Return torchrun's store, without what the ranks of earlier starts have left."""
+    timeout = timeout or dist.default_pg_timeout
+    assert launch.master_addr is not None
+    assert launch.master_port is not None
+    store = torch_groups.connect_store(launch.master_addr, launch.master_port, timeout)
+    prefix = agree_on_prefix(
+        store, launch.rank, launch.world_size, timeout.total_seconds()
+    )
+    return torch_groups.store_below(prefix, store)
 
 
 def _exchange_hosts(launch: Launch) -> tuple[int, int | None]:

@@ -1,0 +1,154 @@
+"""Training goes on where ranks and hosts have been killed: the example, for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from support.ports import free_port
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "digits_restart.py"
+ENV = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+SECONDS = 240
+N_STEPS = 400
+
+
+class Training:
+    """The example under torchrun, with files of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir()
+        self.checkpoint = folder / "checkpoint.pt"
+        self.losses_file = folder / "losses"
+        self.options = options
+
+    @contextmanager
+    def launched(self) -> Iterator[subprocess.Popen[str]]:
+        """Start torchrun; it and its ranks are gone at the end."""
+        command = [sys.executable, "-m", "torch.distributed.run", *self.options]
+        command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
+        command += ["--losses", str(self.losses_file), "--steps", str(N_STEPS)]
+        with subprocess.Popen(
+            command,
+            env=ENV,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            ranks: set[int] = set()
+            process.ranks = ranks  # type: ignore[attr-defined]
+            try:
+                yield process
+            finally:
+                for pid in {*ranks, *ranks_of(process.pid), process.pid}:
+                    end(pid)
+
+    def run(self) -> str:
+        """Run it to its end; return what it said."""
+        with self.launched() as process:
+            said, _ = process.communicate(timeout=SECONDS)
+            assert process.returncode == 0, said
+        return said
+
+    def losses(self) -> dict[int, float]:
+        """Return the loss of each step, as it was computed last."""
+        if not self.losses_file.exists():
+            return {}
+        lines = self.losses_file.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {row["step"]: row["loss"] for row in rows}
+
+    def await_step(self, step: int, process: subprocess.Popen[str]) -> None:
+        """Return when the step is done."""
+        until = time.monotonic() + SECONDS
+        while step not in self.losses():
+            assert time.monotonic() < until
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = torch.load(self.checkpoint)
+        assert state["n_steps"] == N_STEPS
+        found: dict[str, torch.Tensor] = state["model"]
+        return found
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Return the processes that a torchrun has started, in the order of their ranks."""
+    try:
+        text = Path(f"/proc/{agent}/task/{agent}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return sorted(
+        pid for pid in map(int, text.split()) if str(SCRIPT) in command_of(pid)
+    )
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Return a training with two ranks that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    training = Training(folder, "--standalone", "--nproc-per-node", "2")
+    training.run()
+    assert list(training.losses()) == list(range(N_STEPS))
+    return training
+
+
+def test_training_goes_on_after_killed_ranks_as_if_nothing_had_happened(
+    unbroken: Training, tmp_path: Path
+) -> None:
+    options = "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"
+    broken = Training(tmp_path / "run", *options)
+    with broken.launched() as process:
+        for step, victim in ((30, 1), (N_STEPS // 2, 0)):
+            broken.await_step(step, process)
+            ranks = ranks_of(process.pid)
+            assert len(ranks) == 2
+            end(ranks[victim])
+        said, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said
+    assert said.count("going on after step") == 2, said
+    assert broken.losses() == unbroken.losses()
+    theirs, ours = unbroken.weights(), broken.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.hand  # torchrun waits half a minute for hosts that may still come
+def test_training_goes_on_with_the_hosts_that_are_left(
+    unbroken: Training, tmp_path: Path
+) -> None:
+    options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-id", "restarts"]
+    options += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    broken = Training(tmp_path / "run", *options)
+    with broken.launched() as first, broken.launched() as second:
+        broken.await_step(30, first)
+        for pid in (*ranks_of(second.pid), second.pid):
+            end(pid)
+        said, _ = first.communicate(timeout=SECONDS)
+        assert first.returncode == 0, said
+    assert "with 1 ranks" in said, said
+    for step, loss in broken.losses().items():
+        assert loss == pytest.approx(unbroken.losses()[step], abs=0.02), step
