@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from paceline._dp.marker import replicate
     from paceline._install.rebind import install, uninstall
     from paceline._launch.init import World, init
+    from paceline._launch.launch import launch
+    from paceline._launch.ranks import RankError
     from paceline._native import MismatchError, PeerError, PeerTimeoutError
 
 try:
@@ -33,12 +35,14 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",
+    "RankError",
     "World",
     "__version__",
     "check",
     "data_parallel",
     "init",
     "install",
+    "launch",
     "load",
     "replicate",
     "save",
@@ -51,11 +55,13 @@ _HOMES = {
     "MismatchError": "paceline._native",
     "PeerError": "paceline._native",
     "PeerTimeoutError": "paceline._native",
+    "RankError": "paceline._launch.ranks",
     "World": "paceline._launch.init",
     "check": "paceline._dp.check",
     "data_parallel": "paceline._dp.functional",
     "init": "paceline._launch.init",
     "install": "paceline._install.rebind",
+    "launch": "paceline._launch.launch",
     "load": "paceline._checkpoint",
     "replicate": "paceline._dp.marker",
     "save": "paceline._checkpoint",

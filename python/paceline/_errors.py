@@ -107,6 +107,15 @@ def unpack_exception(packed: bytes, replica: int, device: Any) -> Exception:
         return RuntimeError(message)
 
 
+def unpack_original(packed: bytes) -> tuple[Exception | None, str, str]:
+    """Return an exception as it was raised, its type's name, and its traceback as text.
+
+    None in place of the exception where it cannot come here.
+    """
+    whole, parts, name, text = pickle.loads(packed)
+    return _rebuild(whole, parts), name, text
+
+
 def _try_pickle(value: Any) -> bytes | None:
     try:
         import cloudpickle  # type: ignore[import-untyped]

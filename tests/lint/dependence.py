@@ -46,7 +46,7 @@ PACKAGES: dict[str, set[str]] = {
     "_dp.process": _LOW | {"_workers", "_replicas"},
     "_dp": _LOW | {"_workers", "_replicas", "_dp.process"},
     "_ddp": _LOW,
-    "_launch": _LOW,
+    "_launch": _LOW | {"_workers"},
     "_install": {"", *_LOW},
     "_cli": {"", "_install", *_LOW},
     "__main__": {"_cli"},

@@ -95,6 +95,17 @@ def store_below(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
+def make_tcp_server(address: str) -> tuple[Any, int]:
+    """Return a key-value store that listens at a free port, and the port.
+
+    It listens until it is collected.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, 0, is_master=True, wait_for_workers=False
+    )
+    return store, int(store.port)
+
+
 def group_name(group: dist.ProcessGroup) -> str:
     """Return the name by which all ranks know ``group``."""
     return str(group.group_name)

@@ -133,7 +133,22 @@ def init(
     launch = find_launch(_variables_of_launchers())
     if launch.rank < 0:
         return _world_outside(launch, backend)
-    uses_gpu = _uses_gpu(backend)
+    return _join(launch, backend, timeout, is_quiet=False)
+
+
+def join(backend: str | None, timeout: float | None) -> World:
+    """Do what :func:`init` does with a launcher's variables, and print nothing."""
+    return _join(find_launch(os.environ), backend, timeout, is_quiet=True)
+
+
+def _join(
+    launch: Launch,
+    backend: str | None,
+    timeout: timedelta | float | None,
+    *,
+    is_quiet: bool,
+) -> World:
+    uses_gpu = computes_on_gpu(backend)
     if launch.local_rank is not None:
         _choose_device(uses_gpu, launch.local_rank)  # fail before others wait
     backend = backend or (_GPU_BACKEND if uses_gpu else _CPU_BACKEND)
@@ -148,7 +163,7 @@ def init(
             dist.destroy_process_group()
         raise
     _export_variables(dataclasses.replace(launch, local_rank=local_rank))
-    if launch.rank == 0:
+    if launch.rank == 0 and not is_quiet:
         _print_world(launch, backend, n_hosts)
     return World(launch.rank, launch.world_size, local_rank, device, launch.launcher)
 
@@ -271,7 +286,7 @@ def _names_gpu(backend: str | None) -> bool:
     return backend is None or "nccl" in backend.lower() or "cuda" in backend.lower()
 
 
-def _uses_gpu(backend: str | None) -> bool:
+def computes_on_gpu(backend: str | None) -> bool:
     """Tell whether ranks compute on GPUs; raise where they should and there is none."""
     if not _names_gpu(backend):
         return False

@@ -25,6 +25,7 @@ import termios
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline import _native
@@ -41,6 +42,8 @@ CROWDED_SPIN_US = 2.0
 """The same where there are fewer cores than processes."""
 CLOSE_SECONDS = 5.0
 _READ_BYTES = 1 << 16
+_MOST_LINE_BYTES = 1 << 20
+"""What is longer, and has no end yet, is forwarded as a line."""
 _MOST_READS = 1000
 _running: weakref.WeakSet[_Processes] = weakref.WeakSet()
 _hooks_pid = 0
@@ -72,20 +75,29 @@ class _OutputPipe:
             return True
         except OSError:
             data = b""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if not data:
+        printed = self._rest + data
+        end = printed.rfind(b"\n") + 1
+        if not self._prefix:  # a progress bar: what it overwrites, it shows first
+            end = max(end, printed.rfind(b"\r") + 1)
+        self._rest = printed[end:]
+        self._forward(printed[:end])
+        if not data or len(self._rest) > _MOST_LINE_BYTES:
             self.finish()
-        if lines:
-            text = (line.decode("utf-8", "replace") for line in lines)
-            self._write("".join(f"{self._prefix}{line}\n" for line in text))
         return bool(data)
 
     def finish(self) -> None:
         """Forward a last line that has no end."""
         rest, self._rest = self._rest, b""
         if rest:
-            self._write(f"{self._prefix}{rest.decode('utf-8', 'replace')}\n")
+            self._forward(rest + b"\n")
+
+    def _forward(self, printed: bytes) -> None:
+        text = printed.decode("utf-8", "replace")
+        if self._prefix:
+            lines = text.split("\n")[:-1]
+            text = "".join(f"{self._prefix}{line}\n" for line in lines)
+        if text:
+            self._write(text)
 
     def _write(self, text: str) -> None:
         stream = getattr(sys, self._name, None)
@@ -107,14 +119,19 @@ class _OutputPipe:
 class _Member:
     """One worker process, as its parent holds it."""
 
-    replica: int
+    number: int
+    role: spawn.Role
     process: subprocess.Popen[bytes]
     pidfd: int
     outputs: list[_OutputPipe]
 
     @classmethod
     def of(
-        cls, replica: int, process: subprocess.Popen[bytes], pipes: list[int]
+        cls,
+        number: int,
+        role: spawn.Role,
+        process: subprocess.Popen[bytes],
+        pipes: list[int],
     ) -> _Member:
         """Take over a process that was just started."""
         try:
@@ -124,18 +141,24 @@ class _Member:
             process.wait()
             raise
         names = zip(pipes, ("stdout", "stderr"), strict=True)
-        prefix = f"[replica {replica}] "
+        prefix = role.prefix(number)
         outputs = [_OutputPipe(fd, name, prefix) for fd, name in names]
-        return cls(replica, process, pidfd, outputs)
+        return cls(number, role, process, pidfd, outputs)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.noun} {self.number}"
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            if self.role.is_program:  # not reaped yet: the number is still its own
+                os.killpg(self.process.pid, signal.SIGKILL)
 
-    def has_ended(self, seconds: float = 0.0) -> bool:
+    def has_ended(self, seconds: float | None = 0.0) -> bool:
         poller = select.poll()
         poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(seconds * 1000.0))
+        return bool(poller.poll(None if seconds is None else seconds * 1000.0))
 
     def reap(self) -> None:
         """Take the status of a process that has ended, and forward its last output."""
@@ -240,31 +263,42 @@ def _set_hooks() -> None:
 
 
 class WorkerGroup:
-    """Worker processes for replicas 1, 2, ..., each behind a channel.
+    """Worker processes, each behind a channel.
 
     Making it returns while the workers are still starting.  Each is a fresh
     interpreter, neither forked nor importing the user's ``__main__``.  `handler` is the
     ``module:attribute`` of what is called, without arguments, in each worker, and whose
-    ``handle`` then answers requests.
+    ``handle`` then answers requests.  `role` says whether they are replicas 1, 2, ...
+    or ranks 0, 1, ..., and `environs` what each has in its environment besides.
 
     Attributes
     ----------
     channels : list of paceline._native.Channel
-        Channel k is to replica k + 1.  Each is busy until `wait_until_ready`.
+        Channel k is to replica k + 1, or to rank k.  Each is busy until
+        `wait_until_ready`.
     shares : list of Share
-        Cores and threads of each replica, replica 0 first.
+        Cores and threads of each replica or rank, number 0 first.
     is_ready : bool
         Whether every worker has been seen ready.
     is_sound : bool
         Whether all are alive, as far as whoever uses them has seen.
     """
 
-    def __init__(self, n_workers: int, handler: str) -> None:
+    def __init__(
+        self,
+        n_workers: int,
+        handler: str,
+        role: spawn.Role = spawn.REPLICA,
+        environs: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         from paceline._compat import torch_core
 
         torch_core.attach()
         _set_hooks()
-        self.shares = spawn.share_cores(n_workers + 1)
+        self.shares = spawn.share_cores(n_workers + role.first)
+        if role.is_program:
+            self.shares = [spawn.Share((), each.n_threads) for each in self.shares]
+        self._role, self._environs = role, environs
         self.channels: list[_native.Channel] = []
         self.is_ready, self.is_sound = False, True
         self._processes = _Processes()
@@ -286,8 +320,8 @@ class WorkerGroup:
             with contextlib.suppress(OSError):  # no pidfds: the pipe alone tells
                 parent_fd = os.pidfd_open(processes.pid)
             ends = [parent_fd, pipe_fd]
-            for replica in range(1, n_workers + 1):
-                self._start_one(replica, handler, ends)
+            for k in range(n_workers):
+                self._start_one(k, handler, ends)
         finally:
             for fd in (parent_fd, pipe_fd):
                 if fd >= 0:
@@ -298,11 +332,16 @@ class WorkerGroup:
         )
         processes.monitor.start()
 
-    def _start_one(self, replica: int, handler: str, ends: list[int]) -> None:
-        share = self.shares[replica]
+    def _start_one(self, k: int, handler: str, ends: list[int]) -> None:
+        role = self._role
+        number = role.first + k
+        share = self.shares[number]
         channel = _native.Channel()
-        environment, restored = spawn.environment(share.n_threads)
-        channel.post(worker_main.KIND_PREPARE, spawn.first_payload(share, restored), [])
+        environment, restored = spawn.environment(share.n_threads, role)
+        if self._environs:
+            environment.update(self._environs[k])
+        payload = spawn.first_payload(share, restored, role)
+        channel.post(worker_main.KIND_PREPARE, payload, [])
         inherited = [*channel.fds, *ends]
         pipes: list[tuple[int, int]] = []
         kept: list[int] = []
@@ -319,7 +358,7 @@ class WorkerGroup:
                 pass_fds=[fd for fd in inherited if fd >= 0],
                 start_new_session=True,
             )
-            member = _Member.of(replica, process, [pipe[0] for pipe in pipes])
+            member = _Member.of(number, role, process, [pipe[0] for pipe in pipes])
             kept = [pipe[0] for pipe in pipes]
         finally:
             for fd in (fd for pipe in pipes for fd in pipe):
@@ -330,9 +369,10 @@ class WorkerGroup:
 
     def _watch(self) -> None:
         is_crowded = not self.shares[0].cores
-        pinned = [core for share in self.shares[1:] for core in share.cores]
+        workers = self.shares[self._role.first :]
+        pinned = [core for share in workers for core in share.cores]
         for member, channel in zip(self._processes.members, self.channels, strict=True):
-            channel.watch(member.process.pid, f"replica {member.replica}")
+            channel.watch(member.process.pid, member.name)
             channel.avoid(pinned)
             channel.spin_us = CROWDED_SPIN_US if is_crowded else SPIN_US
 
@@ -364,6 +404,11 @@ class WorkerGroup:
             self.drain_output()
             raise errors[0]
         self.is_ready = True
+
+    def wait_until_ended(self) -> None:
+        """Wait until every worker has ended by itself; QUIT was posted to each."""
+        for member in self._processes.members:
+            member.has_ended(None)
 
     def drain_output(self) -> None:
         """Forward now what workers have printed before their last answers."""

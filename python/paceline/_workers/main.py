@@ -47,7 +47,8 @@ def prepare(payload: bytes) -> None:
     """Make this process resemble the one that it works for.
 
     The payload is JSON: ``cores`` (list of int; empty: stay as it is), ``threads``,
-    ``path``, ``argv`` and ``environ`` (names to restore, None where one is to go).
+    ``path``, ``argv``, ``environ`` (names to restore, None where one is to go) and
+    ``is_program`` (as in ``spawn.Role``).
     """
     surroundings = json.loads(payload)
     if surroundings["cores"]:
@@ -59,8 +60,12 @@ def prepare(payload: bytes) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    if surroundings["is_program"]:
+        return
     for name in _UNWANTED:
         os.environ.pop(name, None)
+    log_records.collect()
+    _skip_breakpoints()
 
 
 def _set_streams() -> None:
@@ -106,16 +111,21 @@ def _answer(
     log_records.have_left()
 
 
-def _begin(channel: _native.Channel, name: str) -> Handler:
+def _begin(channel: _native.Channel, name: str) -> tuple[Handler, bool]:
+    """Return the handler, and whether this process is a program of its own."""
     _, payload, _, _ = channel.next()
+    surroundings = json.loads(payload)
+    is_program = bool(surroundings["is_program"])
+    if is_program:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         prepare(payload)
-        handler = _make_handler(name, json.loads(payload)["threads"])
+        handler = _make_handler(name, surroundings["threads"])
     except BaseException as error:
         _answer_error(channel, error)
         _quit(1)
     _answer(channel, KIND_PREPARE, b"", [])
-    return handler
+    return handler, is_program
 
 
 def _skip_breakpoints() -> None:
@@ -175,18 +185,18 @@ def main() -> NoReturn:
             os.set_inheritable(fd, False)
     _native.die_with(parent_fd, pipe_fd)
     _set_streams()
-    log_records.collect()
-    _skip_breakpoints()
     channel = _native.Channel(request_fd, answer_fd)
     os.close(request_fd)
     os.close(answer_fd)
     os.register_at_fork(after_in_child=_native.forget_channels)
-    handler = _begin(channel, name)
+    handler, is_program = _begin(channel, name)
     try:
         serve(channel, handler)
     except BaseException:
         traceback.print_exc()
         _quit(1)
+    if is_program:
+        sys.exit(0)  # its threads are waited for, its exit handlers run
     _quit(0)
 
 

@@ -13,10 +13,39 @@ from paceline import _cgroup
 from paceline._workers import main as worker_main
 
 WORKER_VARIABLE = "PACELINE_WORKER"
-"""Set to 1 in the environment of workers."""
+"""Set to 1 in the environment of replicas' workers."""
 _MANY_BYTES = str(1 << 40)
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 _HERMETIC_FLAGS = ("-E", "-I", "-P")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the processes of a group are to the process that starts them.
+
+    Attributes
+    ----------
+    noun : str
+        What messages and prefixes call a process.
+    first : int
+        The number of the first one; lower numbers are the starting process itself.
+    is_program : bool
+        Whether each is a program of its own.  It logs and ends as Python does, is
+        pinned to no cores, and may start processes, which end with it.  The others
+        extend the starting process: what they log is handled there.
+    """
+
+    noun: str
+    first: int
+    is_program: bool
+
+    def prefix(self, number: int) -> str:
+        """Return what each printed line begins with; number 0 prints plainly."""
+        return f"[{self.noun} {number}] " if number else ""
+
+
+REPLICA = Role("replica", first=1, is_program=False)
+RANK = Role("rank", first=0, is_program=True)
 
 
 @dataclass(frozen=True)
@@ -52,7 +81,9 @@ def _cgroup_cores() -> int | None:
     return None if quota is None else max(1, int(quota))
 
 
-def environment(n_threads: int) -> tuple[dict[str, str], dict[str, str | None]]:
+def environment(
+    n_threads: int, role: Role = REPLICA
+) -> tuple[dict[str, str], dict[str, str | None]]:
     """Return a worker's environment, and what of it a worker is to restore."""
     environ = dict(os.environ)
     for name in _BINDING:
@@ -63,17 +94,13 @@ def environment(n_threads: int) -> tuple[dict[str, str], dict[str, str | None]]:
     }
     restored = {name: os.environ.get(name) for name in changed}
     environ.update(changed)
-    environ.update(
-        {
-            WORKER_VARIABLE: "1",
-            "OMP_NUM_THREADS": str(n_threads),
-            "MKL_NUM_THREADS": str(n_threads),
-            # Freed memory is kept, whatever its size: a step needs as much as the
-            # last one, and fresh pages cost more than filling them.
-            "MALLOC_TRIM_THRESHOLD_": _MANY_BYTES,
-            "MALLOC_MMAP_MAX_": "0",
-        }
-    )
+    environ["OMP_NUM_THREADS"] = environ["MKL_NUM_THREADS"] = str(n_threads)
+    if not role.is_program:
+        environ[WORKER_VARIABLE] = "1"
+        # Freed memory is kept, whatever its size: a step needs as much as the last
+        # one, and fresh pages cost more than filling them.
+        environ["MALLOC_TRIM_THRESHOLD_"] = _MANY_BYTES
+        environ["MALLOC_MMAP_MAX_"] = "0"
     return environ, restored
 
 
@@ -98,7 +125,9 @@ def command(fds: list[int], handler: str) -> list[str]:
     ]
 
 
-def first_payload(share: Share, restored: dict[str, str | None]) -> bytes:
+def first_payload(
+    share: Share, restored: dict[str, str | None], role: Role = REPLICA
+) -> bytes:
     """Return what a worker receives before anything else: see ``main.prepare``."""
     surroundings = {
         "cores": share.cores,
@@ -106,5 +135,6 @@ def first_payload(share: Share, restored: dict[str, str | None]) -> bytes:
         "path": [str(path) for path in sys.path],
         "argv": [str(argument) for argument in getattr(sys, "argv", [""])],
         "environ": restored,
+        "is_program": role.is_program,
     }
     return json.dumps(surroundings).encode()

@@ -1,0 +1,144 @@
+"""``paceline.launch()``: run a function as the ranks of a new world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from paceline._launch import init, payloads, ranks
+from paceline._launch.launchers import find_launch
+from paceline._launch.rank import Call
+
+T = TypeVar("T")
+
+
+def launch(
+    fn: Callable[..., T],
+    n: int | None = None,
+    *args: Any,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Run ``fn(*args, **kwargs)`` as `n` ranks on this machine; return the results.
+
+    It works in a notebook's cell, in a script without a main guard and in a test.  Each
+    rank is a fresh process, the caller is none of them, and each has joined torch's
+    default process group when `fn` begins: do not make it in `fn`.
+    ``torch.distributed.get_rank()`` says which rank it is, and :func:`paceline.init`
+    which device is its own.
+
+    Parameters
+    ----------
+    fn : callable
+        What each rank calls.  Functions and classes of a cell or of the script are sent
+        by value with the globals they use; those of other modules are imported.
+    n : int, optional
+        The number of ranks.  By default one for each GPU that torch sees, and one rank
+        where it sees none.
+    *args, **kwargs
+        For `fn`, pickled (cloudpickle); each rank gets its own copy.  Tensors on GPUs
+        arrive on the CPU.  A keyword that this function has itself is passed by
+        ``functools.partial``.
+    backend, timeout
+        As for :func:`paceline.init`.
+
+    Returns
+    -------
+    list
+        What each rank returned, by rank, copied; tensors on GPUs arrive on the CPU.  A
+        rank that calls ``sys.exit(0)`` returned None.
+
+    Raises
+    ------
+    paceline.RankError
+        If a rank raises, or its process ends early, for instance killed for lack of
+        memory.  It names the rank that failed first, and comes from that rank's own
+        exception.  The other ranks are ended at once.
+    TypeError
+        If `fn` is not callable, or it or an argument cannot be pickled.
+    ValueError
+        If `n` is less than 1, or more than there are GPUs while ranks compute on them.
+    RuntimeError
+        If the caller is a rank of several itself; if `backend` needs GPUs and there are
+        none.
+    KeyboardInterrupt
+        If you press Ctrl-C, or stop the cell: all ranks are ended before.
+
+    Notes
+    -----
+    Ranks have the variables that torchrun sets: ``RANK``, ``WORLD_SIZE``,
+    ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, a free
+    port that the caller holds.  ``OMP_NUM_THREADS`` is the rank's share of the cores.
+
+    What ranks print appears in the caller's ``sys.stdout`` and ``sys.stderr``, line by
+    line: rank 0's as it is, others' after ``[rank 1] ``.  Their standard input is
+    empty, so that a breakpoint in `fn` fails.
+
+    A rank ends when its threads have, and with it the processes that it has started.
+    When the caller ends, however it does, so do its ranks.
+
+    Examples
+    --------
+    >>> import paceline
+    >>> def train(steps):
+    ...     import torch
+    ...
+    ...     world = paceline.init()
+    ...     module = torch.nn.Linear(8, 1).to(world.device)
+    ...     model = paceline.DistributedDataParallel(module)
+    ...     for _ in range(steps):
+    ...         model(torch.randn(4, 8, device=world.device)).sum().backward()
+    ...     return world.rank, float(module.bias.grad)
+    >>> paceline.launch(train, 2, 1)
+    [(0, 4.0), (1, 4.0)]
+    """
+    if not callable(fn):
+        raise TypeError(
+            f"fn is a {type(fn).__name__}: launch() takes the function itself and its "
+            "arguments, as in launch(train, 2, data)"
+        )
+    n = _count_ranks(n, backend)
+    _check_caller()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    packed = payloads.pack_call(fn, args, kwargs)
+    return ranks.run(n, Call(packed, backend, seconds, ranks.cell_sources()))
+
+
+def _count_ranks(n: Any, backend: str | None) -> int:
+    """Return the number of ranks; raise where it cannot be."""
+    n_gpus = torch.cuda.device_count() if init.computes_on_gpu(backend) else 0
+    if n is None:
+        return max(n_gpus, 1)
+    if not isinstance(n, int) or isinstance(n, bool):
+        raise TypeError(
+            f"n is a {type(n).__name__}, but it is the number of ranks: launch(fn, 2, "
+            "...) calls fn(...) on two"
+        )
+    if n < 1:
+        raise ValueError(f"n is {n}: at least one rank is needed")
+    if n > n_gpus > 0:
+        raise ValueError(
+            f"n is {n}, but torch sees {n_gpus} GPU{'s' * (n_gpus > 1)}: start at most "
+            "one rank a GPU, or train on the CPU by backend='gloo'"
+        )
+    return n
+
+
+def _check_caller() -> None:
+    """Raise where this process is a rank of several itself."""
+    try:
+        found = find_launch(os.environ)
+    except ValueError:
+        return  # half-set variables, which ranks do not get
+    if found.world_size > 1:
+        raise RuntimeError(
+            f"launch() was called in rank {found.rank} of {found.world_size} "
+            f"(launcher: {found.launcher}), and each rank would start a world of its "
+            "own: call the function itself, or start the program by plain python; if "
+            "no launcher has started it, unset RANK and WORLD_SIZE"
+        )

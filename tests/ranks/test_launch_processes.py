@@ -1,0 +1,174 @@
+"""`paceline.launch()` in scripts and notebooks: how their ranks begin and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.kernel import MISSING, SECONDS, Kernel
+from support.processes import is_running, wait_until_gone
+
+JOB = Path(__file__).parent / "jobs" / "launching.py"
+
+
+class Script:
+    """launching.py, in a session of its own."""
+
+    def __init__(self, how: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(JOB), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.pids: list[int] = []
+
+    def read_pids(self) -> None:
+        """Wait until both ranks run."""
+        assert self.process.stdout is not None
+        while len(self.pids) < 2:
+            line = self.process.stdout.readline().decode()
+            if not line:
+                pytest.fail(self.process.communicate()[1].decode())
+            if "pid" in line:
+                self.pids.append(int(line.split()[-1]))
+
+    def end(self) -> tuple[int, list[str], str]:
+        out, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, out.decode().splitlines(), err.decode()
+
+    def clean_up(self) -> None:
+        """Kill what a test that failed has left."""
+        for pid in [self.process.pid, *self.pids]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest) -> Iterator[Script]:
+    script = Script(request.param)
+    yield script
+    script.clean_up()
+
+
+@pytest.mark.parametrize("script", ["trains"], indirect=True)
+def test_a_script_needs_no_main_guard(script: Script) -> None:
+    status, out, err = script.end()
+    assert status == 0, err
+    assert [line for line in out if "pid" not in line] == [
+        "begins",
+        "results [6.0, 6.0]",
+    ]
+    assert err == ""
+
+
+@pytest.mark.parametrize("script", ["is killed"], indirect=True)
+def test_the_signal_that_killed_a_rank_is_named(script: Script) -> None:
+    status, _, err = script.end()
+    assert status == 1
+    assert "RankError: rank 1 of 2 ended early: rank 1 (process " in err
+    assert "was killed by SIGKILL" in err
+
+
+@pytest.mark.parametrize("script", ["ends slowly"], indirect=True)
+def test_a_rank_ends_as_a_program_does(script: Script) -> None:
+    status, out, err = script.end()
+    assert status == 0, err
+    for line in ("threads end", "handlers run"):
+        assert line in out
+        assert f"[rank 1] {line}" in out
+    assert out[-1] == "results [0.0, 0.0]"
+
+
+@pytest.mark.parametrize("script", ["waits"], indirect=True)
+def test_ctrl_c_ends_a_script_and_its_ranks(script: Script) -> None:
+    script.read_pids()
+    os.killpg(script.process.pid, signal.SIGINT)
+    status, out, err = script.end()
+    assert (status, out) == (-signal.SIGINT, ["interrupted"])
+    assert err.splitlines()[-1] == "KeyboardInterrupt"
+    assert "Exception ignored" not in err
+    assert not any(map(is_running, script.pids))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("script", ["waits"], indirect=True)
+def test_ranks_end_with_their_caller(script: Script, how: signal.Signals) -> None:
+    script.read_pids()
+    script.process.send_signal(how)
+    assert wait_until_gone(script.pids, SECONDS) == []
+
+
+# ---- notebooks ----------------------------------------------------------------------
+
+CELL = """
+import os, time, paceline, torch
+from torch import nn
+import torch.distributed as dist
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+SCALE = 2.0
+
+def train():
+    net = Net()
+    model = paceline.DistributedDataParallel(net)
+    (model(torch.ones(1, 3)).sum() * SCALE * dist.get_rank()).backward()
+    print(f"gradient {float(net.linear.bias.grad)}", flush=True)
+    return net
+
+def fail():
+    raise LookupError("no such batch")  # as a cell says it
+
+def hang():
+    open(str(os.getpid()), "w").close()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("busy", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path)
+    yield kernel
+    kernel.end()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+def test_cells_launch_print_fail_and_are_stopped(kernel: Kernel) -> None:
+    assert kernel.run(CELL) == ""
+    printed = kernel.run("nets = paceline.launch(train, 2)")
+    assert sorted(printed.splitlines()) == ["[rank 1] gradient 1.0", "gradient 1.0"]
+    assert kernel.run("print([type(net) is Net for net in nets])") == "[True, True]\n"
+    assert kernel.run("SCALE = 4.0\nnets = paceline.launch(train, 1)") == (
+        "gradient 0.0\n"
+    )
+
+    catch = "try:\n    paceline.launch(fail, 2)\nexcept paceline.RankError as error:\n"
+    shown = kernel.run(catch + "    print(type(error.__cause__).__name__, error)")
+    assert shown.startswith("LookupError rank ")
+    assert "# as a cell says it" in shown
+    assert kernel.run("paceline.launch(fail, 2)") == "RankError"
+
+    stopped = kernel.run("paceline.launch(hang, 2)", interrupt_at="busy")
+    assert stopped == "KeyboardInterrupt"
+    pids = [int(name) for name in kernel.run("print(*os.listdir('.'))").split()]
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+    assert "gradient" in kernel.run("nets = paceline.launch(train, 1)")
