@@ -15,6 +15,7 @@ PACELINE_CFLAGS     further flags, given last to the compiler and to the linker:
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -147,8 +148,18 @@ native = Extension(
     extra_link_args=["-pthread", "-lm", "-ldl", *extra],
 )
 
+
+def long_description():
+    """Return the README without links into the tree: an index has no such files."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^]]*\]\([^)]*\)\n*", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)", r"\1 (`\2`)", text)
+
+
 setup(
     license="Apache-2.0",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[native],
     cmdclass={"build_ext": BuildInParallel},
 )

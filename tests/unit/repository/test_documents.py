@@ -1,0 +1,344 @@
+"""README.md and docs/: every block of code is run, every link leads somewhere.
+
+Python blocks of a page run one after the other in one fresh process, in an empty
+folder; a block that the text before it calls `name.py` is written to that file, for the
+shell blocks.  A line of a shell block is run, or NOT_RUN says why not, and what is
+checked instead.  The jobs run side by side, as many as there are cores, before the
+first test that asks for one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import documents
+import paceline
+import pytest
+import setuptools
+from documents import README, ROOT, RUN_PAGES, commands_of, name_of
+from paceline._cli.doctor import command as doctor
+from paceline._cli.doctor import memory, software, system, table
+
+SECONDS = 150
+# Gloo's threads outlive their group, and now and then torch aborts a process that ends
+# among them, with paceline or without: such a run tells nothing.
+TORCH_ABORTS = "terminate called without an active exception"
+TRIES = 4
+
+BIN = {
+    "python": '"$@"',
+    "paceline": '-m paceline "$@"',
+    "torchrun": '-m torch.distributed.run --standalone "$@"',
+}
+RUN = re.compile(r"(python|paceline|torchrun)\b(?!.*--nnodes)(?!.* tests/)")
+
+RESULTS = ROOT / "tests" / "bench" / "results"
+WRITTEN_LATER = {"tests/gpu/results"}  # by tests/gpu/run.sh
+
+
+# ---- what is not run, why, and what is checked in its place --------------------------
+
+
+def check_target(command: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    target = shlex.split(command)[1]
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+
+
+def check_package(command: str) -> None:
+    what = shlex.split(command)[2]
+    assert what == "torch" or (what == "." and (ROOT / "pyproject.toml").exists())
+
+
+def check_image(command: str) -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    for inside in re.findall(r"-p \d+:(\d+)", command):
+        assert f"EXPOSE {inside}" in text
+    assert "docker build -t paceline ." in "\n".join(commands_of(README))
+
+
+def check_gpu_script(command: str) -> None:
+    program, *words = shlex.split(command)
+    assert os.access(ROOT / program, os.X_OK)
+    main = [sys.executable, str(ROOT / "tests" / "gpu" / "main.py"), "--help"]
+    known = subprocess.run(main, capture_output=True, text=True, check=True).stdout
+    for word in words:
+        assert word.isdigit() or re.search(rf"(?<![\w-]){word}\b", known), word
+
+
+def check_script(command: str) -> None:
+    scripts = {name for page in RUN_PAGES for name in documents.scripts_of(page)}
+    assert documents.scripts_in(command)
+    for name in documents.scripts_in(command):
+        assert name in scripts or (ROOT / name).is_file(), name
+
+
+NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
+    "make": ("builds and trains for minutes; .ci/run does it", check_target),
+    "pip": ("needs a network; .ci/run installs by make", check_package),
+    "docker": ("needs Docker", check_image),
+    "mpirun": ("needs MPI; tests/ranks has its variables", check_script),
+    "srun": ("needs SLURM; tests/ranks has its variables", check_script),
+    "torchrun": ("is for several hosts, or has a test of its own", check_script),
+    "tests/gpu/run.sh": ("needs a GPU; test_gpu_script.py", check_gpu_script),
+}
+
+
+# ---- jobs ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command for a shell, and the folder of the page that it is on."""
+
+    folder: Path
+    command: str
+
+
+Jobs = dict[Job, "Future[subprocess.CompletedProcess[str]]"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment whose `python`, `torchrun` and `paceline` are of this Python."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name, words in BIN.items():
+        text = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}\n"
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
+    return {**clean, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(job: Job, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    for _ in range(TRIES):
+        done = subprocess.run(
+            ["sh", "-c", job.command],
+            cwd=job.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        if TORCH_ABORTS not in done.stderr:
+            break
+    return done
+
+
+def diffs() -> list[str]:
+    """Return the diffs of all pages, each once."""
+    blocks = [block for page in RUN_PAGES for block in documents.blocks_of(page)]
+    return sorted({block.text for block in blocks if block.language == "diff"})
+
+
+def program_of_diffs() -> str:
+    """Return a program that has all diffs, before and after, in a world of one."""
+    lines = ["import paceline", "import torch", "world = paceline.init()"]
+    for text in diffs():
+        for side in documents.sides_of(text):
+            lines += ["model = torch.nn.Linear(8, 1)", side]
+            lines += ["assert isinstance(model, torch.nn.Module)"]
+            lines += ["model(torch.ones(4, 8)).sum().backward()"]
+    return "\n".join([*lines, "torch.distributed.destroy_process_group()"])
+
+
+@pytest.fixture(scope="module")
+def jobs(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> Iterator[Jobs]:
+    """Start all jobs; each page has a folder with its scripts."""
+    found: list[Job] = []
+    for page in RUN_PAGES:
+        folder = tmp_path_factory.mktemp(page.stem)
+        scripts = {**documents.scripts_of(page)}
+        if documents.program_of(page):
+            scripts["_blocks.py"] = documents.program_of(page)
+            found.append(Job(folder, "python _blocks.py"))
+        for name, text in scripts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for command in commands_of(page):
+            is_new = command not in {job.command for job in found}
+            if RUN.match(command) and (is_new or documents.scripts_in(command)):
+                found.append(Job(folder, command))
+    folder = tmp_path_factory.mktemp("diffs")
+    (folder / "_diffs.py").write_text(program_of_diffs(), encoding="utf-8")
+    found.append(Job(folder, "python _diffs.py"))
+    # The longest first: those that start ranks.
+    found.sort(key=lambda job: not job.command.startswith("torchrun"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = {job: pool.submit(run, job, environment) for job in found}
+        yield started
+        for future in started.values():
+            future.cancel()
+
+
+def jobs_of(jobs: Jobs, page: Path) -> list[Job]:
+    """Return the jobs of a page; folders are called by it."""
+    return [job for job in jobs if job.folder.name.rstrip("0123456789") == page.stem]
+
+
+# ---- blocks --------------------------------------------------------------------------
+
+
+def normal(text: str) -> str:
+    """Return a text in one line, with all numbers alike."""
+    return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+def test_every_block_of_a_page_runs(jobs: Jobs, page: Path) -> None:
+    output = ""
+    for job in jobs_of(jobs, page):
+        done = jobs[job].result()
+        good = (0, 1) if "doctor" in job.command else (0,)  # 1: the machine is bad
+        assert done.returncode in good, f"{job.command}\n{done.stdout}{done.stderr}"
+        output += done.stdout
+    for block in documents.blocks_of(page):
+        for words in re.findall(r"^\s*print\(.*\)  # (.+)$", block.text, re.MULTILINE):
+            assert words in output, f"{words!r} is not printed:\n{output}"
+        if block.language == "text" and "->" not in block.text:
+            assert normal(block.text) in normal(output), output
+
+
+@pytest.mark.slow
+def test_every_diff_runs_before_and_after(jobs: Jobs) -> None:
+    (job,) = (job for job in jobs if job.command == "python _diffs.py")
+    done = jobs[job].result()
+    assert done.returncode == 0, done.stderr
+    assert len(diffs()) == 2
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+def test_every_command_is_run_or_has_a_reason(page: Path) -> None:
+    for command in commands_of(page):
+        if not RUN.match(command):
+            reason, check = NOT_RUN[shlex.split(command)[0]]
+            assert reason
+            check(command)
+
+
+def test_every_reason_has_a_command() -> None:
+    commands = [c for page in RUN_PAGES for c in commands_of(page) if not RUN.match(c)]
+    assert {shlex.split(command)[0] for command in commands} == set(NOT_RUN)
+
+
+@pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
+def test_every_script_is_started_on_its_page(page: Path) -> None:
+    commands = [command for command in commands_of(page) if RUN.match(command)]
+    started = {name for c in commands for name in documents.scripts_in(c)}
+    assert started == set(documents.scripts_of(page))
+
+
+def test_every_block_has_a_language_that_is_checked() -> None:
+    blocks = [block for page in RUN_PAGES for block in documents.blocks_of(page)]
+    assert {b.language for b in blocks} == {"python", "sh", "diff", "text"}
+
+
+def test_the_doctor_prints_what_its_page_shows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    checks = {check.name: check for check in table.CHECKS}
+    found = {
+        "cores": system.judge_cores(system.Cores(2, 1, None)),
+        "dev_shm": memory.judge_dev_shm(memory.DevShm(64 << 20, 64 << 20)),
+    }
+    doctor._show_text((checks[name], finding) for name, finding in found.items())
+    blocks = documents.blocks_of(ROOT / "docs" / "environment.md")
+    (shown,) = (block.text for block in blocks if block.language == "text")
+    assert capsys.readouterr().out == shown
+
+
+# ---- links and names -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in documents.links_of(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)}: {link}"
+        assert target.is_relative_to(ROOT)
+        if anchor:
+            assert anchor in documents.anchors_of(target), f"{name_of(page)}: {link}"
+
+
+def test_the_readme_links_every_document_once() -> None:
+    links = [link.partition("#")[0] for link in documents.links_of(README)]
+    for page in sorted((ROOT / "docs").iterdir()):
+        assert links.count(name_of(page)) == 1, name_of(page)
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=name_of)
+def test_every_path_and_target_in_the_text_exists(page: Path) -> None:
+    words = re.findall(r"`([^`\n]+)`", documents.prose_of(page))
+    for path in (w for word in words for w in word.split()):
+        if not re.match(r"(tests|docs|csrc|python|notebooks|requirements)/", path):
+            continue
+        path = path.rstrip("/")
+        if "<" in path or path in WRITTEN_LATER:
+            continue
+        found = [*ROOT.glob(path), *ROOT.joinpath("csrc").glob(path)]
+        assert found, f"{name_of(page)}: {path}"
+    for word in words:
+        if re.match(r"make [a-z-]+$", word):
+            check_target(word)
+
+
+def test_every_variable_is_documented_and_known() -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in documents.PAGES}
+    for name in software.VARIABLES:
+        own = pages[ROOT / "docs" / "environment.md"]
+        assert name in own + pages[ROOT / "CONTRIBUTING.md"], name
+    for page, text in pages.items():
+        unknown = set(re.findall(r"PACELINE_\w+", text)) - set(software.VARIABLES)
+        assert not unknown, f"{name_of(page)}: {unknown}"
+
+
+def test_every_public_name_is_in_the_documents() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in RUN_PAGES)
+    missing = [n for n in paceline.__all__ if not re.search(rf"\b{n}\b", text)]
+    assert missing == ["__version__"]
+
+
+# ---- figures -------------------------------------------------------------------------
+
+FIGURE = r"\d+\.\d+ \[\d+\.\d+, \d+\.\d+\]"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_every_ratio_is_in_the_results(name: str) -> None:
+    results = "\n".join(path.read_text() for path in RESULTS.glob("*.txt"))
+    ratios = re.findall(FIGURE, (ROOT / name).read_text(encoding="utf-8"))
+    assert len(ratios) >= 10
+    assert not [ratio for ratio in ratios if ratio not in results]
+
+
+def test_the_picture_has_the_ratios_of_the_readme() -> None:
+    picture = (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8")
+    rows = re.findall(rf"^\|[^|]+\| ({FIGURE}) \|", README.read_text(), re.MULTILINE)
+    drawn = re.findall(r">(\d\.\d\d) times as fast<", picture)
+    assert [row.split()[0] for row in rows] == drawn
+
+
+def test_the_package_describes_itself_without_links_to_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    text = runpy.run_path("setup.py")["long_description"]()
+    assert text.startswith("# Paceline\n")
+    assert "speed.svg" not in text
+    assert "failures (`docs/failures.md`)" in text
+    assert documents.LINK.findall(text) == []
