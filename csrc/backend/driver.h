@@ -50,7 +50,7 @@ typedef struct CUfunc_st *pli_cu_function;
     X(cuMemAlloc, 3020, (pli_cu_memory * out, size_t n_bytes))                         \
     X(cuMemFree, 3020, (pli_cu_memory memory))                                         \
     X(cuMemGetInfo, 3020, (size_t *available, size_t *total))                          \
-    X(cuPointerGetAttribute, 4000, (void *out, int attribute, pli_cu_memory memory))   \
+    X(cuPointerGetAttribute, 4000, (void *out, int property, pli_cu_memory memory))    \
     X(cuMemcpyHtoDAsync, 3020,                                                         \
       (pli_cu_memory to, const void *from, size_t n_bytes, pli_cu_stream stream))      \
     X(cuMemcpyDtoHAsync, 3020,                                                         \

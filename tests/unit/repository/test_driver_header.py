@@ -21,6 +21,7 @@ OURS = {
     "typedef int pli_cu_device;": "typedef CUdevice pli_cu_device;",
     "typedef uint64_t pli_cu_memory;": "typedef CUdeviceptr pli_cu_memory;",
     "int attribute": "CUdevice_attribute attribute",
+    "int property": "CUpointer_attribute property",
     "(pli_cu_stream stream, int *out)": "(pli_cu_stream s, CUstreamCaptureStatus *out)",
     "(int *mode)": "(CUstreamCaptureMode *mode)",
 }
