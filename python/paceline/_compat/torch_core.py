@@ -361,6 +361,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def count_holders(tensor: torch.Tensor) -> int:
+    """Return how many tensors hold a tensor's memory, and what else does."""
+    held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return held
+
+
 def extent_bytes(tensor: torch.Tensor) -> int:
     """Return how far the last element's end is from the first element."""
     dims = zip(tensor.stride(), tensor.shape, strict=True)

@@ -65,14 +65,23 @@ def copy_parameter(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.clone()
     is_recorded = parameter.requires_grad and torch.is_grad_enabled()
     with torch.inference_mode(False):  # else it would be a tensor of that mode
-        if is_recorded:
-            copy = parameter.clone()
-            copy.__class__ = type(parameter)
-        else:
-            copy = torch.nn.Parameter(
-                parameter.detach().clone(), requires_grad=parameter.requires_grad
-            )
-    copy.__dict__.update(parameter.__dict__)
+        copy = parameter.clone() if is_recorded else parameter.detach().clone()
+    return as_original(copy, parameter)
+
+
+def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
+    """Return a copy as what the original is: a parameter of that class, or a buffer.
+
+    A copy without a graph becomes a leaf, where it is a parameter.
+    """
+    if isinstance(original, torch.nn.Parameter):
+        if copy.grad_fn is None:
+            with torch.inference_mode(False):
+                copy = torch.nn.Parameter(copy, original.requires_grad)
+        if type(copy) is not type(original):
+            copy.__class__ = type(original)
+    if original.__dict__:
+        copy.__dict__.update(original.__dict__)
     return copy
 
 

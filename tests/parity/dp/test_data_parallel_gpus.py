@@ -210,6 +210,17 @@ def test_what_the_host_cannot_see_is_fetched_by_segment(wrap, small_segments):
         assert traffic() == (0, 0)
 
 
+def test_what_a_graph_holds_and_has_not_changed_is_not_sent_again(wrap):
+    ours = wrap(smooth_net(), 3)
+    outs = [ours(integers(7, 3))]
+    traffic = Traffic(ours)
+    outs.append(ours(integers(7, 3)))
+    assert traffic() == (0, 0)
+    loss_of(sum(outs)).backward()
+    ours(integers(7, 3))
+    assert traffic() == (0, 0)
+
+
 def test_what_a_replica_does_to_its_own_is_undone_in_the_next_forward(wrap):
     class Spoils(nn.Module):
         def __init__(self):

@@ -48,6 +48,31 @@ def test_embeddings_get_the_plain_kind_of_gradient(wrap, is_sparse):
             twin.zero()
 
 
+class Scale(nn.Parameter):
+    """A parameter of a class that a forward asks for."""
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = Scale(integers(3))
+        self.kept = Scale(integers(3, seed=1), requires_grad=False)
+
+    def forward(self, x):
+        is_kind = [isinstance(p, Scale) for p in self.parameters()]
+        return x * self.scale * self.kept * (1 + sum(is_kind))
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_parameters_keep_their_class_in_replicas(wrap, is_recorded):
+    twin = Twin(wrap, Scaled())
+    with torch.set_grad_enabled(is_recorded):
+        for _ in range(3):
+            twin.compare(lambda model: model(integers(7, 3)))
+    if is_recorded:
+        twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
+
+
 def transformer():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)

@@ -69,6 +69,19 @@ def test_each_tensor_that_was_overwritten_gets_a_new_version(
     assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1, 1]
 
 
+def test_holders_of_memory_are_tensors_and_what_graphs_have_saved():
+    block = torch.ones(8)
+    alone = torch_core.count_holders(block)
+    assert torch_core.count_holders(block) == alone
+    view = block[:4].detach()
+    assert torch_core.count_holders(block) == alone + 1
+    out = torch.ones(4, requires_grad=True) * view
+    del view
+    assert torch_core.count_holders(block) == alone + 1
+    out.sum().backward()
+    assert torch_core.count_holders(block) == alone
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
 def test_a_dtype_that_torch_cannot_unpickle_travels_as_bits(monkeypatch, dtype, shape):

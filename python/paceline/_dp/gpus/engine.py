@@ -152,6 +152,8 @@ class GpuEngine:
                     return [tasks[0].run_and_take()]
                 return self._run(parts, tasks)
         finally:
+            if self._replicated is not None:
+                self._replicated.check_buffers(replicas)
             if not torch.is_grad_enabled():
                 # It would hold on to casts of the replicas' parameters, which are new
                 # ones in each forward, until the outermost autocast ends.

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_graph
 from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
-from paceline._dp.gpus.segments import Layout, Segment, Travelling
+from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch
-from paceline._replicas.replicate import replicas_of
+from paceline._replicas.replicate import as_original, replicas_of
 
 _log = logging.getLogger("paceline")
 
@@ -39,11 +39,14 @@ class Replicated:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._layout: Layout | None = None
+        self._held = HeldBlocks()
+        self._buffers: list[tuple[Segment, int, list[torch.Tensor]]] = []
 
     def replicas(
         self, parts: list[Module], n_replicas: int, streams: Streams
     ) -> list[Module]:
         """Return the module, and replicas of it on their devices, for one forward."""
+        self._buffers = []
         if n_replicas < 2:
             return [parts[0]]
         copies: list[dict[int, Any]] = [{} for _ in range(n_replicas)]
@@ -72,26 +75,41 @@ class Replicated:
             _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
+    def check_buffers(self, replicas: Sequence[Module]) -> None:
+        """Raise where a buffer has grown over another one, when replicas have run."""
+        buffers, self._buffers = self._buffers, []
+        for segment, k, tensors in buffers:
+            i = segment.outgrown(k, tensors)
+            if i is not None:
+                self._layout = None  # it is not known what else lies there
+                raise _outgrown(replicas[k], tensors[i], segment.forms[i].n_elems)
+
     # ---- there ----------------------------------------------------------------------
 
     def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
         members = range(1, n_replicas)
-        sent: list[Travelling] = []
-        compared: list[Travelling] = []
-        overwritten: list[torch.Tensor] = []
         try:
+            compared: list[Segment] = []
+            sent: list[Segment] = []
             for segment in layout.segments:
                 stamp = segment.stamp()
-                looks_same = True
-                for k in members:
-                    segment.allocate(self._group, k)
-                    slots = segment.record_sent(k, stamp)
-                    looks_same = looks_same and slots == []
-                    overwritten += slots or []
-                (compared if looks_same else sent).append(segment.travelling(members))
-            if overwritten:
-                torch_core.increment_version(overwritten)
-            self._bring(layout, sent, compared, streams)
+                looks_same = [segment.record_sent(k, stamp) for k in members]
+                (compared if all(looks_same) else sent).append(segment)
+            if sum(segment.n_bytes for segment in compared) < segments_.COMPARED_BYTES:
+                sent, compared = sent + compared, []
+            self._held.limit(len(layout.segments) * len(members))
+            for segments, keeps_values in ((sent, False), (compared, True)):
+                for segment in segments:
+                    for k in members:
+                        held = segment.make_writable(self._group, k, keeps_values)
+                        if held is not None:
+                            self._held.add(held)
+            self._bring(
+                layout,
+                [segment.travelling(members) for segment in sent],
+                [segment.travelling(members) for segment in compared],
+                streams,
+            )
             for segment in layout.segments:
                 for k in members:
                     segment.record_versions(k)
@@ -109,8 +127,6 @@ class Replicated:
         """Have members get what has changed, and compare what looks the same."""
         group = self._group
         ring = group.ring(layout.segment_bytes)
-        if sum(n_bytes for _, _, n_bytes, _ in compared) < segments_.COMPARED_BYTES:
-            sent, compared = sent + compared, []
         if sent:
             group.native.broadcast(streams.numbers, ring, sent)
         if compared:
@@ -132,8 +148,28 @@ class Replicated:
             tensors: Sequence[torch.Tensor] = segment.slots[k]
             if is_recorded:
                 tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
+            if not segment.is_parameter:
+                tensors = [slot.detach() for slot in tensors]
+            pairs = zip(tensors, segment.tensors, strict=True)
+            tensors = [as_original(*pair) for pair in pairs]
             for original, tensor in zip(segment.tensors, tensors, strict=True):
-                copies[k][id(original)] = _as_original(original, tensor)
+                copies[k][id(original)] = tensor
+            if not segment.is_parameter:
+                self._buffers.append((segment, k, tensors))
+
+
+def _outgrown(
+    replica: Module, buffer: torch.Tensor, n_elems_before: int
+) -> RuntimeError:
+    """Return what to raise where a forward has given a buffer more elements."""
+    named = replica.named_buffers(remove_duplicate=False)
+    name = next((name for name, tensor in named if tensor is buffer), "of a part")
+    return RuntimeError(
+        f"a replica of DataParallel made its buffer '{name}' grow from "
+        f"{n_elems_before} to {buffer.numel()} elements, over what lies behind it: run "
+        "one forward of the plain module before it is wrapped, or register the buffer "
+        "with its final size"
+    )
 
 
 def _memory_of(layout: Layout, group: Group) -> str:
@@ -150,22 +186,6 @@ def _memory_of(layout: Layout, group: Group) -> str:
     )
 
 
-def _as_original(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a replica's tensor as what it is in the model."""
-    is_parameter = isinstance(original, torch.nn.Parameter)
-    if tensor.grad_fn is not None:
-        if is_parameter:
-            tensor.__class__ = type(original)
-    elif is_parameter:
-        with torch.inference_mode(False):
-            tensor = torch.nn.Parameter(tensor, original.requires_grad)
-    else:
-        tensor = tensor.detach()
-    if original.__dict__:
-        tensor.__dict__.update(original.__dict__)
-    return tensor
-
-
 def _moved(
     group: Group, streams: Streams, tensor: torch.Tensor, member: int
 ) -> torch.Tensor:
@@ -175,17 +195,10 @@ def _moved(
     if torch_graph.is_transformed() or (is_recorded and not is_parameter):
         return copy_by_torch(group, streams, tensor, member)
     if is_recorded:
-        copy = copy_by_torch(group, streams, tensor, member)
-        copy.__class__ = type(tensor)
-    else:
-        with torch.inference_mode(False):
-            copy = copy_by_torch(group, streams, tensor.detach(), member)
-            if is_parameter:
-                copy = torch.nn.Parameter(copy, tensor.requires_grad)
-            else:
-                copy.requires_grad_(tensor.requires_grad)
-    copy.__dict__.update(tensor.__dict__)
-    return copy
+        return as_original(copy_by_torch(group, streams, tensor, member), tensor)
+    with torch.inference_mode(False):
+        copy = copy_by_torch(group, streams, tensor.detach(), member)
+        return as_original(copy.requires_grad_(tensor.requires_grad), tensor)
 
 
 # ---- gradients ----------------------------------------------------------------------
@@ -217,7 +230,7 @@ class _Step:
             grad is not None and torch_graph.is_batched(grad) for grad in grads
         ):
             return self._pack_by_torch(grads)
-        dense = [self._put_aside(key, i, grad) for i, grad in enumerate(grads)]
+        dense = [self._dense(key, i, grad) for i, grad in enumerate(grads)]
         slots, device = segment.slots[member], self.group.devices[member]
         offsets = segment.byte_offsets
         make = torch.zeros if segment.has_gaps else torch.empty
@@ -230,11 +243,12 @@ class _Step:
             self.group.native.pack(*arguments, dense, slots, offsets, block)
         return block
 
-    def _put_aside(
-        self, key: tuple[int, int], i: int, grad: Any
-    ) -> torch.Tensor | None:
-        if grad is None or grad.layout is torch.strided:
-            return grad  # type: ignore[no-any-return]
+    def _dense(self, key: tuple[int, int], i: int, grad: Any) -> torch.Tensor | None:
+        """Return a gradient whose memory says all of it; put a sparse one aside."""
+        if grad is None:
+            return None
+        if grad.layout is torch.strided:
+            return grad.resolve_conj().resolve_neg()  # type: ignore[no-any-return]
         self.aside.setdefault(key, {})[i] = grad
         return None
 

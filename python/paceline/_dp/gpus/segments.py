@@ -2,14 +2,21 @@
 
 A segment is one block of memory a device: tensors of one dtype and kind, each with the
 strides that it has in the model, at multiples of 64 bytes.
+
+What replicas are given are views of the blocks.  A block of which anything else still
+holds a view (what a graph has saved, what a user keeps) is never written again: it is
+theirs, and the segment has a fresh one.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Embedding, EmbeddingBag, Module
 
 from paceline._compat import torch_core
@@ -33,6 +40,7 @@ def can_travel(tensor: torch.Tensor) -> bool:
     return (
         is_native(tensor)
         and torch_core.is_dense(tensor)
+        and tensor.numel() > 0
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
     )
 
@@ -61,6 +69,8 @@ class Segment:
         Of each, in elements of the block, and in bytes.
     dtype : torch.dtype
         Of all of them.
+    is_parameter : bool
+        They are parameters; the others are buffers.
     is_trained : bool
         Their gradients come back.
     room_bytes : int
@@ -69,11 +79,17 @@ class Segment:
     """
 
     def __init__(
-        self, dtype: torch.dtype, is_trained: bool, room_bytes: int, group: Group
+        self,
+        dtype: torch.dtype,
+        is_parameter: bool,
+        is_trained: bool,
+        room_bytes: int,
+        group: Group,
     ) -> None:
         self.dtype = dtype
         self.room_bytes = room_bytes
         self.width = dtype.itemsize
+        self.is_parameter = is_parameter
         self.is_trained = is_trained
         self.forms: list[Form] = []
         self.tensors: list[torch.Tensor] = []
@@ -82,6 +98,8 @@ class Segment:
         self.n_elems = 0
         self.blocks: list[torch.Tensor | None] = [None] * len(group)
         self.slots: list[list[torch.Tensor]] = [[] for _ in range(len(group))]
+        self._rooms: list[int] = []
+        self._n_holders = [0] * len(group)
         self._sent: list[Any] = [None] * len(group)
         self._versions: list[list[int]] = [[] for _ in range(len(group))]
 
@@ -98,6 +116,7 @@ class Segment:
         """Let a tensor that is alone have a block of its very size."""
         if len(self.tensors) == 1:
             self.n_elems = self.forms[0].n_elems
+        self._rooms = [end - begin for begin, end in pairwise(self.offsets)]
 
     @property
     def has_gaps(self) -> bool:
@@ -113,17 +132,29 @@ class Segment:
         """Return what changes where somebody writes to the model's tensors."""
         return [(t._version, t.data_ptr()) for t in self.tensors]
 
-    def allocate(self, group: Group, member: int) -> None:
-        """Make the member's block, once."""
-        if self.blocks[member] is not None:
-            return
+    # ---- blocks ---------------------------------------------------------------------
+
+    def make_writable(
+        self, group: Group, member: int, keeps_values: bool
+    ) -> torch.Tensor | None:
+        """Have a block that nothing else holds; return the one that something held.
+
+        With `keeps_values`, the fresh one has the values of the other.
+        """
+        before, n_holders = self.blocks[member], self._n_holders[member]
+        if before is not None and torch_core.count_holders(before) == n_holders:
+            return None
         with torch.inference_mode(False), torch.no_grad():
             block = torch.empty(
                 self.n_elems, dtype=self.dtype, device=group.devices[member]
             )
+            if before is not None and keeps_values:
+                block.copy_(before)
             self.blocks[member] = block
             # A count of versions for each: to write one does not concern others.
             self.slots[member] = [view.data for view in self.views(block)]
+        self._n_holders[member] = torch_core.count_holders(block)
+        return before
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the places of the tensors in a block."""
@@ -134,24 +165,10 @@ class Segment:
 
     # ---- what members have ----------------------------------------------------------
 
-    def record_sent(self, member: int, stamp: list[Any]) -> list[torch.Tensor] | None:
-        """Note that a member is sent this.
-
-        Return the slots that had something else, as far as that can be seen; None if it
-        had nothing.
-        """
+    def record_sent(self, member: int, stamp: list[Any]) -> bool:
+        """Note that a member is sent this; tell whether it looks as if it had it."""
         before, self._sent[member] = self._sent[member], stamp
-        if before is None:
-            return None
-        pairs = zip(before, stamp, strict=True)
-        counts = zip(self._counts(member), self._versions[member], strict=True)
-        return [
-            slot
-            for slot, stamps, versions in zip(
-                self.slots[member], pairs, counts, strict=True
-            )
-            if stamps[0] != stamps[1] or versions[0] != versions[1]
-        ]
+        return before == stamp and self._versions[member] == self._counts(member)
 
     def record_versions(self, member: int) -> None:
         """Note that the block holds what was sent."""
@@ -159,6 +176,14 @@ class Segment:
 
     def _counts(self, member: int) -> list[int]:
         return [slot._version for slot in self.slots[member]]
+
+    def outgrown(self, member: int, tensors: Iterable[torch.Tensor]) -> int | None:
+        """Return which of a replica's tensors reaches over the one behind it."""
+        for i, (tensor, room) in enumerate(zip(tensors, self._rooms, strict=False)):
+            is_larger = tensor.numel() > room
+            if is_larger and tensor.data_ptr() == self.slots[member][i].data_ptr():
+                return i
+        return None
 
     def travelling(self, members: Iterable[int]) -> Travelling:
         """Return what the native side has to know to send it to some members."""
@@ -187,6 +212,45 @@ def _order(form: Form) -> list[int]:
     return sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
 
 
+class HeldBlocks:
+    """Blocks that segments have given up since something else held them.
+
+    It may be a replica that leads to itself, which the garbage collector alone frees:
+    before such ones fill a device, it is called.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[StorageWeakRef] = []
+        self._most_copies = 2
+
+    def add(self, block: torch.Tensor) -> None:
+        """Take note of a block."""
+        self._blocks.append(StorageWeakRef(block.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    def limit(self, n_blocks: int) -> None:
+        """Free those that nobody can reach, where they are many copies of a model.
+
+        Parameters
+        ----------
+        n_blocks : int
+            Of one copy.
+        """
+        for generation in (1, 2):
+            if self._count() <= self._most_copies * n_blocks:
+                return
+            gc.collect(generation)
+        if self._count() > self._most_copies * n_blocks:
+            self._most_copies *= 2  # they are in use
+
+    def _count(self) -> int:
+        self._blocks = [
+            block
+            for block in self._blocks
+            if not block.expired()  # type: ignore[no-untyped-call]
+        ]
+        return len(self._blocks)
+
+
 class Layout:
     """The segments of a model, and the tensors that travel by themselves.
 
@@ -196,7 +260,8 @@ class Layout:
         What a segment has at the most; a larger tensor is one of its own.
     segments : list of Segment
     others : list of torch.Tensor
-        Sparse ones, those of classes of their own, and such.
+        Sparse ones, those of classes of their own, those without elements (a forward
+        may resize them), and such.
     is_kept : bool
         It does not hold on to a graph, as by parameters that ``functional_call`` put
         there.
@@ -206,7 +271,7 @@ class Layout:
         self.segments: list[Segment] = []
         self.others: list[torch.Tensor] = []
         self._group = group
-        travelling: list[torch.Tensor] = []
+        travelling: list[tuple[torch.Tensor, bool]] = []
         for tensor, is_parameter, is_sparse in _tensors_of(parts):
             wants = tensor.requires_grad
             if not can_travel(tensor) or (
@@ -214,11 +279,11 @@ class Layout:
             ):
                 self.others.append(tensor)
             else:
-                travelling.append(tensor)
-        self.segment_bytes = _segment_bytes(sum(map(_n_bytes, travelling)))
+                travelling.append((tensor, is_parameter))
+        self.segment_bytes = _segment_bytes(sum(_n_bytes(t) for t, _ in travelling))
         opened: dict[Any, Segment] = {}
-        for tensor in travelling:
-            self._place(tensor, opened)
+        for tensor, is_parameter in travelling:
+            self._place(tensor, is_parameter, opened)
         tensors = list(self.others)
         for segment in self.segments:
             segment.close()
@@ -228,10 +293,12 @@ class Layout:
         self._ids, self._tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
-    def _place(self, tensor: torch.Tensor, opened: dict[Any, Segment]) -> None:
+    def _place(
+        self, tensor: torch.Tensor, is_parameter: bool, opened: dict[Any, Segment]
+    ) -> None:
         is_trained = tensor.requires_grad
         n_bytes = _n_bytes(tensor) + _ALIGNMENT
-        key = tensor.dtype, is_trained
+        key = tensor.dtype, is_parameter, is_trained
         # A hook must not be called with None where no replica has used the tensor.
         is_alone = n_bytes > self.segment_bytes or (is_trained and has_hooks(tensor))
         segment = None if is_alone else opened.get(key)
@@ -295,5 +362,6 @@ def _tensors_of(parts: Sequence[Module]) -> list[tuple[torch.Tensor, bool, bool]
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else None
+    lazy = tensor.is_conj(), tensor.is_neg()
     wants = tensor.requires_grad
-    return tensor.shape, strides, tensor.dtype, wants, wants and has_hooks(tensor)
+    return tensor.shape, strides, tensor.dtype, lazy, wants, wants and has_hooks(tensor)
