@@ -1,7 +1,8 @@
 /* comm.h - comm/: ranks that talk through host memory, or through the user's group.
  *
  *     nccl (gpu_comm is a pl_comm over another), reducer, python
- *       \--> pl_comm: local and shm_init (shm_comm over a segment), group_comm
+ *       \--> pl_comm: local and shm_init (shm_comm over a segment), hierarchy (a
+ *            shm_comm a host, and links), group_comm
  *              \--> backend, ipc, core
  *
  * Every kind of communication stands behind one table.
@@ -104,6 +105,9 @@ typedef struct pl_comm_ops {
                          void **out);
     void (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                         void *memory);
+    /* In a forked child: lets go of connections, whose end the peers could not see
+     * while the child has them; NULL: there are none. */
+    void (*forget)(pl_comm *comm);
     /* On a device, NULL elsewhere: a further share of its memory as it is now; and
      * other memory in its place, contents undefined, where no operation is under way.
      * What memory() answers changes; what is retained stays.  Each rank for itself. */
@@ -135,6 +139,7 @@ struct pl_comm {
     pl_backend *backend; /* of the memory above; NULL: none.  Borrowed */
     size_t chunk_bytes;  /* a long range is best issued in operations of this size */
     int is_group_comm;
+    int is_failure_final; /* no failed step can be left behind: recover() fails */
 };
 
 /* Says what this rank is doing, in which step: two plain stores. */
@@ -218,6 +223,13 @@ pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                            void **out) PL_MUST_USE;
 void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                           void *memory);
+
+/* In a forked child; the world is its parent's. */
+static inline void pli_comm_forget(pl_comm *comm)
+{
+    if (comm->ops->forget != NULL)
+        comm->ops->forget(comm);
+}
 
 /* Differs where two operations differ. */
 uint64_t pli_op_hash(const pl_op *op);

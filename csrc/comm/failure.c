@@ -149,13 +149,14 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
                              int me, const char *waiting_for)
 {
     pli_rank *culprit = pli_rank_of(segment, failure->rank);
-    const int r = failure->rank;
+    const int r = segment->first_rank + failure->rank;
     const int pid = (int)atomic_load(&culprit->pid);
     char there[160];
     char here[160];
     char message[PLI_MESSAGE_BYTES + 64];
     describe(culprit, there, sizeof there);
     describe(pli_rank_of(segment, me), here, sizeof here);
+    me += segment->first_rank;
     copy_message(culprit, message, sizeof message);
     switch (failure->reason) {
     case PLI_RAISED:

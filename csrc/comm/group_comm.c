@@ -187,7 +187,8 @@ pl_status pli_group_comm_create(const pli_group_comm_options *options, pl_comm *
                             .arena_bytes = pl_comm_arena_bytes(options->base),
                             .host_bytes = pl_comm_arena_bytes(options->base),
                             .chunk_bytes = SIZE_MAX,
-                            .is_group_comm = 1};
+                            .is_group_comm = 1,
+                            .is_failure_final = 1};
     self->base = options->base;
     self->callbacks = options->callbacks;
     *out = &self->super;

@@ -100,14 +100,15 @@ static pl_status poll_peers(waiting *self, struct pollfd *fds, nfds_t n_fds,
     if (dead >= 0 && (*n_ready = poll(fds, n_fds, 0)) <= 0)
         PL_FAIL(PL_EPEER,
                 "rank %d: rank %d (process %d) died or gave up during construction",
-                options->rank, dead, options->pids[dead]);
+                options->first_rank + options->rank, options->first_rank + dead,
+                options->pids[dead]);
     if (self->n_polls++ % ASK_EVERY == 0 && options->is_interrupted != NULL &&
         options->is_interrupted(options->context))
         PL_FAIL(PL_EAGAIN, "interrupted");
     if (pli_now_ns() - self->since_ns > options->deadline_ns)
         PL_FAIL(PL_ETIMEOUT,
                 "rank %d: not every rank came to the construction before the deadline",
-                options->rank);
+                options->first_rank + options->rank);
 done:
     return st;
 }
@@ -326,7 +327,8 @@ static pl_status fail_without_rank_0(const pli_shm_options *options,
 {
     const int dead = pli_watch_ended(watch, PLI_PROCESS_ENDED, 0);
     return pli_fail(PL_EPEER, "rank %d: rank %d died or gave up during construction",
-                    options->rank, dead > 0 ? dead : 0);
+                    options->first_rank + options->rank,
+                    options->first_rank + (dead > 0 ? dead : 0));
 }
 
 static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,

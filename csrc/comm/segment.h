@@ -81,6 +81,7 @@ typedef struct pli_segment {
     int fd;        /* -1: anonymous */
     int owner_pid; /* a forked child has holes where it was mapped: see below */
     int world_size;
+    int first_rank; /* what rank 0 here is called in messages: see hierarchy.h */
     uint32_t ring_ops;
     size_t arena_bytes; /* rounded up to pages */
     size_t map_bytes;

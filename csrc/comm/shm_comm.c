@@ -184,7 +184,9 @@ static pl_status check_gone(const pli_shm_comm *self)
     for (int end = 0; end < PLI_N_ENDS; end++) {
         const int r = pli_watch_ended(&self->watch, (pli_end)end, 0);
         if (r >= 0)
-            PL_FAIL(PL_EPEER, "rank %d: rank %d is gone", self->super.rank, r);
+            PL_FAIL(PL_EPEER, "rank %d: rank %d is gone",
+                    self->segment->first_rank + self->super.rank,
+                    self->segment->first_rank + r);
     }
 done:
     return st;
@@ -429,6 +431,11 @@ static const pl_comm_ops shm_ops = {
     .leave = shm_leave,
     .destroy = shm_destroy,
 };
+
+int pli_is_shm_comm(const pl_comm *comm)
+{
+    return comm->ops == &shm_ops;
+}
 
 static int spins_for(int world_size)
 {

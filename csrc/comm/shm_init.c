@@ -107,6 +107,7 @@ pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *lis
         PL_TRY(lead(options, listener, &watch, &shared->segment));
     else
         PL_TRY(follow(options, address, &watch, &shared->segment));
+    shared->segment.first_rank = options->first_rank;
     PL_TRY(
         pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
                                                     .progress = options->progress,

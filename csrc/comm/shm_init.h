@@ -21,6 +21,7 @@ typedef struct pli_listener pli_listener;
 typedef struct pli_shm_options {
     int rank;
     int world_size;
+    int first_rank;      /* what rank 0 is called in messages */
     size_t arena_bytes;  /* equal on all ranks */
     size_t n_ops;        /* the most operations ever in flight; equal on all ranks */
     int64_t deadline_ns; /* of each wait, counted from the peer's last sign of life */

@@ -114,6 +114,9 @@ typedef struct pl_op {
     int root;            /* read by PL_REDUCE and PL_BROADCAST */
     size_t offset_bytes; /* from the start of the arena */
     size_t n_elems;
+    /* Another operation is issued behind this one before either is waited for: between
+     * hosts both travel in one round.  Equal on all ranks. */
+    int is_followed;
 } pl_op;
 
 /* Counts the operations of a world from 1; tickets only grow. */

@@ -1,5 +1,6 @@
 /* module.c - paceline._native: multi-phase initialisation, state, functions. */
 #include "backend/cpu_sum.h"
+#include "comm/links.h"
 #include "ipc/parent_watch.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/gather.h"
@@ -117,6 +118,7 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     pli_processes_forget(state_of_module(module)->processes);
     for (; reducer != NULL; reducer = reducer->next) {
         size_t offset, n_bytes;
+        pli_comm_forget(reducer->comm);
         if (reducer->window == NULL || pli_is_on_device(reducer))
             continue;
         pl_reducer_buckets(reducer->reducer, &offset, &n_bytes);
@@ -172,7 +174,8 @@ static PyMethodDef module_methods[] = {
      "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
      "CUDA that it serves, as 13000; path is its library, or None."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
-     "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own."},
+     "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own, and "
+     "close its parent's connections."},
     {"has_ended", has_ended, METH_VARARGS,
      "has_ended(pid, /)\n--\n\nTell whether a process is gone: at once by a pidfd, "
      "else once its parent has collected it."},
@@ -248,7 +251,9 @@ static int module_exec(PyObject *module)
 {
     module_state *state = state_of_module(module);
     if (add_exceptions(module, state) != 0 ||
-        PyModule_AddIntConstant(module, "MAX_SHARED_MEMORY_RANKS", PL_MAX_RANKS) != 0)
+        PyModule_AddIntConstant(module, "MAX_SHARED_MEMORY_RANKS", PL_MAX_RANKS) != 0 ||
+        PyModule_AddIntConstant(module, "MAX_HOSTS", PLI_MAX_HOSTS) != 0 ||
+        PyModule_AddIntConstant(module, "N_LINK_STREAMS", PLI_N_LINK_STREAMS) != 0)
         return -1;
 #define ADD_TYPE(name)                                                                 \
     if (add_type(module, &pli_##name##_spec, &state->name##_type) != 0)                \

@@ -33,8 +33,10 @@ void pl_reducer_set_sparse(pl_reducer *self, size_t param, unsigned n_dims)
         used_of(self)[param] = (unsigned char)n_dims;
 }
 
+typedef enum issue_place { ISSUE_LAST, ISSUE_FOLLOWED } issue_place;
+
 static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,
-                             size_t n_bytes, pl_event *ready)
+                             size_t n_bytes, pl_event *ready, issue_place place)
 {
     const pli_order order = {.ready = ready};
     const pl_op op = {.kind = kind,
@@ -42,21 +44,22 @@ static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_by
                       .dtype = PL_U8,
                       .root = self->root,
                       .offset_bytes = offset_bytes,
-                      .n_elems = n_bytes};
+                      .n_elems = n_bytes,
+                      .is_followed = place == ISSUE_FOLLOWED};
     return pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket);
 }
 
 /* What is sent from the device comes before the header: when its parts are all
  * there, every rank has enqueued its part of the step. */
-static pl_status issue_extra(pl_reducer *self)
+static pl_status issue_extra(pl_reducer *self, issue_place place)
 {
     pl_status st = PL_OK;
     pl_event *ready = NULL;
     if (self->spec.extra_bytes == 0)
         goto done;
     PL_TRY(pli_reducer_record_side(self, self->stream, &ready));
-    PL_TRY(
-        issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes, ready));
+    PL_TRY(issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes,
+                       ready, place));
 done:
     return st;
 }
@@ -67,7 +70,7 @@ pl_status pl_reducer_send_extra(pl_reducer *self, pl_ticket *out)
     if (self->phase != REDUCER_IDLE)
         PL_FAIL(PL_ESTATE, "extra is sent in a step, or after one that failed");
     self->root = pl_reducer_next_root(self);
-    PL_TRY(issue_extra(self));
+    PL_TRY(issue_extra(self, ISSUE_LAST));
     *out = self->last_ticket;
 done:
     return st;
@@ -105,12 +108,14 @@ static pl_status close_step(pl_reducer *self)
             PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
     PL_TRY(pli_reducer_post_ready(self, self->stream));
     self->deferred.n_pending = 0;
-    PL_TRY(issue_extra(self));
-    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self), NULL));
-    if (self->learning == LEARNING_NOTHING) {
+    PL_TRY(issue_extra(self, ISSUE_FOLLOWED));
+    const int sends_order = self->learning == LEARNING_NOTHING;
+    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self), NULL,
+                       sends_order ? ISSUE_FOLLOWED : ISSUE_LAST));
+    if (sends_order) {
         PL_TRY(write_order(self));
         PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
-                           self->spec.n_params * sizeof(uint32_t), NULL));
+                           self->spec.n_params * sizeof(uint32_t), NULL, ISSUE_LAST));
     }
 done:
     return st;
@@ -302,16 +307,16 @@ void pl_reducer_skip(pl_reducer *self)
         self->phase = REDUCER_FAILED;
 }
 
-/* Whether this rank can leave the step as if it had not begun it.  A group comm's ranks
- * see nothing of each other's failures: all that they have in common is how many
- * operations each has issued.  Before the first of a step that number is the one at its
+/* Whether this rank can leave the step as if it had not begun it, in a world that can
+ * leave none behind.  All that ranks have in common there is how many operations each
+ * has issued.  Before the first of a step that number is the one at its
  * beginning, and whether all ranks have left the step, or this one alone, the flags of
  * the next one tell: the forwards of this one count as without a backward.  Buffers
  * would have to be sent once more for the next forward, which a peer may not have come
  * to. */
 static int can_withdraw(const pl_reducer *self)
 {
-    return pli_comm_is_group_comm(self->comm) && self->comm->backend == NULL &&
+    return self->comm->is_failure_final && self->comm->backend == NULL &&
            self->phase == REDUCER_FILLING && self->comm_hook.post == NULL &&
            self->spec.extra_bytes == 0 && self->last_ticket == self->ticket_before &&
            pl_comm_progress(self->comm) == PL_OK;

@@ -5,7 +5,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
+MAX_HOSTS: int
 MAX_SHARED_MEMORY_RANKS: int
+N_LINK_STREAMS: int
 
 class PeerError(RuntimeError): ...
 class PeerTimeoutError(PeerError, TimeoutError): ...
@@ -128,6 +130,7 @@ class World:
         device_bytes: int = 0,
         nccl: str | None = None,
         accumulate: str = "nccl",
+        hosts: tuple[Sequence[int], tuple[str, ...], Sequence[int]] | None = None,
     ) -> World: ...
     @property
     def rank(self) -> int: ...

@@ -6,6 +6,7 @@
     python tests/bench/bench_ddp.py --ranks 4        more ranks than cores
     python tests/bench/bench_ddp.py --only all_reduce
     python tests/bench/bench_ddp.py --apart --only steps
+    python tests/bench/bench_ddp.py --ranks 4 --hosts 2 --rate 1gbit --only steps
 
 What is measured, and how
 -------------------------
@@ -58,6 +59,9 @@ import report
 from options import present_names, split_names
 from runner import Bench
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.namespaces import Network
+
 TASKS = ["steps", "memory", "all_reduce"]
 
 
@@ -77,6 +81,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--contestants", help="default: " + ",".join(contestants.BY_NAME))
     add("--only", choices=TASKS, action="append", help="one task; may be repeated")
     add("--ranks", type=int, default=2)
+    add("--hosts", type=int, help="as many network namespaces, of equal ranks; by root")
+    add("--rate", help="of each host's link, as 1gbit; default: unlimited")
     add("--pairs", type=int, help="groups of processes: default 5, with --quick 1")
     add("--blocks", type=int, help="turns of each contestant in a group: default 8")
     add(
@@ -98,6 +104,8 @@ def parse_arguments() -> argparse.Namespace:
     args.blocks = args.blocks or (2 if args.quick else 8)
     if args.ranks < 2:
         parser.error("--ranks must be at least 2: there is nothing to reduce")
+    if args.hosts and (args.ranks % args.hosts or args.hosts < 2):
+        parser.error("--hosts must be 2 or more, and a divisor of --ranks")
     return args
 
 
@@ -106,7 +114,21 @@ def main() -> None:
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
-    bench.run()
+    network = Network(args.hosts) if args.hosts else None
+    try:
+        if network is not None:
+            if args.rate:
+                network.limit(
+                    "tbf", "rate", args.rate, "burst", "64k", "latency", "50ms"
+                )
+            bench.namespaces = [
+                network.names[rank * args.hosts // args.ranks]
+                for rank in range(args.ranks)
+            ]
+        bench.run()
+    finally:
+        if network is not None:
+            network.close()
     bench.write()
     text = report.as_text(bench.results)
     print(text)

@@ -21,6 +21,7 @@ class Job:
     sizes_bytes: list[int] = field(default_factory=list)  # "all_reduce" only
     order_seed: int = 0  # of the order in which contestants take turns
     limit_seconds: float = 300.0
+    namespaces: list[str] = field(default_factory=list)  # of each rank; none: its own
 
     def save(self, path: Path) -> None:
         """Write the job for the ranks to read."""

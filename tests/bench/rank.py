@@ -22,6 +22,9 @@ from all_reduce import time_all_reduce
 from job import Job
 from steps import check_alone, measure_memory, time_alone, time_in_turns
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.namespaces import INTERFACE, enter
+
 TASKS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "steps": time_in_turns,
     "steps_apart": time_alone,
@@ -37,6 +40,9 @@ def main() -> None:
     job = Job.load(folder / "job.json")
     faulthandler.dump_traceback_later(job.limit_seconds, exit=True)
     torch.set_num_threads(1)
+    if job.namespaces:
+        enter(job.namespaces[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

@@ -77,7 +77,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         apart = "-apart" if args.apart else ""
-        self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}{apart}.json"
+        where = f"-{args.hosts}hosts-{args.rate or 'unlimited'}" if args.hosts else ""
+        self.path = args.out / f"ddp-{args.ranks}r-{args.malloc}{where}{apart}.json"
+        self.namespaces: list[str] = []  # of each rank, where there are several hosts
         settings = {k: v for k, v in vars(args).items() if k != "out"}
         self.results: Figures = {
             "machine": {**machine.describe(), "environment": machine.environment()},
@@ -129,6 +131,7 @@ class Bench:
             blocks=self.args.blocks,
             steps_per_block=4 if self.args.quick else 0,
             limit_seconds=self.args.timeout,
+            namespaces=self.namespaces,
             **more,
         )
 

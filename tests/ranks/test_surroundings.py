@@ -169,11 +169,12 @@ def no_proc(rank):
         (no_proc, "ranks 0 and 1 are on unknown hosts"),
     ],
 )
-def test_ranks_that_share_no_memory_train_by_the_groups_collectives(take, reason):
+def test_ranks_that_share_no_memory_train_by_sockets(take, reason):
     outcomes = values(run_ranks(train_without, 2, take, None))
-    assert all(is_group_comm for is_group_comm, _ in outcomes)
+    assert all(is_alone for is_alone, _ in outcomes)
     (line,) = outcomes[0][1]
     assert line.startswith(f"the ranks share no memory ({reason}")
+    assert line.endswith("): sockets between them carry their sums")
     assert outcomes[1][1] == []
 
 

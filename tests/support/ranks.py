@@ -20,6 +20,9 @@ reported; then it ends by `os._exit`, since torch's own Gloo wrapper sometimes a
 an ordinary exit.  A run that outlasts its timeout is killed; the failure shows where
 every thread of every rank stood.
 
+With `TEST_RANKS_PER_HOST=2` ranks 0 and 1 are on another host than 2 and 3, as far as
+they can tell (`support.hosts`): `make hosts` runs what is to hold there, too.
+
 Handles for tests that do something to ranks: `start_ranks()` returns a `Ranks`, whose
 `pids` can be killed or stopped and which hears what a rank says by `tell()`.
 Times that ranks report by `time.monotonic()` can be compared: it is the host's clock.
@@ -52,6 +55,8 @@ from multiprocessing import (
 )
 from pathlib import Path
 from typing import Any, Literal
+
+from support.hosts import Hosts
 
 DEFAULT_TIMEOUT = 60.0
 _DUMP_SECONDS = 1.0
@@ -115,6 +120,7 @@ class _Job:
     group_timeout: float
     timeout: float
     env: dict[str, str]
+    ranks_per_host: int  # 0: all are on one
     function: bytes  # pickled, so that a failure to import it is reported as an error
     output: str = field(init=False)
     dump: str = field(init=False)
@@ -219,6 +225,9 @@ def _rank_main(job: _Job, to_test: connection.Connection) -> None:
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
     faulthandler.dump_traceback_later(job.timeout + 15.0, exit=True, file=dump)
+    if job.ranks_per_host:
+        n_hosts = -(-job.n_ranks // job.ranks_per_host)
+        Hosts((job.ranks_per_host,) * n_hosts).place(job.rank)
     try:
         to_test.send(_call(job))
         to_test.recv()  # until every rank has reported, or the test is gone
@@ -453,6 +462,7 @@ def start_ranks(
             group_timeout,
             timeout,
             dict(env or {}),
+            int(os.environ.get("TEST_RANKS_PER_HOST", "0")),
             pickled,
         )
         for rank in range(n_ranks)

@@ -51,6 +51,9 @@ static inline void pli_world_take_back(PyThreadState *thread)
         PyEval_RestoreThread(thread);
 }
 
+/* World.issue(kind, dtype, reduction, offset_bytes, n_elems, root) -> ticket */
+PyObject *pli_world_issue(PyObject *object, PyObject *args);
+
 /* nccl_version(path) -> int, of the module */
 PyObject *pli_nccl_version(PyObject *module, PyObject *path);
 

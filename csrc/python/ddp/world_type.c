@@ -9,10 +9,14 @@
 #include "core/config.h"
 #include "nccl/gpu_comm.h"
 #include "world.h"
+#include "world_hosts.h"
 
 #include <structmember.h>
 
 #define LONGEST_TIMEOUT 1e9 /* seconds: 31 years */
+
+/* Leaders find out first that another host is late, and tell their host's ranks. */
+#define HOST_GRACE_NS (10 * INT64_C(1000000000))
 
 /* ---- World ---------------------------------------------------------------------- */
 
@@ -60,7 +64,9 @@ typedef struct world_arguments {
     Py_ssize_t device_bytes;
     const char *nccl;
     const char *accumulate;
+    PyObject *hosts; /* None, or (n_ranks, names, fds) */
     int64_t deadline_ns;
+    pli_world_hosts by_host;
 } world_arguments;
 
 static int uses_group(const world_arguments *arguments)
@@ -83,16 +89,24 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
                             const int *pids, const char *address, pl_comm **out)
 {
     pl_status st;
+    const int has_hosts = arguments->by_host.n_hosts > 0;
+    const size_t n_ops = (size_t)arguments->n_ops;
     const pli_shm_options options = {
-        .rank = uses_group(arguments) ? 0 : arguments->rank,
-        .world_size = uses_group(arguments) ? 1 : arguments->world_size,
+        .rank = uses_group(arguments)
+                    ? 0
+                    : pli_world_hosts_rank(&arguments->by_host, arguments->rank),
+        .world_size =
+            uses_group(arguments)
+                ? 1
+                : pli_world_hosts_size(&arguments->by_host, arguments->world_size),
+        .first_rank = arguments->by_host.first_rank,
         .arena_bytes = base_bytes(arguments),
-        .n_ops = (size_t)arguments->n_ops,
+        .n_ops = has_hosts ? pli_hierarchy_inner_ops(n_ops) : n_ops,
         .pids = pids,
         .progress = state->progress,
         .processes = state->processes,
         .is_interrupted = pli_is_interrupted,
-        .deadline_ns = arguments->deadline_ns,
+        .deadline_ns = arguments->deadline_ns + (has_hosts ? HOST_GRACE_NS : 0),
     };
     const pli_listener *listener =
         Py_IS_TYPE(arguments->meeting, state->listener_type)
@@ -104,7 +118,6 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
     return st;
 }
 
-/* Has the group comm's world take the place of the world of one that *comm is. */
 static pl_status put_group_comm_before(const world_arguments *arguments, pl_comm **comm)
 {
     const pli_group_comm_options options = {
@@ -143,7 +156,8 @@ static int read_deadline(const module_state *state, world_arguments *arguments)
 
 static int check_arguments(const module_state *state, const world_arguments *arguments)
 {
-    const int most_ranks = uses_group(arguments) ? PLI_MAX_GROUP_RANKS : PL_MAX_RANKS;
+    const int is_large = uses_group(arguments) || arguments->by_host.n_hosts > 0;
+    const int most_ranks = is_large ? PLI_MAX_GROUP_RANKS : PL_MAX_RANKS;
     if (arguments->world_size < 1 || arguments->world_size > most_ranks ||
         arguments->rank < 0 || arguments->rank >= arguments->world_size) {
         PyErr_Format(PyExc_ValueError,
@@ -165,8 +179,10 @@ static int check_arguments(const module_state *state, const world_arguments *arg
         Py_XDECREF(timeout);
         return -1;
     }
-    const int is_alone = arguments->world_size == 1 || uses_group(arguments);
-    const int is_met = arguments->rank == 0
+    const int is_alone =
+        pli_world_hosts_size(&arguments->by_host, arguments->world_size) == 1 ||
+        uses_group(arguments);
+    const int is_met = pli_world_hosts_rank(&arguments->by_host, arguments->rank) == 0
                            ? Py_IS_TYPE(arguments->meeting, state->listener_type)
                            : PyUnicode_Check(arguments->meeting);
     if (!is_met && !(is_alone && arguments->meeting == Py_None)) {
@@ -183,20 +199,33 @@ static int check_arguments(const module_state *state, const world_arguments *arg
 static int parse_arguments(const module_state *state, PyObject *args, PyObject *kwargs,
                            world_arguments *arguments)
 {
-    static char *names[] = {"rank",    "world_size",   "arena_bytes", "n_ops",
-                            "timeout", "pids",         "meeting",     "group_comm",
-                            "device",  "device_bytes", "nccl",        "accumulate",
-                            NULL};
+    static char *names[] = {
+        "rank", "world_size", "arena_bytes", "n_ops",  "timeout",
+        "pids", "meeting",    "group_comm",  "device", "device_bytes",
+        "nccl", "accumulate", "hosts",       NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iinndOO|OOnzs:World", names, &arguments->rank,
+            args, kwargs, "iinndOO|OOnzsO:World", names, &arguments->rank,
             &arguments->world_size, &arguments->arena_bytes, &arguments->n_ops,
             &arguments->timeout, &arguments->pids, &arguments->meeting,
             &arguments->group_comm, &arguments->device, &arguments->device_bytes,
-            &arguments->nccl, &arguments->accumulate))
+            &arguments->nccl, &arguments->accumulate, &arguments->hosts) ||
+        pli_world_hosts_read(arguments->hosts, arguments->rank, arguments->world_size,
+                             &arguments->by_host) != 0)
         return -1;
     if (check_arguments(state, arguments) != 0 || check_device(state, arguments) != 0)
         return -1;
     return read_deadline(state, arguments);
+}
+
+static pl_status join_hosts(const module_state *state, const world_arguments *arguments,
+                            pl_comm **comm)
+{
+    pli_hierarchy_options options = {.rank = arguments->rank,
+                                     .world_size = arguments->world_size,
+                                     .progress = state->progress,
+                                     .n_ops = (size_t)arguments->n_ops,
+                                     .deadline_ns = arguments->deadline_ns};
+    return pli_world_hosts_join(&arguments->by_host, &options, comm);
 }
 
 /* The group comm is to carry what the ranks say while the rest of the world is made. */
@@ -220,6 +249,9 @@ static int build_world(module_state *state, world_object *self,
         if (pli_check(state, put_group_comm_before(arguments, &self->comm)) != 0)
             return -1;
     }
+    if (arguments->by_host.n_hosts > 0 &&
+        pli_check(state, join_hosts(state, arguments, &self->comm)) != 0)
+        return -1;
     if (!has_device(arguments))
         return 0;
     if (uses_group(arguments) && serve(self) != 0)
@@ -242,7 +274,9 @@ static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const char *address = NULL;
     int pids[PLI_MAX_GROUP_RANKS];
     if (parse_arguments(state, args, kwargs, &arguments) != 0 ||
-        read_pids(arguments.pids, arguments.world_size, pids) != 0)
+        read_pids(arguments.pids,
+                  pli_world_hosts_size(&arguments.by_host, arguments.world_size),
+                  pids) != 0)
         return NULL;
     if (PyUnicode_Check(arguments.meeting) &&
         (address = PyUnicode_AsUTF8(arguments.meeting)) == NULL)
@@ -276,60 +310,6 @@ static void world_dealloc(PyObject *object)
 static pl_comm *comm_of(PyObject *object)
 {
     return ((world_object *)object)->comm;
-}
-
-static int parse_word(const char *what, const char *word, const char *const *words,
-                      int n_words, int *out)
-{
-    for (int i = 0; i < n_words; i++) {
-        if (strcmp(word, words[i]) != 0)
-            continue;
-        *out = i;
-        return 0;
-    }
-    PyErr_Format(PyExc_ValueError, "%s: '%s' is not known", what, word);
-    return -1;
-}
-
-static PyObject *world_issue(PyObject *object, PyObject *args)
-{
-    static const char *const reductions[] = {"sum", "mean", "max"};
-    const char *kinds[PL_N_OP_KINDS];
-    const char *dtypes[PL_N_DTYPES];
-    const char *kind_word, *dtype_word, *reduction_word;
-    Py_ssize_t offset, n_elems;
-    int root = 0, kind = 0, dtype = 0, reduction = 0;
-    pl_ticket ticket = 0;
-    pl_comm *comm = comm_of(object);
-    for (int i = 0; i < PL_N_OP_KINDS; i++)
-        kinds[i] = pli_op_kind_text((pl_op_kind)i);
-    for (int i = 0; i < PL_N_DTYPES; i++)
-        dtypes[i] = pl_dtype_text((pl_dtype)i);
-    if (!PyArg_ParseTuple(args, "sssnn|i:issue", &kind_word, &dtype_word,
-                          &reduction_word, &offset, &n_elems, &root) ||
-        parse_word("kind", kind_word, kinds, PL_N_OP_KINDS, &kind) != 0 ||
-        parse_word("dtype", dtype_word, dtypes, PL_N_DTYPES, &dtype) != 0 ||
-        parse_word("reduction", reduction_word, reductions, PL_N_REDUCTIONS,
-                   &reduction) != 0)
-        return NULL;
-    if (offset < 0 || n_elems < 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "offset_bytes is %zd and n_elems is %zd: neither can be negative",
-                     offset, n_elems);
-        return NULL;
-    }
-    const pl_op op = {.kind = (pl_op_kind)kind,
-                      .reduction = (pl_reduction)reduction,
-                      .dtype = (pl_dtype)dtype,
-                      .root = root,
-                      .offset_bytes = (size_t)offset,
-                      .n_elems = (size_t)n_elems};
-    PyThreadState *thread = pli_world_let_go((world_object *)object);
-    const pl_status st = pl_comm_issue(comm, &op, &ticket);
-    pli_world_take_back(thread);
-    if (st != PL_OK)
-        return pli_raise(state_of(object), st);
-    return PyLong_FromUnsignedLongLong(ticket);
 }
 
 static PyObject *world_wait(PyObject *object, PyObject *number)
@@ -413,7 +393,7 @@ static PyObject *world_uses_group(PyObject *object, void *closure)
 }
 
 static PyMethodDef world_methods[] = {
-    {"issue", world_issue, METH_VARARGS,
+    {"issue", pli_world_issue, METH_VARARGS,
      "issue($self, kind, dtype, reduction, offset_bytes, n_elems, root=0, /)\n--\n\n"
      "Say that this rank's range is ready for one collective; return its ticket."},
     {"wait", world_wait, METH_O,
@@ -455,9 +435,11 @@ static PyType_Slot world_slots[] = {
     {Py_tp_doc,
      "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
      "group_comm=None, device=None, device_bytes=0, nccl=None, "
-     "accumulate='nccl')\n--\n\n"
-     "A rank's end of a world of processes: of one host, or of any, where a "
-     "group_comm carries what they say. Its buffer is this rank's arena. With a "
+     "accumulate='nccl', hosts=None)\n--\n\n"
+     "A rank's end of a world of processes: of one host, of several, of whose ranks "
+     "and sockets (n_ranks, names, fds) tells, or of any, where a group_comm carries "
+     "what they say. With hosts, pids are those of this one's ranks. Its buffer is "
+     "this rank's arena. With a "
      "device, as many bytes more are that device's, and NCCL's to reduce: "
      "added up as it likes, or in 'float32'."},
     {0, NULL},

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,31 @@ class Host:
         """Return the process id as ``viewer`` sees it; 0 where it cannot."""
         is_near = (self.boot, self.processes) == (viewer.boot, viewer.processes)
         return self.pid if is_near else 0
+
+
+def count_by_host(hosts: Sequence[Host]) -> list[int]:
+    """Return how many ranks each host has; empty where links cannot join them."""
+    counts: list[int] = []
+    firsts: list[Host] = []
+    for host in hosts:
+        if firsts and host.shares_memory_with(firsts[-1]):
+            counts[-1] += 1
+            continue
+        if any(host.shares_memory_with(first) for first in firsts):
+            return []  # ranks of a host that are not in a row
+        counts.append(1)
+        firsts.append(host)
+    is_small = len(counts) <= _native.MAX_HOSTS
+    if is_small and max(counts) <= _native.MAX_SHARED_MEMORY_RANKS and len(counts) > 1:
+        return counts
+    return []
+
+
+def name_of_host(host: int, first: int, n_ranks: int) -> str:
+    """Return what messages call a host: its ranks, and its number."""
+    if n_ranks == 1:
+        return f"rank {first} (host {host})"
+    return f"ranks {first} to {first + n_ranks - 1} (host {host})"
 
 
 class Peers:

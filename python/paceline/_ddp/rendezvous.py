@@ -26,17 +26,21 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._compat import torch_groups
-from paceline._ddp import group_comm
+from paceline._ddp import group_comm, host_links
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
     CHECK_FIRST_SECONDS,
     OTHER_HOSTS,
     POLL_SECONDS,
     Peers,
+    count_by_host,
+    name_of_host,
 )
 
 _log = logging.getLogger("paceline")
 
+LINK_SECONDS = 20.0
+"""How long hosts may take to connect to one another."""
 OUTCOME_SECONDS = 30.0
 """How long a rank whose world could not be made waits for what the others say of it:
 none can have made it, and each soon gives up."""
@@ -75,6 +79,7 @@ class Meeting:
         self.size = int(group.size())
         self._seconds = torch_groups.group_timeout_seconds(group, device_type)
         self._lacks_memory = False
+        self._links_problem = ""
         self._has_cpu = not torch_groups.is_device_bound(group)
         self._is_known_kind = (
             not self._has_cpu or torch_groups.cpu_backend_name(group) == "gloo"
@@ -100,6 +105,19 @@ class Meeting:
             or self.size > _native.MAX_SHARED_MEMORY_RANKS
             or not all(host.shares_memory_with(first) for host in others)
         )
+
+    @property
+    def ranks_by_host(self) -> list[int]:
+        """How many ranks each host has, where links join them; else empty.
+
+        A host has those behind the last one's; their sums go between hosts by sockets,
+        which Gloo's would be, too: not where these are encrypted.
+        """
+        if not self._is_known_kind or not self._has_cpu or self._links_problem:
+            return []
+        if self.size == 1 or os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
+            return []
+        return count_by_host(self._peers.hosts)
 
     def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
         """Send one picklable object to all ranks; return every rank's, by rank.
@@ -196,7 +214,12 @@ class Meeting:
             if world is not None:
                 return world
         elif self.size > 1 and self._is_known_kind:
-            self._warn_of_group(self._why_no_memory_is_shared())
+            world = None
+            if self.ranks_by_host and not device:
+                world = self._connect_by_links(arena_bytes, n_ops)
+            self._warn(self._why_no_memory_is_shared(), by_group=world is None)
+            if world is not None:
+                return world
         return self._connect_alone(arena_bytes, n_ops, device)
 
     def _connect_by_memory(
@@ -212,7 +235,7 @@ class Meeting:
         address, lack = self.exchange((address, lack))[0]
         if lack is not None:
             self._lacks_memory = True
-            self._warn_of_group(f"rank 0: {lack}")
+            self._warn(f"rank 0: {lack}")
             return None
         here, hosts = self._peers.here, self._peers.hosts
         try:
@@ -229,6 +252,84 @@ class Meeting:
             may_lack = not device or _lacks_shared_memory(arena_bytes)
             self._raise_unless_memory_lacks(error, may_lack)
             return None
+
+    def _connect_by_links(self, arena_bytes: int, n_ops: int) -> _native.World | None:
+        """Make a world of several hosts; None on every rank where they have no links.
+
+        Where one rank's construction fails, others may have succeeded: all say so.
+        """
+        n_ranks = self.ranks_by_host
+        firsts = [sum(n_ranks[:h]) for h in range(len(n_ranks))]
+        host = max(h for h, first in enumerate(firsts) if first <= self.rank)
+        first, n_here = firsts[host], n_ranks[host]
+        is_first = self.rank == first
+        listener = links = world = None
+        problem: BaseException | None = None
+        sockets: list[Any] = []
+        try:
+            links = host_links.LinkListener() if is_first else None
+            listener = _native.Listener() if is_first and n_here > 1 else None
+        except OSError as error:
+            problem = error
+        address = listener.address if listener is not None else None
+        offers = self.exchange((address, links.offer if links else None))
+        try:
+            if problem is not None:
+                raise problem
+            if links is not None:
+                seconds = min(self._seconds / 3.0, LINK_SECONDS)
+                every = [offers[r][1] for r in firsts]
+                if None in every:
+                    raise _native.PeerError("another host cannot listen")
+                sockets = links.connect_all(every, host, seconds)
+            here, hosts = self._peers.here, self._peers.hosts
+            world = self._make_world(
+                arena_bytes,
+                n_ops,
+                pids=[h.visible_pid(here) for h in hosts[first : first + n_here]],
+                meeting=listener if is_first else offers[first][0],
+                hosts=(
+                    n_ranks,
+                    tuple(name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks)),
+                    [-1 if each is None else each.fileno() for each in sockets],
+                ),
+            )
+        except BaseException as error:
+            del listener  # who still connects finds that nobody listens
+            problem = error
+        finally:
+            host_links.close_all(sockets)
+            if links is not None:
+                links.close()
+        return self._settle(world, problem)
+
+    def _settle(
+        self, world: _native.World | None, problem: BaseException | None
+    ) -> _native.World | None:
+        """Return the world where every rank has one; None where links are lacking."""
+        is_interrupted = problem is not None and not isinstance(problem, Exception)
+        seconds = _INTERRUPTED_SECONDS if is_interrupted else None
+        mine = ("made", "")
+        if problem is not None:
+            mine = _outcome_of(problem, True), str(problem)
+        try:
+            received = self.exchange(mine, seconds)
+        except RuntimeError:  # a rank is gone
+            raise problem or sys.exc_info()[1] from None  # type: ignore[misc]
+        bad = [(r, *row) for r, row in enumerate(received) if row[0] != "made"]
+        if not bad:
+            return world
+        if problem is not None and _outcome_of(problem, True) == "fails":
+            raise problem
+        causes = [row for row in bad if row[1] != "follows another"] or bad
+        rank, what, message = max(causes, key=lambda row: row[1] == "fails")
+        if what == "fails":
+            raise _native.PeerError(f"rank {rank} could not make its world: {message}")
+        if world is not None:
+            world.leave()
+        texts = "; ".join(f"rank {r}: {text}" for r, _, text in causes[:4])
+        self._links_problem = f"hosts cannot connect: {texts}"
+        return None
 
     def _raise_unless_memory_lacks(
         self, problem: BaseException, may_lack: bool
@@ -253,7 +354,7 @@ class Meeting:
         if not lacks or any(what == "fails" for what, _ in received):
             raise problem
         self._lacks_memory = True
-        self._warn_of_group(lacks[0])
+        self._warn(lacks[0])
 
     def _why_no_memory_is_shared(self) -> str | None:
         """Return why ranks of one host share no memory; None: they are on several."""
@@ -266,13 +367,14 @@ class Meeting:
             return None
         return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
-    def _warn_of_group(self, reason: str | None) -> None:
-        if reason is not None and self.rank == 0:
-            _log.warning(
-                "the ranks share no memory (%s): the process group's own collectives "
-                "carry the gradients",
-                reason,
-            )
+    def _warn(self, reason: str | None, by_group: bool = True) -> None:
+        """Say, on rank 0, why ranks share no memory, and what carries the gradients."""
+        reasons = filter(None, (reason, self._links_problem))
+        how = "sockets between them carry their sums"
+        if by_group:
+            how = "the process group's own collectives carry the gradients"
+        if self.rank == 0 and (reason or self._links_problem):
+            _log.warning("the ranks share no memory (%s): %s", "; ".join(reasons), how)
 
     def _connect_alone(
         self, arena_bytes: int, n_ops: int, device: dict[str, Any]

@@ -200,7 +200,8 @@ class Session:
         uses_group = meeting.uses_group and gpu is None
         if meeting.size == 1 and not uses_group and not self.needs_reducer:
             return  # the gradients of one rank are their own average
-        caps = options.network_caps if uses_group else options.caps
+        is_by_group = uses_group and not meeting.ranks_by_host
+        caps = options.network_caps if is_by_group else options.caps
         if gpu is not None:
             caps = options.device_caps
         buffers = model.buffers if self.sends_buffers else []

@@ -1,0 +1,474 @@
+/* hierarchy.c - what goes up, between hosts, and down, in its order. */
+#include "core/alloc.h"
+#include "hierarchy_state.h"
+
+enum { CHUNK_BYTES = 1 << 20 };
+
+/* ---- inside the host ------------------------------------------------------------ */
+
+/* The part of `op` that the host's own world does first; 0 where there is none. */
+static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
+{
+    const peer *here = &self->peers[self->host];
+    *out = *op;
+    switch (op->kind) {
+    case PL_ALL_REDUCE:
+        out->kind = PL_REDUCE;
+        out->root = 0;
+        return 1;
+    case PL_BROADCAST:
+        out->root = op->root - here->first_rank;
+        return host_of_rank(self, op->root) == self->host;
+    case PL_ALL_GATHER: {
+        const size_t block = op->n_elems / (size_t)self->super.world_size;
+        out->offset_bytes +=
+            (size_t)here->first_rank * block * pl_dtype_bytes(op->dtype);
+        out->n_elems = (size_t)here->n_ranks * block;
+        return 1;
+    }
+    case PL_BARRIER:
+        return 1;
+    case PL_REDUCE:
+    case PL_REDUCE_SCATTER:
+    case PL_N_OP_KINDS:
+        break;
+    }
+    return 0;
+}
+
+/* ... and last. */
+static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
+{
+    *out = *op;
+    out->root = 0;
+    if (op->kind == PL_BARRIER)
+        return 1;
+    out->kind = PL_BROADCAST;
+    return op->kind != PL_BROADCAST || host_of_rank(self, op->root) != self->host;
+}
+
+static pl_status go_up(hierarchy *self, operation *it)
+{
+    pl_status st = PL_OK;
+    pl_op op;
+    it->up = 0;
+    if (!is_alone_on_host(self) && op_up(self, &it->op, &op)) {
+        PL_TRY(pl_comm_issue(self->inner, &op, &self->last_inner));
+        it->up = self->last_inner;
+    }
+    self->n_up++;
+done:
+    return st;
+}
+
+static pl_status go_down(hierarchy *self, operation *it)
+{
+    pl_status st = PL_OK;
+    pl_op op;
+    if (!is_alone_on_host(self) && op_down(self, &it->op, &op))
+        PL_TRY(pl_comm_issue(self->inner, &op, &self->last_inner));
+    it->whole = self->last_inner;
+    self->n_down++;
+done:
+    return st;
+}
+
+/* ---- progress ------------------------------------------------------------------- */
+
+/* Hands to the host's own world what its order allows: of operations that follow one
+ * another, all go up before the first goes down. */
+static pl_status advance(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    uint64_t before;
+    do {
+        before = self->n_up + self->n_down;
+        while (self->n_up < self->n_issued &&
+               (is_alone_on_host(self) || self->n_down == self->n_up ||
+                operation_at(self, self->n_up)->op.is_followed))
+            PL_TRY(go_up(self, operation_at(self, self->n_up + 1)));
+        if (self->links != NULL)
+            PL_TRY(pli_hierarchy_exchange(self));
+        while (self->n_down < self->n_up &&
+               (is_alone_on_host(self) || self->n_down < self->n_whole) &&
+               (self->links == NULL || self->n_down < self->n_exchanged))
+            PL_TRY(go_down(self, operation_at(self, self->n_down + 1)));
+    } while (self->n_up + self->n_down != before);
+done:
+    return st;
+}
+
+static void lock(hierarchy *self)
+{
+    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
+        pli_cpu_relax();
+}
+
+static void unlock(hierarchy *self)
+{
+    atomic_flag_clear_explicit(&self->busy, memory_order_release);
+}
+
+static pl_status advance_or_fail(hierarchy *self)
+{
+    pl_status st = pli_hierarchy_check(self);
+    if (st == PL_OK)
+        st = advance(self);
+    if (st != PL_OK)
+        pli_hierarchy_fail(self, pl_error_message());
+    return st;
+}
+
+static pl_status work(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    self->inner->ops->work(self->inner);
+    if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
+        return PL_OK; /* another thread is at it */
+    if (self->n_down < self->n_issued)
+        st = advance_or_fail(self);
+    unlock(self);
+    return st;
+}
+
+static void hierarchy_work(pl_comm *comm)
+{
+    (void)work(hierarchy_of(comm)); /* a failure is met by who waits */
+}
+
+static pl_status hierarchy_progress(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    PL_TRY(pli_hierarchy_check(self));
+    PL_TRY(work(self));
+    PL_TRY(pl_comm_progress(self->inner));
+done:
+    return st;
+}
+
+static pl_status hierarchy_check_peers(pl_comm *comm)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    PL_TRY(pli_hierarchy_check(self));
+    PL_TRY(work(self));
+    st = pli_comm_check_peers(self->inner);
+    if (st == PL_OK && self->links != NULL)
+        st = pli_links_check(self->links);
+    if (st != PL_OK)
+        pli_hierarchy_fail(self, pl_error_message());
+done:
+    return st;
+}
+
+static pl_status hierarchy_query(pl_comm *comm, pli_query what)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    PL_TRY(pli_hierarchy_check(self)); /* one that has failed stays so */
+    PL_TRY(pli_comm_query(self->inner, what));
+done:
+    return st;
+}
+
+/* ---- issuing -------------------------------------------------------------------- */
+
+static pl_status check_op(const hierarchy *self, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    if (op->kind == PL_REDUCE || op->kind == PL_REDUCE_SCATTER)
+        PL_FAIL(PL_EUNSUPPORTED, "several hosts carry no %s: use all-reduce",
+                pli_op_kind_text(op->kind));
+    if (op->kind == PL_ALL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)
+        PL_FAIL(PL_EINVAL,
+                "%s cannot be reduced that way: the mean takes floating point types, "
+                "the maximum integers",
+                pl_dtype_text(op->dtype));
+    if (self->n_issued - atomic_load(&self->n_done) >= self->ring_ops)
+        PL_FAIL(PL_ESTATE, "more than %zu operations in flight: wait for some",
+                self->ring_ops);
+done:
+    return st;
+}
+
+static pl_status hierarchy_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
+                                 pl_ticket *out)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    (void)order; /* host memory is ready when this is called */
+    lock(self);
+    PL_TRY(pli_hierarchy_check(self));
+    PL_TRY(check_op(self, op));
+    *operation_at(self, ++self->n_issued) = (operation){.op = *op};
+    if (!op->is_followed)
+        self->n_whole = self->n_issued;
+    *out = self->n_issued;
+    st = advance_or_fail(self);
+done:
+    unlock(self);
+    return st;
+}
+
+/* ---- waiting -------------------------------------------------------------------- */
+
+/* A leader waits for hosts, or for its own host's ranks. */
+static pl_status wait_as_leader(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    pl_ticket up = 0;
+    int64_t most_ns = 0;
+    pli_links_waited waited;
+    lock(self);
+    PL_TRY(advance_or_fail(self));
+    if (self->n_down == self->n_up)
+        goto done;
+    if (self->n_exchanged == self->n_reduced && self->n_reduced < self->n_up)
+        up = operation_at(self, self->n_reduced + 1)->up;
+    else
+        most_ns = pli_hierarchy_list_waited(self, &waited);
+    st = pl_comm_progress(self->inner);
+    if (st == PL_OK)
+        st = pli_links_check(self->links);
+    if (st == PL_OK)
+        st = pli_hierarchy_check_deadline(self);
+    if (st != PL_OK)
+        pli_hierarchy_fail(self, pl_error_message());
+done:
+    unlock(self);
+    if (st == PL_OK && most_ns > 0) {
+        pli_progress_others(self->progress, &self->super);
+        pli_links_poll(&waited, most_ns);
+    }
+    if (st == PL_OK && up != 0) {
+        st = pl_comm_wait(self->inner, up, PLI_MS);
+        if (st == PL_EAGAIN)
+            st = PL_OK;
+        else if (st != PL_OK)
+            pli_hierarchy_fail(self, pl_error_message());
+    }
+    return st;
+}
+
+static pl_status wait_inside(hierarchy *self, pl_ticket ticket, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    if (!is_alone_on_host(self))
+        st = pl_comm_wait(self->inner, operation_at(self, ticket)->whole, slice_ns);
+    if (st != PL_OK && st != PL_EAGAIN)
+        pli_hierarchy_fail(self, pl_error_message());
+    return st;
+}
+
+static pl_status check_ticket(hierarchy *self, pl_ticket ticket)
+{
+    pl_status st = PL_OK;
+    lock(self);
+    if (ticket > self->n_issued)
+        PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued",
+                (unsigned long long)ticket, (unsigned long long)self->n_issued);
+    if (ticket > self->n_whole)
+        PL_FAIL(PL_EINVAL,
+                "operation %llu is waited for before what follows it was issued",
+                (unsigned long long)ticket);
+done:
+    unlock(self);
+    return st;
+}
+
+static int has_gone_down(hierarchy *self, pl_ticket ticket)
+{
+    lock(self);
+    const int has = self->n_down >= ticket;
+    if (has)
+        self->last_sign_ns = 0;
+    unlock(self);
+    return has;
+}
+
+static pl_status hierarchy_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    const int64_t begin = pli_now_ns();
+    PL_TRY(check_ticket(self, ticket));
+    PL_TRY(pli_hierarchy_check(self));
+    if (ticket <= atomic_load(&self->n_done))
+        goto done;
+    while (self->links != NULL && !has_gone_down(self, ticket)) {
+        PL_TRY(wait_as_leader(self));
+        if (pli_now_ns() - begin > slice_ns && !has_gone_down(self, ticket))
+            PL_FAIL(PL_EAGAIN, "not done yet");
+    }
+    PL_TRY(wait_inside(self, ticket, slice_ns));
+    atomic_store(&self->n_done, ticket);
+done:
+    return st;
+}
+
+/* ---- the rest ------------------------------------------------------------------- */
+
+static pl_status hierarchy_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
+{
+    pl_status st = PL_OK;
+    (void)slice_ns;
+    PL_TRY(pli_hierarchy_check(hierarchy_of(comm)));
+    *out = PL_NOTHING_FAILED;
+done:
+    return st;
+}
+
+static void hierarchy_abort(pl_comm *comm, const char *message)
+{
+    pli_hierarchy_fail(hierarchy_of(comm), message);
+}
+
+static void hierarchy_record_activity(pl_comm *comm, pl_activity activity,
+                                      uint64_t step)
+{
+    pli_comm_record_activity(hierarchy_of(comm)->inner, activity, step);
+}
+
+static void *hierarchy_arena(pl_comm *comm)
+{
+    return pli_comm_arena(hierarchy_of(comm)->inner);
+}
+
+static pl_status hierarchy_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                                   void **out)
+{
+    return pli_comm_map_own(hierarchy_of(comm)->inner, offset_bytes, n_bytes, out);
+}
+
+static void hierarchy_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                                  void *memory)
+{
+    pli_comm_unshare_own(hierarchy_of(comm)->inner, offset_bytes, n_bytes, memory);
+}
+
+static void hierarchy_leave(pl_comm *comm)
+{
+    hierarchy *self = hierarchy_of(comm);
+    pli_hierarchy_tell(self);
+    if (self->links != NULL)
+        pli_links_end(self->links, NULL);
+    pl_comm_leave(self->inner);
+}
+
+static void hierarchy_forget(pl_comm *comm)
+{
+    hierarchy *self = hierarchy_of(comm);
+    if (self->links != NULL)
+        pli_links_forget(self->links);
+}
+
+static void hierarchy_destroy(pl_comm *comm)
+{
+    hierarchy *self = hierarchy_of(comm);
+    pli_progress_leave(self->progress, comm);
+    pli_links_destroy(self->links);
+    pl_comm_destroy(self->inner);
+    for (int h = 0; h < self->n_hosts; h++)
+        pli_free(self->peers[h].staging);
+    pli_free(self->peers);
+    pli_free(self->ring);
+    pli_free(self);
+}
+
+static const pl_comm_ops hierarchy_ops = {
+    .name = "hierarchy",
+    .issue = hierarchy_issue,
+    .work = hierarchy_work,
+    .progress = hierarchy_progress,
+    .check_peers = hierarchy_check_peers,
+    .query = hierarchy_query,
+    .wait = hierarchy_wait,
+    .recover = hierarchy_recover,
+    .abort = hierarchy_abort,
+    .record_activity = hierarchy_record_activity,
+    .set_failure_message = pli_hierarchy_set_failure_message,
+    .arena = hierarchy_arena,
+    .map_own = hierarchy_map_own,
+    .unshare_own = hierarchy_unshare_own,
+    .forget = hierarchy_forget,
+    .leave = hierarchy_leave,
+    .destroy = hierarchy_destroy,
+};
+
+size_t pli_hierarchy_inner_ops(size_t n_ops)
+{
+    return 2 * n_ops;
+}
+
+static pl_status read_hosts(const pli_hierarchy_options *options, hierarchy *self)
+{
+    pl_status st = PL_OK;
+    int first = 0;
+    self->host = -1;
+    self->is_even = 1;
+    for (int h = 0; h < options->n_hosts; h++) {
+        const int n = options->n_ranks[h];
+        self->peers[h].first_rank = first;
+        self->peers[h].n_ranks = n;
+        self->is_even &= n == options->n_ranks[0];
+        if (options->rank >= first && options->rank < first + n)
+            self->host = h;
+        if (n < 1 || n > PL_MAX_RANKS)
+            PL_FAIL(PL_EINVAL, "host %d has %d ranks: a host has 1 to %d", h, n,
+                    PL_MAX_RANKS);
+        first += n;
+    }
+    if (first != options->world_size || self->host < 0)
+        PL_FAIL(PL_EINVAL, "rank %d of %d ranks, where hosts have %d", options->rank,
+                options->world_size, first);
+    const peer *here = &self->peers[self->host];
+    if (pl_comm_world_size(options->inner) != here->n_ranks ||
+        pl_comm_rank(options->inner) != options->rank - here->first_rank)
+        PL_FAIL(PL_EINVAL, "rank %d is rank %d of the %d on its host", options->rank,
+                pl_comm_rank(options->inner), pl_comm_world_size(options->inner));
+    if ((options->links != NULL) != (pl_comm_rank(options->inner) == 0))
+        PL_FAIL(PL_EINVAL, "links are for the first rank of a host, and for it alone");
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **out)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = NULL;
+    const size_t n_hosts = (size_t)(options->n_hosts > 0 ? options->n_hosts : 0);
+    if (options->n_hosts < 2 || options->n_hosts > PLI_MAX_HOSTS)
+        PL_FAIL(PL_EINVAL, "%d hosts: give 2 to %d", options->n_hosts, PLI_MAX_HOSTS);
+    PL_TRY(pli_calloc(1, sizeof *self, "a world of hosts", &self));
+    PL_TRY(pli_calloc(n_hosts, sizeof *self->peers, "hosts", &self->peers));
+    PL_TRY(pli_calloc(options->n_ops + 1, sizeof *self->ring, "operations in flight",
+                      &self->ring));
+    self->n_hosts = options->n_hosts;
+    PL_TRY(read_hosts(options, self));
+    PL_TRY(pli_cpu_sums(&self->sums));
+    const size_t arena_bytes = pl_comm_arena_bytes(options->inner);
+    self->super = (pl_comm){.ops = &hierarchy_ops,
+                            .rank = options->rank,
+                            .world_size = options->world_size,
+                            .arena_bytes = arena_bytes,
+                            .host_bytes = arena_bytes,
+                            .chunk_bytes = CHUNK_BYTES,
+                            .is_failure_final = 1};
+    self->ring_ops = options->n_ops + 1;
+    self->deadline_ns = options->deadline_ns;
+    atomic_flag_clear(&self->busy);
+    self->inner = options->inner; /* before others can meet this world */
+    self->links = options->links;
+    PL_TRY(pli_progress_join(options->progress, &self->super));
+    self->progress = options->progress;
+    *out = &self->super;
+    self = NULL;
+done:
+    if (self != NULL) {
+        pli_free(self->peers);
+        pli_free(self->ring);
+        pli_free(self);
+    }
+    return st;
+}

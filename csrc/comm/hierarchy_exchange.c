@@ -1,0 +1,347 @@
+/* hierarchy_exchange.c - operations between hosts: what leaders send one another. */
+#include <poll.h>
+
+#include "backend/cpu_scale.h"
+#include "core/alloc.h"
+#include "hierarchy_state.h"
+
+enum {
+    SHARED_LEAST_BYTES = 1 << 16, /* from three hosts on: each leader adds up a part */
+    POLL_MS = 10,                 /* for the links alone */
+    POLL_BOTH_NS = 100 * 1000     /* ... while this host's ranks are waited for, too */
+};
+
+/* A mean over a host's ranks counts by their number, where hosts have unequal ones. */
+static void weigh(const hierarchy *self, const pl_op *op)
+{
+    if (op->kind != PL_ALL_REDUCE || op->reduction != PL_MEAN || self->is_even)
+        return;
+    const pl_move move = {
+        .to = range_of(self, op), .dtype = op->dtype, .n_elems = op->n_elems};
+    pli_cpu_scale(&move, self->peers[self->host].n_ranks * self->n_hosts,
+                  self->super.world_size);
+}
+
+/* Sees which operations have gone up, in their order. */
+static void see_reduced(hierarchy *self)
+{
+    while (self->n_reduced < self->n_up) {
+        const operation *it = operation_at(self, self->n_reduced + 1);
+        if (it->up != 0 && !self->inner->ops->is_done(self->inner, it->up))
+            return;
+        weigh(self, &it->op);
+        self->n_reduced++;
+    }
+}
+
+/* ---- what is sent --------------------------------------------------------------- */
+
+static size_t bytes_of(const pl_op *op)
+{
+    return op->kind == PL_BARRIER ? 0 : op->n_elems * pl_dtype_bytes(op->dtype);
+}
+
+/* Whether each leader adds up a part of the range, and not the whole. */
+static int is_shared_out(const hierarchy *self, const pl_op *op)
+{
+    return op->kind == PL_ALL_REDUCE && self->n_hosts > 2 &&
+           bytes_of(op) >= SHARED_LEAST_BYTES;
+}
+
+/* The part of a range that a host's leader adds up, cut at cache lines. */
+static pl_op part_of(const hierarchy *self, const pl_op *op, int host)
+{
+    pl_op part = *op;
+    const size_t elem_bytes = pl_dtype_bytes(op->dtype);
+    const size_t line = elem_bytes < PL_CACHE_LINE ? PL_CACHE_LINE / elem_bytes : 1;
+    const size_t n_lines = (op->n_elems + line - 1) / line;
+    const size_t n = (size_t)self->n_hosts;
+    const size_t share = (n_lines + n - 1) / n * line;
+    const size_t begin = share * (size_t)host;
+    const size_t first = begin < op->n_elems ? begin : op->n_elems;
+    const size_t n_left = op->n_elems - first;
+    part.n_elems = n_left < share ? n_left : share;
+    part.offset_bytes += first * elem_bytes;
+    return part;
+}
+
+static struct iovec piece_of(const hierarchy *self, const pl_op *op)
+{
+    return (struct iovec){.iov_base = range_of(self, op), .iov_len = bytes_of(op)};
+}
+
+/* What `host` gives of a range that has a block of each rank. */
+static pl_op blocks_of(const hierarchy *self, const pl_op *op, int host)
+{
+    pl_op blocks = *op;
+    const size_t block = op->n_elems / (size_t)self->super.world_size;
+    blocks.n_elems = (size_t)self->peers[host].n_ranks * block;
+    blocks.offset_bytes +=
+        (size_t)self->peers[host].first_rank * block * pl_dtype_bytes(op->dtype);
+    return blocks;
+}
+
+/* What leader `from` sends to leader `to` of an operation, behind the head. */
+static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
+{
+    pl_op nothing = *op;
+    nothing.n_elems = 0;
+    switch (op->kind) {
+    case PL_ALL_REDUCE:
+        return is_shared_out(self, op) ? part_of(self, op, to) : *op;
+    case PL_BROADCAST:
+        return host_of_rank(self, op->root) == from ? *op : nothing;
+    case PL_ALL_GATHER:
+        return blocks_of(self, op, from);
+    case PL_REDUCE:
+    case PL_REDUCE_SCATTER:
+    case PL_BARRIER:
+    case PL_N_OP_KINDS:
+        break;
+    }
+    return nothing;
+}
+
+/* Sends to a host what has gone up here. */
+static pl_status send_data(hierarchy *self, int host)
+{
+    pl_status st = PL_OK;
+    peer *it = &self->peers[host];
+    while (it->sent.n_done < self->n_reduced) {
+        const pl_op *op = &operation_at(self, it->sent.n_done + 1)->op;
+        const pl_op sent = sent_of(self, op, self->host, host);
+        const size_t before = it->sent.at;
+        it->out = (head){.number = it->sent.n_done + 1, .hash = pli_op_hash(op)};
+        const struct iovec pieces[] = {
+            {.iov_base = &it->out, .iov_len = sizeof it->out}, piece_of(self, &sent)};
+        PL_TRY(
+            pli_links_send(self->links, host, PLI_LINK_DATA, pieces, 2, &it->sent.at));
+        if (it->sent.at != before)
+            self->last_sign_ns = 0;
+        if (it->sent.at < sizeof it->out + bytes_of(&sent))
+            goto done;
+        it->sent = (cursor){.n_done = it->sent.n_done + 1};
+    }
+done:
+    return st;
+}
+
+static pl_status make_room(peer *it, size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    if (n_bytes <= it->staging_bytes)
+        goto done;
+    pli_free(it->staging);
+    it->staging = NULL;
+    it->staging_bytes = 0;
+    PL_TRY(pli_calloc(n_bytes, 1, "what other hosts send", &it->staging));
+    it->staging_bytes = n_bytes;
+done:
+    return st;
+}
+
+static pl_status check_head(const hierarchy *self, int host, const pl_op *op,
+                            uint64_t number)
+{
+    pl_status st = PL_OK;
+    const head *in = &self->peers[host].in;
+    if (in->number != number || in->hash != pli_op_hash(op))
+        PL_FAIL(PL_EMISMATCH,
+                "rank %d: %s issued another operation than this rank (number %llu "
+                "there, %llu here: %s of %zu %s): the ranks must run the same steps",
+                self->super.rank, pli_links_name(self->links, host),
+                (unsigned long long)in->number, (unsigned long long)number,
+                pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype));
+done:
+    return st;
+}
+
+/* Receives a host's part of the operation behind n_exchanged. */
+static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    peer *it = &self->peers[host];
+    const uint64_t number = self->n_exchanged + 1;
+    const pl_op sent = sent_of(self, op, host, self->host);
+    const int is_reduced = op->kind == PL_ALL_REDUCE;
+    const size_t before = it->received.at;
+    if (it->received.n_done == number)
+        goto done;
+    if (is_reduced)
+        PL_TRY(make_room(it, bytes_of(&sent)));
+    const struct iovec pieces[] = {
+        {.iov_base = &it->in, .iov_len = sizeof it->in},
+        {.iov_base = is_reduced ? it->staging : range_of(self, &sent),
+         .iov_len = bytes_of(&sent)}};
+    /* The head alone first: what another operation has sent must not be taken in. */
+    if (it->received.at < sizeof it->in) {
+        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_DATA, pieces, 1,
+                                 &it->received.at));
+        if (it->received.at == sizeof it->in)
+            PL_TRY(check_head(self, host, op, number));
+    }
+    if (it->received.at >= sizeof it->in)
+        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_DATA, pieces, 2,
+                                 &it->received.at));
+    if (it->received.at != before)
+        self->last_sign_ns = 0;
+    if (it->received.at == sizeof it->in + bytes_of(&sent))
+        it->received = (cursor){.n_done = number};
+done:
+    return st;
+}
+
+/* Of a range that is shared out: sends this leader's part, and receives a host's. */
+static pl_status exchange_back(hierarchy *self, int host, const pl_op *op)
+{
+    pl_status st = PL_OK;
+    peer *it = &self->peers[host];
+    const uint64_t number = self->n_exchanged + 1;
+    const pl_op mine = part_of(self, op, self->host);
+    const pl_op theirs = part_of(self, op, host);
+    const struct iovec out = piece_of(self, &mine);
+    const struct iovec in = piece_of(self, &theirs);
+    const size_t before = it->sent_back.at + it->received_back.at;
+    if (it->sent_back.n_done < number && self->is_added_up)
+        PL_TRY(pli_links_send(self->links, host, PLI_LINK_BACK, &out, 1,
+                              &it->sent_back.at));
+    if (it->received_back.n_done < number)
+        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_BACK, &in, 1,
+                                 &it->received_back.at));
+    if (it->sent_back.at + it->received_back.at != before)
+        self->last_sign_ns = 0;
+    if (self->is_added_up && it->sent_back.at == out.iov_len)
+        it->sent_back = (cursor){.n_done = number};
+    if (it->received_back.at == in.iov_len)
+        it->received_back = (cursor){.n_done = number};
+done:
+    return st;
+}
+
+/* Adds up the hosts' ranges, or this leader's part of them, in the order of hosts. */
+static void add_up(const hierarchy *self, const pl_op *op)
+{
+    const void *in[PLI_MAX_HOSTS];
+    const pl_op part = is_shared_out(self, op) ? part_of(self, op, self->host) : *op;
+    void *out[] = {range_of(self, &part)};
+    if (part.n_elems == 0)
+        return;
+    for (int h = 0; h < self->n_hosts; h++)
+        in[h] = h == self->host ? out[0] : self->peers[h].staging;
+    self->sums->fn[op->dtype][op->reduction](&(pli_sum_args){.in = in,
+                                                             .n_in = self->n_hosts,
+                                                             .out = out,
+                                                             .n_out = 1,
+                                                             .n_elems = part.n_elems});
+}
+
+/* Whether all hosts have given this leader its part, and all have got theirs. */
+static int has_exchanged_data(const hierarchy *self, uint64_t number)
+{
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host && (self->peers[h].received.n_done < number ||
+                                self->peers[h].sent.n_done < number))
+            return 0;
+    return 1;
+}
+
+static int has_exchanged_back(const hierarchy *self, uint64_t number)
+{
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host && (self->peers[h].received_back.n_done < number ||
+                                self->peers[h].sent_back.n_done < number))
+            return 0;
+    return 1;
+}
+
+/* Does what can be done of the operation behind n_exchanged; 0 where that is not yet
+ * its end. */
+static pl_status exchange(hierarchy *self, int *is_done)
+{
+    pl_status st = PL_OK;
+    const uint64_t number = self->n_exchanged + 1;
+    const pl_op *op = &operation_at(self, number)->op;
+    const int is_shared = is_shared_out(self, op);
+    *is_done = 0;
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host)
+            PL_TRY(receive_data(self, h, op));
+    if (!self->is_added_up && has_exchanged_data(self, number)) {
+        if (op->kind == PL_ALL_REDUCE)
+            add_up(self, op);
+        self->is_added_up = 1;
+    }
+    for (int h = 0; is_shared && h < self->n_hosts; h++)
+        if (h != self->host)
+            PL_TRY(exchange_back(self, h, op));
+    if (!self->is_added_up || (is_shared && !has_exchanged_back(self, number)))
+        goto done;
+    self->n_exchanged = number;
+    self->is_added_up = 0;
+    *is_done = 1;
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_exchange(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    int is_done = 1;
+    see_reduced(self);
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host)
+            PL_TRY(send_data(self, h));
+    /* What comes is taken in as soon as it was issued here, be it added up later. */
+    while (is_done && self->n_exchanged < self->n_up)
+        PL_TRY(exchange(self, &is_done));
+done:
+    return st;
+}
+
+/* ---- waiting -------------------------------------------------------------------- */
+
+int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited)
+{
+    const uint64_t number = self->n_exchanged + 1;
+    pli_links_poll_init(self->links, waited);
+    for (int h = 0; h < self->n_hosts; h++) {
+        const peer *it = &self->peers[h];
+        const int is_sending = it->sent.n_done < self->n_reduced;
+        const int is_receiving = it->received.n_done < number;
+        const int is_back = self->is_added_up;
+        if (h == self->host)
+            continue;
+        if (is_sending || is_receiving)
+            pli_links_poll_add(
+                self->links, waited, h, PLI_LINK_DATA,
+                (short)((is_sending ? POLLOUT : 0) | (is_receiving ? POLLIN : 0)));
+        if (is_back && it->sent_back.n_done < number)
+            pli_links_poll_add(self->links, waited, h, PLI_LINK_BACK, POLLOUT);
+        if (is_back && it->received_back.n_done < number)
+            pli_links_poll_add(self->links, waited, h, PLI_LINK_BACK, POLLIN);
+    }
+    return self->n_reduced < self->n_up ? POLL_BOTH_NS : POLL_MS * PLI_MS;
+}
+
+pl_status pli_hierarchy_check_deadline(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    const int64_t now = pli_now_ns();
+    int late = -1;
+    if (self->last_sign_ns == 0 || self->n_reduced < self->n_up)
+        self->last_sign_ns = now; /* or this host's ranks are waited for */
+    if (now - self->last_sign_ns <= self->deadline_ns)
+        goto done;
+    for (int h = 0; h < self->n_hosts; h++) {
+        const peer *it = &self->peers[h];
+        if (h != self->host && (late < 0 || it->received.n_done <= self->n_exchanged))
+            late = h;
+    }
+    PL_FAIL(PL_ETIMEOUT,
+            "rank %d: %s kept this rank waiting for %.3g seconds: stopped, cut off, "
+            "slower than the timeout, or with fewer steps",
+            self->super.rank, pli_links_name(self->links, late),
+            (double)self->deadline_ns / 1e9);
+done:
+    return st;
+}

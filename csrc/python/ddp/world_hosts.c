@@ -1,0 +1,107 @@
+/* world_hosts.c - which ranks are on which host, and the sockets between leaders. */
+#include "world_hosts.h"
+
+static int read_ints(PyObject *sequence, const char *what, int *out, Py_ssize_t n_most)
+{
+    PyObject *fast = PySequence_Fast(sequence, "hosts: give sequences");
+    if (fast == NULL)
+        return -1;
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    int status = n <= n_most ? (int)n : -1;
+    if (status < 0)
+        PyErr_Format(PyExc_ValueError, "hosts: %zd %s, at most %zd", n, what, n_most);
+    for (Py_ssize_t k = 0; status >= 0 && k < n; k++) {
+        out[k] = (int)PyLong_AsLong(PySequence_Fast_GET_ITEM(fast, k));
+        if (PyErr_Occurred() != NULL)
+            status = -1;
+    }
+    Py_DECREF(fast);
+    return status;
+}
+
+/* The tuple owns the texts. */
+static int read_names(PyObject *names, pli_world_hosts *out)
+{
+    if (!PyTuple_Check(names) || PyTuple_GET_SIZE(names) != out->n_hosts) {
+        PyErr_Format(PyExc_ValueError, "hosts: give a tuple of %d names", out->n_hosts);
+        return -1;
+    }
+    for (int h = 0; h < out->n_hosts; h++)
+        if ((out->names[h] = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, h))) == NULL)
+            return -1;
+    return 0;
+}
+
+/* Which host a rank is on, and which one it is there. */
+static int find_rank(int rank, int world_size, pli_world_hosts *out)
+{
+    int first = 0;
+    out->host = -1;
+    for (int h = 0; h < out->n_hosts; h++) {
+        if (rank >= first && rank < first + out->n_ranks[h]) {
+            out->host = h;
+            out->first_rank = first;
+            out->inner_rank = rank - first;
+        }
+        first += out->n_ranks[h];
+    }
+    if (first == world_size && out->host >= 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "hosts have %d ranks, and the world has %d", first,
+                 world_size);
+    return -1;
+}
+
+int pli_world_hosts_read(PyObject *hosts, int rank, int world_size,
+                         pli_world_hosts *out)
+{
+    PyObject *n_ranks, *names, *fds;
+    *out = (pli_world_hosts){.n_hosts = 0};
+    if (hosts == NULL || hosts == Py_None)
+        return 0;
+    if (!PyTuple_Check(hosts) ||
+        !PyArg_ParseTuple(hosts, "OOO:hosts", &n_ranks, &names, &fds)) {
+        PyErr_Format(PyExc_TypeError, "hosts is %R: give (n_ranks, names, fds)", hosts);
+        return -1;
+    }
+    out->n_hosts = read_ints(n_ranks, "hosts", out->n_ranks, PLI_MAX_HOSTS);
+    if (out->n_hosts < 0 || read_names(names, out) != 0 ||
+        find_rank(rank, world_size, out) != 0)
+        return -1;
+    const int n_fds = read_ints(fds, "sockets", out->fds,
+                                (Py_ssize_t)out->n_hosts * PLI_N_LINK_STREAMS);
+    if (n_fds < 0)
+        return -1;
+    out->has_links = n_fds > 0;
+    if (out->has_links != (out->inner_rank == 0) ||
+        (out->has_links && n_fds != out->n_hosts * PLI_N_LINK_STREAMS)) {
+        PyErr_Format(PyExc_ValueError,
+                     "hosts: %d sockets for rank %d of %d hosts: the first rank of a "
+                     "host gives %d a host, others none",
+                     n_fds, rank, out->n_hosts, PLI_N_LINK_STREAMS);
+        return -1;
+    }
+    return 0;
+}
+
+pl_status pli_world_hosts_join(const pli_world_hosts *hosts,
+                               pli_hierarchy_options *options, pl_comm **comm)
+{
+    pl_status st = PL_OK;
+    pli_links *links = NULL;
+    const pli_links_options of_links = {.n_hosts = hosts->n_hosts,
+                                        .host = hosts->host,
+                                        .fds = hosts->fds,
+                                        .names = hosts->names};
+    if (hosts->has_links)
+        PL_TRY(pli_links_create(&of_links, &links));
+    options->n_hosts = hosts->n_hosts;
+    options->n_ranks = hosts->n_ranks;
+    options->inner = *comm;
+    options->links = links;
+    PL_TRY(pli_hierarchy_create(options, comm));
+    links = NULL;
+done:
+    pli_links_destroy(links);
+    return st;
+}

@@ -1,0 +1,388 @@
+/* test_hierarchy.c - worlds of several hosts. */
+#include "core/alloc.h"
+#include "hosts.h"
+#include "ops.h"
+#include "steps.h"
+
+enum {
+    MOST_ELEMS = 20000, /* float64: more than is sent whole between three hosts */
+    N_RANGES = 8,
+    RANGE_ELEMS = 3000,
+};
+
+static const hosts worlds[] = {
+    {.n_hosts = 2, .n_ranks = {1, 1}},       {.n_hosts = 2, .n_ranks = {2, 2}},
+    {.n_hosts = 2, .n_ranks = {2, 1}},       {.n_hosts = 2, .n_ranks = {1, 3}},
+    {.n_hosts = 3, .n_ranks = {1, 1, 1}},    {.n_hosts = 3, .n_ranks = {3, 1, 2}},
+    {.n_hosts = 4, .n_ranks = {2, 2, 2, 2}}, {.n_hosts = 5, .n_ranks = {1, 2, 1, 3, 1}},
+};
+enum { N_WORLDS = sizeof worlds / sizeof worlds[0] };
+
+static hosts world_of(size_t k)
+{
+    hosts it = worlds[k % N_WORLDS];
+    it.deadline_ns = RANKS_DEADLINE_NS;
+    it.is_narrow = k % 2 == 1;
+    return it;
+}
+
+/* ---- operations ----------------------------------------------------------------- */
+
+static void do_each_kind(rank_job *job)
+{
+    static const pl_op_kind kinds[] = {PL_ALL_REDUCE, PL_ALL_GATHER, PL_BROADCAST,
+                                       PL_BARRIER};
+    static const size_t sizes[] = {0, 1, 17, 1000, MOST_ELEMS};
+    unsigned seed = 0;
+    for (size_t k = 0; k < sizeof kinds / sizeof kinds[0]; k++) {
+        for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
+            for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
+                const size_t n = sizes[s];
+                pl_op op = {.kind = kinds[k],
+                            .dtype = (pl_dtype)dtype,
+                            .reduction = (pl_reduction)(seed % PL_N_REDUCTIONS),
+                            .root = (int)(seed % (unsigned)job->world_size),
+                            .offset_bytes = 2 * OPS_GUARD_BYTES,
+                            .n_elems = n};
+                pl_ticket ticket = 0;
+                if (op.kind == PL_ALL_GATHER)
+                    op.n_elems = n / (size_t)job->world_size * (size_t)job->world_size;
+                if (!ops_is_allowed(op.dtype, op.reduction))
+                    op.reduction = PL_SUM;
+                seed++;
+                ops_fill(job->comm, &op, seed);
+                if (!CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) ||
+                    !CHECK_OK(wait_through(job->comm, ticket)))
+                    return;
+                ops_check(job->comm, &op, seed);
+            }
+        }
+    }
+}
+
+static void every_rank_of_every_host_gets_the_result(void)
+{
+    for (size_t k = 0; k < N_WORLDS; k++) {
+        const hosts it = world_of(k);
+        hosts_run(&it, ops_arena_bytes(MOST_ELEMS), do_each_kind, NULL, 1);
+    }
+}
+
+static pl_op drawn_op(draw *shared, size_t range, int world_size)
+{
+    static const pl_op_kind kinds[] = {PL_ALL_REDUCE, PL_ALL_REDUCE, PL_ALL_REDUCE,
+                                       PL_BROADCAST,  PL_ALL_GATHER, PL_BARRIER};
+    const size_t range_bytes = ops_arena_bytes(RANGE_ELEMS);
+    pl_op op = {.kind = kinds[draw_below(shared, 6)],
+                .dtype = (pl_dtype)draw_below(shared, PL_N_DTYPES),
+                .reduction = (pl_reduction)draw_below(shared, PL_N_REDUCTIONS),
+                .root = (int)draw_below(shared, (size_t)world_size),
+                .offset_bytes = range * range_bytes + 2 * OPS_GUARD_BYTES,
+                .n_elems = draw_below(shared, RANGE_ELEMS)};
+    if (op.kind == PL_ALL_GATHER)
+        op.n_elems -= op.n_elems % (size_t)world_size;
+    if (!ops_is_allowed(op.dtype, op.reduction))
+        op.reduction = PL_SUM;
+    op.is_followed = draw_below(shared, 2) == 0;
+    return op;
+}
+
+/* Several in flight, some of which follow one another; waits and rests are each rank's
+ * own. */
+static void do_many(rank_job *job)
+{
+    draw shared = draw_of(*(const uint64_t *)job->context);
+    for (int round = 0; round < 12; round++) {
+        pl_op ops[N_RANGES];
+        pl_ticket tickets[N_RANGES];
+        const size_t n = 1 + draw_below(&shared, N_RANGES);
+        for (size_t k = 0; k < n; k++) {
+            ops[k] = drawn_op(&shared, k, job->world_size);
+            if (k + 1 == n)
+                ops[k].is_followed = 0;
+            ops_fill(job->comm, &ops[k], (unsigned)(round * N_RANGES + (int)k));
+        }
+        for (size_t k = 0; k < n; k++) {
+            draw_rest(&job->random, PLI_MS);
+            if (!CHECK_OK(pl_comm_issue(job->comm, &ops[k], &tickets[k])))
+                return;
+            if (draw_below(&job->random, 2) == 0)
+                CHECK_OK(pl_comm_progress(job->comm));
+            if (!ops[k].is_followed && draw_below(&job->random, 3) == 0 &&
+                !CHECK_OK(wait_through(job->comm, tickets[k])))
+                return;
+        }
+        if (!CHECK_OK(wait_through(job->comm, tickets[n - 1])))
+            return;
+        for (size_t k = 0; k < n; k++)
+            ops_check(job->comm, &ops[k], (unsigned)(round * N_RANGES + (int)k));
+    }
+}
+
+static void operations_in_flight_do_not_disturb_one_another(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 16 : 64;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        const hosts it = world_of(seed);
+        uint64_t shared = seed;
+        hosts_run(&it, N_RANGES * ops_arena_bytes(RANGE_ELEMS), do_many, &shared, seed);
+    }
+}
+
+static void train(rank_job *job)
+{
+    const model *it = job->context;
+    trainer self;
+    if (!trainer_create(it, job->comm, &job->random, &self))
+        return;
+    for (uint64_t step = 1; step <= 6; step++)
+        if (!trainer_step(&self, step))
+            break;
+    trainer_destroy(&self);
+}
+
+static void reducers_have_exact_means(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 8 : 32;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        const hosts world = world_of(seed);
+        model it = model_of(90 + seed, hosts_world_size(&world), 1 + seed % 20);
+        it.percent_unused = 20;
+        it.percent_twice = 20;
+        const pl_reducer_spec spec = spec_of(&it);
+        hosts_run(&world, pl_reducer_arena_bytes(&spec), train, &it, seed);
+    }
+}
+
+/* Ranks that lag: the deadline is of silence, and no rank is silent. */
+static void a_rank_that_is_slow_fails_nobody(void)
+{
+    hosts world = world_of(1);
+    model it = model_of(7, hosts_world_size(&world), 6);
+    it.rest_ns = 60 * PLI_MS;
+    world.deadline_ns = 1000 * PLI_MS;
+    const pl_reducer_spec spec = spec_of(&it);
+    hosts_run(&world, pl_reducer_arena_bytes(&spec), train, &it, 3);
+}
+
+/* ---- what is refused ------------------------------------------------------------ */
+
+static pl_op mean_of(size_t n_elems)
+{
+    return (pl_op){.kind = PL_ALL_REDUCE,
+                   .reduction = PL_MEAN,
+                   .dtype = PL_F32,
+                   .offset_bytes = 2 * OPS_GUARD_BYTES,
+                   .n_elems = n_elems};
+}
+
+static void be_refused(rank_job *job)
+{
+    pl_op op = mean_of(10);
+    pl_ticket ticket = 0;
+    pl_recovery recovery = PL_RECOVERED;
+    CHECK(pl_comm_wait(job->comm, 1, 0) == PL_EINVAL && error_has("ticket 1 of 0"));
+    op.kind = PL_REDUCE;
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EUNSUPPORTED);
+    op = mean_of(10);
+    op.dtype = PL_I32;
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EINVAL);
+    CHECK(error_has("cannot be reduced"));
+    op = mean_of(10);
+    op.is_followed = 1;
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK(pl_comm_wait(job->comm, ticket, 0) == PL_EINVAL);
+    CHECK(error_has("before what follows it was issued"));
+    op.is_followed = 0;
+    op.offset_bytes += 4096;
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK(ticket == 2);
+    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK_OK(wait_through(job->comm, 1));
+    CHECK_OK(pl_comm_recover(job->comm, 0, &recovery));
+    CHECK(recovery == PL_NOTHING_FAILED);
+    CHECK_OK(pli_comm_check_peers(job->comm));
+    CHECK(!pli_comm_is_group_comm(job->comm));
+    for (int k = 0; k < HOSTS_OPS; k++) {
+        op = mean_of(0);
+        op.is_followed = 1;
+        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    }
+}
+
+static void a_bad_call_is_refused_and_the_world_stays_usable(void)
+{
+    const hosts it = world_of(1);
+    hosts_run(&it, 1 << 16, be_refused, NULL, 1);
+}
+
+/* ---- failures ------------------------------------------------------------------- */
+
+static void check_stays_failed(rank_job *job)
+{
+    const pl_op op = mean_of(1);
+    pl_ticket ticket = 77;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER && ticket == 77);
+    CHECK(error_has("wrap the model anew on every rank"));
+    CHECK(pl_comm_progress(job->comm) == PL_EPEER);
+    CHECK(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery) == PL_EPEER);
+}
+
+static void give_up(rank_job *job)
+{
+    const pl_op op = mean_of(500);
+    const int culprit = *(const int *)job->context;
+    pl_ticket ticket = 0;
+    draw_rest(&job->random, 20 * PLI_MS);
+    if (job->rank == culprit) {
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else if (pl_comm_issue(job->comm, &op, &ticket) == PL_OK) {
+        CHECK(wait_through(job->comm, ticket) == PL_EPEER);
+        if (!CHECK(error_has("the dog ate it")))
+            CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
+    }
+    check_stays_failed(job);
+}
+
+static void a_rank_that_gives_up_is_heard_on_every_host(void)
+{
+    for (size_t k = 0; k < N_WORLDS; k++) {
+        const hosts it = world_of(k);
+        for (int culprit = 0; culprit < hosts_world_size(&it); culprit++)
+            hosts_run(&it, 1 << 16, give_up, &culprit, 10 * k + (unsigned)culprit);
+    }
+}
+
+/* The last host's leader goes without a word, after one operation. */
+static void go_early(rank_job *job)
+{
+    const pl_op op = mean_of(500);
+    const hosts *it = job->context;
+    const int first_of_last = job->world_size - it->n_ranks[it->n_hosts - 1];
+    pl_ticket ticket = 0;
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    CHECK_OK(wait_through(job->comm, ticket));
+    if (job->rank >= first_of_last) {
+        draw_rest(&job->random, 20 * PLI_MS);
+        pl_comm_leave(job->comm);
+        return;
+    }
+    if (pl_comm_issue(job->comm, &op, &ticket) == PL_OK)
+        CHECK(wait_through(job->comm, ticket) == PL_EPEER);
+    CHECK(error_has("host"));
+    check_stays_failed(job);
+}
+
+static void a_host_that_leaves_early_is_named(void)
+{
+    for (size_t k = 0; k < N_WORLDS; k++) {
+        hosts it = world_of(k);
+        hosts_run(&it, 1 << 16, go_early, &it, k);
+    }
+}
+
+/* Leaving is no failure for who has what it needs. */
+static void leave_at_once(rank_job *job)
+{
+    pl_op op = mean_of(5000);
+    pl_ticket ticket = 0;
+    for (int k = 0; k < 3; k++) {
+        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+        op.offset_bytes += 5000 * sizeof(float);
+    }
+    draw_rest(&job->random, 20 * PLI_MS);
+    CHECK_OK(wait_through(job->comm, ticket));
+    pl_comm_leave(job->comm);
+    pl_comm_leave(job->comm);
+}
+
+static void a_host_that_leaves_after_its_part_fails_nobody(void)
+{
+    for (size_t k = 0; k < 4 * N_WORLDS; k++) {
+        const hosts it = world_of(k);
+        hosts_run(&it, 1 << 16, leave_at_once, NULL, k);
+    }
+}
+
+static void differ(rank_job *job)
+{
+    const int odd = *(const int *)job->context;
+    const pl_op op = mean_of(job->rank >= odd ? 501 : 500);
+    pl_ticket ticket = 0;
+    pl_status st = pl_comm_issue(job->comm, &op, &ticket);
+    if (st == PL_OK)
+        st = wait_through(job->comm, ticket);
+    CHECK(st == PL_EMISMATCH || st == PL_EPEER);
+    CHECK(error_has("another operation"));
+}
+
+static void another_operation_on_another_host_is_an_error_on_all(void)
+{
+    for (size_t k = 0; k < N_WORLDS; k++) {
+        const hosts it = world_of(k);
+        int odd = hosts_world_size(&it) - it.n_ranks[it.n_hosts - 1];
+        hosts_run(&it, 1 << 16, differ, &odd, k);
+    }
+}
+
+static void stall(rank_job *job)
+{
+    const pl_op op = mean_of(500);
+    const hosts *it = job->context;
+    pl_ticket ticket = 0;
+    if (job->rank >= it->n_ranks[0]) {
+        pli_sleep_ns(3 * it->deadline_ns);
+        return;
+    }
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    const pl_status st = wait_through(job->comm, ticket);
+    CHECK(job->rank == 0 ? st == PL_ETIMEOUT : st == PL_EPEER);
+    CHECK(error_has("host") && error_has("kept this rank waiting"));
+}
+
+static void a_host_that_does_not_come_is_named_at_the_deadline(void)
+{
+    for (size_t k = 0; k < N_WORLDS; k++) {
+        hosts it = world_of(k);
+        it.deadline_ns = 200 * PLI_MS;
+        hosts_run(&it, 1 << 16, stall, &it, k);
+    }
+}
+
+/* ---- making one ----------------------------------------------------------------- */
+
+static void what_makes_no_hierarchy_leaves_its_parts_to_their_owner(void)
+{
+    const int n_ranks[] = {1, 1};
+    pl_comm *inner = NULL;
+    pl_comm *out = NULL;
+    if (!CHECK_OK(pl_local_create(1, 64, RANKS_DEADLINE_NS, &inner)))
+        return;
+    pli_hierarchy_options options = {
+        .world_size = 2, .n_hosts = 2, .n_ranks = n_ranks, .inner = inner, .n_ops = 4};
+    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("links"));
+    options.n_hosts = 1;
+    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("1 hosts"));
+    options.n_hosts = 2;
+    options.world_size = 3;
+    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("hosts have"));
+    CHECK(out == NULL);
+    pl_comm_destroy(inner);
+}
+
+int main(void)
+{
+    RUN(every_rank_of_every_host_gets_the_result);
+    RUN(operations_in_flight_do_not_disturb_one_another);
+    RUN(reducers_have_exact_means);
+    RUN(a_rank_that_is_slow_fails_nobody);
+    RUN(a_bad_call_is_refused_and_the_world_stays_usable);
+    RUN(a_rank_that_gives_up_is_heard_on_every_host);
+    RUN(a_host_that_leaves_early_is_named);
+    RUN(a_host_that_leaves_after_its_part_fails_nobody);
+    RUN(another_operation_on_another_host_is_an_error_on_all);
+    RUN(a_host_that_does_not_come_is_named_at_the_deadline);
+    RUN(what_makes_no_hierarchy_leaves_its_parts_to_their_owner);
+    return check_report();
+}

@@ -1,0 +1,350 @@
+"""Ranks on several hosts: they train as on one, and learn of each other's failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from paceline._ddp import group_comm, host_links, rendezvous
+from support.hosts import Hosts, make_network
+from support.namespaces import Network
+from support.ranks import run_ranks, start_ranks, tell, values
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+N_STEPS = 6
+SECONDS = 60.0
+NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
+CUT_SECONDS = 8.0  # enough to make a wrapper on a loaded machine
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """Return where ranks meet."""
+    return str(tmp_path / "store")
+
+
+class Net(nn.Module):
+    """Buffers, a part that some steps leave out, and types of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 300)
+        self.norm = nn.BatchNorm1d(300)
+        self.odd = nn.Linear(300, 300, bias=False)
+        self.last = nn.Linear(300, 5).double()
+
+    def forward(self, x: torch.Tensor, uses_odd: bool) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        if uses_odd:
+            hidden = hidden + self.odd(hidden)
+        return self.last(hidden.double())
+
+
+def join(rank: int, hosts: Hosts, store: str, seconds: float = SECONDS) -> None:
+    """Become a rank of a world on its host."""
+    hosts.place(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=hosts.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def steps(model: Any, rank: int) -> list[torch.Tensor]:
+    """Train; return parameters and buffers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    random = torch.Generator().manual_seed(rank)
+    for step in range(N_STEPS):
+        x = torch.randn(6, 20, generator=random)
+        if step == 2:
+            with model.no_sync():
+                model(x, True).square().mean().backward()
+        model(x, (step + rank) % 3 > 0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.clone() for tensor in model.module.state_dict().values()]
+
+
+def train(rank: int, _: int, hosts: Hosts, store: str, is_carried: bool) -> Any:
+    join(rank, hosts, store)
+    if is_carried:
+
+        def refuse(*_: Any) -> None:
+            raise AssertionError("the process group carries something")
+
+        group_comm.GroupComm.issue = refuse  # type: ignore[assignment, method-assign]
+    torch.manual_seed(rank)
+    ours = paceline.DistributedDataParallel(Net())
+    theirs = TorchDDP(Net(), find_unused_parameters=True)
+    theirs.module.load_state_dict(ours.module.state_dict())
+    return steps(ours, rank), steps(theirs, rank)
+
+
+def check_trained(hosts: Hosts, store: str, is_carried: bool = True) -> None:
+    found = values(
+        run_ranks(train, hosts.world_size, hosts, store, is_carried, rendezvous="none")
+    )
+    first = found[0][0]
+    for ours, theirs in found:
+        n_parameters = len(list(Net().parameters()))
+        for k, (a, b, c) in enumerate(zip(first, ours, theirs, strict=True)):
+            torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
+            if k < n_parameters and a.dim() > 1:
+                assert torch.equal(a, b), "ranks differ"
+
+
+@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2), (1, 1, 1), (2, 1, 1)])
+def test_ranks_of_several_hosts_train_as_with_torch(
+    n_ranks: tuple[int, ...], store: str
+) -> None:
+    check_trained(Hosts(n_ranks), store)
+
+
+def lack_links(rank: int, n: int, hosts: Hosts, store: str, lack: str) -> Any:
+    logging.basicConfig(level=logging.WARNING)
+    if lack == "encrypted":
+        os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
+        join_plainly(rank, hosts, store)
+    elif lack == "a listener" and rank == n - 1:
+        host_links.LinkListener.__init__ = fail  # type: ignore[method-assign]
+    elif lack == "a way":
+        rendezvous.LINK_SECONDS = 2.0
+    if lack == "a way" and rank == 0:
+        host_links.LinkListener.__init__ = offer_another_port(  # type: ignore[method-assign]
+            host_links.LinkListener.__init__
+        )
+    return train(rank, n, hosts, store, False) if lack != "encrypted" else None
+
+
+def join_plainly(rank: int, hosts: Hosts, store: str) -> None:
+    """Gloo here has no TLS: the variable is for Paceline alone."""
+    transport = os.environ.pop("GLOO_DEVICE_TRANSPORT")
+    join(rank, hosts, store)
+    os.environ["GLOO_DEVICE_TRANSPORT"] = transport
+    model = paceline.DistributedDataParallel(Net())
+    steps(model, rank)
+
+
+def fail(*_: Any) -> None:
+    raise OSError("no port is free")
+
+
+def offer_another_port(real: Any) -> Any:
+    def init(self: Any) -> None:
+        real(self)
+        self.offer = dataclasses.replace(self.offer, port=9)
+
+    return init
+
+
+@pytest.mark.parametrize(
+    ("lack", "words"),
+    [
+        ("a listener", "rank 1: no port is free"),
+        ("a way", "host 0 cannot be reached at port 9"),
+        ("encrypted", ""),
+    ],
+)
+def test_hosts_without_links_train_by_the_group(
+    lack: str, words: str, store: str
+) -> None:
+    hosts = Hosts((1, 1))
+    outcomes = run_ranks(
+        lack_links, 2, hosts, store, lack, rendezvous="none", timeout=90.0
+    )
+    values(outcomes)
+    assert ("process group's own collectives" in outcomes[0].output) == bool(words)
+    assert words in outcomes[0].output
+
+
+# ---- failures -----------------------------------------------------------------------
+
+
+def step_until_it_fails(rank: int, _: int, hosts: Hosts, store: str, how: str) -> Any:
+    join(rank, hosts, store, CUT_SECONDS if how in ("stop", "cut") else SECONDS)
+    model = paceline.DistributedDataParallel(Net())
+    x = torch.ones(4, 20)
+    try:
+        for step in range(100_000):
+            if step == 5:
+                tell("running")
+            if step == 20 and how == "raise" and rank == hosts.world_size - 1:
+                raise KeyError("the last rank's own")
+            if step == 20 and how == "fewer" and rank == hosts.world_size - 1:
+                return "left", time.monotonic(), ""
+            if how == "backward" and step == 20 and rank == hosts.world_size - 1:
+                model.module.norm.weight.register_hook(fail)
+            model(x, True).square().mean().backward()
+    except (RuntimeError, OSError, KeyError) as error:
+        told = type(error).__name__, time.monotonic(), str(error)
+        with pytest.raises(RuntimeError, match="rank"):
+            model(x, True).sum().backward()
+        return told
+    return None
+
+
+def fail_on(hosts: Hosts, how: str, store: str, network: Network | None = None) -> Any:
+    """Have the last host fail; return what each rank says, and when it was done."""
+    last = hosts.world_size - 1
+    with start_ranks(
+        step_until_it_fails,
+        hosts.world_size,
+        hosts,
+        store,
+        how,
+        rendezvous="none",
+        timeout=90.0,
+    ) as ranks:
+        for rank in range(hosts.world_size):
+            assert ranks.hear(rank) == "running"
+        began = time.monotonic()
+        if how == "kill":
+            os.kill(ranks.pids[last], signal.SIGKILL)
+        elif how == "stop":
+            os.kill(ranks.pids[last], signal.SIGSTOP)
+        elif how == "cut":
+            assert network is not None
+            network.cut(len(hosts.n_ranks) - 1)
+        if how == "stop":
+            time.sleep(CUT_SECONDS + 2.0)
+            os.kill(ranks.pids[last], signal.SIGCONT)
+        outcomes = ranks.wait()
+    return began, outcomes
+
+
+@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("kill", ""),
+        ("raise", ""),
+        ("backward", "no port is free"),
+        ("fewer", ""),
+    ],
+)
+def test_a_rank_that_fails_is_named_on_every_host(
+    n_ranks: tuple[int, ...], how: str, words: str, store: str
+) -> None:
+    hosts = Hosts(n_ranks)
+    began, outcomes = fail_on(hosts, how, store)
+    first_of_last = hosts.world_size - n_ranks[-1]
+    for outcome in outcomes[:-1]:
+        kind, when, text = outcome.value
+        assert kind == "PeerError", text
+        assert f"rank {hosts.world_size - 1}" in text or f"rank {first_of_last}" in text
+        assert words in text
+        assert when - began < NOTICED_SECONDS
+    if how == "kill":
+        assert outcomes[-1].exitcode == -signal.SIGKILL
+
+
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(store: str) -> None:
+    hosts = Hosts((1, 1))
+    began, outcomes = fail_on(hosts, "stop", store)
+    kind, when, text = outcomes[0].value
+    assert kind == "PeerTimeoutError", text
+    assert "rank 1 (host 1) kept this rank waiting" in text
+    assert when - began > CUT_SECONDS - 0.5
+
+
+def wrap_anew(rank: int, _: int, hosts: Hosts, store: str) -> Any:
+    join(rank, hosts, store)
+    model = paceline.DistributedDataParallel(Net())
+    broken = model.module.norm.weight.register_hook(fail) if rank == 1 else None
+    loss = model(torch.ones(4, 20), True).sum()
+    with pytest.raises((RuntimeError, OSError)):
+        loss.backward()
+    if broken is not None:
+        broken.remove()
+    module = model.module
+    del model, loss
+    dist.barrier()
+    return steps(paceline.DistributedDataParallel(module), rank)
+
+
+def test_after_a_failed_step_the_model_is_wrapped_anew(store: str) -> None:
+    hosts = Hosts((1, 2))
+    first, *others = values(run_ranks(wrap_anew, 3, hosts, store, rendezvous="none"))
+    for other in others:
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, other, strict=True) if a.dim() > 1
+        )
+
+
+def compare_steps(rank: int, _: int, hosts: Hosts, store: str) -> str:
+    join(rank, hosts, store)
+    width = 5 if rank == 0 else 6
+    try:
+        model = paceline.DistributedDataParallel(nn.Linear(3, width))
+        model(torch.ones(2, 3)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_another_model_on_another_host_is_a_mismatch(store: str) -> None:
+    found = values(run_ranks(compare_steps, 2, Hosts((1, 1)), store, rendezvous="none"))
+    assert all(text.startswith("MismatchError") for text in found), found
+
+
+def two_wrappers(rank: int, _: int, hosts: Hosts, store: str) -> Any:
+    join(rank, hosts, store)
+    torch.manual_seed(0)
+    one, two = (paceline.DistributedDataParallel(nn.Linear(2000, 500)) for _ in "ab")
+    for _ in range(3):
+        x = torch.full((2, 2000), 0.01 * (rank + 1))
+        losses = [one(x).square().mean(), two(x).square().mean()]
+        sum(losses).backward()
+    return [p.grad.clone() for p in (*one.parameters(), *two.parameters())]
+
+
+def test_two_wrappers_share_a_backward(store: str) -> None:
+    hosts = Hosts((2, 1))
+    first, *others = values(run_ranks(two_wrappers, 3, hosts, store, rendezvous="none"))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+# ---- namespaces ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[Network, Hosts]]:
+    network, hosts = make_network((2, 2))
+    yield network, hosts
+    network.close()
+
+
+def test_ranks_in_namespaces_train_over_a_slow_lossy_network(
+    two_hosts: tuple[Network, Hosts], store: str
+) -> None:
+    network, hosts = two_hosts
+    network.limit("tbf", "rate", "100mbit", "burst", "16k", "latency", "1ms")
+    check_trained(hosts, store)
+
+
+def test_a_host_that_is_cut_off_is_named_at_the_deadline(
+    two_hosts: tuple[Network, Hosts], store: str
+) -> None:
+    network, hosts = two_hosts
+    began, outcomes = fail_on(hosts, "cut", store, network)
+    for rank, outcome in enumerate(outcomes):
+        kind, when, text = outcome.value
+        assert kind in ("PeerError", "PeerTimeoutError")
+        others = "ranks 2 to 3 (host 1)" if rank < 2 else "ranks 0 to 1 (host 0)"
+        assert others in text, text
+        assert CUT_SECONDS - 0.5 < when - began < CUT_SECONDS + NOTICED_SECONDS

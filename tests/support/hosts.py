@@ -1,0 +1,64 @@
+"""Several hosts on one machine: ranks that share no memory, joined by a network.
+
+Two ways, which take the same `place()` at a rank's beginning:
+
+* apart: ranks say that they are on different hosts, and talk over the loopback;
+* namespaces: each host is a network namespace that the test has made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from paceline._ddp import peers
+
+from support.namespaces import INTERFACE, Network, enter, why_no_network
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How many ranks each host has, and the hosts' namespaces, if they have any."""
+
+    n_ranks: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Of all hosts together."""
+        return sum(self.n_ranks)
+
+    def host_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
+        host = 0
+        while rank >= sum(self.n_ranks[: host + 1]):
+            host += 1
+        return host
+
+    def place(self, rank: int) -> None:
+        """Move this process, which is a rank, to its host."""
+        host = self.host_of(rank)
+        if self.names:
+            enter(self.names[host])
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+            return
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        real = peers.Host.here.__func__  # type: ignore[attr-defined]
+
+        def here(cls: Any) -> Any:
+            return dataclasses.replace(real(cls), boot=f"host {host}")
+
+        peers.Host.here = classmethod(here)  # type: ignore[assignment, method-assign]
+
+
+def make_network(n_ranks: Sequence[int]) -> tuple[Network, Hosts]:
+    """Return a network and its hosts; skips the test where it cannot be."""
+    reason = why_no_network()
+    if reason:
+        pytest.skip(reason)
+    network = Network(len(n_ranks))
+    return network, Hosts(tuple(n_ranks), network.names)
