@@ -1,37 +1,132 @@
-# Paceline with JupyterLab, for CPUs, and for GPUs where torch is built for them.
+# Paceline with JupyterLab, SSH and the lessons.  docs/image.md says how to use it.
 #
-#   docker build -t paceline .
-#   docker run --rm -it -p 8888:8888 paceline
-#   docker run --rm -v "$PWD:/mnt" -w /mnt paceline torchrun --nproc-per-node 2 train.py
+#   docker build -t paceline .                                               CUDA
+#   docker build -t paceline --build-arg BASE_IMAGE=python:3.12-slim .       without
+#   docker run --rm -it -p 8888:8888 paceline                                Jupyter
+#
+# The base is any image of Debian or Ubuntu with Python 3.10 or later and pip.  Where it
+# has a torch, that one stays: it was built for the base's CUDA.  Elsewhere pip installs
+# TORCH_VERSION.
+#
+# The container's user is `user`, 1000:1000, who may not own what you mount.  Files get
+# your owner by
+#
+#   docker run --user "$(id -u):$(id -g)" -v "$PWD:/home/user/work" ...
+#
+# or by an image that has your numbers: --build-arg UID="$(id -u)" --build-arg
+# GID="$(id -g)".
 #
 # Ranks share memory by memfd, which no /dev/shm limits: Paceline needs neither
 # --shm-size nor --ipc=host.  (torch's DataLoader with workers still uses /dev/shm.)
-#
-# On GPUs (docker run --gpus all; not tried on one yet): PyPI's torch brings NCCL, and
-# NVRTC, which compiles our kernels when the first GPU is used, for there is no nvcc here.
-# An image that has nvcc builds them in; nvcc needs g++ beside gcc.
 
-FROM python:3.12-slim
+ARG BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime
 
-RUN apt-get update \
+# ---- the wheel -----------------------------------------------------------------------
+
+FROM ${BASE_IMAGE} AS build
+USER root
+
+# pip reads these; as arguments they leave no trace in the image.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_NO_CACHE_DIR=1
+# The container is the environment: a distribution's Python need not be kept from pip.
+ARG PIP_BREAK_SYSTEM_PACKAGES=1
+ARG PIP_ROOT_USER_ACTION=ignore
+ARG DEBIAN_FRONTEND=noninteractive
+
+# A base with nvcc builds the kernels in, for which nvcc calls g++; elsewhere NVRTC, which
+# torch brings, compiles them when the first GPU is used.
+RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+ && apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev \
+        $(test -e "$headers/Python.h" || echo python3-dev) \
+        $(! command -v nvcc >/dev/null || echo g++) \
  && rm -rf /var/lib/apt/lists/*
 
-# The torch that the tests run with.  Give the address of an index with CPU builds as
-# PIP_EXTRA_INDEX_URL to save gigabytes; ARG keeps it out of the image.
-ARG TORCH_VERSION=2.13.0
-ARG PIP_EXTRA_INDEX_URL=""
+WORKDIR /src
+COPY requirements requirements
+RUN python3 -m pip install -c requirements/constraints.txt setuptools numpy
+COPY pyproject.toml setup.py MANIFEST.in LICENSE *.md ./
+COPY docs docs
+COPY csrc csrc
+COPY python python
+RUN python3 -m pip wheel --no-build-isolation --no-deps --wheel-dir /wheels .
+
+# ---- the image -----------------------------------------------------------------------
+
+FROM ${BASE_IMAGE}
+USER root
+
+LABEL org.opencontainers.image.title="Paceline" \
+      org.opencontainers.image.description="Data parallelism for PyTorch, with JupyterLab and SSH" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
 ARG PIP_NO_CACHE_DIR=1
-RUN pip install "torch==${TORCH_VERSION}"
+ARG PIP_BREAK_SYSTEM_PACKAGES=1
+ARG PIP_ROOT_USER_ACTION=ignore
+ARG DEBIAN_FRONTEND=noninteractive
 
-COPY . /opt/paceline
-RUN pip install "torch==${TORCH_VERSION}" "/opt/paceline[demo,notebook]" \
- && rm -rf /opt/paceline
+# 1: gcc, g++ and Python's headers stay, for torch.compile.
+ARG WITH_COMPILER=0
 
-RUN useradd --create-home user
+# Host keys that the package makes would be the same in every container: each makes its
+# own (docker/entrypoint).
+RUN headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+ && apt-get update \
+ && apt-get install -y --no-install-recommends tini openssh-server \
+        $(test "$WITH_COMPILER" = 0 || echo gcc g++ libc6-dev) \
+        $(test "$WITH_COMPILER" = 0 || test -e "$headers/Python.h" || echo python3-dev) \
+ && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_* \
+ && (command -v python >/dev/null || ln -s "$(command -v python3)" /usr/local/bin/python)
+
+# The constraints name the base's torch, so that pip cannot replace it; the other
+# versions are those of `make`.
+ARG TORCH_VERSION=2.13.0
+COPY requirements /opt/paceline/requirements
+RUN cd /opt/paceline/requirements \
+ && torch=$(python3 -c 'from importlib.metadata import version; print(version("torch"))' \
+        2>/dev/null || echo "$TORCH_VERSION") \
+ && sed -i "s/^torch==.*/torch==$torch/" constraints.txt \
+ && python3 -m pip install -c constraints.txt torch numpy cloudpickle \
+        -r demo.txt -r notebook.txt
+
+# After what is heavy, so that an edit of the sources does not install it again.
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    python3 -m pip install --no-deps /wheels/*.whl \
+ && paceline --version
+
+# No password, which is not the same to sshd as an account that is locked.  Who is
+# called so or has the number makes room: Ubuntu's images have a user 1000.
+ARG UID=1000
+ARG GID=1000
+RUN test "$UID" -gt 0 \
+ && for name in user $(id -un "$UID" 2>/dev/null); do \
+        ! id "$name" >/dev/null 2>&1 || userdel "$name"; \
+    done \
+ && (getent group "$GID" >/dev/null || groupadd --gid "$GID" user) \
+ && useradd --uid "$UID" --gid "$GID" --password '*' --shell /bin/bash \
+        --home-dir /home/user --create-home user \
+ && install -d -m 755 -o "$UID" -g "$GID" /home/user /home/user/work \
+ && install -d -m 700 -o "$UID" -g "$GID" /home/user/.ssh /home/user/.sshd \
+ && echo "export PATH='$PATH'" > /etc/profile.d/paceline.sh
+
+COPY notebooks /home/user/notebooks
+COPY tests/examples /home/user/examples
+RUN chown -R "$UID:$GID" /home/user
+COPY --chmod=644 docker/sshd_config /opt/paceline/sshd_config
+COPY --chmod=755 docker/entrypoint /usr/local/bin/entrypoint
+
+# For a --user who has no entry in /etc/passwd, too.
+ENV HOME=/home/user USER=user LOGNAME=user SHELL=/bin/bash
 USER user
 WORKDIR /home/user
-COPY --chown=user notebook[s] ./notebooks
-
-EXPOSE 8888
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--no-browser"]
+EXPOSE 8888 22
+HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["entrypoint", "health"]
+# tini passes signals on, and reaps what a killed program leaves.
+ENTRYPOINT ["tini", "--", "entrypoint"]
+CMD ["jupyter"]

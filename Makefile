@@ -165,6 +165,11 @@ sanitize: ## the C tests under ASan with UBSan, and under TSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-asan c-tsan
 	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
 
+# It needs root, buildah and debootstrap, and says so where it cannot run.
+.PHONY: image-test
+image-test: ## build the image without Docker, and try it
+	$(PYTHON) tests/image/run.py $(IMAGE_FLAGS)
+
 # ---- lint ----------------------------------------------------------------------
 
 C_ALL   := $(wildcard csrc/*/*.c csrc/*/*/*.c)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import documents
@@ -61,9 +62,36 @@ def check_package(command: str) -> None:
 
 def check_image(command: str) -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    for inside in re.findall(r"-p \d+:(\d+)", command):
-        assert f"EXPOSE {inside}" in text
+    entrypoint = (ROOT / "docker" / "entrypoint").read_text(encoding="utf-8")
+    exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)
+    assert exposed is not None
+    words = shlex.split(command)
+    for inside in re.findall(r"-p (?:[\d.]+:)?\d+:(\d+)", command):
+        assert inside in exposed[1].split()
+    for name in re.findall(r"--build-arg (\w+)=", command):
+        assert re.search(rf"^ARG {name}\b", text, re.MULTILINE), name
+    for name in re.findall(r"-e (\w+)=", command):
+        assert name in entrypoint
+    for option, word in pairwise(words):
+        if option == "-v":  # FROM:TO[:ro]; FROM is the user's
+            assert word.split(":")[1].startswith("/home/user/")
+            assert word.split(":")[1].split("/")[3] in text
+    if words[1] == "run":
+        after = words[words.index("paceline") + 1 :]
+        first, *_ = [*after, "jupyter"]
+        assert first == "paceline" or re.search(
+            rf"^{first}\)", entrypoint, re.MULTILINE
+        )
+        for name in documents.scripts_in(shlex.join(after)):
+            assert name == "train.py" or (ROOT / "tests" / name).is_file()
     assert "docker build -t paceline ." in "\n".join(commands_of(README))
+
+
+def check_login(command: str) -> None:
+    port = re.fullmatch(r"ssh -p (\d+) user@localhost", command)
+    assert port is not None
+    page = "\n".join(commands_of(ROOT / "docs" / "image.md"))
+    assert f"-p {port[1]}:22 " in page
 
 
 def check_gpu_script(command: str) -> None:
@@ -85,7 +113,8 @@ def check_script(command: str) -> None:
 NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
     "make": ("builds and trains for minutes; .ci/run does it", check_target),
     "pip": ("needs a network; .ci/run installs by make", check_package),
-    "docker": ("needs Docker", check_image),
+    "docker": ("needs Docker; tests/image builds and tries the image", check_image),
+    "ssh": ("needs the container; tests/image logs in", check_login),
     "mpirun": ("needs MPI; tests/ranks has its variables", check_script),
     "srun": ("needs SLURM; tests/ranks has its variables", check_script),
     "torchrun": ("is for several hosts, or has a test of its own", check_script),

@@ -1,0 +1,167 @@
+"""Builds the image without a Docker engine, and tries what docs/image.md promises.
+
+    python tests/image/run.py            base, image, checks; `make image-test` is this
+    python tests/image/run.py --keep     the checks alone, on the image that is there
+
+Debian's buildah builds the Dockerfile as root, in a chroot, on a base that debootstrap
+makes: as bare as the images that the page names, without a torch.  The checks
+(checks.py) run in namespaces of their own: ports 22 and 8888 are free there, nothing
+else can be reached, and what a check leaves behind ends with them.
+
+build/image has the base, which is kept, and the containers, which are removed.  pip's
+configuration is taken along, so that the build finds packages where this machine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from configparser import ConfigParser
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "image"
+SUITE = "bookworm"
+PACKAGES = "ca-certificates,python3,python3-pip"
+BASE = "localhost/paceline-base"
+IMAGE = "localhost/paceline"
+USER_ID, GROUP_ID = 1234, 1235  # not the numbers that the image has by default
+NEEDED = ("buildah", "debootstrap", "unshare", "ssh", "ip")
+
+# overlayfs and runc need more than a machine of CI may give; a chroot will do.
+os.environ["STORAGE_DRIVER"] = "vfs"
+os.environ["BUILDAH_ISOLATION"] = "chroot"
+STORE = ["--root", str(WORK / "storage"), "--runroot", str(WORK / "run")]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def buildah(*words: str) -> str:
+    """Run buildah on the store of build/image; return what it prints."""
+    command = ["buildah", *STORE, *words]
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout.strip()
+
+
+def why_not() -> str:
+    """Return why nothing can be tried here; empty if it can."""
+    if os.geteuid() != 0:
+        return "debootstrap and buildah's chroot need root"
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+# ---- the base ------------------------------------------------------------------------
+
+
+def make_base() -> None:
+    """Make the base's image, from a tarball that is made once."""
+    tarball = WORK / f"{SUITE}.tar"
+    if not tarball.exists():
+        folder = WORK / SUITE
+        shutil.rmtree(folder, ignore_errors=True)
+        words = ["--variant=minbase", f"--include={PACKAGES}", SUITE, str(folder)]
+        with open(WORK / "debootstrap.log", "w") as log:
+            subprocess.run(["debootstrap", *words], check=True, stdout=log)
+        partial = tarball.with_suffix(".partial")
+        subprocess.run(["tar", "-C", folder, "-cf", partial, "."], check=True)
+        partial.rename(tarball)
+        shutil.rmtree(folder)
+    container = buildah("from", "scratch")
+    folder = buildah("mount", container)
+    subprocess.run(["tar", "-C", folder, "-xf", tarball], check=True)
+    buildah("umount", container)
+    buildah("commit", "-q", "--rm", "--format", "docker", container, BASE)
+
+
+# ---- the image -----------------------------------------------------------------------
+
+
+def pip_settings() -> dict[str, str]:
+    """Return pip's settings on this machine, from its files and variables."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    settings = {}
+    for line in found.stdout.splitlines():
+        name, _, value = line.partition("=")
+        settings[name.split(".", 1)[1].strip(".")] = shlex.split(value)[0]
+    return settings
+
+
+def folders_of(settings: dict[str, str]) -> Iterator[Path]:
+    """Return the paths of this machine that pip's settings name."""
+    for value in settings.values():
+        for word in value.split():
+            path = Path(word.removeprefix("file://"))
+            if path.is_absolute() and path.exists():
+                # An index's files lie beside its pages.
+                yield path.parent if path.name == "simple" else path
+
+
+def build() -> None:
+    """Build the Dockerfile on the base; nothing of this machine stays in the image."""
+    settings = pip_settings()
+    config = ConfigParser(interpolation=None)
+    config["global"] = settings
+    path = WORK / "pip.conf"
+    with open(path, "w") as file:
+        config.write(file)
+    mounts = [f"{path}:/etc/pip.conf:ro"]
+    mounts += [f"{folder}:{folder}:ro" for folder in {*folders_of(settings)}]
+    command = ["buildah", *STORE]
+    command += [
+        *["bud", "--layers=false", "--pull-never", "--format", "docker"],
+        *["--build-arg", f"BASE_IMAGE={BASE}"],
+        *["--build-arg", f"UID={USER_ID}", "--build-arg", f"GID={GROUP_ID}"],
+        *[word for mount in mounts for word in ("-v", mount)],
+        *["-t", IMAGE, "."],
+    ]
+    log = WORK / "build.log"
+    with open(log, "w") as file:
+        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        say("\n".join(log.read_text().splitlines()[-20:]))
+        sys.exit(f"image-test: the build failed; all of it is in {log}")
+    buildah("rmi", "--prune", "--force")  # the image before this one
+
+
+# ---- all of it -----------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", action="store_true", help="check the image at hand")
+    arguments = parser.parse_args()
+    reason = why_not()
+    if reason:
+        say(f"image-test: skipped: {reason}")
+        return 0
+    WORK.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    if not arguments.keep:
+        make_base()
+        say(f"base: {time.monotonic() - start:.0f} s")
+        start = time.monotonic()
+        build()
+        size = buildah("images", "--format", "{{.Size}}", IMAGE)
+        say(f"image: {time.monotonic() - start:.0f} s, {size}")
+    try:
+        container = buildah("from", "--pull-never", IMAGE)
+        apart = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        checks = [sys.executable, str(ROOT / "tests" / "image" / "checks.py")]
+        return subprocess.run([*apart, *checks, container, *STORE]).returncode
+    finally:
+        buildah("rm", "--all")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
