@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -333,7 +334,10 @@ def test_ranks_in_namespaces_train_over_a_slow_lossy_network(
     two_hosts: tuple[Network, Hosts], store: str
 ) -> None:
     network, hosts = two_hosts
-    network.limit("tbf", "rate", "100mbit", "burst", "16k", "latency", "1ms")
+    try:
+        network.limit("tbf", "rate", "100mbit", "burst", "16k", "latency", "1ms")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"links cannot be slowed: {error.stderr.strip()}")
     check_trained(hosts, store)
 
 
