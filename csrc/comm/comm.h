@@ -125,7 +125,7 @@ typedef struct pl_comm_ops {
 
 enum { PLI_MOST_NOTICES = 127 };
 
-/* On shared memory: a chunk that stays in cache between two ranks. */
+/* A chunk that stays in cache between two ranks; pl_reducer_max_ops() counts by it. */
 enum { PLI_SHM_CHUNK_BYTES = 1 << 20 };
 
 /* Every kind's struct begins with this. */

@@ -2,8 +2,6 @@
 #include "core/alloc.h"
 #include "hierarchy_state.h"
 
-enum { CHUNK_BYTES = 1 << 20 };
-
 /* ---- inside the host ------------------------------------------------------------ */
 
 /* The part of `op` that the host's own world does first; 0 where there is none. */
@@ -119,10 +117,9 @@ static pl_status advance_or_fail(hierarchy *self)
     return st;
 }
 
-static pl_status work(hierarchy *self)
+static pl_status advance_unless_busy(hierarchy *self)
 {
     pl_status st = PL_OK;
-    self->inner->ops->work(self->inner);
     if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
         return PL_OK; /* another thread is at it */
     if (self->n_down < self->n_issued)
@@ -133,7 +130,9 @@ static pl_status work(hierarchy *self)
 
 static void hierarchy_work(pl_comm *comm)
 {
-    (void)work(hierarchy_of(comm)); /* a failure is met by who waits */
+    hierarchy *self = hierarchy_of(comm);
+    self->inner->ops->work(self->inner);
+    (void)advance_unless_busy(self); /* a failure is met by who waits */
 }
 
 static pl_status hierarchy_progress(pl_comm *comm)
@@ -141,8 +140,8 @@ static pl_status hierarchy_progress(pl_comm *comm)
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
-    PL_TRY(work(self));
     PL_TRY(pl_comm_progress(self->inner));
+    PL_TRY(advance_unless_busy(self));
 done:
     return st;
 }
@@ -152,7 +151,7 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
-    PL_TRY(work(self));
+    PL_TRY(advance_unless_busy(self));
     st = pli_comm_check_peers(self->inner);
     if (st == PL_OK && self->links != NULL)
         st = pli_links_check(self->links);
@@ -453,7 +452,7 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
                             .world_size = options->world_size,
                             .arena_bytes = arena_bytes,
                             .host_bytes = arena_bytes,
-                            .chunk_bytes = CHUNK_BYTES,
+                            .chunk_bytes = PLI_SHM_CHUNK_BYTES,
                             .is_failure_final = 1};
     self->ring_ops = options->n_ops + 1;
     self->deadline_ns = options->deadline_ns;

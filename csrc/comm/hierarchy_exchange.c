@@ -4,6 +4,7 @@
 #include "backend/cpu_scale.h"
 #include "core/alloc.h"
 #include "hierarchy_state.h"
+#include "shm_comm.h"
 
 enum {
     SHARED_LEAST_BYTES = 1 << 16, /* from three hosts on: each leader adds up a part */
@@ -53,14 +54,8 @@ static pl_op part_of(const hierarchy *self, const pl_op *op, int host)
 {
     pl_op part = *op;
     const size_t elem_bytes = pl_dtype_bytes(op->dtype);
-    const size_t line = elem_bytes < PL_CACHE_LINE ? PL_CACHE_LINE / elem_bytes : 1;
-    const size_t n_lines = (op->n_elems + line - 1) / line;
-    const size_t n = (size_t)self->n_hosts;
-    const size_t share = (n_lines + n - 1) / n * line;
-    const size_t begin = share * (size_t)host;
-    const size_t first = begin < op->n_elems ? begin : op->n_elems;
-    const size_t n_left = op->n_elems - first;
-    part.n_elems = n_left < share ? n_left : share;
+    size_t first = 0;
+    pli_part_of(op->n_elems, elem_bytes, self->n_hosts, host, &first, &part.n_elems);
     part.offset_bytes += first * elem_bytes;
     return part;
 }

@@ -106,9 +106,8 @@ class LinkListener:
         try:
             found, _ = self._server.accept()
         except TimeoutError:
-            missing = [h for h in range(host) if sockets[h * N_STREAMS] is None]
             later = range(host + 1, len(sockets) // N_STREAMS)
-            missing += [h for h in later if sockets[h * N_STREAMS] is None]
+            missing = [h for h in later if sockets[h * N_STREAMS] is None]
             raise TimeoutError(f"hosts {missing} have not connected") from None
         with suppress(OSError):
             found.settimeout(min(_CONNECT_SECONDS, _seconds_left(until)))
