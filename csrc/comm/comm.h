@@ -77,6 +77,8 @@ typedef struct pl_comm_ops {
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
     void (*abort)(pl_comm *comm, const char *message);
+    /* As abort, for good: nothing recovers from it.  NULL: this kind is no host's. */
+    void (*end)(pl_comm *comm, const char *message);
     void (*record_activity)(pl_comm *comm, pl_activity activity, uint64_t step);
     void (*set_failure_message)(pl_comm *comm,
                                 const char *message); /* NULL: nobody is told */

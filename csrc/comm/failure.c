@@ -145,6 +145,17 @@ static pl_status report_mismatch(int me, int r, const char *there, const char *h
                     me, r, there, here, message);
 }
 
+static pl_status report_deadlock(int me, int r, const char *there, const char *here)
+{
+    return pli_fail(
+        PL_EMISMATCH,
+        "rank %d: this rank and rank %d wait for one another, each in another "
+        "wrapper (in this one, rank %d: %s; this rank: %s): go backward through "
+        "the wrappers in the same order on all ranks, or once through the sum of "
+        "the losses; join contexts take wrappers in the order of their making",
+        me, r, r, there, here);
+}
+
 pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for)
 {
@@ -189,13 +200,12 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
     case PLI_MISMATCH:
         return report_mismatch(me, r, there, here, message);
     case PLI_DEADLOCK:
-        return pli_fail(
-            PL_EMISMATCH,
-            "rank %d: this rank and rank %d wait for one another, each in another "
-            "wrapper (in this one, rank %d: %s; this rank: %s): go backward through "
-            "the wrappers in the same order on all ranks, or once through the sum of "
-            "the losses; join contexts take wrappers in the order of their making",
-            me, r, r, there, here);
+        return report_deadlock(me, r, there, here);
+    case PLI_ENDED:
+        return pli_fail(PL_EPEER,
+                        "rank %d: the world has failed (rank %d was at %s; this rank "
+                        "at %s%s): wrap the model anew on every rank%s",
+                        me, r, there, here, waiting_for, message);
     case PLI_N_REASONS:
         break;
     }

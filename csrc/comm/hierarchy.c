@@ -45,13 +45,19 @@ static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
     return op->kind != PL_BROADCAST || host_of_rank(self, op->root) != self->host;
 }
 
+static pl_status issue_inside(hierarchy *self, const pl_op *op)
+{
+    const pl_status st = pl_comm_issue(self->inner, op, &self->last_inner);
+    return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
+}
+
 static pl_status go_up(hierarchy *self, operation *it)
 {
     pl_status st = PL_OK;
     pl_op op;
     it->up = 0;
     if (!is_alone_on_host(self) && op_up(self, &it->op, &op)) {
-        PL_TRY(pl_comm_issue(self->inner, &op, &self->last_inner));
+        PL_TRY(issue_inside(self, &op));
         it->up = self->last_inner;
     }
     self->n_up++;
@@ -64,7 +70,7 @@ static pl_status go_down(hierarchy *self, operation *it)
     pl_status st = PL_OK;
     pl_op op;
     if (!is_alone_on_host(self) && op_down(self, &it->op, &op))
-        PL_TRY(pl_comm_issue(self->inner, &op, &self->last_inner));
+        PL_TRY(issue_inside(self, &op));
     it->whole = self->last_inner;
     self->n_down++;
 done:
@@ -72,6 +78,14 @@ done:
 }
 
 /* ---- progress ------------------------------------------------------------------- */
+
+static pl_status exchange(hierarchy *self)
+{
+    const pl_status st = pli_hierarchy_exchange(self);
+    if (st != PL_OK)
+        pli_hierarchy_fail_between(self);
+    return st;
+}
 
 /* Hands to the host's own world what its order allows: of operations that follow one
  * another, all go up before the first goes down. */
@@ -86,7 +100,7 @@ static pl_status advance(hierarchy *self)
                 operation_at(self, self->n_up)->op.is_followed))
             PL_TRY(go_up(self, operation_at(self, self->n_up + 1)));
         if (self->links != NULL)
-            PL_TRY(pli_hierarchy_exchange(self));
+            PL_TRY(exchange(self));
         while (self->n_down < self->n_up &&
                (is_alone_on_host(self) || self->n_down < self->n_whole) &&
                (self->links == NULL || self->n_down < self->n_exchanged))
@@ -96,24 +110,12 @@ done:
     return st;
 }
 
-static void lock(hierarchy *self)
-{
-    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
-        pli_cpu_relax();
-}
-
-static void unlock(hierarchy *self)
-{
-    atomic_flag_clear_explicit(&self->busy, memory_order_release);
-}
-
-static pl_status advance_or_fail(hierarchy *self)
+static pl_status check_and_advance(hierarchy *self)
 {
     pl_status st = pli_hierarchy_check(self);
     if (st == PL_OK)
         st = advance(self);
-    if (st != PL_OK)
-        pli_hierarchy_fail(self, pl_error_message());
+    pli_hierarchy_give_up(self);
     return st;
 }
 
@@ -122,9 +124,9 @@ static pl_status advance_unless_busy(hierarchy *self)
     pl_status st = PL_OK;
     if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
         return PL_OK; /* another thread is at it */
-    if (self->n_down < self->n_issued)
-        st = advance_or_fail(self);
-    unlock(self);
+    if (self->n_down < self->n_issued || self->is_given_up)
+        st = check_and_advance(self);
+    hierarchy_unlock(self);
     return st;
 }
 
@@ -135,14 +137,29 @@ static void hierarchy_work(pl_comm *comm)
     (void)advance_unless_busy(self); /* a failure is met by who waits */
 }
 
+static pl_status progress_inside(hierarchy *self)
+{
+    const pl_status st = pl_comm_progress(self->inner);
+    return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
+}
+
 static pl_status hierarchy_progress(pl_comm *comm)
 {
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
-    PL_TRY(pl_comm_progress(self->inner));
+    PL_TRY(progress_inside(self));
     PL_TRY(advance_unless_busy(self));
 done:
+    return st;
+}
+
+/* Whether another host has failed, as told beside the rank's own thread. */
+static pl_status check_hosts(hierarchy *self)
+{
+    hierarchy_lock(self);
+    const pl_status st = pli_hierarchy_check_hosts(self);
+    hierarchy_unlock(self);
     return st;
 }
 
@@ -153,10 +170,10 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     PL_TRY(pli_hierarchy_check(self));
     PL_TRY(advance_unless_busy(self));
     st = pli_comm_check_peers(self->inner);
-    if (st == PL_OK && self->links != NULL)
-        st = pli_links_check(self->links);
     if (st != PL_OK)
-        pli_hierarchy_fail(self, pl_error_message());
+        PL_TRY(pli_hierarchy_fail_as_inside(self, st));
+    if (self->links != NULL)
+        PL_TRY(check_hosts(self));
 done:
     return st;
 }
@@ -165,7 +182,8 @@ static pl_status hierarchy_query(pl_comm *comm, pli_query what)
 {
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
-    PL_TRY(pli_hierarchy_check(self)); /* one that has failed stays so */
+    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
+        PL_TRY(pli_hierarchy_check(self));
     PL_TRY(pli_comm_query(self->inner, what));
 done:
     return st;
@@ -197,16 +215,16 @@ static pl_status hierarchy_issue(pl_comm *comm, const pl_op *op, const pli_order
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     (void)order; /* host memory is ready when this is called */
-    lock(self);
+    hierarchy_lock(self);
     PL_TRY(pli_hierarchy_check(self));
     PL_TRY(check_op(self, op));
     *operation_at(self, ++self->n_issued) = (operation){.op = *op};
     if (!op->is_followed)
         self->n_whole = self->n_issued;
+    PL_TRY(check_and_advance(self));
     *out = self->n_issued;
-    st = advance_or_fail(self);
 done:
-    unlock(self);
+    hierarchy_unlock(self);
     return st;
 }
 
@@ -219,23 +237,21 @@ static pl_status wait_as_leader(hierarchy *self)
     pl_ticket up = 0;
     int64_t most_ns = 0;
     pli_links_waited waited;
-    lock(self);
-    PL_TRY(advance_or_fail(self));
+    hierarchy_lock(self);
+    PL_TRY(check_and_advance(self));
     if (self->n_down == self->n_up)
         goto done;
     if (self->n_exchanged == self->n_reduced && self->n_reduced < self->n_up)
         up = operation_at(self, self->n_reduced + 1)->up;
     else
         most_ns = pli_hierarchy_list_waited(self, &waited);
-    st = pl_comm_progress(self->inner);
-    if (st == PL_OK)
-        st = pli_links_check(self->links);
-    if (st == PL_OK)
-        st = pli_hierarchy_check_deadline(self);
+    PL_TRY(progress_inside(self));
+    PL_TRY(pli_hierarchy_check_hosts(self));
+    st = pli_hierarchy_check_deadline(self);
     if (st != PL_OK)
-        pli_hierarchy_fail(self, pl_error_message());
+        pli_hierarchy_fail_between(self);
 done:
-    unlock(self);
+    hierarchy_unlock(self);
     if (st == PL_OK && most_ns > 0) {
         pli_progress_others(self->progress, &self->super);
         pli_links_poll(&waited, most_ns);
@@ -245,7 +261,7 @@ done:
         if (st == PL_EAGAIN)
             st = PL_OK;
         else if (st != PL_OK)
-            pli_hierarchy_fail(self, pl_error_message());
+            st = pli_hierarchy_fail_as_inside(self, st);
     }
     return st;
 }
@@ -255,34 +271,32 @@ static pl_status wait_inside(hierarchy *self, pl_ticket ticket, int64_t slice_ns
     pl_status st = PL_OK;
     if (!is_alone_on_host(self))
         st = pl_comm_wait(self->inner, operation_at(self, ticket)->whole, slice_ns);
-    if (st != PL_OK && st != PL_EAGAIN)
-        pli_hierarchy_fail(self, pl_error_message());
-    return st;
+    return st == PL_OK || st == PL_EAGAIN ? st : pli_hierarchy_fail_as_inside(self, st);
 }
 
 static pl_status check_ticket(hierarchy *self, pl_ticket ticket)
 {
     pl_status st = PL_OK;
-    lock(self);
+    hierarchy_lock(self);
     if (ticket > self->n_issued)
-        PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued",
-                (unsigned long long)ticket, (unsigned long long)self->n_issued);
+        PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued", count_of(ticket),
+                count_of(self->n_issued));
     if (ticket > self->n_whole)
         PL_FAIL(PL_EINVAL,
                 "operation %llu is waited for before what follows it was issued",
-                (unsigned long long)ticket);
+                count_of(ticket));
 done:
-    unlock(self);
+    hierarchy_unlock(self);
     return st;
 }
 
 static int has_gone_down(hierarchy *self, pl_ticket ticket)
 {
-    lock(self);
+    hierarchy_lock(self);
     const int has = self->n_down >= ticket;
     if (has)
         self->last_sign_ns = 0;
-    unlock(self);
+    hierarchy_unlock(self);
     return has;
 }
 
@@ -308,19 +322,12 @@ done:
 
 /* ---- the rest ------------------------------------------------------------------- */
 
-static pl_status hierarchy_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
-{
-    pl_status st = PL_OK;
-    (void)slice_ns;
-    PL_TRY(pli_hierarchy_check(hierarchy_of(comm)));
-    *out = PL_NOTHING_FAILED;
-done:
-    return st;
-}
-
 static void hierarchy_abort(pl_comm *comm, const char *message)
 {
-    pli_hierarchy_fail(hierarchy_of(comm), message);
+    hierarchy *self = hierarchy_of(comm);
+    pli_hierarchy_fail(self, STEP_FAILED, message);
+    if (!atomic_load(&self->is_untold)) /* else words follow */
+        pli_hierarchy_give_up_locking(self);
 }
 
 static void hierarchy_record_activity(pl_comm *comm, pl_activity activity,
@@ -383,7 +390,7 @@ static const pl_comm_ops hierarchy_ops = {
     .check_peers = hierarchy_check_peers,
     .query = hierarchy_query,
     .wait = hierarchy_wait,
-    .recover = hierarchy_recover,
+    .recover = pli_hierarchy_recover,
     .abort = hierarchy_abort,
     .record_activity = hierarchy_record_activity,
     .set_failure_message = pli_hierarchy_set_failure_message,
@@ -452,8 +459,7 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
                             .world_size = options->world_size,
                             .arena_bytes = arena_bytes,
                             .host_bytes = arena_bytes,
-                            .chunk_bytes = PLI_SHM_CHUNK_BYTES,
-                            .is_failure_final = 1};
+                            .chunk_bytes = PLI_SHM_CHUNK_BYTES};
     self->ring_ops = options->n_ops + 1;
     self->deadline_ns = options->deadline_ns;
     atomic_flag_clear(&self->busy);

@@ -16,8 +16,8 @@
  * network does: those that follow one another (pl_op.is_followed) all go up, then all
  * go down.
  *
- * A failure is told to all ranks of all hosts, and is final: hosts cannot leave a step
- * behind together, since bytes of it may be on their way.
+ * A failure is told to all ranks of all hosts.  A step that one of them gives up is
+ * left behind by all together; a rank or a host that is gone ends the world.
  */
 #ifndef PLI_HIERARCHY_H
 #define PLI_HIERARCHY_H

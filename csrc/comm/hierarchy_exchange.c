@@ -60,11 +60,6 @@ static pl_op part_of(const hierarchy *self, const pl_op *op, int host)
     return part;
 }
 
-static struct iovec piece_of(const hierarchy *self, const pl_op *op)
-{
-    return (struct iovec){.iov_base = range_of(self, op), .iov_len = bytes_of(op)};
-}
-
 /* What `host` gives of a range that has a block of each rank. */
 static pl_op blocks_of(const hierarchy *self, const pl_op *op, int host)
 {
@@ -97,25 +92,55 @@ static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
     return nothing;
 }
 
+static stream *stream_of(hierarchy *self, int host, int is_out, pli_link_stream link)
+{
+    peer *it = &self->peers[host];
+    return is_out ? &it->out[link - PLI_LINK_DATA] : &it->in[link - PLI_LINK_DATA];
+}
+
+pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
+{
+    pl_status st = PL_OK;
+    stream *it = stream_of(self, host, 1, link);
+    const size_t before = it->at;
+    const struct iovec pieces[] = {{.iov_base = &it->head, .iov_len = sizeof it->head},
+                                   {.iov_base = it->from, .iov_len = it->head.n_bytes}};
+    PL_TRY(pli_links_send(self->links, host, link, pieces, 2, &it->at));
+    if (it->at != before)
+        self->last_sign_ns = 0;
+done:
+    return st;
+}
+
+/* Begins to send `range` as what operation `number` has for a host, or goes on. */
+static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
+                            uint64_t number, const pl_op *range)
+{
+    pl_status st = PL_OK;
+    stream *it = stream_of(self, host, 1, link);
+    it->from = range_of(self, range);
+    it->head = (head){.number = number,
+                      .hash = pli_op_hash(&operation_at(self, number)->op),
+                      .n_bytes = bytes_of(range)};
+    PL_TRY(pli_hierarchy_send(self, host, link));
+    if (is_whole(it))
+        *it = (stream){.n_done = number};
+done:
+    return st;
+}
+
 /* Sends to a host what has gone up here. */
 static pl_status send_data(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
-    peer *it = &self->peers[host];
-    while (it->sent.n_done < self->n_reduced) {
-        const pl_op *op = &operation_at(self, it->sent.n_done + 1)->op;
-        const pl_op sent = sent_of(self, op, self->host, host);
-        const size_t before = it->sent.at;
-        it->out = (head){.number = it->sent.n_done + 1, .hash = pli_op_hash(op)};
-        const struct iovec pieces[] = {
-            {.iov_base = &it->out, .iov_len = sizeof it->out}, piece_of(self, &sent)};
-        PL_TRY(
-            pli_links_send(self->links, host, PLI_LINK_DATA, pieces, 2, &it->sent.at));
-        if (it->sent.at != before)
-            self->last_sign_ns = 0;
-        if (it->sent.at < sizeof it->out + bytes_of(&sent))
-            goto done;
-        it->sent = (cursor){.n_done = it->sent.n_done + 1};
+    const stream *it = stream_of(self, host, 1, PLI_LINK_DATA);
+    uint64_t before = it->n_done - 1;
+    while (it->n_done < self->n_reduced && it->n_done != before) {
+        before = it->n_done;
+        const uint64_t number = before + 1;
+        const pl_op sent =
+            sent_of(self, &operation_at(self, number)->op, self->host, host);
+        PL_TRY(send_range(self, host, PLI_LINK_DATA, number, &sent));
     }
 done:
     return st;
@@ -135,19 +160,49 @@ done:
     return st;
 }
 
-static pl_status check_head(const hierarchy *self, int host, const pl_op *op,
-                            uint64_t number)
+static pl_status check_head(const hierarchy *self, int host, const head *in,
+                            uint64_t number, size_t n_bytes)
 {
     pl_status st = PL_OK;
-    const head *in = &self->peers[host].in;
-    if (in->number != number || in->hash != pli_op_hash(op))
+    const pl_op *op = &operation_at(self, number)->op;
+    if (in->number != number || in->hash != pli_op_hash(op) || in->n_bytes != n_bytes)
         PL_FAIL(PL_EMISMATCH,
                 "rank %d: %s issued another operation than this rank (number %llu "
                 "there, %llu here: %s of %zu %s): the ranks must run the same steps",
                 self->super.rank, pli_links_name(self->links, host),
-                (unsigned long long)in->number, (unsigned long long)number,
-                pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype));
+                count_of(in->number), count_of(number), pli_op_kind_text(op->kind),
+                op->n_elems, pl_dtype_text(op->dtype));
 done:
+    return st;
+}
+
+/* Receives what a host has for operation `number`, into `to`. */
+static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
+                               uint64_t number, char *to, size_t n_bytes)
+{
+    pl_status st = PL_OK;
+    stream *it = stream_of(self, host, 0, link);
+    const size_t before = it->at;
+    const struct iovec pieces[] = {{.iov_base = &it->head, .iov_len = sizeof it->head},
+                                   {.iov_base = to, .iov_len = n_bytes}};
+    /* The head alone first: what another operation has sent must not be taken in. */
+    if (it->at < sizeof it->head) {
+        PL_TRY(pli_links_receive(self->links, host, link, pieces, 1, &it->at));
+        if (it->at < sizeof it->head)
+            goto done;
+        if (it->head.number == first_number_of(self->epoch + 1)) {
+            it->is_reset = self->has_met_mark = 1;
+            it->at = 0;
+            PL_TRY(pli_links_hear(self->links, host));
+        }
+        PL_TRY(check_head(self, host, &it->head, number, n_bytes));
+    }
+    PL_TRY(pli_links_receive(self->links, host, link, pieces, 2, &it->at));
+    if (is_whole(it))
+        *it = (stream){.n_done = number};
+done:
+    if (it->at != before)
+        self->last_sign_ns = 0;
     return st;
 }
 
@@ -158,30 +213,15 @@ static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
     peer *it = &self->peers[host];
     const uint64_t number = self->n_exchanged + 1;
     const pl_op sent = sent_of(self, op, host, self->host);
-    const int is_reduced = op->kind == PL_ALL_REDUCE;
-    const size_t before = it->received.at;
-    if (it->received.n_done == number)
+    const size_t n_bytes = bytes_of(&sent);
+    char *to = range_of(self, &sent);
+    if (stream_of(self, host, 0, PLI_LINK_DATA)->n_done == number)
         goto done;
-    if (is_reduced)
-        PL_TRY(make_room(it, bytes_of(&sent)));
-    const struct iovec pieces[] = {
-        {.iov_base = &it->in, .iov_len = sizeof it->in},
-        {.iov_base = is_reduced ? it->staging : range_of(self, &sent),
-         .iov_len = bytes_of(&sent)}};
-    /* The head alone first: what another operation has sent must not be taken in. */
-    if (it->received.at < sizeof it->in) {
-        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_DATA, pieces, 1,
-                                 &it->received.at));
-        if (it->received.at == sizeof it->in)
-            PL_TRY(check_head(self, host, op, number));
+    if (op->kind == PL_ALL_REDUCE) {
+        PL_TRY(make_room(it, n_bytes));
+        to = it->staging;
     }
-    if (it->received.at >= sizeof it->in)
-        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_DATA, pieces, 2,
-                                 &it->received.at));
-    if (it->received.at != before)
-        self->last_sign_ns = 0;
-    if (it->received.at == sizeof it->in + bytes_of(&sent))
-        it->received = (cursor){.n_done = number};
+    PL_TRY(receive_range(self, host, PLI_LINK_DATA, number, to, n_bytes));
 done:
     return st;
 }
@@ -190,25 +230,14 @@ done:
 static pl_status exchange_back(hierarchy *self, int host, const pl_op *op)
 {
     pl_status st = PL_OK;
-    peer *it = &self->peers[host];
     const uint64_t number = self->n_exchanged + 1;
     const pl_op mine = part_of(self, op, self->host);
     const pl_op theirs = part_of(self, op, host);
-    const struct iovec out = piece_of(self, &mine);
-    const struct iovec in = piece_of(self, &theirs);
-    const size_t before = it->sent_back.at + it->received_back.at;
-    if (it->sent_back.n_done < number && self->is_added_up)
-        PL_TRY(pli_links_send(self->links, host, PLI_LINK_BACK, &out, 1,
-                              &it->sent_back.at));
-    if (it->received_back.n_done < number)
-        PL_TRY(pli_links_receive(self->links, host, PLI_LINK_BACK, &in, 1,
-                                 &it->received_back.at));
-    if (it->sent_back.at + it->received_back.at != before)
-        self->last_sign_ns = 0;
-    if (self->is_added_up && it->sent_back.at == out.iov_len)
-        it->sent_back = (cursor){.n_done = number};
-    if (it->received_back.at == in.iov_len)
-        it->received_back = (cursor){.n_done = number};
+    if (stream_of(self, host, 1, PLI_LINK_BACK)->n_done < number && self->is_added_up)
+        PL_TRY(send_range(self, host, PLI_LINK_BACK, number, &mine));
+    if (stream_of(self, host, 0, PLI_LINK_BACK)->n_done < number)
+        PL_TRY(receive_range(self, host, PLI_LINK_BACK, number, range_of(self, &theirs),
+                             bytes_of(&theirs)));
 done:
     return st;
 }
@@ -230,21 +259,13 @@ static void add_up(const hierarchy *self, const pl_op *op)
                                                              .n_elems = part.n_elems});
 }
 
-/* Whether all hosts have given this leader its part, and all have got theirs. */
-static int has_exchanged_data(const hierarchy *self, uint64_t number)
+/* Whether all hosts have given this leader their part of an operation, and have got
+ * theirs. */
+static int has_exchanged(hierarchy *self, pli_link_stream link, uint64_t number)
 {
     for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host && (self->peers[h].received.n_done < number ||
-                                self->peers[h].sent.n_done < number))
-            return 0;
-    return 1;
-}
-
-static int has_exchanged_back(const hierarchy *self, uint64_t number)
-{
-    for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host && (self->peers[h].received_back.n_done < number ||
-                                self->peers[h].sent_back.n_done < number))
+        if (h != self->host && (stream_of(self, h, 0, link)->n_done < number ||
+                                stream_of(self, h, 1, link)->n_done < number))
             return 0;
     return 1;
 }
@@ -261,7 +282,7 @@ static pl_status exchange(hierarchy *self, int *is_done)
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host)
             PL_TRY(receive_data(self, h, op));
-    if (!self->is_added_up && has_exchanged_data(self, number)) {
+    if (!self->is_added_up && has_exchanged(self, PLI_LINK_DATA, number)) {
         if (op->kind == PL_ALL_REDUCE)
             add_up(self, op);
         self->is_added_up = 1;
@@ -269,7 +290,8 @@ static pl_status exchange(hierarchy *self, int *is_done)
     for (int h = 0; is_shared && h < self->n_hosts; h++)
         if (h != self->host)
             PL_TRY(exchange_back(self, h, op));
-    if (!self->is_added_up || (is_shared && !has_exchanged_back(self, number)))
+    if (!self->is_added_up ||
+        (is_shared && !has_exchanged(self, PLI_LINK_BACK, number)))
         goto done;
     self->n_exchanged = number;
     self->is_added_up = 0;
@@ -295,48 +317,57 @@ done:
 
 /* ---- waiting -------------------------------------------------------------------- */
 
+static void list_stream(const hierarchy *self, pli_links_waited *waited, int host,
+                        pli_link_stream link, int is_sending, int is_receiving)
+{
+    const int events = (is_sending ? POLLOUT : 0) | (is_receiving ? POLLIN : 0);
+    if (events != 0)
+        pli_links_poll_add(self->links, waited, host, link, (short)events);
+}
+
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited)
 {
     const uint64_t number = self->n_exchanged + 1;
     pli_links_poll_init(self->links, waited);
     for (int h = 0; h < self->n_hosts; h++) {
         const peer *it = &self->peers[h];
-        const int is_sending = it->sent.n_done < self->n_reduced;
-        const int is_receiving = it->received.n_done < number;
-        const int is_back = self->is_added_up;
+        const stream *out = it->out, *in = it->in;
         if (h == self->host)
             continue;
-        if (is_sending || is_receiving)
-            pli_links_poll_add(
-                self->links, waited, h, PLI_LINK_DATA,
-                (short)((is_sending ? POLLOUT : 0) | (is_receiving ? POLLIN : 0)));
-        if (is_back && it->sent_back.n_done < number)
-            pli_links_poll_add(self->links, waited, h, PLI_LINK_BACK, POLLOUT);
-        if (is_back && it->received_back.n_done < number)
-            pli_links_poll_add(self->links, waited, h, PLI_LINK_BACK, POLLIN);
+        list_stream(self, waited, h, PLI_LINK_DATA, out[0].n_done < self->n_reduced,
+                    in[0].n_done < number);
+        if (self->is_added_up)
+            list_stream(self, waited, h, PLI_LINK_BACK, out[1].n_done < number,
+                        in[1].n_done < number);
     }
     return self->n_reduced < self->n_up ? POLL_BOTH_NS : POLL_MS * PLI_MS;
 }
 
-pl_status pli_hierarchy_check_deadline(hierarchy *self)
+pl_status pli_hierarchy_check_silence(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
     const int64_t now = pli_now_ns();
-    int late = -1;
-    if (self->last_sign_ns == 0 || self->n_reduced < self->n_up)
-        self->last_sign_ns = now; /* or this host's ranks are waited for */
-    if (now - self->last_sign_ns <= self->deadline_ns)
-        goto done;
-    for (int h = 0; h < self->n_hosts; h++) {
-        const peer *it = &self->peers[h];
-        if (h != self->host && (late < 0 || it->received.n_done <= self->n_exchanged))
-            late = h;
-    }
-    PL_FAIL(PL_ETIMEOUT,
+    if (self->last_sign_ns == 0)
+        self->last_sign_ns = now;
+    if (now - self->last_sign_ns > self->deadline_ns)
+        PL_FAIL(
+            PL_ETIMEOUT,
             "rank %d: %s kept this rank waiting for %.3g seconds: stopped, cut off, "
             "slower than the timeout, or with fewer steps",
-            self->super.rank, pli_links_name(self->links, late),
+            self->super.rank, pli_links_name(self->links, host),
             (double)self->deadline_ns / 1e9);
 done:
     return st;
+}
+
+pl_status pli_hierarchy_check_deadline(hierarchy *self)
+{
+    int late = -1;
+    if (self->n_reduced < self->n_up)
+        self->last_sign_ns = 0; /* this host's ranks are waited for */
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host &&
+            (late < 0 || self->peers[h].in[0].n_done <= self->n_exchanged))
+            late = h;
+    return pli_hierarchy_check_silence(self, late);
 }

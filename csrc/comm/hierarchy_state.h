@@ -7,32 +7,39 @@
 #include "backend/cpu_sum.h"
 #include "core/clock.h"
 #include "hierarchy.h"
+#include "segment.h"
 
 enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 
+/* A leader's: its host's ranks ask their own world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
-    HIERARCHY_FAILING,
-    HIERARCHY_FAILED
+    HIERARCHY_FAILING, /* a thread writes the words */
+    HIERARCHY_FAILED,  /* until all hosts have left the step behind */
+    HIERARCHY_ENDED    /* for good */
 } hierarchy_phase;
 
 /* What stands before each operation's bytes. */
 typedef struct head {
     uint64_t number;
     uint64_t hash;
+    uint64_t n_bytes; /* behind it: whoever leaves a step behind skips them */
 } head;
 
 /* How far a stream of messages has come, one an operation. */
-typedef struct cursor {
+typedef struct stream {
     uint64_t n_done;
-    size_t at; /* bytes of the next */
-} cursor;
+    size_t at;    /* bytes of the next, its head among them */
+    head head;    /* of the next */
+    char *from;   /* what is sent behind it */
+    int is_reset; /* it has come to the mark between this epoch and the next */
+} stream;
+
+enum { HIERARCHY_N_STREAMS = 2 }; /* PLI_LINK_DATA and PLI_LINK_BACK, in this order */
 
 typedef struct peer {
-    cursor sent, received;           /* PLI_LINK_DATA */
-    cursor sent_back, received_back; /* PLI_LINK_BACK */
-    head out, in;                    /* of the messages under way */
-    char *staging;                   /* what it has sent, to be added up */
+    stream out[HIERARCHY_N_STREAMS], in[HIERARCHY_N_STREAMS];
+    char *staging; /* what it has sent, to be added up */
     size_t staging_bytes;
     int first_rank;
     int n_ranks;
@@ -44,8 +51,9 @@ typedef struct operation {
     pl_ticket whole; /* ... and when all is done there, of those before, too */
 } operation;
 
-/* Operations are counted from 1.  n_down <= n_exchanged <= n_reduced <= n_up <=
- * n_issued on a leader; `n_exchanged` and `n_reduced` are the leader's alone. */
+/* Operations are counted from 1 in each epoch, and their numbers are epoch <<
+ * PLI_EPOCH_SHIFT | count.  n_down <= n_exchanged <= n_reduced <= n_up <= n_issued on a
+ * leader; `n_exchanged` and `n_reduced` are the leader's alone. */
 typedef struct hierarchy {
     pl_comm super;
     pl_comm *inner;
@@ -59,6 +67,9 @@ typedef struct hierarchy {
     int64_t deadline_ns;
     operation *ring;
     size_t ring_ops;
+    uint64_t epoch;   /* how often a step was left behind; alike on all leaders */
+    int has_met_mark; /* another host has given this epoch's step up */
+    int is_given_up;  /* ... and so has this one */
     uint64_t n_issued;
     uint64_t n_up;        /* handed to the host's own world */
     uint64_t n_reduced;   /* have gone up, on all ranks of the host */
@@ -71,7 +82,7 @@ typedef struct hierarchy {
     int64_t last_sign_ns; /* when anything went on; while somebody waits */
     atomic_flag busy;     /* a thread is at what stands above */
     atomic_int phase;     /* hierarchy_phase; any thread may abort */
-    atomic_int is_untold; /* failed, and the other hosts wait for its words */
+    atomic_int is_untold; /* failed, and the other hosts do not know yet */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
 
@@ -103,11 +114,56 @@ static inline char *range_of(const hierarchy *self, const pl_op *op)
     return (char *)pli_comm_arena(self->inner) + op->offset_bytes;
 }
 
-/* PL_EPEER once the world has failed (hierarchy_failure.c). */
+static inline void hierarchy_lock(hierarchy *self)
+{
+    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
+        pli_cpu_relax();
+}
+
+static inline void hierarchy_unlock(hierarchy *self)
+{
+    atomic_flag_clear_explicit(&self->busy, memory_order_release);
+}
+
+/* The count in an operation's number. */
+static inline unsigned long long count_of(uint64_t number)
+{
+    return number & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1);
+}
+
+/* PL_EPEER on a leader whose world has failed (hierarchy_failure.c). */
 pl_status pli_hierarchy_check(hierarchy *self) PL_MUST_USE;
 
-/* The first failure counts, and is told to all; NULL: its words follow. */
-void pli_hierarchy_fail(hierarchy *self, const char *message);
+typedef enum failure_kind {
+    STEP_FAILED, /* hosts can leave it behind */
+    WORLD_FAILED
+} failure_kind;
+
+/* Fails this rank's world, and tells all ranks of all hosts; NULL: the words follow.
+ * What has failed before stands. */
+void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message);
+
+/* ... with what the host's own world has just met, whose ranks know: st, which is
+ * returned, and its words. */
+pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_USE;
+
+/* ... with what leaders have just met. */
+void pli_hierarchy_fail_between(hierarchy *self);
+
+/* PL_EPEER where another host has said that it can do no more. */
+pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
+
+/* A step has failed here: tells the other hosts, in what they receive, that nothing
+ * more of it will come, as far as that can be sent now (hierarchy_recover.c). */
+void pli_hierarchy_give_up(hierarchy *self);
+
+/* ... where `busy` is not held. */
+static inline void pli_hierarchy_give_up_locking(hierarchy *self)
+{
+    hierarchy_lock(self);
+    pli_hierarchy_give_up(self);
+    hierarchy_unlock(self);
+}
 
 /* Tells the other hosts of a failure, once. */
 void pli_hierarchy_tell(hierarchy *self);
@@ -115,13 +171,35 @@ void pli_hierarchy_tell(hierarchy *self);
 /* Of pl_comm_ops. */
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message);
 
+/* Of pl_comm_ops (hierarchy_recover.c). */
+pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns,
+                                pl_recovery *out) PL_MUST_USE;
+
+/* Where an epoch's operations begin; on the wire the mark before it. */
+static inline uint64_t first_number_of(uint64_t epoch)
+{
+    return epoch << PLI_EPOCH_SHIFT;
+}
+
 /* Sees what has gone up, sends it, and takes in what other hosts have sent. */
 pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
+
+/* Goes on with a message, its head and what is behind it, as far as can be. */
+pl_status pli_hierarchy_send(hierarchy *self, int host,
+                             pli_link_stream link) PL_MUST_USE;
+
+static inline int is_whole(const stream *it)
+{
+    return it->at == sizeof it->head + it->head.n_bytes;
+}
 
 /* Lists what a leader waits for between hosts, and how long it may sleep for it. */
 int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waited);
 
 /* PL_ETIMEOUT where nothing has come for too long; it names a host. */
 pl_status pli_hierarchy_check_deadline(hierarchy *self) PL_MUST_USE;
+
+/* ... this one; last_sign_ns is when anything came, 0: just now. */
+pl_status pli_hierarchy_check_silence(hierarchy *self, int host) PL_MUST_USE;
 
 #endif

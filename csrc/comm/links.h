@@ -1,10 +1,9 @@
 /* links.h - connections between the leaders of hosts: one rank of each host.
  *
- * Two leaders share three connected sockets.  What goes over PLI_LINK_DATA and
- * PLI_LINK_BACK follows from the operations that every rank issues, so no length is
- * sent: both ends know it.  PLI_LINK_NOTICE is silent until a leader fails: it then
- * says why.  Nothing here waits but pli_links_poll(); whoever has something to send or
- * to receive comes by again.
+ * Two leaders share three connected sockets.  PLI_LINK_NOTICE is silent until a
+ * leader's step fails: it then says why, and in which epoch; after each failure that is
+ * left behind a new epoch begins.  Nothing here waits but pli_links_poll(); whoever has
+ * something to send or to receive comes by again.
  */
 #ifndef PLI_LINKS_H
 #define PLI_LINKS_H
@@ -15,7 +14,7 @@
 #include "core/status.h"
 
 typedef enum pli_link_stream {
-    PLI_LINK_NOTICE, /* why a leader has failed */
+    PLI_LINK_NOTICE, /* why a leader's step has failed */
     PLI_LINK_DATA,
     PLI_LINK_BACK, /* of a reduction that is cut up: what has become of each part */
     PLI_N_LINK_STREAMS
@@ -29,6 +28,7 @@ typedef struct pli_links pli_links;
 typedef struct pli_links_options {
     int n_hosts;
     int host;       /* this one's number */
+    int rank;       /* ... and its leader's */
     const int *fds; /* PLI_N_LINK_STREAMS sockets a host; this one's are not read.
                        Duplicated */
     const char *const *names; /* of each host, with its ranks; copied */
@@ -50,8 +50,21 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
                             const struct iovec *pieces, int n_pieces,
                             size_t *at) PL_MUST_USE;
 
-/* PL_EPEER where a host has said that it has failed. */
+/* PL_EPEER where a host has said that it can do no more. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
+
+/* PL_EPEER with what a host has said, or is about to, of a step that failed there. */
+pl_status pli_links_hear(pli_links *self, int host) PL_MUST_USE;
+
+/* Tells every host why the step of this epoch fails here, be it for another's failure.
+ */
+void pli_links_tell(pli_links *self, const char *reason, int is_anothers);
+
+/* Whether all of that has been sent to a host; sends what can be. */
+int pli_links_has_told(pli_links *self, int host);
+
+/* What hosts say of failures concerns the next epoch from now on. */
+void pli_links_begin_epoch(pli_links *self, uint64_t epoch);
 
 /* Tells every host why this one can do no more; nothing can be sent after it.  NULL: it
  * leaves as it should. */

@@ -29,6 +29,7 @@ typedef enum pli_reason {
     PLI_LATE,     /* a rank kept the others waiting beyond the deadline */
     PLI_MISMATCH, /* a rank issued another operation than the rest */
     PLI_DEADLOCK, /* two ranks wait for one another, in two worlds */
+    PLI_ENDED,    /* the world of several hosts, to which this one belongs, is over */
     PLI_N_REASONS
 } pli_reason;
 

@@ -305,6 +305,18 @@ static void shm_abort(pl_comm *comm, const char *message)
     pli_epoch_fail(self, comm->rank, PLI_RAISED);
 }
 
+static void shm_end(pl_comm *comm, const char *message)
+{
+    pli_shm_comm *self = shm_of(comm);
+    if (getpid() != self->owner_pid)
+        return;
+    shm_set_failure_message(comm, message);
+    /* Behind a step's failure, which ranks may be about to leave behind. */
+    pli_failure_set(self->segment, &(pli_failure){.epoch = self->epoch + 1,
+                                                  .rank = comm->rank,
+                                                  .reason = PLI_ENDED});
+}
+
 /* Takes up the epoch behind the one that failed. */
 static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
 {
@@ -421,6 +433,7 @@ static const pl_comm_ops shm_ops = {
     .wait = shm_wait,
     .recover = shm_recover,
     .abort = shm_abort,
+    .end = shm_end,
     .record_activity = shm_record_activity,
     .set_failure_message = shm_set_failure_message,
     .notify = pli_shm_notify,

@@ -117,6 +117,8 @@ typedef struct pl_op {
     /* Another operation is issued behind this one before either is waited for: between
      * hosts both travel in one round.  Equal on all ranks. */
     int is_followed;
+    /* A rank that has its result takes the step for ended.  Equal on all ranks. */
+    int ends_step;
 } pl_op;
 
 /* Counts the operations of a world from 1; tickets only grow. */

@@ -35,18 +35,28 @@ void pl_reducer_set_sparse(pl_reducer *self, size_t param, unsigned n_dims)
 
 typedef enum issue_place { ISSUE_LAST, ISSUE_FOLLOWED } issue_place;
 
-static pl_status issue_bytes(pl_reducer *self, pl_op_kind kind, size_t offset_bytes,
-                             size_t n_bytes, pl_event *ready, issue_place place)
+static pl_status broadcast_bytes(pl_reducer *self, size_t offset_bytes, size_t n_bytes,
+                                 pl_event *ready, issue_place place)
 {
     const pli_order order = {.ready = ready};
-    const pl_op op = {.kind = kind,
-                      .reduction = kind == PL_BROADCAST ? PL_SUM : PL_MAX,
+    const pl_op op = {.kind = PL_BROADCAST,
                       .dtype = PL_U8,
                       .root = self->root,
                       .offset_bytes = offset_bytes,
                       .n_elems = n_bytes,
                       .is_followed = place == ISSUE_FOLLOWED};
     return pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket);
+}
+
+static pl_status issue_flags(pl_reducer *self, issue_place place)
+{
+    const pl_op op = {.kind = PL_ALL_REDUCE,
+                      .reduction = PL_MAX,
+                      .dtype = PL_U8,
+                      .n_elems = n_flag_bytes(self),
+                      .is_followed = place == ISSUE_FOLLOWED,
+                      .ends_step = 1};
+    return pl_comm_issue(self->comm, &op, &self->last_ticket);
 }
 
 /* What is sent from the device comes before the header: when its parts are all
@@ -58,8 +68,7 @@ static pl_status issue_extra(pl_reducer *self, issue_place place)
     if (self->spec.extra_bytes == 0)
         goto done;
     PL_TRY(pli_reducer_record_side(self, self->stream, &ready));
-    PL_TRY(issue_bytes(self, PL_BROADCAST, self->extra_at, self->spec.extra_bytes,
-                       ready, place));
+    PL_TRY(broadcast_bytes(self, self->extra_at, self->spec.extra_bytes, ready, place));
 done:
     return st;
 }
@@ -110,12 +119,12 @@ static pl_status close_step(pl_reducer *self)
     self->deferred.n_pending = 0;
     PL_TRY(issue_extra(self, ISSUE_FOLLOWED));
     const int sends_order = self->learning == LEARNING_NOTHING;
-    PL_TRY(issue_bytes(self, PL_ALL_REDUCE, 0, n_flag_bytes(self), NULL,
-                       sends_order ? ISSUE_FOLLOWED : ISSUE_LAST));
+    PL_TRY(issue_flags(self, sends_order ? ISSUE_FOLLOWED : ISSUE_LAST));
     if (sends_order) {
         PL_TRY(write_order(self));
-        PL_TRY(issue_bytes(self, PL_BROADCAST, self->order_at,
-                           self->spec.n_params * sizeof(uint32_t), NULL, ISSUE_LAST));
+        PL_TRY(broadcast_bytes(self, self->order_at,
+                               self->spec.n_params * sizeof(uint32_t), NULL,
+                               ISSUE_LAST));
     }
 done:
     return st;
@@ -133,7 +142,8 @@ static pl_status close_second(pl_reducer *self)
                           .reduction = PL_MEAN,
                           .dtype = self->params[i].dtype,
                           .offset_bytes = pl_reducer_slot_offset(self, i),
-                          .n_elems = self->params[i].n_elems};
+                          .n_elems = self->params[i].n_elems,
+                          .ends_step = 1};
         PL_TRY(pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket));
     }
     if (self->comm->backend != NULL) { /* see issue_extra() */

@@ -59,8 +59,11 @@ static inline int hosts_link(const hosts *it, int host, const int *fds, pli_link
 {
     static const char *const names[HOSTS_MOST] = {"host 0", "host 1", "host 2",
                                                   "host 3", "host 4", "host 5"};
+    int rank = 0;
+    for (int h = 0; h < host; h++)
+        rank += it->n_ranks[h];
     const pli_links_options options = {
-        .n_hosts = it->n_hosts, .host = host, .fds = fds, .names = names};
+        .n_hosts = it->n_hosts, .host = host, .rank = rank, .fds = fds, .names = names};
     const int is_made = CHECK_OK(pli_links_create(&options, out));
     for (int h = 0; h < it->n_hosts; h++)
         for (int s = 0; h != host && s < PLI_N_LINK_STREAMS; s++)

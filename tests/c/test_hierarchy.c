@@ -9,6 +9,7 @@ enum {
     N_RANGES = 8,
     RANGE_ELEMS = 3000,
 };
+static const size_t large_elems = (size_t)8 * RANGE_ELEMS;
 
 static const hosts worlds[] = {
     {.n_hosts = 2, .n_ranks = {1, 1}},       {.n_hosts = 2, .n_ranks = {2, 2}},
@@ -224,33 +225,214 @@ static void check_stays_failed(rank_job *job)
     pl_ticket ticket = 77;
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER && ticket == 77);
-    CHECK(error_has("wrap the model anew on every rank"));
     CHECK(pl_comm_progress(job->comm) == PL_EPEER);
-    CHECK(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery) == PL_EPEER);
+    CHECK(recover_through(job->comm, &recovery) == PL_EPEER);
+    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER && ticket == 77);
 }
 
-static void give_up(rank_job *job)
+/* A step of several operations, checked; returns 0 where it fails. */
+static int do_step(rank_job *job, unsigned seed, int n_ops)
 {
-    const pl_op op = mean_of(500);
-    const int culprit = *(const int *)job->context;
     pl_ticket ticket = 0;
-    draw_rest(&job->random, 20 * PLI_MS);
-    if (job->rank == culprit) {
+    pl_op ops[N_RANGES];
+    for (int k = 0; k < n_ops; k++) {
+        ops[k] = mean_of(k % 2 == 0 ? RANGE_ELEMS : large_elems);
+        ops[k].offset_bytes += (size_t)k * ops_arena_bytes(large_elems);
+        ops[k].is_followed = k % 3 == 0 && k + 1 < n_ops;
+        ops[k].ends_step = k + 1 == n_ops;
+        ops_fill(job->comm, &ops[k], seed + (unsigned)k);
+        if (pl_comm_issue(job->comm, &ops[k], &ticket) != PL_OK)
+            return 0;
+        draw_rest(&job->random, PLI_MS / 4);
+    }
+    if (wait_through(job->comm, ticket) != PL_OK)
+        return 0;
+    for (int k = 0; k < n_ops; k++)
+        ops_check(job->comm, &ops[k], seed + (unsigned)k);
+    return 1;
+}
+
+/* A rank's part of a step that it, or another, gives up: it may have issued some of its
+ * operations. */
+static void fail_step(rank_job *job, unsigned seed, int is_culprit)
+{
+    const int n_issued = (int)draw_below(&job->random, N_RANGES - 1);
+    if (is_culprit) {
+        pl_ticket ticket = 0;
+        for (int k = 0; k < n_issued; k++) {
+            pl_op op = mean_of(k % 2 == 0 ? RANGE_ELEMS : large_elems);
+            op.offset_bytes += (size_t)k * ops_arena_bytes(large_elems);
+            op.is_followed = k % 3 == 0;
+            ops_fill(job->comm, &op, seed + (unsigned)k);
+            if (pl_comm_issue(job->comm, &op, &ticket) != PL_OK)
+                break; /* another culprit was first */
+        }
+        draw_rest(&job->random, PLI_MS);
         pl_comm_abort(job->comm, "the dog ate it");
-    } else if (pl_comm_issue(job->comm, &op, &ticket) == PL_OK) {
-        CHECK(wait_through(job->comm, ticket) == PL_EPEER);
-        if (!CHECK(error_has("the dog ate it")))
+    } else {
+        CHECK(!do_step(job, seed, N_RANGES));
+        if (!CHECK(error_has("the dog ate it") || error_has("step has failed")))
             CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
     }
+}
+
+static void fail_and_go_on(rank_job *job)
+{
+    draw shared = draw_of(*(const uint64_t *)job->context);
+    for (unsigned round = 0; round < 12; round++) {
+        const int culprit = (int)draw_below(&shared, (size_t)job->world_size);
+        const int other = (int)draw_below(&shared, (size_t)job->world_size);
+        const int is_well = draw_below(&shared, 3) == 0;
+        pl_recovery recovery = PL_NOTHING_FAILED;
+        draw_rest(&job->random, PLI_MS);
+        if (is_well) {
+            if (!CHECK(do_step(job, 100 * round, N_RANGES)))
+                CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
+            continue;
+        }
+        fail_step(job, 100 * round, job->rank == culprit || job->rank == other);
+        if (!CHECK_OK(recover_through(job->comm, &recovery)))
+            return;
+        CHECK(recovery == PL_RECOVERED);
+    }
+    CHECK(do_step(job, 7, N_RANGES));
+}
+
+static void a_failed_step_is_left_behind_on_every_host(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 16 : 64;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        const hosts it = world_of(seed);
+        uint64_t shared = seed;
+        hosts_run(&it, N_RANGES * ops_arena_bytes(large_elems), fail_and_go_on, &shared,
+                  seed);
+    }
+}
+
+/* Failing between steps: what was waited for before has ended on every host. */
+static void fail_between_steps(rank_job *job)
+{
+    for (unsigned step = 0; step < 6; step++) {
+        pl_recovery recovery = PL_NOTHING_FAILED;
+        CHECK(do_step(job, step, 3));
+        if (job->rank == (int)step % job->world_size)
+            pl_comm_abort(job->comm, "the dog ate it");
+        else
+            CHECK(!do_step(job, step, 3));
+        if (!CHECK_OK(recover_through(job->comm, &recovery)))
+            return;
+    }
+}
+
+static void a_step_that_fails_at_its_beginning_is_left_behind(void)
+{
+    for (size_t k = 0; k < 3 * N_WORLDS; k++) {
+        const hosts it = world_of(k);
+        hosts_run(&it, N_RANGES * ops_arena_bytes(large_elems), fail_between_steps,
+                  NULL, k);
+    }
+}
+
+/* What became of a step in which a rank was interrupted. */
+typedef struct verdicts {
+    int culprit;
+    uint64_t seed;
+    int has_ended[PL_MAX_RANKS];
+    int went_on[PL_MAX_RANKS];
+} verdicts;
+
+/* Takes a few steps, and is interrupted somewhere in the last, its own part of which
+ * may have been done. */
+static void be_interrupted(rank_job *job)
+{
+    verdicts *all = job->context;
+    draw shared = draw_of(all->seed);
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK(do_step(job, 1, 3));
+    if (job->rank == all->culprit) {
+        pl_op op = mean_of(17 + draw_below(&shared, 3) * (large_elems / 2));
+        pl_ticket ticket = 0;
+        op.ends_step = 1;
+        if (pl_comm_issue(job->comm, &op, &ticket) == PL_OK) {
+            const pl_status st = pl_comm_wait(
+                job->comm, ticket, (int64_t)draw_below(&job->random, PLI_MS));
+            CHECK(st == PL_OK || st == PL_EAGAIN);
+        }
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else {
+        pl_op op = mean_of(17 + draw_below(&shared, 3) * (large_elems / 2));
+        pl_ticket ticket = 0;
+        op.ends_step = 1;
+        draw_rest(&job->random, PLI_MS / 2);
+        pl_status st = pl_comm_issue(job->comm, &op, &ticket);
+        if (st == PL_OK)
+            st = wait_through(job->comm, ticket);
+        all->has_ended[job->rank] = st == PL_OK;
+        if (st == PL_OK) {
+            CHECK(!do_step(job, 2, 2));
+        }
+    }
+    all->went_on[job->rank] =
+        recover_through(job->comm, &recovery) == PL_OK && do_step(job, 3, N_RANGES);
+}
+
+static void no_host_takes_a_step_that_another_does_not(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 40 : 400;
+    unsigned n_went_on = 0;
+    unsigned n_ended = 0;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        const hosts it = world_of(seed / 7);
+        const int n = hosts_world_size(&it);
+        verdicts all = {.culprit = (int)(seed % (uint64_t)n), .seed = seed};
+        const int other = all.culprit == 0 ? 1 : 0;
+        hosts_run(&it, N_RANGES * ops_arena_bytes(large_elems), be_interrupted, &all,
+                  seed);
+        for (int r = 0; r < n; r++) {
+            CHECK(all.went_on[r] == all.went_on[other]);
+            if (all.went_on[other] && r != all.culprit)
+                CHECK(all.has_ended[r] == all.has_ended[other]);
+        }
+        n_went_on += (unsigned)all.went_on[other];
+        n_ended += (unsigned)all.has_ended[other];
+    }
+    printf("%u worlds went on, %u with the step taken\n", n_went_on, n_ended);
+}
+
+/* A host goes, while others recover: they learn it, and the world is over. */
+static void go_while_recovering(rank_job *job)
+{
+    const hosts *it = job->context;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    const int first_of_last = job->world_size - it->n_ranks[it->n_hosts - 1];
+    CHECK(do_step(job, 1, 2));
+    if (job->rank == 0)
+        pl_comm_abort(job->comm, "the dog ate it");
+    else
+        CHECK(!do_step(job, 2, 2));
+    if (job->rank >= first_of_last) {
+        draw_rest(&job->random, 20 * PLI_MS);
+        pl_comm_leave(job->comm);
+        return;
+    }
+    pl_status st = recover_through(job->comm, &recovery);
+    if (st == PL_OK) { /* one that waits for its leader in what it issues next */
+        pl_ticket ticket = 0;
+        const pl_op op = mean_of(10);
+        st = pl_comm_issue(job->comm, &op, &ticket);
+        if (st == PL_OK)
+            st = wait_through(job->comm, ticket);
+    }
+    if (!CHECK(st == PL_EPEER))
+        CHECK_MORE("rank %d: %d %s", job->rank, (int)st, pl_error_message());
     check_stays_failed(job);
 }
 
-static void a_rank_that_gives_up_is_heard_on_every_host(void)
+static void a_host_that_goes_while_others_recover_ends_the_world(void)
 {
-    for (size_t k = 0; k < N_WORLDS; k++) {
-        const hosts it = world_of(k);
-        for (int culprit = 0; culprit < hosts_world_size(&it); culprit++)
-            hosts_run(&it, 1 << 16, give_up, &culprit, 10 * k + (unsigned)culprit);
+    for (size_t k = 0; k < 2 * N_WORLDS; k++) {
+        hosts it = world_of(k);
+        hosts_run(&it, 2 * ops_arena_bytes(large_elems), go_while_recovering, &it, k);
     }
 }
 
@@ -378,7 +560,10 @@ int main(void)
     RUN(reducers_have_exact_means);
     RUN(a_rank_that_is_slow_fails_nobody);
     RUN(a_bad_call_is_refused_and_the_world_stays_usable);
-    RUN(a_rank_that_gives_up_is_heard_on_every_host);
+    RUN(a_failed_step_is_left_behind_on_every_host);
+    RUN(a_step_that_fails_at_its_beginning_is_left_behind);
+    RUN(no_host_takes_a_step_that_another_does_not);
+    RUN(a_host_that_goes_while_others_recover_ends_the_world);
     RUN(a_host_that_leaves_early_is_named);
     RUN(a_host_that_leaves_after_its_part_fails_nobody);
     RUN(another_operation_on_another_host_is_an_error_on_all);

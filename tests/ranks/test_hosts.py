@@ -286,6 +286,41 @@ def test_after_a_failed_step_the_model_is_wrapped_anew(store: str) -> None:
         )
 
 
+def go_on(rank: int, n_ranks: int, hosts: Hosts, store: str) -> Any:
+    join(rank, hosts, store)
+    torch.manual_seed(0)
+    ours = paceline.DistributedDataParallel(Net())
+    for culprit in range(n_ranks):
+        x = torch.full((4, 20), 0.1 * rank)
+        ours(x, True).square().mean().backward()
+        weight = ours.module.norm.weight
+        broken = weight.register_hook(fail) if rank == culprit else None
+        loss = ours(x, True).square().mean()
+        kind, words = (
+            (OSError, "no port") if broken else (paceline.PeerError, "no port")
+        )
+        with pytest.raises(kind, match=words):
+            loss.backward()
+        if broken is not None:
+            broken.remove()
+    ours.zero_grad()
+    theirs = TorchDDP(Net(), find_unused_parameters=True)
+    theirs.module.load_state_dict(ours.module.state_dict())
+    return steps(ours, rank), steps(theirs, rank)
+
+
+@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2, 1)])
+def test_a_failed_step_is_left_behind_on_every_host(
+    n_ranks: tuple[int, ...], store: str
+) -> None:
+    hosts = Hosts(n_ranks)
+    found = values(run_ranks(go_on, hosts.world_size, hosts, store, rendezvous="none"))
+    for ours, theirs in found:
+        for first, a, b in zip(found[0][0], ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            assert torch.equal(first, a) or a.dim() < 2
+
+
 def compare_steps(rank: int, _: int, hosts: Hosts, store: str) -> str:
     join(rank, hosts, store)
     width = 5 if rank == 0 else 6

@@ -91,6 +91,7 @@ pl_status pli_world_hosts_join(const pli_world_hosts *hosts,
     pli_links *links = NULL;
     const pli_links_options of_links = {.n_hosts = hosts->n_hosts,
                                         .host = hosts->host,
+                                        .rank = hosts->first_rank,
                                         .fds = hosts->fds,
                                         .names = hosts->names};
     if (hosts->has_links)

@@ -165,7 +165,7 @@ def test_an_exception_in_a_join_reaches_every_rank_and_is_overcome(ranks, where)
 def test_an_exception_in_a_join_of_torch_reaches_ranks_that_still_train(ranks):
     model = ranks.wrap(Wide())
     kinds = (paceline.PeerError, KeyError)
-    words = ("rank 1 failed(?s:.*)it left a join context", "my own words")
+    words = (r"rank 1\b.* failed(?s:.*)it left a join context", "my own words")
 
     def run():
         with Join([model]):

@@ -425,7 +425,7 @@ def test_a_rank_whose_rows_are_no_rows_fails_the_step_on_every_rank(ranks):
             kind, text = (
                 (RuntimeError, "wrap the model again")
                 if ranks.rank == 1
-                else (paceline.PeerError, "the step of rank 1 failed")
+                else (paceline.PeerError, r"the step of rank 1.* failed")
             )
             with pytest.raises(kind, match=text):
                 ours(words).sum().backward()

@@ -446,7 +446,7 @@ def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):
     ranks.all("it has failed")
     if ranks.rank == 0:
         out = model(data(ranks, 1))
-        with pytest.raises(paceline.PeerError, match="the step of rank 1 failed"):
+        with pytest.raises(paceline.PeerError, match=r"the step of rank 1.* failed"):
             out.sum().backward()
     ranks.assert_same(step_of(ranks, model, 2), "the next step")
 
