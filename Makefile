@@ -97,6 +97,12 @@ fuzz: $(INSTALLED) ## random programs by torch's class and by ours (FUZZ=5000)
 fuzz-dp: $(INSTALLED) ## random programs with DataParallel and without, compared
 	$(PY) tests/parity/dp/drawn_programs.py $(FUZZ_FLAGS)
 
+# HOSTS_FLAGS="--failures 5 --seed 7" draws those failures again.
+.PHONY: hosts
+hosts: $(INSTALLED) ## DistributedDataParallel across hosts: its list, and drawn failures
+	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
+	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
+
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
 FLAVOURS     := plain asan tsan

@@ -154,11 +154,12 @@ done:
     return st;
 }
 
-/* Whether another host has failed, as told beside the rank's own thread. */
-static pl_status check_hosts(hierarchy *self)
+static pl_status check_hosts_present(hierarchy *self)
 {
     hierarchy_lock(self);
-    const pl_status st = pli_hierarchy_check_hosts(self);
+    const pl_status st = pli_links_check_present(self->links);
+    if (st != PL_OK)
+        pli_hierarchy_fail(self, WORLD_FAILED, pl_error_message());
     hierarchy_unlock(self);
     return st;
 }
@@ -173,7 +174,7 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     if (st != PL_OK)
         PL_TRY(pli_hierarchy_fail_as_inside(self, st));
     if (self->links != NULL)
-        PL_TRY(check_hosts(self));
+        PL_TRY(check_hosts_present(self));
 done:
     return st;
 }

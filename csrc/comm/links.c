@@ -248,6 +248,17 @@ done:
     return st;
 }
 
+pl_status pli_links_check_present(pli_links *self)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_links_check(self));
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host && self->links[h].has_ended)
+            PL_TRY(fail_by_end(&self->links[h], 0));
+done:
+    return st;
+}
+
 pl_status pli_links_hear(pli_links *self, int host)
 {
     const connection *told = &self->links[host];

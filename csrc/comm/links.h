@@ -53,6 +53,9 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
 /* PL_EPEER where a host has said that it can do no more. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
+/* ... and where one has gone, be it with its part done. */
+pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
+
 /* PL_EPEER with what a host has said, or is about to, of a step that failed there. */
 pl_status pli_links_hear(pli_links *self, int host) PL_MUST_USE;
 
