@@ -343,31 +343,46 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
     return self->n_reduced < self->n_up ? POLL_BOTH_NS : POLL_MS * PLI_MS;
 }
 
-pl_status pli_hierarchy_check_silence(hierarchy *self, int host)
+pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host)
 {
     pl_status st = PL_OK;
     const int64_t now = pli_now_ns();
     if (self->last_sign_ns == 0)
         self->last_sign_ns = now;
-    if (now - self->last_sign_ns > self->deadline_ns)
+    const int64_t silent_ns = now - self->last_sign_ns;
+    if (silent_ns > self->deadline_ns / 2 &&
+        self->told_waiting_ns != self->last_sign_ns) {
+        pli_links_tell_waiting(self->links, number, host);
+        self->told_waiting_ns = self->last_sign_ns;
+    }
+    if (silent_ns > self->deadline_ns)
         PL_FAIL(
             PL_ETIMEOUT,
             "rank %d: %s kept this rank waiting for %.3g seconds: stopped, cut off, "
             "slower than the timeout, or with fewer steps",
-            self->super.rank, pli_links_name(self->links, host),
+            self->super.rank,
+            pli_links_name(self->links,
+                           pli_links_waited_for(self->links, number, host)),
             (double)self->deadline_ns / 1e9);
 done:
     return st;
 }
 
+/* A host that this leader waits for: the last that has not sent its part, else the last
+ * that has not sent it back. */
+static int late_host(hierarchy *self)
+{
+    for (pli_link_stream link = PLI_LINK_DATA; link <= PLI_LINK_BACK; link++)
+        for (int h = self->n_hosts; h-- > 0;)
+            if (h != self->host &&
+                stream_of(self, h, 0, link)->n_done <= self->n_exchanged)
+                return h;
+    return self->host == 0 ? 1 : 0; /* one that takes nothing */
+}
+
 pl_status pli_hierarchy_check_deadline(hierarchy *self)
 {
-    int late = -1;
     if (self->n_reduced < self->n_up)
         self->last_sign_ns = 0; /* this host's ranks are waited for */
-    for (int h = 0; h < self->n_hosts; h++)
-        if (h != self->host &&
-            (late < 0 || self->peers[h].in[0].n_done <= self->n_exchanged))
-            late = h;
-    return pli_hierarchy_check_silence(self, late);
+    return pli_hierarchy_check_silence(self, self->n_exchanged + 1, late_host(self));
 }

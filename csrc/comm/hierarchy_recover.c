@@ -159,7 +159,8 @@ static pl_status meet_hosts(hierarchy *self, pli_links_waited *waited, int *late
         }
     }
     if (*late >= 0)
-        PL_TRY(pli_hierarchy_check_silence(self, *late));
+        PL_TRY(
+            pli_hierarchy_check_silence(self, first_number_of(self->epoch + 1), *late));
 done:
     return st;
 }

@@ -80,9 +80,10 @@ typedef struct hierarchy {
     _Atomic uint64_t n_done;
     int is_added_up;      /* of the operation behind n_exchanged: this leader's part */
     int64_t last_sign_ns; /* when anything went on; while somebody waits */
-    atomic_flag busy;     /* a thread is at what stands above */
-    atomic_int phase;     /* hierarchy_phase; any thread may abort */
-    atomic_int is_untold; /* failed, and the other hosts do not know yet */
+    int64_t told_waiting_ns; /* ... of the silence that others were told of */
+    atomic_flag busy;        /* a thread is at what stands above */
+    atomic_int phase;        /* hierarchy_phase; any thread may abort */
+    atomic_int is_untold;    /* failed, and the other hosts do not know yet */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
 
@@ -199,7 +200,9 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
 /* PL_ETIMEOUT where nothing has come for too long; it names a host. */
 pl_status pli_hierarchy_check_deadline(hierarchy *self) PL_MUST_USE;
 
-/* ... this one; last_sign_ns is when anything came, 0: just now. */
-pl_status pli_hierarchy_check_silence(hierarchy *self, int host) PL_MUST_USE;
+/* ... this one, in operation `number`, or one that it waits for; last_sign_ns is when
+ * anything came, 0: just now. */
+pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number,
+                                      int host) PL_MUST_USE;
 
 #endif

@@ -66,6 +66,11 @@ void pli_links_tell(pli_links *self, const char *reason, int is_anothers);
 /* Whether all of that has been sent to a host; sends what can be. */
 int pli_links_has_told(pli_links *self, int host);
 
+/* Tells every host which one this one has been waiting for, long, in operation
+ * `number`; and the host at the end of such words: one that waits for none. */
+void pli_links_tell_waiting(pli_links *self, uint64_t number, int host);
+int pli_links_waited_for(pli_links *self, uint64_t number, int host);
+
 /* What hosts say of failures concerns the next epoch from now on. */
 void pli_links_begin_epoch(pli_links *self, uint64_t epoch);
 

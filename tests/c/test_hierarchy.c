@@ -532,6 +532,34 @@ static void a_host_that_does_not_come_is_named_at_the_deadline(void)
     }
 }
 
+/* Three hosts share out a range; the last has sent its parts, and is silent then. */
+static void fall_silent(rank_job *job)
+{
+    const hosts *it = job->context;
+    const pl_op op = mean_of(MOST_ELEMS);
+    pl_ticket ticket = 0;
+    CHECK(do_step(job, 1, 2));
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+    if (job->rank == job->world_size - 1) {
+        pli_sleep_ns(3 * it->deadline_ns);
+        return;
+    }
+    CHECK(wait_through(job->comm, ticket) != PL_OK);
+    if (!CHECK(error_has("host 2 kept this rank waiting")))
+        CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
+}
+
+static void who_waits_for_a_silent_host_is_not_blamed_for_it(void)
+{
+    for (int narrow = 0; narrow < 2; narrow++) {
+        hosts it = {.n_hosts = 3,
+                    .n_ranks = {1, 1, 1},
+                    .deadline_ns = 1000 * PLI_MS,
+                    .is_narrow = narrow};
+        hosts_run(&it, 4 * ops_arena_bytes(large_elems), fall_silent, &it, 1);
+    }
+}
+
 /* ---- making one ----------------------------------------------------------------- */
 
 static void what_makes_no_hierarchy_leaves_its_parts_to_their_owner(void)
@@ -568,6 +596,7 @@ int main(void)
     RUN(a_host_that_leaves_after_its_part_fails_nobody);
     RUN(another_operation_on_another_host_is_an_error_on_all);
     RUN(a_host_that_does_not_come_is_named_at_the_deadline);
+    RUN(who_waits_for_a_silent_host_is_not_blamed_for_it);
     RUN(what_makes_no_hierarchy_leaves_its_parts_to_their_owner);
     return check_report();
 }
