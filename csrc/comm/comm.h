@@ -17,23 +17,9 @@
 #define PLI_COMM_H
 
 #include "backend/backend.h"
+#include "core/activity.h"
 #include "core/status.h"
-
-/* What a rank says it is doing; read by its peers when they must name it. */
-#define PLI_ACTIVITY_MAP(X)                                                            \
-    X(PL_CONSTRUCTING, "construction")                                                 \
-    X(PL_IDLE, "the user's code")                                                      \
-    X(PL_FORWARD, "forward")                                                           \
-    X(PL_BACKWARD, "backward")                                                         \
-    X(PL_FINISHING, "the end of backward")                                             \
-    X(PL_JOINED, "a join, out of batches")
-
-typedef enum pl_activity {
-#define PLI_ACTIVITY_ENUM(name, text) name,
-    PLI_ACTIVITY_MAP(PLI_ACTIVITY_ENUM)
-#undef PLI_ACTIVITY_ENUM
-        PL_N_ACTIVITIES
-} pl_activity;
+#include "ipc/recorder.h"
 
 /* The device-side order of one operation; NULL members on the CPU. */
 typedef struct pli_order {
@@ -82,6 +68,8 @@ typedef struct pl_comm_ops {
     void (*record_activity)(pl_comm *comm, pl_activity activity, uint64_t step);
     void (*set_failure_message)(pl_comm *comm,
                                 const char *message); /* NULL: nobody is told */
+    /* Hands the recorder on to worlds that do this one's operations; NULL: none do. */
+    void (*set_recorder)(pl_comm *comm, pli_recorder *recorder);
     /* A bit for the peers, at a point that all ranks pass: behind the operations issued
      * so far, the n-th notice there, of 1 to PLI_MOST_NOTICES.  One store. */
     void (*notify)(pl_comm *comm, unsigned n, unsigned bit); /* NULL: cannot */
@@ -141,14 +129,26 @@ struct pl_comm {
     pl_backend *backend; /* of the memory above; NULL: none.  Borrowed */
     size_t chunk_bytes;  /* a long range is best issued in operations of this size */
     int is_group_comm;
-    int is_failure_final; /* no failed step can be left behind: recover() fails */
+    int is_failure_final;   /* no failed step can be left behind: recover() fails */
+    pli_recorder *recorder; /* of this rank's steps; NULL: none.  Borrowed */
 };
 
-/* Says what this rank is doing, in which step: two plain stores. */
+/* Before the first step: has the world record its parts and waits, and what the rank
+ * does.  Until it is destroyed, or given NULL. */
+static inline void pli_comm_set_recorder(pl_comm *comm, pli_recorder *recorder)
+{
+    comm->recorder = recorder;
+    if (comm->ops->set_recorder != NULL)
+        comm->ops->set_recorder(comm, recorder);
+}
+
+/* Says what this rank is doing, in which step: to its peers, by two plain stores, and
+ * to the recorder. */
 static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
                                             uint64_t step)
 {
     comm->ops->record_activity(comm, activity, step);
+    pli_recorder_activity(comm->recorder, activity, step);
 }
 
 /* Keeps `message` (a traceback, say) for peers that will have to name this rank;

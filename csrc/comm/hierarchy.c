@@ -334,7 +334,13 @@ static void hierarchy_abort(pl_comm *comm, const char *message)
 static void hierarchy_record_activity(pl_comm *comm, pl_activity activity,
                                       uint64_t step)
 {
-    pli_comm_record_activity(hierarchy_of(comm)->inner, activity, step);
+    pl_comm *inner = hierarchy_of(comm)->inner;
+    inner->ops->record_activity(inner, activity, step); /* recorded here already */
+}
+
+static void hierarchy_set_recorder(pl_comm *comm, pli_recorder *recorder)
+{
+    pli_comm_set_recorder(hierarchy_of(comm)->inner, recorder);
 }
 
 static void *hierarchy_arena(pl_comm *comm)
@@ -394,6 +400,7 @@ static const pl_comm_ops hierarchy_ops = {
     .recover = pli_hierarchy_recover,
     .abort = hierarchy_abort,
     .record_activity = hierarchy_record_activity,
+    .set_recorder = hierarchy_set_recorder,
     .set_failure_message = pli_hierarchy_set_failure_message,
     .arena = hierarchy_arena,
     .map_own = hierarchy_map_own,

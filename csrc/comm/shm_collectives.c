@@ -32,7 +32,7 @@ static void reduce(const pli_shm_comm *self, const pl_op *op, size_t at, size_t 
         .in = in, .n_in = world_size, .out = out, .n_out = n_out, .n_elems = n});
 }
 
-void pli_part_run(const pli_shm_comm *self, const pl_op *op)
+static void run_part(const pli_shm_comm *self, const pl_op *op)
 {
     const int world_size = self->super.world_size;
     const int rank = self->super.rank;
@@ -71,4 +71,11 @@ void pli_part_run(const pli_shm_comm *self, const pl_op *op)
     case PL_N_OP_KINDS:
         break;
     }
+}
+
+void pli_part_run(const pli_shm_comm *self, const pl_op *op)
+{
+    pli_recorder_part_begins(self->super.recorder, op->bucket);
+    run_part(self, op);
+    pli_recorder_part_ends(self->super.recorder, op->bucket);
 }

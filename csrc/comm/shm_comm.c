@@ -231,9 +231,10 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
                            int64_t slice_ns)
 {
     pl_status st = PL_OK;
-    const int64_t begin = pli_now_ns();
+    const int64_t begin = pli_recorder_wait_begins(self->super.recorder);
     pli_failure failure;
     int n_spins = self->n_spins;
+    int awaited = PLI_RECORDER_NOBODY;
     for (;;) {
         shm_work(&self->super);
         if (pli_laggard(self, counter, least) < 0)
@@ -242,6 +243,7 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
         if (pli_failure_stands(self, &failure) &&
             pli_laggard(self, counter, least) >= 0)
             PL_TRY(fail_as(self, ", waiting"));
+        awaited = pli_awaited(self, counter, least);
         if (pli_spin(&n_spins))
             continue;
         pli_progress_others(self->progress, &self->super);
@@ -252,6 +254,7 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
     }
     self->silent_since_ns = 0;
 done:
+    pli_recorder_wait_ends(self->super.recorder, begin, awaited);
     return st;
 }
 

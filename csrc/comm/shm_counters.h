@@ -76,6 +76,21 @@ static inline int pli_laggard(const pli_shm_comm *self, pli_counter counter,
     return -1;
 }
 
+/* The rank, as messages call it, that keeps this one from reaching `least`: one that
+ * has not posted what comes next, or has not done its part. */
+static inline int pli_awaited(const pli_shm_comm *self, pli_counter counter,
+                              uint64_t least)
+{
+    const uint64_t done = atomic_load_explicit(
+        &pli_rank_of(self->segment, self->super.rank)->done, memory_order_relaxed);
+    int rank = pli_laggard(self, pli_counter_posted, done < least ? done + 1 : least);
+    if (rank < 0)
+        rank = pli_laggard(self, counter, least);
+    rank = rank < 0 ? PLI_RECORDER_SOMEBODY : rank + self->segment->first_rank;
+    pli_recorder_awaits(self->super.recorder, rank);
+    return rank;
+}
+
 /* Non-zero, with *out filled, where this rank's epoch has failed. */
 static inline int pli_failure_stands(const pli_shm_comm *self, pli_failure *out)
 {

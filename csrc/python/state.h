@@ -83,6 +83,7 @@
 
 /* The heap types: <name>_type in the state, pli_<name>_spec. */
 #define PLI_TYPE_MAP(X)                                                                \
+    X(recorder)                                                                        \
     X(listener)                                                                        \
     X(gpu)                                                                             \
     X(world)                                                                           \

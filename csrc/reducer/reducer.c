@@ -318,6 +318,7 @@ pl_status pl_reducer_begin(pl_reducer *self)
     self->ticket_before = self->last_ticket;
     self->phase = REDUCER_FILLING;
     pli_comm_record_activity(self->comm, PL_BACKWARD, self->step);
+    pli_recorder_plan(self->comm->recorder, self->plan->n_buckets, self->plan->n_bytes);
 done:
     return st;
 }

@@ -26,6 +26,7 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
         .n_elems = n_left < n_most ? n_left : n_most,
         /* By the rest of the bucket, or by what closes the step. */
         .is_followed = n_left > n_most || b + 1 == self->plan->n_buckets,
+        .bucket = (unsigned)b + 1,
     };
     const pli_order order = {
         .ready = pli_reducer_defers(&self->deferred) ? self->deferred.ready[b] : NULL};
@@ -95,6 +96,7 @@ static pl_status stream_in(pl_reducer *self, size_t param, const void *data,
     const size_t b = self->plan->slots[param].bucket;
     const size_t elem_bytes = pl_dtype_bytes(tensor->dtype);
     const size_t n_most = self->comm->chunk_bytes / elem_bytes;
+    pli_reducer_record_ready(self, b);
     for (size_t first = 0; first < tensor->n_elems; first += n_most) {
         const size_t n_left = tensor->n_elems - first;
         const pl_move move = {
@@ -125,7 +127,7 @@ static pl_status count_ready(pl_reducer *self, size_t param, pl_stream *stream)
     if (slot->n_ready != slot->n_expected)
         goto done;
     if (bucket->phase == PL_BUCKET_FILLING && --bucket->n_pending == 0) {
-        PL_TRY(pl_bucket_move(&bucket->phase, PL_BUCKET_READY, b));
+        PL_TRY(pli_reducer_bucket_is_ready(self, b));
         PL_TRY(pli_reducer_post_ready(self, stream));
     }
 done:

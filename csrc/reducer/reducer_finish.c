@@ -114,7 +114,7 @@ static pl_status close_step(pl_reducer *self)
     pl_status st = PL_OK;
     for (size_t b = self->n_posted; b < self->plan->n_buckets; b++)
         if (self->buckets[b].phase == PL_BUCKET_FILLING)
-            PL_TRY(pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b));
+            PL_TRY(pli_reducer_bucket_is_ready(self, b));
     PL_TRY(pli_reducer_post_ready(self, self->stream));
     self->deferred.n_pending = 0;
     PL_TRY(issue_extra(self, ISSUE_FOLLOWED));
@@ -244,6 +244,7 @@ pl_status pl_reducer_wait(pl_reducer *self, int64_t slice_ns)
     if (self->phase != REDUCER_WAITING && self->phase != REDUCER_WAITING_AGAIN)
         PL_FAIL(PL_ESTATE, "a step is waited for that is not closed");
     PL_TRY(pl_comm_wait(self->comm, self->last_ticket, slice_ns));
+    pli_recorder_reduced(self->comm->recorder);
     if (self->phase == REDUCER_WAITING_AGAIN) {
         PL_TRY(merge_backups(self));
         memset(late_of(self), 0, self->spec.n_params);

@@ -139,6 +139,21 @@ void pli_reducer_read_participation(pl_reducer *self);
 /* As if every rank had been active: what a reducer knows at first. */
 pl_participation pli_reducer_full_participation(const pl_reducer *self);
 
+/* Records that a bucket has all its gradients. */
+static inline void pli_reducer_record_ready(const pl_reducer *self, size_t b)
+{
+    const pl_bucket_plan *bucket = &self->plan->buckets[b];
+    pli_recorder_ready(self->comm->recorder, b,
+                       bucket->n_elems * pl_dtype_bytes(bucket->dtype));
+}
+
+/* A bucket is filled: it may be posted. */
+static inline pl_status pli_reducer_bucket_is_ready(pl_reducer *self, size_t b)
+{
+    pli_reducer_record_ready(self, b);
+    return pl_bucket_move(&self->buckets[b].phase, PL_BUCKET_READY, b);
+}
+
 /* Posts every bucket that is ready and whose turn it is; what was deferred is copied on
  * `stream`. */
 pl_status pli_reducer_post_ready(pl_reducer *self, pl_stream *stream) PL_MUST_USE;

@@ -11,6 +11,7 @@ from pathlib import Path
 
 CPU_REPLICAS = "PACELINE_CPU_REPLICAS"
 INSTALL = "PACELINE_INSTALL"
+RECORDER = "PACELINE_RECORDER"
 STRICT = "PACELINE_STRICT"
 
 
@@ -42,6 +43,19 @@ def is_strict() -> bool:
     if text not in ("", "0", "1"):
         raise ValueError(f"{STRICT} is {text!r}: give 1, or 0, as in {STRICT}=1")
     return text == "1"
+
+
+def recorder_folder() -> Path | None:
+    """Return where steps are recorded: ``PACELINE_RECORDER``, else memory; None: no."""
+    text = os.environ.get(RECORDER, "")
+    if text == "0":
+        return None
+    if text.startswith("/"):
+        return Path(text)
+    for folder in ("/dev/shm", os.environ.get("XDG_RUNTIME_DIR", "")):
+        if os.path.isdir(folder):
+            return Path(folder)
+    return None
 
 
 def of_launcher(name: str) -> str:

@@ -5,9 +5,11 @@
  * operation  what a second operation of the same kind costs more than its work: one
  *            empty all-reduce issued and done by a world of one rank, so counters, tag
  *            and wakeup, which no counter could be had without; a bucket is one or more
+ * recorded   a whole step of four buckets in the recorder, with 20 looks at the clock
  */
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "comm/comm.h"
 #include "core/clock.h"
@@ -35,6 +37,26 @@ static void operate(pl_comm *comm, uint64_t n)
         abort();
 }
 
+static pli_recorder *recorder;
+
+static void record(pl_comm *comm, uint64_t n)
+{
+    (void)comm;
+    pli_recorder_activity(recorder, PL_FORWARD, n);
+    pli_recorder_activity(recorder, PL_IDLE, n);
+    pli_recorder_activity(recorder, PL_BACKWARD, n);
+    pli_recorder_plan(recorder, 4, 1 << 20);
+    for (unsigned b = 0; b < 4; b++) {
+        pli_recorder_ready(recorder, b, 1 << 18);
+        pli_recorder_part_begins(recorder, b + 1);
+        pli_recorder_part_ends(recorder, b + 1);
+    }
+    pli_recorder_activity(recorder, PL_FINISHING, n);
+    pli_recorder_wait_ends(recorder, pli_recorder_wait_begins(recorder), 1);
+    pli_recorder_reduced(recorder);
+    pli_recorder_activity(recorder, PL_IDLE, n);
+}
+
 static double ns_an_event(pl_comm *comm, void (*event)(pl_comm *comm, uint64_t n))
 {
     double rounds[N_ROUNDS];
@@ -56,6 +78,11 @@ int main(void)
     (void)printf("median of %d rounds of %d events\n", N_ROUNDS, N_EVENTS);
     (void)printf("step       %5.1f ns an event\n", ns_an_event(comm, note));
     (void)printf("operation  %5.1f ns an event\n", ns_an_event(comm, operate));
+    char path[64];
+    (void)snprintf(path, sizeof path, "/dev/shm/paceline-bench-%d", (int)getpid());
+    if (pli_recorder_create(path, "{}", &recorder) == PL_OK)
+        (void)printf("recorded   %5.1f ns a step\n", ns_an_event(comm, record));
+    pli_recorder_destroy(recorder);
     pl_comm_destroy(comm);
     return 0;
 }

@@ -33,7 +33,7 @@ C_FILES: dict[str, set[str]] = {
 }
 
 _LEAVES = {"_native", "_environment", "_cgroup"}
-_TOOLS = {"_errors", "_gpu", "_files", "_checkpoint"}
+_TOOLS = {"_errors", "_gpu", "_files", "_checkpoint", "_recorder"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {
     "_native": set(),

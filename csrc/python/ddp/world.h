@@ -16,6 +16,7 @@ typedef struct listener_object {
 typedef struct world_object {
     PyObject_HEAD
     pl_comm *comm;
+    PyObject *recorder;   /* of this rank's steps; NULL: none */
     PyObject *group_comm; /* who carries a group_comm's operations; NULL: shared memory
                              does */
     gpu_object *gpu;      /* in whose memory the gradients are; NULL: the CPU's */

@@ -8,6 +8,7 @@
 #include "broadcast.h"
 #include "core/config.h"
 #include "nccl/gpu_comm.h"
+#include "python/recorder_object.h"
 #include "world.h"
 #include "world_hosts.h"
 
@@ -303,6 +304,7 @@ static void world_dealloc(PyObject *object)
     }
     Py_XDECREF(self->gpu);
     Py_XDECREF(self->group_comm);
+    Py_XDECREF(self->recorder);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -353,10 +355,27 @@ static PyObject *world_note_exception(PyObject *object, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+static PyObject *world_record(PyObject *object, PyObject *argument)
+{
+    world_object *self = (world_object *)object;
+    if (!Py_IS_TYPE(argument, state_of(object)->recorder_type)) {
+        PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder", argument);
+        return NULL;
+    }
+    if (self->recorder != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "the world has a recorder already");
+        return NULL;
+    }
+    self->recorder = Py_NewRef(argument);
+    pli_comm_set_recorder(self->comm, ((recorder_object *)argument)->recorder);
+    Py_RETURN_NONE;
+}
+
 static PyObject *world_leave(PyObject *object, PyObject *ignored)
 {
     (void)ignored;
     PyThreadState *thread = pli_world_let_go((world_object *)object);
+    pli_recorder_unlink(comm_of(object)->recorder);
     pl_comm_leave(comm_of(object));
     pli_world_take_back(thread);
     Py_RETURN_NONE;
@@ -406,6 +425,9 @@ static PyMethodDef world_methods[] = {
     {"note_exception", world_note_exception, METH_O,
      "note_exception($self, text, /)\n--\n\nKeep a text for peers that must name this "
      "rank; None forgets it."},
+    {"record", world_record, METH_O,
+     "record($self, recorder, /)\n--\n\nHave this rank's steps recorded, once, before "
+     "the first; the file goes when the rank leaves."},
     {"leave", world_leave, METH_NOARGS,
      "leave($self, /)\n--\n\nSay goodbye to the peers; may be called twice."},
     {NULL, NULL, 0, NULL},

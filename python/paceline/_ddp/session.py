@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline import _native
+from paceline import _native, _recorder
 from paceline._ddp import placement, strict
 from paceline._ddp.comm_hooks import CommHookRunner
 from paceline._ddp.model_changes import Changes
@@ -193,7 +193,7 @@ class Session:
         if not copies:
             options = dataclasses.replace(options, sync_at_start=False)
         meeting = Meeting(options.group, placement.type_of(self.wrapper.module))
-        model, gpu = self._agree(meeting, options, arguments, error)
+        model, gpu, jobs = self._agree(meeting, options, arguments, error)
         self.model, self.trainable = model, model.trainable
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
         self.wrapper._show_model(model)
@@ -238,6 +238,7 @@ class Session:
             world.leave()
             raise
         self.world = world
+        self._record(jobs)
         self._changes = Changes(self.wrapper, model, buffers, reducer)
         self._is_to_wrap_anew = False
         self._attach(reducer)
@@ -248,8 +249,11 @@ class Session:
         options: Options,
         arguments: tuple[Any, ...] | None,
         error: Exception | None,
-    ) -> tuple[Model, placement.Gpu | None]:
-        """Return model and GPU, or raise on every rank what is wrong on any."""
+    ) -> tuple[Model, placement.Gpu | None, list[str]]:
+        """Return model, GPU, and each rank's identity; or raise what is wrong on any.
+
+        Every rank raises it.
+        """
         wrapper = self.wrapper
         model, gpu, here = Model([], []), None, placement.Placement()
         try:
@@ -279,10 +283,10 @@ class Session:
             "accumulate_in_fp32": options.accumulate_in_fp32,
             "gradient_as_bucket_view": options.view_bytes(gpu is not None),
         }
-        received = meeting.exchange((digest, agreed, error, here))
+        received = meeting.exchange((digest, agreed, error, here, _recorder.identity()))
         if error is not None:
             raise error
-        for rank, (_, _, other, _) in enumerate(received):
+        for rank, (_, _, other, _, _) in enumerate(received):
             if other is not None:
                 raise type(other)(f"rank {rank}: {other}")
         placement.raise_conflict([row[3] for row in received])
@@ -290,7 +294,22 @@ class Session:
         # The buckets must agree in any case, or gradients would be cross-wired.
         if len({row[0] for row in received}) > 1:
             raise_first_difference(meeting.exchange(model.describe()))
-        return model, gpu
+        return model, gpu, [row[4] for row in received]
+
+    def _record(self, jobs: list[str]) -> None:
+        """Have the steps recorded, of a job that is called as its rank 0 is."""
+        rank, hosts = self.world.rank, [job.rpartition(":")[0] for job in jobs]
+        recorder = _recorder.start(
+            kind="rank",
+            job=jobs[0],
+            model=type(self.wrapper.module).__name__,
+            rank=rank,
+            world_size=len(jobs),
+            local_rank=hosts[:rank].count(hosts[rank]),
+            device=str(self.model.parameters[0][1].device),
+        )
+        if recorder is not None:
+            self.world.record(recorder)
 
     def _attach(self, reducer: _native.Reducer) -> None:
         """Give a new reducer what is to be called."""

@@ -21,6 +21,7 @@ from paceline._dp.marker import has_mark
 from paceline._dp.overrides import Overridable
 from paceline._dp.thread_engine import ThreadEngine
 from paceline._errors import last_line
+from paceline._recorder import Steps
 from paceline._replicas import devices as devices_
 from paceline._replicas.call import ReplicaCall
 from paceline._replicas.errors import (
@@ -300,7 +301,7 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
         overridden, n_replicas = self._overridden, len(self.device_ids)
         if self._choice[0] == "none":  # on one GPU
             n_replicas = 1
-        with engine.lock:
+        with engine.lock, self._recorded_steps() as steps:
             if "scatter" in overridden:
                 scattered = self.scatter(inputs, kwargs, self.device_ids)
                 arguments: Any = overrides.arguments(n_replicas, *scattered)
@@ -308,7 +309,8 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
             else:
                 arguments = _native.scatter(inputs, kwargs, n_replicas, self.dim)
                 sizes = arguments.sizes
-            call = self._replica_call(overridden)  # scatter() may have set the module
+            # scatter() may have set the module
+            call = self._replica_call(overridden, steps)
 
             def join(outputs: list[Any]) -> Any:
                 found = Outputs(outputs, sizes)
@@ -319,6 +321,12 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
             if engine.name == "process":
                 return self._run_or_leave(engine, call, arguments, join)
             return join(_run_scattered(engine, call, arguments))
+
+    def _recorded_steps(self) -> Steps:
+        """Return what records a forward that runs inside it."""
+        if self._steps is None:
+            self._steps = Steps(self, len(self.device_ids))
+        return self._steps
 
     def _run_or_leave(
         self,
@@ -381,7 +389,7 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
         return applied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None, "_threads": None}
+        return {**self.__dict__, "_engine": None, "_threads": None, "_steps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch_core.attach()  # this process may never have constructed one

@@ -12,6 +12,7 @@ from torch.nn import Module
 from paceline._dp import engines
 from paceline._dp.gpus.engine import GpuEngine
 from paceline._dp.thread_engine import ThreadEngine
+from paceline._recorder import Steps
 from paceline._replicas import devices as devices_
 from paceline._replicas.errors import UnsupportedCallError, UnsupportedModelError
 from paceline._replicas.replicate import check_lazy, parts_of
@@ -41,6 +42,7 @@ class ChoosesEngine:
     _engine: Engine | None
     _threads: ThreadEngine | None
     _reasons_logged: set[str]
+    _steps: Steps | None = None  # what records them
 
     if TYPE_CHECKING:
 
@@ -174,6 +176,9 @@ class ChoosesEngine:
         """
         open_engines = (self._engine, self._threads)
         self._engine = self._threads = None
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         for engine in open_engines:
             if engine is not None:
                 engine.close()

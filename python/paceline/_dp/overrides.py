@@ -10,6 +10,7 @@ import torch
 from paceline import _native
 from paceline._dp.effects import Forward
 from paceline._dp.thread_engine import ThreadEngine
+from paceline._recorder import Steps
 from paceline._replicas import devices
 from paceline._replicas.call import ReplicaCall
 from paceline._replicas.replicate import parts_of
@@ -88,11 +89,12 @@ class Overridable:
                 return f"{type(self).__name__} has a {name}() of its own"
         return None
 
-    def _replica_call(self, overridden: frozenset[str]) -> ReplicaCall:
+    def _replica_call(self, overridden: frozenset[str], steps: Steps) -> ReplicaCall:
         """Return what an engine has to know of this wrapper."""
         return ReplicaCall(
             self.module,
             self.device_ids,
+            steps,
             self.replicate if "replicate" in overridden else None,
             self.parallel_apply if "parallel_apply" in overridden else None,
             keeps_outputs="gather" in overridden,

@@ -157,7 +157,7 @@ def judge_dev_shm(shm: DevShm) -> Finding:
         return ok(found)
     return warning(
         found,
-        "Paceline does not use /dev/shm, but torch's DataLoader and NCCL do: they fail "
+        "Paceline does not need /dev/shm, but torch's DataLoader and NCCL do: they fail "
         'with "bus error" or "No space left on device" where it is full. '
         "Start the container with --shm-size=8g or --ipc=host, or remove what was left "
         "in /dev/shm.",

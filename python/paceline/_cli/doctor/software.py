@@ -349,6 +349,10 @@ def _is_seconds(text: str) -> bool:
         return False
 
 
+def _is_recorder(text: str) -> bool:
+    return text in ("0", "1") or text.startswith("/")
+
+
 def _is_anything(text: str) -> bool:
     return True
 
@@ -369,6 +373,7 @@ VARIABLES: dict[str, tuple[Callable[[str], bool], str]] = {
     "PACELINE_LIBNCCL": (_is_anything, ""),
     "PACELINE_NCCL_BLOCKING": (_one_of("0", "1"), "0 or 1"),
     "PACELINE_NVCC": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_RECORDER": (_is_recorder, "0, 1 or an absolute path"),
     "PACELINE_STRICT": (_one_of("0", "1"), "0 or 1"),
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
     "PACELINE_WERROR": (_one_of("0", "1"), "0 or 1"),

@@ -61,6 +61,8 @@ class Backward:
         with workers.lock:
             self.record_thread()
             self.wait_until_idle()
+            if workers.steps is not None:
+                workers.steps.backward_begins()
             bits = messages.KEEP_GRAPH if graph.is_held else 0
             is_deferred = None if may_defer and double is None else False
             n_deferred = len(self.sync.model.gradients.deferred)
@@ -128,6 +130,8 @@ class Backward:
         for (payload, tensors, _), n in zip(answers, graph.n_inputs, strict=True):
             gradients.of_inputs += tensors[:n] or [None] * n
             gradients.fallbacks += odd_tensors.unpack(payload[n_slots:], tensors[n:])
+        if self.sync.workers.steps is not None:
+            self.sync.workers.steps.backward_ends()
         if graph.is_deferred:
             in_slots.defer(masks, gradients.fallbacks)
         else:

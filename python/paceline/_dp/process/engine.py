@@ -127,6 +127,7 @@ class ProcessEngine:
     def _run(
         self, call: ReplicaCall, args: Any, kwargs: Any, parts: list[Part]
     ) -> list[Any]:
+        self._workers.steps = call.steps
         if not parts:
             before = self._sync.model.state.differing_attributes()
             output = self._run_replica_0(call.module, args, kwargs)

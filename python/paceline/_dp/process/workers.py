@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from paceline import _native
 from paceline._dp.process.intra_op import IntraOp
 from paceline._dp.process.outbox import Outbox
+from paceline._recorder import Steps
 from paceline._workers import group, log_records
 from paceline._workers.answers import Reply, wait
 
@@ -22,6 +23,7 @@ class ReplicaWorkers:
     def __init__(self, n: int) -> None:
         self.n = n
         self.outbox = Outbox(n)
+        self.steps: Steps | None = None  # what records the step under way
         self._lock, self._lock_pid = threading.RLock(), os.getpid()
         self.start()
 
@@ -57,9 +59,13 @@ class ReplicaWorkers:
         records: log_records.Records | None = None,
     ) -> list[Reply]:
         """Wait for the first `n` replicas; raise the lowest one's error, if any."""
+        if self.steps is not None:
+            self.steps.wait_begins()
         answers, errors = wait(
             self.channels[:n], copies, error_of=error_of, records=records
         )
+        if self.steps is not None:
+            self.steps.wait_ends()
         if errors:
             self._record_deaths(errors)
             self.outbox.resend(range(n))

@@ -1,0 +1,15 @@
+/* recorder_object.h - a recorder as Python holds it. */
+#ifndef PLI_RECORDER_OBJECT_H
+#define PLI_RECORDER_OBJECT_H
+
+#include "ipc/recorder.h"
+#include "state.h"
+
+typedef struct recorder_object {
+    PyObject_HEAD
+    pli_recorder *recorder;
+    int64_t wait_begin_ns;
+    PyObject *weak_references;
+} recorder_object;
+
+#endif

@@ -1,0 +1,126 @@
+/* recorder_type.c - paceline._native.Recorder: a World writes to it by itself, a
+ * DataParallel by the calls here. */
+#include "recorder_object.h"
+
+#include <stddef.h>
+
+#include <structmember.h>
+
+static pli_recorder *recorder_of(PyObject *object)
+{
+    return ((recorder_object *)object)->recorder;
+}
+
+static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"path", "who", NULL};
+    PyObject *path = NULL;
+    const char *who = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&s:Recorder", names,
+                                     PyUnicode_FSConverter, &path, &who))
+        return NULL;
+    recorder_object *self = (recorder_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        goto done;
+    const pl_status st =
+        pli_recorder_create(PyBytes_AS_STRING(path), who, &self->recorder);
+    if (st != PL_OK) {
+        pli_raise(state_of_type(type), st);
+        Py_CLEAR(self);
+    }
+done:
+    Py_DECREF(path);
+    return (PyObject *)self;
+}
+
+static void recorder_dealloc(PyObject *object)
+{
+    recorder_object *self = (recorder_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    if (self->weak_references != NULL)
+        PyObject_ClearWeakRefs(object);
+    pli_recorder_destroy(self->recorder);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *recorder_record(PyObject *object, PyObject *args)
+{
+    unsigned activity = PL_IDLE;
+    unsigned long long step = 0;
+    if (!PyArg_ParseTuple(args, "IK:record", &activity, &step))
+        return NULL;
+    if (activity >= PL_N_ACTIVITIES) {
+        PyErr_Format(PyExc_ValueError, "activity is %u: give 0 to %d", activity,
+                     PL_N_ACTIVITIES - 1);
+        return NULL;
+    }
+    pli_recorder_activity(recorder_of(object), (pl_activity)activity, step);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_wait_begins(PyObject *object, PyObject *replica)
+{
+    recorder_object *self = (recorder_object *)object;
+    const long awaited = PyLong_AsLong(replica);
+    if (awaited == -1 && PyErr_Occurred() != NULL)
+        return NULL;
+    self->wait_begin_ns = pli_recorder_wait_begins(self->recorder);
+    pli_recorder_awaits(self->recorder, (int)awaited);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_wait_ends(PyObject *object, PyObject *replica)
+{
+    const recorder_object *self = (recorder_object *)object;
+    const long awaited = PyLong_AsLong(replica);
+    if (awaited == -1 && PyErr_Occurred() != NULL)
+        return NULL;
+    pli_recorder_wait_ends(self->recorder, self->wait_begin_ns, (int)awaited);
+    pli_recorder_add_wait(self->recorder, self->wait_begin_ns);
+    pli_recorder_awaits(self->recorder, PLI_RECORDER_NOBODY);
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_close(PyObject *object, PyObject *ignored)
+{
+    (void)ignored;
+    pli_recorder_unlink(recorder_of(object));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef recorder_methods[] = {
+    {"record", recorder_record, METH_VARARGS,
+     "record($self, activity, step, /)\n--\n\nSay what the process does from now on."},
+    {"wait_begins", recorder_wait_begins, METH_O,
+     "wait_begins($self, replica, /)\n--\n\nA wait for a replica begins; -2: for "
+     "several."},
+    {"wait_ends", recorder_wait_ends, METH_O,
+     "wait_ends($self, replica, /)\n--\n\nIt is over, and this was the last one."},
+    {"close", recorder_close, METH_NOARGS,
+     "close($self, /)\n--\n\nRemove the file; may be called twice."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef recorder_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(recorder_object, weak_references),
+     READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot recorder_slots[] = {
+    {Py_tp_new, recorder_new},
+    {Py_tp_dealloc, recorder_dealloc},
+    {Py_tp_methods, recorder_methods},
+    {Py_tp_members, recorder_members},
+    {Py_tp_doc, "Recorder(path, who)\n--\n\n"
+                "A new file of the last steps, for whoever watches; who is JSON."},
+    {0, NULL},
+};
+
+PyType_Spec pli_recorder_spec = {
+    .name = "paceline._native.Recorder",
+    .basicsize = sizeof(recorder_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = recorder_slots,
+};

@@ -1,0 +1,364 @@
+"""The files in which ranks, and parents of replicas, keep their last steps.
+
+Whoever trains writes one, by ``csrc/ipc/recorder.c``; ``paceline top`` and ``paceline
+trace`` read them.  A file's name says whose it is::
+
+    paceline-<user>-<PID namespace>-<process>-<its start, in clock ticks>-<n>
+
+so that it is known without opening it whether its process still runs.  It goes with its
+wrapper; what a process has left that was killed is removed by the next one that looks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import mmap
+import os
+import re
+import socket
+import stat
+import struct
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from paceline import _environment
+
+if TYPE_CHECKING:
+    from paceline import _native
+
+_log = logging.getLogger("paceline")
+
+MAGIC = b"PLRECORD"
+VERSION = 1
+NOBODY, SOMEBODY = -1, -2
+"""In place of a rank that is waited for: none, and one that is not known."""
+
+ACTIVITIES = (
+    "construction",
+    "user's code",
+    "forward",
+    "backward",
+    "end of backward",
+    "join",
+)
+IDLE, FORWARD, BACKWARD, FINISHING = 1, 2, 3, 4
+
+_LAYOUT = struct.Struct("<8s5I")
+_NOW = struct.Struct("<4q")
+_NOW_AT, _WHO_AT = 64, 128
+_SEQUENCE = struct.Struct("<Q")
+_STEP = struct.Struct("<Q12q24x")
+_BUCKET = struct.Struct("<4q")
+_MOST_TEXT = 200  # of each entry of `who`
+
+# ---- whose files there are ----------------------------------------------------------
+
+
+class Process(NamedTuple):
+    """A process, in such a way that a later one of the same number is another."""
+
+    namespace: int
+    pid: int
+    start: int
+
+    @classmethod
+    def this(cls) -> Process:
+        """Return this process."""
+        pid = os.getpid()
+        return cls(_pid_namespace(), pid, _start_of(pid) or 0)
+
+
+_NAME = re.compile(r"paceline-(\d+)-(\d+)-(\d+)-(\d+)-(\d+)")
+
+
+def _pid_namespace() -> int:
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process began, in clock ticks; None: it is gone, or dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = text.rpartition(b")")[2].split()
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def find(folder: Path) -> list[Path]:
+    """Return the files of the user's processes that run; remove those of others.
+
+    Processes that this one does not see, in another PID namespace, are left alone.
+    """
+    found = []
+    namespace, user = _pid_namespace(), os.geteuid()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _NAME.fullmatch(entry.name)
+            if match is None or int(match[1]) != user or int(match[2]) != namespace:
+                continue
+            if _start_of(int(match[3])) == int(match[4]):
+                found.append(folder / entry.name)
+            else:
+                with suppress(OSError):  # another may be as quick
+                    os.unlink(entry.path)
+    return sorted(found)
+
+
+# ---- writing ------------------------------------------------------------------------
+
+_numbers = itertools.count()
+
+
+def identity() -> str:
+    """Return what the ranks of a job call it, if it is rank 0's: host and process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def start(**who: Any) -> _native.Recorder | None:
+    """Return a new recorder; None where nothing is to be recorded, or can be.
+
+    Parameters
+    ----------
+    **who
+        What readers are to know: ``kind``, ``job``, ``model``, ``rank``,
+        ``world_size``, ``local_rank``, ``device``.
+    """
+    folder = _environment.recorder_folder()
+    if folder is None:
+        return None
+    try:
+        from paceline import _native
+
+        find(folder)  # removes what was left over
+        process = Process.this()
+        who |= {
+            "pid": process.pid,
+            "host": socket.gethostname(),
+            "started": time.time(),
+            "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
+        }
+        cut = {k: v[:_MOST_TEXT] if isinstance(v, str) else v for k, v in who.items()}
+        name = "paceline-{}-{}-{}-{}-{}".format(os.geteuid(), *process, next(_numbers))
+        return _native.Recorder(folder / name, json.dumps(cut))
+    except Exception as error:  # whatever it is, training goes on
+        _log.debug("steps are not recorded: %s", error)
+        return None
+
+
+class Steps:
+    """The steps of a ``DataParallel``, as they are recorded, if they are.
+
+    A forward is run inside it; the rest is called in its order.
+
+    Parameters
+    ----------
+    owner : DataParallel
+        Whose steps they are: with it, the file goes.
+    n_replicas : int
+        Of it.
+    """
+
+    def __init__(self, owner: Any, n_replicas: int) -> None:
+        self._n = 0
+        self._awaited = 1 if n_replicas == 2 else SOMEBODY
+        self._recorder = start(
+            kind="replicas",
+            job=identity(),
+            model=type(owner.module).__name__,
+            rank=0,
+            world_size=n_replicas,
+            local_rank=0,
+            device=str(owner.src_device_obj),
+        )
+        if self._recorder is not None:
+            weakref.finalize(owner, self._recorder.close)
+
+    def __enter__(self) -> Steps:
+        self._n += 1
+        self._record(FORWARD)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._record(IDLE)
+
+    def backward_begins(self) -> None:
+        """Note that replicas are given gradients of their outputs."""
+        self._record(BACKWARD)
+
+    def backward_ends(self) -> None:
+        """Note that all replicas have answered: the step is over."""
+        self._record(IDLE)
+
+    def _record(self, activity: int) -> None:
+        if self._recorder is not None:
+            self._recorder.record(activity, self._n)
+
+    def wait_begins(self) -> None:
+        """Note that there is nothing to do but wait for the replicas."""
+        if self._recorder is not None:
+            self._recorder.wait_begins(self._awaited)
+
+    def wait_ends(self) -> None:
+        """Note that they have answered."""
+        if self._recorder is not None:
+            self._recorder.wait_ends(self._awaited)
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+# ---- reading ------------------------------------------------------------------------
+
+
+class RecordingError(Exception):
+    """A file that cannot be read as steps; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a step; of replicas a wait.  Nanoseconds; 0: not known."""
+
+    ready: int
+    begin: int
+    end: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is over.  Times are nanoseconds of the host's clock; 0: not known."""
+
+    number: int
+    forward_begin: int
+    forward_end: int
+    backward_begin: int
+    backward_end: int
+    reduced: int
+    end: int
+    reducing: int
+    waiting: int
+    awaited: int
+    n_buckets: int
+    n_bytes: int
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def begin(self) -> int:
+        """The first time that is known."""
+        return self.forward_begin or self.backward_begin
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a process does, since when, in which step, and who keeps it waiting."""
+
+    activity: str
+    since: int
+    step: int
+    awaiting: int
+
+
+class Recording:
+    """One process's steps, read as they are written; the writer does not notice.
+
+    Parameters
+    ----------
+    path : path
+        Of the file.
+
+    Attributes
+    ----------
+    who : dict
+        What the process has told of itself.
+
+    Raises
+    ------
+    RecordingError
+        If it is no such file, of another user, or of another version.
+    OSError
+        If it cannot be opened: it may just have gone.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(path, flags)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                raise RecordingError(f"{path} is not a file of this user.")
+            if status.st_size < _WHO_AT:
+                raise RecordingError(f"{path} is too short for recorded steps.")
+            self._memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        magic, version, header, record, n, n_buckets = _LAYOUT.unpack_from(self._memory)
+        if magic != MAGIC:
+            raise RecordingError(f"{path} is not yet complete, or holds no steps.")
+        if version != VERSION:
+            raise RecordingError(
+                f"{path} was written by a Paceline that records in layout {version}, "
+                f"and this one reads layout {VERSION}: use the one that trains."
+            )
+        if status.st_size < header + n * record:
+            raise RecordingError(f"{path} is cut off.")
+        self._header, self._record = header, record
+        self._n, self._n_buckets = n, n_buckets
+        text = self._memory[_WHO_AT:header].rstrip(b"\0")
+        self.who: dict[str, Any] = json.loads(text)
+
+    @property
+    def now(self) -> Now:
+        """What the process does now."""
+        activity, since, step, awaiting = _NOW.unpack_from(self._memory, _NOW_AT)
+        return Now(ACTIVITIES[activity], since, step, awaiting)
+
+    def steps(self) -> list[Step]:
+        """Return the steps that are over and still there, in order."""
+        found = filter(None, map(self._step, range(self._n)))
+        return sorted(found, key=lambda step: step.number)
+
+    def _step(self, index: int) -> Step | None:
+        at = self._header + index * self._record
+        before = self._memory[at : at + self._record]
+        again = self._memory[at : at + self._record]
+        (sequence,) = _SEQUENCE.unpack_from(before)
+        # Twice the same, so that nobody was writing, in whatever order memory shows it.
+        if sequence == 0 or sequence % 2 or before != again:
+            return None
+        _, *fields = _STEP.unpack_from(before)
+        n_kept = min(fields[10], self._n_buckets)
+        rows = itertools.islice(_BUCKET.iter_unpack(before[_STEP.size :]), n_kept)
+        whole: list[Any] = [*fields, tuple(Bucket(*row) for row in rows)]
+        return Step(*whole)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._memory.close()
+
+
+def open_all(folder: Path) -> Iterator[Recording | RecordingError]:
+    """Yield what the user's processes record here; what cannot be read, as its error.
+
+    Recordings are the caller's to close.
+    """
+    for path in find(folder):
+        try:
+            yield Recording(path)
+        except RecordingError as error:
+            yield error
+        except (OSError, ValueError):
+            continue  # gone meanwhile, or not yet written

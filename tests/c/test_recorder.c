@@ -1,0 +1,379 @@
+/* test_recorder.c - the file of the last steps: what a reader sees of it while it is
+ * written, after that, and when the writer is gone.
+ */
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "core/alloc.h"
+#include "core/clock.h"
+#include "ipc/recorder.h"
+
+enum { N_STEPS = 30000, N_KEPT = PLI_RECORDER_RECORDS };
+
+static char folder[64];
+static char path[96];
+
+static void choose_path(void)
+{
+    (void)snprintf(folder, sizeof folder, "/tmp/recorder-XXXXXX");
+    if (mkdtemp(folder) == NULL)
+        abort();
+    (void)snprintf(path, sizeof path, "%s/steps", folder);
+}
+
+static pli_recorder *create(void)
+{
+    pli_recorder *recorder = NULL;
+    return CHECK_OK(pli_recorder_create(path, "{\"rank\": 3}", &recorder)) ? recorder
+                                                                           : NULL;
+}
+
+static const pli_recorder_file *map(void)
+{
+    const int fd = open(path, O_RDONLY);
+    void *base = mmap(NULL, sizeof(pli_recorder_file), PROT_READ, MAP_SHARED, fd, 0);
+    (void)close(fd);
+    return base == MAP_FAILED ? NULL : base;
+}
+
+static void unmap(const pli_recorder_file *file)
+{
+    (void)munmap((void *)(uintptr_t)file, sizeof *file);
+}
+
+static int is_linked(void)
+{
+    return access(path, F_OK) == 0;
+}
+
+/* What a reader takes of a record. */
+typedef struct copied {
+    int64_t step, begin, backward, end, waiting, n_buckets, bucket_bytes;
+} copied;
+
+static int64_t load(const _Atomic int64_t *field)
+{
+    return atomic_load_explicit(field, memory_order_acquire);
+}
+
+/* 0 where the record is empty, being written, or was written meanwhile. */
+static int read_record(const pli_record *record, copied *out)
+{
+    const uint64_t before =
+        atomic_load_explicit(&record->sequence, memory_order_acquire);
+    *out = (copied){.step = load(&record->step),
+                    .begin = load(&record->forward_begin_ns),
+                    .backward = load(&record->backward_begin_ns),
+                    .end = load(&record->end_ns),
+                    .waiting = load(&record->waiting_ns),
+                    .n_buckets = load(&record->n_buckets),
+                    .bucket_bytes = load(&record->buckets[0].n_bytes)};
+    return before != 0 && before % 2 == 0 &&
+           before == atomic_load_explicit(&record->sequence, memory_order_relaxed);
+}
+
+/* One whose numbers all follow from its own. */
+static void take_step(pli_recorder *recorder, uint64_t step)
+{
+    pli_recorder_activity(recorder, PL_FORWARD, step);
+    pli_recorder_activity(recorder, PL_IDLE, step);
+    pli_recorder_activity(recorder, PL_BACKWARD, step);
+    pli_recorder_plan(recorder, (size_t)step, 7 * (size_t)step);
+    pli_recorder_ready(recorder, 0, 5 * (size_t)step);
+    pli_recorder_activity(recorder, PL_FINISHING, step);
+    pli_recorder_reduced(recorder);
+    pli_recorder_activity(recorder, PL_IDLE, step);
+}
+
+static void a_step_is_there_once_it_has_ended(void)
+{
+    copied found;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    if (recorder == NULL || !CHECK(file != NULL))
+        return;
+    CHECK(file->magic == PLI_RECORDER_MAGIC && file->version == PLI_RECORDER_VERSION);
+    CHECK(strcmp(file->who, "{\"rank\": 3}") == 0);
+    CHECK(!read_record(&file->records[5], &found));
+    pli_recorder_activity(recorder, PL_FORWARD, 5);
+    CHECK(file->activity == PL_FORWARD && file->step == 5);
+    CHECK(!read_record(&file->records[5], &found));
+    take_step(recorder, 5); /* its forward anew: the first had no backward */
+    CHECK(read_record(&file->records[5], &found));
+    CHECK(found.step == 5 && found.n_buckets == 5 && found.bucket_bytes == 25);
+    CHECK(found.begin > 0 && found.begin <= found.backward &&
+          found.backward <= found.end);
+    CHECK(file->activity == PL_IDLE && file->awaiting == PLI_RECORDER_NOBODY);
+    unmap(file);
+    pli_recorder_destroy(recorder);
+    CHECK(!is_linked());
+}
+
+static void the_last_steps_are_kept(void)
+{
+    copied found;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    for (uint64_t step = 1; step <= 3 * N_KEPT + 7; step++)
+        take_step(recorder, step);
+    for (int i = 0; i < N_KEPT; i++) {
+        CHECK(read_record(&file->records[i], &found));
+        CHECK(found.step % N_KEPT == i && found.step > 2 * N_KEPT + 7);
+    }
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void a_step_that_fails_is_never_shown(void)
+{
+    copied found;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    pli_recorder_activity(recorder, PL_FORWARD, 1);
+    pli_recorder_activity(recorder, PL_IDLE, 1);
+    pli_recorder_activity(recorder, PL_BACKWARD, 1);
+    take_step(recorder, 2);
+    CHECK(!read_record(&file->records[1], &found));
+    CHECK(read_record(&file->records[2], &found));
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void a_forward_without_a_backward_is_a_step_when_the_next_begins(void)
+{
+    copied found;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    for (uint64_t step = 1; step <= 2; step++) {
+        pli_recorder_activity(recorder, PL_FORWARD, step);
+        pli_recorder_activity(recorder, PL_IDLE, step);
+    }
+    CHECK(read_record(&file->records[1], &found));
+    CHECK(found.step == 1 && found.backward == 0 && found.end >= found.begin);
+    CHECK(!read_record(&file->records[2], &found));
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void a_wait_does_not_count_the_work_done_in_it(void)
+{
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    const pli_record *record = &file->records[1];
+    pli_recorder_activity(recorder, PL_BACKWARD, 1);
+    const int64_t begin = pli_recorder_wait_begins(recorder);
+    pli_sleep_ns(2 * PLI_MS);
+    pli_recorder_part_begins(recorder, 1);
+    pli_sleep_ns(2 * PLI_MS);
+    pli_recorder_part_ends(recorder, 1);
+    pli_recorder_wait_ends(recorder, begin, 4);
+    const int64_t all = pli_now_ns() - begin;
+    CHECK(record->reducing_ns >= 2 * PLI_MS && record->waiting_ns >= 2 * PLI_MS);
+    CHECK(record->reducing_ns + record->waiting_ns <= all);
+    CHECK(record->awaited == 4);
+    CHECK(record->buckets[0].end_ns - record->buckets[0].begin_ns ==
+          record->reducing_ns);
+    pli_recorder_wait_ends(recorder, begin, PLI_RECORDER_NOBODY);
+    CHECK(record->awaited == 4);
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void more_buckets_than_have_room_are_counted(void)
+{
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    const pli_record *record = &file->records[1];
+    pli_recorder_activity(recorder, PL_BACKWARD, 1);
+    pli_recorder_plan(recorder, 1000, 1);
+    for (unsigned b = 0; b < 1000; b++) {
+        pli_recorder_ready(recorder, b, 1);
+        pli_recorder_part_begins(recorder, b + 1);
+        pli_recorder_part_ends(recorder, b + 1);
+    }
+    pli_recorder_add_wait(recorder, 1);
+    CHECK(record->n_buckets == 1000);
+    CHECK(file->records[2].sequence == 0 && file->records[2].step == 0);
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void *write_steps(void *recorder)
+{
+    for (uint64_t step = 1; step <= N_STEPS; step++)
+        take_step(recorder, step);
+    return NULL;
+}
+
+/* The reader looks at the records that are written next. */
+static void no_reader_sees_half_a_step(void)
+{
+    copied found;
+    pthread_t writer;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    if (!CHECK(pthread_create(&writer, NULL, write_steps, recorder) == 0))
+        return;
+    while (load(&file->step) < N_STEPS || load(&file->activity) != PL_IDLE) {
+        for (int64_t ahead = 0; ahead < 3; ahead++) {
+            const size_t at = (size_t)(load(&file->step) + ahead) % N_KEPT;
+            if (!read_record(&file->records[at], &found))
+                continue;
+            if (!CHECK(found.n_buckets == found.step &&
+                       found.bucket_bytes == 5 * found.step &&
+                       found.begin <= found.backward && found.backward <= found.end))
+                goto done;
+        }
+    }
+done:
+    (void)pthread_join(writer, NULL);
+    CHECK(read_record(&file->records[N_STEPS % N_KEPT], &found));
+    CHECK(found.step == N_STEPS);
+    unmap(file);
+    pli_recorder_destroy(recorder);
+}
+
+static void a_forked_child_neither_writes_nor_removes(void)
+{
+    copied found;
+    int status = -1;
+    pli_recorder *recorder = create();
+    const pli_recorder_file *file = map();
+    take_step(recorder, 1);
+    const pid_t child = fork();
+    if (child == 0) {
+        take_step(recorder, 2);
+        pli_recorder_awaits(recorder, 3);
+        pli_recorder_unlink(recorder);
+        pli_recorder_destroy(recorder);
+        _exit(0);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(is_linked() && file->step == 1 && file->awaiting == PLI_RECORDER_NOBODY);
+    CHECK(!read_record(&file->records[2], &found));
+    take_step(recorder, 2);
+    CHECK(read_record(&file->records[2], &found));
+    unmap(file);
+    pli_recorder_destroy(recorder);
+    CHECK(!is_linked());
+}
+
+static void a_child_of_a_fork_may_have_one_of_its_own(void)
+{
+    int status = -1;
+    pli_recorder *parents = create();
+    const pid_t child = fork();
+    if (child == 0) {
+        copied found;
+        (void)unlink(path);
+        pli_recorder *recorder = create();
+        const pli_recorder_file *file = map();
+        take_step(recorder, 1);
+        const int is_good = recorder != NULL && read_record(&file->records[1], &found);
+        pli_recorder_destroy(recorder);
+        _exit(is_good && !is_linked() ? 0 : 1);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    pli_recorder_destroy(parents);
+}
+
+/* In the middle of a step: what had ended stays readable, the rest is not shown. */
+static void a_writer_that_is_killed_leaves_whole_steps(void)
+{
+    copied found;
+    int status = 0;
+    const pid_t child = fork();
+    if (child == 0) {
+        pli_recorder *recorder = create();
+        take_step(recorder, 1);
+        pli_recorder_activity(recorder, PL_FORWARD, 2);
+        (void)raise(SIGKILL);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    const pli_recorder_file *file = map();
+    if (!CHECK(file != NULL))
+        return;
+    CHECK(read_record(&file->records[1], &found) && found.step == 1);
+    CHECK(!read_record(&file->records[2], &found));
+    CHECK(file->activity == PL_FORWARD && file->step == 2);
+    unmap(file);
+    (void)unlink(path);
+}
+
+static void the_file_is_the_users_alone_and_new(void)
+{
+    struct stat status;
+    pli_recorder *recorder = create();
+    pli_recorder *second = NULL;
+    CHECK(stat(path, &status) == 0 && (status.st_mode & 0777) == 0600);
+    CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
+    CHECK(is_linked());
+    pli_recorder_unlink(recorder);
+    CHECK(!is_linked());
+    CHECK(symlink("/dev/null", path) == 0);
+    CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
+    pli_recorder_unlink(recorder); /* what is there now is another's */
+    CHECK(access(path, F_OK) == 0 && unlink(path) == 0);
+    pli_recorder_destroy(recorder);
+}
+
+static void what_fails_leaves_no_file(void)
+{
+    char who[PLI_RECORDER_WHO_BYTES + 1];
+    pli_recorder *recorder = NULL;
+    memset(who, ' ', sizeof who - 1);
+    who[sizeof who - 1] = '\0';
+    CHECK(pli_recorder_create(path, who, &recorder) == PL_EINVAL && !is_linked());
+    for (long n = 1; n <= 3; n++) {
+        pli_fault_arm(PLI_FAULT_SYSCALL, n);
+        CHECK(pli_recorder_create(path, "{}", &recorder) != PL_OK);
+        pli_fault_arm(PLI_FAULT_SYSCALL, 0);
+        CHECK(recorder == NULL && !is_linked());
+    }
+    for (long n = 1; n <= 2; n++) {
+        pli_fault_arm(PLI_FAULT_ALLOC, n);
+        CHECK(pli_recorder_create(path, "{}", &recorder) == PL_ENOMEM);
+        pli_fault_arm(PLI_FAULT_ALLOC, 0);
+        CHECK(recorder == NULL && !is_linked());
+    }
+}
+
+static void without_a_recorder_nothing_is_recorded(void)
+{
+    take_step(NULL, 1);
+    pli_recorder_part_begins(NULL, 1);
+    pli_recorder_part_ends(NULL, 1);
+    CHECK(pli_recorder_wait_begins(NULL) > 0);
+    pli_recorder_wait_ends(NULL, 0, 0);
+    pli_recorder_add_wait(NULL, 0);
+    pli_recorder_unlink(NULL);
+    pli_recorder_destroy(NULL);
+}
+
+int main(void)
+{
+    choose_path();
+    RUN(a_step_is_there_once_it_has_ended);
+    RUN(the_last_steps_are_kept);
+    RUN(a_step_that_fails_is_never_shown);
+    RUN(a_forward_without_a_backward_is_a_step_when_the_next_begins);
+    RUN(a_wait_does_not_count_the_work_done_in_it);
+    RUN(more_buckets_than_have_room_are_counted);
+    RUN(no_reader_sees_half_a_step);
+    RUN(a_forked_child_neither_writes_nor_removes);
+    RUN(a_child_of_a_fork_may_have_one_of_its_own);
+    RUN(a_writer_that_is_killed_leaves_whole_steps);
+    RUN(the_file_is_the_users_alone_and_new);
+    RUN(what_fails_leaves_no_file);
+    RUN(without_a_recorder_nothing_is_recorded);
+    (void)rmdir(folder);
+    return check_report();
+}
