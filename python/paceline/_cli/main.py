@@ -21,6 +21,8 @@ usage: {program} script.py [argument ...]
        {program} - [argument ...]
        {program} run ...
        {program} doctor [--json]
+       {program} top [--once] [--json]
+       {program} trace [-o trace.json]
 
 Runs a Python program as `python` would, with paceline.install() called before it:
 torch.nn.DataParallel and torch.nn.parallel.DistributedDataParallel are paceline's, in
@@ -36,6 +38,8 @@ Commands (a script of such a name: ./doctor, or run doctor):
 
   run            any of the above, by name: {program} run script.py
   doctor         look at this machine: what is wrong for training, and what to do
+  top            watch running jobs: step times, waits, who comes last
+  trace          write running jobs' last steps as a trace for Perfetto
 
 Under a launcher:
 
@@ -101,7 +105,24 @@ def _doctor(arguments: list[str]) -> int:
     return command.main(arguments, _program())
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": _doctor, "run": _run}
+def _top(arguments: list[str]) -> int:
+    from paceline._cli.steps import top
+
+    return top.main(arguments, _program())
+
+
+def _trace(arguments: list[str]) -> int:
+    from paceline._cli.steps import trace
+
+    return trace.main(arguments, _program())
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "doctor": _doctor,
+    "run": _run,
+    "top": _top,
+    "trace": _trace,
+}
 
 
 def _program() -> str:

@@ -40,7 +40,7 @@ BIN = {
     "paceline": '-m paceline "$@"',
     "torchrun": '-m torch.distributed.run --standalone "$@"',
 }
-RUN = re.compile(r"(python|paceline|torchrun)\b(?!.*--nnodes)(?!.* tests/)")
+RUN = re.compile(r"(python|paceline(?! trace)|torchrun)\b(?!.*--nnodes)(?!.* tests/)")
 
 RESULTS = ROOT / "tests" / "bench" / "results"
 WRITTEN_LATER = {"tests/gpu/results"}  # by tests/gpu/run.sh
@@ -57,7 +57,21 @@ def check_target(command: str) -> None:
 
 def check_package(command: str) -> None:
     what = shlex.split(command)[2]
+    extra = re.fullmatch(r"paceline\[(\w+)\]", what)
+    if extra is not None:
+        settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        assert f'{extra[1]} = {{ file = ["requirements/{extra[1]}.txt"] }}' in settings
+        assert (ROOT / "requirements" / f"{extra[1]}.txt").is_file()
+        return
     assert what == "torch" or (what == "." and (ROOT / "pyproject.toml").exists())
+
+
+def check_trace(command: str) -> None:
+    words = shlex.split(command.partition("#")[0])
+    assert words[1] == "trace"
+    main = [sys.executable, "-m", "paceline", "trace", "--help"]
+    known = subprocess.run(main, capture_output=True, text=True, check=True).stdout
+    assert all(word in known for word in words if word.startswith("-"))
 
 
 def check_image(command: str) -> None:
@@ -116,6 +130,7 @@ NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
     "docker": ("needs Docker; tests/image builds and tries the image", check_image),
     "ssh": ("needs the container; tests/image logs in", check_login),
     "mpirun": ("needs MPI; tests/ranks has its variables", check_script),
+    "paceline": ("needs a job that runs; test_watching.py", check_trace),
     "srun": ("needs SLURM; tests/ranks has its variables", check_script),
     "torchrun": ("is for several hosts, or has a test of its own", check_script),
     "tests/gpu/run.sh": ("needs a GPU; test_gpu_script.py", check_gpu_script),

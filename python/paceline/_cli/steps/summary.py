@@ -1,0 +1,183 @@
+"""What a process's last steps amount to, and for which rank a job's others wait."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline import _environment, _recorder
+from paceline._recorder import Recording, Step
+
+_NS_A_MS = 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank, or the parent of replicas.
+
+    Attributes
+    ----------
+    kind : str
+        ``"rank"`` or ``"replicas"``.
+    steps : int
+        That are over, of those that are kept.
+    step_ms : float or None
+        From one step's end to the next one's, the median.
+    reducing, waiting : float or None
+        Shares of that time: this process's part of sums, and waits for others.
+    awaited : dict of int to float
+        For which ranks it waited, with their shares of all its waits.
+    activity : str
+        What it does now, since `seconds`, and for whom it waits, if it does.
+    history : list of float
+        Milliseconds of the last steps, in order.
+    """
+
+    kind: str
+    model: str
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    device: str
+    step: int
+    steps: int
+    step_ms: float | None
+    reducing: float | None
+    waiting: float | None
+    awaited: dict[int, float]
+    activity: str
+    seconds: float
+    awaiting: int | None
+    rss_bytes: int | None
+    history: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The rows of one job, by rank; the others wait longest for `slowest`."""
+
+    job: str
+    slowest: int | None
+    rows: list[Row]
+
+
+def rss_bytes(pid: int) -> int | None:
+    """Return the memory that a process has in use; None: it has just gone."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return None
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def step_times(steps: Sequence[Step]) -> list[int]:
+    """Return how long each step took, but for the first, whose begin is not known."""
+    return [
+        after.end - before.end
+        for before, after in itertools.pairwise(steps)
+        if after.number == before.number + 1
+    ]
+
+
+def waiting_of(step: Step) -> int:
+    """Return how long a step waited for others, as far as it is known."""
+    at_the_end = step.reduced - step.backward_end - step.reducing if step.reduced else 0
+    return max(step.waiting, at_the_end)
+
+
+def row_of(recording: Recording) -> Row:
+    """Return what one process's recording says."""
+    who, now, steps = recording.who, recording.now, recording.steps()
+    times = step_times(steps)
+    median = statistics.median(times) if times else None
+    return Row(
+        kind=who["kind"],
+        model=who["model"],
+        rank=who["rank"],
+        world_size=who["world_size"],
+        local_rank=who["local_rank"],
+        host=who["host"],
+        pid=who["pid"],
+        device=who["device"],
+        step=now.step,
+        steps=len(steps),
+        step_ms=median / _NS_A_MS if median else None,
+        reducing=_share([s.reducing for s in steps], median),
+        waiting=_share(list(map(waiting_of, steps)), median),
+        awaited=_awaited(steps),
+        activity=now.activity,
+        seconds=max(time.monotonic_ns() - now.since, 0) / 1e9,
+        awaiting=now.awaiting if now.awaiting >= 0 else None,
+        rss_bytes=rss_bytes(who["pid"]),
+        history=[round(t / _NS_A_MS, 3) for t in times],
+    )
+
+
+def _awaited(steps: Iterable[Step]) -> dict[int, float]:
+    waits: Counter[int] = Counter()
+    for step in steps:
+        if step.awaited >= 0:
+            waits[step.awaited] += waiting_of(step)
+    whole = waits.total()
+    return {rank: ns / whole for rank, ns in waits.most_common()} if whole else {}
+
+
+def _share(parts: list[int], whole: float | None) -> float | None:
+    return min(statistics.median(parts) / whole, 1.0) if whole else None
+
+
+def slowest_of(rows: Iterable[Row]) -> int | None:
+    """Return the rank for which the others wait longest."""
+    waits: dict[int, float] = defaultdict(float)
+    for row in rows:
+        for rank, share in row.awaited.items():
+            waits[rank] += share * (row.waiting or 0.0)
+    return max(waits, key=lambda rank: waits[rank], default=None)
+
+
+def read(
+    pid: int | None = None, job: str | None = None
+) -> tuple[list[Recording], list[str]]:
+    """Return the recordings asked for, and what is wrong with others."""
+    folder = _environment.recorder_folder()
+    recordings, problems = [], []
+    for found in _recorder.open_all(folder) if folder is not None else ():
+        if isinstance(found, _recorder.RecordingError):
+            problems.append(str(found))
+        elif _is_meant(found, pid, job):
+            recordings.append(found)
+        else:
+            found.close()
+    return recordings, problems
+
+
+def _is_meant(recording: Recording, pid: int | None, job: str | None) -> bool:
+    who = recording.who
+    if pid is not None and who["pid"] != pid:
+        return False
+    return job is None or job in (who["job"], who["job"].rpartition(":")[2])
+
+
+def jobs(recordings: Iterable[Recording]) -> list[Job]:
+    """Return the jobs that processes are of, each wrapper's ranks one job."""
+    found: dict[str, list[Row]] = {}
+    for recording in recordings:
+        found.setdefault(recording.who["job"], []).append(row_of(recording))
+    return [
+        Job(job, slowest_of(rows), sorted(rows, key=lambda r: (r.rank, r.pid)))
+        for job, rows in found.items()
+    ]
+
+
+def as_json(found: Sequence[Job], problems: Sequence[str]) -> dict[str, Any]:
+    """Return what ``top --json`` prints."""
+    return {"jobs": [asdict(job) for job in found], "problems": list(problems)}

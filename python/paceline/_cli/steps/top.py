@@ -1,0 +1,90 @@
+"""``paceline top``: the user's running jobs on this host, as they train."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline._cli.steps import summary
+from paceline._recorder import Recording
+
+DESCRIPTION = """\
+Shows the jobs of this user that train on this host by Paceline: of each rank its step,
+the median time of a step, the shares of it that go to sums and to waits, which rank
+came last, what it does now, and its memory.  It only reads: jobs do not notice."""
+EPILOGUE = """\
+Columns: ms, from one step's end to the next; sums, this rank's part of adding up
+gradients; waits, nothing to do before others came; for, the rank that came last then,
+with its share of the waits."""
+NEEDS_RICH = (
+    "paceline: top shows its table by rich: pip install 'paceline[tools]', or pip "
+    "install rich; --json needs neither"
+)
+
+
+def main(arguments: Sequence[str], program: str) -> int:
+    """Run ``top`` with its arguments; return the exit status."""
+    options = _read(arguments, program)
+    if options.json:
+        print(json.dumps(summary.as_json(*_look(options)), indent=2))
+        return 0
+    try:
+        from paceline._cli.steps import table
+    except ImportError:
+        print(NEEDS_RICH, file=sys.stderr)
+        return 1
+    if options.once or not sys.stdout.isatty():
+        table.print_once(*_look(options))
+        return 0
+    from rich.live import Live
+
+    with Live(table.picture(*_look(options)), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(options.interval)
+            live.update(table.picture(*_look(options)), refresh=True)
+
+
+def _read(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} top",
+        description=DESCRIPTION,
+        epilog=EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--once", action="store_true", help="print one table, and end")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, and end"
+    )
+    parser.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between two looks (1)",
+    )
+    parser.add_argument("--pid", type=int, help="this process alone")
+    parser.add_argument("--job", help="this job alone: its name, or rank 0's pid")
+    return parser.parse_args(arguments)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.05 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text}: give 0.05 to 3600 seconds")
+    return seconds
+
+
+def _look(options: argparse.Namespace) -> tuple[list[summary.Job], list[str]]:
+    recordings, problems = summary.read(options.pid, options.job)
+    try:
+        return summary.jobs(recordings), problems
+    finally:
+        _close(recordings)
+
+
+def _close(recordings: Sequence[Recording]) -> None:
+    for recording in recordings:
+        recording.close()

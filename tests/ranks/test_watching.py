@@ -1,0 +1,268 @@
+"""``paceline top`` and ``paceline trace`` beside real jobs, which do not notice."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from paceline import DataParallel, DistributedDataParallel
+from support import traces
+from support.forked_workers import forked_workers
+from support.ranks import start_ranks, tell
+from support.waiting import until
+from torch import nn
+
+HOME = str(Path(paceline.__file__).parents[1])
+SECONDS = 60
+N_STEPS = 5
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def train_until_stopped(rank, _, folder):
+    """Train; rank 1 is slow.  All take the same number of steps."""
+    model = DistributedDataParallel(net())
+    is_over = torch.zeros(1)
+    n_steps = 0
+    while not is_over.item():
+        if rank == 1:
+            time.sleep(0.002)
+        model(torch.ones(3, 4)).sum().backward()
+        n_steps += 1
+        if n_steps == N_STEPS:
+            tell("trains")
+        is_over[0] = Path(folder, "stop").exists()
+        dist.broadcast(is_over, 0)
+    return n_steps, model.module[0].weight.grad.sum().item()
+
+
+def command(*words, folder):
+    return [sys.executable, "-m", "paceline", *words], {
+        **os.environ,
+        "PACELINE_RECORDER": str(folder),
+        "PYTHONPATH": HOME,
+    }
+
+
+def run(*words, folder):
+    """Run a command of ours; return exit status, standard output, standard error."""
+    line, env = command(*words, folder=folder)
+    done = subprocess.run(
+        line, env=env, capture_output=True, text=True, timeout=SECONDS
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def top(folder, *words):
+    status, output, errors = run("top", "--once", "--json", *words, folder=folder)
+    assert (status, errors) == (0, "")
+    return json.loads(output)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.glob("paceline-*"))
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two ranks that train, and the folder in which they record."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    env = {"PACELINE_RECORDER": str(folder)}
+    with start_ranks(train_until_stopped, 2, str(folder), env=env) as ranks:
+        for rank in range(2):
+            assert ranks.hear(rank) == "trains"
+        yield ranks, folder
+
+
+def stop(ranks, folder):
+    """Have the ranks end; return what each has returned."""
+    (folder / "stop").touch()
+    outcomes = ranks.wait()
+    assert all(outcome.is_ok for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes]
+
+
+def test_top_shows_each_rank_of_a_running_job(job):
+    ranks, folder = job
+    (found,) = top(folder)["jobs"]
+    assert found["job"].endswith(f":{ranks.pids[0]}")
+    assert [row["pid"] for row in found["rows"]] == ranks.pids
+    for rank, row in enumerate(found["rows"]):
+        assert (row["kind"], row["rank"], row["world_size"]) == ("rank", rank, 2)
+        assert (row["local_rank"], row["device"]) == (rank, "cpu")
+        assert row["model"] == "Sequential"
+        assert row["step"] >= N_STEPS - 1
+        assert row["steps"] >= N_STEPS - 1
+        assert row["step_ms"] > 0
+        assert len(row["history"]) >= N_STEPS - 2
+        assert 0 <= row["reducing"] <= 1
+        assert 0 <= row["waiting"] <= 1
+        assert row["rss_bytes"] > 1 << 20
+    assert "1" in found["rows"][0]["awaited"]  # it sleeps in every step
+    by_pid = top(folder, "--pid", str(ranks.pids[1]))["jobs"]
+    assert [row["rank"] for row in by_pid[0]["rows"]] == [1]
+    assert top(folder, "--job", "elsewhere:1")["jobs"] == []
+    stop(ranks, folder)
+
+
+def test_top_prints_a_table_where_there_is_no_terminal(job):
+    pytest.importorskip("rich")
+    ranks, folder = job
+    for words in (["--once"], []):
+        status, output, errors = run("top", *words, folder=folder)
+        assert (status, errors) == (0, "")
+        assert all(str(pid) in output for pid in ranks.pids)
+        assert "Sequential, 2 ranks" in output
+        assert "\033" not in output
+    stop(ranks, folder)
+
+
+def test_a_trace_has_the_steps_of_all_ranks_on_one_clock(job, tmp_path):
+    ranks, folder = job
+    path = tmp_path / "trace.json"
+    pid = str(ranks.pids[0])
+    status, output, errors = run("trace", "-o", str(path), "--job", pid, folder=folder)
+    assert (status, errors) == (0, "")
+    assert str(path) in output
+    lanes = traces.check(json.loads(path.read_text()))
+    spans = [{}, {}]
+    for rank in range(2):
+        events = [
+            e for (pid, _), lane in lanes.items() if pid == rank + 1 for e in lane
+        ]
+        counted = Counter(event["cat"] for event in events)
+        assert set(counted) == {"steps", "forward", "backward", "waits", "reduction"}
+        assert counted["steps"] >= N_STEPS - 1
+        for event in events:
+            if event["cat"] == "backward":
+                number = event["args"]["step"]
+                spans[rank][number] = event["ts"], event["ts"] + event["dur"]
+    both = set(spans[0]) & set(spans[1])
+    assert both
+    ends = {
+        (event["pid"], event["args"]["step"]): event["ts"] + event["dur"]
+        for lane in lanes.values()
+        for event in lane
+        if event["cat"] == "waits"
+    }
+    for number in both:  # no rank has its means before the other's backward began
+        assert ends[1, number] > spans[1][number][0]
+        assert ends[2, number] > spans[0][number][0]
+    stop(ranks, folder)
+
+
+def test_a_reader_that_is_killed_leaves_the_job_alone(job):
+    pytest.importorskip("rich")
+    ranks, folder = job
+    ours, theirs = pty.openpty()
+    line, env = command("top", "--interval", "0.05", folder=folder)
+    env |= {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
+    with subprocess.Popen(line, env=env, stdout=theirs, stderr=theirs) as reader:
+        os.close(theirs)
+        shown = b""
+        while str(ranks.pids[1]).encode() not in shown:
+            shown += os.read(ours, 4096)  # an OSError where it has ended
+        before = top(folder)["jobs"][0]["rows"][0]["step"]
+        reader.kill()
+    os.close(ours)
+    assert reader.returncode == -signal.SIGKILL
+    assert until(lambda: top(folder)["jobs"][0]["rows"][0]["step"] > before)
+    (n_steps, grad), other = stop(ranks, folder)
+    assert n_steps > before
+    assert (n_steps, grad) == other
+
+
+def test_what_a_killed_rank_leaves_goes_when_somebody_looks(job):
+    ranks, folder = job
+    assert len(files(folder)) == 2
+    ranks.kill(0)
+    ranks.kill(1)
+    ranks.wait()
+    assert until(lambda: not top(folder)["jobs"])
+    assert files(folder) == []
+
+
+def end_well(rank, _):
+    """Train in a child, which ends as a script does; return what it has left."""
+    folder = Path(os.environ["PACELINE_RECORDER"])
+    model = DistributedDataParallel(net())
+    model(torch.ones(3, 4)).sum().backward()
+    dist.barrier()
+    assert len(files(folder)) == 2
+    dist.barrier()
+    model._session.world.leave()
+    return not [name for name in files(folder) if f"-{os.getpid()}-" in name]
+
+
+def test_a_rank_that_leaves_takes_its_file_away(tmp_path):
+    env = {"PACELINE_RECORDER": str(tmp_path)}
+    with start_ranks(end_well, 2, env=env) as ranks:
+        assert [outcome.value for outcome in ranks.wait()] == [True, True]
+    assert files(tmp_path) == []
+
+
+# ---- DataParallel -------------------------------------------------------------------
+
+
+def one_job(folder):
+    (found,) = top(folder)["jobs"]
+    (row,) = found["rows"]
+    return row
+
+
+@pytest.mark.parametrize("engine", ["process", "thread"])
+def test_a_data_parallel_is_shown_and_traced(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RECORDER", str(tmp_path))
+    with forked_workers(), DataParallel(net(), ["cpu"] * 2, engine=engine) as model:
+        for _ in range(N_STEPS):
+            model(torch.ones(4, 4)).sum().backward()
+        row = one_job(tmp_path)
+        assert (row["kind"], row["pid"], row["world_size"]) == (
+            "replicas",
+            os.getpid(),
+            2,
+        )
+        n_over = N_STEPS if engine == "process" else N_STEPS - 1
+        assert (row["step"], row["steps"]) == (N_STEPS, n_over)
+        assert row["step_ms"] > 0
+        path = tmp_path / "trace.json"
+        assert run("trace", "-o", str(path), folder=tmp_path)[0] == 0
+        lanes = traces.check(json.loads(path.read_text()))
+        counted = Counter(e["name"] for lane in lanes.values() for e in lane)
+        assert counted["forward"] == n_over
+        if engine == "process":
+            assert row["awaited"] == {"1": 1.0}
+            assert counted["backward"] == N_STEPS
+            # In forward and in backward; and the first time for the model.
+            assert counted["wait for replica 1"] >= 2 * N_STEPS
+    assert files(tmp_path) == []
+
+
+SCRIPT = """
+import os, sys, torch, paceline
+model = paceline.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2, engine="thread")
+model(torch.ones(4, 2)).sum().backward()
+(name,) = [n for n in os.listdir(sys.argv[1]) if n.startswith("paceline-")]
+keep = model, model  # until the interpreter's end
+sys.modules["kept"] = keep
+"""
+
+
+def test_a_script_that_ends_takes_its_file_away(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {**os.environ, "PACELINE_RECORDER": str(tmp_path), "PYTHONPATH": HOME}
+    line = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
+    subprocess.run(line, env=env, check=True, timeout=SECONDS)
+    assert files(tmp_path) == []

@@ -1,0 +1,330 @@
+"""Recorded steps: whose files are read, what they amount to, when there are none."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from paceline import DistributedDataParallel, _environment, _native, _recorder
+from paceline._cli.steps import events, summary, top, trace
+from paceline._recorder import BACKWARD, FINISHING, FORWARD, IDLE
+from support import traces
+from torch import nn
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for what is recorded."""
+    made = tmp_path / "shm"
+    made.mkdir()
+    monkeypatch.setenv("PACELINE_RECORDER", str(made))
+    return made
+
+
+def start(rank=0, **who):
+    recorder = _recorder.start(
+        **{
+            "kind": "rank",
+            "job": "host:1",
+            "model": "Net",
+            "rank": rank,
+            "world_size": 2,
+            "local_rank": rank,
+            "device": "cpu",
+            **who,
+        }
+    )
+    assert recorder is not None
+    return recorder
+
+
+def take_steps(recorder, n, first=1):
+    for step in range(first, first + n):
+        for activity in (FORWARD, IDLE, BACKWARD, FINISHING, IDLE):
+            recorder.record(activity, step)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- what is read -------------------------------------------------------------------
+
+
+def test_the_last_steps_are_read_in_order(folder):
+    recorder = start()
+    take_steps(recorder, 100)
+    (recording,) = _recorder.open_all(folder)
+    steps = recording.steps()
+    assert [step.number for step in steps] == list(range(37, 101))
+    for step in steps:
+        times = step.forward_begin, step.forward_end, step.backward_begin
+        assert sorted((*times, step.backward_end, step.end)) == [
+            *times,
+            step.backward_end,
+            step.end,
+        ]
+        assert step.awaited == _recorder.NOBODY
+    assert recording.now.activity == "user's code"
+    assert recording.now.step == 100
+    assert abs(steps[-1].end - time.monotonic_ns()) < 60e9
+    recorder.record(FORWARD, 101)  # the record of step 37 is under way again
+    assert [step.number for step in recording.steps()] == list(range(38, 101))
+    assert recording.now.activity == "forward"
+
+
+def test_waits_and_their_replica_are_read(folder):
+    recorder = start()
+    recorder.record(FORWARD, 1)
+    recorder.wait_begins(1)
+    (recording,) = _recorder.open_all(folder)
+    assert recording.now.awaiting == 1
+    recorder.wait_ends(1)
+    recorder.record(IDLE, 1)
+    recorder.record(FORWARD, 2)
+    (step,) = recording.steps()
+    assert step.waiting > 0
+    assert step.awaited == 1
+    assert step.n_buckets == len(step.buckets) == 1
+    assert step.buckets[0].begin < step.buckets[0].end
+    assert recording.now.awaiting == _recorder.NOBODY
+
+
+def test_activities_have_the_names_of_the_core(folder):
+    recorder = start()
+    (recording,) = _recorder.open_all(folder)
+    for activity, name in enumerate(_recorder.ACTIVITIES):
+        recorder.record(activity, 1)
+        assert recording.now.activity == name
+    with pytest.raises(ValueError, match=f"give 0 to {activity}"):
+        recorder.record(activity + 1, 1)
+
+
+def test_a_file_of_another_layout_is_refused_in_one_sentence(folder, capsys):
+    recorder = start()
+    take_steps(recorder, 2)
+    (name,) = names(folder)
+    text = bytearray((folder / name).read_bytes())
+    text[8:12] = struct.pack("<I", 7)
+    (folder / name).write_bytes(text)
+    (error,) = _recorder.open_all(folder)
+    assert isinstance(error, _recorder.RecordingError)
+    sentence = (
+        f"{folder / name} was written by a Paceline that records in layout 7, and this "
+        "one reads layout 1: use the one that trains."
+    )
+    assert str(error) == sentence
+    assert top.main(["--json"], "paceline") == 0
+    assert json.loads(capsys.readouterr().out) == {"jobs": [], "problems": [sentence]}
+    assert trace.main(["-o", "-"], "paceline") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert sentence in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(b"", None), (b"x" * 200, "holds no steps"), (b"x", "short")]
+)
+def test_a_file_that_holds_no_steps_is_no_recording(folder, text, words):
+    recorder = start()
+    (name,) = names(folder)
+    (folder / name).write_bytes(text)
+    errors = list(_recorder.open_all(folder))
+    assert words is None or words in str(errors[0])
+    recorder.close()
+
+
+# ---- whose files --------------------------------------------------------------------
+
+
+def test_what_processes_have_left_that_are_gone_is_removed(folder):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    space, _, _ = _recorder.Process.this()
+    user = os.geteuid()
+    live = f"paceline-{user}-{space}-{process.pid}-"
+    live += f"{_recorder._start_of(process.pid)}-0"
+    reused = f"paceline-{user}-{space}-{process.pid}-1-0"
+    elsewhere = f"paceline-{user}-{space + 1}-{process.pid}-1-0"
+    others = f"paceline-{user + 1}-{space}-{process.pid}-1-0"
+    for name in (live, reused, elsewhere, others, "paceline-else"):
+        (folder / name).touch()
+    assert _recorder.find(folder) == [folder / live]
+    assert names(folder) == sorted([live, elsewhere, others, "paceline-else"])
+    process.kill()
+    while _recorder._start_of(process.pid) is not None:  # until it is a zombie
+        time.sleep(0.01)
+    assert _recorder.find(folder) == []
+    assert live not in names(folder)
+    process.communicate()
+
+
+def test_a_new_recorder_removes_what_was_left_over(folder):
+    space = _recorder.Process.this().namespace
+    (folder / f"paceline-{os.geteuid()}-{space}-{2**22 + 1}-1-0").touch()
+    recorder = start()
+    assert len(names(folder)) == 1
+    recorder.close()
+    assert names(folder) == []
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(folder):
+    recorder = start()
+    (name,) = names(folder)
+    recorder.close()
+    (folder / "other").write_bytes(b"x" * 5000)
+    (folder / name).symlink_to(folder / "other")
+    assert list(_recorder.open_all(folder)) == []
+
+
+# ---- where it is written, and where not ---------------------------------------------
+
+
+def step(model):
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def wrap():
+    """Return a wrapper that has a reducer though it is alone."""
+    return DistributedDataParallel(nn.Linear(3, 1), strict=True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrapper_records_and_ends_with_its_file(folder):
+    model = wrap()
+    for _ in range(3):
+        step(model)
+    (recording,) = _recorder.open_all(folder)
+    assert [s.number for s in recording.steps()] == [1, 2, 3]
+    for s in recording.steps():
+        assert s.n_buckets == 1
+        assert s.n_bytes >= 16
+        assert 0 < s.buckets[0].ready <= s.buckets[0].begin <= s.buckets[0].end
+        assert s.buckets[0].end <= s.reduced <= s.end
+    del model
+    assert names(folder) == []
+    assert len(recording.steps()) == 3  # as long as a reader has it
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_wrapper_of_a_process_has_a_file(folder):
+    models = [wrap(), wrap()]
+    step(models[0])
+    step(models[1])
+    step(models[1])
+    (job,) = summary.jobs(summary.read()[0])
+    assert [row.steps for row in job.rows] == [1, 2]
+    assert {row.pid for row in job.rows} == {os.getpid()}
+    lanes = traces.check(events.trace(summary.read()[0]))
+    assert {pid for pid, _ in lanes} == {1, 2}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("value", ["0", "/proc", "/dev/null", "/nowhere/at/all"])
+def test_without_a_place_training_goes_on_unrecorded(value, monkeypatch):
+    monkeypatch.setenv("PACELINE_RECORDER", value)
+    model = wrap()
+    step(model)
+    assert model.module.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
+    assert summary.read() == ([], [])
+
+
+def test_the_place_is_the_variables_or_memory(monkeypatch, tmp_path):
+    for value, place in (("0", None), ("/some/where", "/some/where")):
+        monkeypatch.setenv("PACELINE_RECORDER", value)
+        found = _environment.recorder_folder()
+        assert (None if found is None else str(found)) == place
+    for value in ("", "1"):
+        monkeypatch.setenv("PACELINE_RECORDER", value)
+        assert str(_environment.recorder_folder()) == "/dev/shm"
+    monkeypatch.setattr(os.path, "isdir", lambda path: str(path) == str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert _environment.recorder_folder() == tmp_path
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert _environment.recorder_folder() is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_forked_child_leaves_its_parents_file_alone(folder):
+    model = wrap()
+    step(model)
+    (recording,) = _recorder.open_all(folder)
+    before = recording.steps(), recording.now
+    child = os.fork()
+    if child == 0:
+        try:
+            step(model.module)
+            model._session.world.leave()
+            del model
+            os._exit(0 if len(names(folder)) == 1 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (recording.steps(), recording.now) == before
+    step(model)
+    assert len(recording.steps()) == 2
+
+
+def test_names_that_are_too_long_are_cut(folder):
+    recorder = start(model="N" * 5000)
+    (recording,) = _recorder.open_all(folder)
+    assert recording.who["model"] == "N" * 200
+    with pytest.raises(ValueError, match="give less than"):
+        _native.Recorder(folder / "other", "x" * 4000)
+    assert len(names(folder)) == 1
+    recorder.close()
+
+
+# ---- what is shown ------------------------------------------------------------------
+
+
+def test_steps_that_are_not_next_to_one_another_have_no_time(folder):
+    recorder = start()
+    take_steps(recorder, 2)
+    take_steps(recorder, 1, first=9)
+    (recording,) = _recorder.open_all(folder)
+    assert len(summary.step_times(recording.steps())) == 1
+    row = summary.row_of(recording)
+    assert (row.steps, len(row.history), row.step) == (3, 1, 9)
+
+
+def test_jobs_are_told_apart_and_chosen(folder):
+    recorders = [start(rank=1), start(rank=0), start(job="host:2")]
+    found = summary.jobs(summary.read()[0])
+    assert [(job.job, [row.rank for row in job.rows]) for job in found] == [
+        ("host:1", [0, 1]),
+        ("host:2", [0]),
+    ]
+    assert len(summary.read(job="2")[0]) == len(summary.read(job="host:2")[0]) == 1
+    assert len(summary.read(pid=os.getpid())[0]) == 3
+    assert summary.read(pid=1)[0] == []
+    del recorders
+
+
+def test_top_says_what_to_install_without_rich(folder, monkeypatch, capsys):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "paceline._cli.steps.table", raising=False)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert top.main(["--once"], "paceline") == 1
+    assert "pip install 'paceline[tools]'" in capsys.readouterr().err
+    assert top.main(["--json"], "paceline") == 0
+    assert json.loads(capsys.readouterr().out)["jobs"] == []
+
+
+def test_trace_says_that_there_is_nothing_to_write(folder, capsys):
+    path = folder / "trace.json"
+    assert trace.main(["-o", str(path)], "paceline") == 1
+    assert "no steps" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_reductions_that_overlap_get_lanes_of_their_own():
+    lanes = events._Lanes(1, 0)
+    for begin, end in ((10, 30), (20, 40), (30, 50), (45, 60)):
+        lanes.add_reduction("bucket", begin, end)
+    assert [event["tid"] - events.REDUCTION for event in lanes.events] == [0, 1, 0, 1]
+    assert [name for _, name in lanes.used][-2:] == ["reduction 1", "reduction 2"]
