@@ -157,8 +157,8 @@ def judge_dev_shm(shm: DevShm) -> Finding:
         return ok(found)
     return warning(
         found,
-        "Paceline does not need /dev/shm, but torch's DataLoader and NCCL do: they fail "
-        'with "bus error" or "No space left on device" where it is full. '
+        "Paceline does not need /dev/shm, but torch's DataLoader and NCCL do: they "
+        'fail with "bus error" or "No space left on device" where it is full. '
         "Start the container with --shm-size=8g or --ipc=host, or remove what was left "
         "in /dev/shm.",
     )
