@@ -348,7 +348,7 @@ static void be_interrupted(rank_job *job)
     verdicts *all = job->context;
     draw shared = draw_of(all->seed);
     pl_recovery recovery = PL_NOTHING_FAILED;
-    CHECK(do_step(job, 1, 3));
+    const int has_begun = do_step(job, 1, 3); /* not where the world has ended since */
     if (job->rank == all->culprit) {
         pl_op op = mean_of(17 + draw_below(&shared, 3) * (large_elems / 2));
         pl_ticket ticket = 0;
@@ -374,6 +374,7 @@ static void be_interrupted(rank_job *job)
     }
     all->went_on[job->rank] =
         recover_through(job->comm, &recovery) == PL_OK && do_step(job, 3, N_RANGES);
+    CHECK(has_begun || !all->went_on[job->rank]);
 }
 
 static void no_host_takes_a_step_that_another_does_not(void)
@@ -532,18 +533,27 @@ static void a_host_that_does_not_come_is_named_at_the_deadline(void)
     }
 }
 
-/* Three hosts share out a range; the last has sent its parts, and is silent then. */
+/* Three hosts share out a range; the last has sent its parts first, and is silent. */
+typedef struct silence {
+    hosts world;
+    atomic_int has_begun;
+} silence;
+
 static void fall_silent(rank_job *job)
 {
-    const hosts *it = job->context;
+    silence *it = job->context;
     const pl_op op = mean_of(MOST_ELEMS);
     pl_ticket ticket = 0;
     CHECK(do_step(job, 1, 2));
-    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     if (job->rank == job->world_size - 1) {
-        pli_sleep_ns(3 * it->deadline_ns);
+        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+        atomic_store(&it->has_begun, 1);
+        pli_sleep_ns(3 * it->world.deadline_ns);
         return;
     }
+    while (!atomic_load(&it->has_begun))
+        pli_sleep_ns(PLI_MS);
+    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK(wait_through(job->comm, ticket) != PL_OK);
     if (!CHECK(error_has("host 2 kept this rank waiting")))
         CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
@@ -552,11 +562,11 @@ static void fall_silent(rank_job *job)
 static void who_waits_for_a_silent_host_is_not_blamed_for_it(void)
 {
     for (int narrow = 0; narrow < 2; narrow++) {
-        hosts it = {.n_hosts = 3,
-                    .n_ranks = {1, 1, 1},
-                    .deadline_ns = 1000 * PLI_MS,
-                    .is_narrow = narrow};
-        hosts_run(&it, 4 * ops_arena_bytes(large_elems), fall_silent, &it, 1);
+        silence it = {.world = {.n_hosts = 3,
+                                .n_ranks = {1, 1, 1},
+                                .deadline_ns = 1000 * PLI_MS,
+                                .is_narrow = narrow}};
+        hosts_run(&it.world, 4 * ops_arena_bytes(large_elems), fall_silent, &it, 1);
     }
 }
 

@@ -1,0 +1,66 @@
+"""Draws what kills do to a training: the losses of two runs of `digits_restart.py`.
+
+    python tests/examples/digits_restart_plot.py UNBROKEN BROKEN OUT.svg
+
+UNBROKEN and BROKEN are what the example wrote by ``--losses``; a step that was taken
+again after a restart is in BROKEN twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib as mpl
+
+
+def read(path: str) -> list[tuple[int, float]]:
+    """Return the steps of a file, in the order in which they were taken."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def draw(unbroken: list[tuple[int, float]], broken: list[tuple[int, float]]) -> None:
+    """Draw both on the current figure."""
+    from matplotlib import pyplot as plt  # after use(): it picks the backend
+
+    figure, axes = plt.subplots(figsize=(8, 3.0), layout="constrained")
+    axes.plot(*zip(*unbroken, strict=True), color="#bbbbbb", lw=5, label="never broken")
+    restarts = [k for k, (a, b) in enumerate(pairwise(broken), 1) if b[0] <= a[0]]
+    for n, (begin, end) in enumerate(pairwise([0, *restarts, len(broken)])):
+        label = "with two ranks killed" if n == 0 else None
+        axes.plot(
+            *zip(*broken[begin:end], strict=True), color="#c0392b", lw=1, label=label
+        )
+    for k in restarts:
+        step, loss = broken[k - 1]
+        axes.plot(step, loss, "x", color="#c0392b", ms=9, mew=2)
+        axes.annotate(
+            f"a rank is killed;\nstep {broken[k][0]} is next",
+            (step, loss),
+            textcoords="offset points",
+            xytext=(8, 28),
+            fontsize=8,
+        )
+    twice = {step for step, _ in broken}
+    same = dict(broken) == dict(unbroken)
+    axes.set_title(
+        f"{len(twice)} steps, {len(broken) - len(twice)} of them taken again: "
+        f"every loss is {'the same, to the last bit' if same else 'NOT the same'}",
+        fontsize=10,
+        loc="left",
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss on rank 0")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(sys.argv[3], metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    mpl.use("Agg")
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "paceline"})
+    draw(read(sys.argv[1]), read(sys.argv[2]))
