@@ -23,6 +23,8 @@ static inline void stream_behind(const gpu_rank *self, size_t behind, size_t k)
 static inline void launch_fill(const gpu_rank *self, uint64_t step, size_t i,
                                const int range[2], size_t stream, void *out)
 {
+    if (self->model->params[i].n_elems == 0)
+        return; /* a pointer to nothing, which torch gives no kernel either */
     fill_args args = {.model = self->model,
                       .step = step,
                       .rank = self->rank,

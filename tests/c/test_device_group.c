@@ -1,17 +1,18 @@
 /* test_device_group.c - a group of devices, by what it must do in the order of streams.
  *
- * `test_device_group 5000` draws so many programs in place of a few hundred.
+ *     test_device_group [seeds [first seed]]
  */
 #include <pthread.h>
 
 #include "fake/host_kernels.h"
 #include "group_scene.h"
+#include "seeds.h"
 
 #include "core/alloc.h"
 
 enum { N_SEEDS = 400, N_CALLS = 16, MOST_MOVES = 4, MOST_SEGMENTS = 8 };
 
-static uint64_t n_seeds = N_SEEDS;
+static seeds drawn;
 
 /* ---- calls that are drawn ------------------------------------------------------- */
 
@@ -278,7 +279,7 @@ static void run_drawn(uint64_t seed, fake_schedule schedule)
 /* Up to the first that fails. */
 static void run_drawn_programs(fake_schedule schedule)
 {
-    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         run_drawn(seed, schedule);
         if (atomic_load(&check_n_failures) > 0)
             break;
@@ -670,10 +671,9 @@ static void threads_may_call_at_the_same_time(void)
     }
 }
 
-int main(int argc, char **argv)
+int main(int n_words, char **words)
 {
-    if (argc > 1)
-        n_seeds = strtoull(argv[1], NULL, 10);
+    drawn = seeds_of(n_words, words, N_SEEDS);
     RUN(drawn_calls_happen_in_the_order_of_their_streams_however_late);
     RUN(drawn_calls_happen_in_the_order_of_their_streams_at_any_time);
     RUN(a_segment_may_be_of_hundreds_of_tensors);

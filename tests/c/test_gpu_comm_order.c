@@ -3,8 +3,11 @@
  * Nothing here waits on the host between the first step and the last: values are
  * brought into the ranges, and out of them, by copies on the user's streams, so that
  * only events order them.  As late, as early and in as random an order as the fake can.
+ *
+ *     test_gpu_comm_order [seeds [first seed]]
  */
 #include "gpu_ranks.h"
+#include "seeds.h"
 
 enum {
     N_STEPS = 4,
@@ -14,6 +17,8 @@ enum {
     N_SEEDS = IS_SANITIZED ? 4 : 8,
     N_SCHEDULES = 3
 };
+
+static seeds drawn;
 
 static const fake_schedule schedules[N_SCHEDULES] = {FAKE_RANDOM, FAKE_EARLY,
                                                      FAKE_LATE};
@@ -208,7 +213,7 @@ static void run_steps(gpu_rank *self)
 static void results_reach_whoever_waits_for_them_in_any_order_of_things(void)
 {
     static const pl_dtype dtypes[] = {PL_F32, PL_BF16, PL_F32, PL_F16};
-    for (uint64_t seed = 0; seed < N_SEEDS; seed++)
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
         for (int s = 0; s < N_SCHEDULES; s++)
             for (int by = 0; by < N_ORDERINGS; by++) {
                 plan what = {.dtype = dtypes[seed % 4], .by = (ordering)by};
@@ -264,7 +269,7 @@ static void run_failing(gpu_rank *self)
 
 static void what_a_failed_step_has_left_does_not_touch_the_next(void)
 {
-    for (uint64_t seed = 0; seed < N_SEEDS; seed++)
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
         for (int s = 0; s < N_SCHEDULES; s++) {
             plan what = {.dtype = seed % 2 == 0 ? PL_BF16 : PL_F32, .by = BY_ORDER};
             gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 2), seed, schedules[s]);
@@ -345,7 +350,7 @@ static void run_captured(gpu_rank *self)
 
 static void a_step_is_captured_whole_and_replayed_between_others(void)
 {
-    for (uint64_t seed = 0; seed < N_SEEDS; seed++)
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
         for (int s = 0; s < N_SCHEDULES; s++)
             for (int by = 0; by < N_ORDERINGS; by++) {
                 plan what = {.dtype = PL_F32, .by = (ordering)by};
@@ -355,8 +360,9 @@ static void a_step_is_captured_whole_and_replayed_between_others(void)
             }
 }
 
-int main(void)
+int main(int n_words, char **words)
 {
+    drawn = seeds_of(n_words, words, N_SEEDS);
     RUN(results_reach_whoever_waits_for_them_in_any_order_of_things);
     RUN(what_a_failed_step_has_left_does_not_touch_the_next);
     RUN(a_step_is_captured_whole_and_replayed_between_others);

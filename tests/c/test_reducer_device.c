@@ -2,15 +2,13 @@
  * whatever order, on whatever stream, and whenever the device gets round to it.
  *
  *     test_reducer_device [seeds [first seed]]
- *
- * runs more seeds of the random tests than the usual few.
  */
 #include "gpu_steps.h"
+#include "seeds.h"
 
 enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
 
-static uint64_t n_seeds = SEEDS;
-static uint64_t first_seed = 1;
+static seeds drawn;
 
 /* ---- worlds --------------------------------------------------------------------- */
 
@@ -110,7 +108,7 @@ static lesson lesson_of(uint64_t seed, size_t n_params)
 
 static void means_are_exact_on_any_number_of_streams(void)
 {
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(seed, 1 + seed * 7 % STEPS_MAX_PARAMS);
         run_lesson(&what);
     }
@@ -118,7 +116,7 @@ static void means_are_exact_on_any_number_of_streams(void)
 
 static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
 {
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(10000 + seed, 25);
         what.it.percent_unused = 50;
         run_lesson(&what);
@@ -128,18 +126,18 @@ static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
 static void gradients_that_come_again_are_added_or_replaced_also_where_late(void)
 {
     atomic_store(&n_late_verdicts, 0);
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(20000 + seed, 30);
         what.it.percent_twice = 30;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_late_verdicts) > 0 || n_seeds < SEEDS);
+    CHECK(atomic_load(&n_late_verdicts) > 0 || drawn.n < SEEDS);
 }
 
 static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
 {
     atomic_store(&n_renewals, 0);
-    for (uint64_t seed = first_seed; seed < first_seed + 2 * n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last + drawn.n; seed++) {
         lesson what = lesson_of(30000 + seed, 1 + seed % STEPS_MAX_PARAMS);
         what.it.percent_unused = 20;
         what.it.percent_twice = 25;
@@ -149,7 +147,7 @@ static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
             what.it.params[i].n_elems = 0;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_renewals) > 0 || n_seeds < SEEDS);
+    CHECK(atomic_load(&n_renewals) > 0 || drawn.n < SEEDS);
 }
 
 /* ---- ranks that run out of gradients -------------------------------------------- */
@@ -204,7 +202,7 @@ static void train_unevenly(gpu_rank *self, const lesson *what)
 
 static void ranks_that_stand_in_count_as_zeros_or_not_at_all(void)
 {
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(40000 + seed, 20);
         draw random = draw_of(seed);
         what.train = train_unevenly;
@@ -322,7 +320,7 @@ static void train_by_graph(gpu_rank *self, const lesson *what)
 
 static void a_captured_step_has_exact_means_in_each_replay(void)
 {
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(70000 + seed, 30);
         /* nothing may be late: all at the end, or all as it comes, once */
         what.it.percent_twice = seed % 2 == 0 ? 20 : 0;
@@ -378,7 +376,7 @@ static void train_with_accidents(gpu_rank *self, const lesson *what)
 
 static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
 {
-    for (uint64_t seed = first_seed; seed < first_seed + n_seeds; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = lesson_of(60000 + seed, 1 + seed % STEPS_MAX_PARAMS);
         what.it.percent_unused = 10;
         what.it.percent_twice = 30;
@@ -390,11 +388,8 @@ static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
 
 int main(int n_words, char **words)
 {
-    if (n_words > 1)
-        n_seeds = strtoull(words[1], NULL, 10);
-    if (n_words > 2)
-        first_seed = strtoull(words[2], NULL, 10);
-    (void)alarm(n_words > 1 ? 0 : 240);
+    drawn = seeds_of(n_words, words, SEEDS);
+    (void)alarm(drawn.is_usual ? 240 : 0);
     RUN(means_are_exact_on_any_number_of_streams);
     RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
     RUN(gradients_that_come_again_are_added_or_replaced_also_where_late);

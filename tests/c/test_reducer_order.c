@@ -1,7 +1,13 @@
-/* test_reducer_order.c - orders of a reducer's that its usual steps leave to others. */
+/* test_reducer_order.c - orders of a reducer's that its usual steps leave to others.
+ *
+ *     test_reducer_order [seeds [first seed]]
+ */
 #include "gpu_steps.h"
+#include "seeds.h"
 
 enum { N_STEPS = 7, N_SEEDS = 12, N_PARAMS = 24 };
+
+static seeds drawn;
 
 typedef struct lesson {
     model it;
@@ -114,7 +120,7 @@ static int settle_first(gpu_rank *self, uint64_t step)
 
 static void what_was_settled_is_packed_behind_the_stream_that_settled_it(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = {.it = model_of(seed, 1 + (int)(seed % 2), N_PARAMS),
                        .step = settle_first};
         run_lesson(&what, seed % 3 == 0 ? FAKE_LATE : FAKE_RANDOM);
@@ -159,7 +165,7 @@ static int rescale_at_once(gpu_rank *self, uint64_t step)
 
 static void means_are_rescaled_behind_the_operations_that_make_them(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         const int world_size = 2 + (int)(seed % 2);
         lesson what = {.it = model_of(seed, world_size, N_PARAMS),
                        .step = rescale_at_once};
@@ -253,7 +259,7 @@ static int fail_twice_and_go_on(gpu_rank *self, uint64_t step)
 
 static void slots_are_written_behind_what_a_failed_step_wrote_there(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = {.it = model_of(seed, 1, N_PARAMS), .step = fail_twice_and_go_on};
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
     }
@@ -279,7 +285,7 @@ static int fail_and_leave(gpu_rank *self, uint64_t step)
 
 static void memory_stays_until_what_a_failed_step_writes_is_there(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = {.it = model_of(seed, 2, N_PARAMS), .step = fail_and_leave};
         atomic_store(&n_marked, 0);
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
@@ -327,7 +333,7 @@ static int replace_elsewhere(gpu_rank *self, uint64_t step)
 
 static void a_total_replaces_what_another_stream_has_written(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = {.it = model_of(seed, 1 + (int)(seed % 2), N_PARAMS),
                        .step = replace_elsewhere};
         what.it.percent_twice = 100;
@@ -395,14 +401,15 @@ static int fire_late(gpu_rank *self, uint64_t step)
 
 static void what_is_late_is_copied_behind_the_stream_that_made_it(void)
 {
-    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
+    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
         lesson what = {.it = model_of(seed, 1, N_PARAMS), .step = fire_late};
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
     }
 }
 
-int main(void)
+int main(int n_words, char **words)
 {
+    drawn = seeds_of(n_words, words, N_SEEDS);
     RUN(what_is_late_is_copied_behind_the_stream_that_made_it);
     RUN(a_total_replaces_what_another_stream_has_written);
     RUN(slots_are_written_behind_what_a_failed_step_wrote_there);
