@@ -291,13 +291,14 @@ def run(program: Program, device_ids: list[Any] = CPUS) -> Outcome:
 # ---- by hand ------------------------------------------------------------------------
 
 
-def _gpus(n_gpus: int) -> AbstractContextManager[Any]:
-    """Return what makes that many GPUs, if any."""
+def _gpus(n_gpus: int, seed: int, *options: str) -> AbstractContextManager[Any]:
+    """Return what makes that many GPUs, if any, which run late by this seed."""
     if n_gpus == 0:
         return nullcontext()
     from support import fake_gpus
 
-    return fake_gpus.several(n_gpus)
+    drawn = "schedule=random", "pump=1", f"seed={seed}"
+    return fake_gpus.several(n_gpus, *drawn, *options)
 
 
 def main() -> int:
@@ -308,7 +309,13 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9)
     parser.add_argument(
-        "--gpus", type=int, default=0, help="replicas on so many GPUs, fakes; 2 to 4"
+        "--gpus",
+        type=int,
+        default=0,
+        help="replicas on so many GPUs, 2 to 4: fakes, whose schedule a program draws",
+    )
+    parser.add_argument(
+        "--fake", nargs="*", default=[], help="options of the fake, such as peers=0"
     )
     given = parser.parse_args()
     print(f"seed {given.seed}, {given.programs} programs", flush=True)
@@ -321,7 +328,7 @@ def main() -> int:
         for seed in range(given.seed, given.seed + given.programs):
             program = draw(seed)
             try:
-                with _gpus(given.gpus):
+                with _gpus(given.gpus, seed, *given.fake):
                     outcome = run(program, device_ids)
             except Differs as error:
                 n_wrong += 1

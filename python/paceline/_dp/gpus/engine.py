@@ -153,7 +153,7 @@ class GpuEngine:
                 return self._run(parts, tasks)
         finally:
             if self._replicated is not None:
-                self._replicated.check_buffers(replicas)
+                self._replicated.finish(replicas, streams)
             if not torch.is_grad_enabled():
                 # It would hold on to casts of the replicas' parameters, which are new
                 # ones in each forward, until the outermost autocast ends.

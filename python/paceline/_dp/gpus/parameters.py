@@ -17,8 +17,8 @@ is the module itself: autograd adds what comes from the others to its gradients.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -27,7 +27,7 @@ from paceline._compat import torch_graph
 from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
-from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch
+from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch, move
 from paceline._replicas.replicate import as_original, replicas_of
 
 _log = logging.getLogger("paceline")
@@ -41,12 +41,13 @@ class Replicated:
         self._layout: Layout | None = None
         self._held = HeldBlocks()
         self._buffers: list[tuple[Segment, int, list[torch.Tensor]]] = []
+        self._leaves: list[_Leaf] = []
 
     def replicas(
         self, parts: list[Module], n_replicas: int, streams: Streams
     ) -> list[Module]:
         """Return the module, and replicas of it on their devices, for one forward."""
-        self._buffers = []
+        self._buffers, self._leaves = [], []
         if n_replicas < 2:
             return [parts[0]]
         copies: list[dict[int, Any]] = [{} for _ in range(n_replicas)]
@@ -65,6 +66,7 @@ class Replicated:
             for tensor in others:
                 moved = _moved(self._group, streams, tensor, k)
                 copies[k][id(tensor)] = moved
+                self._note_leaf(k, tensor, moved)
         if not layout.is_kept:
             self._layout = None
         return replicas_of(parts, copies[1:])
@@ -75,8 +77,32 @@ class Replicated:
             _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
-    def check_buffers(self, replicas: Sequence[Module]) -> None:
-        """Raise where a buffer has grown over another one, when replicas have run."""
+    def _note_leaf(self, k: int, original: torch.Tensor, copy: torch.Tensor) -> None:
+        if copy.is_leaf and isinstance(original, torch.nn.Parameter):
+            self._leaves.append(_Leaf(k, original, copy, copy.requires_grad))
+
+    def finish(self, replicas: Sequence[Module], streams: Streams) -> None:
+        """Have the model get what a forward has done to replicas, once it has run.
+
+        Parameters without a graph are leaves of a replica's own: a backward within the
+        forward gave it the gradients.
+
+        Raises
+        ------
+        RuntimeError
+            A buffer has grown over another one, or a parameter was thawed.
+        """
+        leaves, self._leaves = self._leaves, []
+        for leaf in leaves:
+            if leaf.copy.grad is not None:
+                _accumulate(self._group, streams, leaf)
+        self._check_buffers(replicas)
+        if torch.is_grad_enabled():
+            for leaf in leaves:
+                if leaf.copy.requires_grad and not leaf.wanted:
+                    raise _thawed(replicas[leaf.member], leaf.copy)
+
+    def _check_buffers(self, replicas: Sequence[Module]) -> None:
         buffers, self._buffers = self._buffers, []
         for segment, k, tensors in buffers:
             i = segment.outgrown(k, tensors)
@@ -148,22 +174,53 @@ class Replicated:
             tensors: Sequence[torch.Tensor] = segment.slots[k]
             if is_recorded:
                 tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
-            if not segment.is_parameter:
+            else:  # never the slots themselves: who holds on to one is not counted
                 tensors = [slot.detach() for slot in tensors]
             pairs = zip(tensors, segment.tensors, strict=True)
             tensors = [as_original(*pair) for pair in pairs]
             for original, tensor in zip(segment.tensors, tensors, strict=True):
                 copies[k][id(original)] = tensor
+                self._note_leaf(k, original, tensor)
             if not segment.is_parameter:
                 self._buffers.append((segment, k, tensors))
+
+
+class _Leaf(NamedTuple):
+    """A parameter that a replica has without a graph, and whether it was trained."""
+
+    member: int
+    original: torch.Tensor
+    copy: torch.Tensor
+    wanted: bool
+
+
+def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
+    """Add the gradient that a replica's own parameter was given to the model's."""
+    with torch.no_grad():
+        (grad,) = move(group, streams, (leaf.member, 0), [leaf.copy.grad])
+        before = leaf.original.grad
+        leaf.original.grad = grad if before is None else before + grad
+
+
+def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    return next((name for name, found in named if found is tensor), "of a part")
+
+
+def _thawed(replica: Module, parameter: torch.Tensor) -> RuntimeError:
+    """Return what to raise where a forward has made a parameter be trained."""
+    name = _name_of(parameter, replica.named_parameters(remove_duplicate=False))
+    return RuntimeError(
+        f"a replica of DataParallel made its parameter '{name}' require a gradient, "
+        "which would be that of some rows alone: call requires_grad_() on the module "
+        "before the forward"
+    )
 
 
 def _outgrown(
     replica: Module, buffer: torch.Tensor, n_elems_before: int
 ) -> RuntimeError:
     """Return what to raise where a forward has given a buffer more elements."""
-    named = replica.named_buffers(remove_duplicate=False)
-    name = next((name for name, tensor in named if tensor is buffer), "of a part")
+    name = _name_of(buffer, replica.named_buffers(remove_duplicate=False))
     return RuntimeError(
         f"a replica of DataParallel made its buffer '{name}' grow from "
         f"{n_elems_before} to {buffer.numel()} elements, over what lies behind it: run "

@@ -1,0 +1,151 @@
+"""Where the Python of the GPU path can be broken, in one place at a time.
+
+- *always*, *never*: a condition, or what tells whether something is so, is a constant;
+- *drop operand*: one of the conditions that `and` or `or` joins is left out;
+- *blind entry*: one of the things that are compared with what was before is not seen;
+- *drop statement*: a call for its effect, or what is noted in an attribute, is not made;
+- *drop with*: what a block runs within (streams, a mode, a mark) is left out.
+"""
+
+import ast
+from collections.abc import Iterator
+
+from mutant import Mutant
+
+# Returns of these, and what these names are given, are compared with what was before.
+COMPARED = {"stamp", "_form", "_forms_now", "_counts", "_ids_of", "key"}
+
+TELLING = {"all", "any", "bool", "isinstance"}
+
+Place = tuple[str, ast.expr | ast.stmt, str]  # operator, what, replacement
+
+
+def _is_condition(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in TELLING
+    is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    return is_not or isinstance(node, (ast.Compare, ast.BoolOp))
+
+
+def _tests(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield what a node asks, if it asks anything."""
+    if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+        yield node.test
+    elif isinstance(node, ast.comprehension):
+        yield from node.ifs
+
+
+def _conditions(function: ast.AST) -> list[ast.expr]:
+    """Return the conditions of a function, without those within others."""
+    found: dict[ast.expr, None] = {}
+
+    def visit(node: ast.AST) -> None:
+        for test in _tests(node):
+            found[test] = None
+        if isinstance(node, ast.expr) and _is_condition(node):
+            found[node] = None
+            if not isinstance(node, ast.Call):
+                return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(function)
+    return list(found)
+
+
+def _of_conditions(function: ast.AST) -> Iterator[Place]:
+    for condition in _conditions(function):
+        yield "always", condition, "True"
+        yield "never", condition, "False"
+    for node in ast.walk(function):
+        if isinstance(node, ast.BoolOp):
+            neutral = str(isinstance(node.op, ast.And))
+            for operand in node.values:
+                yield "drop operand", operand, neutral
+
+
+def _entries(value: ast.expr | None) -> Iterator[ast.expr]:
+    """Yield the entries of what a comparison gets."""
+    if isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+        value = value.elt
+        yield value
+    if isinstance(value, (ast.Tuple, ast.List)):
+        for entry in value.elts:
+            yield entry.value if isinstance(entry, ast.Starred) else entry
+
+
+def _of_comparisons(function: ast.AST, name: str) -> Iterator[Place]:
+    for node in ast.walk(function):
+        value = None
+        if isinstance(node, ast.Return) and name in COMPARED:
+            value = node.value
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value if node.targets[0].id in COMPARED else None
+        for entry in _entries(value):
+            is_many = isinstance(entry, ast.Call) and ast.unparse(entry)[:3] == "map"
+            yield "blind entry", entry, "()" if is_many else "None"
+
+
+def _of_statements(function: ast.AST) -> Iterator[Place]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            yield "drop statement", node, "pass"
+        elif isinstance(node, (ast.Assign, ast.AugAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if not isinstance(target, (ast.Name, ast.Tuple)):
+                yield "drop statement", node, "pass"
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                if item.optional_vars is None:
+                    yield "drop with", item.context_expr, "__import__('contextlib')"
+                    break
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Return the mutants of one source."""
+    begins = [0]
+    for line in source.splitlines(keepends=True):
+        begins.append(begins[-1] + len(line))
+    assert source.isascii(), path  # columns of `ast` are bytes
+    found: list[Mutant] = []
+    for function, name in _functions(ast.parse(source)):
+        places = [
+            *_of_conditions(function),
+            *_of_comparisons(function, name.split(".")[-1]),
+        ]
+        if function.name != "__init__":  # without an attribute all is an error
+            places += _of_statements(function)
+        seen: dict[tuple[str, str], int] = {}
+        for operator, node, replacement in places:
+            start = begins[node.lineno - 1] + node.col_offset
+            end = begins[node.end_lineno - 1] + node.end_col_offset
+            text = source[start:end]
+            if operator == "drop with":
+                replacement += ".nullcontext()"
+            key = operator, " ".join(text.split())
+            seen[key] = seen.get(key, 0) + 1
+            found.append(
+                Mutant(
+                    path,
+                    name,
+                    operator,
+                    start,
+                    end,
+                    text,
+                    replacement,
+                    seen[key],
+                    node.lineno,
+                )
+            )
+    return found
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
+    """Yield the functions and methods of a module, each with its name."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node, node.name
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield inner, f"{node.name}.{inner.name}"
