@@ -517,13 +517,18 @@ def test_tensors_that_no_block_can_hold_travel_by_themselves(wrap):
             self.double()
 
         def forward(self, i):
+            mine = self.rows.weight, self.gap, self.mask._values()
+            seen.append([tensor.data_ptr() for tensor in mine])
             return self.rows(i) @ self.gap.t() + (self.mask @ self.gap[:3].t()).sum()
 
+    seen = []
     torch.manual_seed(0)
     twin = Twin(wrap, Mixed(), 3)
     i = torch.arange(7)
-    for model in twin.models:
+    for model in reversed(twin.models):
         loss_of(model(i)).backward()
+    for of_one_tensor in zip(*seen[:3], strict=True):  # each replica has its own
+        assert len(set(of_one_tensor)) == 3
     sparse = [m.rows.weight.grad for m in (twin.inner, twin.plain)]
     assert all(grad.is_sparse for grad in sparse)
     assert torch.equal(*(grad.to_dense() for grad in sparse))

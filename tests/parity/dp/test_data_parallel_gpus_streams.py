@@ -1,0 +1,193 @@
+"""Which streams what DataParallel does on GPUs is put into.
+
+The machine here has streams that are current by thread, as torch has them, and they are
+numbers alone: what the native side is asked for is noted, then done on default streams.
+"""
+
+import contextlib
+import gc
+import threading
+from collections import namedtuple
+
+import paceline
+import pytest
+import torch
+from paceline._compat import torch_core, torch_cuda
+from replicas import assert_same_grads, integer_weights, integers, loss_of
+from support import fake_gpus
+from torch import nn
+
+N = 3
+Noted = namedtuple("Noted", "name given current device")
+
+
+class Streams(threading.local):
+    """The current device of a thread, and the current stream of each."""
+
+    def __init__(self):
+        self.device = 0
+        self.by_device = [100 + index for index in range(N)]
+
+    @contextlib.contextmanager
+    def on(self, index, stream):
+        before = self.device, self.by_device[index]
+        self.device, self.by_device[index] = index, stream
+        yield
+        self.device, self.by_device[index] = before
+
+
+class Native:
+    """Stands before a group's native side."""
+
+    def __init__(self, native, streams, noted):
+        self._native, self._streams, self._noted = native, streams, noted
+
+    def streams(self):
+        return tuple(self._streams.by_device)
+
+    def __getattr__(self, name):
+        def call(given, *arguments):
+            now = self.streams()
+            self._noted.append(Noted(name, given, now, self._streams.device))
+            return getattr(self._native, name)((0,) * N, *arguments)
+
+        return call
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    with fake_gpus.several(N) as machine:
+        current = Streams()
+        monkeypatch.setattr(machine, "current_stream", lambda i: current.by_device[i])
+        monkeypatch.setattr(machine, "current", lambda: current.device)
+        monkeypatch.setattr(machine, "on", current.on)
+        yield current
+        gc.collect()
+
+
+class Net(nn.Module):
+    """Parameters in segments and by themselves, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        self.register_buffer("scale", torch.ones(2))
+        integer_weights(self)
+        self.seen = []
+
+    def forward(self, x, i):
+        # `seen` is one list of all replicas
+        self.seen.append(self.where())
+        return self.layers(x + self.table(i)) * self.scale
+
+
+@pytest.fixture
+def net(streams):
+    """Return a wrapper, what its native side is asked for, and the plain module."""
+    plain, module = Net(), Net()
+    Net.where = lambda self: (streams.device, tuple(streams.by_device))
+    ours = paceline.DataParallel(module)
+    noted = []
+    group = ours._gpu_engine().group
+    group.native = Native(group.native, streams, noted)
+    return ours, noted, plain
+
+
+def inputs():
+    return integers(7, 3).requires_grad_(), torch.arange(7) % 5
+
+
+@contextlib.contextmanager
+def chosen(streams):
+    """Have other streams be current than those that a thread begins with."""
+    with contextlib.ExitStack() as stack:
+        for index in (2, 1, 0):
+            stack.enter_context(streams.on(index, 700 + index))
+        yield tuple(700 + index for index in range(N))
+
+
+def in_a_thread(call):
+    found = []
+
+    def run():
+        try:
+            call()
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if found:
+        raise found[0]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["in order", "side by side"])
+def test_a_forward_is_on_the_streams_of_its_caller(streams, net, is_first):
+    ours, noted, _ = net
+    if not is_first:
+        ours(*inputs())
+        noted.clear()
+        ours.module.seen.clear()
+    with chosen(streams) as expected:
+        ours(*inputs())
+    names = {note.name for note in noted}
+    assert names == {"copy", "broadcast" if is_first else "refresh"}
+    for note in noted:
+        assert (note.given, note.current, note.device) == (expected, expected, 0), note
+    assert sorted(index for index, _ in ours.module.seen) == [0, 1, 2]
+    for index, by_device in ours.module.seen:
+        assert by_device[index] == expected[index]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_backward_is_on_the_streams_of_its_forward(
+    streams, net, create_graph, monkeypatch
+):
+    ours, noted, plain = net
+    with chosen(streams) as expected:
+        loss = loss_of(ours(*inputs()))
+    noted.clear()
+    moved = []
+    to = torch.Tensor.to
+
+    def move(tensor, *arguments, **options):
+        moved.append((tuple(streams.by_device), streams.device))
+        return to(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "to", move)
+    in_a_thread(lambda: loss.backward(create_graph=create_graph))
+    monkeypatch.undo()
+    assert moved, "sparse gradients travel by torch"
+    assert set(moved) == {(expected, 0)}
+    names = {note.name for note in noted}
+    assert names >= ({"copy"} if create_graph else {"copy", "pack", "sum"})
+    for note in noted:
+        assert (note.given, note.current, note.device) == (expected, expected, 0), note
+    loss_of(plain(*inputs())).backward()
+    if not create_graph:
+        assert_same_grads(ours.module.layers, plain.layers)
+
+
+def test_outputs_are_joined_on_the_streams_of_the_caller(streams, net):
+    ours, noted, _ = net
+    module = ours.module
+    chunks, kwargs = ours.scatter(inputs(), {}, ours.device_ids)
+    with chosen(streams) as expected:
+        outputs = ours.parallel_apply(
+            ours.replicate(module, ours.device_ids), chunks, kwargs
+        )
+        noted.clear()
+        ours.gather(outputs, ours.output_device)
+    assert noted
+    for note in noted:
+        assert (note.given, note.current) == (expected, expected)
+
+
+def test_streams_are_asked_of_torch(streams):
+    torch_cuda.current_stream = lambda index: streams.by_device[index]
+    torch_core.attach()
+    group = paceline.DataParallel(nn.Linear(3, 2))._gpu_engine().group
+    with chosen(streams) as expected:
+        assert group.streams() == (expected, list(expected))
