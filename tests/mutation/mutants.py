@@ -10,6 +10,8 @@ of the code, so that what is written later is found too:
 - *swap streams*: a call that orders two streams is given them the other way round;
 - *other slot*: the event of a ring's first slot is taken for that of another one;
 - *drop reference*: what keeps memory, or work on it, alive is not held or waited for.
+
+Those of Python have operators of their own: python_mutants.py.
 """
 
 import re
@@ -18,10 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import python_mutants
+from mutant import ROOT, Mutant
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "lint"))
 from rules import blank, line_of
-
-ROOT = Path(__file__).parents[2]
 
 # The GPU path: what puts work on a stream, or decides when memory may be reused.
 SOURCES = [
@@ -39,6 +42,7 @@ SOURCES = [
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",
     "csrc/python/dp/device_group_*.c",
+    "python/paceline/_dp/gpus/*.py",
 ]
 
 # Calls without which an order is lost.
@@ -100,36 +104,6 @@ KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}
 MACROS = {"PL_TRY", "PL_FAIL", "PL_CUDA", "LAUNCH"}
 SLOT_EVENT = re.compile(r"\w+(?:->|\.)(?:\w+(?:\[\w+\])?\.)?has_\w+\[slot\]")
 EVENT = re.compile(r"\.(ready|done) = ([^,;}]+)|order(?:\.|->)(ready|done) = ([^,;]+);")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One replacement of one piece of one source."""
-
-    path: str
-    function: str
-    operator: str
-    start: int
-    end: int
-    text: str  # what stands there
-    replacement: str
-    n: int  # of those that read the same in this function, from 1
-    line: int
-
-    @property
-    def name(self) -> str:
-        """What the mutant is called in tables: no line, so that it outlives edits."""
-        suffix = f" ({self.n})" if self.n > 1 else ""
-        return f"{self.path} {self.function}(): {self.operator}: {self.words}{suffix}"
-
-    @property
-    def words(self) -> str:
-        """The piece in one line."""
-        return " ".join(self.text.split())
-
-    def applied_to(self, source: str) -> str:
-        """Return the source with the replacement made."""
-        return source[: self.start] + self.replacement + source[self.end :]
 
 
 @dataclass(frozen=True)
@@ -240,6 +214,8 @@ def places(path: str, code: str, first: int, last: int) -> Iterator[Place]:
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """Return the mutants of one source."""
+    if path.endswith(".py"):
+        return python_mutants.mutants_of(path, source)
     code = blank(source)
     found: list[Mutant] = []
     for function, first, last in bodies(code):

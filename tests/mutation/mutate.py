@@ -33,7 +33,8 @@ from pathlib import Path
 
 import numpy
 from equivalent import EQUIVALENT
-from mutants import ROOT, Mutant, all_mutants
+from mutant import ROOT, Mutant
+from mutants import all_mutants
 
 README = Path(__file__).parent / "README.md"
 
@@ -56,6 +57,11 @@ PY_TESTS = sorted(
     for folder in ("unit", "parity", "ranks")
     for path in (ROOT / "tests" / folder).rglob("test_*.py")
     if re.match(r"test_(cuda|native_device|device_group)", path.name)
+)
+# What replicas on GPUs do, by the files of their own.
+DP_TESTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_gpus*.py")
 )
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 
@@ -152,6 +158,15 @@ class Workplace:
             self.root,
         )
 
+    def install(self, source: str) -> None:
+        """Bring one source into the package: compiled, or as it is."""
+        if source.endswith(".py"):
+            package = self.site / Path(source).relative_to("python")
+            shutil.copyfile(self.root / source, package)
+            return
+        self.compile(source)
+        self.link()
+
     def build_all(self, tests: list[str]) -> None:
         """Build everything, unharmed."""
         programs = [self.program(test) for test in tests if not test.endswith(".py")]
@@ -169,7 +184,7 @@ class Workplace:
         """Tell whether a test passes, as things are."""
         limit = self.seconds.get(test, 300) * 3 + SLOWEST
         if test.endswith(".py"):
-            command = [sys.executable, "-m", "pytest", "-x", "-q", test]
+            command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", test]
             command += ["-p", "no:cacheprovider"]
             return (
                 run(
@@ -205,8 +220,7 @@ class Workplace:
         try:
             for test in tests:
                 if test.endswith(".py") and not linked:
-                    self.compile(mutant.path)
-                    self.link()
+                    self.install(mutant.path)
                     linked = True
                 elif not test.endswith(".py"):
                     self.build_c(test)
@@ -217,7 +231,9 @@ class Workplace:
             return None
         finally:
             path.write_text(whole)
-            if linked:
+            if linked and mutant.path.endswith(".py"):
+                self.install(mutant.path)
+            elif linked:
                 self.compile(mutant.path)
 
 
@@ -238,7 +254,9 @@ def last_killers() -> dict[str, str]:
 def tests_for(mutant: Mutant, seconds: dict[str, float], last: str | None) -> list[str]:
     """Return the tests to run, the likeliest first, then the quickest."""
     tests = sorted(seconds, key=lambda test: (test.endswith(".py"), seconds[test]))
-    if mutant.path.startswith("csrc/python/"):
+    if mutant.path.endswith(".py"):
+        tests = [test for test in tests if test in DP_TESTS]
+    elif mutant.path.startswith("csrc/python/"):
         tests = [test for test in tests if test.endswith(".py")]
     return sorted(tests, key=lambda test: test != last)
 
@@ -354,7 +372,10 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{m.line:4} {m.name} -> {m.replacement}" for m in mutants))
         return 0
-    tests = [t for t in C_TESTS + PY_TESTS if re.search(options.tests, t)]
+    wanted = C_TESTS + PY_TESTS + DP_TESTS
+    if all(mutant.path.endswith(".py") for mutant in mutants):
+        wanted = DP_TESTS
+    tests = [t for t in wanted if re.search(options.tests, t)]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         places = copies(Path(folder), options.jobs, tests, options.show)
         results = survey(

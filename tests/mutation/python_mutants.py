@@ -3,7 +3,7 @@
 - *always*, *never*: a condition, or what tells whether something is so, is a constant;
 - *drop operand*: one of the conditions that `and` or `or` joins is left out;
 - *blind entry*: one of the things that are compared with what was before is not seen;
-- *drop statement*: a call for its effect, or what is noted in an attribute, is not made;
+- *drop statement*: a call for its effect is not made, or an attribute not set;
 - *drop with*: what a block runs within (streams, a mode, a mark) is left out.
 """
 
