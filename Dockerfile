@@ -93,7 +93,7 @@ RUN cd /opt/paceline/requirements \
         2>/dev/null || echo "$TORCH_VERSION") \
  && sed -i "s/^torch==.*/torch==$torch/" constraints.txt \
  && python3 -m pip install -c constraints.txt torch numpy cloudpickle \
-        -r demo.txt -r notebook.txt
+        -r demo.txt -r notebook.txt -r tools.txt
 
 # After what is heavy, so that an edit of the sources does not install it again.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

@@ -14,13 +14,13 @@ steps       Whole training steps of several contestants that take turns inside t
             processes; `steps.py` says what makes it fair.  Before anything is timed,
             everyone's gradients are compared with an average made by hand.
 memory      PSS of a rank, each contestant alone in processes of its own.
-all_reduce  The bare collective by size; see `all_reduce.py`.
+all_reduce  The bare collective by size; see `paceline._cli.bench.all_reduce`.
 
 A *group* is one set of fresh rank processes (a pair, with two ranks).  Each task is
 repeated in `--pairs` groups, and the groups of all models are interleaved, so that a
 slow quarter of an hour does not fall on one model alone.  Ratios are taken inside a
-group and summarised over groups; see `stats.py`.  Figures of a busy machine are worth
-little: the load at the start of each group is part of the output.
+group and summarised over groups; see `paceline._cli.bench.stats`.  Figures of a busy
+machine are worth little: the load at the start of each group is part of the output.
 
 Together or apart
 -----------------
@@ -54,9 +54,9 @@ import sys
 from pathlib import Path
 
 import contestants
-import models
 import report
 from options import present_names, split_names
+from paceline._cli.bench import models
 from runner import Bench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe
+from paceline._cli.bench.stats import percentile
 from paceline._compat import torch_core
 from paceline._dp.process import pickling
 from paceline._dp.process.shared_model import SharedModel
 from paceline._replicas.replicate import parts_of, replicas_of
-from stats import percentile
 from torch import nn
 
 N_LOG = 10_000

@@ -1,13 +1,13 @@
 """The models on which DataParallel is timed: from tiny steps to long ones.
 
 A batch is the *whole* batch, which each contestant divides in its own way.  See
-`models.py` for why the inputs are random and the learning rate small.
+`paceline._cli.bench.models` for why the inputs are random and the learning rate small.
 """
 
 from __future__ import annotations
 
-import models
-from models import ModelSpec, classes
+from paceline._cli.bench import models
+from paceline._cli.bench.models import ModelSpec, classes
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -21,10 +21,10 @@ if __name__ == "__main__" and sys.argv[2] != "-":
 
 import dp_contestants
 import dp_models
-import models
 import torch
 import torch.distributed as dist
-from models import Batch
+from paceline._cli.bench import models
+from paceline._cli.bench.models import Batch
 from steps import MODEL_SEED, N_BATCHES, N_CHECKED_STEPS, TOLERANCE
 from torch import nn
 

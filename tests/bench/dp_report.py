@@ -21,8 +21,8 @@ from dp_contestants import (
     THREAD,
     TORCH_DDP,
 )
+from paceline._cli.bench.stats import median_with_interval, percentile
 from report import machine_lines, median, names_in, plot_steps, ratios_of_p10
-from stats import median_with_interval, percentile
 
 Figures = dict[str, Any]
 

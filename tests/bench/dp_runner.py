@@ -18,9 +18,9 @@ from typing import Any
 
 import dp_models
 import dp_report
-import machine
 from dp_contestants import FLOOR, PLAIN_1
 from dp_players import Player, PlayerError, playing
+from paceline._cli.bench import machine
 
 Figures = dict[str, Any]
 MEMORY_STEPS = 5

@@ -18,19 +18,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from all_reduce import time_all_reduce
 from job import Job
+from paceline._cli.bench.all_reduce import time_all_reduce
 from steps import check_alone, measure_memory, time_alone, time_in_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.namespaces import INTERFACE, enter
+
+
+def time_calls(job: Job) -> dict[str, Any]:
+    """Time the bare all-reduce by size."""
+    times_us = time_all_reduce(
+        job.contestants,
+        job.sizes_bytes,
+        job.blocks,
+        job.settle_steps,
+        job.order_seed,
+    )
+    return {"times_us": times_us}
+
 
 TASKS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "steps": time_in_turns,
     "steps_apart": time_alone,
     "check": check_alone,
     "memory": measure_memory,
-    "all_reduce": time_all_reduce,
+    "all_reduce": time_calls,
 }
 
 

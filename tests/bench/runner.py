@@ -18,11 +18,10 @@ from statistics import fmean
 from typing import Any
 
 import contestants
-import machine
-import models
 import report
 from groups import GroupError, run_group
 from job import Job
+from paceline._cli.bench import machine, models
 
 Figures = dict[str, Any]
 

@@ -44,12 +44,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import contestants
-import models
 import processes
 import torch
 import torch.distributed as dist
 from job import Job
-from models import Batch, ModelSpec
+from paceline._cli.bench import models
+from paceline._cli.bench.all_reduce import over_ranks
+from paceline._cli.bench.models import Batch, ModelSpec
 from torch import Tensor, nn
 
 MODEL_SEED = 1
@@ -167,13 +168,6 @@ def check_gradients(
     for entry in communicating:
         entry.optimizer.zero_grad()
     return largest
-
-
-def over_ranks(values: list[float]) -> list[float]:
-    """The mean over ranks of each of these figures, which all ranks have."""
-    mean = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(mean)
-    return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
 
 
 def time_in_turns(job: Job) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import models
 import torch
 from checks import Check, Skip, is_rehearsal
+from paceline._cli.bench import models
 from torch import nn
 from twins import Batch, Step, plain_step, play
 from world import World

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import models
 import torch
 from check_models import batches_of
 from checks import Skip, check
+from paceline._cli.bench import models
 from torch import Tensor, nn
 from torch.nn import functional as F
 from twins import assert_near, plain_step, take_steps

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import models
 import torch
 from checks import Check, Skip, check, is_rehearsal
+from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients, play
 from replica_world import ByHand, World
 from torch import Tensor, nn

@@ -7,10 +7,10 @@ import time
 from functools import partial
 from typing import Any
 
-import models
 import torch
 from check_replicas import N_ROWS, mlp, pair, smooth
 from checks import check
+from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients
 from replica_world import World, allocated
 from torch import Tensor, nn

@@ -21,6 +21,7 @@ usage: {program} script.py [argument ...]
        {program} - [argument ...]
        {program} run ...
        {program} doctor [--json]
+       {program} bench [--quick] [--json] [--plot FILE] ...
        {program} top [--once] [--json]
        {program} trace [-o trace.json]
 
@@ -38,6 +39,7 @@ Commands (a script of such a name: ./doctor, or run doctor):
 
   run            any of the above, by name: {program} run script.py
   doctor         look at this machine: what is wrong for training, and what to do
+  bench          measure on this machine which wrapper, ranks and threads are fastest
   top            watch running jobs: step times, waits, who comes last
   trace          write running jobs' last steps as a trace for Perfetto
 
@@ -105,6 +107,12 @@ def _doctor(arguments: list[str]) -> int:
     return command.main(arguments, _program())
 
 
+def _bench(arguments: list[str]) -> int:
+    from paceline._cli.bench import command
+
+    return command.main(arguments, _program())
+
+
 def _top(arguments: list[str]) -> int:
     from paceline._cli.steps import top
 
@@ -118,6 +126,7 @@ def _trace(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "bench": _bench,
     "doctor": _doctor,
     "run": _run,
     "top": _top,

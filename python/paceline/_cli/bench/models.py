@@ -82,7 +82,7 @@ class ManySmall(nn.Module):
         self.terms = nn.ParameterList(torch.randn(4) for _ in range(1000))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A sum of products, so that each gradient is a tensor of its own."""
+        """Return a sum of products, so that each gradient is a tensor of its own."""
         total = torch.zeros_like(x)
         for term in self.terms:
             total = torch.addcmul(total, term, x)

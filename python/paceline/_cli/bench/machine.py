@@ -9,28 +9,21 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from paceline import _cgroup
+
 TELLING = ("PACELINE_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "LD_PRELOAD")
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux knows it."""
+    """Return the processor's name as Linux knows it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
 
 
-def cpu_quota() -> float | None:
-    """CPUs that the cgroup allows, or None where it sets no limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
-
-
 def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -38,27 +31,27 @@ def version(package: str) -> str | None:
 
 
 def memory_gib() -> float:
-    """The memory of the machine."""
+    """Return the memory of the machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def load() -> float:
-    """The load of the last minute, at this moment."""
+    """Return the load of the last minute, at this moment."""
     return round(os.getloadavg()[0], 2)
 
 
 def environment() -> dict[str, str]:
-    """The variables that change what is measured, as far as they are set."""
+    """Return the variables that change what is measured, as far as they are set."""
     return {k: v for k, v in os.environ.items() if k.startswith(TELLING)}
 
 
 def describe() -> dict[str, Any]:
-    """All that a reader needs to judge the figures."""
+    """Return all that a reader needs to judge the figures."""
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "cores_quota": cpu_quota(),
+        "cores_quota": _cgroup.cpu_quota(),
         "memory_gib": round(memory_gib(), 1),
         "load_at_start": load(),
         "kernel": platform.release(),

@@ -42,7 +42,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def median_with_interval(values: Sequence[float]) -> Interval:
-    """The median over groups and its 95 % percentile-bootstrap interval.
+    """Return the median over groups and its 95 % percentile-bootstrap interval.
 
     With five groups the interval is about the range of the five values: honest, and a
     reason to ask for more groups where a small difference matters.

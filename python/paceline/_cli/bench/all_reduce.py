@@ -3,7 +3,8 @@
 Both add, in place, on a buffer of their own: Gloo on a tensor, Paceline on this rank's
 arena, where gradients lie in training too.  The two take turns in shuffled order; calls
 follow each other without a barrier, for each is one by itself.  A call's time is the
-mean over ranks: one rank alone sees long and short calls by turns, see `steps.py`.
+mean over ranks: one rank that is woken late finds its peers ahead of it, so that its
+own long and short calls alternate.
 
 algbw is bytes divided by time; busbw = algbw * 2 (n - 1) / n, as nccl-tests define it:
 the traffic a rank must send at least, so figures of several world sizes compare.
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from job import Job
-from steps import over_ranks
+
+from paceline._compat import torch_core
+from paceline._ddp.rendezvous import Meeting
 
 ITEM_BYTES = 4
 BYTES_PER_BLOCK = 64 << 20  # reduced in a turn, within the limits of the next line
@@ -34,12 +36,12 @@ class Gloo:
         self.tensor = torch.zeros(n_bytes // ITEM_BYTES)
 
     def array(self, n_elems: int) -> np.ndarray:
-        """The first elements of the buffer."""
+        """Return the first elements of the buffer."""
         array: np.ndarray = self.tensor[:n_elems].numpy()
         return array
 
     def bind(self, n_elems: int) -> Callable[[], object]:
-        """A call without arguments that reduces the first elements."""
+        """Return a call without arguments that reduces the first elements."""
         part = self.tensor[:n_elems]
         return lambda: dist.all_reduce(part)
 
@@ -48,21 +50,20 @@ class Paceline:
     """The world that Paceline's wrappers use, without a wrapper."""
 
     def __init__(self, n_bytes: int) -> None:
-        from paceline._compat import torch_core
-        from paceline._ddp.rendezvous import Meeting
-
         torch_core.attach()
-        meeting = Meeting(dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        meeting = Meeting(group)
         meeting.exchange(None)
-        self.world = meeting.connect(n_bytes, 64)
-        self.buffer = np.frombuffer(self.world, np.float32)
+        self.world = cast(Any, meeting.connect(n_bytes, 64))  # it is a buffer, too
+        self.buffer: np.ndarray = np.frombuffer(self.world, np.float32)
 
     def array(self, n_elems: int) -> np.ndarray:
-        """The first elements of the arena."""
+        """Return the first elements of the arena."""
         return self.buffer[:n_elems]
 
     def bind(self, n_elems: int) -> Callable[[], object]:
-        """A call without arguments that reduces the first elements."""
+        """Return a call without arguments that reduces the first elements."""
         issue, wait = self.world.issue, self.world.wait
         return lambda: wait(issue("all-reduce", "float32", "sum", 0, n_elems, 0))
 
@@ -87,31 +88,66 @@ def check(name: str, reducer: Reducer, n_elems: int) -> None:
     dist.barrier()
 
 
-def time_all_reduce(job: Job) -> dict[str, Any]:
-    """Microseconds of every call: {contestant: {bytes: [...]}}."""
-    largest = max(job.sizes_bytes)
-    reducers = {name: MAKERS[name](largest) for name in job.contestants}
-    order = random.Random(job.order_seed)
+def over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the mean over ranks of each of these figures, which all ranks have."""
+    mean = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
+
+
+def n_calls_of(n_bytes: int) -> int:
+    """Return how many calls of this size make a turn."""
+    return min(max(BYTES_PER_BLOCK // n_bytes, LEAST_CALLS), MOST_CALLS)
+
+
+def time_all_reduce(
+    contestants: Sequence[str],
+    sizes_bytes: Sequence[int],
+    blocks: int,
+    settle_calls: int = 2,
+    seed: int = 0,
+) -> dict[str, dict[str, list[float]]]:
+    """Time calls by turns; all ranks of the default process group call this.
+
+    Parameters
+    ----------
+    contestants : sequence of str
+        Of ``MAKERS``.
+    sizes_bytes : sequence of int
+        Of what is reduced.
+    blocks : int
+        Turns of each.
+    settle_calls : int, default 2
+        Untimed, before each turn.
+    seed : int, default 0
+        Of the order of turns.
+
+    Returns
+    -------
+    dict
+        Microseconds of every call: ``{contestant: {bytes: [...]}}``, turn by turn.
+    """
+    largest = max(sizes_bytes)
+    reducers = {name: MAKERS[name](largest) for name in contestants}
+    order = random.Random(seed)
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in reducers}
-    for n_bytes in job.sizes_bytes:
+    for n_bytes in sizes_bytes:
         n_elems = n_bytes // ITEM_BYTES
-        n_calls = min(max(BYTES_PER_BLOCK // n_bytes, LEAST_CALLS), MOST_CALLS)
         calls = {name: r.bind(n_elems) for name, r in reducers.items()}
         for name, reducer in reducers.items():
             check(name, reducer, n_elems)
             figures[name][str(n_bytes)] = []
-        for _ in range(job.blocks):
+        for _ in range(blocks):
             for name in order.sample(list(reducers), len(reducers)):
                 call, times_us = calls[name], figures[name][str(n_bytes)]
                 dist.barrier()
-                for _ in range(job.settle_steps):
+                for _ in range(settle_calls):
                     call()
-                for _ in range(n_calls):
+                for _ in range(n_calls_of(n_bytes)):
                     begin_ns = time.perf_counter_ns()
                     call()
                     times_us.append((time.perf_counter_ns() - begin_ns) / 1e3)
-    means_us = {
+    return {
         name: {size: over_ranks(measured) for size, measured in by_size.items()}
         for name, by_size in figures.items()
     }
-    return {"times_us": means_us}

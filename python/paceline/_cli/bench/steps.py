@@ -1,0 +1,260 @@
+"""Times whole training steps of contestants that take turns in one world of ranks.
+
+A step is zero_grad(), forward, loss, backward and SGD on one whole batch, the same for
+all.  Ranks of DistributedDataParallel take an equal part of it each; the plain module
+and DataParallel get it whole, on rank 0, while the other ranks sleep.  So every two
+contestants are compared by turns that are seconds apart, under the same load.
+
+Each contestant has all the cores: the plain module as threads of its operators, ranks
+and replicas an equal share each.  On GPUs the plain module has one, the others have one
+for each rank or replica; a turn ends when the GPU is done.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline._cli.bench import models
+from paceline._cli.bench.models import Batch, ModelSpec
+
+PLAIN, REPLICAS, TORCH, RANKS = "plain", "replicas", "torch-ddp", "ranks"
+CONTESTANTS = {
+    PLAIN: "plain module",
+    REPLICAS: "paceline.DataParallel",
+    TORCH: "torch's DistributedDataParallel",
+    RANKS: "paceline.DistributedDataParallel",
+}
+ON_ALL_RANKS = (TORCH, RANKS)
+
+_N_BATCHES = 4
+_MIN_STEPS = 2  # of a turn
+_WARM_UP_STEPS = 3
+# Relative to the largest element: the order of sums differs, on GPUs algorithms too.
+_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a world measures.
+
+    Attributes
+    ----------
+    models : list of str
+    contestants : list of str
+    n_parts : int
+        Of the whole batch: each is what the model's own batch is.
+    n_cores : int
+        That a contestant uses.
+    rounds : int
+        Turns of each contestant.
+    turn_seconds : float
+        What a turn takes, about.
+    is_silent : bool
+        Whether nothing is said of the progress.
+    """
+
+    models: list[str]
+    contestants: list[str]
+    n_parts: int
+    n_cores: int
+    rounds: int
+    turn_seconds: float
+    is_silent: bool
+
+
+@dataclass
+class Timed:
+    """What one rank measured of one model.
+
+    Attributes
+    ----------
+    n_samples : int
+        In the whole batch.
+    step_ms : dict
+        Of each contestant that this rank took part in: a mean of each turn.
+    gradient_difference : float
+        The largest between torch's wrapper and ours, relative to the largest element.
+    """
+
+    n_samples: int
+    step_ms: dict[str, list[float]] = field(default_factory=dict)
+    gradient_difference: float = 0.0
+
+
+def run(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Measure all models on this rank, which :func:`paceline.launch` has started."""
+    world = paceline.init()
+    # A rank that waits for NCCL would keep its GPU busy.
+    waiting = dist.new_group(backend="gloo")
+    return {
+        name: asdict(_Turns(plan, models.BY_NAME[name], world, waiting).run())
+        for name in plan.models
+    }
+
+
+class _Contestant:
+    """A wrapped model at work on this rank."""
+
+    def __init__(self, name: str, spec: ModelSpec, world: Any, n_cores: int) -> None:
+        self.name, self.spec, self.device = name, spec, world.device
+        self.n_threads = n_cores
+        torch.set_num_threads(n_cores)
+        torch.manual_seed(1)
+        module = spec.build().to(world.device)
+        self.model = self._wrap(module, world)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), models.LEARNING_RATE)
+
+    def _wrap(self, module: nn.Module, world: Any) -> nn.Module:
+        is_cpu = world.device.type == "cpu"
+        ids = None if is_cpu else [world.device.index]
+        wrapped: nn.Module = module
+        if self.name == REPLICAS:
+            n = world.world_size
+            replicas: list[Any] = ["cpu"] * n if is_cpu else list(range(n))
+            wrapped = paceline.DataParallel(module, replicas)
+            if wrapped.engine == "process":  # the other one takes its share by itself
+                self.n_threads = max(self.n_threads // n, 1)
+        elif self.name in ON_ALL_RANKS:
+            self.n_threads = max(self.n_threads // world.world_size, 1)
+            make: Callable[..., nn.Module] = (
+                nn.parallel.DistributedDataParallel
+                if self.name == TORCH
+                else paceline.DistributedDataParallel
+            )
+            wrapped = make(module, device_ids=ids)
+        return wrapped
+
+    def backward(self, batch: Batch) -> None:
+        inputs, targets = batch
+        self.optimizer.zero_grad()
+        self.spec.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def turn(self, batches: Sequence[Batch], n_steps: int) -> float:
+        """Take a turn of so many steps; return the milliseconds of one."""
+        torch.set_num_threads(self.n_threads)
+        self._step(batches[-1])
+        self._synchronize()
+        begin = time.perf_counter()
+        for i in range(n_steps):
+            self._step(batches[i % len(batches)])
+        self._synchronize()
+        return (time.perf_counter() - begin) / n_steps * 1e3
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def close(self) -> None:
+        if isinstance(self.model, paceline.DataParallel):
+            self.model.close()
+
+    def _step(self, batch: Batch) -> None:
+        self.backward(batch)
+        self.optimizer.step()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class _Turns:
+    """One model's contestants, in turns."""
+
+    def __init__(self, plan: Plan, spec: ModelSpec, world: Any, waiting: Any) -> None:
+        self._plan, self._spec, self._world = plan, spec, world
+        self._waiting = waiting
+        names = [
+            name for name in plan.contestants if world.rank == 0 or name in ON_ALL_RANKS
+        ]
+        self._contestants = {
+            name: _Contestant(name, spec, world, plan.n_cores) for name in names
+        }
+        generator = torch.Generator().manual_seed(0)
+        self._whole = [self._batch(generator) for _ in range(_N_BATCHES)]
+        rank, n = world.rank, world.world_size
+        self._parts = [
+            (x[rank::n].contiguous(), y[rank::n].contiguous()) for x, y in self._whole
+        ]
+
+    def run(self) -> Timed:
+        timed = Timed(len(self._whole[0][0]))
+        if set(ON_ALL_RANKS) <= set(self._plan.contestants):
+            timed.gradient_difference = self._check()
+        n_steps = {name: self._count_steps(name) for name in self._plan.contestants}
+        order = random.Random(0)
+        for _ in range(self._plan.rounds):
+            for name in order.sample(self._plan.contestants, len(n_steps)):
+                step_ms = self._turn(name, n_steps[name])
+                if step_ms is not None:
+                    timed.step_ms.setdefault(name, []).append(step_ms)
+        for contestant in self._contestants.values():
+            contestant.close()
+        if self._world.rank == 0 and not self._plan.is_silent:
+            n = self._world.world_size
+            print(f"{n} ranks: {self._spec.title}: done", file=sys.stderr, flush=True)
+        return timed
+
+    def _batch(self, generator: torch.Generator) -> Batch:
+        parts = [self._spec.make_batch(generator) for _ in range(self._plan.n_parts)]
+        inputs, targets = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
+        return inputs.to(self._world.device), targets.to(self._world.device)
+
+    def _batches(self, name: str) -> list[Batch]:
+        """Return what a contestant trains on, on this rank."""
+        return self._parts if name in ON_ALL_RANKS else self._whole
+
+    def _turn(self, name: str, n_steps: int) -> float | None:
+        """Let one contestant take its turn, on whatever ranks it has."""
+        dist.barrier(self._waiting)
+        contestant = self._contestants.get(name)
+        if contestant is None:
+            return None
+        return contestant.turn(self._batches(name), n_steps)
+
+    def _count_steps(self, name: str) -> int:
+        """Return how many steps a turn has; the same on all ranks."""
+        step_ms = self._turn(name, _WARM_UP_STEPS)
+        n_steps = 0
+        if step_ms is not None:
+            n_steps = max(round(self._plan.turn_seconds * 1e3 / step_ms), _MIN_STEPS)
+        counts = [n_steps]
+        dist.broadcast_object_list(counts, 0, self._waiting)
+        return counts[0]
+
+    def _check(self) -> float:
+        """Compare our gradients with those of torch's wrapper; return the difference.
+
+        Raises
+        ------
+        RuntimeError
+            If they differ by more than rounding.
+        """
+        of_both = []
+        for name in ON_ALL_RANKS:
+            contestant = self._contestants[name]
+            torch.set_num_threads(contestant.n_threads)
+            contestant.backward(self._batches(name)[0])
+            of_both.append(contestant.gradients())
+        difference = 0.0
+        for right, ours in zip(*of_both, strict=True):
+            scale = right.abs().max().clamp_min(torch.finfo(right.dtype).tiny)
+            found = ((ours - right).abs().max() / scale).item()
+            if not found <= difference:  # max() would lose a NaN
+                difference = found
+        limit = _TOLERANCE[self._world.device.type]
+        if not difference <= limit:
+            raise RuntimeError(
+                f"{self._spec.title}: gradients differ from those of torch's wrapper "
+                f"by {difference:g} of their largest element, more than {limit:g}: "
+                "nothing is timed; run `paceline doctor`"
+            )
+        return difference
