@@ -51,6 +51,7 @@ PACKAGES: dict[str, set[str]] = {
     "_cli.bench": {"", "_cli", "_ddp", *_LOW},
     "_cli": {"", "_cli.bench", "_install", *_LOW},
     "__main__": {"_cli"},
+    "callbacks": set(),
     "_comm_hooks": {"_ddp"},
     "_options": {"_ddp"},
     "_tree": {"_compat"},
