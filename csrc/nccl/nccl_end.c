@@ -3,8 +3,10 @@
  * Each of these calls may wait, for peers, for graphs, for the device: it is made in a
  * helper thread, and waited for only so long.  To destroy frees the communicator, so
  * nothing may be called on it beside or behind that; where NCCL can flush by itself
- * (CommFinalize), that is what is given up, and the communicator is aborted.
+ * (CommFinalize), that is what is given up, and the communicator is aborted.  A helper
+ * that has not come to its call by then must not make it any more.
  */
+#include <stdatomic.h>
 #include <unistd.h>
 
 #include "backend/cuda.h"
@@ -16,10 +18,17 @@
 enum {
     BLOCKED_MS = 1000, /* that an abort waits for a thread inside of NCCL */
     ABORT_MS = 10000,  /* that it may take */
-    GRAPHS_MS = 200    /* ... where graphs may keep NCCL from its end */
+    GRAPHS_MS = 200,   /* ... where graphs may keep NCCL from its end */
+    BEGUN_MS = 100     /* a thread that is about to call NCCL is inside by then */
 };
 
 typedef pli_nccl_result (*ending)(pli_nccl_comm comm);
+
+typedef enum farewell_phase {
+    FAREWELL_AHEAD,
+    FAREWELL_BEGUN,
+    FAREWELL_REVOKED /* it will not be made */
+} farewell_phase;
 
 /* One call, and what it needs. */
 typedef struct farewell {
@@ -27,6 +36,9 @@ typedef struct farewell {
     pli_nccl_comm comm;
     pl_backend *backend; /* retained */
     pli_nccl_result result;
+    int is_revocable;
+    atomic_int phase;         /* farewell_phase */
+    _Atomic int64_t begun_ns; /* once it has begun, or is about to */
 } farewell;
 
 static void drop_farewell(void *context)
@@ -40,8 +52,11 @@ static pl_status run_farewell(void *context)
 {
     farewell *it = context;
     pli_cuda_scope scope;
+    int ahead = FAREWELL_AHEAD;
     const int is_inside = pli_cuda_enter(it->backend, &scope) == PL_OK;
-    it->result = it->end(it->comm);
+    atomic_store(&it->begun_ns, pli_now_ns());
+    if (atomic_compare_exchange_strong(&it->phase, &ahead, FAREWELL_BEGUN))
+        it->result = it->end(it->comm);
     if (is_inside)
         pli_cuda_leave(it->backend, &scope);
     return PL_OK;
@@ -52,28 +67,45 @@ static pl_status make_farewell(const farewell *what, farewell **out)
     pl_status st = PL_OK;
     farewell *it = NULL;
     PL_TRY(pli_calloc(1, sizeof *it, "a communicator's end", &it));
-    *it = *what;
+    it->end = what->end;
+    it->comm = what->comm;
+    it->backend = what->backend;
+    it->is_revocable = what->is_revocable;
     pli_cuda_backend_retain(it->backend);
     *out = it;
 done:
     return st;
 }
 
-/* *out: what the call has returned; 0 where it has not, by then. */
-static int call_for(pl_backend *backend, pli_nccl_comm comm, ending end,
-                    int64_t most_ns, pli_nccl_result *out)
+/* Waits for the call; one that may be revoked is, where it has not begun by then, or is
+ * given its time from its beginning on. */
+static void wait_for(farewell *it, const pli_helper *helper, int64_t most_ns)
 {
-    farewell here = {.end = end, .comm = comm, .backend = backend};
+    static const char what[] = "a communicator's end";
+    int ahead = FAREWELL_AHEAD;
+    pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
+    if (pli_helper_wait(helper, &waiting, what) == PL_OK || !it->is_revocable ||
+        atomic_compare_exchange_strong(&it->phase, &ahead, FAREWELL_REVOKED))
+        return;
+    const int64_t least_ns = most_ns > BEGUN_MS * PLI_MS ? most_ns : BEGUN_MS * PLI_MS;
+    waiting = pli_backoff_begin(atomic_load(&it->begun_ns) + least_ns - pli_now_ns(),
+                                NULL, NULL);
+    (void)!pli_helper_wait(helper, &waiting, what);
+}
+
+/* *out: what the call has returned; 0 where it has not, by then. */
+static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
+{
+    farewell here = {.end = what->end, .comm = what->comm, .backend = what->backend};
     farewell *it = NULL;
     pli_helper *helper = NULL;
-    pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
-    if (make_farewell(&here, &it) == PL_OK &&
+    if (make_farewell(what, &it) == PL_OK &&
         pli_helper_start(&(pli_helper_job){.run = run_farewell,
                                            .drop = drop_farewell,
                                            .context = it,
                                            .name = "ends a communicator"},
                          &helper) == PL_OK) {
-        (void)!pli_helper_wait(helper, &waiting, "a communicator's end");
+        wait_for(it, helper, most_ns);
         if (pli_helper_end(helper) == PLI_HELPER_LEFT)
             return 0;
         here.result = it->result;
@@ -105,8 +137,9 @@ static void end_comm(pli_nccl *self, ending end, int64_t most_ns)
 {
     pli_nccl_result ignored = PLI_NCCL_SUCCESS;
     const pli_nccl_comm comm = take_comm(self);
+    const farewell what = {.end = end, .comm = comm, .backend = self->backend};
     if (comm != NULL)
-        (void)call_for(self->backend, comm, end, most_ns, &ignored);
+        (void)call_for(&what, most_ns, &ignored);
 }
 
 void pli_nccl_abort(pli_nccl *self)
@@ -121,9 +154,11 @@ void pli_nccl_abort(pli_nccl *self)
 static int flush(pli_nccl *self, int64_t most_ns)
 {
     pli_nccl_result result = PLI_NCCL_SUCCESS;
-    const pli_nccl_comm comm = self->comm;
-    if (comm == NULL ||
-        !call_for(self->backend, comm, self->library->CommFinalize, most_ns, &result) ||
+    const farewell what = {.end = self->library->CommFinalize,
+                           .comm = self->comm,
+                           .backend = self->backend,
+                           .is_revocable = 1};
+    if (what.comm == NULL || !call_for(&what, most_ns, &result) ||
         !pli_nccl_is_taken(result))
         return 0;
     self->poll = NULL; /* whoever else ends, too, has done no wrong */

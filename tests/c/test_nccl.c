@@ -199,6 +199,27 @@ static void ranks_meet_and_add(void)
     }
 }
 
+static void leave_in_no_time(gpu_rank *self)
+{
+    pli_nccl *nccl = NULL;
+    if (!CHECK_OK(make(self, RANKS_DEADLINE_NS, &nccl)))
+        return;
+    pli_nccl_finish(nccl, 0);
+    pli_nccl_destroy(nccl);
+}
+
+/* The thread that flushes may come to it when the communicator is no more. */
+static void a_flush_that_is_given_up_before_it_began_is_not_made(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 10 : 40;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        meeting it;
+        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
+        all.blocks = 1;
+        run_ranks(&all, &it, leave_in_no_time);
+    }
+}
+
 static void calls_block_where_nobody_wants_another_way(void)
 {
     meeting it;
@@ -417,6 +438,7 @@ int main(void)
     RUN(the_environment_comes_before_all_else);
     RUN(one_that_is_too_old_is_refused_by_its_version);
     RUN(ranks_meet_and_add);
+    RUN(a_flush_that_is_given_up_before_it_began_is_not_made);
     RUN(calls_block_where_nobody_wants_another_way);
     RUN(nccl_2_26_is_called_by_calls_that_block);
     RUN(who_waits_for_a_rank_that_does_not_come_gives_up);
