@@ -59,8 +59,7 @@ N_CHECKED_STEPS = 3
 MEMORY_STEPS = 5
 
 # Of the largest element of a gradient.  Two ranks give the same bits; with more, the
-# order of summation may differ, which is some units in the last place (6e-8), carried
-# on through the steps that are checked.
+# order of summation may differ, which is some units in the last place (6e-8).
 TOLERANCE = 1e-5
 
 
@@ -103,6 +102,13 @@ class Entry:
             raise AssertionError(f"{self.name}: {missing} parameters have no gradient")
         return [g for g in found if g is not None]
 
+    def follow(self, other: Entry) -> None:
+        """Go on from the parameters of another."""
+        with torch.no_grad():
+            pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
+            for ours, theirs in pairs:
+                ours.copy_(theirs)
+
     def time_block(self, batches: list[Batch], settle: int, n_steps: int) -> None:
         """Take one turn."""
         dist.barrier()
@@ -133,7 +139,9 @@ def check_gradients(
 ) -> dict[str, float]:
     """Compare everyone's gradients with an average made by hand.
 
-    Several steps are checked, for the first is special to most implementations.
+    Several steps are checked, for the first is special to most implementations.  Each
+    begins from the same parameters: a batch norm over few samples would make much of a
+    difference in the last place that the step before has left.
     Returns the largest difference of each contestant, relative to the largest element
     of the gradient, over all ranks; raises when it is too large.
     """
@@ -156,6 +164,8 @@ def check_gradients(
                     largest[entry.name] = difference
             entry.optimizer.step()
         bare.optimizer.step()
+        for entry in communicating:
+            entry.follow(bare)
     for name in largest:
         worst = torch.tensor(largest[name])
         dist.all_reduce(worst, dist.ReduceOp.MAX)
