@@ -171,10 +171,26 @@ sanitize: ## the C tests under ASan with UBSan, and under TSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-asan c-tsan
 	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
 
+# It needs Debian's gcc-aarch64-linux-gnu and qemu-user.
+.PHONY: c-test-aarch64
+c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
+	@EMULATOR="qemu-aarch64 -L /usr/aarch64-linux-gnu" TEST_SECONDS=1800 \
+	    $(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64 \
+	    CC=aarch64-linux-gnu-gcc c-test
+
 # It needs root, buildah and debootstrap, and says so where it cannot run.
 .PHONY: image-test
 image-test: ## build the image without Docker, and try it
 	$(PYTHON) tests/image/run.py $(IMAGE_FLAGS)
+
+# zig's compiler builds them, for this machine and for aarch64; see the file.
+.PHONY: wheels
+wheels: ## the sdist, and a wheel for each Python and machine
+	$(PYTHON) tests/release/wheels.py $(WHEELS_FLAGS)
+
+.PHONY: release-check
+release-check: wheels ## the wheels, installed and tried as a user will
+	$(PYTHON) tests/release/check.py $(RELEASE_FLAGS)
 
 # ---- lint ----------------------------------------------------------------------
 

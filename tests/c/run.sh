@@ -2,7 +2,8 @@
 # Runs every C test program of the given folders, JOBS of them side by side (as many as
 # there are cores): most of them wait as much as they compute.  A program passes when it
 # exits with 0 in time; what it prints comes whole, when it has ended.  The last line
-# counts them; the exit status is 1 when one failed or there was none.
+# counts them; the exit status is 1 when one failed or there was none.  EMULATOR is the
+# command that runs programs of another machine.
 set -uo pipefail
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:detect_stack_use_after_return=1}
@@ -22,7 +23,8 @@ list_programs() {
 # Prints one program's output, and a line of its own that says how it ended.
 run_program() {
     local printed status seconds=$SECONDS
-    printed=$(timeout --kill-after=10 "$limit" "$1" 2>&1)
+    # shellcheck disable=SC2086  # an emulator has arguments
+    printed=$(timeout --kill-after=10 "$limit" ${EMULATOR:-} "$1" 2>&1)
     status=$?
     seconds=$((SECONDS - seconds))
     if ((status == 0)); then
