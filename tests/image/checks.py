@@ -194,10 +194,10 @@ def the_image_has_what_it_says(folder: Path) -> None:
 def pip_is_held_to_the_torch_that_is_there(folder: Path) -> None:
     words = good(run("cat", "/opt/paceline/requirements/constraints.txt"))
     version = "from importlib.metadata import version; print(version('torch'))"
-    torch = good(run("python", "-c", version)).strip()
+    torch = good(run("python", "-c", version)).splitlines()[-1]
     pinned = re.search(r"^torch==(.*)$", words, re.MULTILINE)
     assert pinned is not None
-    assert torch.split("+")[0] == pinned[1].split("+")[0]
+    assert torch.split("+")[0] == pinned[1].split("+")[0], f"{torch}, {pinned[0]}"
 
 
 # ---- Jupyter -------------------------------------------------------------------------
