@@ -12,15 +12,20 @@ enum {
     POLL_BOTH_NS = 100 * 1000     /* ... while this host's ranks are waited for, too */
 };
 
-/* A mean over a host's ranks counts by their number, where hosts have unequal ones. */
+/* Whether hosts' means are weighed by their numbers of ranks, which are unequal. */
+static int is_weighed(const hierarchy *self, const pl_op *op)
+{
+    return op->kind == PL_ALL_REDUCE && op->reduction == PL_MEAN && !self->is_even;
+}
+
+/* By at most 1, and added up then, so that nothing overflows. */
 static void weigh(const hierarchy *self, const pl_op *op)
 {
-    if (op->kind != PL_ALL_REDUCE || op->reduction != PL_MEAN || self->is_even)
+    if (!is_weighed(self, op))
         return;
     const pl_move move = {
         .to = range_of(self, op), .dtype = op->dtype, .n_elems = op->n_elems};
-    pli_cpu_scale(&move, self->peers[self->host].n_ranks * self->n_hosts,
-                  self->super.world_size);
+    pli_cpu_scale(&move, self->peers[self->host].n_ranks, self->super.world_size);
 }
 
 /* Sees which operations have gone up, in their order. */
@@ -247,16 +252,17 @@ static void add_up(const hierarchy *self, const pl_op *op)
 {
     const void *in[PLI_MAX_HOSTS];
     const pl_op part = is_shared_out(self, op) ? part_of(self, op, self->host) : *op;
+    const pl_reduction reduction = is_weighed(self, op) ? PL_SUM : op->reduction;
     void *out[] = {range_of(self, &part)};
     if (part.n_elems == 0)
         return;
     for (int h = 0; h < self->n_hosts; h++)
         in[h] = h == self->host ? out[0] : self->peers[h].staging;
-    self->sums->fn[op->dtype][op->reduction](&(pli_sum_args){.in = in,
-                                                             .n_in = self->n_hosts,
-                                                             .out = out,
-                                                             .n_out = 1,
-                                                             .n_elems = part.n_elems});
+    self->sums->fn[op->dtype][reduction](&(pli_sum_args){.in = in,
+                                                         .n_in = self->n_hosts,
+                                                         .out = out,
+                                                         .n_out = 1,
+                                                         .n_elems = part.n_elems});
 }
 
 /* Whether all hosts have given this leader their part of an operation, and have got
