@@ -189,7 +189,8 @@ static pl_status issue_round(pl_exchange *self)
     const pl_op op = {.kind = PL_ALL_GATHER,
                       .dtype = PL_U8,
                       .offset_bytes = self->spec.offset_bytes,
-                      .n_elems = n * n_ranks};
+                      .n_elems = n * n_ranks,
+                      .ends_step = 1}; /* where no rank has any row */
     if (n_mine > 0)
         memcpy(self->staging + (size_t)rank * n, gathered->mine + gathered->n_done,
                n_mine);
@@ -441,7 +442,8 @@ static pl_status issue_piece(pl_exchange *self)
                       .reduction = PL_MEAN,
                       .dtype = self->tables[t].dtype,
                       .offset_bytes = self->spec.offset_bytes + at,
-                      .n_elems = next->n};
+                      .n_elems = next->n,
+                      .ends_step = 1};
     lay_out(self, &self->cursor, next->n, self->staging + at);
     PL_TRY(pl_comm_issue(self->spec.comm, &op, &next->ticket));
     self->n_laid++;

@@ -168,7 +168,7 @@ int pli_comm_hook_finish_sparse(reducer_object *self)
 int pli_comm_hook_confirm(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
-    const pl_op op = {.kind = PL_BARRIER};
+    const pl_op op = {.kind = PL_BARRIER, .ends_step = 1};
     pl_ticket ticket;
     if (self->comm_hook == NULL || pli_comm_is_group_comm(self->comm))
         return 0;

@@ -1,0 +1,107 @@
+/* test_hierarchy_rows.c - rows of sparse gradients between hosts: a rank is interrupted
+ * somewhere in the exchange that ends a step. */
+#include "core/alloc.h"
+#include "hosts.h"
+#include "reducer/sparse_exchange.h"
+
+enum { N_ROWS = 40, ROW_ELEMS = 700, ARENA_BYTES = 1 << 17 };
+
+static const hosts worlds[] = {
+    {.n_hosts = 2, .n_ranks = {1, 1}},
+    {.n_hosts = 2, .n_ranks = {2, 1}},
+    {.n_hosts = 3, .n_ranks = {1, 2, 1}},
+};
+enum { N_WORLDS = sizeof worlds / sizeof worlds[0] };
+
+typedef struct verdicts {
+    int culprit;
+    int n_rows; /* of each rank's; 0: numbers of rows are all that travels */
+    int is_cut; /* the culprit has not seen the end */
+    int has_ended[PL_MAX_RANKS];
+    int went_on[PL_MAX_RANKS];
+} verdicts;
+
+/* One step: an exchange of rows, of which every rank has the same.  A culprit does as
+ * much as it can without waiting, a drawn number of times. */
+static pl_status exchange_rows(rank_job *job, int n_rows, int is_culprit)
+{
+    static float values[N_ROWS * ROW_ELEMS];
+    pl_status st = PL_OK;
+    float *room = NULL;
+    pl_exchange *self = NULL;
+    int64_t indices[N_ROWS];
+    size_t n_calls = draw_below(&job->random, 40);
+    const pl_table table = {.n_rows = N_ROWS, .row_elems = ROW_ELEMS, .dtype = PL_F32};
+    const pl_rows rows = {
+        .indices = indices, .values = values, .n_rows = (size_t)n_rows};
+    const pl_exchange_spec spec = {.comm = job->comm,
+                                   .staging_bytes = ARENA_BYTES,
+                                   .tables = &table,
+                                   .rows = &rows,
+                                   .n_tables = 1};
+    for (int k = 0; k < n_rows; k++)
+        indices[k] = k;
+    PL_TRY(pli_calloc(sizeof values, 1, "room", &room));
+    PL_TRY(pl_exchange_create(&spec, &self));
+    do {
+        st = pl_exchange_find(self, is_culprit ? 0 : RANKS_SLICE_NS);
+    } while (st == PL_EAGAIN && (!is_culprit || n_calls-- > 0));
+    PL_TRY(st);
+    pl_exchange_set_room(self, 0, room);
+    do {
+        st = pl_exchange_mean(self, is_culprit ? 0 : RANKS_SLICE_NS);
+    } while (st == PL_EAGAIN && (!is_culprit || n_calls-- > 0));
+    PL_TRY(st);
+done:
+    pl_exchange_destroy(self);
+    pli_free(room);
+    return st;
+}
+
+static void be_interrupted(rank_job *job)
+{
+    verdicts *all = job->context;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK_OK(exchange_rows(job, all->n_rows, 0));
+    if (job->rank == all->culprit) {
+        const pl_status st = exchange_rows(job, all->n_rows, 1);
+        CHECK(st == PL_OK || st == PL_EAGAIN);
+        all->is_cut = st == PL_EAGAIN;
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else {
+        all->has_ended[job->rank] = exchange_rows(job, all->n_rows, 0) == PL_OK;
+        if (all->has_ended[job->rank])
+            CHECK(exchange_rows(job, all->n_rows, 0) != PL_OK);
+    }
+    all->went_on[job->rank] = recover_through(job->comm, &recovery) == PL_OK &&
+                              exchange_rows(job, all->n_rows, 0) == PL_OK;
+}
+
+static void no_host_takes_rows_that_another_does_not(void)
+{
+    const uint64_t n_seeds = IS_SANITIZED ? 40 : 200;
+    unsigned n_went_on = 0;
+    for (uint64_t seed = 1; seed <= n_seeds; seed++) {
+        hosts it = worlds[seed % N_WORLDS];
+        it.deadline_ns = RANKS_DEADLINE_NS;
+        const int n = hosts_world_size(&it);
+        const int of_last = n - 1;
+        verdicts all = {.culprit = seed % 2 == 0 ? 0 : of_last,
+                        .n_rows = seed % 5 == 0 ? 0 : N_ROWS};
+        const int other = all.culprit == 0 ? of_last : 0;
+        hosts_run(&it, ARENA_BYTES, be_interrupted, &all, seed);
+        for (int r = 0; r < n; r++) {
+            CHECK(all.went_on[r] == all.went_on[other]);
+            if (all.went_on[other] && r != all.culprit)
+                CHECK(all.has_ended[r] == !all.is_cut);
+        }
+        n_went_on += (unsigned)all.went_on[other];
+    }
+    printf("%u worlds went on\n", n_went_on);
+}
+
+int main(void)
+{
+    RUN(no_host_takes_rows_that_another_does_not);
+    return check_report();
+}
