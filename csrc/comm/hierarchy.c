@@ -364,8 +364,12 @@ static void hierarchy_leave(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
     pli_hierarchy_tell(self);
-    if (self->links != NULL)
+    if (self->links != NULL) {
+        /* Words of an exception are for who misses something of this host. */
+        if (atomic_load(&self->phase) == HIERARCHY_RUNNING && self->message[0] != '\0')
+            pli_links_tell(self->links, self->message, 0);
         pli_links_end(self->links, NULL);
+    }
     pl_comm_leave(self->inner);
 }
 

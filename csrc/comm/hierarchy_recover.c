@@ -173,7 +173,9 @@ static pl_status recover_between(hierarchy *self, int64_t slice_ns)
     do {
         pli_links_waited waited;
         hierarchy_lock(self);
-        st = pli_hierarchy_check_hosts(self);
+        /* What has ended this host's world comes before what others made of it. */
+        if (atomic_load(&self->phase) != HIERARCHY_ENDED)
+            st = pli_hierarchy_check_hosts(self);
         pli_hierarchy_give_up(self);
         if (st == PL_OK && atomic_load(&self->phase) == HIERARCHY_ENDED)
             st = pli_hierarchy_check(self);
