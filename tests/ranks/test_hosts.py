@@ -321,6 +321,43 @@ def test_a_failed_step_is_left_behind_on_every_host(
             assert torch.equal(first, a) or a.dim() < 2
 
 
+def fail_while_others_wait_for_buffers(
+    rank: int, _: int, hosts: Hosts, store: str
+) -> Any:
+    join(rank, hosts, store)
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(Net())
+    x = torch.full((4, 20), 0.1 * rank)
+    model(x, True).square().mean().backward()
+    broken = model.module.norm.weight.register_hook(fail) if rank == 1 else None
+    if rank == 2:
+        time.sleep(0.5)  # rank 0 awaits it in its forward; rank 1 is in its backward
+    with pytest.raises(OSError if broken else paceline.PeerError, match="no port"):
+        model(x, True).square().mean().backward()
+    if broken is not None:
+        broken.remove()
+    with model.no_sync():
+        model(x, True).square().mean().backward()
+    model(x, True).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_step_that_failed_in_a_forward_is_left_behind_by_one_that_accumulates(
+    store: str,
+) -> None:
+    first, *others = values(
+        run_ranks(
+            fail_while_others_wait_for_buffers,
+            3,
+            Hosts((2, 1)),
+            store,
+            rendezvous="none",
+        )
+    )
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
 def compare_steps(rank: int, _: int, hosts: Hosts, store: str) -> str:
     join(rank, hosts, store)
     width = 5 if rank == 0 else 6

@@ -210,8 +210,9 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
     if (leave_failure(self) != 0 ||
         (pli_is_on_device(self) && pli_buffers_apply(self) != 0))
         return NULL;
-    pli_comm_set_failure_message(self->comm,
-                                 NULL); /* an exception of before was overcome */
+    /* An exception of before was overcome; one that failed a step is yet to be read. */
+    if (!pl_reducer_has_failed(self->reducer))
+        pli_comm_set_failure_message(self->comm, NULL);
     pli_comm_record_activity(self->comm, PL_FORWARD,
                              pl_reducer_step(self->reducer) + 1);
     Py_RETURN_NONE;
