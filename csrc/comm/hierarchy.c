@@ -156,10 +156,15 @@ done:
 
 static pl_status check_hosts_present(hierarchy *self)
 {
+    failure_kind kind = WORLD_FAILED;
     hierarchy_lock(self);
-    const pl_status st = pli_links_check_present(self->links);
+    pl_status st = pli_links_check_present(self->links);
+    if (st == PL_OK) {
+        st = pli_links_check_step(self->links);
+        kind = STEP_FAILED;
+    }
     if (st != PL_OK)
-        pli_hierarchy_fail(self, WORLD_FAILED, pl_error_message());
+        pli_hierarchy_fail(self, kind, pl_error_message());
     hierarchy_unlock(self);
     return st;
 }

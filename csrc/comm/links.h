@@ -53,6 +53,9 @@ pl_status pli_links_receive(pli_links *self, int host, pli_link_stream stream,
 /* PL_EPEER where a host has said that it can do no more. */
 pl_status pli_links_check(pli_links *self) PL_MUST_USE;
 
+/* ... and where one has said that the step of this epoch has failed there. */
+pl_status pli_links_check_step(pli_links *self) PL_MUST_USE;
+
 /* ... and where one has gone, be it with its part done. */
 pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
 

@@ -119,6 +119,17 @@ done:
     return st;
 }
 
+pl_status pli_links_check_step(pli_links *self)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_links_check(self));
+    for (int h = 0; h < self->n_hosts; h++)
+        if (h != self->host && concerns(&self->links[h]))
+            PL_TRY(fail_by_notice(&self->links[h]));
+done:
+    return st;
+}
+
 pl_status pli_links_check_present(pli_links *self)
 {
     pl_status st = PL_OK;
