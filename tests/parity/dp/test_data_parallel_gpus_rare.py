@@ -355,6 +355,78 @@ def test_another_thread_may_close_the_wrapper():
     assert wrong == []
 
 
+class Buffered(nn.Module):
+    """Scales its inputs by a buffer; a forward may thaw that, or run a backward."""
+
+    def __init__(self, *, wants=False, thaws=False, runs_backward=False):
+        super().__init__()
+        self.register_buffer("scale", integers(3).requires_grad_(wants))
+        self.thaws, self.runs_backward = thaws, runs_backward
+
+    def forward(self, x):
+        if self.thaws:
+            self.scale.requires_grad_()
+        with torch.set_grad_enabled(torch.is_grad_enabled() or self.runs_backward):
+            out = x * self.scale
+            if self.runs_backward:
+                out.square().sum().backward()
+        return out.detach() if self.runs_backward else out
+
+
+def test_a_buffer_that_a_forward_thaws_is_an_error_that_names_it():
+    ours = paceline.DataParallel(Buffered(thaws=True))
+    with pytest.raises(RuntimeError, match=r"buffer 'scale' require a gradient"):
+        ours(integers(7, 3))
+    plain, ours = twins(Buffered(wants=True, thaws=True))
+    for model in (plain, ours):
+        loss_of(model(integers(7, 3))).backward()
+    assert_same(ours.module.scale.grad, plain.scale.grad)
+
+
+def test_a_backward_in_a_forward_without_gradients_reaches_a_buffer():
+    plain, ours = twins(Buffered(wants=True, runs_backward=True))
+    for model in (plain, ours):
+        with torch.no_grad():
+            model(integers(7, 3))
+    assert_same(ours.module.scale.grad, plain.scale.grad)
+
+
+def test_a_buffer_that_becomes_part_of_a_graph_in_place_is_none_that_is_thawed():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = linear(3, 2)
+            self.register_buffer("shift", torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x):
+            self.shift.add_(self.layer.bias)
+            return self.layer(x) + self.shift
+
+    plain, ours = twins(Net())
+    for model in (plain, ours):
+        loss_of(model(integers(7, 3))).backward()
+    assert_same_grads(ours, plain)
+
+
+# ---- what is seen late --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["set", "replaced"])
+def test_max_norm_after_wrapping_is_an_error_until_the_wrapper_is_refreshed(how):
+    plain, ours = twins(nn.Sequential(nn.Embedding(8, 3).double(), linear(3, 2)))
+    rows = torch.arange(8)
+    ours(rows)
+    for model in (plain, ours.module):
+        if how == "replaced":
+            model[0] = nn.Embedding(8, 3, _weight=integers(8, 3))
+        model[0].max_norm = 0.5
+    with pytest.raises(RuntimeError, match=r"max_norm.*refresh\(\)"):
+        ours(rows)
+    ours.refresh()
+    assert_same(ours(rows), plain(rows))
+    assert_same(ours.module[0].weight, plain[0].weight)
+
+
 # ---- memory -------------------------------------------------------------------------
 
 

@@ -78,21 +78,22 @@ class Replicated:
         return self._layout
 
     def _note_leaf(self, k: int, original: torch.Tensor, copy: torch.Tensor) -> None:
-        if copy.is_leaf and isinstance(original, torch.nn.Parameter):
+        if copy.is_leaf:
             self._leaves.append(_Leaf(k, original, copy, copy.requires_grad))
 
     def finish(self, replicas: Sequence[Module], streams: Streams) -> None:
         """Have the model get what a forward has done to replicas, once it has run.
 
-        Parameters without a graph are leaves of a replica's own: a backward within the
-        forward gave it the gradients.
+        Parameters and buffers without a graph are leaves of a replica's own: a backward
+        within the forward gave it the gradients.
 
         Raises
         ------
         RuntimeError
-            A buffer has grown over another one, or a parameter was thawed.
+            A buffer has grown over another one, or a parameter or buffer was thawed.
         """
-        leaves, self._leaves = self._leaves, []
+        leaves = [leaf for leaf in self._leaves if leaf.copy.is_leaf]
+        self._leaves = []
         for leaf in leaves:
             if leaf.copy.grad is not None:
                 _accumulate(self._group, streams, leaf)
@@ -100,7 +101,7 @@ class Replicated:
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf.copy.requires_grad and not leaf.wanted:
-                    raise _thawed(replicas[leaf.member], leaf.copy)
+                    raise _thawed(replicas[leaf.member], leaf)
 
     def _check_buffers(self, replicas: Sequence[Module]) -> None:
         buffers, self._buffers = self._buffers, []
@@ -186,7 +187,7 @@ class Replicated:
 
 
 class _Leaf(NamedTuple):
-    """A parameter that a replica has without a graph, and whether it was trained."""
+    """What a replica has without a graph, and whether it required a gradient."""
 
     member: int
     original: torch.Tensor
@@ -195,7 +196,7 @@ class _Leaf(NamedTuple):
 
 
 def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
-    """Add the gradient that a replica's own parameter was given to the model's."""
+    """Add the gradient that a replica's own tensor was given to the model's."""
     with torch.no_grad():
         (grad,) = move(group, streams, (leaf.member, 0), [leaf.copy.grad])
         before = leaf.original.grad
@@ -206,12 +207,15 @@ def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) ->
     return next((name for name, found in named if found is tensor), "of a part")
 
 
-def _thawed(replica: Module, parameter: torch.Tensor) -> RuntimeError:
-    """Return what to raise where a forward has made a parameter be trained."""
-    name = _name_of(parameter, replica.named_parameters(remove_duplicate=False))
+def _thawed(replica: Module, leaf: _Leaf) -> RuntimeError:
+    """Return what to raise where a forward has made a tensor be trained."""
+    kind, named = "buffer", replica.named_buffers
+    if isinstance(leaf.original, torch.nn.Parameter):
+        kind, named = "parameter", replica.named_parameters
+    name = _name_of(leaf.copy, named(remove_duplicate=False))
     return RuntimeError(
-        f"a replica of DataParallel made its parameter '{name}' require a gradient, "
-        "which would be that of some rows alone: call requires_grad_() on the module "
+        f"a replica of DataParallel made its {kind} '{name}' require a gradient, which "
+        "would be that of some rows alone: call requires_grad_() on the module's own "
         "before the forward"
     )
 

@@ -290,6 +290,8 @@ class Layout:
             tensors += segment.tensors
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
+        if any(table.max_norm is not None for table in self._tables):
+            raise _normed()
         self._ids, self._tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
@@ -315,8 +317,17 @@ class Layout:
 
     def _forms_now(self) -> list[Any]:
         """Return what may change of these very tensors."""
-        sparse = [table.sparse for table in self._tables]
-        return [*map(_form, self._tensors), *sparse]
+        tables = [(table.sparse, table.max_norm) for table in self._tables]
+        return [*map(_form, self._tensors), *tables]
+
+
+def _normed() -> RuntimeError:
+    """Return what to raise where replicas would norm the rows of their parts alone."""
+    return RuntimeError(
+        "an embedding of the module was given max_norm after it was wrapped, by which "
+        "each call writes the rows of the whole batch to the weight: call refresh() on "
+        "the DataParallel, which then calls the module plainly"
+    )
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:
