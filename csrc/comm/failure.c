@@ -104,7 +104,8 @@ static void describe(const pli_rank *rank, char *out, size_t out_bytes)
         (unsigned long long)(posted & ((UINT64_C(1) << PLI_EPOCH_SHIFT) - 1)));
 }
 
-static void copy_message(pli_rank *culprit, char *out, size_t out_bytes)
+/* With the title and a zero, into PLI_MESSAGE_BYTES + 64. */
+static void copy_message(pli_rank *culprit, char *out)
 {
     const int64_t until = pli_now_ns() + MESSAGE_TIMEOUT_MS * PLI_MS;
     while (atomic_load(&culprit->message_state) == PLI_MESSAGE_FOLLOWS &&
@@ -120,7 +121,7 @@ static void copy_message(pli_rank *culprit, char *out, size_t out_bytes)
             size_t n = 0;
             char letter = ' ';
             memcpy(out, title, sizeof title);
-            for (; letter != '\0' && sizeof title + n < out_bytes; n++)
+            for (; letter != '\0' && n < PLI_MESSAGE_BYTES; n++)
                 out[sizeof title - 1 + n] = letter =
                     __atomic_load_n(&culprit->message[n], __ATOMIC_RELAXED);
             out[sizeof title - 1 + n] = '\0';
@@ -159,7 +160,9 @@ static pl_status report_deadlock(int me, int r, const char *there, const char *h
 pl_status pli_failure_report(const pli_segment *segment, const pli_failure *failure,
                              int me, const char *waiting_for)
 {
-    pli_rank *culprit = pli_rank_of(segment, failure->rank);
+    /* Any process of the segment can have written that number. */
+    const int is_known = failure->rank < segment->world_size;
+    pli_rank *culprit = pli_rank_of(segment, is_known ? failure->rank : me);
     const int r = segment->first_rank + failure->rank;
     const int pid = (int)atomic_load(&culprit->pid);
     char there[160];
@@ -168,8 +171,8 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
     describe(culprit, there, sizeof there);
     describe(pli_rank_of(segment, me), here, sizeof here);
     me += segment->first_rank;
-    copy_message(culprit, message, sizeof message);
-    switch (failure->reason) {
+    copy_message(culprit, message);
+    switch (is_known ? failure->reason : PLI_N_REASONS) {
     case PLI_RAISED:
         return pli_fail(
             PL_EPEER,

@@ -343,10 +343,11 @@ static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,
     struct msghdr packet = {.msg_iov = &part,
                             .msg_iovlen = 1,
                             .msg_control = control,
-                            .msg_controllen = sizeof control};
+                            /* For one: CMSG_SPACE() has room for two. */
+                            .msg_controllen = CMSG_LEN(sizeof fd)};
     ssize_t n = 0;
     UNTIL_DONE(n, recvmsg(watch->socket[0], &packet, MSG_CMSG_CLOEXEC));
-    const struct cmsghdr *head = n > 0 ? CMSG_FIRSTHDR(&packet) : NULL;
+    const struct cmsghdr *head = n >= 0 ? CMSG_FIRSTHDR(&packet) : NULL;
     if (head != NULL && head->cmsg_type == SCM_RIGHTS)
         memcpy(&fd, CMSG_DATA(head), sizeof fd);
     if (n != (ssize_t)sizeof reply || reply.magic != HANDSHAKE_MAGIC)

@@ -278,14 +278,26 @@ done:
     return st;
 }
 
-const char *pli_channel_receive(pli_channel *channel)
+pl_status pli_channel_receive(pli_channel *channel, const char **out, size_t *n_bytes)
 {
+    pl_status st = PL_OK;
     const lane *theirs = lane_of(channel->in);
     const int64_t waited_ns =
         channel->since_ns != 0 ? pli_now_ns() - channel->since_ns : 0;
     channel->usual_ns += (waited_ns - channel->usual_ns) / WAITS_REMEMBERED;
     channel->since_ns = 0;
     channel->n_received = atomic_load(&theirs->n_sent);
-    channel->has_calmed |= has_calmed(&channel->received, theirs->n_bytes);
-    return theirs->message;
+    const size_t n_sent_bytes = theirs->n_bytes;
+    if (n_sent_bytes > channel->in->n_bytes - sizeof *theirs)
+        pli_shared_memory_see_growth(channel->in);
+    if (n_sent_bytes > channel->in->n_bytes - sizeof *theirs)
+        PL_FAIL(PL_EMISMATCH,
+                "a message of %zu bytes from %s does not fit the %zu that are shared: "
+                "they were overwritten",
+                n_sent_bytes, channel->peer, channel->in->n_bytes);
+    channel->has_calmed |= has_calmed(&channel->received, n_sent_bytes);
+    *out = theirs->message;
+    *n_bytes = n_sent_bytes;
+done:
+    return st;
 }

@@ -95,7 +95,9 @@ int pli_channel_spin(pli_channel *channel);
  * PL_EPEER where the peer's process has ended without one. */
 pl_status pli_channel_sleep(const pli_channel *channel, int64_t most_ns) PL_MUST_USE;
 
-/* Takes the message that has come.  Borrowed until this end sends the next. */
-const char *pli_channel_receive(pli_channel *channel);
+/* Takes the message that has come, and its size.  Borrowed until this end sends the
+ * next.  PL_EMISMATCH where it would end behind the memory that is shared. */
+pl_status pli_channel_receive(pli_channel *channel, const char **out,
+                              size_t *n_bytes) PL_MUST_USE;
 
 #endif

@@ -54,6 +54,15 @@ size_t pli_message_lay_out(const pli_message *message);
  */
 void pli_message_write(const pli_message *message, void *memory);
 
+/* Sees to it that all parts of a message that another process has written lie in its
+ * n_bytes: payload, entries, and each element of each leaf by its strides.
+ * PL_EMISMATCH where they do not. */
+pl_status pli_message_open(const void *memory, size_t n_bytes,
+                           const pli_message_header **out) PL_MUST_USE;
+
+/* How many elements an entry has; SIZE_MAX: more than there can be. */
+size_t pli_message_elems(const pli_message_entry *entry);
+
 /* The first entry, and the one behind `entry`. */
 const pli_message_entry *pli_message_first(const pli_message_header *header);
 const pli_message_entry *pli_message_next(const pli_message_entry *entry);

@@ -254,6 +254,9 @@ pl_status pli_shared_memory_adopt(pli_shared_memory_kind kind, int fd,
         PL_FAIL(PL_EINVAL, "descriptor %d is no shared memory", fd);
     memory->n_bytes = (size_t)file.st_size;
     PL_TRY(map_memory(memory));
+    if (memory->n_bytes > memory->reserved_bytes)
+        PL_FAIL(PL_ENOMEM, "%zu bytes of shared memory, but addresses for %zu only",
+                memory->n_bytes, memory->reserved_bytes);
     if (kind != PLI_MEMORY_GROWS)
         PL_TRY(add_to_list(memory));
     *out = memory;
@@ -287,6 +290,15 @@ pl_status pli_shared_memory_grow(pli_shared_memory *memory, size_t n_bytes)
         memory->n_bytes = larger;
 done:
     return st;
+}
+
+void pli_shared_memory_see_growth(pli_shared_memory *memory)
+{
+    struct stat file;
+    if (PL_SYS(fstat(memory->fd, &file)) == 0 &&
+        (size_t)file.st_size > memory->n_bytes &&
+        (size_t)file.st_size <= memory->reserved_bytes)
+        memory->n_bytes = (size_t)file.st_size;
 }
 
 void pli_shared_memory_shrink(pli_shared_memory *memory, size_t n_bytes)

@@ -58,6 +58,9 @@ pl_status pli_shared_memory_adopt(pli_shared_memory_kind kind, int fd,
 /* Makes it at least n_bytes.  A failure changes nothing. */
 pl_status pli_shared_memory_grow(pli_shared_memory *memory, size_t n_bytes) PL_MUST_USE;
 
+/* Finds out how large the other side has made it. */
+void pli_shared_memory_see_growth(pli_shared_memory *memory);
+
 /* Gives the kernel back what lies beyond n_bytes, rounded up to pages. */
 void pli_shared_memory_shrink(pli_shared_memory *memory, size_t n_bytes);
 

@@ -68,6 +68,24 @@ struct pl_exchange {
 
 /* ---- life ----------------------------------------------------------------------- */
 
+/* PL_OK where rows of table t, which has n_rows, come in ascending order, each once. */
+static pl_status check_order(const pl_rows *rows, size_t t, size_t n_rows,
+                             pl_status code)
+{
+    pl_status st = PL_OK;
+    for (size_t k = 0; rows->indices != NULL && k < rows->n_rows; k++) {
+        const int64_t index = rows->indices[k];
+        if (index < 0 || (uint64_t)index >= n_rows)
+            PL_FAIL(code, "row %lld is given of table %zu, which has %zu",
+                    (long long)index, t, n_rows);
+        if (k > 0 && index <= rows->indices[k - 1])
+            PL_FAIL(code, "row %lld of table %zu comes after row %lld",
+                    (long long)index, t, (long long)rows->indices[k - 1]);
+    }
+done:
+    return st;
+}
+
 static pl_status check_rows(const pl_exchange_spec *spec)
 {
     pl_status st = PL_OK;
@@ -77,15 +95,7 @@ static pl_status check_rows(const pl_exchange_spec *spec)
         if (rows->indices == NULL && rows->n_rows != n_rows)
             PL_FAIL(PL_EINVAL, "table %zu has %zu rows, and %zu are given as all", t,
                     n_rows, rows->n_rows);
-        for (size_t k = 0; rows->indices != NULL && k < rows->n_rows; k++) {
-            const int64_t index = rows->indices[k];
-            if (index < 0 || (uint64_t)index >= n_rows)
-                PL_FAIL(PL_EINVAL, "row %lld is given of table %zu, which has %zu",
-                        (long long)index, t, n_rows);
-            if (k > 0 && index <= rows->indices[k - 1])
-                PL_FAIL(PL_EINVAL, "row %lld of table %zu comes after row %lld",
-                        (long long)index, t, (long long)rows->indices[k - 1]);
-        }
+        PL_TRY(check_order(rows, t, n_rows, PL_EINVAL));
     }
 done:
     return st;
@@ -250,8 +260,11 @@ static pl_status begin_listing(pl_exchange *self)
     memset(gathered->n_bytes, 0, (size_t)n_ranks * sizeof *gathered->n_bytes);
     for (size_t t = 0; t < self->spec.n_tables; t++) {
         const int n_lists = is_whole(self, t) ? 0 : n_ranks;
-        for (int r = 0; r < n_lists; r++)
+        for (int r = 0; r < n_lists; r++) {
+            if (count_of(self, r, t) > self->tables[t].n_rows)
+                PL_FAIL(PL_EMISMATCH, "rank %d has more rows than table %zu", r, t);
             gathered->n_bytes[r] += count_of(self, r, t) * sizeof(int64_t);
+        }
     }
     for (int r = 0; r < n_ranks; r++) {
         n_all += gathered->n_bytes[r] / sizeof(int64_t);
@@ -321,8 +334,9 @@ static size_t merge_all(list *lists, int n_lists, int64_t *out, int64_t *other)
     return lists[0].n;
 }
 
-static void find_unions(pl_exchange *self)
+static pl_status find_unions(pl_exchange *self)
 {
+    pl_status st = PL_OK;
     const int n_ranks = pl_comm_world_size(self->spec.comm);
     const int64_t **next = self->next;
     list *lists = self->table_lists;
@@ -342,7 +356,10 @@ static void find_unions(pl_exchange *self)
         self->unions[t].indices = out;
         self->unions[t].n_rows = merge_all(lists, n_ranks, out, self->spare);
         n_merged += self->unions[t].n_rows;
+        PL_TRY(check_order(&self->unions[t], t, self->tables[t].n_rows, PL_EMISMATCH));
     }
+done:
+    return st;
 }
 
 pl_status pl_exchange_find(pl_exchange *self, int64_t slice_ns)
@@ -355,7 +372,7 @@ pl_status pl_exchange_find(pl_exchange *self, int64_t slice_ns)
     }
     if (self->phase == EXCHANGE_LISTING) {
         PL_TRY(run_gather(self, slice_ns));
-        find_unions(self);
+        PL_TRY(find_unions(self));
         self->phase = EXCHANGE_FOUND;
     }
 done:

@@ -57,6 +57,12 @@ _SEQUENCE = struct.Struct("<Q")
 _STEP = struct.Struct("<Q12q24x")
 _BUCKET = struct.Struct("<4q")
 _MOST_TEXT = 200  # of each entry of `who`
+_WHO = {
+    **dict.fromkeys(("kind", "job", "model", "host", "device"), str),
+    **dict.fromkeys(("rank", "world_size", "local_rank", "pid"), int),
+    "wall_minus_monotonic_ns": int,
+}
+"""What readers need of it."""
 
 # ---- whose files there are ----------------------------------------------------------
 
@@ -271,6 +277,18 @@ class Now:
     awaiting: int
 
 
+def _read_who(text: bytes, path: Path) -> dict[str, Any]:
+    """Return what a process has told of itself, if that is all that readers need."""
+    try:
+        who = json.loads(text.rstrip(b"\0"))
+        is_whole = all(isinstance(who[name], kind) for name, kind in _WHO.items())
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise RecordingError(f"{path} does not tell whose steps they are.")
+    return dict(who)
+
+
 class Recording:
     """One process's steps, read as they are written; the writer does not notice.
 
@@ -313,18 +331,23 @@ class Recording:
                 f"{path} was written by a Paceline that records in layout {version}, "
                 f"and this one reads layout {VERSION}: use the one that trains."
             )
-        if status.st_size < header + n * record:
-            raise RecordingError(f"{path} is cut off.")
-        self._header, self._record = header, record
-        self._n, self._n_buckets = n, n_buckets
-        text = self._memory[_WHO_AT:header].rstrip(b"\0")
-        self.who: dict[str, Any] = json.loads(text)
+        self._kept_bytes = _STEP.size + n_buckets * _BUCKET.size
+        if (
+            header < _WHO_AT
+            or record < self._kept_bytes
+            or status.st_size < header + n * record
+        ):
+            raise RecordingError(f"{path} is cut off, or was overwritten.")
+        self._header, self._record, self._n = header, record, n
+        self.who = _read_who(self._memory[_WHO_AT:header], path)
 
     @property
     def now(self) -> Now:
         """What the process does now."""
         activity, since, step, awaiting = _NOW.unpack_from(self._memory, _NOW_AT)
-        return Now(ACTIVITIES[activity], since, step, awaiting)
+        is_known = 0 <= activity < len(ACTIVITIES)
+        words = ACTIVITIES[activity] if is_known else "an unknown activity"
+        return Now(words, since, step, awaiting)
 
     def steps(self) -> list[Step]:
         """Return the steps that are over and still there, in order."""
@@ -333,14 +356,14 @@ class Recording:
 
     def _step(self, index: int) -> Step | None:
         at = self._header + index * self._record
-        before = self._memory[at : at + self._record]
-        again = self._memory[at : at + self._record]
+        before = self._memory[at : at + self._kept_bytes]
+        again = self._memory[at : at + self._kept_bytes]
         (sequence,) = _SEQUENCE.unpack_from(before)
         # Twice the same, so that nobody was writing, in whatever order memory shows it.
         if sequence == 0 or sequence % 2 or before != again:
             return None
         _, *fields = _STEP.unpack_from(before)
-        n_kept = min(fields[10], self._n_buckets)
+        n_kept = max(fields[10], 0)
         rows = itertools.islice(_BUCKET.iter_unpack(before[_STEP.size :]), n_kept)
         whole: list[Any] = [*fields, tuple(Bucket(*row) for row in rows)]
         return Step(*whole)

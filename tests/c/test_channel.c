@@ -54,9 +54,20 @@ static int send_note(pli_channel *end, uint64_t seed, size_t n_bytes)
     return 1;
 }
 
+static const note *receive_note(pli_channel *end)
+{
+    const char *message = NULL;
+    size_t n_bytes = 0;
+    if (!CHECK_OK(pli_channel_receive(end, &message, &n_bytes)))
+        exit(2);
+    const note *it = (const note *)(const void *)message;
+    CHECK(n_bytes == sizeof *it + it->n_bytes);
+    return it;
+}
+
 static int check_note(pli_channel *end, uint64_t seed, size_t n_bytes)
 {
-    const note *it = (const note *)(const void *)pli_channel_receive(end);
+    const note *it = receive_note(end);
     size_t n_wrong = 0;
     if (!CHECK(it->n_bytes == n_bytes) || !CHECK(it->seed == seed))
         return 0;
@@ -76,7 +87,7 @@ static void *echo(void *argument)
 {
     const worker *self = argument;
     while (await_message(self->end)) {
-        const note *it = (const note *)(const void *)pli_channel_receive(self->end);
+        const note *it = receive_note(self->end);
         const uint64_t seed = it->seed;
         if (self->rest_ns > 0 && seed % 8 == 0)
             pli_sleep_ns(self->rest_ns);

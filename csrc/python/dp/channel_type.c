@@ -176,7 +176,9 @@ static PyObject *channel_post(PyObject *object, PyObject *const *args, Py_ssize_
     if (self->is_busy) {
         result = await(self); /* an answer that an interrupted wait left behind */
         if (result == 0) {
-            (void)pli_channel_receive(self->channel);
+            const char *dropped = NULL;
+            size_t n_bytes = 0;
+            (void)!pli_channel_receive(self->channel, &dropped, &n_bytes);
             self->is_busy = 0;
         }
     }

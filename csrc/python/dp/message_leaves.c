@@ -281,18 +281,25 @@ static PyObject *read_pickle(const char *bytes, size_t n_bytes)
 }
 
 static PyObject *read_leaf(const module_state *state, pli_shared_memory *memory,
-                           const pli_message_entry *entry, char *message,
+                           const pli_message_entry *entry, const char *message,
                            pli_received how)
 {
     if (entry->form == FORM_NONE)
         Py_RETURN_NONE;
     if (entry->form == FORM_PICKLE)
         return read_pickle(message + entry->offset, entry->n_bytes);
-    dl_tensor like = {.data = message + entry->offset,
+    const size_t n_elems = pli_message_elems(entry);
+    dl_tensor like = {.data = (char *)message + entry->offset,
                       .ndim = (int32_t)entry->n_dims,
                       .shape = (int64_t *)entry->dims,
                       .strides = (int64_t *)entry->dims + entry->n_dims};
     memcpy(&like.dtype, &entry->dtype, sizeof like.dtype);
+    if ((uint64_t)like.dtype.bits * like.dtype.lanes * n_elems != entry->n_bytes * 8) {
+        PyErr_SetString(state->mismatch_error,
+                        "a tensor from another process has bytes of another dtype: "
+                        "they were overwritten, or are another version's");
+        return NULL;
+    }
     PyObject *object = pli_tensor_in_shared_memory(state, memory, &like);
     if (object != NULL && how == PLI_RECEIVED_COPIES)
         Py_SETREF(object, PyObject_CallMethodNoArgs(object, state->str_clone));
@@ -304,8 +311,12 @@ static PyObject *read_leaf(const module_state *state, pli_shared_memory *memory,
 PyObject *pli_message_receive(const module_state *state, pli_channel *channel,
                               pli_received how)
 {
-    char *message = (char *)pli_channel_receive(channel);
-    const pli_message_header *header = (const pli_message_header *)(void *)message;
+    const char *message = NULL;
+    const pli_message_header *header = NULL;
+    size_t n_bytes = 0;
+    if (pli_check(state, pli_channel_receive(channel, &message, &n_bytes)) != 0 ||
+        pli_check(state, pli_message_open(message, n_bytes, &header)) != 0)
+        return NULL;
     const pli_message_entry *entry = pli_message_first(header);
     PyObject *result = NULL;
     PyObject *payload = PyBytes_FromStringAndSize(message + header->payload_offset,

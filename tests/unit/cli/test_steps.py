@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -136,6 +137,38 @@ def test_a_file_that_holds_no_steps_is_no_recording(folder, text, words):
     errors = list(_recorder.open_all(folder))
     assert words is None or words in str(errors[0])
     recorder.close()
+
+
+def damage(text, draw):
+    """Overwrite a few runs of the file, most of them of its header and first steps."""
+    for _ in range(draw.randint(1, 4)):
+        at = draw.choice((draw.randrange(8, 128), draw.randrange(128, 400)))
+        if draw.random() < 0.4:
+            at = 4096 + draw.randrange(2 * 1024)
+        run = draw.choice((b"\0", b"\xff", b"[", draw.randbytes(1)))
+        run *= draw.randint(1, 9)
+        text[at : at + len(run)] = run
+    return text[: draw.choice((len(text), len(text), draw.randrange(len(text))))]
+
+
+def test_what_others_have_overwritten_is_read_or_refused(folder):
+    recorder = start()
+    take_steps(recorder, 70)
+    (name,) = names(folder)
+    whole = (folder / name).read_bytes()
+    n_read = 0
+    for seed in range(400):
+        (folder / name).unlink()
+        (folder / name).write_bytes(damage(bytearray(whole), random.Random(seed)))
+        recordings, problems = summary.read()
+        assert len(recordings) + len(problems) <= 1
+        assert json.dumps(summary.as_json(summary.jobs(recordings), problems))
+        assert json.dumps(events.trace(recordings))
+        n_read += len(recordings)
+        for recording in recordings:
+            assert recording.now.activity
+            recording.close()
+    assert 40 < n_read < 360
 
 
 # ---- whose files --------------------------------------------------------------------

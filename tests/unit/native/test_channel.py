@@ -1,6 +1,7 @@
 """Both ends of a channel, in two threads of one process; and arenas."""
 
 import gc
+import mmap
 import os
 import sys
 import threading
@@ -328,6 +329,29 @@ def test_a_fake_tensor_is_refused(pair):
 def test_a_meta_tensor_arrives_as_one(pair):
     (got,) = pair.echo([torch.ones(3, device="meta")])
     assert (got.device.type, got.shape) == ("meta", (3,))
+
+
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        (136, 1 << 40),  # the message's bytes
+        (196, 1 << 20),  # leaves, and half of the payload's bytes
+        (208, 1 << 40),  # where the payload lies
+        (216 + 4, 0),  # the leaf's dtype
+        (216 + 16, 0),  # its bytes
+        (216 + 24, 1 << 40),  # where they lie
+        (216 + 32, 1 << 40),  # its size
+        (216 + 40, -1),  # its stride
+    ],
+)
+def test_a_message_that_was_overwritten_is_refused(at, number):
+    caller = _native.Channel()
+    worker = _native.Channel(*caller.fds)
+    caller.post(1, b"payload", [torch.arange(6)])
+    with mmap.mmap(caller.fds[0], 4096) as lane:
+        lane[at : at + 8] = number.to_bytes(8, "little", signed=True)
+    with pytest.raises(_native.MismatchError, match="overwritten"):
+        worker.next()
 
 
 @pytest.mark.parametrize(
