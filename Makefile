@@ -110,6 +110,10 @@ FLAGS_plain  := -O2 -g -Werror
 FLAGS_asan   := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined \
 	-fno-sanitize-recover=all
 FLAGS_tsan   := -O1 -g -fno-omit-frame-pointer -fsanitize=thread
+FLAGS_fuzz   := $(FLAGS_asan) -fsanitize=fuzzer-no-link
+$(foreach flavour, $(FLAVOURS), $(eval CC_$(flavour) := $(CC)))
+CC_fuzz := $(firstword $(foreach name, clang clang-19 clang-16 clang-14, \
+	$(shell command -v $(name))))
 
 C_FLAGS   := $(shell cat csrc/compile_flags.txt) -DPL_FAULTS \
 	-DPLI_FATBIN_PATH='"tests/c/fake/fake.fatbin"'
@@ -126,7 +130,7 @@ PROGRAMS_$(1) := $(patsubst tests/c/%.c, $(BUILD)/c/$(1)/%, $(C_TESTS))
 
 $(BUILD)/c/$(1)/%.o: %.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
-	$$(call SHOW,$(1) $$<)$(CC) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+	$$(call SHOW,$(1) $$<)$(CC_$(1)) $$(C_FLAGS) $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
 # The assembler reads what the compiler does not know of.
 $(BUILD)/c/$(1)/csrc/backend/kernels_image.o: $(wildcard csrc/backend/kernels*.cu \
@@ -135,23 +139,23 @@ $(BUILD)/c/$(1)/csrc/backend/kernels_image.o: $(wildcard csrc/backend/kernels*.c
 # The fakes of CUDA and NCCL are one library; who calls it is linked with it.
 $(BUILD)/c/$(1)/tests/c/fake/%.o: tests/c/fake/%.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
-	$$(call SHOW,$(1) $$<)$(CC) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
+	$$(call SHOW,$(1) $$<)$(CC_$(1)) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -MMD -MP -c $$< -o $$@
 
 $(BUILD)/c/$(1)/libplfake.so: $$(FAKES_$(1))
-	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) -shared -Wl,--hash-style=both $$^ \
+	$$(call SHOW,$(1) $$@)$(CC_$(1)) $$(FLAGS_$(1)) -shared -Wl,--hash-style=both $$^ \
 	    -o $$@ -pthread -lm -ldl
 
 # Drivers of old, for test_driver.
 $(BUILD)/c/$(1)/libplold_%.so: tests/c/old/old_driver.c csrc/compile_flags.txt Makefile
 	@mkdir -p $$(@D)
-	$$(call SHOW,$(1) $$@)$(CC) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -DOLD_$$* -shared \
+	$$(call SHOW,$(1) $$@)$(CC_$(1)) $$(C_FLAGS) -fPIC $$(FLAGS_$(1)) -DOLD_$$* -shared \
 	    -Wl,-Bsymbolic $$< -o $$@
 $(BUILD)/c/$(1)/test_driver: | $(BUILD)/c/$(1)/libplold_asked.so \
 	$(BUILD)/c/$(1)/libplold_plain.so
 
 $(BUILD)/c/$(1)/test_%: $(BUILD)/c/$(1)/tests/c/test_%.o $$(OBJECTS_$(1)) \
 	$(BUILD)/c/$(1)/libplfake.so
-	$$(call SHOW,$(1) $$@)$(CC) $$(FLAGS_$(1)) $$(filter %.o, $$^) -o $$@ -pthread -lm -ldl \
+	$$(call SHOW,$(1) $$@)$(CC_$(1)) $$(FLAGS_$(1)) $$(filter %.o, $$^) -o $$@ -pthread -lm -ldl \
 	    -Wl,--as-needed -L$$(@D) -lplfake '-Wl,-rpath,$$$$ORIGIN'
 
 .PHONY: c-$(1)
@@ -159,7 +163,7 @@ c-$(1): $$(PROGRAMS_$(1)) ; @:
 
 -include $$(OBJECTS_$(1):.o=.d) $$(FAKES_$(1):.o=.d) $$(C_TESTS:%.c=$(BUILD)/c/$(1)/%.d)
 endef
-$(foreach flavour, $(FLAVOURS), $(eval $(call FLAVOUR_RULES,$(flavour))))
+$(foreach flavour, $(FLAVOURS) fuzz, $(eval $(call FLAVOUR_RULES,$(flavour))))
 .SECONDARY:
 
 .PHONY: c-test sanitize
@@ -182,6 +186,22 @@ c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
 	    $(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64 \
 	    CC=aarch64-linux-gnu-gcc c-test
 
+# clang's libFuzzer looks for bytes that break what reads them; without it, there are
+# those that c-test reads, which were found before.
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS := $(patsubst tests/fuzz/%.c, $(BUILD)/fuzz/%, $(wildcard tests/fuzz/fuzz_*.c))
+
+$(BUILD)/fuzz/%: $(BUILD)/c/fuzz/tests/fuzz/%.o $(OBJECTS_fuzz)
+	@mkdir -p $(@D)
+	$(call SHOW,fuzz $@)$(CC_fuzz) $(FLAGS_fuzz) -fsanitize=fuzzer $^ -o $@ -pthread -lm -ldl
+
+.PHONY: fuzz-bytes fuzz-programs
+fuzz-programs: $(FUZZ_TARGETS)
+fuzz-bytes: ## bytes of other processes, by libFuzzer (FUZZ_SECONDS=600)
+	@if tests/fuzz/run.sh --can $(CC_fuzz); then \
+	    $(MAKE) --no-print-directory -j$(JOBS) fuzz-programs && \
+	    tests/fuzz/run.sh $(FUZZ_SECONDS) $(FUZZ_TARGETS); fi
+
 # It needs root, buildah and debootstrap, and says so where it cannot run.
 .PHONY: image-test
 image-test: ## build the image without Docker, and try it
@@ -199,7 +219,8 @@ release-check: wheels ## the wheels, installed and tried as a user will
 # ---- lint ----------------------------------------------------------------------
 
 C_ALL   := $(wildcard csrc/*/*.c csrc/*/*/*.c)
-C_TEXT  := $(C_ALL) $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch])
+C_TEXT  := $(C_ALL) $(wildcard csrc/*/*.h csrc/*/*/*.h csrc/*/*.cu tests/c/*.[ch] tests/c/fake/*.[ch] \
+	tests/fuzz/*.[ch])
 PY_DIRS := setup.py $(wildcard python tests notebooks)
 
 .PHONY: lint format lint-rules lint-python lint-c lint-tidy

@@ -1,0 +1,104 @@
+/* fuzz_segment.c - rank 1 of two in a segment that rank 0 has written: its header, who
+ * has failed, and the other rank's counters, words and tags.
+ */
+#include "bytes.h"
+#include "comm/shm_comm.h"
+#include "comm/shm_counters.h"
+#include "core/alloc.h"
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
+
+enum { SEGMENT_RANKS = 2, SEGMENT_ARENA = 4096, SEGMENT_OPS = 64 };
+
+/* What a flag of the first byte asks for. */
+enum {
+    SEGMENT_IS_RAW = 1,
+    SEGMENT_IS_CUT = 2,
+    SEGMENT_RECOVERS = 4,
+    SEGMENT_HAS_NO_END = 8 /* of the other rank's words */
+};
+
+/* Words that are promised are waited for; here they never come. */
+static void settle_words(pli_rank *rank)
+{
+    rank->n_writes &= ~1u;
+    if (rank->message_state == PLI_MESSAGE_FOLLOWS)
+        rank->message_state = PLI_MESSAGE_READY;
+}
+
+/* A descriptor of memory with a sound header, but for what the input puts there. */
+static int write_segment(unsigned flags, bytes *from)
+{
+    pli_segment made;
+    must(pli_segment_create(PLI_SEGMENT_FILE, SEGMENT_RANKS, SEGMENT_ARENA, SEGMENT_OPS,
+                            &made) == PL_OK);
+    if (flags & SEGMENT_IS_RAW) {
+        bytes_copy(from, made.base, made.arenas_at);
+    } else {
+        bytes_copy(from, pli_tags_of(&made, 0) + 1, sizeof(uint64_t));
+        bytes_copy(from, pli_rank_of(&made, 0), sizeof(pli_rank));
+    }
+    if (flags & SEGMENT_HAS_NO_END)
+        memset(pli_rank_of(&made, 0)->message, 'x', PLI_MESSAGE_BYTES);
+    settle_words(pli_rank_of(&made, 0));
+    const size_t cut = flags & SEGMENT_IS_CUT ? bytes_number(from) * 64 : 0;
+    const bytes content = {(const uint8_t *)made.base, made.map_bytes - cut};
+    const int fd = bytes_file(content, made.map_bytes - cut);
+    pli_segment_fini(&made);
+    return fd;
+}
+
+/* Calls all that reads what the other rank has written. */
+static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failures)
+{
+    const pl_op op = {.kind = PL_ALL_REDUCE, .dtype = PL_F32, .n_elems = 10};
+    pl_comm *world = &comm->super;
+    pl_ticket ticket = 0;
+    pl_recovery recovery;
+    pli_failure failure;
+    unsigned bit = 0;
+    (void)!pl_comm_issue(world, &op, &ticket);
+    if (!(flags & SEGMENT_IS_RAW)) {
+        atomic_store(&pli_header_of(comm->segment)->failure, failures[0]);
+        atomic_store(&pli_header_of(comm->segment)->raised, failures[1]);
+    }
+    (void)!pl_comm_progress(world);
+    for (int what = PLI_QUERY_GONE; what <= PLI_QUERY_WORLD; what++)
+        (void)!pli_comm_query(world, (pli_query)what);
+    if (world->ops->is_done(world, ticket) || pli_failure_stands(comm, &failure)) {
+        (void)!pl_comm_wait(world, ticket, 0);
+        (void)!world->ops->await_notice(world, 0, 1, 0, &bit);
+    }
+    (void)!pli_comm_check_peers(world);
+    if (flags & SEGMENT_RECOVERS)
+        (void)!pl_comm_recover(world, 0, &recovery);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
+{
+    bytes from = {data, n};
+    const int n_before = n_descriptors();
+    const unsigned flags = bytes_number(&from);
+    uint64_t failures[2] = {0, 0};
+    if (!(flags & SEGMENT_IS_RAW))
+        bytes_copy(&from, failures, sizeof failures);
+    const int fd = write_segment(flags, &from);
+    pli_shm_segment *shared = NULL;
+    pli_shm_comm *comm = NULL;
+    must(pli_calloc(1, sizeof *shared, "a segment", &shared) == PL_OK);
+    atomic_store(&shared->n_users, 1);
+    if (pli_segment_adopt(fd, SEGMENT_RANKS, SEGMENT_ARENA, SEGMENT_OPS,
+                          &shared->segment) != PL_OK) {
+        (void)close(fd);
+        pli_free(shared);
+    } else {
+        must(pli_shm_comm_create(&(pli_shm_comm_options){.shared = shared,
+                                                         .rank = 1,
+                                                         .deadline_ns = PLI_MS},
+                                 &comm) == PL_OK);
+        use_comm(comm, flags, failures);
+        pl_comm_destroy(&comm->super);
+    }
+    must(n_descriptors() == n_before);
+    return 0;
+}
