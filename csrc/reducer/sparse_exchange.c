@@ -1,5 +1,4 @@
-/* sparse_exchange.c - finding the union of all ranks' rows, and their means, in
- * rounds. */
+/* sparse_exchange.c - finding the union of all ranks' rows, and their means. */
 #include "sparse_exchange.h"
 
 #include <string.h>
