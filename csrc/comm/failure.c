@@ -162,6 +162,7 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
 {
     /* Any process of the segment can have written that number. */
     const int is_known = failure->rank < segment->world_size;
+    const pli_reason reason = is_known ? failure->reason : PLI_N_REASONS;
     pli_rank *culprit = pli_rank_of(segment, is_known ? failure->rank : me);
     const int r = segment->first_rank + failure->rank;
     const int pid = (int)atomic_load(&culprit->pid);
@@ -172,7 +173,7 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
     describe(pli_rank_of(segment, me), here, sizeof here);
     me += segment->first_rank;
     copy_message(culprit, message);
-    switch (is_known ? failure->reason : PLI_N_REASONS) {
+    switch (reason) {
     case PLI_RAISED:
         return pli_fail(
             PL_EPEER,
