@@ -76,7 +76,8 @@ def test_peers_get_the_traceback_of_a_rank_that_raises(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launch", "where"), [("spawn", "function"), ("forkserver", "forward")]
+    ("launch", "where"),
+    [("spawn", "function"), ("spawn", "outside"), ("forkserver", "forward")],
 )
 def test_peers_get_the_traceback_of_a_rank_that_was_spawned(
     launch: str, where: str, tmp_path: Path

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from paceline import _native
 from paceline._compat import torch_groups
 from paceline._ddp import group_comm, host_links
+from paceline._ddp.last_error import keep_error_of_child, last_error
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
     CHECK_FIRST_SECONDS,
@@ -445,26 +446,17 @@ def _remember(world: _native.World) -> None:
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)
         atexit.register(_say_goodbye)
-        # A process that multiprocessing started ends without calling atexit.
+        # A process that multiprocessing started calls atexit from Python 3.13 on alone.
         util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
+        keep_error_of_child()
     _live_worlds.add(world)
-
-
-def _last_error() -> BaseException | None:
-    """Return the exception that ends this process, if one does."""
-    error: BaseException | None = getattr(sys, "last_value", None)
-    if error is None:
-        error = sys.exc_info()[1]  # multiprocessing is on its way out with it
-    if isinstance(error, SystemExit):
-        error = error.__context__  # torch's spawn exits in its handler
-    return error
 
 
 def _say_goodbye() -> None:
     """Leave every world; peers that wait for this rank get the traceback, if any."""
     if os.getpid() != _owner_pid:
         return  # a forked child: the worlds are its parent's
-    error = _last_error()
+    error = last_error()
     text = "".join(traceback.format_exception(error)) if error is not None else None
     for world in list(_live_worlds):
         with suppress(RuntimeError, UnicodeEncodeError):
