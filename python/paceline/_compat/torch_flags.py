@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.backends.opt_einsum  # an early torch does not by itself
 
 _C: Any = torch._C
 _einsum: dict[str, Any] = vars(
