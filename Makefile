@@ -103,6 +103,11 @@ hosts: $(INSTALLED) ## DistributedDataParallel across hosts: its list, and drawn
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
 
+# MATRIX=3.13 takes one row, TORCH=2.15.0rc1 another torch than the rows'.
+.PHONY: matrix
+matrix: ## the Python suite with other Pythons and torches; build/matrix/table.md
+	$(PYTHON) tests/matrix/run.py $(MATRIX) $(addprefix --torch ,$(TORCH)) $(MATRIX_FLAGS)
+
 # The C tests come in flavours.  Each source is compiled once a flavour, into
 # build/c/<flavour>/, and each tests/c/test_*.c becomes a program there.
 FLAVOURS     := plain asan tsan
