@@ -29,6 +29,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "release"))
+from wheels import find_pythons  # noqa: E402
+
 WORK = ROOT / "build" / "matrix"
 
 # The oldest of each that we serve, one between, the newest; `t` is without the GIL.
@@ -50,7 +53,7 @@ HEAD = """\
 The tests run with torch {pinned} before every change lands, and with the Pythons and
 torches below by `make matrix`, which wrote this page. `make MATRIX=3.13 matrix` runs
 one row; `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` takes another torch, from wherever
-`pip` finds it; `MATRIX_FLAGS="-- tests/unit"` runs other tests.
+`pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other tests.
 
 | Python | torch | passed | failed | skipped |
 | --- | --- | --- | --- | --- |
@@ -75,20 +78,6 @@ def say(text: str) -> None:
 
 
 # ---- a row ---------------------------------------------------------------------------
-
-
-def find_python(version: str) -> Path | None:
-    """Return the CPython of this version, as 3.12 or 3.14t, that works here."""
-    name = f"python{version}"
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    for place in [shutil.which(name), *sorted(pyenv.glob(f"versions/*/bin/{name}"))]:
-        # pyenv's own command of that name may stand for a version that is not on.
-        if (
-            place
-            and subprocess.run([place, "-c", ""], capture_output=True).returncode == 0
-        ):
-            return Path(place)
-    return None
 
 
 def install(name: str, python: Path, torch: str) -> Path | None:
@@ -118,7 +107,10 @@ def versions(python: Path) -> tuple[str, str]:
 
 def reason_of(message: str) -> str:
     """Return why a test was skipped, without what differs from test to test."""
-    return re.sub(r"/\S*/", "", " ".join(message.split())).replace("|", "\\|")
+    words = message.partition(" does not pass it: ")  # what follows is output
+    return re.sub(r"/\S*/", "", " ".join("".join(words[:2]).split())).replace(
+        "|", "\\|"
+    )
 
 
 def read(junit: Path, result: Result) -> None:
@@ -137,7 +129,7 @@ def read(junit: Path, result: Result) -> None:
 
 def run_row(name: str, torch: str, tests: list[str]) -> Result:
     """Install a row, run its tests, and return what came of it."""
-    found = find_python(name)
+    found = find_pythons().get(name)
     if found is None:
         return Result(name, name, torch, why_not=f"no python{name} here")
     python = install(name, found, torch)
@@ -201,7 +193,7 @@ def quick_row() -> list[str]:
     """Return the newest row with another Python than this one's, if there is any."""
     own = f"{sys.version_info.major}.{sys.version_info.minor}"
     others = [name for name in QUICK_ROWS if name != own]
-    here = [name for name in others if find_python(name) is not None]
+    here = [name for name in others if name in find_pythons()]
     if not here:
         say(f"Skipped: none of Python {', '.join(others)} is installed here.")
     return here[:1]
