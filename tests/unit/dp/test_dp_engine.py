@@ -31,6 +31,11 @@ LAYOUTS = {
 }
 
 
+def strides_of(tensor):
+    """Return the strides that matter; DLPack of older torches changes the others."""
+    return [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+
+
 def test_every_tensor_gets_a_place_of_its_own():
     tensors = [make() for make in LAYOUTS.values()]
     places, end = pickling.lay_out(tensors, 128)
@@ -40,7 +45,7 @@ def test_every_tensor_gets_a_place_of_its_own():
         assert place.offset % pickling.ALIGNMENT == 0
         assert place.offset >= 128
         assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype)
-        assert view.stride() == tensor.stride()
+        assert strides_of(view) == strides_of(tensor)
         view.copy_(tensor)
     assert all(map(torch.equal, views, tensors))  # none has written into another
     assert pickling.lay_out([], 192) == ([], 192)
