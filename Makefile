@@ -27,31 +27,40 @@ help: ## list the targets
 
 # ---- the environment -----------------------------------------------------------
 
+RUNTIME      := $(VENV)/.runtime
 DEPENDENCIES := $(VENV)/.dependencies
 INSTALLED    := $(VENV)/.installed
 VERSIONS     := $(VENV)/.constraints.txt
 SOURCES := $(shell find csrc python -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.py' \
 	-o -name '*.pyi' -o -name py.typed -o -name compile_flags.txt \))
 
-$(DEPENDENCIES): $(wildcard requirements/*.txt)
+# What the demo and the benchmarks need.
+$(RUNTIME): requirements/constraints.txt requirements/demo.txt requirements/tools.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	    { echo "Python 3.10 or later is needed: make PYTHON=python3.12"; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' \
 	    requirements/constraints.txt > $(VERSIONS)
+	@echo "Installing torch and what the demo needs: some minutes."
 	$(PIP) install -q -c $(VERSIONS) torch setuptools numpy \
-	    cloudpickle -r requirements/test.txt -r requirements/lint.txt
+	    cloudpickle -r requirements/demo.txt -r requirements/tools.txt
+	@touch $@
+
+# What tests and lint need beyond: afterwards, as pip does one thing at a time.
+$(DEPENDENCIES): $(wildcard requirements/*.txt) | $(INSTALLED)
+	@echo "Installing what the tests need: some minutes."
+	$(PIP) install -q -c $(VERSIONS) -r requirements/test.txt -r requirements/lint.txt
 	$(PIP) install -q -c $(VERSIONS) -r requirements/clients.txt || \
 	    echo "No libraries of requirements/clients.txt: their tests are skipped."
 	@touch $@
 
-$(INSTALLED): $(DEPENDENCIES) $(SOURCES) setup.py pyproject.toml
+$(INSTALLED): $(RUNTIME) $(SOURCES) setup.py pyproject.toml
 	rm -rf $(BUILD)/lib*
 	$(PIP) install -q --no-build-isolation --no-deps .
 	@touch $@
 
 .PHONY: install
-install: $(INSTALLED) ## make .venv, and build and install the package into it
+install: $(INSTALLED) $(DEPENDENCIES) ## make .venv, and build and install the package into it
 
 # ---- what a user looks at first ------------------------------------------------
 
@@ -83,23 +92,23 @@ bench-counters: ## what the counters in shared memory cost a rank
 test: c-test py-test ## C tests and the Python suite
 
 # In this order, the longest files first: the last ones keep all workers at work.
-py-test: $(INSTALLED) ## the Python suite (PYTEST_FLAGS="-k bucket")
+py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	    --max-worker-restart=0 \
 	    $(wildcard tests/clients tests/ranks tests/parity tests/unit) $(PYTEST_FLAGS)
 
 .PHONY: fuzz
-fuzz: $(INSTALLED) ## random programs by torch's class and by ours (FUZZ=5000)
+fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours (FUZZ=5000)
 	BATCH_SECONDS=86400 FUZZ=$(or $(FUZZ),1000) $(PY) -m pytest -q tests/parity/ddp/test_differential_programs.py
 
 # The seed is printed; FUZZ_FLAGS="--programs 50 --seed 7" draws those programs again.
 .PHONY: fuzz-dp
-fuzz-dp: $(INSTALLED) ## random programs with DataParallel and without, compared
+fuzz-dp: $(INSTALLED) $(DEPENDENCIES) ## random programs with DataParallel and without, compared
 	$(PY) tests/parity/dp/drawn_programs.py $(FUZZ_FLAGS)
 
 # HOSTS_FLAGS="--failures 5 --seed 7" draws those failures again.
 .PHONY: hosts
-hosts: $(INSTALLED) ## DistributedDataParallel across hosts: its list, and drawn failures
+hosts: $(INSTALLED) $(DEPENDENCIES) ## DistributedDataParallel across hosts: its list, and drawn failures
 	TEST_RANKS_PER_HOST=1 $(PY) -m pytest -q tests/parity/ddp
 	PYTHONPATH=tests $(PY) tests/ranks/drawn_failures.py $(HOSTS_FLAGS)
 
@@ -235,7 +244,7 @@ lint-rules: $(DEPENDENCIES)
 	$(PY) tests/lint/rules.py
 	$(BIN)/codespell
 
-lint-python: $(INSTALLED)
+lint-python: $(INSTALLED) $(DEPENDENCIES)
 	$(BIN)/ruff check -q $(PY_DIRS)
 	$(BIN)/ruff format -q --check $(PY_DIRS)
 	$(BIN)/mypy python/paceline
