@@ -193,8 +193,10 @@ pl_status pli_failure_report(const pli_segment *segment, const pli_failure *fail
         return pli_fail(
             PL_EPEER,
             "rank %d: rank %d (process %d) has left (%s), but this rank waits "
-            "for it (%s%s): every rank needs the same number of steps%s",
-            me, r, pid, there, here, waiting_for, message);
+            "for it (%s%s)%s%s",
+            me, r, pid, there, here, waiting_for,
+            message[0] != '\0' ? "" : ": every rank needs the same number of steps",
+            message);
     case PLI_LATE:
         return pli_fail(
             PL_ETIMEOUT,

@@ -323,9 +323,9 @@ def test_what_ranks_cannot_import_is_their_failure(
     [
         ((rank_and, 0), ValueError, "n is 0: at least one"),
         ((rank_and, -1), ValueError, "n is -1"),
-        ((rank_and, "data"), TypeError, "n is a str, but it is the number of ranks"),
-        ((rank_and, True), TypeError, "n is a bool"),
-        ((3, 2), TypeError, "fn is a int"),
+        ((rank_and, "data"), TypeError, "n is of type str, but it is the"),
+        ((rank_and, True), TypeError, "n is of type bool"),
+        ((3, 2), TypeError, "fn is of type int"),
     ],
 )
 def test_wrong_arguments_are_errors(args: Any, kind: Any, words: str) -> None:

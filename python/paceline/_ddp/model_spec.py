@@ -133,7 +133,9 @@ class Model:
             )
         raise NotImplementedError(
             f"{found}: this version of paceline trains strided tensors, on the CPU or "
-            "on one GPU of NVIDIA's; move the module by .cpu() or .cuda() first"
+            "on one GPU of NVIDIA's; move the module there first, by .cpu() or "
+            ".cuda(), or from device meta by .to_empty(device=...) and "
+            "load_state_dict()"
         )
 
     def check_supported(self, module: torch.nn.Module) -> None:

@@ -99,8 +99,8 @@ def launch(
     """
     if not callable(fn):
         raise TypeError(
-            f"fn is a {type(fn).__name__}: launch() takes the function itself and its "
-            "arguments, as in launch(train, 2, data)"
+            f"fn is of type {type(fn).__name__}: launch() takes the function itself "
+            "and its arguments, as in launch(train, 2, data)"
         )
     n = _count_ranks(n, backend)
     _check_caller()
@@ -116,8 +116,8 @@ def _count_ranks(n: Any, backend: str | None) -> int:
         return max(n_gpus, 1)
     if not isinstance(n, int) or isinstance(n, bool):
         raise TypeError(
-            f"n is a {type(n).__name__}, but it is the number of ranks: launch(fn, 2, "
-            "...) calls fn(...) on two"
+            f"n is of type {type(n).__name__}, but it is the number of ranks: "
+            "launch(fn, 2, ...) calls fn(...) on two"
         )
     if n < 1:
         raise ValueError(f"n is {n}: at least one rank is needed")

@@ -137,7 +137,8 @@ def _device(device_id: Any) -> torch.device:
             return torch.device("cuda", device_id)
         device = torch.device(device_id)
     except (RuntimeError, TypeError) as error:
-        raise TypeError(f"{device_id!r} is no device: {error}") from None
+        words = f"{device_id!r} is not a device, as 'cpu' or 'cuda:0' is: {error}"
+        raise TypeError(words) from None
     return CPU if device.type == "cpu" else device
 
 
