@@ -355,37 +355,6 @@ def test_another_thread_may_close_the_wrapper():
     assert wrong == []
 
 
-class Told(nn.Module):
-    """Notes its forwards, and when gradients come to them."""
-
-    def __init__(self, events, transposes):
-        super().__init__()
-        self.layer = linear(3, 2)
-        self.events, self.transposes = events, transposes
-
-    def forward(self, x):
-        self.events.append("forward")
-        out = self.layer(x)
-        if out.requires_grad:
-            out.register_hook(lambda grad: self.events.append("gradient"))
-        return out.t().contiguous().t() if self.transposes else out
-
-
-@pytest.mark.parametrize("transposes", [False, True], ids=["rows", "others"])
-def test_a_checkpoint_is_repeated_before_gradients_reach_any_device(transposes):
-    """Threads of several devices would each repeat it, at a time."""
-    events = []
-    plain, ours = twins(Told(events, transposes))
-    ours.module.events = events  # not its copy
-    loss_of(plain(integers(7, 3))).backward()
-    out = checkpoint(ours, integers(7, 3), use_reentrant=False)
-    events.clear()
-    loss_of(out).backward()
-    assert events[:3] == ["forward"] * 3
-    assert events.count("forward") == 3
-    assert_same_grads(ours, plain)
-
-
 class Buffered(nn.Module):
     """Scales its inputs by a buffer; a forward may thaw that, or run a backward."""
 

@@ -37,17 +37,6 @@ def is_by_torch() -> bool:
     return torch_graph.is_transformed() or bool(torch_modes.count_dispatch_modes())
 
 
-def _save_for_hooks(ctx: Any, like: torch.Tensor) -> None:
-    """Have hooks on saved tensors be called where a backward leaves a device.
-
-    A checkpoint round the wrapper repeats its forward when a saved tensor is wanted for
-    the first time.  Threads of several devices that want theirs at a time would each
-    repeat it, and take one another's tensors: so one is wanted before they begin.
-    """
-    if torch_modes.has_saved_tensors_hooks():
-        ctx.save_for_backward(like.new_empty(0))
-
-
 # ---- copies -------------------------------------------------------------------------
 
 
@@ -64,12 +53,10 @@ class _Copy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.arguments = group, streams, way
-        _save_for_hooks(ctx, tensors[0])
         return tuple(_copied(group, streams, way, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors
         group, streams, (source, target) = ctx.arguments
         with group.on(streams):
             back = move(group, streams, (target, source), grads)
@@ -265,7 +252,6 @@ class _Gather(torch.autograd.Function):
         *parts: torch.Tensor,
     ) -> torch.Tensor:
         ctx.arguments = group, streams, target
-        _save_for_hooks(ctx, parts[0])
         ctx.sizes = [len(part) for part in parts]
         whole = torch.empty(
             (sum(ctx.sizes), *parts[0].shape[1:]),
@@ -278,7 +264,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors
         group, streams, target = ctx.arguments
         with group.on(streams):
             parts = [
