@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +21,26 @@ DEFAULT_NCCL_TIMEOUT_SECONDS = 600.0
 def default_group() -> dist.ProcessGroup:
     """Return the group of ``init_process_group``, or raise torch's ValueError."""
     return c10d._get_default_group()
+
+
+_is_waiting_at_exit = False
+
+
+def _let_gloo_end() -> None:
+    time.sleep(0.05)
+
+
+def wait_for_gloo_at_exit() -> None:
+    """Let Gloo's threads drop what the last collectives held, before Python ends.
+
+    They do so behind the back of who waited, and a tensor that a thread drops when
+    Python ends aborts the process; torch 2.13 does not prevent it where anybody, such
+    as a wrapper, still holds the group.
+    """
+    global _is_waiting_at_exit
+    if not _is_waiting_at_exit:
+        _is_waiting_at_exit = True
+        atexit.register(_let_gloo_end)
 
 
 def is_debugging() -> bool:

@@ -274,6 +274,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
             accumulate_in_fp32=accumulate_in_fp32,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
+        torch_groups.wait_for_gloo_at_exit()
         self._session = Session(self, options)
         self._comm_hooks = []
         self.module = module

@@ -341,6 +341,7 @@ def test_top_says_what_to_install_without_rich(folder, monkeypatch, capsys):
     for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "paceline._cli.steps.table", raising=False)
+    monkeypatch.delattr("paceline._cli.steps.table", raising=False)
     monkeypatch.setitem(sys.modules, "rich", None)
     assert top.main(["--once"], "paceline") == 1
     assert "pip install 'paceline[tools]'" in capsys.readouterr().err
