@@ -295,12 +295,9 @@ def go_on(rank: int, n_ranks: int, hosts: Hosts, store: str) -> Any:
         ours(x, True).square().mean().backward()
         weight = ours.module.norm.weight
         broken = weight.register_hook(fail) if rank == culprit else None
-        loss = ours(x, True).square().mean()
-        kind, words = (
-            (OSError, "no port") if broken else (paceline.PeerError, "no port")
-        )
-        with pytest.raises(kind, match=words):
-            loss.backward()
+        # A slow rank hears of it in its forward, where it waits for buffers.
+        with pytest.raises(OSError if broken else paceline.PeerError, match="no port"):
+            ours(x, True).square().mean().backward()
         if broken is not None:
             broken.remove()
     ours.zero_grad()
