@@ -21,7 +21,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from wheels import DIST, ROOT, WORK, find_pythons, make_environment, run, say
+from wheels import DIST, ROOT, WORK, make_environment, run, say
 
 LOAD = """
 import importlib.machinery, importlib.util, sys
@@ -125,11 +125,9 @@ def main() -> None:
         parser.error(f"no wheel for this machine in {DIST}: make wheels")
     say(f"version {check_version(args.tag)}")
     check_licences()
-    pythons = find_pythons()
     for wheel in wheels:
         version = re.sub(r".*-cp3(\d+)-cp3\d+(t?)-.*", r"3.\1\2", wheel.name)
-        python = WORK / f"python{version}" / "bin" / "python"
-        load_wheel(python if python.exists() else pythons[version], wheel)
+        load_wheel(WORK / f"python{version}" / "bin" / "python", wheel)
         say(f"{wheel.name} loads")
     own = f"-cp3{sys.version_info.minor}-"
     install_wheel(next(w for w in wheels if own in w.name))

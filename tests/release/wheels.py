@@ -43,6 +43,11 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def line_of(path: Path) -> str:
+    """Return what the table says of a file."""
+    return f"{path.stat().st_size / 1024:7.0f} KB  {path.name}"
+
+
 def run(*words: str | Path, **options: object) -> str:
     """Run a program; return what it prints; end with all it said where it fails."""
     done = subprocess.run(
@@ -178,15 +183,14 @@ def main() -> None:
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir(parents=True)
     tools = make_environment(sys.executable, WORK / "tools", "-r", RELEASE)
-    made = [build_sdist(tools)]
-    say(f"{made[0].name}: {made[0].stat().st_size / 1024:.0f} KB")
+    made = [line_of(sdist := build_sdist(tools))]
+    say(made[0])
     for version in args.python or pythons:
         for machine in args.machine or MACHINES:
-            wheel = Build(version, pythons[version], machine).run(tools, made[0])
-            say(f"{wheel.name}: {wheel.stat().st_size / 1024:.0f} KB")
-            made.append(wheel)
-    lines = [f"{path.stat().st_size / 1024:7.0f} KB  {path.name}" for path in made]
-    (WORK / "table.txt").write_text("\n".join(lines) + "\n")
+            wheel = Build(version, pythons[version], machine).run(tools, sdist)
+            made.append(line_of(wheel))
+            say(made[-1])
+    (WORK / "table.txt").write_text("\n".join(made) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import time
 from contextlib import suppress
 from typing import Any
@@ -23,13 +24,7 @@ def default_group() -> dist.ProcessGroup:
     return c10d._get_default_group()
 
 
-_is_waiting_at_exit = False
-
-
-def _let_gloo_end() -> None:
-    time.sleep(0.05)
-
-
+@functools.cache  # once is enough
 def wait_for_gloo_at_exit() -> None:
     """Let Gloo's threads drop what the last collectives held, before Python ends.
 
@@ -37,10 +32,7 @@ def wait_for_gloo_at_exit() -> None:
     Python ends aborts the process; torch 2.13 does not prevent it where anybody, such
     as a wrapper, still holds the group.
     """
-    global _is_waiting_at_exit
-    if not _is_waiting_at_exit:
-        _is_waiting_at_exit = True
-        atexit.register(_let_gloo_end)
+    atexit.register(time.sleep, 0.05)
 
 
 def is_debugging() -> bool:
