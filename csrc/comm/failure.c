@@ -14,15 +14,15 @@ enum { MESSAGE_TIMEOUT_MS = 400 };
 
 static uint64_t pack(const pli_failure *failure)
 {
-    return failure->epoch << 24 | (uint64_t)(uint8_t)failure->rank << 16 |
+    return failure->epoch << 32 | (uint64_t)(uint16_t)failure->rank << 16 |
            (uint64_t)failure->reason << 8 | 1;
 }
 
 static pli_failure unpack(uint64_t word)
 {
     return (pli_failure){
-        .epoch = word >> 24,
-        .rank = (int)(word >> 16 & 0xff),
+        .epoch = word >> 32,
+        .rank = (int)(word >> 16 & 0xffff),
         .reason = (pli_reason)(word >> 8 & 0xff),
     };
 }

@@ -188,7 +188,7 @@ static pl_status check_request(const pli_shm_options *options, const pli_watch *
 {
     pl_status st = PL_OK;
     const int r = request->rank;
-    if (r < 1 || r >= options->world_size || watch->socket[r] >= 0)
+    if (r < 1 || r >= options->world_size || watch->ranks[r].socket >= 0)
         PL_FAIL(PL_EINVAL, "rank %d is none that rank 0 waits for", r);
     if (options->pids[r] > 0 && peer->pid > 0 && peer->pid != options->pids[r])
         PL_FAIL(PL_EINVAL, "process %d is not rank %d, which is process %d",
@@ -226,10 +226,10 @@ static pl_status read_request(const pli_shm_options *options, int fd, pli_watch 
         st = st == PL_EINVAL ? PL_OK : st;
         goto done;
     }
-    watch->socket[request.rank] = fd;
-    if (watch->process[request.rank] == NULL && peer.pid > 0)
+    watch->ranks[request.rank].socket = fd;
+    if (watch->ranks[request.rank].process == NULL && peer.pid > 0)
         PL_TRY(pli_watch_add(watch, options->processes, request.rank, peer.pid));
-    watch->is_sure[request.rank] =
+    watch->ranks[request.rank].is_sure =
         request.is_sure && pli_watch_is_sure(watch, request.rank);
 done:
     return st;
@@ -261,7 +261,7 @@ static int n_missing(const pli_shm_options *options, const pli_watch *watch)
 {
     int n = 0;
     for (int r = 1; r < options->world_size; r++)
-        n += watch->socket[r] < 0;
+        n += watch->ranks[r].socket < 0;
     return n;
 }
 
@@ -346,7 +346,7 @@ static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,
                             /* For one: CMSG_SPACE() has room for two. */
                             .msg_controllen = CMSG_LEN(sizeof fd)};
     ssize_t n = 0;
-    UNTIL_DONE(n, recvmsg(watch->socket[0], &packet, MSG_CMSG_CLOEXEC));
+    UNTIL_DONE(n, recvmsg(watch->ranks[0].socket, &packet, MSG_CMSG_CLOEXEC));
     const struct cmsghdr *head = n >= 0 ? CMSG_FIRSTHDR(&packet) : NULL;
     if (head != NULL && head->cmsg_type == SCM_RIGHTS)
         memcpy(&fd, CMSG_DATA(head), sizeof fd);
@@ -361,7 +361,7 @@ static pl_status receive_reply(const pli_shm_options *options, pli_watch *watch,
             "rank %d: no descriptor came with rank 0's answer: is the limit of open "
             "files (ulimit -n) reached?",
             rank);
-    watch->is_sure[0] = reply.is_sure && pli_watch_is_sure(watch, 0);
+    watch->ranks[0].is_sure = reply.is_sure && pli_watch_is_sure(watch, 0);
     *out_fd = fd;
     fd = -1;
 done:
@@ -381,7 +381,7 @@ static pl_status connect_to_rank_0(const pli_shm_options *options, const char *a
     const int fd = PL_SYS(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     if (fd < 0)
         PL_FAIL_ERRNO("cannot make a Unix socket");
-    watch->socket[0] = fd;
+    watch->ranks[0].socket = fd;
     fill_address(address, &name, &name_len);
     UNTIL_DONE(status, connect(fd, (struct sockaddr *)&name, name_len));
     if (status != 0) {
@@ -389,7 +389,7 @@ static pl_status connect_to_rank_0(const pli_shm_options *options, const char *a
             PL_TRY(fail_without_rank_0(options, watch));
         PL_FAIL_ERRNO("rank %d: cannot connect to rank 0", options->rank);
     }
-    if (watch->process[0] == NULL && read_peer(fd, &peer) && peer.pid > 0)
+    if (watch->ranks[0].process == NULL && read_peer(fd, &peer) && peer.pid > 0)
         PL_TRY(pli_watch_add(watch, options->processes, 0, peer.pid));
 done:
     return st;
@@ -402,7 +402,7 @@ pl_status pli_handshake_request(const pli_shm_options *options, const char *addr
     pli_handshake_join request = {.magic = HANDSHAKE_MAGIC, .rank = options->rank};
     ssize_t n = 0;
     PL_TRY(connect_to_rank_0(options, address, watch));
-    const int fd = watch->socket[0];
+    const int fd = watch->ranks[0].socket;
     request.is_sure = pli_watch_is_sure(watch, 0);
     UNTIL_DONE(n, send(fd, &request, sizeof request, MSG_NOSIGNAL));
     if (n < 0 && (errno == EPIPE || errno == ECONNRESET))

@@ -20,7 +20,7 @@ typedef enum pli_link_stream {
     PLI_N_LINK_STREAMS
 } pli_link_stream;
 
-enum { PLI_MAX_HOSTS = 64, PLI_NOTICE_BYTES = 2048 };
+enum { PLI_MAX_HOSTS = 1024, PLI_NOTICE_BYTES = 2048 };
 
 typedef struct pli_links pli_links;
 

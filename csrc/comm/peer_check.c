@@ -1,5 +1,6 @@
 /* peer_check.c - is a rank that is waited for gone, dead, or beyond the deadline? */
 #include "core/clock.h"
+#include "core/hash.h"
 #include "shm_counters.h"
 
 enum { DEADLOCK_MS = 500 }; /* before ranks are taken to wait for one another */
@@ -51,17 +52,23 @@ void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least)
         pli_epoch_fail(self, culprit, PLI_LEFT);
         return;
     }
-    if (pli_peers_blame_dead(self, counter, least))
-        return;
-    const uint64_t sign = atomic_load(&rank->posted) + atomic_load(&rank->done) +
-                          atomic_load(&rank->step) + ((uint64_t)culprit << 56);
+    const uint64_t sign =
+        pli_hash_with(atomic_load(&rank->posted) + atomic_load(&rank->done) +
+                          atomic_load(&rank->step),
+                      (uint64_t)culprit);
     const int64_t now = pli_now_ns();
     if (sign != self->last_sign || self->silent_since_ns == 0) {
         self->last_sign = sign;
         self->silent_since_ns = now;
-    } else if (now - self->silent_since_ns > self->deadline_ns) {
-        pli_epoch_fail(self, culprit, PLI_LATE);
-    } else if (now - self->silent_since_ns > DEADLOCK_MS * PLI_MS) {
-        pli_deadlock_check(self, culprit);
     }
+    const int is_late = now - self->silent_since_ns > self->deadline_ns;
+    /* Of many ranks, each looks less often: one that looks tells all. */
+    const int n_looks = 1 + self->super.world_size / 32;
+    if ((is_late || ++self->n_checks % (unsigned)n_looks == 0) &&
+        pli_peers_blame_dead(self, counter, least))
+        return;
+    if (is_late)
+        pli_epoch_fail(self, culprit, PLI_LATE);
+    else if (now - self->silent_since_ns > DEADLOCK_MS * PLI_MS)
+        pli_deadlock_check(self, culprit);
 }

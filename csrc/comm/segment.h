@@ -52,6 +52,10 @@ typedef struct pli_header {
     _Atomic uint64_t raised; /* the last that was not final: maybe its cause */
     _Alignas(PL_CACHE_LINE) _Atomic uint32_t wakeup; /* futex word */
     _Atomic uint32_t n_waiters;
+    /* The last operation that all are known to have posted, and to have done: see
+     * shm_counters.c. */
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_posted;
+    _Alignas(PL_CACHE_LINE) _Atomic uint64_t all_done;
 } pli_header;
 
 /* What one rank writes and the others read. */

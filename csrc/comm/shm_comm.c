@@ -20,13 +20,6 @@ static pli_shm_comm *shm_of(pl_comm *comm)
     return (pli_shm_comm *)(void *)comm;
 }
 
-/* One word that differs where two operations differ. */
-static uint64_t tag_of(const pl_op *op)
-{
-    /* A barrier is of no range; a GPU world marks its root. */
-    return op->kind == PL_BARRIER ? pli_barrier_tag(op->root) : pli_op_hash(op);
-}
-
 static pl_status fail_as(pli_shm_comm *self, const char *waiting_for)
 {
     pli_failure failure = {0};
@@ -58,94 +51,36 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
                 pl_dtype_text(op->dtype));
     /* A peer that lags may still compare what the ring would now forget. */
     if (n > self->segment->ring_ops &&
-        pli_laggard(self, pli_counter_done,
-                    pli_epoch_base(self) + n - self->segment->ring_ops) >= 0)
+        !pli_have_all_done(self, pli_epoch_base(self) + n - self->segment->ring_ops))
         PL_FAIL(PL_ESTATE, "more than %u operations in flight: wait for some",
                 self->segment->ring_ops);
     const size_t slot = n & (self->segment->ring_ops - 1);
     self->ring[slot] = *op;
-    atomic_store_explicit(&pli_tags_of(self->segment, comm->rank)[slot], tag_of(op),
+    atomic_store_explicit(&pli_tags_of(self->segment, comm->rank)[slot], pli_tag_of(op),
                           memory_order_relaxed);
     atomic_store_explicit(&self->n_posted, n, memory_order_release);
     atomic_store(&mine->posted, pli_epoch_base(self) + n);
-    pli_wake_ranks(self->segment);
+    (void)pli_have_all_posted(self, pli_epoch_base(self) + n);
     *out = pli_epoch_base(self) + n;
 done:
     return st;
-}
-
-/* Whether every rank has posted operation n of this epoch. */
-static int all_posted(pli_shm_comm *self, uint64_t n)
-{
-    uint64_t lowest = UINT64_MAX;
-    if (self->n_all_posted >= n)
-        return 1;
-    for (int r = 0; r < self->super.world_size; r++) {
-        const uint64_t posted = atomic_load_explicit(
-            &pli_rank_of(self->segment, r)->posted, memory_order_acquire);
-        if (posted < pli_epoch_base(self) + n)
-            return 0;
-        if (posted < lowest)
-            lowest = posted;
-    }
-    self->n_all_posted = lowest - pli_epoch_base(self);
-    return 1;
-}
-
-static uint64_t tag_at(const pli_shm_comm *self, int rank, size_t slot)
-{
-    return atomic_load_explicit(&pli_tags_of(self->segment, rank)[slot],
-                                memory_order_relaxed);
-}
-
-/* The rank with whom the fewest agree; of several one at a barrier, where a rank waits
- * that has changed its model, else the last: every rank finds the same one, whoever
- * looks first. */
-static int odd_one_out(const pli_shm_comm *self, size_t slot)
-{
-    int odd = 0;
-    int n_fewest = PL_MAX_RANKS + 1;
-    for (int r = 0; r < self->super.world_size; r++) {
-        int n_agree = 0;
-        for (int other = 0; other < self->super.world_size; other++)
-            n_agree += tag_at(self, other, slot) == tag_at(self, r, slot);
-        if (n_agree < n_fewest ||
-            (n_agree == n_fewest && !pli_is_barrier_tag(tag_at(self, odd, slot)))) {
-            n_fewest = n_agree;
-            odd = r;
-        }
-    }
-    return odd;
-}
-
-static int is_same_everywhere(pli_shm_comm *self, size_t slot)
-{
-    const uint64_t mine = tag_of(&self->ring[slot]);
-    for (int r = 0; r < self->super.world_size; r++) {
-        if (tag_at(self, r, slot) == mine)
-            continue;
-        pli_epoch_fail(self, odd_one_out(self, slot), PLI_MISMATCH);
-        return 0;
-    }
-    return 1;
 }
 
 /* Does every part that is ready; `busy` is held. */
 static void work_locked(pli_shm_comm *self)
 {
     pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
+    const _Atomic uint64_t *all_posted = &pli_header_of(self->segment)->all_posted;
     pli_failure failure;
     while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
         const uint64_t n = self->n_done + 1;
-        const size_t slot = n & (self->segment->ring_ops - 1);
-        if (!all_posted(self, n) || pli_failure_stands(self, &failure))
+        if (!pli_all_have(self, all_posted, pli_epoch_base(self) + n) ||
+            pli_failure_stands(self, &failure))
             break;
-        if (!is_same_everywhere(self, slot))
-            break;
-        pli_part_run(self, &self->ring[slot]);
+        pli_part_run(self, &self->ring[n & (self->segment->ring_ops - 1)]);
         self->n_done = n;
         atomic_store(&mine->done, pli_epoch_base(self) + n);
-        pli_wake_ranks(self->segment);
+        (void)pli_have_all_done(self, pli_epoch_base(self) + n);
     }
 }
 
@@ -208,7 +143,22 @@ static pl_status shm_query(pl_comm *comm, pli_query what)
 
 static int shm_is_done(pl_comm *comm, pl_ticket ticket)
 {
-    return pli_laggard(shm_of(comm), pli_counter_done, ticket) < 0;
+    return pli_have_all_done(shm_of(comm), ticket);
+}
+
+static int have_all_come(const pli_shm_comm *self, pli_counter counter, uint64_t least)
+{
+    return counter == pli_counter_done ? pli_have_all_done(self, least)
+                                       : pli_laggard(self, counter, least) < 0;
+}
+
+/* ... as far as that is known without a look at every rank. */
+static int is_said_to_have_come(const pli_shm_comm *self, pli_counter counter,
+                                uint64_t least)
+{
+    return counter == pli_counter_done
+               ? pli_all_have(self, &pli_header_of(self->segment)->all_done, least)
+               : have_all_come(self, counter, least);
 }
 
 static void sleep_briefly(pli_shm_comm *self, pli_counter counter, uint64_t least)
@@ -220,8 +170,8 @@ static void sleep_briefly(pli_shm_comm *self, pli_counter counter, uint64_t leas
     const uint64_t next =
         atomic_load(&pli_rank_of(self->segment, self->super.rank)->done) + 1;
     const int has_work = next <= pli_epoch_base(self) + atomic_load(&self->n_posted) &&
-                         pli_laggard(self, pli_counter_posted, next) < 0;
-    if (!has_work && pli_laggard(self, counter, least) >= 0 &&
+                         pli_have_all_posted(self, next);
+    if (!has_work && !have_all_come(self, counter, least) &&
         !pli_failure_stands(self, &failure))
         pli_futex_wait(&header->wakeup, before, SLEEP_MS * PLI_MS);
     atomic_fetch_sub(&header->n_waiters, 1);
@@ -235,21 +185,25 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
     pli_failure failure;
     int n_spins = self->n_spins;
     int awaited = PLI_RECORDER_NOBODY;
+    int is_failed = 0;
     for (;;) {
         shm_work(&self->super);
-        if (pli_laggard(self, counter, least) < 0)
-            break;
         /* Whoever failed may have seen the end of what is waited for before. */
-        if (pli_failure_stands(self, &failure) &&
-            pli_laggard(self, counter, least) >= 0)
+        is_failed = pli_failure_stands(self, &failure);
+        if (is_said_to_have_come(self, counter, least) ||
+            (is_failed && have_all_come(self, counter, least)))
+            break;
+        if (is_failed)
             PL_TRY(fail_as(self, ", waiting"));
-        awaited = pli_awaited(self, counter, least);
+        awaited = pli_awaited(self, counter, least, awaited);
         if (pli_spin(&n_spins))
             continue;
         pli_progress_others(self->progress, &self->super);
         sleep_briefly(self, counter, least);
         pli_peers_check(self, counter, least);
-        if (pli_now_ns() - begin > slice_ns && pli_laggard(self, counter, least) >= 0)
+        if (have_all_come(self, counter, least))
+            break;
+        if (pli_now_ns() - begin > slice_ns)
             PL_FAIL(PL_EAGAIN, "not done yet");
     }
     self->silent_since_ns = 0;
@@ -330,7 +284,6 @@ static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
         atomic_store(&mine->done_before, pli_epoch_base(self) + self->n_done);
     self->epoch = failure->epoch + 1;
     atomic_store(&self->n_posted, 0);
-    self->n_all_posted = 0;
     self->n_done = 0;
     atomic_flag_clear_explicit(&self->busy, memory_order_release);
     /* A message that is there stays until everyone has had the time to read it. */
@@ -474,7 +427,6 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
                             .arena_bytes = segment->arena_bytes,
                             .host_bytes = segment->arena_bytes,
                             .chunk_bytes = PLI_SHM_CHUNK_BYTES};
-    pli_watch_init(&self->watch, segment->world_size);
     self->deadline_ns = options->deadline_ns;
     self->owner_pid = getpid();
     self->n_spins = spins_for(segment->world_size);

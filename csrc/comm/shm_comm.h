@@ -41,13 +41,13 @@ typedef struct pli_shm_comm {
     pli_shm_phase phase;
     _Atomic uint64_t epoch;    /* changed under busy, by this rank's thread alone */
     _Atomic uint64_t n_posted; /* by this rank, in this epoch */
-    uint64_t n_all_posted;     /* lowest count seen of all ranks; guarded by busy */
     uint64_t n_done;           /* guarded by busy */
     atomic_flag busy;          /* a thread does this rank's parts */
     pl_op *ring;               /* the last ring_ops operations */
     atomic_flag is_writing;    /* a thread writes this rank's failure message */
     int64_t silent_since_ns;   /* when the rank waited for last showed life */
     uint64_t last_sign;        /* ... and what was seen of it then */
+    unsigned n_checks;         /* of the peers, so far */
     int notice_from;           /* the rank whose notice is waited for */
 } pli_shm_comm;
 

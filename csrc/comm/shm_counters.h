@@ -1,5 +1,6 @@
 /* shm_counters.h - how far each rank has come, as one of them sees it, and whether what
- * it does has failed; for shm_comm.c, notice.c, peer_check.c and deadlock.c alone.
+ * it does has failed; for shm_comm.c, shm_counters.c, notice.c, peer_check.c and
+ * deadlock.c alone.
  *
  * What a counter says is epoch << PLI_EPOCH_SHIFT | n: a rank that has gone on to a
  * later epoch is ahead of every count of this one.
@@ -66,26 +67,45 @@ static inline int pli_rank_has_left(const pli_shm_comm *self, int rank)
     return atomic_load(&pli_rank_of(self->segment, rank)->life) == PLI_GONE;
 }
 
+/* A rank whose counter is below `least`, sought from `from` on, or -1. */
+static inline int pli_laggard_from(const pli_shm_comm *self, pli_counter counter,
+                                   uint64_t least, int from)
+{
+    const int world_size = self->super.world_size;
+    for (int r = from; r < from + world_size; r++)
+        if (counter(self, r < world_size ? r : r - world_size) < least)
+            return r < world_size ? r : r - world_size;
+    return -1;
+}
+
 /* The first rank whose counter is below `least`, or -1. */
 static inline int pli_laggard(const pli_shm_comm *self, pli_counter counter,
                               uint64_t least)
 {
-    for (int r = 0; r < self->super.world_size; r++)
-        if (counter(self, r) < least)
-            return r;
-    return -1;
+    return pli_laggard_from(self, counter, least, 0);
+}
+
+/* Whether a rank has said that all have come to `least`, in this rank's epoch. */
+static inline int pli_all_have(const pli_shm_comm *self, const _Atomic uint64_t *word,
+                               uint64_t least)
+{
+    const uint64_t said = atomic_load(word);
+    return said >= least && said >> PLI_EPOCH_SHIFT == self->epoch;
 }
 
 /* The rank, as messages call it, that keeps this one from reaching `least`: one that
- * has not posted what comes next, or has not done its part. */
+ * has not posted what comes next, or has not done its part.  `before`: the one that did
+ * so last, at which others need not be looked at while it does. */
 static inline int pli_awaited(const pli_shm_comm *self, pli_counter counter,
-                              uint64_t least)
+                              uint64_t least, int before)
 {
     const uint64_t done = atomic_load_explicit(
         &pli_rank_of(self->segment, self->super.rank)->done, memory_order_relaxed);
-    int rank = pli_laggard(self, pli_counter_posted, done < least ? done + 1 : least);
+    const int from = before < 0 ? 0 : before - self->segment->first_rank;
+    int rank = pli_laggard_from(self, pli_counter_posted,
+                                done < least ? done + 1 : least, from);
     if (rank < 0)
-        rank = pli_laggard(self, counter, least);
+        rank = pli_laggard_from(self, counter, least, from);
     rank = rank < 0 ? PLI_RECORDER_SOMEBODY : rank + self->segment->first_rank;
     pli_recorder_awaits(self->super.recorder, rank);
     return rank;
@@ -105,6 +125,18 @@ static inline void pli_epoch_fail(const pli_shm_comm *self, int rank, pli_reason
         self->segment,
         &(pli_failure){.epoch = self->epoch, .rank = rank, .reason = reason});
 }
+
+/* ---- shm_counters.c ------------------------------------------------------------- */
+
+/* One word that differs where two operations differ. */
+uint64_t pli_tag_of(const pl_op *op);
+
+/* Whether every rank has posted an operation of this epoch, and the same one: fails the
+ * epoch where it is another.  The first to find it so tells all. */
+int pli_have_all_posted(const pli_shm_comm *self, uint64_t number);
+
+/* ... and has done its part of it. */
+int pli_have_all_done(const pli_shm_comm *self, uint64_t number);
 
 /* ---- peer_check.c and deadlock.c ------------------------------------------------ */
 

@@ -38,7 +38,7 @@ static pl_status lead(const pli_shm_options *options, const pli_listener *listen
         reply.is_sure = pli_watch_is_sure(watch, r);
         /* One that has gone meanwhile is found, and named, when the ranks meet. */
         const pl_status answered =
-            pli_handshake_answer(watch->socket[r], &reply, segment.fd);
+            pli_handshake_answer(watch->ranks[r].socket, &reply, segment.fd);
         if (answered != PL_EPEER)
             PL_TRY(answered);
     }
@@ -49,8 +49,8 @@ done:
         reply.status = st;
         pli_text_print(reply.message, sizeof reply.message, "%s", pl_error_message());
         for (int r = 1; r < options->world_size; r++)
-            if (watch->socket[r] >= 0)
-                (void)!pli_handshake_answer(watch->socket[r], &reply, -1);
+            if (watch->ranks[r].socket >= 0)
+                (void)!pli_handshake_answer(watch->ranks[r].socket, &reply, -1);
         (void)!pli_fail(st, "%s",
                         reply.message); /* the first message, not an answer's */
     }
@@ -95,7 +95,7 @@ pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *lis
     pli_shm_segment *shared = NULL;
     pli_shm_comm *comm = NULL;
     pli_watch watch;
-    pli_watch_init(&watch, options->world_size);
+    PL_TRY(pli_watch_init(&watch, options->world_size));
     PL_TRY(pli_calloc(1, sizeof *shared, "a world of processes", &shared));
     shared->segment.fd = -1;
     atomic_store(&shared->n_users, 1);
@@ -117,7 +117,7 @@ pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *lis
                             &comm));
     shared = NULL; /* the world's from here on */
     comm->watch = watch;
-    pli_watch_init(&watch, 0);
+    watch = (pli_watch){.n_ranks = 0};
     PL_TRY(pli_segment_populate(comm->segment, options->rank));
     pli_segment_keep_from_children(comm->segment, options->rank);
     PL_TRY(meet(options, &comm->super));

@@ -143,6 +143,11 @@ int pli_process_is_sure(const pli_process *process)
     return process->pidfd >= 0;
 }
 
+int pli_process_descriptor(const pli_process *process)
+{
+    return process->pidfd;
+}
+
 int pli_process_pid(const pli_process *process)
 {
     return process->pid;

@@ -41,6 +41,9 @@ int pli_process_has_ended(const pli_process *process);
 /* Whether its end is seen at once: by a pidfd. */
 int pli_process_is_sure(const pli_process *process);
 
+/* To poll with others: readable once the process has ended.  -1: there is none. */
+int pli_process_descriptor(const pli_process *process);
+
 int pli_process_pid(const pli_process *process);
 
 /* "was killed by SIGKILL": how a process has ended, where it is this one's child. */

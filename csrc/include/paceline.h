@@ -28,8 +28,8 @@
 #define PL_API
 #endif
 
-enum { PL_MAX_RANKS = 64 };  /* ranks of one host */
-enum { PL_CACHE_LINE = 64 }; /* alignment of every slot, and of what ranks share */
+enum { PL_MAX_RANKS = 1024 }; /* of one host; its memory ends before */
+enum { PL_CACHE_LINE = 64 };  /* alignment of every slot, and of what ranks share */
 
 /* ---- status --------------------------------------------------------------------- */
 

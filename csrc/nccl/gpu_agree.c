@@ -15,8 +15,6 @@ enum {
     HEARSAY_MS = 200,  /* for the base to know what NCCL has met; at most ... */
     HEARSAY_PART = 100 /* ... this part of the deadline */
 };
-_Static_assert(PL_MAX_RANKS * sizeof(uint32_t) <= PLI_GPU_BOARD_BYTES,
-               "each of so many ranks has a word");
 _Static_assert((int)PLI_NCCL_ID_BYTES <= (int)PLI_GPU_BOARD_BYTES,
                "the id has its place");
 

@@ -46,7 +46,7 @@
 
 /* The board: what ranks say while they make a world, a word each, is in the base's
  * arena, behind host_bytes. */
-enum { PLI_GPU_BOARD_BYTES = 256 }; /* for up to 64 ranks */
+enum { PLI_GPU_BOARD_BYTES = 256 }; /* at the least */
 size_t pli_gpu_board_bytes(int world_size);
 
 /* How averages of 16-bit floats are added up. */

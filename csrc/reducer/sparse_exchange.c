@@ -123,7 +123,7 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     const size_t n = spec->n_tables;
     const size_t n_ranks = (size_t)pl_comm_world_size(spec->comm);
     const size_t least_bytes =
-        PL_CACHE_LINE * (n_ranks < PL_MAX_RANKS ? PL_MAX_RANKS : n_ranks);
+        PL_CACHE_LINE * (n_ranks < PLI_EXCHANGE_LINES ? PLI_EXCHANGE_LINES : n_ranks);
     if (spec->staging_bytes < least_bytes)
         PL_FAIL(PL_EINVAL, "a staging of %zu bytes is too small: give %zu",
                 spec->staging_bytes, least_bytes);

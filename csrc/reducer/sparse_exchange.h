@@ -24,7 +24,8 @@
 
 enum {
     PLI_EXCHANGE_SEGMENTS = 16, /* all-reduced at the same time, at the most */
-    PLI_EXCHANGE_BYTES = PLI_EXCHANGE_SEGMENTS * 64 * 1024 /* of staging, that suits */
+    PLI_EXCHANGE_LINES = 64,    /* of staging, at the least */
+    PLI_EXCHANGE_BYTES = PLI_EXCHANGE_SEGMENTS * 64 * 1024 /* ... that suits */
 };
 
 typedef struct pl_table {

@@ -2,12 +2,13 @@
 #ifndef PLT_HOSTS_H
 #define PLT_HOSTS_H
 
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include "comm/hierarchy.h"
 #include "ranks.h"
 
-enum { HOSTS_MOST = 6, HOSTS_OPS = 400, HOSTS_SOCKET_BYTES = 4096 };
+enum { HOSTS_MOST = 68, HOSTS_OPS = 400, HOSTS_SOCKET_BYTES = 4096 };
 
 typedef struct hosts {
     int n_hosts;
@@ -36,6 +37,11 @@ typedef int hosts_sockets[HOSTS_MOST][HOSTS_MOST * PLI_N_LINK_STREAMS];
 
 static inline int hosts_connect(const hosts *it, hosts_sockets fds)
 {
+    struct rlimit files;
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) { /* all hosts' are this process's */
+        files.rlim_cur = files.rlim_max;
+        (void)setrlimit(RLIMIT_NOFILE, &files);
+    }
     for (int a = 0; a < it->n_hosts; a++) {
         for (int b = a + 1; b < it->n_hosts; b++) {
             for (int s = 0; s < PLI_N_LINK_STREAMS; s++) {
@@ -57,11 +63,14 @@ static inline int hosts_connect(const hosts *it, hosts_sockets fds)
 
 static inline int hosts_link(const hosts *it, int host, const int *fds, pli_links **out)
 {
-    static const char *const names[HOSTS_MOST] = {"host 0", "host 1", "host 2",
-                                                  "host 3", "host 4", "host 5"};
+    char texts[HOSTS_MOST][16];
+    const char *names[HOSTS_MOST];
     int rank = 0;
-    for (int h = 0; h < host; h++)
-        rank += it->n_ranks[h];
+    for (int h = 0; h < it->n_hosts; h++) {
+        (void)snprintf(texts[h], sizeof texts[h], "host %d", h);
+        names[h] = texts[h];
+        rank += h < host ? it->n_ranks[h] : 0;
+    }
     const pli_links_options options = {
         .n_hosts = it->n_hosts, .host = host, .rank = rank, .fds = fds, .names = names};
     const int is_made = CHECK_OK(pli_links_create(&options, out));

@@ -20,7 +20,7 @@
 #include "ops.h"
 #include "ranks.h"
 
-enum { PROCESSES_MAX = 8, PROCESSES_ALARM_S = 40 };
+enum { PROCESSES_MAX = 256, PROCESSES_ALARM_S = 40 };
 
 /* What a rank tells of its end. */
 typedef struct report {
@@ -77,8 +77,11 @@ static inline void board_destroy(board *it)
 
 static inline void await_flag(const atomic_int *flag)
 {
-    while (atomic_load(flag) == 0)
-        pli_sleep_ns(100000);
+    int64_t sleep_ns = 100000;
+    while (atomic_load(flag) == 0) {
+        pli_sleep_ns(sleep_ns);
+        sleep_ns += sleep_ns < 10 * PLI_MS ? sleep_ns / 8 : 0; /* they may be many */
+    }
 }
 
 /* ---- in a child ----------------------------------------------------------------- */

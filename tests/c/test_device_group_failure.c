@@ -294,9 +294,9 @@ static void groups_of_no_device_or_of_too_many_are_refused(void)
     for (int k = 0; k <= PL_MAX_RANKS; k++)
         backends[k] = it->members[0].backend;
     CHECK(pli_device_group_create(backends, 0, &it->group) == PL_EINVAL);
-    said("a group of 0 devices: give 1 to 64");
+    said("a group of 0 devices: give 1 to 1024");
     CHECK(pli_device_group_create(backends, PL_MAX_RANKS + 1, &it->group) == PL_EINVAL);
-    said("a group of 65 devices");
+    said("a group of 1025 devices");
     CHECK(it->group == NULL);
     CHECK_OK(pli_device_group_create(backends, PL_MAX_RANKS, &it->group));
     CHECK(it->group->n_members == PL_MAX_RANKS);

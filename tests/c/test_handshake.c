@@ -65,7 +65,8 @@ static pid_t start_rank_1(const char *address)
             .rank = 1, .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = pids};
         pli_watch watch;
         int fd = -1;
-        pli_watch_init(&watch, 2);
+        if (pli_watch_init(&watch, 2) != PL_OK)
+            _exit(2);
         const pl_status st = pli_handshake_request(&options, address, &watch, &fd);
         const int is_refused = st == PL_EPEER && error_has("user");
         _exit(is_refused ? 7 : 0);
@@ -90,8 +91,8 @@ static pl_status accept_rank_1(meeting *it)
 static int begin_meeting(meeting *it)
 {
     *it = (meeting){0};
-    pli_watch_init(&it->watch, 2);
-    if (!CHECK_OK(pli_listener_create(it->address, &it->listener)))
+    if (!CHECK_OK(pli_watch_init(&it->watch, 2)) ||
+        !CHECK_OK(pli_listener_create(it->address, &it->listener)))
         return 0;
     it->pids[1] = start_rank_1(it->address);
     return 1;
@@ -119,7 +120,7 @@ static void a_signal_at_any_call_loses_no_rank(void)
         n_calls = n < 12 ? pli_fault_count(PLI_FAULT_SYSCALL) : 0;
         pli_fault_arm(PLI_FAULT_SYSCALL, 0);
         pli_fault_set_errno(ENOMEM);
-        CHECK(it.watch.socket[1] >= 0);
+        CHECK(it.watch.ranks[1].socket >= 0);
         (void)end_meeting(&it);
     }
 }

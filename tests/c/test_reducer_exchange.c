@@ -12,7 +12,7 @@
 #include "values.h"
 
 enum { MAX_TABLES = 6, MAX_ROWS = 300, MAX_ROW_ELEMS = 90, STAGING_AT = 256 };
-enum { LEAST_STAGING = PL_MAX_RANKS * PL_CACHE_LINE };
+enum { LEAST_STAGING = 64 * PL_CACHE_LINE };
 
 typedef struct problem {
     uint64_t seed;

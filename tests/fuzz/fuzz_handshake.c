@@ -68,7 +68,7 @@ static void hear_stranger(const pli_listener *listener, const char *address,
     const bytes word = {(const uint8_t *)&request, sizeof request};
     const size_t n_fds = bytes_number(from) % 4;
     pli_watch watch;
-    pli_watch_init(&watch, 2);
+    must(pli_watch_init(&watch, 2) == PL_OK);
     const int stranger = handshake_connect(address);
     send_packet(stranger, *from, n_fds, listener->fd);
     const int rank = handshake_connect(address);

@@ -71,7 +71,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
         The ranks, up to 4,096; the default group where none is given.  Over Gloo or
-        NCCL, up to 64 ranks of one host meet in shared memory.  Modules on the CPU
+        NCCL, up to 1,024 ranks of one host meet in shared memory.  Modules on the CPU
         whose ranks are more, are on several hosts, or in a group of any other kind
         (MPI, a subclass in Python), are averaged by the group's own collectives, where
         it takes CPU tensors.  Of modules on GPUs a group over Gloo carries no gradient:

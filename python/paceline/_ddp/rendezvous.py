@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._compat import torch_groups
-from paceline._ddp import group_comm, host_links
+from paceline._ddp import group_comm, host_links, open_files
 from paceline._ddp.last_error import keep_error_of_child, last_error
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
@@ -239,6 +239,9 @@ class Meeting:
             self._warn(f"rank 0: {lack}")
             return None
         here, hosts = self._peers.here, self._peers.hosts
+        # Of each rank its process, and the socket that it is met by.
+        with suppress(OSError):  # whoever lacks one then says so
+            open_files.make_room(2 * self.size)
         try:
             return self._make_world(
                 arena_bytes,
@@ -268,6 +271,9 @@ class Meeting:
         problem: BaseException | None = None
         sockets: list[Any] = []
         try:
+            if is_first:  # its sockets are duplicated on their way to the core
+                n_sockets = 2 * host_links.N_STREAMS * len(n_ranks)
+                open_files.make_room(n_sockets + 2 * n_here)
             links = host_links.LinkListener() if is_first else None
             listener = _native.Listener() if is_first and n_here > 1 else None
         except OSError as error:

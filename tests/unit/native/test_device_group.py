@@ -174,8 +174,8 @@ def test_a_lazy_conjugate_is_laid_out_in_another_way(group):
 @pytest.mark.parametrize(
     ("devices", "kind", "words"),
     [
-        (lambda: [], ValueError, "a group of 0 devices: give 1 to 64"),
-        (lambda: [make_device()] * 65, ValueError, "a group of 65 devices"),
+        (lambda: [], ValueError, "a group of 0 devices: give 1 to 1024"),
+        (lambda: [make_device()] * 1025, ValueError, "a group of 1025 devices"),
         (lambda: [make_device(), 3], TypeError, r"devices\[1\] is 3: give a Device"),
         (lambda: 3, TypeError, "not iterable"),
     ],

@@ -34,7 +34,7 @@ def raised_by(call, *args, **kwargs):
         ({"rank": 1}, ["rank 1", "world_size 1"]),
         ({"rank": -1}, ["rank -1", "world_size 1"]),
         ({"world_size": 0}, ["world_size 0"]),
-        ({"world_size": 65, "pids": [0] * 65}, ["world_size 65", "64"]),
+        ({"world_size": 1025, "pids": [0] * 1025}, ["world_size 1025", "1024"]),
         ({"arena_bytes": -1}, ["arena_bytes", "-1"]),
         ({"n_ops": 0}, ["n_ops", "0"]),
         ({"n_ops": -3}, ["n_ops", "-3"]),

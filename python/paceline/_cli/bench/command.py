@@ -38,7 +38,7 @@ _SECONDS = 60.0
 _BLOCKS = 8
 _QUICK_BLOCKS = 2
 _TIMEOUT_SECONDS = 600.0
-_MAX_RANKS = 64
+_MAX_RANKS = 64  # for which it is of use
 _MAX_LOAD = 0.5  # of the cores, before anything has begun
 
 

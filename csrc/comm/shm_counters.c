@@ -1,0 +1,89 @@
+/* shm_counters.c - what all ranks have come to, which the last of them tells the rest.
+ *
+ * To post an operation, or to do a part of it, is one store.  Each rank then looks at
+ * the others as far as the first that is behind; the last to come finds none, writes
+ * the operation's number into the header and wakes all.  So a rank that waits reads one
+ * word, however many the ranks are, and is woken when it can go on.  The last may die
+ * before it says so: who is about to sleep looks at every rank, too.
+ */
+#include "shm_counters.h"
+
+uint64_t pli_tag_of(const pl_op *op)
+{
+    /* A barrier is of no range; a GPU world marks its root. */
+    return op->kind == PL_BARRIER ? pli_barrier_tag(op->root) : pli_op_hash(op);
+}
+
+static uint64_t tag_at(const pli_shm_comm *self, int rank, size_t slot)
+{
+    return atomic_load_explicit(&pli_tags_of(self->segment, rank)[slot],
+                                memory_order_relaxed);
+}
+
+/* The rank with whom the fewest agree; of several one at a barrier, where a rank waits
+ * that has changed its model, else the last: every rank finds the same one, whoever
+ * looks first. */
+static int odd_one_out(const pli_shm_comm *self, size_t slot)
+{
+    int odd = 0;
+    int n_fewest = PL_MAX_RANKS + 1;
+    for (int r = 0; r < self->super.world_size; r++) {
+        int n_agree = 0;
+        for (int other = 0; other < self->super.world_size; other++)
+            n_agree += tag_at(self, other, slot) == tag_at(self, r, slot);
+        if (n_agree < n_fewest ||
+            (n_agree == n_fewest && !pli_is_barrier_tag(tag_at(self, odd, slot)))) {
+            n_fewest = n_agree;
+            odd = r;
+        }
+    }
+    return odd;
+}
+
+static int is_same_everywhere(const pli_shm_comm *self, size_t slot)
+{
+    const uint64_t mine = pli_tag_of(&self->ring[slot]);
+    for (int r = 0; r < self->super.world_size; r++) {
+        if (tag_at(self, r, slot) == mine)
+            continue;
+        pli_epoch_fail(self, odd_one_out(self, slot), PLI_MISMATCH);
+        return 0;
+    }
+    return 1;
+}
+
+/* Tells all ranks that all have come to `number`. */
+static void say(const pli_shm_comm *self, _Atomic uint64_t *word, uint64_t number)
+{
+    uint64_t said = atomic_load(word);
+    while (said < number)
+        if (atomic_compare_exchange_weak(word, &said, number)) {
+            pli_wake_ranks(self->segment);
+            return;
+        }
+}
+
+int pli_have_all_posted(const pli_shm_comm *self, uint64_t number)
+{
+    _Atomic uint64_t *word = &pli_header_of(self->segment)->all_posted;
+    pli_failure failure;
+    if (pli_all_have(self, word, number))
+        return 1;
+    if (pli_laggard(self, pli_counter_posted, number) >= 0 ||
+        pli_failure_stands(self, &failure) ||
+        !is_same_everywhere(self, number & (self->segment->ring_ops - 1)))
+        return 0;
+    say(self, word, number);
+    return 1;
+}
+
+int pli_have_all_done(const pli_shm_comm *self, uint64_t number)
+{
+    _Atomic uint64_t *word = &pli_header_of(self->segment)->all_done;
+    if (pli_all_have(self, word, number))
+        return 1;
+    if (pli_laggard(self, pli_counter_done, number) >= 0)
+        return 0;
+    say(self, word, number);
+    return 1;
+}

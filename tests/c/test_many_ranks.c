@@ -1,0 +1,292 @@
+/* test_many_ranks.c - hundreds of ranks on a host, as threads and as processes, and
+ * thousands on several hosts: the sums, the same bits everywhere, and the rank that
+ * failed, by its name.
+ */
+#include <sched.h>
+
+#include "comm/hierarchy_state.h"
+#include "hosts.h"
+#include "processes.h"
+
+enum {
+    N_THREADS = IS_SANITIZED ? 40 : 300, /* more than a byte counts */
+    N_PROCESSES = IS_SANITIZED ? 12 : 256,
+    N_ELEMS = 2 * N_THREADS,
+    N_BIT_ELEMS = 4099
+};
+
+/* ---- one host, threads ---------------------------------------------------------- */
+
+static void do_each_kind(rank_job *job)
+{
+    static const pl_dtype dtypes[] = {PL_F64, PL_I32};
+    for (unsigned seed = 0; seed < 2 * PL_N_OP_KINDS; seed++) {
+        const pl_op op = {.kind = (pl_op_kind)(seed / 2),
+                          .dtype = dtypes[seed % 2],
+                          .root = job->world_size - 1,
+                          .offset_bytes = 2 * OPS_GUARD_BYTES,
+                          .n_elems = N_ELEMS};
+        pl_ticket ticket = 0;
+        ops_fill(job->comm, &op, seed);
+        if (!CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) ||
+            !CHECK_OK(wait_through(job->comm, ticket)))
+            return;
+        ops_check(job->comm, &op, seed);
+    }
+}
+
+static void operations_of_hundreds_of_ranks_are_exact(void)
+{
+    ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), do_each_kind, NULL, 1);
+}
+
+/* Values whose sum depends on the order; what came is the context's to compare. */
+static void average(rank_job *job)
+{
+    char *results = job->context;
+    float *range = pli_comm_arena(job->comm);
+    const pl_op op = {.dtype = PL_F32, .reduction = PL_MEAN, .n_elems = N_BIT_ELEMS};
+    pl_ticket ticket = 0;
+    for (size_t i = 0; i < N_BIT_ELEMS; i++)
+        range[i] = 1.0F / (float)(1 + (size_t)job->rank * 7919 % (i + 13));
+    if (CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) &&
+        CHECK_OK(wait_through(job->comm, ticket)))
+        memcpy(results + (size_t)job->rank * sizeof(float[N_BIT_ELEMS]), range,
+               sizeof(float[N_BIT_ELEMS]));
+}
+
+static void check_bits(const char *results, int n_ranks)
+{
+    const size_t n_bytes = sizeof(float[N_BIT_ELEMS]);
+    for (int r = 1; r < n_ranks; r++)
+        if (!CHECK(memcmp(results, results + (size_t)r * n_bytes, n_bytes) == 0))
+            CHECK_MORE("ranks 0 and %d of %d have other means", r, n_ranks);
+}
+
+static void means_have_the_same_bits_on_hundreds_of_ranks(void)
+{
+    char *results = calloc(N_THREADS, sizeof(float[N_BIT_ELEMS]));
+    ranks_run_world(N_THREADS, sizeof(float[N_BIT_ELEMS]), average, results, 1);
+    check_bits(results, N_THREADS);
+    free(results);
+}
+
+static int reduce_well(rank_job *job, unsigned seed)
+{
+    const pl_op op = {
+        .dtype = PL_F32, .offset_bytes = 2 * OPS_GUARD_BYTES, .n_elems = N_ELEMS};
+    pl_ticket ticket = 0;
+    ops_fill(job->comm, &op, seed);
+    if (pl_comm_issue(job->comm, &op, &ticket) != PL_OK ||
+        wait_through(job->comm, ticket) != PL_OK)
+        return 0;
+    ops_check(job->comm, &op, seed);
+    return 1;
+}
+
+/* The last rank gives a step up; then all go on.  The context: how many ranks each host
+ * has, which are threads here and have no names beyond it; NULL: there is one host. */
+static void fail_and_go_on(rank_job *job)
+{
+    const int culprit = job->world_size - 1;
+    const int n_here = job->context != NULL ? *(const int *)job->context : 0;
+    char name[64];
+    (void)snprintf(name, sizeof name, "the step of rank %d failed",
+                   n_here > 0 ? n_here - 1 : culprit);
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK(reduce_well(job, 1));
+    if (job->rank == culprit) {
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else if (CHECK(!reduce_well(job, 2))) {
+        CHECK(error_has(name) && error_has("the dog ate it"));
+        CHECK(n_here == 0 || job->rank / n_here == culprit / n_here ||
+              error_has("the step of host "));
+    }
+    CHECK_OK(recover_through(job->comm, &recovery));
+    CHECK(recovery == PL_RECOVERED && reduce_well(job, 3));
+}
+
+static void the_last_of_hundreds_of_ranks_is_named_when_it_fails(void)
+{
+    ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), fail_and_go_on, NULL, 1);
+}
+
+/* The last rank issues something else. */
+static void differ(rank_job *job)
+{
+    const int culprit = job->world_size - 1;
+    const pl_op op = {.dtype = PL_F32, .n_elems = job->rank == culprit ? 3 : 4};
+    pl_ticket ticket = 0;
+    pl_status st = pl_comm_issue(job->comm, &op, &ticket);
+    if (st == PL_OK)
+        st = wait_through(job->comm, ticket);
+    CHECK(st == PL_EMISMATCH &&
+          (job->rank == culprit || blames(pl_error_message(), job->rank, culprit)));
+}
+
+static void one_of_hundreds_that_runs_another_operation_is_named(void)
+{
+    ranks_run_world(N_THREADS, 4096, differ, NULL, 1);
+}
+
+/* ---- one host, processes -------------------------------------------------------- */
+
+static void reduce_until_it_fails(child *self)
+{
+    pl_status st = child_join(self);
+    for (unsigned n = 0; st == PL_OK; n++)
+        st = child_reduce(self, n);
+    child_report(self, st);
+    await_flag(&self->board->is_stopped);
+}
+
+static void a_killed_process_of_hundreds_is_named_by_all(void)
+{
+    const int culprit = N_PROCESSES - 1;
+    board *all = board_create(N_PROCESSES, 1);
+    processes_start(all, reduce_until_it_fails);
+    for (int r = 0; r < N_PROCESSES; r++)
+        await_flag(&all->reports[r].is_joined);
+    (void)kill(all->pids[culprit], SIGKILL);
+    processes_await_reports(all, culprit);
+    atomic_store(&all->is_stopped, 1);
+    processes_end(all, culprit);
+    for (int r = 0; r < N_PROCESSES; r++) {
+        const report *it = &all->reports[r];
+        if (r != culprit &&
+            !CHECK(it->status == PL_EPEER && blames(it->words, r, culprit)))
+            CHECK_MORE("rank %d: %s", r, it->words);
+    }
+    board_destroy(all);
+}
+
+/* ---- several hosts -------------------------------------------------------------- */
+
+static hosts even_hosts(int n_hosts, int n_ranks)
+{
+    hosts it = {.n_hosts = n_hosts, .deadline_ns = RANKS_DEADLINE_NS};
+    for (int h = 0; h < n_hosts; h++)
+        it.n_ranks[h] = n_ranks;
+    return it;
+}
+
+static void hundreds_of_ranks_on_several_hosts_agree_to_the_bit(void)
+{
+    const hosts it = IS_SANITIZED ? even_hosts(3, 8) : even_hosts(4, 70);
+    const int n_ranks = hosts_world_size(&it);
+    char *results = calloc((size_t)n_ranks, sizeof(float[N_BIT_ELEMS]));
+    hosts_run(&it, sizeof(float[N_BIT_ELEMS]), average, results, 1);
+    check_bits(results, n_ranks);
+    free(results);
+}
+
+static void the_last_rank_of_the_last_host_is_named_when_it_fails(void)
+{
+    const hosts it = IS_SANITIZED ? even_hosts(3, 8) : even_hosts(4, 70);
+    int n_here = it.n_ranks[0];
+    hosts_run(&it, ops_arena_bytes(N_ELEMS), fail_and_go_on, &n_here, 1);
+}
+
+/* A thread is all ranks of a host: nothing that they do waits. */
+typedef struct crowd {
+    pl_comm **comms; /* of the host's ranks */
+    int n_ranks;
+    int first_rank;
+    pthread_t thread;
+} crowd;
+
+static int has_ended(pl_comm *comm, pl_ticket ticket)
+{
+    hierarchy *self = hierarchy_of(comm);
+    return self->n_down >= ticket &&
+           self->inner->ops->is_done(self->inner, operation_at(self, ticket)->whole);
+}
+
+/* Whether all of a host's ranks have seen the end of an operation that all issue. */
+static int reduce_in_turns(const crowd *self, const pl_op *op)
+{
+    pl_ticket ticket = 0;
+    int n_ended = 0;
+    for (int r = 0; r < self->n_ranks; r++)
+        if (!CHECK_OK(pl_comm_issue(self->comms[r], op, &ticket)))
+            return 0;
+    while (n_ended < self->n_ranks) {
+        n_ended = 0;
+        for (int r = 0; r < self->n_ranks; r++) {
+            if (!CHECK_OK(pl_comm_progress(self->comms[r])))
+                return 0;
+            n_ended += has_ended(self->comms[r], ticket);
+        }
+        (void)sched_yield();
+    }
+    for (int r = 0; r < self->n_ranks; r++)
+        if (!CHECK_OK(pl_comm_wait(self->comms[r], ticket, RANKS_SLICE_NS)))
+            return 0;
+    return 1;
+}
+
+static void *run_crowd(void *memory)
+{
+    const crowd *self = memory;
+    const pl_op op = {.dtype = PL_I64, .n_elems = 8};
+    const int64_t n = pl_comm_world_size(self->comms[0]);
+    for (int64_t step = 1; step <= 2; step++) {
+        for (int r = 0; r < self->n_ranks; r++)
+            for (int64_t i = 0; i < 8; i++)
+                ((int64_t *)pli_comm_arena(self->comms[r]))[i] =
+                    step * (self->first_rank + r) + i;
+        if (!reduce_in_turns(self, &op))
+            break;
+        for (int r = 0; r < self->n_ranks; r++)
+            for (int64_t i = 0; i < 8; i++)
+                CHECK(((const int64_t *)pli_comm_arena(self->comms[r]))[i] ==
+                      step * (n * (n - 1) / 2) + n * i);
+    }
+    return NULL;
+}
+
+static void sum_over(int n_hosts, int n_ranks)
+{
+    const hosts it = even_hosts(n_hosts, n_ranks);
+    const size_t n = (size_t)hosts_world_size(&it);
+    pl_comm **comms = calloc(n, sizeof *comms);
+    crowd *crowds = calloc((size_t)n_hosts, sizeof *crowds);
+    if (CHECK(hosts_create(&it, 4096, comms)))
+        for (int h = 0; h < n_hosts; h++) {
+            crowds[h] = (crowd){.comms = comms + (ptrdiff_t)h * n_ranks,
+                                .n_ranks = n_ranks,
+                                .first_rank = h * n_ranks};
+            if (pthread_create(&crowds[h].thread, NULL, run_crowd, &crowds[h]) != 0)
+                exit(2);
+        }
+    for (int h = 0; h < n_hosts; h++)
+        (void)pthread_join(crowds[h].thread, NULL);
+    for (size_t r = 0; r < n; r++)
+        pl_comm_destroy(comms[r]);
+    free(crowds);
+    free(comms);
+}
+
+static void worlds_of_4096_ranks_sum_up_all_of_them(void)
+{
+    if (IS_SANITIZED) {
+        sum_over(4, 16);
+        return;
+    }
+    sum_over(16, 256);
+    sum_over(HOSTS_MOST, 4096 / HOSTS_MOST); /* more than 64 hosts */
+}
+
+int main(void)
+{
+    (void)alarm(200);
+    RUN(operations_of_hundreds_of_ranks_are_exact);
+    RUN(means_have_the_same_bits_on_hundreds_of_ranks);
+    RUN(the_last_of_hundreds_of_ranks_is_named_when_it_fails);
+    RUN(one_of_hundreds_that_runs_another_operation_is_named);
+    RUN(a_killed_process_of_hundreds_is_named_by_all);
+    RUN(hundreds_of_ranks_on_several_hosts_agree_to_the_bit);
+    RUN(the_last_rank_of_the_last_host_is_named_when_it_fails);
+    RUN(worlds_of_4096_ranks_sum_up_all_of_them);
+    return check_report();
+}
