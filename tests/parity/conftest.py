@@ -19,9 +19,6 @@ ONE_HOST = {
         "test_tables_in_another_order_than_they_were_made_in_are_an_error",
         "test_a_rank_that_dies_between_its_words_is_named_at_once",
     ),
-    "means are of hosts' sums: the last bit is another": (
-        "test_a_module_on_the_cpu_trains_in_a_group_that_has_no_cpu_tensors",
-    ),
 }
 
 
