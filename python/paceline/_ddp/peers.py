@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,10 @@ _BLAME_SECONDS = 0.6
 """How long a failed exchange looks for the rank that caused it."""
 _LAST_CHECK_SECONDS = 2.0
 """How long the process that had the store may take to end, once that is gone."""
+_READ_TOGETHER = 4096
+"""How many hosts all ranks together ask the store for at a time: one process serves it,
+and what every rank asks of every other grows with their square."""
+_MOST_NAMED = 8
 
 OTHER_HOSTS = "on other hosts"
 _NAMESPACES = ("net", "pid", "user")
@@ -143,6 +148,7 @@ class Peers:
         self._store: Any = None  # torch.distributed.Store
         self._kept_store: Any = None
         self._n_sent = 0
+        self._n_looked = 0
         store = torch_groups.group_store(group)
         if store is None:
             return
@@ -179,7 +185,12 @@ class Peers:
             ) from error
 
     def _read_hosts(self, store: Any) -> None:
-        for rank in range(self.size):
+        """Read where some of the ranks are, the next ones first; of few, all."""
+        first = self.rank + self._n_looked
+        for rank in (n % self.size for n in range(first, first + self.size)):
+            if self._n_looked - (first - self.rank) > _READ_TOGETHER // self.size:
+                return
+            self._n_looked += 1
             if rank not in self._hosts and store.check([f"host/{rank}"]):
                 self._hosts[rank] = Host(**json.loads(store.get(f"host/{rank}")))
 
@@ -235,41 +246,60 @@ class Peers:
             time.sleep(10 * POLL_SECONDS)
 
     def _all_gather(self, message: bytes, seconds: float) -> list[bytes]:
+        """Have rank 0 read all messages and send them on as one.
+
+        Each rank would ask the one store for every other's otherwise.
+        """
         store, number = self._kept_store, self._n_sent
         self._n_sent += 1
+        key, together = f"message/{number}/{self.rank}", f"messages/{number}"
         with self._store_failure():
-            store.set(f"message/{number}/{self.rank}", message)
-        received = {self.rank: message}
+            store.set(key, message)
+        if self.rank != 0:
+            self._await_keys([together], number, seconds)
+            with self._store_failure():
+                received: list[bytes] = pickle.loads(store.get(together))
+                store.delete_key(key)  # rank 0 has read it
+            return received
+        others = [f"message/{number}/{rank}" for rank in range(1, self.size)]
+        self._await_keys(others, number, seconds)
+        with self._store_failure():
+            received = [message, *(store.get(other) for other in others)]
+            store.set(together, pickle.dumps(received))
+            if number > 0:  # all have read those before, having sent these
+                store.delete_key(f"messages/{number - 1}")
+            store.delete_key(key)
+        return received
+
+    def _await_keys(self, keys: list[str], number: int, seconds: float) -> None:
+        """Wait until the store has all keys; keep an eye on the ranks."""
         until = time.monotonic() + seconds
         pause = POLL_SECONDS
-        while len(received) < self.size:
+        n_there = 0
+        while True:
             self.check()
             with self._store_failure():
-                self._read_messages(store, number, received)
+                while n_there < len(keys) and self._kept_store.check([keys[n_there]]):
+                    n_there += 1
+            if n_there == len(keys):
+                return
             if time.monotonic() > until:
-                silent = [rank for rank in range(self.size) if rank not in received]
-                raise _native.PeerTimeoutError(
-                    f"rank {self.rank}: ranks {silent} have not come to this "
-                    f"construction within {seconds:g} s, the process group's timeout"
-                )
-            if len(received) < self.size:
-                time.sleep(pause)
-                # One store serves all ranks, and the one that is awaited, too.
-                pause = min(2 * pause, CHECK_EVERY_SECONDS)
-        if number > 0:  # all have read the message before, having sent this one
-            with suppress(RuntimeError):
-                store.delete_key(f"message/{number - 1}/{self.rank}")
-        return [received[rank] for rank in range(self.size)]
+                self._fail_late(number, seconds)
+            time.sleep(pause)
+            # One store serves all ranks, and the one that is awaited, too.
+            pause = min(2 * pause, CHECK_EVERY_SECONDS)
 
-    def _read_messages(
-        self, store: Any, number: int, received: dict[int, bytes]
-    ) -> None:
-        for rank in range(self.size):
-            key = f"message/{number}/{rank}"
-            if rank not in received:
-                if not store.check([key]):
-                    return
-                received[rank] = store.get(key)
+    def _fail_late(self, number: int, seconds: float) -> None:
+        with self._store_failure():
+            silent = [
+                rank
+                for rank in range(self.size)
+                if not self._kept_store.check([f"message/{number}/{rank}"])
+            ] or [0]
+        raise _native.PeerTimeoutError(
+            f"rank {self.rank}: ranks {silent} have not come to this "
+            f"construction within {seconds:g} s, the process group's timeout"
+        )
 
     def blame(self, cause: BaseException) -> None:
         """Raise ``PeerError`` for a collective that failed, naming whom it can."""
@@ -279,6 +309,8 @@ class Peers:
             time.sleep(10 * POLL_SECONDS)
         silent = [rank for rank in range(self.size) if rank not in self._hosts]
         whom = f"rank {silent[0]}" if len(silent) == 1 else f"one of ranks {silent}"
+        if len(silent) > _MOST_NAMED:
+            whom = f"one of {len(silent)} ranks"
         if not silent:
             whom = "a rank"
         raise _native.PeerError(
