@@ -78,13 +78,15 @@ bench-dp: $(INSTALLED) ## DataParallel alone
 	$(PY) tests/bench/bench_dp.py $(BENCH_FLAGS)
 
 # Compiled as in the extension: without what the tests add.
-.PHONY: bench-counters
+.PHONY: bench-counters bench-ranks
 bench-counters: ## what the counters in shared memory cost a rank
+bench-ranks: ## what a step costs, by the number of ranks and hosts
+bench-counters bench-ranks: bench-%:
 	@mkdir -p $(BUILD)
-	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/counters.c \
+	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/$*.c \
 	    $(C_SOURCES) \
-	    -o $(BUILD)/bench-counters -pthread -lm -ldl
-	$(BUILD)/bench-counters
+	    -o $(BUILD)/bench-$* -pthread -lm -ldl
+	$(BUILD)/bench-$* $(BENCH_FLAGS)
 
 # ---- tests ---------------------------------------------------------------------
 
