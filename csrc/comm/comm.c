@@ -15,8 +15,10 @@ const char *pli_op_kind_text(pl_op_kind kind)
 
 uint64_t pli_op_hash(const pl_op *op)
 {
-    const uint64_t what = (uint64_t)op->kind | (uint64_t)op->reduction << 4 |
-                          (uint64_t)op->dtype << 8 | (uint64_t)(uint32_t)op->root << 16;
+    const uint64_t what =
+        ((uint64_t)op->kind | (uint64_t)op->reduction << 4 | (uint64_t)op->dtype << 8 |
+         (uint64_t)(uint32_t)op->root << 16) ^
+        (uint64_t)op->mark << 32; /* a root has not that many bits */
     return pli_hash_with(pli_hash_with(what, op->offset_bytes), op->n_elems);
 }
 

@@ -154,21 +154,6 @@ done:
     return st;
 }
 
-static pl_status check_hosts_present(hierarchy *self)
-{
-    failure_kind kind = WORLD_FAILED;
-    hierarchy_lock(self);
-    pl_status st = pli_links_check_present(self->links);
-    if (st == PL_OK) {
-        st = pli_links_check_step(self->links);
-        kind = STEP_FAILED;
-    }
-    if (st != PL_OK)
-        pli_hierarchy_fail(self, kind, pl_error_message());
-    hierarchy_unlock(self);
-    return st;
-}
-
 static pl_status hierarchy_check_peers(pl_comm *comm)
 {
     pl_status st = PL_OK;
@@ -178,19 +163,10 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     st = pli_comm_check_peers(self->inner);
     if (st != PL_OK)
         PL_TRY(pli_hierarchy_fail_as_inside(self, st));
-    if (self->links != NULL)
-        PL_TRY(check_hosts_present(self));
-done:
-    return st;
-}
-
-static pl_status hierarchy_query(pl_comm *comm, pli_query what)
-{
-    pl_status st = PL_OK;
-    hierarchy *self = hierarchy_of(comm);
-    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
-        PL_TRY(pli_hierarchy_check(self));
-    PL_TRY(pli_comm_query(self->inner, what));
+    if (self->links != NULL) {
+        PL_TRY(pli_hierarchy_query_hosts(self, PLI_QUERY_WORLD));
+        PL_TRY(pli_hierarchy_query_hosts(self, PLI_QUERY_STEP));
+    }
 done:
     return st;
 }
@@ -296,6 +272,18 @@ done:
     return st;
 }
 
+/* Everywhere: a host that has an operation's result has got every other's part. */
+static int hierarchy_is_done(pl_comm *comm, pl_ticket ticket)
+{
+    hierarchy *self = hierarchy_of(comm);
+    if (ticket <= atomic_load(&self->n_done))
+        return 1;
+    hierarchy_lock(self);
+    const int is_done = pli_hierarchy_is_finished(self, ticket);
+    hierarchy_unlock(self);
+    return is_done;
+}
+
 static int has_gone_down(hierarchy *self, pl_ticket ticket)
 {
     hierarchy_lock(self);
@@ -327,14 +315,6 @@ done:
 }
 
 /* ---- the rest ------------------------------------------------------------------- */
-
-static void hierarchy_abort(pl_comm *comm, const char *message)
-{
-    hierarchy *self = hierarchy_of(comm);
-    pli_hierarchy_fail(self, STEP_FAILED, message);
-    if (!atomic_load(&self->is_untold)) /* else words follow */
-        pli_hierarchy_give_up_locking(self);
-}
 
 static void hierarchy_record_activity(pl_comm *comm, pl_activity activity,
                                       uint64_t step)
@@ -404,10 +384,11 @@ static const pl_comm_ops hierarchy_ops = {
     .work = hierarchy_work,
     .progress = hierarchy_progress,
     .check_peers = hierarchy_check_peers,
-    .query = hierarchy_query,
+    .query = pli_hierarchy_query,
+    .is_done = hierarchy_is_done,
     .wait = hierarchy_wait,
     .recover = pli_hierarchy_recover,
-    .abort = hierarchy_abort,
+    .abort = pli_hierarchy_abort,
     .record_activity = hierarchy_record_activity,
     .set_recorder = hierarchy_set_recorder,
     .set_failure_message = pli_hierarchy_set_failure_message,

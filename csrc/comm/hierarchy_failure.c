@@ -1,4 +1,9 @@
-/* hierarchy_failure.c - what a leader knows of failures, and says of them. */
+/* hierarchy_failure.c - what a leader knows of failures, and says of them.
+ *
+ * Other hosts are heard by whoever waits for them.  Where the leader's own thread is
+ * asleep in a call of the user's, for a GPU that waits for a peer, another thread's
+ * query hears them, and tells them what has failed here.
+ */
 #include "hierarchy_state.h"
 
 enum { INSIDE_MESSAGE_BYTES = 8192 };
@@ -53,7 +58,23 @@ static void fail_inside(hierarchy *self, failure_kind kind, const char *message)
         self->inner->ops->end(self->inner, message);
 }
 
-void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
+/* What this rank has to say itself: other hosts know by which host alone it is said. */
+static void put_own_words(hierarchy *self, const char *message)
+{
+    enum { NAME_BYTES = 24 };
+    const char *tail = pli_text_tail(message, sizeof self->message - NAME_BYTES);
+    if (is_alone_on_host(self))
+        pli_text_print(self->message, sizeof self->message, "%s", tail);
+    else
+        pli_text_print(self->message, sizeof self->message, "rank %d: %s",
+                       self->super.rank, tail);
+}
+
+/* Whose words these are: a rank's own, or what it was told or has found out. */
+typedef enum failure_words { OWN_WORDS, WHOLE_WORDS } failure_words;
+
+static void fail(hierarchy *self, failure_kind kind, failure_words whose,
+                 const char *message)
 {
     if (self->links == NULL) {
         fail_inside(self, kind, message);
@@ -62,17 +83,43 @@ void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
     if (!begin_failure(self, kind))
         return;
     const int has_words = message != NULL || self->message[0] != '\0';
-    if (message != NULL)
+    if (!has_words)
+        put_own_words(self, "an exception in its backward");
+    else if (message != NULL && whose == OWN_WORDS)
+        put_own_words(self, message);
+    else if (message != NULL)
         pli_text_print(self->message, sizeof self->message, "%s", message);
-    else if (!has_words)
-        pli_text_print(self->message, sizeof self->message, "%s",
-                       "an exception in its backward");
     atomic_store(&self->is_untold, 1);
     atomic_store(&self->phase,
                  kind == STEP_FAILED ? HIERARCHY_FAILED : HIERARCHY_ENDED);
     if (has_words)
         pli_hierarchy_tell(self);
     fail_inside(self, kind, message);
+}
+
+void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
+{
+    fail(self, kind, WHOLE_WORDS, message);
+}
+
+static void give_up_locking(hierarchy *self)
+{
+    hierarchy_lock(self);
+    pli_hierarchy_give_up(self);
+    hierarchy_unlock(self);
+}
+
+static void give_up_unless_words_follow(hierarchy *self)
+{
+    if (!atomic_load(&self->is_untold))
+        give_up_locking(self);
+}
+
+void pli_hierarchy_abort(pl_comm *comm, const char *message)
+{
+    hierarchy *self = hierarchy_of(comm);
+    fail(self, STEP_FAILED, OWN_WORDS, message);
+    give_up_unless_words_follow(self);
 }
 
 pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
@@ -100,6 +147,64 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self)
     return st;
 }
 
+/* A host that gives its step up says so in what it sends, too (hierarchy_recover.c).
+ * Where this one has sent its part of the step's end that decides: the other may have
+ * sent its own before, and then the step has ended well. */
+static pl_status follow_hosts(hierarchy *self)
+{
+    const pl_status st = pli_links_check_step(self->links);
+    if (st == PL_OK || pli_hierarchy_may_end_elsewhere(self))
+        return PL_OK;
+    self->has_met_mark = 1; /* or will */
+    pli_hierarchy_fail(self, STEP_FAILED, pl_error_message());
+    pli_hierarchy_give_up(self);
+    return st;
+}
+
+static pl_status query_hosts_locked(hierarchy *self, pli_query what)
+{
+    pl_status st = PL_OK;
+    if (what != PLI_QUERY_GONE)
+        PL_TRY(pli_hierarchy_check_hosts(self));
+    if (what == PLI_QUERY_STEP) {
+        PL_TRY(pli_hierarchy_check(self));
+        PL_TRY(follow_hosts(self));
+        goto done;
+    }
+    st = pli_links_check_present(self->links);
+    if (st != PL_OK && what == PLI_QUERY_WORLD)
+        pli_hierarchy_fail(self, WORLD_FAILED, pl_error_message());
+done:
+    return st;
+}
+
+pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what)
+{
+    hierarchy_lock(self);
+    const pl_status st = query_hosts_locked(self, what);
+    hierarchy_unlock(self);
+    return st;
+}
+
+pl_status pli_hierarchy_query(pl_comm *comm, pli_query what)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
+        PL_TRY(pli_hierarchy_check(self));
+    st = pli_comm_query(self->inner, what);
+    if (self->links == NULL)
+        return st;
+    if (st != PL_OK && what != PLI_QUERY_GONE) {
+        st = pli_hierarchy_fail_as_inside(self, st);
+        give_up_unless_words_follow(self);
+    }
+    PL_TRY(st);
+    PL_TRY(pli_hierarchy_query_hosts(self, what));
+done:
+    return st;
+}
+
 /* Words that come before a failure, or behind one that has none. */
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
@@ -108,9 +213,9 @@ void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
     pli_comm_set_failure_message(self->inner, message);
     if (self->links == NULL || (!is_running && !atomic_load(&self->is_untold)))
         return;
-    pli_text_print(self->message, sizeof self->message, "%s",
-                   message != NULL ? pli_text_tail(message, sizeof self->message - 1)
-                                   : "");
+    self->message[0] = '\0';
+    if (message != NULL)
+        put_own_words(self, message);
     if (message != NULL && !is_running)
-        pli_hierarchy_give_up_locking(self);
+        give_up_locking(self);
 }

@@ -28,8 +28,7 @@ static int is_begun(const hierarchy *self, uint64_t number)
     return 0;
 }
 
-/* Whether all ranks of this host have the result of an operation. */
-static int is_finished(const hierarchy *self, uint64_t number)
+int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
 {
     return number <= self->n_down &&
            (is_alone_on_host(self) ||
@@ -44,14 +43,13 @@ static uint64_t end_of_round(const hierarchy *self, uint64_t number)
     return number;
 }
 
-/* Whether other hosts may see the end of a step of which this one does not. */
-static int may_end_elsewhere(const hierarchy *self)
+int pli_hierarchy_may_end_elsewhere(const hierarchy *self)
 {
     const uint64_t first = first_number_of(self->epoch);
     for (uint64_t n = self->n_reduced; n > first && n + self->ring_ops > self->n_issued;
          n--)
         if (operation_at(self, n)->op.ends_step && is_begun(self, n))
-            return !is_finished(self, end_of_round(self, n));
+            return !pli_hierarchy_is_finished(self, end_of_round(self, n));
     return 0;
 }
 
@@ -92,7 +90,8 @@ void pli_hierarchy_give_up(hierarchy *self)
         pli_hierarchy_tell(self);
         return;
     }
-    if (!self->is_given_up && !self->has_met_mark && may_end_elsewhere(self)) {
+    if (!self->is_given_up && !self->has_met_mark &&
+        pli_hierarchy_may_end_elsewhere(self)) {
         char message[HIERARCHY_MESSAGE_BYTES];
         pli_text_print(message, sizeof message,
                        "a step failed on this host as it came to its end, and may have "

@@ -68,7 +68,7 @@ typedef struct hierarchy {
     operation *ring;
     size_t ring_ops;
     uint64_t epoch;   /* how often a step was left behind; alike on all leaders */
-    int has_met_mark; /* another host has given this epoch's step up */
+    int has_met_mark; /* another host has given this epoch's step up, or is about to */
     int is_given_up;  /* ... and so has this one */
     uint64_t n_issued;
     uint64_t n_up;        /* handed to the host's own world */
@@ -151,6 +151,12 @@ pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st) PL_MUST_US
 /* ... with what leaders have just met. */
 void pli_hierarchy_fail_between(hierarchy *self);
 
+/* Of pl_comm_ops. */
+pl_status pli_hierarchy_query(pl_comm *comm, pli_query what) PL_MUST_USE;
+
+/* A leader's: what other hosts have to say of that. */
+pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what) PL_MUST_USE;
+
 /* PL_EPEER where another host has said that it can do no more. */
 pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
 
@@ -158,23 +164,22 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
  * more of it will come, as far as that can be sent now (hierarchy_recover.c). */
 void pli_hierarchy_give_up(hierarchy *self);
 
-/* ... where `busy` is not held. */
-static inline void pli_hierarchy_give_up_locking(hierarchy *self)
-{
-    hierarchy_lock(self);
-    pli_hierarchy_give_up(self);
-    hierarchy_unlock(self);
-}
-
 /* Tells the other hosts of a failure, once. */
 void pli_hierarchy_tell(hierarchy *self);
 
 /* Of pl_comm_ops. */
+void pli_hierarchy_abort(pl_comm *comm, const char *message);
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message);
 
 /* Of pl_comm_ops (hierarchy_recover.c). */
 pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns,
                                 pl_recovery *out) PL_MUST_USE;
+
+/* Whether all ranks of this host have the result of an operation. */
+int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number);
+
+/* Whether other hosts may see the end of a step of which this one does not. */
+int pli_hierarchy_may_end_elsewhere(const hierarchy *self);
 
 /* Where an epoch's operations begin; on the wire the mark before it. */
 static inline uint64_t first_number_of(uint64_t epoch)

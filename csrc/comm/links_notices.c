@@ -125,7 +125,7 @@ pl_status pli_links_check_step(pli_links *self)
     PL_TRY(pli_links_check(self));
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host && concerns(&self->links[h]))
-            PL_TRY(fail_by_notice(&self->links[h]));
+            PL_TRY(pli_links_hear(self, h));
 done:
     return st;
 }

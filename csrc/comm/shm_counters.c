@@ -11,7 +11,7 @@
 uint64_t pli_tag_of(const pl_op *op)
 {
     /* A barrier is of no range; a GPU world marks its root. */
-    return op->kind == PL_BARRIER ? pli_barrier_tag(op->root) : pli_op_hash(op);
+    return op->kind == PL_BARRIER ? pli_barrier_tag(op->mark) : pli_op_hash(op);
 }
 
 static uint64_t tag_at(const pli_shm_comm *self, int rank, size_t slot)

@@ -42,9 +42,9 @@ static inline uint64_t pli_counter_epoch(const pli_shm_comm *self, int rank)
 }
 
 /* A barrier's tag tells that it is one. */
-static inline uint64_t pli_barrier_tag(int root)
+static inline uint64_t pli_barrier_tag(unsigned mark)
 {
-    return (uint64_t)PL_BARRIER | (uint64_t)(uint32_t)root << 16;
+    return (uint64_t)PL_BARRIER | (uint64_t)mark << 16;
 }
 
 static inline int pli_is_barrier_tag(uint64_t tag)

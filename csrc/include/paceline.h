@@ -119,6 +119,7 @@ typedef struct pl_op {
     int is_followed;
     /* A rank that has its result takes the step for ended.  Equal on all ranks. */
     int ends_step;
+    unsigned mark;   /* compared between ranks: stands for what else they have done */
     unsigned bucket; /* whose part it is, from 1, for a recorder; 0: none's */
 } pl_op;
 

@@ -35,9 +35,7 @@ static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *o
                 "%zu bytes at byte %zu are partly on the host, partly on the device",
                 n_bytes, op->offset_bytes);
     /* The base compares what ranks issue; so it does this for NCCL, which cannot. */
-    if (op->kind != PL_REDUCE && op->kind != PL_BROADCAST &&
-        !pli_comm_is_group_comm(self->base))
-        marked.root = (int)(self->hash & INT32_MAX);
+    marked.mark = (unsigned)self->hash;
     PL_TRY(pli_gpu_comm_after(self, pl_comm_issue(self->base, &marked, &ticket)));
     (void)pthread_mutex_lock(&self->lock);
     self->base_ticket = ticket;
@@ -283,6 +281,11 @@ done:
 
 /* ---- life ----------------------------------------------------------------------- */
 
+static void gpu_forget(pl_comm *comm)
+{
+    pli_comm_forget(gpu_comm_of(comm)->base);
+}
+
 static void gpu_leave(pl_comm *comm)
 {
     pl_comm_leave(gpu_comm_of(comm)->base);
@@ -365,6 +368,7 @@ static const pl_comm_ops gpu_ops = {
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = pli_gpu_comm_prepare,
+    .forget = gpu_forget,
     .leave = gpu_leave,
     .destroy = gpu_destroy,
 };

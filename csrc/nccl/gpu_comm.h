@@ -4,9 +4,9 @@
  *       \--> gpu_comm (gpu_*: failures, memory, order)  \--> nccl, watchdog
  *              \--> comm (the base world), backend, core
  *
- * It stands on another world of the same ranks, its *base* (shm, group, or of one
- * rank), for what the hosts say: what ranks must agree on, who failed, who waits for
- * whom. The arena's first host_bytes are the base's; above them lies memory of this
+ * It stands on another world of the same ranks, its *base* (shm, hierarchy, group, or
+ * of one rank), for what the hosts say: what ranks must agree on, who failed, who waits
+ * for whom. The arena's first host_bytes are the base's; above them lies memory of this
  * rank's GPU, whose operations NCCL carries:
  *
  *     offset < host_bytes     the base does it: host memory

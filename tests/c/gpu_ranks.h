@@ -12,14 +12,18 @@
 
 #include "backend/cuda.h"
 #include "core/alloc.h"
+#include "hosts.h"
 #include "nccl/gpu_comm.h"
 #include "ops.h"
-#include "ranks.h"
 
 enum { GPUS_HOST_BYTES = 4096, GPUS_BYTES = 1 << 16, GPUS_MOST = 4 };
 
+/* Of the worlds that are made from now on; 0: all ranks are on one. */
+static int gpu_ranks_per_host;
+
 typedef struct gpu_ranks {
     int world_size;
+    int per_host;
     uint64_t seed;
     fake_options fake;
     pli_accumulation accumulation;
@@ -53,6 +57,7 @@ static inline gpu_ranks gpu_ranks_of(int world_size, uint64_t seed,
                                      fake_schedule schedule)
 {
     gpu_ranks all = {.world_size = world_size,
+                     .per_host = gpu_ranks_per_host,
                      .seed = seed,
                      .fake = fake_defaults(),
                      .deadline_ns = RANKS_DEADLINE_NS,
@@ -70,7 +75,8 @@ static inline void gpu_ranks_no_errors(const gpu_ranks *all)
 {
     if (!CHECK(fake_errors() == 0))
         for (int i = 0; i < fake_errors() && i < 5; i++)
-            CHECK_MORE("seed %d: %s", (int)all->seed, fake_error(i));
+            CHECK_MORE("seed %d, %d a host: %s", (int)all->seed, all->per_host,
+                       fake_error(i));
     fake_forget_errors();
 }
 
@@ -81,6 +87,24 @@ static inline void gpu_ranks_reset(const gpu_ranks *all)
     (void)setenv("PACELINE_NCCL_BLOCKING", all->blocks ? "1" : "0", 1);
 }
 
+/* Whether the ranks are on more hosts than one. */
+static inline int gpu_ranks_are_apart(const gpu_ranks *all)
+{
+    return all->per_host > 0 && all->world_size > all->per_host;
+}
+
+static inline int gpu_ranks_make_bases(gpu_ranks *all)
+{
+    const size_t n_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    hosts it = {.deadline_ns = all->deadline_ns, .is_narrow = all->seed % 2 == 0};
+    if (!gpu_ranks_are_apart(all))
+        return CHECK_OK(
+            pl_local_create(all->world_size, n_bytes, all->deadline_ns, all->bases));
+    for (int n = all->world_size; n > 0; n -= all->per_host)
+        it.n_ranks[it.n_hosts++] = n < all->per_host ? n : all->per_host;
+    return hosts_create(&it, n_bytes, all->bases);
+}
+
 static inline int gpu_ranks_start(gpu_ranks *all)
 {
     gpu_ranks_reset(all);
@@ -88,9 +112,7 @@ static inline int gpu_ranks_start(gpu_ranks *all)
         return 0;
     if (all->has_watchdog && !CHECK_OK(pli_watchdog_create(&all->watchdog)))
         return 0;
-    return CHECK_OK(pl_local_create(all->world_size,
-                                    GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES,
-                                    all->deadline_ns, all->bases));
+    return gpu_ranks_make_bases(all);
 }
 
 /* Threads that nobody waits for, of communicators' ends and of calls that were given
@@ -223,6 +245,15 @@ static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *sel
     gpu_ranks_end(all);
 }
 
+/* Runs a test with ranks of one host, each on a host of its own, and two on each. */
+static inline void gpu_ranks_check_run(void (*test)(void), const char *name)
+{
+    for (gpu_ranks_per_host = 0; gpu_ranks_per_host <= 2; gpu_ranks_per_host++)
+        check_run(test, name);
+    gpu_ranks_per_host = 0;
+}
+#define RUN_ON_HOSTS(test) gpu_ranks_check_run(test, #test)
+
 /* ---- operations ----------------------------------------------------------------- */
 
 /* Writes this rank's range, and guards on both sides, on the user's stream. */
@@ -280,6 +311,22 @@ static inline pl_status gpu_issue_op(gpu_rank *self, const pl_op *op, pl_ticket 
     PL_TRY(pli_comm_issue_ordered(self->comm, op, &order, out));
 done:
     return st;
+}
+
+/* Whether what was enqueued is done, as somebody finds out who does not wait for it in
+ * the driver: the user's stream comes behind the operations. */
+static inline int gpu_await_stream(gpu_rank *self, int64_t most_ns)
+{
+    const int64_t begin = pli_now_ns();
+    int is_done = 0;
+    if (!CHECK_OK(
+            self->backend->ops->event_record(self->backend, self->ready, self->stream)))
+        return 0;
+    while (!is_done && pli_now_ns() - begin < most_ns) {
+        (void)self->backend->ops->event_is_done(self->backend, self->ready, &is_done);
+        pli_sleep_ns(PLI_MS);
+    }
+    return is_done;
 }
 
 /* A host operation, waited for: the ranks agree that the step is over. */

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include "comm/hierarchy.h"
+#include "comm/shm_comm.h"
 #include "ranks.h"
 
 enum { HOSTS_MOST = 68, HOSTS_OPS = 400, HOSTS_SOCKET_BYTES = 4096 };
@@ -63,13 +64,18 @@ static inline int hosts_connect(const hosts *it, hosts_sockets fds)
 
 static inline int hosts_link(const hosts *it, int host, const int *fds, pli_links **out)
 {
-    char texts[HOSTS_MOST][16];
+    char texts[HOSTS_MOST][48];
     const char *names[HOSTS_MOST];
+    int first = 0;
     int rank = 0;
-    for (int h = 0; h < it->n_hosts; h++) {
-        (void)snprintf(texts[h], sizeof texts[h], "host %d", h);
+    for (int h = 0; h < it->n_hosts; first += it->n_ranks[h++]) {
         names[h] = texts[h];
-        rank += h < host ? it->n_ranks[h] : 0;
+        rank = h == host ? first : rank;
+        if (it->n_ranks[h] == 1)
+            (void)snprintf(texts[h], sizeof texts[h], "rank %d (host %d)", first, h);
+        else
+            (void)snprintf(texts[h], sizeof texts[h], "ranks %d to %d (host %d)", first,
+                           first + it->n_ranks[h] - 1, h);
     }
     const pli_links_options options = {
         .n_hosts = it->n_hosts, .host = host, .rank = rank, .fds = fds, .names = names};
@@ -92,6 +98,8 @@ static inline int hosts_create(const hosts *it, size_t arena_bytes, pl_comm **ou
         if (!CHECK_OK(pl_local_create(it->n_ranks[h], arena_bytes,
                                       it->deadline_ns + 2000 * PLI_MS, inner)))
             return 0;
+        /* As a binding's host has it, all of whose ranks share one segment here. */
+        ((pli_shm_comm *)(void *)inner[0])->segment->first_rank = rank;
         for (int r = 0; r < it->n_ranks[h]; r++, rank++) {
             pl_comm *comm = NULL;
             pli_hierarchy_options options = {.rank = rank,

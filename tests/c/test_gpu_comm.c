@@ -405,6 +405,38 @@ static void steps_can_be_captured_and_replayed(void)
     }
 }
 
+/* The last rank's host goes while others wait for its GPU in a replay, of which theirs
+ * say nothing. */
+static void replay_while_a_host_goes(gpu_rank *self)
+{
+    pl_ticket ticket = 0;
+    pli_cuda_scope scope;
+    if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    if (!begin_capture(self) || !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
+        !CHECK_OK(gpu_agree_on_end(self)))
+        return;
+    CUgraphExec exec = end_capture(self);
+    if (self->rank == self->all->world_size - 1) {
+        pl_comm_leave(self->comm);
+    } else {
+        CHECK(cuGraphLaunch(exec, user_stream(self)) == 0);
+        CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2)); /* it is aborted */
+        CHECK(pl_comm_progress(self->comm) == PL_EPEER && error_has("died or left"));
+    }
+    CHECK(cuGraphExecDestroy(exec) == 0);
+    pli_cuda_leave(self->backend, &scope);
+}
+
+static void who_waits_in_a_replay_is_let_go_where_another_host_goes(void)
+{
+    for (gpu_ranks_per_host = 1; gpu_ranks_per_host <= 2; gpu_ranks_per_host++) {
+        gpu_ranks all = gpu_ranks_of(1 + gpu_ranks_per_host, 1, FAKE_LATE);
+        gpu_ranks_run_world(&all, replay_while_a_host_goes);
+    }
+    gpu_ranks_per_host = 0;
+}
+
 /* A graph of the user's lives longer than the world, which fails before, or ends well:
  * NCCL ends no communicator while a graph holds operations of it. */
 static void end_before_the_graph(gpu_rank *self, int is_failed)
@@ -512,17 +544,18 @@ static void a_world_that_ends_well_has_done_its_last_step(void)
 
 int main(void)
 {
-    RUN(operations_have_their_outcome_in_any_order_of_things);
+    RUN_ON_HOSTS(operations_have_their_outcome_in_any_order_of_things);
     RUN(short_floats_are_added_in_float32_and_rounded_once);
     RUN(other_operations_are_as_ever_with_sums_in_float32);
     RUN(memory_that_is_held_stays_and_what_is_given_back_is_used_again);
-    RUN(a_step_neither_allocates_nor_waits_for_the_device);
+    RUN_ON_HOSTS(a_step_neither_allocates_nor_waits_for_the_device);
     RUN(what_no_device_can_do_is_refused_and_changes_nothing);
     RUN(a_base_without_room_for_the_words_is_refused);
     RUN(older_versions_of_nccl_do_as_well);
-    RUN(steps_can_be_captured_and_replayed);
+    RUN_ON_HOSTS(steps_can_be_captured_and_replayed);
+    RUN(who_waits_in_a_replay_is_let_go_where_another_host_goes);
     RUN(a_world_ends_whose_operations_a_graph_still_holds);
-    RUN(a_rank_that_ends_well_has_failed_no_step_of_the_others);
-    RUN(a_world_that_ends_well_has_done_its_last_step);
+    RUN_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others);
+    RUN_ON_HOSTS(a_world_that_ends_well_has_done_its_last_step);
     return check_report();
 }

@@ -584,7 +584,7 @@ static void fall_silent(rank_job *job)
         pli_sleep_ns(PLI_MS);
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK(wait_through(job->comm, ticket) != PL_OK);
-    if (!CHECK(error_has("host 2 kept this rank waiting")))
+    if (!CHECK(error_has("rank 2 (host 2) kept this rank waiting")))
         CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
 }
 

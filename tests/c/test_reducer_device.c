@@ -4,6 +4,7 @@
  *     test_reducer_device [seeds [first seed]]
  */
 #include "gpu_steps.h"
+#include "hosts.h"
 #include "seeds.h"
 
 enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
@@ -63,6 +64,22 @@ static void report_errors(uint64_t seed)
         CHECK_MORE("seed %d: %d objects are left", (int)seed, fake_live_objects());
 }
 
+/* Every other seed's ranks are on several hosts. */
+static int make_bases(const model *it, size_t n_bytes, pl_comm **out)
+{
+    static const hosts worlds[] = {{.n_hosts = 2, .n_ranks = {1, 1}},
+                                   {.n_hosts = 2, .n_ranks = {2, 1}},
+                                   {.n_hosts = 2, .n_ranks = {1, 2}},
+                                   {.n_hosts = 3, .n_ranks = {1, 1, 1}}};
+    hosts world = worlds[it->world_size == 2 ? 0 : 1 + it->seed / 2 % 3];
+    world.deadline_ns = RANKS_DEADLINE_NS;
+    world.is_narrow = it->seed / 4 % 2 == 0;
+    return it->seed % 2 == 0 && it->world_size == hosts_world_size(&world)
+               ? hosts_create(&world, n_bytes, out)
+               : CHECK_OK(
+                     pl_local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
+}
+
 static void run_lesson(lesson *what)
 {
     static const size_t arg_bytes[N_STEP_KERNELS][1] = {{sizeof(fill_args)},
@@ -79,9 +96,7 @@ static void run_lesson(lesson *what)
         fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
                              step_kernels[k].run);
     if (!CHECK_OK(pli_nccl_library_open(fake_path(), &nccl)) ||
-        !CHECK_OK(pl_local_create(it->world_size,
-                                  pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES,
-                                  RANKS_DEADLINE_NS, comms)))
+        !make_bases(it, pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES, comms))
         return;
     what->nccl = nccl;
     ranks_run(it->world_size, comms, run_rank, what, it->seed);

@@ -174,7 +174,7 @@ def test_ranks_that_share_no_memory_train_by_sockets(take, reason):
     assert all(is_alone for is_alone, _ in outcomes)
     (line,) = outcomes[0][1]
     assert line.startswith(f"the ranks share no memory ({reason}")
-    assert line.endswith("): sockets between them carry their sums")
+    assert line.endswith("): they talk by sockets between them")
     assert outcomes[1][1] == []
 
 

@@ -71,11 +71,11 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         (That the ranks' models agree is checked in any case.)
     process_group : torch.distributed.ProcessGroup, optional
         The ranks, up to 4,096; the default group where none is given.  Over Gloo or
-        NCCL, up to 1,024 ranks of one host meet in shared memory.  Modules on the CPU
-        whose ranks are more, are on several hosts, or in a group of any other kind
-        (MPI, a subclass in Python), are averaged by the group's own collectives, where
-        it takes CPU tensors.  Of modules on GPUs a group over Gloo carries no gradient:
-        NCCL does.
+        NCCL, up to 1,024 ranks of a host meet in shared memory, and the first ranks of
+        up to 1,024 hosts over sockets.  Modules on the CPU whose ranks are more, or in
+        a group of any other kind (MPI, a subclass in Python), are averaged by the
+        group's own collectives, where it takes CPU tensors.  Of modules on GPUs a group
+        over Gloo carries no gradient: NCCL does.
     bucket_cap_mb : float, optional
         Mebibytes of gradients that are averaged at a time.  Default 1, which suits
         shared memory; torch's 25 where NCCL, a communication hook or the group's
@@ -186,8 +186,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - Sums are taken in rank order, so each run gives the same bits.
     - Where the group's own collectives carry gradients, sums are in the group's order,
       and a rank that dies is noticed by the group, if by anybody: as in torch. After
-      a step that failed there, the model must be wrapped anew on every rank. So it must
-      for models on GPUs whose ranks are on several hosts.
+      a step that failed there, the model must be wrapped anew on every rank.
     - In a context of ``torch.distributed.autograd`` gradients are averaged there, at
       the end of the backward, of models on the CPU alone. The forward must be in that
       context too. torch's engine raises our errors as ``RuntimeError``.

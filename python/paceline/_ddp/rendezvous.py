@@ -114,7 +114,7 @@ class Meeting:
         A host has those behind the last one's; their sums go between hosts by sockets,
         which Gloo's would be, too: not where these are encrypted.
         """
-        if not self._is_known_kind or not self._has_cpu or self._links_problem:
+        if not self._is_known_kind or self._links_problem:
             return []
         if self.size == 1 or os.environ.get("GLOO_DEVICE_TRANSPORT") == "TCP_TLS":
             return []
@@ -216,8 +216,8 @@ class Meeting:
                 return world
         elif self.size > 1 and self._is_known_kind:
             world = None
-            if self.ranks_by_host and not device:
-                world = self._connect_by_links(arena_bytes, n_ops)
+            if self.ranks_by_host:
+                world = self._connect_by_links(arena_bytes, n_ops, device)
             self._warn(self._why_no_memory_is_shared(), by_group=world is None)
             if world is not None:
                 return world
@@ -257,7 +257,9 @@ class Meeting:
             self._raise_unless_memory_lacks(error, may_lack)
             return None
 
-    def _connect_by_links(self, arena_bytes: int, n_ops: int) -> _native.World | None:
+    def _connect_by_links(
+        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
+    ) -> _native.World | None:
         """Make a world of several hosts; None on every rank where they have no links.
 
         Where one rank's construction fails, others may have succeeded: all say so.
@@ -269,6 +271,7 @@ class Meeting:
         is_first = self.rank == first
         listener = links = world = None
         problem: BaseException | None = None
+        may_lack = True
         sockets: list[Any] = []
         try:
             if is_first:  # its sockets are duplicated on their way to the core
@@ -290,6 +293,7 @@ class Meeting:
                     raise _native.PeerError("another host cannot listen")
                 sockets = links.connect_all(every, host, seconds)
             here, hosts = self._peers.here, self._peers.hosts
+            may_lack = not device
             world = self._make_world(
                 arena_bytes,
                 n_ops,
@@ -300,33 +304,34 @@ class Meeting:
                     tuple(name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks)),
                     [-1 if each is None else each.fileno() for each in sockets],
                 ),
+                **device,
             )
         except BaseException as error:
             del listener  # who still connects finds that nobody listens
             problem = error
+            # A GPU's memory may have run out instead.
+            may_lack = may_lack or _lacks_shared_memory(arena_bytes)
         finally:
             host_links.close_all(sockets)
             if links is not None:
                 links.close()
-        return self._settle(world, problem)
+        outcome = "made" if problem is None else _outcome_of(problem, may_lack)
+        return self._settle(world, outcome, problem)
 
     def _settle(
-        self, world: _native.World | None, problem: BaseException | None
+        self, world: _native.World | None, outcome: str, problem: BaseException | None
     ) -> _native.World | None:
         """Return the world where every rank has one; None where links are lacking."""
         is_interrupted = problem is not None and not isinstance(problem, Exception)
         seconds = _INTERRUPTED_SECONDS if is_interrupted else None
-        mine = ("made", "")
-        if problem is not None:
-            mine = _outcome_of(problem, True), str(problem)
         try:
-            received = self.exchange(mine, seconds)
+            received = self.exchange((outcome, str(problem or "")), seconds)
         except RuntimeError:  # a rank is gone
             raise problem or sys.exc_info()[1] from None  # type: ignore[misc]
         bad = [(r, *row) for r, row in enumerate(received) if row[0] != "made"]
         if not bad:
             return world
-        if problem is not None and _outcome_of(problem, True) == "fails":
+        if problem is not None and outcome == "fails":
             raise problem
         causes = [row for row in bad if row[1] != "follows another"] or bad
         rank, what, message = max(causes, key=lambda row: row[1] == "fails")
@@ -375,11 +380,11 @@ class Meeting:
         return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
     def _warn(self, reason: str | None, by_group: bool = True) -> None:
-        """Say, on rank 0, why ranks share no memory, and what carries the gradients."""
+        """Say, on rank 0, why ranks share no memory, and by what they talk instead."""
         reasons = filter(None, (reason, self._links_problem))
-        how = "sockets between them carry their sums"
+        how = "they talk by sockets between them"
         if by_group:
-            how = "the process group's own collectives carry the gradients"
+            how = "they talk by the process group's own collectives"
         if self.rank == 0 and (reason or self._links_problem):
             _log.warning("the ranks share no memory (%s): %s", "; ".join(reasons), how)
 

@@ -265,12 +265,12 @@ def test_ranks_on_several_hosts_train_by_nccl(ranks, kind):
 
 @on_gpus(2)
 def test_more_ranks_than_can_share_memory_train_over_the_group(ranks):
-    most = _native.MAX_SHARED_MEMORY_RANKS
-    _native.MAX_SHARED_MEMORY_RANKS = 1
+    most = _native.MAX_SHARED_MEMORY_RANKS, _native.MAX_HOSTS
+    _native.MAX_SHARED_MEMORY_RANKS = _native.MAX_HOSTS = 1
     try:
         model = ranks.wrap(nn.Linear(6, 3))
     finally:
-        _native.MAX_SHARED_MEMORY_RANKS = most
+        _native.MAX_SHARED_MEMORY_RANKS, _native.MAX_HOSTS = most
     assert model._session.world.uses_group
     one_linear(ranks, model)
 
