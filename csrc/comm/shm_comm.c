@@ -228,12 +228,14 @@ done:
 
 static void shm_set_failure_message(pl_comm *comm, const char *message)
 {
+    pli_failure failure;
     pli_shm_comm *self = shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (getpid() != self->owner_pid)
-        return; /* a forked child has holes where the world was mapped */
-    if (message == NULL) {
-        atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
+        return;            /* a forked child has holes where the world was mapped */
+    if (message == NULL) { /* what this rank has failed by is yet to be read */
+        if (!pli_failure_stands(self, &failure) || failure.rank != comm->rank)
+            atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
         return;
     }
     /* The end of a traceback says most. */
@@ -409,10 +411,9 @@ int pli_is_shm_comm(const pl_comm *comm)
 static int spins_for(int world_size)
 {
     cpu_set_t cores;
-    if (sched_getaffinity(0, sizeof cores, &cores) == 0 &&
-        CPU_COUNT(&cores) < world_size)
-        return SPINS_CROWDED;
-    return SPINS_WITH_CORES;
+    const int is_known = sched_getaffinity(0, sizeof cores, &cores) == 0;
+    const int is_crowded = is_known && CPU_COUNT(&cores) < world_size;
+    return is_crowded ? SPINS_CROWDED : SPINS_WITH_CORES;
 }
 
 pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm **out)

@@ -10,7 +10,6 @@
 
 uint64_t pli_tag_of(const pl_op *op)
 {
-    /* A barrier is of no range; a GPU world marks its root. */
     return op->kind == PL_BARRIER ? pli_barrier_tag(op->mark) : pli_op_hash(op);
 }
 

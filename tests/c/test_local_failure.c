@@ -441,12 +441,29 @@ static void a_slow_rank_that_shows_life_is_not_given_up(void)
     destroy_all(2, comms);
 }
 
+/* Another thread may have failed the step just before this one forgets its words. */
+static void words_of_a_failure_are_not_forgotten_before_they_are_read(void)
+{
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    if (!CHECK_OK(pl_local_create(2, 64, RANKS_DEADLINE_NS, comms)))
+        return;
+    pl_comm_abort(comms[0], "the dog ate it");
+    pli_comm_set_failure_message(comms[0], NULL);
+    CHECK(pl_comm_progress(comms[1]) == PL_EPEER && error_has("the dog ate it"));
+    comms[0]->ops->end(comms[0], "for good");
+    pli_comm_set_failure_message(comms[0], NULL);
+    CHECK(pl_comm_progress(comms[1]) == PL_EPEER && error_has("for good"));
+    for (int r = 0; r < 2; r++)
+        pl_comm_destroy(comms[r]);
+}
+
 int main(void)
 {
     (void)alarm(120);
     RUN(an_operation_unlike_the_others_fails_all_and_names_its_rank);
     RUN(an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on);
     RUN(words_that_come_after_the_abort_are_waited_for);
+    RUN(words_of_a_failure_are_not_forgotten_before_they_are_read);
     RUN(words_too_long_for_their_room_keep_their_end);
     RUN(what_an_aborting_rank_left_undone_is_not_done_by_its_recovery);
     RUN(what_all_had_done_before_a_rank_aborted_stays_done);
