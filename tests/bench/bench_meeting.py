@@ -1,0 +1,109 @@
+"""How long ranks take to meet at the end of a backward on GPUs: which parameters were
+used, and that none has failed; a few hundred bytes through the hosts' memory.
+
+Ranks that are on one host or pretend to be on several, over the loopback; in turns over
+shared memory and links, and over a group of Gloo's, which carried it before::
+
+    python tests/bench/bench_meeting.py
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from paceline._ddp.rendezvous import Meeting
+from support.hosts import Hosts
+from support.ranks import run_ranks, values
+
+WORLDS = [(2,), (1, 1), (2, 2), (1, 1, 1, 1)]
+N_BYTES = 320  # flags of a model of 161 parameters, cut to cache lines
+N_BLOCKS, N_MEETINGS, N_SETTLE = 9, 100, 10
+
+
+def connect(hosts: Hosts, by_group: bool) -> Any:
+    """Make a world over the default group, which it is to use for all or not at all."""
+    if by_group:
+        os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"  # as hosts without links
+    meeting = Meeting(dist.group.WORLD)
+    meeting.exchange(None)
+    if by_group:
+        meeting._lacks_memory = True
+    world = meeting.connect(4096, 4)
+    os.environ.pop("GLOO_DEVICE_TRANSPORT", None)
+    assert world.uses_group == by_group
+    return world
+
+
+def meet(world: Any, n: int) -> tuple[float, float, float]:
+    """Return a meeting's microseconds, those of the CPU, and how often it slept."""
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(n):
+        world.wait(world.issue("all-reduce", "uint8", "max", 0, N_BYTES))
+    seconds, after = (
+        time.perf_counter() - began,
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    slept = after.ru_nvcsw - before.ru_nvcsw
+    return seconds / n * 1e6, cpu / n * 1e6, slept / n
+
+
+def measure(rank: int, _: int, hosts: Hosts, store: str) -> list[tuple[Any, Any]]:
+    hosts.place(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=hosts.world_size,
+        timeout=timedelta(seconds=60),
+    )
+    worlds = [connect(hosts, by_group) for by_group in (False, True)]
+    blocks = []
+    for block in range(N_BLOCKS):
+        found = {}
+        for k in (0, 1) if block % 2 else (1, 0):
+            meet(worlds[k], N_SETTLE)
+            found[k] = meet(worlds[k], N_MEETINGS)
+        blocks.append((found[0], found[1]))
+    return blocks
+
+
+def main() -> None:
+    print(f"{os.cpu_count()} cores, torch {torch.__version__}; a meeting, on rank 0:")
+    print("medians of shared memory and links -> over Gloo, and quartiles of the ratio")
+    for n_ranks in WORLDS:
+        hosts = Hosts(n_ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            blocks = values(
+                run_ranks(
+                    measure,
+                    hosts.world_size,
+                    hosts,
+                    f"{folder}/store",
+                    rendezvous="none",
+                    timeout=150.0,
+                )
+            )[0]
+        print("ranks of each host:", *n_ranks)
+        for k, unit in enumerate(("us", "us of the CPU", "sleeps")):
+            pairs = [(ours[k], theirs[k]) for ours, theirs in blocks]
+            ours, theirs = map(statistics.median, zip(*pairs, strict=True))
+            ratios = [b / a for a, b in pairs if a > 0]
+            low, _, high = statistics.quantiles(ratios, n=4)
+            print(f"  {ours:8.1f} -> {theirs:8.1f} {unit} ({low:.1f} to {high:.1f})")
+
+
+if __name__ == "__main__":
+    main()
