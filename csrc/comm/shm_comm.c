@@ -203,7 +203,8 @@ pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t lea
         pli_peers_check(self, counter, least);
         if (have_all_come(self, counter, least))
             break;
-        if (pli_now_ns() - begin > slice_ns)
+        if (pli_now_ns() - begin > slice_ns &&
+            (slice_ns == 0 || !pli_must_see_end(self, counter, least)))
             PL_FAIL(PL_EAGAIN, "not done yet");
     }
     self->silent_since_ns = 0;
@@ -219,7 +220,7 @@ static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
     if (ticket > pli_epoch_base(self) + atomic_load(&self->n_posted))
         PL_FAIL(PL_EINVAL, "ticket %llu is waited for, but was never issued",
                 (unsigned long long)ticket);
-    PL_TRY(pli_shm_wait_for(self, pli_counter_done, ticket, slice_ns));
+    st = pli_shm_wait_for(self, pli_counter_done, ticket, slice_ns);
 done:
     return st;
 }
@@ -240,11 +241,10 @@ static void shm_set_failure_message(pl_comm *comm, const char *message)
     }
     /* The end of a traceback says most. */
     const char *from = pli_text_tail(message, PLI_MESSAGE_BYTES - 1);
-    const size_t n = strlen(from);
     while (atomic_flag_test_and_set(&self->is_writing))
         pli_cpu_relax(); /* a watchdog may abort just now */
     atomic_fetch_add(&mine->n_writes, 1);
-    for (size_t i = 0; i <= n; i++) /* others may read this, and find out */
+    for (size_t i = 0, n = strlen(from); i <= n; i++) /* others may read this */
         __atomic_store_n(&mine->message[i], from[i], __ATOMIC_RELAXED);
     atomic_store(&mine->message_state, PLI_MESSAGE_READY);
     atomic_fetch_add(&mine->n_writes, 1);

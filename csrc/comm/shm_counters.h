@@ -111,6 +111,17 @@ static inline int pli_awaited(const pli_shm_comm *self, pli_counter counter,
     return rank;
 }
 
+/* Whether this rank has done its part of what ends a step, and waits for the others'.
+ * Every rank has posted it then, and may see the end at any moment: this one must not
+ * leave the step. */
+static inline int pli_must_see_end(const pli_shm_comm *self, pli_counter counter,
+                                   uint64_t least)
+{
+    const size_t slot = (least - pli_epoch_base(self)) & (self->segment->ring_ops - 1);
+    return counter == pli_counter_done && self->ring[slot].ends_step &&
+           counter(self, self->super.rank) >= least;
+}
+
 /* Non-zero, with *out filled, where this rank's epoch has failed. */
 static inline int pli_failure_stands(const pli_shm_comm *self, pli_failure *out)
 {

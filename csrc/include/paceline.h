@@ -142,7 +142,9 @@ PL_API pl_status pl_comm_progress(pl_comm *comm) PL_MUST_USE;
 /* Waits until every rank has done its part of all operations up to `ticket`,
  * working meanwhile for every world that shares this one's pl_progress.
  * PL_EAGAIN after about slice_ns, so that the caller can look at signals and
- * call again; PL_EPEER, PL_ETIMEOUT, PL_EMISMATCH name the rank at fault. */
+ * call again; PL_EPEER, PL_ETIMEOUT, PL_EMISMATCH name the rank at fault.  On one host,
+ * where a rank has done its part of what ends a step, so that peers may see the end
+ * at any moment, it waits for that without slices, unless slice_ns is 0. */
 PL_API pl_status pl_comm_wait(pl_comm *comm, pl_ticket ticket,
                               int64_t slice_ns) PL_MUST_USE;
 

@@ -27,15 +27,13 @@
     X(after_node)      /* a node under evaluation: call when it is over */             \
     X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
-    X(increment_version) /* tells autograd that tensors were overwritten */            \
+    X(increment_version) /* tells autograd that a list of tensors was overwritten */   \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
     X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
     X(to_dlpack)         /* and a capsule of a tensor, whatever device is current */   \
-    X(sparse_read)       /* these five: paceline._compat.sparse_rows */                \
+    X(sparse_read)       /* these three: paceline._compat.sparse_rows */               \
     X(sparse_room)                                                                     \
-    X(sparse_put)                                                                      \
     X(sparse_densify)                                                                  \
-    X(sparse_put_dense)                                                                \
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \

@@ -220,6 +220,10 @@ pl_status pl_reducer_rescale(pl_reducer *reducer) PL_MUST_USE;
 /* ... one that is in no slot: what `mean->to` has. */
 pl_status pl_reducer_rescale_mean(pl_reducer *reducer, const pl_move *mean) PL_MUST_USE;
 
+/* The last operation of the step is done: peers take it.  From here to `end` a failure
+ * is not left behind: it ends the world, where the kind of world can be ended. */
+pl_status pl_reducer_complete(pl_reducer *reducer) PL_MUST_USE;
+
 /* Ends the step: what was learned of it shapes the next. */
 pl_status pl_reducer_end(pl_reducer *reducer) PL_MUST_USE;
 

@@ -6,6 +6,8 @@
 #include "reducer.h"
 #include "reducer_state.h"
 
+enum { FAILURE_BYTES = 8192 };
+
 pl_status pl_reducer_mark_unused(pl_reducer *self, size_t param, const void *data,
                                  pl_write_mode mode, pl_use use)
 {
@@ -44,7 +46,9 @@ static pl_status broadcast_bytes(pl_reducer *self, size_t offset_bytes, size_t n
                       .root = self->root,
                       .offset_bytes = offset_bytes,
                       .n_elems = n_bytes,
-                      .is_followed = place == ISSUE_FOLLOWED};
+                      .is_followed = place == ISSUE_FOLLOWED,
+                      .ends_step =
+                          place == ISSUE_LAST && self->phase == REDUCER_FILLING};
     return pli_comm_issue_ordered(self->comm, &op, &order, &self->last_ticket);
 }
 
@@ -287,13 +291,25 @@ done:
     return st;
 }
 
-pl_status pl_reducer_end(pl_reducer *self)
+pl_status pl_reducer_complete(pl_reducer *self)
 {
     pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
-        PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
+        PL_FAIL(PL_ESTATE, "a step is complete whose means are not in place");
     if (pl_reducer_n_late(self) > 0)
         PL_FAIL(PL_ESTATE, "a step ends whose late gradients got no second all-reduce");
+    self->phase = REDUCER_COMPLETE;
+done:
+    return st;
+}
+
+pl_status pl_reducer_end(pl_reducer *self)
+{
+    pl_status st = PL_OK;
+    if (self->phase == REDUCER_REDUCED)
+        PL_TRY(pl_reducer_complete(self));
+    if (self->phase != REDUCER_COMPLETE)
+        PL_FAIL(PL_ESTATE, "a step ends whose means are not in place");
     /* A step without gradients teaches nothing. */
     for (size_t i = 0; pli_reducer_is_active_rank(self) && i < self->spec.n_params; i++)
         self->slots[i].n_expected = self->slots[i].n_ready;
@@ -333,13 +349,28 @@ static int can_withdraw(const pl_reducer *self)
            pl_comm_progress(self->comm) == PL_OK;
 }
 
+/* Others take the step that this rank has failed to take. */
+static void end_world(pl_reducer *self, const char *text)
+{
+    char message[FAILURE_BYTES];
+    pli_text_print(message, sizeof message,
+                   "this rank failed where the step had come to its end, and others "
+                   "have taken it, so weights differ: load them from a checkpoint: %s",
+                   text != NULL ? text : "an exception in its backward");
+    self->comm->ops->end(self->comm, message);
+}
+
 void pl_reducer_fail(pl_reducer *self, const char *text)
 {
     if (can_withdraw(self)) {
         self->phase = REDUCER_IDLE;
         return;
     }
-    pl_comm_abort(self->comm, text);
+    if (self->phase == REDUCER_COMPLETE && self->comm->world_size > 1 &&
+        self->comm->ops->end != NULL)
+        end_world(self, text);
+    else
+        pl_comm_abort(self->comm, text);
     if (pl_reducer_is_active(self))
         pli_deferred_copies_abandon(self);
     self->phase = REDUCER_FAILED;

@@ -213,6 +213,34 @@ static void a_wait_gives_control_back_after_its_slice(void)
     pl_comm_destroy(comms[1]);
 }
 
+static void *do_part_late(void *comm)
+{
+    pli_sleep_ns(100 * PLI_MS);
+    CHECK_OK(pl_comm_progress(comm));
+    return NULL;
+}
+
+static void a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest(void)
+{
+    const pl_op end = {.kind = PL_BARRIER, .ends_step = 1};
+    pl_comm *comms[2] = {NULL, NULL};
+    pl_ticket ticket = 0;
+    pthread_t late;
+    if (!CHECK_OK(pl_local_create(2, 0, RANKS_DEADLINE_NS, comms)))
+        return;
+    CHECK_OK(pl_comm_issue(comms[0], &end, &ticket));
+    CHECK(pl_comm_wait(comms[0], ticket, PLI_MS) == PL_EAGAIN);
+    CHECK_OK(pl_comm_issue(comms[1], &end, &ticket));
+    CHECK_OK(pl_comm_progress(comms[0]));
+    CHECK(pl_comm_wait(comms[0], ticket, 0) == PL_EAGAIN);
+    if (CHECK(pthread_create(&late, NULL, do_part_late, comms[1]) == 0)) {
+        CHECK_OK(pl_comm_wait(comms[0], ticket, PLI_MS));
+        CHECK(pthread_join(late, NULL) == 0);
+    }
+    pl_comm_destroy(comms[0]);
+    pl_comm_destroy(comms[1]);
+}
+
 /* ---- bad arguments -------------------------------------------------------------- */
 
 typedef struct bad_op {
@@ -320,6 +348,7 @@ int main(void)
     RUN(operations_in_flight_come_out_exact_however_the_ranks_dawdle);
     RUN(as_many_operations_as_the_ring_holds_are_in_flight_and_no_more);
     RUN(a_wait_gives_control_back_after_its_slice);
+    RUN(a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest);
     RUN(an_operation_that_makes_no_sense_is_refused_and_harms_nothing);
     RUN(a_world_that_cannot_be_is_refused);
     RUN(a_world_has_as_many_ranks_as_the_limit_says);

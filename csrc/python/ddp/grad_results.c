@@ -44,9 +44,7 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     if (self->recording == RECORDING_OFF)
         return 0;
     /* Somebody may have saved it for the second backward: let autograd find out. */
-    PyObject *result = PyObject_CallOneArg(state->increment_version, grad);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_increment_version(state, grad);
 }
 
 /* A gradient for a parameter that only other ranks used. */
@@ -95,7 +93,7 @@ static int bind_used(reducer_object *self, size_t i)
     const grad_slot *slot = &self->slots[i];
     pli_tensor tensor;
     if (slot->policy == POLICY_SPARSE)
-        return 0; /* pli_sparse_finish() has */
+        return slot->target != NULL ? pli_sparse_put(self, i, slot->target) : 0;
     if (pl_reducer_sparse_dims(self->reducer, i) > 0 ||
         (slot->n_sparse_dims > 0 && slot->mode == GRAD_COPY))
         return pli_sparse_put_mean(self, i);

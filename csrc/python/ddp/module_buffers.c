@@ -173,9 +173,7 @@ static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *
     if (is_same != 0)
         return is_same < 0 ? -1 : 0;
     (void)copy_one(self, object, tensor, buffer, FROM_DENSE);
-    PyObject *result = PyObject_CallOneArg(state->increment_version, object);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return pli_increment_version(state, object);
 }
 
 /* Remembers each buffer as it is, to take it over later. */

@@ -159,6 +159,14 @@ static inline const module_state *state_of_reducer(const reducer_object *self)
     return state_of((PyObject *)self);
 }
 
+/* Tells autograd that a tensor was overwritten. */
+static inline int pli_increment_version(const module_state *state, PyObject *tensor)
+{
+    PyObject *result = PyObject_CallFunction(state->increment_version, "((O))", tensor);
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}
+
 /* 1 or 0 as a call of `question` answers, or -1. */
 static inline int pli_ask(PyObject *question)
 {

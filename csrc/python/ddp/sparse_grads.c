@@ -36,7 +36,7 @@ int pli_sparse_mark_ready(reducer_object *self, size_t i)
 typedef struct sparse_part {
     size_t slot;
     PyObject *local; /* (numbers or None, values), or None where there is no gradient */
-    PyObject *room;  /* (numbers or None, values) */
+    PyObject *room;  /* (numbers or None, values, the tensor that they make up) */
 } sparse_part;
 
 typedef struct sparse_step {
@@ -65,13 +65,14 @@ static int64_t *no_indices(void)
     return &none;
 }
 
-/* Reads a pair of rows, which owns the memory; -1 where it does not fit the table. */
-static int read_pair(const module_state *state, PyObject *pair, const pl_table *table,
+/* Reads a tuple of numbers and values, which owns the memory; -1 where they do not fit
+ * the table. */
+static int read_rows(const module_state *state, PyObject *tuple, const pl_table *table,
                      pl_rows *out)
 {
-    PyObject *numbers, *values;
+    PyObject *numbers, *values, *mean;
     pli_tensor tensor;
-    if (!PyArg_ParseTuple(pair, "OO", &numbers, &values))
+    if (!PyArg_ParseTuple(tuple, "OO|O", &numbers, &values, &mean))
         return -1;
     *out = (pl_rows){.n_rows = table->n_rows};
     if (numbers != Py_None) {
@@ -121,7 +122,7 @@ static int read_part(sparse_step *self, size_t t, size_t slot)
         return -1;
     if (part->local == Py_None)
         return 0;
-    return read_pair(state, part->local, &self->tables[t], &self->rows[t]);
+    return read_rows(state, part->local, &self->tables[t], &self->rows[t]);
 }
 
 static int begin(sparse_step *self)
@@ -165,27 +166,13 @@ static int make_room(sparse_step *self, size_t t)
                                              (Py_ssize_t)all.n_rows)
                      : PyObject_CallFunction(state->sparse_room, "OO", param, Py_None);
     if (part->room == NULL ||
-        read_pair(state, part->room, &self->tables[t], &room) != 0)
+        read_rows(state, part->room, &self->tables[t], &room) != 0)
         return -1;
     if (all.n_rows > 0 && all.indices != NULL && room.indices != NULL)
         memcpy(room.indices, all.indices, all.n_rows * sizeof *all.indices);
     self->rooms[t] = room;
     pl_exchange_set_room(self->exchange, t, room.values);
     return 0;
-}
-
-static int put_mean(const sparse_step *self, size_t t)
-{
-    const module_state *state = state_of_reducer(self->reducer);
-    const sparse_part *part = &self->parts[t];
-    reducer_object *reducer = self->reducer;
-    PyObject *result = PyObject_CallFunctionObjArgs(
-        state->sparse_put, pli_grad_home(reducer, part->slot),
-        PyTuple_GET_ITEM(part->room, 0), PyTuple_GET_ITEM(part->room, 1), NULL);
-    Py_XDECREF(result);
-    if (reducer->homes == NULL)
-        reducer->slots[part->slot].sync = GRAD_SYNCED;
-    return result != NULL ? 0 : -1;
 }
 
 static pl_status find_slice(void *exchange, int64_t slice_ns)
@@ -219,10 +206,9 @@ static int run(sparse_step *self)
                 0)
             return -1;
     }
-    /* Only now that all are there: a step that fails leaves gradients as they were. */
     for (size_t t = 0; t < self->n_parts && pli_binds_results(self->reducer); t++)
-        if (put_mean(self, t) != 0)
-            return -1;
+        Py_XSETREF(self->reducer->slots[self->parts[t].slot].target,
+                   Py_NewRef(PyTuple_GET_ITEM(self->parts[t].room, 2)));
     return 0;
 }
 
@@ -286,18 +272,68 @@ int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor 
     return pli_tensor_read_on(state, self->place, *grad, what, out);
 }
 
+/* ---- the end of the step: a mean becomes the gradient ---------------------------- */
+
+/* 1 where both have the same layout, 0, or -1. */
+static int has_layout_of(PyObject *tensor, PyObject *other)
+{
+    PyObject *layout = PyObject_GetAttrString(tensor, "layout");
+    PyObject *others = layout != NULL ? PyObject_GetAttrString(other, "layout") : NULL;
+    const int is_same =
+        others != NULL ? PyObject_RichCompareBool(layout, others, Py_EQ) : -1;
+    Py_XDECREF(layout);
+    Py_XDECREF(others);
+    return is_same;
+}
+
+/* The gradient stays the same object, as in torch; a dense one keeps its memory. */
+static int overwrite(const module_state *state, PyObject *grad, PyObject *mean)
+{
+    PyObject *is_sparse = PyObject_GetAttrString(mean, "is_sparse");
+    PyObject *target = NULL, *result = NULL;
+    int status = -1;
+    if (is_sparse == Py_True) {
+        status = PyObject_SetAttr(grad, state->name_data, mean);
+    } else if (is_sparse != NULL) {
+        target = PyObject_CallMethod(grad, "detach", NULL);
+        result =
+            target != NULL ? PyObject_CallMethod(target, "copy_", "O", mean) : NULL;
+        status = result != NULL ? 0 : -1;
+    }
+    Py_XDECREF(is_sparse);
+    Py_XDECREF(target);
+    Py_XDECREF(result);
+    return status == 0 ? pli_increment_version(state, grad) : -1;
+}
+
+int pli_sparse_put(reducer_object *self, size_t i, PyObject *mean)
+{
+    const module_state *state = state_of_reducer(self);
+    PyObject *grad = PyObject_GetAttr(pli_grad_home(self, i), state->str_grad);
+    if (grad == NULL)
+        return -1;
+    const int is_same = grad != Py_None ? has_layout_of(grad, mean) : 0;
+    int status = is_same;
+    if (is_same == 0)
+        status = pli_set_grad(self, i, mean);
+    else if (is_same > 0)
+        status = overwrite(state, grad, mean);
+    Py_DECREF(grad);
+    return status;
+}
+
 int pli_sparse_put_mean(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
-    const grad_slot *slot = &self->slots[i];
-    PyObject *home = pli_grad_home(self, i);
-    PyObject *mean =
-        pli_tensor_borrow(state, self->place, pli_slot_memory(self, i), slot->layout);
-    PyObject *result =
-        mean != NULL ? PyObject_CallFunction(state->sparse_put_dense, "OOI", home, mean,
-                                             pl_reducer_sparse_dims(self->reducer, i))
-                     : NULL;
+    const unsigned n_dims = pl_reducer_sparse_dims(self->reducer, i);
+    PyObject *slot = pli_tensor_borrow(state, self->place, pli_slot_memory(self, i),
+                                       self->slots[i].layout);
+    PyObject *mean = NULL;
+    if (slot != NULL)
+        mean = n_dims > 0 ? PyObject_CallMethod(slot, "to_sparse", "I", n_dims)
+                          : PyObject_CallMethod(slot, "clone", NULL);
+    Py_XDECREF(slot);
+    const int status = mean != NULL ? pli_sparse_put(self, i, mean) : -1;
     Py_XDECREF(mean);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    return status;
 }

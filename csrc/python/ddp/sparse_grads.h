@@ -19,8 +19,12 @@ int pli_sparse_has_grad(const reducer_object *self, size_t i);
 /* Backward has produced a gradient for slot i, which is declared sparse. */
 int pli_sparse_mark_ready(reducer_object *self, size_t i);
 
-/* After the means of the buckets: averages what is declared sparse, of all slots. */
+/* After the means of the buckets: averages what is declared sparse, of all slots; each
+ * slot's target is its mean, unless a communication hook has put that in place. */
 int pli_sparse_finish(reducer_object *self);
+
+/* Makes a mean the gradient of slot i.  It calls nothing that is written in Python. */
+int pli_sparse_put(reducer_object *self, size_t i, PyObject *mean);
 
 /* Reads the gradient of slot i, which is not declared sparse: where it is sparse,
  * *grad is exchanged for a dense copy, and the slot's n_sparse_dims says so. */

@@ -284,10 +284,12 @@ static int bind_results(reducer_object *self)
  *  4. reduce_late: late gradients get a second all-reduce
  *  5. pli_comm_hook_finish: what a communication hook began is written to the slots
  *  6. rescale: means are over the active ranks, where a join asks for that
- *  7. pli_sparse_finish: rows of sparse gradients are averaged
+ *  7. pli_sparse_finish: rows of sparse gradients are averaged, into tensors of ours
  *  8. pli_comm_hook_confirm: all ranks have got here, or all give the step up
- *  9. bind_results: reduced gradients become `.grad`
- * 10. pli_buffers_receive: rank 0's buffers are recorded
+ *  9. pl_reducer_complete: peers take the step, so this rank may not leave it any more;
+ *     from here on nothing of ours runs in the interpreter, where Ctrl-C would raise
+ * 10. bind_results: reduced gradients become `.grad`
+ * 11. pli_buffers_receive: rank 0's buffers are recorded
  */
 static int try_finish(reducer_object *self)
 {
@@ -297,6 +299,7 @@ static int try_finish(reducer_object *self)
         check_is_same_step(self) != 0 || reduce_late(self) != 0 ||
         pli_comm_hook_finish(self) != 0 || rescale(self) != 0 ||
         pli_sparse_finish(self) != 0 || pli_comm_hook_confirm(self) != 0 ||
+        pli_check(state_of_reducer(self), pl_reducer_complete(self->reducer)) != 0 ||
         bind_results(self) != 0 || pli_buffers_receive(self) != 0)
         return -1;
     pli_context_close(self);

@@ -1,7 +1,8 @@
-"""Sparse gradients: from torch's tensors to rows in memory, and back.
+"""Sparse gradients: rows of torch's tensors, and tensors of rows.
 
-The native reducer calls these, once a parameter and a step.  "Rows" are a pair: their
-numbers, ascending and each once, or None where all are there; and their values.
+The native reducer calls these, once a parameter and a step, before the last operation
+of the step: what then becomes of gradients must not be interrupted.  "Rows" are a pair:
+their numbers, ascending and each once, or None where all are there; and their values.
 """
 
 from __future__ import annotations
@@ -35,37 +36,29 @@ def _plain(values: torch.Tensor) -> torch.Tensor:
     return values.resolve_conj().resolve_neg().contiguous()
 
 
-def room(parameter: torch.Tensor, n_rows: int | None) -> Rows:
+def room(
+    parameter: torch.Tensor, n_rows: int | None
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return new memory for the averages of as many rows, or of all.
 
-    Never the gradient's own: a rank in a shadow step keeps that, and so does one
-    whose step fails midway.
+    The rows come first, then the tensor that they make up.  The memory is never the
+    gradient's own: a rank in a shadow step keeps that, and so does one whose step fails
+    midway.
     """
     shape, device = parameter.shape, parameter.device
     if n_rows is None:
-        return None, torch.empty(shape, dtype=parameter.dtype, device=device)
+        values = torch.empty(shape, dtype=parameter.dtype, device=device)
+        return None, values, values
     numbers = torch.empty(n_rows, dtype=torch.int64, device=device)
     values = torch.empty(n_rows, *shape[1:], dtype=parameter.dtype, device=device)
-    return numbers, values
-
-
-def put(
-    parameter: torch.Tensor, numbers: torch.Tensor | None, values: torch.Tensor
-) -> None:
-    """Make averages the parameter's gradient: of some rows, or of all."""
-    if numbers is not None:
-        average = torch.sparse_coo_tensor(
-            numbers.unsqueeze(0),
-            values,
-            parameter.shape,
-            check_invariants=False,
-            is_coalesced=True,
-        )
-        _replace(parameter, average)
-    elif parameter.grad is None or parameter.grad.layout != torch.strided:
-        parameter.grad = values
-    else:
-        parameter.grad.detach().copy_(values)  # which raises its version
+    average = torch.sparse_coo_tensor(
+        numbers.unsqueeze(0),
+        values,
+        shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
+    return numbers, values, average
 
 
 def densify(grad: torch.Tensor) -> tuple[torch.Tensor, int] | None:
@@ -73,23 +66,3 @@ def densify(grad: torch.Tensor) -> tuple[torch.Tensor, int] | None:
     if grad.layout != torch.sparse_coo:
         return None
     return grad.detach().to_dense(), grad.sparse_dim()
-
-
-def put_dense(
-    parameter: torch.Tensor, average: torch.Tensor, n_sparse_dims: int
-) -> None:
-    """Make an average the parameter's gradient: sparse in some dimensions, or dense."""
-    if n_sparse_dims == 0:
-        parameter.grad = average.clone()
-        return
-    _replace(parameter, average.to_sparse(n_sparse_dims))
-
-
-def _replace(parameter: torch.Tensor, average: torch.Tensor) -> None:
-    """Give a sparse gradient new contents; it stays the same object, as in torch."""
-    grad = parameter.grad
-    if grad is None or grad.layout != average.layout:
-        parameter.grad = average
-        return
-    grad.data = average
-    torch.autograd.graph.increment_version(grad)

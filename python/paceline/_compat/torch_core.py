@@ -76,15 +76,16 @@ def attach() -> None:
         after_node=after_node,
         is_grad_enabled=torch.is_grad_enabled,
         is_compiled=is_compiled_autograd,
-        increment_version=increment_version,
+        # Where one call takes several, in C: Ctrl-C cannot interrupt the end of a step.
+        increment_version=torch._C._increment_version
+        if _increments_several()
+        else increment_version,
         empty_like=torch.empty_like,
         from_dlpack=torch.utils.dlpack.from_dlpack,
         to_dlpack=torch._C._to_dlpack,
         sparse_read=sparse_rows.read,
         sparse_room=sparse_rows.room,
-        sparse_put=sparse_rows.put,
         sparse_densify=sparse_rows.densify,
-        sparse_put_dense=sparse_rows.put_dense,
         cat=torch.cat,
         stack=torch.stack,
         dataclass_fields=dataclasses.fields,

@@ -375,14 +375,30 @@ def test_means_are_not_written_to_the_gradient_before_all_are_there():
     parameter = nn.Parameter(torch.zeros(4, 3))
     parameter.grad = torch.full((4, 3), 2.0)
     kept, version = parameter.grad, parameter.grad._version
-    _, values = sparse_rows.room(parameter, None)
+    _, values, average = sparse_rows.room(parameter, None)
     values.fill_(5.0)
-    assert_equal(kept, torch.full((4, 3), 2.0), "the gradient before")
+    assert_equal(average, torch.full((4, 3), 5.0), "the average")
+    assert_equal(kept, torch.full((4, 3), 2.0), "the gradient")
     assert kept._version == version
-    sparse_rows.put(parameter, None, values)
-    assert parameter.grad is kept
-    assert_equal(kept, torch.full((4, 3), 5.0), "the gradient after")
+
+
+@on_ranks(2)
+def test_a_dense_gradient_of_a_sparse_table_keeps_its_memory(ranks):
+    model = ranks.wrap(Words())
+    weight = model.module.table.weight
+    words = words_of(ranks)
+
+    def step():
+        (model(words).sum() + ranks.rank * weight.sum()).backward()
+
+    step()
+    kept, version, first = weight.grad, weight.grad._version, weight.grad.clone()
+    weight.grad.zero_()
+    step()
+    assert weight.grad is kept
+    assert weight.grad.layout == torch.strided
     assert kept._version > version
+    assert_equal(kept, first, "the mean")
 
 
 @on_ranks(2)
