@@ -23,7 +23,14 @@ from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._replicas import rng
 from paceline._replicas.generators import generators_of
-from paceline._replicas.replicate import copy_parameter, replicas_of
+from paceline._replicas.replicate import (
+    check_structure,
+    check_thawed,
+    copy_parameter,
+    frozen,
+    replicas_of,
+    structure_of,
+)
 
 _log = logging.getLogger("paceline")
 
@@ -64,6 +71,8 @@ class Forward:
             p for part in parts for p in part._parameters.values() if p is not None
         ]
         self._copies: list[dict[int, torch.Tensor]] = []
+        self._frozen: list[torch.Tensor] = []
+        self._structure = structure_of(parts)
 
     def replicas(self, n_replicas: int) -> list[Module]:
         """Return the module, and replicas with copies of what is written, or may be."""
@@ -76,7 +85,15 @@ class Forward:
             {key: copy_parameter(parameter) for key, parameter in ids.items()}
             for _ in range(n_replicas - 1)
         ]
+        copied = (p for p in self._parameters if id(p) in ids)
+        buffers = (b for part in self._parts for b in part._buffers.values())
+        self._frozen = frozen((*copied, *buffers))
         return replicas_of(self._parts, self._copies)
+
+    def check_kept(self) -> None:
+        """Raise where a forward has made what other replicas have for themselves."""
+        check_thawed(self._parts[0], self._frozen)
+        check_structure(self._parts, self._structure)
 
     # ---- the two ways to run --------------------------------------------------------
 

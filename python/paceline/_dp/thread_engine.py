@@ -33,7 +33,7 @@ from paceline._compat import torch_graph
 from paceline._dp.effects import Forward
 from paceline._errors import as_of_replica
 from paceline._replicas.nesting import InsideReplica, is_inside_replica
-from paceline._replicas.replicate import parts_of
+from paceline._replicas.replicate import check_norms, parts_of
 from paceline._replicas.thread_state import State, binds_to_thread
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ class ThreadEngine:
         """Return the outputs of the replicas, each given its arguments."""
         parts = parts_of(call.module)
         check_devices(parts, call.devices[0])
+        check_norms(parts)
         forward = Forward(parts)
         n_replicas = len(inputs)
         if call.replicate is not None:
@@ -248,13 +249,18 @@ class ThreadEngine:
         with InsideReplica():
             if is_nested:
                 return [task.run_and_take() for task in tasks]
-            record = forward.record
-            self._renew_if_forked()
-            is_forked = self._is_forked  # torch's own threads stay behind
-            if record is None or record.uses_rng or is_forked or binds_to_thread():
-                return forward.run_in_order([task.run_and_take for task in tasks])
-            with self._lock:
-                return self._run_side_by_side(tasks, forward)
+            outputs = self._run(forward, tasks)
+        forward.check_kept()
+        return outputs
+
+    def _run(self, forward: Forward, tasks: list[Task]) -> list[Any]:
+        record = forward.record
+        self._renew_if_forked()
+        is_forked = self._is_forked  # torch's own threads stay behind
+        if record is None or record.uses_rng or is_forked or binds_to_thread():
+            return forward.run_in_order([task.run_and_take for task in tasks])
+        with self._lock:
+            return self._run_side_by_side(tasks, forward)
 
     def _renew_if_forked(self) -> None:
         """Leave threads, and a lock that one may hold, to the parent's process."""

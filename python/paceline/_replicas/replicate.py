@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
 
 from paceline._compat import torch_core, torch_graph
 
@@ -123,6 +123,78 @@ def check_lazy(parts: Iterable[Module]) -> None:
                     "uninitialized parameters can't be used with `DataParallel`. Run a "
                     "dummy forward pass to correctly initialize the modules"
                 )
+
+
+def frozen(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return those that do not require a gradient."""
+    return [t for t in tensors if t is not None and not t.requires_grad]
+
+
+def check_thawed(module: Module, were_frozen: Iterable[torch.Tensor]) -> None:
+    """Raise where replica 0's forward has made a tensor require a gradient.
+
+    Each other replica has done so with its own copy, which nobody reads.
+    """
+    if not torch.is_grad_enabled():
+        return
+    for tensor in were_frozen:
+        if tensor.requires_grad and tensor.is_leaf:
+            raise thawed(tensor, tensor, module)
+
+
+def thawed(
+    original: torch.Tensor, tensor: torch.Tensor, replica: Module
+) -> RuntimeError:
+    """Return what to raise where a replica has made its copy be trained."""
+    kind, named = "buffer", replica.named_buffers
+    if isinstance(original, torch.nn.Parameter):
+        kind, named = "parameter", replica.named_parameters
+    found = named(remove_duplicate=False)
+    name = next((name for name, each in found if each is tensor), "of a part")
+    return RuntimeError(
+        f"a replica of DataParallel made its {kind} '{name}' require a gradient, which "
+        "would be that of some rows alone: call requires_grad_() on the module's own "
+        "before the forward"
+    )
+
+
+def structure_of(parts: Iterable[Module]) -> list[list[int]]:
+    """Return what differs once a part has other parameters or modules."""
+    return [
+        [*map(id, part._parameters.values()), *map(id, part._modules.values())]
+        for part in parts
+    ]
+
+
+def check_structure(parts: Sequence[Module], before: list[list[int]]) -> None:
+    """Raise where replica 0's forward has given a part other parameters or modules."""
+    for part, old, new in zip(parts, before, structure_of(parts), strict=True):
+        if old != new:
+            raise restructured(part)
+
+
+def restructured(part: Module) -> RuntimeError:
+    """Return what to raise where a forward has changed what a part is made of.
+
+    Each other replica has done so for itself, and what it has made nobody trains.
+    """
+    return RuntimeError(
+        f"{type(part).__name__} has changed its parameters or modules in forward, "
+        "after its replicas were made: run the bare module once on a small batch "
+        "before you wrap it; the next call works"
+    )
+
+
+def check_norms(parts: Iterable[Module]) -> None:
+    """Raise where replicas would norm the rows of their parts of a batch alone."""
+    for part in parts:
+        if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
+            raise RuntimeError(
+                "an embedding of the module was given max_norm after it was wrapped, "
+                "by which each call writes the rows of the whole batch to the weight: "
+                "call refresh() on the DataParallel, which then calls the module "
+                "plainly"
+            )
 
 
 def _fill(

@@ -38,7 +38,11 @@ from paceline._dp.thread_engine import Task, ThreadPool
 from paceline._replicas import rng
 from paceline._replicas.generators import generators_of
 from paceline._replicas.nesting import InsideReplica
-from paceline._replicas.replicate import parts_of
+from paceline._replicas.replicate import (
+    check_structure,
+    parts_of,
+    structure_of,
+)
 from paceline._replicas.thread_state import State, binds_to_thread
 
 if TYPE_CHECKING:
@@ -146,11 +150,14 @@ class GpuEngine:
             call = partial(replica, *args, **(named or {}))
             where = group.indices[k], streams.handles[k]
             tasks.append(Task(partial(_run_on, *where, call), k, group.devices[k]))
+        structure = structure_of(parts)
         try:
             with InsideReplica():
                 if len(tasks) == 1:
                     return [tasks[0].run_and_take()]
-                return self._run(parts, tasks)
+                outputs = self._run(parts, tasks)
+            check_structure(parts, structure)
+            return outputs
         finally:
             if self._replicated is not None:
                 self._replicated.finish(replicas, streams)

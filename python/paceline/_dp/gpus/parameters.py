@@ -28,7 +28,7 @@ from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch, move
-from paceline._replicas.replicate import as_original, replicas_of
+from paceline._replicas.replicate import as_original, replicas_of, thawed
 
 _log = logging.getLogger("paceline")
 
@@ -101,7 +101,7 @@ class Replicated:
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf.copy.requires_grad and not leaf.wanted:
-                    raise _thawed(replicas[leaf.member], leaf)
+                    raise thawed(leaf.original, leaf.copy, replicas[leaf.member])
 
     def _check_buffers(self, replicas: Sequence[Module]) -> None:
         buffers, self._buffers = self._buffers, []
@@ -205,19 +205,6 @@ def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
 
 def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:
     return next((name for name, found in named if found is tensor), "of a part")
-
-
-def _thawed(replica: Module, leaf: _Leaf) -> RuntimeError:
-    """Return what to raise where a forward has made a tensor be trained."""
-    kind, named = "buffer", replica.named_buffers
-    if isinstance(leaf.original, torch.nn.Parameter):
-        kind, named = "parameter", replica.named_parameters
-    name = _name_of(leaf.copy, named(remove_duplicate=False))
-    return RuntimeError(
-        f"a replica of DataParallel made its {kind} '{name}' require a gradient, which "
-        "would be that of some rows alone: call requires_grad_() on the module's own "
-        "before the forward"
-    )
 
 
 def _outgrown(

@@ -22,6 +22,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from paceline._compat import torch_core
 from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.transfers import is_native
+from paceline._replicas.replicate import check_norms
 
 SEGMENT_BYTES = 4 << 20
 """Of a segment; up to eight times as much of a large model, for the host's sake."""
@@ -290,8 +291,7 @@ class Layout:
             tensors += segment.tensors
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
-        if any(table.max_norm is not None for table in self._tables):
-            raise _normed()
+        check_norms(self._tables)
         self._ids, self._tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
@@ -319,15 +319,6 @@ class Layout:
         """Return what may change of these very tensors."""
         tables = [(table.sparse, table.max_norm) for table in self._tables]
         return [*map(_form, self._tensors), *tables]
-
-
-def _normed() -> RuntimeError:
-    """Return what to raise where replicas would norm the rows of their parts alone."""
-    return RuntimeError(
-        "an embedding of the module was given max_norm after it was wrapped, by which "
-        "each call writes the rows of the whole batch to the weight: call refresh() on "
-        "the DataParallel, which then calls the module plainly"
-    )
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class SharedModel:
         self.parts = list(module.modules())
         self._parameters = list(module.parameters())
         buffers = list(snapshot.owners_of_buffers(module))
+        self._owners_of_buffers = buffers
         keys: dict[int, Any] = {}
         keys.update((id(p), ("parameter", i)) for i, p in enumerate(self._parameters))
         keys.update(
@@ -82,6 +84,17 @@ class SharedModel:
         self._share_buffers(buffers)
         self._is_stale = False
         self._record_trainable()
+
+    def _frozen(self) -> Iterable[torch.Tensor]:
+        """Return what the replicas of the last forward took as not being trained."""
+        if self.memory.placed.trainable() != self._trainable:
+            for parameter, was in zip(self._parameters, self._trainable, strict=True):
+                if not was:
+                    yield parameter
+        for owner, name in self._owners_of_buffers:
+            buffer = owner.get(name)
+            if isinstance(buffer, torch.Tensor):
+                yield buffer
 
     def _share_buffers(self, buffers: list[Owner]) -> None:
         """Have buffers copied to their places; those with gaps or repeats by torch."""
@@ -215,11 +228,8 @@ class SharedModel:
 
     def forward_ends(self) -> None:
         """Take what replica 0's forward has set, as the other replicas' did theirs."""
+        replicate.check_thawed(self.module, self._frozen())
         broken = self.state.forward_ends()
         self._is_stale |= self.state.is_stale
         if broken is not None:
-            raise RuntimeError(
-                f"{type(self.parts[broken]).__name__} has changed its parameters or "
-                "modules in forward, after its replicas were made: run the bare module "
-                "once on a small batch before you wrap it; the next call works"
-            )
+            raise replicate.restructured(self.parts[broken])
