@@ -80,9 +80,12 @@ class ForwardPass:
             session.world.note_exception(traceback.format_exc())
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        reducer, session = self._reducer, self._session()
+        if self._on_backward is None and session is not None:
+            # RPC may have come since the forward.
+            self._on_backward = _watch_contexts(session, reducer)
         if self._on_backward is not None:
             self._on_backward()
-        reducer, session = self._reducer, self._session()
         is_synchronised = self._is_synchronised or (
             session is not None and session.requested_step == reducer.step
         )
@@ -91,6 +94,21 @@ class ForwardPass:
         is_begun = reducer.on_output(is_synchronised, token)
         if not is_begun and session is not None and session.reducer is not None:
             session.reducer.on_output(is_synchronised, 0)
+
+
+def _watch_contexts(
+    session: Session, reducer: _native.Reducer
+) -> Callable[[], None] | None:
+    """Have gradients seen that go to a context of torch.distributed.autograd.
+
+    Return what is to be called as the backward begins; None where there is no RPC.
+    """
+    if not torch_graph.is_rpc_used():
+        return None
+    contexts = reducer.contexts
+    if not isinstance(contexts, Contexts):
+        reducer.contexts = contexts = Contexts(reducer, session.trainable)
+    return functools.partial(contexts.enter, contexts.watch())
 
 
 class Forward(TorchDDP):
@@ -241,17 +259,7 @@ class Forward(TorchDDP):
         if session.model.buffers and session.syncs_buffers:
             self._take_buffers(reducer)
         session.requested_step = -1
-        if torch_graph.is_rpc_used():
-            return self._watch_contexts(reducer)
-        return ForwardPass(session, reducer)
-
-    def _watch_contexts(self, reducer: _native.Reducer) -> ForwardPass:
-        """Have gradients seen that go to a context of torch.distributed.autograd."""
-        contexts = reducer.contexts
-        if not isinstance(contexts, Contexts):
-            reducer.contexts = contexts = Contexts(reducer, self._session.trainable)
-        enter = functools.partial(contexts.enter, contexts.watch())
-        return ForwardPass(self._session, reducer, enter)
+        return ForwardPass(session, reducer, _watch_contexts(session, reducer))
 
     def _take_buffers(self, reducer: _native.Reducer) -> None:
         """Take over rank 0's buffers, which torch's class sends before each forward."""

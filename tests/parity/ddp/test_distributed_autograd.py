@@ -85,6 +85,32 @@ def step(wrapper, x, **options):
         return of(wrapper, backward(context, wrapper(x).sum(), **options))
 
 
+# ---- before RPC ---------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_forward_before_rpc_cannot_go_backward_in_a_context(ranks):
+    model = ranks.wrap(net())
+    out = model(ranks.integers(3, 6))
+    with (
+        workers(ranks),
+        autograd.context() as context,
+        pytest.raises(RuntimeError, match="another context than the forward"),
+    ):
+        backward(context, out.sum())
+
+
+@on_ranks(2)
+def test_a_forward_before_rpc_goes_backward_outside_of_contexts_as_ever(ranks):
+    model, theirs = ranks.wrap(net()), by_torch(ranks)(net())
+    outs = [each(ranks.integers(3, 6)) for each in (model, theirs)]
+    with workers(ranks):
+        for out in outs:
+            out.sum().backward()
+    for mine, other in zip(grads_of(model), grads_of(theirs), strict=True):
+        assert_equal(mine, other, "a gradient")
+
+
 # ---- what is local ------------------------------------------------------------------
 
 
