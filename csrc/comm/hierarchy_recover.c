@@ -112,6 +112,24 @@ void pli_hierarchy_give_up(hierarchy *self)
 
 /* ---- going on ------------------------------------------------------------------- */
 
+/* A host may be ahead by what it can have in flight, and sends no more at once than an
+ * arena has: anything else is not to be waited for. */
+static pl_status check_skipped(const hierarchy *self, int host, const stream *it)
+{
+    pl_status st = PL_OK;
+    const int is_mark = it->head.number == first_number_of(self->epoch + 1);
+    const int is_operation = it->head.number > it->n_done &&
+                             it->head.number <= self->n_issued + self->ring_ops;
+    if ((!is_mark && !is_operation) || it->head.n_bytes > self->super.arena_bytes)
+        PL_FAIL(PL_EMISMATCH,
+                "rank %d: %s sent what no rank sends (operation %llu, %llu bytes): the "
+                "connection carries other data, or another version of paceline's",
+                self->super.rank, pli_links_name(self->links, host),
+                count_of(it->head.number), (unsigned long long)it->head.n_bytes);
+done:
+    return st;
+}
+
 static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
@@ -130,9 +148,12 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
             goto done;
         self->last_sign_ns = 0;
         it->at += n;
+        if (it->at == sizeof it->head)
+            PL_TRY(check_skipped(self, host, it));
         if (it->at < sizeof it->head || !is_whole(it))
             continue;
         it->is_reset = it->head.number == first_number_of(self->epoch + 1);
+        it->n_done = it->is_reset ? it->n_done : it->head.number;
         it->at = 0;
     }
 done:

@@ -1,0 +1,146 @@
+/* test_hierarchy_wire.c - what a leader sends to another host, and takes from it: the
+ * test is that host. */
+#include <string.h>
+
+#include "comm/segment.h"
+#include "hosts.h"
+#include "ops.h"
+
+enum { N_BUCKETS = 3, BUCKET_ELEMS = 1 << 16, FLAG_BYTES = 100, HEAD_BYTES = 24 };
+
+/* Host 0 of two, with one rank; peer[]: what host 1 has. */
+typedef struct scene {
+    pl_comm *world;
+    int peer[PLI_N_LINK_STREAMS];
+    size_t n_bytes; /* that have come */
+} scene;
+
+static int scene_init(scene *it)
+{
+    const hosts two = {
+        .n_hosts = 2, .n_ranks = {1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
+    pli_hierarchy_options options = {.world_size = 2,
+                                     .n_hosts = 2,
+                                     .n_ranks = two.n_ranks,
+                                     .n_ops = 2 * N_BUCKETS,
+                                     .deadline_ns = two.deadline_ns};
+    hosts_sockets fds;
+    *it = (scene){.world = NULL};
+    if (!hosts_connect(&two, fds) || !hosts_link(&two, 0, fds[0], &options.links) ||
+        !CHECK_OK(pl_local_create(1, (N_BUCKETS + 1) * BUCKET_ELEMS * sizeof(float),
+                                  two.deadline_ns, &options.inner)) ||
+        !CHECK_OK(pli_hierarchy_create(&options, &it->world)))
+        return 0;
+    memcpy(it->peer, fds[1], sizeof it->peer); /* those to host 0 come first */
+    return 1;
+}
+
+static void scene_fini(scene *it)
+{
+    pl_comm_destroy(it->world);
+    for (int s = 0; s < PLI_N_LINK_STREAMS; s++)
+        (void)close(it->peer[s]);
+}
+
+/* Host 1 has the same gradients, so it sends what it receives. */
+static void echo(scene *it)
+{
+    static char bytes[1 << 14];
+    for (int s = PLI_LINK_NOTICE; s < PLI_N_LINK_STREAMS; s++) {
+        ssize_t n = 0;
+        while ((n = recv(it->peer[s], bytes, sizeof bytes, MSG_DONTWAIT)) > 0) {
+            it->n_bytes += (size_t)n;
+            CHECK(send(it->peer[s], bytes, (size_t)n, MSG_NOSIGNAL) == n);
+            (void)!pl_comm_progress(it->world); /* makes room in the sockets */
+        }
+    }
+}
+
+static pl_op op_at(size_t k)
+{
+    const pl_op bucket = {.kind = PL_ALL_REDUCE,
+                          .reduction = PL_MEAN,
+                          .dtype = PL_F32,
+                          .offset_bytes = k * BUCKET_ELEMS * sizeof(float),
+                          .n_elems = BUCKET_ELEMS,
+                          .is_followed = 1};
+    pl_op flags = bucket;
+    flags.reduction = PL_MAX;
+    flags.dtype = PL_U8;
+    flags.n_elems = FLAG_BYTES;
+    flags.is_followed = 0;
+    flags.ends_step = 1;
+    return k < N_BUCKETS ? bucket : flags;
+}
+
+static void a_step_sends_each_bucket_once_and_a_head_with_it(void)
+{
+    scene it;
+    if (!scene_init(&it))
+        return;
+    for (int step = 0; step < 3; step++) {
+        pl_ticket ticket = 0;
+        pl_status st = PL_EAGAIN;
+        it.n_bytes = 0;
+        for (size_t k = 0; k <= N_BUCKETS; k++) {
+            const pl_op op = op_at(k);
+            CHECK_OK(pl_comm_issue(it.world, &op, &ticket));
+        }
+        while (st == PL_EAGAIN) {
+            echo(&it);
+            st = pl_comm_wait(it.world, ticket, 0);
+        }
+        CHECK_OK(st);
+        const size_t n_data = N_BUCKETS * BUCKET_ELEMS * sizeof(float);
+        CHECK(it.n_bytes == n_data + FLAG_BYTES + (N_BUCKETS + 1) * HEAD_BYTES);
+        CHECK(it.n_bytes - n_data < n_data / 100);
+    }
+    scene_fini(&it);
+}
+
+static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
+                      uint64_t n_bytes)
+{
+    const uint64_t head[] = {number, 0, n_bytes};
+    CHECK(send(it->peer[stream], head, sizeof head, MSG_NOSIGNAL) ==
+          (ssize_t)sizeof head);
+}
+
+/* The step fails here, and host 1 sends a head that no host sends: without waiting for
+ * what it promises, the world ends. */
+static void recover_from(pli_link_stream stream, uint64_t number, uint64_t n_bytes)
+{
+    scene it;
+    pl_recovery recovery;
+    pl_status st = PL_EAGAIN;
+    if (!scene_init(&it))
+        return;
+    pl_comm_abort(it.world, "a failure of this test's");
+    send_head(&it, stream, number, n_bytes);
+    for (int i = 0; i < 20 && st == PL_EAGAIN; i++)
+        st = pl_comm_recover(it.world, 0, &recovery);
+    CHECK(st == PL_EMISMATCH || st == PL_EPEER);
+    CHECK(error_has("sent what no rank sends"));
+    scene_fini(&it);
+}
+
+static void a_head_that_no_host_sends_ends_the_world_at_once(void)
+{
+    const uint64_t mark = UINT64_C(1) << PLI_EPOCH_SHIFT;
+    for (pli_link_stream s = PLI_LINK_DATA; s < PLI_N_LINK_STREAMS; s++) {
+        recover_from(s, 1, UINT64_MAX);
+        recover_from(s, 1, UINT64_MAX - HEAD_BYTES + 1); /* whole at once, overflowed */
+        recover_from(s, 1, UINT64_C(1) << 40);
+        recover_from(s, 0, 0);
+        recover_from(s, 1000, 0);
+        recover_from(s, mark, UINT64_C(1) << 40);
+        recover_from(s, mark + 1, 0);
+    }
+}
+
+int main(void)
+{
+    RUN(a_step_sends_each_bucket_once_and_a_head_with_it);
+    RUN(a_head_that_no_host_sends_ends_the_world_at_once);
+    return check_report();
+}
