@@ -32,13 +32,14 @@ C_FILES: dict[str, set[str]] = {
     "python/module": _CORE | {"python", "python/ddp", "python/dp"},
 }
 
-_LEAVES = {"_native", "_environment", "_cgroup"}
+_LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle"}
 _TOOLS = {"_errors", "_gpu", "_files", "_checkpoint", "_recorder"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {
     "_native": set(),
     "_environment": {"_native"},
     "_cgroup": set(),
+    "_cloudpickle": set(),
     "_compat": _LEAVES,
     **dict.fromkeys(sorted(_TOOLS), _LOW),
     "_workers": _LOW,

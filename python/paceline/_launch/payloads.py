@@ -12,14 +12,15 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
+
+from paceline import _cloudpickle
 
 
 def pack(value: Any) -> bytes:
     """Return the bytes that :func:`unpack` makes an equal value of."""
     file = io.BytesIO()
-    torch.save(value, file, pickle_module=cloudpickle)
+    torch.save(value, file, pickle_module=_cloudpickle)
     return file.getvalue()
 
 

@@ -201,6 +201,23 @@ def test_a_graph_outlives_an_exception_in_a_later_forward(wrap):
     twin.assert_same()
 
 
+def test_a_class_sent_by_value_shows_the_line_that_raised(wrap):
+    class Local(nn.Linear):
+        def forward(self, x):
+            if BAD in x[:, 0]:
+                raise OwnError("a bad row")  # the line in a local class
+            return super().forward(x)
+
+    twin = Twin(wrap, integer_weights(Local(3, 2)))
+    with pytest.raises(OwnError) as caught:
+        twin.ours(batch(5))
+    words = str(caught.value)
+    assert "in replica 1 on device cpu" in words
+    assert f'File "{__file__}", line ' in words
+    assert "# the line in a local class" in words
+    check_next(twin)
+
+
 @pytest.mark.parametrize("row", [1, 5])
 def test_an_exception_in_backward_is_raised_in_the_caller(wrap, row):
     twin = Twin(wrap, Fragile())

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
-from cloudpickle import cloudpickle as _cloudpickle
+from cloudpickle import cloudpickle  # type: ignore[import-untyped]
 from torch import nn
 
-from paceline import _native
+from paceline import _cloudpickle, _native
 from paceline._compat import torch_core, torch_ops
 from paceline._dp.process import ordered_sets
 from paceline._dp.process.watchable import ATOMS
@@ -132,7 +131,7 @@ class Whole:
         self.part = part
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(_cloudpickle.Pickler):
     """Replaces the tensors, modules and others of a table by their keys in it.
 
     Where there is a `state`, it is shown all else that could change.
@@ -248,12 +247,12 @@ def _name_of_class(value: Any) -> str | None:
     """Return the name by which both sides know a class that was pickled by value."""
     if not isinstance(value, type):
         return None
-    name: str | None = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value)
+    name: str | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value)
     return name
 
 
 def _find_class(name: str) -> Any:
-    return _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[name]
+    return cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID[name]
 
 
 def _left_out(value: Any) -> Any:
