@@ -49,7 +49,8 @@ def test_quick_json_has_a_figure_for_every_contestant_and_leaves_nothing():
     }
     assert rows["plain"]["against_plain"] is None
     assert all(rows[name]["against_plain"] for name in CONTESTANTS - {"plain"})
-    assert rows["ranks"]["against_torch"]["median"] > 0
+    ratio = rows["ranks"]["against_torch"]
+    assert 0 < ratio["low"] < ratio["median"] < ratio["high"]  # of several rounds
     assert report["advice"]["contestant"] in CONTESTANTS - {"torch-ddp"}
     assert report["advice"]["text"]
     assert children() == before

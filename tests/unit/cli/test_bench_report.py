@@ -58,7 +58,7 @@ def test_the_advice_is_what_was_fastest(replicas, ranks, choice, words):
     advice = report.advise(rows, "cpu")
     assert advice.contestant == choice
     assert words in advice.text
-    assert "spread" not in advice.text
+    assert "Too few rounds" not in advice.text
     assert advice.times_as_fast == pytest.approx(1.0 if choice == "plain" else 4.0)
 
 
@@ -76,9 +76,21 @@ def test_the_advice_weighs_all_models_and_all_numbers_of_ranks():
     assert "geometric mean" in advice.text
 
 
-def test_a_difference_within_the_spread_is_called_one():
-    rows = rows_of(plain=[8.0] * 3, replicas=[9.0] * 3, ranks=[4.0, 16.0, 4.0])
-    assert "within the spread" in report.advise(rows, "cpu").text
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "rivals"),
+    [
+        ([9.0] * 3, [4.0, 16.0, 4.0], "the plain module"),
+        ([3.0, 5.0, 5.0], [4.0] * 3, "paceline.DataParallel with 2"),
+        ([9.0] * 3, [9.0, 7.0, 9.0], "paceline.DistributedDataParallel with 2"),
+        ([1.0, 9.0, 1.0], [1.0, 9.0, 2.0], "DistributedDataParallel with 2, the plain"),
+    ],
+)
+def test_what_the_rounds_cannot_tell_apart_is_named(replicas, ranks, rivals):
+    rows = rows_of(plain=[8.0] * 3, replicas=replicas, ranks=ranks)
+    text = report.advise(rows, "cpu").text
+    assert "\nToo few rounds to tell it from " in text
+    assert f"{rivals}" in text.splitlines()[-1]
+    assert text.endswith(": measure longer, by --seconds.")
 
 
 def test_threads_are_no_matter_of_gpus():

@@ -156,9 +156,26 @@ def advise(rows: Sequence[StepRow], device_type: str) -> Advice:
     if ratio <= 1.0:
         best = plain
     text = _words(best, ratio, len({row.model for row in rows}), device_type)
-    if best != plain and _geometric(i.low for i in ratios[best]) <= 1.0:
-        text += "\nThe difference is within the spread: measure longer, by --seconds."
+    ratios[plain] = [Interval(1.0, 1.0, 1.0)]
+    low = _geometric(i.low for i in ratios[best])
+    rivals = [
+        _name_choice(key)
+        for key, found in ratios.items()
+        if key != best and _geometric(i.high for i in found) >= low
+    ]
+    if rivals:
+        text += (
+            f"\nToo few rounds to tell it from {', '.join(rivals)}: measure longer, by "
+            "--seconds."
+        )
     return Advice(*best, max(ratio, 1.0), text)
+
+
+def _name_choice(key: tuple[str, int, int]) -> str:
+    """Return what a wrapper is called, with the number of its ranks or replicas."""
+    contestant, n, _ = key
+    name = steps.CONTESTANTS[contestant]
+    return f"the {name}" if contestant == steps.PLAIN else f"{name} with {n}"
 
 
 def _geometric(values: Any) -> float:
