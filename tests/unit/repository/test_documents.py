@@ -63,7 +63,8 @@ def check_package(command: str) -> None:
         assert f'{extra[1]} = {{ file = ["requirements/{extra[1]}.txt"] }}' in settings
         assert (ROOT / "requirements" / f"{extra[1]}.txt").is_file()
         return
-    assert what == "torch" or (what == "." and (ROOT / "pyproject.toml").exists())
+    tools = (ROOT / "requirements" / "tools.txt").read_text(encoding="utf-8").split()
+    assert what in ("torch", *tools) or (what == "." and (ROOT / "setup.py").exists())
 
 
 def check_trace(command: str) -> None:

@@ -20,8 +20,8 @@ Columns: ms, from one step's end to the next; sums, this rank's part of adding u
 gradients; waits, nothing to do before others came; for, the rank that came last then,
 with its share of the waits."""
 NEEDS_RICH = (
-    "paceline: top shows its table by rich: pip install 'paceline[tools]', or pip "
-    "install rich; --json needs neither"
+    "paceline top needs the package rich for its table: pip install rich; "
+    "paceline top --json works without it"
 )
 
 
