@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 WARM_UP = 11  # the first steps are not timed: memory and threads are still settling
-COLOURS = "#e69f00", "#0072b2"  # theirs and ours, told apart by everybody
+COLOURS = "#d55e00", "#0072b2"  # theirs and ours, told apart by everybody
 
 
 @dataclass(frozen=True)

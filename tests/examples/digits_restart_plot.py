@@ -32,11 +32,11 @@ def draw(unbroken: list[tuple[int, float]], broken: list[tuple[int, float]]) -> 
     for n, (begin, end) in enumerate(pairwise([0, *restarts, len(broken)])):
         label = "with two ranks killed" if n == 0 else None
         axes.plot(
-            *zip(*broken[begin:end], strict=True), color="#c0392b", lw=1, label=label
+            *zip(*broken[begin:end], strict=True), color="#d55e00", lw=1, label=label
         )
     for k in restarts:
         step, loss = broken[k - 1]
-        axes.plot(step, loss, "x", color="#c0392b", ms=9, mew=2)
+        axes.plot(step, loss, "x", color="#d55e00", ms=9, mew=2)
         axes.annotate(
             f"a rank is killed;\nstep {broken[k][0]} is next",
             (step, loss),

@@ -9,7 +9,7 @@ from paceline._cli.bench import models, steps
 from paceline._cli.bench.report import StepRow
 
 INSTALL = "matplotlib is not installed: pip install 'paceline[tools]'"
-COLOURS = {steps.REPLICAS: "#e69f00", steps.TORCH: "#999999", steps.RANKS: "#0072b2"}
+COLOURS = {steps.REPLICAS: "#e69f00", steps.TORCH: "#d55e00", steps.RANKS: "#0072b2"}
 _ROW_INCHES, _FRAME_INCHES, _WIDTH_INCHES = 0.26, 1.5, 8.0
 
 
