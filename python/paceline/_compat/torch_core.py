@@ -169,17 +169,26 @@ def accumulates(leaf: Any) -> bool:
     return torch_graph.will_run(leaf, is_returned=False)
 
 
-def is_in_torch_ddp() -> bool:
-    """Tell whether torch's DistributedDataParallel runs its forward now.
+_TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
+
+
+def is_torch_ddp(module: Any) -> bool:
+    """Tell whether a module is torch's DistributedDataParallel, and not ours.
 
     Its hooks are on nodes of the graph, where nothing shows them; ours are seen.
     """
-    ddp = torch.nn.parallel.DistributedDataParallel
-    active = getattr(ddp, "_active_ddp_module", None)
-    return active is not None and not hasattr(active, "_session")
+    return isinstance(module, _TorchDDP) and not hasattr(module, "_session")
 
 
-_TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
+def torch_ddp_in_forward() -> Any:
+    """Return torch's wrapper that runs its forward now, or None."""
+    active = getattr(_TorchDDP, "_active_ddp_module", None)
+    return active if active is not None and is_torch_ddp(active) else None
+
+
+def is_in_torch_ddp() -> bool:
+    """Tell whether torch's DistributedDataParallel runs its forward now."""
+    return torch_ddp_in_forward() is not None
 
 
 def is_compile_used() -> bool:

@@ -140,7 +140,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         On every rank, if an argument is of another type.
     ValueError
         If there is no process group.  On every rank, if an argument is out of range,
-        ``device_ids`` is not where the module is, or two ranks share a GPU.
+        ``device_ids`` is not where the module is, two ranks share a GPU, or torch's
+        class is around a part of the module.  From a forward, if it is around this one.
     paceline.PeerError
         If another rank dies during construction; later also from ``backward()``, and
         from a forward that waits for rank 0's buffers.

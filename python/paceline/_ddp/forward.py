@@ -17,6 +17,7 @@ from paceline import _native
 from paceline._compat import torch_core, torch_graph
 from paceline._ddp.autograd_contexts import Contexts
 from paceline._ddp.join import notify_join
+from paceline._ddp.model_spec import WRAP_ONCE
 from paceline._ddp.session import Membership, Session
 
 
@@ -234,6 +235,8 @@ class Forward(TorchDDP):
                 "Python is ending: its ranks are not, perhaps, so nothing is trained "
                 "now; train before the last line of the program"
             )
+        if torch_core.is_in_torch_ddp():
+            self._refuse_torch_around()
         if not session.has_taken_optimizers:
             session.take_optimizers()
         has_changed = session.has_changed()
@@ -260,6 +263,15 @@ class Forward(TorchDDP):
             self._take_buffers(reducer)
         session.requested_step = -1
         return ForwardPass(session, reducer, _watch_contexts(session, reducer))
+
+    def _refuse_torch_around(self) -> None:
+        """Raise where torch's wrapper that runs its forward now is around this one."""
+        around = torch_core.torch_ddp_in_forward()
+        if any(module is self for module in around.modules()):
+            raise ValueError(
+                "torch's DistributedDataParallel is around this wrapper and averages "
+                f"the same gradients: {WRAP_ONCE}"
+            )
 
     def _take_buffers(self, reducer: _native.Reducer) -> None:
         """Take over rank 0's buffers, which torch's class sends before each forward."""

@@ -19,6 +19,11 @@ NO_GRADIENT = (
     "that requires a gradient."
 )
 
+WRAP_ONCE = (
+    "paceline's wrapper takes gradients before torch's can read them. Wrap the module "
+    "once, or by paceline both times."
+)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -144,7 +149,8 @@ class Model:
         Raises
         ------
         ValueError
-            If the module has a SyncBatchNorm, which needs a GPU.
+            If the module has a SyncBatchNorm, which needs a GPU, or torch's wrapper
+            round a part of it.
         """
         is_on_gpu = placement.is_gpu(self.parameters[0][1].device)
         for name, part in module.named_modules():
@@ -152,6 +158,11 @@ class Model:
                 raise ValueError(
                     "SyncBatchNorm layers only work with GPU modules: "
                     f"'{name}' is on the CPU; use BatchNorm"
+                )
+            if torch_core.is_torch_ddp(part):
+                raise ValueError(
+                    f"'{name or 'module'}' is wrapped by torch's "
+                    f"DistributedDataParallel already: {WRAP_ONCE}"
                 )
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from functools import partial
 
+import paceline
 import pytest
 import torch
 from cases import (
@@ -40,6 +41,60 @@ def test_a_layer_used_twice_is_averaged_once(ranks):
     layer = nn.Linear(100, 100)
     module = nn.Sequential(layer, nn.Hardtanh(-2, 2), layer, nn.Hardtanh(-2, 2), layer)
     train(Twin(ranks, integer_weights(module)), ranks, size=100)
+
+
+@on_ranks(2)
+def test_a_wrapper_in_a_wrapper_takes_the_mean_once(ranks):
+    ddp = nn.parallel.DistributedDataParallel
+    for outer, inner in [
+        (ddp, ddp),
+        (ranks.wrap, ranks.wrap),
+        (ranks.wrap, nn.DataParallel),
+        (ranks.wrap, paceline.DataParallel),
+        (nn.DataParallel, ranks.wrap),
+        (paceline.DataParallel, ranks.wrap),
+    ]:
+        plain = net()
+        model = outer(inner(copy.deepcopy(plain)))
+        assert next(iter(model.state_dict())).startswith("module.module.")
+        for _ in range(3):
+            x = ranks.integers(3, 6)
+            for each in (plain, model):
+                each.zero_grad()
+                each(x).sum().backward()
+            rows = ranks.all([p.grad for p in plain.parameters()])
+            for p, *grads in zip(model.parameters(), *rows, strict=True):
+                assert_equal(p.grad, mean_over(grads), f"{outer} of {inner}")
+
+
+@on_ranks(2)
+def test_a_wrapper_of_torchs_inside_or_around_is_an_error(ranks):
+    ddp = nn.parallel.DistributedDataParallel
+    for module in (ddp(net()), nn.Sequential(nn.Linear(6, 6), ddp(net()))):
+        with pytest.raises(ValueError, match="wrapped by torch's Distributed"):
+            ranks.wrap(module)
+    x = ranks.integers(3, 6)
+    inner = ranks.wrap(net())
+    model = ddp(nn.Sequential(inner, nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"torch's Distributed.* is around this"):
+        model(x)
+    with torch.no_grad():
+        model(x)  # nothing is averaged
+    inner(x).sum().backward()
+    elsewhere = ddp(Calls(inner))  # which has no parameter of the inner one's
+    (elsewhere(x) + 0 * x.sum()).backward()
+
+
+class Calls(nn.Module):
+    """Uses a wrapper that is no part of it."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.others = [other]
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.scale * self.others[0](x).sum()
 
 
 @on_ranks(2)
