@@ -4,6 +4,8 @@
     python tests/bench/bench_ddp.py --quick          a minute or two: does it work?
     python tests/bench/bench_ddp.py --models mlp100m --malloc keep
     python tests/bench/bench_ddp.py --ranks 4        more ranks than cores
+    python tests/bench/bench_ddp.py --models digits --only steps \\
+        --contestants paceline,unrecorded     what the recorder costs
     python tests/bench/bench_ddp.py --only all_reduce
     python tests/bench/bench_ddp.py --apart --only steps
     python tests/bench/bench_ddp.py --ranks 4 --hosts 2 --rate 1gbit --only steps
@@ -78,7 +80,11 @@ def parse_arguments() -> argparse.Namespace:
         default=",".join(by_default),
         help=f"all, or some of {', '.join(models.BY_NAME)}",
     )
-    add("--contestants", help="default: " + ",".join(contestants.BY_NAME))
+    add(
+        "--contestants",
+        help=f"default: {','.join(contestants.BY_DEFAULT)}; also: "
+        f"{contestants.UNRECORDED}",
+    )
     add("--only", choices=TASKS, action="append", help="one task; may be repeated")
     add("--ranks", type=int, default=2)
     add("--hosts", type=int, help="as many network namespaces, of equal ranks; by root")
@@ -97,7 +103,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.models = split_names(parser, args.models, models.BY_NAME)
     args.contestants = present_names(
-        parser, args.contestants, contestants.BY_NAME, contestants.why_missing
+        parser,
+        args.contestants,
+        contestants.BY_NAME if args.contestants else contestants.BY_DEFAULT,
+        contestants.why_missing,
     )
     args.only = args.only or TASKS
     args.pairs = args.pairs or (1 if args.quick else 5)

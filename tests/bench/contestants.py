@@ -6,6 +6,7 @@ missing, where one of them is not installed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,11 +15,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Contestant:
-    """A name for tables, a line for readers, the way to wrap a module."""
+    """A name for tables, a line for readers, the way to wrap a module.
+
+    Who is `by_hand` takes part where it is asked for by name.
+    """
 
     name: str
     what: str
     wrap: Callable[[nn.Module], nn.Module]
+    by_hand: bool = False
 
 
 def wrap_torch(module: nn.Module) -> nn.Module:
@@ -39,19 +44,36 @@ def wrap_paceline(module: nn.Module) -> nn.Module:
     return wrapped
 
 
+def wrap_unrecorded(module: nn.Module) -> nn.Module:
+    """Wrap in Paceline's DDP without its recorder, which is made as the module is."""
+    before = os.environ.get("PACELINE_RECORDER")
+    os.environ["PACELINE_RECORDER"] = "0"
+    try:
+        return wrap_paceline(module)
+    finally:
+        del os.environ["PACELINE_RECORDER"]
+        if before is not None:
+            os.environ["PACELINE_RECORDER"] = before
+
+
+UNRECORDED = "unrecorded"
 FLOOR, TORCH, TORCH_VIEW, PACELINE = "none", "torch", "torch-view", "paceline"
 ALL = [
     Contestant(FLOOR, "the bare module, no communication", lambda module: module),
     Contestant(TORCH, "torch's DDP, defaults", wrap_torch),
     Contestant(TORCH_VIEW, "torch's DDP, gradient_as_bucket_view", wrap_torch_view),
     Contestant(PACELINE, "Paceline's DDP, defaults", wrap_paceline),
+    Contestant(UNRECORDED, "Paceline's DDP, no recorder", wrap_unrecorded, True),
 ]
 BY_NAME = {contestant.name: contestant for contestant in ALL}
+BY_DEFAULT = [contestant.name for contestant in ALL if not contestant.by_hand]
 
 
 def why_missing(name: str) -> str | None:
     """Say why a contestant cannot take part, or None if it can."""
-    return why_not_in_paceline("DistributedDataParallel") if name == PACELINE else None
+    if name not in (PACELINE, UNRECORDED):
+        return None
+    return why_not_in_paceline("DistributedDataParallel")
 
 
 def why_not_in_paceline(attribute: str) -> str | None:

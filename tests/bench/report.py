@@ -14,17 +14,24 @@ from typing import Any
 
 import contestants
 import matplotlib as mpl
-from contestants import FLOOR, PACELINE, TORCH, TORCH_VIEW
+from contestants import FLOOR, PACELINE, TORCH, TORCH_VIEW, UNRECORDED
 from paceline._cli.bench.stats import median_with_interval, percentile
 
 Figures = dict[str, Any]
 
-RATIOS = [(TORCH, PACELINE), (TORCH_VIEW, PACELINE), (PACELINE, FLOOR), (TORCH, FLOOR)]
+RATIOS = [
+    (TORCH, PACELINE),
+    (TORCH_VIEW, PACELINE),
+    (PACELINE, FLOOR),
+    (TORCH, FLOOR),
+    (PACELINE, UNRECORDED),
+]
 COLOURS = {  # told apart by everybody
     FLOOR: "#999999",
     TORCH: "#d55e00",
     TORCH_VIEW: "#e69f00",
     PACELINE: "#0072b2",
+    UNRECORDED: "#56b4e9",
     "gloo": "#d55e00",
 }
 
