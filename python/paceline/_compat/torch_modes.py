@@ -71,7 +71,7 @@ def has_transform() -> bool:
 
 def has_saved_tensors_hooks() -> bool:
     """Tell whether hooks on saved tensors are on in this thread, or are forbidden."""
-    if _hooks._saved_tensors_hooks_get_disabled_error_message() is not None:
+    if _are_hooks_forbidden():
         return True
     if _top_hooks is not None:
         return _top_hooks(True) is not None
@@ -82,3 +82,33 @@ def has_saved_tensors_hooks() -> bool:
     finally:
         _hooks._saved_tensors_hooks_enable()
     return False
+
+
+def _are_hooks_forbidden() -> bool:
+    return _hooks._saved_tensors_hooks_get_disabled_error_message() is not None
+
+
+def without_saved_tensors_hooks(call: Callable[[], Any]) -> Any:
+    """Return what a call returns; of hooks on saved tensors none are on meanwhile.
+
+    Where they cannot be asked for, others are put over them that leave tensors as they
+    are; torch does not see then that such a tensor was changed in place.
+    """
+    if _are_hooks_forbidden() or not has_saved_tensors_hooks():
+        return call()
+    if _top_hooks is None:
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            return call()
+    pairs = []
+    while (pair := _top_hooks(True)) is not None:
+        pairs.append(pair)
+        _hooks._pop_saved_tensors_default_hooks()
+    try:
+        return call()
+    finally:
+        for pair in reversed(pairs):
+            _hooks._push_saved_tensors_default_hooks(*pair)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

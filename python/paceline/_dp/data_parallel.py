@@ -116,8 +116,9 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
       come as a list of the replicas'.  As arguments those go whole to each replica.
     - Lists of numbers, strings or objects alone have one entry a row, and are joined
       end to end; other lists entry by entry, as in torch.
-    - The caller's autocast, default device, context variables and hooks on saved
-      tensors reach replicas that are threads; processes receive autocast.
+    - The caller's autocast, default device and context variables reach replicas that
+      are threads, and so do hooks on saved tensors on the CPU; processes receive
+      autocast.
     - State dicts load with the prefix ``module.`` and without it.
     - A ``scatter`` of a subclass may return any iterables; more parts than replicas
       are an error.  ``torch.nn.parallel.scatter`` and ``gather`` are for GPUs alone.
@@ -164,6 +165,9 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
     order of replicas, those of replica 0 last; in 16-bit types with one rounding, and
     one more for replica 0's where there are three replicas or more.  A parameter that
     no replica has used keeps its gradient.
+    Hooks on saved tensors see what replica 0 saves, so that a ``checkpoint`` round the
+    wrapper with ``use_reentrant=False`` saves memory on the first GPU alone: put it
+    inside the module.
 
     Threads run the replicas' forwards side by side, and share globals and containers,
     as torch's replicas do; backward is torch's own, on all cores.  Where a forward

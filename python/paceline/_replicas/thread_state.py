@@ -23,10 +23,14 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 def binds_to_thread() -> bool:
     """Tell whether something is on that another thread would not see."""
+    return sees_operations() or torch_modes.has_saved_tensors_hooks()
+
+
+def sees_operations() -> bool:
+    """Tell the same of all but hooks on saved tensors."""
     return bool(
         torch_modes.binds_by_other_means()
         or not all(map(torch_modes.is_device_mode, torch_modes.function_modes()))
-        or torch_modes.has_saved_tensors_hooks()
     )
 
 

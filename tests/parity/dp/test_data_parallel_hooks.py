@@ -339,7 +339,10 @@ def test_checkpoints_around_may_be_nested_and_asked_twice(wrap, use_reentrant):
 
 
 def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
-    """Threads save all rows under them; processes replica 0's, and others' inputs."""
+    """Threads save all rows under them, but replica 0's alone on GPUs.
+
+    Processes save replica 0's, and the inputs of the others.
+    """
     twin = Twin(wrap, net())
     packed = {model: [] for model in twin.models}
 
@@ -354,7 +357,7 @@ def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
     twin.step(loss, integers(7, 3).requires_grad_())
     n, n_inputs = len(packed[twin.plain]), 1
     expected = 2 * n if wrap.engine == "thread" else n + n_inputs
-    assert len(packed[twin.ours]) == expected
+    assert len(packed[twin.ours]) == (n if wrap.is_gpu else expected)
 
 
 @pytest.mark.parametrize("which", ["pack", "unpack"])

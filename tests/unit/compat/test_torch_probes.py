@@ -126,6 +126,37 @@ def test_hooks_on_saved_tensors_are_seen_and_not_called(monkeypatch, is_shown):
         pass
 
 
+@pytest.mark.parametrize("is_shown", [True, False], ids=["shown", "hidden"])
+def test_a_call_without_hooks_on_saved_tensors_leaves_them_as_they_were(
+    monkeypatch, is_shown
+):
+    if not is_shown:
+        monkeypatch.setattr(torch_modes, "_top_hooks", None)
+    called = []
+
+    def record(name):
+        return saved_tensors_hooks(
+            lambda tensor: called.append(name) or tensor, lambda tensor: tensor
+        )
+
+    def save():
+        return torch.ones(2, requires_grad=True).sin()
+
+    with record("outer"):
+        with record("inner"):
+            torch_modes.without_saved_tensors_hooks(save).sum().backward()
+            assert called == []
+            with pytest.raises(ZeroDivisionError):
+                torch_modes.without_saved_tensors_hooks(lambda: 1 / 0)
+            save()
+        save()
+    save()
+    assert called == ["inner", "outer"]
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden here"):
+        torch_modes.without_saved_tensors_hooks(save)
+        assert torch_modes.has_saved_tensors_hooks()
+
+
 def test_modes_of_calls_are_listed_from_the_outermost():
     class Mode(torch.overrides.TorchFunctionMode):
         pass

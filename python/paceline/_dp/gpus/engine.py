@@ -13,6 +13,11 @@ Devices have generators of random numbers of their own.  A forward that draws fr
 that replicas share (the CPU's, Python's, NumPy's, that of a device which is there more
 than once) runs its replicas in order, so that runs can be repeated; its first call of
 each combination of training flags does so too, and finds that out.
+
+Hooks on saved tensors, and so a checkpoint round the wrapper, are replica 0's alone.  A
+backward has a thread for each device: these would call the hooks side by side, and
+repeat a checkpoint's forward at a time, on other streams than its own, with other
+random numbers than those of its own, of which torch keeps those of one device.
 """
 
 from __future__ import annotations
@@ -38,12 +43,8 @@ from paceline._dp.thread_engine import Task, ThreadPool
 from paceline._replicas import rng
 from paceline._replicas.generators import generators_of
 from paceline._replicas.nesting import InsideReplica
-from paceline._replicas.replicate import (
-    check_structure,
-    parts_of,
-    structure_of,
-)
-from paceline._replicas.thread_state import State, binds_to_thread
+from paceline._replicas.replicate import check_structure, parts_of, structure_of
+from paceline._replicas.thread_state import State, sees_operations
 
 if TYPE_CHECKING:
     from paceline import _native
@@ -172,7 +173,7 @@ class GpuEngine:
         flags = bytes(bool(part.training) for part in parts)
         key = flags + bytes((torch.is_grad_enabled(),))
         draws = self._draws.get(key)
-        if binds_to_thread():
+        if sees_operations():
             return self._run_in_order(tasks)[0]
         if draws is False:
             outputs, self._draws[key] = self._run_side_by_side(tasks)
@@ -184,6 +185,8 @@ class GpuEngine:
     def _run_in_order(self, tasks: list[Task]) -> tuple[list[Any], bool]:
         """Return the outputs, and whether a generator was used that replicas share."""
         calls: list[Callable[[], Any]] = [task.run_and_take for task in tasks]
+        without = torch_modes.without_saved_tensors_hooks
+        calls[1:] = [partial(without, call) for call in calls[1:]]
         if torch_modes.count_dispatch_modes():  # they would see what generators do
             return [call() for call in calls], False
         others, devices = rng.other_streams(), self._shared_generators()
