@@ -11,10 +11,10 @@ import pickle
 import paceline
 import pytest
 import torch
+from gpu_programs import bare, compare, linear, step
 from replicas import (
     assert_same,
     assert_same_grads,
-    assert_same_state,
     integer_weights,
     integers,
     loss_of,
@@ -34,30 +34,6 @@ def gpus(request):
     with fake_gpus.several(n_gpus, *options) as machine:
         yield machine
         gc.collect()
-
-
-def linear(*shape):
-    return integer_weights(nn.Linear(*shape))
-
-
-def bare(model):
-    return model.module if isinstance(model, nn.DataParallel) else model
-
-
-def compare(make, program):
-    """Run a program with a module, and with another one behind a wrapper."""
-    plain, ours = make(), paceline.DataParallel(make())
-    expected = program(plain)
-    assert_same(program(ours), expected, exact=False)
-    assert_same_grads(ours, plain, exact=False)
-    assert_same_state(ours, plain, exact=False)
-
-
-def step(model, x, kept):
-    """Run a forward and a backward; keep the output."""
-    out = model(x)
-    loss_of(out).backward()
-    kept.append(out.detach())
 
 
 class Scaled:
