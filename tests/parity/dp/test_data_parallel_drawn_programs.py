@@ -1,6 +1,7 @@
 """Random programs do the same with replicas as with the plain module.
 
-Thirty of them, always the same; `make fuzz-dp` draws as many others as you like.
+Thirty of them in processes and a hundred on 2, 3 and 4 GPUs each, always the same;
+`make fuzz-dp` draws as many others as you like.
 """
 
 import os
@@ -11,6 +12,7 @@ from drawn_programs import Differs, Program, Step, draw, run
 from support import fake_gpus
 
 N_PROGRAMS = 30
+N_ON_GPUS = 100
 FIRST_SEED = 20261122
 
 
@@ -25,11 +27,15 @@ def test_drawn_programs_do_as_the_plain_module(begin):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_gpus", [2, 3])
+@pytest.mark.parametrize("n_gpus", [2, 3, 4])
 def test_drawn_programs_do_as_the_plain_module_on_gpus(n_gpus):
-    begin = FIRST_SEED + 10 * n_gpus
-    for seed in range(begin, begin + 10):
-        with fake_gpus.several(4):
+    """With peer access and without; as late as can be, and at drawn times."""
+    begin = FIRST_SEED + N_ON_GPUS * n_gpus
+    for seed in range(begin, begin + N_ON_GPUS):
+        options = [f"peers={seed // 2 % 2}"]
+        if seed % 2:
+            options += ["schedule=random", "pump=1", f"seed={seed}"]
+        with fake_gpus.several(n_gpus, *options):
             run(draw(seed), list(range(n_gpus)))
 
 
