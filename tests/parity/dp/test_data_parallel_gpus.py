@@ -313,6 +313,24 @@ def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, 
     assert n_bytes <= sum(row[0] for row in moved) <= n_bytes + rest
 
 
+def test_a_step_of_many_parameters_calls_the_driver_as_often_as_one_of_few(wrap):
+    names = "cuLaunchKernel", "cuMemcpyPeerAsync", "cuEventRecord", "cuStreamWaitEvent"
+    found = []
+    for n_layers in (1, 16):
+        layers = [nn.Linear(8, 8) for _ in range(n_layers)]
+        ours = wrap(nn.Sequential(*layers).double(), 3)
+        optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+        for _ in range(3):
+            before = [count(name) for name in names]
+            optimizer.zero_grad()
+            ours(integers(6, 8)).square().sum().backward()
+            optimizer.step()
+        found.append([count(name) for name in names])
+        found[-1] = [a - b for a, b in zip(found[-1], before, strict=True)]
+    assert found[0] == found[1]
+    assert all(n > 0 for n in found[0])
+
+
 def test_no_host_waits_for_a_device_in_a_step(wrap, small_segments):
     ours = wrap(smooth_net(), 4)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1)
