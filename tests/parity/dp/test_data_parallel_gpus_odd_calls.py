@@ -168,6 +168,29 @@ def test_wrappers_may_be_parts_of_a_model():
         assert_same([p.grad for p in ours.parameters()], theirs, exact=False)
 
 
+class Notes(nn.Linear):
+    """Notes how many rows each of its calls has."""
+
+    def __init__(self):
+        super().__init__(3, 2, dtype=torch.float64)
+        self.n_rows = []
+
+    def forward(self, x):
+        self.n_rows.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("n_rows", [1, N_ROWS])
+def test_a_wrapper_in_a_replica_calls_its_module_plainly(n_gpus, n_rows):
+    inner = Notes()
+    ours = paceline.DataParallel(nn.Sequential(paceline.DataParallel(inner)))
+    expected = [len(part) for part in torch.ones(n_rows).tensor_split(n_gpus)]
+    for _ in range(3):  # in order at first
+        inner.n_rows.clear()
+        ours(integers(n_rows, 3))
+        assert sorted(inner.n_rows, reverse=True) == [n for n in expected if n > 0]
+
+
 def test_one_module_may_be_there_under_several_names():
     class Shared(nn.Module):
         def __init__(self):
