@@ -62,6 +62,22 @@ def test_modes_alternate_from_call_to_call():
     compare(smooth_net, program)
 
 
+def test_training_follows_a_first_forward_in_inference_mode():
+    """What passes through memory of that mode is in no graph."""
+
+    def program(model):
+        kept = []
+        for _ in range(2):
+            with torch.inference_mode():
+                values = model(integers(N_ROWS, 3)).tolist()
+            kept.append(torch.tensor(values, **F64))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        train(model, kept, optimizer)
+        return kept
+
+    compare(smooth_net, program)
+
+
 def test_parameters_made_in_inference_mode_are_those_of_the_module():
     def make():
         with torch.inference_mode():

@@ -85,10 +85,8 @@ class Group:
     def _memory(self, name: str, member: int, n_bytes: int) -> torch.Tensor:
         memory = self._memories.get((name, member))
         if memory is None or len(memory) != n_bytes:
-            with torch.inference_mode(False):
-                memory = torch.empty(
-                    n_bytes, dtype=torch.uint8, device=self.devices[member]
-                )
+            device = self.devices[member]
+            memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
             self._memories[name, member] = memory
         return memory
 
