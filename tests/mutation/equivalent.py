@@ -133,6 +133,14 @@ PLACES = [
         "the last use of the others, too, and is more than need be",
     ),
     (
+        "python/paceline/_dp/gpus/group.py",
+        "Group.on",
+        "self.native.streams() == streams.numbers",
+        ("never",),
+        "streams that are the current ones already are made so again: only time is "
+        "lost",
+    ),
+    (
         "csrc/replicas/device_group.c",
         "pli_device_group_send",
         "order(first, streams[0], it, it->side)",

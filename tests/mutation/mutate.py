@@ -18,6 +18,7 @@ names one that is killed.
 import argparse
 import concurrent.futures
 import contextlib
+import json
 import os
 import queue
 import re
@@ -29,6 +30,7 @@ import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy
@@ -63,6 +65,7 @@ DP_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_gpus*.py")
 )
+NOT_TRIED = "not tried"
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 
 
@@ -109,6 +112,9 @@ class Workplace:
     root: Path
     n_shown: int = 0  # lines of what a test says that kills
     seconds: dict[str, float] = field(default_factory=dict)  # of each test, unharmed
+    # Of each Python test: how long it takes, and which functions it calls.
+    python_tests: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
+    forks: subprocess.Popen[str] | None = None  # what runs tests of Python's mutants
 
     @property
     def said(self) -> Path:
@@ -168,9 +174,15 @@ class Workplace:
         self.link()
 
     def build_all(self, tests: list[str]) -> None:
-        """Build everything, unharmed."""
+        """Build everything, unharmed; the installed extension serves Python alone."""
         programs = [self.program(test) for test in tests if not test.endswith(".py")]
+        programs = programs or ["build/c/plain/libplfake.so"]
         must(["make", "BUILD=build", "-j2", "FLAGS_plain=-O1 -w", *programs], self.root)
+        if all(test in DP_TESTS for test in tests):
+            package = self.site / "paceline"
+            shutil.copytree(self.root / "python/paceline", package)
+            shutil.copy(Path(find_spec("paceline._native").origin), package)
+            return
         if any(test.endswith(".py") for test in tests):
             sources = [
                 path.relative_to(self.root).as_posix()
@@ -194,6 +206,34 @@ class Workplace:
             )
         return run([self.program(test)], self.root, limit, {}, self.said) == 0
 
+    def first_failing(self, tests: list[str]) -> str | None:
+        """Return the first of some Python tests that fails; they run in one process."""
+        if self.forks is None:
+            program = str(Path(__file__).with_name("forked_tests.py"))
+            self.forks = subprocess.Popen(
+                [sys.executable, "-B", program, str(self.root), str(self.site)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self.forks.stdin is not None
+        assert self.forks.stdout is not None
+        known = {test: seconds for test, (seconds, _) in self.python_tests.items()}
+        self.forks.stdin.write(json.dumps([tests, known]) + "\n")
+        self.forks.stdin.flush()
+        runs, failed = json.loads(self.forks.stdout.readline())
+        if not known:
+            for test in failed:
+                print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
+                runs.pop(test, None)
+            self.python_tests.update(runs)
+        return failed[0] if failed else None
+
+    def close(self) -> None:
+        """End what runs tests."""
+        if self.forks is not None:
+            self.forks.communicate()
+
     def show(self) -> None:
         """Print the end of what the last test said."""
         lines = self.said.read_text(errors="replace").splitlines()
@@ -202,6 +242,12 @@ class Workplace:
 
     def measure(self, tests: list[str]) -> None:
         """Run all tests unharmed, and note how long each takes."""
+        if all(test in DP_TESTS for test in tests):
+            self.first_failing(tests)
+            seconds = sum(seconds for seconds, _ in self.python_tests.values())
+            print(f"  {seconds:6.1f} s  {len(self.python_tests)} tests", flush=True)
+            self.seconds.update(dict.fromkeys(tests, 0.0))
+            return
         for test in tests:
             begin = time.monotonic()
             if not self.passes(test):
@@ -211,11 +257,20 @@ class Workplace:
             self.seconds[test] = time.monotonic() - begin
             print(f"  {self.seconds[test]:6.1f} s  {test}", flush=True)
 
-    def killer_of(self, mutant: Mutant, tests: list[str]) -> str | None:
+    def killer_of(
+        self, mutant: Mutant, tests: list[str], last: str | None
+    ) -> str | None:
         """Return the first test that a mutant fails; None: it survives them all."""
         path = self.root / mutant.path
         whole = path.read_text()
         path.write_text(mutant.applied_to(whole))
+        if mutant.path.endswith(".py"):
+            try:
+                self.install(mutant.path)
+                return self._python_killer(mutant, last)
+            finally:
+                path.write_text(whole)
+                self.install(mutant.path)
         linked = False
         try:
             for test in tests:
@@ -231,10 +286,24 @@ class Workplace:
             return None
         finally:
             path.write_text(whole)
-            if linked and mutant.path.endswith(".py"):
-                self.install(mutant.path)
-            elif linked:
+            if linked:
                 self.compile(mutant.path)
+
+    def _python_killer(self, mutant: Mutant, last: str | None) -> str | None:
+        """Return the file of the first test that fails, twice; None: there is none.
+
+        Only tests that call the mutant's function are run.
+        """
+        function = f"{Path(mutant.path).name} {mutant.function.split('.')[-1]}"
+        tests = [test for test, run in self.python_tests.items() if function in run[1]]
+        likely = [test for test in tests if test.partition("::")[0] == last]
+        for some in filter(None, (likely, tests)):
+            failed = self.first_failing(some)
+            if failed is not None and (
+                self.first_failing([failed]) or self.first_failing(some)
+            ):
+                return failed.partition("::")[0]
+        return None
 
 
 def last_killers() -> dict[str, str]:
@@ -245,7 +314,7 @@ def last_killers() -> dict[str, str]:
         if line.startswith("### "):
             path = line[4:].strip("`")
         row = re.fullmatch(r"\| (.*?) \| (.*?) \| `(.*)` \| (.*) \|", line)
-        if row is not None:
+        if row is not None and row[4] != NOT_TRIED:
             words = row[3].replace("\\|", "|")
             found[f"{path} {row[1]}(): {row[2]}: {words}"] = row[4]
     return found
@@ -270,13 +339,15 @@ def table(results: dict[Mutant, str | None]) -> str:
         seen[mutant.name] = killer or survives
     mutants = all_mutants()
     n_killed = sum(seen.get(m.name, "").startswith("test") for m in mutants)
+    n_left = sum(m.name not in seen for m in mutants)
     lines = [
         "# Mutants of the GPU path",
         "",
         "Each row is one change to one place of the sources, and the first test on",
         "the fakes that failed with it (`python tests/mutation/mutate.py --write`).",
-        f"{len(mutants)} mutants, {n_killed} killed; what is called equivalent changes",
-        "nothing that a program could see, for the reason given (`equivalent.py`).",
+        f"{len(mutants)} mutants, {n_killed} killed, {n_left} not tried; what is",
+        "called equivalent changes nothing that a program could see, for the reason",
+        "given (`equivalent.py`).",
     ]
     path = ""
     for mutant in mutants:
@@ -286,7 +357,7 @@ def table(results: dict[Mutant, str | None]) -> str:
             lines += ["| function | mutation | at | killed by |"]
             lines += ["| --- | --- | --- | --- |"]
         words = mutant.name.split(f": {mutant.operator}: ", 1)[1].replace("|", "\\|")
-        result = seen.get(mutant.name, "not tried")
+        result = seen.get(mutant.name, NOT_TRIED)
         lines.append(
             f"| {mutant.function} | {mutant.operator} | `{words}` | {result} |"
         )
@@ -303,7 +374,8 @@ def copies(folder: Path, n: int, tests: list[str], n_shown: int) -> list[Workpla
     print("building", flush=True)
     first.build_all(tests)
     first.measure(tests)
-    others = [Workplace(folder / str(i), n_shown, first.seconds) for i in range(1, n)]
+    known = n_shown, first.seconds, first.python_tests
+    others = [Workplace(folder / str(i), *known) for i in range(1, n)]
     for other in others:
         shutil.copytree(first.root, other.root, symlinks=True)
     return [first, *others]
@@ -326,8 +398,9 @@ def survey(
     def one(mutant: Mutant) -> str | None:
         place = free.get()
         try:
-            tests = tests_for(mutant, place.seconds, last.get(mutant.name))
-            return place.killer_of(mutant, tests)
+            killer = last.get(mutant.name)
+            tests = tests_for(mutant, place.seconds, killer)
+            return place.killer_of(mutant, tests, killer)
         except BuildError as error:
             raise BuildError(f"{mutant.name}: does not build: {error}") from error
         finally:
@@ -381,6 +454,8 @@ def main() -> int:
         results = survey(
             mutants, places, write=options.write, is_whole=not options.tests
         )
+        for place in places:
+            place.close()
         wrong = complaints(results)
         failing = set(tests) - set(places[0].seconds)
         wrong += [f"fails without a mutant: {test}" for test in sorted(failing)]
