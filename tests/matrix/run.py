@@ -2,29 +2,30 @@
 
     python tests/matrix/run.py             every row; `make matrix` is this
     python tests/matrix/run.py 3.13        one row
+    python tests/matrix/run.py --part parity/ddp --part unit 3.10
     python tests/matrix/run.py --torch 2.15.0rc1 3.13 -- tests/unit -k bucket
     python tests/matrix/run.py --quick     a few minutes of one row, for .ci/run
 
 A row is a Python, found on PATH or among pyenv's, and a torch; where that Python is
 not installed the row is skipped, and says so.  `make` installs each row into
-build/matrix/<Python>, as it does .venv, and what pytest has found there is read from
-its JUnit file.  What follows `--` is pytest's; without it, SUITE runs.
+build/matrix/<Python>, as it does .venv, where the JUnit file of each part of the suite
+stays.  What follows `--` is pytest's, and runs instead of the parts.
 
-Where SUITE ran, build/matrix/table.md is written, of this run and of the other rows'
-last ones; docs/versions.md is a copy of it.  Ends with 1 where a test has failed.
+build/matrix/table.md is written of all parts that have run, in this run or an earlier
+one, and names them; docs/versions.md is a copy of it.  Ends with 1 where a test has
+failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -37,8 +38,8 @@ WORK = ROOT / "build" / "matrix"
 # The oldest of each that we serve, one between, the newest; `t` is without the GIL.
 ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.14.1", "3.14t": "2.14.1"}
 
-# The longest files first, as in the Makefile.
-SUITE = ["tests/clients", "tests/ranks", "tests/parity", "tests/unit"]
+# The folders of tests/ that are run, each by itself.
+PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]
 # What other Pythons and torches have broken, or are likely to.
 QUICK = [
     "tests/clients",
@@ -52,25 +53,28 @@ HEAD = """\
 
 The tests run with torch {pinned} before every change lands, and with the Pythons and
 torches below by `make matrix`, which wrote this page. `make MATRIX=3.13 matrix` runs
-one row; `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` takes another torch, from wherever
-`pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other tests.
+one row, `make MATRIX="3.13 --part unit" matrix` a folder of it: the table says which
+folders of `tests/` it counts. `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` takes another
+torch, from wherever `pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other tests.
 
-| Python | torch | passed | failed | skipped |
-| --- | --- | --- | --- | --- |
+| Python | torch | of `tests/` | passed | failed | skipped |
+| --- | --- | --- | --- | --- | --- |
 """
 
 
 @dataclass
 class Result:
-    """What a row has come to: counts, or why there are none."""
+    """What a row has come to, or a part of it."""
 
-    name: str
-    python: str
-    torch: str
     passed: int = 0
     failed: list[str] = field(default_factory=list)
-    skipped: dict[str, int] = field(default_factory=dict)
-    why_not: str = ""
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Result) -> None:
+        """Take in another part of the row."""
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
 
 
 def say(text: str) -> None:
@@ -113,80 +117,94 @@ def reason_of(message: str) -> str:
     )
 
 
-def read(junit: Path, result: Result) -> None:
+def read(junit: Path) -> Result:
     """Count what pytest has left in its JUnit file."""
-    skipped: Counter[str] = Counter()
+    result = Result()
     for case in ElementTree.parse(junit).iter("testcase"):
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             result.failed.append(f"{case.get('classname')}::{case.get('name')}")
         elif skip is not None:
-            skipped[reason_of(skip.get("message", ""))] += 1
+            result.skipped[reason_of(skip.get("message", ""))] += 1
         else:
             result.passed += 1
-    result.skipped = dict(skipped.most_common())
+    return result
 
 
-def run_row(name: str, torch: str, tests: list[str]) -> Result:
-    """Install a row, run its tests, and return what came of it."""
+def junit_of(name: str, part: str) -> Path:
+    return WORK / name / f"{part.replace('/', '-')}.xml"
+
+
+def run_pytest(python: Path, junit: Path, words: list[str]) -> bool:
+    """Run some tests; tell whether all have passed.
+
+    The JUnit file stays where pytest has come to its end.
+    """
+    junit.unlink(missing_ok=True)
+    flags = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadfile"]
+    flags += ["--no-loadscope-reorder", "--max-worker-restart=0", f"--junitxml={junit}"]
+    ended = subprocess.run([python, "-m", "pytest", "-q", *flags, *words], cwd=ROOT)
+    if ended.returncode not in {0, 1}:
+        say(f"pytest ended with status {ended.returncode}")
+        junit.unlink(missing_ok=True)
+    return ended.returncode == 0
+
+
+def run_row(name: str, torch: str, parts: list[str], words: list[str]) -> bool:
+    """Install a row, and run its parts or what the words say; tell if all passed."""
     found = find_pythons().get(name)
     if found is None:
-        return Result(name, name, torch, why_not=f"no python{name} here")
+        say(f"Skipped: no python{name} here.")
+        return True
     python = install(name, found, torch)
     if python is None:
-        return Result(name, name, torch, failed=["the installation"])
-    result = Result(name, *versions(python))
-    say(f"==== Python {result.python}, torch {result.torch}")
-    junit = WORK / f"{name}.xml"
-    junit.unlink(missing_ok=True)
-    words = ["-n", os.environ.get("JOBS", "2"), "--dist", "loadfile"]
-    words += ["--no-loadscope-reorder", "--max-worker-restart=0", f"--junitxml={junit}"]
-    ended = subprocess.run([python, "-m", "pytest", "-q", *words, *tests], cwd=ROOT)
-    if junit.exists():
-        read(junit, result)
-    if ended.returncode != 0 and not result.failed:
-        result.failed.append(f"pytest ended with status {ended.returncode}")
-    return result
+        say(f"{name}: torch {torch} or Paceline cannot be installed")
+        return False
+    say("==== Python {}, torch {}".format(*versions(python)))
+    if words:
+        return run_pytest(python, WORK / f"{name}.xml", words)
+    passed = [run_pytest(python, junit_of(name, p), [f"tests/{p}"]) for p in parts]
+    return all(passed)
 
 
 # ---- the table -----------------------------------------------------------------------
 
 
-def line_of(result: Result) -> str:
-    if result.why_not:
-        return f"| {result.python} | {result.torch} | {result.why_not} | | |\n"
-    counts = [result.passed, len(result.failed), sum(result.skipped.values())]
-    return f"| {' | '.join([result.python, result.torch, *map(str, counts)])} |\n"
-
-
-def table(results: list[Result]) -> str:
-    """Return the page: a line a row, what failed, and why tests were skipped."""
-    constraints = (ROOT / "requirements" / "constraints.txt").read_text(
-        encoding="utf-8"
-    )
-    pinned = re.search(r"^torch==(\S+)", constraints, re.MULTILINE)
+def pinned_torch() -> str:
+    path = ROOT / "requirements" / "constraints.txt"
+    pinned = re.search(r"^torch==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned is not None
-    text = HEAD.format(pinned=pinned[1]) + "".join(map(line_of, results))
-    for result in results:
+    return pinned[1]
+
+
+def table() -> str:
+    """Return the page: a line a row, what failed, and why tests were skipped."""
+    text = HEAD.format(pinned=pinned_torch())
+    results = {}
+    for name in ROWS:
+        ran = [part for part in PARTS if junit_of(name, part).exists()]
+        if not ran:
+            continue
+        result = results[name] = Result()
+        for part in ran:
+            result.add(read(junit_of(name, part)))
+        python, torch = versions(WORK / name / "bin" / "python")
+        what = "all" if ran == PARTS else ", ".join(ran)
+        counts = [result.passed, len(result.failed), result.skipped.total()]
+        cells = [python + name[4:], torch, what, *map(str, counts)]
+        text += f"| {' | '.join(cells)} |\n"
+    for name, result in results.items():
         if result.failed:
-            text += f"\n## Failed with {result.name}\n\n"
-            text += "".join(f"- `{name}`\n" for name in sorted(result.failed))
-    reasons = sorted({reason for result in results for reason in result.skipped})
+            text += f"\n## Failed with {name}\n\n"
+            text += "".join(f"- `{test}`\n" for test in sorted(result.failed))
+    reasons = sorted({reason for r in results.values() for reason in r.skipped})
     if reasons:
-        names = [result.name for result in results if not result.why_not]
         text += "\n## Skipped\n\n"
-        text += f"| why | {' | '.join(names)} |\n| --- |{' --- |' * len(names)}\n"
+        text += f"| why | {' | '.join(results)} |\n| --- |{' --- |' * len(results)}\n"
         for reason in reasons:
-            counts = [r.skipped.get(reason, 0) for r in results if not r.why_not]
+            counts = [r.skipped[reason] for r in results.values()]
             text += f"| {reason} | {' | '.join(map(str, counts))} |\n"
     return text
-
-
-def write_table() -> None:
-    """Write the table of the rows' last runs."""
-    files = [WORK / f"{name}.json" for name in ROWS]
-    results = [Result(**json.loads(f.read_text())) for f in files if f.exists()]
-    (WORK / "table.md").write_text(table(results), encoding="utf-8")
 
 
 def quick_row() -> list[str]:
@@ -202,6 +220,7 @@ def quick_row() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--torch", help="another torch than the rows'")
     parser.add_argument("--quick", action="store_true", help="one row, a few minutes")
     words = sys.argv[1:]
@@ -210,17 +229,15 @@ def main() -> int:
     unknown = set(chosen.rows) - set(ROWS)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(ROWS)}")
-    tests = words[cut + 1 :] or (QUICK if chosen.quick else SUITE)
     names = chosen.rows or (quick_row() if chosen.quick else list(ROWS))
+    given = words[cut + 1 :] or (QUICK if chosen.quick else [])
+    parts = chosen.part or PARTS
     WORK.mkdir(parents=True, exist_ok=True)
-    results = [run_row(name, chosen.torch or ROWS[name], tests) for name in names]
-    if tests is SUITE:
-        for result in results:
-            path = WORK / f"{result.name}.json"
-            path.write_text(json.dumps(asdict(result)), encoding="utf-8")
-        write_table()
-    say(table(results))
-    return int(any(result.failed for result in results))
+    passed = [run_row(n, chosen.torch or ROWS[n], parts, given) for n in names]
+    if not given:
+        (WORK / "table.md").write_text(table(), encoding="utf-8")
+        say(table())
+    return int(not all(passed))
 
 
 if __name__ == "__main__":
