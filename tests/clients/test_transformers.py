@@ -17,8 +17,10 @@ from launches import (
     run,
     start,
 )
+from support.clients import transformers_or_skip
 
 pytestmark = needs("accelerate", "transformers")
+transformers_or_skip()
 PROGRAM = "transformers_trainer.py"
 
 

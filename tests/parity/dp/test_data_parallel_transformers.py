@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from replicas import RELATIVE, Twin, Wrap, assert_close, integers
+from support.clients import transformers_or_skip
 
-transformers = pytest.importorskip("transformers")
+transformers = transformers_or_skip()
 
 N_WORDS, N_STEPS = 31, 2
 SMALL = {

@@ -12,6 +12,7 @@ from paceline._compat import torch_storage
 from paceline._dp.process import holders, obstacles, pickling, shared_model
 from paceline._replicas.errors import UnsupportedModelError
 from shared_cases import Net
+from support.clients import transformers_or_skip
 from torch import nn
 from torch.nn.utils import prune
 
@@ -143,7 +144,7 @@ def _tied(net):
 
 
 def _tied_transformer(net):
-    transformers = pytest.importorskip("transformers")
+    transformers = transformers_or_skip()
     net.lm = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8
