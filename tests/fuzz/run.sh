@@ -22,7 +22,7 @@ for program in "$@"; do
     name=$(basename "$program")
     kept=tests/fuzz/corpus/${name#fuzz_}
     mkdir -p "$program.new" "$kept"
-    if "$program" -max_total_time="$seconds" -timeout=10 -malloc_limit_mb=64 -max_len=8192 \
+    if "$program" -max_total_time="$seconds" -timeout=60 -malloc_limit_mb=64 -max_len=8192 \
         -print_final_stats=1 -artifact_prefix="$program-" "$program.new" "$kept" \
         >"$program.log" 2>&1; then
         echo "$name: $(sed -n 's/^stat::number_of_executed_units: *//p' "$program.log") runs," \
