@@ -50,6 +50,7 @@ void pli_gpu_empty_cache(void *state)
 
 PyObject *pli_driver_version(PyObject *module, PyObject *path)
 {
+    PLI_ENTER(module);
     const pli_driver *driver = NULL;
     const char *text = NULL;
     pl_status st;
@@ -69,6 +70,7 @@ PyObject *pli_driver_version(PyObject *module, PyObject *path)
 
 static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"index", "driver", "nvrtc", "dlpack_type", NULL};
     pli_cuda_options options = {0};
     int dlpack_type = DL_CUDA;
@@ -100,6 +102,7 @@ static void gpu_dealloc(PyObject *object)
 
 static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     pl_backend *backend = gpu_of(object)->backend;
     pl_status st;
     (void)ignored;
@@ -115,18 +118,21 @@ static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
 
 static PyObject *gpu_index(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyLong_FromLong(pli_cuda_device(gpu_of(object)->backend));
 }
 
 static PyObject *gpu_kernels(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyUnicode_FromString(pli_cuda_kernels(gpu_of(object)->backend));
 }
 
 static PyObject *gpu_name(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyUnicode_FromFormat("cuda:%d", pli_cuda_device(gpu_of(object)->backend));
 }

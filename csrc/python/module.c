@@ -69,6 +69,7 @@ static int take_exchange(module_state *state, PyObject *capsule)
 
 static PyObject *attach_torch(PyObject *module, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(module);
     module_state *state = state_of_module(module);
     if (PyTuple_GET_SIZE(args) != 0 || kwargs == NULL) {
         PyErr_SetString(PyExc_TypeError, "attach_torch takes keywords only");
@@ -101,6 +102,7 @@ int pli_needs_torch(const module_state *state)
 
 static PyObject *isa(PyObject *module, PyObject *ignored)
 {
+    PLI_ENTER(module);
     const pli_sum_table *sums = NULL;
     (void)ignored;
     const pl_status st = pli_cpu_sums(&sums);
@@ -111,6 +113,7 @@ static PyObject *isa(PyObject *module, PyObject *ignored)
 
 static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
 {
+    PLI_ENTER(module);
     (void)ignored;
     reducer_object *reducer = state_of_module(module)->reducers;
     pli_watchdog_forget(state_of_module(module)->watchdog);
@@ -129,6 +132,7 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
 
 static PyObject *has_ended(PyObject *module, PyObject *args)
 {
+    PLI_ENTER(module);
     pli_process *process = NULL;
     int pid;
     if (!PyArg_ParseTuple(args, "i:has_ended", &pid))
@@ -144,6 +148,7 @@ static PyObject *has_ended(PyObject *module, PyObject *args)
 
 static PyObject *forget_channels(PyObject *module, PyObject *ignored)
 {
+    PLI_ENTER(module);
     (void)ignored;
     pli_channels_forget(state_of_module(module));
     Py_RETURN_NONE;
@@ -151,6 +156,7 @@ static PyObject *forget_channels(PyObject *module, PyObject *ignored)
 
 static PyObject *die_with(PyObject *module, PyObject *args)
 {
+    PLI_ENTER(module);
     int pidfd, pipe_fd;
     if (!PyArg_ParseTuple(args, "ii", &pidfd, &pipe_fd) ||
         pli_check(state_of_module(module), pli_parent_watch_start(pidfd, pipe_fd)) != 0)
@@ -343,6 +349,9 @@ static PyModuleDef_Slot module_slots[] = {
     {Py_mod_exec, module_exec},
 #ifdef Py_mod_multiple_interpreters
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* PLI_ENTER takes its place */
 #endif
     {0, NULL},
 };

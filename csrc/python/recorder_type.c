@@ -13,6 +13,7 @@ static pli_recorder *recorder_of(PyObject *object)
 
 static PyObject *recorder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"path", "who", NULL};
     PyObject *path = NULL;
     const char *who = NULL;
@@ -46,6 +47,7 @@ static void recorder_dealloc(PyObject *object)
 
 static PyObject *recorder_record(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     unsigned activity = PL_IDLE;
     unsigned long long step = 0;
     if (!PyArg_ParseTuple(args, "IK:record", &activity, &step))
@@ -61,6 +63,7 @@ static PyObject *recorder_record(PyObject *object, PyObject *args)
 
 static PyObject *recorder_wait_begins(PyObject *object, PyObject *replica)
 {
+    PLI_ENTER(object);
     recorder_object *self = (recorder_object *)object;
     const long awaited = PyLong_AsLong(replica);
     if (awaited == -1 && PyErr_Occurred() != NULL)
@@ -72,6 +75,7 @@ static PyObject *recorder_wait_begins(PyObject *object, PyObject *replica)
 
 static PyObject *recorder_wait_ends(PyObject *object, PyObject *replica)
 {
+    PLI_ENTER(object);
     const recorder_object *self = (recorder_object *)object;
     const long awaited = PyLong_AsLong(replica);
     if (awaited == -1 && PyErr_Occurred() != NULL)
@@ -84,6 +88,7 @@ static PyObject *recorder_wait_ends(PyObject *object, PyObject *replica)
 
 static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     pli_recorder_unlink(recorder_of(object));
     Py_RETURN_NONE;

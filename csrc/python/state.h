@@ -14,6 +14,7 @@
 #include "core/process.h"
 #include "core/status.h"
 #include "dlpack.h"
+#include "lock.h"
 #include "nccl/watchdog.h"
 #include "object.h"
 

@@ -57,6 +57,17 @@ one row, `make MATRIX="3.13 --part unit" matrix` a folder of it: the table says 
 folders of `tests/` it counts. `make MATRIX=3.13 TORCH=2.15.0rc1 matrix` takes another
 torch, from wherever `pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other tests.
 
+## Python without the GIL
+
+In a free-threaded Python the extension leaves the GIL off: one lock of its own takes
+the GIL's place. The tests of replicas as threads, and those of several threads in the
+extension, have run with Python 3.13.5 and torch 2.12.0, the last torch for that Python,
+on the CPU. The others, GPUs and Python 3.14 have not, and no gain in speed has been
+measured. A model must not be changed by one thread while another is in its forward or
+backward: with a GIL that is an error, without one it may crash.
+
+## What has run
+
 | Python | torch | of `tests/` | passed | failed | skipped |
 | --- | --- | --- | --- | --- | --- |
 """

@@ -179,6 +179,7 @@ static int on_node_end(const backward_end_object *self)
 
 static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(object);
     backward_end_object *self = (backward_end_object *)object;
     const backward_end_phase phase = self->phase;
     (void)args; /* a node's hook is given gradients */
@@ -196,10 +197,9 @@ static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *k
 
 /* ---- dropped -------------------------------------------------------------------- */
 
-static void backward_end_dealloc(PyObject *object)
+static void drop(const backward_end_object *self)
 {
-    backward_end_object *self = (backward_end_object *)object;
-    PyTypeObject *type = Py_TYPE(object);
+    PLI_ENTER(self);
     if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
         /* Called, it has done so; the next forward may have begun in another thread. */
         if (self->phase == END_QUEUED)
@@ -215,6 +215,13 @@ static void backward_end_dealloc(PyObject *object)
                pl_reducer_is_active(self->reducer->reducer)) {
         pli_failed_backward_report(self->reducer);
     }
+}
+
+static void backward_end_dealloc(PyObject *object)
+{
+    backward_end_object *self = (backward_end_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    drop(self);
     Py_DECREF(self->reducer);
     type->tp_free(object);
     Py_DECREF(type);

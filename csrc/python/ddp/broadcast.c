@@ -85,6 +85,7 @@ done:
 
 PyObject *pli_world_broadcast(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     PyObject *tensors = NULL;
     int root = 0;
     if (!PyArg_ParseTuple(args, "O|i:broadcast", &tensors, &root))

@@ -76,11 +76,13 @@ static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
 
 PyObject *pli_comm_hook_read_bucket(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     return copy_bucket(object, args, FROM_SLOTS);
 }
 
 PyObject *pli_comm_hook_write_bucket(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     return copy_bucket(object, args, TO_SLOTS);
 }
 
@@ -100,6 +102,7 @@ static pl_status post(void *context, size_t bucket)
 
 PyObject *pli_comm_hook_set(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(object);
     static char *names[] = {"hook", "bucket_bytes", "last_bytes", "caps", NULL};
     reducer_object *self = (reducer_object *)object;
     const module_state *state = state_of_reducer(self);
@@ -179,6 +182,7 @@ int pli_comm_hook_confirm(reducer_object *self)
 
 PyObject *pli_comm_hook_poll(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     (void)ignored;
     PyThreadState *thread = PyEval_SaveThread();

@@ -13,6 +13,7 @@ static int finish_compiled(void *context)
 {
     pending_call *self = context;
     reducer_object *reducer = self->reducer;
+    PLI_ENTER(reducer);
     PyObject *exception = pli_find_exception();
     const int has_failed = exception != NULL && exception != self->handled;
     int status = 0;

@@ -64,6 +64,7 @@ int pli_call_soon(int (*call)(void *context), reducer_object *reducer,
 static int poll_for_exception(void *context)
 {
     pending_call *self = context;
+    PLI_ENTER(self->reducer);
     PyObject *exception = pli_find_exception();
     if (exception == NULL && self->n_polls++ < MOST_POLLS &&
         Py_AddPendingCall(poll_for_exception, self) == 0)

@@ -61,6 +61,7 @@ done:
 
 PyObject *pli_nccl_version(PyObject *module, PyObject *path)
 {
+    PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     pli_nccl_library *library = NULL;
     const char *text = NULL;

@@ -16,6 +16,7 @@
 #include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
+#include "reducer_list.h"
 #include "step.h"
 
 typedef struct hook_object {
@@ -63,6 +64,7 @@ static int check_is_first(const reducer_object *self, size_t i)
 
 int pli_hook_set_unused(PyObject *object, PyObject *mask, void *closure)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     (void)closure;
     if (mask == NULL || !PyBytes_Check(mask) ||
@@ -187,6 +189,7 @@ static int refuse_device(const reducer_object *self)
 
 PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     Py_ssize_t i;
     long task;
@@ -210,9 +213,14 @@ PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
 
 static PyObject *hook_call(PyObject *object, PyObject *param)
 {
+    PLI_ENTER(object);
     const hook_object *self = (hook_object *)object;
     (void)param;
-    if (self->reducer != NULL && on_gradient(self->reducer, self->index) != 0)
+    reducer_object *reducer =
+        self->reducer != NULL ? pli_reducer_ref(self->reducer) : NULL;
+    const int status = reducer != NULL ? on_gradient(reducer, self->index) : 0;
+    Py_XDECREF(reducer);
+    if (status != 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -239,6 +247,7 @@ void pli_hook_detach(PyObject *hook)
 /* The function that torch calls: as cheap as a callable gets. */
 static PyObject *hook_function(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyCFunction_New(&hook_call_def, object);
 }

@@ -3,6 +3,7 @@
 
 static PyObject *listener_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Listener", names))
         return NULL;
@@ -28,6 +29,7 @@ static void listener_dealloc(PyObject *object)
 
 static PyObject *listener_address(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyUnicode_FromString(((listener_object *)object)->address);
 }

@@ -110,6 +110,7 @@ static int read_items(const module_state *state, watch_object *self, PyObject *i
 
 static PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"dicts", "items", "parameters", NULL};
     const module_state *state = state_of_type(type);
     PyObject *dicts, *items, *parameters;
@@ -170,6 +171,7 @@ static int item_has_changed(const watch_object *self, const watched_item *item)
 
 static PyObject *watch_changed(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const watch_object *self = (watch_object *)object;
     (void)ignored;
     for (Py_ssize_t d = 0; d < self->n_dicts; d++)

@@ -278,6 +278,7 @@ static int read_device(const module_state *state, PyObject *device)
 
 PyObject *pli_measure(PyObject *module, PyObject *args)
 {
+    PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     pli_reducer_args read = {0};
     PyObject *device = Py_None;

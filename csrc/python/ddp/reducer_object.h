@@ -106,6 +106,7 @@ typedef struct reducer_object {
     unsigned long thread;        /* in which the step under way began */
     long task;                   /* the backward whose end is waited for, or -1 */
     PyObject *weak_references;
+    PyObject *weak_self; /* a weak reference to itself; NULL where there is a GIL */
     PyObject *world;
     pl_comm *comm; /* the world's */
     pl_backend *backend;

@@ -9,6 +9,7 @@
 #include "hook_type.h"
 #include "module_buffers.h"
 #include "reducer_build.h"
+#include "reducer_list.h"
 #include "step.h"
 #include "uneven_inputs.h"
 
@@ -21,18 +22,9 @@ static reducer_object *reducer_of(PyObject *object)
 
 /* ---- construction and end ------------------------------------------------------- */
 
-/* In the order in which they were made: the steps of one backward are finished so, and
- * most ranks take the shadow steps of several wrappers in this order too. */
-static void enter_list(reducer_object *self, module_state *state)
-{
-    reducer_object **link = &state->reducers;
-    while (*link != NULL)
-        link = &(*link)->next;
-    *link = self;
-}
-
 static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"world",        "params",     "buffers",
                             "bucket_bytes", "last_bytes", "view_bytes",
                             "sparse",       "caps",       NULL};
@@ -50,7 +42,10 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     reducer_object *self = (reducer_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    enter_list(self, state);
+    if (pli_reducers_enter(state, self) != 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
     self->world = Py_NewRef(read.world);
     self->comm = ((world_object *)read.world)->comm;
     read.world_size = pl_comm_world_size(self->comm);
@@ -125,23 +120,25 @@ static int reducer_clear(PyObject *object)
     return 0;
 }
 
-static void leave_list(reducer_object *self, module_state *state)
+/* Before anything of it goes: no hook leads here from another thread. */
+static void detach_hooks(const reducer_object *self)
 {
-    reducer_object **link = &state->reducers;
-    while (*link != NULL && *link != self)
-        link = &(*link)->next;
-    if (*link == self)
-        *link = self->next;
+    PLI_ENTER(self);
+    for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++)
+        if (self->slots[i].hook != NULL)
+            pli_hook_detach(self->slots[i].hook);
 }
 
 static void reducer_dealloc(PyObject *object)
 {
     reducer_object *self = reducer_of(object);
     PyTypeObject *type = Py_TYPE(object);
-    leave_list(self, state_of(object));
+    detach_hooks(self);
+    pli_reducers_leave(state_of(object), self);
     PyObject_GC_UnTrack(object);
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs(object);
+    Py_CLEAR(self->weak_self);
     (void)reducer_clear(object);
     pl_reducer_destroy(self->reducer);
     pli_window_release(self->window);
@@ -180,6 +177,7 @@ static int leave_failure(reducer_object *self)
 
 static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     const module_state *state = state_of(object);
     (void)ignored;
@@ -220,6 +218,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     uint64_t token = 0;
     int is_watched, is_training;
@@ -244,6 +243,7 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
 
 static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     (void)pli_forwards_end(reducer_of(object), OUTPUTS_UNWATCHED);
     Py_RETURN_NONE;
@@ -251,6 +251,7 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     (void)ignored;
     /* Where a peer has failed, that is the same step: this rank has given it up too. */
@@ -261,6 +262,7 @@ static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     if (pli_buffers_apply(reducer_of(object)) != 0)
         return NULL;
@@ -269,6 +271,7 @@ static PyObject *reducer_apply_buffers(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     (void)ignored;
     if (pli_is_on_device(self) || is_in_backward(state_of(object)))
@@ -282,6 +285,7 @@ static PyObject *reducer_sync_buffers(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     (void)ignored;
     self->attachment = DETACHED;
@@ -291,6 +295,7 @@ static PyObject *reducer_detach(PyObject *object, PyObject *ignored)
 
 static PyObject *reducer_on_output(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     reducer_object *self = reducer_of(object);
     int is_synchronised;
     unsigned long long token;
@@ -313,12 +318,14 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *args)
 
 static PyObject *reducer_get_step(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyLong_FromUnsignedLongLong(pl_reducer_step(reducer_of(object)->reducer));
 }
 
 static PyObject *reducer_get_n_active(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyLong_FromLong(
         pl_reducer_participation(reducer_of(object)->reducer).n_active);
@@ -326,6 +333,7 @@ static PyObject *reducer_get_n_active(PyObject *object, void *closure)
 
 static PyObject *reducer_get_is_active(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyBool_FromLong(pl_reducer_is_active(reducer_of(object)->reducer));
 }
@@ -333,6 +341,7 @@ static PyObject *reducer_get_is_active(PyObject *object, void *closure)
 /* [[parameter, ...], ...]: the buckets in their order, as the plan has them now. */
 static PyObject *reducer_get_buckets(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     const pl_plan *plan = pl_reducer_plan(reducer_of(object)->reducer);
     PyObject *buckets = PyList_New((Py_ssize_t)plan->n_buckets);
     (void)closure;
@@ -357,6 +366,7 @@ static PyObject *reducer_get_buckets(PyObject *object, void *closure)
 /* How often each parameter got a gradient in the step begun last. */
 static PyObject *reducer_get_ready_counts(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     const reducer_object *self = reducer_of(object);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
     (void)closure;

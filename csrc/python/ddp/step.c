@@ -11,6 +11,7 @@
 #include "grad_window.h"
 #include "grads.h"
 #include "module_buffers.h"
+#include "reducer_list.h"
 #include "sparse_grads.h"
 
 static pl_status recover_slice(void *reducer, int64_t slice_ns)
@@ -371,13 +372,11 @@ static int finish_if_active(reducer_object *self)
 static int visit_backward(reducer_object *self, int (*visit)(reducer_object *))
 {
     int status = 0;
-    reducer_object *other = state_of_reducer(self)->reducers;
-    Py_XINCREF(other);
+    reducer_object *other = pli_reducers_first(state_of_reducer(self)->reducers);
     while (other != NULL) {
         if (status == 0 && is_same_backward(self, other))
             status = visit(other);
-        reducer_object *next = other->next;
-        Py_XINCREF(next);
+        reducer_object *next = pli_reducers_first(other->next);
         Py_DECREF(other);
         other = next;
     }

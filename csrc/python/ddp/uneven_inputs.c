@@ -35,6 +35,7 @@ static int begin(reducer_object *self, pl_role role)
 
 PyObject *pli_join_shadow_step(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     int is_first = 0, binds_results = 0;
     if (!PyArg_ParseTuple(args, "pp:shadow_step", &is_first, &binds_results))
@@ -53,6 +54,7 @@ PyObject *pli_join_shadow_step(PyObject *object, PyObject *args)
 
 PyObject *pli_join_set(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     int divides_by_active = 0, raises = 0;
     if (!PyArg_ParseTuple(args, "pp:set_join", &divides_by_active, &raises))
@@ -65,6 +67,7 @@ PyObject *pli_join_set(PyObject *object, PyObject *args)
 
 PyObject *pli_join_abandon(PyObject *object, PyObject *argument)
 {
+    PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
     const char *text = pli_text_of(argument);
     if (text == NULL || pli_step_check_process(self) != 0)

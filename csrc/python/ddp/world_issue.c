@@ -18,6 +18,7 @@ static int parse_word(const char *what, const char *word, const char *const *wor
 
 PyObject *pli_world_issue(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     static const char *const reductions[] = {"sum", "mean", "max"};
     const char *kinds[PL_N_OP_KINDS];
     const char *dtypes[PL_N_DTYPES];

@@ -270,6 +270,7 @@ static int build_world(module_state *state, world_object *self,
 
 static PyObject *world_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     module_state *state = state_of_type(type);
     world_arguments arguments = {.accumulate = "nccl"};
     const char *address = NULL;
@@ -316,6 +317,7 @@ static pl_comm *comm_of(PyObject *object)
 
 static PyObject *world_wait(PyObject *object, PyObject *number)
 {
+    PLI_ENTER(object);
     const pl_ticket ticket = PyLong_AsUnsignedLongLong(number);
     if (PyErr_Occurred() != NULL ||
         pli_wait_for_ticket(state_of(object), comm_of(object), ticket) != 0)
@@ -331,6 +333,7 @@ static pl_status recover_slice(void *context, int64_t slice_ns)
 
 static PyObject *world_recover(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     pl_comm *comm = comm_of(object);
     (void)ignored;
     if (pli_wait_in_slices(state_of(object), recover_slice, comm) != 0)
@@ -348,6 +351,7 @@ const char *pli_text_of(PyObject *argument)
 
 static PyObject *world_note_exception(PyObject *object, PyObject *argument)
 {
+    PLI_ENTER(object);
     const char *text = NULL;
     if (argument != Py_None && (text = pli_text_of(argument)) == NULL)
         return NULL;
@@ -357,6 +361,7 @@ static PyObject *world_note_exception(PyObject *object, PyObject *argument)
 
 static PyObject *world_record(PyObject *object, PyObject *argument)
 {
+    PLI_ENTER(object);
     world_object *self = (world_object *)object;
     if (!Py_IS_TYPE(argument, state_of(object)->recorder_type)) {
         PyErr_Format(PyExc_TypeError, "recorder is %R: give a Recorder", argument);
@@ -373,6 +378,7 @@ static PyObject *world_record(PyObject *object, PyObject *argument)
 
 static PyObject *world_leave(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     PyThreadState *thread = pli_world_let_go((world_object *)object);
     pli_recorder_unlink(comm_of(object)->recorder);
@@ -385,6 +391,7 @@ static PyObject *world_leave(PyObject *object, PyObject *ignored)
  * with what the ranks tell one another, which a group comm carries as well. */
 static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
 {
+    PLI_ENTER(object);
     pl_comm *comm = comm_of(object);
     const size_t n_more = comm->host_bytes < comm->arena_bytes
                               ? pli_gpu_board_bytes(pl_comm_world_size(comm))
@@ -395,18 +402,21 @@ static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
 
 static PyObject *world_rank(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyLong_FromLong(pl_comm_rank(comm_of(object)));
 }
 
 static PyObject *world_size(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyLong_FromLong(pl_comm_world_size(comm_of(object)));
 }
 
 static PyObject *world_uses_group(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return PyBool_FromLong(pli_comm_is_group_comm(comm_of(object)));
 }

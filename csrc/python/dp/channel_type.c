@@ -30,6 +30,7 @@ typedef struct channel_object {
 
 static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"request_fd", "answer_fd", NULL};
     module_state *state = state_of_type(type);
     int request_fd = -1, answer_fd = -1;
@@ -61,16 +62,22 @@ static void destroy(channel_object *self)
     self->channel = NULL;
 }
 
-static void channel_dealloc(PyObject *object)
+static void leave_list(channel_object *self)
 {
-    channel_object *self = (channel_object *)object;
-    module_state *state = state_of(object);
+    PLI_ENTER(self);
+    module_state *state = state_of((PyObject *)self);
     if (self->previous != NULL)
         self->previous->next = self->next;
     else if (state != NULL && state->channels == self)
         state->channels = self->next;
     if (self->next != NULL)
         self->next->previous = self->previous;
+}
+
+static void channel_dealloc(PyObject *object)
+{
+    channel_object *self = (channel_object *)object;
+    leave_list(self);
     destroy(self);
     pli_object_free(object);
 }
@@ -168,6 +175,7 @@ static int read_message(PyObject *const *args, Py_ssize_t n_args, uint32_t *kind
 
 static PyObject *channel_post(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     uint32_t kind = 0;
     int result = 0;
@@ -196,6 +204,7 @@ static PyObject *channel_post(PyObject *object, PyObject *const *args, Py_ssize_
 static PyObject *channel_wait(PyObject *object, PyObject *const *args, Py_ssize_t n,
                               PyObject *names)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     PyObject *answer = NULL;
     if (n != 0 || names == NULL || PyTuple_GET_SIZE(names) != 1 ||
@@ -221,6 +230,7 @@ static PyObject *channel_wait(PyObject *object, PyObject *const *args, Py_ssize_
 
 static PyObject *channel_next(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     PyObject *request = NULL;
     (void)ignored;
@@ -250,6 +260,7 @@ static void give_memory_back(void)
 
 static PyObject *channel_answer(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     uint32_t kind = 0;
     int result = -1;
@@ -275,6 +286,7 @@ static PyObject *channel_answer(PyObject *object, PyObject *const *args, Py_ssiz
 
 static PyObject *channel_close(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     (void)ignored;
     atomic_store(&self->is_closing, 1);
@@ -285,6 +297,7 @@ static PyObject *channel_close(PyObject *object, PyObject *ignored)
 
 static PyObject *channel_watch(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     int pid;
     const char *name;
@@ -301,6 +314,7 @@ static PyObject *channel_watch(PyObject *object, PyObject *args)
 
 static PyObject *channel_avoid(PyObject *object, PyObject *cores)
 {
+    PLI_ENTER(object);
     channel_object *self = (channel_object *)object;
     pli_cores others = {.n = 0};
     CPU_ZERO(&others.set);
@@ -323,12 +337,14 @@ static PyObject *channel_avoid(PyObject *object, PyObject *cores)
 
 static PyObject *get_is_busy(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     return PyBool_FromLong(((channel_object *)object)->is_busy);
 }
 
 static PyObject *get_fds(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     const channel_object *self = (channel_object *)object;
     (void)ignored;
     if (self->channel == NULL)
@@ -338,6 +354,7 @@ static PyObject *get_fds(PyObject *object, void *ignored)
 
 static PyObject *get_spin_us(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     const channel_object *self = (channel_object *)object;
     (void)ignored;
     return PyFloat_FromDouble(
@@ -346,6 +363,7 @@ static PyObject *get_spin_us(PyObject *object, void *ignored)
 
 static int set_spin_us(PyObject *object, PyObject *value, void *ignored)
 {
+    PLI_ENTER(object);
     const channel_object *self = (channel_object *)object;
     const double spin_us = value != NULL ? PyFloat_AsDouble(value) : -1.0;
     (void)ignored;

@@ -34,6 +34,7 @@ static int read_rows(const device_group_object *self, PyObject *items,
 
 PyObject *pli_group_sum(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     PyObject *numbers, *memory, *items, *tensor;
     pli_row rows[PL_MAX_RANKS];
@@ -128,6 +129,7 @@ static PyObject *read_grads(const device_group_object *self, Py_ssize_t member,
 
 PyObject *pli_group_pack(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     PyObject *numbers;
     packing it;

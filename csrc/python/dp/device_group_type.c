@@ -97,6 +97,7 @@ int pli_group_check_lists(PyObject *one, PyObject *other)
 
 static PyObject *group_streams(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     const module_state *state = state_of(object);
     PyObject *numbers = PyTuple_New(n_members(self));
@@ -136,6 +137,7 @@ static int read_pairs(const device_group_object *self, Py_ssize_t source,
 
 static PyObject *group_copy(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     PyObject *numbers, *from_list, *to_list, *result = NULL;
     Py_ssize_t source, target;
@@ -288,6 +290,7 @@ static void free_segments(broadcast *all)
 
 static PyObject *group_broadcast(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     PyObject *numbers, *memory, *items, *result = NULL;
     broadcast all = {0};
@@ -312,6 +315,7 @@ static PyObject *group_broadcast(PyObject *object, PyObject *args)
 
 static PyObject *group_refresh(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const device_group_object *self = group_of(object);
     PyObject *numbers, *memory, *items, *sums_list, *result = NULL;
     broadcast all = {0};
@@ -340,6 +344,7 @@ static PyObject *group_refresh(PyObject *object, PyObject *args)
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"devices", NULL};
     const module_state *state = state_of_type(type);
     pl_backend *members[PL_MAX_RANKS];

@@ -330,6 +330,7 @@ static PyObject *gather_outputs(const module_state *state, PyObject *values,
 
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
+    PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     if (n_args < 3 || n_args > 4 || !PyTuple_Check(args[1]) || !PyLong_Check(args[2])) {
         PyErr_SetString(

@@ -52,6 +52,7 @@ static int take_grad(const replica_grads_object *self, grad_slot *slot, PyObject
 
 static PyObject *grad_hook_call(PyObject *object, PyObject *param)
 {
+    PLI_ENTER(object);
     const grad_hook_object *hook = (const grad_hook_object *)object;
     if (hook->slots == NULL || hook->slots->is_shut)
         Py_RETURN_NONE;
@@ -72,6 +73,7 @@ static PyMethodDef grad_hook_call_def = {
 
 PyObject *pli_replica_grads_hooks(PyObject *object, PyObject *arg)
 {
+    PLI_ENTER(object);
     replica_grads_object *self = (replica_grads_object *)object;
     const module_state *state = state_of(object);
     const size_t least = PyLong_AsSize_t(arg);
@@ -105,6 +107,7 @@ PyObject *pli_replica_grads_hooks(PyObject *object, PyObject *arg)
 
 PyObject *pli_replica_grads_open(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     (void)ignored;
     for (size_t i = 0; i < self->n_slots; i++)
@@ -114,6 +117,7 @@ PyObject *pli_replica_grads_open(PyObject *object, PyObject *ignored)
 
 PyObject *pli_replica_grads_shut(PyObject *object, PyObject *is_shut)
 {
+    PLI_ENTER(object);
     const int value = PyObject_IsTrue(is_shut);
     if (value < 0)
         return NULL;
@@ -123,6 +127,7 @@ PyObject *pli_replica_grads_shut(PyObject *object, PyObject *is_shut)
 
 PyObject *pli_replica_grads_sweep(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     PyObject *mask = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
     int has_fallbacks = 0;
@@ -146,6 +151,7 @@ PyObject *pli_replica_grads_sweep(PyObject *object, PyObject *ignored)
 
 PyObject *pli_replica_grads_fallbacks(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     PyObject *fallbacks = PyList_New(0);
     (void)ignored;

@@ -66,6 +66,7 @@ static int fill(const module_state *state, replica_grads_object *self, PyObject 
 
 static PyObject *replica_grads_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"params", "memory", NULL};
     const module_state *state = state_of_type(type);
     PyObject *params, *memory;
@@ -200,6 +201,7 @@ static int add_one(const replica_grads_object *self, const grad_slot *slot,
 
 static PyObject *replica_grads_add(PyObject *object, PyObject *masks)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     const module_state *state = state_of(object);
     int rows[PL_MAX_RANKS];
@@ -224,6 +226,7 @@ static PyObject *replica_grads_add(PyObject *object, PyObject *masks)
 
 static PyObject *replica_grads_take(PyObject *object, PyObject *masks)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     int rows[PL_MAX_RANKS];
     if (check_masks(self, masks) != 0)
@@ -240,6 +243,7 @@ static PyObject *replica_grads_take(PyObject *object, PyObject *masks)
 
 static PyObject *replica_grads_hooked(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const replica_grads_object *self = (replica_grads_object *)object;
     PyObject *mask = NULL;
     (void)ignored;

@@ -274,6 +274,7 @@ static int read_replica(const scattered_object *self, PyObject *number, Py_ssize
 
 static PyObject *scattered_leaves(PyObject *object, PyObject *number)
 {
+    PLI_ENTER(object);
     const scattered_object *self = (const scattered_object *)object;
     Py_ssize_t k;
     if (read_replica(self, number, &k) != 0)
@@ -283,6 +284,7 @@ static PyObject *scattered_leaves(PyObject *object, PyObject *number)
 
 static PyObject *scattered_chunk(PyObject *object, PyObject *number)
 {
+    PLI_ENTER(object);
     const scattered_object *self = (const scattered_object *)object;
     const module_state *state = state_of(object);
     Py_ssize_t k;
@@ -321,6 +323,7 @@ static int walk_call(const module_state *state, scattered_object *self)
 
 PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
+    PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     if (n_args != 4 || !PyTuple_CheckExact(args[0]) || !PyDict_CheckExact(args[1])) {
         PyErr_SetString(PyExc_TypeError,
@@ -349,12 +352,14 @@ PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args
 
 static PyObject *scattered_tree(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return Py_NewRef((PyObject *)((const scattered_object *)object)->tree);
 }
 
 static PyObject *scattered_sizes(PyObject *object, void *closure)
 {
+    PLI_ENTER(object);
     (void)closure;
     return Py_NewRef(((const scattered_object *)object)->sizes);
 }

@@ -57,6 +57,7 @@ static pl_status share(shared_memory_object *self)
 
 static PyObject *memory_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"n_bytes", "fd", "copy_on_write", NULL};
     Py_ssize_t n_bytes;
     int fd = -1, is_copied = 0;
@@ -95,6 +96,7 @@ static void memory_dealloc(PyObject *object)
 
 static PyObject *memory_holding(PyObject *class, PyObject *arg)
 {
+    PLI_ENTER(class);
     PyTypeObject *type = (PyTypeObject *)class;
     const void *address = PyLong_AsVoidPtr(arg);
     if (address == NULL && PyErr_Occurred())
@@ -132,6 +134,7 @@ static int is_dense(const dl_tensor *tensor, size_t *n_bytes, int64_t *strides)
 
 static PyObject *memory_view(PyObject *object, PyObject *args)
 {
+    PLI_ENTER(object);
     const shared_memory_object *self = (shared_memory_object *)object;
     const module_state *state = state_of(object);
     Py_ssize_t offset;
@@ -164,6 +167,7 @@ static PyObject *memory_view(PyObject *object, PyObject *args)
 
 static PyObject *memory_reload(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     const pli_shared_memory *memory = ((shared_memory_object *)object)->memory;
     Py_BEGIN_ALLOW_THREADS;
@@ -174,6 +178,7 @@ static PyObject *memory_reload(PyObject *object, PyObject *ignored)
 
 static PyObject *memory_share(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     if (pli_check(state_of(object), share((shared_memory_object *)object)) != 0)
         return NULL;
@@ -182,6 +187,7 @@ static PyObject *memory_share(PyObject *object, PyObject *ignored)
 
 static PyObject *memory_unshare(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     shared_memory_object *self = (shared_memory_object *)object;
     pl_status st = PL_OK;
     (void)ignored;
@@ -198,18 +204,21 @@ static PyObject *memory_unshare(PyObject *object, PyObject *ignored)
 
 static PyObject *get_fd(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     return PyLong_FromLong(((shared_memory_object *)object)->memory->fd);
 }
 
 static PyObject *get_n_bytes(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     return PyLong_FromSize_t(((shared_memory_object *)object)->n_bytes);
 }
 
 static PyObject *get_address(PyObject *object, void *ignored)
 {
+    PLI_ENTER(object);
     (void)ignored;
     return PyLong_FromVoidPtr(((shared_memory_object *)object)->memory->base);
 }

@@ -113,6 +113,7 @@ static PyObject *get_by(const PyGetSetDef *getter, PyObject *tensor, PyObject *n
 
 static PyObject *tensors_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"tensors", "places", NULL};
     const module_state *state = state_of_type(type);
     PyObject *tensors, *places;
@@ -204,6 +205,7 @@ static int is_in_place(const module_state *state, const shared_tensor *item)
 
 static PyObject *tensors_moved(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const shared_tensors_object *self = (shared_tensors_object *)object;
     const module_state *state = state_of(object);
     (void)ignored;
@@ -215,6 +217,7 @@ static PyObject *tensors_moved(PyObject *object, PyObject *ignored)
 
 static PyObject *tensors_trainable(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const shared_tensors_object *self = (shared_tensors_object *)object;
     PyObject *requires_grad = state_of(object)->str_requires_grad;
     PyObject *mask = PyBytes_FromStringAndSize(NULL, self->n_items);
@@ -246,6 +249,7 @@ static long version_of(const shared_tensors_object *self, Py_ssize_t i)
 
 static PyObject *tensors_record_versions(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     shared_tensors_object *self = (shared_tensors_object *)object;
     (void)ignored;
     for (Py_ssize_t i = 0; i < self->n_items; i++)
@@ -255,6 +259,7 @@ static PyObject *tensors_record_versions(PyObject *object, PyObject *ignored)
 
 static PyObject *tensors_written(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     shared_tensors_object *self = (shared_tensors_object *)object;
     PyObject *found = PyList_New(0);
     (void)ignored;
@@ -316,6 +321,7 @@ static pl_move move_of(const shared_tensor *item, void *to, const void *from)
 
 static PyObject *tensors_save(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const shared_tensors_object *self = (shared_tensors_object *)object;
     size_t n_moves = 0;
     (void)ignored;
@@ -366,6 +372,7 @@ static int restore_one(shared_tensors_object *self, Py_ssize_t i, int is_saved)
 
 static PyObject *tensors_restore(PyObject *object, PyObject *arg)
 {
+    PLI_ENTER(object);
     shared_tensors_object *self = (shared_tensors_object *)object;
     const int is_saved = PyObject_IsTrue(arg);
     if (is_saved < 0)

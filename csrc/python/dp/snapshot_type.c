@@ -18,6 +18,7 @@ typedef struct snapshot_object {
 
 static PyObject *snapshot_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {NULL};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, ":Snapshot", names))
         return NULL;
@@ -61,6 +62,7 @@ static Py_ssize_t find_free(snapshot_object *self)
 
 static PyObject *snapshot_add(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(object);
     static char *names[] = {"", "owner", "whole", NULL};
     snapshot_object *self = (snapshot_object *)object;
     PyObject *live, *owner = NULL;
@@ -98,6 +100,7 @@ static pli_watched *item_at(snapshot_object *self, PyObject *index)
 
 static PyObject *snapshot_drop(PyObject *object, PyObject *index)
 {
+    PLI_ENTER(object);
     snapshot_object *self = (snapshot_object *)object;
     pli_watched *item = item_at(self, index);
     if (item == NULL)
@@ -113,6 +116,7 @@ static PyObject *snapshot_drop(PyObject *object, PyObject *index)
 
 static PyObject *snapshot_differing(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     snapshot_object *self = (snapshot_object *)object;
     const module_state *state = state_of(object);
     PyObject *found = NULL;
@@ -138,6 +142,7 @@ static PyObject *snapshot_differing(PyObject *object, PyObject *ignored)
 
 static PyObject *snapshot_delta(PyObject *object, PyObject *index)
 {
+    PLI_ENTER(object);
     snapshot_object *self = (snapshot_object *)object;
     pli_watched *item = item_at(self, index);
     if (item == NULL)
@@ -150,6 +155,7 @@ static PyObject *snapshot_delta(PyObject *object, PyObject *index)
 
 static PyObject *snapshot_accept(PyObject *object, PyObject *index)
 {
+    PLI_ENTER(object);
     snapshot_object *self = (snapshot_object *)object;
     pli_watched *item = item_at(self, index);
     if (item == NULL)

@@ -12,6 +12,7 @@
 
 PyObject *pli_tensor_hash(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
 {
+    PLI_ENTER(module);
     pli_tensor tensor;
     size_t most_bytes = SIZE_MAX;
     if (n_args < 1 || n_args > 2)

@@ -62,6 +62,7 @@ static int read_node(PyObject *row, pli_node *out)
 /* Tree(rows): what a pickle calls. */
 static PyObject *tree_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    PLI_ENTER(type);
     static char *names[] = {"rows", NULL};
     PyObject *rows;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:Tree", names, &PyTuple_Type,
@@ -99,6 +100,7 @@ static PyObject *or_none(void *object)
 
 static PyObject *tree_reduce(PyObject *object, PyObject *ignored)
 {
+    PLI_ENTER(object);
     const pli_tree *self = (const pli_tree *)object;
     (void)ignored;
     PyObject *rows = PyTuple_New(Py_SIZE(object));
@@ -184,6 +186,7 @@ PyObject *pli_tree_path_of_call(const pli_tree *tree, Py_ssize_t leaf)
 
 static PyObject *tree_path(PyObject *object, PyObject *number)
 {
+    PLI_ENTER(object);
     const pli_tree *self = (const pli_tree *)object;
     const Py_ssize_t leaf = PyNumber_AsSsize_t(number, PyExc_IndexError);
     if (leaf == -1 && PyErr_Occurred())
@@ -330,6 +333,7 @@ static int nodes_are_same(const module_state *state, const pli_node *left,
 
 static PyObject *tree_compare(PyObject *object, PyObject *other, int op)
 {
+    PLI_ENTER(object);
     if (Py_TYPE(object) != Py_TYPE(other) || (op != Py_EQ && op != Py_NE))
         Py_RETURN_NOTIMPLEMENTED;
     const module_state *state = state_of(object);
@@ -346,6 +350,7 @@ static PyObject *tree_compare(PyObject *object, PyObject *other, int op)
 
 static PyObject *tree_unflatten(PyObject *object, PyObject *leaves)
 {
+    PLI_ENTER(object);
     const pli_tree *self = (const pli_tree *)object;
     PyObject *all = PySequence_Fast(leaves, "unflatten takes a sequence of leaves");
     if (all == NULL)

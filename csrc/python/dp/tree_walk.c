@@ -165,6 +165,7 @@ int pli_walk_value(pli_walk *walk, PyObject *value) /* NOLINT(misc-no-recursion)
 
 PyObject *pli_flatten(PyObject *module, PyObject *value)
 {
+    PLI_ENTER(module);
     const module_state *state = PyModule_GetState(module);
     pli_walk walk;
     PyObject *result = NULL;

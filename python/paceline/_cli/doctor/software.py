@@ -68,8 +68,8 @@ def judge_python(python: Python) -> Finding:
     if python.is_free_threaded:
         return warning(
             found,
-            "Paceline is not made for Python without the global interpreter lock. "
-            "Use the ordinary build.",
+            "Without the global interpreter lock a part of the tests has run, and not "
+            "the whole. Use the ordinary build for what must not fail.",
         )
     return ok(found)
 

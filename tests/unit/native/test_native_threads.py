@@ -1,0 +1,167 @@
+"""Several threads in the extension at once, with a GIL and without one."""
+
+import gc
+import queue
+import subprocess
+import sys
+import sysconfig
+import threading
+
+import pytest
+import torch
+from natives import MIB, make_world
+from paceline import _native
+from torch import nn
+
+N_THREADS = 4
+
+
+def run_at_once(work):
+    """Call work(k) in several threads that begin together; raise what one raises."""
+    barrier, errors = threading.Barrier(N_THREADS), []
+
+    def run(k):
+        try:
+            barrier.wait()
+            work(k)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(N_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def nested(k):
+    """Return a value of tensors in containers, other ones in each thread."""
+    x = torch.arange(8.0).reshape(4, 2) + k
+    return [x, {"a": (x + 1, None), "b": [k, x + 2]}], {"c": x + 3}
+
+
+def same(left, right):
+    return torch.equal(
+        torch.cat([t.flatten() for t in _native.flatten(left)[1]]),
+        torch.cat([t.flatten() for t in _native.flatten(right)[1]]),
+    )
+
+
+def test_threads_split_and_join_each_their_own_values():
+    def work(k):
+        for _ in range(200):
+            value = nested(k)
+            tree, leaves = _native.flatten(value)
+            assert same(tree.unflatten(leaves), value)
+            scattered = _native.scatter((value[0],), value[1], 2, 0)
+            parts = [scattered.chunk(r) for r in range(2)]
+            joined = _native.gather(parts, scattered.sizes, 0)
+            assert same(joined, ((value[0],), value[1]))
+
+    run_at_once(work)
+
+
+def test_threads_read_one_tree_and_one_split():
+    value = nested(0)
+    tree, leaves = _native.flatten(value)
+    scattered = _native.scatter((value[0],), value[1], 2, 0)
+    expected = scattered.chunk(1)
+
+    def work(k):
+        for _ in range(200):
+            assert same(tree.unflatten(leaves), value)
+            assert same(scattered.chunk(1), expected)
+            assert tree == _native.flatten(value)[0]
+
+    run_at_once(work)
+
+
+def reducer_of(net):
+    params = list(net.parameters())
+    sizes = (MIB, MIB // 4, 1024)
+    return _native.Reducer(make_world(arena_bytes=MIB), params, [], *sizes)
+
+
+def make_net(k):
+    net = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(8)])
+    for i, p in enumerate(net.parameters()):
+        nn.init.constant_(p, (i + k) % 2)
+    return net
+
+
+def grads_of(net, x):
+    net.zero_grad()
+    net(x).sum().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def all_equal(left, right):
+    return all(map(torch.equal, left, right))
+
+
+def test_reducers_are_made_and_end_while_others_reduce():
+    over = queue.SimpleQueue()  # what one thread has made ends in another
+
+    def work(k):
+        x = torch.ones(2, 3)
+        for _ in range(12):
+            net = make_net(k)
+            expected = grads_of(net, x)
+            reducer = reducer_of(net)
+            for _ in range(3):
+                assert all_equal(grads_of(net, x), expected)
+            over.put((net, reducer))
+            del net, reducer
+            if k % 2:
+                while not over.empty():
+                    over.get()
+
+    run_at_once(work)
+
+
+def test_a_reducer_may_end_while_another_thread_is_in_its_backward():
+    x = torch.ones(2, 3)
+    for _ in range(20):
+        nets = [make_net(k) for k in range(N_THREADS)]
+        expected = [grads_of(net, x) for net in nets]
+        reducers = {k: reducer_of(nets[k]) for k in range(1, N_THREADS)}
+
+        def work(k, nets=nets, expected=expected, reducers=reducers):
+            if k == 0:
+                while reducers:
+                    reducers.popitem()
+                return
+            for _ in range(4):
+                assert all_equal(grads_of(nets[k], x), expected[k])
+
+        run_at_once(work)
+
+
+def test_the_collector_runs_while_threads_are_in_the_extension():
+    def work(k):
+        for _ in range(15):
+            if k == 0:
+                gc.collect()
+                continue
+            net = make_net(k)
+            net.kept = reducer_of(net)  # a circle
+            assert len(grads_of(net, torch.ones(2, 3))) == 8
+            del net
+
+    run_at_once(work)
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL"
+)
+def test_a_python_without_gil_stays_without_it():
+    code = "import paceline, sys; paceline.DataParallel; print(sys._is_gil_enabled())"
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert ran.stdout.split() == ["False"]
