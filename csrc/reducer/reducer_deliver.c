@@ -24,8 +24,7 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
         .offset_bytes = self->buckets_at + bucket->offset_bytes +
                         self->buckets[b].n_issued * elem_bytes,
         .n_elems = n_left < n_most ? n_left : n_most,
-        /* By the rest of the bucket, or by what closes the step. */
-        .is_followed = n_left > n_most || b + 1 == self->plan->n_buckets,
+        .is_followed = 1, /* by what closes the step, at the latest */
         .bucket = (unsigned)b + 1,
     };
     const pli_order order = {
