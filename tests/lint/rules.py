@@ -107,6 +107,22 @@ def check_includes(path: str, text: str) -> Found:
     yield from dependence.check_includes(path, blank(text, literals=False))
 
 
+def check_lock(path: str, text: str) -> Found:
+    """What Python calls by a table of the file takes the lock first."""
+    code = blank(text, literals=False)
+    table = (
+        r'\{\s*"\w*",\s*(?:\(\w+\)\s*)*(?:\(void \(\*\)\(void\)\))?(\w+)(?:,\s*(\w+))?'
+    )
+    slot = r"\{Py_(?:tp_(?:call|new|iter|iternext|repr)|[ns]q_\w+|mp_\w+),\s*(\w+)\}"
+    names = {n for found in re.findall(table, code) for n in found}
+    names.update(re.findall(slot, code))
+    for found in re.finditer(r"^[^\n]*\b(\w+)\([^;{}]*\)\n\{\n", code, re.MULTILINE):
+        body = code[found.end() : code.index("\n}", found.end() - 1)]
+        if found[1] in names and not body.lstrip().startswith("PLI_ENTER("):
+            line = line_of(text, found.start())
+            yield line, "lock", f"{found[1]} is called by Python: PLI_ENTER comes first"
+
+
 def check_test_names(path: str, text: str) -> Found:
     """Names of tests are sentences."""
     for node in ast.walk(ast.parse(text)):
@@ -190,6 +206,7 @@ TABLE: list[tuple[str, str, list[Check]]] = [
         "**/*.[ch]",
         [check_file_size, check_function_size, check_calls, check_includes],
     ),
+    ("csrc/python", "**/*.c", [check_lock]),
     (
         "python/paceline",
         "**/*.py*",

@@ -33,6 +33,22 @@ def function(n_lines):
     return "int f(int a,\n      int b)\n{\n" + "    a++;\n" * (n_lines - 4) + "}\n"
 
 
+def called_by_python(body):
+    return (
+        "static PyObject *name(PyObject *self,\n                      PyObject *args)\n"
+        f"{{\n{body}    Py_RETURN_NONE;\n}}\n"
+        'static PyMethodDef methods[] = {{"name", name, METH_NOARGS, NULL}};\n'
+    )
+
+
+def test_what_python_calls_takes_the_lock_first(lint):
+    path = "csrc/python/module.c"
+    enter = "    PLI_ENTER(self);\n"
+    assert lint(path, called_by_python(enter)) == []
+    assert lint(path, called_by_python("")) == ["lock"]
+    assert lint(path, called_by_python("    int n;\n" + enter)) == ["lock"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
