@@ -85,22 +85,22 @@ static int reduce_well(rank_job *job, unsigned seed)
 }
 
 /* The last rank gives a step up; then all go on.  The context: how many ranks each host
- * has, which are threads here and have no names beyond it; NULL: there is one host. */
+ * has; NULL: there is one host. */
 static void fail_and_go_on(rank_job *job)
 {
     const int culprit = job->world_size - 1;
     const int n_here = job->context != NULL ? *(const int *)job->context : 0;
+    const int is_near = n_here == 0 || job->rank / n_here == culprit / n_here;
     char name[64];
-    (void)snprintf(name, sizeof name, "the step of rank %d failed",
-                   n_here > 0 ? n_here - 1 : culprit);
+    (void)snprintf(name, sizeof name,
+                   is_near ? "the step of rank %d failed" : "rank %d", culprit);
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(reduce_well(job, 1));
     if (job->rank == culprit) {
         pl_comm_abort(job->comm, "the dog ate it");
     } else if (CHECK(!reduce_well(job, 2))) {
         CHECK(error_has(name) && error_has("the dog ate it"));
-        CHECK(n_here == 0 || job->rank / n_here == culprit / n_here ||
-              error_has("the step of host "));
+        CHECK(is_near || error_has(" (host "));
     }
     CHECK_OK(recover_through(job->comm, &recovery));
     CHECK(recovery == PL_RECOVERED && reduce_well(job, 3));
