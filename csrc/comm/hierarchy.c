@@ -294,12 +294,10 @@ static int has_gone_down(hierarchy *self, pl_ticket ticket)
     return has;
 }
 
-static pl_status hierarchy_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+static pl_status wait_for(hierarchy *self, pl_ticket ticket, int64_t slice_ns)
 {
     pl_status st = PL_OK;
-    hierarchy *self = hierarchy_of(comm);
     const int64_t begin = pli_now_ns();
-    PL_TRY(check_ticket(self, ticket));
     PL_TRY(pli_hierarchy_check(self));
     if (ticket <= atomic_load(&self->n_done))
         goto done;
@@ -309,7 +307,21 @@ static pl_status hierarchy_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_n
             PL_FAIL(PL_EAGAIN, "not done yet");
     }
     PL_TRY(wait_inside(self, ticket, slice_ns));
-    atomic_store(&self->n_done, ticket);
+done:
+    return st;
+}
+
+static pl_status hierarchy_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
+{
+    pl_status st = PL_OK;
+    hierarchy *self = hierarchy_of(comm);
+    PL_TRY(check_ticket(self, ticket));
+    st = wait_for(self, ticket, slice_ns);
+    /* Whoever failed may have seen the end of what is waited for before. */
+    if (st != PL_OK && st != PL_EAGAIN && hierarchy_is_done(comm, ticket))
+        st = PL_OK;
+    if (st == PL_OK)
+        atomic_store(&self->n_done, ticket);
 done:
     return st;
 }

@@ -426,6 +426,42 @@ static void no_host_takes_a_step_that_another_does_not(void)
     printf("%u worlds went on, %u with the step taken\n", n_went_on, n_ended);
 }
 
+/* Another thread may hear of a host's next step, failed, before this one has come to
+ * see that its own is over. */
+static void see_the_end_late(rank_job *job)
+{
+    pl_op op = mean_of(17);
+    pl_ticket ticket = 0;
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    op.ends_step = 1;
+    if (!CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)))
+        return;
+    if (job->rank == 0) {
+        CHECK_OK(wait_through(job->comm, ticket));
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else {
+        while (!job->comm->ops->is_done(job->comm, ticket))
+            CHECK_OK(pl_comm_progress(job->comm));
+        while (pli_comm_query(job->comm, PLI_QUERY_STEP) == PL_OK)
+            pli_sleep_ns(PLI_MS);
+        CHECK_OK(pl_comm_wait(job->comm, ticket, 0));
+        CHECK(!do_step(job, 2, 2));
+    }
+    CHECK_OK(recover_through(job->comm, &recovery));
+    CHECK(recovery == PL_RECOVERED && do_step(job, 3, N_RANGES));
+}
+
+static void a_step_that_is_over_is_so_for_who_looks_later(void)
+{
+    for (int n_ranks = 1; n_ranks <= 2; n_ranks++) {
+        const hosts it = {.n_hosts = 2,
+                          .n_ranks = {n_ranks, n_ranks},
+                          .deadline_ns = RANKS_DEADLINE_NS};
+        hosts_run(&it, N_RANGES * ops_arena_bytes(large_elems), see_the_end_late, NULL,
+                  1);
+    }
+}
+
 /* A host goes, while others recover: they learn it, and the world is over. */
 static void go_while_recovering(rank_job *job)
 {
@@ -631,6 +667,7 @@ int main(void)
     RUN(a_failed_step_is_left_behind_on_every_host);
     RUN(a_step_that_fails_at_its_beginning_is_left_behind);
     RUN(no_host_takes_a_step_that_another_does_not);
+    RUN(a_step_that_is_over_is_so_for_who_looks_later);
     RUN(a_host_that_goes_while_others_recover_ends_the_world);
     RUN(a_host_that_leaves_early_is_named);
     RUN(a_host_that_leaves_after_its_part_fails_nobody);
