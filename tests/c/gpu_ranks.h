@@ -49,7 +49,7 @@ typedef struct gpu_rank {
     pl_stream *stream; /* the user's */
     pl_event *ready;
     pl_status made;
-    char words[512]; /* why it could not */
+    char words[2048]; /* why it could not */
     void (*run)(struct gpu_rank *self);
 } gpu_rank;
 
@@ -203,7 +203,7 @@ static inline void *gpu_ranks_thread(void *memory)
     if (self->made == PL_OK)
         self->run(self);
     else
-        (void)snprintf(self->words, sizeof self->words, "%.500s", pl_error_message());
+        (void)snprintf(self->words, sizeof self->words, "%s", pl_error_message());
     /* The base is the world's, where there is one. */
     pl_comm_destroy(self->comm != NULL ? self->comm : self->all->bases[self->rank]);
     gpu_close(self);
@@ -334,7 +334,7 @@ static inline pl_status gpu_agree_on_end(gpu_rank *self)
 {
     pl_status st = PL_OK;
     pl_ticket ticket = 0;
-    const pl_op op = {.kind = PL_BARRIER};
+    const pl_op op = {.kind = PL_BARRIER, .ends_step = 1};
     PL_TRY(pl_comm_issue(self->comm, &op, &ticket));
     PL_TRY(wait_through(self->comm, ticket));
     PL_TRY(pli_comm_order(self->comm, self->stream));

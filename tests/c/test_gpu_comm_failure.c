@@ -22,7 +22,7 @@ static const pl_op short_mean = {.kind = PL_ALL_REDUCE,
 static void say(gpu_rank *self, pl_status st)
 {
     self->made = st;
-    (void)snprintf(self->words, sizeof self->words, "%.500s",
+    (void)snprintf(self->words, sizeof self->words, "%s",
                    st == PL_OK ? "" : pl_error_message());
 }
 

@@ -322,7 +322,7 @@ static void prepare_in_vain(gpu_rank *self)
 {
     self->made = prepare(self);
     CHECK(self->made != PL_OK);
-    (void)snprintf(self->words, sizeof self->words, "%.500s", pl_error_message());
+    (void)snprintf(self->words, sizeof self->words, "%s", pl_error_message());
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
