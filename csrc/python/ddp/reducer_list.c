@@ -25,7 +25,7 @@ void pli_reducers_leave(module_state *state, reducer_object *self)
     reducer_object **link = &state->reducers;
     while (*link != NULL && *link != self)
         link = &(*link)->next;
-    if (*link == self)
+    if (*link != NULL)
         *link = self->next;
 }
 
