@@ -158,18 +158,37 @@ def thawed(
     )
 
 
-def structure_of(parts: Iterable[Module]) -> list[list[int]]:
-    """Return what differs once a part has other parameters or modules."""
+Structure = list[tuple[int, bool]]
+"""Which parameters and modules a part has, and whether each is, or may be, trained."""
+
+
+def structure_of(parts: Iterable[Module]) -> list[Structure]:
+    """Return what tells whether a part has been given others."""
     return [
-        [*map(id, part._parameters.values()), *map(id, part._modules.values())]
+        [
+            *((id(p), _is_trained(p)) for p in part._parameters.values()),
+            *((id(module), True) for module in part._modules.values()),
+        ]
         for part in parts
     ]
 
 
-def check_structure(parts: Sequence[Module], before: list[list[int]]) -> None:
-    """Raise where replica 0's forward has given a part other parameters or modules."""
+def _is_trained(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _differs(old: Structure, new: Structure) -> bool:
+    """Tell whether what is trained is another; a frozen one may give way to another."""
+    return len(old) != len(new) or any(
+        before != now and (was_trained or is_trained)
+        for (before, was_trained), (now, is_trained) in zip(old, new, strict=True)
+    )
+
+
+def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
+    """Raise where replica 0's forward has given a part others to train."""
     for part, old, new in zip(parts, before, structure_of(parts), strict=True):
-        if old != new:
+        if _differs(old, new):
             raise restructured(part)
 
 

@@ -340,9 +340,9 @@ class Whole:
             r"memory has 0 rows: give 1 to \d+",
         ),
         (
-            lambda w: _native.ReplicaGrads([], [[]] * 1000),
+            lambda w: _native.ReplicaGrads([], [[]] * 5000),
             ValueError,
-            r"memory has 1000 rows: give 1 to \d+",
+            r"memory has 5000 rows: give 1 to \d+",
         ),
         (
             lambda w: _native.ReplicaGrads(w.params, [w.memory[0], ()]),
