@@ -221,26 +221,25 @@ done:
     return st;
 }
 
-/* Where no step can follow: whoever waits for this rank is told. */
+/* Where no step can follow: whoever waits for this rank is told, and by what it came. */
 static pl_status check_lost(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
-    if (self->is_lost) {
-        st =
-            pli_fail(PL_EPEER,
-                     "rank %d: means of a step that had ended well were lost on the "
-                     "device, so the ranks may differ: start again from what was saved",
-                     self->super.rank);
-    } else if (self->is_left) {
-        st = pli_fail(PL_EPEER,
-                      "rank %d: NCCL keeps a thread of this process: start again from "
-                      "what was saved",
-                      self->super.rank);
-    }
-    if (st != PL_OK) {
-        pli_comm_set_failure_message(self->base, pl_error_message());
-        pl_comm_leave(self->base);
-    }
+    char cause[PLI_GPU_MESSAGE_BYTES];
+    if (!self->is_lost && !self->is_left)
+        goto done;
+    st = pli_gpu_comm_check(self);
+    pli_text_print(cause, sizeof cause, "%s", pl_error_message());
+    st = pli_fail(PL_EPEER, "rank %d: %s: start again from what was saved (%s)",
+                  self->super.rank,
+                  self->is_lost
+                      ? "means of a step that had ended well were lost on the device, "
+                        "so the ranks may differ"
+                      : "NCCL keeps a thread of this process",
+                  cause);
+    pli_comm_set_failure_message(self->base, pl_error_message());
+    pl_comm_leave(self->base);
+done:
     return st;
 }
 

@@ -263,6 +263,42 @@ def test_a_rank_that_is_gone_is_named_on_every_host(
         assert when - began < NOTICED_SECONDS
 
 
+def die_before_the_device_is_done(rank: int, hosts: Hosts) -> Any:
+    model = paceline.DistributedDataParallel(Net())
+    x = torch.ones(4, 20)
+    for _ in range(3):
+        model(x, True).square().mean().backward()
+    if rank == hosts.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(3.0)  # and so is told by rank 0, that cannot go on
+    told = []
+    for _ in range(2):
+        with pytest.raises(paceline.PeerError) as caught:
+            model(x, True).square().mean().backward()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store: str) -> None:
+    with start_ranks(
+        on_gpu,
+        4,
+        die_before_the_device_is_done,
+        Hosts((2, 2)),
+        store,
+        rendezvous="none",
+        timeout=90.0,
+        env=fake_gpus.environment(blocking=0),  # no host waits for its device
+    ) as ranks:
+        outcomes = ranks.wait()
+    for outcome in outcomes[:3]:
+        assert outcome.is_ok, outcome
+        for text in outcome.value:
+            assert "rank 3" in text or "ranks 2 to 3 (host 1)" in text, text
+        assert "start again from what was saved" in outcome.value[1], outcome
+
+
 def go_on(rank: int, hosts: Hosts) -> Any:
     torch.manual_seed(0)
     ours = paceline.DistributedDataParallel(Net())
