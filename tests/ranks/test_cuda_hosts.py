@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import paceline
@@ -20,38 +19,14 @@ import torch
 import torch.distributed as dist
 from paceline._ddp import host_links
 from support import fake_gpus
-from support.hosts import Hosts
+from support.hosts import Hosts, Net
 from support.ranks import run_ranks, start_ranks, tell, values
-from torch import nn
 
 N_STEPS = 6
 SECONDS = 60.0
 NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
 OUT_OF_MEMORY = 2
 WORLDS = [(1, 1), (2, 2), (1, 2), (1, 1, 1)]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """Return where ranks meet."""
-    return str(tmp_path / "store")
-
-
-class Net(nn.Module):
-    """Buffers, and a part that some steps leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(20, 300)
-        self.norm = nn.BatchNorm1d(300)
-        self.odd = nn.Linear(300, 300, bias=False)
-        self.last = nn.Linear(300, 5)
-
-    def forward(self, x: torch.Tensor, uses_odd: bool) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.first(x)))
-        if uses_odd:
-            hidden = hidden + self.odd(hidden)
-        return self.last(hidden)
 
 
 def on_gpu(

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import paceline
@@ -18,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._ddp import group_comm, host_links, rendezvous
-from support.hosts import Hosts, make_network
+from support.hosts import Hosts, Net, make_network
 from support.namespaces import Network
 from support.ranks import run_ranks, start_ranks, tell, values
 from torch import nn
@@ -28,29 +27,6 @@ N_STEPS = 6
 SECONDS = 60.0
 NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
 CUT_SECONDS = 8.0  # enough to make a wrapper on a loaded machine
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    """Return where ranks meet."""
-    return str(tmp_path / "store")
-
-
-class Net(nn.Module):
-    """Buffers, a part that some steps leave out, and types of two widths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(20, 300)
-        self.norm = nn.BatchNorm1d(300)
-        self.odd = nn.Linear(300, 300, bias=False)
-        self.last = nn.Linear(300, 5).double()
-
-    def forward(self, x: torch.Tensor, uses_odd: bool) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.first(x)))
-        if uses_odd:
-            hidden = hidden + self.odd(hidden)
-        return self.last(hidden.double())
 
 
 def join(rank: int, hosts: Hosts, store: str, seconds: float = SECONDS) -> None:

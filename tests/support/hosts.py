@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from paceline._ddp import peers
+from torch import nn
 
 from support.namespaces import INTERFACE, Network, enter, why_no_network
 
@@ -54,6 +56,23 @@ class Hosts:
             return dataclasses.replace(real(cls), boot=f"host {host}")
 
         peers.Host.here = classmethod(here)  # type: ignore[assignment, method-assign]
+
+
+class Net(nn.Module):
+    """Buffers, a part that some steps leave out, and types of two widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 300)
+        self.norm = nn.BatchNorm1d(300)
+        self.odd = nn.Linear(300, 300, bias=False)
+        self.last = nn.Linear(300, 5).double()
+
+    def forward(self, x: torch.Tensor, uses_odd: bool) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        if uses_odd:
+            hidden = hidden + self.odd(hidden)
+        return self.last(hidden.double())
 
 
 def make_network(n_ranks: Sequence[int]) -> tuple[Network, Hosts]:

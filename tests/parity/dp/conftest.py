@@ -40,3 +40,12 @@ def wrap(request, idle_workers):
 def wrap_by_default(request, idle_workers):
     """Return the same, with processes where they can serve."""
     yield from _wrapping(request.param)
+
+
+@pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
+def n_gpus(request):
+    """Return how many GPUs there are, which reach one another or do not."""
+    n_gpus, options = request.param
+    with fake_gpus.several(n_gpus, *options):
+        yield n_gpus
+        gc.collect()

@@ -13,6 +13,7 @@ from replicas import (
 from torch import nn
 
 N_ROWS = 7
+F64 = {"dtype": torch.float64}
 
 
 def linear(*shape):

@@ -4,8 +4,6 @@ They are replica 0's alone: a backward on several GPUs has a thread for each, an
 would call the hooks side by side.
 """
 
-import gc
-
 import paceline
 import pytest
 import torch
@@ -17,7 +15,6 @@ from replicas import (
     loss_of,
     smooth_net,
 )
-from support import fake_gpus
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,12 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 N_ROWS = 7
 
 
-@pytest.fixture(autouse=True, params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
-def n_gpus(request):
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options):
-        yield n_gpus
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("n_gpus")
 
 
 class Draws(nn.Module):

@@ -8,6 +8,7 @@ import gc
 
 import pytest
 import torch
+from gpu_programs import F64
 from paceline._dp.gpus import segments
 from replicas import (
     Twin,
@@ -25,8 +26,6 @@ from support import fake_gpus
 from torch import nn
 from torch.ao import quantization
 from torch.multiprocessing.reductions import StorageWeakRef
-
-F64 = {"dtype": torch.float64}
 
 
 @pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["peers", "no_peers"])

@@ -5,12 +5,11 @@ What a program returns, its gradients and its state must be the plain module's.
 
 import collections
 import dataclasses
-import gc
 
 import paceline
 import pytest
 import torch
-from gpu_programs import N_ROWS, bare, compare, linear, train
+from gpu_programs import F64, N_ROWS, bare, compare, linear, train
 from replicas import (
     assert_same,
     integer_weights,
@@ -18,18 +17,9 @@ from replicas import (
     loss_of,
     smooth_net,
 )
-from support import fake_gpus
 from torch import nn
 
-F64 = {"dtype": torch.float64}
-
-
-@pytest.fixture(autouse=True, params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
-def n_gpus(request):
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options):
-        yield n_gpus
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("n_gpus")
 
 
 # ---- inputs and outputs -------------------------------------------------------------

@@ -13,7 +13,7 @@ import weakref
 import paceline
 import pytest
 import torch
-from gpu_programs import N_ROWS, bare, compare, train
+from gpu_programs import F64, N_ROWS, bare, compare, train
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -21,19 +21,10 @@ from replicas import (
     loss_of,
     smooth_net,
 )
-from support import fake_gpus
 from torch import nn
 from torch.func import functional_call
 
-F64 = {"dtype": torch.float64}
-
-
-@pytest.fixture(autouse=True, params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
-def n_gpus(request):
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options):
-        yield n_gpus
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("n_gpus")
 
 
 # ---- modes --------------------------------------------------------------------------

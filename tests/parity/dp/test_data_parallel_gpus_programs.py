@@ -5,13 +5,12 @@ backward; all that a program returns, gradients and state must be the plain modu
 """
 
 import copy
-import gc
 import pickle
 
 import paceline
 import pytest
 import torch
-from gpu_programs import bare, compare, linear, step
+from gpu_programs import F64, bare, compare, linear, step
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -20,20 +19,11 @@ from replicas import (
     loss_of,
     smooth_net,
 )
-from support import fake_gpus
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-F64 = {"dtype": torch.float64}
-
-
-@pytest.fixture(autouse=True, params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
-def gpus(request):
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options) as machine:
-        yield machine
-        gc.collect()
+pytestmark = pytest.mark.usefixtures("n_gpus")
 
 
 class Scaled:
