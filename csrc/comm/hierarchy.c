@@ -360,11 +360,11 @@ static void hierarchy_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_b
 static void hierarchy_leave(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
-    pli_hierarchy_tell(self);
+    pli_hierarchy_send_failure(self);
     if (self->links != NULL) {
         /* Words of an exception are for who misses something of this host. */
         if (atomic_load(&self->phase) == HIERARCHY_RUNNING && self->message[0] != '\0')
-            pli_links_tell(self->links, self->message, 0);
+            pli_links_send_failure(self->links, self->message, 0);
         pli_links_end(self->links, NULL);
     }
     pl_comm_leave(self->inner);

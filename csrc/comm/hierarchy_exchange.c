@@ -198,7 +198,7 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         if (it->head.number == first_number_of(self->epoch + 1)) {
             it->is_reset = self->has_met_mark = 1;
             it->at = 0;
-            PL_TRY(pli_links_hear(self->links, host));
+            PL_TRY(pli_links_read_notice(self->links, host));
         }
         PL_TRY(check_head(self, host, &it->head, number, n_bytes));
     }
@@ -357,9 +357,9 @@ pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host
         self->last_sign_ns = now;
     const int64_t silent_ns = now - self->last_sign_ns;
     if (silent_ns > self->deadline_ns / 2 &&
-        self->told_waiting_ns != self->last_sign_ns) {
-        pli_links_tell_waiting(self->links, number, host);
-        self->told_waiting_ns = self->last_sign_ns;
+        self->sent_waiting_ns != self->last_sign_ns) {
+        pli_links_send_waiting(self->links, number, host);
+        self->sent_waiting_ns = self->last_sign_ns;
     }
     if (silent_ns > self->deadline_ns)
         PL_FAIL(

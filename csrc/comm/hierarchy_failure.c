@@ -8,46 +8,62 @@
 
 enum { INSIDE_MESSAGE_BYTES = 8192 };
 
-void pli_hierarchy_tell(hierarchy *self)
+/* ---- the message ---------------------------------------------------------------- */
+
+int pli_hierarchy_phase(const hierarchy *self)
 {
-    if (self->links == NULL || !atomic_exchange(&self->is_untold, 0))
+    int phase;
+    while ((phase = atomic_load(&self->phase)) == HIERARCHY_HELD)
+        pli_cpu_relax();
+    return phase;
+}
+
+int pli_hierarchy_take_message(hierarchy *self)
+{
+    int phase;
+    do {
+        phase = pli_hierarchy_phase(self);
+    } while (!atomic_compare_exchange_strong(&self->phase, &phase, HIERARCHY_HELD));
+    return phase;
+}
+
+void pli_hierarchy_return_message(hierarchy *self, int phase)
+{
+    atomic_store(&self->phase, phase);
+}
+
+void pli_hierarchy_send_failure(hierarchy *self)
+{
+    if (self->links == NULL || !atomic_exchange(&self->is_unsent, 0))
         return;
-    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
+    const int phase = pli_hierarchy_take_message(self);
+    if (phase == HIERARCHY_ENDED)
         pli_links_end(self->links, self->message);
     else
-        pli_links_tell(self->links, self->message, self->has_met_mark);
+        pli_links_send_failure(self->links, self->message, self->has_met_mark);
+    pli_hierarchy_return_message(self, phase);
 }
+
+/* ---- failing -------------------------------------------------------------------- */
 
 pl_status pli_hierarchy_check(hierarchy *self)
 {
     pl_status st = PL_OK;
-    const int phase = atomic_load(&self->phase);
-    if (phase == HIERARCHY_RUNNING)
-        goto done;
-    pli_hierarchy_tell(self);
+    if (pli_hierarchy_phase(self) == HIERARCHY_RUNNING)
+        return PL_OK;
+    pli_hierarchy_send_failure(self);
+    const int phase = pli_hierarchy_take_message(self);
     if (phase == HIERARCHY_ENDED)
-        PL_FAIL(PL_EPEER,
-                "rank %d: the world has failed (%s): wrap the model anew on every rank",
-                self->super.rank, self->message);
-    PL_FAIL(PL_EPEER, "rank %d: the step has failed (%s)", self->super.rank,
-            self->message);
-done:
+        st =
+            pli_fail(PL_EPEER,
+                     "rank %d: the world has failed (%s): wrap the model anew on every "
+                     "rank",
+                     self->super.rank, self->message);
+    else if (phase == HIERARCHY_FAILED)
+        st = pli_fail(PL_EPEER, "rank %d: the step has failed (%s)", self->super.rank,
+                      self->message);
+    pli_hierarchy_return_message(self, phase);
     return st;
-}
-
-/* Whether a failure of that kind is news; the caller then writes its words. */
-static int begin_failure(hierarchy *self, failure_kind kind)
-{
-    for (;;) {
-        int phase = atomic_load(&self->phase);
-        if (phase == HIERARCHY_ENDED ||
-            (phase == HIERARCHY_FAILED && kind == STEP_FAILED))
-            return 0;
-        if (phase != HIERARCHY_FAILING &&
-            atomic_compare_exchange_strong(&self->phase, &phase, HIERARCHY_FAILING))
-            return 1;
-        pli_cpu_relax();
-    }
 }
 
 static void fail_inside(hierarchy *self, failure_kind kind, const char *message)
@@ -80,8 +96,13 @@ static void fail(hierarchy *self, failure_kind kind, failure_words whose,
         fail_inside(self, kind, message);
         return;
     }
-    if (!begin_failure(self, kind))
+    const int phase = pli_hierarchy_take_message(self);
+    const int is_news = phase == HIERARCHY_RUNNING ||
+                        (phase == HIERARCHY_FAILED && kind == WORLD_FAILED);
+    if (!is_news) {
+        pli_hierarchy_return_message(self, phase);
         return;
+    }
     const int has_words = message != NULL || self->message[0] != '\0';
     if (!has_words)
         put_own_words(self, "an exception in its backward");
@@ -89,11 +110,11 @@ static void fail(hierarchy *self, failure_kind kind, failure_words whose,
         put_own_words(self, message);
     else if (message != NULL)
         pli_text_print(self->message, sizeof self->message, "%s", message);
-    atomic_store(&self->is_untold, 1);
-    atomic_store(&self->phase,
-                 kind == STEP_FAILED ? HIERARCHY_FAILED : HIERARCHY_ENDED);
+    atomic_store(&self->is_unsent, 1);
+    pli_hierarchy_return_message(self, kind == STEP_FAILED ? HIERARCHY_FAILED
+                                                           : HIERARCHY_ENDED);
     if (has_words)
-        pli_hierarchy_tell(self);
+        pli_hierarchy_send_failure(self);
     fail_inside(self, kind, message);
 }
 
@@ -111,7 +132,7 @@ static void give_up_locking(hierarchy *self)
 
 static void give_up_unless_words_follow(hierarchy *self)
 {
-    if (!atomic_load(&self->is_untold))
+    if (!atomic_load(&self->is_unsent))
         give_up_locking(self);
 }
 
@@ -190,7 +211,7 @@ pl_status pli_hierarchy_query(pl_comm *comm, pli_query what)
 {
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
-    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
+    if (pli_hierarchy_phase(self) == HIERARCHY_ENDED)
         PL_TRY(pli_hierarchy_check(self));
     st = pli_comm_query(self->inner, what);
     if (self->links == NULL)
@@ -209,13 +230,16 @@ done:
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
     hierarchy *self = hierarchy_of(comm);
-    const int is_running = atomic_load(&self->phase) == HIERARCHY_RUNNING;
     pli_comm_set_failure_message(self->inner, message);
-    if (self->links == NULL || (!is_running && !atomic_load(&self->is_untold)))
+    if (self->links == NULL)
         return;
-    self->message[0] = '\0';
-    if (message != NULL)
+    const int phase = pli_hierarchy_take_message(self);
+    const int is_read = phase == HIERARCHY_RUNNING || atomic_load(&self->is_unsent);
+    if (is_read)
+        self->message[0] = '\0';
+    if (is_read && message != NULL)
         put_own_words(self, message);
-    if (message != NULL && !is_running)
+    pli_hierarchy_return_message(self, phase);
+    if (is_read && message != NULL && phase != HIERARCHY_RUNNING)
         give_up_locking(self);
 }

@@ -75,7 +75,7 @@ static pl_status send_marks(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
     /* The notice first: whoever meets the mark is to hear why. */
-    if (!pli_links_has_told(self->links, host))
+    if (!pli_links_has_sent_failure(self->links, host))
         goto done;
     PL_TRY(send_mark(self, host, PLI_LINK_DATA));
     PL_TRY(send_mark(self, host, PLI_LINK_BACK));
@@ -86,23 +86,25 @@ done:
 void pli_hierarchy_give_up(hierarchy *self)
 {
     pl_status st = PL_OK;
-    if (atomic_load(&self->phase) != HIERARCHY_FAILED) {
-        pli_hierarchy_tell(self);
+    if (pli_hierarchy_phase(self) != HIERARCHY_FAILED) {
+        pli_hierarchy_send_failure(self);
         return;
     }
     if (!self->is_given_up && !self->has_met_mark &&
         pli_hierarchy_may_end_elsewhere(self)) {
         char message[HIERARCHY_MESSAGE_BYTES];
+        const int phase = pli_hierarchy_take_message(self);
         pli_text_print(message, sizeof message,
                        "a step failed on this host as it came to its end, and may have "
                        "ended on others, so weights may differ: load them from a "
                        "checkpoint: %s",
                        self->message);
+        pli_hierarchy_return_message(self, phase);
         pli_hierarchy_fail(self, WORLD_FAILED, message);
         return;
     }
     self->is_given_up = 1;
-    pli_hierarchy_tell(self);
+    pli_hierarchy_send_failure(self);
     for (int h = 0; h < self->n_hosts && st == PL_OK; h++)
         if (h != self->host)
             st = send_marks(self, h);
@@ -194,10 +196,10 @@ static pl_status recover_between(hierarchy *self, int64_t slice_ns)
         pli_links_waited waited;
         hierarchy_lock(self);
         /* What has ended this host's world comes before what others made of it. */
-        if (atomic_load(&self->phase) != HIERARCHY_ENDED)
+        if (pli_hierarchy_phase(self) != HIERARCHY_ENDED)
             st = pli_hierarchy_check_hosts(self);
         pli_hierarchy_give_up(self);
-        if (st == PL_OK && atomic_load(&self->phase) == HIERARCHY_ENDED)
+        if (st == PL_OK && pli_hierarchy_phase(self) == HIERARCHY_ENDED)
             st = pli_hierarchy_check(self);
         if (st == PL_OK) {
             st = meet_hosts(self, &waited, &late);
@@ -219,7 +221,6 @@ done:
 
 static void begin_epoch(hierarchy *self)
 {
-    int failed = HIERARCHY_FAILED;
     hierarchy_lock(self);
     const uint64_t first = first_number_of(++self->epoch);
     self->n_issued = self->n_up = self->n_reduced = first;
@@ -232,9 +233,11 @@ static void begin_epoch(hierarchy *self)
         for (int s = 0; s < HIERARCHY_N_STREAMS; s++)
             self->peers[h].out[s] = self->peers[h].in[s] = (stream){.n_done = first};
     if (self->links != NULL) {
+        const int phase = pli_hierarchy_take_message(self);
         self->message[0] = '\0';
         pli_links_begin_epoch(self->links, self->epoch);
-        (void)atomic_compare_exchange_strong(&self->phase, &failed, HIERARCHY_RUNNING);
+        pli_hierarchy_return_message(self, phase == HIERARCHY_FAILED ? HIERARCHY_RUNNING
+                                                                     : phase);
     }
     hierarchy_unlock(self);
 }
@@ -244,11 +247,11 @@ static void begin_epoch(hierarchy *self)
 static int has_failed(hierarchy *self)
 {
     pl_status st = PL_OK;
-    if (atomic_load(&self->phase) == HIERARCHY_RUNNING)
+    if (pli_hierarchy_phase(self) == HIERARCHY_RUNNING)
         st = pl_comm_progress(self->inner);
     if (st != PL_OK)
         st = pli_hierarchy_fail_as_inside(self, st);
-    return st != PL_OK || atomic_load(&self->phase) != HIERARCHY_RUNNING;
+    return st != PL_OK || pli_hierarchy_phase(self) != HIERARCHY_RUNNING;
 }
 
 pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)

@@ -14,9 +14,9 @@ enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 /* A leader's: its host's ranks ask their own world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
-    HIERARCHY_FAILING, /* a thread writes the words */
-    HIERARCHY_FAILED,  /* until all hosts have left the step behind */
-    HIERARCHY_ENDED    /* for good */
+    HIERARCHY_HELD,   /* any of them: a thread has the message, for a moment */
+    HIERARCHY_FAILED, /* until all hosts have left the step behind */
+    HIERARCHY_ENDED   /* for good */
 } hierarchy_phase;
 
 /* What stands before each operation's bytes. */
@@ -80,10 +80,10 @@ typedef struct hierarchy {
     _Atomic uint64_t n_done;
     int is_added_up;      /* of the operation behind n_exchanged: this leader's part */
     int64_t last_sign_ns; /* when anything went on; while somebody waits */
-    int64_t told_waiting_ns; /* ... of the silence that others were told of */
+    int64_t sent_waiting_ns; /* ... of the silence that others know of */
     atomic_flag busy;        /* a thread is at what stands above */
     atomic_int phase;        /* hierarchy_phase; any thread may abort */
-    atomic_int is_untold;    /* failed, and the other hosts do not know yet */
+    atomic_int is_unsent;    /* failed, and the other hosts do not know yet */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
 
@@ -165,7 +165,15 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
 void pli_hierarchy_give_up(hierarchy *self);
 
 /* Tells the other hosts of a failure, once. */
-void pli_hierarchy_tell(hierarchy *self);
+void pli_hierarchy_send_failure(hierarchy *self);
+
+/* Any thread may fail the step, with a message, and any other read it: both have the
+ * message in between.  Give back the phase that this returns, or the next one. */
+int pli_hierarchy_take_message(hierarchy *self);
+void pli_hierarchy_return_message(hierarchy *self, int phase);
+
+/* Waits for who has the message. */
+int pli_hierarchy_phase(const hierarchy *self);
 
 /* Of pl_comm_ops. */
 void pli_hierarchy_abort(pl_comm *comm, const char *message);

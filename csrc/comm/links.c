@@ -42,12 +42,12 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     self->host = options->host;
     self->rank = options->rank;
     self->owner_pid = getpid();
-    atomic_flag_clear(&self->is_telling);
+    atomic_flag_clear(&self->is_sending);
     for (int h = 0; h < options->n_hosts; h++) {
         connection *it = &self->links[h];
         pli_text_print(it->name, sizeof it->name, "%s", options->names[h]);
         it->owner = self;
-        it->n_told = NOTICE_HEAD_BYTES;
+        it->n_sent = NOTICE_HEAD_BYTES;
         for (int s = 0; s < PLI_N_LINK_STREAMS; s++)
             it->fds[s] = -1;
     }

@@ -60,24 +60,23 @@ pl_status pli_links_check_step(pli_links *self) PL_MUST_USE;
 pl_status pli_links_check_present(pli_links *self) PL_MUST_USE;
 
 /* PL_EPEER with what a host has said, or is about to, of a step that failed there. */
-pl_status pli_links_hear(pli_links *self, int host) PL_MUST_USE;
+pl_status pli_links_read_notice(pli_links *self, int host) PL_MUST_USE;
 
-/* Tells every host why the step of this epoch fails here, be it for another's failure.
- */
-void pli_links_tell(pli_links *self, const char *reason, int is_anothers);
+/* Sends every host why the step of this epoch fails here; maybe another failed it. */
+void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers);
 
 /* Whether all of that has been sent to a host; sends what can be. */
-int pli_links_has_told(pli_links *self, int host);
+int pli_links_has_sent_failure(pli_links *self, int host);
 
-/* Tells every host which one this one has been waiting for, long, in operation
+/* Sends every host which one this one has been waiting for, long, in operation
  * `number`; and the host at the end of such words: one that waits for none. */
-void pli_links_tell_waiting(pli_links *self, uint64_t number, int host);
+void pli_links_send_waiting(pli_links *self, uint64_t number, int host);
 int pli_links_waited_for(pli_links *self, uint64_t number, int host);
 
 /* What hosts say of failures concerns the next epoch from now on. */
 void pli_links_begin_epoch(pli_links *self, uint64_t epoch);
 
-/* Tells every host why this one can do no more; nothing can be sent after it.  NULL: it
+/* Sends every host why this one can do no more; nothing can be sent after it.  NULL: it
  * leaves as it should. */
 void pli_links_end(pli_links *self, const char *reason);
 

@@ -1,4 +1,4 @@
-/* links_notices.c - what leaders tell one another of failures. */
+/* links_notices.c - what leaders send one another of failures. */
 #include <errno.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -54,7 +54,7 @@ static void read_notices(connection *it)
     }
 }
 
-static int has_told_end(const connection *it)
+static int has_received_end(const connection *it)
 {
     return it->has_notice && it->last.kind == NOTICE_ENDED;
 }
@@ -62,12 +62,13 @@ static int has_told_end(const connection *it)
 /* Whether what a host has said is of what this one does now. */
 static int concerns(const connection *it)
 {
-    return has_told_end(it) || (it->has_notice && it->last.epoch == it->owner->epoch);
+    return has_received_end(it) ||
+           (it->has_notice && it->last.epoch == it->owner->epoch);
 }
 
 static pl_status fail_by_notice(const connection *it)
 {
-    if (has_told_end(it))
+    if (has_received_end(it))
         return pli_fail(PL_EPEER, "rank %d: %s failed: %s", it->owner->rank, it->name,
                         it->last.text);
     return pli_fail(PL_EPEER,
@@ -112,7 +113,7 @@ pl_status pli_links_check(pli_links *self)
         if (h == self->host)
             continue;
         read_notices(it);
-        if (has_told_end(it)) /* one that leaves has sent its part */
+        if (has_received_end(it)) /* one that leaves has sent its part */
             PL_TRY(fail_by_notice(it));
     }
 done:
@@ -125,7 +126,7 @@ pl_status pli_links_check_step(pli_links *self)
     PL_TRY(pli_links_check(self));
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host && concerns(&self->links[h]))
-            PL_TRY(pli_links_hear(self, h));
+            PL_TRY(pli_links_read_notice(self, h));
 done:
     return st;
 }
@@ -141,72 +142,72 @@ done:
     return st;
 }
 
-pl_status pli_links_hear(pli_links *self, int host)
+pl_status pli_links_read_notice(pli_links *self, int host)
 {
-    const connection *told = &self->links[host];
+    const connection *from = &self->links[host];
     await_notice(&self->links[host]);
-    if (!concerns(told))
+    if (!concerns(from))
         return pli_fail(PL_EPEER, "rank %d: the step of %s failed", self->rank,
-                        told->name);
+                        from->name);
     /* Better the words of the host where it began. */
-    for (int h = 0; h < self->n_hosts && told->last.kind == NOTICE_FOLLOWED; h++) {
+    for (int h = 0; h < self->n_hosts && from->last.kind == NOTICE_FOLLOWED; h++) {
         connection *it = &self->links[h];
         if (h != self->host)
             read_notices(it);
         if (h != self->host && concerns(it) && it->last.kind == NOTICE_FAILED)
-            told = it;
+            from = it;
     }
-    return fail_by_notice(told);
+    return fail_by_notice(from);
 }
 
-static void lock_told(pli_links *self)
+static void lock_sent(pli_links *self)
 {
-    while (atomic_flag_test_and_set_explicit(&self->is_telling, memory_order_acquire))
+    while (atomic_flag_test_and_set_explicit(&self->is_sending, memory_order_acquire))
         pli_cpu_relax();
 }
 
-static void unlock_told(pli_links *self)
+static void unlock_sent(pli_links *self)
 {
-    atomic_flag_clear_explicit(&self->is_telling, memory_order_release);
+    atomic_flag_clear_explicit(&self->is_sending, memory_order_release);
 }
 
 void pli_links_begin_epoch(pli_links *self, uint64_t epoch)
 {
-    lock_told(self);
+    lock_sent(self);
     self->epoch = epoch;
-    unlock_told(self);
+    unlock_sent(self);
 }
 
 static void send_notice(connection *it)
 {
-    while (it->n_told < notice_bytes(&it->told)) {
+    while (it->n_sent < notice_bytes(&it->sent)) {
         const ssize_t n = PL_SYS(
-            send(it->fds[PLI_LINK_NOTICE], (const char *)&it->told + it->n_told,
-                 notice_bytes(&it->told) - it->n_told, MSG_DONTWAIT | MSG_NOSIGNAL));
+            send(it->fds[PLI_LINK_NOTICE], (const char *)&it->sent + it->n_sent,
+                 notice_bytes(&it->sent) - it->n_sent, MSG_DONTWAIT | MSG_NOSIGNAL));
         if (n > 0)
-            it->n_told += (size_t)n;
+            it->n_sent += (size_t)n;
         else if (n == 0 || errno != EINTR)
             return; /* later, or whoever sends data sees what is the matter */
     }
 }
 
-static int has_told(const connection *it)
+static int is_sent(const connection *it)
 {
-    return it->n_told == notice_bytes(&it->told);
+    return it->n_sent == notice_bytes(&it->sent);
 }
 
 static void begin_notice(connection *it, const notice *said)
 {
-    if (!has_told(it))
+    if (!is_sent(it))
         send_notice(it);
-    if (!has_told(it))
-        return; /* what stands before it is heard first */
-    it->told = *said;
-    it->n_told = 0;
+    if (!is_sent(it))
+        return; /* what stands before it is sent first */
+    it->sent = *said;
+    it->n_sent = 0;
     send_notice(it);
 }
 
-static void tell_locked(pli_links *self, notice *said, const char *reason)
+static void send_locked(pli_links *self, notice *said, const char *reason)
 {
     pli_text_print(said->text, sizeof said->text, "%s", reason);
     said->n_bytes = (uint32_t)strlen(said->text);
@@ -216,26 +217,26 @@ static void tell_locked(pli_links *self, notice *said, const char *reason)
 }
 
 /* Any thread's; in a forked child nothing is said. */
-static void tell_all(pli_links *self, notice *said, const char *reason)
+static void send_to_all(pli_links *self, notice *said, const char *reason)
 {
     if (self->owner_pid != getpid())
         return;
-    lock_told(self);
-    tell_locked(self, said, reason);
-    unlock_told(self);
+    lock_sent(self);
+    send_locked(self, said, reason);
+    unlock_sent(self);
 }
 
-void pli_links_tell(pli_links *self, const char *reason, int is_anothers)
+void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers)
 {
     notice said = {.epoch = self->epoch,
                    .kind = is_anothers ? NOTICE_FOLLOWED : NOTICE_FAILED};
-    tell_all(self, &said, reason);
+    send_to_all(self, &said, reason);
 }
 
-void pli_links_tell_waiting(pli_links *self, uint64_t number, int host)
+void pli_links_send_waiting(pli_links *self, uint64_t number, int host)
 {
     notice said = {.epoch = number, .kind = NOTICE_WAITS, .host = (uint32_t)host};
-    tell_all(self, &said, "");
+    send_to_all(self, &said, "");
 }
 
 int pli_links_waited_for(pli_links *self, uint64_t number, int host)
@@ -254,14 +255,14 @@ int pli_links_waited_for(pli_links *self, uint64_t number, int host)
     return host;
 }
 
-int pli_links_has_told(pli_links *self, int host)
+int pli_links_has_sent_failure(pli_links *self, int host)
 {
     connection *it = &self->links[host];
-    lock_told(self);
-    if (!has_told(it))
+    lock_sent(self);
+    if (!is_sent(it))
         send_notice(it);
-    const int has = has_told(it);
-    unlock_told(self);
+    const int has = is_sent(it);
+    unlock_sent(self);
     return has;
 }
 
@@ -277,12 +278,12 @@ void pli_links_end(pli_links *self, const char *reason)
     notice said = {.epoch = self->epoch, .kind = NOTICE_ENDED};
     if (self->owner_pid != getpid())
         return; /* a child's copies of the sockets say nothing as they close */
-    lock_told(self);
+    lock_sent(self);
     if (!self->has_ended) {
         if (reason != NULL)
-            tell_locked(self, &said, reason);
+            send_locked(self, &said, reason);
         say_no_more(self);
         self->has_ended = 1;
     }
-    unlock_told(self);
+    unlock_sent(self);
 }

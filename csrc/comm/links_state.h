@@ -31,8 +31,8 @@ typedef struct connection {
     const pli_links *owner;
     int fds[PLI_N_LINK_STREAMS];
     char name[LINK_NAME_BYTES];
-    notice told;   /* by this host */
-    size_t n_told; /* bytes of it that have been sent */
+    notice sent;   /* by this host */
+    size_t n_sent; /* bytes of it that have been sent */
     notice coming;
     size_t n_coming;
     notice last; /* the last that came whole */
@@ -48,7 +48,7 @@ struct pli_links {
     int owner_pid; /* a forked child says nothing */
     int has_ended;
     uint64_t epoch;         /* from 0 */
-    atomic_flag is_telling; /* any thread may tell, or end */
+    atomic_flag is_sending; /* any thread may send, or end */
     connection *links;
 };
 
