@@ -100,9 +100,11 @@ def main() -> None:
         for k, unit in enumerate(("us", "us of the CPU", "sleeps")):
             pairs = [(ours[k], theirs[k]) for ours, theirs in blocks]
             ours, theirs = map(statistics.median, zip(*pairs, strict=True))
-            ratios = [b / a for a, b in pairs if a > 0]
-            low, _, high = statistics.quantiles(ratios, n=4)
-            print(f"  {ours:8.1f} -> {theirs:8.1f} {unit} ({low:.1f} to {high:.1f})")
+            line = f"  {ours:8.1f} -> {theirs:8.1f} {unit}"
+            if all(a > 0 for a, _ in pairs):  # some meetings find all ranks there
+                low, _, high = statistics.quantiles([b / a for a, b in pairs], n=4)
+                line += f" ({low:.1f} to {high:.1f})"
+            print(line)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def note_of(head: str) -> str:
     cpu = ", ".join(machine.split(", ")[:2])
     torch = re.search(r"torch [\d.]+", software)
     assert torch is not None, software
-    return f"{ranks.split(',')[0]} on {cpu}; {torch[0]} with Gloo; bars: 95 % intervals"
+    where = f"{ranks.split(',')[0]} on {cpu}; {torch[0]} with Gloo"
+    return f"{where}; bars: least and most of 3 groups"
 
 
 def main() -> None:

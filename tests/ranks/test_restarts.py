@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.hosts import make_network
+from support.namespaces import INTERFACE, enter
 from support.ports import free_port
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "digits_restart.py"
@@ -32,14 +34,18 @@ class Training:
         self.options = options
 
     @contextmanager
-    def launched(self) -> Iterator[subprocess.Popen[str]]:
-        """Start torchrun; it and its ranks are gone at the end."""
+    def launched(
+        self, namespace: str = "", *options: str
+    ) -> Iterator[subprocess.Popen[str]]:
+        """Start torchrun, on that host; it and its ranks are gone at the end."""
         command = [sys.executable, "-m", "torch.distributed.run", *self.options]
+        command += options
         command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
         command += ["--losses", str(self.losses_file), "--steps", str(N_STEPS)]
         with subprocess.Popen(
             command,
-            env=ENV,
+            env=dict(ENV, GLOO_SOCKET_IFNAME=INTERFACE) if namespace else ENV,
+            preexec_fn=(lambda: enter(namespace)) if namespace else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -152,3 +158,36 @@ def test_training_goes_on_with_the_hosts_that_are_left(
     assert "with 1 ranks" in said, said
     for step, loss in broken.losses().items():
         assert loss == pytest.approx(unbroken.losses()[step], abs=0.02), step
+
+
+@pytest.mark.hand  # torchrun waits half a minute for the host
+def test_training_goes_on_with_a_host_that_comes_back(
+    unbroken: Training, tmp_path: Path
+) -> None:
+    network, hosts = make_network((1, 1))
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "5"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-id", "restarts"]
+    options += ["--rdzv-endpoint", f"{network.addresses[0]}:29400"]
+    broken = Training(tmp_path / "run", *options)
+    ways = [
+        (name, "--local-addr", address, "--rdzv-conf", f"is_host={k == 0}")
+        for k, (name, address) in enumerate(
+            zip(hosts.names, network.addresses, strict=True)
+        )
+    ]
+    try:
+        with broken.launched(*ways[0]) as first:
+            with broken.launched(*ways[1]) as second:
+                broken.await_step(95, first)
+                end(ranks_of(first.pid)[0])
+                broken.await_step(275, first)
+                for pid in (*ranks_of(second.pid), second.pid):
+                    end(pid)
+            with broken.launched(*ways[1]):
+                said, _ = first.communicate(timeout=SECONDS)
+        assert first.returncode == 0, said
+    finally:
+        network.close()
+    assert broken.losses() == unbroken.losses()
+    theirs, ours = unbroken.weights(), broken.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
