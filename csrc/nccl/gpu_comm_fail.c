@@ -221,22 +221,21 @@ done:
     return st;
 }
 
-/* Where no step can follow: whoever waits for this rank is told, and by what it came. */
+/* Where no step can follow: whoever waits for this rank is told, with the cause. */
 static pl_status check_lost(pli_gpu_comm *self)
 {
     pl_status st = PL_OK;
-    char cause[PLI_GPU_MESSAGE_BYTES];
+    char cause[PLI_GPU_MESSAGE_BYTES] = "";
     if (!self->is_lost && !self->is_left)
         goto done;
-    st = pli_gpu_comm_check(self);
-    pli_text_print(cause, sizeof cause, "%s", pl_error_message());
-    st = pli_fail(PL_EPEER, "rank %d: %s: start again from what was saved (%s)",
-                  self->super.rank,
-                  self->is_lost
-                      ? "means of a step that had ended well were lost on the device, "
+    if (pli_gpu_comm_check(self) != PL_OK)
+        pli_text_print(cause, sizeof cause, "%s", pl_error_message());
+    st = pli_fail(
+        PL_EPEER, "rank %d: %s: start again from what was saved (%s)", self->super.rank,
+        self->is_lost ? "means of a step that had ended well were lost on the device, "
                         "so the ranks may differ"
                       : "NCCL keeps a thread of this process",
-                  cause);
+        cause);
     pli_comm_set_failure_message(self->base, pl_error_message());
     pl_comm_leave(self->base);
 done:
