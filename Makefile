@@ -97,7 +97,8 @@ test: c-test py-test ## C tests and the Python suite
 py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	    --max-worker-restart=0 \
-	    $(wildcard tests/clients tests/ranks tests/parity tests/unit) $(PYTEST_FLAGS)
+	    $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
+	        tests/parity tests/unit) $(PYTEST_FLAGS)
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours (FUZZ=5000)
