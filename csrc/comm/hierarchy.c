@@ -363,8 +363,10 @@ static void hierarchy_leave(pl_comm *comm)
     pli_hierarchy_send_failure(self);
     if (self->links != NULL) {
         /* Words of an exception are for who misses something of this host. */
-        if (atomic_load(&self->phase) == HIERARCHY_RUNNING && self->message[0] != '\0')
+        const int phase = pli_hierarchy_take_message(self);
+        if (phase == HIERARCHY_RUNNING && self->message[0] != '\0')
             pli_links_send_failure(self->links, self->message, 0);
+        pli_hierarchy_return_message(self, phase);
         pli_links_end(self->links, NULL);
     }
     pl_comm_leave(self->inner);

@@ -234,12 +234,12 @@ void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
     if (self->links == NULL)
         return;
     const int phase = pli_hierarchy_take_message(self);
-    const int is_read = phase == HIERARCHY_RUNNING || atomic_load(&self->is_unsent);
-    if (is_read)
-        self->message[0] = '\0';
-    if (is_read && message != NULL)
+    const int may_change = phase == HIERARCHY_RUNNING || atomic_load(&self->is_unsent);
+    if (may_change && message != NULL)
         put_own_words(self, message);
+    else if (may_change)
+        self->message[0] = '\0';
     pli_hierarchy_return_message(self, phase);
-    if (is_read && message != NULL && phase != HIERARCHY_RUNNING)
+    if (may_change && message != NULL && phase != HIERARCHY_RUNNING)
         give_up_locking(self);
 }
