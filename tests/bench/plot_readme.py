@@ -101,12 +101,14 @@ def draw_model(axes: Any, row: int, model: Model) -> None:
 
 def note_of(head: str) -> str:
     """Return the machine, the versions and the ranks in one line."""
-    machine, software, ranks = head.splitlines()[:3]
+    machine, software, mode = head.splitlines()[:3]
     cpu = ", ".join(machine.split(", ")[:2])
     torch = re.search(r"torch [\d.]+", software)
     assert torch is not None, software
-    where = f"{ranks.split(',')[0]} on {cpu}; {torch[0]} with Gloo"
-    return f"{where}; bars: least and most of 3 groups"
+    groups = re.search(r"\d+ groups", mode)
+    assert groups is not None, mode
+    where = f"{mode.split(',')[0]} on {cpu}; {torch[0]} with Gloo"
+    return f"{where}; bars: least and most of {groups[0]}"
 
 
 def main() -> None:

@@ -19,8 +19,12 @@ from support.namespaces import INTERFACE, enter
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "digits_restart.py"
 ENV = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-# Else a torchrun that joins waits for an address that the first one wrote once, before.
-ENV["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+ENV_OF_HOST = dict(
+    ENV,
+    GLOO_SOCKET_IFNAME=INTERFACE,
+    # Else a torchrun that joins waits for an address that was written before it came.
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+)
 SECONDS = 240
 N_STEPS = 400
 JOIN_SECONDS = 20.0  # until a torchrun that starts has been seen by another
@@ -42,12 +46,11 @@ class Training:
         """Start torchrun, on that host; it and its ranks are gone at the end."""
         command = [sys.executable, "-m", "torch.distributed.run", *self.options]
         command += options
-        env = dict(ENV, GLOO_SOCKET_IFNAME=INTERFACE) if namespace else ENV
         command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
         command += ["--losses", str(self.losses_file), "--steps", str(N_STEPS)]
         with subprocess.Popen(
             command,
-            env=env,
+            env=ENV_OF_HOST if namespace else ENV,
             preexec_fn=(lambda: enter(namespace)) if namespace else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -7,6 +7,7 @@ would call the hooks side by side.
 import paceline
 import pytest
 import torch
+from gpu_programs import N_ROWS
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -19,9 +20,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-N_ROWS = 7
-
 
 pytestmark = pytest.mark.usefixtures("n_gpus")
 

@@ -22,21 +22,17 @@ from replicas import (
     modules_of,
     smooth_net,
 )
-from support import fake_gpus
 from torch import nn
 from torch.ao import quantization
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-@pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["peers", "no_peers"])
-def wrap(request):
+@pytest.fixture
+def wrap(n_gpus):
     """Return a function that wraps a module for all GPUs that there are."""
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options):
-        wrap = Wrap("thread", is_gpu=True)
-        yield lambda module, _=2: wrap(module, n_gpus)
-        wrap.close()
-        gc.collect()
+    wrap = Wrap("thread", is_gpu=True)
+    yield lambda module, _=2: wrap(module, n_gpus)
+    wrap.close()
 
 
 def run_both(twin, program):
