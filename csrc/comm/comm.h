@@ -152,7 +152,7 @@ static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
 }
 
 /* Keeps `message` (a traceback, say) for peers that will have to name this rank;
- * NULL forgets it. */
+ * NULL forgets it, or says, where this rank has failed, that none follows. */
 static inline void pli_comm_set_failure_message(pl_comm *comm, const char *message)
 {
     if (comm->ops->set_failure_message != NULL)

@@ -237,9 +237,9 @@ void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
     const int may_change = phase == HIERARCHY_RUNNING || atomic_load(&self->is_unsent);
     if (may_change && message != NULL)
         put_own_words(self, message);
-    else if (may_change)
+    else if (phase == HIERARCHY_RUNNING)
         self->message[0] = '\0';
     pli_hierarchy_return_message(self, phase);
-    if (may_change && message != NULL && phase != HIERARCHY_RUNNING)
+    if (may_change && phase != HIERARCHY_RUNNING)
         give_up_locking(self);
 }

@@ -227,6 +227,14 @@ done:
 
 /* ---- failing, and going on ------------------------------------------------------ */
 
+/* No message follows, where one was to. */
+static void break_promise(pli_rank *mine)
+{
+    uint32_t promised = PLI_MESSAGE_FOLLOWS;
+    (void)atomic_compare_exchange_strong(&mine->message_state, &promised,
+                                         PLI_MESSAGE_NONE);
+}
+
 static void shm_set_failure_message(pl_comm *comm, const char *message)
 {
     pli_failure failure;
@@ -235,7 +243,9 @@ static void shm_set_failure_message(pl_comm *comm, const char *message)
     if (getpid() != self->owner_pid)
         return;            /* a forked child has holes where the world was mapped */
     if (message == NULL) { /* what this rank has failed by is yet to be read */
-        if (!pli_failure_stands(self, &failure) || failure.rank != comm->rank)
+        if (pli_failure_stands(self, &failure) && failure.rank == comm->rank)
+            break_promise(mine);
+        else
             atomic_store(&mine->message_state, PLI_MESSAGE_NONE);
         return;
     }
@@ -289,9 +299,7 @@ static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
     self->n_done = 0;
     atomic_flag_clear_explicit(&self->busy, memory_order_release);
     /* A message that is there stays until everyone has had the time to read it. */
-    uint32_t promised = PLI_MESSAGE_FOLLOWS;
-    (void)atomic_compare_exchange_strong(&mine->message_state, &promised,
-                                         PLI_MESSAGE_NONE);
+    break_promise(mine);
     self->silent_since_ns = 0;
     atomic_store(&mine->posted, pli_epoch_base(self));
     atomic_store(&mine->done, pli_epoch_base(self));

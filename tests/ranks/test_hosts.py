@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import paceline
@@ -236,6 +238,62 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(store: str) -> None:
     assert kind == "PeerTimeoutError", text
     assert "rank 1 (host 1) kept this rank waiting" in text
     assert when - began > CUT_SECONDS - 0.5
+
+
+class Step:
+    """A backward that no Python code is round, and whose exception C drops."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    @property
+    def gradients(self) -> None:
+        torch.autograd.Variable._execution_engine.run_backward(
+            (self.loss,), (torch.tensor(1.0),), False, False, (), True, True
+        )
+
+
+def fail_unseen(rank: int, _: int, hosts: Hosts, store: str, how: str) -> Any:
+    join(rank, hosts, store)
+    model, is_known = paceline.DistributedDataParallel(Net()), Path(f"{store}-known")
+    loss = model(torch.ones(4, 20), True).sum()
+    if rank == 0:
+        with pytest.raises(paceline.PeerError) as error:
+            loss.backward()
+        is_known.touch()
+        return str(error.value)
+
+    def run() -> None:
+        assert not hasattr(Step(loss), "gradients")
+        until = time.monotonic() + NOTICED_SECONDS
+        while not is_known.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    model.module.norm.weight.register_hook(lack_an_attribute)
+    if how == "in a thread":
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    return is_known.exists()
+
+
+def lack_an_attribute(*_: Any) -> None:
+    raise AttributeError
+
+
+@pytest.mark.parametrize("how", ["in a thread", "in the main thread"])
+def test_an_exception_that_is_never_seen_is_told_other_hosts(
+    how: str, store: str
+) -> None:
+    hosts = Hosts((1, 1))
+    text, is_known = values(
+        run_ranks(fail_unseen, 2, hosts, store, how, rendezvous="none")
+    )
+    assert is_known
+    assert "rank 1 (host 1)" in text
+    assert "an exception in its backward" in text
 
 
 def wrap_anew(rank: int, _: int, hosts: Hosts, store: str) -> Any:

@@ -26,30 +26,13 @@ static int finish_compiled(void *context)
     return status;
 }
 
-static int is_main_thread(void)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *module = PyImport_ImportModule("threading");
-    PyObject *thread =
-        module != NULL ? PyObject_CallMethod(module, "main_thread", NULL) : NULL;
-    PyObject *ident = thread != NULL ? PyObject_GetAttrString(thread, "ident") : NULL;
-    const int is_main =
-        ident != NULL && PyLong_AsUnsignedLong(ident) == PyThread_get_thread_ident();
-    Py_XDECREF(ident);
-    Py_XDECREF(thread);
-    Py_XDECREF(module);
-    PyErr_Restore(type, value, traceback);
-    return is_main;
-}
-
 void pli_compiled_backward_ends(reducer_object *reducer, uint64_t step,
                                 const void *handled)
 {
     if (!pl_reducer_is_active(reducer->reducer) &&
         pl_reducer_step(reducer->reducer) != step)
         return; /* the last hook has finished the step that it was made for */
-    if (is_main_thread() && pli_call_soon(finish_compiled, reducer, handled) == 0)
+    if (pli_is_main_thread() && pli_call_soon(finish_compiled, reducer, handled) == 0)
         return;
     /* Nothing can be raised from here: the next forward does it. */
     reducer->unseen = FAILURE_UNSEEN;

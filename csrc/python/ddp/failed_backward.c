@@ -24,6 +24,23 @@ PyObject *pli_find_exception(void)
     return value != NULL && value != Py_None ? Py_NewRef(value) : NULL;
 }
 
+int pli_is_main_thread(void)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *module = PyImport_ImportModule("threading");
+    PyObject *thread =
+        module != NULL ? PyObject_CallMethod(module, "main_thread", NULL) : NULL;
+    PyObject *ident = thread != NULL ? PyObject_GetAttrString(thread, "ident") : NULL;
+    const int is_main =
+        ident != NULL && PyLong_AsUnsignedLong(ident) == PyThread_get_thread_ident();
+    Py_XDECREF(ident);
+    Py_XDECREF(thread);
+    Py_XDECREF(module);
+    PyErr_Restore(type, value, traceback);
+    return is_main;
+}
+
 static void send_traceback(reducer_object *reducer, PyObject *exception)
 {
     PyObject *module = PyImport_ImportModule("traceback");
@@ -71,6 +88,8 @@ static int poll_for_exception(void *context)
         return 0;
     if (exception != NULL)
         send_traceback(self->reducer, exception);
+    else
+        pli_comm_set_failure_message(self->reducer->comm, NULL); /* none follows */
     PyErr_Clear();
     Py_XDECREF(exception);
     pli_pending_call_free(self);
@@ -82,6 +101,9 @@ void pli_failed_backward_report(reducer_object *reducer)
     /* Also where no gradient had come yet: the peers cannot finish without this rank.
      */
     pli_step_fail(reducer, NULL);
-    (void)pli_call_soon(poll_for_exception, reducer,
-                        NULL); /* else without a traceback */
+    /* An exception of another thread is never in the main thread's sight; that of a
+     * GPU's thread is, as autograd raises it where backward was called. */
+    if ((!pli_is_on_device(reducer) && !pli_is_main_thread()) ||
+        pli_call_soon(poll_for_exception, reducer, NULL) != 0)
+        pli_comm_set_failure_message(reducer->comm, NULL);
 }

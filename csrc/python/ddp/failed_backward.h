@@ -9,6 +9,9 @@
  * has, or what nobody caught. */
 PyObject *pli_find_exception(void);
 
+/* Changes no exception that is set. */
+int pli_is_main_thread(void);
+
 /* Fails the step at once, and sends the traceback when the exception is in sight. */
 void pli_failed_backward_report(reducer_object *reducer);
 

@@ -1,0 +1,182 @@
+/* test_hierarchy_failure.c - what other hosts learn of a failure, and when: the rank
+ * that fails goes on only when they have. */
+#include <stdatomic.h>
+
+#include "hosts.h"
+#include "ops.h"
+
+enum { N_ELEMS = 50, MOST_MS = 20000 };
+
+/* What a rank does that fails. */
+typedef enum failing {
+    WITH_WORDS,    /* says at once why */
+    WORDS_FOLLOW,  /* ... or a moment later */
+    WITHOUT_WORDS, /* ... or that none follow */
+    N_FAILINGS
+} failing;
+
+typedef struct scene {
+    failing how;
+    int culprit;       /* the last host's first rank */
+    atomic_int n_know; /* ranks of other hosts */
+    atomic_int has_begun;
+    atomic_int has_failed;
+} scene;
+
+static int comes_to(atomic_int *value, int least)
+{
+    for (int ms = 0; atomic_load(value) < least && ms < MOST_MS; ms++)
+        pli_sleep_ns(PLI_MS);
+    return atomic_load(value) >= least;
+}
+
+static pl_status begin_step(rank_job *job, pl_ticket *out)
+{
+    const pl_op op = {.kind = PL_ALL_REDUCE,
+                      .dtype = PL_F32,
+                      .reduction = PL_SUM,
+                      .offset_bytes = OPS_GUARD_BYTES,
+                      .n_elems = N_ELEMS,
+                      .ends_step = 1};
+    return pl_comm_issue(job->comm, &op, out);
+}
+
+static pl_status do_step(rank_job *job)
+{
+    pl_ticket ticket = 0;
+    const pl_status st = begin_step(job, &ticket);
+    return st == PL_OK ? wait_through(job->comm, ticket) : st;
+}
+
+static void check_recovers(rank_job *job)
+{
+    pl_recovery recovery = PL_NOTHING_FAILED;
+    CHECK_OK(recover_through(job->comm, &recovery));
+    CHECK(recovery == PL_RECOVERED);
+    CHECK_OK(do_step(job));
+}
+
+/* ---- words ---------------------------------------------------------------------- */
+
+static void fail_as(rank_job *job, failing how)
+{
+    pl_comm_abort(job->comm, how == WITH_WORDS ? "the dog ate it" : NULL);
+    if (how != WITH_WORDS) {
+        pli_sleep_ns(5 * PLI_MS);
+        pli_comm_set_failure_message(job->comm,
+                                     how == WORDS_FOLLOW ? "the dog ate it" : NULL);
+    }
+}
+
+static void tell_others(rank_job *job)
+{
+    scene *it = job->context;
+    CHECK_OK(do_step(job));
+    if (job->rank == it->culprit) {
+        fail_as(job, it->how);
+        CHECK(comes_to(&it->n_know, it->culprit));
+    } else {
+        CHECK(do_step(job) == PL_EPEER);
+        if (job->rank < it->culprit) {
+            const int has_words = it->how == WITHOUT_WORDS
+                                      ? error_has("an exception in its backward")
+                                      : error_has("the dog ate it");
+            if (!CHECK(has_words && error_has("host")))
+                CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
+            atomic_fetch_add(&it->n_know, 1);
+        }
+    }
+    check_recovers(job);
+}
+
+static void other_hosts_know_why_before_the_rank_goes_on(void)
+{
+    static const hosts worlds[] = {{.n_hosts = 2, .n_ranks = {1, 1}},
+                                   {.n_hosts = 2, .n_ranks = {2, 2}},
+                                   {.n_hosts = 3, .n_ranks = {2, 1, 1}}};
+    for (size_t k = 0; k < sizeof worlds / sizeof worlds[0]; k++) {
+        for (int how = 0; how < N_FAILINGS; how++) {
+            hosts world = worlds[k];
+            scene it = {.how = (failing)how,
+                        .culprit = hosts_world_size(&world) -
+                                   world.n_ranks[world.n_hosts - 1]};
+            world.deadline_ns = RANKS_DEADLINE_NS;
+            hosts_run(&world, 1 << 16, tell_others, &it, 1);
+        }
+    }
+}
+
+/* ---- a thread that only asks ---------------------------------------------------- */
+
+/* Host 0 fails when it has done its part, host 1 only asks, and host 2 lacks the part
+ * of host 1: it is not to wait until that one has time for more than questions. */
+static void only_ask(rank_job *job)
+{
+    scene *it = job->context;
+    CHECK_OK(do_step(job));
+    if (job->rank == 0) {
+        const pl_op op = {.kind = PL_ALL_REDUCE,
+                          .dtype = PL_F32,
+                          .offset_bytes = OPS_GUARD_BYTES,
+                          .n_elems = N_ELEMS};
+        pl_ticket ticket = 0;
+        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+        CHECK(pl_comm_wait(job->comm, ticket, PLI_MS) == PL_EAGAIN);
+        pl_comm_abort(job->comm, "the dog ate it");
+    } else if (job->rank == 1) {
+        while (pli_comm_query(job->comm, PLI_QUERY_STEP) == PL_OK)
+            pli_sleep_ns(PLI_MS);
+        CHECK(error_has("the dog ate it"));
+    } else {
+        CHECK(do_step(job) == PL_EPEER);
+        atomic_fetch_add(&it->n_know, 1);
+    }
+    CHECK(comes_to(&it->n_know, 1));
+    check_recovers(job);
+}
+
+static void who_only_asks_has_others_know(void)
+{
+    const hosts world = {
+        .n_hosts = 3, .n_ranks = {1, 1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
+    scene it = {.culprit = 0};
+    hosts_run(&world, 1 << 16, only_ask, &it, 1);
+}
+
+/* Rank 0 has seen the end and fails in what comes after, which rank 1 hears before it
+ * has looked at the end that has come to it. */
+static void ask_before_the_end_is_seen(rank_job *job)
+{
+    scene *it = job->context;
+    if (job->rank == 0) {
+        CHECK(comes_to(&it->has_begun, 1));
+        CHECK_OK(do_step(job));
+        pl_comm_abort(job->comm, "the dog ate it");
+        atomic_store(&it->has_failed, 1);
+    } else {
+        pl_ticket ticket = 0;
+        CHECK_OK(begin_step(job, &ticket));
+        atomic_store(&it->has_begun, 1);
+        CHECK(comes_to(&it->has_failed, 1));
+        CHECK_OK(pli_comm_query(job->comm, PLI_QUERY_STEP));
+        CHECK_OK(wait_through(job->comm, ticket));
+        CHECK(do_step(job) == PL_EPEER);
+    }
+    check_recovers(job);
+}
+
+static void a_step_that_others_have_taken_is_not_given_up(void)
+{
+    const hosts world = {
+        .n_hosts = 2, .n_ranks = {1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
+    scene it = {.culprit = 0};
+    hosts_run(&world, 1 << 16, ask_before_the_end_is_seen, &it, 1);
+}
+
+int main(void)
+{
+    RUN(other_hosts_know_why_before_the_rank_goes_on);
+    RUN(who_only_asks_has_others_know);
+    RUN(a_step_that_others_have_taken_is_not_given_up);
+    return check_report();
+}
