@@ -178,6 +178,7 @@ class Reducer:
         caps: Sequence[int] = (),
     ) -> Reducer: ...
     sync: bool
+    keeps_grads: bool
     strict: bool
     follows_forwards: bool
     ends_with_step: bool

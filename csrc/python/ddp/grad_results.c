@@ -107,9 +107,12 @@ static int bind_used(reducer_object *self, size_t i)
         if (pli_tensor_read_on(state_of_reducer(self), self->place, slot->target,
                                "a gradient's view", &tensor) != 0)
             return -1;
-        /* Its window may have been retired meanwhile. */
-        if (!pli_slot_is_seen_by(self, i, &tensor))
-            break;
+        if (!pli_slot_is_seen_by(self, i, &tensor)) {
+            if (!slot->had_grad) /* a view, whose window was retired meanwhile */
+                break;
+            if (copy_back(self, i, slot->target) != 0)
+                return -1;
+        }
         return pli_set_grad(self, i, slot->target);
     case GRAD_UNTOUCHED:
         break;

@@ -10,8 +10,8 @@
  *   none in a backward     `.grad` -> slot     `.grad` -> slot, or      counted
  *                                              saved if it is in place
  *   second all-reduce      `.grad` -> slot     slot->late is added      none
- *   results                slot -> `.grad`     `.grad` = view of slot   rows
- *   (grad_results.c)
+ *   results                slot -> `.grad`     `.grad` = view of slot,  rows
+ *   (grad_results.c)                           or as it was, copied to
  *
  * A step treats a view as a copy where choose_mode() says so.
  */
@@ -56,6 +56,34 @@ int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *t
 }
 
 /* ---- a gradient arrives --------------------------------------------------------- */
+
+/* 1 where autograd has added something to a gradient, or may have; 0, or -1. */
+static int was_added_to(PyObject *grad)
+{
+    PyObject *version = PyObject_GetAttrString(grad, "_version");
+    const long n = version != NULL ? PyLong_AsLong(version) : -1;
+    Py_XDECREF(version);
+    return n < 0 ? -1 : n > 0;
+}
+
+int pli_grads_note(reducer_object *self, size_t first)
+{
+    for (size_t i = 0; self->keeps_grads && i < self->n_slots; i++) {
+        grad_slot *slot = &self->slots[i];
+        if (slot->policy != POLICY_VIEW)
+            continue;
+        PyObject *grad =
+            PyObject_GetAttr(slot->param, state_of_reducer(self)->str_grad);
+        int had_grad = grad == NULL ? -1 : grad != Py_None;
+        if (had_grad == 1 && i == first)
+            had_grad = was_added_to(grad);
+        Py_XDECREF(grad);
+        if (had_grad < 0)
+            return -1;
+        slot->had_grad = (char)had_grad;
+    }
+    return 0;
+}
 
 /* Before a slot is written anew: whoever keeps a view of its last gradient keeps the
  * values. */
@@ -224,6 +252,7 @@ static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,
     grad_slot *slot = &self->slots[i];
     const int is_in_place = pli_slot_is_seen_by(self, i, tensor);
     const int is_first = slot->mode == GRAD_UNTOUCHED;
+    const int stays = is_first && slot->had_grad;
     PyObject *dense = NULL;
     pl_ready_result result;
     if (in_slot_layout(self, i, grad, tensor, &dense) != 0)
@@ -240,11 +269,11 @@ static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,
     if (result == PL_LATE) {
         if (add_late(slot, grad) != 0)
             return -1;
-    } else if (is_in_place) {
-        Py_XSETREF(slot->target, Py_NewRef(grad));
-    } else if (self->retains_grads) {
+    } else if (!is_in_place && self->retains_grads) {
         Py_XSETREF(slot->retained, Py_NewRef(grad));
     }
+    if (stays || (is_in_place && result != PL_LATE))
+        Py_XSETREF(slot->target, Py_NewRef(grad));
     return pli_set_grad(self, i, Py_None);
 }
 

@@ -8,6 +8,10 @@
  * reference), 0 where it has none, -1. */
 int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor);
 
+/* A step begins, with the gradient of slot `first`: notes which are there already, and
+ * may be kept by somebody. */
+int pli_grads_note(reducer_object *self, size_t first);
+
 /* Backward has produced a gradient for slot i. */
 int pli_grads_mark_ready(reducer_object *self, size_t i);
 

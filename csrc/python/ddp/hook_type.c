@@ -145,7 +145,7 @@ static int enter_step(reducer_object *self, size_t i, long task)
                 self->slots[i].sync = GRAD_UNSYNCED;
             return 0;
         }
-        if (begin(self) != 0)
+        if (begin(self) != 0 || (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
             return -1;
         self->context_task = task;
     } else if (self->context_task != task) {

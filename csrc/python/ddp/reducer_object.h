@@ -50,9 +50,10 @@ typedef struct grad_slot {
     char is_unused;    /* no output of the last forward shows it; for is_strict */
     /* of the step under way */
     grad_mode mode;
-    char is_deferred;   /* taken at the end: a hook of the user's ran after ours */
-    PyObject *target;   /* copy: what is written to; view: the view found in place */
-    PyObject *late;     /* view: what came after the bucket was posted */
+    char is_deferred; /* taken at the end: a hook of the user's ran after ours */
+    char had_grad;    /* `.grad` was there before; noted for views, with keeps_grads */
+    PyObject *target; /* copy: what is written to; view: what `.grad` stays */
+    PyObject *late;   /* view: what came after the bucket was posted */
     PyObject *retained; /* view: what was copied, until the end of the step; on a GPU:
                            what is yet to be copied, one or a tuple of two */
     PyObject *saved;    /* the values of a view that perhaps no rank has used */
@@ -142,6 +143,7 @@ typedef struct reducer_object {
     join_grads join_grads;
     PyObject *on_finish;   /* called after each step, in the backward; NULL: nothing */
     char has_user_hooks;   /* in this step: a parameter has hooks of the user's */
+    char keeps_grads;      /* a `.grad` that a step finds stays the same tensor */
     char is_strict;        /* a second gradient in one backward is an error: torch's */
     char follows_forwards; /* a backward of no forward of the wrapper is local */
     char ends_with_step; /* what a step leaves without gradient is awaited no longer */

@@ -460,6 +460,8 @@ static PyMemberDef reducer_members[] = {
      "number; returns what has the gradients, each as its `grad`."},
     {"sync", T_BOOL, offsetof(reducer_object, is_sync), 0,
      "Whether gradients are synchronised."},
+    {"keeps_grads", T_BOOL, offsetof(reducer_object, keeps_grads), 0,
+     "Whether a .grad that a step finds stays the same tensor."},
     {"strict", T_BOOL, offsetof(reducer_object, is_strict), 0,
      "Whether a second gradient of a parameter in one backward is torch's error."},
     {"has_other_buffers", T_BOOL, offsetof(reducer_object, has_other_buffers), READONLY,

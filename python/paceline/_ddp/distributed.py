@@ -90,7 +90,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         in memory of torch's allocator: ``p.grad.record_stream(s)`` is ignored (before
         ``p.grad`` is dropped, have the current stream wait for ``s``), and it cannot be
         sent to another process (send ``p.grad.clone()``).  On the CPU such gradients
-        are always views, which nothing shows.
+        are always views, which nothing shows; this is whether a ``.grad`` that is there
+        before the backward is exchanged for one, too, or stays the tensor that it is.
     skip_all_reduce_unused_params, batched_grad_copy : bool
         Accepted and not needed, likewise.
     check_reduction : bool

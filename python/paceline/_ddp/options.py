@@ -65,8 +65,9 @@ class Options:
         Whether to refuse what torch refuses.
     accumulate_in_fp32 : bool
         Whether GPUs add up 16-bit gradients in float32.
-    views_on_gpu : bool
-        Whether large gradients on a GPU become views of their buckets.
+    as_bucket_views : bool
+        Whether large gradients become views of their buckets wherever that shows: on a
+        GPU, and where a backward finds a gradient.
     """
 
     group: dist.ProcessGroup
@@ -77,7 +78,7 @@ class Options:
     sync_buffers_at_start: bool = True
     strict: bool = False
     accumulate_in_fp32: bool = False
-    views_on_gpu: bool = False
+    as_bucket_views: bool = False
 
     @property
     def device_caps(self) -> Caps:
@@ -89,10 +90,11 @@ class Options:
     def view_bytes(self, is_on_gpu: bool) -> int:
         """Return from which size on gradients become views of their buckets.
 
-        On the CPU nothing shows the difference.  On a GPU the memory of a bucket is not
-        that of torch's allocator, which can then protect no reader on another stream.
+        On the CPU nothing shows it of those that a backward makes.  On a GPU the memory
+        of a bucket is not that of torch's allocator, which can then protect no reader
+        on another stream.
         """
-        return VIEW_BYTES if self.views_on_gpu or not is_on_gpu else sys.maxsize
+        return VIEW_BYTES if self.as_bucket_views or not is_on_gpu else sys.maxsize
 
 
 def read(
@@ -137,7 +139,7 @@ def read(
         sync_buffers_at_start=sync_buffers != (False, None),
         strict=bool(strict),
         accumulate_in_fp32=accumulate_in_fp32 is True,
-        views_on_gpu=bool(gradient_as_bucket_view),
+        as_bucket_views=bool(gradient_as_bucket_view),
     )
     return options, error
 

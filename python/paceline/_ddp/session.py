@@ -317,6 +317,7 @@ class Session:
         reducer.sync = self._sync_without_reducer
         reducer.set_join(self.join.divides_by_active, self.join.raises)
         reducer.follows_forwards = True
+        reducer.keeps_grads = not self.options.as_bucket_views
         self.log.first_buckets = reducer.buckets
         self.follow_graph()
         self.attach_comm_hook()

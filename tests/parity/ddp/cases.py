@@ -282,6 +282,15 @@ def assert_equal(mine, theirs, what):
     )
 
 
+def compare_with_torch(ranks, program):
+    """Run a program by both classes; every tensor that it returns must be the same."""
+    theirs = program(ranks, ranks.wrap_by_torch)
+    ours = program(ranks, ranks.wrap)
+    assert len(ours) == len(theirs)
+    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_equal(mine, other, f"tensor {i}")
+
+
 def mean_over(rows):
     """Return the mean of what the ranks have, in rank order; None counts as zeros."""
     there = [row for row in rows if row is not None]

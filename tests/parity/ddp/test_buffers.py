@@ -5,8 +5,7 @@ import itertools
 import paceline
 import pytest
 import torch
-from cases import on_ranks
-from test_steps import compare_with_torch
+from cases import compare_with_torch, on_ranks
 from torch import nn
 
 

@@ -15,6 +15,7 @@ from cases import (
     Branches,
     FailsInBackward,
     assert_equal,
+    compare_with_torch,
     grads_of,
     integer_weights,
     net,
@@ -22,15 +23,6 @@ from cases import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
-def compare_with_torch(ranks, program):
-    """Run a program by both classes; every tensor that it returns must be the same."""
-    theirs = program(ranks, ranks.wrap_by_torch)
-    ours = program(ranks, ranks.wrap)
-    assert len(ours) == len(theirs)
-    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_equal(mine, other, f"tensor {i}")
 
 
 def data(ranks, step, rows=3, size=6):
