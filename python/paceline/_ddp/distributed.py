@@ -158,9 +158,9 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
       next forward notices, on every rank, and wraps the model anew. So it does where
       buffers are removed or get another size (one that a forward has let grow is each
       rank's own in that step). What never travels may differ: modules and frozen
-      parameters that some ranks add alone, and, as in torch, buffers that were
-      registered later. A rank that alone changes what travels ends the step on all,
-      by a ``MismatchError``.
+      parameters that some ranks add alone, buffers without ``broadcast_buffers``, and,
+      as in torch, buffers that were registered later. A rank that alone changes what
+      travels ends the step on all, by a ``MismatchError``.
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
       records gradients, or in a join: one rank may make and evaluate a copy alone.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.

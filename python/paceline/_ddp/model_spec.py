@@ -19,6 +19,12 @@ NO_GRADIENT = (
     "that requires a gradient."
 )
 
+_TYPES = {
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
+}
+
 WRAP_ONCE = (
     "paceline's wrapper takes gradients before torch's can read them. Wrap the module "
     "once, or by paceline both times."
@@ -91,8 +97,10 @@ class Model:
             tensors += [owner[name] for _, owner, name in self.buffers]
         return tensors
 
-    def check(self) -> None:
+    def check(self, *, has_frozen: bool = True, has_buffers: bool = True) -> None:
         """Raise where this rank's model cannot be wrapped at all.
+
+        Types are of no matter where frozen parameters, or buffers, do not travel.
 
         Raises
         ------
@@ -101,7 +109,8 @@ class Model:
         ValueError
             If the parameters are on several types of devices.
         NotImplementedError
-            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU.
+            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU,
+            or is to travel and of a type that cannot.
         """
         for name, tensor in self._named_tensors():
             if torch_core.is_lazy(tensor):
@@ -122,6 +131,11 @@ class Model:
             )
         for name, tensor in self._named_tensors():
             self._check_device(name, tensor)
+        for name, parameter in self.parameters:
+            if has_frozen or parameter.requires_grad:
+                _check_type(name, parameter)
+        for full, owner, name in self.buffers if has_buffers else ():
+            _check_type(full, owner[name])
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         first, parameter = self.parameters[0]
@@ -172,15 +186,22 @@ class Model:
 
     # ---- agreement ------------------------------------------------------------------
 
-    def describe(self) -> list[tuple[str, str, str]]:
-        """Return (kind, name, what) of each tensor: all that ranks must agree on."""
+    def describe(
+        self, *, has_frozen: bool = True, has_buffers: bool = True
+    ) -> list[tuple[str, str, str]]:
+        """Return (kind, name, what) of each tensor that ranks must agree on.
+
+        Frozen parameters and buffers are left out where they are said not to travel.
+        """
         described = [
             ("parameter", name, _describe(p, p.requires_grad) + self._sparsity_of(p))
             for name, p in self.parameters
+            if has_frozen or p.requires_grad
         ]
         described += [
             ("buffer", full, _describe(owner[name], None))
             for full, owner, name in self.buffers
+            if has_buffers
         ]
         return described
 
@@ -188,9 +209,17 @@ class Model:
         is_sparse = parameter.requires_grad and id(parameter) in self.declared_sparse
         return ", sparse gradients" if is_sparse else ""
 
-    def digest(self) -> str:
+    def digest(self, **travelling: bool) -> str:
         """Return a hash of :meth:`describe`."""
-        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
+        return hashlib.sha256(repr(self.describe(**travelling)).encode()).hexdigest()
+
+
+def _check_type(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in _TYPES:
+        raise NotImplementedError(
+            f"'{name}' is of {tensor.dtype}, which paceline cannot send: convert it, "
+            "or name it in module._ddp_params_and_buffers_to_ignore"
+        )
 
 
 def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:

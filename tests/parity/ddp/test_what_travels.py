@@ -146,3 +146,41 @@ def test_a_rank_that_alone_changes_what_travels_is_an_error_on_all(what, whose):
         assert (step, kind) == (2, "MismatchError"), words
         assert "changed" in words
         assert f"rank {whose}" in words or rank == whose
+
+
+# ---- from the start ------------------------------------------------------------------
+
+
+def hold(net, name, tensor):
+    if isinstance(tensor, nn.Parameter):
+        net.register_parameter(name, tensor)
+    else:
+        net.register_buffer(name, tensor)
+
+
+OF_A_RANK = {
+    "a longer buffer": lambda rank: torch.ones(3 + rank),
+    "a wider buffer": lambda rank: torch.ones(
+        3, dtype=[torch.float32, torch.int64][rank]
+    ),
+    "no buffer": lambda rank: torch.ones(3) if rank else None,
+    "a frozen parameter": lambda rank: nn.Parameter(torch.ones(2 + rank), False),
+}
+
+
+@on_ranks(2, what=[*OF_A_RANK])
+def test_a_ranks_own_is_accepted_where_it_does_not_travel_as_in_torch(ranks, what):
+    net, own = module(), OF_A_RANK[what](ranks.rank)
+    hold(net, "own", own)
+    both = Both(ranks, net, broadcast_buffers=False, init_sync="parameter" not in what)
+    for key in range(3):
+        both.step(key)
+    assert own is None or torch.equal(both.ours.module.own, own)
+
+
+@on_ranks(2, what=[*OF_A_RANK])
+def test_a_ranks_own_is_refused_where_it_travels(ranks, what):
+    net = module()
+    hold(net, "own", OF_A_RANK[what](ranks.rank))
+    with pytest.raises(paceline.MismatchError, match="own"):
+        ranks.wrap(net)

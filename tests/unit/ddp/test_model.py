@@ -301,3 +301,25 @@ def test_the_first_difference_is_named_with_both_sides(what):
 
 def test_equal_models_raise_nothing():
     raise_first_difference([Model.of(Net()).describe()] * 3)
+
+
+class OfOddTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(1, 1)
+        self.part.scale = nn.Parameter(torch.ones(2, dtype=torch.complex32), False)
+        self.part.register_buffer("codes", torch.zeros(2, dtype=torch.uint16))
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"has_frozen": True}, "'part.scale' is of torch.complex32"),
+        ({"has_buffers": True}, "'part.codes' is of torch.uint16"),
+    ],
+)
+def test_a_type_that_cannot_travel_is_named_where_it_would(sent, words):
+    alone = {"has_frozen": False, "has_buffers": False}
+    Model.of(OfOddTypes()).check(**alone)
+    with pytest.raises(NotImplementedError, match=f"{words}.*_to_ignore"):
+        Model.of(OfOddTypes()).check(**{**alone, **sent})
