@@ -180,7 +180,31 @@ def test_models_that_record_what_passes_train_in_threads(wrap, model, options):
     twin = Twin(wrap, model())
     train(twin, **options)
     if twin.ours.engine == "thread":  # as transformers 5 has it
-        assert "output has the keys" in twin.ours.engine_reason
+        assert "has hooks" in twin.ours.engine_reason
+
+
+class WithHiddenStates(torch.nn.Module):
+    """Takes what its encoder records, where it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = bert().bert
+        self.encoder.config.output_hidden_states = True
+
+    def forward(self, ids):
+        out = self.encoder(ids)
+        return sum(out.get("hidden_states") or (), out.last_hidden_state)
+
+
+def test_what_a_model_records_within_another_is_there_in_the_first_call(wrap):
+    twin = Twin(wrap, WithHiddenStates())
+    for step in range(2):
+        twin.zero()
+        for model in twin.models:
+            model(sentences(step)).square().mean().backward()
+        assert_same_training(twin)
+    if twin.ours.engine == "thread":  # as transformers 5 has it
+        assert "has hooks" in twin.ours.engine_reason
 
 
 @pytest.mark.parametrize("model", [gpt2, llama])

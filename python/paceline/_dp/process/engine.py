@@ -303,6 +303,7 @@ class ProcessEngine:
             self._sync.model.forward_ends()
         else:  # some have not done what it did
             self._sync.model.state.forward_ends_alone(set())
+        self._sync.model.check_hooks()
         self._workers.outbox.forward_ends()
         self._sync.tried.add(forward.mode)
 
@@ -336,7 +337,7 @@ class ProcessEngine:
             return None
         shells = self._sync.model.replicas_before(len(last.parts))
         outputs = [last.output]
-        state = torch.default_generator.get_state()
+        state = rng.get_state()
         try:
             for k, (shell, (tree, leaves)) in enumerate(
                 zip(shells, last.parts, strict=True)

@@ -38,13 +38,21 @@ def _reason_for_now(module: nn.Module) -> str | None:
     """Say what stands against this call alone: it comes and goes."""
     if torch_core.has_global_hooks():
         return GLOBAL_HOOKS
+    reason = of_hooks(module)
+    if reason is not None:
+        return reason
+    for name, parameter in module.named_parameters():
+        if not parameter.is_leaf:
+            return f"'{name}' is computed from other tensors (functional_call)"
+    return None
+
+
+def of_hooks(module: nn.Module) -> str | None:
+    """Say which part of a module has hooks, if one has."""
     for name, part in module.named_modules():
         if _has_hooks(part):
             which = f"'{name}' ({type(part).__name__})"
             return f"{which} has hooks, whose side effects belong in this process"
-    for name, parameter in module.named_parameters():
-        if not parameter.is_leaf:
-            return f"'{name}' is computed from other tensors (functional_call)"
     return None
 
 

@@ -24,6 +24,7 @@ from paceline._dp.process import imports, messages, obstacles, pickling, snapsho
 from paceline._dp.process.model_memory import ModelMemory, Owner, ReplicaGradients
 from paceline._replicas import replicate
 from paceline._replicas.errors import (
+    ReplicaFailedError,
     UnsupportedCallError,
     UnsupportedModelError,
     WrittenError,
@@ -190,6 +191,18 @@ class SharedModel:
     def forward_begins(self) -> None:
         """Record what replica 0's forward must leave as it is."""
         self.memory.placed.record_versions()
+
+    def check_hooks(self) -> None:
+        """Raise where replica 0's forward has registered hooks that stay.
+
+        What decided that may be known to this process alone: transformers notes in a
+        constructor what a forward is to record.
+        """
+        reason = obstacles.of_hooks(self.module) if self.state.has_other_hooks else None
+        if reason is not None:
+            raise ReplicaFailedError(
+                UnsupportedCallError(f"after its forward, {reason}")
+            )
 
     def check_unwritten(self) -> None:
         """Raise where replica 0's forward has written a parameter, and name it."""

@@ -99,6 +99,7 @@ class ModelState:
         self._n_grown = 0
         self._before: Changed | None = None
         self.is_stale = False
+        self.has_other_hooks = False  # since a forward; then it is stale, too
         self._watch_parts()
 
     # ---- what is watched -------------------------------------------------------------
@@ -361,7 +362,13 @@ class ModelState:
                 found.update((i, name) for name in names)
             elif self._attribute_of[at] != STRUCTURE:
                 found.add(self._attribute_of[at])
+            else:
+                self._note_hooks(at)
         return found
+
+    def _note_hooks(self, at: int) -> None:
+        kind, _ = self._kind_at.get(at, ("", -1))
+        self.has_other_hooks |= kind.endswith("_hooks")
 
     def forward_ends_alone(self, before: set[Attribute]) -> None:
         """Record what a forward has set that not all replicas took part in.
@@ -395,6 +402,7 @@ class ModelState:
                 kind, i = self._kind_at[at]
                 if kind in ("_parameters", "_modules"):
                     broken = i
+                self._note_hooks(at)
                 self.is_stale |= kind != "_buffers" or not self._accept_buffers(at)
             elif at in self._code_at:
                 self._record_code(*self._code_at[at])
