@@ -113,6 +113,25 @@ static int refuse(const char *what)
     return -1;
 }
 
+/* torch before 2.9 gives dimensions of size 1 the stride 1 in what it exports; its own
+ * operations ask for the tensor's. */
+static int restore_strides(PyObject *tensor, dl_tensor *dl)
+{
+    int n_single = 0;
+    for (int d = 0; d < dl->ndim; d++)
+        n_single += dl->shape[d] < 2;
+    if (n_single == 0 || dl->strides == NULL)
+        return 0;
+    PyObject *strides = PyObject_CallMethod(tensor, "stride", NULL);
+    int status = strides != NULL && PyTuple_GET_SIZE(strides) == dl->ndim ? 0 : -1;
+    for (int d = 0; status == 0 && d < dl->ndim; d++) {
+        dl->strides[d] = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, d));
+        status = dl->strides[d] == -1 && PyErr_Occurred() ? -1 : 0;
+    }
+    Py_XDECREF(strides);
+    return status;
+}
+
 /* *capsule: to be kept while *out is read, and dropped; it may be NULL. */
 static int read_dl(const module_state *state, PyObject *object, const char *what,
                    dl_tensor *out, PyObject **capsule)
@@ -124,10 +143,12 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     /* torch's __dlpack__() wants the tensor's device to be the current one. */
     if (detached != NULL)
         *capsule = PyObject_CallOneArg(state->to_dlpack, detached);
-    Py_XDECREF(detached);
-    const dl_managed *managed =
+    dl_managed *managed =
         *capsule != NULL ? PyCapsule_GetPointer(*capsule, "dltensor") : NULL;
-    if (managed == NULL) {
+    const int has_strides =
+        managed != NULL && restore_strides(detached, &managed->tensor) == 0;
+    Py_XDECREF(detached);
+    if (!has_strides) {
         Py_CLEAR(*capsule);
         return refuse(what);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ is_torch_function_enabled: Callable[[], bool]
 is_torch_function_enabled = getattr(_C, "_is_torch_function_enabled", _yes)
 is_tracing: Callable[[], bool] = _C._is_tracing
 _transform = getattr(getattr(_C, "_functorch", None), "peek_interpreter_stack", _none)
+_without_transforms: Any = getattr(_C, "_DisableFuncTorch", nullcontext)
 _hooks: Any = _C._autograd
 _top_hooks = getattr(_hooks, "_top_saved_tensors_default_hooks", None)
 
@@ -67,6 +69,12 @@ def binds_by_other_means() -> bool:
 def has_transform() -> bool:
     """Tell whether a transform of torch.func is on: vmap, grad."""
     return _transform() is not None
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which new tensors are plain, whatever transform is on."""
+    context: AbstractContextManager[Any] = _without_transforms()
+    return context
 
 
 def has_saved_tensors_hooks() -> bool:

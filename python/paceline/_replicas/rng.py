@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from paceline import _native
+from paceline._compat import torch_modes
 
 MOST_SEED = 2**63 - 1
 
@@ -33,7 +34,7 @@ def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
     seed = stream()
     outputs = [calls[0]()]
     has_drawn = stream() != seed
-    after = generator.get_state()
+    after = get_state()
     try:
         for k, call in enumerate(calls[1:]):
             generator.manual_seed((seed + k) & MOST_SEED)
@@ -47,7 +48,17 @@ def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
 
 def stream() -> int:
     """Return a number that stands for the state of torch's generator."""
-    return _native.tensor_hash(torch.default_generator.get_state())
+    with torch_modes.without_transforms():
+        return _native.tensor_hash(torch.default_generator.get_state())
+
+
+def get_state() -> torch.Tensor:
+    """Return the state of torch's generator, as a plain tensor under a transform too.
+
+    torch makes it one of the transform's before 2.9.
+    """
+    with torch_modes.without_transforms():
+        return torch.default_generator.get_state()
 
 
 def other_streams() -> list[Any]:
