@@ -51,7 +51,6 @@ pl_status pli_hierarchy_check(hierarchy *self)
     pl_status st = PL_OK;
     if (pli_hierarchy_phase(self) == HIERARCHY_RUNNING)
         return PL_OK;
-    pli_hierarchy_send_failure(self);
     const int phase = pli_hierarchy_take_message(self);
     if (phase == HIERARCHY_ENDED)
         st =

@@ -86,10 +86,8 @@ done:
 void pli_hierarchy_give_up(hierarchy *self)
 {
     pl_status st = PL_OK;
-    if (pli_hierarchy_phase(self) != HIERARCHY_FAILED) {
-        pli_hierarchy_send_failure(self);
+    if (pli_hierarchy_phase(self) != HIERARCHY_FAILED)
         return;
-    }
     if (!self->is_given_up && !self->has_met_mark &&
         pli_hierarchy_may_end_elsewhere(self)) {
         char message[HIERARCHY_MESSAGE_BYTES];
