@@ -2,6 +2,7 @@
 #include "backend/cpu_sum.h"
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
+#include "python/ddp/failed_backward.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/gather.h"
 #include "python/dp/scatter.h"
@@ -176,6 +177,9 @@ static PyMethodDef module_methods[] = {
     {"nccl_version", pli_nccl_version, METH_O,
      "nccl_version(path, /)\n--\n\nReturn the version of the NCCL that a World would "
      "use, as 22907; path is where one was found, or None."},
+    {"unwound_keeper", pli_unwound_keeper, METH_O,
+     "unwound_keeper(kept, /)\n--\n\nReturn what sys.monitoring may call as a frame is "
+     "left by an exception: it becomes\nkept[1] where the frame's code is kept[0]."},
     {"driver_version", pli_driver_version, METH_O,
      "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
      "CUDA that it serves, as 13000; path is its library, or None."},

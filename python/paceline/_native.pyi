@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, ClassVar, final
 
 import torch
@@ -38,6 +39,9 @@ def measure(
     world_size: int = 0,
     /,
 ) -> tuple[int, int, int]: ...
+def unwound_keeper(
+    kept: list[Any], /
+) -> Callable[[CodeType, int, BaseException], None]: ...
 def nccl_version(path: str | None, /) -> int: ...
 def driver_version(path: str | None, /) -> int: ...
 

@@ -25,6 +25,26 @@ PyObject *pli_find_exception(void)
     return value != NULL && value != Py_None ? Py_NewRef(value) : NULL;
 }
 
+/* Of C, as Python code would have pending calls run while no exception is in sight. */
+static PyObject *keep_unwound(PyObject *kept, PyObject *const *args, Py_ssize_t n_args)
+{
+    if (n_args == 3 && args[0] == PyList_GET_ITEM(kept, 0) &&
+        PyList_SetItem(kept, 1, Py_NewRef(args[2])) != 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept)
+{
+    static PyMethodDef method = {
+        "keep_unwound", (PyCFunction)(void (*)(void))keep_unwound, METH_FASTCALL, NULL};
+    (void)module;
+    if (PyList_Check(kept) && PyList_GET_SIZE(kept) == 2)
+        return PyCFunction_New(&method, kept);
+    PyErr_SetString(PyExc_TypeError, "unwound_keeper() takes a list of code and None");
+    return NULL;
+}
+
 int pli_is_main_thread(void)
 {
     PyObject *type, *value, *traceback;

@@ -9,6 +9,9 @@
  * has, or what nobody caught. */
 PyObject *pli_find_exception(void);
 
+/* unwound_keeper(kept) -> callable, of the module */
+PyObject *pli_unwound_keeper(PyObject *module, PyObject *kept);
+
 /* Changes no exception that is set. */
 int pli_is_main_thread(void);
 

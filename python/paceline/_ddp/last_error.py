@@ -1,8 +1,8 @@
 """The exception that ends this process, for the ranks that will wait for it.
 
 A program's own is in ``sys.last_value``.  A process that multiprocessing started has
-none there: until Python 3.12 its exception is the one being handled when finalizers
-run; from 3.13 on they run later, so the exception is kept as it leaves the process's
+none there: before Python 3.12 its exception is the one being handled when finalizers
+run; since then they may run later, so the exception is kept as it leaves the process's
 ``run``, where ``sys.monitoring`` tells of it.
 """
 
@@ -13,9 +13,11 @@ from multiprocessing import process
 from types import CodeType
 from typing import Any
 
+from paceline import _native
+
 _TOOLS = (3, 4)  # of sys.monitoring's numbers those that it has given no meaning
 _NAME = "paceline"
-_left_run: BaseException | None = None
+_kept: list[Any] = [None, None]  # the code of `run`, and what it was left by
 
 
 def keep_error_of_child() -> None:
@@ -29,14 +31,9 @@ def keep_error_of_child() -> None:
         return  # peers then hear that this process has left, but not why
     if names[tool] is None:  # else it was forked from such a process
         monitoring.use_tool_id(tool, _NAME)
-    code = _code_of_run()
-
-    def on_unwind(unwound: CodeType, _: int, error: BaseException) -> Any:
-        global _left_run
-        if unwound is code:
-            _left_run = error
-
-    monitoring.register_callback(tool, monitoring.events.PY_UNWIND, on_unwind)
+    _kept[0] = _code_of_run()
+    keep = _native.unwound_keeper(_kept)
+    monitoring.register_callback(tool, monitoring.events.PY_UNWIND, keep)
     monitoring.set_events(tool, monitoring.events.PY_UNWIND)
 
 
@@ -54,7 +51,7 @@ def last_error() -> BaseException | None:
     """Return the exception that ends this process, if one does."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is None:
-        error = sys.exc_info()[1] or _left_run
+        error = sys.exc_info()[1] or _kept[1]
     if isinstance(error, SystemExit):
         error = error.__context__  # torch's spawn exits in its handler
     return error
