@@ -9,8 +9,7 @@
 
 #include "step.h"
 
-/* For the exception, before the peers get none: up to 32 at one moment of 200. */
-enum { MOST_POLLS = 6400 };
+enum { MOST_POLLS = 64 }; /* for the exception, before the peers get none */
 
 PyObject *pli_find_exception(void)
 {

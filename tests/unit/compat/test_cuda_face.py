@@ -128,7 +128,9 @@ def test_a_bare_number_in_place_of_a_list_is_a_type_error_that_shows_one():
 
 
 def tensor(place, layout=torch.strided):
-    return types.SimpleNamespace(device=place, layout=layout, requires_grad=True)
+    return types.SimpleNamespace(
+        device=place, layout=layout, requires_grad=True, dtype=torch.float32
+    )
 
 
 def model(*places, buffer=None):
