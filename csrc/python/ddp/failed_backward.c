@@ -27,6 +27,7 @@ PyObject *pli_find_exception(void)
 /* Of C, as Python code would have pending calls run while no exception is in sight. */
 static PyObject *keep_unwound(PyObject *kept, PyObject *const *args, Py_ssize_t n_args)
 {
+    PLI_ENTER(kept);
     if (n_args == 3 && args[0] == PyList_GET_ITEM(kept, 0) &&
         PyList_SetItem(kept, 1, Py_NewRef(args[2])) != 0)
         return NULL;
