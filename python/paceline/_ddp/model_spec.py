@@ -97,10 +97,13 @@ class Model:
             tensors += [owner[name] for _, owner, name in self.buffers]
         return tensors
 
-    def check(self, *, has_frozen: bool = True, has_buffers: bool = True) -> None:
-        """Raise where this rank's model cannot be wrapped at all.
+    def without(self, *, frozen: bool, buffers: bool) -> Model:
+        """Return the model without its frozen parameters, or without its buffers."""
+        kept = [(n, p) for n, p in self.parameters if p.requires_grad or not frozen]
+        return Model(kept, [] if buffers else self.buffers, self.declared_sparse)
 
-        Types are of no matter where frozen parameters, or buffers, do not travel.
+    def check(self) -> None:
+        """Raise where this rank's model cannot be wrapped at all.
 
         Raises
         ------
@@ -109,8 +112,7 @@ class Model:
         ValueError
             If the parameters are on several types of devices.
         NotImplementedError
-            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU,
-            or is to travel and of a type that cannot.
+            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU.
         """
         for name, tensor in self._named_tensors():
             if torch_core.is_lazy(tensor):
@@ -131,11 +133,16 @@ class Model:
             )
         for name, tensor in self._named_tensors():
             self._check_device(name, tensor)
-        for name, parameter in self.parameters:
-            if has_frozen or parameter.requires_grad:
-                _check_type(name, parameter)
-        for full, owner, name in self.buffers if has_buffers else ():
-            _check_type(full, owner[name])
+
+    def check_types(self) -> None:
+        """Raise ``NotImplementedError`` for a tensor of a type that cannot travel."""
+        for name, tensor in self._named_tensors():
+            if tensor.dtype not in _TYPES:
+                raise NotImplementedError(
+                    f"'{name}' is of {tensor.dtype}, which paceline cannot send: "
+                    "convert it, or name it in "
+                    "module._ddp_params_and_buffers_to_ignore"
+                )
 
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         first, parameter = self.parameters[0]
@@ -186,22 +193,15 @@ class Model:
 
     # ---- agreement ------------------------------------------------------------------
 
-    def describe(
-        self, *, has_frozen: bool = True, has_buffers: bool = True
-    ) -> list[tuple[str, str, str]]:
-        """Return (kind, name, what) of each tensor that ranks must agree on.
-
-        Frozen parameters and buffers are left out where they are said not to travel.
-        """
+    def describe(self) -> list[tuple[str, str, str]]:
+        """Return (kind, name, what) of each tensor: all that ranks must agree on."""
         described = [
             ("parameter", name, _describe(p, p.requires_grad) + self._sparsity_of(p))
             for name, p in self.parameters
-            if has_frozen or p.requires_grad
         ]
         described += [
             ("buffer", full, _describe(owner[name], None))
             for full, owner, name in self.buffers
-            if has_buffers
         ]
         return described
 
@@ -209,17 +209,9 @@ class Model:
         is_sparse = parameter.requires_grad and id(parameter) in self.declared_sparse
         return ", sparse gradients" if is_sparse else ""
 
-    def digest(self, **travelling: bool) -> str:
+    def digest(self) -> str:
         """Return a hash of :meth:`describe`."""
-        return hashlib.sha256(repr(self.describe(**travelling)).encode()).hexdigest()
-
-
-def _check_type(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in _TYPES:
-        raise NotImplementedError(
-            f"'{name}' is of {tensor.dtype}, which paceline cannot send: convert it, "
-            "or name it in module._ddp_params_and_buffers_to_ignore"
-        )
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()
 
 
 def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:

@@ -87,13 +87,13 @@ class Options:
         last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
         return Caps(caps.bucket_bytes, last_bytes, caps.each)
 
-    def travelling(self, n_ranks: int) -> dict[str, bool]:
-        """Return what else than gradients is sent at all, and so has to be alike."""
-        sent_at_start = n_ranks > 1 and self.sync_at_start
+    @property
+    def staying(self) -> dict[str, bool]:
+        """What of a model is never sent, and so may differ from rank to rank."""
+        at_start = self.sync_at_start and self.sync_buffers_at_start
         return {
-            "has_frozen": sent_at_start,
-            "has_buffers": (n_ranks > 1 and self.sync_buffers)
-            or (sent_at_start and self.sync_buffers_at_start),
+            "frozen": not self.sync_at_start,
+            "buffers": not (self.sync_buffers or at_start),
         }
 
     def view_bytes(self, is_on_gpu: bool) -> int:

@@ -256,7 +256,7 @@ class Session:
         """
         wrapper = self.wrapper
         model, gpu, here = Model([], []), None, placement.Placement()
-        travelling = options.travelling(meeting.size)
+        travelling = model
         try:
             if not isinstance(wrapper.module, torch.nn.Module):
                 raise TypeError(
@@ -265,7 +265,10 @@ class Session:
             model = Model.of(wrapper.module)
             if arguments is not None:
                 wrapper._read_arguments(model, *arguments)
-            model.check(**travelling)
+            model.check()
+            travelling = model.without(**options.staying)
+            if meeting.size > 1:
+                travelling.check_types()
             model.check_supported(wrapper.module)
             device = model.parameters[0][1].device
             if arguments is None:
@@ -274,7 +277,7 @@ class Session:
                 gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
         except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
             error = error or problem
-        digest = None if error is not None else model.digest(**travelling)
+        digest = None if error is not None else travelling.digest()
         agreed = {
             "bucket_cap_mb": (options.caps, options.network_caps),
             "broadcast_buffers": options.sync_buffers,
@@ -294,7 +297,7 @@ class Session:
         raise_differing_options([row[1] for row in received])
         # The buckets must agree in any case, or gradients would be cross-wired.
         if len({row[0] for row in received}) > 1:
-            raise_first_difference(meeting.exchange(model.describe(**travelling)))
+            raise_first_difference(meeting.exchange(travelling.describe()))
         return model, gpu, [row[4] for row in received]
 
     def _record(self, jobs: list[str]) -> None:
