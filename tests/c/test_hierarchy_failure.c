@@ -30,21 +30,22 @@ static int comes_to(atomic_int *value, int least)
     return atomic_load(value) >= least;
 }
 
-static pl_status begin_step(rank_job *job, pl_ticket *out)
+/* An operation, which may be all that a step has. */
+static pl_status issue(rank_job *job, int ends_step, pl_ticket *out)
 {
     const pl_op op = {.kind = PL_ALL_REDUCE,
                       .dtype = PL_F32,
                       .reduction = PL_SUM,
                       .offset_bytes = OPS_GUARD_BYTES,
                       .n_elems = N_ELEMS,
-                      .ends_step = 1};
+                      .ends_step = ends_step};
     return pl_comm_issue(job->comm, &op, out);
 }
 
 static pl_status do_step(rank_job *job)
 {
     pl_ticket ticket = 0;
-    const pl_status st = begin_step(job, &ticket);
+    const pl_status st = issue(job, 1, &ticket);
     return st == PL_OK ? wait_through(job->comm, ticket) : st;
 }
 
@@ -115,12 +116,8 @@ static void only_ask(rank_job *job)
     scene *it = job->context;
     CHECK_OK(do_step(job));
     if (job->rank == 0) {
-        const pl_op op = {.kind = PL_ALL_REDUCE,
-                          .dtype = PL_F32,
-                          .offset_bytes = OPS_GUARD_BYTES,
-                          .n_elems = N_ELEMS};
         pl_ticket ticket = 0;
-        CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
+        CHECK_OK(issue(job, 0, &ticket));
         CHECK(pl_comm_wait(job->comm, ticket, PLI_MS) == PL_EAGAIN);
         pl_comm_abort(job->comm, "the dog ate it");
     } else if (job->rank == 1) {
@@ -155,7 +152,7 @@ static void ask_before_the_end_is_seen(rank_job *job)
         atomic_store(&it->has_failed, 1);
     } else {
         pl_ticket ticket = 0;
-        CHECK_OK(begin_step(job, &ticket));
+        CHECK_OK(issue(job, 1, &ticket));
         atomic_store(&it->has_begun, 1);
         CHECK(comes_to(&it->has_failed, 1));
         CHECK_OK(pli_comm_query(job->comm, PLI_QUERY_STEP));
