@@ -102,19 +102,32 @@ def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, how):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
-def test_a_kept_gradient_that_no_rank_uses_stays(ranks):
+class Either(nn.Module):
+    """Uses one of two nets, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList([net(), net()])
+
+    def forward(self, x, which):
+        return sum(self.nets[i](x) for i in which)
+
+
+USED = {
+    "by one rank": [[0, 1], [1]],
+    "by none": [[1], [1]],
+    "by each alone": [[0], [1]],
+}
+
+
+@on_ranks(2, used=[*USED])
+def test_a_kept_gradient_of_what_is_used_by_some_ranks_stays(ranks, used):
     def program(ranks, wrap):
-        model, found = wrap(net(), find_unused_parameters=True), []
-        model(data(ranks, 0)).sum().backward()
+        model, found = wrap(Either(), find_unused_parameters=True), []
+        model(data(ranks, 0), [0, 1]).sum().backward()
         kept = [p.grad for p in model.parameters()]
         for step in range(3):
-            uses_all = step % 2 == ranks.rank
-            x = data(ranks, step)
-            out = model(x) if uses_all else model.module[0](x)
-            if not uses_all:
-                out = out + 0 * model(x).sum()
-            out.sum().backward()
+            model(data(ranks, step), USED[used][ranks.rank]).sum().backward()
             found += [*(grad.clone() for grad in kept), are_kept(model, kept)]
         return found
 
