@@ -7,7 +7,7 @@
 #include "shm_comm.h"
 
 enum {
-    SHARED_LEAST_BYTES = 1 << 16, /* from three hosts on: each leader adds up a part */
+    SHARED_LEAST_BYTES = 1 << 16, /* that are saved where each leader adds up a part */
     POLL_MS = 10,                 /* for the links alone */
     POLL_BOTH_NS = 100 * 1000     /* ... while this host's ranks are waited for, too */
 };
@@ -47,11 +47,12 @@ static size_t bytes_of(const pl_op *op)
     return op->kind == PL_BARRIER ? 0 : op->n_elems * pl_dtype_bytes(op->dtype);
 }
 
-/* Whether each leader adds up a part of the range, and not the whole. */
+/* Whether each leader adds up a part of the range, and not the whole: n hosts send
+ * about 2 ranges each then in place of n - 1, and everyone waits twice. */
 static int is_shared_out(const hierarchy *self, const pl_op *op)
 {
     return op->kind == PL_ALL_REDUCE && self->n_hosts > 2 &&
-           bytes_of(op) >= SHARED_LEAST_BYTES;
+           bytes_of(op) * (size_t)(self->n_hosts - 2) >= SHARED_LEAST_BYTES;
 }
 
 /* The part of a range that a host's leader adds up, cut at cache lines. */

@@ -1,6 +1,8 @@
 /* test_hierarchy_wire.c - what a leader sends to another host, and takes from it: the
  * test is that host. */
+#include <stdatomic.h>
 #include <string.h>
+#include <sys/syscall.h>
 
 #include "comm/segment.h"
 #include "hosts.h"
@@ -98,6 +100,58 @@ static void a_step_sends_each_bucket_once_and_a_head_with_it(void)
     scene_fini(&it);
 }
 
+/* ---- how much is sent ----------------------------------------------------------- */
+
+static atomic_size_t n_bytes_sent; /* by all hosts, heads among them */
+
+/* The one of the C library, counted. */
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags)
+{
+    const ssize_t n = syscall(SYS_sendmsg, fd, message, flags);
+    if (n > 0)
+        atomic_fetch_add(&n_bytes_sent, (size_t)n);
+    return n;
+}
+
+static void average_one_range(rank_job *job)
+{
+    const pl_op op = {.kind = PL_ALL_REDUCE,
+                      .reduction = PL_MEAN,
+                      .dtype = PL_F32,
+                      .n_elems = *(const size_t *)job->context / sizeof(float)};
+    pl_ticket ticket = 0;
+    if (CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)))
+        CHECK_OK(wait_through(job->comm, ticket));
+}
+
+/* What all hosts send for one range, without heads. */
+static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
+{
+    hosts it = {.n_hosts = n_hosts, .deadline_ns = RANKS_DEADLINE_NS};
+    for (int h = 0; h < n_hosts; h++)
+        it.n_ranks[h] = 1;
+    atomic_store(&n_bytes_sent, 0);
+    hosts_run(&it, 1 << 17, average_one_range, &n_bytes, 1);
+    return atomic_load(&n_bytes_sent) - n_messages * HEAD_BYTES;
+}
+
+/* 2 S (n - 1) / n of S bytes a host is the least that n hosts can send.  They send more
+ * where a second round would cost more than the bytes that it saves. */
+static void hosts_send_no_more_than_they_must(void)
+{
+    const size_t least_saved = 1 << 16;
+    for (size_t n = 2; n <= 10; n++) {
+        const size_t n_pairs = n * (n - 1);
+        const size_t small =
+            n == 2 ? least_saved : least_saved / (n - 2) / 64 * 64 - 64;
+        CHECK(bytes_sent_for((int)n, small, n_pairs) == n_pairs * small);
+        for (size_t bytes = small + 128; n > 2 && bytes <= 1 << 17; bytes *= 3)
+            CHECK(bytes_sent_for((int)n, bytes, 2 * n_pairs) == 2 * (n - 1) * bytes);
+    }
+}
+
+/* ---- what no host sends --------------------------------------------------------- */
+
 static void send_head(const scene *it, pli_link_stream stream, uint64_t number,
                       uint64_t n_bytes)
 {
@@ -141,6 +195,7 @@ static void a_head_that_no_host_sends_ends_the_world_at_once(void)
 int main(void)
 {
     RUN(a_step_sends_each_bucket_once_and_a_head_with_it);
+    RUN(hosts_send_no_more_than_they_must);
     RUN(a_head_that_no_host_sends_ends_the_world_at_once);
     return check_report();
 }
