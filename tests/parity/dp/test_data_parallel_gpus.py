@@ -19,6 +19,7 @@ from replicas import (
     Twin,
     Wrap,
     assert_close,
+    assert_same_grads,
     integer_weights,
     integers,
     loss_of,
@@ -661,11 +662,41 @@ def test_devices_that_differ_are_warned_of(wrap, monkeypatch):
 
 
 def test_a_capture_round_the_wrapper_is_an_error(wrap, monkeypatch):
-    ours = wrap(net(), 2)
-    ours(integers(7, 3))
+    ours, x = wrap(net(), 2), integers(7, 3)
+    ours(x)
+    scattered = ours.scatter((x,), {}, [0, 1])
     monkeypatch.setattr(_gpu.machine, "is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA graph is being captured round a Data"):
+        ours(x)
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured round a Data"):
+        ours.scatter((x,), {}, [0, 1])
+    monkeypatch.setattr(ours, "scatter", lambda *_: scattered)
+    with pytest.raises(RuntimeError, match="CUDA graph is being captured round a Data"):
+        ours(x)
+
+
+class GrowsInForward(nn.Module):
+    """Makes its last layer when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = integer_weights(nn.Linear(3, 4))
+
+    def forward(self, x):
+        if not hasattr(self, "last"):
+            self.last = integer_weights(nn.Linear(4, 2))
+        return self.last(self.first(x))
+
+
+def test_a_layer_that_a_forward_makes_is_an_error_once(wrap):
+    ours = wrap(GrowsInForward(), 2)
+    with pytest.raises(RuntimeError, match="GrowsInForward has changed its parameters"):
         ours(integers(7, 3))
+    loss_of(ours(integers(7, 3))).backward()
+    grown = copy.deepcopy(ours.module)
+    grown.zero_grad()
+    loss_of(grown(integers(7, 3))).backward()
+    assert_same_grads(ours.module, grown)
 
 
 def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
