@@ -157,6 +157,33 @@ def test_a_log_line_says_what_each_device_holds(wrap, caplog):
     assert "12.0 MiB on cpu, and in training 4.0 MiB on each other" in line
 
 
+class DrawsAtLast(nn.Module):
+    """Gives numbers of its own, but for two calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_drawing = False
+
+    def forward(self, x):
+        return torch.rand(len(x)) if self.is_drawing else x.sum(1)
+
+
+def test_a_forward_that_begins_to_draw_is_told_of(wrap, caplog):
+    ours, x = wrap(DrawsAtLast(), 2), integers(8, 3)
+    for _ in range(2):
+        ours(x)
+    ours.module.is_drawing = True
+    ours(x)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "paceline"]
+    assert "drew random numbers of the CPU" in line
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(ours(x))
+    assert torch.equal(*drawn)
+    assert len(drawn[0].unique()) == 8
+
+
 def test_evaluation_after_evaluation_sends_no_parameter(wrap):
     ours = wrap(norm_net(), 3).eval()
     x = integers(6, 16)

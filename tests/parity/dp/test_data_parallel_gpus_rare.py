@@ -355,6 +355,37 @@ def test_another_thread_may_close_the_wrapper():
     assert wrong == []
 
 
+class CalledBack(nn.Module):
+    """Calls a function in each forward of replica 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.before = linear(3, 2), lambda: None
+
+    def forward(self, x):
+        if threading.current_thread() is threading.main_thread():
+            self.before()
+        return self.layer(x)
+
+
+def test_who_closes_the_wrapper_waits_for_a_forward_of_another_thread():
+    plain, ours = twins(CalledBack())
+    closer = threading.Thread(target=ours.close, daemon=True)
+    x, closed = integers(7, 3), []
+
+    def close():
+        closer.start()
+        closer.join(timeout=0.2)
+        closed.append(not closer.is_alive())
+
+    ours(x)
+    ours.module.before = close
+    output = ours(x)
+    closer.join(timeout=60)
+    assert (closed, closer.is_alive()) == ([False], False)
+    assert torch.equal(output, plain(x))
+
+
 class Buffered(nn.Module):
     """Scales its inputs by a buffer; a forward may thaw that, or run a backward."""
 
