@@ -823,12 +823,13 @@ def test_close_lets_go_of_threads_and_memory_and_a_later_call_works(wrap):
     for _ in range(2):
         for _ in range(2):
             ours(x).sum().backward()
-        block = weakref.ref(ours._engine._replicated._layout.segments[0].blocks[1])
-        n_threads = threading.active_count()
+        engine = ours._engine
+        block = weakref.ref(engine._replicated._layout.segments[0].blocks[1])
+        threads = list(engine._threads._threads)
+        assert len(threads) == 2
         ours.close()
-        gc.collect()
         assert block() is None
-        assert threading.active_count() == n_threads - 2
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_wrapper_goes_with_its_last_name(wrap):

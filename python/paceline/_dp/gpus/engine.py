@@ -67,8 +67,7 @@ class GpuEngine:
     def __init__(self, indices: Sequence[int]) -> None:
         self.n_replicas = len(indices)
         self.indices = list(indices)
-        # A gather() of a subclass may call the wrapper.
-        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self._lock = threading.RLock()  # a gather() of a subclass may call the wrapper
         self._process = os.getpid()
         self._group: Group | None = None
         self._threads = ThreadPool()
@@ -76,14 +75,23 @@ class GpuEngine:
         self._draws: dict[bytes, bool] = {}
         self._drawn_module: Module | None = None
 
-    @property
-    def group(self) -> Group:
-        """The devices, opened by the first who asks."""
+    def _check_process(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
                 "a DataParallel on GPUs cannot be called in a forked process: start "
                 "processes by spawn, and make it there"
             )
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """What each call holds; in a forked process nobody may ever let go of it."""
+        self._check_process()
+        return self._lock
+
+    @property
+    def group(self) -> Group:
+        """The devices, opened by the first who asks."""
+        self._check_process()
         if self._group is None:
             self._group = Group(self.indices)
         return self._group
@@ -247,13 +255,12 @@ class GpuEngine:
 
     def close(self) -> None:
         """End the threads, and let go of the replicas' memory."""
-        if self._process != os.getpid():  # another thread of the parent's may have it
-            self.lock = threading.RLock()
-        with self.lock:
+        if self._process != os.getpid():  # the parent has both
+            return
+        with self._lock:
             threads, self._threads = self._threads, ThreadPool()
             self._replicated = None
-        if self._process == os.getpid():
-            threads.close()
+        threads.close()
 
 
 def _run_on(index: int, stream: Any, call: Callable[[], Any]) -> Any:
