@@ -8,6 +8,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+NAMES_BEFORE = frozenset(os.listdir("/dev/shm"))
+"""In shared memory before the tests: of jobs beside them, or ended by force."""
+
 
 def descriptors() -> dict[int, str]:
     """Return this process's open descriptors and what each one is."""
