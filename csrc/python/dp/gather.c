@@ -44,6 +44,13 @@ static int check_shapes(const joiner *self, PyObject *values, const step *at,
     pli_shape other;
     if (pli_leaf_shape(self->state, PyTuple_GET_ITEM(values, 0), first) != 0)
         return -1;
+    if (first->n_dims == PLI_SHAPE_UNKNOWN) {
+        (void)pli_refuse_output(PyExc_ValueError, at,
+                                "is a nested tensor, which has no shape to join by: "
+                                "return its rows as tensors of one shape, or override "
+                                "gather");
+        return -1;
+    }
     const int dim = pli_shape_dim(first, self->dim);
     if (dim < 0 && first->n_dims > 0)
         return refuse_shapes(at, 0, first, first, self->dim);

@@ -13,7 +13,7 @@ from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline import _environment, _native
 from paceline._checkpoint import LoadsEither
-from paceline._compat import torch_core
+from paceline._compat import torch_core, torch_graph
 from paceline._dp import engines, overrides
 from paceline._dp.engine_choice import ChoosesEngine
 from paceline._dp.engines import Engine, Outputs
@@ -192,6 +192,8 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
 
     __module__ = "paceline"
 
+    _was_inner = False  # the last call, but for those of backwards
+
     def __class_getitem__(cls, kind: Any) -> GenericAlias:
         """Return ``DataParallel[kind]``, as annotations have it: torch's is generic."""
         return GenericAlias(cls, kind)
@@ -285,7 +287,7 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
 
     @torch_core.uncompiled
     def _call_in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_inside_replica():
+        if self._is_inner():
             return self._call_plainly(inputs, kwargs)
         chosen = self._engine_for_call()
         if chosen is None:
@@ -298,6 +300,15 @@ class DataParallel(LoadsEither, Overridable, ChoosesEngine, TorchDP[Any]):
                 engine = self._use_threads(error)
         with self._engine.beside() if self._engine is not None else nullcontext():
             return self._run_and_gather(engine, inputs, kwargs)
+
+    def _is_inner(self) -> bool:
+        """Tell whether a replica calls this, or a backward that repeats its call."""
+        is_inner = is_inside_replica()
+        if torch_graph.current_task() >= 0:  # a checkpoint, most likely
+            return is_inner or self._was_inner
+        if is_inner is not self._was_inner:
+            self._was_inner = is_inner
+        return is_inner
 
     def _run_and_gather(
         self, engine: Engine, inputs: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class Record:
 _records: weakref.WeakKeyDictionary[Module, dict[bytes, Record]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def forget(module: Module) -> None:
+    """Have the next forward of a module be a trial."""
+    with suppress(TypeError):
+        _records.pop(module, None)
 
 
 class Forward:
@@ -122,10 +128,10 @@ class Forward:
         """Notice what replicas draw and write that run side by side inside."""
         record = self.record
         assert record is not None
-        before = rng.stream()
+        before = rng.all_streams()
         with self._watched_parameters():
             yield
-        if rng.stream() != before:
+        if rng.all_streams() != before:
             record.uses_rng = True
             _log.warning(
                 "a forward of DataParallel drew random numbers in replicas that ran "

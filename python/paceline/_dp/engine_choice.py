@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from paceline._dp import engines
+from paceline._dp import effects, engines
 from paceline._dp.gpus.engine import GpuEngine
 from paceline._dp.thread_engine import ThreadEngine
 from paceline._recorder import Steps
@@ -161,10 +161,12 @@ class ChoosesEngine:
         """Have replicas start anew at the next forward, with all as it is now.
 
         Worker processes import modules once.  After a change inside one that they have
-        imported, this makes them import it again; it also gives an engine that was left
-        another try.  Graphs of earlier forwards cannot be run backward any more.
+        imported, this makes them import it again.  It also gives an engine that was
+        left another try, and looks for generators of random numbers that the module has
+        been given.  Graphs of earlier forwards cannot be run backward any more.
         """
         self.close()
+        effects.forget(self.module)
         self._choice = self._choose()
 
     def close(self) -> None:

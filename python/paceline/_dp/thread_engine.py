@@ -32,6 +32,7 @@ from torch.nn import Module
 from paceline._compat import torch_graph
 from paceline._dp.effects import Forward
 from paceline._errors import as_of_replica
+from paceline._replicas.generators import has_generator
 from paceline._replicas.nesting import InsideReplica, is_inside_replica
 from paceline._replicas.replicate import check_norms, parts_of
 from paceline._replicas.thread_state import State, binds_to_thread
@@ -246,18 +247,19 @@ class ThreadEngine:
             for k, (call, named) in enumerate(zip(calls, kwargs, strict=True))
         ]
         is_nested = is_inside_replica()
+        draws = has_generator(*inputs[:1], *kwargs[:1])
         with InsideReplica():
             if is_nested:
                 return [task.run_and_take() for task in tasks]
-            outputs = self._run(forward, tasks)
+            outputs = self._run(forward, tasks, draws)
         forward.check_kept()
         return outputs
 
-    def _run(self, forward: Forward, tasks: list[Task]) -> list[Any]:
+    def _run(self, forward: Forward, tasks: list[Task], draws: bool) -> list[Any]:
         record = forward.record
         self._renew_if_forked()
-        is_forked = self._is_forked  # torch's own threads stay behind
-        if record is None or record.uses_rng or is_forked or binds_to_thread():
+        is_alone = self._is_forked or binds_to_thread()  # torch's threads stay behind
+        if record is None or record.uses_rng or draws or is_alone:
             return forward.run_in_order([task.run_and_take for task in tasks])
         with self._lock:
             return self._run_side_by_side(tasks, forward)

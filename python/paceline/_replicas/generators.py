@@ -51,6 +51,14 @@ def generators_of(parts: Iterable[Module]) -> list[Any]:
     return list(search.found.values())
 
 
+def has_generator(*arguments: Any) -> bool:
+    """Tell whether a forward is given a generator, be it in a list or dict."""
+    search = _Search()
+    for each in arguments:
+        search.visit(each, _LEVELS)
+    return bool(search.found)
+
+
 def kinds_of_generators() -> tuple[type, ...]:
     """Return the types of generators that have a state of their own."""
     kinds: tuple[type, ...] = (torch.Generator, random.Random)

@@ -10,6 +10,7 @@ lists and dicts of them lead to the replica's own.
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -50,13 +51,28 @@ Copies = dict[int, torch.Tensor]
 another device, by the ``id`` of each."""
 
 
-def replicas_of(parts: list[Module], copies: list[Copies]) -> list[Module]:
+Bring = Callable[[torch.Tensor], torch.Tensor]
+"""Returns a tensor where a replica can use it: itself, or a copy."""
+
+
+def replicas_of(
+    parts: list[Module], copies: list[Copies], bring: Sequence[Bring] = ()
+) -> list[Module]:
     """Return the module itself and replicas of it.
 
     `copies` are the copies of parameters of each replica but replica 0 (the module); it
-    shares the others.
+    shares the others.  `bring` is each one's way to tensors that are attributes, where
+    it does not share these.
     """
-    return [parts[0]] + [_replica(parts, each) for each in copies]
+    brings = bring or [_as_it_is] * len(copies)
+    return [
+        parts[0],
+        *(_replica(parts, *its) for its in zip(copies, brings, strict=True)),
+    ]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def copy_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -85,7 +101,7 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _replica(parts: list[Module], parameters: Copies) -> Module:
+def _replica(parts: list[Module], parameters: Copies, bring: Bring) -> Module:
     shells = {id(part): _shell(part) for part in parts}
     copies: dict[int, Any] = {**shells, **parameters}
     buffers: dict[int, torch.Tensor] = {}
@@ -94,7 +110,7 @@ def _replica(parts: list[Module], parameters: Copies) -> Module:
         if isinstance(part, torch.jit.ScriptModule):
             _fill_script(part, copy, copies, buffers)
         else:
-            _fill(part, copy, copies, buffers)
+            _fill(part, copy, copies, buffers, bring)
     return shells[id(parts[0])]
 
 
@@ -158,38 +174,60 @@ def thawed(
     )
 
 
-Structure = list[tuple[int, bool]]
-"""Which parameters and modules a part has, and whether each is, or may be, trained."""
+Structure = list[tuple[int, bool, int]]
+"""Which parameters and modules a part has, whether each is, or may be, trained, and how
+many hooks its gradient has."""
 
 
 def structure_of(parts: Iterable[Module]) -> list[Structure]:
     """Return what tells whether a part has been given others."""
     return [
         [
-            *((id(p), _is_trained(p)) for p in part._parameters.values()),
-            *((id(module), True) for module in part._modules.values()),
+            *((id(p), *_use_of(p)) for p in part._parameters.values()),
+            *((id(module), True, 0) for module in part._modules.values()),
         ]
         for part in parts
     ]
 
 
-def _is_trained(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
+def _use_of(parameter: torch.Tensor | None) -> tuple[bool, int]:
+    if parameter is None or not parameter.requires_grad:
+        return False, 0
+    hooks = parameter._backward_hooks
+    return True, len(hooks) if hooks else 0
 
 
 def _differs(old: Structure, new: Structure) -> bool:
     """Tell whether what is trained is another; a frozen one may give way to another."""
     return len(old) != len(new) or any(
         before != now and (was_trained or is_trained)
-        for (before, was_trained), (now, is_trained) in zip(old, new, strict=True)
+        for (before, was_trained, _), (now, is_trained, _) in zip(old, new, strict=True)
     )
 
 
+def _hooked(part: Module, old: Structure, new: Structure) -> str | None:
+    """Return the name of a parameter that has more hooks than it had."""
+    for name, before, now in zip(part._parameters, old, new, strict=False):
+        if now[2] > before[2]:
+            return name
+    return None
+
+
 def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
-    """Raise where replica 0's forward has given a part others to train."""
+    """Raise where replica 0's forward has given a part others to train, or hooks.
+
+    A hook of replica 0's would be called with the gradient of all.
+    """
     for part, old, new in zip(parts, before, structure_of(parts), strict=True):
         if _differs(old, new):
             raise restructured(part)
+        name = _hooked(part, old, new)
+        if name is not None:
+            raise RuntimeError(
+                f"a forward of DataParallel has put a hook on the parameter '{name}' "
+                f"of {type(part).__name__} in each replica: put it there before the "
+                "forward, where it sees the gradient of the whole batch"
+            )
 
 
 def restructured(part: Module) -> RuntimeError:
@@ -221,6 +259,7 @@ def _fill(
     copy: Module,
     copies: dict[int, Any],
     buffers: dict[int, torch.Tensor],
+    bring: Bring,
 ) -> None:
     held = copy.__dict__
     held["_parameters"] = {
@@ -247,6 +286,8 @@ def _fill(
             renewed = _renewed(value, copies)
             if renewed is not value:
                 held[name] = renewed
+            elif isinstance(value, torch.Tensor):
+                held[name] = copies[id(value)] = bring(value)
     if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
         copy._initialize()  # type: ignore[operator]
 
@@ -307,7 +348,8 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
     """Return what stands for an attribute in the replica; most stand for themselves.
 
     The first entry of a list or dict says whether there is something in it to be
-    renewed: a list of a million strings is not gone through.
+    renewed: a list of a million strings is not gone through.  What holds nothing of the
+    module's stays the one that all replicas have.
     """
     if isinstance(value, (Module, torch.Tensor)):
         return copies.get(id(value), value)
@@ -316,10 +358,18 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
         owner = copies.get(id(value.__self__))
         return value if owner is None else MethodType(value.__func__, owner)
     if (kind is list or kind is tuple) and _leads(value, n_levels):
-        return kind([_renewed(v, copies, n_levels - 1) for v in value])
+        entries = [_renewed(v, copies, n_levels - 1) for v in value]
+        return value if _are_same(value, entries) else kind(entries)
     if kind is dict and _leads(value.values(), n_levels):
-        return {k: _renewed(v, copies, n_levels - 1) for k, v in value.items()}
+        entries = [_renewed(v, copies, n_levels - 1) for v in value.values()]
+        is_same = _are_same(value.values(), entries)
+        return value if is_same else dict(zip(value, entries, strict=True))
     return value
+
+
+def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Tell whether two containers hold the same objects; replicas share it then."""
+    return all(map(operator.is_, values, others))
 
 
 def _leads(values: Iterable[Any], n_levels: int) -> bool:

@@ -52,6 +52,11 @@ def stream() -> int:
         return _native.tensor_hash(torch.default_generator.get_state())
 
 
+def all_streams() -> list[Any]:
+    """Return the states of all generators that a process has by itself."""
+    return [stream(), *other_streams()]
+
+
 def get_state() -> torch.Tensor:
     """Return the state of torch's generator, as a plain tensor under a transform too.
 

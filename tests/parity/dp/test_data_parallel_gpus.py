@@ -184,6 +184,38 @@ def test_a_forward_that_begins_to_draw_is_told_of(wrap, caplog):
     assert len(drawn[0].unique()) == 8
 
 
+class CountsAnew(nn.Module):
+    """Makes a buffer anew in each call, beside weights of some size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = integer_weights(nn.Linear(512, 64))
+        self.register_buffer("n", torch.zeros(2))
+        self.register_buffer("twice", torch.zeros(2))
+
+    def forward(self, x):
+        self.n = self.n + 1
+        self.twice = 2 * self.n
+        return self.layer(x) * self.twice[0]
+
+
+def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
+    ours, plain = wrap(CountsAnew(), 3), CountsAnew()
+    x = integers(6, 512)
+    with torch.no_grad():
+        ours(x), plain(x)
+        traffic, layout = Traffic(ours), ours._engine._replicated._layout
+        for _ in range(3):
+            assert torch.equal(ours(x), plain(x))
+            assert sum(traffic()) <= 2 * 2 * 64
+        assert ours._engine._replicated._layout is layout
+        ours.module.twice = plain.twice = ours.module.n  # of one tensor, two names
+        assert torch.equal(ours(x), plain(x))
+        ours.module.n = plain.n = torch.zeros(3)
+        assert torch.equal(ours(x), plain(x))
+    assert_close(ours.module.twice, plain.twice)
+
+
 def test_evaluation_after_evaluation_sends_no_parameter(wrap):
     ours = wrap(norm_net(), 3).eval()
     x = integers(6, 16)

@@ -41,7 +41,7 @@ from paceline._dp.gpus.group import Group, Streams
 from paceline._dp.gpus.parameters import Replicated
 from paceline._dp.thread_engine import Task, ThreadPool
 from paceline._replicas import rng
-from paceline._replicas.generators import generators_of
+from paceline._replicas.generators import generators_of, has_generator
 from paceline._replicas.nesting import InsideReplica
 from paceline._replicas.replicate import check_structure, parts_of, structure_of
 from paceline._replicas.thread_state import State, sees_operations
@@ -164,7 +164,7 @@ class GpuEngine:
             with InsideReplica():
                 if len(tasks) == 1:
                     return [tasks[0].run_and_take()]
-                outputs = self._run(parts, tasks)
+                outputs = self._run(parts, tasks, [*inputs[:1], *kwargs[:1]])
             check_structure(parts, structure)
             return outputs
         finally:
@@ -175,13 +175,15 @@ class GpuEngine:
                 # ones in each forward, until the outermost autocast ends.
                 torch.clear_autocast_cache()
 
-    def _run(self, parts: list[Module], tasks: list[Task]) -> list[Any]:
+    def _run(
+        self, parts: list[Module], tasks: list[Task], arguments: Sequence[Any]
+    ) -> list[Any]:
         if self._drawn_module is not parts[0]:
             self._drawn_module, self._draws = parts[0], {}
         flags = bytes(bool(part.training) for part in parts)
         key = flags + bytes((torch.is_grad_enabled(),))
         draws = self._draws.get(key)
-        if sees_operations():
+        if sees_operations() or has_generator(*arguments):
             return self._run_in_order(tasks)[0]
         if draws is False:
             outputs, self._draws[key] = self._run_side_by_side(tasks)
@@ -204,12 +206,12 @@ class GpuEngine:
 
     def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
         """Return the same, of replicas that run on threads."""
-        before = rng.stream()
+        before = rng.all_streams()
         state, n_cores = State(), torch.get_num_threads()
         for task in tasks[1:]:
             task.enter(state, contextvars.copy_context(), n_cores)
         self._threads.run(tasks)
-        draws = rng.stream() != before
+        draws = rng.all_streams() != before
         if draws:
             _log.warning(
                 "a forward of DataParallel drew random numbers of the CPU in replicas "

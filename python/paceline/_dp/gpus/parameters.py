@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +70,8 @@ class Replicated:
                 self._note_leaf(k, tensor, moved)
         if not layout.is_kept:
             self._layout = None
-        return replicas_of(parts, copies[1:])
+        bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
+        return replicas_of(parts, copies[1:], bring)
 
     def _layout_of(self, parts: list[Module]) -> Layout:
         if self._layout is None or not self._layout.fits(parts):
@@ -112,6 +114,18 @@ class Replicated:
                 raise _outgrown(replicas[k], tensors[i], segment.forms[i].n_elems)
 
     # ---- there ----------------------------------------------------------------------
+
+    def _brought(self, streams: Streams, k: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for an attribute, as of a table that forward has kept.
+
+        What it kept on another replica's GPU cannot be used on this one.
+        """
+        group = self._group
+        source = group.member_of(tensor, k)
+        if source is None or group.indices[source] == group.indices[k]:
+            return tensor
+        moved: torch.Tensor = move(group, streams, (source, k), [tensor])[0]
+        return moved
 
     def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
         members = range(1, n_replicas)

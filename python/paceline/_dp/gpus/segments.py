@@ -312,8 +312,38 @@ class Layout:
         segment.add(tensor)
 
     def fits(self, parts: Sequence[Module]) -> bool:
-        """Tell whether the model still has the tensors that this was made of."""
-        return self._ids == _ids_of(parts) and self._forms == self._forms_now()
+        """Tell whether the model still has the tensors that this was made of.
+
+        A buffer that a forward has made anew takes the place of the one before.
+        """
+        ids = _ids_of(parts)
+        if self._ids != ids and not self._take_buffers(parts, ids):
+            return False
+        return self._forms == self._forms_now()
+
+    def _take_buffers(self, parts: Sequence[Module], ids: list[int]) -> bool:
+        """Put buffers into the places of others; tell whether nothing else differs."""
+        pairs = set(zip(self._ids, ids, strict=False))
+        is_one_to_one = len(pairs) == len(set(self._ids)) == len(set(ids))
+        if not is_one_to_one or len(self._ids) != len(ids):
+            return False
+        buffers = {
+            id(b): b for p in parts for b in p._buffers.values() if b is not None
+        }
+        segments = [segment for segment in self.segments if not segment.is_parameter]
+        places = {id(tensor) for segment in segments for tensor in segment.tensors}
+        moved: dict[int, torch.Tensor] = {}
+        for before, now in pairs:
+            if before != now:
+                if before not in places or now not in buffers:
+                    return False
+                moved[before] = buffers[now]
+        if not all(map(can_travel, moved.values())):
+            return False
+        for tensors in (self._tensors, *(segment.tensors for segment in segments)):
+            tensors[:] = [moved.get(id(tensor), tensor) for tensor in tensors]
+        self._ids = ids
+        return True
 
     def _forms_now(self) -> list[Any]:
         """Return what may change of these very tensors."""

@@ -34,7 +34,11 @@ def is_native(tensor: torch.Tensor) -> bool:
 
 def is_by_torch() -> bool:
     """Tell whether torch has to make copies: it may make more of them than that."""
-    return torch_graph.is_transformed() or bool(torch_modes.count_dispatch_modes())
+    return (
+        torch_graph.is_transformed()
+        or torch_modes.is_tracing()
+        or bool(torch_modes.count_dispatch_modes())
+    )
 
 
 # ---- copies -------------------------------------------------------------------------
@@ -266,11 +270,14 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         group, streams, target = ctx.arguments
         with group.on(streams):
+            (grad,) = grads
+            if grad.layout is not torch.strided:  # as of an embedding that is sparse
+                grad = grad.to_dense()
             parts = [
                 part
                 if group.indices[k] == group.indices[target]
                 else move(group, streams, (target, k), [part])[0]
-                for k, part in enumerate(grads[0].split(ctx.sizes))
+                for k, part in enumerate(grad.split(ctx.sizes))
             ]
         return None, None, None, *parts
 

@@ -182,7 +182,19 @@ class Replica:
                 "the forward runs a backward itself, and the gradients of parameters "
                 "would be lost in this process"
             )
+        self._check_unhooked()
         return output
+
+    def _check_unhooked(self) -> None:
+        """Raise where the forward has put hooks on parameters: they see some rows."""
+        hooked = [p for p in self._with_slot if p._backward_hooks]
+        for parameter in hooked:
+            parameter._backward_hooks = None
+        if hooked:
+            raise RuntimeError(
+                "the forward puts a hook on a parameter: put it there before the "
+                "forward, where it sees the gradient of the whole batch"
+            )
 
     def _forward(self, payload: bytes, tensors: list[Any], flags: bytes) -> Answer:
         graph, seed, salt, bits = messages.FORWARD_HEADER.unpack_from(payload)
