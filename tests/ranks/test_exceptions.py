@@ -14,6 +14,7 @@ from typing import Any
 import paceline
 import pytest
 import torch
+from support.processes import without_gloo
 from support.ranks import run_ranks, start_ranks, tell, values
 
 JOB = str(Path(__file__).parent / "jobs" / "failing.py")
@@ -42,9 +43,7 @@ def run_job(launch: str, where: str, folder: Path) -> tuple[list[int], list[Any]
         codes = [process.returncode for process in running]
     else:
         assert running[0].returncode == 0, output
-        lines = told[0][0].splitlines()  # torch 2.8 has Gloo say that it is connected
-        [line] = [line for line in lines if not line.startswith("[Gloo]")]
-        codes = json.loads(line)
+        codes = json.loads(without_gloo(told[0][0]))
     caught = []
     for rank in range(3):
         path = folder / f"error.{rank}"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import paceline
 import pytest
+from support.processes import without_gloo
 from test_launchers import run_command, run_until_torch_survives
 
 OURS, TORCHS = "paceline", "torch.nn.parallel.data_parallel"
@@ -50,7 +51,7 @@ def ours(*words, **options):
 
 def lines(result):
     assert result.returncode == 0, result.stderr
-    return result.stdout.splitlines()
+    return without_gloo(result.stdout).splitlines()
 
 
 # ---- the same program ---------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.kernel import MISSING, SECONDS, Kernel
-from support.processes import is_running, wait_until_gone
+from support.processes import is_running, wait_until_gone, without_gloo
 
 JOB = Path(__file__).parent / "jobs" / "launching.py"
 
@@ -41,7 +41,8 @@ class Script:
 
     def end(self) -> tuple[int, list[str], str]:
         out, err = self.process.communicate(timeout=SECONDS)
-        return self.process.returncode, out.decode().splitlines(), err.decode()
+        lines = without_gloo(out.decode()).splitlines()
+        return self.process.returncode, lines, err.decode()
 
     def clean_up(self) -> None:
         """Kill what a test that failed has left."""

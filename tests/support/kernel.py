@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.processes import without_gloo
+
 NEEDED = ("jupyter_client", "ipykernel")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 SECONDS = 120.0
@@ -48,7 +50,7 @@ class Kernel:
                     interrupt_at = ""
                     self.manager.interrupt_kernel()
             elif kind == "status" and content["execution_state"] == "idle":
-                return printed
+                return without_gloo(printed)
 
     def restart(self) -> None:
         self.client.stop_channels()

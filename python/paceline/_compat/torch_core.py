@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
@@ -81,7 +80,7 @@ def attach() -> None:
         if _increments_several()
         else increment_version,
         empty_like=torch.empty_like,
-        from_dlpack=torch.utils.dlpack.from_dlpack,
+        from_dlpack=torch._C._from_dlpack,
         to_dlpack=torch._C._to_dlpack,
         sparse_read=sparse_rows.read,
         sparse_room=sparse_rows.room,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -226,15 +227,16 @@ def _measure(
     calls: list[report.CallRow] = []
     rows: list[report.StepRow] = []
     for n in settings.ranks:
-        results = paceline.launch(
-            _measure_here,
-            n,
-            plan,
-            sizes if is_cpu else [],
-            blocks,
-            backend="gloo" if is_cpu else None,
-            timeout=_TIMEOUT_SECONDS,
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # what Gloo of torch 2.8 says
+            results = paceline.launch(
+                _measure_here,
+                n,
+                plan,
+                sizes if is_cpu else [],
+                blocks,
+                backend="gloo" if is_cpu else None,
+                timeout=_TIMEOUT_SECONDS,
+            )
         times_us = results[0][0]
         if times_us:
             calls += report.call_rows(n, times_us, blocks)
