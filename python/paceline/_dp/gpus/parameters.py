@@ -211,7 +211,7 @@ class _Leaf(NamedTuple):
 
 def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
     """Add the gradient that a replica's own tensor was given to the model's."""
-    with torch.no_grad():
+    with torch.enable_grad():  # it may have a graph, by create_graph
         (grad,) = move(group, streams, (leaf.member, 0), [leaf.copy.grad])
         before = leaf.original.grad
         leaf.original.grad = grad if before is None else before + grad
