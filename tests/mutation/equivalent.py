@@ -140,6 +140,23 @@ PLACES = [
         "streams that are the current ones already are made so again: only time is "
         "lost",
     ),
+    *(
+        (
+            "python/paceline/_dp/gpus/parameters.py",
+            function,
+            "self._layout = None",
+            ("drop statement",),
+            "what looks alike is compared, and fetched where it is not",
+        )
+        for function in ("Replicated._check_buffers", "Replicated._send")
+    ),
+    (
+        "python/paceline/_dp/gpus/transfers.py",
+        "to_member",
+        "placed[i] = leaf",
+        ("drop statement",),
+        "the CPU and a GPU are one on the fakes: where sizes are cannot be told",
+    ),
     (
         "csrc/replicas/device_group.c",
         "pli_device_group_send",

@@ -207,7 +207,7 @@ def _differs(old: Structure, new: Structure) -> bool:
 
 def _hooked(part: Module, old: Structure, new: Structure) -> str | None:
     """Return the name of a parameter that has more hooks than it had."""
-    for name, before, now in zip(part._parameters, old, new, strict=False):
+    for name, before, now in zip(part._parameters.keys(), old, new, strict=False):
         if now[2] > before[2]:
             return name
     return None

@@ -18,8 +18,9 @@ from replicas import (
 )
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("n_gpus")
 
@@ -218,6 +219,9 @@ def test_a_checkpoint_repeats_its_forward_once():
 
 
 def test_a_checkpoint_may_keep_some_results():
+    make_contexts = getattr(checkpoints, "create_selective_checkpoint_contexts", None)
+    if make_contexts is None:
+        pytest.skip("this torch has no selective checkpoints")
     kept = [torch.ops.aten.addmm.default, torch.ops.aten.tanh.default]
     plain, ours = smooth_net(), paceline.DataParallel(smooth_net())
     for _ in range(2):
@@ -228,7 +232,7 @@ def test_a_checkpoint_may_keep_some_results():
                 model,
                 x,
                 use_reentrant=False,
-                context_fn=lambda: create_selective_checkpoint_contexts(kept),
+                context_fn=lambda: make_contexts(kept),
             )
             loss_of(out).backward()
         assert_same_grads(ours, plain, exact=False)
