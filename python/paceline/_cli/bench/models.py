@@ -182,5 +182,14 @@ ALL = [
         steps_per_block=4,
         by_hand=True,
     ),
+    ModelSpec(
+        "mlp19k",
+        "MLP 64-256-10, 19k",
+        lambda: build_mlp(64, 256, 10),
+        classes(64, 64, n_classes=10),
+        F.cross_entropy,
+        steps_per_block=100,
+        by_hand=True,
+    ),
 ]
 BY_NAME = {spec.name: spec for spec in ALL}
