@@ -42,7 +42,7 @@ def run_job(launch: str, where: str, folder: Path) -> tuple[list[int], list[Any]
         codes = [process.returncode for process in running]
     else:
         assert running[0].returncode == 0, output
-        # The last line: before it, Gloo of torch 2.8 tells of itself, all ranks at once.
+        # The last line: before it, Gloo of torch 2.8 tells of itself, all at once.
         codes = json.loads(told[0][0].splitlines()[-1])
     caught = []
     for rank in range(3):
