@@ -42,7 +42,7 @@ class Interrupts:
         self.n_calls += 1
         if self.n_calls == self.n:
             sys.setprofile(None)
-            raise KeyboardInterrupt(frame.f_code.co_qualname)
+            raise KeyboardInterrupt(frame.f_code.co_name)
 
     @contextmanager
     def on(self) -> Iterator[None]:
