@@ -28,7 +28,7 @@
     X(after_node)      /* a node under evaluation: call when it is over */             \
     X(is_grad_enabled) /* inside a hook: is this backward itself recorded? */          \
     X(is_compiled) /* is this backward compiled autograd's? it calls nobody back */    \
-    X(increment_version) /* tells autograd that a list of tensors was overwritten */   \
+    X(increment_version) /* by pli_increment_versions() */                             \
     X(empty_like)        /* a private gradient for a parameter that had none */        \
     X(from_dlpack)       /* a tensor of a capsule, for torch before 2.10 */            \
     X(to_dlpack)         /* and a capsule of a tensor, whatever device is current */   \

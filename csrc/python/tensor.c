@@ -374,3 +374,12 @@ PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *da
     const pli_view none = {.place = place};
     return make(state, &none, data, layout);
 }
+
+int pli_increment_versions(const module_state *state, PyObject *tensors)
+{
+    PyObject *result = PyObject_CallOneArg(state->increment_version, tensors);
+    if (result != NULL && PyIter_Check(result)) /* of calls, one a tensor */
+        Py_SETREF(result, PySequence_Tuple(result));
+    Py_XDECREF(result);
+    return result != NULL ? 0 : -1;
+}

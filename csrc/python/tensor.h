@@ -65,4 +65,7 @@ PyObject *pli_tensor_in_shared_memory(const module_state *state,
 PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,
                             const pli_layout *layout);
 
+/* Tells autograd that all tensors of a sequence were overwritten; no Python runs. */
+int pli_increment_versions(const module_state *state, PyObject *tensors);
+
 #endif

@@ -335,11 +335,8 @@ static int launch_in(reducer_object *self)
     }
     if (status == 0)
         status = pli_gpu_step_copy(self, self->stream);
-    if (status == 0 && PyList_GET_SIZE(written) > 0) {
-        PyObject *result = PyObject_CallOneArg(state->increment_version, written);
-        Py_XDECREF(result);
-        status = result != NULL ? 0 : -1;
-    }
+    if (status == 0 && PyList_GET_SIZE(written) > 0)
+        status = pli_increment_versions(state, written);
     self->n_copies = 0;
     Py_XDECREF(written);
     return status;

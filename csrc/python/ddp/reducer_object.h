@@ -165,9 +165,10 @@ static inline const module_state *state_of_reducer(const reducer_object *self)
 /* Tells autograd that a tensor was overwritten. */
 static inline int pli_increment_version(const module_state *state, PyObject *tensor)
 {
-    PyObject *result = PyObject_CallFunction(state->increment_version, "((O))", tensor);
-    Py_XDECREF(result);
-    return result != NULL ? 0 : -1;
+    PyObject *alone = PyTuple_Pack(1, tensor);
+    const int status = alone != NULL ? pli_increment_versions(state, alone) : -1;
+    Py_XDECREF(alone);
+    return status;
 }
 
 /* 1 or 0 as a call of `question` answers, or -1. */

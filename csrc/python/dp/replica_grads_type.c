@@ -214,12 +214,10 @@ static PyObject *replica_grads_add(PyObject *object, PyObject *masks)
         if (n_rows > 0)
             status = add_one(self, &self->slots[i], rows, n_rows, touched);
     }
-    PyObject *result = status == 0 && PyList_GET_SIZE(touched) > 0
-                           ? PyObject_CallOneArg(state->increment_version, touched)
-                           : NULL;
+    if (status == 0 && PyList_GET_SIZE(touched) > 0)
+        status = pli_increment_versions(state, touched);
     Py_XDECREF(touched);
-    Py_XDECREF(result);
-    if (PyErr_Occurred())
+    if (status != 0)
         return NULL;
     Py_RETURN_NONE;
 }

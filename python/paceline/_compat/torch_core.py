@@ -75,10 +75,10 @@ def attach() -> None:
         after_node=after_node,
         is_grad_enabled=torch.is_grad_enabled,
         is_compiled=is_compiled_autograd,
-        # Where one call takes several, in C: Ctrl-C cannot interrupt the end of a step.
+        # Of C: Ctrl-C cannot interrupt the end of a step.
         increment_version=torch._C._increment_version
         if _increments_several()
-        else increment_version,
+        else functools.partial(map, torch._C._increment_version),
         empty_like=torch.empty_like,
         from_dlpack=torch._C._from_dlpack,
         to_dlpack=torch._C._to_dlpack,

@@ -8,6 +8,7 @@ import paceline
 import pytest
 import torch
 from gpu_programs import N_ROWS
+from paceline._compat import torch_modes
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -112,6 +113,8 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_saved_tensor_that_was_changed_in_place_is_an_error_under_hooks(member):
     """Of replica 0 the hooks have it, which torch trusts."""
+    if member and torch_modes._top_hooks is None:
+        pytest.skip("this torch cannot be asked for hooks: others are put over them")
     ours = paceline.DataParallel(Keeps())
     for _ in range(2):
         ours.module.kept.clear()
