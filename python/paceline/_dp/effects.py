@@ -128,10 +128,10 @@ class Forward:
         """Notice what replicas draw and write that run side by side inside."""
         record = self.record
         assert record is not None
-        before = rng.all_streams()
+        before = rng.marks()
         with self._watched_parameters():
             yield
-        if rng.all_streams() != before:
+        if rng.marks() != before:
             record.uses_rng = True
             _log.warning(
                 "a forward of DataParallel drew random numbers in replicas that ran "

@@ -206,12 +206,12 @@ class GpuEngine:
 
     def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
         """Return the same, of replicas that run on threads."""
-        before = rng.all_streams()
+        before = rng.marks()
         state, n_cores = State(), torch.get_num_threads()
         for task in tasks[1:]:
             task.enter(state, contextvars.copy_context(), n_cores)
         self._threads.run(tasks)
-        draws = rng.all_streams() != before
+        draws = rng.marks() != before
         if draws:
             _log.warning(
                 "a forward of DataParallel drew random numbers of the CPU in replicas "
