@@ -287,7 +287,7 @@ def _fill(
             if renewed is not value:
                 held[name] = renewed
             elif isinstance(value, torch.Tensor):
-                held[name] = copies[id(value)] = bring(value)
+                held[name] = bring(value)
     if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
         copy._initialize()  # type: ignore[operator]
 
