@@ -219,6 +219,8 @@ def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
     A hook of replica 0's would be called with the gradient of all.
     """
     for part, old, new in zip(parts, before, structure_of(parts), strict=True):
+        if old == new:
+            continue
         if _differs(old, new):
             raise restructured(part)
         name = _hooked(part, old, new)
