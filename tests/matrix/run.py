@@ -63,10 +63,11 @@ In a free-threaded Python the extension leaves the GIL off: one lock of its own 
 the GIL's place. The tests of replicas as threads, and those of several threads in the
 extension, have run with Python 3.13.5 and torch 2.12.0, the last torch for that Python,
 on the CPU; of four runs one crashed, and one stood still in a forked child. The rest,
-GPUs and Python 3.14 have not run. On two cores, two forwards of small operators side by side were 1.17 and
-0.95 times as fast as one after the other; two bare threads of torch 1.06 to 1.17 times,
-and with a GIL 0.53 to 0.64. A model must not be changed by one thread while another is
-in its forward or backward: with a GIL that is an error, without one it may crash.
+GPUs and Python 3.14 have not run. On two cores, two forwards of small operators side by
+side were 1.17 and 0.95 times as fast as one after the other; two bare threads of torch
+1.06 to 1.17 times, and with a GIL 0.53 to 0.64. A model must not be changed by one
+thread while another is in its forward or backward: with a GIL that is an error, without
+one it may crash.
 
 ## What has run
 
