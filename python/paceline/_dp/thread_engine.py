@@ -247,19 +247,21 @@ class ThreadEngine:
             for k, (call, named) in enumerate(zip(calls, kwargs, strict=True))
         ]
         is_nested = is_inside_replica()
-        draws = has_generator(*inputs[:1], *kwargs[:1])
         with InsideReplica():
             if is_nested:
                 return [task.run_and_take() for task in tasks]
-            outputs = self._run(forward, tasks, draws)
+            outputs = self._run(forward, tasks, [*inputs[:1], *kwargs[:1]])
         forward.check_kept()
         return outputs
 
-    def _run(self, forward: Forward, tasks: list[Task], draws: bool) -> list[Any]:
+    def _run(
+        self, forward: Forward, tasks: list[Task], arguments: Sequence[Any]
+    ) -> list[Any]:
         record = forward.record
         self._renew_if_forked()
-        is_alone = self._is_forked or binds_to_thread()  # torch's threads stay behind
-        if record is None or record.uses_rng or draws or is_alone:
+        is_forked = self._is_forked  # torch's own threads stay behind
+        in_order = record is None or record.uses_rng or is_forked or binds_to_thread()
+        if in_order or has_generator(*arguments):
             return forward.run_in_order([task.run_and_take for task in tasks])
         with self._lock:
             return self._run_side_by_side(tasks, forward)

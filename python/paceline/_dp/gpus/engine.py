@@ -183,7 +183,7 @@ class GpuEngine:
         flags = bytes(bool(part.training) for part in parts)
         key = flags + bytes((torch.is_grad_enabled(),))
         draws = self._draws.get(key)
-        if sees_operations() or has_generator(*arguments):
+        if sees_operations() or (not draws and has_generator(*arguments)):
             return self._run_in_order(tasks)[0]
         if draws is False:
             outputs, self._draws[key] = self._run_side_by_side(tasks)

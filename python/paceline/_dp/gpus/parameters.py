@@ -28,7 +28,7 @@ from paceline._compat import torch_graph
 from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
-from paceline._dp.gpus.transfers import copy_by_torch, is_by_torch, move
+from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
 from paceline._replicas.replicate import as_original, replicas_of, thawed
 
 _log = logging.getLogger("paceline")
@@ -120,12 +120,10 @@ class Replicated:
 
         What it kept on another replica's GPU cannot be used on this one.
         """
-        group = self._group
-        source = group.member_of(tensor, k)
-        if source is None or group.indices[source] == group.indices[k]:
+        source = self._group.member_of(tensor, k)
+        if source is None:
             return tensor
-        moved: torch.Tensor = move(group, streams, (source, k), [tensor])[0]
-        return moved
+        return at_member(self._group, streams, (source, k), tensor)
 
     def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
         members = range(1, n_replicas)

@@ -323,21 +323,22 @@ class Layout:
 
     def _take_buffers(self, parts: Sequence[Module], ids: list[int]) -> bool:
         """Put buffers into the places of others; tell whether nothing else differs."""
-        pairs = set(zip(self._ids, ids, strict=False))
-        is_one_to_one = len(pairs) == len(set(self._ids)) == len(set(ids))
-        if not is_one_to_one or len(self._ids) != len(ids):
+        if len(self._ids) != len(ids):
             return False
+        pairs = set(zip(self._ids, ids, strict=True))
+        changed = {before: now for before, now in pairs if before != now}
         buffers = {
             id(b): b for p in parts for b in p._buffers.values() if b is not None
         }
         segments = [segment for segment in self.segments if not segment.is_parameter]
         places = {id(tensor) for segment in segments for tensor in segment.tensors}
-        moved: dict[int, torch.Tensor] = {}
-        for before, now in pairs:
-            if before != now:
-                if before not in places or now not in buffers:
-                    return False
-                moved[before] = buffers[now]
+        if (
+            not len(pairs) == len(set(self._ids)) == len(set(ids))  # one for one
+            or not changed.keys() <= places
+            or not buffers.keys() >= set(changed.values())
+        ):
+            return False
+        moved = {before: buffers[now] for before, now in changed.items()}
         if not all(map(can_travel, moved.values())):
             return False
         for tensors in (self._tensors, *(segment.tensors for segment in segments)):

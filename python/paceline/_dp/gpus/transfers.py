@@ -145,6 +145,17 @@ def move(
     return moved
 
 
+def at_member(
+    group: Group, streams: Streams, way: tuple[int, int], tensor: torch.Tensor
+) -> torch.Tensor:
+    """Return a tensor for another member: itself, where both are on one GPU."""
+    source, target = way
+    if group.indices[source] == group.indices[target]:
+        return tensor
+    moved: torch.Tensor = move(group, streams, way, [tensor])[0]
+    return moved
+
+
 _LEAST_PINNED = 1 << 16
 
 
@@ -274,9 +285,7 @@ class _Gather(torch.autograd.Function):
             if grad.layout is not torch.strided:  # as of an embedding that is sparse
                 grad = grad.to_dense()
             parts = [
-                part
-                if group.indices[k] == group.indices[target]
-                else move(group, streams, (target, k), [part])[0]
+                at_member(group, streams, (target, k), part)
                 for k, part in enumerate(grad.split(ctx.sizes))
             ]
         return None, None, None, *parts
@@ -341,11 +350,8 @@ def bring(
     member = group.member_of(tensor, k)
     if member is None or output not in group.devices:
         return tensor.to(output)
-    target = group.devices.index(output)
-    if group.indices[member] == group.indices[target]:
-        return tensor
-    moved: torch.Tensor = move(group, streams, (member, target), [tensor])[0]
-    return moved
+    way = member, group.devices.index(output)
+    return at_member(group, streams, way, tensor)
 
 
 def gather(
