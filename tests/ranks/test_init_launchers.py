@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import without_gloo
+from support.prints import without_gloo
 from support.waiting import until
 
 JOB = str(Path(__file__).parent / "jobs" / "joining.py")

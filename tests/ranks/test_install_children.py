@@ -12,7 +12,7 @@ from pathlib import Path
 
 import paceline
 import pytest
-from support.processes import without_gloo
+from support.prints import without_gloo
 from test_launchers import run_command, run_until_torch_survives
 
 OURS, TORCHS = "paceline", "torch.nn.parallel.data_parallel"

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from paceline._launch import launch as launch_module
 from paceline._launch import payloads, ranks
 from paceline._workers import group
+from support.prints import without_gloo
 from support.processes import (
     held_beyond,
     holdings,
     is_running,
     wait_until_gone,
-    without_gloo,
 )
 from torch import nn
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support.kernel import MISSING, SECONDS, Kernel
-from support.processes import is_running, wait_until_gone, without_gloo
+from support.prints import without_gloo
+from support.processes import is_running, wait_until_gone
 
 JOB = Path(__file__).parent / "jobs" / "launching.py"
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from support.processes import without_gloo
+from support.prints import without_gloo
 
 NEEDED = ("jupyter_client", "ipykernel")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections import Counter
 from pathlib import Path
 
 NAMES_BEFORE = frozenset(os.listdir("/dev/shm"))
 """In shared memory before the tests: of jobs beside them, or ended by force."""
-
-
-def without_gloo(text: str) -> str:
-    """Return what a program has printed, but for what Gloo of torch 2.8 prints."""
-    return re.sub(r"^(\[rank \d+\] )?\[Gloo\] .*\n?", "", text, flags=re.MULTILINE)
 
 
 def descriptors() -> dict[int, str]:

@@ -6,7 +6,7 @@ import pkgutil
 
 import paceline
 import pytest
-from support.processes import without_gloo
+from support.prints import without_gloo
 
 NO_MODULES = {"paceline.__main__", "paceline._install.startup.sitecustomize"}
 FINDER = doctest.DocTestFinder(exclude_empty=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline import DistributedDataParallel
-from support.processes import without_gloo
+from support.prints import without_gloo
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from paceline._compat import torch_groups
 from paceline._launch import init as init_module
-from support.processes import without_gloo
+from support.prints import without_gloo
 
 ONE_OF_MPI = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}
 EVALUATOR = (
