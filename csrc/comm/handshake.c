@@ -65,12 +65,17 @@ done:
     return st;
 }
 
+void pli_listener_close(pli_listener *listener)
+{
+    if (listener == NULL || listener->fd < 0)
+        return;
+    (void)close(listener->fd);
+    listener->fd = -1;
+}
+
 void pli_listener_destroy(pli_listener *listener)
 {
-    if (listener == NULL)
-        return;
-    if (listener->fd >= 0)
-        (void)close(listener->fd);
+    pli_listener_close(listener);
     pli_free(listener);
 }
 
@@ -272,6 +277,8 @@ pl_status pli_handshake_accept(const pli_shm_options *options,
     pending_peers all = {0};
     waiting wait = {.options = options, .watch = watch, .since_ns = pli_now_ns()};
     int n_left = n_missing(options, watch);
+    if (listener->fd < 0)
+        PL_FAIL(PL_EINVAL, "this listener has had its world: make another");
     while (n_left > 0) {
         struct pollfd polled[MOST_PEERS + 1];
         const int n = all.n;

@@ -88,7 +88,7 @@ done:
     return st;
 }
 
-pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *listener,
+pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
                          const char *address, pl_comm **out)
 {
     pl_status st = PL_OK;
@@ -129,6 +129,7 @@ done:
         pli_comm_set_failure_message(&comm->super, pl_error_message());
         pl_comm_destroy(&comm->super);
     }
+    pli_listener_close(listener);
     pli_watch_fini(&watch);
     pli_shm_segment_release(shared);
     return st;

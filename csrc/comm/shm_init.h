@@ -36,11 +36,13 @@ typedef struct pli_shm_options {
 /* Rank 0: opens a socket with a random name, written to `address`. */
 pl_status pli_listener_create(char address[PLI_ADDRESS_BYTES],
                               pli_listener **out) PL_MUST_USE;
+void pli_listener_close(pli_listener *listener);
 void pli_listener_destroy(pli_listener *listener);
 
 /* Joins the world; returns once every rank has.  Rank 0 of several gives its listener,
- * the others its address.  *out: for pl_comm_destroy(). */
-pl_status pli_shm_create(const pli_shm_options *options, const pli_listener *listener,
+ * which is closed then, whatever came of it: who still connects is not left waiting.
+ * The others give its address.  *out: for pl_comm_destroy(). */
+pl_status pli_shm_create(const pli_shm_options *options, pli_listener *listener,
                          const char *address, pl_comm **out) PL_MUST_USE;
 
 #endif

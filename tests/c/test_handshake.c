@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <stddef.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -12,6 +13,9 @@
 #include "core/alloc.h"
 
 enum { N_SILENT = 20 };
+
+/* What rank 1 ends with where it is told that there will be no world. */
+enum { OF_ANOTHER_USER = 7, NOT_ACCEPTED = 8 };
 
 static int connect_to(const char *address)
 {
@@ -53,13 +57,21 @@ static void connections_that_say_nothing_do_not_hold_up_the_ranks(void)
     board_destroy(all);
 }
 
+typedef struct meeting {
+    pli_listener *listener;
+    char address[PLI_ADDRESS_BYTES];
+    int pids[2];
+    pli_watch watch;
+} meeting;
+
 /* Says that it is a rank of a world of two, in a process of its own. */
-static pid_t start_rank_1(const char *address)
+static pid_t start_rank_1(meeting *it)
 {
     const pid_t parent = getpid();
     (void)fflush(NULL);
     const pid_t pid = fork();
     if (pid == 0) {
+        pli_listener_close(it->listener); /* rank 0 alone has it */
         const int pids[2] = {parent, 0};
         const pli_shm_options options = {
             .rank = 1, .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = pids};
@@ -67,19 +79,12 @@ static pid_t start_rank_1(const char *address)
         int fd = -1;
         if (pli_watch_init(&watch, 2) != PL_OK)
             _exit(2);
-        const pl_status st = pli_handshake_request(&options, address, &watch, &fd);
-        const int is_refused = st == PL_EPEER && error_has("user");
-        _exit(is_refused ? 7 : 0);
+        const pl_status st = pli_handshake_request(&options, it->address, &watch, &fd);
+        const int how = error_has("user") ? OF_ANOTHER_USER : NOT_ACCEPTED;
+        _exit(st == PL_EPEER ? how : 0);
     }
     return pid;
 }
-
-typedef struct meeting {
-    pli_listener *listener;
-    char address[PLI_ADDRESS_BYTES];
-    int pids[2];
-    pli_watch watch;
-} meeting;
 
 static pl_status accept_rank_1(meeting *it)
 {
@@ -94,7 +99,7 @@ static int begin_meeting(meeting *it)
     if (!CHECK_OK(pli_watch_init(&it->watch, 2)) ||
         !CHECK_OK(pli_listener_create(it->address, &it->listener)))
         return 0;
-    it->pids[1] = start_rank_1(it->address);
+    it->pids[1] = start_rank_1(it);
     return 1;
 }
 
@@ -134,7 +139,33 @@ static void a_rank_of_another_user_is_refused_in_words(void)
     CHECK(accept_rank_1(&it) == PL_ESYS);
     CHECK(error_has("rank 0 runs as user 12345 and rank 1 as user 0"));
     CHECK(seteuid(0) == 0);
-    CHECK(end_meeting(&it) == 7);
+    CHECK(end_meeting(&it) == OF_ANOTHER_USER);
+}
+
+static void a_rank_that_cannot_be_accepted_is_not_left_waiting(void)
+{
+    meeting it;
+    struct rlimit before;
+    pl_comm *comm = NULL;
+    if (!CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0) || !begin_meeting(&it))
+        return;
+    const int pids[2] = {0, 0};
+    const pli_shm_options options = {
+        .world_size = 2, .deadline_ns = RANKS_DEADLINE_NS, .pids = pids};
+    const int lowest = dup(0); /* no descriptor is left from it on */
+    (void)close(lowest);
+    const struct rlimit none_left = {(rlim_t)lowest, before.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &none_left) == 0);
+    CHECK(pli_shm_create(&options, it.listener, NULL, &comm) == PL_ESYS);
+    CHECK(error_has("cannot accept another rank's connection"));
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+    int how = 0;
+    CHECK(waitpid(it.pids[1], &how, 0) == it.pids[1]); /* with the listener at hand */
+    CHECK(WIFEXITED(how) && WEXITSTATUS(how) == NOT_ACCEPTED);
+    CHECK(pli_shm_create(&options, it.listener, NULL, &comm) == PL_EINVAL);
+    CHECK(error_has("this listener has had its world"));
+    pli_watch_fini(&it.watch);
+    pli_listener_destroy(it.listener);
 }
 
 static void words_are_cut_between_characters(void)
@@ -163,6 +194,7 @@ int main(void)
     RUN(connections_that_say_nothing_do_not_hold_up_the_ranks);
     RUN(a_signal_at_any_call_loses_no_rank);
     RUN(a_rank_of_another_user_is_refused_in_words);
+    RUN(a_rank_that_cannot_be_accepted_is_not_left_waiting);
     RUN(words_are_cut_between_characters);
     return check_report();
 }

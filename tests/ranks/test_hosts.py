@@ -18,7 +18,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from paceline._ddp import group_comm, host_links, rendezvous
+from paceline._ddp import group_comm, host_links, open_files, rendezvous
 from support.hosts import Hosts, Net, make_network
 from support.namespaces import Network
 from support.ranks import run_ranks, start_ranks, tell, values
@@ -98,8 +98,10 @@ def lack_links(rank: int, n: int, hosts: Hosts, store: str, lack: str) -> Any:
     if lack == "encrypted":
         os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
         join_plainly(rank, hosts, store)
-    elif lack == "a listener" and rank == n - 1:
+    elif lack == "a listener" and rank == 1:
         host_links.LinkListener.__init__ = fail  # type: ignore[method-assign]
+    elif lack == "descriptors" and rank == n - 1:
+        open_files.make_room = fail
     elif lack == "a way":
         rendezvous.LINK_SECONDS = 2.0
     if lack == "a way" and rank == 0:
@@ -119,7 +121,7 @@ def join_plainly(rank: int, hosts: Hosts, store: str) -> None:
 
 
 def fail(*_: Any) -> None:
-    raise OSError("no port is free")
+    raise OSError("none is free")
 
 
 def offer_another_port(real: Any) -> Any:
@@ -131,19 +133,27 @@ def offer_another_port(real: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("lack", "words"),
+    ("n_ranks", "lack", "words"),
     [
-        ("a listener", "rank 1: no port is free"),
-        ("a way", "host 0 cannot be reached at port 9"),
-        ("encrypted", ""),
+        ((1, 1), "a listener", "rank 1: none is free"),
+        ((1, 2), "a listener", "rank 1: none is free"),
+        ((1, 2), "descriptors", "rank 2: none is free"),
+        ((1, 1), "a way", "host 0 cannot be reached at port 9"),
+        ((1, 1), "encrypted", ""),
     ],
 )
 def test_hosts_without_links_train_by_the_group(
-    lack: str, words: str, store: str
+    n_ranks: tuple[int, ...], lack: str, words: str, store: str
 ) -> None:
-    hosts = Hosts((1, 1))
+    hosts = Hosts(n_ranks)
     outcomes = run_ranks(
-        lack_links, 2, hosts, store, lack, rendezvous="none", timeout=90.0
+        lack_links,
+        hosts.world_size,
+        hosts,
+        store,
+        lack,
+        rendezvous="none",
+        timeout=90.0,
     )
     values(outcomes)
     assert ("process group's own collectives" in outcomes[0].output) == bool(words)

@@ -14,7 +14,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from paceline._ddp import peers
+from paceline._ddp import open_files, peers
 from support.forbidden import forbid, is_known
 from support.processes import descriptors, shared_mappings
 from support.ranks import run_ranks, start_ranks, tell, values
@@ -196,12 +196,58 @@ def no_large_files(rank):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def no_descriptors(rank):
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+def lowest_descriptor():
+    """Return the first that is free."""
     lowest = os.dup(0)
     os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    return lowest
+
+
+def no_descriptors(rank):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_descriptor(), before[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def few_descriptors_yet(rank):
+    limits = lowest_descriptor() + 6, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def few_descriptors(rank):
+    limits = (lowest_descriptor() + 6,) * 2
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_soft_limit_of_open_files_is_raised_as_the_world_needs():
+    ranks = run_ranks(train_without, 4, few_descriptors_yet, None, rendezvous="tcp")
+    assert values(ranks) == [(False, [])] * 4
+
+
+def lack_descriptors(rank, n_ranks, whose):
+    """Train where rank `whose` can meet no four ranks, which it finds too late."""
+    if rank == whose:
+        open_files.make_room = lambda n_more: None
+    return train_without(rank, n_ranks, few_descriptors, whose)
+
+
+@pytest.mark.parametrize(
+    ("run", "whose", "words"),
+    [
+        (train_without, 0, "rank 0: "),
+        (train_without, 3, "rank 3: "),
+        (lack_descriptors, 0, "rank 0: cannot accept another rank's connection"),
+    ],
+)
+def test_ranks_that_may_open_too_few_files_train_by_the_groups_collectives(
+    run, whose, words
+):
+    arguments = (few_descriptors, whose) if run is train_without else (whose,)
+    outcomes = values(run_ranks(run, 4, *arguments, rendezvous="tcp"))
+    assert all(is_group_comm for is_group_comm, _ in outcomes)
+    (line,) = outcomes[0][1]
+    assert line.startswith(f"the ranks share no memory ({words}"), line
+    assert "limit" in line or "Too many open files" in line
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
         .is_interrupted = pli_is_interrupted,
         .deadline_ns = arguments->deadline_ns + (has_hosts ? HOST_GRACE_NS : 0),
     };
-    const pli_listener *listener =
+    pli_listener *listener =
         Py_IS_TYPE(arguments->meeting, state->listener_type)
             ? ((listener_object *)arguments->meeting)->listener
             : NULL;

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 
 _SPARE = 64
-"""For what else is opened meanwhile."""
+"""For what else is opened meanwhile, where the hard limit leaves it."""
 
 
 def make_room(n_more: int) -> None:
@@ -23,13 +24,14 @@ def make_room(n_more: int) -> None:
         If the hard limit leaves no room for so many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + n_more + _SPARE
-    if soft == resource.RLIM_INFINITY or needed <= soft:
-        return
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    needed = len(os.listdir("/proc/self/fd")) + n_more
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if needed > most:
         raise OSError(
             f"{needed} files are to be open in this process, and its limit is {hard}: "
             "raise it (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile of a "
             "container)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    wanted = min(needed + _SPARE, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

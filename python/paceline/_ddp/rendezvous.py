@@ -229,19 +229,20 @@ class Meeting:
         """Make a world in shared memory; None on every rank where one can have none."""
         listener = lack = None
         try:
+            # Of each rank its process, and the socket that it is met by.
+            open_files.make_room(2 * self.size)
             listener = _native.Listener() if self.rank == 0 else None
         except OSError as error:
             lack = str(error)
         address = listener.address if listener is not None else None
-        address, lack = self.exchange((address, lack))[0]
-        if lack is not None:
+        offers = self.exchange((address, lack))
+        lacking = _who_lacks(offers)
+        if lacking is not None:
             self._lacks_memory = True
-            self._warn(f"rank 0: {lack}")
+            self._warn(lacking)
             return None
+        address, _ = offers[0]
         here, hosts = self._peers.here, self._peers.hosts
-        # Of each rank its process, and the socket that it is met by.
-        with suppress(OSError):  # whoever lacks one then says so
-            open_files.make_room(2 * self.size)
         try:
             return self._make_world(
                 arena_bytes,
@@ -269,28 +270,28 @@ class Meeting:
         host = max(h for h, first in enumerate(firsts) if first <= self.rank)
         first, n_here = firsts[host], n_ranks[host]
         is_first = self.rank == first
-        listener = links = world = None
+        listener = links = lack = world = None
         problem: BaseException | None = None
         may_lack = True
         sockets: list[Any] = []
+        # A first rank's sockets are duplicated on their way to the core.
+        n_sockets = 2 * host_links.N_STREAMS * len(n_ranks) if is_first else 0
         try:
-            if is_first:  # its sockets are duplicated on their way to the core
-                n_sockets = 2 * host_links.N_STREAMS * len(n_ranks)
-                open_files.make_room(n_sockets + 2 * n_here)
+            open_files.make_room(n_sockets + 2 * n_here)
             links = host_links.LinkListener() if is_first else None
             listener = _native.Listener() if is_first and n_here > 1 else None
         except OSError as error:
-            problem = error
+            lack = str(error)
         address = listener.address if listener is not None else None
-        offers = self.exchange((address, links.offer if links else None))
+        offers = self.exchange(((address, links.offer if links else None), lack))
         try:
-            if problem is not None:
-                raise problem
+            lacking = _who_lacks(offers)
+            if lacking is not None:
+                self._links_problem = f"hosts cannot connect: {lacking}"
+                return None
             if links is not None:
                 seconds = min(self._seconds / 3.0, LINK_SECONDS)
-                every = [offers[r][1] for r in firsts]
-                if None in every:
-                    raise _native.PeerError("another host cannot listen")
+                every = [offers[r][0][1] for r in firsts]
                 sockets = links.connect_all(every, host, seconds)
             here, hosts = self._peers.here, self._peers.hosts
             may_lack = not device
@@ -298,7 +299,7 @@ class Meeting:
                 arena_bytes,
                 n_ops,
                 pids=[h.visible_pid(here) for h in hosts[first : first + n_here]],
-                meeting=listener if is_first else offers[first][0],
+                meeting=listener if is_first else offers[first][0][0],
                 hosts=(
                     n_ranks,
                     tuple(name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks)),
@@ -424,6 +425,12 @@ class Meeting:
         )
         _remember(world)
         return world
+
+
+def _who_lacks(offers: list[tuple[Any, str | None]]) -> str | None:
+    """Return which rank cannot be met, and why; None where all can."""
+    lacks = (f"rank {r}: {lack}" for r, (_, lack) in enumerate(offers) if lack)
+    return next(lacks, None)
 
 
 def _outcome_of(problem: BaseException, may_lack: bool) -> str:

@@ -1,0 +1,77 @@
+"""Room for a world's descriptors: the soft limit rises as needed, and no further."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+
+import pytest
+from paceline._ddp import open_files
+
+MANY = 500
+"""More than `make_room` adds by itself for what else is opened meanwhile."""
+
+
+def limits() -> tuple[int, int]:
+    """Return the soft limit of open files and the hard one."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+@pytest.fixture
+def leave_room() -> Iterator[Callable[[int], int]]:
+    """Return what lowers the soft limit to so many files more than are open now."""
+    before = limits()
+
+    def leave(n_more: int) -> int:
+        soft = len(os.listdir("/proc/self/fd")) + n_more
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        return soft
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_limit_that_suffices_is_left_as_it_is(
+    leave_room: Callable[[int], int],
+) -> None:
+    soft = leave_room(MANY)
+    open_files.make_room(10)
+    assert limits()[0] == soft
+
+
+def test_the_soft_limit_is_raised_by_what_lacks(
+    leave_room: Callable[[int], int],
+) -> None:
+    soft = leave_room(MANY)
+    hard = limits()[1]
+    open_files.make_room(2 * MANY)
+    now = limits()
+    assert soft + MANY <= now[0] < soft + 2 * MANY
+    assert now[1] == hard
+    held = [os.dup(0) for _ in range(2 * MANY)]
+    for descriptor in held:
+        os.close(descriptor)
+
+
+def test_a_hard_limit_that_just_suffices_is_used_whole(
+    leave_room: Callable[[int], int],
+) -> None:
+    hard = limits()[1]
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("there is no limit here")
+    soft = leave_room(MANY)
+    open_files.make_room(hard - (soft - MANY) - 1)  # but the listing's own
+    assert limits() == (hard, hard)
+
+
+def test_a_hard_limit_without_room_is_one_error(
+    leave_room: Callable[[int], int],
+) -> None:
+    hard = limits()[1]
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("there is no limit here")
+    soft = leave_room(MANY)
+    with pytest.raises(OSError, match=rf"its limit is {hard}: raise it \(ulimit -Hn"):
+        open_files.make_room(hard)
+    assert limits() == (soft, hard)
