@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._ddp.rendezvous import Meeting
-from support.processes import NAMES_BEFORE, descriptors, leftovers, wait_until_gone
+from support.processes import descriptors, leftovers, shared_names, wait_until_gone
 from support.ranks import (
     RanksTimeoutError,
     Rendezvous,
@@ -173,7 +173,7 @@ def train_until_a_kill(rank: int, n_ranks: int, moment: Moment) -> dict[str, Any
         "kind": kind,
         "words": words,
         "left": leftovers(before),
-        "names": [name for name in os.listdir("/dev/shm") if "paceline" in name],
+        "names": shared_names(),
     }
 
 
@@ -218,9 +218,8 @@ def kill_at(moment: Moment) -> tuple[list[float], list[str], list[int]]:
             wrong.append(f"rank {rank}: {value['kind']}: {words}")
         elif f"rank {moment.victim}" not in words:
             wrong.append(f"rank {rank} does not name {moment.victim}: {words}")
-        names = set(value["names"]) - NAMES_BEFORE
-        if value["left"] or names:
-            wrong.append(f"rank {rank} keeps {value['left']} {names}")
+        if value["left"] or value["names"]:
+            wrong.append(f"rank {rank} keeps {value['left']} {value['names']}")
     return seconds, [f"{moment}: {words}" for words in wrong], workers
 
 

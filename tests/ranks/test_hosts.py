@@ -121,7 +121,7 @@ def join_plainly(rank: int, hosts: Hosts, store: str) -> None:
 
 
 def fail(*_: Any) -> None:
-    raise OSError("none is free")
+    raise OSError("no port is free")
 
 
 def offer_another_port(real: Any) -> Any:
@@ -135,9 +135,9 @@ def offer_another_port(real: Any) -> Any:
 @pytest.mark.parametrize(
     ("n_ranks", "lack", "words"),
     [
-        ((1, 1), "a listener", "rank 1: none is free"),
-        ((1, 2), "a listener", "rank 1: none is free"),
-        ((1, 2), "descriptors", "rank 2: none is free"),
+        ((1, 1), "a listener", "rank 1: no port is free"),
+        ((1, 2), "a listener", "rank 1: no port is free"),
+        ((1, 2), "descriptors", "rank 2: no port is free"),
         ((1, 1), "a way", "host 0 cannot be reached at port 9"),
         ((1, 1), "encrypted", ""),
     ],

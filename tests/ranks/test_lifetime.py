@@ -12,7 +12,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from support.processes import NAMES_BEFORE, descriptors, shared_mappings
+from support.processes import descriptors, shared_mappings, shared_names
 from support.ranks import run_ranks, values
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -225,6 +225,5 @@ def test_dataloader_workers_come_and_go(start: str) -> None:
 
 
 def test_nothing_is_left_in_shared_memory() -> None:
-    names = set(os.listdir("/dev/shm")) - NAMES_BEFORE
-    assert not [name for name in names if "paceline" in name]
+    assert shared_names() == []
     assert not list(Path("/tmp").glob("*paceline-*.sock"))

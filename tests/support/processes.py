@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
 
-NAMES_BEFORE = frozenset(os.listdir("/dev/shm"))
-"""In shared memory before the tests: of jobs beside them, or ended by force."""
+_RECORDER = re.compile(r"paceline(-\d+){5}")
 
 
 def descriptors() -> dict[int, str]:
@@ -27,6 +27,15 @@ def shared_mappings() -> list[str]:
     """Return the lines of this process's memory map that show Paceline's memory."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line for line in lines if "memfd:paceline" in line]
+
+
+def shared_names() -> list[str]:
+    """Return Paceline's names in shared memory, of which there are to be none.
+
+    Those of recorders are of jobs beside the tests, whose own are in another folder.
+    """
+    names = [name for name in os.listdir("/dev/shm") if "paceline" in name]
+    return [name for name in names if not _RECORDER.fullmatch(name)]
 
 
 def new_mappings(before: list[str]) -> list[str]:
