@@ -50,20 +50,24 @@ class KeepsTable(nn.Module):
         return self.layer(x) * self.table
 
 
-def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(n_gpus, monkeypatch):
+@pytest.mark.parametrize("index", [0, -1], ids=["GPU", "CPU"])
+def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(
+    n_gpus, index, monkeypatch
+):
     ours, plain = paceline.DataParallel(KeepsTable()), KeepsTable()
     x = integers(7, 3)
     ours(x)
     table = ours.module.table
 
     def index_of(tensor, expected):
-        return 0 if tensor is table else expected
+        return index if tensor is table else expected
 
     monkeypatch.setattr(_gpu.machine, "index_of_tensor", index_of)
     seen = ours.module.seen
     seen.clear()
     assert_same(ours(x), plain(x))
-    assert [kept is table for kept in seen].count(True) == 1
+    n_kept = 1 if index == 0 else n_gpus  # what is on no GPU stays where it is
+    assert [kept is table for kept in seen].count(True) == n_kept
     assert all(torch.equal(kept, table) for kept in seen)
     assert len(seen) == n_gpus
     assert ours.module.table is table

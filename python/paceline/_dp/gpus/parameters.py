@@ -250,11 +250,9 @@ def _moved(
     group: Group, streams: Streams, tensor: torch.Tensor, member: int
 ) -> torch.Tensor:
     """Return a tensor that travels by itself, on a member's device."""
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
-    if torch_graph.is_transformed() or (is_recorded and not is_parameter):
+    if torch_graph.is_transformed():
         return copy_by_torch(group, streams, tensor, member)
-    if is_recorded:
+    if tensor.requires_grad and torch.is_grad_enabled():
         return as_original(copy_by_torch(group, streams, tensor, member), tensor)
     with torch.inference_mode(False):
         copy = copy_by_torch(group, streams, tensor.detach(), member)
