@@ -151,6 +151,64 @@ PLACES = [
         for function in ("Replicated._check_buffers", "Replicated._send")
     ),
     (
+        "python/paceline/_dp/gpus/parameters.py",
+        "Replicated._note_leaf",
+        "copy.is_leaf",
+        ("always",),
+        "finish() takes the leaves alone; the list is only longer until then",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "Replicated._add_copies",
+        "segment.is_trained and torch.is_grad_enabled()",
+        ("always",),
+        "a node without gradients is made, which autograd leaves out: only time is "
+        "lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "Replicated._add_copies",
+        "not segment.is_parameter",
+        ("always",),
+        "parameters do not grow: only time is lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "_Step.pack",
+        "segment.has_gaps",
+        ("always",),
+        "what is written over is cleared before: only time is lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "_Step.pack",
+        "others",
+        ("always",),
+        "the same is packed twice: only time is lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "_Step._pack_by_torch",
+        "n_more",
+        ("always",),
+        "nothing is put behind a piece: only time is lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "_Step._add_by_core",
+        "len(rows) > 1",
+        ("always",),
+        "one member's gradients are copied, and have room to be added up in: only "
+        "memory is lost",
+    ),
+    (
+        "python/paceline/_dp/gpus/parameters.py",
+        "_Segment.forward",
+        "block is not None",
+        ("always",),
+        "member 0 alone has none, and is left out before",
+    ),
+    (
         "python/paceline/_dp/gpus/transfers.py",
         "to_member",
         "placed[i] = leaf",

@@ -9,6 +9,7 @@ import weakref
 import paceline
 import pytest
 import torch
+from paceline._dp.gpus import segments
 from replicas import assert_same, assert_same_grads, integer_weights, integers, loss_of
 from support import fake_gpus
 from torch import nn
@@ -58,6 +59,85 @@ def test_sparse_gradients_of_a_plain_parameter_are_added_up(first_dense):
     assert_same(mine.to_dense(), theirs.to_dense())
     assert mine.is_sparse == (first_dense == 8)
     assert_same_grads(ours.module.last, plain.last)
+
+
+def test_sparse_gradients_may_be_asked_for_with_a_graph():
+    plain, ours = twins(SparseLookup(first_dense=8))
+    indices = torch.tensor([1, 2, 3, 1, 0, 4, 1, 3, 7])
+    found = []
+    for model in (plain, ours):
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(
+            loss_of(model(indices)), parameters, create_graph=True
+        )
+        found.append([grad.detach().to_dense() for grad in grads])
+    assert_same(*found)
+
+
+class GivesNone(torch.autograd.Function):
+    """Adds two tensors, of which the first gets a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x + y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Addition(nn.Module):
+    """Adds a parameter that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(integers(64, 64))
+        self.last = linear(3, 2)
+
+    def forward(self, x):
+        return self.last(GivesNone.apply(x, self.table[0, :3]))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("segment_bytes", [1 << 10, 1 << 20], ids=["alone", "beside"])
+def test_a_parameter_may_get_no_gradient_though_it_is_used(
+    monkeypatch, create_graph, segment_bytes
+):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", segment_bytes)
+    plain, ours = twins(Addition())
+    found = []
+    for model in (plain, ours):
+        loss = loss_of(model(integers(7, 3)))
+        parameters = list(model.parameters())
+        ways = {"create_graph": create_graph, "allow_unused": True}
+        table, *grads = torch.autograd.grad(loss, parameters, **ways)
+        assert table is None
+        found.append([grad.detach() for grad in grads])
+    assert_same(*found, exact=False)
+
+
+class Descends(nn.Module):
+    """Runs a backward within its forward, where its first row wants one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(3, 2)
+
+    def forward(self, x):
+        if x[0, 0] > 0:
+            with torch.enable_grad():
+                self.layer(x).square().sum().backward()
+        return self.layer(x)
+
+
+@torch.no_grad()
+def test_other_replicas_alone_may_run_a_backward_within_a_forward():
+    plain, ours = twins(Descends())
+    x = integers(7, 3)
+    x[:3, 0], x[3:, 0] = -1, 1
+    ours(x)
+    plain(x[3:])
+    assert_same_grads(ours, plain)
 
 
 def test_several_threads_run_backward_through_one_graph():

@@ -178,14 +178,14 @@ class Replicated:
         self, segment: Segment, copies: list[dict[int, Any]], streams: Streams
     ) -> None:
         n_replicas = len(copies)
-        is_recorded = segment.is_trained and torch.is_grad_enabled()
+        step: _Step | None = None
         blocks: tuple[torch.Tensor, ...] = ()
-        if is_recorded:
+        if segment.is_trained and torch.is_grad_enabled():
             step = _Step(segment, self._group, streams)
             _, *blocks = _Segment.apply(step, n_replicas, *segment.tensors)  # type: ignore[no-untyped-call]
         for k in range(1, n_replicas):
             tensors: Sequence[torch.Tensor] = segment.slots[k]
-            if is_recorded:
+            if step is not None:
                 tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
             else:  # never the slots themselves: who holds on to one is not counted
                 tensors = [slot.detach() for slot in tensors]
@@ -284,12 +284,12 @@ class _Step:
         segment = self.segment
         key = torch_graph.current_task(), member
         self.used[key] = [grad is not None for grad in grads]
-        if torch.is_grad_enabled() or any(
-            grad is not None and torch_graph.is_batched(grad) for grad in grads
-        ):
-            return self._pack_by_torch(grads)
-        dense = [self._dense(key, i, grad) for i, grad in enumerate(grads)]
         slots, device = segment.slots[member], self.group.devices[member]
+        dense = [self._dense(key, i, grad) for i, grad in enumerate(grads)]
+        if torch.is_grad_enabled() or any(
+            grad is not None and torch_graph.is_batched(grad) for grad in dense
+        ):
+            return self._pack_by_torch(dense, device)
         offsets = segment.byte_offsets
         make = torch.zeros if segment.has_gaps else torch.empty
         block = make(segment.n_elems, dtype=segment.dtype, device=device)
@@ -310,10 +310,13 @@ class _Step:
         self.aside.setdefault(key, {})[i] = grad
         return None
 
-    def _pack_by_torch(self, grads: Sequence[Any]) -> torch.Tensor:
+    def _pack_by_torch(
+        self, grads: Sequence[torch.Tensor | None], device: torch.device
+    ) -> torch.Tensor:
         """Return the same, in the graph."""
         segment = self.segment
-        example = next(grad for grad in grads if grad is not None)
+        zero = torch.zeros((), dtype=segment.dtype, device=device)
+        example = next((grad for grad in grads if grad is not None), zero)
         pieces = []
         ends = [*segment.offsets[1:], segment.n_elems]
         for i, (grad, end) in enumerate(zip(grads, ends, strict=True)):
@@ -321,8 +324,6 @@ class _Step:
             if grad is None:
                 pieces.append(example.new_zeros(n_elems))
                 continue
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()
             flat = segment.flattened(i, grad)
             n_more = n_elems - segment.forms[i].n_elems
             pieces.append(torch.cat([flat, flat.new_zeros(n_more)]) if n_more else flat)
@@ -332,32 +333,35 @@ class _Step:
 
     def add(self, blocks: Sequence[Any]) -> list[torch.Tensor | None]:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
-        segment = self.segment
         rows = [(k, block) for k, block in enumerate(blocks, 1) if block is not None]
         task = torch_graph.current_task()
         used = [self.used.pop((task, k)) for k, _ in rows]
         aside = [self.aside.pop((task, k), {}) for k, _ in rows]
         is_used = [any(of) for of in zip(*used, strict=True)]
-        if not rows:
-            return [None] * len(segment.tensors)
         if torch.is_grad_enabled() or any(torch_graph.is_batched(b) for _, b in rows):
-            return self._add_by_torch(rows, is_used)
-        device = self.group.devices[0]
+            sums = self._add_by_torch(rows, is_used)
+        else:
+            sums = self._add_by_core(rows, is_used)
+        for i in {i for found in aside for i in found}:
+            self._add_aside(sums, i, [a[i] for a in aside if i in a], used, aside)
+        return sums
+
+    def _add_by_core(
+        self, rows: list[tuple[int, torch.Tensor]], is_used: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        segment, device = self.segment, self.group.devices[0]
         total = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
         rooms: list[torch.Tensor | None] = [None] * len(self.group)
         if len(rows) > 1:
             rooms = self.group.rooms(segment.room_bytes)
         self.group.native.sum(self.streams.numbers, rooms, rows, total)
         # A count of versions for each: what is done to one does not concern others.
-        sums: list[torch.Tensor | None] = [
+        return [
             view.data if used else self._unused(i)
             for i, (view, used) in enumerate(
                 zip(segment.views(total), is_used, strict=True)
             )
         ]
-        for i in {i for found in aside for i in found}:
-            self._add_aside(sums, i, [a[i] for a in aside if i in a], used, aside)
-        return sums
 
     def _unused(self, i: int) -> torch.Tensor | None:
         """Return the gradient of a tensor that no replica has used.
@@ -436,7 +440,5 @@ class _Replica(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if all(grad is None for grad in grads):
-            return None, None, None
         with ctx.step.group.on(ctx.step.streams):
             return ctx.step.pack(ctx.member, grads), None, None
