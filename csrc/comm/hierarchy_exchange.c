@@ -366,7 +366,7 @@ pl_status pli_hierarchy_check_silence(hierarchy *self, uint64_t number, int host
         PL_FAIL(
             PL_ETIMEOUT,
             "rank %d: %s kept this rank waiting for %.3g seconds: stopped, cut off, "
-            "slower than the timeout, or with fewer steps",
+            "slower than the timeout, or with fewer steps, or other wrappers first",
             self->super.rank,
             pli_links_name(self->links,
                            pli_links_waited_for(self->links, number, host)),

@@ -12,9 +12,10 @@ import os
 import pickle
 import secrets
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,11 @@ OTHER_HOSTS = "on other hosts"
 _NAMESPACES = ("net", "pid", "user")
 
 _wrap_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+def words_of(error: BaseException) -> str:
+    """Return an exception's type and text, as a traceback's last line has them."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 @dataclass(frozen=True)
@@ -201,10 +207,18 @@ class Peers:
             return
         with self._store_failure():
             if self._store.check(["gone"]):
-                gone = int(self._store.get("gone"))
-                self._fail(gone, "died during construction")
+                rank, what = json.loads(self._store.get("gone"))
+                self._fail(rank, what)
             self._read_hosts(self._store)
         self._check_processes()
+
+    def tell_of_end(self, why: BaseException) -> None:
+        """Have the others' :meth:`check` raise that this rank has left the meeting."""
+        if self._kept_store is None:
+            return
+        words = self.rank, f"left the construction ({words_of(why)})"
+        with suppress(dist.DistError):
+            self._kept_store.set("gone", json.dumps(words))
 
     def _check_processes(self) -> None:
         for rank, host in self._hosts.items():
@@ -214,7 +228,8 @@ class Peers:
             if pid and _native.has_ended(pid):
                 if self._store is not None and rank != 0:
                     with self._store_failure():
-                        self._store.set("gone", str(rank))
+                        words = rank, "died during construction"
+                        self._store.set("gone", json.dumps(words))
                 self._fail(rank, f"(process {pid}) died during construction")
 
     @property

@@ -9,16 +9,11 @@ From then on the native world watches the processes itself.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import pickle
-import sys
 import time
-import traceback
 import weakref
-from contextlib import suppress
-from multiprocessing import util
 from typing import Any
 
 import torch
@@ -26,8 +21,7 @@ import torch.distributed as dist
 
 from paceline import _native
 from paceline._compat import torch_groups
-from paceline._ddp import group_comm, host_links, open_files
-from paceline._ddp.last_error import keep_error_of_child, last_error
+from paceline._ddp import group_comm, host_links, live_worlds, open_files
 from paceline._ddp.peers import (
     CHECK_EVERY_SECONDS,
     CHECK_FIRST_SECONDS,
@@ -36,6 +30,7 @@ from paceline._ddp.peers import (
     Peers,
     count_by_host,
     name_of_host,
+    words_of,
 )
 
 _log = logging.getLogger("paceline")
@@ -49,8 +44,11 @@ _INTERRUPTED_SECONDS = 2.0
 """The same for one that a signal has interrupted: it answers the others, who would wait
 for it otherwise."""
 
-_live_worlds: weakref.WeakSet[_native.World] = weakref.WeakSet()
-_owner_pid = 0
+_out_of_step: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups with a collective that this rank has left, which the next would be taken for,
+and why."""
 
 
 class Meeting:
@@ -75,6 +73,12 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
+        if group in _out_of_step:
+            raise RuntimeError(
+                "process_group cannot be used any more: a wrapper's construction was "
+                f"cut off on this rank ({_out_of_step[group]}), and its ranks are out "
+                "of step since: destroy it and make another, on all ranks"
+            )
         self.group = group
         self.rank = torch_groups.group_rank(group)
         self.size = int(group.size())
@@ -148,6 +152,15 @@ class Meeting:
         if not self._has_cpu:
             received = self._peers.all_gather(pickled, seconds or self._seconds)
             return [pickle.loads(row) for row in received]
+        try:
+            return self._exchange_by_group(pickled, seconds)
+        except BaseException as error:
+            _out_of_step[self.group] = words_of(error)
+            if self._is_known_kind and not isinstance(error, RuntimeError):
+                self._peers.tell_of_end(error)
+            raise
+
+    def _exchange_by_group(self, pickled: bytes, seconds: float | None) -> list[Any]:
         until = None if seconds is None else time.monotonic() + seconds
         mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         # The user's default device is another where he builds models on it.
@@ -328,7 +341,11 @@ class Meeting:
         try:
             received = self.exchange((outcome, str(problem or "")), seconds)
         except RuntimeError:  # a rank is gone
-            raise problem or sys.exc_info()[1] from None  # type: ignore[misc]
+            if problem is not None and is_interrupted:
+                self._peers.tell_of_end(problem)
+            if problem is None or isinstance(problem, OSError):  # it had no links
+                raise
+            raise problem from None
         bad = [(r, *row) for r, row in enumerate(received) if row[0] != "made"]
         if not bad:
             return world
@@ -358,6 +375,8 @@ class Meeting:
                 (_outcome_of(problem, may_lack), str(problem)), seconds
             )
         except RuntimeError:  # a rank is gone, or has not failed
+            if is_interrupted:
+                self._peers.tell_of_end(problem)
             raise problem from None
         lacks = [
             f"rank {rank}: {message}"
@@ -394,14 +413,21 @@ class Meeting:
     ) -> _native.World:
         """Make a world that shares no memory: over a group, or of one rank."""
         comm = group_comm.GroupComm(self._group_of_hosts()) if self.uses_group else None
-        world = self._make_world(
-            arena_bytes,
-            n_ops,
-            pids=[0] * self.size,
-            meeting=None,
-            group_comm=comm,
-            **device,
-        )
+        world = problem = None
+        try:
+            world = self._make_world(
+                arena_bytes,
+                n_ops,
+                pids=[0] * self.size,
+                meeting=None,
+                group_comm=comm,
+                **device,
+            )
+        except BaseException as error:
+            problem = error
+        outcome = "made" if problem is None else _outcome_of(problem, may_lack=False)
+        world = self._settle(world, outcome, problem)
+        assert world is not None  # where one rank has none, this raises
         if comm is not None:
             comm.serve(world)
         return world
@@ -423,7 +449,7 @@ class Meeting:
             timeout=self._seconds,
             **ways,
         )
-        _remember(world)
+        live_worlds.add(world)
         return world
 
 
@@ -447,37 +473,3 @@ def _lacks_shared_memory(n_bytes: int) -> bool:
     except (OSError, MemoryError):
         return True
     return False
-
-
-# ---- the end of the process ---------------------------------------------------------
-
-
-_GOODBYE_PRIORITY = 100
-"""Before multiprocessing's own finalizers, which have 10 at the most."""
-
-
-def _remember(world: _native.World) -> None:
-    global _owner_pid
-    if not _owner_pid:  # the first world of the process
-        os.register_at_fork(after_in_child=_native.after_fork_in_child)
-    if _owner_pid != os.getpid():
-        _owner_pid = os.getpid()
-        atexit.unregister(_say_goodbye)
-        atexit.register(_say_goodbye)
-        # A process that multiprocessing started calls atexit from Python 3.13 on alone.
-        util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
-        keep_error_of_child()
-    _live_worlds.add(world)
-
-
-def _say_goodbye() -> None:
-    """Leave every world; peers that wait for this rank get the traceback, if any."""
-    if os.getpid() != _owner_pid:
-        return  # a forked child: the worlds are its parent's
-    error = last_error()
-    text = "".join(traceback.format_exception(error)) if error is not None else None
-    for world in list(_live_worlds):
-        with suppress(RuntimeError, UnicodeEncodeError):
-            if text is not None:
-                world.note_exception(text)
-            world.leave()

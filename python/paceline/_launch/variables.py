@@ -72,7 +72,7 @@ class Variables:
         """Return the first variable that is set as a number; None where none is."""
         for name in filter(self.has, names):
             text = self._value(name)
-            if not re.fullmatch("[0-9]+", text) or int(text) < least:
+            if not re.fullmatch("[0-9]{1,18}", text) or int(text) < least:
                 raise ValueError(
                     f"{name} is {text!r}: a whole number from {least} on is expected"
                 )

@@ -1,0 +1,47 @@
+"""The worlds of this process, which it leaves as it ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import traceback
+import weakref
+from contextlib import suppress
+from multiprocessing import util
+
+from paceline import _native
+from paceline._ddp.last_error import keep_error_of_child, last_error
+
+_GOODBYE_PRIORITY = 100
+"""Before multiprocessing's own finalizers, which have 10 at the most."""
+
+_live_worlds: weakref.WeakSet[_native.World] = weakref.WeakSet()
+_owner_pid = 0
+
+
+def add(world: _native.World) -> None:
+    """Have a world left as this process ends, where it lives until then."""
+    global _owner_pid
+    if not _owner_pid:  # the first world of the process
+        os.register_at_fork(after_in_child=_native.after_fork_in_child)
+    if _owner_pid != os.getpid():
+        _owner_pid = os.getpid()
+        atexit.unregister(_say_goodbye)
+        atexit.register(_say_goodbye)
+        # A process that multiprocessing started calls atexit from Python 3.13 on alone.
+        util.Finalize(None, _say_goodbye, exitpriority=_GOODBYE_PRIORITY)
+        keep_error_of_child()
+    _live_worlds.add(world)
+
+
+def _say_goodbye() -> None:
+    """Leave every world; peers that wait for this rank get the traceback, if any."""
+    if os.getpid() != _owner_pid:
+        return  # a forked child: the worlds are its parent's
+    error = last_error()
+    text = "".join(traceback.format_exception(error)) if error is not None else None
+    for world in list(_live_worlds):
+        with suppress(RuntimeError, UnicodeEncodeError):
+            if text is not None:
+                world.note_exception(text)
+            world.leave()

@@ -1,0 +1,116 @@
+"""A wrapper's construction that fails on one rank: all learn it, and may try again."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from support.hosts import Hosts
+from support.ranks import run_ranks, values
+from torch import nn
+
+WIDTH = 1500
+ROOM_BYTES = 1 << 20  # of 9 MB that a world of this model takes
+GROUP_SECONDS = 60.0  # of run_ranks
+SOON_SECONDS = GROUP_SECONDS / 2
+HOSTS = [(1, 1), (2,), (2, 1)]
+
+
+def place(rank: int, n_ranks: tuple[int, ...]) -> None:
+    if len(n_ranks) > 1:
+        Hosts(n_ranks).place(rank)
+
+
+def timed(make: Callable[[], nn.Module]) -> tuple[str, str, float]:
+    """Return what wrapping and a step end with: an error's type and text, and when."""
+    began = time.monotonic()
+    try:
+        paceline.DistributedDataParallel(make())(torch.ones(2, WIDTH)).sum().backward()
+    except (RuntimeError, OSError, MemoryError, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def small() -> nn.Module:
+    return nn.Linear(WIDTH, 2)
+
+
+# ---- without memory -----------------------------------------------------------------
+
+
+def lack_memory(rank: int, _: int, n_ranks: tuple[int, ...], whose: int) -> object:
+    place(rank, n_ranks)
+    model = nn.Linear(WIDTH, WIDTH)
+    dist.barrier()
+    if rank == whose:
+        with open("/proc/self/statm") as file:
+            n_bytes = int(file.read().split()[0]) * resource.getpagesize()
+        limits = n_bytes + ROOM_BYTES, resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    first = timed(lambda: model)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    return first, timed(small)
+
+
+@pytest.mark.parametrize("n_ranks", HOSTS)
+def test_a_rank_without_memory_is_named_and_all_may_go_on(
+    n_ranks: tuple[int, ...],
+) -> None:
+    whose = 1
+    arguments = sum(n_ranks), n_ranks, whose
+    outcomes = values(run_ranks(lack_memory, *arguments, rendezvous="tcp"))
+    for rank, ((kind, text, seconds), again) in enumerate(outcomes):
+        assert kind == ("MemoryError" if rank == whose else "PeerError"), text
+        assert "cannot map" in text
+        assert rank == whose or f"rank {whose} could not make its world" in text
+        assert seconds < SOON_SECONDS
+        assert again[0] == "", again
+
+
+# ---- interrupted --------------------------------------------------------------------
+
+
+def interrupt_who_waits(rank: int, _: int, n_ranks: tuple[int, ...]) -> object:
+    """Press Ctrl-C on rank 0 while it waits for the others, who are late."""
+    place(rank, n_ranks)
+    if rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        time.sleep(1.5)
+    first, second = timed(small), timed(small)
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=sum(n_ranks),
+        timeout=timedelta(seconds=GROUP_SECONDS),
+    )
+    return first, second, timed(small)
+
+
+@pytest.mark.parametrize("n_ranks", HOSTS)
+def test_after_an_interrupted_construction_the_group_is_made_anew(
+    n_ranks: tuple[int, ...],
+) -> None:
+    outcomes = values(
+        run_ranks(interrupt_who_waits, sum(n_ranks), n_ranks, rendezvous="tcp")
+    )
+    for rank, (first, second, third) in enumerate(outcomes):
+        kind, text, seconds = first
+        assert kind == ("PeerError" if rank else "KeyboardInterrupt"), text
+        assert rank == 0 or "rank 0 left the construction (KeyboardInterrupt)" in text
+        assert seconds < SOON_SECONDS
+        kind, text, _ = second
+        assert (kind, "cannot be used any more" in text) == ("RuntimeError", True), text
+        assert third[0] == "", third
