@@ -180,6 +180,13 @@ PLACES = [
         "what is written over is cleared before: only time is lost",
     ),
     (
+        "python/paceline/_dp/gpus/segments.py",
+        "Segment.has_gaps",
+        "self.n_elems != sum(",
+        ("always",),
+        "what is written over is cleared before: only time is lost",
+    ),
+    (
         "python/paceline/_dp/gpus/parameters.py",
         "_Step.pack",
         "others",

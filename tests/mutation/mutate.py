@@ -60,11 +60,12 @@ PY_TESTS = sorted(
     for path in (ROOT / "tests" / folder).rglob("test_*.py")
     if re.match(r"test_(cuda|native_device|device_group)", path.name)
 )
-# What replicas on GPUs do: files of their own, and others that make fake GPUs.
+# What replicas on GPUs do: files of their own, others that make fake GPUs, and one of
+# what memory may hold.
 DP_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
-    if "_gpus" in path.name or "(n_gpus" in path.read_text()
+    if re.search("_gpus|_traps_replicas", path.name) or "(n_gpus" in path.read_text()
 )
 NOT_TRIED = "not tried"
 SLOWEST = 20  # seconds that a test may take longer than unharmed
