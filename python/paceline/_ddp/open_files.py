@@ -24,7 +24,10 @@ def make_room(n_more: int) -> None:
         If the hard limit leaves no room for so many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + n_more
+    try:
+        needed = len(os.listdir("/proc/self/fd")) + n_more
+    except FileNotFoundError:  # there is no /proc
+        return
     most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
     if needed > most:
         raise OSError(

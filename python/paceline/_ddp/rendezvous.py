@@ -156,9 +156,13 @@ class Meeting:
             return self._exchange_by_group(pickled, seconds)
         except BaseException as error:
             _out_of_step[self.group] = words_of(error)
-            if self._is_known_kind and not isinstance(error, RuntimeError):
-                self._peers.tell_of_end(error)
+            if not isinstance(error, RuntimeError):
+                self._tell_of_end(error)
             raise
+
+    def _tell_of_end(self, why: BaseException) -> None:
+        if self.size > 1 and self._is_known_kind:
+            self._peers.tell_of_end(why)
 
     def _exchange_by_group(self, pickled: bytes, seconds: float | None) -> list[Any]:
         until = None if seconds is None else time.monotonic() + seconds
@@ -342,7 +346,7 @@ class Meeting:
             received = self.exchange((outcome, str(problem or "")), seconds)
         except RuntimeError:  # a rank is gone
             if problem is not None and is_interrupted:
-                self._peers.tell_of_end(problem)
+                self._tell_of_end(problem)
             if problem is None or isinstance(problem, OSError):  # it had no links
                 raise
             raise problem from None
@@ -376,7 +380,7 @@ class Meeting:
             )
         except RuntimeError:  # a rank is gone, or has not failed
             if is_interrupted:
-                self._peers.tell_of_end(problem)
+                self._tell_of_end(problem)
             raise problem from None
         lacks = [
             f"rank {rank}: {message}"

@@ -65,6 +65,18 @@ def test_a_hard_limit_that_just_suffices_is_used_whole(
     assert limits() == (hard, hard)
 
 
+def test_without_proc_limits_are_left_as_they_are(
+    leave_room: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> list[str]:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    soft = leave_room(MANY)
+    monkeypatch.setattr(os, "listdir", fail)
+    open_files.make_room(2 * MANY)
+    assert limits()[0] == soft
+
+
 def test_a_hard_limit_without_room_is_one_error(
     leave_room: Callable[[int], int],
 ) -> None:
