@@ -5,6 +5,7 @@ What graphs have saved, and tensors that users keep, are views of those blocks.
 """
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,9 +285,14 @@ class Cyclic(nn.Module):
         return self.call(x)
 
 
-def test_replicas_in_circles_do_not_take_ever_more_memory(wrap):
+@pytest.mark.parametrize("is_old", [False, True], ids=["young", "old"])
+def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_old):
     ours = wrap(Cyclic())
     kept = []
+    collect = gc.collect
+    if is_old:  # they have outlived collections, so that one of the young frees none
+        old = {"collect": lambda generation: generation == 2 and collect()}
+        monkeypatch.setattr(segments, "gc", SimpleNamespace(**old))
     gc.collect()
     gc.disable()
     try:
