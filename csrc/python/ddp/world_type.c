@@ -109,10 +109,9 @@ static pl_status join_world(const module_state *state, const world_arguments *ar
         .is_interrupted = pli_is_interrupted,
         .deadline_ns = arguments->deadline_ns + (has_hosts ? HOST_GRACE_NS : 0),
     };
-    pli_listener *listener =
-        Py_IS_TYPE(arguments->meeting, state->listener_type)
-            ? ((listener_object *)arguments->meeting)->listener
-            : NULL;
+    pli_listener *listener = Py_IS_TYPE(arguments->meeting, state->listener_type)
+                                 ? ((listener_object *)arguments->meeting)->listener
+                                 : NULL;
     Py_BEGIN_ALLOW_THREADS
     st = pli_shm_create(&options, listener, address, out);
     Py_END_ALLOW_THREADS
