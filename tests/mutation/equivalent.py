@@ -187,6 +187,13 @@ PLACES = [
         "what is written over is cleared before: only time is lost",
     ),
     (
+        "python/paceline/_dp/gpus/segments.py",
+        "Layout._take_buffers",
+        "b is not None",
+        ("always",),
+        "None is in no tensor's place",
+    ),
+    (
         "python/paceline/_dp/gpus/parameters.py",
         "_Step.pack",
         "others",

@@ -116,6 +116,47 @@ def test_a_parameter_may_get_no_gradient_though_it_is_used(
     assert_same(*found, exact=False)
 
 
+class Leaves(nn.Module):
+    """Uses two of three layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.left, self.last = linear(3, 3), linear(3, 3), linear(3, 2)
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def test_hooks_of_what_no_replica_uses_are_not_called():
+    plain, ours = twins(Leaves())
+    called = []
+    for model in (plain, ours.module):
+        for name, parameter in model.named_parameters():
+            parameter.register_hook(lambda grad, name=name: called.append(name))
+    for model in (plain, ours):
+        loss_of(model(integers(7, 3))).backward()
+        assert sorted(set(called)) == [
+            "first.bias",
+            "first.weight",
+            "last.bias",
+            "last.weight",
+        ]
+        called.clear()
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.parametrize("name", ["left.weight", "left.bias"])
+def test_hooks_of_one_parameter_that_no_replica_uses_are_not_called(name):
+    plain, ours = twins(Leaves())
+    called = []
+    for model in (plain, ours.module):
+        model.get_parameter(name).register_hook(called.append)
+    for model in (plain, ours):
+        loss_of(model(integers(7, 3))).backward()
+    assert called == []
+    assert_same_grads(ours, plain)
+
+
 class Descends(nn.Module):
     """Runs a backward within its forward, where its first row wants one."""
 
