@@ -193,6 +193,17 @@ PLACES = [
         ("always",),
         "None is in no tensor's place",
     ),
+    *(
+        (
+            "python/paceline/_dp/gpus/segments.py",
+            "_tensors_of",
+            piece,
+            ("never",),
+            "its gradients are put aside from their block as they come: only room is "
+            "lost",
+        )
+        for piece in ("and part.sparse", "is_sparse or known[2]")
+    ),
     (
         "python/paceline/_dp/gpus/parameters.py",
         "_Step.pack",

@@ -116,6 +116,28 @@ def test_a_parameter_may_get_no_gradient_though_it_is_used(
     assert_same(*found, exact=False)
 
 
+class OddBuffers(nn.Module):
+    """Has a buffer that is none yet, and one that is a parameter, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(3, 2)
+        self.register_buffer("nothing", None)
+        self.register_buffer("bias", self.layer.bias)
+
+    def forward(self, x):
+        assert self.nothing is None
+        return self.layer(x) + self.bias
+
+
+def test_a_buffer_may_be_none_or_a_parameter():
+    plain, ours = twins(OddBuffers())
+    for seed in range(2):
+        for model in (plain, ours):
+            loss_of(model(integers(7, 3, seed=seed))).backward()
+        assert_same_grads(ours, plain)
+
+
 class Leaves(nn.Module):
     """Uses two of three layers."""
 
