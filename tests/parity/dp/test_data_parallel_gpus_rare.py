@@ -138,6 +138,20 @@ def test_a_buffer_may_be_none_or_a_parameter():
         assert_same_grads(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_a_parameter_may_be_given_other_strides():
+    plain, ours = twins(linear(4, 4))
+    x = integers(7, 4)
+    for lies_otherwise in (False, True, True):
+        for model in (plain, ours.module):
+            if lies_otherwise:
+                model.weight.data = model.weight.data.t().contiguous().t()
+        assert_same(ours(x), plain(x))
+        for model in (plain, ours):
+            loss_of(model(x)).backward()
+        assert_same_grads(ours, plain)
+
+
 class Leaves(nn.Module):
     """Uses two of three layers."""
 
@@ -168,9 +182,12 @@ def test_hooks_of_what_no_replica_uses_are_not_called():
 
 
 @pytest.mark.parametrize("name", ["left.weight", "left.bias"])
-def test_hooks_of_one_parameter_that_no_replica_uses_are_not_called(name):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_hooks_of_one_parameter_that_no_replica_uses_are_not_called(name, is_late):
     plain, ours = twins(Leaves())
     called = []
+    if is_late:
+        ours(integers(7, 3))
     for model in (plain, ours.module):
         model.get_parameter(name).register_hook(called.append)
     for model in (plain, ours):
