@@ -189,6 +189,13 @@ PLACES = [
     (
         "python/paceline/_dp/gpus/segments.py",
         "Layout._take_buffers",
+        "not segment.is_parameter",
+        ("always",),
+        "a new parameter that is a buffer, too, takes the place of one, and is sent",
+    ),
+    (
+        "python/paceline/_dp/gpus/segments.py",
+        "Layout._take_buffers",
         "b is not None",
         ("always",),
         "None is in no tensor's place",
