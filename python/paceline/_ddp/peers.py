@@ -216,9 +216,11 @@ class Peers:
         """Have the others' :meth:`check` raise that this rank has left the meeting."""
         if self._kept_store is None:
             return
-        words = self.rank, f"left the construction ({words_of(why)})"
         with suppress(dist.DistError):
-            self._kept_store.set("gone", json.dumps(words))
+            self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
+
+    def _tell_gone(self, rank: int, what: str) -> None:
+        self._kept_store.set("gone", json.dumps((rank, what)))
 
     def _check_processes(self) -> None:
         for rank, host in self._hosts.items():
@@ -228,8 +230,7 @@ class Peers:
             if pid and _native.has_ended(pid):
                 if self._store is not None and rank != 0:
                     with self._store_failure():
-                        words = rank, "died during construction"
-                        self._store.set("gone", json.dumps(words))
+                        self._tell_gone(rank, "died during construction")
                 self._fail(rank, f"(process {pid}) died during construction")
 
     @property
