@@ -224,26 +224,24 @@ def test_a_soft_limit_of_open_files_is_raised_as_the_world_needs():
     assert values(ranks) == [(False, [])] * 4
 
 
-def lack_descriptors(rank, n_ranks, whose):
-    """Train where rank `whose` can meet no four ranks, which it finds too late."""
-    if rank == whose:
-        open_files.make_room = lambda n_more: None
-    return train_without(rank, n_ranks, few_descriptors, whose)
+def few_descriptors_unseen(rank):
+    """Have too few to meet four ranks, which is found too late."""
+    open_files.make_room = lambda n_more: None
+    few_descriptors(rank)
 
 
 @pytest.mark.parametrize(
-    ("run", "whose", "words"),
+    ("take", "whose", "words"),
     [
-        (train_without, 0, "rank 0: "),
-        (train_without, 3, "rank 3: "),
-        (lack_descriptors, 0, "rank 0: cannot accept another rank's connection"),
+        (few_descriptors, 0, "rank 0: "),
+        (few_descriptors, 3, "rank 3: "),
+        (few_descriptors_unseen, 0, "rank 0: cannot accept another rank's connection"),
     ],
 )
 def test_ranks_that_may_open_too_few_files_train_by_the_groups_collectives(
-    run, whose, words
+    take, whose, words
 ):
-    arguments = (few_descriptors, whose) if run is train_without else (whose,)
-    outcomes = values(run_ranks(run, 4, *arguments, rendezvous="tcp"))
+    outcomes = values(run_ranks(train_without, 4, take, whose, rendezvous="tcp"))
     assert all(is_group_comm for is_group_comm, _ in outcomes)
     (line,) = outcomes[0][1]
     assert line.startswith(f"the ranks share no memory ({words}"), line

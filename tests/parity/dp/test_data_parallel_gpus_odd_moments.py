@@ -13,7 +13,7 @@ import weakref
 import paceline
 import pytest
 import torch
-from gpu_programs import F64, N_ROWS, bare, compare, train
+from gpu_programs import F64, N_ROWS, Parent, bare, compare, train
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -106,17 +106,6 @@ def test_evaluation_and_training_alternate_with_dropout_off():
 
 
 # ---- other weights ------------------------------------------------------------------
-
-
-class Parent(nn.Module):
-    """Something round a model: torch refuses a functional call of a wrapper itself."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x)
 
 
 def test_a_functional_call_round_the_wrapper_trains_what_it_is_given():

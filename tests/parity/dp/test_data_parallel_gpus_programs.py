@@ -10,7 +10,7 @@ import pickle
 import paceline
 import pytest
 import torch
-from gpu_programs import F64, bare, compare, linear, step
+from gpu_programs import F64, Parent, bare, compare, linear, step
 from replicas import (
     assert_same,
     assert_same_grads,
@@ -57,17 +57,6 @@ class Scaled:
 
 
 # ---- parameters that are no parameters ----------------------------------------------
-
-
-class Parent(nn.Module):
-    """Something round a model, for `functional_call`."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 class TwoWeights(nn.Module):

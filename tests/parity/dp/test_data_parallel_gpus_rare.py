@@ -9,6 +9,7 @@ import weakref
 import paceline
 import pytest
 import torch
+from gpu_programs import Parent, linear
 from paceline._dp.gpus import segments
 from replicas import assert_same, assert_same_grads, integer_weights, integers, loss_of
 from support import fake_gpus
@@ -26,10 +27,6 @@ def gpus():
 def twins(module):
     """Return a module, and a copy of it behind a wrapper of three GPUs."""
     return module, paceline.DataParallel(copy.deepcopy(module))
-
-
-def linear(*shape):
-    return integer_weights(nn.Linear(*shape))
 
 
 # ---- gradients ----------------------------------------------------------------------
@@ -619,17 +616,6 @@ def test_max_norm_after_wrapping_is_an_error_until_the_wrapper_is_refreshed(how)
 
 
 # ---- memory -------------------------------------------------------------------------
-
-
-class Parent(nn.Module):
-    """Something round a wrapper, for `functional_call`."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def test_parameters_of_a_functional_call_are_let_go():

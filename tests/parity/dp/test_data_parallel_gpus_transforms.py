@@ -5,7 +5,7 @@ import copy
 import paceline
 import pytest
 import torch
-from gpu_programs import F64, assert_same, integers, linear
+from gpu_programs import F64, Parent, assert_same, integers, linear
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -21,17 +21,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(torch.tanh(self.first(x))) * self.scale
-
-
-class Parent(nn.Module):
-    """Something round a model or a wrapper of it, for `functional_call`."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 def as_function(model):

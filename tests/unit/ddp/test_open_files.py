@@ -32,6 +32,15 @@ def leave_room() -> Iterator[Callable[[int], int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+@pytest.fixture
+def hard() -> int:
+    """Return the hard limit, where there is one."""
+    found = limits()[1]
+    if found == resource.RLIM_INFINITY:
+        pytest.skip("there is no limit here")
+    return found
+
+
 def test_a_limit_that_suffices_is_left_as_it_is(
     leave_room: Callable[[int], int],
 ) -> None:
@@ -55,11 +64,8 @@ def test_the_soft_limit_is_raised_by_what_lacks(
 
 
 def test_a_hard_limit_that_just_suffices_is_used_whole(
-    leave_room: Callable[[int], int],
+    leave_room: Callable[[int], int], hard: int
 ) -> None:
-    hard = limits()[1]
-    if hard == resource.RLIM_INFINITY:
-        pytest.skip("there is no limit here")
     soft = leave_room(MANY)
     open_files.make_room(hard - (soft - MANY) - 1)  # but the listing's own
     assert limits() == (hard, hard)
@@ -78,11 +84,8 @@ def test_without_proc_limits_are_left_as_they_are(
 
 
 def test_a_hard_limit_without_room_is_one_error(
-    leave_room: Callable[[int], int],
+    leave_room: Callable[[int], int], hard: int
 ) -> None:
-    hard = limits()[1]
-    if hard == resource.RLIM_INFINITY:
-        pytest.skip("there is no limit here")
     soft = leave_room(MANY)
     with pytest.raises(OSError, match=rf"its limit is {hard}: raise it \(ulimit -Hn"):
         open_files.make_room(hard)
