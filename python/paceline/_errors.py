@@ -69,13 +69,6 @@ def _shows(error: BaseException, message: str) -> bool:
 # ---- between processes --------------------------------------------------------------
 
 
-def last_line(error: BaseException) -> str:
-    """Return an error's type and the last line of its message: what it ends in."""
-    text = str(error).strip().rpartition("\n")[2]
-    name = type(error).__name__
-    return text if text.startswith(name) else f"{name}: {text}"
-
-
 def pack_exception(error: BaseException) -> bytes:
     """Return the bytes that :func:`unpack_exception` makes the exception of.
 

@@ -165,7 +165,7 @@ def start(**who: Any) -> _native.Recorder | None:
 class Steps:
     """The steps of a ``DataParallel``, as they are recorded, if they are.
 
-    A forward is run inside it; the rest is called in its order.
+    A forward is run inside it.
 
     Parameters
     ----------
@@ -177,7 +177,6 @@ class Steps:
 
     def __init__(self, owner: Any, n_replicas: int) -> None:
         self._n = 0
-        self._awaited = 1 if n_replicas == 2 else SOMEBODY
         self._recorder = start(
             kind="replicas",
             job=identity(),
@@ -198,32 +197,9 @@ class Steps:
     def __exit__(self, *error: object) -> None:
         self._record(IDLE)
 
-    def backward_begins(self) -> None:
-        """Note that replicas are given gradients of their outputs."""
-        self._record(BACKWARD)
-
-    def backward_ends(self) -> None:
-        """Note that all replicas have answered: the step is over."""
-        self._record(IDLE)
-
     def _record(self, activity: int) -> None:
         if self._recorder is not None:
             self._recorder.record(activity, self._n)
-
-    def wait_begins(self) -> None:
-        """Note that there is nothing to do but wait for the replicas."""
-        if self._recorder is not None:
-            self._recorder.wait_begins(self._awaited)
-
-    def wait_ends(self) -> None:
-        """Note that they have answered."""
-        if self._recorder is not None:
-            self._recorder.wait_ends(self._awaited)
-
-    def close(self) -> None:
-        """Remove the file."""
-        if self._recorder is not None:
-            self._recorder.close()
 
 
 # ---- reading ------------------------------------------------------------------------

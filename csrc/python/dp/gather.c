@@ -2,8 +2,8 @@
  *
  * The outputs are walked side by side; replica 0's says what each part is.
  *
- *     replica 0: {"logits": (2, 5), "n": 3}
- *     replica 1: {"logits": (1, 5), "n": 3}      ->  {"logits": (3, 5), "n": 3}
+ *     replica 0: {"logits": (2, 5), "n": 2}
+ *     replica 1: {"logits": (1, 5), "n": 1}      ->  {"logits": (3, 5), "n": [2, 1]}
  */
 #include "gather.h"
 
@@ -44,6 +44,8 @@ static int check_shapes(const joiner *self, PyObject *values, const step *at,
     pli_shape other;
     if (pli_leaf_shape(self->state, PyTuple_GET_ITEM(values, 0), first) != 0)
         return -1;
+    if (self->n == 1)
+        return 0;
     if (first->n_dims == PLI_SHAPE_UNKNOWN) {
         (void)pli_refuse_output(PyExc_ValueError, at,
                                 "is a nested tensor, which has no shape to join by: "
@@ -79,6 +81,8 @@ static PyObject *join_tensors(const joiner *self, PyObject *values, const step *
     pli_shape shape;
     if (check_shapes(self, values, at, &shape) != 0)
         return NULL;
+    if (shape.n_dims != 0 && self->n == 1 && self->join == NULL)
+        return Py_NewRef(PyTuple_GET_ITEM(values, 0));
     if (shape.n_dims == 0 && warn_of_scalars(self) != 0)
         return NULL;
     PyObject *args[] = {values, shape.n_dims > 0 ? self->dim_object : Py_None};
@@ -94,38 +98,12 @@ static PyObject *join_arrays(const joiner *self, PyObject *values, const step *a
     if (check_shapes(self, values, at, &shape) != 0)
         return NULL;
     const int dim = shape.n_dims > 0 ? pli_shape_dim(&shape, self->dim) : 0;
+    if (shape.n_dims > 0 && self->n == 1)
+        return Py_NewRef(PyTuple_GET_ITEM(values, 0));
     for (Py_ssize_t k = 0; k < self->n; k++)
         if (!pli_array_is_plain(PyTuple_GET_ITEM(values, k)))
             return PyObject_CallFunction(self->state->join_arrays, "Oi", values, dim);
     return pli_array_join(values, dim);
-}
-
-/* ---- constants ------------------------------------------------------------------ */
-
-/* Of one type and equal; an object that cannot tell is not. */
-static int are_equal(PyObject *left, PyObject *right)
-{
-    if (left == right)
-        return 1;
-    if (Py_TYPE(left) != Py_TYPE(right))
-        return 0;
-    const int result = PyObject_RichCompareBool(left, right, Py_EQ);
-    if (result < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
-        PyErr_Clear();
-        return 0;
-    }
-    return result;
-}
-
-static PyObject *join_constants(const joiner *self, PyObject *values)
-{
-    PyObject *first = PyTuple_GET_ITEM(values, 0);
-    for (Py_ssize_t k = 1; k < self->n; k++) {
-        const int equal = are_equal(first, PyTuple_GET_ITEM(values, k));
-        if (equal != 1)
-            return equal < 0 ? NULL : PySequence_List(values);
-    }
-    return Py_NewRef(first);
 }
 
 /* ---- containers ----------------------------------------------------------------- */
@@ -309,7 +287,8 @@ static PyObject *join(const joiner *self, PyObject *values, const step *at)
     case PLI_ARRAY:
         return join_arrays(self, values, at);
     case PLI_CONSTANT:
-        return join_constants(self, values);
+        return PyTuple_GET_ITEM(values, 0) == Py_None ? Py_NewRef(Py_None)
+                                                      : PySequence_List(values);
     case PLI_PACKED:
         return self->join != NULL
                    ? PyObject_CallMethod(self->join, "packed", "(O)", values)
@@ -353,8 +332,6 @@ PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
         return NULL;
     if (PyTuple_GET_SIZE(values) == 0)
         PyErr_SetString(PyExc_ValueError, "gather: no output at all");
-    else if (PyTuple_GET_SIZE(values) == 1)
-        result = Py_NewRef(PyTuple_GET_ITEM(values, 0));
     else
         result = gather_outputs(state, values, args[1], args[2],
                                 n_args > 3 ? args[3] : Py_None);

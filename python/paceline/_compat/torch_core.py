@@ -11,6 +11,7 @@ import enum
 import functools
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,6 @@ FIXED_TYPES = (
 FUTURES = (torch.futures.Future, torch._C.Future)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
-make_subclass = torch.Tensor._make_subclass
 
 
 def key_error_message(message: str) -> str:
@@ -137,26 +137,6 @@ def is_in_backward() -> bool:
 
 
 _modules: Any = torch.nn.modules.module
-_GLOBAL_HOOKS = [
-    getattr(_modules, name, {})
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-]
-
-
-def has_global_hooks() -> bool:
-    """Tell whether hooks are registered that every module runs."""
-    return any(_GLOBAL_HOOKS)
-
-
-def keeps_graph() -> bool:
-    """Tell, inside a backward, whether its graph is kept (``retain_graph=True``)."""
-    probe = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if probe is None else bool(probe())
 
 
 def accumulates(leaf: Any) -> bool:
@@ -168,6 +148,7 @@ def accumulates(leaf: Any) -> bool:
     return torch_graph.will_run(leaf, is_returned=False)
 
 
+_TorchDP = torch.nn.DataParallel
 _TorchDDP: Any = torch.nn.parallel.distributed.DistributedDataParallel
 
 
@@ -177,6 +158,16 @@ def is_torch_ddp(module: Any) -> bool:
     Its hooks are on nodes of the graph, where nothing shows them; ours are seen.
     """
     return isinstance(module, _TorchDDP) and not hasattr(module, "_session")
+
+
+def warn_of_wrapper(module: torch.nn.Module, outer: type) -> None:
+    """Warn if the module to be wrapped is a data-parallel wrapper already."""
+    if isinstance(module, (_TorchDP, _TorchDDP)):
+        warnings.warn(
+            f"{outer.__name__}(module): module is a {type(module).__name__} already, "
+            "and one wrapper is enough; give the module inside it, module.module",
+            stacklevel=3,
+        )
 
 
 def torch_ddp_in_forward() -> Any:
@@ -323,15 +314,6 @@ def _hold_while_compiled(thing: Any) -> None:
     hold.held.append(thing)
 
 
-def autocast_on_cpu() -> tuple[bool, torch.dtype, bool]:
-    """Return whether autocast is on for the CPU, its dtype, and whether it caches."""
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
 def is_lazy(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter or buffer of a lazy module has no shape yet."""
     from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -374,12 +356,6 @@ def count_holders(tensor: torch.Tensor) -> int:
     """Return how many tensors hold a tensor's memory, and what else does."""
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return held
-
-
-def extent_bytes(tensor: torch.Tensor) -> int:
-    """Return how far the last element's end is from the first element."""
-    dims = zip(tensor.stride(), tensor.shape, strict=True)
-    return (1 + sum((n - 1) * step for step, n in dims)) * tensor.element_size()
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,9 +142,6 @@ def _old_level() -> int:
     return level
 
 
-_PYTHON_NODE: Any = torch.autograd.function.BackwardCFunction
-
-
 def output_tensors(output: Any) -> list[torch.Tensor]:
     """Return the tensors that torch's class finds in a forward's output."""
     return list(_distributed._find_tensors(output))
@@ -155,17 +152,6 @@ def mask_of_shown(
 ) -> bytes:
     """Return a byte a leaf: whether the graph of `outputs` has it, as torch looks."""
     return _mask(_nodes_behind(outputs), outputs, leaves)
-
-
-def mask_of_used(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
-) -> bytes:
-    """Return a byte a leaf: whether the graph of `outputs` reaches it."""
-    nodes = list(_nodes_behind(outputs))
-    if any(isinstance(node, _PYTHON_NODE) for node in nodes):
-        # It may run a graph of its own, which is not to be seen from here.
-        return bytes([1]) * len(leaves)
-    return _mask(nodes, outputs, leaves)
 
 
 def _mask(

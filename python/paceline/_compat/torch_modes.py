@@ -48,16 +48,11 @@ def is_device_mode(mode: Any) -> bool:
     return type(mode) is DeviceContext
 
 
-def binds_to_process() -> bool:
-    """Tell, at once, whether something is on that sees calls of torch, or changes them.
+def binds_to_thread() -> bool:
+    """Tell whether something is on that no other thread sees, other than modes.
 
     Hooks on saved tensors are not meant: they see replica 0's.
     """
-    return bool(_count_function_modes() or binds_by_other_means())
-
-
-def binds_by_other_means() -> bool:
-    """Tell the same of all but modes that see each call of torch."""
     return bool(
         count_dispatch_modes()
         or not is_torch_function_enabled()
@@ -74,6 +69,12 @@ def has_transform() -> bool:
 def without_transforms() -> AbstractContextManager[Any]:
     """Return a context in which new tensors are plain, whatever transform is on."""
     context: AbstractContextManager[Any] = _without_transforms()
+    return context
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which no mode or subclass sees calls of torch."""
+    context: AbstractContextManager[Any] = _C.DisableTorchFunction()
     return context
 
 

@@ -259,6 +259,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         torch.nn.Module.__init__(self)  # none of torch's own machinery
         Joinable.__init__(self)
         torch_core.attach()
+        torch_core.warn_of_wrapper(module, type(self))
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = read_group(process_group, device_mesh)

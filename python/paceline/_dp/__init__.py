@@ -1,21 +1,15 @@
-"""DataParallel: replicas of one model in one program.
+"""DataParallel: replicas of one model in one process.
 
 ::
 
     data_parallel    the wrapper: torch's arguments, and what a subclass overrides
-      engines          which engine runs the replicas, and why
-        thread_engine    threads of this process
-        process/engine   worker processes
+      cpu_engine       replicas on the CPU, in order on the caller's thread
+      gpus/            replicas on GPUs, each on a thread
+        replicate        replicas of a module: shells round copies of its tensors
+        rng              their random numbers
+        nesting          whether this thread runs a replica
+    devices          of replicas, as the user names them
+    marker           arguments that are not to be split
 
 Public names are in ``paceline`` itself.
 """
-
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name == "DataParallel":  # where pickles of 0.1 look for it
-        from paceline._dp.data_parallel import DataParallel
-
-        return DataParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

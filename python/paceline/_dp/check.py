@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,6 @@ _RTOL_OTHERWISE = 5e-2
 _ATOL = {torch.float64: 1e-12, torch.float32: 1e-7}
 _ATOL_OTHERWISE = 1e-4
 _SEED = 0
-_N_TIMED = 3
-_clock = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -61,18 +58,14 @@ class Report:
         Outputs first, then gradients.
     n_replicas : int
         How many replicas were asked for.
-    engine, engine_reason : str
-        What ran them, and why.
     notes : list of str
-        Why differences may be expected; how long a step takes by each.
+        Why differences may be expected.
     ok : bool
         Whether all is within the tolerance.
     """
 
     rows: list[Row]
     n_replicas: int
-    engine: str
-    engine_reason: str
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +90,7 @@ class Report:
             for row in self.rows
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [f"{self.n_replicas} replicas, engine {self.engine!r}"]
+        lines = [f"{self.n_replicas} replicas"]
         for first, *others in cells:
             columns = [first.ljust(widths[0])]
             columns += [w.rjust(n) for w, n in zip(others, widths[1:], strict=True)]
@@ -114,7 +107,6 @@ def check(
     batch: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    engine: str = "auto",
     replicas: int = 2,
     rtol: float | None = None,
     atol: float | None = None,
@@ -122,8 +114,7 @@ def check(
     """Compare a model in a :class:`paceline.DataParallel` with the model alone.
 
     Copies of the model take one forward and one backward on the whole batch, with and
-    without the wrapper, and three more of each for the time; the model itself and the
-    random numbers are left as they are.
+    without the wrapper; the model itself and the random numbers are left as they are.
 
     Parameters
     ----------
@@ -134,8 +125,6 @@ def check(
     loss : callable, optional
         Makes a loss of the model's output, for the gradients.  By default all
         floating-point outputs are summed with fixed random weights.
-    engine : {"auto", "process", "thread"}, default "auto"
-        As for the wrapper.
     replicas : int, default 2
         How many: on the CPU, or on GPUs from the model's own on, each of them once
         more where there are too few.
@@ -161,9 +150,9 @@ def check(
     >>> report.ok
     True
     >>> print(report)  # doctest: +ELLIPSIS
-    2 replicas, engine ...
+    2 replicas
+     ...
     all agree
-    note: a step takes ...
     """
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}: give a number from 1 on")
@@ -175,21 +164,16 @@ def check(
     output, notes = _run(plain, plain, args, kwargs)
     _backward(output, loss, _is_scalar(output))
     wrapped = copy.deepcopy(model)
-    with DataParallel(wrapped, devices, engine=engine) as wrapper:
-        _run(wrapper, wrapped, args, kwargs)  # the first forward is a special one
-        wrapped.load_state_dict(model.state_dict())
-        joined, _ = _run(wrapper, wrapped, args, kwargs)
-        _backward(joined, loss, _is_scalar(output))
-        tolerance = (rtol, atol)
-        rows = _output_rows(output, joined, tolerance)
-        for (name, ours), theirs in zip(
-            plain.named_parameters(), wrapped.parameters(), strict=True
-        ):
-            rows.append(_row(f"grad {name}", ours.grad, theirs.grad, tolerance))
-        calls = ((plain, plain), (wrapper, wrapped))
-        if replicas > 1:
-            notes += _pace(calls, args, kwargs, loss, replicas)
-        return Report(rows, replicas, wrapper.engine, wrapper.engine_reason, notes)
+    wrapper = DataParallel(wrapped, devices)
+    joined, _ = _run(wrapper, wrapped, args, kwargs)
+    _backward(joined, loss, _is_scalar(output))
+    tolerance = (rtol, atol)
+    rows = _output_rows(output, joined, tolerance)
+    for (name, ours), theirs in zip(
+        plain.named_parameters(), wrapped.parameters(), strict=True
+    ):
+        rows.append(_row(f"grad {name}", ours.grad, theirs.grad, tolerance))
+    return Report(rows, replicas, notes)
 
 
 def _devices(
@@ -203,31 +187,6 @@ def _devices(
         return ["cpu"] * replicas, None
     order = [first, *(i for i in range(machine.count()) if i != first)]
     return [order[k % len(order)] for k in range(replicas)], machine.device(first)
-
-
-def _pace(
-    calls: Sequence[tuple[Callable[..., Any], torch.nn.Module]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], torch.Tensor] | None,
-    replicas: int,
-) -> list[str]:
-    """Return what a forward and backward take by each of two, in turns."""
-    shortest = [math.inf, math.inf]
-    for _ in range(_N_TIMED):
-        for which, (call, module) in enumerate(calls):
-            begin = _clock()
-            output, _ = _run(call, module, args, kwargs)
-            _backward(output, loss, _is_scalar(output))
-            _gpu.machine.synchronize()
-            shortest[which] = min(shortest[which], _clock() - begin)
-    alone, side_by_side = shortest
-    ratio = alone / side_by_side if side_by_side else math.inf
-    note = (
-        f"a step takes {1000 * side_by_side:.3g} ms with {replicas} replicas, "
-        f"{1000 * alone:.3g} ms plain: {ratio:.2f} times as fast on this batch"
-    )
-    return [note + ("; replicas do not pay here" if ratio < 1.0 else "")]
 
 
 def _arguments(

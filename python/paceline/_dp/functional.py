@@ -18,9 +18,9 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Run a module on parts of a batch side by side, once.
+    """Run a module on parts of a batch, once.
 
-    The function to the class :class:`paceline.DataParallel`; its replicas are threads.
+    The function to the class :class:`paceline.DataParallel`.
 
     Parameters
     ----------
@@ -51,6 +51,5 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    wrapper = DataParallel(module, device_ids, output_device, dim, engine="thread")
-    with wrapper:
-        return wrapper(*inputs, **(module_kwargs or {}))
+    wrapper = DataParallel(module, device_ids, output_device, dim)
+    return wrapper(*inputs, **(module_kwargs or {}))

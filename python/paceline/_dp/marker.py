@@ -44,7 +44,6 @@ def replicate(value: Any) -> Any:
     >>> model(torch.zeros(2, 3), paceline.replicate(torch.arange(3)))
     tensor([[0., 1., 2.],
             [0., 1., 2.]])
-    >>> model.close()
     """
     return Replicated(value)
 

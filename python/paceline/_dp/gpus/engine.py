@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,19 +36,18 @@ from torch.nn import Module
 
 from paceline import _gpu
 from paceline._compat import torch_modes
+from paceline._dp import rng
 from paceline._dp.gpus import transfers
-from paceline._dp.gpus.group import Group, Streams
+from paceline._dp.gpus.generators import generators_of, has_generator
+from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.parameters import Replicated
-from paceline._dp.thread_engine import Task, ThreadPool
-from paceline._replicas import rng
-from paceline._replicas.generators import generators_of, has_generator
-from paceline._replicas.nesting import InsideReplica
-from paceline._replicas.replicate import check_structure, parts_of, structure_of
-from paceline._replicas.thread_state import State, sees_operations
+from paceline._dp.gpus.thread_state import State, sees_operations
+from paceline._dp.gpus.threads import Task, ThreadPool
+from paceline._dp.nesting import InsideReplica
+from paceline._dp.replicate import check_structure, parts_of, structure_of
 
 if TYPE_CHECKING:
     from paceline import _native
-    from paceline._replicas.call import ReplicaCall
 
 _log = logging.getLogger("paceline")
 
@@ -62,10 +61,7 @@ class GpuEngine:
         The GPU of each replica.
     """
 
-    name = "thread"
-
     def __init__(self, indices: Sequence[int]) -> None:
-        self.n_replicas = len(indices)
         self.indices = list(indices)
         self._lock = threading.RLock()  # a gather() of a subclass may call the wrapper
         self._process = os.getpid()
@@ -98,13 +94,6 @@ class GpuEngine:
 
     # ---- a forward ------------------------------------------------------------------
 
-    def run(self, call: ReplicaCall, scattered: _native.Scattered) -> list[Any]:
-        """Return the outputs of the replicas, in order."""
-        chunks = self.place(scattered)
-        return self.run_lists(
-            call, [args for args, _ in chunks], [kwargs for _, kwargs in chunks]
-        )
-
     def place(self, scattered: _native.Scattered) -> list[Any]:
         """Return the arguments of each replica, on its device."""
         refuse_capture()
@@ -115,42 +104,28 @@ class GpuEngine:
             for k in range(len(scattered.sizes))
         ]
 
-    def run_lists(
-        self, call: ReplicaCall, inputs: Sequence[Any], kwargs: Sequence[Any]
-    ) -> list[Any]:
-        """Return the outputs of the replicas, each given its arguments."""
-        refuse_capture()
-        parts = parts_of(call.module)
-        self._check_devices(parts)
-        group = self.group
-        streams = group.streams()
-        n_replicas = len(inputs)
-        if call.replicate is not None:
-            replicas = call.replicate(call.module, call.devices[:n_replicas])
-        else:
-            replicas = self.replicas(parts, n_replicas, streams)
-        if call.parallel_apply is not None:
-            return call.parallel_apply(replicas, inputs, kwargs)
-        return self.apply(parts, replicas, inputs, kwargs, streams)
-
-    def replicas(
-        self, parts: list[Module], n_replicas: int, streams: Streams
-    ) -> list[Module]:
+    def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and replicas of it on their devices."""
+        refuse_capture()
+        parts = parts_of(module)
+        self._check_devices(parts)
         if self._replicated is None:
             self._replicated = Replicated(self.group)
-        return self._replicated.replicas(parts, n_replicas, streams)
+        return self._replicated.replicas(parts, n_replicas, self.group.streams())
 
     def apply(
         self,
-        parts: list[Module],
+        module: Module,
         replicas: Sequence[Module],
         inputs: Sequence[Any],
         kwargs: Sequence[Any],
-        streams: Streams,
     ) -> list[Any]:
         """Return what each replica returns; the error of the lowest is raised."""
-        group = self.group
+        refuse_capture()
+        parts, group = parts_of(module), self.group
+        if len(replicas) == 1:
+            self._check_devices(parts)
+        streams = group.streams()
         tasks = []
         for k, (replica, args, named) in enumerate(
             zip(replicas, inputs, kwargs, strict=True)
@@ -251,18 +226,9 @@ class GpuEngine:
         """Return the output for the whole batch, on a device."""
         return transfers.gather(self.group, outputs, sizes, dim, output)
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """Have nothing to note: threads see all that a forward leaves."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """End the threads, and let go of the replicas' memory."""
-        if self._process != os.getpid():  # the parent has both
-            return
-        with self._lock:
-            threads, self._threads = self._threads, ThreadPool()
-            self._replicated = None
-        threads.close()
+    def bring(self, output: Any, where: torch.device) -> Any:
+        """Return the output of one replica, on a device."""
+        return transfers.bring_all(self.group, output, where)
 
 
 def _run_on(index: int, stream: Any, call: Callable[[], Any]) -> Any:

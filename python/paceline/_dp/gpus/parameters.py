@@ -29,7 +29,7 @@ from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
-from paceline._replicas.replicate import as_original, replicas_of, thawed
+from paceline._dp.replicate import as_original, replicas_of, thawed
 
 _log = logging.getLogger("paceline")
 

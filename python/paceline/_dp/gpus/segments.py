@@ -22,7 +22,6 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from paceline._compat import torch_core
 from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.transfers import is_native
-from paceline._replicas.replicate import check_norms
 
 SEGMENT_BYTES = 4 << 20
 """Of a segment; up to eight times as much of a large model, for the host's sake."""
@@ -291,7 +290,6 @@ class Layout:
             tensors += segment.tensors
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
-        check_norms(self._tables)
         self._ids, self._tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
@@ -348,8 +346,7 @@ class Layout:
 
     def _forms_now(self) -> list[Any]:
         """Return what may change of these very tensors."""
-        tables = [(table.sparse, table.max_norm) for table in self._tables]
-        return [*map(_form, self._tensors), *tables]
+        return [*map(_form, self._tensors), *(table.sparse for table in self._tables)]
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -303,6 +304,8 @@ class _Joiner:
         """Join tensors along a dimension; those without one become a vector."""
         if dim is None:
             parts, dim = [part.reshape(1) for part in parts], 0
+        if len(parts) == 1:
+            return self._bring(0, parts[0])
         group = self._group
         if self._output in group.devices and self._are_rows(parts, dim):
             target = group.devices.index(self._output)
@@ -354,6 +357,21 @@ def bring(
     return at_member(group, streams, way, tensor)
 
 
+def bring_all(group: Group, output: Any, where: torch.device) -> Any:
+    """Return what replica 0 returned, with its tensors on a device."""
+    streams = group.streams()
+    tree, leaves = _native.flatten(output)
+    placed = [
+        bring(group, streams, leaf, 0, where)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+    if all(map(operator.is_, placed, leaves)):
+        return output
+    return tree.unflatten(placed)
+
+
 def gather(
     group: Group,
     outputs: Sequence[Any],
@@ -362,17 +380,5 @@ def gather(
     output: torch.device,
 ) -> Any:
     """Return the output for the whole batch, on a device."""
-    streams = group.streams()
-    if len(outputs) == 1:
-        tree, leaves = _native.flatten(outputs[0])
-        placed = [
-            bring(group, streams, leaf, 0, output)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        if all(map(lambda one, two: one is two, placed, leaves)):
-            return outputs[0]
-        return tree.unflatten(placed)
-    join = _Joiner(group, streams, output)
+    join = _Joiner(group, group.streams(), output)
     return _native.gather(list(outputs), sizes or (), dim, join)

@@ -1,15 +1,14 @@
-"""Replicas of a module in one process: new shells round the same parameters.
+"""Replicas of a module: shells with copies of its parameters and buffers.
 
-A replica is what torch's ``replicate`` makes, but its parameters are the module's own:
-``next(self.parameters())`` works in its forward, and gradients need no way back.
-Parameters that a forward writes (``effects.py``) are copies, to which autograd leads,
-and so are buffers, or those of replica 0 would not be the ones that survive.
-Attributes that are parts or parameters of the module, bound methods of such parts, and
-lists and dicts of them lead to the replica's own.
+A replica is what torch's ``replicate`` makes, but its parameters are parameters:
+``next(self.parameters())`` works in its forward.  Attributes that are parts or
+parameters of the module, bound methods of such parts, and lists and dicts of them lead
+to the replica's own.
 """
 
 from __future__ import annotations
 
+import copyreg
 import operator
 import warnings
 from collections import OrderedDict
@@ -18,7 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn import Module, Parameter
 
 from paceline._compat import torch_core, torch_graph
 
@@ -47,8 +46,7 @@ def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
 
 
 Copies = dict[int, torch.Tensor]
-"""The copies that one replica has of parameters, and of buffers where it has them on
-another device, by the ``id`` of each."""
+"""The copies that one replica has of parameters and buffers, by the ``id`` of each."""
 
 
 Bring = Callable[[torch.Tensor], torch.Tensor]
@@ -56,33 +54,26 @@ Bring = Callable[[torch.Tensor], torch.Tensor]
 
 
 def replicas_of(
-    parts: list[Module], copies: list[Copies], bring: Sequence[Bring] = ()
+    parts: list[Module], copies: list[Copies], bring: Sequence[Bring]
 ) -> list[Module]:
-    """Return the module itself and replicas of it.
+    """Return the module itself (replica 0) and further replicas of it.
 
-    `copies` are the copies of parameters of each replica but replica 0 (the module); it
-    shares the others.  `bring` is each one's way to tensors that are attributes, where
-    it does not share these.
+    `copies` holds the copies of each further replica.  `bring` is each one's way to
+    tensors that are attributes.
     """
-    brings = bring or [_as_it_is] * len(copies)
     return [
         parts[0],
-        *(_replica(parts, *its) for its in zip(copies, brings, strict=True)),
+        *(_replica(parts, *its) for its in zip(copies, bring, strict=True)),
     ]
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def copy_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy for one replica: its gradient goes to the parameter itself."""
+def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the same device; its gradient goes to the tensor itself."""
     if torch_graph.is_transformed():
-        return parameter.clone()
-    is_recorded = parameter.requires_grad and torch.is_grad_enabled()
-    with torch.inference_mode(False):  # else it would be a tensor of that mode
-        copy = parameter.clone() if is_recorded else parameter.detach().clone()
-    return as_original(copy, parameter)
+        return tensor.clone()
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    copy = tensor.clone() if is_recorded else tensor.detach().clone()
+    return as_original(copy, tensor)
 
 
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -90,27 +81,27 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
     A copy without a graph becomes a leaf, where it is a parameter.
     """
-    if isinstance(original, torch.nn.Parameter):
+    kind = type(original)
+    if kind is Parameter or isinstance(original, Parameter):
         if copy.grad_fn is None:
             with torch.inference_mode(False):
-                copy = torch.nn.Parameter(copy, original.requires_grad)
-        if type(copy) is not type(original):
-            copy.__class__ = type(original)
+                copy = Parameter(copy, original.requires_grad)
+        if type(copy) is not kind:
+            copy.__class__ = kind
     if original.__dict__:
         copy.__dict__.update(original.__dict__)
     return copy
 
 
-def _replica(parts: list[Module], parameters: Copies, bring: Bring) -> Module:
+def _replica(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
     shells = {id(part): _shell(part) for part in parts}
-    copies: dict[int, Any] = {**shells, **parameters}
-    buffers: dict[int, torch.Tensor] = {}
+    copies: dict[int, Any] = {**shells, **tensors}
     for part in parts:
         copy = copies[id(part)]
         if isinstance(part, torch.jit.ScriptModule):
-            _fill_script(part, copy, copies, buffers)
+            _fill_script(part, copy, copies)
         else:
-            _fill(part, copy, copies, buffers, bring)
+            _fill(part, copy, copies, bring)
     return shells[id(parts[0])]
 
 
@@ -139,23 +130,6 @@ def check_lazy(parts: Iterable[Module]) -> None:
                     "uninitialized parameters can't be used with `DataParallel`. Run a "
                     "dummy forward pass to correctly initialize the modules"
                 )
-
-
-def frozen(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return those that do not require a gradient."""
-    return [t for t in tensors if t is not None and not t.requires_grad]
-
-
-def check_thawed(module: Module, were_frozen: Iterable[torch.Tensor]) -> None:
-    """Raise where replica 0's forward has made a tensor require a gradient.
-
-    Each other replica has done so with its own copy, which nobody reads.
-    """
-    if not torch.is_grad_enabled():
-        return
-    for tensor in were_frozen:
-        if tensor.requires_grad and tensor.is_leaf:
-            raise thawed(tensor, tensor, module)
 
 
 def thawed(
@@ -244,40 +218,18 @@ def restructured(part: Module) -> RuntimeError:
     )
 
 
-def check_norms(parts: Iterable[Module]) -> None:
-    """Raise where replicas would norm the rows of their parts of a batch alone."""
-    for part in parts:
-        if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
-            raise RuntimeError(
-                "an embedding of the module was given max_norm after it was wrapped, "
-                "by which each call writes the rows of the whole batch to the weight: "
-                "call refresh() on the DataParallel, which then calls the module "
-                "plainly"
-            )
-
-
 def _fill(
     part: Module,
     copy: Module,
     copies: dict[int, Any],
-    buffers: dict[int, torch.Tensor],
     bring: Bring,
 ) -> None:
     held = copy.__dict__
-    held["_parameters"] = {
-        name: copies.get(id(parameter), parameter)
-        for name, parameter in part._parameters.items()
-    }
-    copied = part._buffers.copy()
-    for name, buffer in copied.items():
-        if buffer is not None:
-            copied[name] = _buffer(buffer, copies, buffers)
-    held["_buffers"] = copied
-    children = part._modules.copy()
-    for name, child in children.items():
-        if child is not None:
-            children[name] = copies[id(child)]
-    held["_modules"] = children
+    for kind in ("_parameters", "_buffers", "_modules"):
+        entries = held[kind] = part.__dict__[kind].copy()
+        for name, entry in entries.items():
+            if entry is not None:
+                entries[name] = copies[id(entry)]
     held["zero_grad"] = _zero_nothing
     for name in _HOOKS:
         hooks = held.get(name)
@@ -290,19 +242,19 @@ def _fill(
                 held[name] = renewed
             elif isinstance(value, torch.Tensor):
                 held[name] = bring(value)
+    for name in copyreg._slotnames(part.__class__):  # type: ignore[attr-defined]
+        if hasattr(part, name):
+            object.__setattr__(copy, name, _renewed(getattr(part, name), copies))
     if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
         copy._initialize()  # type: ignore[operator]
 
 
 def _zero_nothing(set_to_none: bool = True) -> None:
-    """Take the place of ``zero_grad`` in a replica: its gradients are replica 0's.
-
-    Two threads that set the gradient of one parameter to None at a time crash torch.
-    """
+    """Take the place of ``zero_grad`` in a replica, whose parameters are copies."""
     warnings.warn(
-        "Calling .zero_grad() in a replica of DataParallel has no effect: it has the "
-        "parameters of the module itself, whose own forward may zero them; better do "
-        "so before the forward",
+        "Calling .zero_grad() in a replica of DataParallel has no effect: its "
+        "parameters are copies, and gradients go to those of the module itself; call "
+        "it before the forward, or use torch.autograd.grad inside",
         stacklevel=2,
     )
 
@@ -311,7 +263,6 @@ def _fill_script(
     part: Module,
     copy: Module,
     copies: dict[int, Any],
-    buffers: dict[int, torch.Tensor],
 ) -> None:
     for name, child in part._modules.items():
         if child is not None:
@@ -321,25 +272,10 @@ def _fill_script(
                     "ScriptModule"
                 )
             setattr(copy, name, copies[id(child)])
-    for name, parameter in part._parameters.items():
-        if id(parameter) in copies:
-            setattr(copy, name, copies[id(parameter)])
-    for name, buffer in part._buffers.items():
-        if buffer is not None:
-            setattr(copy, name, _buffer(buffer, copies, buffers))
-
-
-def _buffer(
-    buffer: torch.Tensor, copies: dict[int, Any], done: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    if id(buffer) in copies:
-        return copies[id(buffer)]  # type: ignore[no-any-return]
-    if buffer.requires_grad:
-        return buffer
-    copy = done.get(id(buffer))
-    if copy is None:
-        copy = done[id(buffer)] = buffer.detach().clone()
-    return copy
+    for tensors in (part._parameters, part._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                setattr(copy, name, copies[id(tensor)])
 
 
 _LEVELS = 3

@@ -2,7 +2,7 @@
 
 Grad mode, inference mode, autocast, a default device, flushing of denormal numbers and
 context variables are carried over.  What cannot be (modes that see each operation,
-hooks on saved tensors, transforms) is found by :func:`binds_to_thread`: the replicas
+transforms) is found by :func:`sees_operations`: the replicas
 then run one after the other on the caller's own thread, which is right by construction.
 """
 
@@ -10,44 +10,28 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from paceline._compat import torch_flags, torch_modes
-from paceline._replicas.errors import UnsupportedCallError
+from paceline._compat import torch_modes
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def binds_to_thread() -> bool:
-    """Tell whether something is on that another thread would not see."""
-    return sees_operations() or torch_modes.has_saved_tensors_hooks()
-
-
 def sees_operations() -> bool:
-    """Tell the same of all but hooks on saved tensors."""
+    """Tell whether something is on that another thread would not see."""
     return bool(
-        torch_modes.binds_by_other_means()
+        torch_modes.binds_to_thread()
         or not all(map(torch_modes.is_device_mode, torch_modes.function_modes()))
     )
 
 
-def default_device() -> str:
-    """Return the default device that is on, where nothing else is.
-
-    Raise UnsupportedCallError if something is on that another process would not see.
-    """
-    modes = torch_modes.function_modes()
-    is_device = bool(modes) and all(map(torch_modes.is_device_mode, modes))
-    if not is_device or torch_modes.binds_by_other_means():
-        raise UnsupportedCallError(
-            "something is on that sees the operations of this process alone: a mode "
-            "(__torch_function__, __torch_dispatch__), a transform of torch.func, or "
-            "tracing"
-        )
-    return str(modes[-1].device)
+def _flushes_denormals(smallest: float = sys.float_info.min) -> bool:
+    """Tell whether this thread takes denormal numbers for zero."""
+    return smallest / 2.0 == 0.0
 
 
 class State:
@@ -62,7 +46,7 @@ class State:
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.modes = torch_modes.function_modes()
-        self.flush = torch_flags.flushes_denormals()
+        self.flush = _flushes_denormals()
 
     def run(
         self,
@@ -73,7 +57,7 @@ class State:
         """Return what ``call`` returns in this state, on a thread that is ours."""
         if torch.get_num_threads() != n_cores:
             torch.set_num_threads(n_cores)
-        if self.flush != torch_flags.flushes_denormals():
+        if self.flush != _flushes_denormals():
             torch.set_flush_denormal(self.flush)
         is_cast = any(is_enabled for _, is_enabled, _ in self.autocast)
         with torch.inference_mode() if self.inference else contextlib.nullcontext():

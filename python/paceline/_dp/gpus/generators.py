@@ -2,7 +2,7 @@
 
 A model may keep a generator of its own: as an attribute, in a list or dict, in an
 object that an attribute holds, or as a global or closure that its code reads.  Replicas
-that share one must take turns, and a worker process would draw from a copy.
+that share one must take turns.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class Devices(NamedTuple):
         Where the module is.
     are_gpus : bool
     because : str
-        Why there is only one replica, where that is so.
+        Why there is only one replica, if so.
+    warning : str
+        What the user is to be told, if anything.
     """
 
     ids: list[Any]
@@ -35,16 +37,53 @@ class Devices(NamedTuple):
     source: torch.device
     are_gpus: bool
     because: str
+    warning: str = ""
 
 
 def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
     """Return what is meant; device_ids and output_device are those of a wrapper."""
-    given, because = _default() if device_ids is None else _read_ids(device_ids)
+    if device_ids is None:
+        return _placed(*_default(), None, output_device)
+    devices = _read_all(device_ids)
+    because = f"one replica: device_ids is {list(device_ids)!r}"
+    n_cpu = devices.count(CPU)
+    if n_cpu == len(devices):
+        return _placed(devices, because, device_ids, output_device)
+    if n_cpu:
+        raise ValueError(
+            f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
+        )
+    machine = _gpu.machine
+    why = machine.why_unusable()
+    has_gpus = machine.count() > 0 and not why
+    if not has_gpus and _environment.cpu_replicas() is not None:
+        return Devices([CPU] * len(devices), CPU, CPU, False, because)
+    if machine.count() > 0 or torch_core.has_accelerator():
+        if why:
+            raise NotImplementedError(
+                f"device_ids is {list(device_ids)!r}, and {why}; give ['cpu'] * n"
+            )
+        indices = [_index(each, "device_ids", device_ids) for each in devices]
+        return _placed(indices, because, device_ids, output_device)
+    advice = (
+        f"device_ids is {list(device_ids)!r}, and there is no GPU: the module is "
+        f"called plainly; {_environment.CPU_REPLICAS}=2 in the environment makes "
+        "replicas on the CPU of these"
+    )
+    return Devices([], CPU, CPU, False, f"{because}, and there is no GPU", advice)
+
+
+def _placed(
+    given: list[Any], because: str, device_ids: Any, output_device: Any
+) -> Devices:
+    """Return devices with where the outputs and the module are."""
     if any(isinstance(each, int) for each in given):
         output = given[0] if output_device is None else _read_output(output_device)
         source = _gpu.machine.device(given[0])
         return Devices(given, output, source, True, because)
-    if given and output_device not in (None, -1) and _device(output_device) != CPU:
+    is_simulated = device_ids is None and _environment.cpu_replicas() is not None
+    is_fixed = bool(given) and not is_simulated
+    if is_fixed and output_device not in (None, -1) and _device(output_device) != CPU:
         raise ValueError(
             f"output_device is {output_device!r}: replicas on the CPU give their "
             "outputs there; leave it out"
@@ -60,15 +99,15 @@ def output_of(output_device: Any) -> torch.device:
 
 
 def _default() -> tuple[list[Any], str]:
-    n_replicas = _environment.cpu_replicas()
-    if n_replicas is not None:
-        because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
-        return [CPU] * n_replicas if n_replicas > 1 else [], because
     machine = _gpu.machine
     n_gpus = machine.count()
     why = machine.why_unusable()
     if n_gpus > 0 and not why:
         return list(range(n_gpus)), "one replica: there is one GPU"
+    n_replicas = _environment.cpu_replicas()
+    if n_replicas is not None:
+        because = f"one replica: {_environment.CPU_REPLICAS} is {n_replicas}"
+        return [CPU] * n_replicas if n_replicas > 1 else [], because
     return [], (
         f"one replica: device_ids is None, and {why or 'there is no GPU'}; "
         f"device_ids=['cpu'] * n, or {_environment.CPU_REPLICAS}=n in the environment, "
@@ -76,32 +115,12 @@ def _default() -> tuple[list[Any], str]:
     )
 
 
-def _read_ids(device_ids: Sequence[Any]) -> tuple[list[Any], str]:
+def _read_all(device_ids: Sequence[Any]) -> list[torch.device]:
     if isinstance(device_ids, (str, bytes, int, torch.device)):
         raise TypeError(
             f"device_ids is {device_ids!r}: give a list with one device a replica"
         )
-    devices = [_device(each) for each in device_ids]
-    because = f"one replica: device_ids is {list(device_ids)!r}"
-    n_cpu = devices.count(CPU)
-    if n_cpu == len(devices):
-        return devices, because
-    if n_cpu:
-        raise ValueError(
-            f"device_ids is {list(device_ids)!r}: give the CPU only, or GPUs only"
-        )
-    machine = _gpu.machine
-    if machine.count() > 0 or torch_core.has_accelerator():
-        why = machine.why_unusable()
-        if why:
-            raise NotImplementedError(
-                f"device_ids is {list(device_ids)!r}, and {why}; give ['cpu'] * n"
-            )
-        return [_index(each, "device_ids", device_ids) for each in devices], because
-    return [], (
-        f"{because}, and there is no accelerator; device_ids=['cpu'] * n makes n "
-        "replicas on the CPU"
-    )
+    return [_device(each) for each in device_ids]
 
 
 def _read_output(output_device: Any) -> int:
