@@ -18,10 +18,10 @@ module's own tensor (:func:`_hand_over`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
@@ -42,10 +42,20 @@ from paceline._errors import as_of_replica
 Chunk = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one replica."""
 _CPU = torch.device("cpu")
-_LEAVES = "_paceline_leaves"
-"""Where a replica has the pairs of the module's tensors and its copies of them."""
+_OWN = "_paceline_own"
+"""The attribute by which a replica has its `_Own` until it is called."""
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+class _Own(NamedTuple):
+    """What a replica has in place of the module's.
+
+    `leaves` are pairs of the module's tensors and the replica's copies without a graph.
+    `lists` are lists of classes that hold parts of the module (class, name, list), with
+    the replica's parts in their place.
+    """
+
+    leaves: list[tuple[torch.Tensor, torch.Tensor]]
+    lists: list[tuple[type, str, list[Any]]]
 
 
 class CpuEngine:
@@ -74,10 +84,12 @@ class CpuEngine:
                 for _ in range(n_replicas - 1)
             ]
         replicas = replicas_of(parts, copies, [_as_it_is] * len(copies))
-        for replica, own in zip(replicas[1:], copies, strict=True):
-            replica.__dict__[_LEAVES] = [
-                (tensors[key], copy) for key, copy in own.items() if copy.is_leaf
+        lists = _lists_of_classes(parts)
+        for replica, held in zip(replicas[1:], copies, strict=True):
+            leaves = [
+                (tensors[key], copy) for key, copy in held.items() if copy.is_leaf
             ]
+            replica.__dict__[_OWN] = _Own(leaves, _for_replica(lists, parts, replica))
         return replicas
 
     def apply(
@@ -130,14 +142,15 @@ class CpuEngine:
 def _call(k: int, replica: Module, args: Any, named: Any) -> Any:
     """Return what replica `k` returns; raise its error with its number."""
     args = args if isinstance(args, (list, tuple)) else (args,)
-    leaves: Pairs = replica.__dict__.pop(_LEAVES, [])
-    were_trained = [copy.requires_grad for _, copy in leaves]
+    own: _Own = replica.__dict__.pop(_OWN, _Own([], []))
+    were_trained = [copy.requires_grad for _, copy in own.leaves]
     try:
-        output = replica(*args, **(named or {}))
+        with _set(own.lists):
+            output = replica(*args, **(named or {}))
     except Exception as error:
         failure = as_of_replica(error, k, _CPU)
     else:
-        _hand_over(leaves, were_trained, output)
+        _hand_over(own, were_trained, output)
         return output
     try:
         raise failure
@@ -145,7 +158,7 @@ def _call(k: int, replica: Module, args: Any, named: Any) -> Any:
         del failure  # its traceback leads to this frame
 
 
-def _hand_over(leaves: Pairs, were_trained: list[bool], output: Any) -> None:
+def _hand_over(own: _Own, were_trained: list[bool], output: Any) -> None:
     """Move gradients of a replica's own leaves to the module, now and in backward.
 
     A leaf gets gradients if the forward made it require them, or if the forward
@@ -153,7 +166,7 @@ def _hand_over(leaves: Pairs, were_trained: list[bool], output: Any) -> None:
     """
     is_recorded = torch.is_grad_enabled()
     will_come: bool | None = None
-    for (original, copy), was_trained in zip(leaves, were_trained, strict=True):
+    for (original, copy), was_trained in zip(own.leaves, were_trained, strict=True):
         if not (copy.requires_grad and copy.is_leaf):
             continue
         if copy.grad is not None:
@@ -184,6 +197,49 @@ def _has_graph(output: Any) -> bool:
         isinstance(leaf, torch.Tensor) and leaf.requires_grad
         for leaf in _native.flatten(output)[1]
     )
+
+
+def _lists_of_classes(parts: list[Module]) -> list[tuple[type, str, list[Any]]]:
+    """Return lists of the parts' classes that hold parts, as a registry of layers does.
+
+    snntorch resets the hidden states of all layers by one.
+    """
+    kinds = {kind for of in set(map(type, parts)) for kind in of.__mro__}
+    own_kinds = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    ids = set(map(id, parts))
+    return [
+        (kind, name, value)
+        for kind in own_kinds
+        for name, value in vars(kind).items()
+        if type(value) is list and not ids.isdisjoint(map(id, value))
+    ]
+
+
+def _for_replica(
+    lists: list[tuple[type, str, list[Any]]], parts: list[Module], replica: Module
+) -> list[tuple[type, str, list[Any]]]:
+    """Return the same lists with a replica's parts in place of the module's."""
+    if not lists:
+        return []
+    pairs = zip(parts, parts_of(replica), strict=True)
+    stand_in = {id(part): own for part, own in pairs}
+    return [
+        (kind, name, [stand_in.get(id(entry), entry) for entry in value])
+        for kind, name, value in lists
+    ]
+
+
+@contextmanager
+def _set(lists: list[tuple[type, str, list[Any]]]) -> Iterator[None]:
+    """Have classes hold these lists, for a while."""
+    before = [(kind, name, getattr(kind, name)) for kind, name, _ in lists]
+    try:
+        for kind, name, value in lists:
+            setattr(kind, name, value)
+        yield
+    finally:
+        for kind, name, value in before:
+            setattr(kind, name, value)
 
 
 # ---- the module beside its replicas -------------------------------------------------
