@@ -24,15 +24,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._dp import rng
 from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
+    as_original,
     check_structure,
-    copy_tensor,
     parts_of,
     replicas_of,
     structure_of,
@@ -79,10 +79,7 @@ class CpuEngine:
         _check_devices(tensors)
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-            copies = [
-                {key: copy_tensor(tensor) for key, tensor in tensors.items()}
-                for _ in range(n_replicas - 1)
-            ]
+            copies = [_copies_of(tensors, is_recorded) for _ in range(n_replicas - 1)]
         replicas = replicas_of(parts, copies, [_as_it_is] * len(copies))
         lists = _lists_of_classes(parts)
         for replica, held in zip(replicas[1:], copies, strict=True):
@@ -134,6 +131,27 @@ class CpuEngine:
     def bring(self, output: Any, where: torch.device) -> Any:
         """Return the output of one replica, on a device."""
         return output
+
+
+# ---- what a replica has -------------------------------------------------------------
+
+
+def _copies_of(
+    tensors: dict[int, torch.Tensor], is_recorded: bool
+) -> dict[int, torch.Tensor]:
+    """Return copies, in the graph of those that are trained."""
+    if torch_graph.is_transformed():
+        return {key: tensor.clone() for key, tensor in tensors.items()}
+    copies = {}
+    for key, tensor in tensors.items():
+        is_trained = is_recorded and tensor.requires_grad
+        copy = tensor.clone() if is_trained else tensor.detach().clone()
+        if is_trained and type(tensor) is Parameter and not tensor.__dict__:
+            copy.__class__ = Parameter  # as as_original() does, in less time
+            copies[key] = copy
+        else:
+            copies[key] = as_original(copy, tensor)
+    return copies
 
 
 # ---- one replica --------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_core
 
 _PLAIN_COPY = torch_core.PLAIN_COPY
 _OWN_KEYS = frozenset(Module().__dict__)
@@ -65,15 +65,6 @@ def replicas_of(
         parts[0],
         *(_replica(parts, *its) for its in zip(copies, bring, strict=True)),
     ]
-
-
-def copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the same device; its gradient goes to the tensor itself."""
-    if torch_graph.is_transformed():
-        return tensor.clone()
-    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
-    copy = tensor.clone() if is_recorded else tensor.detach().clone()
-    return as_original(copy, tensor)
 
 
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
