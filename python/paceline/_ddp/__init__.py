@@ -11,13 +11,3 @@
 
 Public names are in ``paceline`` itself.
 """
-
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name == "DistributedDataParallel":  # where pickles of 0.1 look for it
-        from paceline._ddp.distributed import DistributedDataParallel
-
-        return DistributedDataParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,20 +29,6 @@ from paceline._ddp.options import read as read_options
 from paceline._ddp.session import Membership, Session
 from paceline._ddp.torch_surface import TorchSurface
 
-_OF_VERSION_0_1 = (
-    "_has_ended_early",
-    "_is_alone",
-    "_is_copy",
-    "_is_in_join",
-    "_is_moved",
-    "_join_rules",
-    "_lazy_init_ran",
-    "_n_join_hooks",
-    "_sync_without_peers",
-    "_syncs_next_forward",
-)
-"""What pickles of that version have, and a session tells now."""
-
 
 class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurface):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
@@ -339,7 +325,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
             self.__setstate__(state)
             return
         torch_core.attach()  # this process may never have constructed one
-        state = {name: state[name] for name in state if name not in _OF_VERSION_0_1}
+        state = dict(state)
         values = state.pop("_option_values")
         state["_comm_hooks"] = unpack_hooks(state["_comm_hooks"])
         torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
