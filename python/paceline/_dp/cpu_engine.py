@@ -304,13 +304,13 @@ class _Originals:
             for key, version in zip(now, versions, strict=True)
             if before.get(key) != version
         }
-        part, name = _place_of(self._parts, written)
+        name = _name_of(self._parts[0], written)
         raise RuntimeError(
-            f"replica {k} of DataParallel wrote to '{name}' of {type(part).__name__} "
-            "in the module itself, not to its own copy: it reaches the module by "
-            "something other than attributes, lists and dicts (a weak reference, a "
-            "partial, a lambda over self, an optimizer); reach it through self in "
-            "forward, or call the module without DataParallel"
+            f"replica {k} of DataParallel wrote to {name} in the module itself, not to "
+            "its own copy: it reaches the module by something other than attributes, "
+            "lists and dicts (a weak reference, a partial, a lambda over self, an "
+            "optimizer); reach it through self in forward, or call the module without "
+            "DataParallel"
         )
 
     def _check_grads(self) -> None:
@@ -338,14 +338,15 @@ class _Originals:
             )
 
 
-def _place_of(parts: list[Module], keys: set[int]) -> tuple[Module, str]:
-    """Return the part that has one of the tensors, and the tensor's name there."""
-    for part in parts:
+def _name_of(module: Module, keys: set[int]) -> str:
+    """Return the name of one of these tensors in a module, and its part's class."""
+    for prefix, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
                 if id(tensor) in keys:
-                    return part, name
-    return parts[0], "a buffer that it removed"
+                    path = f"{prefix}.{name}" if prefix else name
+                    return f"'{path}' (of a {type(part).__name__})"
+    return "a buffer, which it removed,"
 
 
 def _tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
