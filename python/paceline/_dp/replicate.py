@@ -123,22 +123,6 @@ def check_lazy(parts: Iterable[Module]) -> None:
                 )
 
 
-def thawed(
-    original: torch.Tensor, tensor: torch.Tensor, replica: Module
-) -> RuntimeError:
-    """Return what to raise where a replica has made its copy be trained."""
-    kind, named = "buffer", replica.named_buffers
-    if isinstance(original, torch.nn.Parameter):
-        kind, named = "parameter", replica.named_parameters
-    found = named(remove_duplicate=False)
-    name = next((name for name, each in found if each is tensor), "of a part")
-    return RuntimeError(
-        f"a replica of DataParallel made its {kind} '{name}' require a gradient, which "
-        "would be that of some rows alone: call requires_grad_() on the module's own "
-        "before the forward"
-    )
-
-
 Structure = list[tuple[int, bool, int]]
 """Which parameters and modules a part has, whether each is, or may be, trained, and how
 many hooks its gradient has."""

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from paceline._compat import torch_graph
+from paceline._compat import torch_core, torch_graph
 from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
-from paceline._dp.replicate import as_original, replicas_of, thawed
+from paceline._dp.replicate import as_original, replicas_of
 
 _log = logging.getLogger("paceline")
 
@@ -87,12 +87,13 @@ class Replicated:
         """Have the model get what a forward has done to replicas, once it has run.
 
         Parameters and buffers without a graph are leaves of a replica's own: a backward
-        within the forward gave it the gradients.
+        within the forward gave it the gradients.  If the forward made one require them,
+        the backward to come does.
 
         Raises
         ------
         RuntimeError
-            A buffer has grown over another one, or a parameter or buffer was thawed.
+            If a buffer has grown over another one.
         """
         leaves = [leaf for leaf in self._leaves if leaf.copy.is_leaf]
         self._leaves = []
@@ -103,7 +104,8 @@ class Replicated:
         if torch.is_grad_enabled():
             for leaf in leaves:
                 if leaf.copy.requires_grad and not leaf.wanted:
-                    raise thawed(leaf.original, leaf.copy, replicas[leaf.member])
+                    hook = partial(_accumulate_later, self._group, streams, leaf)
+                    leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _check_buffers(self, replicas: Sequence[Module]) -> None:
         buffers, self._buffers = self._buffers, []
@@ -213,6 +215,20 @@ def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
         (grad,) = move(group, streams, (leaf.member, 0), [leaf.copy.grad])
         before = leaf.original.grad
         leaf.original.grad = grad if before is None else before + grad
+        leaf.copy.grad = None
+
+
+def _accumulate_later(
+    group: Group, streams: Streams, leaf: _Leaf, _: torch.Tensor
+) -> None:
+    """Do so at the end of the backward: until then device 0's thread may do so too."""
+
+    def accumulate() -> None:
+        if leaf.copy.grad is not None:
+            with group.on(streams):
+                _accumulate(group, streams, leaf)
+
+    torch_core.at_end_of_backward(accumulate)
 
 
 def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:
