@@ -18,7 +18,7 @@ module's own tensor (:func:`_hand_over`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from paceline._dp.replicate import (
     parts_of,
     replicas_of,
     structure_of,
+    tensors_of,
 )
 from paceline._errors import as_of_replica
 
@@ -75,7 +76,7 @@ class CpuEngine:
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
         """Return the module, and further replicas of it, for one forward."""
         parts = parts_of(module)
-        tensors = _tensors_of(parts)
+        tensors = tensors_of(parts)
         _check_devices(tensors)
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
@@ -108,7 +109,7 @@ class CpuEngine:
         parts = parts_of(module)
         structure = structure_of(parts)
         if len(calls) > 1:
-            watch = _Originals(parts).watch
+            watch = _Originals(parts, len(calls)).watch
             calls = [partial(watch, k, call) for k, call in enumerate(calls)]
         with InsideReplica():
             if torch_modes.count_dispatch_modes():  # they would see the generator's
@@ -270,8 +271,9 @@ class _Originals:
     ``self``) would write to it once more for its own rows.
     """
 
-    def __init__(self, parts: list[Module]) -> None:
+    def __init__(self, parts: list[Module], n_replicas: int) -> None:
         self._parts = parts
+        self._last = n_replicas - 1
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
@@ -282,20 +284,21 @@ class _Originals:
         if k > 0:
             self._check_written(k)
             self._check_grads()
-        self._look()
+        if k < self._last:
+            self._look()
         return output
 
     def _look(self) -> None:
-        self._tensors = _tensors_of(self._parts)
-        self._versions = list(map(_version, self._tensors.values()))
+        self._tensors = tensors_of(self._parts)
+        self._versions = _versions(self._tensors.values())
         self._grads = []
         if torch.is_grad_enabled():  # otherwise gradients stay with the copies
             grads = ((t, t.grad) for t in self._tensors.values() if t.is_leaf)
-            self._grads = [(t, g, 0 if g is None else _version(g)) for t, g in grads]
+            self._grads = [(t, g, 0 if g is None else g._version) for t, g in grads]
 
     def _check_written(self, k: int) -> None:
-        now = _tensors_of(self._parts)
-        versions = list(map(_version, now.values()))
+        now = tensors_of(self._parts)
+        versions = _versions(now.values())
         if now.keys() == self._tensors.keys() and versions == self._versions:
             return
         before = dict(zip(self._tensors, self._versions, strict=True))
@@ -322,7 +325,7 @@ class _Originals:
         is_ambiguous = False
         for tensor, before, version in self._grads:
             grad = tensor.grad
-            if grad is None or (grad is before and _version(grad) <= version + 1):
+            if grad is None or (grad is before and grad._version <= version + 1):
                 continue
             if before is None:
                 tensor.grad = None
@@ -349,19 +352,12 @@ def _name_of(module: Module, keys: set[int]) -> str:
     return "a buffer, which it removed,"
 
 
-def _tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
-    """Return all parameters and buffers, each once, by their ids."""
-    return {
-        id(tensor): tensor
-        for part in parts
-        for tensors in (part._parameters, part._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    }
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return what counts writes to each tensor; those of inference mode count none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from paceline._dp.cpu_engine import CpuEngine
 from paceline._dp.gpus.engine import GpuEngine
 from paceline._dp.marker import has_mark
 from paceline._dp.nesting import is_inside_replica
-from paceline._dp.replicate import check_lazy, parts_of
+from paceline._dp.replicate import check_lazy, parts_of, tensors_of
 from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
@@ -476,14 +476,13 @@ def _checked(n_replicas: int, args: Any, kwargs: Any) -> Lists:
 
 def _alone_because(module: torch.nn.Module) -> str | None:
     """Return why only a plain call computes what the module does, or None."""
-    for part in parts_of(module):
+    parts = parts_of(module)
+    for part in parts:
         if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
             return (
                 f"a {type(part).__name__} has max_norm, by which each call writes the "
                 "rows of the whole batch to the weight"
             )
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_inference():
-                    return f"'{name}' was made in torch.inference_mode()"
+    if any(tensor.is_inference() for tensor in tensors_of(parts).values()):
+        return "a parameter or buffer was made in torch.inference_mode()"
     return None

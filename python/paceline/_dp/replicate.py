@@ -45,6 +45,17 @@ def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
             _collect(child, seen, parts)
 
 
+def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
+    """Return all parameters and buffers, each once, by their ids."""
+    return {
+        id(tensor): tensor
+        for part in parts
+        for tensors in (part._parameters, part._buffers)
+        for tensor in tensors.values()
+        if tensor is not None
+    }
+
+
 Copies = dict[int, torch.Tensor]
 """The copies that one replica has of parameters and buffers, by the ``id`` of each."""
 
