@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import io
 import os
-import queue
+import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._launch import launch as launch_module
-from paceline._launch import payloads, ranks
-from paceline._workers import group
+from paceline._launch import payloads, processes, ranks
+from paceline._launch.messages import Call, Failure
 from support.prints import without_gloo
 from support.processes import (
     held_beyond,
@@ -75,6 +78,48 @@ def test_ranks_have_joined_a_world_and_know_it() -> None:
         assert n_threads[0] == int(n_threads[1]) >= 1
         assert path == sys.path
     assert not dist.is_initialized()
+
+
+def test_a_rank_resembles_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "true")  # to the same cores on all ranks
+
+    def look() -> Any:
+        names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HOME")
+        variables = [os.environ.get(name) for name in names]
+        interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        flags = (sys.flags.isolated, sys.flags.dev_mode)
+        here = (sys.path, sys.argv, os.getcwd(), variables, interrupt, flags)
+        return here, sys.stdin.read(), os.environ.get("OMP_PROC_BIND")
+
+    mine, _, _ = paceline.launch(look, 1)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO())
+        assert mine == look()[0]
+    assert paceline.launch(look, 1)[0][1:] == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("n_cores", "quota", "n", "expected"),
+    [
+        (8, None, 2, [4, 4]),
+        (7, None, 3, [2, 2, 3]),
+        (2, None, 2, [1, 1]),
+        (2, None, 3, [1, 1, 1]),
+        (8, 4.0, 2, [2, 2]),
+        (8, 0.5, 1, [1]),
+        (4, 64.0, 1, [4]),
+    ],
+)
+def test_ranks_have_their_shares_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    n_cores: int,
+    quota: float | None,
+    n: int,
+    expected: list[int],
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
+    monkeypatch.setattr(processes._cgroup, "cpu_quota", lambda: quota)
+    assert processes._count_threads(n) == expected
 
 
 def test_a_class_made_here_is_trained_with_averaged_gradients() -> None:
@@ -190,8 +235,6 @@ def test_an_exception_that_cannot_come_here_is_told_by_its_traceback() -> None:
 
 
 def test_a_rank_error_pickles_with_its_rank() -> None:
-    import pickle
-
     error = pickle.loads(pickle.dumps(paceline.RankError("words", 3)))
     assert (str(error), error.rank) == ("words", 3)
 
@@ -199,8 +242,42 @@ def test_a_rank_error_pickles_with_its_rank() -> None:
 def test_other_exits_are_failures() -> None:
     with pytest.raises(paceline.RankError, match="raised SystemExit"):
         paceline.launch(sys.exit, 1, 3)
-    with pytest.raises(paceline.RankError, match=r"rank 0 of 1 ended early"):
-        paceline.launch(os._exit, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ((os._exit, 1, 7), "ended by itself with status 7"),
+        ((signal.raise_signal, 1, signal.SIGKILL), r"was killed by SIGKILL \(the ker"),
+        ((os.abort, 1), "was killed by SIGABRT"),
+        ((ctypes.string_at, 1, 0), "was killed by SIGSEGV"),
+        ((signal.raise_signal, 1, signal.SIGUSR1), "was killed by SIGUSR1"),
+        ((signal.raise_signal, 1, 40), "was killed by signal 40"),
+    ],
+)
+def test_the_end_of_a_rank_is_told(call: Any, words: str) -> None:
+    expected = rf"^rank 0 of 1 ended early: rank 0 \(process \d+\) {words}.* while an "
+    with pytest.raises(paceline.RankError, match=expected + "answer was expected"):
+        paceline.launch(*call)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "words"),
+    [
+        ("/bin/false", paceline.RankError, "ended by itself with status 1 while"),
+        ("/no/such/python", FileNotFoundError, "/no/such/python"),
+        ("", RuntimeError, "ranks need a Python interpreter"),
+    ],
+)
+def test_an_interpreter_that_does_not_start_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, path: str, kind: type[Exception], words: str
+) -> None:
+    monkeypatch.setattr(processes, "subprocess", subprocess)  # no server of forks
+    monkeypatch.setattr(processes.spawn, "get_executable", lambda: path)
+    before = holdings()
+    with pytest.raises(kind, match=words):
+        paceline.launch(rank_and, 2)
+    assert held_beyond(before, LONG_SECONDS) == []
 
 
 @pytest.mark.parametrize("how", ["group", "model", "caught"])
@@ -225,28 +302,31 @@ def test_a_rank_that_is_killed_is_named_and_not_who_noticed(how: str) -> None:
     assert caught.value.rank == 1
 
 
-def report(rank: int, when: float, **more: Any) -> ranks._Report:
-    return ranks._Report(rank, when, **more)
+def outcomes(*given: Any) -> Any:
+    """Return a `wait` that gives these one after the other, and then has waited."""
+    left = list(given)
+    waited: list[float | None] = []
+
+    def wait(seconds: float | None) -> Any:
+        waited.append(seconds)
+        return left.pop(0) if left else None
+
+    return wait, waited
+
+
+NOTICED = (0, pickle.dumps(Failure(b"", is_consequence=True)))
 
 
 def test_a_cause_that_comes_late_is_waited_for() -> None:
-    noticed = ranks.Failure(b"", 1.0, is_consequence=True)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    inbox.put(report(0, 1.0, failure=noticed))
-    timer = threading.Timer(0.2, inbox.put, (report(1, 2.0, words="killed"),))
-    timer.start()
-    assert [each.rank for each in ranks._collect(3, inbox)] == [0, 1]
-    timer.join()
+    wait, waited = outcomes((2, pickle.dumps(b"")), NOTICED, (1, "killed"))
+    assert [each.rank for each in ranks._collect(4, wait)] == [2, 0, 1]
+    assert waited == [None, None, ranks.CAUSE_SECONDS]
 
 
-def test_a_consequence_without_a_cause_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ranks, "CAUSE_SECONDS", 0.1)
-    noticed = ranks.Failure(b"", 1.0, is_consequence=True)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    inbox.put(report(0, 1.0, failure=noticed))
-    assert [each.rank for each in ranks._collect(3, inbox)] == [0]
+def test_a_consequence_without_a_cause_is_reported() -> None:
+    wait, waited = outcomes(NOTICED)
+    assert [each.rank for each in ranks._collect(3, wait)] == [0]
+    assert waited == [None, ranks.CAUSE_SECONDS]
 
 
 def test_who_waits_for_a_rank_that_has_returned_is_told() -> None:
@@ -460,7 +540,7 @@ def test_a_progress_bar_of_the_first_rank_moves(
 ) -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
-    pipe = group._OutputPipe(read, "stdout", "")
+    pipe = processes._Output(read, "stdout", "")
     os.write(write, b"\r 10%|#")
     assert pipe.pump()
     os.write(write, b"   \r 20%|##")
@@ -495,6 +575,18 @@ def test_nothing_is_left_of_launches_that_return_and_that_fail() -> None:
             probe.connect(("127.0.0.1", int(port)))
     assert len(errors) == 2
     assert held_beyond(before, LONG_SECONDS) == []
+
+
+def test_ranks_that_are_ended_while_they_start_leave_nothing() -> None:
+    before, pids = holdings(), []
+    call = Call(payloads.pack_call(print, ("too late",), {}), "gloo", None, {}, [""])
+    for _ in range(20):
+        group = processes.Processes()
+        group.start(call, [{}, {}])
+        pids += [each._popen.pid for each in group._processes]
+        group.close()
+    assert held_beyond(before) == []
+    assert wait_until_gone(pids, 0.0) == []
 
 
 def test_an_interrupt_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:

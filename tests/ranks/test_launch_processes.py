@@ -23,8 +23,10 @@ class Script:
     def __init__(self, how: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, str(JOB), how],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,  # what readline() kept for itself, communicate() would not see
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
@@ -32,13 +34,22 @@ class Script:
 
     def read_pids(self) -> None:
         """Wait until both ranks run."""
-        assert self.process.stdout is not None
         while len(self.pids) < 2:
-            line = self.process.stdout.readline().decode()
-            if not line:
-                pytest.fail(self.process.communicate()[1].decode())
-            if "pid" in line:
-                self.pids.append(int(line.split()[-1]))
+            _, _, pids = self.read("pid").partition("pid")
+            self.pids += map(int, pids.split())
+
+    def read(self, word: str) -> str:
+        """Return the next line with a word."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline().decode():
+            if word in line:
+                return line
+        pytest.fail(self.process.communicate()[1].decode())
+
+    def go_on(self) -> None:
+        """Let the script do what it was started for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
 
     def end(self) -> tuple[int, list[str], str]:
         out, err = self.process.communicate(timeout=SECONDS)
@@ -100,12 +111,55 @@ def test_ctrl_c_ends_a_script_and_its_ranks(script: Script) -> None:
     assert not any(map(is_running, script.pids))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("script", ["waits"], indirect=True)
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        ("waits", signal.SIGKILL),
+        ("waits", signal.SIGTERM),
+        ("starts", signal.SIGKILL),
+    ],
+    indirect=["script"],
+)
 def test_ranks_end_with_their_caller(script: Script, how: signal.Signals) -> None:
     script.read_pids()
+    assert all(map(is_running, script.pids))
     script.process.send_signal(how)
     assert wait_until_gone(script.pids, SECONDS) == []
+
+
+@pytest.mark.parametrize("script", ["exits"], indirect=True)
+def test_ranks_end_when_their_caller_exits(script: Script) -> None:
+    script.read_pids()
+    script.go_on()
+    status, _, err = script.end()
+    assert (status, err) == (0, "")
+    assert wait_until_gone(script.pids, SECONDS) == []
+
+
+@pytest.mark.parametrize("script", ["becomes another"], indirect=True)
+def test_ranks_end_when_their_caller_becomes_another_program(script: Script) -> None:
+    script.read_pids()
+    script.go_on()
+    script.read("becomes another")
+    assert wait_until_gone(script.pids, SECONDS) == []
+    assert is_running(script.process.pid)
+
+
+@pytest.mark.parametrize("script", ["forks"], indirect=True)
+def test_ranks_end_with_their_caller_though_its_forked_child_lives(
+    script: Script,
+) -> None:
+    script.read_pids()
+    script.go_on()
+    child = int(script.read("forked").split()[-1])
+    kinds = [os.readlink(path) for path in Path(f"/proc/{child}/fd").iterdir()]
+    assert not [kind for kind in kinds if "pidfd" in kind or "memfd" in kind]
+    assert all(map(is_running, script.pids))  # though the child has closed its own
+    script.process.kill()
+    gone = wait_until_gone(script.pids, SECONDS)
+    assert is_running(child)
+    os.kill(child, signal.SIGKILL)
+    assert gone == []
 
 
 # ---- notebooks ----------------------------------------------------------------------

@@ -1,13 +1,13 @@
-"""Worker processes forked from a server that has imported torch, for tests of models.
+"""Ranks of `launch` forked from a server that has imported torch.
 
-A worker's interpreter takes 3 s of CPU to import torch.  Inside ::
+A rank's interpreter takes 3 s of CPU to import torch.  Inside ::
 
     with forked_workers():
         ...
 
-this process starts its workers by a server's fork instead, in some 30 ms: the same
-`main()`, with the same arguments, descriptors, environment and folder.  Tests of how
-workers start and end do without it.
+this process starts its ranks by a server's fork instead, in some 30 ms: the same code,
+with the same arguments, descriptors, environment and folder.  Tests of how ranks start
+and end do without it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class _Server:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
-        tests = str(Path(__file__).parents[1])
+        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
         module = "__import__('support.forked_workers').forked_workers"
         with theirs:
             subprocess.Popen(
                 [sys.executable, "-c", f"{module}._serve({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
-                env={**env, "PYTHONPATH": f"{tests}:{env['PYTHONPATH']}"},
+                env={**env, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -60,7 +60,7 @@ class _Server:
 
 
 class _Process:
-    """What a worker group uses of `subprocess.Popen`."""
+    """What `launch` uses of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Process:
             _servers[os.getpid()] = _Server(env)
         self._server = _servers[os.getpid()]
         words = {
-            "argv": command[command.index("-m") + 1 :],
+            "argv": command[command.index("-c") + 1 :],
             "env": env,
             "folder": os.getcwd(),
             "parent": os.getpid(),
@@ -104,27 +104,27 @@ class _Process:
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Have this process start its workers by a server's fork."""
-    from paceline._workers import group
+    """Have this process start ranks by a server's fork."""
+    from paceline._launch import processes
 
-    before = group.subprocess
-    group.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
-        Popen=_Process, DEVNULL=subprocess.DEVNULL
+    before = processes.subprocess
+    processes.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
+        Popen=_Process,
+        DEVNULL=subprocess.DEVNULL,
+        _args_from_interpreter_flags=list,
     )
     try:
         yield
     finally:
-        group.subprocess = before
+        processes.subprocess = before
 
 
 # ---- in the server ------------------------------------------------------------------
 
 
 def _serve(fd: int) -> NoReturn:
-    """Import what workers import; then fork, and reap, as asked."""
-    import paceline._dp.process.replica
-    import paceline._workers.main  # noqa: F401
-    import torch  # noqa: F401
+    """Import what ranks import; then fork, and reap, as asked."""
+    import paceline._launch.rank  # noqa: F401
 
     gc.freeze()
     with socket.socket(fileno=fd) as asked:
@@ -147,9 +147,9 @@ def _serve(fd: int) -> NoReturn:
 
 
 def _work(told: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Become a worker."""
+    """Become a rank."""
     import numpy as np
-    from paceline._workers import main as worker_main
+    import torch
 
     try:
         os.setsid()
@@ -162,11 +162,13 @@ def _work(told: dict[str, Any], fds: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(told["env"])
         os.getppid = lambda: told["parent"]
-        sys.argv = told["argv"]
+        code, *sys.argv[1:] = told["argv"]
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # noqa: SIM115
         np.random.seed()
-        worker_main.main()
+        torch.set_num_threads(int(told["env"]["OMP_NUM_THREADS"]))
+        exec(code)
+        sys.exit(0)
     finally:
         os._exit(1)
 

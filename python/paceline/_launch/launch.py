@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 
 from paceline._launch import init, payloads, ranks
 from paceline._launch.launchers import find_launch
-from paceline._launch.rank import Call
+from paceline._launch.messages import Call
 
 T = TypeVar("T")
 
@@ -106,7 +107,8 @@ def launch(
     _check_caller()
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     packed = payloads.pack_call(fn, args, kwargs)
-    return ranks.run(n, Call(packed, backend, seconds, ranks.cell_sources()))
+    argv = [str(each) for each in getattr(sys, "argv", [""])]
+    return ranks.run(n, Call(packed, backend, seconds, ranks.cell_sources(), argv))
 
 
 def _count_ranks(n: Any, backend: str | None) -> int:

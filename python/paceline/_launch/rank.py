@@ -1,25 +1,15 @@
-"""What a rank of :func:`paceline.launch` runs, in a process of its own."""
+"""A rank's call: join the world, run the function, leave the world."""
 
 from __future__ import annotations
 
 import linecache
 import os
-import pickle
-import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
-from paceline import _errors, _native
+from paceline import _native
 from paceline._launch import init, payloads
-
-KIND_CALL = 1
-"""A request: the payload is a pickled :class:`Call`."""
-KIND_RESULT = 2
-"""An answer: the payload is what the function returned, packed."""
-KIND_FAILED = 3
-"""An answer: the payload is a pickled :class:`Failure`."""
+from paceline._launch.messages import Call, Failure, pack_exception
 
 OWN_VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -31,61 +21,13 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 """What Gloo says on ranks whose peer has gone."""
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a rank is to do.
-
-    Attributes
-    ----------
-    packed : bytes
-        Function and arguments, by :func:`payloads.pack_call`.
-    backend, timeout
-        As for :func:`paceline.init`.
-    sources : dict
-        Entries of ``linecache`` for code without a file, such as a notebook's cells.
-    """
-
-    packed: bytes
-    backend: str | None
-    timeout: Any
-    sources: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank failed.
-
-    Attributes
-    ----------
-    packed : bytes
-        The exception, by ``_errors.pack_exception``.
-    time : float
-        Of ``time.monotonic()``, which is one clock for all processes.
-    is_consequence : bool
-        Whether it tells of another rank's end.
-    """
-
-    packed: bytes
-    time: float
-    is_consequence: bool
-
-
-class Rank:
-    """Answers the one request of a rank: a call."""
-
-    def handle(
-        self, kind: int, payload: bytes, tensors: list[Any], flags: bytes
-    ) -> tuple[int, bytes, list[Any]]:
-        """Return the answer's kind and payload."""
-        try:
-            return KIND_RESULT, _run(pickle.loads(payload)), []
-        except BaseException as error:
-            error = _without_own_frames(error)
-            failure = Failure(
-                _errors.pack_exception(error), time.monotonic(), _is_consequence(error)
-            )
-            error.__traceback__ = None  # its frames hold the function's variables
-            return KIND_FAILED, pickle.dumps(failure), []
+def run(call: Call) -> bytes | Failure:
+    """Return what a call has returned, packed, or why it failed."""
+    try:
+        return _run(call)
+    except BaseException as error:
+        error = _without_own_frames(error)
+        return Failure(pack_exception(error), _is_consequence(error))
 
 
 def _run(call: Call) -> bytes:

@@ -5,23 +5,17 @@ from __future__ import annotations
 import linecache
 import os
 import pickle
-import queue
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from paceline import _errors, _native
 from paceline._compat import torch_groups
 from paceline._launch import payloads, rank, variables
-from paceline._launch.rank import Call, Failure
-from paceline._workers import main as worker_main
-from paceline._workers import spawn
-from paceline._workers.group import WorkerGroup
+from paceline._launch.messages import Call, Failure, unpack_exception
+from paceline._launch.processes import Processes
 
-_HANDLER = f"{rank.__name__}:{rank.Rank.__name__}"
 _ADDRESS = "127.0.0.1"
 CAUSE_SECONDS = 5.0
 """How long the cause is waited for, where a rank has failed since another one ended."""
@@ -67,16 +61,11 @@ def run(n: int, call: Call) -> list[Any]:
 
     Raise RankError, from the exception of the rank that failed first.
     """
-    packed = pickle.dumps(call)
-    inbox: queue.SimpleQueue[_Report] = queue.SimpleQueue()
-    with _started(n) as group:
-        threads = _follow_all(group, packed, inbox)
-        reports = _collect(n, inbox)
+    with _started(n, call) as processes:
+        reports = _collect(n, processes.wait)
         failed = [report for report in reports if report.result is None]
         if not failed:
-            group.wait_until_ended()
-    for thread in threads:
-        thread.join()
+            processes.wait_until_ended()
     if failed:
         _raise(min(failed, key=lambda each: (each.is_consequence, each.time)), n)
     by_rank = sorted(reports, key=lambda each: each.rank)
@@ -84,15 +73,13 @@ def run(n: int, call: Call) -> list[Any]:
 
 
 @contextmanager
-def _started(n: int) -> Iterator[WorkerGroup]:
+def _started(n: int, call: Call) -> Iterator[Processes]:
     """Have ranks run, and the store that they meet at; leave nothing of either."""
     store, port = torch_groups.make_tcp_server(_ADDRESS)
     try:
-        group = WorkerGroup(n, _HANDLER, spawn.RANK, _environs(n, port))
-        try:
-            yield group
-        finally:
-            group.close()
+        with closing(Processes()) as processes:
+            processes.start(call, _environs(n, port))
+            yield processes
     finally:
         del store  # closes the port, though a traceback may keep this frame
 
@@ -115,64 +102,32 @@ def _environs(n: int, port: int) -> list[dict[str, str]]:
 # ---- waiting ------------------------------------------------------------------------
 
 
-def _follow_all(
-    group: WorkerGroup, packed: bytes, inbox: queue.SimpleQueue[_Report]
-) -> list[threading.Thread]:
-    """Return threads that put each rank's report into the inbox."""
-    threads = []
-    for k, channel in enumerate(group.channels):
-        threads.append(
-            threading.Thread(
-                target=_follow,
-                args=(k, channel, packed, inbox),
-                name=f"paceline-rank-{k}",
-                daemon=True,
-            )
-        )
-        threads[-1].start()
-    return threads
+def _collect(
+    n: int, wait: Callable[[float | None], tuple[int, bytes | str] | None]
+) -> list[_Report]:
+    """Return the reports of n ranks, or of some where one of them says what failed.
 
-
-def _collect(n: int, inbox: queue.SimpleQueue[_Report]) -> list[_Report]:
-    """Return the reports of n ranks, or of some where one of them says what failed."""
+    `wait` is ``Processes.wait``.
+    """
     reports: list[_Report] = []
     seconds = None
-    while len(reports) < n:
-        try:
-            report = inbox.get(timeout=seconds)
-        except queue.Empty:
-            break
-        reports.append(report)
-        if report.result is None:
-            if not report.is_consequence:
+    while len(reports) < n and (outcome := wait(seconds)) is not None:
+        reports.append(_report(*outcome))
+        if reports[-1].result is None:
+            if not reports[-1].is_consequence:
                 break
             seconds = CAUSE_SECONDS
     return reports
 
 
-def _follow(
-    k: int,
-    channel: _native.Channel,
-    packed: bytes,
-    inbox: queue.SimpleQueue[_Report],
-) -> None:
-    """Have a rank make its call, and report on it; for a thread of its own."""
-    try:
-        kind, payload, _, _ = channel.wait(copy=True)
-        if kind != worker_main.KIND_ERROR:
-            channel.post(rank.KIND_CALL, packed, [])
-            kind, payload, _, _ = channel.wait(copy=True)
-        now = time.monotonic()
-        if kind == rank.KIND_RESULT:
-            channel.post(worker_main.KIND_QUIT, b"", [])
-            inbox.put(_Report(k, now, result=payload))
-        elif kind == rank.KIND_FAILED:
-            failure = pickle.loads(payload)
-            inbox.put(_Report(k, failure.time, failure=failure))
-        else:
-            inbox.put(_Report(k, now, failure=Failure(payload, now, False)))
-    except Exception as error:  # PeerError: its process has ended, or was ended
-        inbox.put(_Report(k, time.monotonic(), words=str(error)))
+def _report(rank: int, outcome: bytes | str) -> _Report:
+    now = time.monotonic()
+    if isinstance(outcome, str):
+        return _Report(rank, now, words=outcome)
+    answer = pickle.loads(outcome)
+    if isinstance(answer, Failure):
+        return _Report(rank, answer.time, failure=answer)
+    return _Report(rank, now, result=answer)
 
 
 # ---- what failed --------------------------------------------------------------------
@@ -183,7 +138,7 @@ def _raise(report: _Report, n: int) -> None:
     who = f"rank {report.rank} of {n}"
     if report.failure is None:
         raise RankError(f"{who} ended early: {report.words}", report.rank)
-    original, name, text = _errors.unpack_original(report.failure.packed)
+    original, name, text = unpack_exception(report.failure.packed)
     message = f"{who} raised {name}.\nOriginal {text}"
     raise RankError(message, report.rank) from original
 

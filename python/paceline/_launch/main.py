@@ -1,0 +1,62 @@
+"""What the process of a rank runs: it answers one call, and ends.
+
+torch is not imported before the rank watches its caller, since that takes seconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from paceline import _native
+from paceline._launch.messages import Call, Failure, pack_exception
+
+
+def main() -> None:
+    """Answer the call of the process that started this one, and end with it."""
+    answer_fd, call_fd, caller_fd, pipe_fd = map(int, sys.argv[1:])
+    for fd in (answer_fd, call_fd, caller_fd, pipe_fd):
+        os.set_inheritable(fd, False)
+    _native.die_with(caller_fd, pipe_fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _set_streams()
+    answers = Connection(answer_fd, readable=False)
+    os.register_at_fork(after_in_child=answers.close)
+    with mmap.mmap(call_fd, 0, access=mmap.ACCESS_READ) as memory:
+        call: Call = pickle.loads(memory)
+    os.close(call_fd)
+    sys.argv[:] = call.argv
+    answer = _answer(call)
+    _flush()
+    with answers:
+        answers.send_bytes(pickle.dumps(answer))
+
+
+def _answer(call: Call) -> bytes | Failure:
+    """Return what the call has returned, packed, or why it failed."""
+    try:
+        from paceline._launch import rank
+
+        return rank.run(call)
+    except BaseException as error:  # torch cannot be imported
+        return Failure(pack_exception(error))
+
+
+def _set_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.reconfigure(  # type: ignore[union-attr]
+                encoding="utf-8", errors="backslashreplace", line_buffering=True
+            )
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue

@@ -1,0 +1,353 @@
+"""The processes of ranks: started side by side, followed, and never left behind.
+
+One loop on the caller's thread does all: it forwards what ranks print, takes their
+answers and sees their processes end.
+
+    caller                                     rank
+    call, in memory that all ranks map   -->   main.py
+    answer                              <--    a pipe of its own
+    sys.stdout, sys.stderr              <--    two pipes
+
+A rank ends when its function has returned and its threads have ended, when it is
+killed, and when the caller's process ends, however that goes: it watches a pidfd of the
+caller, and a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, spawn
+
+from paceline import _cgroup
+from paceline._launch import main
+from paceline._launch.messages import Call
+
+CLOSE_SECONDS = 5.0
+"""How long a rank that has answered may take to end, once another one has failed."""
+_READ_BYTES = 1 << 16
+_MOST_LINE_BYTES = 1 << 20
+"""What is longer, and has no end yet, is forwarded as a line."""
+_MOST_READS = 1000
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+"""Variables that would bind the threads of all ranks to the same cores."""
+
+_open: set[Processes] = set()
+
+
+# ---- what ranks print ---------------------------------------------------------------
+
+
+class _Output:
+    """One rank's stdout or stderr, on its way into this process's own."""
+
+    def __init__(self, fd: int, name: str, prefix: str) -> None:
+        self.fd, self._name, self._prefix = fd, name, prefix
+        self._rest = b""
+
+    def pump(self, most_reads: int = 1) -> bool:
+        """Forward what is there; return False at its end."""
+        for _ in range(most_reads):
+            try:
+                data = os.read(self.fd, _READ_BYTES)
+            except BlockingIOError:
+                break
+            printed = self._rest + data
+            end = printed.rfind(b"\n") + 1
+            if not self._prefix:  # a progress bar: what it overwrites, it shows first
+                end = max(end, printed.rfind(b"\r") + 1)
+            self._rest = printed[end:]
+            self._forward(printed[:end])
+            if not data or len(self._rest) > _MOST_LINE_BYTES:
+                self._finish()
+            if not data:
+                return False
+        return True
+
+    def drain(self) -> None:
+        """Forward what is there and a last line without end.
+
+        A process that writes without end is not followed.
+        """
+        self.pump(_MOST_READS)
+        self._finish()
+
+    def _finish(self) -> None:
+        rest, self._rest = self._rest, b""
+        if rest:
+            self._forward(rest + b"\n")
+
+    def _forward(self, printed: bytes) -> None:
+        text = printed.decode("utf-8", "replace")
+        if self._prefix:
+            lines = text.split("\n")[:-1]
+            text = "".join(f"{self._prefix}{line}\n" for line in lines)
+        stream = getattr(sys, self._name, None)
+        if not text or stream is None:
+            return
+        # Whatever a user's stream raises, the next line is to be forwarded too.
+        with contextlib.suppress(Exception):
+            try:
+                stream.write(text)
+            except UnicodeEncodeError:
+                stream.write(text.encode("ascii", "backslashreplace").decode())
+            stream.flush()
+
+
+# ---- one process --------------------------------------------------------------------
+
+
+class _Process:
+    """One rank's process, as its caller holds it.
+
+    Attributes
+    ----------
+    outcome : bytes or str, optional
+        The rank's answer, or how its process has ended without one.
+    is_running : bool
+        Whether it has not been seen to end.
+    """
+
+    def __init__(
+        self, rank: int, environ: Mapping[str, str], inherited: Sequence[int]
+    ) -> None:
+        self.rank = rank
+        self.outcome: bytes | str | None = None
+        self.is_running = True
+        self._outputs: list[_Output] = []
+        with contextlib.ExitStack() as held, contextlib.ExitStack() as ranks_own:
+            self._answers, answers_end = multiprocessing.Pipe(duplex=False)
+            held.enter_context(self._answers)
+            ranks_own.enter_context(answers_end)
+            ends = []
+            for name in ("stdout", "stderr"):
+                read_fd, write_fd = os.pipe()
+                held.callback(os.close, read_fd)
+                ranks_own.callback(os.close, write_fd)
+                os.set_blocking(read_fd, False)
+                prefix = f"[rank {rank}] " if rank else ""
+                self._outputs.append(_Output(read_fd, name, prefix))
+                ends.append(write_fd)
+            fds = [answers_end.fileno(), *inherited]
+            self._popen = subprocess.Popen(
+                [*_interpreter(), _code(), *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=ends[0],
+                stderr=ends[1],
+                env=environ,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+            try:
+                self._pidfd = os.pidfd_open(self._popen.pid)
+            except OSError:
+                self._popen.kill()
+                self._popen.wait()
+                raise
+            held.callback(os.close, self._pidfd)
+            self._held = held.pop_all()
+
+    @property
+    def jobs(self) -> dict[int, Callable[[], None]]:
+        """What to do when a descriptor can be read: the end comes last."""
+        jobs: dict[int, Callable[[], None]] = {}
+        for output in self._outputs:
+            jobs[output.fd] = functools.partial(self._forward, output)
+        if not self._answers.closed:
+            jobs[self._answers.fileno()] = self._take_answer
+        jobs[self._pidfd] = self._end
+        return jobs
+
+    def _forward(self, output: _Output) -> None:
+        if not output.pump():
+            self._outputs.remove(output)
+
+    def _take_answer(self) -> None:
+        with self._answers, contextlib.suppress(EOFError, OSError):
+            self.outcome = self._answers.recv_bytes()
+
+    def _end(self) -> None:
+        """Do what is left to do for a process that has ended."""
+        if not self._answers.closed and self._answers.poll():
+            self._take_answer()
+        self.kill()  # what the rank has started
+        status = self._popen.wait()
+        self.is_running = False
+        if self.outcome is None:
+            self.outcome = (
+                f"rank {self.rank} (process {self._popen.pid}) {_describe(status)} "
+                "while an answer was expected of it"
+            )
+        for output in self._outputs:
+            output.drain()
+        self.close()
+
+    def kill(self) -> None:
+        """Kill the process, and those that it has started."""
+        if self.is_running:  # not reaped yet: the number is still its own
+            for kill in (os.kill, os.killpg):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(self._popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close what this process holds of it."""
+        self.is_running = False
+        self._outputs = []
+        self._held.close()
+
+
+def _interpreter() -> list[str]:
+    executable = spawn.get_executable()
+    if not executable:
+        raise RuntimeError(
+            "ranks need a Python interpreter, and sys.executable names none: call "
+            "multiprocessing.set_executable(path) first"
+        )
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [os.fsdecode(executable), *flags, "-c"]
+
+
+def _code() -> str:
+    """Return what a rank's interpreter runs: `main`, found where this process does."""
+    path = [str(folder) for folder in sys.path]
+    return (
+        f"import sys; sys.path[:] = {path!a}; from {main.__name__} import main; main()"
+    )
+
+
+def _describe(status: int) -> str:
+    """Return how a process has ended; `status` is as ``subprocess`` has it."""
+    if status >= 0:
+        return f"ended by itself with status {status}"
+    if status == -signal.SIGKILL:
+        return "was killed by SIGKILL (the kernel does so where memory runs out)"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+
+
+# ---- all of them --------------------------------------------------------------------
+
+
+class Processes:
+    """The processes of all ranks, for one thread; to be closed."""
+
+    def __init__(self) -> None:
+        self._processes: list[_Process] = []
+        self._told: set[int] = set()
+        self._pipe_fd = -1
+        _close_in_forked_children()
+        _open.add(self)
+
+    def start(self, call: Call, environs: Sequence[Mapping[str, str]]) -> None:
+        """Start a rank for each of `environs`, which it has besides the caller's."""
+        counts = _count_threads(len(environs))
+        with contextlib.ExitStack() as ranks_own:
+            call_fd = os.memfd_create("paceline-call")
+            ranks_own.callback(os.close, call_fd)
+            with open(call_fd, "wb", closefd=False) as file:
+                pickle.dump(call, file)
+            caller_fd = os.pidfd_open(os.getpid())
+            ranks_own.callback(os.close, caller_fd)
+            pipe_fd, self._pipe_fd = os.pipe()
+            ranks_own.callback(os.close, pipe_fd)
+            inherited = call_fd, caller_fd, pipe_fd
+            for rank, environ in enumerate(environs):
+                everything = {**_environment(counts[rank]), **environ}
+                self._processes.append(_Process(rank, everything, inherited))
+
+    def wait(self, seconds: float | None) -> tuple[int, bytes | str] | None:
+        """Wait for a rank's outcome; return its number and that, each outcome once.
+
+        The outcome is the answer, or words on how the process has ended without one.
+        None where `seconds` pass.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            for process in self._processes:
+                if process.outcome is not None and process.rank not in self._told:
+                    self._told.add(process.rank)
+                    return process.rank, process.outcome
+            if not self._turn(until):
+                return None
+
+    def wait_until_ended(self, seconds: float | None = None) -> None:
+        """Wait until all processes have ended, or `seconds` have passed."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while any(process.is_running for process in self._processes):
+            if not self._turn(until):
+                return
+
+    def _turn(self, until: float | None) -> bool:
+        """Wait for something to do, and do it; return False where there is no time."""
+        jobs: dict[int, Callable[[], None]] = {}
+        for process in self._processes:
+            if process.is_running:
+                jobs |= process.jobs
+        seconds = None if until is None else max(0.0, until - time.monotonic())
+        ready = connection.wait(list(jobs), seconds)
+        for fd, job in jobs.items():
+            if fd in ready:
+                job()
+        return bool(ready)
+
+    def close(self) -> None:
+        """Kill the ranks that have not answered, let the others end, leave nothing."""
+        try:
+            for process in self._processes:
+                if process.outcome is None:
+                    process.kill()
+            self.wait_until_ended(CLOSE_SECONDS)
+        finally:
+            for process in self._processes:
+                process.kill()
+            self.wait_until_ended(CLOSE_SECONDS)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close what this process holds, and leave the ranks alone."""
+        for process in self._processes:
+            process.close()
+        if self._pipe_fd >= 0:
+            os.close(self._pipe_fd)
+            self._pipe_fd = -1
+        _open.discard(self)
+
+
+@functools.cache
+def _close_in_forked_children() -> None:
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    for processes in list(_open):
+        processes.forget()
+
+
+def _count_threads(n: int) -> list[int]:
+    """Divide the cores of this thread among n ranks, each of which has one at least."""
+    n_cores = len(os.sched_getaffinity(0))
+    counts = [n_cores * (k + 1) // n - n_cores * k // n for k in range(n)]
+    quota = _cgroup.cpu_quota()  # a container may have all cores for part of the time
+    if quota is not None and quota < n_cores:
+        counts = [min(count, int(quota) // n) for count in counts]
+    return [max(1, count) for count in counts]
+
+
+def _environment(n_threads: int) -> dict[str, str]:
+    """Return the environment of a rank that computes by so many threads."""
+    environ = {k: v for k, v in os.environ.items() if k not in _BINDING}
+    return {
+        **environ,
+        "OMP_NUM_THREADS": str(n_threads),
+        "MKL_NUM_THREADS": str(n_threads),
+    }
