@@ -33,7 +33,7 @@ C_FILES: dict[str, set[str]] = {
 }
 
 _LEAVES = {"_native", "_environment", "_cgroup", "_cloudpickle"}
-_TOOLS = {"_errors", "_gpu", "_files", "_checkpoint", "_recorder"}
+_TOOLS = {"_gpu", "_files", "_checkpoint", "_recorder"}
 _LOW = _LEAVES | {"_compat"} | _TOOLS
 PACKAGES: dict[str, set[str]] = {
     "_native": set(),
@@ -42,12 +42,9 @@ PACKAGES: dict[str, set[str]] = {
     "_cloudpickle": set(),
     "_compat": _LEAVES,
     **dict.fromkeys(sorted(_TOOLS), _LOW),
-    "_workers": _LOW,
-    "_replicas": _LOW,
-    "_dp.process": _LOW | {"_workers", "_replicas"},
-    "_dp": _LOW | {"_workers", "_replicas", "_dp.process"},
+    "_dp": _LOW,
     "_ddp": _LOW,
-    "_launch": _LOW | {"_workers"},
+    "_launch": _LOW,
     "_install": {"", *_LOW},
     "_cli.bench": {"", "_cli", "_ddp", *_LOW},
     "_cli": {"", "_cli.bench", "_install", *_LOW},

@@ -29,6 +29,7 @@ from torch.nn import Module, Parameter
 from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._dp import rng
+from paceline._dp.errors import as_of_replica
 from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
     as_original,
@@ -38,7 +39,6 @@ from paceline._dp.replicate import (
     structure_of,
     tensors_of,
 )
-from paceline._errors import as_of_replica
 
 Chunk = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one replica."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from paceline._dp.errors import as_of_replica
 from paceline._dp.gpus.thread_state import State
 from paceline._dp.nesting import InsideReplica
-from paceline._errors import as_of_replica
 
 
 class Task:
