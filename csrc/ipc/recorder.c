@@ -312,14 +312,3 @@ void pli_recorder_wait_ends(pli_recorder *self, int64_t begin_ns, int awaited)
     put(&record->waiting_ns, get(&record->waiting_ns) + waited);
     put(&record->awaited, awaited);
 }
-
-void pli_recorder_add_wait(pli_recorder *self, int64_t begin_ns)
-{
-    pli_record *record = record_of(self);
-    const int64_t n = record != NULL ? get(&record->n_buckets) : PLI_RECORDER_BUCKETS;
-    if (n >= PLI_RECORDER_BUCKETS)
-        return;
-    put(&record->buckets[n].begin_ns, begin_ns);
-    put(&record->buckets[n].end_ns, pli_now_ns());
-    put(&record->n_buckets, n + 1);
-}

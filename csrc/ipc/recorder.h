@@ -39,7 +39,7 @@ enum {
     PLI_RECORDER_SOMEBODY = -2 /* ... for whom is not known */
 };
 
-/* A bucket of a rank; of a DataParallel, a wait for replicas, from begin to end. */
+/* A bucket of a rank. */
 typedef struct pli_recorded_bucket {
     _Atomic int64_t ready_ns; /* it had all its gradients on this rank */
     _Atomic int64_t begin_ns; /* this rank began its part of the reduction */
@@ -112,8 +112,5 @@ void pli_recorder_part_ends(pli_recorder *self, unsigned bucket);
 int64_t pli_recorder_wait_begins(pli_recorder *self);
 void pli_recorder_awaits(pli_recorder *self, int rank);
 void pli_recorder_wait_ends(pli_recorder *self, int64_t begin_ns, int awaited);
-
-/* Keeps a wait that has just ended as an entry of its own. */
-void pli_recorder_add_wait(pli_recorder *self, int64_t begin_ns);
 
 #endif

@@ -8,7 +8,6 @@
 typedef struct recorder_object {
     PyObject_HEAD
     pli_recorder *recorder;
-    int64_t wait_begin_ns;
     PyObject *weak_references;
 } recorder_object;
 

@@ -61,31 +61,6 @@ static PyObject *recorder_record(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *recorder_wait_begins(PyObject *object, PyObject *replica)
-{
-    PLI_ENTER(object);
-    recorder_object *self = (recorder_object *)object;
-    const long awaited = PyLong_AsLong(replica);
-    if (awaited == -1 && PyErr_Occurred() != NULL)
-        return NULL;
-    self->wait_begin_ns = pli_recorder_wait_begins(self->recorder);
-    pli_recorder_awaits(self->recorder, (int)awaited);
-    Py_RETURN_NONE;
-}
-
-static PyObject *recorder_wait_ends(PyObject *object, PyObject *replica)
-{
-    PLI_ENTER(object);
-    const recorder_object *self = (recorder_object *)object;
-    const long awaited = PyLong_AsLong(replica);
-    if (awaited == -1 && PyErr_Occurred() != NULL)
-        return NULL;
-    pli_recorder_wait_ends(self->recorder, self->wait_begin_ns, (int)awaited);
-    pli_recorder_add_wait(self->recorder, self->wait_begin_ns);
-    pli_recorder_awaits(self->recorder, PLI_RECORDER_NOBODY);
-    Py_RETURN_NONE;
-}
-
 static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
@@ -97,11 +72,6 @@ static PyObject *recorder_close(PyObject *object, PyObject *ignored)
 static PyMethodDef recorder_methods[] = {
     {"record", recorder_record, METH_VARARGS,
      "record($self, activity, step, /)\n--\n\nSay what the process does from now on."},
-    {"wait_begins", recorder_wait_begins, METH_O,
-     "wait_begins($self, replica, /)\n--\n\nA wait for a replica begins; -2: for "
-     "several."},
-    {"wait_ends", recorder_wait_ends, METH_O,
-     "wait_ends($self, replica, /)\n--\n\nIt is over, and this was the last one."},
     {"close", recorder_close, METH_NOARGS,
      "close($self, /)\n--\n\nRemove the file; may be called twice."},
     {NULL, NULL, 0, NULL},

@@ -78,23 +78,6 @@ def test_the_last_steps_are_read_in_order(folder):
     assert recording.now.activity == "forward"
 
 
-def test_waits_and_their_replica_are_read(folder):
-    recorder = start()
-    recorder.record(FORWARD, 1)
-    recorder.wait_begins(1)
-    (recording,) = _recorder.open_all(folder)
-    assert recording.now.awaiting == 1
-    recorder.wait_ends(1)
-    recorder.record(IDLE, 1)
-    recorder.record(FORWARD, 2)
-    (step,) = recording.steps()
-    assert step.waiting > 0
-    assert step.awaited == 1
-    assert step.n_buckets == len(step.buckets) == 1
-    assert step.buckets[0].begin < step.buckets[0].end
-    assert recording.now.awaiting == _recorder.NOBODY
-
-
 def test_activities_have_the_names_of_the_core(folder):
     recorder = start()
     (recording,) = _recorder.open_all(folder)
