@@ -193,10 +193,9 @@ sanitize: ## the C tests under ASan with UBSan, and under TSan
 	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
 
 # It needs Debian's gcc-aarch64-linux-gnu and qemu-user.  That has no mremap() of an old
-# size of 0, takes minutes for the munmap() of a large reservation, keeps what was mapped
-# in its /proc/self/maps, and does not survive a fork() beside threads.
-NOT_EMULATED := test_channel test_faults test_group_comm test_shared_memory \
-	test_watchdog test_window
+# size of 0, keeps what was mapped in its /proc/self/maps, and does not survive a fork()
+# beside threads.
+NOT_EMULATED := test_faults test_group_comm test_watchdog test_window
 .PHONY: c-test-aarch64
 c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
 	@EMULATOR="qemu-aarch64 -L /usr/aarch64-linux-gnu" SKIPPED="$(NOT_EMULATED)" \

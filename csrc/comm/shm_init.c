@@ -9,8 +9,8 @@
 #include <unistd.h>
 
 #include "core/alloc.h"
+#include "core/pages.h"
 #include "handshake.h"
-#include "ipc/shared_memory.h"
 #include "shm_comm.h"
 
 static pl_status watch_everybody(const pli_shm_options *options, pli_watch *watch)

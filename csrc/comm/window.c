@@ -4,7 +4,7 @@
 #include <sys/mman.h>
 
 #include "core/alloc.h"
-#include "ipc/shared_memory.h"
+#include "core/pages.h"
 
 static void drop_user(pli_window *window)
 {

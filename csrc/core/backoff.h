@@ -6,8 +6,7 @@
  *                        it has yielded its core
  *     pli_futex_wait()   until the word has changed     pli_futex_wake()
  *
- * How long each spins first: a rank in shm_comm.c, an end of a channel in channel.c,
- * who waits for a GPU in backoff.c.
+ * How long each spins first: a rank in shm_comm.c, who waits for a GPU in backoff.c.
  */
 #ifndef PLI_BACKOFF_H
 #define PLI_BACKOFF_H

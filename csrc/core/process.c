@@ -4,9 +4,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdio.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "alloc.h"
@@ -146,43 +144,6 @@ int pli_process_is_sure(const pli_process *process)
 int pli_process_descriptor(const pli_process *process)
 {
     return process->pidfd;
-}
-
-int pli_process_pid(const pli_process *process)
-{
-    return process->pid;
-}
-
-static const char *signal_text(int number)
-{
-    static const char *const texts[] = {
-        [SIGKILL] = "SIGKILL (the kernel does so where memory runs out)",
-        [SIGSEGV] = "SIGSEGV",
-        [SIGBUS] = "SIGBUS",
-        [SIGABRT] = "SIGABRT",
-        [SIGILL] = "SIGILL",
-        [SIGFPE] = "SIGFPE",
-        [SIGTERM] = "SIGTERM",
-        [SIGHUP] = "SIGHUP",
-        [SIGINT] = "SIGINT",
-        [SIGQUIT] = "SIGQUIT"};
-    const size_t n_texts = sizeof texts / sizeof texts[0];
-    return (size_t)number < n_texts && texts[number] != NULL ? texts[number]
-                                                             : "a signal";
-}
-
-void pli_process_describe_end(const pli_process *process, char *out, size_t out_bytes)
-{
-    siginfo_t info = {0};
-    const int is_child = waitid((idtype_t)P_PIDFD, (id_t)process->pidfd, &info,
-                                WEXITED | WNOHANG | WNOWAIT) == 0;
-    if (is_child && info.si_code == CLD_EXITED)
-        (void)snprintf(out, out_bytes, "ended by itself with status %d",
-                       info.si_status);
-    else if (is_child && (info.si_code == CLD_KILLED || info.si_code == CLD_DUMPED))
-        (void)snprintf(out, out_bytes, "was killed by %s", signal_text(info.si_status));
-    else
-        (void)snprintf(out, out_bytes, "has ended");
 }
 
 void pli_process_close(pli_process *process)

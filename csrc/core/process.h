@@ -44,12 +44,6 @@ int pli_process_is_sure(const pli_process *process);
 /* To poll with others: readable once the process has ended.  -1: there is none. */
 int pli_process_descriptor(const pli_process *process);
 
-int pli_process_pid(const pli_process *process);
-
-/* "was killed by SIGKILL": how a process has ended, where it is this one's child. */
-enum { PLI_END_BYTES = 128 };
-void pli_process_describe_end(const pli_process *process, char *out, size_t out_bytes);
-
 void pli_process_close(pli_process *process);
 
 #endif

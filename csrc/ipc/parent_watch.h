@@ -1,4 +1,4 @@
-/* parent_watch.h - a worker that ends with its parent, whatever it is doing.
+/* parent_watch.h - a process that ends with its parent, whatever it is doing.
  *
  * A native thread waits for the end of the process behind `pidfd`, and for the end of
  * file of `pipe_fd`, whichever comes first, and then ends this process at once: no

@@ -6,7 +6,6 @@
 #include "python/ddp/reducer_args.h"
 #include "python/dp/gather.h"
 #include "python/dp/scatter.h"
-#include "python/dp/tensor_hash.h"
 
 static module_state *state_of_module(PyObject *module)
 {
@@ -147,14 +146,6 @@ static PyObject *has_ended(PyObject *module, PyObject *args)
     return PyBool_FromLong(is_over);
 }
 
-static PyObject *forget_channels(PyObject *module, PyObject *ignored)
-{
-    PLI_ENTER(module);
-    (void)ignored;
-    pli_channels_forget(state_of_module(module));
-    Py_RETURN_NONE;
-}
-
 static PyObject *die_with(PyObject *module, PyObject *args)
 {
     PLI_ENTER(module);
@@ -189,11 +180,6 @@ static PyMethodDef module_methods[] = {
     {"has_ended", has_ended, METH_VARARGS,
      "has_ended(pid, /)\n--\n\nTell whether a process is gone: at once by a pidfd, "
      "else once its parent has collected it."},
-    {"tensor_hash", (PyCFunction)(void (*)(void))pli_tensor_hash, METH_FASTCALL,
-     "tensor_hash(tensor, most_bytes=..., /)\n--\n\nReturn a 64-bit number that stands "
-     "for a tensor's bytes; with most_bytes, for the first of them."},
-    {"forget_channels", forget_channels, METH_NOARGS,
-     "forget_channels()\n--\n\nClose, in a forked child, its parent's channels."},
     {"die_with", die_with, METH_VARARGS,
      "die_with(pidfd, pipe_fd, /)\n--\n\n"
      "End this process at once when the process of a pidfd ends, or a pipe does."},
@@ -271,10 +257,8 @@ static int module_exec(PyObject *module)
     PLI_TYPE_MAP(ADD_TYPE)
 #undef ADD_TYPE
     if (intern("grad", &state->str_grad) != 0 ||
-        intern("requires_grad", &state->str_requires_grad) != 0 ||
         intern("is_neg", &state->str_is_neg) != 0 ||
-        intern("is_conj", &state->str_is_conj) != 0 ||
-        intern("clone", &state->str_clone) != 0)
+        intern("is_conj", &state->str_is_conj) != 0)
         return -1;
 #define MAKE_NAME(name)                                                                \
     if ((state->name_##name = PyUnicode_InternFromString(#name)) == NULL)              \
@@ -315,10 +299,8 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->peer_timeout_error);
     Py_CLEAR(state->mismatch_error);
     Py_CLEAR(state->str_grad);
-    Py_CLEAR(state->str_requires_grad);
     Py_CLEAR(state->str_is_neg);
     Py_CLEAR(state->str_is_conj);
-    Py_CLEAR(state->str_clone);
     state->exchange = NULL;
     Py_CLEAR(state->exchange_capsule);
 #define CLEAR_CALLABLE(name) Py_CLEAR(state->name);

@@ -42,13 +42,4 @@ static inline void pli_object_free(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Bit by bit: a NaN is itself, and -0.0 is not 0.0. */
-static inline int pli_is_same_double(double left, double right)
-{
-    uint64_t first, other;
-    memcpy(&first, &left, sizeof first);
-    memcpy(&other, &right, sizeof other);
-    return first == other;
-}
-
 #endif

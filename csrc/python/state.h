@@ -43,35 +43,28 @@
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
     X(join_packed)                                                                     \
-    X(join_arrays)                                                                     \
-    X(pickle) /* an object to bytes: a tensor that no capsule holds, say */
+    X(join_arrays)
 
 /* Handed over in the same way: the field, and the type that it must be of. */
 #define PLI_KNOWN_MAP(X)                                                               \
     X(tensor_type, PyType_Type)                                                        \
     X(size_type, PyType_Type)                                                          \
-    X(device_type, PyType_Type)                                                        \
     X(packed_type, PyType_Type) /* PackedSequence */                                   \
     X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
     X(default_dict_type, PyType_Type) /* collections: defaultdict, UserDict */         \
     X(user_dict_type, PyType_Type)                                                     \
-    X(cached_type, PyType_Type)  /* functools.cached_property */                       \
-    X(fixed_types, PyTuple_Type) /* of which the same object is the same value */      \
-    X(registry, PyDict_Type)     /* of pytrees: {type: NodeDef} */
+    X(cached_type, PyType_Type) /* functools.cached_property */                        \
+    X(registry, PyDict_Type)    /* of pytrees: {type: NodeDef} */
 
 /* Attribute names that are asked for often: interned, in the field name_x. */
 #define PLI_NAME_MAP(X)                                                                \
-    X(_backward_hooks)                                                                 \
     X(_fields)                                                                         \
     X(_make)                                                                           \
-    X(_post_accumulate_grad_hooks)                                                     \
-    X(_version)                                                                        \
     X(__dataclass_fields__)                                                            \
     X(__dict__)                                                                        \
     X(__new__)                                                                         \
     X(data)                                                                            \
     X(default_factory)                                                                 \
-    X(dtype)                                                                           \
     X(flatten_fn)                                                                      \
     X(is_nested)                                                                       \
     X(name)                                                                            \
@@ -90,12 +83,6 @@
     X(hook)                                                                            \
     X(backward_end)                                                                    \
     X(watch)                                                                           \
-    X(snapshot)                                                                        \
-    X(shared_tensors)                                                                  \
-    X(replica_grads)                                                                   \
-    X(grad_hook)                                                                       \
-    X(shared_memory)                                                                   \
-    X(channel)                                                                         \
     X(tree)                                                                            \
     X(scattered)                                                                       \
     X(device_group)
@@ -108,15 +95,12 @@ typedef struct module_state {
     PyObject *peer_timeout_error;
     PyObject *mismatch_error;
     PyObject *str_grad; /* interned "grad", and so on */
-    PyObject *str_requires_grad;
     PyObject *str_is_neg;
     PyObject *str_is_conj;
-    PyObject *str_clone;
     pli_progress *progress;
     pli_processes *processes;        /* the peers', of all worlds */
     pli_watchdog *watchdog;          /* of GPU worlds; NULL: there was none yet */
     struct reducer_object *reducers; /* all that live, linked; borrowed */
-    struct channel_object *channels; /* the same */
     const dl_exchange *exchange;     /* NULL: torch before 2.10 */
     PyObject *exchange_capsule;      /* owns it */
 #define TORCH_FIELD(name) PyObject *name;
@@ -168,8 +152,5 @@ int pli_needs_torch(const module_state *state);
 #define TYPE_SPEC(name) extern PyType_Spec pli_##name##_spec;
 PLI_TYPE_MAP(TYPE_SPEC)
 #undef TYPE_SPEC
-
-/* In a forked child: every channel is its parent's alone (channel_type.c). */
-void pli_channels_forget(module_state *state);
 
 #endif

@@ -28,9 +28,14 @@ static int read_dtype(dl_dtype dtype, pl_dtype *out)
     return -1;
 }
 
-pli_place_text pli_place_in_words(dl_device place)
+/* A place in words: "the CPU", "cuda:1". */
+typedef struct place_text {
+    char text[48];
+} place_text;
+
+static place_text place_in_words(dl_device place)
 {
-    pli_place_text out;
+    place_text out;
     if (place.type == DL_CPU)
         (void)PyOS_snprintf(out.text, sizeof out.text, "the CPU");
     else if (place.type == DL_CUDA)
@@ -59,8 +64,7 @@ static int refuse_place(const dl_tensor *dl, dl_device place, const char *what)
     PyErr_Format(PyExc_ValueError,
                  "%s is on %s, and the model's first parameter was on %s when it was "
                  "wrapped: have all of the model on one device, and wrap it there",
-                 what, pli_place_in_words(dl->device).text,
-                 pli_place_in_words(place).text);
+                 what, place_in_words(dl->device).text, place_in_words(place).text);
     return -1;
 }
 
@@ -156,31 +160,6 @@ static int read_dl(const module_state *state, PyObject *object, const char *what
     return 0;
 }
 
-int pli_tensor_describe(const module_state *state, PyObject *object, const char *what,
-                        dl_tensor *out, PyObject **owner)
-{
-    int is_empty = 0;
-    if (read_dl(state, object, what, out, owner) != 0)
-        return PLI_TENSOR_FOREIGN;
-    for (int d = 0; d < out->ndim; d++)
-        is_empty |= out->shape[d] == 0;
-    if (out->device.type != DL_CPU)
-        PyErr_Format(PyExc_NotImplementedError,
-                     "%s is not in CPU memory (DLPack device type %d): this version of "
-                     "paceline shares the work of CPUs",
-                     what, (int)out->device.type);
-    else if (out->ndim > PLI_MAX_DIMS)
-        PyErr_Format(PyExc_NotImplementedError, "%s has %d dimensions: at most %d",
-                     what, out->ndim, PLI_MAX_DIMS);
-    else if (out->data == NULL && !is_empty)
-        PyErr_Format(PyExc_TypeError,
-                     "%s has no memory (a fake tensor, or one being traced)", what);
-    else
-        return 0;
-    Py_CLEAR(*owner);
-    return -1;
-}
-
 /* Complex tensors have a bit for conjugation.  Their imaginary parts then have one for
  * the sign; with more elements than one those do not lie side by side, so that nobody
  * takes them for a block of memory. */
@@ -248,15 +227,13 @@ typedef struct export {
     dl_managed plain;
     pli_window *window; /* NULL: nobody counts */
     size_t slot;
-    pli_shared_memory *memory; /* NULL: in none */
-    int64_t dims[];            /* shape, then strides */
+    int64_t dims[]; /* shape, then strides */
 } export;
 
 static void drop_export(export *self)
 {
     if (self->window != NULL)
         pli_window_unsee(self->window, self->slot);
-    pli_shared_memory_release(self->memory);
     pli_free(self);
 }
 
@@ -342,24 +319,6 @@ static PyObject *make(const module_state *state, const pli_view *view, void *dat
                             .ndim = layout->n_dims,
                             .dtype = dtypes[layout->dtype]};
     return finish(state, self, &like);
-}
-
-PyObject *pli_tensor_in_shared_memory(const module_state *state,
-                                      pli_shared_memory *memory, const dl_tensor *like)
-{
-    const size_t n_bytes = (size_t)like->ndim * sizeof(int64_t);
-    export *self = make_export(state, like->ndim);
-    if (self == NULL)
-        return NULL;
-    if (n_bytes > 0) {
-        memcpy(self->dims, like->shape, n_bytes);
-        memcpy(self->dims + like->ndim, like->strides, n_bytes);
-    }
-    pli_shared_memory_retain(memory);
-    self->memory = memory;
-    dl_tensor on_cpu = *like;
-    on_cpu.device = (dl_device){.type = DL_CPU};
-    return finish(state, self, &on_cpu);
 }
 
 PyObject *pli_tensor_view(const module_state *state, const pli_view *view,

@@ -8,7 +8,6 @@
 
 #include "comm/window.h"
 #include "core/layout.h"
-#include "ipc/shared_memory.h"
 #include "state.h"
 
 typedef struct pli_tensor {
@@ -26,22 +25,9 @@ int pli_tensor_read(const module_state *state, PyObject *object, const char *wha
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
                        const char *what, pli_tensor *out);
 
-/* A CPU tensor's description, of any dtype, good while it lives unmodified and *owner,
- * which may be NULL, is kept.  PLI_TENSOR_FOREIGN with TypeError where it is no strided
- * tensor, -1 with another exception where its memory cannot be read. */
-enum { PLI_TENSOR_FOREIGN = -2 };
-int pli_tensor_describe(const module_state *state, PyObject *object, const char *what,
-                        dl_tensor *out, PyObject **owner);
-
 /* Where a strided tensor is. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
                      dl_device *out);
-
-/* A place in words: "the CPU", "cuda:1". */
-typedef struct pli_place_text {
-    char text[48];
-} pli_place_text;
-pli_place_text pli_place_in_words(dl_device place);
 
 /* Part of a window onto gradients that are on `place`. */
 typedef struct pli_view {
@@ -55,11 +41,6 @@ typedef struct pli_view {
  * dies. */
 PyObject *pli_tensor_view(const module_state *state, const pli_view *view,
                           const pli_layout *layout);
-
-/* A new torch tensor over like->data, with the dtype, shape and strides of `like`; the
- * memory that it lies in stays mapped until its storage dies. */
-PyObject *pli_tensor_in_shared_memory(const module_state *state,
-                                      pli_shared_memory *memory, const dl_tensor *like);
 
 /* A new torch tensor over memory, on `place`, that outlives it. */
 PyObject *pli_tensor_borrow(const module_state *state, dl_device place, void *data,

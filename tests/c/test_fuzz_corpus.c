@@ -12,9 +12,6 @@
 
 #include "check.h"
 
-#define LLVMFuzzerTestOneInput fuzz_message
-#include "tests/fuzz/fuzz_message.c"
-#undef LLVMFuzzerTestOneInput
 #define LLVMFuzzerTestOneInput fuzz_segment
 #include "tests/fuzz/fuzz_segment.c"
 #undef LLVMFuzzerTestOneInput
@@ -68,11 +65,6 @@ static void run_corpus(const char *name, corpus_target target)
     corpus_n_files += n_files;
 }
 
-static void messages_of_a_caller_break_no_worker(void)
-{
-    run_corpus("message", fuzz_message);
-}
-
 static void a_segment_of_another_rank_breaks_none(void)
 {
     run_corpus("segment", fuzz_segment);
@@ -96,7 +88,6 @@ static void rows_of_another_rank_break_no_exchange(void)
 static int run_all(void)
 {
     (void)alarm(CORPUS_ALARM_S);
-    RUN(messages_of_a_caller_break_no_worker);
     RUN(a_segment_of_another_rank_breaks_none);
     RUN(strangers_break_no_handshake);
     RUN(what_other_hosts_send_breaks_no_leader);

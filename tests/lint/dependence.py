@@ -21,7 +21,7 @@ C_FOLDERS: dict[str, set[str]] = {
     "comm": _BASE | {"backend", "ipc"},
     "nccl": _COMM,
     "reducer": _COMM,
-    "replicas": _BASE | {"backend", "ipc"},
+    "replicas": _BASE | {"backend"},
     "python": _CORE,
     "python/ddp": _CORE | {"python"},
     "python/dp": _CORE | {"python"},

@@ -109,9 +109,7 @@ PyObject *pli_flatten(PyObject *module, PyObject *value);
 /* The tree of a walk, which gives up its nodes. */
 pli_tree *pli_tree_new(const module_state *state, pli_walk *walk);
 
-/* Where a leaf is: "[0]['mask'].logits"; of (args, kwargs): "args[0]", "kwargs['x']".
- */
-PyObject *pli_tree_path(const pli_tree *tree, Py_ssize_t leaf);
+/* Where a leaf of (args, kwargs) is: "args[0]['mask']", "kwargs['x']". */
 PyObject *pli_tree_path_of_call(const pli_tree *tree, Py_ssize_t leaf);
 
 /* The step from a container to its child: "[0]", "['mask']" or ".logits". */

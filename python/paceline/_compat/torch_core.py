@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import functools
 import sys
 import types
@@ -21,27 +20,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from paceline import _native
-from paceline._compat import (
-    odd_tensors,
-    packed_sequence,
-    sparse_rows,
-    torch_cuda,
-    torch_graph,
-)
+from paceline._compat import packed_sequence, sparse_rows, torch_cuda, torch_graph
 
 MINIMUM = (2, 4)
-
-
-FIXED_TYPES = (
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    torch.dtype,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-)
-"""Types of which the same object is always the same value."""
 
 FUTURES = (torch.futures.Future, torch._C.Future)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
@@ -94,16 +75,13 @@ def attach() -> None:
         split_packed=packed_sequence.split_packed,
         join_packed=packed_sequence.join_packed,
         join_arrays=packed_sequence.join_arrays,
-        pickle=odd_tensors.pickled,
         tensor_type=torch.Tensor,
         size_type=torch.Size,
-        device_type=torch.device,
         packed_type=PackedSequence,
         marker_type=packed_sequence.Replicated,
         default_dict_type=collections.defaultdict,
         user_dict_type=collections.UserDict,
         cached_type=functools.cached_property,
-        fixed_types=FIXED_TYPES,
         registry=_pytree.SUPPORTED_NODES,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),

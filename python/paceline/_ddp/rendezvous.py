@@ -10,6 +10,7 @@ From then on the native world watches the processes itself.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pickle
 import time
@@ -472,8 +473,14 @@ def _outcome_of(problem: BaseException, may_lack: bool) -> str:
 
 
 def _lacks_shared_memory(n_bytes: int) -> bool:
+    """Tell whether processes cannot share so much, as csrc/comm/segment.c makes it."""
     try:
-        _native.SharedMemory(n_bytes)
-    except (OSError, MemoryError):
+        fd = os.memfd_create("paceline")
+        try:
+            os.ftruncate(fd, max(n_bytes, 1))
+            mmap.mmap(fd, max(n_bytes, 1)).close()
+        finally:
+            os.close(fd)
+    except OSError:
         return True
     return False

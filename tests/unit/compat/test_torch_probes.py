@@ -1,6 +1,5 @@
 """The probes of torch, each in the way of this torch and in that of one without."""
 
-import pickle
 import subprocess
 import sys
 import warnings
@@ -9,8 +8,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from natives import torch_core
-from paceline._compat import odd_tensors, torch_groups, torch_modes
+from natives import make_reducer, make_world, torch_core
+from paceline._compat import torch_groups, torch_modes
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -43,15 +42,28 @@ def without_exchange(monkeypatch):
     ids=["number", "None", "meta", "sparse"],
 )
 def test_what_no_capsule_holds_is_a_type_error_that_names_it(without_exchange, bad):
-    with pytest.raises(TypeError, match="the tensor is no strided tensor in memory: "):
-        torch_core._native.tensor_hash(bad)
+    world = make_world()
+    with pytest.raises(TypeError, match="is no strided tensor in memory: "):
+        world.broadcast([bad])
 
 
-def test_a_capsule_gives_the_same_bits_as_the_exchange_table(without_exchange):
-    tensors = [torch.arange(6.0).reshape(2, 3).t(), torch.ones(()), torch.ones(0, 2)]
-    by_capsule = [torch_core._native.tensor_hash(tensor) for tensor in tensors]
-    torch_core.attach()
-    assert by_capsule == [torch_core._native.tensor_hash(tensor) for tensor in tensors]
+def test_capsules_carry_tensors_as_the_exchange_table_does(without_exchange):
+    params = [
+        torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t()),
+        torch.nn.Parameter(torch.ones(())),
+        torch.nn.Parameter(torch.ones(1, 400)),
+    ]
+    for attach in (None, torch_core.attach):
+        if attach is not None:
+            attach()  # by the table, where this torch has one
+        reducer = make_reducer(params=params)
+        reducer.forward_begins()
+        sum((p * p).sum() for p in params).backward()
+        for p in params:
+            assert torch.equal(p.grad, 2 * p.detach())
+            assert p.grad.stride() == p.stride()
+            p.grad = None
+        reducer.detach()
 
 
 @pytest.mark.parametrize("takes_several", [True, False])
@@ -80,26 +92,6 @@ def test_holders_of_memory_are_tensors_and_what_graphs_have_saved():
     assert torch_core.count_holders(block) == alone + 1
     out.sum().backward()
     assert torch_core.count_holders(block) == alone
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
-def test_a_dtype_that_torch_cannot_unpickle_travels_as_bits(monkeypatch, dtype, shape):
-    monkeypatch.setattr(odd_tensors, "_is_picklable", lambda dtype: False)
-    sent = torch.ones(shape).to(dtype).movedim(0, -1) if shape else torch.ones(())
-    sent = sent.to(dtype)
-    words = odd_tensors.pickled(sent)
-    assert b"_from_bits" in words
-    got = pickle.loads(words)
-    assert (got.dtype, got.shape, got.stride()) == (dtype, sent.shape, sent.stride())
-    assert torch.equal(got, sent)
-
-
-def test_what_torch_can_unpickle_is_pickled_by_torch():
-    for value in (torch.eye(2).to_sparse(), torch.ones(2), "words"):
-        words = odd_tensors.pickled(value)
-        assert b"_from_bits" not in words
-        assert type(pickle.loads(words)) is type(value)
 
 
 # ---- what a thread has --------------------------------------------------------------

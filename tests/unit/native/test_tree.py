@@ -2,15 +2,12 @@
 
 import collections
 import dataclasses
-import enum
 import functools
 import gc
-import pickle
 import subprocess
 import sys
 import weakref
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -33,10 +30,6 @@ from values import (
 )
 
 torch_core.attach()
-
-
-class Color(enum.Enum):
-    RED = 1
 
 
 class Rows(list):
@@ -78,15 +71,6 @@ def test_each_container_comes_back_as_it_was(name):
     again = tree.unflatten(leaves)
     assert same(again, value)
     assert same(tree.unflatten(tuple(leaves)), value)
-
-
-@pytest.mark.parametrize("name", containers())
-def test_a_tree_travels_through_a_pickle(name):
-    tree, leaves = _native.flatten(containers()[name])
-    for module in (pickle, cloudpickle):
-        there = module.loads(module.dumps(tree))
-        assert same(there.unflatten(leaves), containers()[name])
-        assert there == tree
 
 
 def test_leaves_are_tensors_and_arrays_in_order():
@@ -196,59 +180,6 @@ def test_a_dict_that_is_its_own_attributes_stays_so():
     assert again["c"] == 4
 
 
-def equal(left, right):
-    return _native.flatten(left)[0] == _native.flatten(right)[0]
-
-
-def test_trees_are_equal_where_nesting_and_constants_are():
-    t, u = rows(2), rows(5)
-    for value in (None, True, 3, 2.5, 1j, "text", b"bytes", torch.device("cpu")):
-        assert equal((t, value), (u, value))
-    for value in (int, len, rows, torch.float32, torch.strided, Color.RED):
-        assert equal([t, value], [u, value])
-    assert equal(float("nan"), float("nan"))
-    assert equal({"a": (t, 10**30)}, {"a": (u, 10**30)})
-    assert equal(t.shape, torch.Size([2]))
-    assert equal(Classified(logits=t), Classified(logits=u))
-    assert equal(Frozen(t), Frozen(u))
-
-
-def test_trees_differ_where_anything_differs():
-    t = rows(2)
-    different = [
-        (1, True),
-        (1, 1.0),
-        (0.0, -0.0),
-        (None, t),
-        (t, np.arange(2)),
-        ([t], (t,)),
-        ([t], [t, t]),
-        ({"a": t}, {"b": t}),
-        ({1: t}, {True: t}),
-        ({"a": t, "b": t}, {"b": t, "a": t}),
-        ({"a": t}, collections.OrderedDict(a=t)),
-        (Frozen(t), Frozen(t, 3.0)),
-        (Classified(logits=t), Classified(loss=t)),
-        (Box(t, "a"), Box(t, "b")),
-    ]
-    for left, right in different:
-        assert not equal(left, right), (left, right)
-        assert _native.flatten(left)[0] != _native.flatten(right)[0]
-
-
-def test_a_constant_that_may_have_changed_makes_trees_unequal():
-    kept = {1, 2}
-    assert not equal((rows(2), kept), (rows(2), kept))
-    thing = object()
-    assert not equal(thing, thing)
-
-
-def test_a_tree_is_not_hashable():
-    tree, _ = _native.flatten(rows(2))
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(tree)
-
-
 def test_leaves_must_be_as_many_as_there_were():
     tree, leaves = _native.flatten([rows(2), rows(3)])
     with pytest.raises(ValueError, match="1 leaves for a tree of 2"):
@@ -278,24 +209,6 @@ def test_an_error_in_a_registered_function_comes_out():
         _native.flatten([Broken()])
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        (),
-        ((0, 0, None, None, None, None), (0, 0, None, None, None, None)),
-        ((3, 2, tuple, None, None, None), (0, 0, None, None, None, None)),
-        ((3, 1, None, None, None, None), (0, 0, None, None, None, None)),
-        ((5, 1, dict, None, None, None), (0, 0, None, None, None, None)),
-        ((99, 0, None, None, None, None),),
-        ((13, 1, tuple, None, None, None), (0, 0, None, None, None, None)),
-        ((0, 1, None, None, None, None), (0, 0, None, None, None, None)),
-    ],
-)
-def test_nodes_that_make_no_tree_are_refused(nodes):
-    with pytest.raises(ValueError, match="node"):
-        _native.Tree(nodes)
-
-
 def test_trees_need_no_numpy():
     code = """
 import collections, sys, warnings
@@ -318,8 +231,6 @@ def test_a_thousand_trees_leave_nothing():
         def once(value=value):
             tree, found = _native.flatten(value)
             tree.unflatten(found)
-            assert tree == tree or tree != tree
-            tree.__reduce__()
 
         assert_leaves_nothing(once, value, type(value), *leaves), name
 

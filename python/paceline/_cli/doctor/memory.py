@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import _cgroup
-from paceline._cli.doctor import imports
 from paceline._cli.doctor.finding import (
     GIB,
     MIB,
@@ -62,7 +61,7 @@ def look_memory(root: Path = _ROOT) -> Memory:
 
 
 def judge_memory(memory: Memory) -> Finding:
-    """Judge whether a model and its workers fit."""
+    """Judge whether a model and its ranks fit."""
     if memory.total == 0:
         return warning(
             "/proc/meminfo cannot be read",
@@ -79,9 +78,9 @@ def judge_memory(memory: Memory) -> Finding:
         return ok(found)
     return warning(
         found,
-        "A worker process takes 150 MiB and its gradients; the kernel kills processes "
-        "when memory runs out. End other programs, or raise the container's limit "
-        "(docker run --memory).",
+        "A rank's process takes 150 MiB besides its model and gradients; the kernel "
+        "kills processes when memory runs out. End other programs, or raise the "
+        "container's limit (docker run --memory).",
     )
 
 
@@ -100,19 +99,21 @@ class SharedMemory:
 
 def look_shared_memory() -> SharedMemory:
     """Make memory that processes can share, map it twice, write, read and compare."""
-    native = imports.native()
     try:
-        memory = native.SharedMemory(_TRIED_BYTES)
-        with (
-            mmap.mmap(memory.fd, _TRIED_BYTES) as first,
-            mmap.mmap(memory.fd, _TRIED_BYTES) as second,
-        ):
+        fd = os.memfd_create("paceline")
+    except OSError as error:
+        return SharedMemory(_TRIED_BYTES, describe(error))
+    try:
+        os.posix_fallocate(fd, 0, _TRIED_BYTES)  # an error where SIGBUS would come
+        with mmap.mmap(fd, _TRIED_BYTES) as first, mmap.mmap(fd, _TRIED_BYTES) as other:
             pattern = bytes(range(251)) * (_TRIED_BYTES // 251 + 1)
             first[:] = pattern[:_TRIED_BYTES]
-            if second[:] != first[:]:
+            if other[:] != first[:]:
                 return SharedMemory(_TRIED_BYTES, "two mappings hold other bytes")
-    except (OSError, MemoryError, RuntimeError) as error:
+    except OSError as error:
         return SharedMemory(_TRIED_BYTES, describe(error))
+    finally:
+        os.close(fd)
     return SharedMemory(_TRIED_BYTES)
 
 
@@ -122,9 +123,9 @@ def judge_shared_memory(memory: SharedMemory) -> Finding:
         return ok(f"memfd_create works: {size(memory.n_bytes)} written and read")
     return problem(
         f"memfd_create: {memory.error}",
-        "DataParallel with replicas on the CPU fails, and ranks average by the process "
-        "group instead, which is slower. Allow memfd_create in the container's seccomp "
-        "profile, raise its memory limit, and see that `ulimit -f` is unlimited.",
+        "Ranks average by the process group instead, which is slower, and launch() "
+        "fails. Allow memfd_create in the container's seccomp profile, raise its "
+        "memory limit, and see that `ulimit -f` is unlimited.",
     )
 
 
@@ -201,8 +202,7 @@ def judge_malloc(malloc: Malloc) -> Finding:
     return ok(
         found or "the C library's, with its defaults",
         "Where layers on the CPU have tens of MiB, ranks gain time by keeping freed "
-        "memory: MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_MMAP_MAX_=0. Worker "
-        "processes of DataParallel do so already.",
+        "memory: MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_MMAP_MAX_=0.",
     )
 
 
