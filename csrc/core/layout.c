@@ -5,41 +5,18 @@
 
 #include "alloc.h"
 
-/* ---- density -------------------------------------------------------------------- */
-
-size_t pli_strided_bytes(const pli_strided *strided)
-{
-    size_t n_bytes = strided->elem_bytes;
-    for (int d = 0; d < strided->n_dims; d++)
-        n_bytes *= (size_t)strided->dims[d].size;
-    return n_bytes;
-}
-
-/* How many leading dimensions there are before the elements lie in one row-major piece;
- * *piece_bytes is its size. */
-static int leading_dims(const pli_strided *strided, size_t *piece_bytes)
-{
-    int n = strided->n_dims;
-    *piece_bytes = strided->elem_bytes;
-    for (; n > 0; n--) {
-        const pli_dim *dim = &strided->dims[n - 1];
-        if (dim->size != 1 && dim->stride != (int64_t)*piece_bytes)
-            break;
-        *piece_bytes *= (size_t)dim->size;
-    }
-    return n;
-}
+/* ---- layouts of tensors --------------------------------------------------------- */
 
 /* Walks the dimensions from the smallest stride up: each must begin where the block of
  * the ones before ends. */
-static int is_dense(const pli_strided *strided)
+int pli_layout_is_dense(const pli_layout *layout)
 {
-    const pli_dim *dims = strided->dims;
+    const pli_dim *dims = layout->dims;
     unsigned char is_taken[PLI_MAX_DIMS] = {0};
-    int64_t block = (int64_t)strided->elem_bytes;
-    for (int n = 0; n < strided->n_dims; n++) {
+    int64_t block = 1;
+    for (int n = 0; n < layout->n_dims && layout->n_elems > 0; n++) {
         int next = -1;
-        for (int d = 0; d < strided->n_dims; d++) {
+        for (int d = 0; d < layout->n_dims; d++) {
             if (is_taken[d] || dims[d].size == 1)
                 continue;
             if (next < 0 || dims[d].stride < dims[next].stride)
@@ -53,94 +30,6 @@ static int is_dense(const pli_strided *strided)
         is_taken[next] = 1;
     }
     return 1;
-}
-
-pli_density pli_strided_density(const pli_strided *strided)
-{
-    size_t piece_bytes = 0;
-    if (pli_strided_bytes(strided) == 0 || leading_dims(strided, &piece_bytes) == 0)
-        return PLI_ROW_MAJOR;
-    return is_dense(strided) ? PLI_DENSE : PLI_NOT_DENSE;
-}
-
-/* ---- copies --------------------------------------------------------------------- */
-
-typedef enum direction { PACK, UNPACK } direction;
-
-/* A walk over the leading dimensions. */
-typedef struct walk {
-    const pli_strided *strided;
-    int n_leading;
-    size_t piece_bytes;
-    direction way;
-} walk;
-
-static void copy_piece(const walk *self, char *data, char *block, size_t n_bytes)
-{
-    if (self->way == PACK)
-        memcpy(block, data, n_bytes);
-    else
-        memcpy(data, block, n_bytes);
-}
-
-/* The innermost dimension of a walk: a copy whose size the compiler knows is a move. */
-static char *copy_column(const walk *self, const pli_dim *dim, char *data, char *block)
-{
-#define COPY_COLUMN(bytes)                                                             \
-    case bytes:                                                                        \
-        for (int64_t i = 0; i < dim->size; i++, data += dim->stride, block += (bytes)) \
-            copy_piece(self, data, block, (bytes));                                    \
-        return block;
-    const size_t n_bytes = self->piece_bytes;
-    switch (n_bytes) {
-        COPY_COLUMN(1)
-        COPY_COLUMN(2)
-        COPY_COLUMN(4)
-        COPY_COLUMN(8)
-        COPY_COLUMN(16)
-    default:
-        for (int64_t i = 0; i < dim->size; i++, data += dim->stride, block += n_bytes)
-            copy_piece(self, data, block, n_bytes);
-        return block;
-    }
-#undef COPY_COLUMN
-}
-
-/* Copies what lies behind the first `d` dimensions; returns where the block goes on. */
-static char *copy_rows(const walk *self, int d, char *data, char *block)
-{
-    const pli_dim *dim = &self->strided->dims[d];
-    if (d == self->n_leading - 1)
-        return copy_column(self, dim, data, block);
-    for (int64_t i = 0; i < dim->size; i++, data += dim->stride)
-        block = copy_rows(self, d + 1, data, block);
-    return block;
-}
-
-static void copy(const pli_strided *strided, void *data, void *block, direction way)
-{
-    walk self = {.strided = strided, .way = way};
-    const size_t n_bytes = pli_strided_bytes(strided);
-    if (n_bytes == 0)
-        return;
-    self.n_leading = leading_dims(strided, &self.piece_bytes);
-    if (self.n_leading == 0 || is_dense(strided))
-        copy_piece(&self, data, block, n_bytes);
-    else
-        (void)copy_rows(&self, 0, data, block);
-}
-
-void pli_strided_pack(const pli_strided *strided, const void *data, void *block)
-{
-    copy(strided, (void *)data, block, PACK);
-}
-
-/* ---- layouts of tensors --------------------------------------------------------- */
-
-int pli_layout_is_dense(const pli_layout *layout)
-{
-    const pli_strided elements = {layout->dims, layout->n_dims, 1};
-    return pli_strided_density(&elements) != PLI_NOT_DENSE;
 }
 
 void pli_layout_make_row_major(pli_layout *layout)
@@ -175,24 +64,95 @@ int pli_layout_equal(const pli_layout *left, const pli_layout *right)
     return 1;
 }
 
-static void copy_layout(const pli_layout *layout, void *data, void *block,
-                        direction way)
+/* ---- copies --------------------------------------------------------------------- */
+
+typedef enum direction { PACK, UNPACK } direction;
+
+/* A walk over the leading dimensions: those before the elements lie in one row-major
+ * piece. */
+typedef struct walk {
+    const pli_layout *layout;
+    int n_leading;
+    size_t elem_bytes;
+    size_t piece_bytes;
+    direction way;
+} walk;
+
+static walk begin_walk(const pli_layout *layout, direction way)
 {
-    pli_dim dims[PLI_MAX_DIMS];
     const size_t elem_bytes = pl_dtype_bytes(layout->dtype);
-    for (int d = 0; d < layout->n_dims; d++)
-        dims[d] = (pli_dim){layout->dims[d].size,
-                            layout->dims[d].stride * (int64_t)elem_bytes};
-    const pli_strided strided = {dims, layout->n_dims, elem_bytes};
-    copy(&strided, data, block, way);
+    int64_t piece = 1;
+    int n = layout->n_dims;
+    for (; n > 0; n--) {
+        const pli_dim *dim = &layout->dims[n - 1];
+        if (dim->size != 1 && dim->stride != piece)
+            break;
+        piece *= dim->size;
+    }
+    return (walk){layout, n, elem_bytes, (size_t)piece * elem_bytes, way};
+}
+
+static void copy_piece(const walk *self, char *data, char *block, size_t n_bytes)
+{
+    if (self->way == PACK)
+        memcpy(block, data, n_bytes);
+    else
+        memcpy(data, block, n_bytes);
+}
+
+/* The innermost dimension of a walk: a copy whose size the compiler knows is a move. */
+static char *copy_column(const walk *self, int64_t size, int64_t step_bytes, char *data,
+                         char *block)
+{
+#define COPY_COLUMN(bytes)                                                             \
+    case bytes:                                                                        \
+        for (int64_t i = 0; i < size; i++, data += step_bytes, block += (bytes))       \
+            copy_piece(self, data, block, (bytes));                                    \
+        return block;
+    const size_t n_bytes = self->piece_bytes;
+    switch (n_bytes) {
+        COPY_COLUMN(1)
+        COPY_COLUMN(2)
+        COPY_COLUMN(4)
+        COPY_COLUMN(8)
+        COPY_COLUMN(16)
+    default:
+        for (int64_t i = 0; i < size; i++, data += step_bytes, block += n_bytes)
+            copy_piece(self, data, block, n_bytes);
+        return block;
+    }
+#undef COPY_COLUMN
+}
+
+/* Copies what lies behind the first `d` dimensions; returns where the block goes on. */
+static char *copy_rows(const walk *self, int d, char *data, char *block)
+{
+    const pli_dim *dim = &self->layout->dims[d];
+    const int64_t step_bytes = dim->stride * (int64_t)self->elem_bytes;
+    if (d == self->n_leading - 1)
+        return copy_column(self, dim->size, step_bytes, data, block);
+    for (int64_t i = 0; i < dim->size; i++, data += step_bytes)
+        block = copy_rows(self, d + 1, data, block);
+    return block;
+}
+
+static void copy(const pli_layout *layout, void *data, void *block, direction way)
+{
+    const walk self = begin_walk(layout, way);
+    if (layout->n_elems == 0)
+        return;
+    if (self.n_leading == 0 || pli_layout_is_dense(layout))
+        copy_piece(&self, data, block, pli_layout_bytes(layout));
+    else
+        (void)copy_rows(&self, 0, data, block);
 }
 
 void pli_layout_pack(const pli_layout *layout, const void *data, void *block)
 {
-    copy_layout(layout, (void *)data, block, PACK);
+    copy(layout, (void *)data, block, PACK);
 }
 
 void pli_layout_unpack(const pli_layout *layout, void *data, const void *block)
 {
-    copy_layout(layout, data, (void *)block, UNPACK);
+    copy(layout, data, (void *)block, UNPACK);
 }

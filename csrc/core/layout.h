@@ -20,21 +20,6 @@ typedef struct pli_dim {
     int64_t stride;
 } pli_dim;
 
-/* Elements of any size. */
-typedef struct pli_strided {
-    const pli_dim *dims; /* strides in bytes */
-    int n_dims;          /* up to PLI_MAX_DIMS */
-    size_t elem_bytes;
-} pli_strided;
-
-typedef enum pli_density { PLI_ROW_MAJOR, PLI_DENSE, PLI_NOT_DENSE } pli_density;
-
-size_t pli_strided_bytes(const pli_strided *strided);
-pli_density pli_strided_density(const pli_strided *strided);
-
-/* Copies the elements that begin at `data` into a block of pli_strided_bytes(). */
-void pli_strided_pack(const pli_strided *strided, const void *data, void *block);
-
 /* A layout of elements that can be reduced. */
 typedef struct pli_layout {
     pl_dtype dtype;
