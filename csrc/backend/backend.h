@@ -28,9 +28,8 @@ typedef struct pl_move {
     size_t n_elems;
 } pl_move;
 
-/* Several ranks' ranges, one after another in memory or each at an address of its own,
- * to be reduced to one: in rank order, 16-bit floats in float32, rounded once (as
- * cpu_sum.h). */
+/* Several ranks' ranges, one after another in memory, to be reduced to one: in rank
+ * order, 16-bit floats in float32, rounded once (as cpu_sum.h). */
 typedef struct pl_rank_ranges {
     void *to; /* may be one of the ranges */
     const void *from;
@@ -39,8 +38,6 @@ typedef struct pl_rank_ranges {
     pl_dtype dtype;         /* floating point or complex */
     pl_reduction reduction; /* PL_SUM or PL_MEAN */
     size_t n_elems;
-    const void *const *addresses; /* by rank, in place of `from`; NULL: as `from` says.
-                                   * PL_EUNSUPPORTED on a device. */
 } pl_rank_ranges;
 
 /* When a move is best made: as it comes, while it is in cache, or with all of its

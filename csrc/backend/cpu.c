@@ -105,9 +105,7 @@ static pl_status cpu_sum(pl_backend *backend, const pl_rank_ranges *ranges,
         PL_FAIL(PL_EINVAL, "ranges of %d ranks, but 1 to %d can be summed",
                 ranges->n_ranks, PL_MAX_RANKS);
     for (int r = 0; r < ranges->n_ranks; r++)
-        in[r] = ranges->addresses != NULL
-                    ? ranges->addresses[r]
-                    : (const char *)ranges->from + (size_t)r * ranges->stride_bytes;
+        in[r] = (const char *)ranges->from + (size_t)r * ranges->stride_bytes;
     self->sums->fn[ranges->dtype][ranges->reduction](
         &(pli_sum_args){.in = in,
                         .n_in = ranges->n_ranks,

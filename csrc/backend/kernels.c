@@ -406,8 +406,6 @@ pl_status pli_kernels_sum(pli_kernels *kernels, const pl_rank_ranges *ranges,
     const unsigned long long n_blocks =
         (span.n + PLI_BLOCK_WORDS - 1) / PLI_BLOCK_WORDS;
     PL_TRY(pli_backend_check_ranges(ranges));
-    if (ranges->addresses != NULL)
-        PL_FAIL(PL_EUNSUPPORTED, "on a device, ranges are one after another in memory");
     if (ranges->n_ranks == 1)
         PL_TRY(pli_kernels_copy(kernels, &only, 1, stream));
     else if (span.n != 0)
