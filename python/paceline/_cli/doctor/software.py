@@ -303,8 +303,7 @@ def judge_threads(threads: Threads) -> Finding:
             f"{count(n_cores, 'core')}",
             "All that the main thread starts, DataLoader's workers too, shares these "
             "cores, and so do all ranks of this host: unset the variables that bind "
-            f"threads ({', '.join(_BINDING)}). Paceline gives worker processes cores "
-            "of their own.",
+            f"threads ({', '.join(_BINDING)}).",
         )
     n_usable = max(1, int(threads.cores.n_usable))
     if threads.n_threads > n_usable:
@@ -377,7 +376,6 @@ VARIABLES: dict[str, tuple[Callable[[str], bool], str]] = {
     "PACELINE_STRICT": (_one_of("0", "1"), "0 or 1"),
     "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
     "PACELINE_WERROR": (_one_of("0", "1"), "0 or 1"),
-    "PACELINE_WORKER": (_is_anything, ""),
 }
 """Every variable of Paceline's, what its value must be, and that in words."""
 

@@ -126,15 +126,14 @@ def look_limits(root: Path = _ROOT) -> Limits:
 
 
 def judge_limits(limits: Limits) -> Finding:
-    """Judge whether a limit stops ranks or workers."""
+    """Judge whether a limit stops ranks."""
     found = f"{_or_no_limit(limits.descriptors)} open files"
     found += f", {_or_no_limit(limits.tasks)} processes"
     advice = []
     n_descriptors = limits.descriptors
     if n_descriptors is not None and n_descriptors < _FEW_DESCRIPTORS:
         advice.append(
-            'Ranks, workers and DataLoader fail with "Too many open files": '
-            "`ulimit -n 65536`."
+            'Ranks and DataLoader fail with "Too many open files": `ulimit -n 65536`.'
         )
     if limits.tasks is not None and limits.tasks < _FEW_TASKS and not limits.is_root:
         advice.append(
@@ -208,9 +207,9 @@ def judge_processes(processes: Processes) -> Finding:
     if processes.pidfd_error:
         found.append(f"pidfd_open: {processes.pidfd_error}")
         advice.append(
-            "A rank or worker that dies is noticed only once its parent has collected "
-            "it. pidfd_open needs Linux 5.3, and a container whose seccomp profile "
-            "allows it, as Docker's does."
+            "A rank that dies is noticed only once its parent has collected it, and "
+            "launch() fails. pidfd_open needs Linux 5.3, and a container whose seccomp "
+            "profile allows it, as Docker's does."
         )
     if processes.host_error:
         found.append(processes.host_error)
