@@ -40,7 +40,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(scope="module")
 def forked_workers():
-    """Start the file's worker processes by fork, in milliseconds."""
+    """Start the file's ranks by fork, in milliseconds."""
     from support import forked_workers
 
     with forked_workers.forked_workers():
