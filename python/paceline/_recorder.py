@@ -211,7 +211,7 @@ class RecordingError(Exception):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket of a step; of replicas a wait.  Nanoseconds; 0: not known."""
+    """A bucket of a step.  Times are nanoseconds; 0: not known."""
 
     ready: int
     begin: int

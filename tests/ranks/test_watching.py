@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from paceline import DataParallel, DistributedDataParallel
 from support import traces
-from support.forked_workers import forked_workers
 from support.ranks import start_ranks, tell
 from support.waiting import until
 from torch import nn
@@ -222,37 +221,28 @@ def one_job(folder):
     return row
 
 
-@pytest.mark.parametrize("engine", ["process", "thread"])
-def test_a_data_parallel_is_shown_and_traced(engine, tmp_path, monkeypatch):
+def test_a_data_parallel_is_shown_and_traced(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_RECORDER", str(tmp_path))
-    with forked_workers(), DataParallel(net(), ["cpu"] * 2, engine=engine) as model:
-        for _ in range(N_STEPS):
-            model(torch.ones(4, 4)).sum().backward()
-        row = one_job(tmp_path)
-        assert (row["kind"], row["pid"], row["world_size"]) == (
-            "replicas",
-            os.getpid(),
-            2,
-        )
-        n_over = N_STEPS if engine == "process" else N_STEPS - 1
-        assert (row["step"], row["steps"]) == (N_STEPS, n_over)
-        assert row["step_ms"] > 0
-        path = tmp_path / "trace.json"
-        assert run("trace", "-o", str(path), folder=tmp_path)[0] == 0
-        lanes = traces.check(json.loads(path.read_text()))
-        counted = Counter(e["name"] for lane in lanes.values() for e in lane)
-        assert counted["forward"] == n_over
-        if engine == "process":
-            assert row["awaited"] == {"1": 1.0}
-            assert counted["backward"] == N_STEPS
-            # In forward and in backward; and the first time for the model.
-            assert counted["wait for replica 1"] >= 2 * N_STEPS
+    model = DataParallel(net(), ["cpu"] * 2)
+    for _ in range(N_STEPS):
+        model(torch.ones(4, 4)).sum().backward()
+    row = one_job(tmp_path)
+    assert (row["kind"], row["pid"], row["world_size"]) == ("replicas", os.getpid(), 2)
+    n_over = N_STEPS - 1  # the last step ends with the next forward
+    assert (row["step"], row["steps"]) == (N_STEPS, n_over)
+    assert row["step_ms"] > 0
+    path = tmp_path / "trace.json"
+    assert run("trace", "-o", str(path), folder=tmp_path)[0] == 0
+    lanes = traces.check(json.loads(path.read_text()))
+    counted = Counter(e["name"] for lane in lanes.values() for e in lane)
+    assert counted["forward"] == n_over
+    del model
     assert files(tmp_path) == []
 
 
 SCRIPT = """
 import os, sys, torch, paceline
-model = paceline.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2, engine="thread")
+model = paceline.DataParallel(torch.nn.Linear(2, 1), ["cpu"] * 2)
 model(torch.ones(4, 2)).sum().backward()
 (name,) = [n for n in os.listdir(sys.argv[1]) if n.startswith("paceline-")]
 keep = model, model  # until the interpreter's end

@@ -99,9 +99,9 @@ def _process(
     replicas = who["kind"] == "replicas"
     what = "replicas" if replicas else f"rank {who['rank']} of {who['world_size']}"
     for step in steps:
-        add = _add_replicas if replicas else _add_rank
         _add_phases(lanes, step)
-        add(lanes, step)
+        if not replicas:
+            _add_rank(lanes, step)
     name = f"{what}: {who['model']}, pid {who['pid']} on {who['host']}"
     lanes.name("process_name", 0, name=name)
     lanes.name("process_sort_index", 0, sort_index=who["rank"])
@@ -139,9 +139,3 @@ def _add_rank(lanes: _Lanes, step: Step) -> None:
 def _span(bucket: Bucket, step: Step) -> tuple[int, int]:
     """Return when a bucket was reduced; where others did it, when it was under way."""
     return bucket.begin or bucket.ready, bucket.end or step.reduced
-
-
-def _add_replicas(lanes: _Lanes, step: Step) -> None:
-    name = f"wait for replica {step.awaited}" if step.awaited >= 0 else "wait"
-    for wait in step.buckets:
-        lanes.add(name, WAIT, wait.begin, wait.end, step=step.number)
