@@ -96,7 +96,7 @@ static int search_list(const joiner *self, PyObject *list, int *has_leaf,
 /* Where the rows are known, each replica's list must have an entry for each of its. */
 static int check_rows(const joiner *self, PyObject *lists, const step *at)
 {
-    if (PyTuple_GET_SIZE(self->sizes) != self->n)
+    if (PyTuple_GET_SIZE(self->sizes) != self->n || self->n == 1)
         return 0;
     for (Py_ssize_t k = 0; k < self->n; k++) {
         const Py_ssize_t n = PySequence_Size(PyTuple_GET_ITEM(lists, k));

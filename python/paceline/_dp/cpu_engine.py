@@ -17,9 +17,10 @@ module's own tensor (:func:`_hand_over`).
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,27 +51,31 @@ _OWN = "_paceline_own"
 class _Own(NamedTuple):
     """What a replica has in place of the module's.
 
-    `leaves` are pairs of the module's tensors and the replica's copies without a graph.
+    `leaves` are pairs of the module's tensors and the replica's copies without a graph,
+    `backwards` watches those with one.
     `lists` are lists of classes that hold parts of the module (class, name, list), with
     the replica's parts in their place.
     """
 
     leaves: list[tuple[torch.Tensor, torch.Tensor]]
+    backwards: _InnerBackwards | None
     lists: list[tuple[type, str, list[Any]]]
 
 
 class CpuEngine:
     """Runs the replicas of a :class:`paceline.DataParallel` on the CPU."""
 
-    lock: AbstractContextManager[Any] = nullcontext()
+    lock: AbstractContextManager[Any] = nullcontext()  # a lock may wait for a user's
+
+    def __init__(self) -> None:
+        self._running: set[object] = set()
+        self._last_begun: object = None
 
     def place(self, scattered: _native.Scattered) -> list[Chunk]:
         """Return the arguments of each replica."""
         leaves = [scattered.leaves(k) for k in range(len(scattered.sizes))]
-        if torch.is_grad_enabled():
-            separate = _copied if torch_graph.is_transformed() else _with_own_version
-            for each in leaves[1:]:
-                each[:] = map(separate, each, leaves[0])
+        for each in leaves[1:]:
+            each[:] = map(_own_leaf, each, leaves[0])
         return [scattered.tree.unflatten(each) for each in leaves]
 
     def replicas(self, module: Module, n_replicas: int) -> list[Module]:
@@ -80,14 +85,14 @@ class CpuEngine:
         _check_devices(tensors)
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-            copies = [_copies_of(tensors, is_recorded) for _ in range(n_replicas - 1)]
+            made = [_copies_of(tensors, is_recorded) for _ in range(n_replicas - 1)]
+        copies = [of_replica for of_replica, _ in made]
         replicas = replicas_of(parts, copies, [_as_it_is] * len(copies))
         lists = _lists_of_classes(parts)
-        for replica, held in zip(replicas[1:], copies, strict=True):
-            leaves = [
-                (tensors[key], copy) for key, copy in held.items() if copy.is_leaf
-            ]
-            replica.__dict__[_OWN] = _Own(leaves, _for_replica(lists, parts, replica))
+        for replica, (own, watch) in zip(replicas[1:], made, strict=True):
+            leaves = [(tensors[key], copy) for key, copy in own.items() if copy.is_leaf]
+            held = _Own(leaves, watch, _for_replica(lists, parts, replica))
+            replica.__dict__[_OWN] = held
         return replicas
 
     def apply(
@@ -108,14 +113,22 @@ class CpuEngine:
             return [call() for call in calls]
         parts = parts_of(module)
         structure = structure_of(parts)
+        originals = _Originals(parts, len(calls))
         if len(calls) > 1:
-            watch = _Originals(parts, len(calls)).watch
-            calls = [partial(watch, k, call) for k, call in enumerate(calls)]
-        with InsideReplica():
-            if torch_modes.count_dispatch_modes():  # they would see the generator's
-                outputs = [call() for call in calls]
-            else:
-                outputs = rng.run_in_order(calls)[0]
+            calls = [partial(originals.watch, k, call) for k, call in enumerate(calls)]
+        self._running.add(originals)
+        self._last_begun = originals
+        try:
+            with InsideReplica():
+                if torch_modes.count_dispatch_modes():  # they would see the generator's
+                    outputs = [call() for call in calls]
+                else:
+                    outputs = rng.run_in_order(calls)[0]
+            # What has changed may be the work of a call in another thread.
+            if self._running == {originals} and self._last_begun is originals:
+                originals.raise_if_written()
+        finally:
+            self._running.discard(originals)
         check_structure(parts, structure)
         return outputs
 
@@ -139,20 +152,87 @@ class CpuEngine:
 
 def _copies_of(
     tensors: dict[int, torch.Tensor], is_recorded: bool
-) -> dict[int, torch.Tensor]:
-    """Return copies, in the graph of those that are trained."""
+) -> tuple[dict[int, torch.Tensor], _InnerBackwards | None]:
+    """Return copies, in the graph of those that are trained, and what watches it."""
     if torch_graph.is_transformed():
-        return {key: tensor.clone() for key, tensor in tensors.items()}
-    copies = {}
+        return {key: tensor.clone() for key, tensor in tensors.items()}, None
+    copies: dict[int, torch.Tensor] = {}
+    trained = {k: t for k, t in tensors.items() if is_recorded and t.requires_grad}
+    watch = None
+    if trained:
+        watch = _InnerBackwards(list(trained.values()))
+        made = _Copies.apply(watch, *trained.values())  # type: ignore[no-untyped-call]
+        copies = dict(zip(trained, made, strict=True))
     for key, tensor in tensors.items():
-        is_trained = is_recorded and tensor.requires_grad
-        copy = tensor.clone() if is_trained else tensor.detach().clone()
-        if is_trained and type(tensor) is Parameter and not tensor.__dict__:
+        copy = copies.get(key)
+        if type(tensor) is Parameter and copy is not None and not tensor.__dict__:
             copy.__class__ = Parameter  # as as_original() does, in less time
-            copies[key] = copy
         else:
+            if copy is None:
+                copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             copies[key] = as_original(copy, tensor)
-    return copies
+    return copies, watch
+
+
+class _InnerBackwards:
+    """Backward passes through a replica's copies while the replica's forward runs.
+
+    They give gradients to the module's own parameters.  A forward that sets ``p.grad``
+    to None afterwards does so to its copies, and leaves them.
+    """
+
+    def __init__(self, originals: list[torch.Tensor]) -> None:
+        self._originals = originals
+        self._thread: int | None = None
+        self._n_seen = 0
+        self._has_grads = False
+
+    def begin(self) -> None:
+        """Note that the forward begins, on this thread."""
+        self._thread = threading.get_ident()
+
+    def see(self) -> None:
+        """Note a backward, before it gives the parameters gradients."""
+        if self._thread == threading.get_ident():
+            if not self._n_seen:
+                grads = (t.grad for t in self._originals if t.is_leaf)
+                self._has_grads = any(grad is not None for grad in grads)
+            self._n_seen += 1
+
+    def end(self) -> None:
+        """Leave no gradients where replica 0 left none; warn if that is a guess."""
+        self._thread = None
+        if not self._n_seen or (self._has_grads and self._n_seen == 1):
+            return
+        if not self._has_grads:
+            for tensor in self._originals:
+                if tensor.is_leaf:
+                    tensor.grad = None
+        warnings.warn(
+            "the forward of DataParallel runs backward passes: in a replica p.grad = "
+            "None has no effect, as parameters are copies and gradients go to those of "
+            "the module itself. If replica 0 leaves no gradient, none is left by the "
+            "others; if it leaves some, all of the others' are added. Use "
+            "torch.autograd.grad in forward",
+            stacklevel=2,
+        )
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of parameters; gradients go to the parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, watch: _InnerBackwards, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.watch = watch
+        return tuple([tensor.detach().clone() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.watch.see()
+        return None, *grads
 
 
 # ---- one replica --------------------------------------------------------------------
@@ -161,14 +241,21 @@ def _copies_of(
 def _call(k: int, replica: Module, args: Any, named: Any) -> Any:
     """Return what replica `k` returns; raise its error with its number."""
     args = args if isinstance(args, (list, tuple)) else (args,)
-    own: _Own = replica.__dict__.pop(_OWN, _Own([], []))
+    own: _Own = replica.__dict__.pop(_OWN, _Own([], None, []))
     were_trained = [copy.requires_grad for _, copy in own.leaves]
+    lists = _set(own.lists)
+    if own.backwards is not None:
+        own.backwards.begin()
     try:
-        with _set(own.lists):
-            output = replica(*args, **(named or {}))
+        output = replica(*args, **(named or {}))
+        failure = None
     except Exception as error:
         failure = as_of_replica(error, k, _CPU)
-    else:
+    finally:
+        _set(lists)
+        if own.backwards is not None:
+            own.backwards.end()
+    if failure is None:
         _hand_over(own, were_trained, output)
         return output
     try:
@@ -248,27 +335,24 @@ def _for_replica(
     ]
 
 
-@contextmanager
-def _set(lists: list[tuple[type, str, list[Any]]]) -> Iterator[None]:
-    """Have classes hold these lists, for a while."""
+def _set(
+    lists: list[tuple[type, str, list[Any]]],
+) -> list[tuple[type, str, list[Any]]]:
+    """Have classes hold these lists; return what they held."""
     before = [(kind, name, getattr(kind, name)) for kind, name, _ in lists]
-    try:
-        for kind, name, value in lists:
-            setattr(kind, name, value)
-        yield
-    finally:
-        for kind, name, value in before:
-            setattr(kind, name, value)
+    for kind, name, value in lists:
+        setattr(kind, name, value)
+    return before
 
 
 # ---- the module beside its replicas -------------------------------------------------
 
 
 class _Originals:
-    """What later replicas must leave alone: the module's parameters and buffers.
+    """What later replicas must leave alone: the module's tensors and attributes.
 
-    A replica that reaches the module (by a weak reference, a partial, a lambda over
-    ``self``) would write to it once more for its own rows.
+    A replica that reaches the module (by a lambda over ``self``, say) would write to it
+    once more for its own rows.
     """
 
     def __init__(self, parts: list[Module], n_replicas: int) -> None:
@@ -276,69 +360,51 @@ class _Originals:
         self._last = n_replicas - 1
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
-        self._grads: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []
+        self._attributes: list[list[int]] = []
+        self._written: str | None = None
 
     def watch(self, k: int, call: Callable[[], Any]) -> Any:
-        """Return what the call of replica `k` returns, if it wrote only to its own."""
+        """Return what the call of replica `k` returns; note what it has written."""
         output = call()
-        if k > 0:
-            self._check_written(k)
-            self._check_grads()
+        if k > 0 and self._written is None:
+            self._written = self._find_written(k)
         if k < self._last:
-            self._look()
+            self._tensors = tensors_of(self._parts)
+            self._versions = _versions(self._tensors.values())
+            self._attributes = _attributes_of(self._parts)
         return output
 
-    def _look(self) -> None:
-        self._tensors = tensors_of(self._parts)
-        self._versions = _versions(self._tensors.values())
-        self._grads = []
-        if torch.is_grad_enabled():  # otherwise gradients stay with the copies
-            grads = ((t, t.grad) for t in self._tensors.values() if t.is_leaf)
-            self._grads = [(t, g, 0 if g is None else g._version) for t, g in grads]
-
-    def _check_written(self, k: int) -> None:
+    def _find_written(self, k: int) -> str | None:
         now = tensors_of(self._parts)
         versions = _versions(now.values())
-        if now.keys() == self._tensors.keys() and versions == self._versions:
-            return
-        before = dict(zip(self._tensors, self._versions, strict=True))
-        written = {
-            key
-            for key, version in zip(now, versions, strict=True)
-            if before.get(key) != version
-        }
-        name = _name_of(self._parts[0], written)
-        raise RuntimeError(
-            f"replica {k} of DataParallel wrote to {name} in the module itself, not to "
-            "its own copy: it reaches the module by something other than attributes, "
-            "lists and dicts (a weak reference, a partial, a lambda over self, an "
-            "optimizer); reach it through self in forward, or call the module without "
-            "DataParallel"
-        )
+        attributes = _attributes_of(self._parts)
+        if now.keys() != self._tensors.keys() or versions != self._versions:
+            before = dict(zip(self._tensors, self._versions, strict=True))
+            pairs = zip(now, versions, strict=True)
+            written = {key for key, version in pairs if before.get(key) != version}
+            return f"replica {k} wrote to {_name_of(self._parts[0], written)}"
+        if attributes != self._attributes:
+            both = zip(attributes, self._attributes, strict=True)
+            i = next(i for i, (one, two) in enumerate(both) if one != two)
+            kind = type(self._parts[i]).__name__
+            return f"replica {k} set an attribute of a {kind}"
+        return None
 
-    def _check_grads(self) -> None:
-        """Warn if ``p.grad = None`` in forward was to undo a backward inside forward.
-
-        In a replica ``p`` is a copy, and the gradient is that of the module itself.  If
-        replica 0 has left no gradient, none is left.
-        """
-        is_ambiguous = False
-        for tensor, before, version in self._grads:
-            grad = tensor.grad
-            if grad is None or (grad is before and grad._version <= version + 1):
-                continue
-            if before is None:
-                tensor.grad = None
-            is_ambiguous = True
-        if is_ambiguous:
-            warnings.warn(
-                "a forward of DataParallel runs backward passes and sets p.grad in "
-                "between, which has no effect in a replica: its parameters are copies, "
-                "and gradients go to those of the module itself. Gradients that "
-                "replica 0 did not leave were dropped; use torch.autograd.grad in "
-                "forward",
-                stacklevel=2,
+    def raise_if_written(self) -> None:
+        """Raise if a later replica wrote to the module itself."""
+        if self._written is not None:
+            raise RuntimeError(
+                f"{self._written} in the module of DataParallel, not in its own copy: "
+                "it reaches the module by something other than attributes, lists and "
+                "dicts (a lambda over self, a registry, an optimizer), or another "
+                "thread wrote there; reach it through self in forward, or call the "
+                "module without DataParallel"
             )
+
+
+def _attributes_of(parts: list[Module]) -> list[list[int]]:
+    """Return which objects the parts hold."""
+    return [list(map(id, part.__dict__.values())) for part in parts]
 
 
 def _name_of(module: Module, keys: set[int]) -> str:
@@ -377,19 +443,16 @@ def _check_devices(tensors: dict[int, torch.Tensor]) -> None:
 # ---- arguments ----------------------------------------------------------------------
 
 
-def _with_own_version(leaf: Any, of_replica_0: Any) -> Any:
-    """Return an input of a replica that other replicas may change theirs beside.
+def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
+    """Return an input that a later replica may change in place.
 
-    All parts of a batch are views of it, and share the count by which autograd sees
-    that a tensor which it has saved was changed in place.
+    What is not split is copied.  Parts of a batch are views of it, and share the count
+    by which autograd sees that a tensor which it has saved was changed in place.
     """
-    if type(leaf) is not torch.Tensor or leaf is of_replica_0 or leaf.is_inference():
+    if not isinstance(leaf, torch.Tensor):
         return leaf
-    return leaf.clone() if leaf.requires_grad else leaf.data
-
-
-def _copied(leaf: Any, of_replica_0: Any) -> Any:
-    """Return the same as `_with_own_version`, with what a transform has added to it."""
-    if not isinstance(leaf, torch.Tensor) or leaf is of_replica_0:
+    if leaf is of_replica_0 or leaf.requires_grad or torch_graph.is_transformed():
+        return leaf.clone()
+    if type(leaf) is not torch.Tensor or leaf.is_inference():
         return leaf
-    return leaf.clone()
+    return leaf.data

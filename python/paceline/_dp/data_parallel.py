@@ -15,7 +15,7 @@ from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline import _environment, _native
 from paceline._checkpoint import LoadsEither
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.cpu_engine import CpuEngine
 from paceline._dp.gpus.engine import GpuEngine
@@ -104,8 +104,11 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     ``parallel_apply`` and ``gather`` may be overridden.
 
     A replica has copies of the model's parameters and buffers.  What replica 0 writes
-    to parameters, buffers and attributes in forward stays; what others write is lost
-    with them.  What differs from torch's class:
+    to parameters and buffers, or sets as attributes, in forward stays; what others do
+    is lost with them.  Objects that attributes or arguments hold (lists, dicts, caches)
+    are shared by all replicas.  Parameters of replicas but replica 0 are no leaves:
+    they have no ``.grad``; use ``torch.autograd.grad`` in forward.  All this is as with
+    torch's class.  What differs from it:
 
     - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
       forward.  Complex ones stay complex.
@@ -135,7 +138,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     of torch's threads: to develop, test and teach programs for several GPUs.  For speed
     on CPUs take ranks: :func:`paceline.launch` and
     :class:`paceline.DistributedDataParallel`.  If a replica writes to the module
-    itself, which it can reach by a weak reference or a partial, that is an error.
+    itself, which it can reach by a lambda over ``self``, that is an error.
 
     **On GPUs** replicas are threads, and their copies stay on their devices: a forward
     brings them up to date.  Gradients are added up while backward runs, large ones by
@@ -241,16 +244,15 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     @torch_core.uncompiled
     def _call_in_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_inner():
+        if self._is_inner() or torch_modes.is_tracing():
             return self._call_plainly(inputs, kwargs)
-        ids = self.device_ids
+        engine, ids = self._engine_for(self.device_ids), self.device_ids
         because = _alone_because(self.module)
         if because is not None:
             _log.debug("DataParallel uses one replica: %s", because)
             ids = ids[:1]
             if not self._are_gpus:
                 return self._call_plainly(inputs, kwargs)
-        engine = self._engine_for(self.device_ids)
         with engine.lock, self._recorded_steps():
             args, named = self.scatter(inputs, kwargs, ids)
             sizes = _sizes_of(args)

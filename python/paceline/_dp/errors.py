@@ -14,14 +14,18 @@ def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseExcept
 
     It has the type and the attributes of `error`, even where its constructor takes
     other arguments; its message is torch's, with the traceback of the replica.  What is
-    no ``Exception`` (``SystemExit``) comes as a ``RuntimeError``.
+    no ``Exception`` (``SystemExit``), or cannot be made again, comes as a
+    ``RuntimeError``.
     """
     text = "".join(traceback.format_exception(error))
     name = type(error).__name__
     message = f"Caught {name} in replica {replica} on device {device}.\nOriginal {text}"
     if not isinstance(error, Exception):
         return RuntimeError(message)
-    return _with_message(_renewed(error), message)
+    try:
+        return _with_message(_renewed(error), message)
+    except Exception:  # a type that can be neither made nor given a message
+        return RuntimeError(message)
 
 
 def _with_message(error: Exception, message: str) -> Exception:

@@ -2,8 +2,8 @@
 
 A replica is what torch's ``replicate`` makes, but its parameters are parameters:
 ``next(self.parameters())`` works in its forward.  Attributes that are parts or
-parameters of the module, bound methods of such parts, and lists and dicts of them lead
-to the replica's own.
+parameters of the module, bound methods of such parts, and lists, dicts, partials and
+weak references of them lead to the replica's own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import copyreg
 import operator
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -219,7 +221,10 @@ def _fill(
     held["zero_grad"] = _zero_nothing
     for name in _HOOKS:
         hooks = held.get(name)
-        held[name] = hooks.copy() if hooks else OrderedDict()
+        held[name] = OrderedDict()
+        if hooks:
+            held[name].update((k, _renewed(hook, copies)) for k, hook in hooks.items())
+    held.pop("_compiled_call_impl", None)  # of part.compile(): leads to the original
     for name in held.keys() - _OWN_KEYS:
         value = held[name]
         if type(value) not in _CONSTANTS:
@@ -281,6 +286,17 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
     if kind is MethodType:
         owner = copies.get(id(value.__self__))
         return value if owner is None else MethodType(value.__func__, owner)
+    if kind is partial:
+        given = (value.func, *value.args, *value.keywords.values())
+        entries = [_renewed(v, copies, n_levels - 1) for v in given]
+        if _are_same(given, entries):
+            return value
+        function, *args = entries[: 1 + len(value.args)]
+        named = zip(value.keywords, entries[1 + len(value.args) :], strict=True)
+        return partial(function, *args, **dict(named))
+    if kind is weakref.ref:
+        own = copies.get(id(value()))
+        return value if own is None else weakref.ref(own)
     if (kind is list or kind is tuple) and _leads(value, n_levels):
         entries = [_renewed(v, copies, n_levels - 1) for v in value]
         return value if _are_same(value, entries) else kind(entries)

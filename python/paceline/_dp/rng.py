@@ -50,8 +50,8 @@ def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
 
 def stream() -> bytes:
     """Return the state of torch's generator."""
-    with torch_modes.without_torch_function():
-        return get_state().numpy().tobytes()
+    with torch_modes.without_transforms(), torch_modes.without_torch_function():
+        return torch.default_generator.get_state().numpy().tobytes()
 
 
 def marks() -> list[Any]:
