@@ -60,14 +60,12 @@ PY_TESTS = sorted(
     for path in (ROOT / "tests" / folder).rglob("test_*.py")
     if re.match(r"test_(cuda|native_device|device_group)", path.name)
 )
-# What replicas on GPUs do: files of their own, others that make fake GPUs, and one of
-# what memory may hold.
+# What replicas on GPUs do: files of their own, and others that make simulated GPUs.
 DP_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
-    if re.search("_gpus|_traps_replicas", path.name) or "(n_gpus" in path.read_text()
+    if "_gpus" in path.name or re.search(r"\((wrap|n_gpus)\b", path.read_text())
 )
-NOT_TRIED = "not tried"
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 
 
@@ -316,7 +314,7 @@ def last_killers() -> dict[str, str]:
         if line.startswith("### "):
             path = line[4:].strip("`")
         row = re.fullmatch(r"\| (.*?) \| (.*?) \| `(.*)` \| (.*) \|", line)
-        if row is not None and row[4] != NOT_TRIED:
+        if row is not None:
             words = row[3].replace("\\|", "|")
             found[f"{path} {row[1]}(): {row[2]}: {words}"] = row[4]
     return found
@@ -347,19 +345,21 @@ def table(results: dict[Mutant, str | None]) -> str:
         "",
         "Each row is one change to one place of the sources, and the first test on",
         "the fakes that failed with it (`python tests/mutation/mutate.py --write`).",
-        f"{len(mutants)} mutants, {n_killed} killed, {n_left} not tried; what is",
-        "called equivalent changes nothing that a program could see, for the reason",
-        "given (`equivalent.py`).",
+        f"{len(mutants)} mutants, {n_killed} killed, {n_left} not tried, which have",
+        "no row; what is called equivalent changes nothing that a program could see,",
+        "for the reason given (`equivalent.py`).",
     ]
     path = ""
     for mutant in mutants:
+        if mutant.name not in seen:
+            continue
         if mutant.path != path:
             path = mutant.path
             lines += ["", f"### `{path}`", ""]
             lines += ["| function | mutation | at | killed by |"]
             lines += ["| --- | --- | --- | --- |"]
         words = mutant.name.split(f": {mutant.operator}: ", 1)[1].replace("|", "\\|")
-        result = seen.get(mutant.name, NOT_TRIED)
+        result = seen[mutant.name]
         lines.append(
             f"| {mutant.function} | {mutant.operator} | `{words}` | {result} |"
         )
