@@ -198,7 +198,6 @@ def replica_memory(world: World, name: str) -> dict[str, Any]:
         held.append((allocated() - before) / MIB)
         n_bytes = sum(p.nbytes for p in entry.model.parameters())
         n_bytes += sum(b.nbytes for b in entry.model.buffers())
-        entry.model.close()
         del entry
     model = n_bytes / MIB
     second, third = held[1] - held[0], held[2] - held[1]

@@ -119,7 +119,7 @@ def play(
             found["far_from_whole"] = distance_of(
                 mine, whole, names, far, f"{n} replicas beside the plain module"
             )
-        model.close()
+        del model
         figures[f"{n}_replicas"] = found
     return figures
 

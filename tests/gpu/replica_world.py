@@ -2,7 +2,7 @@
 
 `device_ids=[0, 0]` is two replicas there, each with memory, a thread and a side stream
 of its own: all that several GPUs have but the way between them.  No process group is
-made.  A rehearsal has threads on the CPU, and `--fake` one GPU of fake_gpus.several().
+made.  A rehearsal has replicas on the CPU, and `--fake` one GPU of fake_gpus.several().
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class World:
                 self.synchronize()
             finally:
                 for wrapper in list(self.wrappers):
-                    wrapper.close()
+                    wrapper._engine = None  # a failure's traceback holds the wrapper
             gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -78,7 +78,7 @@ class World:
     def wrap(self, module: nn.Module, n: int = 2, **options: Any) -> Any:
         """Wrap a module for n replicas; it comes to the device first."""
         if self.device.type == "cpu" and not is_on_fake():
-            options = {"device_ids": ["cpu"] * n, "engine": "thread", **options}
+            options = {"device_ids": ["cpu"] * n, **options}
         else:
             options = {"device_ids": [0] * n, **options}
         model = paceline.DataParallel(module.to(self.device), **options)
@@ -88,7 +88,7 @@ class World:
     def count_calls(self, model: Any) -> collections.Counter[str]:
         """What is asked of the devices from now on, by name; after a first forward."""
         if self.device.type == "cpu" and not is_on_fake():
-            raise Skip("replicas on the CPU share the module's memory")
+            raise Skip("replicas on the CPU ask no device")
         recorder = Recorder(model._engine.group.native)
         model._engine.group.native = recorder
         return recorder.counts

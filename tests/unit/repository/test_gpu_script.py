@@ -329,7 +329,7 @@ def test_replicas_are_checked_in_one_process_without_a_gpu(tmp_path: Path) -> No
     assert sees["result"] == "passed"
     sends = found["evaluation_sees_all_writes[1]"]
     assert sends["result"] == "skipped"
-    assert sends["words"] == "replicas on the CPU share the module's memory"
+    assert sends["words"] == "replicas on the CPU ask no device"
     assert set(found) == {sees["check"], sends["check"]}
 
 
