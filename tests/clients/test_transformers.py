@@ -47,5 +47,5 @@ def test_the_trainers_own_data_parallel_trains_as_the_plain_model(
         left = end_all(mark)
     text = (tmp_path / "output.txt").read_text()
     assert code == 0, text
-    assert "alike by paceline process" in text
+    assert "alike by paceline 2" in text
     assert not left

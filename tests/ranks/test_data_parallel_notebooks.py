@@ -1,36 +1,29 @@
-"""DataParallel in a notebook: cells run again, interrupted, and a kernel restarted."""
+"""DataParallel in a notebook: cells that are run again, interrupted, and reloaded."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.kernel import MISSING, SECONDS, Kernel
-from support.processes import is_running, wait_until_gone
+from support.kernel import MISSING, Kernel
 
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"
 )
 
 BEGIN = """
-import os, sys, time, types, torch, paceline
+import sys, time, torch, paceline
 from torch import nn
-
-def pids():
-    return list(model._engine._workers.group.pids)
 
 def total(scale):
     out = model(torch.ones(4, 3))
     out.sum().backward()
     expected = 4 * scale * model.module.linear(torch.ones(1, 3)).sum().item()
     assert abs(float(out.detach().sum()) - expected) < 1e-3, (out, expected)
-    return pids()[0]
 """
 NET = """
 SCALE = 1
-HOME = os.getpid()
 
 class Slow(torch.autograd.Function):
     @staticmethod
@@ -46,9 +39,6 @@ class Slow(torch.autograd.Function):
 
 def wait(which, where):
     if where == which:
-        if os.getpid() != HOME:
-            time.sleep(0.1)
-            return
         print("busy", flush=True)
         for _ in range(6000):
             time.sleep(0.01)
@@ -62,7 +52,7 @@ class Net(nn.Module):
     def forward(self, x):
         return Slow.apply(self.linear(x), self.where) * SCALE
 """
-WRAP = "model = paceline.DataParallel(Net(), ['cpu'] * 2, engine='process')"
+WRAP = "model = paceline.DataParallel(Net(), ['cpu'] * 2)"
 
 
 @pytest.fixture
@@ -73,26 +63,23 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-def test_a_notebook_may_define_interrupt_reload_and_restart(
+def test_a_notebook_may_define_again_interrupt_and_reload(
     kernel: Kernel, tmp_path: Path
 ) -> None:
-    assert kernel.run(BEGIN + NET + WRAP) == ""
-    first = int(kernel.run("print(total(1))"))
+    assert kernel.run(BEGIN + NET + WRAP + "\ntotal(1)") == ""
 
     # cells that are run again
     assert kernel.run("SCALE = 2\ntotal(2)") == ""
     again = "Net.forward = lambda self, x: self.linear(x) * (SCALE + 1)\ntotal(3)"
     assert kernel.run(again) == ""
     assert kernel.run(NET.replace("* SCALE", "* (SCALE + 3)") + "total(2)") == ""
-    second = int(kernel.run(f"{WRAP}\nprint(total(4))"))
-    assert wait_until_gone([first], SECONDS) == []  # its wrapper's name was taken
+    assert kernel.run(f"{WRAP}\ntotal(4)") == ""
 
     # cells that are interrupted
     for where in ("forward", "backward"):
         cell = f"model.module.where = {where!r}\ntotal(4)"
         assert kernel.run(cell, interrupt_at="busy") == "KeyboardInterrupt"
         assert kernel.run("model.module.where = ''\ntotal(4)") == ""
-    second = int(kernel.run("print(total(4))"))
 
     # a module that is edited and reloaded
     text = "SCALE = 3\n\ndef bend(x):\n    return x * SCALE\n"
@@ -101,15 +88,4 @@ def test_a_notebook_may_define_interrupt_reload_and_restart(
     cell = "Net.forward = lambda self, x: bending.bend(self.linear(x))\n"
     assert kernel.run(cell + "model.module = Net()\ntotal(3)") == ""
     (tmp_path / "bending.py").write_text(text.replace("3", "5").replace("*", "* 2 *"))
-    assert kernel.run("importlib.reload(bending)\ntotal(10)") == "UnsupportedModelError"
-    assert kernel.run("model.refresh()\ntotal(10)") == ""
-
-    # the kernel's end
-    last = int(kernel.run("print(total(10))"))
-    assert is_running(last)
-    kernel.restart()
-    assert wait_until_gone([second, last], SECONDS) == []
-    assert kernel.run(BEGIN + NET + WRAP + "\ntotal(1)") == ""
-    only = int(kernel.run("print(total(1))"))
-    kernel.manager.signal_kernel(signal.SIGKILL)
-    assert wait_until_gone([only], SECONDS) == []
+    assert kernel.run("importlib.reload(bending)\ntotal(10)") == ""

@@ -3,22 +3,20 @@
     python tests/parity/dp/drawn_programs.py --programs 1000 --seed 7
 
 draws programs out of `drawn_features.py`, and runs each twice, in namespaces of their
-own: with the plain module, and with ``DataParallel`` of two replicas, whose engine
-picks itself.  After every call outputs, gradients, buffers, attributes and globals are
-compared to the bit; what one raises the other must raise.  Prints how many programs
-left worker processes, and for which reasons, and each program that went wrong.
+own: with the plain module, and with ``DataParallel`` of two replicas.  After every call
+outputs, gradients, buffers, attributes and globals are compared to the bit; what one
+raises the other must raise.  Prints each program that went wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import re
 import sys
 import time
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ import numpy as np
 import paceline
 import torch
 from drawn_features import ANYWHERE, CODE, HEAD, LAYERS, OUTPUTS, STATE, Feature
-from kept_workers import keep_workers
 from replicas import assert_close, assert_same, integers
 
 ALL = {**LAYERS, **STATE, **CODE}
@@ -61,15 +58,6 @@ class Program:
             lines.append(f"# step {number}: {step.mode}, {step.rows} rows")
             lines += step.changes
         return "\n".join(lines)
-
-
-@dataclass
-class Outcome:
-    """What a program's calls ran by, and what both raised, if they did."""
-
-    engine: str = ""
-    reasons: list[str] = field(default_factory=list)
-    error: str | None = None
 
 
 # ---- drawing ------------------------------------------------------------------------
@@ -243,49 +231,34 @@ def _assert_same_sides(ours: Side, plain: Side) -> None:
     )
 
 
-def _words(reason: str) -> str:
-    """Return a reason without the names of one program."""
-    reason = re.sub(r"'[^']*'", "'...'", reason.splitlines()[0])
-    return re.sub(r"\d+", "0", reason)[:110]
-
-
 CPUS = ["cpu", "cpu"]
 
 
-def run(program: Program, device_ids: list[Any] = CPUS) -> Outcome:
-    """Run a program both ways.
+def run(program: Program, device_ids: list[Any] = CPUS) -> str | None:
+    """Run a program both ways; return the name of what both raised, if they did.
 
     Raises
     ------
     Differs
         With the program, and where the two parted.
     """
-    outcome = Outcome()
     plain, ours = Side(program, None), Side(program, device_ids)
-    try:
-        for number, step in enumerate(program.steps):
-            theirs, their_error = plain.attempt(step, number)
-            mine, my_error = ours.attempt(step, number)
-            if ours.model.engine == "thread":
-                outcome.reasons.append(_words(ours.model.engine_reason))
-            where = f"at step {number}: "
-            if type(my_error) is not type(their_error):
-                raise Differs(f"{where}{my_error!r} against {their_error!r}\n{program}")
-            if their_error is not None:
-                outcome.error = type(their_error).__name__
-                break
-            try:
-                assert_same(_bare(mine), _bare(theirs))
-                _assert_same_sides(ours, plain)
-            except AssertionError as error:
-                engine = f"{ours.model.engine}: {ours.model.engine_reason}"
-                raise Differs(f"{where}{error}\n({engine})\n{program}") from None
-            if _largest(theirs) > LARGEST:
-                break
-        outcome.engine = ours.model.engine
-    finally:
-        ours.model.close()
-    return outcome
+    for number, step in enumerate(program.steps):
+        theirs, their_error = plain.attempt(step, number)
+        mine, my_error = ours.attempt(step, number)
+        where = f"at step {number}: "
+        if type(my_error) is not type(their_error):
+            raise Differs(f"{where}{my_error!r} against {their_error!r}\n{program}")
+        if their_error is not None:
+            return type(their_error).__name__
+        try:
+            assert_same(_bare(mine), _bare(theirs))
+            _assert_same_sides(ours, plain)
+        except AssertionError as error:
+            raise Differs(f"{where}{error}\n{program}") from None
+        if _largest(theirs) > LARGEST:
+            break
+    return None
 
 
 # ---- by hand ------------------------------------------------------------------------
@@ -320,29 +293,22 @@ def main() -> int:
     given = parser.parse_args()
     print(f"seed {given.seed}, {given.programs} programs", flush=True)
     device_ids = list(range(given.gpus)) or CPUS
-    reasons: Counter[str] = Counter()
     errors: Counter[str] = Counter()
-    n_left = n_wrong = n_steps = 0
+    n_wrong = n_steps = 0
     torch.set_num_threads(1)
-    with keep_workers():
-        for seed in range(given.seed, given.seed + given.programs):
-            program = draw(seed)
-            try:
-                with _gpus(given.gpus, seed, *given.fake):
-                    outcome = run(program, device_ids)
-            except Differs as error:
-                n_wrong += 1
-                print(f"\n==== seed {seed}: {error}", flush=True)
-                continue
-            n_steps += len(program.steps)
-            n_left += bool(outcome.reasons)
-            reasons.update(set(outcome.reasons))
-            if outcome.error:
-                errors[outcome.error] += 1
+    for seed in range(given.seed, given.seed + given.programs):
+        program = draw(seed)
+        try:
+            with _gpus(given.gpus, seed, *given.fake):
+                error = run(program, device_ids)
+        except Differs as difference:
+            n_wrong += 1
+            print(f"\n==== seed {seed}: {difference}", flush=True)
+            continue
+        n_steps += len(program.steps)
+        if error:
+            errors[error] += 1
     print(f"{given.programs} programs, {n_wrong} went wrong, {n_steps} steps")
-    print(f"{n_left} left worker processes for a call at least:")
-    for reason, n in reasons.most_common():
-        print(f"{n:6}  {reason}")
     print("both raised:", dict(errors))
     return 1 if n_wrong else 0
 

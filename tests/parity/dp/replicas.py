@@ -12,6 +12,7 @@ Seven rows on two replicas are four and three: no half passes for the other.
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping
 
 import numpy as np
@@ -74,40 +75,18 @@ def leaf(tensor):
 
 
 class Wrap:
-    """Wraps modules for one test, by one engine; closes all wrappers at its end.
+    """Wraps modules for n replicas: on the CPU, or on simulated GPUs."""
 
-    `engine` is "thread", "process" or "auto"; on GPUs replicas are threads.
-    """
-
-    def __init__(self, engine, *, is_gpu=False):
-        self.engine = engine
+    def __init__(self, *, is_gpu=False):
         self.is_gpu = is_gpu
-        self._wrappers = []
 
     def devices(self, n):
         """Return `device_ids` for n replicas."""
         return list(range(n)) if self.is_gpu else ["cpu"] * n
 
-    def __call__(self, module, n=2, **options):
-        """Return the module behind a wrapper of n replicas."""
-        given = {"device_ids": self.devices(n), "engine": self.engine, **options}
-        return self.adopt(paceline.DataParallel(module, **given))
-
-    def adopt(self, wrapper):
-        """Close a wrapper at the end that was made by other means, such as a copy."""
-        self._wrappers.append(wrapper)
-        return wrapper
-
-    def forget(self, wrapper):
-        """Hold on to a wrapper no longer."""
-        self._wrappers.remove(wrapper)
-
-    def close(self):
-        engines = {wrapper.engine for wrapper in self._wrappers}
-        for wrapper in self._wrappers:
-            wrapper.close()
-        if self.engine != "auto":
-            assert engines <= {self.engine}, "another engine ran than was asked for"
+    def __call__(self, module, n=2, kind=paceline.DataParallel, **options):
+        """Return the module behind a wrapper of n replicas, of a class of its own."""
+        return kind(module, **{"device_ids": self.devices(n), **options})
 
 
 # ---- comparison ---------------------------------------------------------------------
@@ -193,8 +172,12 @@ class Twin:
             model.zero_grad(set_to_none=set_to_none)
 
     def run(self, function, *tensors):
-        """Return [plain's, ours] of `function(model, *leaves)`, each with its own."""
-        return [function(m, *[leaf(t) for t in tensors]) for m in self.models]
+        """Return [plain's, ours] of `function(model, *leaves)`, each with its own.
+
+        Constants come from replicas as lists: ours are said once where all are alike.
+        """
+        plain, ours = [function(m, *[leaf(t) for t in tensors]) for m in self.models]
+        return [plain, alike(ours)]
 
     def compare(self, function, *tensors, exact=True):
         """Check that `function(model, *leaves)` is the same for both; return it."""
@@ -217,6 +200,34 @@ class Twin:
     def assert_same(self, *, exact=True):
         assert_same_grads(self.ours, self.plain, exact=exact)
         assert_same_state(self.ours, self.plain, exact=exact)
+
+
+def alike(value):
+    """Return an output with what all replicas return alike said once: [3, 3] is 3."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if type(value) is list and value and not _holds_tensors(value):
+        is_one = all(type(v) is type(value[0]) and v == value[0] for v in value)
+        return value[0] if is_one else value
+    if type(value) in (tuple, list):
+        return type(value)(map(alike, value))
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, alike(v)) for key, v in value.items())
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            held = getattr(value, field.name)
+            object.__setattr__(value, field.name, alike(held))
+    return value
+
+
+def _holds_tensors(value):
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return isinstance(value, (torch.Tensor, np.ndarray)) or hasattr(
+            value, "__dataclass_fields__"
+        )
+    return any(map(_holds_tensors, value))
 
 
 def step(model, x):

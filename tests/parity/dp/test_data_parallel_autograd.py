@@ -9,8 +9,6 @@ from replicas import (
     integers,
     loss_of,
     net,
-    reals,
-    smooth_net,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -51,28 +49,6 @@ def test_autograd_grad_may_stop_at_the_output(wrap):
 
     twin.compare(run, integers(7, 3).requires_grad_())
     twin.assert_same()
-
-
-def test_jacobians_are_the_plain_ones(wrap):
-    twin = Twin(wrap, net())
-
-    def run(model, x):
-        return torch.autograd.functional.jacobian(model, x)
-
-    assert twin.compare(run, integers(4, 3)).shape == (4, 2, 4, 3)
-
-
-def test_gradients_of_a_batch_of_directions_are_the_plain_ones(wrap):
-    twin = Twin(wrap, net())
-    directions = integers(5, 7, 2)
-
-    def run(model, x):
-        return torch.autograd.grad(
-            model(x), [x, *model.parameters()], directions, is_grads_batched=True
-        )
-
-    twin.compare(run, integers(7, 3).requires_grad_())
-    twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
 
 
 def test_anomaly_detection_changes_nothing(wrap):
@@ -171,21 +147,6 @@ def test_a_weight_changed_before_backward_is_an_error(wrap):
         twin.plain[2].weight.add_(1)
     twin.zero()
     twin.step(lambda model, x: loss_of(model(x)), x)
-
-
-def test_gradients_of_gradients_are_the_plain_ones(wrap):
-    """Second order, as in Wasserstein GANs."""
-    twin = Twin(wrap, smooth_net())
-
-    def loss(model, x):
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return out.mean() + (slope.norm(dim=1) - 1).square().mean()
-
-    x = reals(7, 3).requires_grad_()
-    twin.step(loss, x, exact=False)
-    twin.zero()
-    twin.step(lambda model, x: model(x).sum(), x, exact=False)
 
 
 # ---- hooks --------------------------------------------------------------------------

@@ -1,301 +1,370 @@
-"""What attributes hold may change after wrapping, and every replica sees it."""
+"""A module may change after wrapping in any way, and every replica follows."""
 
 import copy
-import threading
-from collections import OrderedDict, deque
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from replicas import Twin, integers, linear, modules_of, pair_of
+from replicas import (
+    Twin,
+    integer_weights,
+    integers,
+    linear,
+    modules_of,
+    net,
+    pair_of,
+    step,
+)
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
-# ---- what attributes hold -----------------------------------------------------------
-
-
-@dataclass
-class Options:
-    gain: int = 1
-    steps: list = field(default_factory=lambda: [1, 2])
-
-
-class Plain:
-    """An object as people write them."""
-
-    def __init__(self):
-        self.value = 1
-        self.inner = SimpleNamespace(value=2, names={"a": 1})
-
-
-class Leaving(nn.Module):
-    """Leaves behind what cannot travel, as classes with a lock do."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = 1
-        self.local = {"lock": threading.Lock()}
-
-    def __getstate__(self):
-        return {k: v for k, v in super().__getstate__().items() if k != "local"}
-
-    def forward(self, x):
-        return x * self.factor
-
-
-class Chosen:
-    """Says itself what of it is pickled."""
-
-    def __init__(self):
-        self.value = 1
-
-    def __getstate__(self):
-        return {"value": self.value}
-
-
-class Reader(nn.Module):
-    """Reads a list that another module holds too."""
-
-    def __init__(self, shared):
-        super().__init__()
-        self.shared = shared
-
-    def forward(self, x):
-        return x + sum(self.shared)
-
-
-def frozen(rows, columns):
-    return linear(rows, columns).requires_grad_(False)
+# ---- what attributes hold, and its form ---------------------------------------------
 
 
 class Holder(nn.Module):
-    """Computes with all that it holds, each by a weight of its own."""
+    """Computes by what it holds and by what that is like, each by a weight."""
 
     def __init__(self):
         super().__init__()
-        self.linear = linear(2)
-        self.power, self.more, self.alias = 1, 4, [1]
-        self.scales = [1, 2]
-        self.options = {"power": 1, "deep": {"bias": [0, 1], "more": ({"x": 1}, 5)}}
-        self.ordered = OrderedDict(a=1, b=2)
-        self.marks = {1, 2}
-        self.window = deque([1, 2], maxlen=3)
-        self.config = Options()
+        self.linear = linear(4)
+        self.weight = nn.Parameter(integers(4, low=1))
+        self.complex = nn.Parameter(torch.tensor([1 + 2j, 3j, 1, 2]))
+        self.register_buffer("kept", integers(4))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("phase", torch.tensor([1 + 2j, 3j, 1, 2]))
+        self.power, self.options = 1, {"scales": [1, 2], "deep": ({"x": 1}, 5)}
         self.space = SimpleNamespace(gain=1)
-        self.plain = Plain()
-        self.chosen = Chosen()
-        self.table = integers(2, seed=1)
-        self.tensors = [integers(2, seed=2), {"t": integers(2, seed=3)}]
+        self.held = [integers(4, low=1), integers(8)[::2]]
         self.array = np.arange(4.0)
-        self.unregistered = [frozen(2, 2), Leaving()]
-        self.leaving = Leaving()
-        self.reader = Reader([1])
-        self.shared = self.reader.shared
-
-    def numbers(self):
-        yield self.power + getattr(self, "more", 0)
-        yield 5 * self.scales[0] + 2 * self.scales[-1] + len(self.scales)
-        yield self.options["power"] + sum(self.options["deep"]["bias"])
-        yield self.options["deep"]["more"][0]["x"] + len(self.options)
-        yield sum((i + 2) * v for i, v in enumerate(self.ordered.values()))
-        yield sum(self.marks)
-        yield sum(self.alias)
-        yield sum((i + 1) * v for i, v in enumerate(self.window))
-        yield self.config.gain + sum(self.config.steps)
-        yield self.space.gain + self.plain.value + self.chosen.value
-        yield self.plain.inner.value + sum(self.plain.inner.names.values())
-        yield float(self.table.sum())
-        yield sum(float(t.sum()) for t in (self.tensors[0], self.tensors[1]["t"]))
-        yield float(self.array.sum())
-        yield 1 if self.shared is self.reader.shared else 1000
+        self.hidden = [linear(4, 4).requires_grad_(False)]
 
     def forward(self, x):
-        weighed = sum((i + 3) * number for i, number in enumerate(self.numbers()))
-        return self.reader(self.leaving(self.last(self.linear(x)))) * weighed
+        y = self.hidden[0](self.linear(x)) % 11
+        y = y + self.weight.flatten() * self.weight.dim()
+        y = y + (self.complex * 1j).real.double() + self.kept
+        y = y + (~self.mask).double() + self.phase.resolve_conj().imag.double()
+        for tensor in self.held:
+            y = y + tensor.flatten().double() * (1 + tensor.dim())
+        y = y + torch.from_numpy(self.array).flatten().double() * self.array.ndim
+        numbers = (*self.options["scales"], self.options["deep"][0]["x"], self.power)
+        y = y * (sum((i + 2) * n for i, n in enumerate(numbers)) + self.space.gain)
+        return y + sum(t.requires_grad for t in (*self.held, self.kept))
 
-    def last(self, x):
-        for module in self.unregistered:
-            x = module(x) % 11
-        return x
 
-
-def _set(path, value):
-    """Return a change that assigns to an attribute or a member."""
-
-    def change(model):
-        held = model
-        for name in path[:-1]:
-            held = getattr(held, name) if isinstance(name, str) else held[name[0]]
-        last = path[-1]
-        if isinstance(last, str):
-            setattr(held, last, value)
-        else:
-            held[last[0]] = value
+def set_data(find, make):
+    def change(module):
+        tensor = find(module)
+        tensor.data = make(tensor.data)
 
     return change
 
 
 HELD = {
-    "an attribute": _set(["power"], 5),
-    "a new attribute": lambda m: setattr(m, "numbers", lambda: [7]),
-    "an attribute less": lambda m: vars(m).pop("more", None),
-    "an item of a list": _set(["scales", [1]], 9),
-    "append": lambda m: m.scales.append(4),
-    "del": lambda m: m.scales.__delitem__(0),
-    "insert": lambda m: m.scales.insert(0, 8),
-    "clear and extend": lambda m: (m.scales.clear(), m.scales.extend([3, 3, 3])),
-    "a value of a dict": _set(["options", ["power"]], 6),
-    "a new key": lambda m: m.options.update(new=1),
-    "deep in dicts": lambda m: m.options["deep"]["bias"].append(6),
-    "in a dict in a tuple": lambda m: m.options["deep"]["more"][0].update(x=5),
-    "a dict that is replaced": lambda m: m.options.update(deep=copy.deepcopy(NEW)),
-    "inside what is new": lambda m: new_list_of(m).append(2),
-    "the order of a dict": lambda m: m.ordered.update(a=m.ordered.pop("a")),
-    "a key less": lambda m: m.ordered.popitem(),
-    "a set": lambda m: (m.marks.add(7), m.marks.discard(1)),
-    "a deque": lambda m: m.window.append(5),
-    "a deque that is full": lambda m: m.window.extend([4, 5, 6]),
-    "a field of a dataclass": _set(["config", "gain"], 4),
-    "a list in a dataclass": lambda m: m.config.steps.append(4),
-    "a namespace": _set(["space", "gain"], 4),
-    "an object": _set(["plain", "value"], 4),
-    "objects in objects": _set(["plain", "inner", "value"], 5),
-    "a dict in them": lambda m: m.plain.inner.names.update(b=3),
-    "an object that pickles itself": _set(["chosen", "value"], 5),
-    "the class of an object": lambda m: setattr(m.config, "__class__", Louder),
-    "a tensor in place": lambda m: m.table.add_(1),
-    "a tensor's data": lambda m: m.table.data.add_(1),
-    "a tensor anew": lambda m: setattr(m, "table", integers(2, seed=8)),
-    "a tensor in a list": lambda m: m.tensors[0].mul_(3).add_(1),
-    "a tensor in a dict": lambda m: m.tensors[1]["t"].mul_(3).add_(1),
-    "another tensor there": lambda m: m.tensors.__setitem__(0, integers(2, seed=9)),
-    "weights that nobody has registered": lambda m: m.unregistered[0].weight.add_(1),
-    "a module there": lambda m: m.unregistered.append(frozen(2, 2)),
-    "what a module leaves behind": lambda m: m.leaving.local.update(more=iter([])),
-    "an attribute beside it": lambda m: setattr(m.leaving, "factor", 3),
+    "an attribute": lambda m: setattr(m, "power", 5),
+    "an item of a list": lambda m: m.options["scales"].__setitem__(1, 9),
+    "a list": lambda m: m.options["scales"].append(4),
+    "deep in a dict": lambda m: m.options["deep"][0].update(x=5),
+    "an object": lambda m: setattr(m.space, "gain", 4),
+    "a tensor in place": lambda m: m.held[0].mul_(3),
+    "a tensor's shape": set_data(lambda m: m.held[0], lambda d: d.view(2, 2)),
+    "a tensor's dtype": set_data(lambda m: m.held[0], lambda d: d.view(torch.int64)),
+    "a tensor with gaps": lambda m: m.held[1].data.__setitem__(3, 9),
+    "weights that nobody has registered": lambda m: m.hidden[0].weight.data.add_(1),
     "an array": lambda m: m.array.__iadd__(1),
-    "an array anew": lambda m: setattr(m, "array", np.arange(6.0)),
-    "a list by another name": lambda m: setattr(m, "alias", m.scales),
-    "by either name": lambda m: m.scales.append(6),
-    "a list that two hold": lambda m: m.shared.append(3),
-    "another list for both": lambda m: _share_anew(m, [5]),
+    "an array's shape": lambda m: setattr(m, "array", m.array.reshape(2, 2)),
+    "a buffer's dtype": set_data(lambda m: m.kept, lambda d: d.view(torch.int64)),
+    "truths as bytes": lambda m: setattr(m, "mask", m.mask.to(torch.uint8)),
+    "truths as bytes in place": set_data(
+        lambda m: m.mask, lambda d: d.view(torch.uint8)
+    ),
+    "bytes as truths": lambda m: setattr(m, "mask", m.mask.to(torch.bool)),
+    "a tensor wants a gradient": lambda m: setattr(
+        m, "held", [integers(4, low=1).requires_grad_(), m.held[1]]
+    ),
+    "a buffer wants a gradient": lambda m: setattr(
+        m, "kept", integers(4).requires_grad_()
+    ),
+    "a buffer's conjugate": lambda m: setattr(m, "phase", m.phase.conj()),
+    "a buffer's conjugate in place": set_data(lambda m: m.phase, lambda d: d.conj()),
+    "a parameter's conjugate": set_data(lambda m: m.complex, lambda d: d.conj()),
 }
-NEW = {"bias": [3], "more": ({"x": 4}, 1)}
 
 
-def new_list_of(model):
-    """Replace a dict once, and return a list in it."""
-    if model.options["deep"]["bias"] == [0, 1]:
-        model.options["deep"] = copy.deepcopy(NEW)
-    return model.options["deep"]["bias"]
-
-
-class Louder(Options):
-    @property
-    def gain(self):
-        return 11
-
-
-def _share_anew(model, shared):
-    model.shared = model.reader.shared = shared
-
-
-@pytest.mark.parametrize("engine_first", [False, True], ids=["before", "after"])
-def test_what_attributes_hold_may_change_in_any_way(wrap, engine_first):
+def test_what_a_module_holds_may_change_in_any_way(wrap):
     """One wrapper takes all the changes, one after the other."""
     twin = pair_of(wrap, Holder)
-    if engine_first:
-        twin.compare(lambda model, x: model(x), integers(7, 3))
-    x = integers(7, 3)
     for name, change in HELD.items():
-        if name == "a new attribute":
-            continue
+        twin.zero()
+        twin.step(step, integers(7, 3, seed=len(name)))
+        for module in modules_of(twin):
+            change(module)
+        try:
+            twin.zero()
+            twin.step(step, integers(7, 3, seed=len(name)))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+    for of_both in zip(*([m.held[0], m.kept] for m in modules_of(twin)), strict=True):
+        assert torch.equal(*(tensor.grad for tensor in of_both))
+
+
+def follow(twin, *changes, rows=7, columns=3, exact=True):
+    """Step, make a change on both, step again; outputs and gradients are compared."""
+
+    def compare():
+        twin.zero()
+        x = integers(rows, columns, low=-2, high=2).requires_grad_()
+        twin.step(step, x, exact=exact)
+
+    compare()
+    for change in changes:
         for model in modules_of(twin):
             change(model)
-        theirs, mine = twin.run(lambda model, x: model(x), x)
-        assert torch.equal(mine, theirs), name
-    for model in modules_of(twin):
-        HELD["a new attribute"](model)
-    twin.compare(lambda model, x: model(x), x)
+        compare()
 
 
-@pytest.mark.parametrize("change", HELD.values(), ids=HELD)
-def test_every_such_change_changes_the_output(change):
-    """Or the test above could not fail."""
-    model = Holder()
-    x = integers(7, 3)
-    before = model(x)
-    change(model)
-    if change is not HELD["what a module leaves behind"]:
-        assert not torch.equal(model(x), before)
+# ---- structure ----------------------------------------------------------------------
 
 
-class Remembering(nn.Module):
-    """Changes what it holds in forward, each in its own way."""
+class Parts(nn.Module):
+    """Lists and dicts of modules, a buffer, and weights used in two places."""
 
     def __init__(self):
         super().__init__()
-        self.linear = linear(2)
-        self.log = []
-        self.counts = {"calls": 0}
-        self.state = {"last": [0]}
-        self.moving = torch.zeros(2, dtype=torch.float64)
-        self.kept = None
+        self.layers = nn.ModuleList([linear(), linear()])
+        self.named = nn.ModuleDict({"a": linear()})
+        self.first, self.second = linear(), linear()
+        self.register_buffer("shift", integers(3, seed=4))
+        self.extra = None
+        integer_weights(self, 3)
 
     def forward(self, x):
-        self.log.append(len(self.log))
-        self.counts["calls"] += 1
-        self.state = {"last": [*self.state["last"], 1]}
-        self.moving.add_(1)
-        out = self.linear(x) * sum(self.log) + self.moving
-        self.kept = out  # with its graph, as people do
-        return out * self.counts["calls"] + sum(self.state["last"])
+        for layer in [*self.layers, *self.named.values(), self.first, self.second]:
+            x = layer(x) % 7
+        if self.extra is not None:
+            x = x * self.extra
+        return x if getattr(self, "shift", None) is None else x + self.shift
 
 
-REMEMBERED = {
-    "nothing": lambda m: None,
-    "a list": lambda m: m.log.clear(),
-    "a list grows": lambda m: m.log.append(10),
-    "a dict": lambda m: m.counts.update(calls=7),
-    "inside what forward has made": lambda m: m.state["last"].append(9),
-    "a tensor": lambda m: m.moving.zero_(),
-    "the dtype": lambda m: m.double().register_buffer("new", torch.ones(1)),
+def _forward_of_its_own(model):
+    model.forward = MethodType(lambda self, x: self.first(x) - self.second(x), model)
+
+
+class Shifted(Parts):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def _other_strides(model):
+    weight = model.first.weight
+    weight.data = integers(3, 3, seed=3).t()
+
+
+def _assign_state(model):
+    other = integer_weights(copy.deepcopy(model), 40)
+    model.load_state_dict(other.state_dict(), assign=True)
+
+
+def _in_place_ema(model):
+    torch._foreach_lerp_(
+        [p.data for p in model.parameters()],
+        [torch.full_like(p, 3) for p in model.parameters()],
+        0.0 if model.first.weight.dtype.is_complex else 1.0,
+    )
+
+
+def _from_a_vector(model):
+    n_elems = sum(p.numel() for p in model.parameters())
+    nn.utils.vector_to_parameters(integers(n_elems, seed=4), model.parameters())
+
+
+STRUCTURE = {
+    "swapped": lambda m: setattr(m, "first", nn.Sequential(linear(), nn.ReLU())),
+    "append": lambda m: m.layers.append(integer_weights(linear(), 5)),
+    "insert": lambda m: m.layers.insert(0, integer_weights(linear(), 6)),
+    "del": lambda m: m.layers.__delitem__(0),
+    "a named one more": lambda m: m.named.update({"b": integer_weights(linear(), 2)}),
+    "a named one less": lambda m: m.named.pop("a"),
+    "frozen": lambda m: m.first.requires_grad_(False),
+    "unfrozen": lambda m: m.first.requires_grad_(True),
+    "replaced": lambda m: setattr(m.first, "weight", nn.Parameter(integers(3, 3))),
+    "added": lambda m: setattr(m, "extra", nn.Parameter(integers(3, seed=2))),
+    "removed": lambda m: m.first.register_parameter("bias", None),
+    "tied": lambda m: setattr(m.first, "weight", m.second.weight),
+    "untied": lambda m: setattr(m.first, "weight", nn.Parameter(integers(3, 3))),
+    "strides": _other_strides,
+    "assigned": _assign_state,
+    "lerp": _in_place_ema,
+    "by data": lambda m: [p.data.add_(1) for p in m.parameters()],
+    "data anew": lambda m: setattr(m.first.weight, "data", integers(3, 3, seed=8)),
+    "a vector": _from_a_vector,
+    "buffer in place": lambda m: m.shift.add_(1),
+    "buffer anew": lambda m: setattr(m, "shift", integers(3, seed=7)),
+    "buffer of another shape": lambda m: setattr(m, "shift", integers(1, seed=7)),
+    "buffer deleted": lambda m: delattr(m, "shift"),
+    "buffer back": lambda m: m.register_buffer("shift", integers(3), persistent=False),
+    "forward": _forward_of_its_own,
+    "forward back": lambda m: delattr(m, "forward"),
+    "class": lambda m: setattr(m, "__class__", Shifted),
 }
 
 
-def test_what_a_forward_changes_stays_and_may_be_changed_between(wrap):
-    twin = Twin(wrap, Remembering())
-    x = integers(7, 3)
-    for name, change in REMEMBERED.items():
-        for _ in range(2):
-            theirs, mine = twin.run(lambda model, x: model(x), x)
-            if wrap.engine == "process":  # threads share what attributes hold, as torch
-                assert torch.equal(mine, theirs), name
-        for model in modules_of(twin):
-            change(model)
-    if wrap.engine == "process":
-        twin.compare(lambda model, x: model(x), x)
-        assert twin.inner.log == twin.plain.log
-        assert twin.inner.counts == twin.plain.counts
+def test_the_structure_may_change_in_any_way(wrap):
+    """One wrapper takes all the changes, one after the other."""
+    twin = Twin(wrap, Parts())
+    for name, change in STRUCTURE.items():
+        try:
+            follow(twin, change)
+        except AssertionError as error:
+            raise AssertionError(name) from error
 
 
-def test_a_small_batch_leaves_replicas_that_hear_of_it_later(wrap):
-    """One row runs in replica 0 alone: what it has changed is news for the others."""
-    twin = Twin(wrap, Remembering())
-    if wrap.engine == "thread":
-        pytest.skip("threads share what attributes hold, as torch's replicas do")
-    for rows in (7, 1, 7, 2, 1, 7):
-        twin.compare(lambda model, x: model(x), integers(rows, 3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_may_be_converted(wrap, dtype):
+    twin = Twin(wrap, net())
+    twin.compare(lambda model, x: model(x), integers(7, 3))
+    for model in modules_of(twin):
+        model.to(dtype)
+    x = integers(7, 3, dtype=dtype, low=-1, high=1)
+    twin.step(lambda model, x: model(x).sum(), x)
 
 
-def test_two_wrappers_of_one_module_see_each_change(wrap):
-    plain, module = Holder(), Holder()
-    wrappers = [wrap(module), wrap(module, 3)]
-    x = integers(7, 3)
-    for name in ("append", "a tensor in place", "a value of a dict", "a deque"):
-        for model in (plain, module):
-            HELD[name](model)
-            model.linear.weight.data = integers(2, 3, seed=len(name))
-        for wrapper in wrappers:
-            assert torch.equal(wrapper(x), plain(x)), name
+class Adapted(nn.Module):
+    """A layer with two small matrices beside it, as LoRA has them."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        n_out, n_in = layer.weight.shape
+        self.down = nn.Parameter(integers(rank, n_in, seed=2))
+        self.up = nn.Parameter(integers(n_out, rank, seed=3))
+        self.is_on = {"default": True}
+
+    def forward(self, x):
+        out = self.layer(x)
+        return out + x @ self.down.T @ self.up.T if self.is_on["default"] else out
+
+
+def _adapt(model):
+    model.requires_grad_(False)
+    model[0] = Adapted(model[0])
+
+
+def _merge(model):
+    adapted = model[0]
+    with torch.no_grad():
+        adapted.layer.weight += adapted.up @ adapted.down
+    model[0] = adapted.layer.requires_grad_(True)
+
+
+def test_adapters_may_be_added_switched_off_and_merged(wrap):
+    follow(
+        Twin(wrap, net()),
+        _adapt,
+        lambda model: model[0].is_on.update(default=False),
+        lambda model: model[0].is_on.update(default=True),
+        _merge,
+    )
+
+
+def test_a_lazy_module_may_be_wrapped_before_its_first_call(wrap):
+    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double()
+    ours = wrap(model)
+    model(integers(7, 3))
+    integer_weights(model)
+    twin = Twin(lambda inner, n: ours, copy.deepcopy(model))
+    twin.inner = model
+    follow(twin)
+
+
+# ---- weights that are computed ------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A parametrization whose numbers are exact."""
+
+    factor = 2
+
+    def forward(self, weight):
+        return weight * self.factor
+
+    def right_inverse(self, weight):
+        return weight / self.factor
+
+
+def _parametrize(model):
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def _parametrize_the_bias(model):
+    parametrize.register_parametrization(model[0], "bias", Doubled())
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
+def _set_factor(model):
+    model[0].parametrizations.weight[0].factor = 3
+
+
+def _remove(model):
+    parametrize.remove_parametrizations(model[0], "weight")
+    parametrize.remove_parametrizations(model[0], "bias", leave_parametrized=False)
+
+
+def test_parametrizations_come_change_and_go(wrap):
+    twin = Twin(wrap, net())
+    follow(twin, _parametrize, _parametrize_the_bias, _set_factor, _remove)
+    assert all(type(model[0]) is nn.Linear for model in modules_of(twin))
+
+
+MAKES = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda m: prune.l1_unstructured(m, "weight", amount=0.5),
+    "pruned twice": lambda m: prune.random_unstructured(
+        prune.l1_unstructured(m, "weight", amount=0.5), "weight", amount=1
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
+def test_weights_that_are_computed_train_as_plain(wrap, make, is_late):
+    def compute(model):
+        torch.manual_seed(3)
+        make(model[0])
+        return model
+
+    def train(model):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1)
+
+    def bare():
+        first = integer_weights(nn.Linear(3, 3))
+        return nn.Sequential(first, nn.Tanh(), linear(2))
+
+    changes = [train, lambda model: model.eval(), lambda model: model.train()]
+    if is_late:
+        follow(Twin(wrap, bare()), compute, *changes, exact=False)
+    else:
+        follow(pair_of(wrap, lambda: compute(bare())), *changes, exact=False)
+
+
+def _normalize(model):
+    torch.manual_seed(3)
+    nn.utils.spectral_norm(model[2])
+
+
+def test_pruning_ends_with_the_weights_that_are_left(wrap):
+    follow(
+        Twin(wrap, net()),
+        lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5),
+        lambda model: prune.remove(model[0], "weight"),
+        _normalize,
+        lambda model: nn.utils.remove_spectral_norm(model[2]),
+        exact=False,
+    )

@@ -243,5 +243,5 @@ def test_packed_sequences_are_split_by_rows(wrap, is_sorted):
     by_time = [(lengths > t).long() for t in range(5)]
     halves = [[int(part.sum()) for part in (a[:4], a[4:])] for a in by_time]
     columns = zip(*halves, strict=True)
-    assert mine[1] == [str([n for n in column if n]) for column in columns]
+    assert list(mine[1]) == [str([n for n in column if n]) for column in columns]
     twin.step(lambda model, x: loss_of(model(packed(x))[0]), x, exact=False)

@@ -7,7 +7,6 @@ import collections
 import copy
 import ctypes
 import gc
-import threading
 import weakref
 
 import paceline
@@ -19,7 +18,6 @@ from replicas import (
     Twin,
     Wrap,
     assert_close,
-    assert_same_grads,
     integer_weights,
     integers,
     loss_of,
@@ -34,9 +32,7 @@ from torch import nn
 def wrap():
     """Return a function that wraps a module for n replicas on GPUs."""
     with fake_gpus.several(4):
-        wrap = Wrap("thread", is_gpu=True)
-        yield wrap
-        wrap.close()
+        yield Wrap(is_gpu=True)
         gc.collect()
 
 
@@ -72,7 +68,7 @@ class Recorder:
 
 def record(ours):
     """Have a wrapper's group be recorded from now on."""
-    group = ours._gpu_engine().group
+    group = ours._gpu_engine(ours.device_ids).group
     group.native = Recorder(group.native)
     return group.native.bytes
 
@@ -141,7 +137,7 @@ def test_a_model_of_many_segments_trains(wrap, monkeypatch):
     twin.ours.module.append(integer_weights(nn.Linear(6, 9)))
     twin.plain.append(copy.deepcopy(twin.ours.module[-1]))
     twin.step(lambda model, x: model(x).sum(), integers(7, 6))
-    layout = twin.ours._gpu_engine()._replicated._layout
+    layout = twin.ours._gpu_engine(twin.ours.device_ids)._replicated._layout
     assert 256 < layout.segment_bytes < 2048
     assert layout.segment_bytes % 64 == 0
     assert any(len(s.tensors) > 1 and s.n_bytes > 256 for s in layout.segments)
@@ -204,11 +200,14 @@ def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
     x = integers(6, 512)
     with torch.no_grad():
         ours(x), plain(x)
-        traffic, layout = Traffic(ours), ours._engine._replicated._layout
+        traffic, layout = (
+            Traffic(ours),
+            ours._gpu_engine(ours.device_ids)._replicated._layout,
+        )
         for _ in range(3):
             assert torch.equal(ours(x), plain(x))
             assert sum(traffic()) <= 2 * 2 * 64
-        assert ours._engine._replicated._layout is layout
+        assert ours._gpu_engine(ours.device_ids)._replicated._layout is layout
         ours.module.twice = plain.twice = ours.module.n  # of one tensor, two names
         assert torch.equal(ours(x), plain(x))
         ours.module.n = plain.n = torch.zeros(3)
@@ -323,8 +322,7 @@ def test_little_is_sent_rather_than_compared(wrap, monkeypatch):
 def test_all_is_sent_where_kernels_cannot_read_the_model(option):
     """As with torch's expandable segments, and without peer access."""
     with fake_gpus.several(3, option):
-        wrap = Wrap("thread", is_gpu=True)
-        ours = wrap(norm_net(), 3).eval()
+        ours = Wrap(is_gpu=True)(norm_net(), 3).eval()
         x = integers(6, 16)
         n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
         with torch.no_grad():
@@ -333,7 +331,7 @@ def test_all_is_sent_where_kernels_cannot_read_the_model(option):
             assert torch.equal(ours(x), expected)
         assert fetched_bytes() == before[1]
         assert sum(map(sum, sent_bytes(3))) - before[0] >= 2 * n_bytes
-        wrap.close()
+        del ours
         gc.collect()
 
 
@@ -408,37 +406,6 @@ def test_no_host_waits_for_a_device_in_a_step(wrap, small_segments):
     assert [count(name) for name in waits] == before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m[0].weight.data.mul_(2),
-        lambda m: m[0].weight.detach().mul_(2),
-        lambda m: setattr(m[0].weight, "data", m[0].weight.data * 2),
-        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach() * 2)),
-        lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
-        lambda m: m.float(),
-        lambda m: m[0].weight.requires_grad_(False),
-        lambda m: m.append(nn.Tanh()),
-    ],
-    ids=["data", "detach", "set data", "replace", "load", "float", "freeze", "append"],
-)
-def test_a_change_between_training_steps_reaches_all_replicas(wrap, change):
-    ours = wrap(smooth_net(), 3)
-    x = integers(7, 3)
-    ours(x).sum().backward()
-    change(ours.module)
-    x = x.to(next(ours.parameters()).dtype)
-    plain = copy.deepcopy(ours.module)
-    for model in (ours, plain):
-        model.zero_grad()
-        loss_of(model(x)).backward()
-    close = torch.allclose(ours(x), plain(x), rtol=1e-5)
-    assert close
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.allclose(p.grad, q.grad, rtol=1e-4)
-
-
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_what_is_written_through_data_is_seen_at_the_next_forward(
@@ -455,40 +422,6 @@ def test_what_is_written_through_data_is_seen_at_the_next_forward(
             tensor.data.mul_(0.5)
         with torch.set_grad_enabled(trains):
             assert torch.allclose(ours(x), ours.module(x), rtol=1e-12)
-
-
-def test_statistics_of_training_reach_replicas_in_evaluation(wrap):
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    ours = wrap(module, 3)
-    for seed in range(3):
-        ours.train()
-        ours(integers(9, 3, seed=seed)).sum().backward()
-        ours.eval()
-        x = integers(7, 3, seed=seed)
-        with torch.no_grad():
-            assert torch.allclose(ours(x), module(x), rtol=1e-12)
-
-
-def test_what_a_replica_writes_is_gone_at_its_next_call(wrap):
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3).double(), requires_grad=False)
-            self.register_buffer("seen", torch.zeros(1).double())
-
-        def forward(self, x):
-            seen = self.seen.clone()
-            self.seen += 1
-            self.weight += 1
-            return x * self.weight + seen
-
-    ours = wrap(Counting(), 3).eval()
-    x = torch.ones(6, 3).double()
-    with torch.no_grad():
-        for n in range(4):
-            out = ours(x)
-            assert torch.equal(out, torch.full((6, 3), 2.0 + 2 * n).double())
-    assert float(ours.module.seen) == 4
 
 
 def test_an_absent_replica_has_missed_nothing(wrap):
@@ -665,10 +598,9 @@ def test_strides_of_parameters_are_kept(wrap):
 
 
 def test_all_gpus_are_used_unless_some_are_named(wrap):
-    ours = wrap.adopt(paceline.DataParallel(net()))
+    ours = paceline.DataParallel(net())
     assert ours.device_ids == [0, 1, 2, 3]
     assert ours.output_device == 0
-    assert (ours.engine, len(ours.device_ids)) == ("thread", 4)
     x = integers(7, 3)
     assert torch.equal(ours(x), ours.module(x))
 
@@ -682,7 +614,6 @@ def test_devices_may_be_named_in_any_order_and_more_than_once(wrap, ids, output)
         x = integers(7, 3).requires_grad_()
         twin.step(lambda m, x: m(x).square().mean(), x, exact=False)
     assert len(twin.ours.device_ids) == len(ids)
-    twin.ours.close()
 
 
 def test_a_gpu_that_is_not_there_is_named(wrap):
@@ -690,11 +621,6 @@ def test_a_gpu_that_is_not_there_is_named(wrap):
         paceline.DataParallel(net(), [0, 4])
     with pytest.raises(ValueError, match=r"output_device is 7, and .* 4 CUDA devices"):
         paceline.DataParallel(net(), [0, 1], 7)
-
-
-def test_processes_are_for_the_cpu(wrap):
-    with pytest.raises(NotImplementedError, match="engine is 'process', and"):
-        paceline.DataParallel(net(), [0, 1], engine="process")
 
 
 def test_a_module_elsewhere_is_an_error_that_says_how_to_move_it(wrap, monkeypatch):
@@ -705,13 +631,13 @@ def test_a_module_elsewhere_is_an_error_that_says_how_to_move_it(wrap, monkeypat
         ours(integers(7, 3))
 
 
-def test_the_cpu_may_be_asked_for_beside_gpus(wrap, monkeypatch):
+def test_the_cpu_is_used_beside_gpus_where_it_is_named_alone(wrap, monkeypatch):
     monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
-    assert paceline.DataParallel(net()).device_ids == [torch.device("cpu")] * 2
-    monkeypatch.delenv("PACELINE_CPU_REPLICAS")
-    with paceline.DataParallel(net(), ["cpu"] * 2, engine="thread") as ours:
-        x = integers(7, 3)
-        assert torch.allclose(ours(x), ours.module(x))
+    assert paceline.DataParallel(net()).device_ids == [0, 1, 2, 3]
+    assert paceline.DataParallel(net(), [2, 0]).device_ids == [2, 0]
+    ours = paceline.DataParallel(net(), ["cpu"] * 2)
+    x = integers(7, 3)
+    assert torch.allclose(ours(x), ours.module(x))
 
 
 def test_devices_that_differ_are_warned_of(wrap, monkeypatch):
@@ -734,30 +660,6 @@ def test_a_capture_round_the_wrapper_is_an_error(wrap, monkeypatch):
         ours(x)
 
 
-class GrowsInForward(nn.Module):
-    """Makes its last layer when it is first called."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = integer_weights(nn.Linear(3, 4))
-
-    def forward(self, x):
-        if not hasattr(self, "last"):
-            self.last = integer_weights(nn.Linear(4, 2))
-        return self.last(self.first(x))
-
-
-def test_a_layer_that_a_forward_makes_is_an_error_once(wrap):
-    ours = wrap(GrowsInForward(), 2)
-    with pytest.raises(RuntimeError, match="GrowsInForward has changed its parameters"):
-        ours(integers(7, 3))
-    loss_of(ours(integers(7, 3))).backward()
-    grown = copy.deepcopy(ours.module)
-    grown.zero_grad()
-    loss_of(grown(integers(7, 3))).backward()
-    assert_same_grads(ours.module, grown)
-
-
 def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
     pinned = []
     ours = wrap(net(), 2)
@@ -774,8 +676,7 @@ def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
 def test_check_compares_a_model_where_it_is(wrap):
     report = paceline.check(smooth_net(), integers(7, 3), replicas=3)
     assert report.ok, str(report)
-    assert (report.engine, report.n_replicas) == ("thread", 3)
-    assert report.engine_reason == "replicas on GPUs are threads of this process"
+    assert report.n_replicas == 3
     assert paceline.check(smooth_net(), {"input": integers(7, 3)}, replicas=5).ok
 
 
@@ -810,79 +711,19 @@ def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap
                 assert torch.allclose(p.grad, grad, rtol=1e-10)
 
 
-def test_a_replica_that_fails_is_named_and_the_next_call_works(wrap):
-    class Failing(nn.Linear):
-        def forward(self, x):
-            if (x == 99).any():
-                raise KeyError("row")
-            return super().forward(x)
-
-    module = integer_weights(Failing(3, 2))
-    ours = wrap(module, 4)
-    x = integers(8, 3)
-    ours(x)
-    bad = x.clone()
-    bad[5, 0] = 99
-    for _ in range(2):
-        with pytest.raises(KeyError, match="replica 2"):
-            ours(bad)
-        assert torch.equal(ours(x), module(x))
-
-
-def test_forwards_of_several_threads_come_one_after_the_other(wrap):
-    ours = wrap(smooth_net(), 3)
-    x = [integers(7, 3, seed=seed) for seed in range(4)]
-    ours(x[0])
-    expected = [ours.module(part) for part in x]
-    wrong = []
-
-    def run(i):
-        for _ in range(5):
-            if not torch.allclose(ours(x[i]), expected[i], rtol=1e-12):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def test_close_lets_go_of_threads_and_memory_and_a_later_call_works(wrap):
-    ours = wrap(smooth_net(), 3)
-    x = integers(7, 3)
-    for _ in range(2):
-        for _ in range(2):
-            ours(x).sum().backward()
-        engine = ours._engine
-        block = weakref.ref(engine._replicated._layout.segments[0].blocks[1])
-        threads = list(engine._threads._threads)
-        assert len(threads) == 2
-        ours.close()
-        assert block() is None
-        assert not any(thread.is_alive() for thread in threads)
-
-
-def test_a_wrapper_goes_with_its_last_name(wrap):
+def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
     ours = paceline.DataParallel(smooth_net(), [0, 1, 2])
     for _ in range(3):
         ours(integers(7, 3)).sum().backward()
     alive = weakref.ref(ours)
-    threads = set(ours._engine._threads._threads)
-    del ours
+    engine = ours._gpu_engine(ours.device_ids)
+    block = weakref.ref(engine._replicated._layout.segments[0].blocks[1])
+    threads = set(engine._threads._threads)
+    assert len(threads) == 2
+    del ours, engine
     gc.collect()
     assert alive() is None
+    assert block() is None
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-
-
-def test_copies_and_pickles_of_a_wrapper_start_anew(wrap):
-    ours = wrap(smooth_net(), 3)
-    x = integers(7, 3)
-    ours(x).sum().backward()
-    twin = wrap.adopt(copy.deepcopy(ours))
-    assert twin.device_ids == [0, 1, 2]
-    assert torch.equal(twin(x), ours(x))
-    assert_close(twin.module[0].weight, ours.module[0].weight)

@@ -31,9 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 @pytest.fixture
 def wrap(n_gpus):
     """Return a function that wraps a module for all GPUs that there are."""
-    wrap = Wrap("thread", is_gpu=True)
-    yield lambda module, _=2: wrap(module, n_gpus)
-    wrap.close()
+    wrap = Wrap(is_gpu=True)
+    return lambda module, _=2: wrap(module, n_gpus)
 
 
 def run_both(twin, program):
@@ -231,7 +230,7 @@ def test_a_tensor_that_a_forward_keeps_stays_as_it_is(wrap):
 
 
 def blocks_of(ours):
-    layout = ours._gpu_engine()._replicated._layout
+    layout = ours._gpu_engine(ours.device_ids)._replicated._layout
     return [b for segment in layout.segments for b in segment.blocks if b is not None]
 
 

@@ -3,87 +3,20 @@
 What a program returns, its gradients and its state must be the plain module's.
 """
 
+import threading
+
 import paceline
 import pytest
 import torch
-from gpu_programs import F64, N_ROWS, bare, compare, linear, train
-from replicas import (
-    assert_same,
-    integer_weights,
-    integers,
-    loss_of,
-    smooth_net,
-)
+from gpu_programs import F64, N_ROWS, Parent, bare, compare, linear, train
+from replicas import assert_same, assert_same_grads, integers, loss_of, smooth_net
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.func import functional_call
 
 pytestmark = pytest.mark.usefixtures("n_gpus")
 
 
 # ---- optimizers ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}),
-        (torch.optim.Adam, {"fused": True}),
-        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
-        (torch.optim.RMSprop, {"centered": True}),
-        (torch.optim.Rprop, {}),
-        (torch.optim.LBFGS, {"max_iter": 4}),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_optimizers_of_all_kinds_see_the_same_gradients(kind, options):
-    def program(model):
-        kept, optimizer = [], kind(model.parameters(), **options)
-        if kind is not torch.optim.LBFGS:
-            train(model, kept, optimizer)
-            return kept
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(integers(N_ROWS, 3)).square().mean()
-            loss.backward()
-            return loss
-
-        for _ in range(2):
-            kept.append(optimizer.step(closure).detach())
-        return kept
-
-    compare(smooth_net, program)
-
-
-def test_an_optimizer_may_step_in_backward():
-    def program(model):
-        kept = []
-        optimizers = {p: torch.optim.SGD([p], 1e-3) for p in model.parameters()}
-
-        def update(parameter):
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
-        train(model, kept)
-        return kept
-
-    compare(smooth_net, program)
-
-
-def test_gradients_may_be_clipped_scaled_and_kept_between_steps():
-    def program(model):
-        kept = []
-        for _ in range(3):
-            train(model, kept, seeds=(1, 2))
-            kept.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-            kept += [p.grad.clone() for p in model.parameters()]
-            for p in model.parameters():
-                p.grad.mul_(0.5)
-        return kept
-
-    compare(smooth_net, program)
 
 
 def test_gradients_may_be_views_of_one_vector():
@@ -97,23 +30,6 @@ def test_gradients_may_be_views_of_one_vector():
             at += p.numel()
         train(model, kept)
         return [*kept, vector]
-
-    compare(smooth_net, program)
-
-
-def test_parameters_may_be_views_of_one_vector():
-    def program(model):
-        kept = []
-        parameters = list(model.parameters())
-        vector = nn.utils.parameters_to_vector(parameters).detach()
-        at = 0
-        for p in parameters:
-            p.data = vector[at : at + p.numel()].view_as(p)
-            at += p.numel()
-        for _ in range(3):
-            train(model, kept, seeds=(1,))
-            vector.mul_(0.5)
-        return kept
 
     compare(smooth_net, program)
 
@@ -139,97 +55,6 @@ def test_a_state_loaded_between_forward_and_backward_is_as_with_the_module(assig
         return [error, kept]
 
     compare(smooth_net, program)
-
-
-def test_averages_of_weights_are_kept_beside_the_training():
-    def program(model):
-        kept, optimizer = [], torch.optim.SGD(model.parameters(), 1e-2)
-        average = torch.optim.swa_utils.AveragedModel(
-            bare(model), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
-        )
-        for seed in range(4):
-            train(model, kept, optimizer, seeds=(seed,))
-            average.update_parameters(bare(model))
-            with torch.no_grad():
-                kept.append(average(integers(N_ROWS, 3)))
-        return kept
-
-    compare(smooth_net, program)
-
-
-def test_the_average_of_a_wrapper_is_a_wrapper():
-    ours, plain = paceline.DataParallel(smooth_net()), smooth_net()
-    averages = [torch.optim.swa_utils.AveragedModel(m) for m in (ours, plain)]
-    for _ in range(2):
-        for model, average in zip((ours, plain), averages, strict=True):
-            loss_of(model(integers(N_ROWS, 3))).backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.sub_(p.grad * 1e-3)
-            average.update_parameters(model)
-        with torch.no_grad():
-            outs = [average(integers(N_ROWS, 3)) for average in averages]
-        assert_same(outs[0], outs[1], exact=False)
-
-
-def test_weights_are_tied_untied_and_tied_again():
-    def make():
-        module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3))
-        module[2].weight = module[0].weight
-        return module
-
-    def program(model):
-        kept, module = [], bare(model)
-        train(model, kept)
-        module[2].weight = nn.Parameter(module[0].weight.detach().clone())
-        train(model, kept)
-        module[2].weight = module[0].weight
-        train(model, kept)
-        return kept
-
-    compare(make, program)
-
-
-def test_layers_are_frozen_and_thawed_while_gradients_add_up():
-    def program(model):
-        kept, module = [], bare(model)
-        for k in range(4):
-            module[0].requires_grad_(k % 2 == 0)
-            module[2].weight.requires_grad_(k % 3 != 0)
-            train(model, kept, seeds=(k,))
-        return kept
-
-    compare(smooth_net, program)
-
-
-def test_layers_come_and_go():
-    def program(model):
-        kept, module = [], bare(model)
-        train(model, kept)
-        module.append(integer_weights(nn.Linear(2, 4)))
-        train(model, kept)
-        module[0] = integer_weights(nn.Linear(3, 4), seed=9)
-        train(model, kept)
-        del module[3]
-        module.insert(1, nn.BatchNorm1d(4).double().eval())
-        train(model, kept)
-        return kept
-
-    compare(smooth_net, program)
-
-
-def test_a_module_is_cast_back_and_forth():
-    def program(model):
-        kept, module = [], bare(model)
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float64):
-            module.to(dtype)
-            model.zero_grad()
-            out = model(integers(N_ROWS, 3, dtype=dtype))
-            out.sum().backward()
-        train(model, kept)
-        return kept
-
-    compare(lambda: nn.Sequential(linear(3, 4), linear(4, 2)), program)
 
 
 # ---- buffers ------------------------------------------------------------------------
@@ -276,132 +101,7 @@ def test_a_buffer_that_forwards_change_counts_calls(how, is_training):
     compare(lambda: Counts(how), program)
 
 
-def test_spectral_norm_iterates_as_in_the_first_replica():
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)
-        ).double()
-
-    def program(model):
-        kept = []
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        train(model, kept, optimizer)
-        model.eval()
-        kept.append(model(integers(N_ROWS, 3)).detach())
-        return kept
-
-    compare(make, program)
-
-
-def test_parametrized_spectral_norm_iterates_as_in_the_first_replica():
-    def make():
-        torch.manual_seed(0)
-        return parametrizations.spectral_norm(nn.Linear(3, 4)).double()
-
-    def program(model):
-        kept = []
-        train(model, kept, torch.optim.SGD(model.parameters(), 1e-2))
-        parametrize.remove_parametrizations(bare(model), "weight")
-        train(model, kept)
-        return kept
-
-    compare(make, program)
-
-
-def test_a_running_mean_of_momentum_none_counts_its_batches():
-    def make():
-        norm = nn.BatchNorm1d(4, momentum=None).double()
-        return nn.Sequential(linear(3, 4), norm.eval(), linear(4, 2))
-
-    def program(model):
-        kept = []
-        train(model, kept)
-        bare(model)[1].running_mean.add_(1)
-        bare(model)[1].num_batches_tracked += 3
-        train(model, kept)
-        return kept
-
-    compare(make, program)
-
-
 # ---- graphs -------------------------------------------------------------------------
-
-
-def test_a_graph_is_kept_and_run_for_each_output():
-    class Several(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = smooth_net()
-
-        def forward(self, x):
-            out = self.net(x)
-            return out, {"sums": out.sum(1), "square": [out.square()]}
-
-    def program(model):
-        x = integers(N_ROWS, 3).requires_grad_()
-        out, others = model(x)
-        loss_of(out).backward(retain_graph=True)
-        others["sums"].prod().backward(retain_graph=True)
-        others["square"][0].sum().backward(retain_graph=True)
-        grads = torch.autograd.grad(
-            loss_of(out), [x, *model.parameters()], retain_graph=True
-        )
-        vectors = torch.eye(14, **F64).reshape(14, 7, 2)
-        (batched,) = torch.autograd.grad(out, x, vectors, is_grads_batched=True)
-        return [x.grad, *grads, batched]
-
-    compare(Several, program)
-
-
-def test_a_penalty_on_gradients_reaches_weights():
-    def program(model):
-        x = integers(N_ROWS, 3).requires_grad_()
-        for _ in range(2):
-            (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-            (grad.norm(2, dim=1) - 1).square().mean().backward()
-        return [x.grad]
-
-    compare(smooth_net, program)
-
-
-def test_backwards_of_several_forwards_come_in_any_order():
-    def program(model):
-        outs = [model(integers(n, 3, seed=n)) for n in (7, 2, 5, 1)]
-        for k in (2, 0, 3, 1):
-            with torch.no_grad():
-                model(integers(4, 3))
-            loss_of(outs[k]).backward()
-
-    compare(smooth_net, program)
-
-
-def test_an_output_is_fed_back():
-    def program(model):
-        x = integers(N_ROWS, 3).requires_grad_()
-        out = x
-        for _ in range(4):
-            out = model(out)
-        loss_of(out).backward()
-        return [x.grad]
-
-    def make():
-        return nn.Sequential(linear(3, 3), nn.Tanh())
-
-    compare(make, program)
-
-
-def test_outputs_may_be_changed_in_place_before_the_backward():
-    def program(model):
-        x = integers(N_ROWS, 3).requires_grad_()
-        out = model(x)
-        out.mul_(2)
-        out[1:3] = 0
-        out[:, 1].add_(x[:, 0])
-        loss_of(out).backward()
-        return [x.grad, out.detach()]
-
-    compare(smooth_net, program)
 
 
 def test_inputs_may_be_changed_in_place_after_the_forward():
@@ -419,13 +119,170 @@ def test_inputs_may_be_changed_in_place_after_the_forward():
     compare(smooth_net, program)
 
 
-def test_some_rows_alone_are_run_backward():
+# ---- modules ------------------------------------------------------------------------
+
+
+class Notes(nn.Linear):
+    """Notes how many rows each of its calls has."""
+
+    def __init__(self):
+        super().__init__(3, 2, dtype=torch.float64)
+        self.n_rows = []
+
+    def forward(self, x):
+        self.n_rows.append(len(x))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("n_rows", [1, N_ROWS])
+def test_a_wrapper_in_a_replica_calls_its_module_plainly(n_gpus, n_rows):
+    inner = Notes()
+    ours = paceline.DataParallel(nn.Sequential(paceline.DataParallel(inner)))
+    expected = [len(part) for part in torch.ones(n_rows).tensor_split(n_gpus)]
+    for _ in range(3):  # in order at first
+        inner.n_rows.clear()
+        ours(integers(n_rows, 3))
+        assert sorted(inner.n_rows, reverse=True) == [n for n in expected if n > 0]
+
+
+# ---- modes --------------------------------------------------------------------------
+
+
+def test_modes_alternate_from_call_to_call():
     def program(model):
-        x = integers(N_ROWS, 3).requires_grad_()
-        out = model(x)
-        out[-1].sum().backward(retain_graph=True)
-        out[0].sum().backward(retain_graph=True)
-        out[2:4].prod().backward()
-        return [x.grad]
+        kept = []
+        modes = [
+            torch.no_grad,
+            torch.inference_mode,
+            torch.enable_grad,
+            torch.inference_mode,
+            torch.no_grad,
+        ]
+        for k, mode in enumerate(modes):
+            train(model, kept, seeds=(k,))
+            with mode():
+                values = model(integers(N_ROWS, 3)).tolist()
+            kept.append(torch.tensor(values, **F64))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+        return kept
 
     compare(smooth_net, program)
+
+
+def test_training_follows_a_first_forward_in_inference_mode():
+    """What passes through memory of that mode is in no graph."""
+
+    def program(model):
+        kept = []
+        for _ in range(2):
+            with torch.inference_mode():
+                values = model(integers(N_ROWS, 3)).tolist()
+            kept.append(torch.tensor(values, **F64))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        train(model, kept, optimizer)
+        return kept
+
+    compare(smooth_net, program)
+
+
+# ---- other weights ------------------------------------------------------------------
+
+
+def test_an_inner_step_is_differentiated():
+    """As in meta-learning."""
+
+    def program(model):
+        parent = Parent(model)
+        names = [name for name, _ in parent.named_parameters()]
+        parameters = list(parent.parameters())
+        for k in range(2):
+            loss = loss_of(model(integers(N_ROWS, 3, seed=k)))
+            grads = torch.autograd.grad(loss, parameters, create_graph=True)
+            fast = {
+                name: p - 0.01 * grad
+                for name, p, grad in zip(names, parameters, grads, strict=True)
+            }
+            out = functional_call(parent, fast, (integers(5, 3, seed=k),))
+            loss_of(out).backward()
+
+    compare(smooth_net, program)
+
+
+# ---- what fails ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["empty", "empty_like", "zeros"])
+@pytest.mark.parametrize("way", ["train", "evaluate", "two orders"])
+def test_a_device_without_memory_is_an_error_and_the_next_step_is_whole(
+    monkeypatch, name, way
+):
+    """At each allocation in turn: on any device, in forward or in backward."""
+    allocate = getattr(torch, name)
+    left = [10**9]
+
+    def scarce(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(*args, **kwargs)
+
+    def run(model, x):
+        if way == "evaluate":
+            with torch.no_grad():
+                return model(x)
+        loss = loss_of(model(x))
+        if way == "two orders":
+            parameters = list(model.parameters())
+            grads = torch.autograd.grad(loss, parameters, create_graph=True)
+            loss = sum(grad.square().sum() for grad in grads)
+        return loss.backward()
+
+    plain, ours = smooth_net(), paceline.DataParallel(smooth_net())
+    n_failed = 0
+    for k in range(1, 100):
+        x = integers(N_ROWS, 3, seed=k)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, name, scarce)
+            left[0] = k
+            try:
+                run(ours, x)
+            except torch.OutOfMemoryError:
+                n_failed += 1
+            is_over = left[0] > 0
+        for model in (plain, ours):
+            with torch.no_grad():
+                for p in model.parameters():
+                    (p if k % 2 else p.data).mul_(1.25)
+            model.zero_grad()
+        assert_same(run(ours, x), run(plain, x), exact=False)
+        assert_same_grads(ours, plain, exact=False)
+        if is_over:
+            break
+    assert is_over
+    assert n_failed > 0 or name != "empty"
+
+
+# ---- threads ------------------------------------------------------------------------
+
+
+def test_several_threads_train_wrappers_of_their_own():
+    def program(model):
+        kept = []
+        train(model, kept, torch.optim.SGD(model.parameters(), 1e-3), range(5))
+        return [*kept, *(p.detach() for p in model.parameters())]
+
+    # Made here: they draw their weights from a generator that threads share.
+    models = [paceline.DataParallel(smooth_net()) for _ in range(3)]
+    expected, found = program(smooth_net()), {}
+    threads = [
+        threading.Thread(target=lambda k=k: found.update({k: program(models[k])}))
+        for k in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k in range(3):
+        assert_same(found[k], expected, exact=False)

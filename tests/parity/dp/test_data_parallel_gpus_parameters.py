@@ -134,7 +134,8 @@ def test_replicas_have_ordinary_tensors_in_inference_mode():
 def test_memory_is_taken_once(n_gpus):
     ours = paceline.DataParallel(copy.deepcopy(linear(3, 3)))
     loss_of(ours(integers(7, 3))).backward()
-    group, layout = ours._engine.group, ours._engine._replicated._layout
+    engine = ours._gpu_engine(ours.device_ids)
+    group, layout = engine.group, engine._replicated._layout
     assert group.ring(layout.segment_bytes) is group.ring(layout.segment_bytes)
     assert group.rooms(64)[-1] is group.rooms(64)[-1]
     assert group.sums(1)[-1] is group.sums(1)[-1]
@@ -144,7 +145,7 @@ def test_a_tensor_alone_has_a_block_of_its_size():
     ours = paceline.DataParallel(nn.Linear(3, 5, bias=False))
     with torch.no_grad():
         ours(torch.ones(7, 3))
-    (segment,) = ours._engine._replicated._layout.segments
+    (segment,) = ours._gpu_engine(ours.device_ids)._replicated._layout.segments
     assert segment.n_bytes == 3 * 5 * 4
 
 

@@ -20,7 +20,7 @@ from replicas import (
     smooth_net,
 )
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("n_gpus")
@@ -187,29 +187,6 @@ def test_a_backward_in_a_forward_without_gradients_reaches_all_of_them(
             assert torch.equal(mine.to_dense(), theirs.to_dense())
 
 
-class Thaws(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = linear(3, 2).requires_grad_(False)
-
-    def forward(self, x):
-        self.layer.bias.requires_grad_(True)
-        return self.layer(x)
-
-
-def test_a_parameter_that_a_forward_thaws_is_an_error_that_names_it():
-    ours = paceline.DataParallel(Thaws())
-    with torch.no_grad():
-        ours(integers(7, 3))
-    ours.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"'layer\.bias' require a gradient.*before"):
-        ours(integers(7, 3))
-    plain = Thaws()
-    for model in (plain, ours):
-        loss_of(model(integers(7, 3))).backward()
-    assert_same_grads(ours, plain)
-
-
 # ---- weights that change hands ------------------------------------------------------
 
 
@@ -284,22 +261,6 @@ def test_saved_tensors_on_the_host_outlive_a_forward_with_other_weights():
     compare(smooth_net, program)
 
 
-def test_a_state_may_be_assigned():
-    def make():
-        norm = nn.BatchNorm1d(4, momentum=None).double()
-        return nn.Sequential(linear(3, 4), norm.eval(), linear(4, 2))
-
-    def program(model):
-        kept = []
-        for k in range(1, 4):
-            state = {n: v * k for n, v in bare(model).state_dict().items()}
-            bare(model).load_state_dict(state, assign=True)
-            step(model, integers(7, 3), kept)
-        return kept
-
-    compare(make, program)
-
-
 def test_conversions_may_swap_tensors(monkeypatch):
     monkeypatch.setattr(
         torch.__future__, "_swap_module_params_on_conversion", True, raising=True
@@ -352,27 +313,6 @@ def test_parameters_may_share_memory():
     compare(Shares, program)
 
 
-def test_buffers_follow_the_tensor_that_they_are_views_of():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = linear(3, 3)
-            self.register_buffer("whole", integers(6).clone())
-            self.register_buffer("part", self.whole[:3])
-
-        def forward(self, x):
-            return self.layer(x) * self.part
-
-    def program(model):
-        kept = []
-        for k in range(3):
-            bare(model).whole.add_(k)
-            step(model, integers(7, 3), kept)
-        return kept
-
-    compare(Views, program)
-
-
 def test_a_tensor_is_a_buffer_and_a_parameter_in_turn():
     class Turns(nn.Module):
         def __init__(self):
@@ -394,18 +334,6 @@ def test_a_tensor_is_a_buffer_and_a_parameter_in_turn():
         return kept
 
     compare(Turns, program)
-
-
-def test_which_parameters_are_trained_may_change_in_every_step():
-    def program(model):
-        kept = []
-        for k in range(5):
-            for i, p in enumerate(model.parameters()):
-                p.requires_grad_((i + k) % 2 == 0)
-            step(model, integers(7, 3, seed=k), kept)
-        return kept
-
-    compare(smooth_net, program)
 
 
 def test_buffers_made_in_inference_mode_come_and_go():
@@ -462,37 +390,7 @@ def test_parametrizations_may_be_cached_over_several_calls():
     compare(make, program)
 
 
-def test_normed_and_orthogonal_weights_train():
-    def make():
-        torch.manual_seed(0)
-        normed = parametrizations.weight_norm(nn.Linear(3, 4))
-        orthogonal = parametrizations.orthogonal(nn.Linear(4, 4))
-        return nn.Sequential(normed, nn.Tanh(), orthogonal, nn.Linear(4, 2)).double()
-
-    def program(model):
-        kept = []
-        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-        for k in range(3):
-            optimizer.zero_grad()
-            step(model, integers(7, 3, seed=k), kept)
-            optimizer.step()
-        return kept
-
-    compare(make, program)
-
-
 # ---- graphs and ends ----------------------------------------------------------------
-
-
-def test_backwards_for_some_parameters_come_before_those_for_others():
-    def program(model):
-        parameters = list(model.parameters())
-        loss = loss_of(model(integers(7, 3)))
-        loss.backward(inputs=parameters[:1], retain_graph=True)
-        loss.backward(inputs=parameters[1:], retain_graph=True)
-        loss.backward(inputs=parameters[2:3])
-
-    compare(smooth_net, program)
 
 
 def test_copies_may_be_made_and_trained_before_a_backward():

@@ -3,7 +3,6 @@
 import copy
 import threading
 
-import paceline
 import pytest
 import torch
 from replicas import (
@@ -127,24 +126,12 @@ class Moving(nn.Module):
         return self.linear(x * self.moving)
 
 
-def test_buffers_that_require_a_gradient_get_it_from_threads(wrap):
+def test_buffers_that_require_a_gradient_get_it(wrap):
     twin = Twin(wrap, Moving())
     x = integers(7, 3)
-    if wrap.engine == "process":
-        with pytest.raises(Exception, match="'moving' requires a gradient"):
-            twin.ours(x)
-        return
     twin.step(lambda model, x: loss_of(model(x)), x)
     assert_close(twin.inner.moving.grad, twin.plain.moving.grad)
     assert twin.inner.moving.grad is not None
-
-
-def test_a_model_that_cannot_travel_gets_threads_by_itself():
-    twin = Twin(lambda module, n: paceline.DataParallel(module, ["cpu"] * n), Moving())
-    with twin.ours:
-        twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
-        assert twin.ours.engine == "thread"
-        assert "moving" in twin.ours.engine_reason
 
 
 def test_a_module_without_parameters_passes_gradients_on(wrap):
@@ -348,11 +335,10 @@ def test_two_wrappers_of_one_module_share_its_weights(wrap):
                     p.add_(step + 1)
 
 
-def test_the_wrapped_module_trains_on_when_its_wrapper_is_closed(wrap):
+def test_the_wrapped_module_trains_on_when_its_wrapper_is_gone(wrap):
     twin = Twin(wrap, net())
     x = integers(7, 3)
     twin.step(lambda model, x: loss_of(model(x)), x)
-    twin.ours.close()
     del twin.ours
     for model in (twin.plain, twin.inner):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -7,7 +7,6 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from paceline._replicas.errors import UnsupportedModelError
 from replicas import (
     Twin,
     assert_same,
@@ -77,8 +76,7 @@ def test_hooks_of_the_wrapper_see_the_whole_batch(wrap):
     ],
 )
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_parts_run_in_threads_and_are_refused_by_processes(wrap, kind, when):
-    """Their side effects belong in this process."""
+def test_hooks_of_parts_run_in_every_replica(wrap, kind, when):
     twin = Twin(wrap, net())
     if when == "after":
         twin.step(step, integers(7, 3))
@@ -86,13 +84,8 @@ def test_hooks_of_parts_run_in_threads_and_are_refused_by_processes(wrap, kind, 
     rows = []
     register = getattr(twin.inner[2], f"register_{kind}")
     handle = register(lambda module, seen, *_: rows.append(len(seen[0])))
-    if wrap.engine == "thread":
-        twin.step(step, integers(7, 3).requires_grad_())
-        assert sorted(rows) == [3, 4]
-    else:
-        with pytest.raises(UnsupportedModelError, match=r"'2' \(Linear\) has hooks"):
-            twin.ours(integers(7, 3))
-        assert rows == []
+    twin.step(step, integers(7, 3).requires_grad_())
+    assert sorted(rows) == [3, 4]
     handle.remove()
     twin.zero()
     twin.step(step, integers(7, 3))
@@ -116,15 +109,20 @@ class Late(nn.Module):
         return out
 
 
-def test_hooks_that_a_replica_registers_are_its_own():
-    import paceline
+def test_hooks_of_parts_may_change_values(wrap):
+    twin = Twin(wrap, net())
+    for module in (twin.plain, twin.inner):
+        module[0].register_forward_hook(lambda m, args, out: out * m.weight.sum())
+        module[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
+        module[2].register_forward_pre_hook(lambda m, args: (args[0] - m.bias.sum(),))
+    for seed in range(2):
+        twin.step(step, integers(7, 3, seed=seed))
 
-    twin = Twin(
-        lambda m, n: paceline.DataParallel(m, ["cpu"] * n, engine="thread"), Late()
-    )
-    with twin.ours:
-        for _ in range(3):
-            twin.step(step, integers(7, 3))
+
+def test_hooks_that_a_replica_registers_are_its_own(wrap):
+    twin = Twin(wrap, Late())
+    for _ in range(3):
+        twin.step(step, integers(7, 3))
     assert [len(m.layer._forward_hooks) for m in (twin.plain, twin.inner)] == [1, 1]
 
 
@@ -241,6 +239,40 @@ def test_what_a_hook_raises_is_raised_and_the_next_call_works(wrap):
         twin.step(step, integers(7, 3, seed=row))
 
 
+class Heads(nn.Module):
+    """Two outputs, each of weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = integer_weights(nn.Linear(3, 4), 1)
+        self.left = integer_weights(nn.Linear(4, 2), 2)
+        self.right = integer_weights(nn.Linear(4, 2), 3)
+
+    def forward(self, x):
+        hidden = self.body(x)
+        return self.left(hidden), self.right(hidden)
+
+
+@pytest.mark.parametrize("create_graph", [False, True], ids=["first", "recorded"])
+def test_hooks_get_a_tensor_where_the_loss_leaves_out_an_output(wrap, create_graph):
+    twin = Twin(wrap, Heads())
+    for model in (twin.plain, twin.inner):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad * 2)
+    grads = []
+    for model, inner in ((twin.plain, twin.plain), (twin.ours, twin.inner)):
+        loss = loss_of(model(integers(7, 3))[0])
+        some = [*inner.body.parameters(), *inner.left.parameters()]
+        grads.append(torch.autograd.grad(loss, some, create_graph=create_graph))
+        loss = loss_of(model(integers(7, 3))[0])
+        loss.backward()
+        grads[-1] += tuple(p.grad for p in some)
+        idle = [p.grad for p in inner.right.parameters()]
+        assert all(grad is None or not grad.any() for grad in idle)
+    for mine, theirs in zip(*grads, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 # ---- checkpoints --------------------------------------------------------------------
 
 
@@ -339,10 +371,7 @@ def test_checkpoints_around_may_be_nested_and_asked_twice(wrap, use_reentrant):
 
 
 def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
-    """Threads save all rows under them, but replica 0's alone on GPUs.
-
-    Processes save replica 0's, and the inputs of the others.
-    """
+    """All replicas save under them on the CPU; on GPUs replica 0 alone does."""
     twin = Twin(wrap, net())
     packed = {model: [] for model in twin.models}
 
@@ -355,9 +384,8 @@ def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
         return loss_of(out)
 
     twin.step(loss, integers(7, 3).requires_grad_())
-    n, n_inputs = len(packed[twin.plain]), 1
-    expected = 2 * n if wrap.engine == "thread" else n + n_inputs
-    assert len(packed[twin.ours]) == (n if wrap.is_gpu else expected)
+    n = len(packed[twin.plain])
+    assert len(packed[twin.ours]) == (n if wrap.is_gpu else 2 * n)
 
 
 @pytest.mark.parametrize("which", ["pack", "unpack"])
@@ -419,13 +447,11 @@ def test_a_graph_outlives_its_wrapper(wrap):
     x = integers(7, 3)
     losses = [loss_of(twin.ours(x + i)) for i in range(3)]
     losses.pop(0).backward()
-    twin.ours.close()
-    losses.pop(0).backward()
     gone = weakref.ref(twin.ours)
-    wrap.forget(twin.ours)
     del twin.ours
     gc.collect()
     assert gone() is None
+    losses.pop(0).backward()
     losses.pop().backward()
     for i in range(3):
         loss_of(twin.plain(x + i)).backward()

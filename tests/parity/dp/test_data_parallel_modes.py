@@ -1,15 +1,21 @@
 """What holds round a call holds inside it: grad mode, autocast, training, weights."""
 
 import contextlib
+import contextvars
 
 import pytest
 import torch
-from replicas import Twin, integer_weights, integers, loss_of, net
+from replicas import Twin, alike, integer_weights, integers, loss_of, net
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+TINY = torch.full((1,), 1e-310, dtype=torch.float64)  # a denormal number
 
 
 class Weather(nn.Module):
-    """Says what it sees round itself; a list would mean that replicas differ."""
+    """Says what it sees round itself."""
 
     def __init__(self):
         super().__init__()
@@ -28,6 +34,11 @@ class Weather(nn.Module):
             "autocast dtype": str(torch.get_autocast_dtype("cpu")),
             "cache": torch.is_autocast_cache_enabled(),
             "default dtype": str(torch.zeros(1).dtype),
+            "default device": str(torch.get_default_device()),
+            "device of new": str(torch.empty(1).device),
+            "denormal": bool(TINY * 1),
+            "anomaly": torch.is_anomaly_enabled(),
+            "nans": torch.is_anomaly_check_nan_enabled(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "training": self.training,
             "child": self.child.training,
@@ -51,7 +62,7 @@ def look(model, x=None):
     """Return what both replicas see."""
     out, seen, rows = model(integers(7, 3) if x is None else x)
     assert rows == [4, 3]
-    return out, seen
+    return out, alike(seen)
 
 
 @contextlib.contextmanager
@@ -65,12 +76,12 @@ def default_dtype(dtype):
 
 
 @contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
+def called(function, value, after):
+    function(value)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        function(after)
 
 
 SURROUNDINGS = {
@@ -84,10 +95,17 @@ SURROUNDINGS = {
     "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
     "autocast switched off": lambda: torch.autocast("cpu", enabled=False),
     "default dtype": lambda: default_dtype(torch.float64),
-    "deterministic": deterministic,
+    "deterministic": lambda: called(torch.use_deterministic_algorithms, True, False),
+    "device cpu": lambda: torch.device("cpu"),
+    "device meta": lambda: torch.device("meta"),
+    "default device": lambda: called(torch.set_default_device, "cpu", None),
+    "denormal": lambda: called(torch.set_flush_denormal, True, False),
+    "anomaly": torch.autograd.detect_anomaly,
+    "anomaly, not nan": lambda: torch.autograd.detect_anomaly(check_nan=False),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["data", "leaf"])
 def test_what_holds_round_a_call_holds_inside(wrap, surrounding, needs_grad):
@@ -114,6 +132,8 @@ def test_modes_inside_each_other_arrive(wrap):
             assert look(ours)[1]["autocast"] is False
         seen = look(ours)[1]
     assert (seen["autocast"], seen["autocast dtype"]) == (True, "torch.bfloat16")
+    with torch.device("meta"), torch.device("cpu"):
+        assert look(ours)[1]["device of new"] == "cpu"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -167,7 +187,7 @@ def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
 
 def test_parameters_are_there_inside_forward(wrap):
     seen = look(wrap(Weather()))[1]
-    assert seen["parameters"] == ("linear.weight", "linear.bias")
+    assert alike(seen["parameters"]) == ("linear.weight", "linear.bias")
     assert seen["first"] == "torch.float64"
     assert seen["type"] == "Parameter"
     assert seen["device"] == "cpu"
@@ -234,101 +254,6 @@ def _add(model):
             p.add_(1)
 
 
-def _by_data(model):
-    for p in model.parameters():
-        p.data.copy_(integers(*p.shape, seed=9))
-
-
-def _new_data(model):
-    for p in model.parameters():
-        p.data = integers(*p.shape, seed=8)
-
-
-def _vector(model):
-    n_elems = sum(p.numel() for p in model.parameters())
-    nn.utils.vector_to_parameters(integers(n_elems, seed=4), model.parameters())
-
-
-def _init(model):
-    nn.init.constant_(model.linear.weight, 3)
-
-
-def _replace_parameter(model):
-    model.linear.weight = nn.Parameter(integers(2, 3, seed=5))
-
-
-def _replace_layer(model):
-    model.linear = integer_weights(nn.Linear(3, 2, bias=False), 6)
-
-
-def _add_layer(model):
-    model.child.append(nn.Dropout(0.0))
-    model.linear.register_parameter("bias", None)
-
-
-def _to_other_dtype_and_back(model):
-    model.float()
-    model.double()
-
-
-def _set_attribute(model):
-    model.scale = 3
-
-
-def _set_attribute_of_a_child(model):
-    model.child[0].p += 0.25
-
-
-def _set_tensor_attribute(model):
-    model.table = torch.full((2,), float(model.table.sum()))
-
-
-def _change_tensor_attribute(model):
-    model.table += 1
-
-
-CHANGES = [
-    _add,
-    _by_data,
-    _new_data,
-    _vector,
-    _init,
-    _replace_parameter,
-    _replace_layer,
-    _add_layer,
-    _to_other_dtype_and_back,
-    _set_attribute,
-    _set_attribute_of_a_child,
-    _set_tensor_attribute,
-    _change_tensor_attribute,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_changes_between_calls_reach_every_replica(wrap, change):
-    twin = Twin(wrap, Weather())
-    x = integers(7, 3)
-    for _ in range(2):
-        twin.zero()
-        twin.step(lambda model, x: loss_of(model(x)[0]), x)
-        for model in (twin.plain, twin.inner):
-            change(model)
-    twin.zero()
-    twin.step(lambda model, x: loss_of(model(x)[0]), x)
-    assert look(twin.ours)[1] == twin.plain(x)[1]
-
-
-def test_a_change_of_dtype_reaches_every_replica(wrap):
-    twin = Twin(wrap, Weather())
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float64):
-        for model in twin.models:
-            model.zero_grad()
-            model.to(dtype)
-        x = integers(7, 3, low=-1, high=1, dtype=dtype)
-        twin.step(lambda model, x: model(x)[0].sum(), x)
-        assert look(twin.ours, x)[1]["first"] == str(dtype)
-
-
 class Counting(nn.Module):
     """Counts its calls by an attribute, and remembers its rows."""
 
@@ -352,3 +277,77 @@ def test_attributes_that_forward_sets_are_those_of_the_first_replica(wrap):
         twin.step(lambda model, x: loss_of(model(x)), x)
         assert twin.inner.calls == step + 1
         assert torch.equal(twin.inner.last, x[:4].sum(1))
+
+
+# ---- context variables, and modes that see operations -------------------------------
+
+
+def test_context_variables_reach_every_replica(wrap):
+    variable = contextvars.ContextVar("variable", default=0)
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x + variable.get()
+
+    ours, x = wrap(Asks()), integers(7, 3)
+    for value in (3, 0):
+        token = variable.set(value)
+        for _ in range(2):
+            assert torch.equal(ours(x), x + value)
+        variable.reset(token)
+
+
+class Doubles(TorchFunctionMode):
+    """Doubles what relu returns, and counts its calls."""
+
+    calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.relu:
+            self.calls += 1
+            out = 2 * out
+        return out
+
+
+class DoublesBelow(TorchDispatchMode):
+    """The same, below autograd."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.relu.default:
+            self.calls += 1
+            out = 2 * out
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = integer_weights(nn.Linear(3, 2))
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("mode", [Doubles, DoublesBelow])
+def test_a_mode_sees_every_replica(wrap, mode):
+    twin, x = Twin(wrap, Net()), integers(7, 3)
+    twin.compare(lambda model, x: model(x), x)
+    with mode() as seen:
+        out = twin.ours(x)
+    assert seen.calls == 2
+    assert torch.equal(out, 2 * twin.plain(x))
+    twin.step(lambda model, x: loss_of(model(x)), x)
+
+
+def test_operations_of_all_replicas_are_counted(wrap):
+    module, x = net(), integers(8, 3)
+    model = wrap(module)
+    with FlopCounterMode(display=False) as plain:
+        module(x)
+    with FlopCounterMode(display=False) as ours:
+        model(x)
+    assert ours.get_total_flops() == plain.get_total_flops() > 0

@@ -1,7 +1,6 @@
 """Modules of many makes, and wrappers among threads, processes and other wrappers."""
 
 import copy
-import threading
 
 import paceline
 import pytest
@@ -16,10 +15,8 @@ from replicas import (
     loss_of,
     net,
     reals,
-    smooth_net,
 )
 from torch import nn
-from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -91,18 +88,6 @@ def convolutions():
     ).double()
 
 
-def by_weight_norm():
-    model = smooth_net()
-    parametrizations.weight_norm(model[0])
-    return model
-
-
-def by_spectral_norm():
-    model = smooth_net()
-    parametrizations.spectral_norm(model[2])
-    return model
-
-
 class Attention(nn.Module):
     """Returns weights too, and takes one input three times."""
 
@@ -139,20 +124,6 @@ def test_modules_of_every_make_train_as_plain_ones(wrap, make, shape):
         twin.compare(lambda model, x: model(x), reals(*shape, seed=9), exact=False)
 
 
-@pytest.mark.parametrize("make", [by_weight_norm, by_spectral_norm])
-def test_modules_with_parametrizations_train_as_plain_ones(wrap, make):
-    twin = Twin(wrap, make())
-    for _ in range(3):
-        twin.zero()
-        twin.step(lambda model, x: model(x).square().mean(), reals(7, 3), exact=False)
-
-
-def test_a_module_with_parametrizations_gets_processes_by_itself():
-    with paceline.DataParallel(by_weight_norm(), ["cpu"] * 2) as ours:
-        assert ours(reals(7, 3)).shape == (7, 2)
-        assert ours.engine == "process"
-
-
 def test_a_lazy_module_has_to_be_initialized_first(wrap):
     ours = wrap(nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
     x = integers(7, 3)
@@ -185,43 +156,12 @@ def test_a_subclass_may_change_forward(wrap):
         def forward(self, x):
             return super().forward(2 * x) + 1
 
-    twin = Twin(
-        lambda module, n: wrap.adopt(
-            Scaled(module, wrap.devices(n), engine=wrap.engine)
-        ),
-        net(),
-    )
+    twin = Twin(lambda module, n: wrap(module, n, Scaled), net())
     x = integers(7, 3)
     assert torch.equal(twin.ours(x), twin.plain(2 * x) + 1)
 
 
 # ---- threads and processes of the user's --------------------------------------------
-
-
-def test_two_threads_may_use_one_wrapper(wrap):
-    twin = Twin(wrap, net())
-    failures = []
-
-    def work(seed):
-        try:
-            for step in range(20):
-                x = integers(7 + seed, 3, seed=seed + step).requires_grad_()
-                y = leaf(x)
-                targets = [x, *twin.plain.parameters()]
-                theirs = torch.autograd.grad(loss_of(twin.plain(x)), targets)
-                targets = [y, *twin.inner.parameters()]
-                mine = torch.autograd.grad(loss_of(twin.ours(y)), targets)
-                for a, b in zip(mine, theirs, strict=True):
-                    assert_close(a, b)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
 
 
 def test_batches_of_a_loader_with_processes_train_it(wrap):

@@ -4,7 +4,6 @@ Each takes a few steps; weights and losses are then those of the plain module bu
 rounding, which an optimizer carries on.
 """
 
-import copy
 from collections import OrderedDict
 
 import paceline
@@ -167,28 +166,6 @@ def test_a_translator_takes_masks_and_returns_dicts(wrap):
     train(twin, loss, data, torch.optim.AdamW)
 
 
-def test_a_contrastive_loss_sees_all_rows_where_it_is_computed_outside(wrap):
-    def loss(model, a, b):
-        return F.cross_entropy(model(a) @ model(b).T / 0.1, torch.arange(len(a)))
-
-    data = [(reals(7, 6, seed=s), reals(7, 6, seed=s + 20)) for s in range(3)]
-    train(twin_of(wrap, Encoder()), loss, data)
-
-
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = Encoder()
-
-    def forward(self, a, b):
-        return (self.encoder(a) - self.encoder(b)).square().sum(1)
-
-
-def test_a_shared_encoder_may_be_called_twice_in_a_forward(wrap):
-    data = [(reals(7, 6, seed=s), reals(7, 6, seed=s + 20)) for s in range(3)]
-    train(twin_of(wrap, Siamese()), lambda model, a, b: model(a, b).mean(), data)
-
-
 # ---- ways to train ------------------------------------------------------------------
 
 
@@ -216,12 +193,10 @@ def test_a_teacher_may_follow_its_student(wrap):
 
 def test_averages_of_weights_may_be_taken_of_the_wrapper(wrap):
     twin = twin_of(wrap, Encoder())
-    twin.ours(reals(7, 6))  # the workers are there already
+    twin.ours(reals(7, 6))
     outs = []
     for model in twin.models:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        if model is twin.ours:
-            wrap.adopt(average.module)
         optimizer = sgd(model.parameters())
         schedule = SWALR(optimizer, 0.02, anneal_epochs=2)
         for (x,) in batches():
@@ -233,49 +208,6 @@ def test_averages_of_weights_may_be_taken_of_the_wrapper(wrap):
         outs.append(average(reals(7, 6)).detach())
     near(outs[1], outs[0])
     near_weights(twin)
-
-
-class ActorCritic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.body, self.policy, self.value = (
-            nn.Linear(6, 8),
-            nn.Linear(8, 3),
-            nn.Linear(8, 1),
-        )
-
-    def forward(self, x):
-        seen = self.body(x).tanh()
-        return self.policy(seen).log_softmax(1), self.value(seen).squeeze(1)
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_an_actor_may_take_many_steps_before_it_learns(wrap, rows):
-    def loss(model, state):
-        total = 0
-        for at in range(5):
-            policy, value = model(state)
-            gain = at - value
-            total = total + gain.square().sum()
-            total = total - (policy[:, at % 3] * gain.detach()).sum()
-            state = state + 0.1 * policy.detach().sum(1, keepdim=True)
-        return total / 100
-
-    train(twin_of(wrap, ActorCritic()), loss, batches(rows=rows))
-
-
-def test_a_student_may_learn_from_a_frozen_wrapper(wrap):
-    teacher = Encoder().double().eval()
-    wrapped = wrap(copy.deepcopy(teacher))
-
-    def loss(model, x):
-        with torch.no_grad():
-            target = (teacher if model is twin.plain else wrapped)(x).softmax(1)
-        return F.kl_div(model(x).log_softmax(1), target, reduction="batchmean")
-
-    twin = twin_of(wrap, Siamese().encoder)
-    train(twin, loss, batches())
 
 
 def test_a_closure_may_be_called_several_times_a_step(wrap):
@@ -294,20 +226,6 @@ def test_a_closure_may_be_called_several_times_a_step(wrap):
 
         optimizer.step(closure)
     near_weights(twin)
-
-
-FAST = {
-    "foreach": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
-    "fused": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, fused=True),
-}
-
-
-@pytest.mark.parametrize("optimizer", FAST.values(), ids=FAST)
-def test_optimizers_may_take_all_weights_at_once(wrap, optimizer):
-    def loss(model, x):
-        return (model(x) * torch.arange(4.0)).sum()
-
-    train(twin_of(wrap, Encoder()), loss, batches(), optimizer)
 
 
 def test_a_loader_gradient_scaler_and_autocast_work_together(wrap):

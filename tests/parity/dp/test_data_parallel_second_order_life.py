@@ -1,10 +1,7 @@
 """Gradients of gradients: their hooks, how long graphs live, and failures."""
 
-import os
-import signal
 import weakref
 
-import paceline
 import pytest
 import torch
 from replicas import (
@@ -143,40 +140,6 @@ def test_graphs_of_gradients_are_freed_with_the_callers(wrap):
     assert max(counts) <= 2, counts  # threads count those of both replicas
 
 
-class Marked(torch.autograd.Function):
-    """Says as its gradient how many of its gradients' graphs are alive."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Held.apply(grad) * 0 + len(alive)
-
-
-class Marking(nn.Module):
-    def forward(self, x):
-        return Marked.apply(x)
-
-
-def test_graphs_of_gradients_are_freed_without_another_forward(wrap):
-    ours = wrap(Marking())
-    x = small(4, 3).requires_grad_()
-    loss = loss_of(ours(x).square())
-    counts = [slopes_of(loss, [x])[0][-1, 0].item() for _ in range(6)]
-    assert 1 <= max(counts) <= 4, counts
-
-
-def test_replicas_hear_but_once_of_a_graph_that_is_dropped():
-    with paceline.DataParallel(Power(), ["cpu"] * 2, engine="process") as ours:
-        x = small(4, 3).requires_grad_()
-        loss = loss_of(ours(x))
-        for _ in range(20):
-            slopes_of(loss, [x])
-        assert len(ours._engine._sync.dropped) <= 2
-
-
 # ---- failures -----------------------------------------------------------------------
 
 
@@ -259,35 +222,3 @@ def test_what_nobody_asks_for_is_not_computed(wrap):
             lambda model, x: slopes_of(penalised(model, x), [x]),
             small(7, 3).requires_grad_(),
         )
-
-
-def test_a_worker_that_dies_between_two_orders_is_named():
-    with paceline.DataParallel(Power(), ["cpu"] * 2, engine="process") as ours:
-        x = small(7, 3).requires_grad_()
-        penalty = penalised(ours, x)
-        (pid,) = ours._engine._workers.group.pids
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(
-            paceline.PeerError, match=f"replica 1 .process {pid}. (was|has)"
-        ):
-            penalty.backward(retain_graph=True)
-        penalised(ours, x).backward()
-        with pytest.raises(RuntimeError, match="its workers were started anew"):
-            penalty.backward()
-
-
-def test_a_graph_of_a_module_that_has_changed_says_so(wrap):
-    ours = wrap(Power())
-    x = small(7, 3).requires_grad_()
-    slopes = slopes_of(loss_of(ours(x)), [x])
-    early = loss_of(ours(x))
-    ours.module.more = nn.Parameter(torch.ones(1))
-    ours(x)
-    if wrap.engine == "thread":
-        squares_of(slopes).backward()
-        return
-    penalty = squares_of(slopes)
-    for fail in (penalty.backward, lambda: slopes_of(early, [x])):
-        with pytest.raises(RuntimeError, match="the module has changed"):
-            fail()
-    loss_of(ours(x)).backward()

@@ -63,7 +63,6 @@ def test_a_state_loads_after_wrapping(wrap, prefix, assign):
     result = twin.ours.load_state_dict(state, assign=assign)
     assert not result.missing_keys
     assert not result.unexpected_keys
-    del state  # who holds on to assigned tensors keeps them from being shared
     twin.plain.load_state_dict(other.state_dict())
     twin.zero()
     twin.step(step_loss, x)
@@ -157,9 +156,8 @@ def test_copies_are_whole_and_their_own(wrap, make, has_run):
     if has_run:
         step(ours, x)
         step(plain, x)
-    other = wrap.adopt(make(ours))
+    other = make(ours)
     assert type(other) is paceline.DataParallel
-    assert other.engine == wrap.engine
     assert other.device_ids == ours.device_ids
     assert other.dim == ours.dim
     assert_same_state(other, plain)
@@ -194,87 +192,15 @@ def test_the_module_can_be_copied_out_of_its_wrapper(wrap):
         assert not torch.equal(bare(x), ours(x))
 
 
-class Clamped(nn.Module):
-    """Holds its weights above a bound, as some programs do, in each forward."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
-        self.layer = net()
-        self.low = 0.0
-
-    def forward(self, x):
-        weight = self.layer[0].weight
-        if self.way == "data":
-            weight.data.clamp_(min=self.low)
-        else:
-            with torch.no_grad():
-                weight.clamp_(min=self.low)
-        return self.layer(x)
-
-
-@pytest.mark.parametrize("way", ["data", "no_grad"])
-def test_a_forward_may_clamp_its_weights(way, idle_workers):
-    plain = Clamped(way)
-    with paceline.DataParallel(copy.deepcopy(plain), ["cpu"] * 2) as ours:
-        for low in (0.0, 1.0, 2.0):
-            for model, module in ((plain, plain), (ours, ours.module)):
-                module.low = low
-                model.zero_grad()
-                step(model, integers(7, 3))
-            assert_same_grads(ours, plain)
-            assert_same_state(ours, plain)
-            for module in (plain, ours.module):
-                with torch.no_grad():
-                    module.layer[0].weight.sub_(3.0)
-
-
-class Marked(nn.Module):
-    """Replicas but the first one write into their weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = net()
-
-    def forward(self, x):
-        if (x < 0).any():
-            with torch.no_grad():
-                self.layer[0].weight.fill_(9.0)
-        return self.layer(x) * 0 + self.layer[0].weight.sum().detach()
-
-
-def test_a_process_cannot_write_into_the_callers_parameters(idle_workers):
-    module = Marked()
-    before = {name: x.clone() for name, x in module.state_dict().items()}
-    rows = torch.tensor([[1.0] * 3] * 2 + [[-1.0] * 3] * 2, dtype=torch.float64)
-    devices = ["cpu"] * 2
-    with paceline.DataParallel(module, devices, engine="process") as ours:
-        own = before["layer.0.weight"].sum().item()
-        for _ in range(2):  # in the trial, and later
-            with pytest.raises(RuntimeError, match=r"'layer\.0\.weight' in place"):
-                ours(rows)
-            assert_same(dict(module.state_dict()), before)
-            assert ours(rows.abs())[:, 0].tolist() == [own] * 4
-
-
 def test_a_module_may_be_wrapped_again(wrap):
     twin = Twin(wrap, Mixed())
     x = integers(7, 3)
     for n in (2, 3):
         twin.zero()
         twin.step(step_loss, x)
-        twin.ours.close()
         twin.ours = wrap(twin.inner, n)
     twin.zero()
     twin.step(step_loss, x)
-
-
-def test_a_closed_wrapper_may_be_closed_again(wrap):
-    with wrap(Mixed()) as ours:
-        assert ours(integers(7, 3)).shape == (7, 2)
-    ours.close()
-    ours.close()
-    assert torch.equal(ours.module(integers(7, 3)), Mixed()(integers(7, 3)))
 
 
 # ---- buffers of every layout --------------------------------------------------------
@@ -306,16 +232,16 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
-def test_buffers_of_every_layout_reach_every_replica(make):
+def test_buffers_of_every_layout_reach_every_replica(wrap, make):
     x = torch.ones(4, 1)
     module = TwoBuffers(make())
-    with paceline.DataParallel(module, ["cpu"] * 2) as ours:
+    ours = wrap(module)
+    assert torch.equal(ours(x), module(x))
+    if module.buffer.dtype == torch.float32 and module.buffer.stride()[0] != 0:
+        module.buffer += 3
         assert torch.equal(ours(x), module(x))
-        if module.buffer.dtype == torch.float32 and module.buffer.stride()[0] != 0:
-            module.buffer += 3
-            assert torch.equal(ours(x), module(x))
-        module.buffer = torch.full((4,), 5.0)
-        module.dense = torch.ones(8)[::2]
-        assert torch.equal(ours(x), module(x))
-        module.dense *= 3
-        assert torch.equal(ours(x), module(x))
+    module.buffer = torch.full((4,), 5.0)
+    module.dense = torch.ones(8)[::2]
+    assert torch.equal(ours(x), module(x))
+    module.dense *= 3
+    assert torch.equal(ours(x), module(x))

@@ -1,12 +1,9 @@
 """What is a replica's own by nature: statistics of its rows, and random numbers."""
 
 import copy
-import os
-import random
 import threading
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from replicas import (
@@ -177,16 +174,6 @@ def test_dropout_is_repeatable_by_the_seed(wrap):
         assert not torch.equal(first[1][rows], first[2][rows])
 
 
-def test_dropout_is_the_same_behind_a_second_wrapper(wrap):
-    outputs = []
-    for _ in range(2):
-        ours = wrap(Dropped())
-        torch.manual_seed(3)
-        outputs.append(torch.stack([ours(ONES) for _ in range(3)]))
-        ours.close()
-    assert torch.equal(*outputs)
-
-
 def test_replicas_draw_different_masks(wrap):
     ours = wrap(Dropped(), 4)
     for _ in range(3):
@@ -302,38 +289,61 @@ def test_all_ways_to_draw_are_repeatable(wrap):
     assert not torch.equal(permuted[:3], permuted[4:])
 
 
-class NoisyElsewhere(nn.Module):
-    """Draws from Python's and from NumPy's generators."""
-
-    def forward(self, x):
-        noise = [[random.random(), np.random.rand()] for _ in range(len(x))]
-        return x + torch.tensor(noise)
-
-
-def test_draws_from_other_generators_are_repeatable(wrap):
-    ours = wrap(NoisyElsewhere())
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
-        outputs.append([ours(torch.zeros(8, 2)) for _ in range(3)])
-    assert_same(*outputs)
-    assert not torch.equal(outputs[0][0][:4], outputs[0][0][4:])
-
-
 class Place(nn.Module):
-    """Says where it runs, for who would reach for a global generator."""
+    """Says in which thread it runs, and how many threads operators have there."""
 
     def forward(self, x):
-        return x, [(os.getpid(), threading.get_ident())] * len(x)
+        return threading.get_ident(), torch.get_num_threads()
 
 
-def test_the_first_replica_runs_in_the_callers_thread(wrap):
-    ours = wrap(Place())
-    here = os.getpid(), threading.get_ident()
+def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
+    """On GPUs the first one does."""
+    ours = wrap(Place(), 3)
     for _ in range(3):
-        places = ours(torch.zeros(7, 3))[1]
-        assert places[:4] == [here] * 4
-        if wrap.engine == "process":
-            assert places[4][0] != here[0]
+        idents, n_threads = ours(torch.zeros(7, 3))
+        assert idents[0] == threading.get_ident()
+        if not wrap.is_gpu:
+            assert idents == [threading.get_ident()] * 3
+            assert n_threads == [torch.get_num_threads()] * 3
+
+
+class DrawsByRows(nn.Module):
+    """Draws numbers, and replica 0 more of them where its rows say so."""
+
+    def forward(self, x):
+        torch.rand(int(x[0, 0]))
+        return torch.rand(len(x))
+
+
+def test_the_numbers_of_a_replica_do_not_depend_on_those_before(wrap):
+    ours, drawn = wrap(DrawsByRows()), []
+    for n in (0, 5):
+        x = torch.zeros(8, 3)
+        x[0, 0] = n
+        torch.manual_seed(3)
+        drawn.append(ours(x))
+    assert torch.equal(drawn[0][4:], drawn[1][4:])
+    assert not torch.equal(drawn[0][:4], drawn[1][:4])
+
+
+class DrawsAndFails(nn.Module):
+    """Draws a number; fails where a row is 9."""
+
+    def forward(self, x):
+        drawn = torch.rand(())
+        if (x == 9).any():
+            raise ValueError("a row of 9")
+        return x * drawn
+
+
+def test_the_users_numbers_go_on_after_a_failure(wrap):
+    ours, x = wrap(DrawsAndFails()), torch.ones(4, 2)
+    ours(x)
+    x[3] = 9
+    torch.manual_seed(3)
+    with pytest.raises(ValueError, match="a row of 9"):
+        ours(x)
+    mine = torch.rand(())
+    torch.manual_seed(3)
+    torch.rand(())
+    assert torch.equal(mine, torch.rand(()))

@@ -6,13 +6,11 @@ criterion which is parallel too.
 """
 
 import copy
-import logging
 import pickle
 
 import paceline
 import pytest
 import torch
-from paceline._replicas.errors import UnsupportedModelError
 from replicas import assert_same, assert_same_grads, integers, loss_of, net
 from torch import nn
 
@@ -39,9 +37,7 @@ def check(wrap):
 
     def check(kind, *args, n=2, **kwargs):
         plain, module = Rows(), Rows()
-        devices = ["cpu"] * n
-        ours = kind(module, *args, device_ids=devices, engine=wrap.engine, **kwargs)
-        wrap.adopt(ours)
+        ours = kind(module, *args, device_ids=wrap.devices(n), **kwargs)
         for seed in range(2):
             x = integers(7, 3, seed=seed)
             outs = [model(x, scale=2) for model in (plain, ours)]
@@ -107,14 +103,14 @@ class Odd(paceline.DataParallel):
 
 
 def test_scatter_may_leave_out_keyword_arguments(wrap):
-    ours = wrap.adopt(Odd(Rows(), wrap.devices(2), engine=wrap.engine))
+    ours = wrap(Rows(), kind=Odd)
     x = integers(7, 3)
     ours.answer = [(x[:3],), (x[3:],)], None
     assert_same(ours(x), ours.module(x))
 
 
 def test_scatter_that_gives_too_many_parts_is_an_error(wrap):
-    ours = wrap.adopt(Odd(Rows(), wrap.devices(2), engine=wrap.engine))
+    ours = wrap(Rows(), kind=Odd)
     x = integers(7, 3)
     ours.answer = [(part,) for part in x.split(2)], [{}] * 4
     with pytest.raises(ValueError, match="for 4 replicas, and there are 2"):
@@ -143,29 +139,8 @@ class Applying(paceline.DataParallel):
 
 
 @pytest.mark.parametrize("kind", [Replicating, Applying])
-def test_methods_for_replicas_of_this_process_are_never_passed_over(wrap, check, kind):
-    if wrap.engine == "thread":
-        assert check(kind).n_calls == 2
-        return
-    with pytest.raises(
-        UnsupportedModelError, match=rf"{kind.__name__} has a \w+\(\) of"
-    ):
-        check(kind)
-
-
-def test_a_method_put_on_one_object_takes_auto_to_threads(caplog):
-    with paceline.DataParallel(Rows(), ["cpu"] * 2) as ours:
-        x = integers(7, 3)
-        expected = ours(x)
-        assert ours.engine == "process"
-        apply, n_calls = ours.parallel_apply, []
-        ours.parallel_apply = lambda *args: n_calls.append(args) or apply(*args)
-        with caplog.at_level(logging.WARNING, "paceline"):
-            assert_same(ours(x), expected)
-        assert "has a parallel_apply() of its own" in caplog.text
-        assert (ours.engine, len(n_calls)) == ("thread", 1)
-        loss_of(expected).backward()  # the processes are there still
-        loss_of(ours(x)).backward()
+def test_methods_for_replicas_are_never_passed_over(check, kind):
+    assert check(kind).n_calls == 2
 
 
 class Graph:
@@ -213,7 +188,7 @@ class OnGraphs(nn.Module):
 
 def test_forward_may_be_written_anew_for_lists_of_data(wrap):
     plain, module = OnGraphs(), OnGraphs()
-    ours = wrap.adopt(OfGraphs(module, wrap.devices(2), engine=wrap.engine))
+    ours = wrap(module, kind=OfGraphs)
     x = integers(7, 3)
     outs = [plain(Graph(x)), ours([Graph(row) for row in x])]
     assert_same(outs[1], outs[0])
@@ -261,10 +236,9 @@ class Criterion(paceline.DataParallel):
 
 def test_a_criterion_may_take_outputs_that_were_kept_apart(wrap):
     plain, module = Rows(), Rows()
-    devices = ["cpu"] * 2
-    model = wrap.adopt(Apart(module, devices, engine=wrap.engine))
+    model = wrap(module, kind=Apart)
     loss = nn.MSELoss(reduction="sum")
-    criterion = wrap.adopt(Criterion(loss, devices, engine=wrap.engine))
+    criterion = wrap(loss, kind=Criterion)
     x, y = integers(7, 3), integers(7, 2)
     outputs = model(x)
     model(x + 1)  # overwrites no output
@@ -297,7 +271,7 @@ class ForwardingFirst(paceline.DataParallel):
 
 
 @pytest.mark.parametrize("kind", [Forwarding, ForwardingFirst])
-def test_attributes_may_be_those_of_the_module(wrap, check, kind):
+def test_attributes_may_be_those_of_the_module(check, kind):
     ours = check(kind)
     assert ours.describe() == "5 wide"
     assert ours.layers is ours.module.layers
@@ -306,7 +280,6 @@ def test_attributes_may_be_those_of_the_module(wrap, check, kind):
     copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), copy.copy(ours)]
     x = integers(7, 3)
     for other in copies:
-        wrap.adopt(other)
         assert other.describe() == "5 wide"
         assert_same(other(x), ours(x))
 
@@ -337,8 +310,7 @@ def test_a_scatter_that_sets_the_module_sets_it_for_this_call(wrap):
             return super().scatter(inputs, kwargs, device_ids)
 
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
-    ours = Switching(first, wrap.devices(2), engine=wrap.engine)
-    wrap.adopt(ours)
+    ours = wrap(first, kind=Switching)
     ours.other = [second]
     x = torch.ones(3, 2)
     assert torch.equal(ours(x), second(x))

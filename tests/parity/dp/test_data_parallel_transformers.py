@@ -1,4 +1,4 @@
-"""Models of transformers by engine="auto", beside the plain module.
+"""Models of transformers on two CPU replicas, beside the plain module.
 
 Tiny configurations with random weights: nothing is downloaded.  Losses are computed of
 the outputs, over all rows, so that they are the plain module's; sums are taken in
@@ -8,7 +8,7 @@ another order, so what is compared may differ in the last bits (float64, 1e-12).
 import pytest
 import torch
 import torch.nn.functional as F
-from replicas import RELATIVE, Twin, Wrap, assert_close, integers
+from replicas import RELATIVE, Twin, assert_close, integers
 from support.clients import transformers_or_skip
 
 transformers = transformers_or_skip()
@@ -23,15 +23,11 @@ SMALL = {
     "max_position_embeddings": 16,
 }
 BY_HEADS = {**SMALL, "num_key_value_heads": 1}
-CACHE = "a replica fails in a process of its own"
 
 
 @pytest.fixture
-def wrap(idle_workers):
-    """Return a function that wraps a module by the engine that suits it."""
-    wrap = Wrap("auto")
-    yield wrap
-    wrap.close()
+def wrap(wrap_on_cpu):
+    return wrap_on_cpu
 
 
 def make(kind, config, **options):
@@ -144,10 +140,16 @@ def train(twin, **options):
     return outputs
 
 
-MODELS = {"GPT-2": gpt2, "Llama": llama}
-RECORDING = {
-    "GPT-2 with hidden states": (gpt2, {"output_hidden_states": True}),
-    "Mixtral with the experts' logits": (mixtral, {}),
+WITHOUT_CACHE = {"use_cache": False}
+MODELS = {
+    "GPT-2": (gpt2, WITHOUT_CACHE),
+    "Llama": (llama, WITHOUT_CACHE),
+    "BERT": (bert, {}),
+    "GPT-2 with hidden states": (
+        gpt2,
+        {"output_hidden_states": True, **WITHOUT_CACHE},
+    ),
+    "Mixtral with the experts' logits": (mixtral, WITHOUT_CACHE),
     "BERT with attentions": (
         bert,
         {"output_hidden_states": True, "output_attentions": True},
@@ -155,65 +157,15 @@ RECORDING = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
-def test_models_train_in_processes_as_the_plain_module(wrap, model):
-    twin = Twin(wrap, model())
-    train(twin, use_cache=False)
-    assert twin.ours.engine == "process", twin.ours.engine_reason
-
-
-def test_an_encoder_trains_in_processes_as_the_plain_module(wrap):
-    twin = Twin(wrap, bert())
-    train(twin)
-    assert twin.ours.engine == "process", twin.ours.engine_reason
-
-
-@pytest.mark.parametrize(("model", "options"), RECORDING.values(), ids=list(RECORDING))
-def test_models_that_record_what_passes_train_in_threads(wrap, model, options):
-    """The constructor of a model notes in transformers what its forward is to record.
-
-    Worker processes do not construct it, so their outputs lack that: the first call
-    shows it, and is made good by threads.
-    """
-    if model is not bert:
-        options = {**options, "use_cache": False}
-    twin = Twin(wrap, model())
-    train(twin, **options)
-    if twin.ours.engine == "thread":  # as transformers 5 has it
-        assert "has hooks" in twin.ours.engine_reason
-
-
-class WithHiddenStates(torch.nn.Module):
-    """Takes what its encoder records, where it does."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = bert().bert
-        self.encoder.config.output_hidden_states = True
-
-    def forward(self, ids):
-        out = self.encoder(ids)
-        return sum(out.get("hidden_states") or (), out.last_hidden_state)
-
-
-def test_what_a_model_records_within_another_is_there_in_the_first_call(wrap):
-    twin = Twin(wrap, WithHiddenStates())
-    for step in range(2):
-        twin.zero()
-        for model in twin.models:
-            model(sentences(step)).square().mean().backward()
-        assert_same_training(twin)
-    if twin.ours.engine == "thread":  # as transformers 5 has it
-        assert "has hooks" in twin.ours.engine_reason
+@pytest.mark.parametrize(("model", "options"), MODELS.values(), ids=list(MODELS))
+def test_models_train_as_the_plain_module(wrap, model, options):
+    train(Twin(wrap, model()), **options)
 
 
 @pytest.mark.parametrize("model", [gpt2, llama])
 def test_a_cache_in_the_output_is_one_a_replica(wrap, model):
-    """It holds tensors with a graph, which no other process can give: threads."""
     twin = Twin(wrap, model())
     theirs, mine = train(twin, use_cache=True)
-    assert twin.ours.engine == "thread"
-    assert CACHE in twin.ours.engine_reason
     caches = mine.past_key_values
     for number, layer in enumerate(theirs.past_key_values.layers):
         keys = torch.cat([cache.layers[number].keys for cache in caches])
@@ -247,10 +199,7 @@ def test_a_model_may_be_changed_between_steps(wrap):
         module.get_output_embeddings().weight.data[N_WORDS:] = 0.5
         next(module.parameters()).requires_grad_(False)
     train(twin, use_cache=False)
-    assert twin.ours.engine == "process", twin.ours.engine_reason
     for module in (twin.plain, twin.inner):
         module.train()
         module.gradient_checkpointing_enable()  # by a hook, in transformers 5
     train(twin, use_cache=False)
-    if twin.ours.engine == "thread":
-        assert "has hooks" in twin.ours.engine_reason

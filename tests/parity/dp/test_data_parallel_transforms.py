@@ -1,8 +1,5 @@
 """Many gradients at once, and torch's transforms of functions, through the wrapper."""
 
-import copy
-
-import paceline
 import pytest
 import torch
 from replicas import Power, Twin, loss_of, slopes_of, small, squares_of
@@ -52,14 +49,6 @@ def test_vmaps_may_go_over_a_backward(wrap):
 # ---- torch.func ---------------------------------------------------------------------
 
 
-def test_functional_call_is_refused_as_by_torch(wrap):
-    ours = wrap(Power())
-    weights = {name: p.detach().clone() for name, p in ours.named_parameters()}
-    with pytest.raises(RuntimeError, match="stateless API can't be used"):
-        torch.func.functional_call(ours, weights, (small(7, 3),))
-    loss_of(ours(small(7, 3))).backward()
-
-
 TRANSFORMS = {
     "grad": lambda f, x: torch.func.grad(lambda y: loss_of(f(y)))(x),
     "jacrev": lambda f, x: torch.func.jacrev(f)(x),
@@ -70,32 +59,14 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_transforms_of_a_forward_work_in_threads_alone(wrap, transform):
+def test_transforms_of_a_forward_give_what_they_give_plainly(wrap, transform):
     twin = Twin(wrap, Power())
     x = small(5, 3)
-    if wrap.engine == "thread":
-        twin.compare(transform, x)
-    else:
-        for _ in range(2):  # the first call has no engine yet
-            with pytest.raises(RuntimeError, match=r"this process alone|forward-mode"):
-                transform(twin.ours, x)
+    twin.compare(transform, x)
     twin.step(lambda model, x: loss_of(model(x)), x)
 
 
-@pytest.mark.usefixtures("idle_workers")
-def test_only_the_calls_under_a_transform_are_for_threads():
-    x = small(5, 3)
-    for transform in (TRANSFORMS["jacfwd"], TRANSFORMS["jacrev"]):
-        plain = Power()
-        model = paceline.DataParallel(copy.deepcopy(plain), ["cpu"] * 2)
-        with model:
-            for _ in range(2):
-                assert torch.equal(transform(model, x), transform(plain, x))
-                assert torch.equal(model(x), plain(x))
-            assert model.engine == "process"
-
-
-def test_forward_mode_works_in_threads_alone(wrap):
+def test_forward_mode_gives_what_it_gives_plainly(wrap):
     twin = Twin(wrap, Power())
 
     def run(model, x):
@@ -103,9 +74,5 @@ def test_forward_mode_works_in_threads_alone(wrap):
             dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
             return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()
 
-    if wrap.engine == "thread":
-        assert twin.compare(run, small(7, 3))[4:].any()
-    else:
-        with pytest.raises(RuntimeError, match="forward-mode"):
-            run(twin.ours, small(7, 3))
+    assert twin.compare(run, small(7, 3))[4:].any()
     twin.step(lambda model, x: loss_of(model(x)), small(7, 3))

@@ -1,4 +1,4 @@
-"""Traps in how replicas run: graphs, failures, threads, forks, process groups."""
+"""Traps in how replicas run: graphs, sizes, failures, threads, forks, groups."""
 
 import os
 import signal
@@ -11,9 +11,11 @@ import torch
 from replicas import (
     Twin,
     assert_close,
+    assert_same_grads,
     integer_weights,
     integers,
     linear,
+    loss_of,
     modules_of,
     net,
     step,
@@ -125,16 +127,110 @@ def test_a_frozen_module_runs_in_the_grad_mode_of_the_caller(wrap, mode):
             twin.compare(lambda model, x: model(x), integers(7, 3))
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_finds_nothing_in_memory_filled_with_nan(wrap):
-    twin = Twin(wrap, net())
-    torch.use_deterministic_algorithms(True)
-    try:
-        with torch.autograd.detect_anomaly():
-            for _ in range(3):
-                twin.step(step, integers(7, 3))
-    finally:
-        torch.use_deterministic_algorithms(False)
+# ---- calls of different sizes -------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(7, 2), (2, 7), (7, 1, 7), (1, 2, 7)])
+def test_calls_of_different_sizes_may_share_a_backward(wrap, sizes):
+    twin = Twin(wrap, net(), 3)
+    x = integers(7, 3)
+    for _ in range(3):
+        twin.zero()
+        twin.step(lambda model, x: sum(step(model, x[:n]) for n in sizes), x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_different_sizes_may_share_a_backward(wrap, use_reentrant):
+    twin = Twin(wrap, net(), 3)
+
+    def loss(model, x):
+        parts = (x, x[:2])
+        outs = [checkpoint(model, part, use_reentrant=use_reentrant) for part in parts]
+        return sum(map(loss_of, outs))
+
+    for _ in range(3):
+        twin.step(loss, integers(7, 3).requires_grad_())
+
+
+# ---- buffers and parts --------------------------------------------------------------
+
+
+class Late(nn.Module):
+    """Makes a buffer in its first forward, from its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        if self.first is None:
+            self.first = x[0].detach() * 2
+        return self.linear(x) - self.first
+
+
+def test_a_buffer_made_in_forward_is_that_of_the_first_replica(wrap):
+    twin = Twin(wrap, Late())
+    x = integers(7, 3)
+    twin.ours(x)
+    twin.plain(x)
+    assert torch.equal(twin.inner.first, x[0] * 2)
+    twin.step(step, x)
+    for module in modules_of(twin):
+        module.first = integers(3, seed=2)
+    twin.step(step, x)
+
+
+class Sharing(nn.Module):
+    """Has one buffer in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.x, self.y = linear(), nn.Module(), nn.Module()
+        table = integers(3)
+        self.x.register_buffer("table", table)
+        self.y.register_buffer("table", table)
+
+    def forward(self, x):
+        return self.linear(x) * self.x.table + self.y.table
+
+
+@pytest.mark.parametrize("order", ["xy", "yx", "y", "xx"])
+def test_owners_of_one_buffer_may_part(wrap, order):
+    twin = Twin(wrap, Sharing())
+    x = integers(7, 3)
+    twin.step(step, x)
+    for seed, owner in enumerate(order, start=5):
+        for module in modules_of(twin):
+            getattr(module, owner).table = integers(3, seed=seed)
+        twin.step(step, x)
+        for module in modules_of(twin):
+            getattr(module, owner).table.add_(1)
+        twin.step(step, x)
+
+
+def own_parameter(tensor):
+    class Own(nn.Parameter):
+        pass
+
+    return Own(tensor)
+
+
+def parameter_with_a_function(tensor):
+    parameter = nn.Parameter(tensor)
+    parameter.load = lambda tensor: tensor
+    return parameter
+
+
+@pytest.mark.parametrize("make", [own_parameter, parameter_with_a_function])
+def test_parameters_may_hold_code_of_the_script(wrap, make):
+    twin = [linear(), linear()]
+    for module in twin:
+        module.weight = make(module.weight.detach())
+    models = [wrap(twin[0]), twin[1]]
+    for model in models:
+        step(model, integers(7, 3)).backward()
+    assert_same_grads(*models)
 
 
 # ---- failures -----------------------------------------------------------------------
@@ -195,42 +291,6 @@ def test_the_number_of_replicas_may_change_between_calls(wrap):
         twin.step(step, integers(7, 3))
 
 
-class Owner(nn.Module):
-    """Owns a parameter."""
-
-    def __init__(self, shared):
-        super().__init__()
-        self.shared, self.linear = shared, linear()
-
-    def forward(self, x):
-        return self.linear(x) + self.shared
-
-
-class Borrower(nn.Module):
-    """Registers it as its last buffer."""
-
-    def __init__(self, shared):
-        super().__init__()
-        for name in ("first", "second", "third"):
-            self.register_buffer(name, integers(3))
-        self._buffers["third"] = shared
-
-    def forward(self, x):
-        return x + self.first + self.third
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["borrowed first", "later"])
-def test_a_parameter_may_be_the_buffer_of_another_wrapped_model(wrap, order):
-    shared = nn.Parameter(integers(3, seed=4), requires_grad=False)
-    modules = [Borrower(shared), Owner(shared)]
-    wrappers = [wrap(modules[i]) for i in order]
-    x = integers(7, 3)
-    for _ in range(2):
-        for i, wrapper in zip(order, wrappers, strict=True):
-            assert torch.equal(wrapper(x), modules[i](x))
-        shared.add_(1)
-
-
 # ---- threads, forks, process groups -------------------------------------------------
 
 
@@ -241,7 +301,10 @@ def in_threads(function, n=4):
 
     def run(i):
         barrier.wait()
-        results[i] = function(i)
+        try:
+            results[i] = function(i)
+        except Exception as error:
+            results[i] = error
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
     for thread in threads:
@@ -274,8 +337,22 @@ def test_backwards_in_several_threads_add_up(wrap):
         twin.assert_same()
 
 
+def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
+    """BatchNorm of replica 0 writes to the module while another call looks at it."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    ours = wrap(module)
+    batches = [integers(8, 3, seed=seed) for seed in range(4)]
+    halves = [[module(half) for half in x.chunk(2)] for x in batches]
+
+    def count_wrong(i):
+        expected = torch.cat(halves[i])
+        return sum(not torch.allclose(ours(batches[i]), expected) for _ in range(20))
+
+    assert in_threads(count_wrong) == [0] * 4
+
+
 class Waiting(nn.Module):
-    """Waits in forward until somebody says so, in the process of the caller."""
+    """Waits in forward until somebody says so."""
 
     def __init__(self):
         super().__init__()
@@ -311,7 +388,6 @@ def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
                 is_right = True
             else:
                 is_right = torch.equal(ours(x), expected)
-            ours.close()
         finally:
             os._exit(0 if is_right else 1)
     status = os.waitpid(child, 0)[1]
@@ -335,14 +411,14 @@ class Outer(nn.Module):
 def train_inside_ddp(rank, _):
     """Return gradients of two steps: of the plain module, and of the wrapped one."""
     plain, inner = net(), net()
-    with paceline.DataParallel(inner, ["cpu"] * 2, engine="process") as ours:
-        ddp = nn.parallel.DistributedDataParallel
-        models = [ddp(Outer(model)) for model in (plain, ours)]
-        grads = []
-        for _ in range(2):
-            for model, module in zip(models, (plain, inner), strict=True):
-                step(model, integers(7, 3, seed=rank)).backward()
-                grads.append([p.grad.clone() for p in module.parameters()])
+    ours = paceline.DataParallel(inner, ["cpu"] * 2)
+    ddp = nn.parallel.DistributedDataParallel
+    models = [ddp(Outer(model)) for model in (plain, ours)]
+    grads = []
+    for _ in range(2):
+        for model, module in zip(models, (plain, inner), strict=True):
+            step(model, integers(7, 3, seed=rank)).backward()
+            grads.append([p.grad.clone() for p in module.parameters()])
     return grads
 
 
