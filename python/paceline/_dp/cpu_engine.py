@@ -35,6 +35,7 @@ from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
     as_original,
     check_structure,
+    has_hooks,
     parts_of,
     replicas_of,
     structure_of,
@@ -113,9 +114,10 @@ class CpuEngine:
             return [call() for call in calls]
         parts = parts_of(module)
         structure = structure_of(parts)
-        originals = _Originals(parts, len(calls))
+        originals = _Originals(parts)
         if len(calls) > 1:
-            calls = [partial(originals.watch, k, call) for k, call in enumerate(calls)]
+            watch = partial(self._watch, originals, not self._running)
+            calls = [partial(watch, k, call) for k, call in enumerate(calls)]
         self._running.add(originals)
         self._last_begun = originals
         try:
@@ -124,13 +126,25 @@ class CpuEngine:
                     outputs = [call() for call in calls]
                 else:
                     outputs = rng.run_in_order(calls)[0]
-            # What has changed may be the work of a call in another thread.
-            if self._running == {originals} and self._last_begun is originals:
-                originals.raise_if_written()
         finally:
             self._running.discard(originals)
         check_structure(parts, structure)
         return outputs
+
+    def _watch(
+        self,
+        originals: _Originals,
+        began_alone: bool,
+        k: int,
+        call: Callable[[], Any],
+    ) -> Any:
+        """Return what the call of replica `k` returns, if it wrote only to its own."""
+        output = call()
+        # Otherwise what has changed may be the work of a call in another thread.
+        if k > 0 and began_alone and self._last_begun is originals:
+            originals.check(k)
+        originals.look()
+        return output
 
     def join(
         self,
@@ -161,8 +175,16 @@ def _copies_of(
     watch = None
     if trained:
         watch = _InnerBackwards(list(trained.values()))
-        made = _Copies.apply(watch, *trained.values())  # type: ignore[no-untyped-call]
-        copies = dict(zip(trained, made, strict=True))
+        # One node runs all that is behind it: hooks, and graphs of earlier forwards,
+        # must not run for a tensor that no replica has used.
+        alone = {k: t for k, t in trained.items() if has_hooks(t) or not t.is_leaf}
+        others = {k: t for k, t in trained.items() if k not in alone}
+        if others:
+            made = _Copies.apply(watch, *others.values())  # type: ignore[no-untyped-call]
+            copies = dict(zip(others, made, strict=True))
+        for key, tensor in alone.items():
+            copies[key] = tensor.clone()
+            copies[key].register_hook(watch.see)  # type: ignore[no-untyped-call]
     for key, tensor in tensors.items():
         copy = copies.get(key)
         if type(tensor) is Parameter and copy is not None and not tensor.__dict__:
@@ -191,7 +213,7 @@ class _InnerBackwards:
         """Note that the forward begins, on this thread."""
         self._thread = threading.get_ident()
 
-    def see(self) -> None:
+    def see(self, *_: Any) -> None:
         """Note a backward, before it gives the parameters gradients."""
         if self._thread == threading.get_ident():
             if not self._n_seen:
@@ -226,13 +248,17 @@ class _Copies(torch.autograd.Function):
         ctx: Any, watch: _InnerBackwards, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.watch = watch
+        ctx.watch, ctx.tensors = watch, tensors
         return tuple([tensor.detach().clone() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.watch.see()
-        return None, *grads
+        # Hooks that were set since the forward are called with zeros, as by torch.
+        return None, *(
+            torch.zeros_like(tensor) if grad is None and has_hooks(tensor) else grad
+            for tensor, grad in zip(ctx.tensors, grads, strict=True)
+        )
 
 
 # ---- one replica --------------------------------------------------------------------
@@ -355,51 +381,41 @@ class _Originals:
     once more for its own rows.
     """
 
-    def __init__(self, parts: list[Module], n_replicas: int) -> None:
+    def __init__(self, parts: list[Module]) -> None:
         self._parts = parts
-        self._last = n_replicas - 1
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
         self._attributes: list[list[int]] = []
-        self._written: str | None = None
 
-    def watch(self, k: int, call: Callable[[], Any]) -> Any:
-        """Return what the call of replica `k` returns; note what it has written."""
-        output = call()
-        if k > 0 and self._written is None:
-            self._written = self._find_written(k)
-        if k < self._last:
-            self._tensors = tensors_of(self._parts)
-            self._versions = _versions(self._tensors.values())
-            self._attributes = _attributes_of(self._parts)
-        return output
+    def look(self) -> None:
+        """Note how they are now."""
+        self._tensors = tensors_of(self._parts)
+        self._versions = _versions(self._tensors.values())
+        self._attributes = _attributes_of(self._parts)
 
-    def _find_written(self, k: int) -> str | None:
-        now = tensors_of(self._parts)
-        versions = _versions(now.values())
+    def check(self, k: int) -> None:
+        """Raise if they are not as they were before replica `k` ran."""
+        tensors = tensors_of(self._parts)
+        versions = _versions(tensors.values())
         attributes = _attributes_of(self._parts)
-        if now.keys() != self._tensors.keys() or versions != self._versions:
+        if tensors.keys() != self._tensors.keys() or versions != self._versions:
             before = dict(zip(self._tensors, self._versions, strict=True))
-            pairs = zip(now, versions, strict=True)
+            pairs = zip(tensors, versions, strict=True)
             written = {key for key, version in pairs if before.get(key) != version}
-            return f"replica {k} wrote to {_name_of(self._parts[0], written)}"
-        if attributes != self._attributes:
+            name = _name_of(self._parts[0], written)
+        elif attributes != self._attributes:
             both = zip(attributes, self._attributes, strict=True)
             i = next(i for i, (one, two) in enumerate(both) if one != two)
-            kind = type(self._parts[i]).__name__
-            return f"replica {k} set an attribute of a {kind}"
-        return None
-
-    def raise_if_written(self) -> None:
-        """Raise if a later replica wrote to the module itself."""
-        if self._written is not None:
-            raise RuntimeError(
-                f"{self._written} in the module of DataParallel, not in its own copy: "
-                "it reaches the module by something other than attributes, lists and "
-                "dicts (a lambda over self, a registry, an optimizer), or another "
-                "thread wrote there; reach it through self in forward, or call the "
-                "module without DataParallel"
-            )
+            name = f"an attribute of a {type(self._parts[i]).__name__}"
+        else:
+            return
+        raise RuntimeError(
+            f"replica {k} of DataParallel wrote to {name} in the module itself, not in "
+            "its own copy: it reaches the module by something other than attributes, "
+            "lists and dicts (a lambda over self, a registry, an optimizer), or "
+            "another thread wrote there; reach it through self in forward, or call the "
+            "module without DataParallel"
+        )
 
 
 def _attributes_of(parts: list[Module]) -> list[list[int]]:

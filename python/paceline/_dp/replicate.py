@@ -58,6 +58,12 @@ def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
     }
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Tell whether hooks are called with a tensor's gradient, or after it."""
+    late = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return bool(tensor._backward_hooks or late)
+
+
 Copies = dict[int, torch.Tensor]
 """The copies that one replica has of parameters and buffers, by the ``id`` of each."""
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from replicas import (
     Twin,
+    assert_same,
     assert_same_grads,
     integer_weights,
     integers,
@@ -69,12 +70,8 @@ class Leading(nn.Module):
         return self.layer(self.call(x))
 
 
-WAYS = pytest.mark.parametrize("way", ["weak reference", "partial", "lambda"])
-
-
-@WAYS
-def test_a_replica_that_writes_to_the_module_itself_is_one_error(wrap, way):
-    ours = wrap(Leading(way), 3)
+def test_a_replica_that_writes_to_the_module_itself_is_one_error(wrap):
+    ours = wrap(Leading("lambda"), 3)
     words = r"^replica 1 of .* wrote to 'norm\.\w+' \(of a BatchNorm1d\)"
     with pytest.raises(RuntimeError, match=words):
         ours(integers(7, 3))
@@ -83,16 +80,49 @@ def test_a_replica_that_writes_to_the_module_itself_is_one_error(wrap, way):
     assert ours(integers(7, 3)).shape == (7, 3)
 
 
-@WAYS
+@pytest.mark.parametrize("way", ["weak reference", "partial", "lambda"])
 def test_a_replica_may_read_the_module_itself(wrap, way):
     twin = pair_of(wrap, lambda: Leading(way).eval())
     for seed in range(2):
         x = integers(7, 3, seed=seed).requires_grad_()
         twin.step(step, x, exact=False)
-    for model in twin.models:
-        model.train()
-    with pytest.raises(RuntimeError, match="BatchNorm1d"):
-        twin.ours(integers(7, 3))
+
+
+@pytest.mark.parametrize("way", ["weak reference", "partial"])
+def test_partials_and_weak_references_lead_to_the_replica(wrap, way):
+    ours = wrap(Leading(way), 3)
+    ours(integers(7, 3))
+    assert ours.module.norm.num_batches_tracked == 1
+
+
+class SetsAnAttribute(nn.Module):
+    """Sets an attribute of the module itself, of which a hook knows."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.layer = linear()
+        self.n_calls = 0
+        count = self.count if way == "bound method" else lambda *_: self.count()
+        self.layer.register_forward_hook(count)
+
+    def count(self, *_):
+        self.n_calls += 1
+
+    def forward(self, x):
+        return self.layer(x) * (1 + self.n_calls)
+
+
+def test_attributes_that_a_bound_hook_sets_are_the_replicas_own(wrap):
+    twin = pair_of(wrap, lambda: SetsAnAttribute("bound method"))
+    for seed in range(3):
+        twin.step(step, integers(7, 3, seed=seed))
+    assert twin.inner.n_calls == 3
+
+
+def test_attributes_that_a_replica_sets_in_the_module_are_an_error():
+    ours = paceline.DataParallel(SetsAnAttribute("lambda"), ["cpu"] * 2)
+    with pytest.raises(RuntimeError, match="an attribute of a SetsAnAttribute"):
+        ours(integers(7, 3))
 
 
 # ---- what belongs to a thread, or to the call ---------------------------------------
@@ -337,8 +367,89 @@ def test_a_backward_inside_forward_leaves_the_plain_gradients(
 def test_gradients_that_are_cleared_between_backwards_are_warned_of(wrap):
     """Those of the other replicas are added up, as they cannot clear the module's."""
     ours = wrap(Descending(3, "before"))
-    with pytest.warns(UserWarning, match=r"sets p\.grad in between"):
+    with pytest.warns(UserWarning, match=r"p\.grad = None has no effect"):
         ours(integers(7, 3))
+
+
+# ---- what a review has found --------------------------------------------------------
+
+
+class Adding(nn.Module):
+    """Changes an argument in place that is not split."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x, t):
+        t.add_(1)
+        return self.layer(x) + t
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_an_argument_that_is_not_split_may_be_changed_in_place(
+    wrap, shape, is_recorded
+):
+    twin = Twin(wrap, Adding())
+    with torch.set_grad_enabled(is_recorded):
+        theirs = twin.plain(integers(7, 3), torch.zeros(shape, dtype=torch.float64))
+        t = paceline.replicate(torch.zeros(shape, dtype=torch.float64))
+        mine = twin.ours(integers(7, 3), t)
+    assert_same(mine, theirs)
+
+
+def test_a_module_that_compiles_itself_has_replicas(wrap):
+    def make():
+        module = nn.Sequential(linear(), nn.BatchNorm1d(3).double())
+        module.compile(backend="eager")
+        return module
+
+    ours, plain = make(), make()
+    wrapped = wrap(ours)
+    halves = [plain(half) for half in integers(8, 3).split(4)]
+    assert_same(wrapped(integers(8, 3)), torch.cat(halves))
+    assert ours[1].num_batches_tracked == 1
+
+
+class Wanting(nn.Module):
+    """Computes by whether its buffer requires a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.ones(3, dtype=torch.float64).requires_grad_())
+
+    def forward(self, x):
+        return x + float(self.b.requires_grad)
+
+
+def test_a_buffer_requires_a_gradient_without_recording_too(wrap):
+    twin = Twin(wrap, Wanting())
+    with torch.no_grad():
+        assert_same(twin.ours(integers(7, 3)), twin.plain(integers(7, 3)))
+
+
+class KeywordError(Exception):
+    """Can be made by a keyword alone."""
+
+    def __new__(cls, *, code):
+        return super().__new__(cls, code)
+
+    def __init__(self, *, code):
+        super().__init__(code)
+
+
+class FailingLate(nn.Module):
+    def forward(self, x):
+        if x.max() > 4:
+            raise KeywordError(code=3)
+        return x
+
+
+def test_an_exception_that_cannot_be_made_again_keeps_its_words(wrap):
+    ours = wrap(FailingLate())
+    with pytest.raises(RuntimeError, match=r"Caught KeywordError in replica 1"):
+        ours(torch.arange(6.0))
 
 
 # ---- devices and wrappers -----------------------------------------------------------

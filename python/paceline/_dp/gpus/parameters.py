@@ -29,7 +29,7 @@ from paceline._dp.gpus import segments as segments_
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
-from paceline._dp.replicate import as_original, replicas_of
+from paceline._dp.replicate import as_original, has_hooks, replicas_of
 
 _log = logging.getLogger("paceline")
 
@@ -386,7 +386,7 @@ class _Step:
         torch's class, rather than with None.
         """
         tensor = self.segment.tensors[i]
-        return torch.zeros_like(tensor) if segments_.has_hooks(tensor) else None
+        return torch.zeros_like(tensor) if has_hooks(tensor) else None
 
     def _add_aside(
         self,

@@ -22,6 +22,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from paceline._compat import torch_core
 from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.transfers import is_native
+from paceline._dp.replicate import has_hooks
 
 SEGMENT_BYTES = 4 << 20
 """Of a segment; up to eight times as much of a large model, for the host's sake."""
@@ -367,12 +368,6 @@ def _ids_of(parts: Sequence[Module]) -> list[int]:
         for tensors in (part._parameters, part._buffers)
         for tensor in tensors.values()
     ]
-
-
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Tell whether hooks are called with a tensor's gradient, or after it."""
-    late = getattr(tensor, "_post_accumulate_grad_hooks", None)
-    return bool(tensor._backward_hooks or late)
 
 
 def _tensors_of(parts: Sequence[Module]) -> list[tuple[torch.Tensor, bool, bool]]:
