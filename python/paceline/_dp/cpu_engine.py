@@ -143,7 +143,8 @@ class CpuEngine:
         # Otherwise what has changed may be the work of a call in another thread.
         if k > 0 and began_alone and self._last_begun is originals:
             originals.check(k)
-        originals.look()
+        else:
+            originals.look()
         return output
 
     def join(
@@ -385,30 +386,29 @@ class _Originals:
         self._parts = parts
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
-        self._attributes: list[list[int]] = []
+        self._attributes: list[dict[str, Any]] = []
 
     def look(self) -> None:
         """Note how they are now."""
         self._tensors = tensors_of(self._parts)
         self._versions = _versions(self._tensors.values())
-        self._attributes = _attributes_of(self._parts)
+        self._attributes = [part.__dict__.copy() for part in self._parts]
 
     def check(self, k: int) -> None:
         """Raise if they are not as they were before replica `k` ran."""
         tensors = tensors_of(self._parts)
         versions = _versions(tensors.values())
-        attributes = _attributes_of(self._parts)
         if tensors.keys() != self._tensors.keys() or versions != self._versions:
             before = dict(zip(self._tensors, self._versions, strict=True))
             pairs = zip(tensors, versions, strict=True)
             written = {key for key, version in pairs if before.get(key) != version}
             name = _name_of(self._parts[0], written)
-        elif attributes != self._attributes:
-            both = zip(attributes, self._attributes, strict=True)
-            i = next(i for i, (one, two) in enumerate(both) if one != two)
-            name = f"an attribute of a {type(self._parts[i]).__name__}"
         else:
-            return
+            held = zip(self._parts, self._attributes, strict=True)
+            part = next((p for p, old in held if not _is_same(p.__dict__, old)), None)
+            if part is None:
+                return
+            name = f"an attribute of a {type(part).__name__}"
         raise RuntimeError(
             f"replica {k} of DataParallel wrote to {name} in the module itself, not in "
             "its own copy: it reaches the module by something other than attributes, "
@@ -418,9 +418,12 @@ class _Originals:
         )
 
 
-def _attributes_of(parts: list[Module]) -> list[list[int]]:
-    """Return which objects the parts hold."""
-    return [list(map(id, part.__dict__.values())) for part in parts]
+def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Tell whether a part holds the same objects, or equal ones."""
+    try:
+        return now == before
+    except Exception:  # tensors and arrays do not compare to one truth
+        return False
 
 
 def _name_of(module: Module, keys: set[int]) -> str:

@@ -151,18 +151,18 @@ def structure_of(parts: Iterable[Module]) -> list[Structure]:
     """Return what tells whether a part has been given others."""
     return [
         [
-            *((id(p), *_use_of(p)) for p in part._parameters.values()),
-            *((id(module), True, 0) for module in part._modules.values()),
+            *[_use_of(p) for p in part._parameters.values()],
+            *[(id(module), True, 0) for module in part._modules.values()],
         ]
         for part in parts
     ]
 
 
-def _use_of(parameter: torch.Tensor | None) -> tuple[bool, int]:
+def _use_of(parameter: torch.Tensor | None) -> tuple[int, bool, int]:
     if parameter is None or not parameter.requires_grad:
-        return False, 0
+        return id(parameter), False, 0
     hooks = parameter._backward_hooks
-    return True, len(hooks) if hooks else 0
+    return id(parameter), True, len(hooks) if hooks else 0
 
 
 def _differs(old: Structure, new: Structure) -> bool:
