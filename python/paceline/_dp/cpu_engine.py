@@ -30,6 +30,7 @@ from torch.nn import Module, Parameter
 from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._dp import rng
+from paceline._dp.cpu_memory import Memory
 from paceline._dp.errors import as_of_replica
 from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
@@ -69,6 +70,7 @@ class CpuEngine:
     lock: AbstractContextManager[Any] = nullcontext()  # a lock may wait for a user's
 
     def __init__(self) -> None:
+        self._memories: dict[int, Memory] = {}
         self._running: set[object] = set()
         self._last_begun: object = None
 
@@ -86,7 +88,9 @@ class CpuEngine:
         _check_devices(tensors)
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-            made = [_copies_of(tensors, is_recorded) for _ in range(n_replicas - 1)]
+            made = [
+                self._copies_of(k, tensors, is_recorded) for k in range(1, n_replicas)
+            ]
         copies = [of_replica for of_replica, _ in made]
         replicas = replicas_of(parts, copies, [_as_it_is] * len(copies))
         lists = _lists_of_classes(parts)
@@ -95,6 +99,14 @@ class CpuEngine:
             held = _Own(leaves, watch, _for_replica(lists, parts, replica))
             replica.__dict__[_OWN] = held
         return replicas
+
+    def _copies_of(
+        self, k: int, tensors: dict[int, torch.Tensor], is_recorded: bool
+    ) -> tuple[dict[int, torch.Tensor], _InnerBackwards | None]:
+        memory = self._memories.pop(k, None) or Memory()  # of this thread alone
+        made = _copies_of(tensors, is_recorded, memory)
+        self._memories[k] = memory
+        return made
 
     def apply(
         self,
@@ -166,33 +178,42 @@ class CpuEngine:
 
 
 def _copies_of(
-    tensors: dict[int, torch.Tensor], is_recorded: bool
+    tensors: dict[int, torch.Tensor], is_recorded: bool, memory: Memory
 ) -> tuple[dict[int, torch.Tensor], _InnerBackwards | None]:
     """Return copies, in the graph of those that are trained, and what watches it."""
     if torch_graph.is_transformed():
         return {key: tensor.clone() for key, tensor in tensors.items()}, None
+    # One node runs all that is behind it: hooks, and graphs of earlier forwards, must
+    # not run for a tensor that no replica has used.
+    plain = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if type(tensor) is Parameter
+        and tensor.layout is torch.strided
+        and tensor.is_leaf
+        and not has_hooks(tensor)
+    }
     copies: dict[int, torch.Tensor] = {}
+    if not torch_modes.count_dispatch_modes():
+        copies = dict(zip(plain, memory.copies(list(plain.values())), strict=True))
     trained = {k: t for k, t in tensors.items() if is_recorded and t.requires_grad}
-    watch = None
-    if trained:
-        watch = _InnerBackwards(list(trained.values()))
-        # One node runs all that is behind it: hooks, and graphs of earlier forwards,
-        # must not run for a tensor that no replica has used.
-        alone = {k: t for k, t in trained.items() if has_hooks(t) or not t.is_leaf}
-        others = {k: t for k, t in trained.items() if k not in alone}
-        if others:
-            made = _Copies.apply(watch, *others.values())  # type: ignore[no-untyped-call]
-            copies = dict(zip(others, made, strict=True))
-        for key, tensor in alone.items():
-            copies[key] = tensor.clone()
-            copies[key].register_hook(watch.see)  # type: ignore[no-untyped-call]
+    watch = _InnerBackwards(list(trained.values())) if trained else None
+    together = [key for key in trained if key in copies]
+    if together:
+        leaves = [copies[key] for key in together]
+        made = _Copies.apply(watch, leaves, *map(trained.get, together))  # type: ignore[no-untyped-call]
+        copies |= zip(together, made, strict=True)
     for key, tensor in tensors.items():
         copy = copies.get(key)
-        if type(tensor) is Parameter and copy is not None and not tensor.__dict__:
+        if copy is None and key in trained:
+            copy = tensor.clone()
+            copy.register_hook(watch.see)  # type: ignore[no-untyped-call,union-attr]
+        elif copy is None:
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if key in trained and type(tensor) is Parameter and not tensor.__dict__:
             copy.__class__ = Parameter  # as as_original() does, in less time
+            copies[key] = copy
         else:
-            if copy is None:
-                copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             copies[key] = as_original(copy, tensor)
     return copies, watch
 
@@ -242,23 +263,30 @@ class _InnerBackwards:
 
 
 class _Copies(torch.autograd.Function):
-    """Copies of parameters; gradients go to the parameters."""
+    """Copies of parameters, made before; gradients go to the parameters."""
 
     @staticmethod
     def forward(
-        ctx: Any, watch: _InnerBackwards, *tensors: torch.Tensor
+        ctx: Any,
+        watch: _InnerBackwards,
+        copies: list[torch.Tensor],
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.watch, ctx.tensors = watch, tensors
-        return tuple([tensor.detach().clone() for tensor in tensors])
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.watch.see()
         # Hooks that were set since the forward are called with zeros, as by torch.
-        return None, *(
-            torch.zeros_like(tensor) if grad is None and has_hooks(tensor) else grad
-            for tensor, grad in zip(ctx.tensors, grads, strict=True)
+        return (
+            None,
+            None,
+            *(
+                torch.zeros_like(tensor) if grad is None and has_hooks(tensor) else grad
+                for tensor, grad in zip(ctx.tensors, grads, strict=True)
+            ),
         )
 
 
