@@ -24,32 +24,38 @@ class Memory:
 
     def __init__(self) -> None:
         self._form: list[Any] = []
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._block: torch.Tensor | None = None
         self._n_holders = 0
         self._places: list[torch.Tensor] = []
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of strided tensors; each has a count of versions of its own."""
         form = [(t.dtype, t.shape, t.stride()) for t in tensors]
-        is_held = torch_core.count_holders(self._block) != self._n_holders
         with torch.no_grad():
-            if is_held or form != self._form:
-                self._make(tensors)
+            if self._is_held() or form != self._form:
+                self._block = self._make(tensors)
+                self._n_holders = torch_core.count_holders(self._block)
                 self._form = form
             if tensors:
                 torch._foreach_copy_(self._places, list(tensors))
             return [place.detach() for place in self._places]
 
-    def _make(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _is_held(self) -> bool:
+        if self._block is None:
+            return True
+        return torch_core.count_holders(self._block) != self._n_holders
+
+    def _make(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a block with places for copies of these."""
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        self._block = torch.empty(sum(rooms), dtype=torch.uint8, device="cpu")
+        block = torch.empty(sum(rooms), dtype=torch.uint8, device="cpu")
         begins = accumulate(rooms, initial=0)
         self._places = [
-            _place(self._block[begin : begin + size], tensor)
+            _place(block[begin : begin + size], tensor)
             for begin, size, tensor in zip(begins, sizes, tensors, strict=False)
         ]
-        self._n_holders = torch_core.count_holders(self._block)
+        return block
 
 
 def _place(room: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
