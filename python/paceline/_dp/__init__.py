@@ -4,6 +4,7 @@
 
     data_parallel    the wrapper: torch's arguments, and what a subclass overrides
       cpu_engine       replicas on the CPU, in order on the caller's thread
+      cpu_copies       what they have of the model
       gpus/            replicas on GPUs, each on a thread
         replicate        replicas of a module: shells round copies of its tensors
         rng              their random numbers
