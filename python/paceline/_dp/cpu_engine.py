@@ -133,7 +133,7 @@ class CpuEngine:
                 if torch_modes.count_dispatch_modes():  # they would see the generator's
                     outputs = [call() for call in calls]
                 else:
-                    outputs = rng.run_in_order(calls)[0]
+                    outputs = rng.run_in_order(calls)
         finally:
             self._running.discard(originals)
         check_structure(parts, structure)

@@ -24,28 +24,38 @@ _MOST_SEED = 2**63 - 1
 _MT19937_BYTES = 624 * 4 + 4  # its key, and where in that it is
 
 
-def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
-    """Return what each replica's call returns, and whether torch's generator was used.
+def run_in_order(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Return what each replica's call returns.
 
     The caller's stream is replica 0's.  A checkpoint that repeats the forward, from the
     same state, repeats the numbers.
     """
     generator = torch.default_generator
-    begin = stream()
-    digest = hashlib.blake2b(begin, digest_size=8).digest()
+    digest = hashlib.blake2b(stream(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little")
     outputs = [calls[0]()]
-    has_drawn = stream() != begin
     after = get_state()
     try:
         for k, call in enumerate(calls[1:]):
             generator.manual_seed((seed + k) & _MOST_SEED)
-            fresh = stream()
             outputs.append(call())
-            has_drawn = has_drawn or stream() != fresh
     finally:
         generator.set_state(after)
-    return outputs, has_drawn
+    return outputs
+
+
+class Draws:
+    """Whether calls have drawn from torch's generator."""
+
+    def __init__(self) -> None:
+        self.were_made = False
+
+    def watch(self, call: Callable[[], Any]) -> Any:
+        """Return what a call returns."""
+        before = stream()
+        output = call()
+        self.were_made |= stream() != before
+        return output
 
 
 def stream() -> bytes:

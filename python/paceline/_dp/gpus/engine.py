@@ -175,9 +175,11 @@ class GpuEngine:
         if torch_modes.count_dispatch_modes():  # they would see what generators do
             return [call() for call in calls], False
         others, devices = rng.other_streams(), self._shared_generators()
-        outputs, draws = rng.run_in_order(calls)
-        draws |= others != rng.other_streams() or devices != self._shared_generators()
-        return outputs, draws
+        draws = rng.Draws()
+        outputs = rng.run_in_order([partial(draws.watch, call) for call in calls])
+        others_drew = others != rng.other_streams()
+        others_drew |= devices != self._shared_generators()
+        return outputs, draws.were_made or others_drew
 
     def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
         """Return the same, of replicas that run on threads."""
