@@ -11,7 +11,7 @@ import pytest
 
 SECONDS = 300
 QUICK = ["--quick", "--models", "digits", "--ranks", "2", "--cpu"]
-CONTESTANTS = {"plain", "replicas", "torch-ddp", "ranks"}
+CONTESTANTS = {"plain", "torch-ddp", "ranks"}
 
 
 def bench(*words, **env):

@@ -27,6 +27,8 @@ def test_a_ratio_is_of_turns_of_one_round_and_not_of_medians():
     assert found[steps.RANKS].samples_per_second == 64 / 2e-3
     assert (found[steps.PLAIN].n_parallel, found[steps.PLAIN].n_threads) == (1, 4)
     assert (found[steps.RANKS].n_parallel, found[steps.RANKS].n_threads) == (2, 2)
+    replicas = found[steps.REPLICAS]  # of one process
+    assert (replicas.n_parallel, replicas.n_threads) == (2, 4)
 
 
 def test_a_turn_is_the_mean_over_the_ranks_that_took_it():
@@ -46,16 +48,17 @@ def test_calls_are_compared_turn_by_turn():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "choice", "words"),
+    ("device", "replicas", "ranks", "choice", "words"),
     [
-        (9.0, 2.0, "ranks", "OMP_NUM_THREADS=2 torchrun --nproc-per-node 2 train.py"),
-        (2.0, 9.0, "replicas", 'DataParallel(model, device_ids=["cpu"] * 2)'),
-        (9.0, 9.0, "plain", "no wrapper is faster than the plain module"),
+        ("cpu", 9.0, 2.0, "ranks", "OMP_NUM_THREADS=2 torchrun --nproc-per-node 2 t"),
+        ("cuda", 9.0, 2.0, "ranks", "\ntorchrun --nproc-per-node 2 train.py"),
+        ("cuda", 2.0, 9.0, "replicas", "paceline.DataParallel with 2 replicas: 4.00 "),
+        ("cpu", 9.0, 9.0, "plain", "no wrapper is faster than the plain module"),
     ],
 )
-def test_the_advice_is_what_was_fastest(replicas, ranks, choice, words):
+def test_the_advice_is_what_was_fastest(device, replicas, ranks, choice, words):
     rows = rows_of(plain=[8.0] * 3, replicas=[replicas] * 3, ranks=[ranks] * 3)
-    advice = report.advise(rows, "cpu")
+    advice = report.advise(rows, device)
     assert advice.contestant == choice
     assert words in advice.text
     assert "Too few rounds" not in advice.text

@@ -21,10 +21,10 @@ from paceline._cli.doctor import system
 
 DESCRIPTION = """\
 Measures on this machine, in about two minutes: the bare all-reduce against Gloo's, and
-whole training steps of the plain module, paceline.DataParallel, torch's and Paceline's
-DistributedDataParallel, with 2 ranks or replicas up to one a core (or GPU).  All train
-on the same batches and take turns.  It ends with the wrapper, the number of ranks or
-replicas and the threads that were fastest."""
+whole training steps of the plain module and of torch's and Paceline's
+DistributedDataParallel, with 2 ranks up to one a core (or GPU); on GPUs also of
+paceline.DataParallel.  All train on the same batches and take turns.  It ends with the
+wrapper, the number of ranks or replicas and the threads that were fastest."""
 EPILOGUE = """\
 Close what else uses the machine: figures of a busy one are worth little.  Exit status:
 0; 1 if a rank failed; 2 if an argument is wrong."""
@@ -82,6 +82,8 @@ class Settings:
     def plan(self) -> steps.Plan:
         """Return what each world is to measure."""
         contestants = list(steps.CONTESTANTS)
+        if self.device_type == "cpu":  # replicas there are not for speed
+            contestants.remove(steps.REPLICAS)
         n_turns = len(self.ranks) * len(self.models) * len(contestants) * self.rounds
         return steps.Plan(
             models=self.models,

@@ -75,6 +75,7 @@ def draw(rows: Sequence[StepRow], note: str, path: str) -> None:
     handles = [
         axes.plot([], [], "o", color=colour, label=steps.CONTESTANTS[name])[0]
         for name, colour in COLOURS.items()
+        if any(row.contestant == name for row in shown)
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8

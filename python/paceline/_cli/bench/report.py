@@ -101,7 +101,7 @@ def step_rows(
                     model,
                     name,
                     n_parallel,
-                    max(n_cores // n_parallel, 1),
+                    _n_threads(name, n_parallel, n_cores),
                     median(step_ms),
                     first["n_samples"] / median(step_ms) * 1e3,
                     against.get(steps.PLAIN),
@@ -109,6 +109,13 @@ def step_rows(
                 )
             )
     return rows
+
+
+def _n_threads(contestant: str, n_parallel: int, n_cores: int) -> int:
+    """Return the threads of a rank, or of the process that has all replicas."""
+    if contestant in steps.ON_ALL_RANKS:
+        return max(n_cores // n_parallel, 1)
+    return n_cores
 
 
 def _ratio(slower: Sequence[float], faster: Sequence[float]) -> Interval:
@@ -202,10 +209,7 @@ def _words(
         if device_type == "cpu":
             start = f"OMP_NUM_THREADS={n_threads} {start}"
     else:
-        what = f"{n} replicas" + (f" of {threads} each" if device_type == "cpu" else "")
-        start = "paceline.DataParallel(model)"
-        if device_type == "cpu":
-            start = f'paceline.DataParallel(model, device_ids=["cpu"] * {n})'
+        what, start = f"{n} replicas", "paceline.DataParallel(model)"
     return (
         f"On {over} the fastest is {name} with {what}: {ratio:.2f} times as fast as "
         f"the plain module{mean}.\n{start}"

@@ -5,9 +5,10 @@ all.  Ranks of DistributedDataParallel take an equal part of it each; the plain 
 and DataParallel get it whole, on rank 0, while the other ranks sleep.  So every two
 contestants are compared by turns that are seconds apart, under the same load.
 
-Each contestant has all the cores: the plain module as threads of its operators, ranks
-and replicas an equal share each.  On GPUs the plain module has one, the others have one
-for each rank or replica; a turn ends when the GPU is done.
+Each contestant has all the cores: ranks as an equal share of threads each, the plain
+module and CPU replicas, which run one after the other, as threads of their operators.
+On GPUs the plain module has one, the others have one for each rank or replica; a turn
+ends when the GPU is done.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -91,13 +92,15 @@ class Timed:
     gradient_difference: float = 0.0
 
 
-def run(plan: Plan) -> dict[str, dict[str, Any]]:
+def run(
+    plan: Plan, specs: Mapping[str, ModelSpec] = models.BY_NAME
+) -> dict[str, dict[str, Any]]:
     """Measure all models on this rank, which :func:`paceline.launch` has started."""
     world = paceline.init()
     # A rank that waits for NCCL would keep its GPU busy.
     waiting = dist.new_group(backend="gloo")
     return {
-        name: asdict(_Turns(plan, models.BY_NAME[name], world, waiting).run())
+        name: asdict(_Turns(plan, specs[name], world, waiting).run())
         for name in plan.models
     }
 
@@ -122,8 +125,6 @@ class _Contestant:
             n = world.world_size
             replicas: list[Any] = ["cpu"] * n if is_cpu else list(range(n))
             wrapped = paceline.DataParallel(module, replicas)
-            if wrapped.engine == "process":  # the other one takes its share by itself
-                self.n_threads = max(self.n_threads // n, 1)
         elif self.name in ON_ALL_RANKS:
             self.n_threads = max(self.n_threads // world.world_size, 1)
             make: Callable[..., nn.Module] = (
@@ -152,10 +153,6 @@ class _Contestant:
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-    def close(self) -> None:
-        if isinstance(self.model, paceline.DataParallel):
-            self.model.close()
 
     def _step(self, batch: Batch) -> None:
         self.backward(batch)
@@ -196,8 +193,6 @@ class _Turns:
                 step_ms = self._turn(name, n_steps[name])
                 if step_ms is not None:
                     timed.step_ms.setdefault(name, []).append(step_ms)
-        for contestant in self._contestants.values():
-            contestant.close()
         if self._world.rank == 0 and not self._plan.is_silent:
             n = self._world.world_size
             print(f"{n} ranks: {self._spec.title}: done", file=sys.stderr, flush=True)
