@@ -1,60 +1,45 @@
-"""Benchmark of DataParallel on CPU: against the plain module and against DDP.
+"""Benchmark of DataParallel on the CPU: what replicas cost, and what ranks give.
 
-    python tests/bench/bench_dp.py                   all models
-    python tests/bench/bench_dp.py --quick           some minutes: does it work?
-    python tests/bench/bench_dp.py --models mlp --rounds 30
-    python tests/bench/bench_dp.py --models lstm --add   a piece more of an earlier run
-    python tests/bench/bench_dp.py --only memory
+    python tests/bench/bench_dp.py                    all models, a quarter of an hour
+    python tests/bench/bench_dp.py --quick            a minute or two: does it work?
+    python tests/bench/bench_dp.py --models lstm,deep --groups 9
 
-What is measured, and how
--------------------------
-steps   Whole training steps on the same whole batch: zero_grad() with its default,
-        forward, loss, backward, SGD.  Ranks of DDP get half of the batch each.
-        Before anything is timed, the gradients of three steps are compared with those
-        of the bare module.
-start   Construction and the first forward, less a plain forward.  What a rank of DDP
-        takes to start is not in it: its interpreter, torch, the process group.
-memory  PSS of all processes of a contestant, with a model of 100 MB and one of next to
-        nothing; the difference is what parameters and gradients take.
+Three contestants train the same model on the same whole batches:
 
-Each contestant is a persistent process of its own, or two for DDP, beside the workers
-that it starts itself.  In every round each takes one turn, in an order that is shuffled
-anew; meanwhile the others are blocked in a read and take nothing.  A turn begins with
-some untimed steps.  Step times of ranks are averaged, CPU time is summed over all
-processes of the contestant, workers included.
+plain     the module, with a thread for each core;
+replicas  `DataParallel` on two CPU replicas, which take turns with the same threads;
+ranks     two ranks by `paceline.launch` in a `DistributedDataParallel`, each with half
+          of the batch and its share of the threads.
 
-A ratio is formed of the two 10th percentiles of one round, since its turns are seconds
-apart, under the same load.  It is summarised over rounds, with a bootstrap interval.
-`--groups` starts all processes anew: one start may be luckier than another with its
-memory, of which the rounds of a single group would know nothing.
+A *group* is a world of two fresh processes.  In it all contestants take short turns, in
+an order that is shuffled for each round; rank 1 sleeps in the turns of the first two.
+See `paceline._cli.bench.steps`.  A ratio is formed of two turns of one round, which are
+seconds apart; a group's ratio is the median over its rounds, and the table has the
+median over groups with the least and the most.  Above 1: faster than the plain module.
+Before a model is timed, `paceline.check` compares gradients with the plain module's.
 
-`floor` is no wrapper: it runs half of the batch on one thread, between two autograd
-nodes that do nothing, and joins the outputs with the other half's, which is there at
-once.  No design that cuts the remote replica out of the graph can be faster.
-
-No contestant is tuned.  `plain` and DataParallel find all cores and divide them as they
-like, the others have one thread a process.  `--pin` binds the ranks of DDP to a core
-each.  glibc's thresholds are the same for all: with `--malloc keep`, the default here,
-freed memory is kept in every process, as Paceline's workers ask for it in any case.
-For the memory alone they are left as they are, so that what is free is given back.
-
-Writes dp-<malloc>[-pin].json, .txt and .png under --out.  The .json has all raw times
-and is written after each group; Ctrl-C reports what there is by then.
+Writes dp.txt under --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
-import dp_contestants
 import dp_models
-import dp_report
-from dp_runner import Bench
-from options import present_names, split_names
+import paceline
+import torch
+from options import split_names
+from paceline._cli.bench import machine
+from paceline._cli.bench.report import StepRow, step_rows
+from paceline._cli.bench.steps import PLAIN, RANKS, REPLICAS, Plan, run
+from report import machine_lines
 
-TASKS = ["steps", "memory"]
+N = 2  # ranks, and replicas
+Group = dict[tuple[str, str], StepRow]  # by model and contestant
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -64,40 +49,92 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--models", default="all", help="default: " + ",".join(dp_models.BY_NAME))
-    add("--contestants", help="default: " + ",".join(dp_contestants.BY_NAME))
-    add("--only", choices=TASKS, action="append", help="one task; may be repeated")
-    add("--rounds", type=int, help="turns of each in a group: default 10, --quick 2")
-    add("--groups", type=int, help="sets of fresh processes: default 2, --quick 1")
-    add("--malloc", choices=["default", "keep"], default="keep")
-    add("--pin", action="store_true", help="bind each rank of DDP to a core")
+    add("--groups", type=int, help="sets of fresh processes: default 5, --quick 1")
+    add("--rounds", type=int, help="turns of each in a group: default 12, --quick 2")
+    add("--seconds", type=float, default=0.5, help="of a turn; --quick: a tenth")
     add("--quick", action="store_true", help="few short turns: no figures to quote")
-    add("--add", action="store_true", help="go on with the file under --out")
-    add("--timeout", type=float, default=120.0, help="seconds that an answer may take")
     add("--out", type=Path, default=Path("build/bench"))
     args = parser.parse_args()
     args.models = split_names(parser, args.models, dp_models.BY_NAME)
-    args.contestants = present_names(
-        parser, args.contestants, dp_contestants.BY_NAME, dp_contestants.why_missing
-    )
-    args.only = args.only or TASKS
-    args.rounds = args.rounds or (2 if args.quick else 10)
-    args.groups = args.groups or (1 if args.quick else 2)
+    args.groups = args.groups or (1 if args.quick else 5)
+    args.rounds = args.rounds or (2 if args.quick else 12)
+    args.seconds /= 10 if args.quick else 1
     return args
 
 
+def check(name: str) -> None:
+    """Compare gradients; in evaluation, for BatchNorm in training is each replica's."""
+    spec = dp_models.BY_NAME[name]
+    inputs, targets = spec.make_batch(torch.Generator().manual_seed(0))
+    found = paceline.check(
+        spec.build().eval(), inputs, loss=lambda y: spec.loss(y, targets), replicas=N
+    )
+    if not found:
+        sys.exit(f"{spec.title}: not timed\n{found}")
+
+
+def measure(plan: Plan) -> dict[str, dict[str, object]]:
+    """Run on each rank of a group."""
+    import dp_models
+
+    return run(plan, dp_models.BY_NAME)
+
+
+def run_group(args: argparse.Namespace, n_cores: int) -> Group:
+    """Start a world, and let the contestants take their turns."""
+    plan = Plan(
+        models=args.models,
+        contestants=[PLAIN, REPLICAS, RANKS],
+        n_parts=N,
+        n_cores=n_cores,
+        rounds=args.rounds,
+        turn_seconds=args.seconds,
+        is_silent=False,
+    )
+    rows = step_rows(paceline.launch(measure, N, plan, backend="gloo"), n_cores)
+    return {(row.model, row.contestant): row for row in rows}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Say the median, the least and the most."""
+    return f"{median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+
+
+def as_text(args: argparse.Namespace, groups: Sequence[Group], n_cores: int) -> str:
+    """Everything as a plain text table."""
+    lines = [
+        *args.machine,
+        f"{N} CPU replicas, and {N} ranks, on {n_cores} threads; {len(groups)} groups "
+        f"of {args.rounds} rounds, turns of {args.seconds:g} s",
+        "",
+        f"{'rows are of a replica':48}{'plain, ms':>10}{'plain/replicas':>20}"
+        f"{'plain/ranks':>20}",
+    ]
+    for name in args.models:
+        plain = median(group[name, PLAIN].step_ms for group in groups)
+        line = f"{dp_models.BY_NAME[name].title:48}{plain:10.2f}"
+        for contestant in REPLICAS, RANKS:
+            ratios = [group[name, contestant].against_plain for group in groups]
+            line += f"{spread([each.median for each in ratios if each]):>20}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    """Run, print, and exit with 1 when something failed."""
+    """Run, print and write."""
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(args)
-    bench.run()
-    bench.write()
-    text = dp_report.as_text(bench.results)
+    described = {**machine.describe(), "environment": machine.environment()}
+    args.machine, n_cores = machine_lines(described), torch.get_num_threads()
+    for name in args.models:
+        check(name)
+    groups: list[Group] = []
+    for number in range(args.groups):
+        print(f"group {number + 1}, load {machine.load()}", file=sys.stderr, flush=True)
+        groups.append(run_group(args, n_cores))
+        text = as_text(args, groups, n_cores)
+        (args.out / "dp.txt").write_text(text)
     print(text)
-    bench.path.with_suffix(".txt").write_text(text)
-    dp_report.plot(bench.results, bench.path.with_suffix(".png"))
-    print(f"written: {bench.path} and .txt, .png")
-    sys.exit(bool(bench.results["failures"]))
 
 
 if __name__ == "__main__":

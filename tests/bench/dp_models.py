@@ -1,13 +1,16 @@
 """The models on which DataParallel is timed: from tiny steps to long ones.
 
-A batch is the *whole* batch, which each contestant divides in its own way.  See
+A batch here is that of a replica; all contestants train on two of them together.  See
 `paceline._cli.bench.models` for why the inputs are random and the learning rate small.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from paceline._cli.bench import models
-from paceline._cli.bench.models import ModelSpec, classes
+from paceline._cli.bench.models import Batch, ModelSpec, classes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,16 +29,21 @@ class LastOfLSTM(nn.Module):
         return scores
 
 
-def build_cnn(n_pixels: int, *widths: int) -> nn.Module:
-    """3 x 3 convolutions, each with a pooling by two, and two linear layers."""
-    layers: list[nn.Module] = []
-    n_in = 1
-    for width in widths:
-        layers += [nn.Conv2d(n_in, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-        n_in = width
-        n_pixels //= 2
-    layers += [nn.Flatten(), nn.Linear(n_in * n_pixels**2, 128), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(128, 10))
+class LoopOfGRUCells(nn.Module):
+    """A GRU cell of width 128, called in a loop of Python's, and scores at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 128)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of a batch of sequences."""
+        state = x.new_zeros(len(x), 128)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        scores: Tensor = self.head(state)
+        return scores
 
 
 def build_deep() -> nn.Module:
@@ -52,68 +60,60 @@ def build_deep() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 10))
 
 
+def spec(
+    name: str,
+    title: str,
+    build: Callable[[], nn.Module],
+    make_batch: Callable[[torch.Generator], Batch],
+) -> ModelSpec:
+    """Make an entry; turns have a length in seconds, not in steps."""
+    return ModelSpec(name, title, build, make_batch, F.cross_entropy, steps_per_block=0)
+
+
+def images(n: int) -> Callable[[torch.Generator], Batch]:
+    """Make batches of images of 32 x 32 pixels."""
+    return classes(n, 3, 32, 32, n_classes=10)
+
+
+RESNET, FORMER = "ResNet-18 for 32 x 32, 11M", "transformer, 4 layers, d=256, 3.7M"
 ALL = [
-    ModelSpec(
-        "mlp",
-        "MLP 64-256-10, batch 64",
-        lambda: models.build_mlp(64, 256, 10),
-        classes(64, 64, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=300,
-    ),
-    ModelSpec(
-        "cnn8",
-        "CNN, 8 x 8 pixels, batch 64",
-        lambda: build_cnn(8, 16, 32),
-        classes(64, 1, 8, 8, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=100,
-    ),
-    ModelSpec(
-        "cnn28",
-        "CNN, 28 x 28 pixels, batch 256",
-        lambda: build_cnn(28, 16, 32),
-        classes(256, 1, 28, 28, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=8,
-    ),
-    ModelSpec(
-        "transformer",
-        "transformer, 4 layers, d=256, 64 tokens, batch 16",
-        models.Transformer,
-        models.tokens(16, 64),
-        F.cross_entropy,
-        steps_per_block=4,
-    ),
-    ModelSpec(
+    spec("resnet18", f"{RESNET}, 4 rows", models.build_resnet18, images(4)),
+    spec("resnet18-16", f"{RESNET}, 16 rows", models.build_resnet18, images(16)),
+    spec(
         "lstm",
-        "LSTM 256, 50 steps, batch 32",
+        "LSTM 256, 50 steps, 16 rows",
         LastOfLSTM,
-        classes(32, 50, 64, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=20,
+        classes(16, 50, 64, n_classes=10),
     ),
-    ModelSpec(
+    spec(
+        "transformer",
+        f"{FORMER}, 2 rows",
+        models.Transformer,
+        models.tokens(2, 32),
+    ),
+    spec(
+        "transformer-8",
+        f"{FORMER}, 8 rows",
+        models.Transformer,
+        models.tokens(8, 32),
+    ),
+    spec(
+        "gru-cells",
+        "GRU cells of 128 in a loop, 50 steps, 16 rows",
+        LoopOfGRUCells,
+        classes(16, 50, 64, n_classes=10),
+    ),
+    spec(
+        "digits",
+        "digits MLP, 0.2M, 32 rows",
+        lambda: models.build_mlp(64, 416, 416, 10),
+        classes(32, 64, n_classes=10),
+    ),
+    spec(
         "deep",
-        "MLP of 200 tiny layers, 402 parameters, batch 64",
+        "200 layers of 16, 32 rows",
         build_deep,
-        classes(64, 16, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=20,
-    ),
-    ModelSpec(
-        "resnet16",
-        "ResNet-18 of width 16, 32 x 32 pixels, batch 64",
-        lambda: models.build_resnet18(16),
-        classes(64, 3, 32, 32, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=5,
+        classes(32, 16, n_classes=10),
     ),
 ]
-BY_NAME = {spec.name: spec for spec in ALL}
-
-# For the memory alone: the second has 100 MB of parameters more than the first, and
-# what torch itself takes in each process falls out of the difference.
-SMALL = BY_NAME["mlp"]
-BIG = models.BY_NAME["mlp25m"]
-EVERY = {**BY_NAME, BIG.name: BIG}
+BY_NAME = {entry.name: entry for entry in ALL}

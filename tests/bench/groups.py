@@ -31,11 +31,9 @@ class GroupError(Exception):
     """A group failed or ran out of time; the message has the ranks' last output."""
 
 
-def environment(malloc: str, threads: int | None = 1) -> dict[str, str]:
-    """Make the environment of a process; `threads` None: as many as it would take."""
-    env = dict(os.environ)
-    if threads is not None:
-        env.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+def environment(malloc: str) -> dict[str, str]:
+    """Make the environment of a rank."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if malloc == "keep":
         env["GLIBC_TUNABLES"] = ":".join(

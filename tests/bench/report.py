@@ -6,7 +6,6 @@ each figure is over the groups that have it, a ratio over those that have both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -41,10 +40,10 @@ def median(values: list[float]) -> float:
     return percentile(values, 50)
 
 
-def names_in(groups: list[Figures], order: Iterable[str]) -> list[str]:
+def names_in(groups: list[Figures]) -> list[str]:
     """The contestants of these groups, in the order of their registry."""
     present = {name for group in groups for name in group["contestants"]}
-    return [name for name in order if name in present]
+    return [name for name in contestants.BY_NAME if name in present]
 
 
 def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
@@ -82,7 +81,7 @@ def summarise_steps(groups: list[Figures]) -> Figures:
     A ratio is taken of the two p10 of one group; its median and interval are over
     groups.  `best` is the ratio of the best p10 of each, wherever they occurred.
     """
-    names = names_in(groups, contestants.BY_NAME)
+    names = names_in(groups)
     lines = {name: summarise_contestant(groups, name) for name in names}
     ratios = {}
     for a, b in RATIOS:
@@ -267,7 +266,7 @@ def plot(results: Figures, path: Path) -> None:
     )
     axes = list(panels[0])
     if models:
-        plot_steps(axes.pop(0), models, COLOURS, FLOOR)
+        plot_steps(axes.pop(0), models)
     if reduced:
         plot_all_reduce(axes.pop(0), reduced)
     settings, machine = results["settings"], results["machine"]
@@ -281,18 +280,13 @@ def plot(results: Figures, path: Path) -> None:
     plt.close(figure)
 
 
-def plot_steps(
-    axes: Any, models: list[Figures], colours: dict[str, str], floor: str
-) -> None:
-    """Draw a dot a contestant, with its interval over groups, in multiples of `floor`.
-
-    `colours` names the contestants, in their order.
-    """
+def plot_steps(axes: Any, models: list[Figures]) -> None:
+    """Draw a dot a contestant, with its interval over groups, in multiples of FLOOR."""
     labelled = set()
     for row, model in enumerate(models):
         groups = model["groups"]
-        names = names_in(groups, colours)
-        base = floor if floor in names else names[0]
+        names = names_in(groups)
+        base = FLOOR if FLOOR in names else names[0]
         for place, name in enumerate(names):
             ratios = ratios_of_p10(groups, name, base)
             if not ratios:
@@ -303,7 +297,7 @@ def plot_steps(
                 row + (place - (len(names) - 1) / 2) * 0.68 / len(names),
                 xerr=[[spread.median - spread.low], [spread.high - spread.median]],
                 fmt="o",
-                color=colours[name],
+                color=COLOURS[name],
                 capsize=2,
                 label=None if name in labelled else name,
             )
@@ -311,7 +305,7 @@ def plot_steps(
     axes.set_yticks(range(len(models)), [m["title"] for m in models], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"step time (p10), in multiples of {floor!r}; bars: 95 %, or all groups"
+        f"step time (p10), in multiples of {FLOOR!r}; bars: 95 %, or all groups"
     )
     axes.axvline(1, color="#cccccc", zorder=0)
     axes.legend(frameon=False, fontsize=8)
