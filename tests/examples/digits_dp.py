@@ -3,13 +3,12 @@
     python tests/examples/digits_dp.py            half a minute
     python tests/examples/digits_dp.py --quick    a few epochs, for a first look
 
-One line wraps the model; the script stays an ordinary one.  It has no guard
-`if __name__ == "__main__"`, its model is a class of this very file, and it starts no
-ranks: the replica that works on the second half of each batch comes and goes by itself.
-Where there are GPUs it trains on all of them, else on the CPU.
+One line wraps the model; the script stays an ordinary one, and starts no processes.
+Where there are GPUs it trains on all of them.  On the CPU it trains with two replicas
+that take turns: there the wrapper is for trying, testing and teaching such code.
 
 Two trainings start from the same seed, see the same batches and take turns, a few steps
-each.  At the end their losses and their step times are compared.
+each.  At the end their losses, parameters, memory and step times are compared.
 """
 
 import argparse
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 COMPARED_STEPS = 330
 LOSS_TOLERANCE = 1e-4
 LR = 0.1
+MIB = 2**20
 
 
 class Net(nn.Module):
@@ -65,6 +65,21 @@ class Net(nn.Module):
         return scores
 
 
+def kept_for_backward(model: nn.Module, images: Tensor) -> float:
+    """MiB that a forward keeps for its backward, on the CPU: each memory once."""
+    n_bytes: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        n_bytes[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        scores = model(images)
+    assert scores.requires_grad  # the graph, and what it keeps, lived until here
+    return sum(n_bytes.values()) / MIB
+
+
 def build_model() -> Net:
     """Make the same weights each time."""
     torch.manual_seed(SEED)
@@ -73,7 +88,6 @@ def build_model() -> Net:
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--replicas", type=int, help="default: all GPUs; 2 on the CPU")
-parser.add_argument("--engine", default="auto", help="auto, process or thread")
 parser.add_argument("--epochs", type=int, help="default 15, with --quick 4")
 parser.add_argument("--quick", action="store_true", help="short, 90 %% will do")
 parser.add_argument("--out", type=Path, default=Path("build/demo"))
@@ -90,10 +104,8 @@ train_x, train_y, test_x, test_y = (part.to(device) for part in load_data())
 plain = Run(build_model().to(device), LR)
 
 model = build_model().to(device)
-dp = paceline.DataParallel(model, devices, engine=options.engine)  # <- one line
+dp = paceline.DataParallel(model, devices)  # <- one line
 ours = Run(dp, LR)
-with torch.no_grad():
-    dp(train_x[:BATCH])  # the replica starts here
 
 turn = 0
 with Progress(epochs, ("plain", "paceline"), show=True) as progress:
@@ -105,8 +117,6 @@ with Progress(epochs, ("plain", "paceline"), show=True) as progress:
                 for images, labels in batches[start : start + BLOCK]:
                     run.step(images, labels)
         progress.epoch_done(epoch, plain.losses[-1], ours.losses[-1])
-
-print(f"\nengine {dp.engine!r}: {dp.engine_reason}")
 
 # Saved without the prefix "module.", the file fits the bare model.
 checkpoint = options.out / "digits_dp.pt"
@@ -124,8 +134,14 @@ outcome = Outcome(
     parameter_difference=largest_difference(plain.bare, ours.bare),
     checkpoint_difference=largest_difference(loaded, ours.bare),
 )
-dp.close()
 report(outcome)
+if n_gpus:
+    used = [torch.cuda.max_memory_allocated(gpu) / MIB for gpu in range(n_gpus)]
+    print("most memory in use, MiB a GPU: " + ", ".join(f"{x:.1f}" for x in used))
+else:
+    kept = [kept_for_backward(run.model, train_x[:BATCH]) for run in (plain, ours)]
+    print("kept from forward to backward, MiB: {:.1f}, {:.1f}".format(*kept))
+    print("CPU replicas take turns: speed needs GPUs, or ranks as in digits_ddp.py")
 plot(outcome, options.out / "digits_dp.png")
 faults = judge(outcome, least_accuracy=0.90 if options.quick else 0.97)
 if faults:
