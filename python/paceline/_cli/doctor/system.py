@@ -54,7 +54,7 @@ def look_cores(root: Path = _ROOT) -> Cores:
 
 
 def judge_cores(cores: Cores) -> Finding:
-    """Judge whether several replicas or ranks have a core each."""
+    """Judge whether several ranks have a core each."""
     found = f"{cores.n_affinity} of {count(cores.n_machine, 'core')} by affinity"
     if cores.quota is not None:
         found += f", time for {count(cores.quota, 'core')} by the cgroup's quota"
@@ -70,8 +70,8 @@ def judge_cores(cores: Cores) -> Finding:
     what = f" Lift the limit: {' and '.join(limits)}." if limits else ""
     return warning(
         found,
-        "Replicas and ranks on the CPU take turns on less than two cores, which is "
-        f"slower than one process; GPUs wait for data loading.{what}",
+        "Ranks on the CPU take turns on less than two cores, which is slower than one "
+        f"process; GPUs wait for data loading.{what}",
     )
 
 
