@@ -18,14 +18,22 @@ seconds apart; a group's ratio is the median over its rounds, and the table has 
 median over groups with the least and the most.  Above 1: faster than the plain module.
 Before a model is timed, `paceline.check` compares gradients with the plain module's.
 
+Threads that wait for one another suffer most from a busy machine.  `--quiet 0.1` waits
+before each group until others leave the cores alone, and repeats a group in which they
+took more than a tenth of them.
+
 Writes dp.txt under --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -52,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--groups", type=int, help="sets of fresh processes: default 5, --quick 1")
     add("--rounds", type=int, help="turns of each in a group: default 12, --quick 2")
     add("--seconds", type=float, default=0.5, help="of a turn; --quick: a tenth")
+    add("--quiet", type=float, default=1.0, help="share of the cores for others")
     add("--quick", action="store_true", help="few short turns: no figures to quote")
     add("--out", type=Path, default=Path("build/bench"))
     args = parser.parse_args()
@@ -80,19 +89,52 @@ def measure(plan: Plan) -> dict[str, dict[str, object]]:
     return run(plan, dp_models.BY_NAME)
 
 
-def run_group(args: argparse.Namespace, n_cores: int) -> Group:
+def busy_seconds() -> float:
+    """CPU time of all processes but this one and its children that have ended."""
+    words = Path("/proc/stat").read_text().split(maxsplit=9)
+    user, nice, system, _idle, _disk, *more = map(int, words[1:9])
+    busy = (user + nice + system + sum(more)) / 100
+    for who in resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN:
+        usage = resource.getrusage(who)
+        busy -= usage.ru_utime + usage.ru_stime
+    return busy
+
+
+def share_of_others(call: Callable[[], object]) -> float:
+    """Call, and return the share of the cores that other processes took meanwhile."""
+    begin, busy = time.monotonic(), busy_seconds()
+    call()
+    seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
+    return (busy_seconds() - busy) / seconds
+
+
+def run_quiet_group(args: argparse.Namespace, name: str, n_cores: int) -> Group:
+    """Run a group, when and until other processes take no more than they may."""
+    found: Group = {}
+    while True:
+        while args.quiet < 1 and share_of_others(partial(time.sleep, 2)) > args.quiet:
+            pass
+        group = partial(run_group, args, name, n_cores, found)
+        share = share_of_others(group)
+        print(f"{name}: others took {share:.0%}", file=sys.stderr, flush=True)
+        if args.quiet >= 1 or share <= args.quiet:
+            args.most_of_others = max(args.most_of_others, share)
+            return found
+
+
+def run_group(args: argparse.Namespace, name: str, n_cores: int, found: Group) -> None:
     """Start a world, and let the contestants take their turns."""
     plan = Plan(
-        models=args.models,
+        models=[name],
         contestants=[PLAIN, REPLICAS, RANKS],
         n_parts=N,
         n_cores=n_cores,
         rounds=args.rounds,
         turn_seconds=args.seconds,
-        is_silent=False,
+        is_silent=True,
     )
     rows = step_rows(paceline.launch(measure, N, plan, backend="gloo"), n_cores)
-    return {(row.model, row.contestant): row for row in rows}
+    found.update({(row.model, row.contestant): row for row in rows})
 
 
 def spread(values: Sequence[float]) -> str:
@@ -105,7 +147,8 @@ def as_text(args: argparse.Namespace, groups: Sequence[Group], n_cores: int) -> 
     lines = [
         *args.machine,
         f"{N} CPU replicas, and {N} ranks, on {n_cores} threads; {len(groups)} groups "
-        f"of {args.rounds} rounds, turns of {args.seconds:g} s",
+        f"of {args.rounds} rounds, turns of {args.seconds:g} s; other processes took "
+        f"{args.most_of_others:.0%} of the cores at most",
         "",
         f"{'rows are of a replica':48}{'plain, ms':>10}{'plain/replicas':>20}"
         f"{'plain/ranks':>20}",
@@ -129,9 +172,12 @@ def main() -> None:
     for name in args.models:
         check(name)
     groups: list[Group] = []
+    args.most_of_others = 0.0
     for number in range(args.groups):
         print(f"group {number + 1}, load {machine.load()}", file=sys.stderr, flush=True)
-        groups.append(run_group(args, n_cores))
+        groups.append({})
+        for name in args.models:
+            groups[-1].update(run_quiet_group(args, name, n_cores))
         text = as_text(args, groups, n_cores)
         (args.out / "dp.txt").write_text(text)
     print(text)
