@@ -70,15 +70,14 @@ def spec(
     return ModelSpec(name, title, build, make_batch, F.cross_entropy, steps_per_block=0)
 
 
-def images(n: int) -> Callable[[torch.Generator], Batch]:
-    """Make batches of images of 32 x 32 pixels."""
-    return classes(n, 3, 32, 32, n_classes=10)
-
-
-RESNET, FORMER = "ResNet-18 for 32 x 32, 11M", "transformer, 4 layers, d=256, 3.7M"
+FORMER = "transformer, 4 layers, d=256, 3.7M"
 ALL = [
-    spec("resnet18", f"{RESNET}, 4 rows", models.build_resnet18, images(4)),
-    spec("resnet18-16", f"{RESNET}, 16 rows", models.build_resnet18, images(16)),
+    spec(
+        "resnet18",
+        "ResNet-18 for 32 x 32, 11M, 8 rows",
+        models.build_resnet18,
+        classes(8, 3, 32, 32, n_classes=10),
+    ),
     spec(
         "lstm",
         "LSTM 256, 50 steps, 16 rows",
