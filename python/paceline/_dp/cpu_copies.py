@@ -43,7 +43,7 @@ class Memory:
                 self._n_holders = torch_core.count_holders(self._block)
                 self._form = form
             if tensors:
-                torch._foreach_copy_(self._places, list(tensors))
+                torch_core.copy_all(self._places, list(tensors))
             return [place.detach() for place in self._places]
 
     def _is_held(self) -> bool:
