@@ -74,7 +74,6 @@ def test_models_without_communication_have_no_entry_of_it(make):
     log = make(writer, model, every=1)
     log(0)
     log(1, samples=4)
-    model.close()
     assert set(writer.entries[1]) == OWN
 
 
