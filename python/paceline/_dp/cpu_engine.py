@@ -63,7 +63,7 @@ class _Own(NamedTuple):
 class CpuEngine:
     """Runs the replicas of a :class:`paceline.DataParallel` on the CPU."""
 
-    lock: AbstractContextManager[Any] = nullcontext()  # one could deadlock with a user's
+    lock: AbstractContextManager[Any] = nullcontext()  # a user may hold one
 
     def __init__(self) -> None:
         self._memories: dict[int, Memory] = {}
