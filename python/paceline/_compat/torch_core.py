@@ -330,11 +330,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
-copy_all = torch._foreach_copy_
-"""Copy each of the second list to the one of the first."""
-
-
 def count_holders(tensor: torch.Tensor) -> int:
     """Return how many tensors hold a tensor's memory, and what else does."""
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

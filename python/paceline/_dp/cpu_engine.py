@@ -28,7 +28,7 @@ from torch.nn import Module
 from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._dp import rng
-from paceline._dp.cpu_copies import InnerBackwards, Memory, copies_of
+from paceline._dp.cpu_copies import InnerBackwards, copies_of
 from paceline._dp.errors import as_of_replica
 from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
@@ -66,7 +66,6 @@ class CpuEngine:
     lock: AbstractContextManager[Any] = nullcontext()  # a user may hold one
 
     def __init__(self) -> None:
-        self._memories: dict[int, Memory] = {}
         self._running: set[object] = set()
         self._last_begun: object = None
 
@@ -84,9 +83,7 @@ class CpuEngine:
         _check_devices(tensors)
         is_recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
-            made = [
-                self._copies_of(k, tensors, is_recorded) for k in range(1, n_replicas)
-            ]
+            made = [copies_of(tensors, is_recorded) for _ in range(n_replicas - 1)]
         copies = [of_replica for of_replica, _ in made]
         replicas = replicas_of(parts, copies, [_as_it_is] * len(copies))
         lists = _lists_of_classes(parts)
@@ -95,14 +92,6 @@ class CpuEngine:
             held = _Own(leaves, watch, _for_replica(lists, parts, replica))
             replica.__dict__[_OWN] = held
         return replicas
-
-    def _copies_of(
-        self, k: int, tensors: dict[int, torch.Tensor], is_recorded: bool
-    ) -> tuple[dict[int, torch.Tensor], InnerBackwards | None]:
-        memory = self._memories.pop(k, None) or Memory()  # of this thread alone
-        made = copies_of(tensors, is_recorded, memory)
-        self._memories[k] = memory
-        return made
 
     def apply(
         self,
