@@ -29,6 +29,7 @@ from paceline import _native
 from paceline._compat import torch_graph, torch_modes
 from paceline._dp import rng
 from paceline._dp.cpu_copies import InnerBackwards, copies_of
+from paceline._dp.devices import CPU
 from paceline._dp.errors import as_of_replica
 from paceline._dp.nesting import InsideReplica, is_inside_replica
 from paceline._dp.replicate import (
@@ -41,7 +42,6 @@ from paceline._dp.replicate import (
 
 Chunk = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one replica."""
-_CPU = torch.device("cpu")
 _OWN = "_paceline_own"
 """The attribute by which a replica has its `_Own` until it is called."""
 
@@ -63,7 +63,7 @@ class _Own(NamedTuple):
 class CpuEngine:
     """Runs the replicas of a :class:`paceline.DataParallel` on the CPU."""
 
-    lock: AbstractContextManager[Any] = nullcontext()  # a user may hold one
+    lock: AbstractContextManager[Any] = nullcontext()  # forward may wait for another
 
     def __init__(self) -> None:
         self._running: set[object] = set()
@@ -174,7 +174,7 @@ def _call(k: int, replica: Module, args: Any, named: Any) -> Any:
         output = replica(*args, **(named or {}))
         failure = None
     except Exception as error:
-        failure = as_of_replica(error, k, _CPU)
+        failure = as_of_replica(error, k, CPU)
     finally:
         _set(lists)
         if own.backwards is not None:
