@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,7 +45,7 @@ class Machine:
 
     def on(self, index: int, stream: Any) -> AbstractContextManager[Any]:
         """Return what makes a GPU, and a stream of it, the current ones."""
-        return torch.cuda.stream(stream)
+        return _on(index, stream)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a CPU tensor in memory that GPUs read by themselves."""
@@ -101,6 +104,20 @@ class Machine:
     def nccl_version(self, path: str | None) -> int:
         """Return NCCL's version, as in 22809; see :func:`find_library` for the path."""
         return _native.nccl_version(path)
+
+
+_threads = threading.local()
+
+
+@contextlib.contextmanager
+def _on(index: int, stream: Any) -> Iterator[None]:
+    # stream() alone, on its way out, would make a context on GPU 0.
+    with torch.cuda.device(index), torch.cuda.stream(stream):
+        if not hasattr(_threads, "has_context"):
+            # cuBLAS warns in a thread that has no context; CUDA gives it one here.
+            torch.cuda.mem_get_info(index)
+            _threads.has_context = True
+        yield
 
 
 machine = Machine()

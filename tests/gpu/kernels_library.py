@@ -55,7 +55,6 @@ class RankRanges(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("reduction", ctypes.c_int),
         ("n_elems", ctypes.c_size_t),
-        ("addresses", ctypes.c_void_p),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Timings: kernels in this process, then whole steps of one rank and of two.
+"""Timings: kernels in this process, whole steps of one rank and of two, replicas.
 
 What must hold on a GPU is judged beside each figure ("meets", "misses"); a benchmark is
 no test, and a figure that misses fails nothing.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 
 import bench_kernels
+import bench_replicas
 import bench_steps
 import session
 from checks import checks_of, is_rehearsal, run_here
+from replica_world import in_one_process
 
 
 def run(seconds: float) -> bool:
@@ -19,4 +21,7 @@ def run(seconds: float) -> bool:
     good = True
     if not is_rehearsal():
         good = run_here(bench_kernels.checks())
-    return session.run_on_ranks(checks_of(bench_steps), (1, 2), until) and good
+    steps, replicas = checks_of(bench_steps), in_one_process(checks_of(bench_replicas))
+    good = session.run_on_ranks(steps, (1,), until) and good
+    good = session.run_on_ranks(replicas, (1,), until) and good
+    return session.run_on_ranks(steps, (2,), until) and good

@@ -1,10 +1,9 @@
-"""DataParallel: several replicas on the one GPU, in one process, and what they cost."""
+"""DataParallel: several replicas on the one GPU, in one process."""
 
 from __future__ import annotations
 
 import time
 
-import bench_replicas
 import check_replicas
 import check_replicas_input
 import check_replicas_modes
@@ -12,15 +11,9 @@ import session
 from checks import checks_of
 from replica_world import in_one_process
 
-MODULES = (
-    check_replicas,
-    check_replicas_modes,
-    check_replicas_input,
-    bench_replicas,
-)
+MODULES = (check_replicas, check_replicas_modes, check_replicas_input)
 
 
 def run(seconds: float) -> bool:
-    """Check, then measure."""
     checks = in_one_process([c for module in MODULES for c in checks_of(module)])
     return session.run_on_ranks(checks, (1,), time.monotonic() + seconds - 15)
