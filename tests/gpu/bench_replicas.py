@@ -32,6 +32,7 @@ from world import timing
 
 MIB = 2**20
 WARM_UP = 4
+N_ROUNDS = 7
 N_CALLS = 5  # of which the median counts, in each turn
 
 
@@ -173,7 +174,7 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
             for each in names:
                 entries[each].model.train(what != "evaluation")
             times: dict[str, list[float]] = {each: [] for each in names}
-            for number in range(1 + rounds(15)):
+            for number in range(1 + rounds(N_ROUNDS)):
                 for each in names if number % 2 else reversed(names):
                     entry = entries[each]
                     taken = entry.host_us if measure == "host" else entry.clock_us

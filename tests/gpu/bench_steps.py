@@ -326,14 +326,14 @@ def _check(
 
 
 _ALL = [
-    _check(host_time, "small"),
+    *[_check(step_time, name) for name in ("resnet18", "small", "digits")],
     _check(host_time, "transformer", (1,)),
-    *[_check(step_time, name) for name in ("digits", "small", "transformer")],
-    *[_check(step_time, name) for name in ("resnet18", "mlp25m")],
+    _check(exposed_time, "resnet18", (1,), needs_cuda=True),
     _check(first_steps, "resnet18"),
+    _check(host_time, "small"),
+    *[_check(step_time, name) for name in ("mlp25m", "transformer")],
     _check(first_steps, "mlp25m", (1,)),
     _check(exposed_time, "mlp25m", needs_cuda=True),
-    _check(exposed_time, "resnet18", (1,), needs_cuda=True),
     _check(graph_step, "small", (1,), needs_cuda=True),
     _check(graph_step, "transformer", (1,), needs_cuda=True),
 ]

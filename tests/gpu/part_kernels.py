@@ -182,9 +182,8 @@ class Stand:
             for n, a, _ in self.cases():
                 for top, bottom in ((1, 3), (2, 1), (7, 64)):
                     to, whole = placed(draw(n, dtype, n), a)
-                    right = like(
-                        to, round_once(parts(to).double() * top / bottom, dtype)
-                    )
+                    right = parts(to.cpu()).double() * top / bottom
+                    right = like(to, round_once(right, dtype))
                     moves = self.kernels.moves([(to, None)])
                     self.kernels.scale(moves, top, bottom, self.stream)
                     self.done()
@@ -349,11 +348,12 @@ def in_order(rows: Tensor, reduction: int) -> Tensor:
     """The sum of the rows from the first to the last, 16 bits in float32.
 
     A mean's rows are first divided by a power of two, their number or the next above:
-    a mean of finite numbers is finite.
+    a mean of finite numbers is finite.  On the CPU: on a GPU torch divides by a number
+    by way of its reciprocal, which rounds twice.
     """
     n = len(rows)
     power = 1 << (n - 1).bit_length() if reduction == MEAN else 1
-    values = [parts(row) for row in rows]
+    values = [parts(row) for row in rows.cpu()]
     if rows.dtype.itemsize == 2:
         values = [row.float() for row in values]
     total = values[0] / power
