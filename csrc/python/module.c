@@ -337,7 +337,7 @@ static PyModuleDef_Slot module_slots[] = {
     {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
 #endif
 #ifdef Py_mod_gil
-    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* PLI_ENTER takes its place */
+    {Py_mod_gil, Py_MOD_GIL_USED}, /* until it is shown to be safe: docs/versions.md */
 #endif
     {0, NULL},
 };

@@ -59,15 +59,13 @@ torch, from wherever `pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other te
 
 ## Python without the GIL
 
-In a free-threaded Python the extension leaves the GIL off: one lock of its own takes
-the GIL's place. The tests of replicas as threads, and those of several threads in the
-extension, have run with Python 3.13.5 and torch 2.12.0, the last torch for that Python,
-on the CPU; of four runs one crashed, and one stood still in a forked child. The rest,
-GPUs and Python 3.14 have not run. On two cores, two forwards of small operators side by
-side were 1.17 and 0.95 times as fast as one after the other; two bare threads of torch
-1.06 to 1.17 times, and with a GIL 0.53 to 0.64. A model must not be changed by one
-thread while another is in its forward or backward: with a GIL that is an error, without
-one it may crash.
+In a free-threaded Python the import of `paceline` turns the GIL on, and Python says so by
+a RuntimeWarning. The extension is written to do without it: one lock of its own takes the
+GIL's place, and `PYTHON_GIL=0` leaves the GIL off. But of four runs of the tests of
+threads that way (Python 3.13.5, torch 2.12.0, on the CPU) one crashed, and one stood still
+in a forked child; the causes are not known, so it is not the default. GPUs and Python 3.14
+have not run without the GIL. A model must not be changed by one thread while another is in
+its forward or backward: with a GIL that is an error, without one it may crash.
 
 ## What has run
 

@@ -1,6 +1,7 @@
 """Several threads in the extension at once, with a GIL and without one."""
 
 import gc
+import os
 import queue
 import subprocess
 import sys
@@ -155,12 +156,11 @@ def test_the_collector_runs_while_threads_are_in_the_extension():
 @pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python has a GIL"
 )
-def test_a_python_without_gil_stays_without_it():
+@pytest.mark.parametrize(("given", "is_enabled"), [(None, "True"), ("0", "False")])
+def test_a_python_without_gil_has_one_but_where_it_is_told_not_to(given, is_enabled):
     code = "import paceline, sys; paceline.DataParallel; print(sys._is_gil_enabled())"
-    ran = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", code],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert ran.stdout.split() == ["False"]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHON_GIL"}
+    env |= {} if given is None else {"PYTHON_GIL": given}
+    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", code]
+    ran = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert ran.stdout.split() == [is_enabled]
