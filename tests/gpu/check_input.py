@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from functools import partial
 from typing import Any
 
+import paceline
 import torch
-from check_gradients import Leaves, coefficients_for, expect_means
+from check_gradients import Leaves, good_steps
 from checks import check
 from torch import nn
 from world import Reducing, World
@@ -29,17 +31,11 @@ def error_of(function: Any, *kinds: type[Exception]) -> str:
 def works_after(world: World) -> None:
     """A wrapper can be made, and trains: nothing was left in a bad state."""
     model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
-    for step in range(2):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
-        expect_means(world, model, list(given))
+    good_steps(world, model, range(2))
 
 
 @check(worlds=(1, 2), needs_cuda=True)
 def a_model_on_two_devices(world: World) -> dict[str, Any]:
-    import paceline
-
     def wrap() -> None:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         layers[0].to(world.device)
@@ -53,8 +49,6 @@ def a_model_on_two_devices(world: World) -> dict[str, Any]:
 
 @check(worlds=(1, 2), needs_cuda=True)
 def device_ids_that_do_not_fit(world: World) -> dict[str, Any]:
-    import paceline
-
     def wrap(**options: Any) -> Any:
         module = nn.Linear(4, 4).to(world.device)
         return lambda: paceline.DistributedDataParallel(module, **options)
@@ -71,7 +65,6 @@ def device_ids_that_do_not_fit(world: World) -> dict[str, Any]:
 @check(worlds=(1, 2), needs_cuda=True)
 def a_module_moved_to_the_cpu_alone(world: World) -> dict[str, Any]:
     """The model is on the GPU, `device_ids` with a CPU module is refused."""
-    import paceline
 
     def wrap() -> None:
         paceline.DistributedDataParallel(nn.Linear(4, 4), device_ids=[0])
@@ -115,8 +108,6 @@ def no_memory_at_construction(world: World) -> dict[str, Any]:
 
 def run_apart(code: str, **env: str) -> str:
     """What a fresh process prints that is given other libraries."""
-    import os
-
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_HOSTID")}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -14,6 +14,22 @@ from replica_twins import assert_near, assert_same_gradients
 from replica_world import World
 from torch import Tensor, nn
 
+
+def take_gradients(module: nn.Module) -> list[Tensor]:
+    """A module's gradients, which has none afterwards."""
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    return found
+
+
+def near_gradients(
+    mine: list[Tensor], module: nn.Module, what: str, limit: float | None = None
+) -> list[float]:
+    """Fail where gradients are too far from a module's; return how far they are."""
+    pairs = zip(mine, module.parameters(), strict=True)
+    return [assert_near(grad, p.grad, what, limit) for grad, p in pairs]
+
+
 LARGE = 4096  # rows: such inputs go through pinned memory
 
 
@@ -45,12 +61,12 @@ def inputs_in_pinned_memory(world: World) -> dict[str, Any]:
     figures = {}
     for n_rows in (N_ROWS, LARGE):
         x = torch.randn(n_rows, 16, generator=world.generator(n_rows)).pin_memory()
-        for each, given in ((model, x), (by_hand, x.to(world.device))):
-            each.zero_grad()
-            out = each(given)
-            out.square().mean().backward()
-            assert out.device == world.device, f"the output is on {out.device}"
-        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
+        out = model(x)
+        assert out.device == world.device, f"the output is on {out.device}"
+        out.square().mean().backward()
+        mine = take_gradients(model.module)
+        by_hand(x.to(world.device)).square().mean().backward()
+        figures[f"{n_rows}_rows"] = near_gradients(mine, by_hand.module, "gradient")
     return figures
 
 
@@ -137,13 +153,11 @@ def outputs_on_the_cpu(world: World) -> dict[str, Any]:
         out = model(x)
         assert out.device.type == "cpu", f"the output is on {out.device}"
         out.square().sum().backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
+        mine = take_gradients(module)
         right = module(x)
         assert_near(out, right.cpu(), f"output of {n} replicas", 2e-4)
         right.square().sum().backward()
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            far.append(assert_near(grad, p.grad, f"{n} replicas' gradient", 2e-4))
+        far += near_gradients(mine, module, f"{n} replicas' gradient", 2e-4)
     return {"far": max(far)}
 
 
@@ -212,11 +226,9 @@ def outputs_of_all_forms(world: World) -> None:
             assert out["mask"].dtype is torch.bool
         module.zero_grad()
         (out["loss"].sum() + out["found"].scores[:, 0].sum()).backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
+        mine = take_gradients(module)
         sum(p["loss"] + p["found"].scores[:, 0].sum() for p in parts).backward()
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            assert_near(grad, p.grad, f"{n} replicas' gradient")
+        near_gradients(mine, module, f"{n} replicas' gradient")
 
 
 @check(worlds=(1,))
@@ -240,8 +252,6 @@ def numbers_for_outputs(world: World) -> None:
         losses = model(x, y)
         assert losses.shape == (2,), losses.shape
         losses.mean().backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
+        mine = take_gradients(module)
         module(x, y).backward()  # halves have the same number of rows
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            assert_near(grad, p.grad, f"call {number}, gradient", 2e-4)
+        near_gradients(mine, module, f"call {number}, gradient", 2e-4)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checks import Check, is_on_fake, is_rehearsal, is_wanted, record
+from checks import Check, is_fake, is_wanted, record
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0  # of a rank, until it takes up its first check
@@ -68,7 +68,7 @@ class Session:
         env = {**os.environ, **ENVIRONMENT, **dict(self.checks[0].env)}
         if env.get(SHARE) != "1":
             env["NCCL_HOSTID"] = f"paceline-{rank}"
-        if is_on_fake():
+        if is_fake():
             from support import fake_gpus
 
             env.update(fake_gpus.environment())
@@ -180,9 +180,9 @@ def run_on_ranks(checks: list[Check], sizes: tuple[int, ...], until: float) -> b
         left = [c for c in checks if size in c.worlds]
         left = [c for c in left if is_wanted(f"{c.name}[{size}]")]
         for each in left:
-            if each.needs_cuda and is_rehearsal():
+            if each.needs_cuda and is_fake():
                 record(f"{each.name}[{size}]", "skipped", 0, words="needs a GPU")
-        left = [c for c in left if not (c.needs_cuda and is_rehearsal())]
+        left = [c for c in left if not (c.needs_cuda and is_fake())]
         while left:
             n_done, well = run_session(size, left, until)
             good = good and well
