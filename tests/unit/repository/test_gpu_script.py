@@ -181,12 +181,23 @@ needs_gcc = pytest.mark.skipif(
 )
 
 
+LAYOUT = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+import kernels_library
+print(kernels_library.layout())
+"""
+
+
 @needs_gcc
 def test_what_shows_the_kernels_to_ctypes_fits_their_headers() -> None:
     root = FOLDER.parents[1]
     flags = (root / "csrc/compile_flags.txt").read_text().split()
+    source = FOLDER / "shim.c"
+    layout = subprocess.check_output([sys.executable, "-c", LAYOUT], text=True).strip()
+    assert "sizeof(pl_rank_ranges)" in layout
     done = subprocess.run(
-        ["gcc", *flags, "-Werror", "-fsyntax-only", FOLDER / "shim.c"],
+        ["gcc", *flags, f"-DLAYOUT={layout}", "-Werror", "-fsyntax-only", source],
         capture_output=True,
         text=True,
         check=False,
