@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,44 +35,35 @@ def works_after(world: World) -> None:
     good_steps(world, model, range(2))
 
 
-@check(worlds=(1, 2), needs_cuda=True)
-def a_model_on_two_devices(world: World) -> dict[str, Any]:
-    def wrap() -> None:
-        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        layers[0].to(world.device)
-        paceline.DistributedDataParallel(layers)
+def on_two_devices(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4).to(device), nn.Linear(4, 4))
 
-    words = error_of(wrap, ValueError, RuntimeError, NotImplementedError)
+
+def on_the_device(device: torch.device) -> nn.Module:
+    return nn.Linear(4, 4).to(device)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.device], nn.Module], dict[str, Any]]] = {
+    "two devices": (on_two_devices, {}),
+    "two ids": (on_the_device, {"device_ids": [0, 1]}),
+    "an id of no device": (on_the_device, {"device_ids": [99]}),
+    "an id of no kind": (on_the_device, {"device_ids": ["x"]}),
+    "the CPU": (lambda device: nn.Linear(4, 4), {"device_ids": [0]}),
+}
+
+
+@check(worlds=(1, 2), needs_cuda=True)
+def modules_that_do_not_fit(world: World) -> dict[str, Any]:
+    """On several devices, or on others than `device_ids` has."""
+    kinds = (ValueError, RuntimeError, TypeError, NotImplementedError, AssertionError)
+    found = {}
+    for what, (make, options) in REFUSED.items():
+        wrap = partial(paceline.DistributedDataParallel, make(world.device), **options)
+        found[what] = error_of(wrap, *kinds)
+    words = found["two devices"]
     assert all(device in words for device in ("cpu", "cuda")), words
     works_after(world)
-    return {"words": words}
-
-
-@check(worlds=(1, 2), needs_cuda=True)
-def device_ids_that_do_not_fit(world: World) -> dict[str, Any]:
-    def wrap(**options: Any) -> Any:
-        module = nn.Linear(4, 4).to(world.device)
-        return lambda: paceline.DistributedDataParallel(module, **options)
-
-    found = {}
-    n = torch.cuda.device_count()
-    for options in ({"device_ids": [0, 1]}, {"device_ids": [n]}, {"device_ids": ["x"]}):
-        kinds = (ValueError, RuntimeError, TypeError, AssertionError)
-        found[str(options)] = error_of(wrap(**options), *kinds)
-    works_after(world)
     return {"words": found}
-
-
-@check(worlds=(1, 2), needs_cuda=True)
-def a_module_moved_to_the_cpu_alone(world: World) -> dict[str, Any]:
-    """The model is on the GPU, `device_ids` with a CPU module is refused."""
-
-    def wrap() -> None:
-        paceline.DistributedDataParallel(nn.Linear(4, 4), device_ids=[0])
-
-    words = error_of(wrap, ValueError, RuntimeError)
-    works_after(world)
-    return {"words": words}
 
 
 @check(worlds=(1, 2), needs_cuda=True, seconds=90)

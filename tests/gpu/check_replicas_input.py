@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,38 +36,25 @@ LARGE = 4096  # rows: such inputs go through pinned memory
 
 @check(worlds=(1,))
 def inputs_on_the_cpu(world: World) -> dict[str, Any]:
-    """In ordinary memory, small and large, which may change after the call."""
+    """In ordinary memory, which may change after the call, and pinned; of any size."""
     model, by_hand = pair(world, smooth, 3)
+    is_real = world.device.type == "cuda"
     figures = {}
-    for n_rows in (N_ROWS, LARGE):
+    for n_rows, is_pinned in itertools.product((N_ROWS, LARGE), (False, is_real)):
         x = torch.randn(n_rows, 16, generator=world.generator(n_rows))
         right = by_hand(x.to(world.device))
         for number in range(3):
-            given = x.clone()
+            given = x.pin_memory() if is_pinned else x.clone()
             out = model(given)
             assert out.device == world.device, f"the output is on {out.device}"
-            if world.device.type == "cuda":  # a rehearsal's replicas have no copies
+            if is_real and not is_pinned:  # simulated replicas have no copies
                 given.zero_()
             assert_near(out, right, f"call {number} of {n_rows} rows")
         for each, output in ((model, out), (by_hand, right)):
             each.zero_grad()
             output.square().mean().backward()
-        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
-    return figures
-
-
-@check(worlds=(1,), needs_cuda=True)
-def inputs_in_pinned_memory(world: World) -> dict[str, Any]:
-    model, by_hand = pair(world, smooth, 3)
-    figures = {}
-    for n_rows in (N_ROWS, LARGE):
-        x = torch.randn(n_rows, 16, generator=world.generator(n_rows)).pin_memory()
-        out = model(x)
-        assert out.device == world.device, f"the output is on {out.device}"
-        out.square().mean().backward()
-        mine = take_gradients(model.module)
-        by_hand(x.to(world.device)).square().mean().backward()
-        figures[f"{n_rows}_rows"] = near_gradients(mine, by_hand.module, "gradient")
+        words = f"{n_rows}_rows{'_pinned' if is_pinned else ''}"
+        figures[words] = assert_same_gradients(model, by_hand)
     return figures
 
 
@@ -229,29 +217,3 @@ def outputs_of_all_forms(world: World) -> None:
         mine = take_gradients(module)
         sum(p["loss"] + p["found"].scores[:, 0].sum() for p in parts).backward()
         near_gradients(mine, module, f"{n} replicas' gradient")
-
-
-@check(worlds=(1,))
-def numbers_for_outputs(world: World) -> None:
-    """A loss of each replica, as a vector; its mean trains as in torch."""
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 1)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (self.layer(x)[:, 0] - y).square().mean()
-
-    torch.manual_seed(1)
-    module = Loss().to(world.device)
-    model = world.wrap(module, 2)
-    x, y = world.normal(N_ROWS, 16), world.normal(N_ROWS, seed=1)
-    for number in range(2):
-        module.zero_grad()
-        losses = model(x, y)
-        assert losses.shape == (2,), losses.shape
-        losses.mean().backward()
-        mine = take_gradients(module)
-        module(x, y).backward()  # halves have the same number of rows
-        near_gradients(mine, module, f"call {number}, gradient", 2e-4)
