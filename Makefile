@@ -101,7 +101,7 @@ py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k buck
 	        tests/parity tests/unit) $(PYTEST_FLAGS)
 
 # The checks for machines with a GPU, on simulated CUDA and NCCL.
-GPU_PARTS := rehearsal replicas
+GPU_PARTS := rehearsal replicas contexts
 .PHONY: gpu-fake $(GPU_PARTS:%=gpu-fake-%)
 gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
 	@$(MAKE) --no-print-directory -j$(JOBS) --output-sync=target \

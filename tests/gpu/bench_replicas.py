@@ -2,7 +2,9 @@
 
 Two replicas on one GPU are no faster than one: the device does the same work in more
 and smaller kernels.  So two replicas stand beside the plain module on each half of the
-batch in turn, which enqueues the same kernels; and one stands beside torch's class.
+batch in turn, which enqueues the same kernels, and beside torch's class with the same
+GPU twice, whose replicas share the parameters there: it copies and sums nothing.  One
+replica stands beside torch's class with one GPU.
 Turns alternate, and ratios are of turns that follow each other.
 
 Host time is what the CPU needs to enqueue onto a device that is idle and not waited
@@ -30,6 +32,7 @@ from world import timing
 
 MIB = 2**20
 WARM_UP = 4
+N_ROUNDS = 7
 N_CALLS = 5  # of which the median counts, in each turn
 
 
@@ -131,6 +134,8 @@ def enter(world: World, name: str) -> dict[str, Entry]:
         "torch": nn.DataParallel(copy.deepcopy(module), None if is_fake() else [0]),
         "one": world.wrap(copy.deepcopy(module), 1),
     }
+    if not is_fake():
+        wrapped["torch_two"] = nn.DataParallel(copy.deepcopy(module), [0, 0])
     entries = {key: Entry(world, model, shape()) for key, model in wrapped.items()}
     for entry in entries.values():
         for _ in range(WARM_UP):
@@ -138,7 +143,11 @@ def enter(world: World, name: str) -> dict[str, Entry]:
     return entries
 
 
-PAIRS = {"two_over_halves": ("two", "halves"), "one_over_torch": ("one", "torch")}
+PAIRS = {
+    "two_over_halves": ("two", "halves"),
+    "one_over_torch": ("one", "torch"),
+    "two_over_torch": ("two", "torch_two"),
+}
 
 
 def replica_time(world: World, name: str) -> dict[str, Any]:
@@ -153,10 +162,12 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
     for kind in kinds:
         measure, _, what = kind.partition("_")
         for pair, names in PAIRS.items():
+            if not entries.keys() >= set(names):
+                continue
             for each in names:
                 entries[each].model.train(what != "evaluation")
             times: dict[str, list[float]] = {each: [] for each in names}
-            for number in range(1 + rounds(15)):
+            for number in range(1 + rounds(N_ROUNDS)):
                 for each in names if number % 2 else reversed(names):
                     entry = entries[each]
                     taken = entry.host_us if measure == "host" else entry.clock_us

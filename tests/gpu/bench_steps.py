@@ -317,14 +317,14 @@ def graph_step(world: World, name: str) -> dict[str, Any]:
 
 
 ROWS: list[tuple[Callable[..., Any], str, tuple[int, ...]]] = [
-    (host_time, "small", (1, 2)),
+    *[(step_time, name, (1, 2)) for name in ("resnet18", "small", "digits")],
     (host_time, "transformer", (1,)),
-    *[(step_time, name, (1, 2)) for name in ("digits", "small", "transformer")],
-    *[(step_time, name, (1, 2)) for name in ("resnet18", "mlp25m")],
+    (exposed_time, "resnet18", (1,)),
     (first_steps, "resnet18", (1, 2)),
+    (host_time, "small", (1, 2)),
+    *[(step_time, name, (1, 2)) for name in ("mlp25m", "transformer")],
     (first_steps, "mlp25m", (1,)),
     (exposed_time, "mlp25m", (1, 2)),
-    (exposed_time, "resnet18", (1,)),
     (graph_step, "small", (1,)),
     (graph_step, "transformer", (1,)),
 ]

@@ -66,7 +66,8 @@ def sync_batch_norm(world: World) -> dict[str, Any]:
     def build() -> nn.Module:
         layers: list[nn.Module] = []
         for n_in in (3, 16, 16, 16):
-            layers += [nn.Conv2d(n_in, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+            conv = nn.Conv2d(n_in, 16, 3, padding=1, bias=False)
+            layers += [conv, nn.BatchNorm2d(16), nn.ReLU()]
         body = nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 10))
         return nn.SyncBatchNorm.convert_sync_batchnorm(body)
 

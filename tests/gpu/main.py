@@ -44,17 +44,20 @@ PARTS = [
     Part("alone", 420, "one rank with the reducer at work: models, AMP, graphs, ..."),
     Part("nccl", 480, "the same with 2 and 3 ranks on the one GPU, against torch DDP"),
     Part("shared", 240, "2 ranks on the one GPU as NCCL 2.30.3 and later allow it"),
-    Part("replicas", 360, "DataParallel: 2 and 3 replicas on the GPU, and their cost"),
+    Part("contexts", 120, "copies and events between contexts, as between GPUs"),
+    Part("replicas", 240, "DataParallel: 2 and 3 replicas on the GPU"),
     Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
-    Part("bench", 480, "timings against torch DDP and the plain module"),
+    Part("bench", 480, "timings against torch's DDP and DP and the plain module"),
     Part("rehearsal", 300, "alone, nccl and failures in few processes, for --fake"),
 ]
 BUILDS = ("first", "build")  # need no build before them
 BY_NAME = {part.name: part for part in PARTS}
 GROUPS = {
     "all": [part.name for part in PARTS if part.name != "rehearsal"],
-    "correctness": ["kernels", "alone", "nccl", "shared", "replicas", "failures"],
+    "correctness": [
+        *("kernels", "alone", "nccl", "shared", "contexts", "replicas", "failures"),
+    ],
 }
 
 

@@ -176,7 +176,7 @@ class Stand:
         for dtype in [*FLOATS, *COMPLEX]:
             for (n, a, _), by in itertools.product(self.cases(), RATIOS):
                 to, whole = placed(draw(n, dtype, n), a)
-                exact = parts(to).double() * by[0] / by[1]
+                exact = parts(to.cpu()).double() * by[0] / by[1]
                 moves = self.kernels.moves([(to, None)])
                 self.kernels.scale(moves, *by, self.stream)
                 self.done()
@@ -341,11 +341,12 @@ def in_order(rows: Tensor, reduction: int) -> Tensor:
     """The sum of the rows from the first to the last, 16 bits in float32.
 
     A mean's rows are first divided by a power of two, their number or the next above:
-    a mean of finite numbers is finite.
+    a mean of finite numbers is finite.  On the CPU: on a GPU torch divides by a number
+    by way of its reciprocal, which rounds twice.
     """
     n = len(rows)
     power = 1 << (n - 1).bit_length() if reduction == MEAN else 1
-    values = [parts(row) for row in rows]
+    values = [parts(row) for row in rows.cpu()]
     if rows.dtype.itemsize == 2:
         values = [row.float() for row in values]
     total = values[0] / power

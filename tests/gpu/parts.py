@@ -6,11 +6,12 @@ Modules are imported when a part runs: `first` builds the package that they impo
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from dataclasses import replace
 
 import session
-from checks import Check, Skip, checks_of, is_fake, is_quick, run_here
+from checks import Check, Skip, checks_of, is_fake, run_here
 
 GRADIENTS = ("check_gradients", "check_models", "check_modes", "check_features")
 REPLICAS = ("check_replicas", "check_replicas_modes", "check_replicas_input")
@@ -40,7 +41,7 @@ def run(name: str, seconds: float) -> bool:
     if name in ON_RANKS:
         modules, sizes = ON_RANKS[name]
         return session.run_on_ranks(checks_in(modules), sizes, until)
-    if name in ("build", "kernels"):
+    if name in ("build", "kernels", "contexts"):
         good: bool = importlib.import_module(f"part_{name}").run(seconds)
         return good
     others = {
@@ -97,7 +98,10 @@ def first(until: float) -> bool:
         ("imports", lambda: part_build.imports(["nvrtc"])),
         ("has_gpu", lambda: part_build.has_gpu("nvrtc")),
     ]
-    if not run_here(steps):
+    is_built = run_here(steps)
+    importlib.invalidate_caches()  # the package's folder was not there before
+    sys.path_importer_cache.clear()
+    if not is_built:
         return False
     from replica_world import in_one_process
 
@@ -131,22 +135,24 @@ def shared(until: float) -> bool:
 
 
 def replicas(until: float) -> bool:
-    """Check replicas in one process, then measure; a quick rehearsal only checks."""
+    """DataParallel: several replicas on the one GPU, in one process."""
     from replica_world import in_one_process
 
-    modules = REPLICAS
-    if not (is_quick() and is_fake()):
-        modules += ("bench_replicas",)
-    return session.run_on_ranks(in_one_process(checks_in(modules)), (1,), until)
+    return session.run_on_ranks(in_one_process(checks_in(REPLICAS)), (1,), until)
 
 
 def bench(until: float) -> bool:
-    """Time kernels in this process, then whole steps of one rank and of two.
+    """Time replicas, whole steps of one rank, kernels in this process, two ranks.
 
     What must hold on a GPU is judged beside each figure ("meets", "misses"); a
     benchmark is no test, and a figure that misses fails nothing.
     """
-    good = True
+    from replica_world import in_one_process
+
+    steps = checks_in(("bench_steps",))
+    timed = in_one_process(checks_in(("bench_replicas",)))
+    good = session.run_on_ranks(timed, (1,), until)
+    good = session.run_on_ranks(steps, (1,), until) and good
     if not is_fake():
-        good = run_here(importlib.import_module("bench_kernels").checks())
-    return session.run_on_ranks(checks_in(("bench_steps",)), (1, 2), until) and good
+        good = run_here(importlib.import_module("bench_kernels").checks()) and good
+    return session.run_on_ranks(steps, (2,), until) and good

@@ -16,15 +16,22 @@ import paceline
 import torch
 import torch.distributed as dist
 from checks import Check, Figures, Skip, is_fake
+from paceline._ddp.session import Session
 from torch import Tensor, nn
 
 GROUP_SECONDS = 90
 
 
+_needs_reducer: Any = Session.needs_reducer.fget
+
+
 class Reducing(paceline.DistributedDataParallel):
     """Reduces also where there is one rank."""
 
-    _needs_reducer = True
+
+Session.needs_reducer = property(  # type: ignore[method-assign]
+    lambda session: isinstance(session.wrapper, Reducing) or _needs_reducer(session)
+)
 
 
 @dataclass
@@ -79,7 +86,9 @@ class World:
         self, module: nn.Module, **options: Any
     ) -> paceline.DistributedDataParallel:
         """Wrap a module, which comes to the device first."""
-        return Reducing(module.to(self.device), **options)
+        model = Reducing(module.to(self.device), **options)
+        assert model._session.reducer is not None
+        return model
 
     def theirs(self, module: nn.Module, **options: Any) -> nn.Module:
         """Wrap a module in torch's class."""
