@@ -108,7 +108,7 @@ gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
 	    $(GPU_PARTS:%=gpu-fake-%)
 
 $(GPU_PARTS:%=gpu-fake-%): gpu-fake-%: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so
-	@PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$* tests/gpu/run.sh --fake --quick $*
+	@PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$* tests/gpu/run.sh --fake --quick --limit 900 $*
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours (FUZZ=5000)

@@ -12,7 +12,13 @@ from typing import Any
 import paceline
 import torch
 import torch.distributed as dist
-from check_gradients import Leaves, coefficients_for, expect_means, good_steps
+from check_gradients import (
+    Leaves,
+    coefficients_for,
+    expect_means,
+    good_steps,
+    step_once,
+)
 from checks import Skip, check, rehearsed
 from paceline._cli.bench import models
 from torch import Tensor, nn
@@ -87,12 +93,10 @@ def collectives_of_the_user(world: World) -> None:
         if i % 2:
             p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.detach()))
     for step in range(6):
-        given = coefficients_for(world, model, step)
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(1.0)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         number = torch.ones(1000, device=world.device)
         dist.all_reduce(number)
         expect_means(world, model, list(given))
@@ -203,8 +207,7 @@ def nothing_is_left_behind(world: World) -> dict[str, Any]:
         width = rehearsed(5_000_000, 50_000)
         model = world.ours(Leaves([(width,)] * 4, [torch.float32]))
         for step in range(3):
-            model.zero_grad()
-            model(coefficients_for(world, model, step)).backward()
+            step_once(world, model, step)
         world.synchronize()
 
     taken = []

@@ -81,13 +81,18 @@ def expect_means(
             )
 
 
+def step_once(world: World, model: nn.Module, step: int) -> list[Tensor]:
+    """Go backward with the coefficients of a step; return them."""
+    given = coefficients_for(world, model, step)
+    model.zero_grad()
+    model(given).backward()
+    return given
+
+
 def good_steps(world: World, model: nn.Module, steps: Iterable[int]) -> None:
     """Step, and expect means; other coefficients for each number in `steps`."""
     for step in steps:
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
-        expect_means(world, model, given)
+        expect_means(world, model, step_once(world, model, step))
 
 
 @check(worlds=(1, 2, 3), seconds=90)
@@ -107,9 +112,7 @@ def complex_numbers(world: World) -> None:
 def two_thousand_tensors(world: World) -> None:
     model = world.ours(Leaves([(n % 97 + 1,) for n in range(2000)], [torch.float32]))
     for step in range(4):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         mine = torch.cat([p.grad.flatten() for p in model.parameters()])
         right = world.mean(torch.cat([c.flatten() for c in given]), mine)
         assert equal(mine, right), f"step {step}"
@@ -186,9 +189,7 @@ def kept_gradients(world: World) -> None:
     model = world.ours(Leaves([(10,), (90_000,), LARGE_SHAPES[0]], [torch.float32]))
     kept: list[tuple[Tensor, Tensor]] = []
     for step in range(8):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         for p in model.parameters():
             assert p.grad is not None
             if step % 3 != 2:
@@ -206,9 +207,7 @@ def gradients_dropped_at_once(world: World) -> None:
     large = [(rehearsed(700_000, 70_000),)] * 3
     model = world.ours(Leaves([(50_000,)] * 20 + large, [torch.float32]))
     for step in range(rehearsed(30, 5)):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         copies = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         noise = [torch.full((50_000,), float("nan"), device=world.device)] * 20

@@ -78,6 +78,13 @@ def rehearsed(real: T, smaller: T) -> T:
     return smaller if is_fake() else real
 
 
+def simulated() -> Any:
+    """The module of simulated GPUs, whose tools a machine with a GPU may not have."""
+    from support import fake_gpus
+
+    return fake_gpus
+
+
 def is_quick() -> bool:
     return bool(os.environ.get("PACELINE_GPU_QUICK"))
 

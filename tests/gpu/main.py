@@ -49,7 +49,7 @@ PARTS = [
     Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
     Part("bench", 480, "timings against torch's DDP and DP and the plain module"),
-    Part("rehearsal", 300, "alone, nccl and failures in few processes, for --fake"),
+    Part("rehearsal", 600, "alone, nccl and failures in few processes, for --fake"),
 ]
 BUILDS = ("first", "build")  # need no build before them
 BY_NAME = {part.name: part for part in PARTS}

@@ -20,7 +20,7 @@ from typing import Any
 
 import part_build
 import torch
-from checks import is_fake, run_here
+from checks import is_fake, run_here, simulated
 from paceline import _native
 from paceline._compat import torch_core
 from torch import Tensor
@@ -40,9 +40,7 @@ def library() -> ctypes.CDLL:
     command = [os.environ.get("CC", "gcc"), "-O2", "-shared", "-fPIC", str(SOURCE)]
     subprocess.run([*command, "-o", str(path), "-ldl", "-pthread"], check=True)
     if is_fake():
-        from support import fake_gpus
-
-        os.environ["CONTEXTS_DRIVER"] = fake_gpus.library()
+        os.environ["CONTEXTS_DRIVER"] = simulated().library()
     return ctypes.CDLL(str(path))
 
 
@@ -65,9 +63,7 @@ class Member:
         driver = library()._name
         nvrtc = part_build.nvrtc_path()
         if is_fake():
-            from support import fake_gpus
-
-            nvrtc = fake_gpus.library()
+            nvrtc = simulated().library()
         self.device = _native.Device(index, driver=driver, nvrtc=nvrtc, dlpack_type=1)
         self._context = ctypes.c_void_p()
         call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), index)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 
 import torch
-from checks import Figures, Skip, is_fake, is_quick, run_here
+from checks import Figures, Skip, is_fake, is_quick, run_here, simulated
 from kernels_library import MEAN, SUM, Kernels
 from part_build import find_nvcc, library_of, nvrtc_path
 from torch import Tensor
@@ -101,9 +101,7 @@ class Stand:
     def __init__(self, kind: str) -> None:
         driver = nvrtc = None
         if is_fake():
-            from support import fake_gpus
-
-            driver = nvrtc = fake_gpus.library()
+            driver = nvrtc = simulated().library()
         self.kernels = Kernels(library_of(kind), 0, driver, nvrtc or nvrtc_path())
         self.kind = kind
 

@@ -19,7 +19,7 @@ from typing import Any
 import paceline
 import torch
 import world
-from checks import Check, Figures, is_fake
+from checks import Check, Figures, is_fake, simulated
 from torch import Tensor, nn
 
 ENVIRONMENT = (("PACELINE_GPU_WORLD", "replica_world"),)
@@ -61,9 +61,7 @@ class World(world.World):
     def _gpus(self) -> contextlib.AbstractContextManager[Any]:
         if not is_fake():
             return contextlib.nullcontext()
-        from support import fake_gpus
-
-        return fake_gpus.several(1)
+        return simulated().several(1)
 
     # ---- wrappers -------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import paceline
 import torch
 import torch.distributed as dist
-from checks import Check, Figures, Skip, is_fake
+from checks import Check, Figures, Skip, is_fake, simulated
 from paceline._ddp.session import Session
 from torch import Tensor, nn
 
@@ -48,9 +48,7 @@ class World:
         """Make the default group: NCCL on the GPU, as users do."""
         device = take_device()
         if is_fake():
-            from support import fake_gpus
-
-            fake_gpus.stand_in(rank)
+            simulated().stand_in(rank)
         limit = datetime.timedelta(seconds=GROUP_SECONDS)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
@@ -72,9 +70,7 @@ class World:
         self.synchronize()
         gc.collect()
         if is_fake():
-            from support import fake_gpus
-
-            found = fake_gpus.errors()
+            found = simulated().errors()
             assert not found, f"the simulated CUDA has these against it: {found}"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -106,9 +102,7 @@ class World:
     def taken(self) -> int:
         """Bytes of the GPU that are in use; of a simulated one, the objects there."""
         if is_fake():
-            from support import fake_gpus
-
-            return int(fake_gpus.fake().fake_live_objects())
+            return int(simulated().fake().fake_live_objects())
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return total - free
@@ -117,9 +111,7 @@ class World:
         """How often functions of a simulated CUDA were called; none of a real one."""
         if not is_fake():
             return []
-        from support import fake_gpus
-
-        return [fake_gpus.fake().fake_count(name.encode()) for name in names]
+        return [simulated().fake().fake_count(name.encode()) for name in names]
 
     # ---- values ---------------------------------------------------------------------
 
@@ -168,9 +160,7 @@ class World:
     def synchronize(self) -> None:
         """Wait for the device."""
         if is_fake():
-            from support import fake_gpus
-
-            fake_gpus.synchronize()
+            simulated().synchronize()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
