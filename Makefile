@@ -91,7 +91,7 @@ bench-counters bench-ranks: bench-%:
 # ---- tests ---------------------------------------------------------------------
 
 .PHONY: test py-test
-test: c-test py-test ## C tests and the Python suite
+test: c-test py-test gpu-fake ## C tests, the Python suite, and the checks for GPUs
 
 # In this order, the longest files first: the last ones keep all workers at work.
 py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")
@@ -99,6 +99,16 @@ py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k buck
 	    --max-worker-restart=0 \
 	    $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
 	        tests/parity tests/unit) $(PYTEST_FLAGS)
+
+# The checks for machines with a GPU, on simulated CUDA and NCCL.
+GPU_PARTS := rehearsal replicas contexts
+.PHONY: gpu-fake $(GPU_PARTS:%=gpu-fake-%)
+gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
+	@$(MAKE) --no-print-directory -j$(JOBS) --output-sync=target \
+	    $(GPU_PARTS:%=gpu-fake-%)
+
+$(GPU_PARTS:%=gpu-fake-%): gpu-fake-%: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so
+	@PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$* tests/gpu/run.sh --fake --quick --limit 900 $*
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours (FUZZ=5000)

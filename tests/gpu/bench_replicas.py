@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from bench_steps import listed, rounds
-from checks import Check, is_rehearsal
+from checks import add, is_fake, rehearsed
 from paceline._cli.bench import models
 from paceline._cli.bench.stats import median_with_interval
 from replica_world import World, allocated
@@ -65,19 +65,15 @@ class Halves(nn.Module):
         return torch.cat([self.module(part) for part in x.tensor_split(2)])
 
 
-def width_of(real: int, rehearsed: int) -> int:
-    return rehearsed if is_rehearsal() else real
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[int, ...]]]] = {
     "mlp": (lambda: models.build_mlp(64, 416, 416, 10), lambda: (64, 64)),
     "resnet18": (
-        lambda: models.build_resnet18(width_of(64, 8)),
-        lambda: (width_of(64, 8), 3, 32, 32),
+        lambda: models.build_resnet18(rehearsed(64, 8)),
+        lambda: (rehearsed(64, 8), 3, 32, 32),
     ),
     "transformer12": (
-        lambda: Transformer(width_of(512, 32)),
-        lambda: (16, width_of(64, 8), width_of(512, 32)),
+        lambda: Transformer(rehearsed(512, 32)),
+        lambda: (16, rehearsed(64, 8), rehearsed(512, 32)),
     ),
 }
 
@@ -135,12 +131,10 @@ def enter(world: World, name: str) -> dict[str, Entry]:
     wrapped = {
         "halves": Halves(copy.deepcopy(module)),
         "two": world.wrap(copy.deepcopy(module), 2),
-        "torch": nn.DataParallel(
-            copy.deepcopy(module), None if is_rehearsal() else [0]
-        ),
+        "torch": nn.DataParallel(copy.deepcopy(module), None if is_fake() else [0]),
         "one": world.wrap(copy.deepcopy(module), 1),
     }
-    if not is_rehearsal():
+    if not is_fake():
         wrapped["torch_two"] = nn.DataParallel(copy.deepcopy(module), [0, 0])
     entries = {key: Entry(world, model, shape()) for key, model in wrapped.items()}
     for entry in entries.values():
@@ -156,7 +150,6 @@ PAIRS = {
 }
 
 
-@timing
 def replica_time(world: World, name: str) -> dict[str, Any]:
     """Ours beside the other of each pair: a call, an evaluation, a step."""
     entries = enter(world, name)
@@ -193,7 +186,6 @@ def replica_time(world: World, name: str) -> dict[str, Any]:
     return {"n_parameters": n_parameters, **figures, "lines": lines}
 
 
-@timing
 def replica_memory(world: World, name: str) -> dict[str, Any]:
     """What is held between steps, of torch's allocator, for each further replica."""
     build, shape = MODELS[name]
@@ -224,17 +216,9 @@ def replica_memory(world: World, name: str) -> dict[str, Any]:
     }
 
 
-def _check(function: Callable[..., Any], model: str, **options: Any) -> Check:
-    made: Any = partial(function, name=model)
-    made.__name__ = f"{function.__name__}_{model}"
-    made.__module__ = __name__
-    made.is_exact = False
-    return Check(made, worlds=(1,), seconds=70, **options)
-
-
 for _model in MODELS:
-    for _each in (
-        _check(replica_time, _model),
-        _check(replica_memory, _model, needs_cuda=True),
-    ):
-        globals()[_each.name] = _each
+    for _function in (replica_time, replica_memory):
+        _name = f"{_function.__name__}_{_model}"
+        _made = timing(partial(_function, name=_model))
+        _options = {"needs_cuda": _function is replica_memory, "seconds": 70}
+        add(globals(), _name, _made, worlds=(1,), **_options)

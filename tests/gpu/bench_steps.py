@@ -24,7 +24,7 @@ from typing import Any
 import paceline
 import torch
 from check_memory import CONTESTANTS
-from checks import Check, is_quick, is_rehearsal
+from checks import add, is_fake, is_quick
 from paceline._cli.bench import models
 from paceline._cli.bench.stats import Interval, median_with_interval
 from torch import Tensor, nn
@@ -106,6 +106,23 @@ def in_turns(entries: list[Entry], n_rounds: int) -> Iterator[list[Entry]]:
         yield order.sample(entries, len(entries))
 
 
+def measured(
+    entries: list[Entry], n_rounds: int, measure: Callable[[Entry], Any]
+) -> dict[str, list[Any]]:
+    """What was measured of each contestant, a value a round."""
+    found: dict[str, list[Any]] = {entry.name: [] for entry in entries}
+    for turn in in_turns(entries, n_rounds):
+        for entry in turn:
+            found[entry.name].append(measure(entry))
+    return found
+
+
+def ratio_of(found: dict[str, list[float]], a: str, b: str) -> Interval:
+    """The ratio of two contestants, taken in each round."""
+    pairs = zip(found[a], found[b], strict=True)
+    return median_with_interval([x / y for x, y in pairs])
+
+
 def enter(world: World, names: list[str], spec: models.ModelSpec) -> list[Entry]:
     entries = [Entry(world, name, spec) for name in names]
     for entry in entries:
@@ -116,28 +133,26 @@ def enter(world: World, names: list[str], spec: models.ModelSpec) -> list[Entry]
 
 
 def rounds(n: int) -> int:
-    return 3 if is_quick() or is_rehearsal() else n
+    return 3 if is_quick() or is_fake() else n
 
 
 def listed(interval: Interval) -> list[float]:
     return [round(x, 4) for x in (interval.median, interval.low, interval.high)]
 
 
-@timing
 def host_time(world: World, name: str) -> dict[str, Any]:
     """What a step costs the host, and what of it is not the plain module's."""
     spec = models.BY_NAME[name]
     entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
     n_params = len(list(entries[0].model.parameters()))
-    found: dict[str, list[list[float]]] = {entry.name: [] for entry in entries}
-    for turn in in_turns(entries, rounds(15)):
-        for entry in turn:
-            world.meet()
-            entry.host_step()
-            steps = [entry.host_step() for _ in range(5 if world.size > 1 else 10)]
-            found[entry.name].append(
-                [median(column) for column in zip(*steps, strict=True)]
-            )
+
+    def host_us(entry: Entry) -> list[float]:
+        world.meet()
+        entry.host_step()
+        steps = [entry.host_step() for _ in range(5 if world.size > 1 else 10)]
+        return [median(column) for column in zip(*steps, strict=True)]
+
+    found = measured(entries, rounds(15), host_us)
     figures: dict[str, Any] = {"n_parameters": n_params, "rounds": len(found["none"])}
     over: dict[str, list[float]] = {}
     for entry_name, rows in found.items():
@@ -156,8 +171,8 @@ def host_time(world: World, name: str) -> dict[str, Any]:
             f"{entry_name}: host overhead {step_us:.0f} us a step, {each} a parameter"
         )
         lines.append(f"{name}, {n_params} parameters, {world.size} ranks, {words}")
-    pairs = zip(over["paceline"], over["torch"], strict=True)
-    share = median_with_interval([ours / max(theirs, 1e-3) for ours, theirs in pairs])
+    over["torch"] = [max(us, 1e-3) for us in over["torch"]]
+    share = ratio_of(over, "paceline", "torch")
     mine = median(over["paceline"]) / n_params
     good = mine <= MAX_HOST_US and share.median <= MAX_OF_TORCH
     figures["of_torch"], figures["target"] = (
@@ -168,7 +183,6 @@ def host_time(world: World, name: str) -> dict[str, Any]:
     return {**figures, "lines": lines}
 
 
-@timing
 def step_time(world: World, name: str) -> dict[str, Any]:
     """Whole steps, by the clock."""
     spec = models.BY_NAME[name]
@@ -177,15 +191,9 @@ def step_time(world: World, name: str) -> dict[str, Any]:
         names.append("paceline_alone")
     entries = enter(world, names, spec)
     n = spec.steps_per_block if world.size == 1 else 4
-    times: dict[str, list[float]] = {each: [] for each in names}
-    for turn in in_turns(entries, rounds(15 if world.size == 1 else 7)):
-        for entry in turn:
-            times[entry.name].append(entry.block_us(n))
-
-    def ratio(a: str, b: str) -> Interval:
-        pairs = zip(times[a], times[b], strict=True)
-        return median_with_interval([x / y for x, y in pairs])
-
+    n_rounds = rounds(15 if world.size == 1 else 7)
+    times = measured(entries, n_rounds, lambda entry: entry.block_us(n))
+    ratio = partial(ratio_of, times)
     figures: dict[str, Any] = {
         "step_us": {k: round(median(v), 1) for k, v in times.items()}
     }
@@ -205,7 +213,6 @@ def step_time(world: World, name: str) -> dict[str, Any]:
     return {**figures, "lines": lines}
 
 
-@timing
 def first_steps(world: World, name: str) -> dict[str, Any]:
     """Construction, the first step, the second, and a later one, in milliseconds."""
     spec = models.BY_NAME[name]
@@ -240,7 +247,6 @@ def first_steps(world: World, name: str) -> dict[str, Any]:
     }
 
 
-@timing
 def exposed_time(world: World, name: str) -> dict[str, Any]:
     """From the end of backward's own work to where the optimizer can begin, by events.
 
@@ -249,7 +255,6 @@ def exposed_time(world: World, name: str) -> dict[str, Any]:
     """
     spec = models.BY_NAME[name]
     entries = enter(world, ["none", "torch", "torch_view", "paceline"], spec)
-    gaps: dict[str, list[float]] = {entry.name: [] for entry in entries}
 
     def gap_us(entry: Entry) -> float:
         x, y = entry.next_batch()
@@ -265,17 +270,17 @@ def exposed_time(world: World, name: str) -> dict[str, Any]:
         end.synchronize()
         return 1e3 * begin.elapsed_time(end)
 
-    for turn in in_turns(entries, rounds(15)):
-        for entry in turn:
-            world.meet()
-            gap_us(entry)
-            gaps[entry.name].append(median(gap_us(entry) for _ in range(4)))
+    def median_gap_us(entry: Entry) -> float:
+        world.meet()
+        gap_us(entry)
+        return median(gap_us(entry) for _ in range(4))
+
+    gaps = measured(entries, rounds(15), median_gap_us)
     figures = {key: round(median(values), 1) for key, values in gaps.items()}
     line = f"{name}, {world.size} ranks: from backward to optimizer, us: {figures}"
     return {"gap_us": figures, "lines": [line]}
 
 
-@timing
 def graph_step(world: World, name: str) -> dict[str, Any]:
     """A step that is replayed as a CUDA graph, against that of the plain module."""
     from check_modes import Captured
@@ -305,37 +310,26 @@ def graph_step(world: World, name: str) -> dict[str, Any]:
                 made[key].graph.replay()
             world.synchronize()
             times[key].append((time.perf_counter_ns() - begin) / 1e4)
-    pairs = zip(times["paceline"], times["none"], strict=True)
-    ratio = median_with_interval([a / b for a, b in pairs])
+    ratio = ratio_of(times, "paceline", "none")
     figures = {key: round(median(values), 1) for key, values in times.items()}
     line = f"{name}, {world.size} ranks, replayed: {figures} us, ratio {ratio}"
     return {"step_us": figures, "of_plain": listed(ratio), "lines": [line]}
 
 
-def _check(
-    function: Callable[..., Any],
-    model: str,
-    worlds: tuple[int, ...] = (1, 2),
-    **options: Any,
-) -> Check:
-    made: Any = partial(function, name=model)
-    made.__name__ = f"{function.__name__}_{model}"
-    made.__module__ = __name__
-    made.is_exact = False
-    return Check(made, worlds=worlds, seconds=70, **options)
-
-
-_ALL = [
-    *[_check(step_time, name) for name in ("resnet18", "small", "digits")],
-    _check(host_time, "transformer", (1,)),
-    _check(exposed_time, "resnet18", (1,), needs_cuda=True),
-    _check(first_steps, "resnet18"),
-    _check(host_time, "small"),
-    *[_check(step_time, name) for name in ("mlp25m", "transformer")],
-    _check(first_steps, "mlp25m", (1,)),
-    _check(exposed_time, "mlp25m", needs_cuda=True),
-    _check(graph_step, "small", (1,), needs_cuda=True),
-    _check(graph_step, "transformer", (1,), needs_cuda=True),
+ROWS: list[tuple[Callable[..., Any], str, tuple[int, ...]]] = [
+    *[(step_time, name, (1, 2)) for name in ("resnet18", "small", "digits")],
+    (host_time, "transformer", (1,)),
+    (exposed_time, "resnet18", (1,)),
+    (first_steps, "resnet18", (1, 2)),
+    (host_time, "small", (1, 2)),
+    *[(step_time, name, (1, 2)) for name in ("mlp25m", "transformer")],
+    (first_steps, "mlp25m", (1,)),
+    (exposed_time, "mlp25m", (1, 2)),
+    (graph_step, "small", (1,)),
+    (graph_step, "transformer", (1,)),
 ]
-for _each in _ALL:
-    globals()[_each.name] = _each
+for _function, _model, _worlds in ROWS:
+    _name = f"{_function.__name__}_{_model}"
+    _made = timing(partial(_function, name=_model))
+    _options = {"needs_cuda": _function in (exposed_time, graph_step), "seconds": 70}
+    add(globals(), _name, _made, worlds=_worlds, **_options)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
-from checks import check, is_rehearsal
+from checks import check, is_fake, rehearsed
 from torch import Tensor, nn
 from twins import TOLERANCE, assert_near, equal
 from world import World
@@ -49,7 +48,9 @@ def coefficients_for(world: World, model: nn.Module, seed: int) -> list[Tensor]:
 
 
 ODD_SHAPES = [(1,), (3,), (2, 2), (7,), (63,), (64,), (65,), (255, 3), (1023,), (4097,)]
-LARGE_SHAPES = [(1 << 20,), (300_001,), (1000, 700)]
+LARGE_SHAPES = rehearsed(
+    [(1 << 20,), (300_001,), (1000, 700)], [(1 << 15,), (30_001,), (100, 70)]
+)
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -61,10 +62,12 @@ def expect_means(
     NCCL multiplies by 1 / n as it adds up, which is exact for one rank and two.
     """
     few = world.size <= 2
-    for number, (p, c) in enumerate(zip(model.parameters(), given, strict=True)):
-        right = world.mean(c.conj() if c is not None else None, p.detach())
+    parameters = list(model.parameters())
+    mine = [c.conj() if c is not None else None for c in given]
+    rows = zip(parameters, world.means(mine, parameters), strict=True)
+    for number, (p, right) in enumerate(rows):
         what = f"parameter {number}, {p.dtype} of shape {tuple(p.shape)}"
-        if few or (is_rehearsal() and p.dtype.itemsize > 2):
+        if few or (is_fake() and p.dtype.itemsize > 2):
             assert_near(p.grad, right, True, what)
         else:
             assert p.grad is not None, what
@@ -78,37 +81,38 @@ def expect_means(
             )
 
 
+def step_once(world: World, model: nn.Module, step: int) -> list[Tensor]:
+    """Go backward with the coefficients of a step; return them."""
+    given = coefficients_for(world, model, step)
+    model.zero_grad()
+    model(given).backward()
+    return given
+
+
+def good_steps(world: World, model: nn.Module, steps: Iterable[int]) -> None:
+    """Step, and expect means; other coefficients for each number in `steps`."""
+    for step in steps:
+        expect_means(world, model, step_once(world, model, step))
+
+
 @check(worlds=(1, 2, 3), seconds=90)
-def sizes_and_types(world: World) -> dict[str, Any]:
-    n = 0
+def sizes_and_types(world: World) -> None:
     for dtypes in ([torch.float32], FLOATS):
         model = world.ours(Leaves(ODD_SHAPES + LARGE_SHAPES, dtypes))
-        for step in range(5):
-            given = coefficients_for(world, model, step)
-            model.zero_grad()
-            model(given).backward()
-            expect_means(world, model, given)
-            n += len(given)
-    return {"n_gradients": n}
+        good_steps(world, model, range(5))
 
 
 @check(worlds=(1, 2))
 def complex_numbers(world: World) -> None:
     model = world.ours(Leaves([(5,), (3000,)], [torch.complex64, torch.complex128]))
-    for step in range(4):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
-        expect_means(world, model, given)
+    good_steps(world, model, range(4))
 
 
 @check(worlds=(1, 2))
 def two_thousand_tensors(world: World) -> None:
     model = world.ours(Leaves([(n % 97 + 1,) for n in range(2000)], [torch.float32]))
     for step in range(4):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         mine = torch.cat([p.grad.flatten() for p in model.parameters()])
         right = world.mean(torch.cat([c.flatten() for c in given]), mine)
         assert equal(mine, right), f"step {step}"
@@ -145,9 +149,10 @@ def unused_parameters(world: World) -> None:
                 given[number] = None
         model.zero_grad()
         model(given).backward()
-        for number, (p, c) in enumerate(zip(parameters, given, strict=True)):
-            used = any(world.all(c is not None))
-            right = world.mean(c, p.detach()) if used else None
+        used = world.all([c is not None for c in given])
+        means = world.means(given, parameters)
+        for number, (p, mean) in enumerate(zip(parameters, means, strict=True)):
+            right = mean if any(row[number] for row in used) else None
             exact = world.size <= 2
             assert_near(p.grad, right, exact, f"step {step}, parameter {number}")
 
@@ -172,7 +177,7 @@ def gradients_on_top_of_means(world: World) -> None:
     for step in range(4):
         given = coefficients_for(world, model, step)
         model(given).backward()
-        means = [world.mean(c, c) for c in given]
+        means = world.means(given, given)
         total = [a + b for a, b in zip(total, means, strict=True)] if total else means
         for p, right in zip(model.parameters(), total, strict=True):
             assert_near(p.grad, right, True, f"step {step}")
@@ -181,12 +186,10 @@ def gradients_on_top_of_means(world: World) -> None:
 @check(worlds=(1, 2))
 def kept_gradients(world: World) -> None:
     """What somebody holds is not overwritten, whatever the memory it lies in."""
-    model = world.ours(Leaves([(10,), (90_000,), (1 << 20,)], [torch.float32]))
+    model = world.ours(Leaves([(10,), (90_000,), LARGE_SHAPES[0]], [torch.float32]))
     kept: list[tuple[Tensor, Tensor]] = []
     for step in range(8):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+        given = step_once(world, model, step)
         for p in model.parameters():
             assert p.grad is not None
             if step % 3 != 2:
@@ -201,17 +204,16 @@ def kept_gradients(world: World) -> None:
 @check(worlds=(1, 2), seconds=90)
 def gradients_dropped_at_once(world: World) -> None:
     """The allocator hands freed gradients out again, on this and on other streams."""
-    model = world.ours(Leaves([(50_000,)] * 20 + [(700_000,)] * 3, [torch.float32]))
-    for step in range(30):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
+    large = [(rehearsed(700_000, 70_000),)] * 3
+    model = world.ours(Leaves([(50_000,)] * 20 + large, [torch.float32]))
+    for step in range(rehearsed(30, 5)):
+        given = step_once(world, model, step)
         copies = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         noise = [torch.full((50_000,), float("nan"), device=world.device)] * 20
         del noise
-        for mine, c in zip(copies, given, strict=True):
-            assert_near(mine, world.mean(c, c), True, f"step {step}")
+        for mine, right in zip(copies, world.means(given, given), strict=True):
+            assert_near(mine, right, True, f"step {step}")
 
 
 @check(worlds=(1, 2, 3))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import paceline
 import torch
-from check_gradients import Leaves, coefficients_for, expect_means
+from check_gradients import Leaves, good_steps
 from checks import check
 from torch import nn
 from world import Reducing, World
@@ -29,56 +32,38 @@ def error_of(function: Any, *kinds: type[Exception]) -> str:
 def works_after(world: World) -> None:
     """A wrapper can be made, and trains: nothing was left in a bad state."""
     model = world.ours(Leaves([(10,), (90_000,)], [torch.float32]))
-    for step in range(2):
-        given = coefficients_for(world, model, step)
-        model.zero_grad()
-        model(given).backward()
-        expect_means(world, model, list(given))
+    good_steps(world, model, range(2))
+
+
+def on_two_devices(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4).to(device), nn.Linear(4, 4))
+
+
+def on_the_device(device: torch.device) -> nn.Module:
+    return nn.Linear(4, 4).to(device)
+
+
+REFUSED: dict[str, tuple[Callable[[torch.device], nn.Module], dict[str, Any]]] = {
+    "two devices": (on_two_devices, {}),
+    "two ids": (on_the_device, {"device_ids": [0, 1]}),
+    "an id of no device": (on_the_device, {"device_ids": [99]}),
+    "an id of no kind": (on_the_device, {"device_ids": ["x"]}),
+    "the CPU": (lambda device: nn.Linear(4, 4), {"device_ids": [0]}),
+}
 
 
 @check(worlds=(1, 2), needs_cuda=True)
-def a_model_on_two_devices(world: World) -> dict[str, Any]:
-    import paceline
-
-    def wrap() -> None:
-        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        layers[0].to(world.device)
-        paceline.DistributedDataParallel(layers)
-
-    words = error_of(wrap, ValueError, RuntimeError, NotImplementedError)
+def modules_that_do_not_fit(world: World) -> dict[str, Any]:
+    """On several devices, or on others than `device_ids` has."""
+    kinds = (ValueError, RuntimeError, TypeError, NotImplementedError, AssertionError)
+    found = {}
+    for what, (make, options) in REFUSED.items():
+        wrap = partial(paceline.DistributedDataParallel, make(world.device), **options)
+        found[what] = error_of(wrap, *kinds)
+    words = found["two devices"]
     assert all(device in words for device in ("cpu", "cuda")), words
     works_after(world)
-    return {"words": words}
-
-
-@check(worlds=(1, 2), needs_cuda=True)
-def device_ids_that_do_not_fit(world: World) -> dict[str, Any]:
-    import paceline
-
-    def wrap(**options: Any) -> Any:
-        module = nn.Linear(4, 4).to(world.device)
-        return lambda: paceline.DistributedDataParallel(module, **options)
-
-    found = {}
-    n = torch.cuda.device_count()
-    for options in ({"device_ids": [0, 1]}, {"device_ids": [n]}, {"device_ids": ["x"]}):
-        kinds = (ValueError, RuntimeError, TypeError, AssertionError)
-        found[str(options)] = error_of(wrap(**options), *kinds)
-    works_after(world)
     return {"words": found}
-
-
-@check(worlds=(1, 2), needs_cuda=True)
-def a_module_moved_to_the_cpu_alone(world: World) -> dict[str, Any]:
-    """The model is on the GPU, `device_ids` with a CPU module is refused."""
-    import paceline
-
-    def wrap() -> None:
-        paceline.DistributedDataParallel(nn.Linear(4, 4), device_ids=[0])
-
-    words = error_of(wrap, ValueError, RuntimeError)
-    works_after(world)
-    return {"words": words}
 
 
 @check(worlds=(1, 2), needs_cuda=True, seconds=90)
@@ -115,8 +100,6 @@ def no_memory_at_construction(world: World) -> dict[str, Any]:
 
 def run_apart(code: str, **env: str) -> str:
     """What a fresh process prints that is given other libraries."""
-    import os
-
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("NCCL_HOSTID")}
     done = subprocess.run(
         [sys.executable, "-c", code],

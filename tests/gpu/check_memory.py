@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from checks import Check
+from checks import add
 from paceline._cli.bench import models
 from torch import nn
 from world import World, timing
@@ -31,36 +31,16 @@ def free_mib(world: World) -> float:
     return free
 
 
-def wrap_plain(world: World, module: nn.Module) -> nn.Module:
-    return module.to(world.device)
-
-
-def wrap_torch(world: World, module: nn.Module) -> nn.Module:
-    return world.theirs(module)
-
-
-def wrap_torch_view(world: World, module: nn.Module) -> nn.Module:
-    return world.theirs(module, gradient_as_bucket_view=True)
-
-
-def wrap_paceline(world: World, module: nn.Module) -> nn.Module:
-    return world.ours(module)
-
-
-def wrap_paceline_view(world: World, module: nn.Module) -> nn.Module:
-    return world.ours(module, gradient_as_bucket_view=True)
-
-
+VIEW = {"gradient_as_bucket_view": True}
 CONTESTANTS: dict[str, Callable[[World, nn.Module], nn.Module]] = {
-    "none": wrap_plain,
-    "torch": wrap_torch,
-    "torch_view": wrap_torch_view,
-    "paceline": wrap_paceline,
-    "paceline_view": wrap_paceline_view,
+    "none": lambda world, module: module.to(world.device),
+    "torch": lambda world, module: world.theirs(module),
+    "torch_view": lambda world, module: world.theirs(module, **VIEW),
+    "paceline": lambda world, module: world.ours(module),
+    "paceline_view": lambda world, module: world.ours(module, **VIEW),
 }
 
 
-@timing
 def measure(world: World, model_name: str, contestant: str) -> dict[str, Any]:
     spec = models.BY_NAME[model_name]
     warm = torch.randn(1024, 1024, device=world.device)
@@ -96,16 +76,10 @@ def measure(world: World, model_name: str, contestant: str) -> dict[str, Any]:
     return {**figures, "lines": [f"{line} of the device, torch's peak {peak}"]}
 
 
-def _check(model_name: str, contestant: str) -> Check:
-    function: Any = partial(measure, model_name=model_name, contestant=contestant)
-    function.__name__ = f"memory_{model_name}_{contestant}"
-    function.__module__ = __name__
-    function.is_exact = False
-    worlds = (1, 2) if model_name != "transformer" else (1,)
-    return Check(function, worlds=worlds, fresh=True, needs_cuda=True, seconds=40)
-
-
 for _model in NAMES:
     for _contestant in CONTESTANTS:
-        _made = _check(_model, _contestant)
-        globals()[_made.name] = _made
+        _made = timing(partial(measure, model_name=_model, contestant=_contestant))
+        _worlds = (1, 2) if _model != "transformer" else (1,)
+        _options = {"fresh": True, "needs_cuda": True, "seconds": 40}
+        _name = f"memory_{_model}_{_contestant}"
+        add(globals(), _name, _made, worlds=_worlds, **_options)

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from checks import Check, Skip, is_rehearsal
+from checks import Skip, add, check, is_fake, rehearsed
 from paceline._cli.bench import models
-from torch import nn
-from twins import Batch, Step, plain_step, play
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from twins import Batch, Step, plain_step, play, scaled_steps
 from world import World
 
-N_STEPS = 5  # the order is learned in the first three
+N_STEPS = rehearsed(5, 4)  # the order is learned in the first three
+
+
+def small_transformer() -> nn.Module:
+    """As the benchmarks' transformer, of two layers of width 32."""
+    model = models.Transformer()
+    layer = nn.TransformerEncoderLayer(
+        32, 4, 64, dropout=0.0, batch_first=True, norm_first=True
+    )
+    model.embedding, model.head = nn.Embedding(1000, 32), nn.Linear(32, 1000)
+    model.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return model
+
+
+# What a rehearsal has in place of a model.
+SMALLER: dict[str, dict[str, Any]] = {
+    "transformer": {"build": small_transformer},
+    "resnet18": {"build": partial(models.build_resnet18, 8)},
+    "mlp25m": {
+        "build": partial(models.build_mlp, *[256] * 7),
+        "make_batch": models.regression(32, 256),
+    },
+}
+
+
+def spec_of(name: str) -> models.ModelSpec:
+    """A model of the benchmarks, or a smaller one for a rehearsal."""
+    smaller = SMALLER.get(name, {}) if is_fake() else {}
+    return replace(models.BY_NAME[name], **smaller)
 
 
 def batches_of(world: World, spec: models.ModelSpec, n: int = N_STEPS) -> list[Batch]:
@@ -21,190 +51,123 @@ def batches_of(world: World, spec: models.ModelSpec, n: int = N_STEPS) -> list[B
     return [spec.make_batch(g) for _ in range(n)]
 
 
-def train(name: str, world: World) -> dict[str, Any]:
-    spec = models.BY_NAME[name]
-    if is_rehearsal() and name == "mlp100m":
+def same(x: Any) -> Any:
+    return x
+
+
+def train(
+    world: World,
+    name: str,
+    change: Callable[[nn.Module], nn.Module] = same,
+    give: Callable[[Tensor], Tensor] = same,
+    make_step: Callable[[models.ModelSpec], Step] = lambda spec: plain_step(spec.loss),
+    **options: Any,
+) -> dict[str, Any]:
+    """Train a model that was changed, with inputs that were, by some kind of step."""
+    spec = spec_of(name)
+    if is_fake() and name == "mlp100m":
         raise Skip("too large for a rehearsal")
-    return play(world, spec.build, batches_of(world, spec), plain_step(spec.loss))
+    rows = [(give(x), y) for x, y in batches_of(world, spec)]
+    return play(world, lambda: change(spec.build()), rows, make_step(spec), **options)
 
 
-def _named(name: str, function: Callable[..., Any], **options: Any) -> Check:
-    function.__name__ = name  # type: ignore[attr-defined]
-    function.__module__ = __name__
-    return Check(function, **options)
+# ---- kinds of steps -----------------------------------------------------------------
 
 
-def _of_model(name: str, worlds: tuple[int, ...], seconds: float) -> Check:
-    return _named(f"model_{name}", partial(train, name), worlds=worlds, seconds=seconds)
-
-
-model_digits = _of_model("digits", (1, 2, 3), 60)
-model_small = _of_model("small", (1, 2, 3), 60)
-model_transformer = _of_model("transformer", (1, 2, 3), 60)
-model_resnet18 = _of_model("resnet18", (1, 2, 3), 90)
-model_mlp25m = _of_model("mlp25m", (1, 2), 90)
-model_mlp100m = _of_model("mlp100m", (1, 2), 120)
-
-
-# ---- mixed precision ----------------------------------------------------------------
-
-
-def autocast_step(spec: models.ModelSpec, device: str, dtype: torch.dtype) -> Step:
+def autocast_step(spec: models.ModelSpec) -> Step:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, dtype):
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
             loss = spec.loss(model(batch[0]), batch[1])
         loss.backward()
 
     return step
 
 
-def autocast_bf16(world: World, name: str) -> dict[str, Any]:
-    spec = models.BY_NAME[name]
-    step = autocast_step(spec, world.device.type, torch.bfloat16)
-    return play(world, spec.build, batches_of(world, spec), step)
-
-
-autocast_digits = _named(
-    "autocast_digits", partial(autocast_bf16, name="digits"), worlds=(1, 2)
-)
-autocast_transformer = _named(
-    "autocast_transformer", partial(autocast_bf16, name="transformer"), worlds=(1, 2)
-)
-
-
-def _scaled(world: World) -> dict[str, Any]:
+@check(worlds=(1, 2), needs_cuda=True)
+def grad_scaler(world: World) -> dict[str, Any]:
     """fp16 with a GradScaler; on rank 0 a step overflows, and all ranks skip it."""
-    spec = models.BY_NAME["digits"]
+    spec = spec_of("digits")
     batches = batches_of(world, spec, 8)
     if world.rank == 0:
         batches[4] = (batches[4][0] * 1e30, batches[4][1])
-    scales: list[list[float]] = []
 
-    def train(model: nn.Module) -> list[list[torch.Tensor]]:
-        scaler = torch.amp.GradScaler(world.device.type, init_scale=1024.0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        seen, rows = [], []
-        for x, y in batches:
-            optimizer.zero_grad()
-            with torch.autocast(world.device.type, torch.float16):
-                loss = spec.loss(model(x.to(world.device)), y.to(world.device))
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            seen.append(scaler.get_scale())
-            rows.append([p.detach().clone() for p in model.parameters()])
-        scales.append(seen)
-        return rows
-
-    def build() -> nn.Module:
+    def train(wrap: Callable[[nn.Module], nn.Module]) -> Any:
         torch.manual_seed(1)
-        return spec.build()
+        return scaled_steps(world.device, wrap(spec.build()), batches, spec.loss)
 
-    theirs, mine = train(world.theirs(build())), train(world.ours(build()))
-    assert scales[0] == scales[1], scales
-    assert scales[0][4] < scales[0][3], f"no step has overflowed: {scales[0]}"
-    assert len({tuple(row) for row in world.all(scales[1])}) == 1, "ranks disagree"
+    scales, theirs = train(world.theirs)
+    our_scales, mine = train(world.ours)
+    assert scales == our_scales, (scales, our_scales)
+    assert scales[4] < scales[3], f"no step has overflowed: {scales}"
+    assert len({tuple(row) for row in world.all(our_scales)}) == 1, "ranks disagree"
     for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         for p, q in zip(a, b, strict=True):
             assert torch.equal(p, q), f"parameters differ after step {number}"
-    return {"scales": scales[0]}
+    return {"scales": scales}
 
 
-grad_scaler = _named("grad_scaler", _scaled, worlds=(1, 2), needs_cuda=True)
+def make_fused_adam(model: nn.Module) -> torch.optim.Optimizer:
+    """One kernel over all gradients, some of them views."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 # ---- how a model is given -----------------------------------------------------------
 
 
-def _half_model(world: World, dtype: torch.dtype) -> dict[str, Any]:
-    spec = models.BY_NAME["digits"]
-    rows = [(x.to(dtype), y) for x, y in batches_of(world, spec)]
-    return play(world, lambda: spec.build().to(dtype), rows, plain_step(spec.loss))
-
-
-model_in_bf16 = _named(
-    "model_in_bf16", partial(_half_model, dtype=torch.bfloat16), worlds=(1, 2, 3)
-)
-model_in_f64 = _named(
-    "model_in_f64", partial(_half_model, dtype=torch.float64), worlds=(1, 2, 3)
-)
-
-
-def _channels_last(world: World) -> dict[str, Any]:
-    spec = models.BY_NAME["resnet18"]
-
-    def build() -> nn.Module:
-        return models.build_resnet18(16).to(memory_format=torch.channels_last)
-
-    def last(x: torch.Tensor) -> torch.Tensor:
-        return x.contiguous(memory_format=torch.channels_last)
-
-    rows = [(last(x), y) for x, y in batches_of(world, spec)]
-    return play(world, build, rows, plain_step(spec.loss))
-
-
-model_channels_last = _named("model_channels_last", _channels_last, worlds=(1, 2))
-
-
-def _with_options(world: World) -> dict[str, Any]:
+def with_options(world: World, name: str) -> dict[str, Any]:
     """Small buckets, `device_ids`, inputs that come from the CPU."""
-    spec = models.BY_NAME["transformer"]
-    options: dict[str, Any] = {"bucket_cap_mb": 1}
+    options: dict[str, Any] = {"bucket_cap_mb": rehearsed(1, 0.05)}
     if world.device.type == "cuda":
         options.update(device_ids=[0], output_device=0)
-    return play(
-        world,
-        spec.build,
-        batches_of(world, spec),
-        plain_step(spec.loss),
-        wrap_theirs=partial(world.theirs, **options),
-        wrap_ours=partial(world.ours, **options),
-        inputs_stay=True,
-    )
+    wrappers = {
+        "wrap_theirs": partial(world.theirs, **options),
+        "wrap_ours": partial(world.ours, **options),
+    }
+    return train(world, name, inputs_stay=True, **wrappers)
 
 
-model_with_options = _named("model_with_options", _with_options, worlds=(1, 2))
-
-
-def _fused_adam(world: World) -> dict[str, Any]:
-    """An optimizer of one kernel over all gradients, some of them views."""
-    spec = models.BY_NAME["transformer"]
-
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-    step = plain_step(spec.loss)
-    return play(world, spec.build, batches_of(world, spec), step, make_optimizer=make)
-
-
-fused_adam = _named("fused_adam", _fused_adam, worlds=(1, 2))
-
-
-def _half_hook(world: World) -> dict[str, Any]:
+def with_half_hook(world: World, name: str) -> dict[str, Any]:
     """torch's own hook that sends float16, registered with both."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    spec = models.BY_NAME["digits"]
+    def hooked(wrap: Callable[[nn.Module], Any], module: nn.Module) -> nn.Module:
+        model: nn.Module = wrap(module)
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return model
 
-    def with_hook(wrap: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
-        def wrapped(module: nn.Module) -> nn.Module:
-            model = wrap(module)
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            return model
-
-        return wrapped
-
-    return play(
-        world,
-        spec.build,
-        batches_of(world, spec),
-        plain_step(spec.loss),
-        wrap_theirs=with_hook(world.theirs),
-        wrap_ours=with_hook(world.ours),
-    )
+    wrappers = {
+        "wrap_theirs": partial(hooked, world.theirs),
+        "wrap_ours": partial(hooked, world.ours),
+    }
+    return train(world, name, **wrappers)
 
 
-half_hook = _named("half_hook", _half_hook, worlds=(1, 2))
+def of_type(dtype: torch.dtype) -> dict[str, Any]:
+    return {"change": lambda m: m.to(dtype), "give": lambda x: x.to(dtype)}
+
+
+LAST = {
+    "change": lambda m: m.to(memory_format=torch.channels_last),
+    "give": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+AUTOCAST = {"make_step": autocast_step}
+SMALL, TWO = (1, 2, 3), (1, 2)
+ROWS: dict[str, tuple[Callable[..., Any], str, dict[str, Any], tuple[int, ...]]] = {
+    "model_digits": (train, "digits", {}, SMALL),
+    "model_small": (train, "small", {}, SMALL),
+    "model_transformer": (train, "transformer", {}, SMALL),
+    "model_resnet18": (train, "resnet18", {}, SMALL),
+    "model_mlp25m": (train, "mlp25m", {}, TWO),
+    "model_mlp100m": (train, "mlp100m", {}, TWO),
+    "autocast_digits": (train, "digits", AUTOCAST, TWO),
+    "autocast_transformer": (train, "transformer", AUTOCAST, TWO),
+    "model_in_bf16": (train, "digits", of_type(torch.bfloat16), SMALL),
+    "model_in_f64": (train, "digits", of_type(torch.float64), SMALL),
+    "model_channels_last": (train, "resnet18", LAST, TWO),
+    "model_with_options": (with_options, "transformer", {}, TWO),
+    "fused_adam": (train, "transformer", {"make_optimizer": make_fused_adam}, TWO),
+    "half_hook": (with_half_hook, "digits", {}, TWO),
+}
+for _name, (_function, _model, _options, _worlds) in ROWS.items():
+    _made = partial(_function, name=_model, **_options)
+    add(globals(), _name, _made, worlds=_worlds, seconds=90)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 from check_models import batches_of
-from checks import Skip, check
+from checks import Skip, add, check
 from paceline._cli.bench import models
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -87,19 +88,11 @@ def graph_of(world: World, name: str) -> None:
     world.meet()
 
 
-@check(worlds=(1, 2), needs_cuda=True, seconds=90)
-def graph_of_digits(world: World) -> None:
-    graph_of(world, "digits")
-
-
-@check(worlds=(1, 2), needs_cuda=True, seconds=90)
-def graph_of_mlp25m(world: World) -> None:
-    graph_of(world, "mlp25m")
-
-
-@check(worlds=(1, 2), needs_cuda=True, seconds=90)
-def graph_of_many_small(world: World) -> None:
-    graph_of(world, "small")
+OF_MODELS = {"digits": "digits", "mlp25m": "mlp25m", "many_small": "small"}
+for _word, _model in OF_MODELS.items():
+    _made = partial(graph_of, name=_model)
+    _options = {"worlds": (1, 2), "needs_cuda": True, "seconds": 90}
+    add(globals(), f"graph_of_{_word}", _made, **_options)
 
 
 @check(worlds=(1,), needs_cuda=True, fresh=True)
@@ -153,14 +146,9 @@ def compiled(world: World, name: str, of_module: bool) -> dict[str, Any]:
     return {"kernels": "compiled"}
 
 
-@check(worlds=(1, 2), needs_cuda=True, seconds=150)
-def compiled_module(world: World) -> dict[str, Any]:
-    return compiled(world, "digits", of_module=True)
-
-
-@check(worlds=(1, 2), needs_cuda=True, seconds=150)
-def compiled_wrapper(world: World) -> dict[str, Any]:
-    return compiled(world, "digits", of_module=False)
+for _name in ("compiled_module", "compiled_wrapper"):
+    _made = partial(compiled, name="digits", of_module=_name == "compiled_module")
+    add(globals(), _name, _made, worlds=(1, 2), needs_cuda=True, seconds=150)
 
 
 # ---- streams ------------------------------------------------------------------------

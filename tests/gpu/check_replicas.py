@@ -8,76 +8,64 @@ from functools import partial
 from typing import Any
 
 import torch
-from checks import Check, Skip, check, is_rehearsal
+from checks import Skip, add, check, is_fake, rehearsed
 from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients, play
 from replica_world import ByHand, World
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twins import Batch, plain_step
+from twins import Batch, plain_step, scaled_steps
 
 N_STEPS = 4
 N_ROWS = 14  # on 3 replicas: 5, 5 and 4
 
 
-class Tokens(nn.Module):
-    """An embedding, and a layer on the mean of a row's vectors."""
+class Scores(nn.Module):
+    """A body, what is taken of its output, and a last layer on that."""
 
-    def __init__(self, *, is_sparse: bool) -> None:
+    def __init__(
+        self, body: nn.Module, take: Callable[[Any], Tensor], head: nn.Module
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(200, 24, sparse=is_sparse)
-        self.head = nn.Linear(24, 5)
+        self.body, self.take, self.head = body, take, head
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Scores of each row."""
-        scores: Tensor = self.head(self.embedding(tokens).mean(1))
+        scores: Tensor = self.head(self.take(self.body(x)))
         return scores
 
 
-class Tied(nn.Module):
+def mean_of(x: Tensor) -> Tensor:
+    """The mean over time."""
+    return x.mean(1)
+
+
+def tokens(is_sparse: bool = False) -> nn.Module:
+    embedding = nn.Embedding(200, 24, sparse=is_sparse)
+    return Scores(embedding, mean_of, nn.Linear(24, 5))
+
+
+sparse_tokens = partial(tokens, is_sparse=True)
+
+
+def tied() -> nn.Module:
     """An embedding whose weight is also that of the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 24)
-        self.middle = nn.Linear(24, 24)
-        self.head = nn.Linear(24, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of each token."""
-        middle = torch.tanh(self.middle(self.embedding(tokens).mean(1)))
-        scores: Tensor = self.head(middle)
-        return scores
+    head = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 50, bias=False))
+    embedding = nn.Embedding(50, 24)
+    head[2].weight = embedding.weight
+    return Scores(embedding, mean_of, head)
 
 
-class LastOfLSTM(nn.Module):
-    """Two layers of LSTM, and scores of their last output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(12, 20, num_layers=2, batch_first=True)
-        self.head = nn.Linear(20, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of each sequence."""
-        scores: Tensor = self.head(self.lstm(x)[0][:, -1])
-        return scores
+def lstm() -> nn.Module:
+    body = nn.LSTM(12, 20, num_layers=2, batch_first=True)
+    return Scores(body, lambda out: out[0][:, -1], nn.Linear(20, 5))
 
 
-class Encoder(nn.Module):
-    """Two layers of a transformer's encoder, no dropout, and the mean over time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of each sequence."""
-        scores: Tensor = self.head(self.layers(x).mean(1))
-        return scores
+def encoder() -> nn.Module:
+    """Two layers of a transformer's encoder, no dropout."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return Scores(body, mean_of, nn.Linear(32, 5))
 
 
 def mlp() -> nn.Module:
@@ -112,17 +100,18 @@ def cnn() -> nn.Module:
 
 def batches_of(
     world: World,
-    *shape: int,
+    shape: tuple[int, ...],
     n_classes: int = 5,
     n_tokens: int = 0,
     n_steps: int = N_STEPS,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Batch]:
     """Inputs of some shape, or tokens, with a class for each row."""
     g = world.generator(7)
     rows = []
     for _ in range(n_steps):
         full = (N_ROWS, *shape)
-        x = torch.randn(full, generator=g)
+        x = torch.randn(full, generator=g).to(dtype)
         if n_tokens:
             x = torch.randint(n_tokens, full, generator=g)
         rows.append((x, torch.randint(n_classes, (N_ROWS,), generator=g)))
@@ -132,70 +121,41 @@ def batches_of(
 STEP = plain_step(F.cross_entropy)
 
 
-@check(worlds=(1,))
-def train_mlp(world: World) -> dict[str, Any]:
-    return play(world, mlp, batches_of(world, 16), STEP)
+def trains(
+    name: str,
+    build: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    limits: dict[str, Any] | None = None,
+    **batches: Any,
+) -> None:
+    """Add the check that trains a model on batches of some shape."""
+
+    def train(world: World) -> dict[str, Any]:
+        rows = batches_of(world, shape, **batches)
+        return play(world, build, rows, STEP, **(limits or {}))
+
+    add(globals(), name, train, worlds=(1,), seconds=90)
 
 
-@check(worlds=(1,))
-def train_cnn_with_batch_norm(world: World) -> dict[str, Any]:
-    """Each replica has its rows' statistics; replica 0's are kept."""
-    rows = batches_of(world, 3, 8, 8)
-    return play(world, cnn, rows, STEP, limit=1e-3, has_whole=False)
+# The batch's own statistics make a difference of rounding a hundred times larger.
+NORM, DEEP_NORM = ({"limit": x, "has_whole": False} for x in (1e-3, 5e-3))
+WIDE = rehearsed(2048, 256)
+wide_mlp = partial(models.build_mlp, WIDE, WIDE, WIDE, 5)  # a parameter is a segment
+resnet = partial(models.build_resnet18, rehearsed(64, 8))  # many segments, two types
 
-
-@check(worlds=(1,))
-def train_cnn_with_fixed_batch_norm(world: World) -> dict[str, Any]:
-    """Statistics of evaluation, as in fine-tuning: rows know of no other."""
-    build = lambda: cnn().eval()  # noqa: E731
-    return play(world, build, batches_of(world, 3, 8, 8), STEP)
-
-
-@check(worlds=(1,))
-def train_embedding(world: World) -> dict[str, Any]:
-    rows = batches_of(world, 6, n_tokens=200)
-    return play(world, partial(Tokens, is_sparse=False), rows, STEP)
-
-
-@check(worlds=(1,))
-def train_sparse_embedding(world: World) -> dict[str, Any]:
-    rows = batches_of(world, 6, n_tokens=200)
-    return play(world, partial(Tokens, is_sparse=True), rows, STEP)
-
-
-@check(worlds=(1,))
-def train_lstm(world: World) -> dict[str, Any]:
-    return play(world, LastOfLSTM, batches_of(world, 9, 12), STEP)
-
-
-@check(worlds=(1,))
-def train_transformer(world: World) -> dict[str, Any]:
-    return play(world, Encoder, batches_of(world, 7, 32), STEP)
-
-
-@check(worlds=(1,), seconds=90)
-def train_resnet(world: World) -> dict[str, Any]:
-    """Many segments, and buffers of two types: ResNet-18, of 11M parameters."""
-    width = 8 if is_rehearsal() else 64
-    rows = batches_of(world, 3, 32, 32, n_steps=3)
-    build = partial(models.build_resnet18, width)
-    # The batch's own statistics make a difference of rounding a hundred times larger.
-    return play(world, build, rows, STEP, limit=5e-3, has_whole=False)
-
-
-@check(worlds=(1,), seconds=90)
-def train_large_mlp(world: World) -> dict[str, Any]:
-    """Parameters of 16 MiB, each of which is a segment."""
-    width = 256 if is_rehearsal() else 2048
-    rows = batches_of(world, width, n_steps=3)
-    build = partial(models.build_mlp, width, width, width, 5)
-    return play(world, build, rows, STEP)
-
-
-@check(worlds=(1,))
-def train_tied_weights(world: World) -> dict[str, Any]:
-    rows = batches_of(world, 6, n_tokens=50, n_classes=50)
-    return play(world, Tied, rows, STEP)
+trains("train_mlp", mlp, (16,))
+trains("train_cnn_with_batch_norm", cnn, (3, 8, 8), NORM)  # replica 0's are kept
+trains("train_cnn_with_fixed_batch_norm", lambda: cnn().eval(), (3, 8, 8))
+trains("train_embedding", tokens, (6,), n_tokens=200)
+trains("train_sparse_embedding", sparse_tokens, (6,), n_tokens=200)
+trains("train_lstm", lstm, (9, 12))
+trains("train_transformer", encoder, (7, 32))
+trains("train_resnet", resnet, (3, 32, 32), DEEP_NORM, n_steps=3)
+trains("train_large_mlp", wide_mlp, (WIDE,), n_steps=3)
+trains("train_tied_weights", tied, (6,), n_tokens=50, n_classes=50)
+trains("parameters_in_bf16", lambda: mlp().bfloat16(), (16,), dtype=torch.bfloat16)
+trains("parameters_in_fp16", lambda: mlp().half(), (16,), dtype=torch.float16)
+trains("parameters_in_f64", lambda: mlp().double(), (16,), dtype=torch.float64)
 
 
 @check(worlds=(1,))
@@ -216,90 +176,46 @@ def train_with_frozen_parameters(world: World) -> dict[str, Any]:
         first.requires_grad_(count % N_STEPS == 0)  # in the last of them
         STEP(model, optimizer, batch)
 
-    return play(world, build, batches_of(world, 16), step)
+    return play(world, build, batches_of(world, (16,)), step)
 
 
 # ---- types --------------------------------------------------------------------------
 
 
-def autocast_step(world: World, dtype: torch.dtype) -> Any:
-    def step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
-        optimizer.zero_grad()
-        with torch.autocast(world.device.type, dtype):
-            output = model(batch[0])
-            assert output.dtype == dtype, f"autocast did not reach it: {output.dtype}"
-            loss = F.cross_entropy(output.float(), batch[1])
-        loss.backward()
-
-    return step
-
-
 @check(worlds=(1,))
 def autocast_bf16(world: World) -> dict[str, Any]:
-    step = autocast_step(world, torch.bfloat16)
-    rows = batches_of(world, 7, 32)
-    return play(world, Encoder, rows, step, limit=5e-2, has_whole=False)
-
-
-def _scaled(world: World, model: nn.Module, rows: list[Batch]) -> list[Any]:
-    """Scales after each step, and parameters after the last."""
-    device = world.device.type
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    seen = []
-    for x, y in rows:
+    def step(model: nn.Module, optimizer: Any, batch: Batch) -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, torch.float16):
-            output = model(x.to(world.device))
-        loss = F.cross_entropy(output.float(), y.to(world.device))
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(scaler.get_scale())
-    return [seen, [p.detach().clone() for p in model.parameters()]]
+        with torch.autocast(world.device.type, torch.bfloat16):
+            output = model(batch[0])
+        assert output.dtype == torch.bfloat16, f"autocast did not reach it: {output}"
+        F.cross_entropy(output.float(), batch[1]).backward()
+
+    rows = batches_of(world, (7, 32))
+    return play(world, encoder, rows, step, limit=5e-2, has_whole=False)
 
 
 @check(worlds=(1,))
 def autocast_fp16_with_grad_scaler(world: World) -> dict[str, Any]:
     """A step overflows, in the last replica's rows alone, and is left out."""
-    rows = batches_of(world, 16, n_steps=6)
+    rows = batches_of(world, (16,), n_steps=6)
     rows[3][0][-1] *= 1e30
     torch.manual_seed(1)
     module = mlp().to(world.device)
     figures = {}
     for n in (2, 3):
-        right = _scaled(world, ByHand(copy.deepcopy(module), n), rows)
-        mine = _scaled(world, world.wrap(copy.deepcopy(module), n), rows)
+        wrapped = ByHand(copy.deepcopy(module), n), world.wrap(copy.deepcopy(module), n)
+        right, mine = (
+            scaled_steps(world.device, each, rows, F.cross_entropy) for each in wrapped
+        )
         assert mine[0] == right[0], f"scales: {mine[0]}, should be {right[0]}"
         assert mine[0][3] < mine[0][2], f"no step has overflowed: {mine[0]}"
         far = [
             assert_near(p, q, "a parameter after the last step", 1e-3)
-            for p, q in zip(mine[1], right[1], strict=True)
+            for p, q in zip(mine[1][-1], right[1][-1], strict=True)
         ]
         figures[f"{n}_replicas"] = {"scales": mine[0], "far": max(far)}
     return figures
-
-
-def _of_type(world: World, dtype: torch.dtype) -> dict[str, Any]:
-    rows = [(x.to(dtype), y) for x, y in batches_of(world, 16)]
-    return play(world, lambda: mlp().to(dtype), rows, STEP)
-
-
-def _named(name: str, function: Callable[..., Any]) -> Check:
-    function.__name__ = name  # type: ignore[attr-defined]
-    function.__module__ = __name__
-    return Check(function, worlds=(1,))
-
-
-parameters_in_bf16 = _named(
-    "parameters_in_bf16", partial(_of_type, dtype=torch.bfloat16)
-)
-parameters_in_fp16 = _named(
-    "parameters_in_fp16", partial(_of_type, dtype=torch.float16)
-)
-parameters_in_f64 = _named("parameters_in_f64", partial(_of_type, dtype=torch.float64))
 
 
 # ---- other ways to step -------------------------------------------------------------
@@ -310,6 +226,23 @@ def pair(world: World, build: Callable[[], nn.Module], n: int = 2) -> tuple[Any,
     torch.manual_seed(1)
     module = build().to(world.device)
     return world.wrap(copy.deepcopy(module), n), ByHand(module, n)
+
+
+def same_step(model: Any, by_hand: Any, x: Any, what: str = "") -> float:
+    """Step both on an input, whose gradients must be near; return how far they are."""
+    for each in (model, by_hand):
+        each.zero_grad()
+        each(x).square().sum().backward()
+    return assert_same_gradients(model, by_hand, what)
+
+
+def same_outputs(model: Any, by_hand: Any, x: Tensor, what: str) -> Tensor:
+    """Evaluate both, of the same values; outputs must be near."""
+    by_hand.module.load_state_dict(model.module.state_dict())
+    with torch.no_grad():
+        out: Tensor = model(x)
+        assert_near(out, by_hand(x), what)
+    return out
 
 
 @check(worlds=(1,))
@@ -323,7 +256,7 @@ def gradients_accumulate(world: World) -> dict[str, Any]:
             loss = F.cross_entropy(model(x.roll(shift, 0)), y)
             (loss / (shift + 1)).backward()
 
-    return play(world, mlp, batches_of(world, 16), step)
+    return play(world, mlp, batches_of(world, (16,)), step)
 
 
 @check(worlds=(1,))
@@ -381,7 +314,7 @@ def a_batch_of_fewer_rows_than_replicas(world: World) -> None:
 @check(worlds=(1,))
 def one_device_is_as_torchs_class(world: World) -> dict[str, Any]:
     """`device_ids=[0]` beside torch.nn.DataParallel(device_ids=[0])."""
-    if is_rehearsal():
+    if is_fake():
         raise Skip("torch's class has no replicas without a GPU")
     torch.manual_seed(1)
     module = mlp().to(world.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,43 +15,46 @@ from replica_twins import assert_near, assert_same_gradients
 from replica_world import World
 from torch import Tensor, nn
 
+
+def take_gradients(module: nn.Module) -> list[Tensor]:
+    """A module's gradients, which has none afterwards."""
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    return found
+
+
+def near_gradients(
+    mine: list[Tensor], module: nn.Module, what: str, limit: float | None = None
+) -> list[float]:
+    """Fail where gradients are too far from a module's; return how far they are."""
+    pairs = zip(mine, module.parameters(), strict=True)
+    return [assert_near(grad, p.grad, what, limit) for grad, p in pairs]
+
+
 LARGE = 4096  # rows: such inputs go through pinned memory
 
 
 @check(worlds=(1,))
 def inputs_on_the_cpu(world: World) -> dict[str, Any]:
-    """In ordinary memory, small and large, which may change after the call."""
+    """In ordinary memory, which may change after the call, and pinned; of any size."""
     model, by_hand = pair(world, smooth, 3)
+    is_real = world.device.type == "cuda"
     figures = {}
-    for n_rows in (N_ROWS, LARGE):
+    for n_rows, is_pinned in itertools.product((N_ROWS, LARGE), (False, is_real)):
         x = torch.randn(n_rows, 16, generator=world.generator(n_rows))
         right = by_hand(x.to(world.device))
         for number in range(3):
-            given = x.clone()
+            given = x.pin_memory() if is_pinned else x.clone()
             out = model(given)
             assert out.device == world.device, f"the output is on {out.device}"
-            if world.device.type == "cuda":  # a rehearsal's replicas have no copies
+            if is_real and not is_pinned:  # simulated replicas have no copies
                 given.zero_()
             assert_near(out, right, f"call {number} of {n_rows} rows")
         for each, output in ((model, out), (by_hand, right)):
             each.zero_grad()
             output.square().mean().backward()
-        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
-    return figures
-
-
-@check(worlds=(1,), needs_cuda=True)
-def inputs_in_pinned_memory(world: World) -> dict[str, Any]:
-    model, by_hand = pair(world, smooth, 3)
-    figures = {}
-    for n_rows in (N_ROWS, LARGE):
-        x = torch.randn(n_rows, 16, generator=world.generator(n_rows)).pin_memory()
-        for each, given in ((model, x), (by_hand, x.to(world.device))):
-            each.zero_grad()
-            out = each(given)
-            out.square().mean().backward()
-            assert out.device == world.device, f"the output is on {out.device}"
-        figures[f"{n_rows}_rows"] = assert_same_gradients(model, by_hand)
+        words = f"{n_rows}_rows{'_pinned' if is_pinned else ''}"
+        figures[words] = assert_same_gradients(model, by_hand)
     return figures
 
 
@@ -137,13 +141,11 @@ def outputs_on_the_cpu(world: World) -> dict[str, Any]:
         out = model(x)
         assert out.device.type == "cpu", f"the output is on {out.device}"
         out.square().sum().backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
+        mine = take_gradients(module)
         right = module(x)
         assert_near(out, right.cpu(), f"output of {n} replicas", 2e-4)
         right.square().sum().backward()
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            far.append(assert_near(grad, p.grad, f"{n} replicas' gradient", 2e-4))
+        far += near_gradients(mine, module, f"{n} replicas' gradient", 2e-4)
     return {"far": max(far)}
 
 
@@ -212,36 +214,6 @@ def outputs_of_all_forms(world: World) -> None:
             assert out["mask"].dtype is torch.bool
         module.zero_grad()
         (out["loss"].sum() + out["found"].scores[:, 0].sum()).backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
+        mine = take_gradients(module)
         sum(p["loss"] + p["found"].scores[:, 0].sum() for p in parts).backward()
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            assert_near(grad, p.grad, f"{n} replicas' gradient")
-
-
-@check(worlds=(1,))
-def numbers_for_outputs(world: World) -> None:
-    """A loss of each replica, as a vector; its mean trains as in torch."""
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 1)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (self.layer(x)[:, 0] - y).square().mean()
-
-    torch.manual_seed(1)
-    module = Loss().to(world.device)
-    model = world.wrap(module, 2)
-    x, y = world.normal(N_ROWS, 16), world.normal(N_ROWS, seed=1)
-    for number in range(2):
-        module.zero_grad()
-        losses = model(x, y)
-        assert losses.shape == (2,), losses.shape
-        losses.mean().backward()
-        mine = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-        module.zero_grad()
-        module(x, y).backward()  # halves have the same number of rows
-        for grad, p in zip(mine, module.parameters(), strict=True):
-            assert_near(grad, p.grad, f"call {number}, gradient", 2e-4)
+        near_gradients(mine, module, f"{n} replicas' gradient")

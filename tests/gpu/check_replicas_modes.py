@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
-from check_replicas import N_ROWS, mlp, pair, smooth
+from check_replicas import N_ROWS, mlp, pair, same_outputs, same_step, smooth
 from checks import check
 from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients
@@ -38,20 +38,22 @@ def large_mlp() -> nn.Module:
 
 @check(worlds=(1,))
 def evaluation_sees_all_writes(world: World) -> dict[str, Any]:
-    """Also those of which autograd counts no version, between two evaluations."""
-    model, by_hand = pair(world, mlp)
+    """After training, and after writes of which autograd counts no version."""
+    model, by_hand = pair(world, mlp, 3)
     x = world.normal(N_ROWS, 16)
     train(model, x)
-    counts = world.count_calls(model)
-    model.eval()
+    counts = world.count_native(model)
     for number in range(4):
-        with torch.no_grad():
-            next(model.parameters()).data.mul_(1.5)
-            out = model(x)
-        by_hand.module.load_state_dict(model.module.state_dict())
-        with torch.no_grad():
-            assert_near(out, by_hand(x), f"output of evaluation {number}")
-    assert counts["broadcast"] + counts["refresh"] == 4, f"calls: {counts}"
+        if number % 2:
+            train(model.train(), x, 2)
+        counts.clear()
+        model.eval()
+        next(model.parameters()).data.mul_(1.5)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                words = f"output of evaluation {number}, {mode.__name__}"
+                same_outputs(model, by_hand, x, words)
+        assert counts["broadcast"] + counts["refresh"] == 2, f"calls: {counts}"
     return {"calls": dict(counts)}
 
 
@@ -64,39 +66,16 @@ def what_has_not_changed_is_not_sent(world: World) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         model(x)
-    counts = world.count_calls(model)
+    counts = world.count_native(model)
     for number in range(6):
-        with torch.no_grad():
-            for p in list(model.parameters())[number % 2 :: 2]:
-                p.data.view(-1)[number % p.numel()] += 1.0
-            out = model(x)
-            again = model(x)
+        for p in list(model.parameters())[number % 2 :: 2]:
+            p.data.view(-1)[number % p.numel()] += 1.0
+        words = f"output of evaluation {number}"
+        out, again = (same_outputs(model, by_hand, x, words) for _ in range(2))
         assert torch.equal(out, again), f"evaluation {number} twice"
-        by_hand.module.load_state_dict(model.module.state_dict())
-        with torch.no_grad():
-            assert_near(out, by_hand(x), f"output of evaluation {number}")
     assert counts["broadcast"] == 0, f"broadcasts: {counts['broadcast']}"
     assert counts["refresh"] == 12, f"refreshes: {counts['refresh']}"
     return {"calls": dict(counts)}
-
-
-@check(worlds=(1,))
-def evaluation_after_training_sees_new_weights(world: World) -> None:
-    """Also after what autograd does not see: an optimizer's writes through .data."""
-    model, by_hand = pair(world, mlp, 3)
-    x = world.normal(N_ROWS, 16)
-    for round_number in range(4):
-        train(model, x, 2)
-        if round_number % 2:
-            for p in model.parameters():
-                p.data.mul_(0.9)
-        model.eval()
-        by_hand.module.load_state_dict(model.module.state_dict())
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                words = f"round {round_number}, {mode.__name__}"
-                assert_near(model(x), by_hand(x), words)
-        model.train()
 
 
 @check(worlds=(1,))
@@ -114,11 +93,8 @@ def a_step_between_forward_and_backward_raises(world: World) -> dict[str, Any]:
     except RuntimeError as error:
         words = str(error)
     assert "modified by an inplace operation" in words, f"no such error: {words!r}"
-    model.zero_grad()
     by_hand.module.load_state_dict(model.module.state_dict())
-    for each in (model, by_hand):
-        each(x).square().sum().backward()
-    assert_same_gradients(model, by_hand)
+    same_step(model, by_hand, x)
     return {"words": words[:300]}
 
 
@@ -177,10 +153,7 @@ def checkpoints_of_both_kinds(world: World) -> dict[str, Any]:
         model.module.middle[2].p = by_hand.module.middle[2].p = 0.0
         word = "reentrant" if use_reentrant else "other"
         for _ in range(2):
-            for each in (model, by_hand):
-                each.zero_grad()
-                each(x).square().sum().backward()
-            inside = assert_same_gradients(model, by_hand, f"{word}, inside:")
+            inside = same_step(model, by_hand, x, f"{word}, inside:")
         model, by_hand = pair(world, smooth)
         for each in (model, by_hand):
             given = x.clone().requires_grad_()
@@ -248,10 +221,7 @@ def exceptions_name_the_replica(world: World) -> dict[str, Any]:
             told = f"in replica {replica} on device"
             assert told in words[replica], words[replica]
             assert "made for this check" in words[replica], words[replica]
-            for each in (model, by_hand):
-                each.zero_grad()
-                each(world.normal(N_ROWS, 16)).square().sum().backward()
-            assert_same_gradients(model, by_hand, "after an error:")
+            same_step(model, by_hand, world.normal(N_ROWS, 16), "after an error:")
     return {"words": words[1].partition("\n")[0]}
 
 
@@ -269,13 +239,8 @@ def several_wrappers_at_a_time(world: World) -> None:
             by_hand(x).square().sum().backward()
     for number, (model, by_hand) in enumerate(pairs):
         assert_same_gradients(model, by_hand, f"wrapper {number}, mixed:")
-    threads = []
-    for (model, _), x in zip(pairs, xs, strict=True):
-        threads.append(threading.Thread(target=train, args=(model, x, 5)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        list(pool.map(lambda each, x: train(each[0], x, 5), pairs, xs))
     for (model, by_hand), x in zip(pairs, xs, strict=True):
         train(by_hand, x, 5)
         for p, q in zip(model.parameters(), by_hand.parameters(), strict=True):
@@ -291,7 +256,6 @@ def a_forward_under_another_stream(world: World) -> dict[str, Any]:
     model, by_hand = pair(world, smooth, 3)
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
     right = world.normal(N_ROWS, 16, seed=3)
-    by_hand(right).square().sum().backward()
     train(model, right)
     by_hand.module.load_state_dict(model.module.state_dict())
     figures = {}
@@ -401,10 +365,7 @@ def a_capture_is_one_clear_error(world: World) -> dict[str, Any]:
         assert "CUDA graph is being captured round" in words[-1], words[-1]
         del graph
         world.synchronize()
-        for each in (model, by_hand):
-            each.zero_grad()
-            each(x).square().sum().backward()
-        assert_same_gradients(model, by_hand, "after a capture:")
+        same_step(model, by_hand, x, "after a capture:")
     return {"words": words[0]}
 
 

@@ -17,9 +17,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 Figures = dict[str, Any]
+T = TypeVar("T")
 
 
 class Skip(Exception):
@@ -52,19 +53,36 @@ def check(**options: Any) -> Callable[[Callable[..., Any]], Check]:
     return lambda function: Check(function, **options)
 
 
+def add(
+    into: dict[str, Any], name: str, function: Callable[..., Any], **options: Any
+) -> None:
+    """Add a check to a module, whose globals are given: a row of its table."""
+    function.__name__ = name  # type: ignore[attr-defined]
+    function.__module__ = into["__name__"]
+    into[name] = Check(function, **options)
+
+
 def checks_of(module: Any) -> list[Check]:
     """The checks of a module, as they stand there."""
     found = [value for value in vars(module).values() if isinstance(value, Check)]
     return list({each.name: each for each in found}.values())
 
 
-def is_rehearsal() -> bool:
-    return os.environ.get("PACELINE_GPU_DEVICE", "cuda") != "cuda"
+def is_fake() -> bool:
+    """Whether GPUs are those of tests/support/fake_gpus.py: a rehearsal."""
+    return bool(os.environ.get("PACELINE_GPU_FAKE"))
 
 
-def is_on_fake() -> bool:
-    """Whether "GPUs" are those of tests/support/fake_gpus.py."""
-    return os.environ.get("PACELINE_GPU_DEVICE") == "fake"
+def rehearsed(real: T, smaller: T) -> T:
+    """A size, and what a rehearsal has in its place."""
+    return smaller if is_fake() else real
+
+
+def simulated() -> Any:
+    """The module of simulated GPUs, whose tools a machine with a GPU may not have."""
+    from support import fake_gpus
+
+    return fake_gpus
 
 
 def is_quick() -> bool:

@@ -10,26 +10,16 @@ import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "gpu"
 
-# As PL_DTYPE_MAP has them.
-DTYPES = {
-    "uint8": 0,
-    "int8": 1,
-    "int16": 2,
-    "int32": 3,
-    "int64": 4,
-    "float16": 5,
-    "bfloat16": 6,
-    "float32": 7,
-    "float64": 8,
-    "complex64": 9,
-    "complex128": 10,
-}
+NAMES = """uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64
+    complex64 complex128"""
+DTYPES = {name: number for number, name in enumerate(NAMES.split())}  # PL_DTYPE_MAP
 SUM, MEAN = 0, 1
 
 
@@ -37,10 +27,10 @@ class Move(ctypes.Structure):
     """pl_move."""
 
     _fields_ = [
-        ("to", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("dtype", ctypes.c_int),
-        ("n_elems", ctypes.c_size_t),
+        ("to", c_void_p),
+        ("source", c_void_p),
+        ("dtype", c_int),
+        ("n_elems", c_size_t),
     ]
 
 
@@ -48,13 +38,13 @@ class RankRanges(ctypes.Structure):
     """pl_rank_ranges."""
 
     _fields_ = [
-        ("to", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("stride_bytes", ctypes.c_size_t),
-        ("n_ranks", ctypes.c_int),
-        ("dtype", ctypes.c_int),
-        ("reduction", ctypes.c_int),
-        ("n_elems", ctypes.c_size_t),
+        ("to", c_void_p),
+        ("source", c_void_p),
+        ("stride_bytes", c_size_t),
+        ("n_ranks", c_int),
+        ("dtype", c_int),
+        ("reduction", c_int),
+        ("n_elems", c_size_t),
     ]
 
 
@@ -62,12 +52,24 @@ class Piece(ctypes.Structure):
     """pli_piece."""
 
     _fields_ = [
-        ("to", ctypes.c_void_p),
-        ("source", ctypes.c_void_p),
-        ("n_bytes", ctypes.c_size_t),
-        ("offset", ctypes.c_size_t),
+        ("to", c_void_p),
+        ("source", c_void_p),
+        ("n_bytes", c_size_t),
+        ("offset", c_size_t),
         ("segment", ctypes.c_uint),
     ]
+
+
+def layout() -> str:
+    """Assertions of C that its structures are those above; for shim.c."""
+    words = []
+    structures = {"pl_move": Move, "pl_rank_ranges": RankRanges, "pli_piece": Piece}
+    for name, kind in structures.items():
+        words.append(f"sizeof({name}) == {ctypes.sizeof(kind)}")
+        for field, *_ in kind._fields_:
+            member = "from" if field == "source" else field
+            words.append(f"offsetof({name}, {member}) == {getattr(kind, field).offset}")
+    return ";".join(f'_Static_assert({each}, "{each}")' for each in words)
 
 
 def dtype_of(tensor: Any) -> int:
@@ -81,6 +83,7 @@ def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
     """Make libraries that differ in the flags of kernels_image.c, side by side."""
     cc = os.environ.get("CC", "gcc")
     common = (ROOT / "csrc/compile_flags.txt").read_text().split()
+    common.append(f"-DLAYOUT={layout()}")
     sources = sorted(ROOT.glob("csrc/[!p]*/*.c"))  # all but the binding, csrc/python
     sources.append(Path(__file__).with_name("shim.c"))
     objects = BUILT / "objects"
@@ -121,25 +124,10 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._library.shim_words.restype = ctypes.c_char_p
         self._library.shim_kernels.restype = ctypes.c_char_p
-        self._check_layout()
-        self._backend = ctypes.c_void_p()
+        self._backend = c_void_p()
         encoded = [p and os.fsencode(p) for p in (driver, nvrtc)]
         out = ctypes.byref(self._backend)
         self._check(self._library.shim_open(device, *encoded, out))
-
-    def _check_layout(self) -> None:
-        found = (ctypes.c_size_t * 8)()
-        self._library.shim_layout(found)
-        here = [
-            *(ctypes.sizeof(Move), Move.dtype.offset, Move.n_elems.offset),
-            *(
-                ctypes.sizeof(RankRanges),
-                RankRanges.dtype.offset,
-                RankRanges.n_elems.offset,
-            ),
-            *(ctypes.sizeof(Piece), Piece.segment.offset),
-        ]
-        assert list(found) == here, f"shim.c has {list(found)}, ctypes {here}"
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -169,17 +157,18 @@ class Kernels:
         ]
         return (Move * len(rows))(*rows)
 
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(getattr(self._library, f"shim_{name}")(self._backend, *arguments))
+
     def copy(self, moves: Any, stream: int = 0) -> None:
-        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
-        self._check(self._library.shim_copy(*arguments, ctypes.c_void_p(stream)))
+        self._call("copy", moves, c_size_t(len(moves)), c_void_p(stream))
 
     def add(self, moves: Any, stream: int = 0) -> None:
-        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)))
-        self._check(self._library.shim_add(*arguments, ctypes.c_void_p(stream)))
+        self._call("add", moves, c_size_t(len(moves)), c_void_p(stream))
 
     def scale(self, moves: Any, top: int, bottom: int, stream: int = 0) -> None:
-        arguments = (self._backend, moves, ctypes.c_size_t(len(moves)), top, bottom)
-        self._check(self._library.shim_scale(*arguments, ctypes.c_void_p(stream)))
+        n_moves = c_size_t(len(moves))
+        self._call("scale", moves, n_moves, top, bottom, c_void_p(stream))
 
     def sum(self, to: Any, rows: Any, reduction: int, stream: int = 0) -> None:
         """Reduce `rows`, one a rank, into `to`."""
@@ -192,9 +181,7 @@ class Kernels:
             reduction,
             to.numel(),
         )
-        where = ctypes.byref(ranges)
-        arguments = (self._backend, where, ctypes.c_void_p(stream))
-        self._check(self._library.shim_sum(*arguments))
+        self._call("sum", ctypes.byref(ranges), c_void_p(stream))
 
     @staticmethod
     def pieces(rows: Sequence[tuple[Any, Any, int, int]]) -> Any:
@@ -212,20 +199,12 @@ class Kernels:
         return (Piece * len(made))(*made)
 
     def checksum(self, pieces: Any, sums: Any, stream: int = 0) -> None:
-        arguments = (self._backend, pieces, ctypes.c_size_t(len(pieces)))
-        where = ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(stream)
-        self._check(self._library.shim_checksum(*arguments, *where))
+        where = c_void_p(sums.data_ptr()), c_void_p(stream)
+        self._call("checksum", pieces, c_size_t(len(pieces)), *where)
 
     def refresh(self, pieces: Any, sums: Any, wanted: Any, stream: int = 0) -> None:
-        arguments = (self._backend, pieces, ctypes.c_size_t(len(pieces)))
-        where = (
-            ctypes.c_void_p(sums.data_ptr()),
-            ctypes.c_void_p(wanted.data_ptr()),
-            ctypes.c_void_p(stream),
-        )
-        self._check(self._library.shim_refresh(*arguments, *where))
+        where = (c_void_p(at) for at in (sums.data_ptr(), wanted.data_ptr(), stream))
+        self._call("refresh", pieces, c_size_t(len(pieces)), *where)
 
     def synchronize(self, stream: int = 0) -> None:
-        self._check(
-            self._library.shim_synchronize(self._backend, ctypes.c_void_p(stream))
-        )
+        self._call("synchronize", c_void_p(stream))

@@ -10,6 +10,7 @@ broken, or that hangs, is a finding and not the end.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import subprocess
@@ -48,11 +49,12 @@ PARTS = [
     Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
     Part("bench", 480, "timings against torch's DDP and DP and the plain module"),
+    Part("rehearsal", 600, "alone, nccl and failures in few processes, for --fake"),
 ]
 BUILDS = ("first", "build")  # need no build before them
 BY_NAME = {part.name: part for part in PARTS}
 GROUPS = {
-    "all": [part.name for part in PARTS],
+    "all": [part.name for part in PARTS if part.name != "rehearsal"],
     "correctness": [
         *("kernels", "alone", "nccl", "shared", "contexts", "replicas", "failures"),
     ],
@@ -73,28 +75,20 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--within", type=float, metavar="SECONDS", help="limit of the whole call")
     add("--limit", type=float, metavar="SECONDS", help="limit of each part")
     add("--only", default="", metavar="TEXT", help="checks whose names hold it")
-    without = parser.add_mutually_exclusive_group()
-    without.add_argument(
-        "--rehearse",
-        action="store_const",
-        const="cpu",
-        help="without a GPU: on the CPU, over Gloo",
-    )
-    without.add_argument(
-        "--fake",
-        dest="rehearse",
-        action="store_const",
-        const="fake",
-        help="without a GPU: on the fakes of CUDA and NCCL",
-    )
+    add("--fake", action="store_true", help="rehearse on simulated CUDA and NCCL")
     add("--quick", action="store_true", help="fewer sizes and rounds")
     args = parser.parse_args(words)
-    args.parts = expand(args.parts, parser)
+    args.parts = expand(args.parts, parser, args.fake)
     return args
 
 
-def expand(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """The parts that are meant, once each, in their order; with what builds them."""
+def expand(
+    names: list[str], parser: argparse.ArgumentParser, is_fake: bool = False
+) -> list[str]:
+    """The parts that are meant, once each, in their order; with what builds them.
+
+    On the fakes an installed package will do, but not for parts that build more.
+    """
     wanted = set()
     for name in names:
         if name not in BY_NAME and name not in GROUPS:
@@ -102,8 +96,9 @@ def expand(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
                 f"no part {name!r}; there are {', '.join([*BY_NAME, *GROUPS])}"
             )
         wanted.update(GROUPS.get(name, [name]))
-    if wanted != {"first"}:  # which builds as much as it needs
-        wanted.add("build")
+    is_installed = is_fake and importlib.util.find_spec("paceline") is not None
+    if wanted != {"first"} and not (is_installed and not wanted & {"first", "kernels"}):
+        wanted.add("build")  # `first` builds as much as it needs
     return [part.name for part in PARTS if part.name in wanted]
 
 
@@ -178,12 +173,13 @@ def main(words: list[str], script: Path = HERE / "part.py") -> int:
     args = parse_arguments(words)
     signal.signal(signal.SIGTERM, stop)
     out = Path(os.environ.get("OUT") or HERE / "results")
-    report = Report(out, f"rehearsal-{args.rehearse}" if args.rehearse else None)
+    report = Report(out, "rehearsal" if args.fake else None)
     begin = time.monotonic()
     env = {
         "PACELINE_GPU_RECORD": str(report.record),
         "PACELINE_GPU_QUICK": "1" if args.quick else "",
-        "PACELINE_GPU_DEVICE": args.rehearse or "cuda",
+        "PACELINE_GPU_FAKE": "1" if args.fake else "",
+        "PACELINE_GPU_INSTALLED": "" if set(args.parts) & set(BUILDS) else "1",
     }
     try:
         for name in args.parts:
@@ -195,7 +191,8 @@ def main(words: list[str], script: Path = HERE / "part.py") -> int:
                 if left < 10:
                     report.leave_out(name, "no time was left")
                     continue
-            if name not in BUILDS and not report.has_build():
+            is_built = env["PACELINE_GPU_INSTALLED"] or report.has_build()
+            if name not in BUILDS and not is_built:
                 report.leave_out(name, "there is no build")
                 continue
             env["PACELINE_GPU_SECONDS"] = str(limit)

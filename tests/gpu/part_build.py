@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels_library
-from checks import Skip, is_rehearsal, run_here
+from checks import Skip, is_fake, run_here
 from part import BUILT, SITES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def has_gpu(kind: str = "default") -> dict[str, Any]:
         "import torch; p = torch.cuda.get_device_properties(0);"
         "print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version(), p)"
     )
-    if is_rehearsal():
+    if is_fake():
         raise Skip("a rehearsal")
     return {"torch": in_fresh_python(kind, code).strip()}
 

@@ -2,7 +2,7 @@
 
 `device_ids=[0, 0]` is two replicas there, each with memory, a thread and a side stream
 of its own: all that several GPUs have but the way between them.  No process group is
-made.  A rehearsal has replicas on the CPU, and `--fake` one GPU of fake_gpus.several().
+made.  `--fake` has one GPU of fake_gpus.several().
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import paceline
 import torch
-from checks import Check, Figures, Skip, is_on_fake, is_rehearsal
+import world
+from checks import Check, Figures, is_fake, simulated
 from torch import Tensor, nn
-from world import be_exact
 
 ENVIRONMENT = (("PACELINE_GPU_WORLD", "replica_world"),)
 
@@ -31,28 +31,20 @@ def in_one_process(checks: list[Check]) -> list[Check]:
 
 
 @dataclass
-class World:
-    """One process and its GPU; `rank` and `size` are those of the only rank."""
+class World(world.World):
+    """One process and its GPU: the only rank."""
 
-    device: torch.device
-    rank: int = 0
-    size: int = 1
     wrappers: Any = field(default_factory=weakref.WeakSet, repr=False)
 
     @classmethod
     def join(cls, rank: int, size: int, port: int) -> World:
         """Take the GPU; there is nobody to meet."""
-        del rank, size, port
-        torch.set_num_threads(1)
-        if is_rehearsal():
-            return cls(torch.device("cpu"))
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
-        return cls(device)
+        del port
+        return cls(rank, size, world.take_device(), None)
 
     def run(self, check: Check) -> Figures | None:
         """Run one check, with nothing left of the one before."""
-        be_exact(getattr(check.function, "is_exact", True))
+        world.be_exact(getattr(check.function, "is_exact", True))
         with self._gpus():
             try:
                 torch.manual_seed(0)
@@ -67,50 +59,28 @@ class World:
         return figures
 
     def _gpus(self) -> contextlib.AbstractContextManager[Any]:
-        if not is_on_fake():
+        if not is_fake():
             return contextlib.nullcontext()
-        from support import fake_gpus
-
-        return fake_gpus.several(1)
+        return simulated().several(1)
 
     # ---- wrappers -------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, n: int = 2, **options: Any) -> Any:
         """Wrap a module for n replicas; it comes to the device first."""
-        if self.device.type == "cpu" and not is_on_fake():
-            options = {"device_ids": ["cpu"] * n, **options}
-        else:
-            options = {"device_ids": [0] * n, **options}
+        options = {"device_ids": [0] * n, **options}
         model = paceline.DataParallel(module.to(self.device), **options)
         self.wrappers.add(model)
         return model
 
-    def count_calls(self, model: Any) -> collections.Counter[str]:
+    def count_native(self, model: Any) -> collections.Counter[str]:
         """What is asked of the devices from now on, by name; after a first forward."""
-        if self.device.type == "cpu" and not is_on_fake():
-            raise Skip("replicas on the CPU ask no device")
         recorder = Recorder(model._engine.group.native)
         model._engine.group.native = recorder
         return recorder.counts
 
-    # ---- values ---------------------------------------------------------------------
-
-    def generator(self, seed: int = 0) -> torch.Generator:
-        """Random numbers of the CPU, the same in every run."""
-        return torch.Generator().manual_seed(1000 * seed)
-
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
         """Normal numbers on the device, the same in every run."""
         return torch.randn(shape, generator=self.generator(seed)).to(self.device)
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if is_on_fake():
-            from support import fake_gpus
-
-            fake_gpus.synchronize()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 class Recorder:

@@ -6,8 +6,8 @@
 #   tests/gpu/run.sh                          every part
 #   tests/gpu/run.sh build correctness        some of them; build is kept for later calls
 #   tests/gpu/run.sh --within 560 nccl bench  the whole call within so many seconds
-#   tests/gpu/run.sh --rehearse               on a CPU: does the script itself work?
-#   tests/gpu/run.sh --fake                   the same on the fakes of CUDA and NCCL
+#   tests/gpu/run.sh --fake                   on simulated CUDA and NCCL, with a package
+#                                             that is installed, if there is one
 #   tests/gpu/run.sh --help                   the parts, their limits, all options
 #
 #   OUT=folder        where the results go; default tests/gpu/results

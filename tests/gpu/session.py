@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from checks import Check, is_on_fake, is_rehearsal, is_wanted, record
+from checks import Check, is_fake, is_wanted, record, rehearsed, simulated
 
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0  # of a rank, until it takes up its first check
 GRACE_SECONDS = 15.0  # for the other ranks, once one has failed
 POLL_SECONDS = 0.02
+SLOWNESS = rehearsed(1, 4)  # a machine that rehearses may have other work
 N_OUTPUT = 6000  # characters of a rank that are shown
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -68,10 +69,8 @@ class Session:
         env = {**os.environ, **ENVIRONMENT, **dict(self.checks[0].env)}
         if env.get(SHARE) != "1":
             env["NCCL_HOSTID"] = f"paceline-{rank}"
-        if is_on_fake():
-            from support import fake_gpus
-
-            env.update(fake_gpus.environment())
+        if is_fake():
+            env.update(simulated().environment())
         with open(self.folder / f"output.{rank}", "wb") as output:
             return subprocess.Popen(
                 [sys.executable, str(HERE / "rank.py"), str(self.folder), str(rank)],
@@ -180,9 +179,9 @@ def run_on_ranks(checks: list[Check], sizes: tuple[int, ...], until: float) -> b
         left = [c for c in checks if size in c.worlds]
         left = [c for c in left if is_wanted(f"{c.name}[{size}]")]
         for each in left:
-            if each.needs_cuda and is_rehearsal():
+            if each.needs_cuda and is_fake():
                 record(f"{each.name}[{size}]", "skipped", 0, words="needs a GPU")
-        left = [c for c in left if not (c.needs_cuda and is_rehearsal())]
+        left = [c for c in left if not (c.needs_cuda and is_fake())]
         while left:
             n_done, well = run_session(size, left, until)
             good = good and well
@@ -214,7 +213,7 @@ def run_session(size: int, checks: list[Check], until: float) -> tuple[int, bool
     extra = START_SECONDS
     try:
         for number, each in enumerate(group):
-            limit = min(until, begin + each.seconds + extra)
+            limit = min(until, begin + SLOWNESS * each.seconds + extra)
             rows, why = session.wait(number, limit)
             result, words = judge(rows, why)
             row = rows.get(0, {})

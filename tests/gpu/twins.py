@@ -112,6 +112,27 @@ def take_steps(
     return Outcome(gradients, [p.detach().clone() for p in model.parameters()])
 
 
+def scaled_steps(
+    device: torch.device, model: nn.Module, batches: list[Batch], loss: Any
+) -> tuple[list[float], list[list[Tensor]]]:
+    """Train in float16 with a GradScaler; the scales, and parameters of each step."""
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    optimizer = sgd(model)
+    scales, rows = [], []
+    for x, y in batches:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            output = model(x.to(device))
+        scaler.scale(loss(output.float(), y.to(device))).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        rows.append([p.detach().clone() for p in model.parameters()])
+    return scales, rows
+
+
 def compare(mine: Outcome, theirs: Outcome, exact: bool, names: list[str]) -> None:
     """Fail at the first gradient or parameter that is too far from theirs."""
     steps = zip(mine.gradients, theirs.gradients, strict=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import datetime
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import paceline
 import torch
 import torch.distributed as dist
-from checks import Check, Figures, Skip, is_on_fake, is_rehearsal
+from checks import Check, Figures, Skip, is_fake, simulated
 from paceline._ddp.session import Session
 from torch import Tensor, nn
 
@@ -46,14 +46,9 @@ class World:
     @classmethod
     def join(cls, rank: int, size: int, port: int) -> World:
         """Make the default group: NCCL on the GPU, as users do."""
-        device = torch.device("cpu") if is_rehearsal() else torch.device("cuda", 0)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if is_on_fake():
-            from support import fake_gpus
-
-            fake_gpus.stand_in(rank)
-        torch.set_num_threads(1)
+        device = take_device()
+        if is_fake():
+            simulated().stand_in(rank)
         limit = datetime.timedelta(seconds=GROUP_SECONDS)
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
@@ -74,6 +69,9 @@ class World:
         figures = check.function(self)
         self.synchronize()
         gc.collect()
+        if is_fake():
+            found = simulated().errors()
+            assert not found, f"the simulated CUDA has these against it: {found}"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return figures
@@ -101,6 +99,20 @@ class World:
         except TypeError as error:
             raise Skip(f"this build has no such option: {error}") from None
 
+    def taken(self) -> int:
+        """Bytes of the GPU that are in use; of a simulated one, the objects there."""
+        if is_fake():
+            return int(simulated().fake().fake_live_objects())
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+    def count_calls(self, *names: str) -> list[int]:
+        """How often functions of a simulated CUDA were called; none of a real one."""
+        if not is_fake():
+            return []
+        return [simulated().fake().fake_count(name.encode()) for name in names]
+
     # ---- values ---------------------------------------------------------------------
 
     def generator(self, seed: int = 0) -> torch.Generator:
@@ -116,10 +128,22 @@ class World:
 
     def mean(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """The mean over the ranks, None counting as zeros: by hand, on the CPU."""
-        mine = torch.zeros_like(like) if tensor is None else tensor.detach()
-        wide = torch.complex128 if mine.is_complex() else torch.float64
-        rows = [r.to(wide) for r in self.all(mine.cpu())]
-        return torch.stack(rows).mean(0).to(mine.dtype).to(mine.device)
+        return self.means([tensor], [like])[0]
+
+    def means(
+        self, tensors: Sequence[Tensor | None], likes: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The mean of each, of what the ranks tell each other once."""
+        mine = [
+            torch.zeros_like(like) if t is None else t.detach()
+            for t, like in zip(tensors, likes, strict=True)
+        ]
+        found = []
+        for like, *rows in zip(mine, *self.all([t.cpu() for t in mine]), strict=True):
+            wide = torch.complex128 if like.is_complex() else torch.float64
+            mean = torch.stack([row.to(wide) for row in rows]).mean(0)
+            found.append(mean.to(like.dtype).to(like.device))
+        return found
 
     # ---- the others -----------------------------------------------------------------
 
@@ -135,12 +159,20 @@ class World:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if is_on_fake():
-            from support import fake_gpus
-
-            fake_gpus.synchronize()
+        if is_fake():
+            simulated().synchronize()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def take_device() -> torch.device:
+    """The GPU of this process; simulated ones have their tensors on the CPU."""
+    torch.set_num_threads(1)
+    if is_fake():
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    return device
 
 
 def be_exact(on: bool) -> None:

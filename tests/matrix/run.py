@@ -59,13 +59,14 @@ torch, from wherever `pip` finds it; `MATRIX_FLAGS="-- -k bucket"` runs other te
 
 ## Python without the GIL
 
-In a free-threaded Python the import of `paceline` turns the GIL on, and Python says so by
-a RuntimeWarning. The extension is written to do without it: one lock of its own takes the
-GIL's place, and `PYTHON_GIL=0` leaves the GIL off. But of four runs of the tests of
-threads that way (Python 3.13.5, torch 2.12.0, on the CPU) one crashed, and one stood still
-in a forked child; the causes are not known, so it is not the default. GPUs and Python 3.14
-have not run without the GIL. A model must not be changed by one thread while another is in
-its forward or backward: with a GIL that is an error, without one it may crash.
+In a free-threaded Python the import of `paceline` turns the GIL on, and Python says
+so by a RuntimeWarning. The extension is written to do without it: one lock of its own
+takes the GIL's place, and `PYTHON_GIL=0` leaves the GIL off. But of four runs of the
+tests of threads that way (Python 3.13.5, torch 2.12.0, on the CPU) one crashed, and
+one stood still in a forked child; the causes are not known, so it is not the default.
+GPUs and Python 3.14 have not run without the GIL. A model must not be changed by one
+thread while another is in its forward or backward: with a GIL that is an error,
+without one it may crash.
 
 ## What has run
 

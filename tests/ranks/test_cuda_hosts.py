@@ -1,10 +1,13 @@
 """GPUs of several hosts: NCCL adds up, and what ranks agree on goes over links.
 
-Ranks that say they are on different hosts, on a fake of CUDA and of NCCL.
+Ranks that say they are on different hosts, on simulated CUDA and NCCL; one host is the
+least of them.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import signal
@@ -20,7 +23,9 @@ import torch.distributed as dist
 from paceline._ddp import host_links
 from support import fake_gpus
 from support.hosts import Hosts, Net
+from support.processes import descriptors, leftovers
 from support.ranks import run_ranks, start_ranks, tell, values
+from support.waiting import until
 
 N_STEPS = 6
 SECONDS = 60.0
@@ -136,8 +141,18 @@ def test_gpus_of_hosts_without_links_agree_by_the_group(lack: str, store: str) -
 # ---- failures -----------------------------------------------------------------------
 
 
+def n_live() -> int:
+    """Return how many objects of the devices there are."""
+    gc.collect()
+    fake_gpus.fake().fake_let_go()  # of threads that were left behind in NCCL
+    return int(fake_gpus.fake().fake_live_objects())
+
+
 def lack_memory(rank: int, hosts: Hosts, function: str) -> Any:
     last = hosts.world_size - 1
+    steps(paceline.DistributedDataParallel(Net()), rank)  # opens what is opened once
+    before, files = n_live(), descriptors()
+    dist.barrier()
     code = OUT_OF_MEMORY if function == "cuMemAlloc" else 1  # unhandled CUDA error
     if rank == last:
         for name in ("cuMemAlloc", "ncclMemAlloc") if code == 2 else (function,):
@@ -149,12 +164,14 @@ def lack_memory(rank: int, hosts: Hosts, function: str) -> Any:
     said = type(caught.value).__name__, str(caught.value)
     del caught
     dist.barrier()
+    assert until(lambda: n_live() <= before)
+    assert leftovers(files) == []
     model = paceline.DistributedDataParallel(Net())
     steps(model, rank)
     return said, model._session.world.uses_group
 
 
-@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("n_ranks", [(2,), (1, 1), (2, 2)])
 @pytest.mark.parametrize("function", ["cuMemAlloc", "ncclCommInitRank"])
 def test_a_gpu_that_cannot_join_is_told_to_all_hosts(
     function: str, n_ranks: tuple[int, ...], store: str
@@ -178,8 +195,10 @@ def fork_one_that_sleeps() -> int:
 
 
 def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
+    files = descriptors()
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
+    told = None
     try:
         for step in range(100_000):
             if step == 5:
@@ -196,14 +215,18 @@ def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
         told = type(error).__name__, time.monotonic(), str(error)
         with pytest.raises(RuntimeError, match="rank"):
             model(x, True).sum().backward()
-        return told
-    return None
+    del model
+    assert len(hosts.n_ranks) > 1 or leftovers(files) == []
+    return told
 
 
-@pytest.mark.parametrize(
-    ("n_ranks", "culprit"), [((1, 1), 1), ((2, 2), 2), ((2, 2), 3)]
-)
-@pytest.mark.parametrize("how", ["kill", "kill a parent", "raise", "fewer"])
+HOWS = ("kill", "kill a parent", "raise", "fewer")
+ON_HOSTS = [((1, 1), 1), ((2, 2), 2), ((2, 2), 3)]
+ENDS = [(how, *row) for how, row in itertools.product(HOWS, ON_HOSTS)]
+ENDS += [("kill", (3,), 0), ("fewer", (2,), 1)]
+
+
+@pytest.mark.parametrize(("how", "n_ranks", "culprit"), ENDS)
 def test_a_rank_that_is_gone_is_named_on_every_host(
     how: str, n_ranks: tuple[int, ...], culprit: int, store: str
 ) -> None:
@@ -235,6 +258,9 @@ def test_a_rank_that_is_gone_is_named_on_every_host(
         kind, when, text = outcome.value
         assert kind == "PeerError", text
         assert any(name in text for name in names), text
+        if how == "kill" and len(n_ranks) == 1:
+            died = f"{names[0]} (process {ranks.pids[culprit]}) died"
+            assert text.startswith(f"rank {rank}: {died}")
         assert when - began < NOTICED_SECONDS
 
 

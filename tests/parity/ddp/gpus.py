@@ -21,7 +21,7 @@ def on_gpus(*n_ranks, **axes):
     return decorate
 
 
-def again(home, into, *rows):
+def again(home, into, names, *rows):
     """Make tests of a file anew, on GPUs.
 
     Parameters
@@ -30,11 +30,13 @@ def again(home, into, *rows):
         The file, `test_gradients`, whose tests are `on_ranks`.
     into : dict
         The globals of the file that is to have them.
+    names : str
+        Tests for 2 ranks, with all values of their axes.
     *rows : (str, tuple of int, dict)
         A test's name, how many ranks, and values of its axes in place of its own.
     """
     there = importlib.import_module(home)
-    for name, n_ranks, axes in rows:
+    for name, n_ranks, axes in [*((name, (2,), {}) for name in names.split()), *rows]:
         body = functools.partial(cases._bodies[home, name])
         body.__name__, body.__module__ = name, into["__name__"]
         body.__doc__ = cases._bodies[home, name].__doc__

@@ -140,6 +140,7 @@ OPTIONS = {
     "broadcast_buffers": (True, False),
     "forward_sync_buffers": (True, False),
     "init_sync": (True, False),
+    "accumulate_in_fp32": (False, True),
 }
 
 

@@ -76,7 +76,7 @@ class Run:
         stub = folder / "stub.py"
         stub.write_text(STUB)
         self.done = subprocess.run(
-            [sys.executable, "-c", MAIN, str(stub), "--rehearse", *words],
+            [sys.executable, "-c", MAIN, str(stub), *words],
             env={**os.environ, "OUT": str(folder / "out")},
             capture_output=True,
             text=True,
@@ -175,12 +175,29 @@ def test_an_unknown_part_is_refused_with_the_names_of_all(tmp_path: Path) -> Non
     assert "correctness" in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None or shutil.which("make") is None,
+    reason="there is no gcc, or no make",
+)
+
+
+LAYOUT = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+import kernels_library
+print(kernels_library.layout())
+"""
+
+
+@needs_gcc
 def test_what_shows_the_kernels_to_ctypes_fits_their_headers() -> None:
     root = FOLDER.parents[1]
     flags = (root / "csrc/compile_flags.txt").read_text().split()
+    source = FOLDER / "shim.c"
+    layout = subprocess.check_output([sys.executable, "-c", LAYOUT], text=True).strip()
+    assert "sizeof(pl_rank_ranges)" in layout
     done = subprocess.run(
-        ["gcc", *flags, "-Werror", "-fsyntax-only", FOLDER / "shim.c"],
+        ["gcc", *flags, f"-DLAYOUT={layout}", "-Werror", "-fsyntax-only", source],
         capture_output=True,
         text=True,
         check=False,
@@ -258,6 +275,7 @@ sys.exit(0 if good else 7)
 """
 
 
+@needs_gcc
 def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "stub_checks.py").write_text(CHECKS)
     (tmp_path / "stub_world.py").write_text(WORLD)
@@ -267,7 +285,7 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            "PACELINE_GPU_DEVICE": "cpu",
+            "PACELINE_GPU_FAKE": "1",
             "PACELINE_GPU_WORLD": "stub_world",
             "PACELINE_GPU_RECORD": str(record),
         },
@@ -300,63 +318,18 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 7, done.stdout + done.stderr
 
 
-def run_replicas(tmp_path: Path, device: str, only: str) -> dict[str, dict[str, Any]]:
-    """What the part for DataParallel finds in a rehearsal, by the check's name."""
-    record = tmp_path / "record"
-    done = subprocess.run(
-        [sys.executable, FOLDER / "part.py", "replicas"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "PACELINE_GPU_DEVICE": device,
-            "PACELINE_GPU_ONLY": only,
-            "PACELINE_GPU_RECORD": str(record),
-            "PACELINE_GPU_SECONDS": "200",
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in record.read_text().splitlines()]
-    return {row["check"]: row for row in rows}
-
-
-def test_replicas_are_checked_in_one_process_without_a_gpu(tmp_path: Path) -> None:
-    found = run_replicas(tmp_path, "cpu", "evaluation_")
-    sees = found["evaluation_after_training_sees_new_weights[1]"]
-    assert sees["result"] == "passed"
-    sends = found["evaluation_sees_all_writes[1]"]
-    assert sends["result"] == "skipped"
-    assert sends["words"] == "replicas on the CPU ask no device"
-    assert set(found) == {sees["check"], sends["check"]}
-
-
-@pytest.mark.skipif(
-    shutil.which("gcc") is None or shutil.which("make") is None,
-    reason="there is no gcc, or no make",
-)
-def test_replicas_are_checked_on_the_fake(tmp_path: Path) -> None:
-    found = run_replicas(tmp_path, "fake", "evaluation_sees_all_writes")
-    row = found["evaluation_sees_all_writes[1]"]
-    assert row["result"] == "passed"
-    calls = row["figures"]["calls"]
-    assert calls["broadcast"] + calls["refresh"] == 4
-
-
 NAMES = f"""
 import json, sys
-from pathlib import Path
 sys.path[:0] = [{str(FOLDER)!r}, {str(FOLDER.parent / "bench")!r}]
-import main, part_replicas
-from checks import checks_of
-names = [c.name for module in part_replicas.MODULES for c in checks_of(module)]
-print(json.dumps([names, main.expand(["correctness"], None)]))
+import main, parts
+modules = (*parts.GRADIENTS, *parts.REPLICAS, *parts.ON_RANKS["failures"][0])
+names = [c.name for c in parts.checks_in(modules)]
+first = f"{{parts.FIRST_ALONE}} {{parts.FIRST_TOGETHER}} {{parts.FIRST_REPLICAS}}"
+print(json.dumps([names, [c.name for c in parts.named(first)]]))
 """
 
 
-def test_replicas_are_part_of_what_is_checked_for_correctness() -> None:
+def test_checks_have_names_of_their_own_and_the_first_are_among_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", NAMES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -364,6 +337,15 @@ def test_replicas_are_part_of_what_is_checked_for_correctness() -> None:
         text=True,
         check=True,
     )
-    names, parts = json.loads(done.stdout)
-    assert len(names) == len(set(names)) > 40
-    assert "replicas" in parts
+    names, first = json.loads(done.stdout)
+    assert len(names) == len(set(names)) > 90
+    assert set(first) <= set(names)
+
+
+def test_simulated_devices_take_the_package_that_is_installed(tmp_path: Path) -> None:
+    run = Run(tmp_path, "--fake", "memory")
+    assert run.done.returncode == 0, run.output
+    assert list(run.results["parts"]) == ["memory"]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert list(Run(other, "memory").results["parts"]) == ["build", "memory"]

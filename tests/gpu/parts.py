@@ -1,0 +1,158 @@
+"""What each part checks, and in worlds of how many ranks; see main.py.
+
+Modules are imported when a part runs: `first` builds the package that they import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from dataclasses import replace
+
+import session
+from checks import Check, Skip, checks_of, is_fake, run_here
+
+GRADIENTS = ("check_gradients", "check_models", "check_modes", "check_features")
+REPLICAS = ("check_replicas", "check_replicas_modes", "check_replicas_input")
+ON_RANKS = {
+    "alone": (GRADIENTS, (1,)),
+    "nccl": (GRADIENTS, (2, 3)),
+    "failures": (("check_input", "check_failures"), (1, 2, 3)),
+    "memory": (("check_memory",), (1, 2)),
+}
+FIRST_NCCL = 23003  # 2.30.3 is the first to put two ranks on one GPU
+
+# One thing of each kind, the most telling first.
+FIRST_ALONE = """check_models.model_digits check_gradients.sizes_and_types
+    check_failures.an_exception_in_backward check_modes.graph_of_digits"""
+FIRST_REPLICAS = """check_replicas.train_mlp
+    check_replicas_modes.evaluation_sees_all_writes
+    check_replicas_modes.a_step_waits_for_nothing"""
+FIRST_TOGETHER = """check_models.model_digits check_gradients.sizes_and_types
+    check_models.model_transformer check_gradients.unused_parameters
+    check_features.buffers_of_rank_0 check_failures.an_exception_in_backward
+    check_failures.a_rank_that_is_killed"""
+
+
+def run(name: str, seconds: float) -> bool:
+    """Run a part; whether all of its checks were well."""
+    until = time.monotonic() + seconds - 15
+    if name in ON_RANKS:
+        modules, sizes = ON_RANKS[name]
+        return session.run_on_ranks(checks_in(modules), sizes, until)
+    if name in ("build", "kernels", "contexts"):
+        good: bool = importlib.import_module(f"part_{name}").run(seconds)
+        return good
+    others = {
+        "first": first,
+        "shared": shared,
+        "replicas": replicas,
+        "bench": bench,
+        "rehearsal": rehearsal,
+    }
+    return others[name](until)
+
+
+def rehearsal(until: float) -> bool:
+    """What `alone`, `nccl` and `failures` check, in as few processes as can be.
+
+    All of it with 2 ranks; with 3 what is not of one more model; with 1 what has no
+    other ranks.
+    """
+    modules, _ = ON_RANKS["failures"]
+    found = []
+    for each in checks_in((*GRADIENTS, *modules)):
+        sizes = set(each.worlds)
+        if 2 in sizes:
+            sizes.discard(1)
+            if each.module == "check_models" and each.name != "model_digits":
+                sizes.discard(3)
+        found.append(replace(each, worlds=tuple(sizes)))
+    return session.run_on_ranks(found, (2, 3, 1), until)
+
+
+def checks_in(modules: tuple[str, ...]) -> list[Check]:
+    """The checks of some modules, in their order."""
+    return [c for name in modules for c in checks_of(importlib.import_module(name))]
+
+
+def named(words: str) -> list[Check]:
+    """Checks by module and name."""
+    pairs = (word.split(".") for word in words.split())
+    return [getattr(importlib.import_module(module), name) for module, name in pairs]
+
+
+def first(until: float) -> bool:
+    """Build without nvcc; check one rank, replicas, two ranks; take one figure.
+
+    A machine that is lent may be lost at any moment.  nvcc takes a minute for the
+    kernels of every architecture; NVRTC makes those of this one in seconds.
+    """
+    import part_build
+
+    part_build.BUILT.mkdir(parents=True, exist_ok=True)
+    steps = [
+        ("driver", part_build.driver),
+        ("build", lambda: part_build.build("nvrtc", False)),
+        ("imports", lambda: part_build.imports(["nvrtc"])),
+        ("has_gpu", lambda: part_build.has_gpu("nvrtc")),
+    ]
+    is_built = run_here(steps)
+    importlib.invalidate_caches()  # the package's folder was not there before
+    sys.path_importer_cache.clear()
+    if not is_built:
+        return False
+    from replica_world import in_one_process
+
+    good = session.run_on_ranks(named(FIRST_ALONE), (1,), until)
+    one_process = in_one_process(named(FIRST_REPLICAS))
+    good = session.run_on_ranks(one_process, (1,), until) and good
+    good = session.run_on_ranks(named(FIRST_TOGETHER), (2,), until) and good
+    timed = named("bench_steps.step_time_digits")
+    return session.run_on_ranks(timed, (1,), until) and good
+
+
+def knows_nccl() -> None:
+    """Skip where NCCL is too old to put two ranks on one GPU."""
+    from paceline import _native
+
+    if is_fake():
+        raise Skip("a rehearsal")
+    version = _native.nccl_version(None)
+    if version < FIRST_NCCL:
+        raise Skip(f"NCCL is {version}; {session.SHARE} is known from {FIRST_NCCL} on")
+
+
+def shared(until: float) -> bool:
+    """Two ranks on the GPU, which NCCL knows to be there: no sockets."""
+    try:
+        knows_nccl()
+    except Skip:
+        return run_here([("knows_nccl", knows_nccl)])
+    modules = ("check_gradients", "check_models", "check_failures")
+    return session.run_on_ranks(session.share(checks_in(modules)), (2,), until)
+
+
+def replicas(until: float) -> bool:
+    """DataParallel: several replicas on the one GPU, in one process."""
+    from replica_world import in_one_process
+
+    return session.run_on_ranks(in_one_process(checks_in(REPLICAS)), (1,), until)
+
+
+def bench(until: float) -> bool:
+    """Time replicas, whole steps of one rank, kernels in this process, two ranks.
+
+    What must hold on a GPU is judged beside each figure ("meets", "misses"); a
+    benchmark is no test, and a figure that misses fails nothing.
+    """
+    from replica_world import in_one_process
+
+    steps = checks_in(("bench_steps",))
+    timed = in_one_process(checks_in(("bench_replicas",)))
+    good = session.run_on_ranks(timed, (1,), until)
+    good = session.run_on_ranks(steps, (1,), until) and good
+    if not is_fake():
+        good = run_here(importlib.import_module("bench_kernels").checks()) and good
+    return session.run_on_ranks(steps, (2,), until) and good
