@@ -91,14 +91,26 @@ bench-counters bench-ranks: bench-%:
 # ---- tests ---------------------------------------------------------------------
 
 .PHONY: test py-test
-test: c-test py-test gpu-fake ## C tests, the Python suite, and the checks for GPUs
+test: c-test py-test gpu-fake ## what each change must pass: ten minutes on two cores
 
 # In this order, the longest files first: the last ones keep all workers at work.
+PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+PY_TESTS := $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
+	tests/parity tests/unit)
 py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")
-	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-	    --max-worker-restart=0 \
-	    $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
-	        tests/parity tests/unit) $(PYTEST_FLAGS)
+	$(PY) $(PYTEST) -m "not long and not hand" --junitxml=$(BUILD)/tests.xml \
+	    $(PY_TESTS) $(PYTEST_FLAGS)
+
+# Too long for each change: by hand, before a release.  docs/versions.md has what came
+# of the last time.
+.PHONY: test-all py-test-long
+HEAVY := py-test-long c-test-plain sanitize fuzz-bytes fuzz fuzz-dp hosts matrix
+test-all: test ## that, and what is heavier: some hours
+	@for target in $(HEAVY); do \
+	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
+
+py-test-long: $(INSTALLED) $(DEPENDENCIES) ## the tests marked long
+	$(PY) $(PYTEST) -m "long and not hand" $(PY_TESTS) $(PYTEST_FLAGS)
 
 # The checks for machines with a GPU, on simulated CUDA and NCCL.
 GPU_PARTS := rehearsal replicas contexts
@@ -193,14 +205,19 @@ endef
 $(foreach flavour, $(FLAVOURS) fuzz, $(eval $(call FLAVOUR_RULES,$(flavour))))
 .SECONDARY:
 
-.PHONY: c-test sanitize
-c-test: ## build and run the C tests
+.PHONY: c-test c-test-plain sanitize
+c-test: ## build and run the C tests, under ASan with UBSan
+	@$(MAKE) --no-print-directory -j$(JOBS) c-asan
+	@bash -o pipefail -c \
+	    'JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan | tee $(BUILD)/c-tests.txt'
+
+c-test-plain: ## the C tests as the extension is compiled, without a sanitizer
 	@$(MAKE) --no-print-directory -j$(JOBS) c-plain
 	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/plain
 
-sanitize: ## the C tests under ASan with UBSan, and under TSan
-	@$(MAKE) --no-print-directory -j$(JOBS) c-asan c-tsan
-	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan $(BUILD)/c/tsan
+sanitize: ## the C tests under TSan
+	@$(MAKE) --no-print-directory -j$(JOBS) c-tsan
+	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/tsan
 
 # It needs Debian's gcc-aarch64-linux-gnu and qemu-user.  That has no mremap() of an old
 # size of 0, keeps what was mapped in its /proc/self/maps, and does not survive a fork()
@@ -210,7 +227,7 @@ NOT_EMULATED := test_faults test_group_comm test_watchdog test_window
 c-test-aarch64: ## the C tests, compiled for aarch64 and emulated
 	@EMULATOR="qemu-aarch64 -L /usr/aarch64-linux-gnu" SKIPPED="$(NOT_EMULATED)" \
 	    $(MAKE) --no-print-directory BUILD=$(BUILD)/aarch64 \
-	    CC=aarch64-linux-gnu-gcc c-test
+	    CC=aarch64-linux-gnu-gcc c-test-plain
 
 # clang's libFuzzer looks for bytes that break what reads them; without it, there are
 # those that c-test reads, which were found before.

@@ -4,7 +4,6 @@
     python tests/matrix/run.py 3.13        one row
     python tests/matrix/run.py --part parity/ddp --part unit 3.10
     python tests/matrix/run.py --torch 2.15.0rc1 3.13 -- tests/unit -k bucket
-    python tests/matrix/run.py --quick     a few minutes of one row, for .ci/run
 
 A row is a Python, found on PATH or among pyenv's, and a torch; where that Python is
 not installed the row is skipped, and says so.  `make` installs each row into
@@ -40,13 +39,6 @@ ROWS = {"3.10": "2.4.1", "3.12": "2.8.0", "3.13": "2.14.1", "3.14t": "2.14.1"}
 
 # The folders of tests/ that are run, each by itself.
 PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit"]
-# What other Pythons and torches have broken, or are likely to.
-QUICK = [
-    "tests/clients",
-    "tests/parity/dp/test_data_parallel_changes.py",
-    "tests/parity/ddp/test_gradients.py",
-]
-QUICK_ROWS = ["3.13", "3.12", "3.10"]
 
 HEAD = """\
 # Versions
@@ -220,30 +212,19 @@ def table() -> str:
     return text
 
 
-def quick_row() -> list[str]:
-    """Return the newest row with another Python than this one's, if there is any."""
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    others = [name for name in QUICK_ROWS if name != own]
-    here = [name for name in others if name in find_pythons()]
-    if not here:
-        say(f"Skipped: none of Python {', '.join(others)} is installed here.")
-    return here[:1]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; default: all")
     parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--torch", help="another torch than the rows'")
-    parser.add_argument("--quick", action="store_true", help="one row, a few minutes")
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     chosen = parser.parse_args(words[:cut])
     unknown = set(chosen.rows) - set(ROWS)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(ROWS)}")
-    names = chosen.rows or (quick_row() if chosen.quick else list(ROWS))
-    given = words[cut + 1 :] or (QUICK if chosen.quick else [])
+    names = chosen.rows or list(ROWS)
+    given = words[cut + 1 :]
     parts = chosen.part or PARTS
     WORK.mkdir(parents=True, exist_ok=True)
     passed = [run_row(n, chosen.torch or ROWS[n], parts, given) for n in names]
