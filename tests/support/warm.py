@@ -40,7 +40,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ _PRELOAD = [
     "paceline._dp.data_parallel",
     "paceline._launch.rank",
 ]
+_PRELOAD_IF_THERE = ["sklearn.datasets"]  # of the examples
 _TESTS = str(Path(__file__).parents[1])
 _MOST_BYTES = 1 << 18
 _MOST_FDS = 64
@@ -242,6 +243,9 @@ def _serve(fd: int) -> None:
     multiprocessing.util.spawnv_passfds = _spawn
     for module in _PRELOAD:  # some take these by name
         importlib.import_module(module)
+    for module in _PRELOAD_IF_THERE:
+        with suppress(ImportError):
+            importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1
     gc.collect()
     gc.freeze()
