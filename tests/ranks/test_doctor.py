@@ -362,14 +362,6 @@ def test_help_names_the_program_as_it_was_started(console_script, tmp_path):
         assert version == f"paceline {paceline.__version__}\n"
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "-m"], ["run", "--no"], []])
-def test_a_run_of_nothing_is_refused(console_script, tmp_path, words):
-    ended = run(console_script, *words, cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("paceline: ")
-    assert "\nusage: paceline script.py" in ended.stderr
-
-
 def test_an_argument_that_doctor_does_not_know_is_refused(tmp_path):
     ended = run(sys.executable, "-m", "paceline", "doctor", "--jsn", cwd=tmp_path)
     assert ended.returncode == 2

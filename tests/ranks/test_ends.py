@@ -29,6 +29,7 @@ def test_ranks_end_well_behind_a_collective_of_torch(tmp_path: Path) -> None:
         ranks = [
             warm.Popen(
                 [*command, str(rank), str(tmp_path / f"store{i}")],
+                is_whole=True,
                 stderr=subprocess.PIPE,
                 text=True,
             )

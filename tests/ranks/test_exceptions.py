@@ -207,19 +207,3 @@ def test_a_rank_that_was_stopped_is_told_the_cause_and_not_its_consequences() ->
         assert told[0] == "PeerError"
         assert f"rank {rank}: the step of rank 1 failed" in told[1]
         assert "no room for a gradient" in told[1]
-
-
-def lose_a_model_mismatch(rank: int, n_ranks: int) -> str:
-    torch.manual_seed(1)
-    with pytest.raises(paceline.MismatchError) as caught:
-        paceline.DistributedDataParallel(torch.nn.Linear(4, 1 + rank // 2))
-    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))  # and again
-    model(torch.ones(1, 4)).sum().backward()
-    return str(caught.value)
-
-
-def test_models_that_differ_are_an_error_on_every_rank() -> None:
-    told = values(run_ranks(lose_a_model_mismatch, 3))
-    assert len(set(told)) == 1
-    assert "rank 2" in told[0]
-    assert "weight" in told[0]

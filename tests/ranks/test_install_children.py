@@ -170,7 +170,9 @@ def test_a_program_that_is_missing_is_said_as_python_does(here):
         assert (found.stdout, found.stderr) == ("", expected.stderr)
 
 
-@pytest.mark.parametrize("words", [[], ["-m"], ["-c"], ["--no-such"], ["-x", "a.py"]])
+@pytest.mark.parametrize(
+    "words", [[], ["-m"], ["-c"], ["--no-such"], ["-x", "a.py"], ["run"], ["run", "-m"]]
+)
 def test_words_that_mean_nothing_are_refused_with_code_2(here, words):
     found = ours(*words)
     assert found.returncode == 2

@@ -55,13 +55,6 @@ def check_output(out: str, err: str, n_ranks: int) -> None:
     assert not re.findall(r"(?i)paceline|traceback|warning|exception", err), err
 
 
-def test_torchrun_runs_an_unchanged_script() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", JOB]
-    out, err = run_until_torch_survives(lambda: run_command(command))
-    check_output(out, err, 2)
-
-
 def test_spawn_runs_an_unchanged_script() -> None:
     out, err = run_until_torch_survives(
         lambda: run_command([sys.executable, JOB, str(free_port())])

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,56 +142,75 @@ def test_rank_0_evaluates_alone() -> None:
     assert torch.equal(first, second)
 
 
+Held = list[torch.nn.Module]  # with the one wrapper: an empty list has let go of it
+
+
 def fork_children(rank: int, n_ranks: int) -> list[tuple[int, bool, int]]:
     """Fork a child for each way of its end; return how they and this rank fare."""
-    model = paceline.DistributedDataParallel(make_module())
-    step(model, rank)
+    held = [paceline.DistributedDataParallel(make_module())]
+    step(held[0], rank)
     before = n_descriptors()
     found = []
     for end in ENDS:
-        gradients = [p.grad.clone() for p in model.parameters()]
+        gradients = [p.grad.clone() for p in held[0].parameters()]
         pid = os.fork()
         if pid == 0:
-            run_child(model, end)
+            run_child(held, end)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        pairs = zip(model.parameters(), gradients, strict=True)
+        pairs = zip(held[0].parameters(), gradients, strict=True)
         is_same = all(torch.equal(p.grad, was) for p, was in pairs)
         for _ in range(3):
-            step(model, rank)
+            step(held[0], rank)
         dist.barrier()
         found.append((code, is_same, n_descriptors() - before))
     return found
 
 
-def use_the_wrapper(model: torch.nn.Module) -> None:
+def evaluate(held: Held) -> None:
+    with torch.no_grad():
+        held[0](torch.ones(4, 8))
+    held[0].state_dict()
+
+
+def use_the_wrapper(held: Held) -> None:
     with pytest.raises(RuntimeError, match="forked from rank"):
-        step(model, 0)
+        step(held[0], 0)
+    with pytest.raises(RuntimeError, match=r"is no rank itself|mat1 and mat2"):
+        held[0](torch.ones(1, 1))
 
 
-def write_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
+def write_gradients(held: Held) -> None:
+    for parameter in held[0].parameters():
         parameter.grad.add_(1.0)
 
 
-def evaluate(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        model.module(torch.ones(4, 8))
+def train_the_bare_model(held: Held) -> None:
+    step(held[0].module, 0)
 
 
-ENDS = [
-    evaluate,
-    use_the_wrapper,
-    write_gradients,
-    lambda model: step(model.module, 0),
-]
+def collect(held: Held) -> None:
+    parameters = list(held[0].parameters())
+    gradients = [p.grad.clone() for p in parameters]
+    held.clear()
+    gc.collect()
+    # New memory of the child's fills what the world left unmapped.
+    kept = [torch.full((1 << 15,), 3.0) for _ in range(200)]
+    pairs = zip(parameters, gradients, strict=True)
+    assert all(torch.equal(p.grad, grad) for p, grad in pairs)
+    del parameters, pairs
+    gc.collect()
+    assert all(bool((tensor == 3.0).all()) for tensor in kept)
 
 
-def run_child(model: torch.nn.Module, end: Any) -> None:
+ENDS = [evaluate, use_the_wrapper, write_gradients, train_the_bare_model, collect]
+
+
+def run_child(held: Held, end: Callable[[Held], None]) -> None:
     """Do in a forked child what an ordinary child does; never return."""
     code = 3
     try:
-        end(model)
-        del model
+        end(held)
+        held.clear()
         gc.collect()
         atexit._run_exitfuncs()
         code = 0
