@@ -160,6 +160,7 @@ def _start(
     is_session: bool = False,
     first: str = "",
     is_whole: bool = False,
+    is_leaf: bool = False,
 ) -> int:
     env = os.environ if env is None else env
     told = {
@@ -170,6 +171,7 @@ def _start(
         "is_session": is_session,
         "first": first,
         "is_whole": is_whole,
+        "is_leaf": is_leaf,
     }
     return _Server.of_this_process().start(told, fds)
 
@@ -188,7 +190,7 @@ class Popen(_popen):
         pipes, is_session = rest[:6], rest[11]
         words = None if preexec_fn or shell else _read_command(args)
         if words is None:
-            assert not any(self._more.values()), "this command cannot be forked"
+            assert not self._more["first"], "this command cannot be forked"
             super()._execute_child(*given)  # type: ignore[misc]
             return
         ends = [pipes[0], pipes[3], pipes[5]]
@@ -199,6 +201,14 @@ class Popen(_popen):
         self.pid = _start(words, targets, fds, env, folder, is_session, **self._more)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+class _Rank(Popen):
+    """A rank of `paceline.launch`, whose own Pythons are started as ever."""
+
+    def _execute_child(self, *given: Any) -> None:
+        self._more["is_leaf"] = True
+        super()._execute_child(*given)
 
 
 def run(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess[Any]:
@@ -223,7 +233,7 @@ def ranks_of_launch() -> Iterator[None]:
     from paceline._launch import processes
 
     stand_in = types.SimpleNamespace(
-        Popen=Popen, DEVNULL=subprocess.DEVNULL, _args_from_interpreter_flags=list
+        Popen=_Rank, DEVNULL=subprocess.DEVNULL, _args_from_interpreter_flags=list
     )
     with _replaced(processes, subprocess=stand_in):
         yield
@@ -315,14 +325,18 @@ def _prepare(told: dict[str, Any], fds: list[int]) -> Callable[[], None]:
         os.setsid()
     exec(told["first"], {})
     least = max(_HIGH_FD, *told["targets"]) + 1
-    ours, theirs = _make_sockets(least)
-    if os.fork() == 0:  # now, while there is no other thread
-        ours.close()
-        for fd in fds:
-            os.close(fd)
-        return _fork_programs(theirs)
-    theirs.close()
-    _Server._current = _Server(ours)
+    if told["is_leaf"]:
+        subprocess.Popen = _popen  # type: ignore[misc]
+        multiprocessing.util.spawnv_passfds = _spawnv
+    else:
+        ours, theirs = _make_sockets(least)
+        if os.fork() == 0:  # now, while there is no other thread
+            ours.close()
+            for fd in fds:
+                os.close(fd)
+            return _fork_programs(theirs)
+        theirs.close()
+        _Server._current = _Server(ours)
     _take_descriptors(told["targets"], fds, least)
     _take_environment(told)
     return lambda: (_run if told["is_whole"] else _run_and_end)(told["words"])
