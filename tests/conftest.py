@@ -41,7 +41,7 @@ def pytest_collection_finish(session):
 @pytest.fixture(scope="module")
 def forked_workers():
     """Start the file's ranks by fork, in milliseconds."""
-    from support import forked_workers
+    from support import warm
 
-    with forked_workers.forked_workers():
+    with warm.ranks_of_launch():
         yield

@@ -284,6 +284,13 @@ def check_equal(left: Run, right: Run) -> None:
             _check(rank, one[title], other[title], title)
 
 
+def check_ranks_agree(run: Run, title: str = "") -> None:
+    """Check that ranks with data of their own have ended with the same weights."""
+    one, other = (told[title] if title else told for told in run.results)
+    found = difference(one["weights"], other["weights"], "weights", STATISTICS)
+    assert found is None, found
+
+
 def check_resumes(whole: Run, resumed: Run, title: str = "resumed") -> None:
     """Check that going on from a checkpoint ended as the run without a break did."""
     for rank, (one, other) in enumerate(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launches import (
     alone,
     by_accelerate,
     check_equal,
+    check_ranks_agree,
     check_resumes,
     needs,
     run,
@@ -19,6 +21,14 @@ pytestmark = needs("accelerate", "sklearn")
 LOOP, NOTEBOOK = "accelerate_loop.py", "accelerate_notebook.py"
 
 
+def test_a_short_training_has_our_wrapper_on_both_ranks(tmp_path: Path) -> None:
+    port = ("--port", str(free_port()))
+    folder = tmp_path / "out"
+    done = run("paceline", alone, NOTEBOOK, folder, *port, has_install_line=True)
+    check_ranks_agree(done)
+
+
+@pytest.mark.long
 def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None:
     ours = run("paceline", by_accelerate, LOOP, tmp_path / "ours")
     resume = ("--resume", ours.path)
@@ -31,6 +41,7 @@ def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None
     check_resumes(plain, again)
 
 
+@pytest.mark.long
 def test_a_function_in_a_notebook_trains_alike(tmp_path: Path) -> None:
     plain, ours = (
         run(

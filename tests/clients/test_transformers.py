@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from launches import (
     DEADLINE_SECONDS,
     HERE,
@@ -24,6 +25,7 @@ transformers_or_skip()
 PROGRAM = "transformers_trainer.py"
 
 
+@pytest.mark.long
 def test_the_trainer_trains_and_resumes_alike(tmp_path: Path) -> None:
     plain = run("torch", by_torchrun, PROGRAM, tmp_path / "torch")
     resume = ("--resume", plain.path)

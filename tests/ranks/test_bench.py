@@ -2,12 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import paceline
 import pytest
+from paceline._cli.bench import command
+from support import warm
 
 SECONDS = 300
 QUICK = ["--quick", "--models", "digits", "--ranks", "2", "--cpu"]
@@ -15,7 +16,7 @@ CONTESTANTS = {"plain", "torch-ddp", "ranks"}
 
 
 def bench(*words, **env):
-    return subprocess.run(
+    return warm.run(
         [sys.executable, "-m", "paceline", "bench", *words],
         env={**os.environ, **env},
         capture_output=True,
@@ -30,6 +31,7 @@ def children():
 
 @pytest.mark.slow
 def test_quick_json_has_a_figure_for_every_contestant_and_leaves_nothing():
+    warm.run([sys.executable, "-c", ""])  # whose server is a child of this process
     before = children()
     done = bench(*QUICK, "--json")
     assert done.returncode == 0, done.stderr
@@ -91,12 +93,14 @@ def test_a_rank_that_fails_is_one_message():
         (["--slow"], "unrecognized arguments: --slow"),
     ],
 )
-def test_a_wrong_argument_is_said_before_anything_runs(words, told):
+def test_a_wrong_argument_is_said_before_anything_runs(words, told, capsys):
     if "--plot" in words:
         pytest.importorskip("matplotlib")
-    done = bench("--cpu", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--cpu", *words], "paceline")
+    output, errors = capsys.readouterr()
+    assert (ended.value.code, output) == (2, "")
+    assert told in errors
 
 
 def test_without_matplotlib_a_picture_is_refused_in_one_sentence(tmp_path):

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.hosts import Hosts
+from support.processes import is_asleep
 from support.ranks import run_ranks, values
+from support.waiting import until
 from torch import nn
 
 WIDTH = 1500
@@ -79,15 +81,24 @@ def test_a_rank_without_memory_is_named_and_all_may_go_on(
 # ---- interrupted --------------------------------------------------------------------
 
 
+def interrupt_once_asleep() -> None:
+    assert until(lambda: is_asleep(os.getpid()))
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupt_who_waits(rank: int, _: int, n_ranks: tuple[int, ...]) -> object:
     """Press Ctrl-C on rank 0 while it waits for the others, who are late."""
     place(rank, n_ranks)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(target=interrupt_once_asleep).start()
     else:
-        time.sleep(1.5)
-    first, second = timed(small), timed(small)
-    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+        store.wait(["interrupted"])
+    first = timed(small)
+    if rank == 0:
+        store.set("interrupted", "")
+    second = timed(small)
+    store = dist.PrefixStore("again", store)
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

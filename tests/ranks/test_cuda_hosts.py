@@ -106,14 +106,39 @@ def train(rank: int, hosts: Hosts, kind: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gloo", "device"])
+def go_on(rank: int, hosts: Hosts) -> Any:
+    torch.manual_seed(0)
+    ours = paceline.DistributedDataParallel(Net())
+    for culprit in range(hosts.world_size):
+        x = torch.full((4, 20), 0.1 * rank)
+        ours(x, True).square().mean().backward()
+        weight = ours.module.norm.weight
+        broken = weight.register_hook(fail) if rank == culprit else None
+        kind = OSError if broken else paceline.PeerError
+        with pytest.raises(kind, match="no port") as caught:
+            ours(x, True).square().mean().backward()
+        host = hosts.host_of(culprit)
+        is_near = host == hosts.host_of(rank) or hosts.n_ranks[host] > 1
+        name = f"rank {culprit}" if is_near else f"rank {culprit} (host {host})"
+        assert broken or name in str(caught.value)
+        if broken is not None:
+            broken.remove()
+    ours.zero_grad()
+    return steps(ours, rank)
+
+
+def train_in_all_ways(rank: int, hosts: Hosts) -> list[torch.Tensor]:
+    found = go_on(rank, hosts)
+    return found + [t for kind in ("gloo", "device") for t in train(rank, hosts, kind)]
+
+
 @pytest.mark.parametrize("n_ranks", WORLDS)
 def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(
-    n_ranks: tuple[int, ...], kind: str, store: str
+    n_ranks: tuple[int, ...], store: str
 ) -> None:
     hosts = Hosts(n_ranks)
-    apart = run_on_gpus(train, hosts, store, kind)
-    together = run_on_gpus(train, Hosts((hosts.world_size,)), store + ".1", kind)
+    apart = run_on_gpus(train_in_all_ways, hosts, store)
+    together = run_on_gpus(train_in_all_ways, Hosts((hosts.world_size,)), store + ".1")
     for ours, theirs in zip(apart, together, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
@@ -298,38 +323,6 @@ def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store: str) -> None:
         for text in outcome.value:
             assert "rank 3" in text or "ranks 2 to 3 (host 1)" in text, text
         assert "start again from what was saved" in outcome.value[1], outcome
-
-
-def go_on(rank: int, hosts: Hosts) -> Any:
-    torch.manual_seed(0)
-    ours = paceline.DistributedDataParallel(Net())
-    for culprit in range(hosts.world_size):
-        x = torch.full((4, 20), 0.1 * rank)
-        ours(x, True).square().mean().backward()
-        weight = ours.module.norm.weight
-        broken = weight.register_hook(fail) if rank == culprit else None
-        kind = OSError if broken else paceline.PeerError
-        with pytest.raises(kind, match="no port") as caught:
-            ours(x, True).square().mean().backward()
-        host = hosts.host_of(culprit)
-        is_near = host == hosts.host_of(rank) or hosts.n_ranks[host] > 1
-        name = f"rank {culprit}" if is_near else f"rank {culprit} (host {host})"
-        assert broken or name in str(caught.value)
-        if broken is not None:
-            broken.remove()
-    ours.zero_grad()
-    return steps(ours, rank)
-
-
-@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2)])
-def test_a_failed_step_is_left_behind_on_every_host_of_gpus(
-    n_ranks: tuple[int, ...], store: str
-) -> None:
-    hosts = Hosts(n_ranks)
-    apart = run_on_gpus(go_on, hosts, store)
-    together = run_on_gpus(go_on, Hosts((hosts.world_size,)), store + ".1")
-    for ours, theirs in zip(apart, together, strict=True):
-        assert all(map(torch.equal, ours, theirs))
 
 
 def sleep_while_another_fails(rank: int, hosts: Hosts) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from support import warm
 
 JOB = Path(__file__).parent / "jobs" / "interrupted.py"
 N_INTERRUPTS = 60
@@ -13,7 +14,7 @@ LONG_SECONDS = 240.0
 
 
 def test_steps_after_an_interrupt_are_those_of_the_plain_module() -> None:
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, str(JOB), str(N_INTERRUPTS), "1"],
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -224,29 +223,13 @@ def kill_at(moment: Moment) -> tuple[list[float], list[str], list[int]]:
 
 
 def kill_at_moments(moments: list[Moment]) -> None:
-    seconds: list[float] = []
     wrong: list[str] = []
     workers: list[int] = []
-    slowest: tuple[float, Moment | None] = (0.0, None)
     for moment in moments:
-        found = kill_at(moment)
-        seconds += found[0]
-        wrong += found[1]
-        workers += found[2]
-        print(moment, [round(s, 3) for s in found[0]])
-        slowest = max(slowest, (max(found[0], default=0.0), moment), key=lambda s: s[0])
-    seconds.sort()
-    cuts = {
-        "min": seconds[0],
-        "median": statistics.median(seconds),
-        "p90": seconds[int(0.9 * len(seconds))],
-        "max": seconds[-1],
-    }
-    print(
-        f"{len(moments)} kills, {len(seconds)} survivors, seconds to the error:",
-        ", ".join(f"{name} {cut:.3f}" for name, cut in cuts.items()),
-        f"(slowest: {slowest[1]})",
-    )
+        seconds, faults, pids = kill_at(moment)
+        print(moment, "seconds to the error:", [round(s, 3) for s in seconds])
+        wrong += faults
+        workers += pids
     assert not wrong, "\n".join(wrong)
     assert wait_until_gone(workers, WORKER_SECONDS) == []
 

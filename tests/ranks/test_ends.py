@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from support import warm
 
 SCRIPT = """
 import sys, time, torch
@@ -23,13 +23,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_ranks_end_well_behind_a_collective_of_torch(tmp_path: Path) -> None:
     for i in range(4):  # without the wait at the end about every second fails
         command = [sys.executable, "-c", SCRIPT]
         ranks = [
-            subprocess.Popen(
+            warm.Popen(
                 [*command, str(rank), str(tmp_path / f"store{i}")],
+                is_whole=True,
                 stderr=subprocess.PIPE,
                 text=True,
             )

@@ -14,89 +14,56 @@ from typing import Any
 import paceline
 import pytest
 import torch
+from support import warm
 from support.ranks import run_ranks, start_ranks, tell, values
 
 JOB = str(Path(__file__).parent / "jobs" / "failing.py")
 CULPRIT = 1
-WHERES = ("function", "hook", "early", "forward", "outside")
-RAISED = (
-    "rank {survivor}: the step of rank 1 failed",
-    "these are the culprit's own words",
-    "explode_as_asked",
-)
+OWN_WORDS = ("these are the culprit's own words", "explode_as_asked")
+STEP_FAILED = ("rank {survivor}: the step of rank 1 failed", *OWN_WORDS)
+LEFT = ("rank 1 (process", "has left")
+CASES = [  # how ranks are started, where the culprit fails, what its peers are told
+    ("fork", "function", STEP_FAILED),
+    ("fork", "hook", STEP_FAILED),
+    ("fork", "early", STEP_FAILED),
+    ("fork", "forward", OWN_WORDS),
+    ("fork", "outside", OWN_WORDS),
+    ("fork", "leave", LEFT),
+    ("script", "hook", STEP_FAILED),
+    ("script", "outside", OWN_WORDS),
+    ("script", "leave", LEFT),
+    ("spawn", "function", STEP_FAILED),
+    ("spawn", "outside", OWN_WORDS),
+    ("forkserver", "forward", OWN_WORDS),
+]
 
 
-def run_job(launch: str, where: str, folder: Path) -> tuple[list[int], list[Any], str]:
-    """Return the ranks' exit codes, what each survivor caught, and all output."""
-    env = dict(os.environ, OMP_NUM_THREADS="1")
-    command = [sys.executable, JOB, launch, where, str(folder)]
+@pytest.mark.parametrize(("launch", "where", "words"), CASES)
+def test_peers_are_told_why_a_rank_has_left(
+    launch: str, where: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = [sys.executable, JOB, launch, where, str(tmp_path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = ["0", "1", "2"] if launch == "script" else [""]
+    ranks = [["0"], ["1"], ["2"]] if launch == "script" else [[]]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
     running = [
-        subprocess.Popen(command + ([r] if r else []), env=env, text=True, **pipes)
-        for r in ranks
+        warm.Popen(command + rank, env=env, text=True, **pipes) for rank in ranks
     ]
     told = [process.communicate(timeout=120) for process in running]
     output = "".join(out + err for out, err in told)
-    if launch == "script":
-        codes = [process.returncode for process in running]
-    else:
-        assert running[0].returncode == 0, output
+    codes = [process.returncode for process in running]
+    if launch != "script":
+        assert codes == [0], output
         # The last line: before it, Gloo of torch 2.8 tells of itself, all at once.
         codes = json.loads(told[0][0].splitlines()[-1])
-    caught = []
-    for rank in range(3):
-        path = folder / f"error.{rank}"
-        caught.append(json.loads(path.read_text()) if path.exists() else None)
-    return codes, caught, output
-
-
-def check_survivors(caught: list[Any], words: tuple[str, ...], output: str) -> None:
-    assert caught[CULPRIT] is None
+    assert codes == [0, int(where != "leave"), 0], output
+    assert not (tmp_path / f"error.{CULPRIT}").exists()
     for survivor in (0, 2):
-        error = caught[survivor]
-        assert error is not None, f"rank {survivor} caught nothing:\n{output}"
-        assert error["kind"] == "PeerError"
-        assert error["step"] == 2
+        error = json.loads((tmp_path / f"error.{survivor}").read_text())
+        assert (error["kind"], error["step"]) == ("PeerError", 2)
         for word in words:
-            assert word.format(survivor=survivor) in error["words"], error["words"]
-
-
-@pytest.mark.parametrize(
-    ("launch", "where"),
-    [*(("fork", where) for where in WHERES), ("script", "hook"), ("script", "outside")],
-)
-def test_peers_get_the_traceback_of_a_rank_that_raises(
-    launch: str, where: str, tmp_path: Path
-) -> None:
-    codes, caught, output = run_job(launch, where, tmp_path)
-    words = RAISED if where in ("function", "hook", "early") else RAISED[1:]
-    check_survivors(caught, words, output)
-    assert not any("number of steps" in caught[rank]["words"] for rank in (0, 2))
-    assert codes == [0, 1, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launch", "where"),
-    [("spawn", "function"), ("spawn", "outside"), ("forkserver", "forward")],
-)
-def test_peers_get_the_traceback_of_a_rank_that_was_spawned(
-    launch: str, where: str, tmp_path: Path
-) -> None:
-    codes, caught, output = run_job(launch, where, tmp_path)
-    words = RAISED if where in ("function", "hook", "early") else RAISED[1:]
-    check_survivors(caught, words, output)
-    assert codes == [0, 1, 0]
-
-
-@pytest.mark.parametrize("launch", ["script", "fork"])
-def test_peers_learn_that_a_finished_process_has_left(
-    launch: str, tmp_path: Path
-) -> None:
-    codes, caught, output = run_job(launch, "leave", tmp_path)
-    check_survivors(caught, ("rank 1 (process", "has left"), output)
-    assert codes == [0, 0, 0]
+            assert word.format(survivor=survivor) in error["words"]
+        assert words is LEFT or "number of steps" not in error["words"]
 
 
 # ---- exceptions that the rank catches ------------------------------------------------
@@ -133,7 +100,10 @@ class Net(torch.nn.Module):
         return Bomb.apply(output) if self.where == "early" else output
 
 
-def train_and_catch(rank: int, n_ranks: int, where: str, bad: int) -> dict[str, Any]:
+def train_and_catch(
+    rank: int, n_ranks: int, where: str, bad: int
+) -> tuple[dict[int, str], list[torch.Tensor]]:
+    """Train, fail in one step on one rank; return errors, parameters, gradients."""
     torch.manual_seed(7)
     model = paceline.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,59 +114,46 @@ def train_and_catch(rank: int, n_ranks: int, where: str, bad: int) -> dict[str, 
         optimizer.zero_grad()
         model.module.where = where if (rank, step) == (CULPRIT, bad) else ""
         try:
-            model(inputs).sum().backward()
+            try:
+                output = model(inputs)
+            except MemoryError:
+                model.module.where = ""
+                output = model(inputs)
+            output.sum().backward()
         except Exception as error:
-            errors[step] = (type(error).__name__, str(error))
+            errors[step] = f"{type(error).__name__}: {error}"
             continue  # the batch is lost, on every rank
         optimizer.step()
-    parameters = [p.detach().clone() for p in model.parameters()]
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return {"errors": errors, "parameters": parameters, "gradients": gradients}
+    return errors, [p.detach().clone() for p in model.parameters()] + gradients
+
+
+BACKWARDS = [(where, bad) for where in ("early", "middle", "late") for bad in (0, 2)]
+
+
+def catch_all(rank: int, n_ranks: int) -> list[Any]:
+    """Fail in each way, with a wrapper of its own."""
+    ways = [*BACKWARDS, ("forward", 2)]
+    return [train_and_catch(rank, n_ranks, where, bad) for where, bad in ways]
 
 
 @pytest.mark.parametrize("n_ranks", [2, 3])
-@pytest.mark.parametrize("bad", [0, 2])
-@pytest.mark.parametrize("where", ["early", "middle", "late"])
-def test_training_goes_on_after_a_caught_exception_in_backward(
-    where: str, bad: int, n_ranks: int
-) -> None:
-    told = values(run_ranks(train_and_catch, n_ranks, where, bad))
-    for rank, value in enumerate(told):
-        assert list(value["errors"]) == [bad], value["errors"]
-        kind, words = value["errors"][bad]
-        if rank == CULPRIT:
-            assert kind == "MemoryError"
-        else:
-            assert kind == "PeerError"
-            assert f"rank {rank}: the step of rank {CULPRIT} failed" in words
-            assert "no room for a gradient" in words
-        for name in ("parameters", "gradients"):
-            assert len(value[name]) == 6
-            for mine, first in zip(value[name], told[0][name], strict=True):
-                assert torch.equal(mine, first)
-
-
-def train_and_retry_forward(rank: int, n_ranks: int) -> torch.Tensor:
-    torch.manual_seed(7)
-    model = paceline.DistributedDataParallel(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(5):
-        inputs = torch.full((4, 8), float(rank + step))
-        optimizer.zero_grad()
-        model.module.where = "forward" if (rank, step) == (CULPRIT, 2) else ""
-        try:
-            output = model(inputs)
-        except MemoryError:
-            model.module.where = ""
-            output = model(inputs)
-        output.sum().backward()
-        optimizer.step()
-    return model.module.middle.weight.detach().clone()
-
-
-def test_a_forward_that_is_retried_disturbs_nobody() -> None:
-    first, second = values(run_ranks(train_and_retry_forward, 2))
-    assert torch.equal(first, second)
+def test_training_goes_on_after_a_caught_exception(n_ranks: int) -> None:
+    told = values(run_ranks(catch_all, n_ranks))
+    for rank, of_rank in enumerate(told):
+        *of_backwards, (retried, _) = of_rank
+        for (_, bad), (errors, _) in zip(BACKWARDS, of_backwards, strict=True):
+            assert list(errors) == [bad], errors
+            if rank == CULPRIT:
+                assert errors[bad] == "MemoryError: no room for a gradient"
+            else:
+                words = f"PeerError: rank {rank}: the step of rank {CULPRIT} failed"
+                assert errors[bad].startswith(words)
+                assert "no room for a gradient" in errors[bad]
+        assert retried == {}, "a forward that is tried again disturbs no rank"
+        for (_, mine), (_, first) in zip(of_rank, told[0], strict=True):
+            assert len(mine) == 12
+            assert all(map(torch.equal, mine, first))
 
 
 def give_up_or_retry(rank: int, n_ranks: int) -> tuple[str, str]:
@@ -250,19 +207,3 @@ def test_a_rank_that_was_stopped_is_told_the_cause_and_not_its_consequences() ->
         assert told[0] == "PeerError"
         assert f"rank {rank}: the step of rank 1 failed" in told[1]
         assert "no room for a gradient" in told[1]
-
-
-def lose_a_model_mismatch(rank: int, n_ranks: int) -> str:
-    torch.manual_seed(1)
-    with pytest.raises(paceline.MismatchError) as caught:
-        paceline.DistributedDataParallel(torch.nn.Linear(4, 1 + rank // 2))
-    model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))  # and again
-    model(torch.ones(1, 4)).sum().backward()
-    return str(caught.value)
-
-
-def test_models_that_differ_are_an_error_on_every_rank() -> None:
-    told = values(run_ranks(lose_a_model_mismatch, 3))
-    assert len(set(told)) == 1
-    assert "rank 2" in told[0]
-    assert "weight" in told[0]

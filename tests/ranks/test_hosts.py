@@ -60,6 +60,10 @@ def steps(model: Any, rank: int) -> list[torch.Tensor]:
 
 def train(rank: int, _: int, hosts: Hosts, store: str, is_carried: bool) -> Any:
     join(rank, hosts, store)
+    return compare_steps(rank, is_carried)
+
+
+def compare_steps(rank: int, is_carried: bool = True) -> Any:
     if is_carried:
 
         def refuse(*_: Any) -> None:
@@ -74,23 +78,87 @@ def train(rank: int, _: int, hosts: Hosts, store: str, is_carried: bool) -> Any:
 
 
 def check_trained(hosts: Hosts, store: str, is_carried: bool = True) -> None:
-    found = values(
-        run_ranks(train, hosts.world_size, hosts, store, is_carried, rendezvous="none")
+    check_steps(
+        values(
+            run_ranks(
+                train, hosts.world_size, hosts, store, is_carried, rendezvous="none"
+            )
+        )
     )
+
+
+def check_steps(found: list[Any]) -> None:
     first = found[0][0]
+    n_parameters = len(list(Net().parameters()))
     for ours, theirs in found:
-        n_parameters = len(list(Net().parameters()))
         for k, (a, b, c) in enumerate(zip(first, ours, theirs, strict=True)):
             torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
             if k < n_parameters and a.dim() > 1:
                 assert torch.equal(a, b), "ranks differ"
 
 
+def go_on(rank: int, n_ranks: int) -> Any:
+    """Fail in a step of each rank; then train as torch's wrapper does."""
+    torch.manual_seed(0)
+    ours = paceline.DistributedDataParallel(Net())
+    for culprit in range(n_ranks):
+        x = torch.full((4, 20), 0.1 * rank)
+        ours(x, True).square().mean().backward()
+        weight = ours.module.norm.weight
+        broken = weight.register_hook(fail) if rank == culprit else None
+        # A slow rank hears of it in its forward, where it waits for buffers.
+        with pytest.raises(OSError if broken else paceline.PeerError, match="no port"):
+            ours(x, True).square().mean().backward()
+        if broken is not None:
+            broken.remove()
+    ours.zero_grad()
+    theirs = TorchDDP(Net(), find_unused_parameters=True)
+    theirs.module.load_state_dict(ours.module.state_dict())
+    return steps(ours, rank), steps(theirs, rank)
+
+
+def share_a_backward(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    one, two = (paceline.DistributedDataParallel(nn.Linear(2000, 500)) for _ in "ab")
+    for _ in range(3):
+        x = torch.full((2, 2000), 0.01 * (rank + 1))
+        losses = [one(x).square().mean(), two(x).square().mean()]
+        sum(losses).backward()
+    return [p.grad.clone() for p in (*one.parameters(), *two.parameters())]
+
+
+def mismatch(rank: int, n_ranks: int) -> str:
+    try:
+        width = 6 if rank == n_ranks - 1 else 5
+        paceline.DistributedDataParallel(nn.Linear(3, width))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train_in_all_ways(rank: int, n_ranks: int, hosts: Hosts, store: str) -> Any:
+    join(rank, hosts, store)
+    said = mismatch(rank, n_ranks)
+    failed, shared = go_on(rank, n_ranks), share_a_backward(rank)
+    return said, failed, shared, compare_steps(rank)
+
+
 @pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2), (1, 1, 1), (2, 1, 1)])
-def test_ranks_of_several_hosts_train_as_with_torch(
+def test_ranks_of_several_hosts_train_as_with_torch_and_after_failures(
     n_ranks: tuple[int, ...], store: str
 ) -> None:
-    check_trained(Hosts(n_ranks), store)
+    hosts = Hosts(n_ranks)
+    found = values(
+        run_ranks(train_in_all_ways, hosts.world_size, hosts, store, rendezvous="none")
+    )
+    said, failed, shared, trained = zip(*found, strict=True)
+    assert all(text.startswith("MismatchError") for text in said), said
+    for ours, theirs in failed:
+        for first, a, b in zip(failed[0][0], ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            assert torch.equal(first, a) or a.dim() < 2
+    assert all(all(map(torch.equal, shared[0], other)) for other in shared)
+    check_steps(list(trained))
 
 
 def lack_links(rank: int, n: int, hosts: Hosts, store: str, lack: str) -> Any:
@@ -330,38 +398,6 @@ def test_after_a_failed_step_the_model_is_wrapped_anew(store: str) -> None:
         )
 
 
-def go_on(rank: int, n_ranks: int, hosts: Hosts, store: str) -> Any:
-    join(rank, hosts, store)
-    torch.manual_seed(0)
-    ours = paceline.DistributedDataParallel(Net())
-    for culprit in range(n_ranks):
-        x = torch.full((4, 20), 0.1 * rank)
-        ours(x, True).square().mean().backward()
-        weight = ours.module.norm.weight
-        broken = weight.register_hook(fail) if rank == culprit else None
-        # A slow rank hears of it in its forward, where it waits for buffers.
-        with pytest.raises(OSError if broken else paceline.PeerError, match="no port"):
-            ours(x, True).square().mean().backward()
-        if broken is not None:
-            broken.remove()
-    ours.zero_grad()
-    theirs = TorchDDP(Net(), find_unused_parameters=True)
-    theirs.module.load_state_dict(ours.module.state_dict())
-    return steps(ours, rank), steps(theirs, rank)
-
-
-@pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2, 1)])
-def test_a_failed_step_is_left_behind_on_every_host(
-    n_ranks: tuple[int, ...], store: str
-) -> None:
-    hosts = Hosts(n_ranks)
-    found = values(run_ranks(go_on, hosts.world_size, hosts, store, rendezvous="none"))
-    for ours, theirs in found:
-        for first, a, b in zip(found[0][0], ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-            assert torch.equal(first, a) or a.dim() < 2
-
-
 def fail_while_others_wait_for_buffers(
     rank: int, _: int, hosts: Hosts, store: str
 ) -> Any:
@@ -395,40 +431,6 @@ def test_a_step_that_failed_in_a_forward_is_left_behind_by_one_that_accumulates(
             rendezvous="none",
         )
     )
-    for other in others:
-        assert all(map(torch.equal, first, other))
-
-
-def compare_steps(rank: int, _: int, hosts: Hosts, store: str) -> str:
-    join(rank, hosts, store)
-    width = 5 if rank == 0 else 6
-    try:
-        model = paceline.DistributedDataParallel(nn.Linear(3, width))
-        model(torch.ones(2, 3)).sum().backward()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_another_model_on_another_host_is_a_mismatch(store: str) -> None:
-    found = values(run_ranks(compare_steps, 2, Hosts((1, 1)), store, rendezvous="none"))
-    assert all(text.startswith("MismatchError") for text in found), found
-
-
-def two_wrappers(rank: int, _: int, hosts: Hosts, store: str) -> Any:
-    join(rank, hosts, store)
-    torch.manual_seed(0)
-    one, two = (paceline.DistributedDataParallel(nn.Linear(2000, 500)) for _ in "ab")
-    for _ in range(3):
-        x = torch.full((2, 2000), 0.01 * (rank + 1))
-        losses = [one(x).square().mean(), two(x).square().mean()]
-        sum(losses).backward()
-    return [p.grad.clone() for p in (*one.parameters(), *two.parameters())]
-
-
-def test_two_wrappers_share_a_backward(store: str) -> None:
-    hosts = Hosts((2, 1))
-    first, *others = values(run_ranks(two_wrappers, 3, hosts, store, rendezvous="none"))
     for other in others:
         assert all(map(torch.equal, first, other))
 

@@ -9,14 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import warm
 from support.prints import without_gloo
-from support.waiting import until
 
 JOB = str(Path(__file__).parent / "jobs" / "joining.py")
 SECONDS = 120
@@ -63,26 +62,32 @@ def free_port() -> int:
             return port
 
 
-def processes_with(mark: str) -> list[str]:
-    """Return the processes in whose environment a mark stands."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            continue  # ended, or another user's
-    return found
+Commands = Callable[[int], list[tuple[list[str], Variables]]]
 
 
-def run(commands: list[tuple[list[str], Variables]]) -> tuple[list[int], str, str]:
-    """Run commands side by side; check that none leaves a process behind."""
-    mark = f"INIT_TEST={uuid.uuid4()}"
-    env = {**ENV, "INIT_TEST": mark.partition("=")[2]}
+def run_jobs(commands: Commands, *, is_real: bool = False) -> tuple[list[Any], str]:
+    """Return what processes report, by rank, and what they print besides.
+
+    `commands` makes them from a free port.
+    """
+    for _ in range(TRIES):
+        codes, out, err = run(commands(free_port()), is_real)
+        if not any(words in err for words in AGAIN):
+            break
+    assert not any(codes), err
+    reports = [json.loads(line) for line in without_gloo(out).splitlines()]
+    return sorted(reports, key=lambda report: int(report["rank"])), err
+
+
+def run(
+    commands: list[tuple[list[str], Variables]], is_real: bool = False
+) -> tuple[list[int], str, str]:
+    """Run commands side by side."""
+    start = subprocess.Popen if is_real else warm.Popen
     running = [
-        subprocess.Popen(
+        start(
             command,
-            env={**env, **variables},
+            env={**ENV, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,30 +99,13 @@ def run(commands: list[tuple[list[str], Variables]]) -> tuple[list[int], str, st
     finally:
         for process in running:
             process.kill()
-    assert until(lambda: not processes_with(mark)), processes_with(mark)
     codes = [process.returncode for process in running]
     return codes, "".join(out for out, _ in printed), "".join(err for _, err in printed)
 
 
-def run_jobs(
-    commands: Callable[[int], list[tuple[list[str], Variables]]],
-) -> tuple[list[dict[str, Any]], str]:
-    """Return what processes report, by rank, and what they print besides.
-
-    `commands` makes them from a free port.
-    """
-    for _ in range(TRIES):
-        codes, out, err = run(commands(free_port()))
-        if not any(words in err for words in AGAIN):
-            break
-    assert not any(codes), err
-    reports = [json.loads(line) for line in without_gloo(out).splitlines()]
-    return sorted(reports, key=lambda report: int(report["rank"])), err
-
-
 def run_ranks_with(
     variables: Callable[[int, int], Variables], n_ranks: int = 2
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[Any], str]:
     """Start each rank with variables made from the rank and a free port."""
     return run_jobs(
         lambda port: [
@@ -156,9 +144,12 @@ def local_ranks(reports: list[dict[str, Any]]) -> list[int]:
 def test_torchrun_makes_a_world() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", JOB]
-    reports, err = run_jobs(lambda port: [(command, {})])
+    reports, err = run_jobs(lambda port: [(command, {})], is_real=True)
     check_world(reports, err, "torchrun")
     assert local_ranks(reports) == [0, 1]
+
+
+# ---- what each launcher sets, in ranks that this process starts ---------------------
 
 
 def slurm_variables(rank: int, port: int) -> Variables:
@@ -174,55 +165,62 @@ def slurm_variables(rank: int, port: int) -> Variables:
     }
 
 
-def test_tasks_of_srun_make_a_world() -> None:
-    ports = []
-
-    def variables(rank: int, port: int) -> Variables:
-        ports.append(str(port))
-        return slurm_variables(rank, port)
-
-    reports, err = run_ranks_with(variables)
-    check_world(reports, err, "slurm")
-    assert local_ranks(reports) == [0, 1]
-    assert reports[1]["environ"] == {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": ports[-1],
+def open_mpi_variables(rank: int, port: int) -> Variables:
+    return {
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
     }
 
 
-def test_ranks_of_open_mpi_make_a_world() -> None:
-    def variables(rank: int, port: int) -> Variables:
-        return {
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            "OMPI_COMM_WORLD_RANK": str(rank),
-            "OMPI_COMM_WORLD_SIZE": "2",
-            "MASTER_PORT": str(port),
-        }
+def mpich_variables(rank: int, port: int) -> Variables:
+    return {
+        "MPI_LOCALNRANKS": "2",
+        "MPI_LOCALRANKID": str(rank),
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
 
-    reports, err = run_ranks_with(variables)
-    check_world(reports, err, "openmpi")
+
+def own_variables(rank: int, port: int) -> Variables:
+    """Set what a user sets; no launcher says the local rank, so it is counted."""
+    world = {"RANK": str(rank), "WORLD_SIZE": "2"}
+    return {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "address"),
+    [
+        ("slurm", slurm_variables, "localhost"),
+        ("openmpi", open_mpi_variables, "127.0.0.1"),
+        ("mpich", mpich_variables, "127.0.0.1"),
+        ("environment", own_variables, "127.0.0.1"),
+    ],
+)
+def test_ranks_with_the_variables_of_a_launcher_make_a_world(
+    launcher: str, variables: Callable[[int, int], Variables], address: str
+) -> None:
+    ports = []
+
+    def note_port(rank: int, port: int) -> Variables:
+        ports.append(str(port))
+        return variables(rank, port)
+
+    reports, err = run_ranks_with(note_port)
+    check_world(reports, err, launcher)
     assert local_ranks(reports) == [0, 1]
-    assert reports[1]["environ"]["MASTER_ADDR"] == "127.0.0.1"
-
-
-def test_ranks_of_mpich_make_a_world() -> None:
-    def variables(rank: int, port: int) -> Variables:
-        return {
-            "MPI_LOCALNRANKS": "2",
-            "MPI_LOCALRANKID": str(rank),
-            "PMI_RANK": str(rank),
-            "PMI_SIZE": "2",
-            "MASTER_PORT": str(port),
+    if launcher != "environment":
+        assert reports[1]["environ"] == {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": ports[-1],
         }
-
-    reports, err = run_ranks_with(variables)
-    check_world(reports, err, "mpich")
-    assert local_ranks(reports) == [0, 1]
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
@@ -231,7 +229,7 @@ def test_a_real_mpirun_makes_a_world() -> None:
     root["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     command = ["mpirun", "-n", "2", sys.executable, JOB]
     reports, err = run_jobs(
-        lambda port: [(command, {**root, "MASTER_PORT": str(port)})]
+        lambda port: [(command, {**root, "MASTER_PORT": str(port)})], is_real=True
     )
     check_world(reports, err, reports[0]["launcher"])
     assert reports[0]["launcher"] in ("openmpi", "mpich")
@@ -264,17 +262,6 @@ def test_a_cluster_of_tensorflow_makes_a_world() -> None:
         "is_initialized": False,
         "environ": {},
     }
-
-
-def own_variables(rank: int, port: int) -> Variables:
-    world = {"RANK": str(rank), "WORLD_SIZE": "2"}
-    return {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def test_local_ranks_are_counted_where_no_launcher_says_them() -> None:
-    reports, err = run_ranks_with(own_variables)
-    check_world(reports, err, "environment")
-    assert local_ranks(reports) == [0, 1]
 
 
 def test_local_ranks_are_counted_by_host() -> None:
@@ -314,12 +301,15 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_nobody_meets_says_where_it_waited(rank: int) -> None:
-    port = free_port()
-    command = [sys.executable, "-c", ALONE]
-    codes, out, err = run([(command, slurm_variables(rank, port))])
-    assert codes == [0], err
-    start = f"rank {rank} of 2 (launcher: slurm) could not join the world at localhost:"
-    assert out.startswith(f"{start}{port}: ")
-    assert "MASTER_ADDR and MASTER_PORT" in out
+def test_a_rank_that_meets_no_other_says_where_it_waited() -> None:
+    ports = [free_port(), free_port()]
+    ranks = [
+        ([sys.executable, "-c", ALONE], slurm_variables(rank, port))
+        for rank, port in enumerate(ports)
+    ]
+    codes, out, err = run(ranks)
+    assert codes == [0, 0], err
+    for rank, (port, line) in enumerate(zip(ports, out.splitlines(), strict=True)):
+        start = f"rank {rank} of 2 (launcher: slurm) could not join the world at "
+        assert line.startswith(f"{start}localhost:{port}: ")
+        assert "MASTER_ADDR and MASTER_PORT" in line

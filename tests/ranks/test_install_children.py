@@ -13,12 +13,10 @@ from pathlib import Path
 import paceline
 import pytest
 from support.prints import without_gloo
-from test_launchers import run_command, run_until_torch_survives
+from test_launchers import run_until_torch_survives
 
-OURS, TORCHS = "paceline", "torch.nn.parallel.data_parallel"
 SECONDS = 120
-WHO = "import torch; print(torch.nn.DataParallel.__module__)"
-# The same question without the seconds of torch: whether its import is hooked.
+# Whether the import of torch is hooked: a question that costs no import of torch.
 WATCHED = (
     "import sys; "
     "print(any(hasattr(f, 'is_paceline_import_hook') for f in sys.meta_path))"
@@ -165,28 +163,16 @@ def test_an_end_is_the_same_in_code_and_words(here, end):
         assert found.stderr == expected.stderr
 
 
-def test_a_script_that_is_missing_is_said_with_code_2(here):
-    expected, found = python("none.py"), ours("none.py")
-    assert found.returncode == expected.returncode == 2
-    assert (found.stdout, found.stderr) == ("", expected.stderr)
-    assert f"can't open file '{here}/none.py'" in found.stderr
+def test_a_program_that_is_missing_is_said_as_python_does(here):
+    for words, code in ((["none.py"], 2), (["-m", "no_such"], 1)):
+        expected, found = python(*words), ours(*words)
+        assert found.returncode == expected.returncode == code
+        assert (found.stdout, found.stderr) == ("", expected.stderr)
 
 
-def test_a_module_that_is_missing_is_said_as_python_does(here):
-    expected, found = python("-m", "no_such"), ours("-m", "no_such")
-    assert (found.returncode, found.stderr) == (1, expected.stderr)
-
-
-def test_help_and_version_go_to_standard_output(here):
-    for flag in ("-h", "--help"):
-        assert (
-            lines(ours(flag))[0] == "usage: python -m paceline script.py [argument ...]"
-        )
-    for flag in ("-V", "--version"):
-        assert lines(ours(flag)) == [f"paceline {paceline.__version__}"]
-
-
-@pytest.mark.parametrize("words", [[], ["-m"], ["-c"], ["--no-such"], ["-x", "a.py"]])
+@pytest.mark.parametrize(
+    "words", [[], ["-m"], ["-c"], ["--no-such"], ["-x", "a.py"], ["run"], ["run", "-m"]]
+)
 def test_words_that_mean_nothing_are_refused_with_code_2(here, words):
     found = ours(*words)
     assert found.returncode == 2
@@ -212,34 +198,25 @@ def test_options_of_python_may_be_one_word_with_ours(here):
 def test_a_python_that_cannot_be_reached_is_refused(here, flag, monkeypatch):
     if flag == "-S":
         monkeypatch.setenv("PYTHONPATH", str(Path(paceline.__file__).parents[1]))
-    found = python(flag, "-m", "paceline", "-c", "print('ran')")
+    refused(python(flag, "-m", "paceline", "-c", "print('ran')"), "-I, -E or -S")
+
+
+def refused(found, words):
     assert (found.returncode, found.stdout) == (2, "")
-    assert "-I, -E or -S" in found.stderr
+    assert words in found.stderr
 
 
-def test_a_paceline_of_the_current_folder_is_refused(here):
-    (here / "paceline").symlink_to(Path(paceline.__file__).parent)
-    found = ours("-c", "print('ran')")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "found in the current folder" in found.stderr
-
-
-def test_an_environment_that_reaches_nothing_is_refused(here, monkeypatch):
-    # As a parent leaves it that has taken back half of what reached its children.
-    monkeypatch.setenv(
-        "PYTHONPATH", str(Path(paceline.__file__).parent / "_install/startup")
-    )
-    monkeypatch.delenv("PACELINE_INSTALL", raising=False)
-    found = ours("-c", "print('ran')")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "the environment does not reach programs" in found.stderr
-
-
-def test_a_start_by_other_means_is_refused(here):
+def test_what_would_not_reach_the_program_is_refused(here, monkeypatch):
     code = "import runpy; runpy.run_module('paceline', run_name='__main__')"
-    found = python("-c", code, "train.py")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "start it by python -m paceline" in found.stderr
+    refused(python("-c", code, "train.py"), "start it by python -m paceline")
+    (here / "paceline").symlink_to(Path(paceline.__file__).parent)
+    refused(ours("-c", "print('ran')"), "found in the current folder")
+    (here / "paceline").unlink()
+    # As a parent leaves it that has taken back half of what reached its children.
+    startup = Path(paceline.__file__).parent / "_install/startup"
+    monkeypatch.setenv("PYTHONPATH", str(startup))
+    monkeypatch.delenv("PACELINE_INSTALL", raising=False)
+    refused(ours("-c", "print('ran')"), "the environment does not reach programs")
 
 
 def test_what_a_script_defines_can_be_pickled_and_found_later(here):
@@ -261,30 +238,29 @@ def test_what_a_script_defines_can_be_pickled_and_found_later(here):
 
 
 @pytest.mark.parametrize("how", ["script", "module", "call"])
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_children_of_multiprocessing_are_reached(here, how, method):
+def test_children_of_multiprocessing_are_reached(here, how):
     call = "import paceline; paceline.install()" if how == "call" else ""
-    question, answer = (WHO, OURS) if how == "script" else (WATCHED, "True")
     write(
         here / "train.py",
         f"""
         import multiprocessing, sys
         def child(queue):
-            exec({question!r}, {{"print": queue.put}})
+            exec({WATCHED!r}, {{"print": queue.put}})
             queue.put([p for p in sys.path if "startup" in p])
         if __name__ == "__main__":
             {call}
-            context = multiprocessing.get_context({method!r})
-            queue = context.Queue()
-            process = context.Process(target=child, args=(queue,))
-            process.start()
-            print(queue.get(timeout=60), queue.get(timeout=60))
-            process.join()
+            for method in ("fork", "spawn", "forkserver"):
+                context = multiprocessing.get_context(method)
+                queue = context.Queue()
+                process = context.Process(target=child, args=(queue,))
+                process.start()
+                print(queue.get(timeout=60), queue.get(timeout=60))
+                process.join()
         """,
     )
     run = python if how == "call" else ours
     words = ["-m", "train"] if how == "module" else ["train.py"]
-    assert lines(run(*words)) == [f"{answer} []"]
+    assert lines(run(*words)) == ["True []"] * 3
 
 
 def test_ranks_of_torch_multiprocessing_train_by_ours(here):
@@ -320,32 +296,49 @@ def test_a_script_that_runs_itself_again_is_reached_each_time(here):
             os.execv(command[0], command)
         if depth:
             sys.exit(subprocess.run(command).returncode)
-        {WHO}
         """,
     )
     expected = [word for n in (2, 1, 0) for word in ("True", f"['{n}']")]
-    assert lines(ours("train.py", "2")) == [*expected, OURS]
+    assert lines(ours("train.py", "2")) == expected
 
 
-def test_a_child_that_needs_no_torch_has_nothing_of_ours(here):
-    code = "import sys; print([m for m in sys.modules if m[:8] == 'paceline'])"
+OURS_LOADED = "import sys; print([m for m in sys.modules if m[:8] == 'paceline'])"
+UNDONE = f"""
+import paceline, subprocess, sys
+paceline.uninstall()
+{WATCHED}
+subprocess.run([sys.executable, "-c", {WATCHED!r}])
+"""
+# What another environment looks like: torch is there, paceline cannot be imported.
+ELSEWHERE = """
+import sys
+sys.path.insert(0, "other")
+import torch
+print(torch.__file__ == sys.path[0] + "/torch/__init__.py")
+"""
+
+
+def test_children_are_reached_as_far_as_they_can_be(here):
+    write(here / "other/torch/__init__.py", "")
+    write(here / "other/paceline/__init__.py", "raise ImportError('another Python')")
+    rows = [
+        (["-c", OURS_LOADED], ["[]"]),  # it needs no torch
+        (["-I", "-c", WATCHED], ["False"]),
+        (["-E", "-c", WATCHED], ["False"]),
+        (["-S", "-c", WATCHED], ["False"]),
+        (["-B", "-c", WATCHED], ["True"]),
+        (["-uc", UNDONE], ["False", "False"]),  # for itself and its children
+        (["-c", ELSEWHERE.replace("other", str(here / "other"))], ["True"]),
+    ]
+    children = [words for words, _ in rows]
     write(
         here / "train.py",
-        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])\n",
+        f"import subprocess, sys\nfor words in {children!r}:\n"
+        "    subprocess.run([sys.executable, *words], check=True)\n",
     )
-    assert lines(ours("train.py")) == ["[]"]
-
-
-@pytest.mark.parametrize(
-    ("flag", "seen"), [("-I", False), ("-E", False), ("-S", False), ("-B", True)]
-)
-def test_a_child_that_reads_no_environment_is_not_reached(here, flag, seen):
-    write(
-        here / "train.py",
-        f"import subprocess, sys\n"
-        f"subprocess.run([sys.executable, {flag!r}, '-c', {WATCHED!r}])\n",
-    )
-    assert lines(ours("train.py")) == [str(seen)]
+    result = ours("train.py")
+    assert lines(result) == [line for _, expected in rows for line in expected]
+    assert result.stderr == ""
 
 
 def test_undoing_lets_go_of_children_too(here):
@@ -359,34 +352,6 @@ def test_undoing_lets_go_of_children_too(here):
         """,
     )
     assert lines(python("train.py")) == ["True", "False"]
-
-
-def test_a_child_may_undo_it_for_itself_and_its_children(here):
-    code = f"""
-import paceline, subprocess, sys
-paceline.uninstall()
-{WHO}
-subprocess.run([sys.executable, "-c", {WATCHED!r}])
-"""
-    write(
-        here / "train.py",
-        f"import subprocess, sys\nsubprocess.run([sys.executable, '-uc', {code!r}])\n",
-    )
-    assert lines(ours("train.py")) == [TORCHS, "False"]
-
-
-def test_a_child_where_paceline_is_not_there_is_left_alone(here):
-    # What another environment looks like: torch is there, paceline cannot be imported.
-    write(
-        here / "other/paceline/__init__.py", "raise ImportError('for another Python')"
-    )
-    code = f"import sys; sys.path.insert(0, {str(here / 'other')!r}); {WHO}"
-    write(
-        here / "train.py",
-        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}])\n",
-    )
-    result = ours("train.py")
-    assert (lines(result), result.stderr) == ([TORCHS], "")
 
 
 def test_replicas_of_ours_work_in_a_reached_child(here):
@@ -472,50 +437,40 @@ def test_a_python_of_another_version_may_meet_the_hook():
 # ---- launchers ----------------------------------------------------------------------
 
 TRAIN = """
-import os, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
+import os, sys
 again = os.environ["TORCHELASTIC_RESTART_COUNT"]
-store = dist.FileStore(os.path.abspath("store" + again), 2)  # a round, a store
 rank = int(os.environ["RANK"])
+if again == "0" and rank == 1:
+    raise SystemExit(3)
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+store = dist.FileStore(os.path.abspath("store" + again), 2)  # a round, a store
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 model = DDP(torch.nn.Linear(2, 1, bias=False))
-for step in range(3):
-    if "fail" in sys.argv and again == "0" and step == 1 and rank == 1:
-        raise SystemExit(3)
-    model.zero_grad()
-    model(torch.full((1, 2), 2.0 * rank + step)).sum().backward()
+model(torch.full((1, 2), 2.0 * rank + 2)).sum().backward()
 grad = model.module.weight.grad.tolist()
 kind = type(model).__module__
-print(f"rank {rank} round {again} {kind} {grad} {__name__}\\n", end="")
+print(f"rank {rank} round {again} {kind} {grad} {__name__} {sys.argv[1:]}\\n", end="")
 dist.destroy_process_group()
 """
 
 
-def launch(n_restarts, *words):
+def test_torchrun_runs_it_as_a_module_and_again_after_a_failure(here):
+    write(here / "package/train.py", TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "--max-restarts", str(n_restarts)]
-    command += ["-m", "paceline", *words]
+    command += ["--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["-m", "paceline", "-m", "package.train", "word"]
 
     def start():
-        for store in Path.cwd().glob("store*"):
+        for store in here.glob("store*"):
             store.unlink()
-        return run_command(command)
+        done = python(*command[1:])
+        return [done.returncode], done.stdout, done.stderr
 
     out, _ = run_until_torch_survives(start)
-    return sorted(re.findall(r"rank .*", out))
-
-
-def test_torchrun_runs_it_as_a_module(here):
-    write(here / "package/train.py", TRAIN)
-    assert launch(0, "-m", "package.train", "arg") == [
-        f"rank {rank} round 0 paceline [[3.0, 3.0]] __main__" for rank in (0, 1)
-    ]
-
-
-def test_a_round_after_a_failure_starts_afresh(here):
-    write(here / "train.py", TRAIN)
-    assert launch(1, "train.py", "fail") == [
-        f"rank {rank} round 1 paceline [[3.0, 3.0]] __main__" for rank in (0, 1)
+    assert sorted(re.findall(r"rank .*", out)) == [
+        f"rank {rank} round 1 paceline [[3.0, 3.0]] __main__ ['word']"
+        for rank in (0, 1)
     ]
 
 

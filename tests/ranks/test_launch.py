@@ -580,7 +580,7 @@ def test_nothing_is_left_of_launches_that_return_and_that_fail() -> None:
 def test_ranks_that_are_ended_while_they_start_leave_nothing() -> None:
     before, pids = holdings(), []
     call = Call(payloads.pack_call(print, ("too late",), {}), "gloo", None, {}, [""])
-    for _ in range(20):
+    for _ in range(8):
         group = processes.Processes()
         group.start(call, [{}, {}])
         pids += [each._popen.pid for each in group._processes]

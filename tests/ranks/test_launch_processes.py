@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.kernel import MISSING, SECONDS, Kernel
 from support.prints import without_gloo
 from support.processes import is_running, wait_until_gone
@@ -18,10 +19,14 @@ JOB = Path(__file__).parent / "jobs" / "launching.py"
 
 
 class Script:
-    """launching.py, in a session of its own."""
+    """launching.py, in a session of its own.
+
+    One is started as users start it, with its ranks; the others are forked.
+    """
 
     def __init__(self, how: str) -> None:
-        self.process = subprocess.Popen(
+        start = subprocess.Popen if how == "trains" else warm.Popen
+        self.process = start(
             [sys.executable, str(JOB), how],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -198,6 +203,11 @@ def hang():
 """
 
 
+FORK_RANKS = (
+    "from support import warm\nforks = warm.ranks_of_launch()\nforks.__enter__()"
+)
+
+
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path)
@@ -212,6 +222,7 @@ def test_cells_launch_print_fail_and_are_stopped(kernel: Kernel) -> None:
     printed = kernel.run("nets = paceline.launch(train, 2)")
     assert sorted(printed.splitlines()) == ["[rank 1] gradient 1.0", "gradient 1.0"]
     assert kernel.run("print([type(net) is Net for net in nets])") == "[True, True]\n"
+    assert kernel.run(FORK_RANKS) == ""
     assert kernel.run("SCALE = 4.0\nnets = paceline.launch(train, 1)") == (
         "gradient 0.0\n"
     )

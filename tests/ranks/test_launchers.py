@@ -16,6 +16,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
+from support import warm
 from support.ports import free_port
 from support.ranks import run_ranks, values
 
@@ -42,9 +43,7 @@ def run_until_torch_survives(
 
 
 def run_command(command: list[str]) -> tuple[list[int], str, str]:
-    done = subprocess.run(
-        command, env=ENV, capture_output=True, text=True, timeout=SECONDS
-    )
+    done = warm.run(command, env=ENV, capture_output=True, text=True, timeout=SECONDS)
     return [done.returncode], done.stdout, done.stderr
 
 
@@ -54,13 +53,6 @@ def check_output(out: str, err: str, n_ranks: int) -> None:
     assert len({total for _, _, total in done}) == 1
     # Gloo and the launcher may say something; we and the interpreter do not.
     assert not re.findall(r"(?i)paceline|traceback|warning|exception", err), err
-
-
-def test_torchrun_runs_an_unchanged_script() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", JOB]
-    out, err = run_until_torch_survives(lambda: run_command(command))
-    check_output(out, err, 2)
 
 
 def test_spawn_runs_an_unchanged_script() -> None:
@@ -77,7 +69,7 @@ def run_plain_processes() -> tuple[list[int], str, str]:
         "WORLD_SIZE": "2",
     }
     running = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, JOB],
             env={**ENV, **meeting, "RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -164,18 +156,28 @@ def test_one_backward_may_reach_two_wrappers_in_opposite_order() -> None:
         torch.testing.assert_close(first[k], mean)
 
 
-def move_a_wrapper(rank: int, n_ranks: int, how: str) -> list[torch.Tensor]:
+def travel(model: torch.nn.Module, how: str) -> torch.nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = ("deepcopy", "pickle", "save")
+
+
+def move_wrappers(rank: int, n_ranks: int) -> list[list[torch.Tensor]]:
+    return [move_a_wrapper(rank, how) for how in WAYS]
+
+
+def move_a_wrapper(rank: int, how: str) -> list[torch.Tensor]:
     model = paceline.DistributedDataParallel(make_module())
     gradient_of(model, 1.0)
-    if how == "deepcopy":
-        other = copy.deepcopy(model)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    other = travel(model, how)
     assert type(other) is paceline.DistributedDataParallel
     mine, theirs = list(model.parameters()), list(other.parameters())
     assert all(p is not q for p, q in zip(mine, theirs, strict=True))
@@ -184,10 +186,11 @@ def move_a_wrapper(rank: int, n_ranks: int, how: str) -> list[torch.Tensor]:
     return grads + [gradient_of(other, float(rank + 4))]
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
-def test_a_wrapper_travels_and_both_train_on(how: str) -> None:
-    first, second = values(run_ranks(move_a_wrapper, 2, how))
-    for k, start in enumerate((0, 2, 4)):
-        assert torch.equal(first[k], second[k])
-        mean = sum(gradient_of(make_module(), float(start + r)) for r in range(2)) / 2
-        torch.testing.assert_close(first[k], mean)
+def test_a_wrapper_travels_and_both_train_on() -> None:
+    both = values(run_ranks(move_wrappers, 2))
+    for first, second in zip(*both, strict=True):
+        for k, start in enumerate((0, 2, 4)):
+            assert torch.equal(first[k], second[k])
+            scales = (float(start), float(start + 1))
+            mean = sum(gradient_of(make_module(), scale) for scale in scales) / 2
+            torch.testing.assert_close(first[k], mean)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import warm
 from support.hosts import make_network
 from support.namespaces import INTERFACE, enter
 
@@ -48,7 +49,8 @@ class Training:
         command += options
         command += [str(SCRIPT), "--checkpoint", str(self.checkpoint)]
         command += ["--losses", str(self.losses_file), "--steps", str(N_STEPS)]
-        with subprocess.Popen(
+        start = subprocess.Popen if namespace else warm.Popen
+        with start(
             command,
             env=ENV_OF_HOST if namespace else ENV,
             preexec_fn=(lambda: enter(namespace)) if namespace else None,
@@ -101,16 +103,14 @@ def ranks_of(agent: int) -> list[int]:
         text = Path(f"/proc/{agent}/task/{agent}/children").read_text()
     except FileNotFoundError:
         return []
-    return sorted(
-        pid for pid in map(int, text.split()) if str(SCRIPT) in command_of(pid)
-    )
+    return sorted(pid for pid in map(int, text.split()) if name_of(pid) != warm.SERVER)
 
 
-def command_of(pid: int) -> str:
+def name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
-        return ""
+        return warm.SERVER
 
 
 def end(pid: int) -> None:

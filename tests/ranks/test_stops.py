@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import paceline
 import pytest
 import torch
-from support.ranks import run_ranks, start_ranks, tell, values
+import torch.distributed as dist
+from support.processes import is_asleep
+from support.ranks import Ranks, run_ranks, start_ranks, tell, values
+from support.waiting import until
 
 DEADLINE = 1.5
+SLACK_SECONDS = 20.0  # on a loaded machine
 ENV = {"PACELINE_TIMEOUT": str(DEADLINE)}
 
 
@@ -24,152 +30,146 @@ def step(model: torch.nn.Module) -> None:
     model(torch.randn(8, 32)).sum().backward()
 
 
-def train_for(rank: int, n_ranks: int, seconds: float) -> dict[str, Any]:
+def end_of(body: Callable[[], None]) -> tuple[str, str, float]:
+    """Return how work ends: an error's kind and words, and when; tell the test."""
+    kind = words = ""
+    try:
+        body()
+    except (KeyboardInterrupt, paceline.PeerError) as error:
+        kind, words = type(error).__name__, str(error)
+    when = time.monotonic()
+    tell("ended")
+    return kind, words, when
+
+
+# ---- stopped by a signal ------------------------------------------------------------
+
+
+def train_until_told(rank: int, n_ranks: int, file: Path) -> Any:
+    """Train until there is a file; all ranks take the same number of steps."""
     model = make_model()
-    step(model)
-    tell("running")
-    begin = time.monotonic()
-    caught: tuple[str, str] = ("", "")
+    group = dist.new_group()
     n_steps = 0
-    last = torch.zeros(1)
-    # Every rank stops after the same step: the ranks agree on the time by a gradient.
-    while not last.item():
-        try:
+
+    def train() -> None:
+        nonlocal n_steps
+        is_over = torch.zeros(1)
+        while not is_over.item():
             step(model)
             n_steps += 1
-            if time.monotonic() - begin > seconds + 5.0:
-                break
-            late = torch.nn.Parameter(torch.zeros(1))
-            late.grad = torch.tensor([float(time.monotonic() - begin > seconds)])
-            last = late.grad if n_ranks == 1 else agree(late.grad)
-        except paceline.PeerError as error:
-            caught = (type(error).__name__, str(error))
-            break
-    return {"caught": caught, "at": time.monotonic(), "n_steps": n_steps}
+            if n_steps == 1:
+                tell("running")
+            if file.name == "agreed":
+                is_over[0] = float(rank == 0 and file.exists())
+                dist.all_reduce(is_over, group=group)
+
+    return end_of(train), n_steps
 
 
-def agree(flag: torch.Tensor) -> torch.Tensor:
-    torch.distributed.all_reduce(flag)
-    return flag
-
-
-def train_until_an_error(rank: int, n_ranks: int) -> dict[str, Any]:
-    model = make_model()
-    step(model)
-    tell("running")
-    while True:
-        try:
-            step(model)
-        except paceline.PeerError as error:
-            words = (type(error).__name__, str(error))
-            return {"caught": words, "at": time.monotonic()}
+def hear_all(ranks: Ranks, but: int = -1) -> None:
+    for rank in range(len(ranks.pids)):
+        if rank != but:
+            ranks.hear(rank)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_at_the_deadline(victim: int) -> None:
-    with start_ranks(train_until_an_error, 3, env=ENV) as ranks:
-        for rank in range(3):
-            ranks.hear(rank)
+    with start_ranks(train_until_told, 3, Path("never"), env=ENV) as ranks:
+        hear_all(ranks)
         stopped_at = ranks.signal(victim, signal.SIGSTOP)
-        time.sleep(2 * DEADLINE)
+        hear_all(ranks, but=victim)
         ranks.signal(victim, signal.SIGCONT)
         outcomes = values(ranks.wait())
-    for rank, value in enumerate(outcomes):
-        kind, words = value["caught"]
+    for rank, ((kind, words, when), _) in enumerate(outcomes):
         assert kind == "PeerTimeoutError"
         if rank != victim:
-            seconds = value["at"] - stopped_at
-            assert DEADLINE - 0.1 < seconds < DEADLINE + 1.0
+            assert DEADLINE - 0.1 < when - stopped_at < DEADLINE + SLACK_SECONDS
             assert words.startswith(f"rank {rank}: rank {victim} (process ")
             assert "beyond the deadline" in words
 
 
-def test_a_short_stop_is_waited_for() -> None:
-    with start_ranks(train_for, 2, 2.0, env=ENV) as ranks:
-        for rank in range(2):
-            ranks.hear(rank)
+def test_a_short_stop_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "agreed"
+    with start_ranks(train_until_told, 2, file, env=ENV) as ranks:
+        hear_all(ranks)
         ranks.signal(1, signal.SIGSTOP)
         time.sleep(0.6 * DEADLINE)
         ranks.signal(1, signal.SIGCONT)
-        first, second = values(ranks.wait())
-    assert first["caught"] == second["caught"] == ("", "")
-    assert first["n_steps"] == second["n_steps"]
+        file.touch()
+        (first, n_first), (second, n_second) = values(ranks.wait())
+    assert first[:2] == second[:2] == ("", "")
+    assert n_first == n_second
 
 
 # ---- done before the others ---------------------------------------------------------
 
 
-def train_unevenly(rank: int, n_ranks: int, end: str) -> dict[str, Any]:
+def train_unevenly(rank: int, n_ranks: int, is_alive: bool) -> Any:
     model = make_model()
-    caught: dict[str, Any] = {}
-    for i in range(3 if rank == 1 else 6):
-        try:
+    store = dist.distributed_c10d._get_default_store()
+    n_steps = 0
+
+    def train() -> None:
+        nonlocal n_steps
+        for _ in range(3 if rank == 1 else 6):
             step(model)
-        except paceline.PeerError as error:
-            caught = {"kind": type(error).__name__, "words": str(error), "step": i}
-            break
-    if rank == 1 and end == "lives on":
+            n_steps += 1
+
+    end = end_of(train)
+    if rank != 1:
+        store.set(f"{rank} has ended", "")
+    elif is_alive:
         module = model.module
         del model
-        for _ in range(3):
-            module(torch.randn(8, 32)).sum().backward()
-        time.sleep(0.5)
-    return caught
+        module(torch.randn(8, 32)).sum().backward()
+        store.wait(["0 has ended", "2 has ended"])
+    return end, n_steps
 
 
-@pytest.mark.parametrize("end", ["returns", "lives on"])
-def test_a_rank_with_fewer_steps_is_said_to_have_left(end: str) -> None:
-    told = values(run_ranks(train_unevenly, 3, end))
-    assert told[1] == {}
-    for rank in (0, 2):
-        assert told[rank]["kind"] == "PeerError"
-        assert told[rank]["step"] == 3
-        assert "rank 1 (process" in told[rank]["words"]
-        assert "has left" in told[rank]["words"]
-        assert "same number of steps" in told[rank]["words"]
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_rank_with_fewer_steps_is_said_to_have_left(is_alive: bool) -> None:
+    for rank, ((kind, words, _), n_steps) in enumerate(
+        values(run_ranks(train_unevenly, 3, is_alive))
+    ):
+        assert n_steps == 3
+        assert kind == ("" if rank == 1 else "PeerError")
+        for said in ("rank 1 (process", "has left", "same number of steps"):
+            assert rank == 1 or said in words
 
 
 # ---- Ctrl-C -------------------------------------------------------------------------
 
 
-def wait_for_an_interrupt(rank: int, n_ranks: int, where: str) -> dict[str, Any]:
+def wait_for_an_interrupt(rank: int, n_ranks: int, where: str, file: Path) -> Any:
     model = make_model()
     step(model)
     if rank != 0:
-        time.sleep(1.0)
-    tell("about to wait")
-    try:
+        assert until(file.exists)
+
+    def wait() -> None:
+        tell("about to wait")
         if where == "backward":
             step(model)
         else:
             make_model()
-    except (KeyboardInterrupt, paceline.PeerError) as error:
-        return {"kind": type(error).__name__, "at": time.monotonic(), "w": str(error)}
-    return {"kind": ""}
+
+    return end_of(wait)
 
 
-def test_an_interrupt_ends_a_wait_in_backward_at_once() -> None:
-    with start_ranks(wait_for_an_interrupt, 2, "backward") as ranks:
-        ranks.hear(0)
-        time.sleep(0.3)
-        interrupted_at = ranks.signal(0, signal.SIGINT)
-        first, second = values(ranks.wait())
-    assert first["kind"] == "KeyboardInterrupt"
-    assert first["at"] - interrupted_at < 0.3
-    assert second["kind"] == "PeerError"
-    assert "rank 0" in second["w"]
-
-
-def test_an_interrupt_ends_a_wait_in_construction_at_once() -> None:
+@pytest.mark.parametrize("where", ["backward", "construction"])
+def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(
+    where: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "interrupted"
     with start_ranks(
-        wait_for_an_interrupt, 2, "construction", group_timeout=5.0, timeout=30.0
+        wait_for_an_interrupt, 2, where, file, group_timeout=5.0, timeout=40.0
     ) as ranks:
-        ranks.hear(0)
-        time.sleep(0.3)
-        interrupted_at = ranks.signal(0, signal.SIGINT)
-        outcomes = ranks.wait()
-    first = outcomes[0].value
-    assert first["kind"] == "KeyboardInterrupt"
-    assert first["at"] - interrupted_at < 0.3
-    # The other rank comes to a construction that nobody joins.
-    assert outcomes[1].value["kind"] == "PeerError"
+        assert ranks.hear(0) == "about to wait"
+        assert until(lambda: is_asleep(ranks.pids[0]))
+        ranks.signal(0, signal.SIGINT)
+        assert ranks.hear(0) == "ended"
+        file.touch()
+        first, second = (outcome.value for outcome in ranks.wait())
+    assert first[0] == "KeyboardInterrupt"
+    assert second[0] == "PeerError"
+    assert where == "construction" or "rank 0" in second[1]

@@ -160,24 +160,6 @@ def no_proc(rank):
     return give_back
 
 
-@pytest.mark.parametrize(
-    ("take", "reason"),
-    [
-        (changed_host(user=1000), "ranks 0 and 1 are other users"),
-        (changed_host(users=7), "ranks 0 and 1 are other users"),
-        (changed_host(network=7), "ranks 0 and 1 are in other network namespaces"),
-        (no_proc, "ranks 0 and 1 are on unknown hosts"),
-    ],
-)
-def test_ranks_that_share_no_memory_train_by_sockets(take, reason):
-    outcomes = values(run_ranks(train_without, 2, take, None))
-    assert all(is_alone for is_alone, _ in outcomes)
-    (line,) = outcomes[0][1]
-    assert line.startswith(f"the ranks share no memory ({reason}")
-    assert line.endswith("): they talk by sockets between them")
-    assert outcomes[1][1] == []
-
-
 def test_ranks_in_pid_namespaces_of_their_own_share_memory():
     outcomes = values(run_ranks(train_without, 2, changed_host(processes=7), None))
     assert [is_group_comm for is_group_comm, _ in outcomes] == [False, False]
@@ -230,43 +212,48 @@ def few_descriptors_unseen(rank):
     few_descriptors(rank)
 
 
-@pytest.mark.parametrize(
-    ("take", "whose", "words"),
-    [
-        (few_descriptors, 0, "rank 0: "),
-        (few_descriptors, 3, "rank 3: "),
-        (few_descriptors_unseen, 0, "rank 0: cannot accept another rank's connection"),
-    ],
-)
-def test_ranks_that_may_open_too_few_files_train_by_the_groups_collectives(
-    take, whose, words
-):
-    outcomes = values(run_ranks(train_without, 4, take, whose, rendezvous="tcp"))
-    assert all(is_group_comm for is_group_comm, _ in outcomes)
-    (line,) = outcomes[0][1]
-    assert line.startswith(f"the ranks share no memory ({words}"), line
-    assert "limit" in line or "Too many open files" in line
+UNKNOWN = "ranks 0 and 1 are on unknown hosts"
+SOCKETS = "): they talk by sockets between them"
 
 
 @pytest.mark.parametrize(
-    ("take", "whose", "words"),
+    ("n_ranks", "take", "whose", "words", "end"),
     [
-        pytest.param(no_memfd, None, "rank 0: cannot make", marks=needs_seccomp),
-        (no_large_files, 0, "rank 0: cannot size shared memory"),
-        (no_descriptors, 0, "ranks 0 and 1 are on unknown hosts: [Errno 24]"),
-        (no_descriptors, 1, "ranks 0 and 1 are on unknown hosts: [Errno 24]"),
+        (2, changed_host(user=1000), None, "ranks 0 and 1 are other users", SOCKETS),
+        (2, changed_host(users=7), None, "ranks 0 and 1 are other users", SOCKETS),
+        (
+            2,
+            changed_host(network=7),
+            None,
+            "ranks 0 and 1 are in other network namespaces",
+            SOCKETS,
+        ),
+        (2, no_proc, None, UNKNOWN, SOCKETS),
+        pytest.param(2, no_memfd, None, "rank 0: cannot make", "", marks=needs_seccomp),
+        (2, no_large_files, 0, "rank 0: cannot size shared memory", ""),
+        (2, no_descriptors, 0, f"{UNKNOWN}: [Errno 24] Too many open files", ""),
+        (2, no_descriptors, 1, f"{UNKNOWN}: [Errno 24] Too many open files", ""),
+        (4, few_descriptors, 0, "rank 0: ", "limit"),
+        (4, few_descriptors, 3, "rank 3: ", "limit"),
+        (
+            4,
+            few_descriptors_unseen,
+            0,
+            "rank 0: cannot accept another rank's connection",
+            "Too many open files",
+        ),
     ],
 )
-def test_ranks_without_shared_memory_train_by_the_groups_collectives(
-    take, whose, words
+def test_ranks_that_share_no_memory_train_by_other_ways(
+    n_ranks, take, whose, words, end
 ):
     # A FileStore of torch's opens its file for each word.
-    ranks = run_ranks(train_without, 2, take, whose, rendezvous="tcp")
-    outcomes = values(ranks)
-    assert all(is_group_comm for is_group_comm, _ in outcomes)
+    outcomes = values(run_ranks(train_without, n_ranks, take, whose, rendezvous="tcp"))
+    assert all(is_without for is_without, _ in outcomes)
     (line,) = outcomes[0][1]
     assert line.startswith(f"the ranks share no memory ({words}"), line
-    assert outcomes[1][1] == []
+    assert end in line
+    assert all(lines == [] for _, lines in outcomes[1:])
 
 
 def count_descriptors(rank, n_ranks):
@@ -285,65 +272,3 @@ def test_a_wrapper_needs_one_descriptor_however_many_ranks_there_are():
     for per_wrapper, left in values(run_ranks(count_descriptors, 4)):
         assert per_wrapper == 1
         assert left == []
-
-
-# ---- forked children ----------------------------------------------------------------
-
-
-def code_of_child(run):
-    """Return the exit code of a forked child that runs this, and nothing else."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            run()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def collect_in_a_child(rank, n_ranks):
-    model = paceline.DistributedDataParallel(module())
-    train(model, rank, n_ranks)
-    grads = [p.grad.clone() for p in model.parameters()]
-
-    def collect():
-        nonlocal model
-        # New memory of the child's fills what the world left unmapped.
-        kept = [torch.full((1 << 15,), 3.0) for _ in range(200)]
-        pairs = zip(model.parameters(), grads, strict=True)
-        assert all(torch.equal(p.grad, grad) for p, grad in pairs)
-        del model, pairs
-        gc.collect()
-        assert all(bool((tensor == 3.0).all()) for tensor in kept)
-
-    code = code_of_child(collect)
-    train(model, rank, n_ranks)
-    return code
-
-
-def test_a_forked_child_that_collects_a_wrapper_keeps_its_memory():
-    assert values(run_ranks(collect_in_a_child, 2)) == [0, 0]
-
-
-def fail_in_a_child(rank, n_ranks):
-    model = paceline.DistributedDataParallel(module())
-    train(model, rank, n_ranks)
-
-    def fail():
-        with torch.no_grad():
-            model(inputs(rank, 0))
-        model.state_dict()
-        with pytest.raises(RuntimeError, match="is no rank itself"):
-            model(inputs(rank, 0)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"is no rank itself|mat1 and mat2"):
-            model(torch.ones(1, 1))
-
-    code = code_of_child(fail)
-    train(model, rank, n_ranks)
-    return code
-
-
-def test_a_forked_child_that_fails_says_nothing_to_the_world():
-    assert values(run_ranks(fail_in_a_child, 2)) == [0, 0]

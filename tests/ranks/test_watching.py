@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline import DataParallel, DistributedDataParallel
-from support import traces
+from support import traces, warm
 from support.ranks import start_ranks, tell
 from support.waiting import until
 from torch import nn
@@ -254,5 +254,5 @@ def test_a_script_that_ends_takes_its_file_away(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {**os.environ, "PACELINE_RECORDER": str(tmp_path), "PYTHONPATH": HOME}
     line = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
-    subprocess.run(line, env=env, check=True, timeout=SECONDS)
+    warm.run(line, env=env, check=True, timeout=SECONDS, is_whole=True)
     assert files(tmp_path) == []

@@ -98,6 +98,12 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+def is_asleep(pid: int) -> bool:
+    """Tell whether a process's main thread waits for something."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "S"
+
+
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     """Return the processes that still run after `seconds`; at once if none does."""
     until = time.monotonic() + seconds

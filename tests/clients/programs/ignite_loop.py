@@ -74,6 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", required=True)
     parser.add_argument("--port", type=int, default=2222)
     parser.add_argument("--resume")
+    parser.add_argument("--start", default="spawn")
     args = parser.parse_args()
-    with idist.Parallel("gloo", nproc_per_node=2, master_port=args.port) as parallel:
+    options = {"master_port": args.port, "start_method": args.start}
+    with idist.Parallel("gloo", nproc_per_node=2, **options) as parallel:
         parallel.run(run, args.out, args.resume)

@@ -148,8 +148,12 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--resume")
+    parser.add_argument("--short", action="store_true")
     args = parser.parse_args()
 
+    if args.short:
+        fit(args, "train", Classifier, "ddp")
+        return
     keep = ModelCheckpoint(f"{args.out}/kept", "{epoch}", save_top_k=-1)
     fit(
         args,

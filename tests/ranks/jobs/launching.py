@@ -71,8 +71,9 @@ if how in ("starts", "forks", "becomes another", "exits"):
     if how == "becomes another":
         print("becomes another", flush=True)
         os.execv(sys.executable, [sys.executable, "-c", "input()"])
-    if os.fork() == 0:
-        print("forked", os.getpid(), flush=True)
+    if os.fork() == 0:  # and another thread may have been printing
+        os.write(1, b"forked %d\n" % os.getpid())
+        time.sleep(600)
     input()
 
 try:
