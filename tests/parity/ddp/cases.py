@@ -21,7 +21,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from datetime import timedelta
 
@@ -30,17 +29,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._ddp import peers
-from support.ranks import RanksTimeoutError, run_ranks, values
+from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
-HEAP_IS_TORN = "malloc(): unaligned tcache chunk detected"
-"""What glibc said when it aborted a rank of test_sparse.py, twice in some hundred runs:
-in torch's backward, beside torch's own wrapper over Gloo.  Not understood: 25 runs of
-that file with our extension under ASan were clean.  Such a run is repeated once, with a
-warning."""
 SKIPPED = "skipped on every rank: "
 
 _bodies = {}  # (module, name): the function under @on_ranks
@@ -93,26 +87,8 @@ def _run(request, module, n):
         and hasattr(item.function, "_axes")
         and item.callspec.params["row"][0] == n
     ]
-    try:
-        outcomes = _run_once(module, n, selected)
-    except RanksTimeoutError as error:
-        if HEAP_IS_TORN not in str(error):
-            raise
-        warnings.warn(f"{module}, {n} ranks: {HEAP_IS_TORN}; run again", stacklevel=2)
-        outcomes = _run_once(module, n, selected)
-    if not all(outcome.is_ok for outcome in outcomes):
-        words = [f"rank {o.rank}: {o.exitcode} {o.error}\n{o.output}" for o in outcomes]
-        return {(c[0], *map(str, c[1:])): "\n".join(words) for c in selected}
-    rows = zip(*values(outcomes), strict=True)
-    return {
-        (case[0], *map(str, case[1:])): _words_of(row)
-        for case, row in zip(selected, rows, strict=True)
-    }
-
-
-def _run_once(module, n, selected):
     environment = getattr(sys.modules[module], "environment", dict)
-    return run_ranks(
+    outcomes = run_ranks(
         run_cases,
         n,
         module,
@@ -121,6 +97,14 @@ def _run_once(module, n, selected):
         group_timeout=BATCH_SECONDS,
         env={"PACELINE_TIMEOUT": str(PEER_SECONDS), **environment()},
     )
+    if not all(outcome.is_ok for outcome in outcomes):
+        words = [f"rank {o.rank}: {o.exitcode} {o.error}\n{o.output}" for o in outcomes]
+        return {(c[0], *map(str, c[1:])): "\n".join(words) for c in selected}
+    rows = zip(*values(outcomes), strict=True)
+    return {
+        (case[0], *map(str, case[1:])): _words_of(row)
+        for case, row in zip(selected, rows, strict=True)
+    }
 
 
 def _words_of(row):
