@@ -209,6 +209,10 @@ class Ranks:
             module, process_group=self.group, **options
         )
 
+    def alone(self):
+        """Return a group of this rank alone; every rank is to call this."""
+        return [dist.new_group([rank]) for rank in range(self.n)][self.rank]
+
     def all(self, thing):
         """Return every rank's thing, by rank."""
         things = [None] * self.n

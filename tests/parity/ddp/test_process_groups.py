@@ -133,7 +133,7 @@ def assert_alike(ours, theirs, has_buffers=True):
 # ---- groups in Python ---------------------------------------------------------------
 
 
-@on_ranks(1, 2, works=[*KINDS])
+@on_ranks(2, works=[*KINDS])
 @pytest.mark.filterwarnings("ignore")
 def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works):
     group = Over(ranks.group, KINDS[works])
@@ -149,31 +149,17 @@ def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works)
         assert group.counts[{"wait only": "wait"}.get(works, "get_future")] > 3
 
 
-@on_ranks(1, 2)
-@pytest.mark.filterwarnings("ignore")
-def test_torch_over_the_same_group_gives_the_same_bits(ranks):
-    ours = wrap_over(Over(ranks.group), Net())
-    theirs = nn.parallel.DistributedDataParallel(
-        Net(), process_group=Over(ranks.group), find_unused_parameters=True
-    )
-    train(ranks, ours)
-    train(ranks, theirs)
-    assert_alike(ours, theirs, ranks.rank == 0)
-
-
-@on_ranks(3)
-def test_three_ranks_over_a_group_in_python_have_exact_means(ranks):
+@on_ranks(4)
+def test_four_ranks_over_a_group_in_python_have_exact_means(ranks):
     module = net()
     plain = copy.deepcopy(module)
     ours = wrap_over(Over(ranks.group, WaitOnly), module)
     for step in range(3):
         for model in (ours, plain):
             model.zero_grad()
-            model(3 * ranks.integers(2, 6, key=step)).sum().backward()
+            model(ranks.integers(2, 6, key=step)).sum().backward()
         for p, mine in zip(plain.parameters(), module.parameters(), strict=True):
-            # Each rank divides before the sum, which may round.
-            torch.testing.assert_close(mine.grad, mean_over(ranks.all(p.grad)))
-        ranks.assert_same([p.grad for p in module.parameters()], "gradients")
+            assert_equal(mine.grad, mean_over(ranks.all(p.grad)), f"step {step}")
 
 
 @on_ranks(2)
@@ -187,6 +173,58 @@ def test_gradients_that_a_group_in_python_carries_are_averaged_once(ranks):
         assert module.weight.grad.unique().tolist() == [float(step)]
         with model.no_sync():
             model(torch.zeros(1, 200)).sum().backward()
+
+
+class LazyWork(dist.Work):
+    def __init__(self, run):
+        super().__init__()
+        self._run = run
+        self._future = torch.futures.Future()
+
+    def wait(self, timeout=None):
+        if not self._future.done():
+            self._future.set_result(self._run())
+        return True
+
+    def get_future(self):
+        return self._future
+
+
+def test_a_work_that_makes_progress_in_wait_is_waited_for():
+    from paceline._ddp.group_comm import wait_for
+
+    done = []
+    work = LazyWork(lambda: done.append(1))
+    wait_for(work)
+    assert done == [1]
+
+
+# ---- groups of some ranks -----------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_slice_of_a_mesh_averages_over_its_own_ranks(ranks):
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    x = ranks.integers(2, 3)
+    grads = []
+    for wrap in (ranks.ours, nn.parallel.DistributedDataParallel):
+        wrapper = wrap(copy.deepcopy(model), device_mesh=mesh["dp"])
+        wrapper(x).sum().backward()
+        grads.append(wrapper.module.weight.grad)
+    assert_equal(grads[0], grads[1], "the gradient")
+
+
+@on_ranks(4)
+def test_groups_of_some_ranks_are_averaged_apart(ranks):
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = nn.Linear(100, 100)
+    wrapper = paceline.DistributedDataParallel(
+        model, process_group=halves[ranks.rank % 2]
+    )
+    wrapper(torch.full((1, 100), float(ranks.rank))).sum().backward()
+    assert model.weight.grad.unique().tolist() == [[1.0], [2.0]][ranks.rank % 2]
 
 
 # ---- hosts that share no memory -----------------------------------------------------
@@ -203,8 +241,8 @@ def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks):
     assert_alike(ours, theirs, ranks.rank == 0)
 
 
-@on_ranks(3)
-def test_three_ranks_that_share_no_memory_agree(ranks):
+@on_ranks(4)
+def test_four_ranks_that_share_no_memory_agree(ranks):
     with apart():
         ours = ranks.wrap(Net())
     train(ranks, ours)
@@ -242,17 +280,53 @@ def test_hooks_that_issue_more_as_their_futures_come_have_the_group_alone(ranks)
         torch.testing.assert_close(mine, theirs)
 
 
-@on_ranks(2, world=WORLDS)
-def test_accumulation_without_synchronisation_is_that_of_torch(ranks, world):
-    ours, theirs = wrapper(ranks, world, net()), ranks.wrap_by_torch(net())
-    for step in range(3):
+def plain_step(ranks, model, step):
+    model(ranks.integers(2, 6, key=step)).sum().backward()
+
+
+def accumulating_step(ranks, model, step):
+    with model.no_sync():
+        plain_step(ranks, model, (step, 0))
+    plain_step(ranks, model, step)
+
+
+def step_of_one_branch(ranks, model, step):
+    model.module.goes_left = (step & 1) ^ (step >> 1 & ranks.rank)
+    plain_step(ranks, model, step)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 100), nn.Linear(6, 2)
+        self.goes_left = True
+        integer_weights(self)
+
+    def forward(self, x):
+        return (self.left if self.goes_left else self.right)(x)
+
+
+LOOPS = {
+    "accumulation": (net, accumulating_step),
+    "a branch left out": (Branches, step_of_one_branch),
+    "a communication hook": (net, plain_step),
+}
+
+
+@on_ranks(2, world=WORLDS, loop=[*LOOPS])
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_over_any_group_are_those_of_torch(ranks, world, loop):
+    make, step_of = LOOPS[loop]
+    ours = wrapper(ranks, world, make())
+    theirs = ranks.wrap_by_torch(make(), find_unused_parameters=make is Branches)
+    for model in (ours, theirs):
+        if loop == "a communication hook":
+            model.register_comm_hook(ranks.group, default_hooks.fp16_compress_hook)
+    for step in range(4):
         for model in (ours, theirs):
             model.zero_grad()
-            with model.no_sync():
-                model(ranks.integers(2, 6, key=(step, 0))).sum().backward()
-            model(ranks.integers(2, 6, key=(step, 1))).sum().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        for mine, p in pairs:
+            step_of(ranks, model, step)
+        for mine, p in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert_equal(mine.grad, p.grad, f"step {step}")
 
 
@@ -278,47 +352,7 @@ def test_uneven_inputs_are_those_of_torch(ranks, world, throws):
             assert_equal(mine, theirs, "a parameter")
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 100), nn.Linear(6, 2)
-        self.goes_left = True
-        integer_weights(self)
-
-    def forward(self, x):
-        return (self.left if self.goes_left else self.right)(x)
-
-
 @on_ranks(2, world=WORLDS)
-@pytest.mark.filterwarnings("ignore")
-def test_parameters_that_a_rank_leaves_out_are_those_of_torch(ranks, world):
-    ours = wrapper(ranks, world, Branches())
-    theirs = ranks.wrap_by_torch(Branches(), find_unused_parameters=True)
-    for step in range(4):
-        for model in (ours, theirs):
-            model.zero_grad()
-            model.module.goes_left = (step & 1) ^ (step >> 1 & ranks.rank)
-            model(ranks.integers(2, 6, key=step)).sum().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        for mine, p in pairs:
-            assert_equal(mine.grad, p.grad, f"step {step}")
-
-
-@on_ranks(1, 2, world=WORLDS)
-def test_a_communication_hook_works_over_any_group(ranks, world):
-    ours, theirs = wrapper(ranks, world, net()), ranks.wrap_by_torch(net())
-    for model in (ours, theirs):
-        model.register_comm_hook(ranks.group, default_hooks.fp16_compress_hook)
-    for step in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(ranks.integers(2, 6, key=step)).sum().backward()
-        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-        for mine, p in pairs:
-            assert_equal(mine.grad, p.grad, f"step {step}")
-
-
-@on_ranks(1, 2, world=WORLDS)
 def test_a_model_that_is_changed_is_wrapped_anew(ranks, world):
     module = integer_weights(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     with apart():
@@ -399,9 +433,9 @@ def test_a_fake_group_carries_gradients_nowhere():
 # ---- failures -----------------------------------------------------------------------
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_what_a_group_raises_comes_out_of_backward_and_is_said_from_then_on(ranks):
-    group = Over(ranks.group)
+    group = Over(ranks.alone())
     model = wrap_over(group, net())
     model(ranks.integers(2, 6)).sum().backward()
     group.fails_at = group.counts["allreduce"] + 1
@@ -421,7 +455,7 @@ def test_what_a_group_raises_comes_out_of_backward_and_is_said_from_then_on(rank
     again(ranks.integers(2, 6)).sum().backward()
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
     class Broken(dist.Work):
         def __init__(self, work, counts):
@@ -433,7 +467,7 @@ def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
             return future.then(lambda fut: {}["mine"]) if armed else future
 
     armed = []
-    model = wrap_over(Over(ranks.group, Broken), net())
+    model = wrap_over(Over(ranks.alone(), Broken), net())
     armed.append(1)
     with pytest.raises(RuntimeError, match="mine"):
         model(ranks.integers(2, 6)).sum().backward()
@@ -580,7 +614,7 @@ def test_wrapper_and_group_may_go_in_any_order(ranks, first, world):
     assert until(lambda: gone() is None)
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ranks):
     ends = []
 
@@ -615,7 +649,7 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
             return work
 
     armed, kept, threads = [], [], []
-    model = wrap_over(Sluggish(ranks.group), net(), bucket_cap_mb=0.001)
+    model = wrap_over(Sluggish(ranks.alone()), net(), bucket_cap_mb=0.001)
 
     def fail(grad):
         raise KeyError("mine")
@@ -636,14 +670,16 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
     assert gone() is None
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_hundred_wrappers_over_groups_in_python_leave_nothing(ranks):
     def count():
         gc.collect()
         return len(gc.get_objects())
 
+    alone = ranks.alone()
+
     def make():
-        model = wrap_over(Over(ranks.group), nn.Linear(6, 2))
+        model = wrap_over(Over(alone), nn.Linear(6, 2))
         for _ in range(2):
             model(torch.ones(1, 6)).sum().backward()
 

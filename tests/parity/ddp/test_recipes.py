@@ -5,15 +5,12 @@ bare module on one rank, which sees every rank's data: small integers there, so 
 sums are exact.  Two ranks: a mean of two is rounded once, by either library.
 """
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import io
 import shutil
 
 import paceline
-import pytest
 import torch
 import torch.distributed as dist
 from cases import (
@@ -23,9 +20,8 @@ from cases import (
     on_ranks,
     skip_without_complex,
 )
-from recipes import ON_TORCH, Run, add_adapters
+from recipes import ON_TORCH, Run
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @on_ranks(2, recipe=[*ON_TORCH])
@@ -101,61 +97,6 @@ def sum_of(model, x):
     return model(x.to(dtype)).sum()
 
 
-class Surgery:
-    """What is done to a model in mid-training, the same on every rank."""
-
-    @staticmethod
-    def adapters_are_added(module):
-        add_adapters(module)
-
-    @staticmethod
-    def a_block_is_inserted(module):
-        module.insert(2, integer_weights(nn.Linear(130, 130), -1, 2))
-
-    @staticmethod
-    def the_head_is_replaced(module):
-        module[-1] = integer_weights(nn.Linear(90, 5), -1, 2)
-
-    @staticmethod
-    def the_body_is_frozen(module):
-        module[0].requires_grad_(False)
-
-    @staticmethod
-    def the_type_is_float64(module):
-        module.double()
-
-    @staticmethod
-    def the_type_is_bfloat16(module):
-        module.to(torch.bfloat16)
-
-    @staticmethod
-    def a_buffer_is_added(module):
-        module.register_buffer("later", torch.ones(3))
-
-
-CHANGES = [name for name in vars(Surgery) if not name.startswith("_")]
-
-
-@on_ranks(2, 4, change=CHANGES)
-def test_surgery_in_mid_training_gives_the_gradients_of_the_whole_batch(ranks, change):
-    both = Both(ranks, exact())
-    for step in range(4):
-        if step == 2:
-            for module in both.models():
-                torch.manual_seed(3)
-                getattr(Surgery, change)(module)
-                for p in module.parameters():
-                    p.data.round_()
-        both.zero(set_to_none=step != 3)
-        if change == "the_type_is_bfloat16" and step >= 2:  # sums are rounded there
-            both.own_loss(sum_of, step).backward()
-            grads = [p.grad for p in both.ours.parameters()]
-            assert all(grad.dtype == torch.bfloat16 for grad in grads)
-            ranks.assert_same(grads, "gradients")
-        else:
-            both.step(sum_of, step)
-
-
 @on_ranks(2)
 def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
     both = Both(ranks, exact())
@@ -179,53 +120,6 @@ def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
         both.ours(x).sum().backward()
         assert x.grad is not None
         both.ours.requires_grad_(True)
-        both.step(sum_of, step)
-    assert both.ours._session.world is world
-
-
-@on_ranks(2)
-def test_another_memory_format_after_wrapping_leaves_gradients_right(ranks):
-    """With torch 2.13 they are silently wrong from then on."""
-    twins = Both(ranks, integer_weights(nn.Sequential(nn.Conv2d(8, 64, 3))))
-
-    def loss(model, x):
-        return (model(x.flatten()[:1].view(1, 1, 1, 1) * image) * factor).sum()
-
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randint(-2, 3, (2, 8, 5, 5), generator=generator).float()
-    factor = torch.randint(-2, 3, (2, 64, 3, 3), generator=generator).float()
-    for step in range(5):
-        if step == 2:
-            for module in twins.models():
-                module.to(memory_format=torch.channels_last)
-        twins.zero(set_to_none=step != 4)
-        twins.step(loss, step)
-
-
-@on_ranks(2)
-def test_parameters_swapped_by_a_conversion_are_averaged(ranks):
-    both = Both(ranks, exact())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        both.step(sum_of, 0)
-        both.zero()
-        for module in both.models():
-            module.double()
-        for step in (1, 2):
-            both.step(sum_of, step)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@on_ranks(2)
-def test_parameters_of_a_teacher_may_be_swapped_in_while_gradients_are_recorded(ranks):
-    both = Both(ranks, exact())
-    world = both.ours._session.world
-    teacher = copy.deepcopy(both.whole).requires_grad_(False)
-    swapped = {f"module.{name}": p for name, p in teacher.named_parameters()}
-    for step in range(2):
-        both.zero()
-        torch.func.functional_call(both.ours, swapped, (_data(ranks.rank, step),))
         both.step(sum_of, step)
     assert both.ours._session.world is world
 
@@ -259,28 +153,6 @@ def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
         both.check(step) if order == "synchronised first" or step != 1 else both.zero()
 
 
-class Either(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.large, self.small = nn.Linear(6, 2000), nn.Linear(6, 2)
-        self.last = integer_weights(nn.Linear(6, 3))
-
-    def forward(self, x, name):
-        return getattr(self, name)(x)
-
-
-@on_ranks(2)
-def test_what_was_accumulated_and_reset_does_not_count_as_used(ranks):
-    """An optimizer would decay a weight whose gradient is zeros, not None."""
-    both = Both(ranks, Either())
-    with both.ours.no_sync():
-        both.ours(_data(ranks.rank, 0), "large").sum().backward()
-        both.ours(_data(ranks.rank, 0), "small").sum().backward()
-    both.zero()
-    both.step(lambda model, x: model(x, "last").sum(), 1)
-    assert both.ours.module.large.weight.grad is None
-
-
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -306,98 +178,20 @@ def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
         ranks.assert_same([p.grad for p in model.parameters()], f"step {step}")
 
 
-# ---- outputs of any kind, all blocks checkpointed ------------------------------------
-
-
-@dataclasses.dataclass
-class Answer:
-    logits: torch.Tensor
-    none: None = None
-
-
-Pair = collections.namedtuple("Pair", "logits other")
-
-
-class ModelOutput(collections.OrderedDict):
-    """As Hugging Face's: a dict whose values are attributes too."""
-
-    @property
-    def logits(self):
-        return self["logits"]
-
-
-class Hidden:
-    def __init__(self, logits):
-        self.logits = logits
-
-
-PACK = {
-    "dataclass": Answer,
-    "namedtuple": lambda y: Pair(y, None),
-    "nested dict": lambda y: {"a": [{"b": (y, None)}], "c": "word"},
-    "model output": lambda y: ModelOutput(logits=y, none=None),
-    "no pytree": Hidden,
-    "through a list": lambda y: (outputs := [], outputs.append(y))[0],
-}
-UNPACK = {
-    "nested dict": lambda out: out["a"][0]["b"][0],
-    "through a list": lambda out: out[0],
-}
-
-
-class Checkpointed(nn.Module):
-    """Two reentrant blocks that share a weight, and a third."""
-
-    def __init__(self, pack, how):
-        super().__init__()
-        self.first = integer_weights(nn.Linear(6, 6), -1, 2)
-        self.last = integer_weights(nn.Linear(6, 200), -1, 2)
-        self.pack, self.how = pack, how
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        for block in (self.first, self.first, self.last):
-            if self.how == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
-        return PACK[self.pack](x)
-
-
-@on_ranks(2, pack=[*PACK], how=["plain", "reentrant", "not reentrant"])
-def test_any_output_of_checkpointed_blocks_is_averaged_in_every_style(ranks, pack, how):
-    both = Both(ranks, Checkpointed(pack, how))
-    unpack = UNPACK.get(pack, lambda out: out.logits)
-
-    def loss(model, x):
-        return unpack(model(x)).sum()
-
-    for step in range(3):
-        both.zero(set_to_none=step != 1)
-        both.step(loss, step)
-        both.zero()
-        with both.ours.no_sync():
-            both.own_loss(loss, "one").backward()
-            out = both.own_loss(loss, "four")
-        out.backward()
-        both.own_loss(loss, step).backward()
-        for key in ("one", "four", step):
-            both.whole_loss(loss, key).backward()
-        both.check(f"accumulation at step {step}")
-
-
 # ---- compilers -----------------------------------------------------------------------
 
 BACKENDS = ["eager", "aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
 
 
-@on_ranks(2, backend=BACKENDS, what=["module", "wrapper"])
+@on_ranks(2, backend=BACKENDS, what=["module", "wrapper", "method compile"])
 def test_a_compiled_model_gives_the_gradients_of_the_whole_batch(ranks, backend, what):
     torch._dynamo.reset()
     module = exact()
     both = Both(ranks, module)
     if what == "module":
         both.ours = ranks.wrap(torch.compile(module, backend=backend))
+    elif what == "method compile":
+        both.ours.compile(backend=backend)
     else:
         both.ours = torch.compile(both.ours, backend=backend)
     for step in range(3):
@@ -412,7 +206,7 @@ def test_a_compiled_model_gives_the_gradients_of_the_whole_batch(ranks, backend,
 # ---- exceptions that a rank catches --------------------------------------------------
 
 
-@on_ranks(2, 3, where=["forward", "backward"])
+@on_ranks(2, where=["forward", "backward"])
 def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
     """Nothing was to be synchronised yet: nobody else need hear of it."""
     model = ranks.wrap(exact())
@@ -435,11 +229,10 @@ def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
         model(x).sum().backward()
         (sum(whole(_data(rank, step)).sum() for rank in range(ranks.n)) * 2).backward()
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-            rtol = 1e-6 if ranks.n == 3 else 0  # a division by three is rounded
-            torch.testing.assert_close(p.grad, q.grad / ranks.n, rtol=rtol, atol=0)
+            assert_equal(p.grad, q.grad / ranks.n, f"step {step}")
 
 
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_ranks_that_skip_a_batch_together_go_on_with_the_next(ranks):
     model = ranks.wrap(exact())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -460,21 +253,9 @@ def test_ranks_that_skip_a_batch_together_go_on_with_the_next(ranks):
             caught.append((step, type(error).__name__))
             continue
         optimizer.step()
-    mine = {0: {3}, 1: {1}}.get(ranks.rank, set())
-    kinds = ["MemoryError" if step in mine else "PeerError" for step in (1, 3)]
-    assert caught == list(zip((1, 3), kinds, strict=True))
+    kinds = ["PeerError", "MemoryError"]
+    assert caught == list(zip((1, 3), kinds[:: -1 if ranks.rank else 1], strict=True))
     ranks.assert_same(list(model.parameters()), "parameters")
-
-
-@on_ranks(2)
-def test_a_rank_with_fewer_batches_is_an_error_at_once(ranks):
-    model = ranks.wrap(exact())
-    for step in range(4):
-        model(_data(ranks.rank, step)).sum().backward()
-    if ranks.rank == 0:
-        with pytest.raises(paceline.PeerError, match="same number of steps"):
-            model(_data(ranks.rank, 4)).sum().backward()
-    del model
 
 
 # ---- copies --------------------------------------------------------------------------
