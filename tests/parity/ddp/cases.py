@@ -270,6 +270,13 @@ def assert_equal(mine, theirs, what):
     )
 
 
+def assert_same_grads(mine, theirs, what="now"):
+    """Check that the gradients of two models have the same bits."""
+    rows = zip(mine.named_parameters(), theirs.parameters(), strict=True)
+    for (name, p), other in rows:
+        assert_equal(p.grad, other.grad, f"{what}: the gradient of {name}")
+
+
 def compare_with_torch(ranks, program):
     """Run a program by both classes; every tensor that it returns must be the same."""
     theirs = program(ranks, ranks.wrap_by_torch)

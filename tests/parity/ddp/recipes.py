@@ -7,6 +7,7 @@ that torch's class can run too, which makes it the reference.
 
 import contextlib
 import copy
+import inspect
 import threading
 import warnings
 
@@ -14,7 +15,6 @@ import paceline
 import torch
 from torch import nn
 from torch.optim import swa_utils
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 N_STEPS = 3
 
@@ -69,27 +69,6 @@ def trained(run, model, optimizer, shape=(4, 6), loss=None):
 
 
 # ---- methods of training -------------------------------------------------------------
-
-
-def sharpness_aware_minimization(run):
-    model = run.wrap(mlp())
-    optimizer = sgd(model, momentum=0.9)
-    for step in range(N_STEPS):
-        x = run.normal(4, 6, key=step)
-        model(x).square().mean().backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        olds = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=0.05 / (norm.item() + 1e-12))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            for p, old in zip(model.parameters(), olds, strict=True):
-                p.copy_(old)
-        optimizer.step()
-        yield tensors_of(model)
-        optimizer.zero_grad()
 
 
 def projected_conflicting_gradients(run):
@@ -359,24 +338,6 @@ def autocast_to_bfloat16(run):
         yield tensors_of(model)
 
 
-def data_of_a_loader_with_workers(run):
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(torch.randn(24, 6, generator=generator))
-    sampler = DistributedSampler(data, 2, run.rank, shuffle=True, seed=4)
-    loader = DataLoader(
-        data, 4, sampler=sampler, num_workers=1, multiprocessing_context="fork"
-    )
-    model = run.wrap(mlp())
-    optimizer = sgd(model)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for (x,) in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        yield tensors_of(model)
-
-
 def a_backward_in_another_thread(run):
     model = run.wrap(mlp())
     optimizer = sgd(model)
@@ -498,34 +459,7 @@ def hooks_on_modules_and_tensors(run):
 
 
 ON_TORCH = {
-    recipe.__name__: recipe
-    for recipe in (
-        sharpness_aware_minimization,
-        projected_conflicting_gradients,
-        moving_average_of_weights,
-        stochastic_weight_averaging,
-        adversarial_training,
-        gradient_penalty,
-        quasi_newton,
-        accumulation_with_clipping_and_a_scheduler,
-        nested_no_sync_with_exceptions,
-        stateless_teacher,
-        truncated_backpropagation_through_time,
-        meta_learning,
-        several_optimizers,
-        optimizers_of_every_kind,
-        sharded_optimizer_states,
-        scaled_losses,
-        autocast_to_bfloat16,
-        data_of_a_loader_with_workers,
-        a_backward_in_another_thread,
-        weight_normalisation,
-        spectral_normalisation,
-        attention_with_unused_parts,
-        odd_strides,
-        two_thousand_tiny_parameters,
-        scripted_modules,
-        buffers_that_are_slices,
-        hooks_on_modules_and_tensors,
-    )
+    name: each
+    for name, each in list(globals().items())
+    if inspect.isgeneratorfunction(each) and each is not trained
 }

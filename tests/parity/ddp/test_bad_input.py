@@ -200,17 +200,6 @@ def test_what_one_rank_cannot_wrap_is_an_error_on_every_rank(ranks, what):
     assert_still_usable(ranks)
 
 
-@on_ranks(2, what=[*ON_ONE])
-def test_what_no_rank_can_wrap_is_an_error_on_every_rank(ranks, what):
-    alter, kind, words = ON_ONE[what]
-    module = net()
-    alter(module)
-    rows = ranks.all(outcome_of(ranks, module))
-    assert [row and row[0] for row in rows] == [kind] * ranks.n
-    assert all(words in row[1] for row in rows), rows
-    assert_still_usable(ranks)
-
-
 ALONE = {
     "devices": ({"device_ids": [0]}, "ValueError", "device_ids"),
     "bad bucket size": ({"bucket_cap_mb": -1}, "ValueError", "bucket_cap_mb"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import (
     assert_equal,
+    assert_same_grads,
     compare_with_torch,
     factors,
     grads_of,
@@ -35,12 +36,6 @@ def pairs(ranks, make, **options):
         ranks.wrap(copy.deepcopy(model), **options),
         ranks.wrap_by_torch(model, **options),
     )
-
-
-def assert_same_grads(ours, theirs):
-    rows = zip(ours.named_parameters(), theirs.parameters(), strict=True)
-    for (name, mine), their in rows:
-        assert_equal(mine.grad, their.grad, f"the gradient of {name}")
 
 
 class Terms(nn.Module):

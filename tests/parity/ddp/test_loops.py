@@ -26,12 +26,13 @@ from torch import nn
 # ---- higher order, anomaly, autocast ------------------------------------------------
 
 
-@on_ranks(2)
-def test_recorded_backwards_give_the_same_values(ranks):
+@on_ranks(2, how=["recorded", "under anomaly detection"])
+def test_backwards_of_this_kind_give_the_same_values(ranks, how):
     twin = Twin(ranks, net())
-    with warnings.catch_warnings():
+    is_recorded = how == "recorded"
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(not is_recorded):
         warnings.simplefilter("ignore")
-        train(twin, ranks, create_graph=True)
+        train(twin, ranks, create_graph=is_recorded)
     twin.zero()
 
 
@@ -71,15 +72,6 @@ def test_a_graph_that_has_saved_a_local_gradient_does_not_go_backward(ranks):
         model(ranks.integers(3, 150)).sum().backward(create_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(sum(totals), module[0].weight)
-
-
-@on_ranks(2)
-def test_backwards_under_anomaly_detection(ranks):
-    twin = Twin(ranks, net())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.set_detect_anomaly(True):
-            train(twin, ranks)
 
 
 # ---- compiled -----------------------------------------------------------------------

@@ -103,15 +103,6 @@ class Calls(nn.Module):
         return self.scale * self.others[0](x).sum()
 
 
-@on_ranks(2)
-def test_frozen_parameters_have_no_gradient(ranks):
-    module = net()
-    module[2].requires_grad_(False)
-    twin = Twin(ranks, module)
-    train(twin, ranks)
-    assert twin.ours.module[2].weight.grad is None
-
-
 @on_ranks(2, init_sync=[True, False])
 def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
     module = nn.Sequential(nn.Linear(90, 100), nn.BatchNorm1d(100))
@@ -142,23 +133,6 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
             torch.autograd.grad(out, x)
     else:
         torch.autograd.grad(out, x)
-
-
-@on_ranks(2)
-def test_evaluation_on_one_rank_alone_waits_for_nobody(ranks):
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = ranks.wrap(module)
-    for step in range(3):
-        model.train()
-        model(torch.randn(6, 4, generator=ranks.generator(step))).sum().backward()
-        if ranks.rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(torch.zeros(1, 4))
-            with torch.inference_mode():
-                model(torch.zeros(1, 4))
-            model.state_dict()
-    ranks.assert_same([p.grad for p in model.parameters()], "the last step")
 
 
 # ---- buffers ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from cases import (
     PEER_SECONDS,
     Twin,
     assert_equal,
+    assert_same_grads,
     bits,
     integer_weights,
     on_ranks,
@@ -246,9 +247,7 @@ class Both:
         for model in (self.ours, self.theirs):
             model.zero_grad()
             model(self.ranks.integers(4, 6, key=key)).sum().backward()
-        theirs = dict(self.theirs.module.named_parameters())
-        for name, p in self.ours.module.named_parameters():
-            assert_equal(p.grad, theirs[name].grad, f"step {key}: {name}")
+        assert_same_grads(self.ours, self.theirs, key)
 
 
 class Metric(nn.Module):
@@ -320,9 +319,7 @@ def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, dtype):
             model.zero_grad()
             model.module.seen.fill_(ranks.rank + step)
             model(ranks.integers(n_rows, 6, key=step)).sum().backward()
-        pairs = zip(both.ours.parameters(), both.theirs.parameters(), strict=True)
-        for mine, theirs in pairs:
-            assert_equal(mine.grad, theirs.grad, f"step {step}")
+        assert_same_grads(both.ours, both.theirs, step)
         assert_equal(both.ours.module.seen, torch.full((2,), 0.0 + step), "rank 0's")
         ranks.assert_same([both.ours.module.table], "the table")
 

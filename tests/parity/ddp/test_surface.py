@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from cases import (
     Branches,
+    assert_same_grads,
     grads_of,
     has_argument,
     net,
     on_ranks,
 )
 from paceline import DistributedDataParallel
-from surface_cases import Chain, Counting, X, assert_same_grads, pair
+from surface_cases import Chain, Counting, X, pair
 from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed.optim.apply_optimizer_in_backward import (
