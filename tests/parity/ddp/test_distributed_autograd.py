@@ -87,6 +87,13 @@ def step(wrapper, x, **options):
         return of(wrapper, backward(context, wrapper(x).sum(), **options))
 
 
+@contextmanager
+def line_of(ranks):
+    """Make the ranks workers; yield a wrapped layer, and data for it."""
+    with workers(ranks):
+        yield ranks.wrap(integer_weights(nn.Linear(3, 2))), ranks.integers(2, 3)
+
+
 def mean_of(ranks, x):
     """Return the mean gradient of the weight of a layer of two outputs."""
     return (sum(each.sum(0) for each in ranks.all(x)) / 2).expand(2, -1)
@@ -219,9 +226,7 @@ def test_gradients_in_contexts_are_those_of_torch(ranks, what):
 
 @on_ranks(2)
 def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         loss = wrapper(x).sum()
         with (
             autograd.context() as context,
@@ -253,9 +258,7 @@ def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
 
 @on_ranks(2)
 def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(nn.Linear(3, 2))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         with autograd.context() as context:
             wrapper(x).sum().backward()
             assert autograd.get_gradients(context) == {}
@@ -280,9 +283,7 @@ def test_local_gradients_outside_wait_for_the_next_average_outside(ranks):
 
 @on_ranks(2)
 def test_the_bare_model_is_trained_for_itself(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(nn.Linear(3, 2))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
         mine = step(wrapper.module, x)[0]
         assert_equal(mine, x.sum(0).expand(2, 3), "the gradient")
@@ -310,24 +311,14 @@ def test_two_wrappers_in_one_backward_are_averaged(ranks):
 
 @on_ranks(2)
 def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
-        step(wrapper, x)
-        wrapper.double()
-        mine = step(wrapper, x.double())[0]
-        assert_equal(mine, mean_of(ranks, x).double(), "the gradient")
-
-
-@on_ranks(2)
-def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         wrapper.module.weight.requires_grad_(False)
         assert step(wrapper, x)[0] is None
         wrapper.module.weight.requires_grad_(True)
         assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the gradient")
+        wrapper.double()
+        mine = step(wrapper, x.double())[0]
+        assert_equal(mine, mean_of(ranks, x).double(), "the gradient")
 
 
 @on_ranks(2)
@@ -375,9 +366,7 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
     def fail(_):
         raise ValueError("on purpose")
 
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
         with autograd.context() as context:
             output = wrapper(x)

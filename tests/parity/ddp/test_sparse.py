@@ -208,21 +208,6 @@ def test_recorded_backwards_average_sparse_gradients(ranks):
 
 
 @on_ranks(2)
-def test_clipping_by_norm_does_with_sparse_gradients_as_in_torch(ranks):
-    """An early torch refuses, and we do then."""
-    both = Both(ranks, Words())
-    both.step(lambda model: model(words_of(ranks)).sum())
-    ends = []
-    for model in (both.ours, both.theirs):
-        try:
-            ends.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        except NotImplementedError as error:
-            ends.append("linalg_vector_norm" in str(error))
-    assert ends[0] == ends[1]
-    both.check("clipped")
-
-
-@on_ranks(2)
 def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
     module = Words()
     module.table.weight.requires_grad_(False)

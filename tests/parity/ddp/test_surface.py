@@ -263,8 +263,10 @@ LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
 TIMES = "_time", "_time_start", "_time_end"
 
 
-@on_ranks(2)
-def test_logging_data_has_the_keys_and_values_of_torch(ranks):
+@on_ranks(2, group=["all ranks", "each rank alone"])
+def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
+    if group == "each rank alone":
+        ranks.group = ranks.alone()
     both = pair(ranks, net(), bucket_cap_mb=25)
     for model in both:
         for step in range(3):
