@@ -91,7 +91,7 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
     module = net(6, 130, 2)
     module[0].rare = nn.Linear(6, 130)
     twin = Twin(ranks, module)
-    for step in range(3):
+    for step in range(2):
         twin.zero()
         x = ranks.integers(3, 6, key=step)
         uses_all = unused == "none" or (unused == "by rank 1" and ranks.rank == 0)
@@ -105,25 +105,6 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
             loss(twin.ours).backward()
         twin.average()
         twin.check()
-
-
-@on_ranks(2)
-def test_a_compiled_backward_that_fails_at_once_is_told_to_the_peers(ranks):
-    def explode(_):
-        raise ValueError("out of luck")
-
-    model = ranks.wrap(net(6, 130, 2))
-    for step in range(3):
-        model.zero_grad()
-        out = model(ranks.integers(3, 6))
-        kind = ValueError if ranks.rank else paceline.PeerError
-        fails = pytest.raises(kind, match="out of luck")
-        if ranks.rank == 1 and step == 1:
-            out.register_hook(explode)
-        ranks.all(step)  # before it fails: else a peer may be told in its forward
-        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd(step):
-            out.sum().backward()
-    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
 @on_ranks(2)
@@ -152,6 +133,12 @@ def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
 
 @on_ranks(2)
 def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
+    """At once, by a hook of the output, and in its middle."""
+    failures = {1: "at once", 3: "in the middle"}
+
+    def explode(_):
+        raise ValueError("out of luck")
+
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -159,7 +146,7 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
 
         @staticmethod
         def backward(ctx, gradient):
-            if ranks.rank == 1 and step == 1:
+            if ranks.rank == 1 and failures.get(step) == "in the middle":
                 raise ValueError("out of luck")
             return gradient
 
@@ -169,14 +156,20 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
 
     first, *rest = net(6, 130, 2)
     first.rare = nn.Linear(6, 130)
-    module = nn.Sequential(first, Middle(), *rest)
-    model = ranks.wrap(module)
-    for step in range(3):
+    model = ranks.wrap(nn.Sequential(first, Middle(), *rest))
+    for step in range(5):
+        model.zero_grad()
+        out = model(ranks.integers(3, 6))
+        if ranks.rank == 1 and failures.get(step) == "at once":
+            out.register_hook(explode)
+        ranks.all(step)  # before it fails: else a peer may be told in its forward
         kind = ValueError if ranks.rank else paceline.PeerError
         fails = pytest.raises(kind, match="out of luck")
-        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd(step):
-            model(ranks.integers(3, 6)).sum().backward()
-    ranks.assert_same([p.grad for p in module[-1].parameters()], "gradients")
+        does = fails if step in failures else contextlib.nullcontext()
+        with does, compiled_autograd(step):
+            out.sum().backward()
+        if step not in failures:
+            ranks.assert_same([p.grad for p in rest[-1].parameters()], "gradients")
 
 
 @on_ranks(2, hook=[False, True])
