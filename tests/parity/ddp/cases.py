@@ -21,7 +21,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from datetime import timedelta
 
@@ -30,17 +29,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from paceline._ddp import peers
-from support.ranks import RanksTimeoutError, run_ranks, values
+from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
-HEAP_IS_TORN = "malloc(): unaligned tcache chunk detected"
-"""What glibc said when it aborted a rank of test_sparse.py, twice in some hundred runs:
-in torch's backward, beside torch's own wrapper over Gloo.  Not understood: 25 runs of
-that file with our extension under ASan were clean.  Such a run is repeated once, with a
-warning."""
 SKIPPED = "skipped on every rank: "
 
 _bodies = {}  # (module, name): the function under @on_ranks
@@ -93,26 +87,8 @@ def _run(request, module, n):
         and hasattr(item.function, "_axes")
         and item.callspec.params["row"][0] == n
     ]
-    try:
-        outcomes = _run_once(module, n, selected)
-    except RanksTimeoutError as error:
-        if HEAP_IS_TORN not in str(error):
-            raise
-        warnings.warn(f"{module}, {n} ranks: {HEAP_IS_TORN}; run again", stacklevel=2)
-        outcomes = _run_once(module, n, selected)
-    if not all(outcome.is_ok for outcome in outcomes):
-        words = [f"rank {o.rank}: {o.exitcode} {o.error}\n{o.output}" for o in outcomes]
-        return {(c[0], *map(str, c[1:])): "\n".join(words) for c in selected}
-    rows = zip(*values(outcomes), strict=True)
-    return {
-        (case[0], *map(str, case[1:])): _words_of(row)
-        for case, row in zip(selected, rows, strict=True)
-    }
-
-
-def _run_once(module, n, selected):
     environment = getattr(sys.modules[module], "environment", dict)
-    return run_ranks(
+    outcomes = run_ranks(
         run_cases,
         n,
         module,
@@ -121,6 +97,14 @@ def _run_once(module, n, selected):
         group_timeout=BATCH_SECONDS,
         env={"PACELINE_TIMEOUT": str(PEER_SECONDS), **environment()},
     )
+    if not all(outcome.is_ok for outcome in outcomes):
+        words = [f"rank {o.rank}: {o.exitcode} {o.error}\n{o.output}" for o in outcomes]
+        return {(c[0], *map(str, c[1:])): "\n".join(words) for c in selected}
+    rows = zip(*values(outcomes), strict=True)
+    return {
+        (case[0], *map(str, case[1:])): _words_of(row)
+        for case, row in zip(selected, rows, strict=True)
+    }
 
 
 def _words_of(row):
@@ -225,6 +209,10 @@ class Ranks:
             module, process_group=self.group, **options
         )
 
+    def alone(self):
+        """Return a group of this rank alone; every rank is to call this."""
+        return [dist.new_group([rank]) for rank in range(self.n)][self.rank]
+
     def all(self, thing):
         """Return every rank's thing, by rank."""
         things = [None] * self.n
@@ -280,6 +268,13 @@ def assert_equal(mine, theirs, what):
         f"{what}: {len(where)} of {mine.numel()} differ, the first at {place}: "
         f"{mine.flatten()[:8].tolist()}... and {theirs.flatten()[:8].tolist()}..."
     )
+
+
+def assert_same_grads(mine, theirs, what="now"):
+    """Check that the gradients of two models have the same bits."""
+    rows = zip(mine.named_parameters(), theirs.parameters(), strict=True)
+    for (name, p), other in rows:
+        assert_equal(p.grad, other.grad, f"{what}: the gradient of {name}")
 
 
 def compare_with_torch(ranks, program):

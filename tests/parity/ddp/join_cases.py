@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from cases import assert_equal, grads_of, integer_weights
+from cases import assert_equal, grads_of, integer_weights, mean_over
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -69,3 +69,12 @@ def train(model, ranks, context, count, step=None, **options):
             seen.append(grads_of(model))
             optimizer.step()
     return seen
+
+
+def steps_over_active(ranks, model, has):
+    """Take the rank's steps; yield each, with the mean x of the ranks that have it."""
+    xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(max(has))]
+    for i in range(has[ranks.rank]):
+        model.zero_grad()
+        model(xs[i][ranks.rank]).backward()
+        yield i, mean_over([xs[i][r].sum(0) for r in range(ranks.n) if has[r] > i])

@@ -7,6 +7,7 @@ that torch's class can run too, which makes it the reference.
 
 import contextlib
 import copy
+import inspect
 import threading
 import warnings
 
@@ -14,7 +15,6 @@ import paceline
 import torch
 from torch import nn
 from torch.optim import swa_utils
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 N_STEPS = 3
 
@@ -71,27 +71,6 @@ def trained(run, model, optimizer, shape=(4, 6), loss=None):
 # ---- methods of training -------------------------------------------------------------
 
 
-def sharpness_aware_minimization(run):
-    model = run.wrap(mlp())
-    optimizer = sgd(model, momentum=0.9)
-    for step in range(N_STEPS):
-        x = run.normal(4, 6, key=step)
-        model(x).square().mean().backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        olds = [p.detach().clone() for p in model.parameters()]
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(p.grad, alpha=0.05 / (norm.item() + 1e-12))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        with torch.no_grad():
-            for p, old in zip(model.parameters(), olds, strict=True):
-                p.copy_(old)
-        optimizer.step()
-        yield tensors_of(model)
-        optimizer.zero_grad()
-
-
 def projected_conflicting_gradients(run):
     model = run.wrap(mlp(n_out=3))
     optimizer = sgd(model)
@@ -144,31 +123,6 @@ def stochastic_weight_averaging(run):
     yield [*average.buffers()] if run.rank == 0 else []
 
 
-class Lora(nn.Module):
-    def __init__(self, linear, rank=2):
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, linear.in_features))
-        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
-
-    def forward(self, x):
-        return self.linear(x) + x @ self.down.t() @ self.up.t()
-
-
-def add_adapters(module):
-    module.requires_grad_(False)
-    for name, part in list(module.named_children()):
-        if isinstance(part, nn.Linear):
-            module.add_module(name, Lora(part))
-    return module
-
-
-def adapters_of_a_frozen_model(run):
-    model = run.wrap(add_adapters(mlp()))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    yield from trained(run, model, optimizer)
-
-
 def adversarial_training(run):
     make, judge = run.wrap(mlp(6, 120)), run.wrap(mlp(120, 1))
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (make, judge)]
@@ -184,24 +138,6 @@ def adversarial_training(run):
         optimizers[0].zero_grad()
         nn.functional.softplus(-judge(fake)).mean().backward()
         optimizers[0].step()
-        yield tensors_of(make, judge)
-
-
-def adversarial_training_with_a_frozen_judge(run):
-    """The judge is frozen as a whole while the other is trained, in each step."""
-    make, judge = run.wrap(mlp(6, 120)), run.wrap(mlp(120, 1))
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (make, judge)]
-    for step in range(N_STEPS):
-        x, real = run.normal(4, 6, key=step), run.normal(4, 120, key=step)
-        fake = make(x)
-        judge.requires_grad_(False)
-        optimizers[0].zero_grad()
-        (-judge(fake)).mean().backward()
-        optimizers[0].step()
-        judge.requires_grad_(True)
-        optimizers[1].zero_grad()
-        (judge(fake.detach()) - judge(real)).mean().backward()
-        optimizers[1].step()
         yield tensors_of(make, judge)
 
 
@@ -272,21 +208,6 @@ def nested_no_sync_with_exceptions(run):
         yield tensors_of(model)
 
 
-def distillation_with_a_frozen_teacher(run):
-    teacher = mlp().requires_grad_(False).eval()
-    model = run.wrap(mlp(width=90))
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        x = run.normal(4, 6, key=step)
-        optimizer.zero_grad()
-        with torch.no_grad():
-            target = teacher(x).softmax(-1)
-        guess = model(x).log_softmax(-1)
-        nn.functional.kl_div(guess, target, reduction="batchmean").backward()
-        optimizer.step()
-        yield tensors_of(model)
-
-
 def stateless_teacher(run):
     """A teacher's weights are swapped into the wrapper itself, for one forward."""
     model = run.wrap(mlp())
@@ -299,19 +220,6 @@ def stateless_teacher(run):
         with torch.no_grad():
             target = torch.func.functional_call(model, swapped, (x,))
         (model(x) - target).square().mean().backward()
-        optimizer.step()
-        yield tensors_of(model)
-
-
-def siamese_networks(run):
-    model = run.wrap(nn.Sequential(mlp(), nn.LayerNorm(2)))
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        x, y = run.normal(2, 4, 6, key=step)
-        optimizer.zero_grad()
-        one, two = model(x), model(y)
-        logits = one @ two.t() / 0.1
-        nn.functional.cross_entropy(logits, torch.arange(4)).backward()
         optimizer.step()
         yield tensors_of(model)
 
@@ -362,9 +270,10 @@ def meta_learning(run):
 
 
 def several_optimizers(run):
-    model = run.wrap(mlp())
-    parameters = list(model.parameters())
+    module = mlp()
+    parameters = list(module.parameters())
     first = torch.optim.SGD(parameters[:3], lr=0.1, momentum=0.9, nesterov=True)
+    model = run.wrap(module)
     second = torch.optim.RAdam(parameters[3:], lr=0.01)
     for step in range(N_STEPS):
         first.zero_grad()
@@ -429,24 +338,6 @@ def autocast_to_bfloat16(run):
         yield tensors_of(model)
 
 
-def data_of_a_loader_with_workers(run):
-    generator = torch.Generator().manual_seed(3)
-    data = TensorDataset(torch.randn(24, 6, generator=generator))
-    sampler = DistributedSampler(data, 2, run.rank, shuffle=True, seed=4)
-    loader = DataLoader(
-        data, 4, sampler=sampler, num_workers=1, multiprocessing_context="fork"
-    )
-    model = run.wrap(mlp())
-    optimizer = sgd(model)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for (x,) in loader:
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        yield tensors_of(model)
-
-
 def a_backward_in_another_thread(run):
     model = run.wrap(mlp())
     optimizer = sgd(model)
@@ -485,12 +376,6 @@ def spectral_normalisation(run):
         yield tensors_of(model)
 
 
-def orthogonal_weights(run):
-    part = nn.utils.parametrizations.orthogonal(nn.Linear(20, 20))
-    model = run.wrap(nn.Sequential(nn.Linear(6, 20), part, nn.Linear(20, 2)))
-    yield from trained(run, model, sgd(model))
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -507,26 +392,6 @@ def attention_with_unused_parts(run):
     yield from trained(
         run, model, sgd(model), (2, 5, 48), lambda out: out["out"].square().mean()
     )
-
-
-class Mixed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 130), nn.Linear(130, 90).double()
-        self.c = nn.Linear(90, 40).bfloat16()
-        self.scale, self.turn = (
-            nn.Parameter(torch.ones(())),
-            nn.Parameter(torch.ones(40, dtype=torch.complex64)),
-        )
-
-    def forward(self, x):
-        x = self.c(self.b(self.a(x).double()).bfloat16()).float()
-        return torch.view_as_real(x * self.turn) * self.scale
-
-
-def mixed_types_with_complex_and_scalar_parameters(run):
-    model = run.wrap(Mixed())
-    yield from trained(run, model, torch.optim.SGD(model.parameters(), lr=0.125))
 
 
 def odd_strides(run):
@@ -594,40 +459,7 @@ def hooks_on_modules_and_tensors(run):
 
 
 ON_TORCH = {
-    recipe.__name__: recipe
-    for recipe in (
-        sharpness_aware_minimization,
-        projected_conflicting_gradients,
-        moving_average_of_weights,
-        stochastic_weight_averaging,
-        adapters_of_a_frozen_model,
-        adversarial_training,
-        adversarial_training_with_a_frozen_judge,
-        gradient_penalty,
-        quasi_newton,
-        accumulation_with_clipping_and_a_scheduler,
-        nested_no_sync_with_exceptions,
-        distillation_with_a_frozen_teacher,
-        stateless_teacher,
-        siamese_networks,
-        truncated_backpropagation_through_time,
-        meta_learning,
-        several_optimizers,
-        optimizers_of_every_kind,
-        sharded_optimizer_states,
-        scaled_losses,
-        autocast_to_bfloat16,
-        data_of_a_loader_with_workers,
-        a_backward_in_another_thread,
-        weight_normalisation,
-        spectral_normalisation,
-        orthogonal_weights,
-        attention_with_unused_parts,
-        mixed_types_with_complex_and_scalar_parameters,
-        odd_strides,
-        two_thousand_tiny_parameters,
-        scripted_modules,
-        buffers_that_are_slices,
-        hooks_on_modules_and_tensors,
-    )
+    name: each
+    for name, each in list(globals().items())
+    if inspect.isgeneratorfunction(each) and each is not trained
 }

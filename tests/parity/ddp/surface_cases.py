@@ -3,10 +3,6 @@
 import copy
 
 import torch
-from cases import (
-    assert_equal,
-    grads_of,
-)
 from torch import nn
 
 X = torch.tensor([[1.0, 2.0]])
@@ -41,8 +37,3 @@ def pair(ranks, module, **options):
     """Return the same module behind our wrapper, and behind torch's."""
     mine = ranks.wrap(copy.deepcopy(module), **options)
     return mine, ranks.wrap_by_torch(copy.deepcopy(module), **options)
-
-
-def assert_same_grads(mine, theirs):
-    for a, b in zip(grads_of(mine), grads_of(theirs), strict=True):
-        assert_equal(a, b, "a gradient")

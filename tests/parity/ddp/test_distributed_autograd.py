@@ -4,6 +4,7 @@ import copy
 import tempfile
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cases import (
 )
 from torch import nn
 from torch.distributed import autograd, rpc
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 
 @contextmanager
@@ -85,6 +87,18 @@ def step(wrapper, x, **options):
         return of(wrapper, backward(context, wrapper(x).sum(), **options))
 
 
+@contextmanager
+def line_of(ranks):
+    """Make the ranks workers; yield a wrapped layer, and data for it."""
+    with workers(ranks):
+        yield ranks.wrap(integer_weights(nn.Linear(3, 2))), ranks.integers(2, 3)
+
+
+def mean_of(ranks, x):
+    """Return the mean gradient of the weight of a layer of two outputs."""
+    return (sum(each.sum(0) for each in ranks.all(x)) / 2).expand(2, -1)
+
+
 # ---- before RPC ---------------------------------------------------------------------
 
 
@@ -111,50 +125,115 @@ def test_a_forward_before_rpc_goes_backward_outside_of_contexts_as_ever(ranks):
         assert_equal(mine, other, "a gradient")
 
 
-# ---- what is local ------------------------------------------------------------------
+# ---- as with torch ------------------------------------------------------------------
 
 
-@on_ranks(2, 4, cap=[0.001, 25])
-def test_gradients_are_averaged_in_the_context_and_not_in_grad(ranks, cap):
-    def run(wrapper):
-        found = []
-        for k in range(4):
-            found += step(wrapper, ranks.integers(3, 6, key=k))
-        assert grads_of(wrapper) == [None] * 6
-        return found
+class Hides(nn.Module):
+    """Returns what nobody finds a tensor in."""
 
-    with workers(ranks):
-        both(ranks, net(), run, bucket_cap_mb=cap)
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return lambda: self.layer(x)
 
 
-@on_ranks(2)
-def test_steps_outside_of_contexts_stay_as_they_are_between_them(ranks):
-    def run(wrapper):
-        found = []
+def steps_apart(ranks, wrapper):
+    found = []
+    for k in range(4):
+        found += step(wrapper, ranks.integers(3, 6, key=k))
+    assert set(grads_of(wrapper)) == {None}
+    return found
+
+
+def steps_outside_between(ranks, wrapper):
+    found = []
+    for k in range(3):
+        x = ranks.integers(3, 6, key=k)
+        found += step(wrapper, x)
+        wrapper(x).sum().backward()
+        found += grads_of(wrapper)
+    return found
+
+
+def backwards_that_add_up(ranks, wrapper):
+    with autograd.context() as context:
         for k in range(3):
-            x = ranks.integers(3, 6, key=k)
-            found += step(wrapper, x)
-            wrapper(x).sum().backward()
-            found += grads_of(wrapper)
-        return found
+            found = backward(context, wrapper(ranks.integers(3, 6, key=k)).sum())
+        return of(wrapper, found)
 
+
+def local_before_the_average(ranks, wrapper):
+    with autograd.context() as context:
+        with wrapper.no_sync():
+            loss = wrapper(ranks.integers(3, 6, key=1)).sum()
+            mine = of(wrapper, backward(context, loss))
+        assert ranks.all([bits(g) for g in mine]) != [[bits(g) for g in mine]] * 2
+        return of(wrapper, backward(context, wrapper(ranks.integers(3, 6)).sum()))
+
+
+def hidden_outputs(ranks, wrapper):
+    found = []
+    for k in range(3):
+        with autograd.context() as context:
+            hidden = wrapper(ranks.integers(2, 6, key=k))
+            found += of(wrapper, backward(context, hidden().sum()))
+    return found
+
+
+def sparse_gradients(ranks, wrapper):
+    found = []
+    for k in range(3):
+        rows = ranks.integers(4, key=k).long().abs()
+        with autograd.context() as context:
+            gradients = backward(context, wrapper(rows[None]).sum())
+            assert gradients[wrapper.module.weight].is_sparse
+            found.append(gradients[wrapper.module.weight].to_dense())
+    return found
+
+
+def a_communication_hook(ranks, wrapper):
+    wrapper.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
+    return steps_apart(ranks, wrapper)
+
+
+def table():
+    return nn.EmbeddingBag(8, 3, mode="sum", sparse=True)
+
+
+RUNS = {
+    "steps": (net, steps_apart, {}),
+    "steps of small buckets": (net, steps_apart, {"bucket_cap_mb": 0.001}),
+    "steps outside between": (net, steps_outside_between, {}),
+    "backwards that add up": (net, backwards_that_add_up, {}),
+    "local before the average": (net, local_before_the_average, {}),
+    "hidden outputs": (Hides, hidden_outputs, {}),
+    "sparse gradients": (table, sparse_gradients, {}),
+    "a communication hook": (net, a_communication_hook, {}),
+}
+
+
+@on_ranks(2, what=[*RUNS])
+def test_gradients_in_contexts_are_those_of_torch(ranks, what):
+    make, run, options = RUNS[what]
     with workers(ranks):
-        both(ranks, net(), run)
+        both(ranks, integer_weights(make()), partial(run, ranks), **options)
+
+
+# ---- what is local ------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         loss = wrapper(x).sum()
         with (
             autograd.context() as context,
             pytest.raises(RuntimeError, match="run both in one"),
         ):
             backward(context, loss)
-        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
-        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the next gradient")
+        assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the next gradient")
 
 
 @on_ranks(2)
@@ -178,41 +257,12 @@ def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
 
 
 @on_ranks(2)
-def test_backwards_in_one_context_add_up(ranks):
-    def run(wrapper):
-        with autograd.context() as context:
-            for k in range(3):
-                found = backward(context, wrapper(ranks.integers(3, 6, key=k)).sum())
-            return of(wrapper, found)
-
-    with workers(ranks):
-        both(ranks, net(), run)
-
-
-@on_ranks(2)
 def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(nn.Linear(3, 2))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         with autograd.context() as context:
             wrapper(x).sum().backward()
             assert autograd.get_gradients(context) == {}
-        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
-        assert_equal(wrapper.module.weight.grad, mean.expand(2, 3), "the gradient")
-
-
-@on_ranks(2)
-def test_local_gradients_of_a_context_are_averaged_with_its_next(ranks):
-    def run(wrapper):
-        with autograd.context() as context:
-            with wrapper.no_sync():
-                loss = wrapper(ranks.integers(3, 6, key=1)).sum()
-                mine = of(wrapper, backward(context, loss))
-            assert ranks.all([bits(g) for g in mine]) != [[bits(g) for g in mine]] * 2
-            return of(wrapper, backward(context, wrapper(ranks.integers(3, 6)).sum()))
-
-    with workers(ranks):
-        both(ranks, net(), run)
+        assert_equal(wrapper.module.weight.grad, mean_of(ranks, x), "the gradient")
 
 
 @on_ranks(2)
@@ -231,36 +281,9 @@ def test_local_gradients_outside_wait_for_the_next_average_outside(ranks):
         assert_equal(mine, sum(ranks.all(local)) / 2, "the gradient")
 
 
-class Hides(nn.Module):
-    """Returns what nobody finds a tensor in."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return lambda: self.layer(x)
-
-
-@on_ranks(2)
-def test_an_output_that_hides_its_tensors_is_averaged(ranks):
-    def run(wrapper):
-        found = []
-        for k in range(3):
-            with autograd.context() as context:
-                hidden = wrapper(ranks.integers(2, 3, key=k))
-                found += of(wrapper, backward(context, hidden().sum()))
-        return found
-
-    with workers(ranks):
-        both(ranks, integer_weights(Hides()), run)
-
-
 @on_ranks(2)
 def test_the_bare_model_is_trained_for_itself(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(nn.Linear(3, 2))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
         mine = step(wrapper.module, x)[0]
         assert_equal(mine, x.sum(0).expand(2, 3), "the gradient")
@@ -287,60 +310,15 @@ def test_two_wrappers_in_one_backward_are_averaged(ranks):
 
 
 @on_ranks(2)
-def test_sparse_gradients_are_averaged_in_the_context(ranks):
-    def run(wrapper):
-        found = []
-        for k in range(3):
-            rows = ranks.integers(4, key=k).long().abs()
-            with autograd.context() as context:
-                loss = wrapper(rows[None]).sum()
-                gradient = backward(context, loss)[wrapper.module.weight]
-                assert gradient.is_sparse
-                found.append(gradient.to_dense())
-        return found
-
-    with workers(ranks):
-        model = integer_weights(nn.EmbeddingBag(8, 3, mode="sum", sparse=True))
-        both(ranks, model, run)
-
-
-@on_ranks(2)
-def test_a_communication_hook_averages_in_contexts_too(ranks):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    def run(wrapper):
-        wrapper.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
-        found = []
-        for k in range(3):
-            found += step(wrapper, ranks.integers(3, 6, key=k))
-        return found
-
-    with workers(ranks):
-        both(ranks, net(), run)
-
-
-@on_ranks(2)
 def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
-        step(wrapper, x)
-        wrapper.double()
-        mine = step(wrapper, x.double())[0]
-        mean = sum(each.double().sum(0) for each in ranks.all(x)) / 2
-        assert_equal(mine, mean.expand(2, 3), "the gradient")
-
-
-@on_ranks(2)
-def test_a_parameter_that_was_frozen_for_a_while_is_averaged_again(ranks):
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         wrapper.module.weight.requires_grad_(False)
         assert step(wrapper, x)[0] is None
         wrapper.module.weight.requires_grad_(True)
-        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
-        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the gradient")
+        assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the gradient")
+        wrapper.double()
+        mine = step(wrapper, x.double())[0]
+        assert_equal(mine, mean_of(ranks, x).double(), "the gradient")
 
 
 @on_ranks(2)
@@ -365,8 +343,7 @@ def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
         with autograd.context() as context:
             mine = of(wrapper, backward(context, wrapper(x, both=False).sum()))
         assert mine[2:] == [None, None]
-        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
-        assert_equal(mine[0], mean.expand(2, 2), "the gradient")
+        assert_equal(mine[0], mean_of(ranks, x), "the gradient")
 
 
 @on_ranks(2, is_torch=[False, True])
@@ -389,9 +366,7 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
     def fail(_):
         raise ValueError("on purpose")
 
-    with workers(ranks):
-        wrapper = ranks.wrap(integer_weights(nn.Linear(3, 2)))
-        x = ranks.integers(2, 3)
+    with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
         with autograd.context() as context:
             output = wrapper(x)
@@ -402,8 +377,7 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
             )
             with pytest.raises(RuntimeError, match=words):  # torch's own, on rank 0
                 autograd.backward(context, [output.sum()])
-        mean = sum(each.sum(0) for each in ranks.all(x)) / 2
-        assert_equal(step(wrapper, x)[0], mean.expand(2, 3), "the next gradient")
+        assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the next gradient")
 
 
 # ---- what is remote -----------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_a_join_that_is_not_enabled_does_nothing(ranks, context):
     assert_equal(model.module.large.weight, before + ranks.rank, "the weight")
 
 
-@on_ranks(2, 4, context=CONTEXTS)
+@on_ranks(2, context=CONTEXTS)
 def test_early_termination_raises_everywhere_in_the_words_of_torch(ranks, context):
     ours, theirs = pair_of(ranks, Wide())
     for model in (ours, theirs):
@@ -78,7 +78,7 @@ class Talkative(Wide):
         return super().forward(x)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
     for model in pair_of(ranks, Talkative()):
         with pytest.raises(RuntimeError, match="exhausted"):
@@ -108,26 +108,11 @@ def test_early_termination_counts_forwards_as_torch_does(ranks):
         assert_all_equal(*counts, "gradients of the last step")
 
 
-@on_ranks(3)
-def test_an_exception_reaches_ranks_that_ask_for_early_termination(ranks):
-    model = ranks.wrap(Wide())
-    kind = KeyError if ranks.rank == 1 else paceline.PeerError
-    with pytest.raises(kind, match="my own words"):
-        leave_early(model, ranks)
-
-
-def leave_early(model, ranks):
-    with model.join(throw_on_early_termination=True):
-        for i in range(3):
-            if ranks.rank == 1 and i == 1:
-                raise KeyError("my own words")
-            model(ranks.integers(3, 100, key=i)).backward()
-
-
-def leave(model, ranks, context, where):
+def leave(model, ranks, context, where, **options):
     """Rank 1 leaves by an exception in its second batch; rank 0 has one, 2 has five."""
-    with context_of(model, context):
-        for i in range((1, 3, 5)[ranks.rank]):
+    n_batches = 3 if options else (1, 3, 5)[ranks.rank]
+    with context_of(model, context, **options):
+        for i in range(n_batches):
             if ranks.rank == 1 and i == 1 and where == "between steps":
                 raise KeyError("my own words")
             model.module.is_bad = ranks.rank == 1 and i == 1 and where == "in forward"
@@ -147,18 +132,27 @@ class Bad(Wide):
 def test_an_exception_in_a_join_reaches_every_rank_and_is_overcome(ranks, where):
     model = ranks.wrap(Bad())
     for _ in range(2):
-        if ranks.rank == 1:
-            with pytest.raises(KeyError, match="my own words"):
-                leave(model, ranks, "join()", where)
-        else:
-            with pytest.raises(paceline.PeerError, match=r"(?s)rank 1.*my own words"):
-                leave(model, ranks, "join()", where)
+        assert_left(ranks, model, where)
     rows = ranks.all(ranks.integers(3, 100))
     model.module.is_bad = False
     model.zero_grad()
     model(rows[ranks.rank]).backward()
     total = sum(x.sum(0) for x in rows)
     assert torch.equal(model.module.large.weight.grad, (total / 3).expand(200, 100))
+
+
+@on_ranks(3)
+def test_an_exception_reaches_ranks_that_ask_for_early_termination(ranks):
+    model = ranks.wrap(Bad())
+    assert_left(ranks, model, "between steps", throw_on_early_termination=True)
+
+
+def assert_left(ranks, model, where, **options):
+    kind, words = paceline.PeerError, r"(?s)rank 1.*my own words"
+    if ranks.rank == 1:
+        kind, words = KeyError, "my own words"
+    with pytest.raises(kind, match=words):
+        leave(model, ranks, "join()", where, **options)
 
 
 @on_ranks(2)
@@ -244,8 +238,9 @@ def test_contexts_of_two_wrappers_are_not_nested(ranks):
         pass
 
 
-@on_ranks(1, context=CONTEXTS)
+@on_ranks(2, context=CONTEXTS)
 def test_a_single_rank_joins_itself(ranks, context):
+    ranks.group = ranks.alone()
     model = ranks.wrap(Wide())
     seen = train(model, ranks, context, 3)
     assert len(seen) == 3
@@ -284,7 +279,7 @@ class Table(nn.Module):
         return factor * self.table(rows).sum() + self.dense.weight.sum()
 
 
-@on_ranks(2, 4, context=CONTEXTS, over=["initial", "active"])
+@on_ranks(2, context=CONTEXTS, over=["initial", "active"])
 def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
     model = ranks.wrap(integer_weights(Table()))
     table = model.module.table.weight

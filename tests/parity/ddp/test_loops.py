@@ -1,9 +1,13 @@
-"""What training loops do on ranks: second orders, hooks, optimizers, compilers."""
+"""What training loops do on ranks: second orders, compiled steps, and ends."""
 
 import contextlib
 import copy
+import gc
+import subprocess
+import sys
 import threading
 import warnings
+import weakref
 
 import paceline
 import pytest
@@ -22,36 +26,14 @@ from torch import nn
 # ---- higher order, anomaly, autocast ------------------------------------------------
 
 
-@on_ranks(2)
-def test_recorded_backwards_give_the_same_values_and_second_gradients(ranks):
-    twin = Twin(
-        ranks, integer_weights(nn.Sequential(nn.Linear(150, 90), nn.Linear(90, 2)))
-    )
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(3, 150, key=step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            twin.step(lambda model, x=x: model(x).sum(), create_graph=True)
-    for model in (twin.plain, twin.ours):
-        model.zero_grad(set_to_none=True)
-
-
-@on_ranks(2)
-def test_a_penalty_on_gradients_of_the_input_is_averaged(ranks):
-    """Second order by `autograd.grad`, as in Wasserstein GANs: torch agrees."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 130), nn.Tanh(), nn.Linear(130, 1))
-    ours, theirs = ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)
-    for step in range(3):
-        x = torch.randn(4, 6, generator=ranks.generator(step)).requires_grad_()
-        for model in (ours, theirs):
-            model.zero_grad()
-            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-            penalty = (slope.norm(dim=1) - 1).square().mean()
-            (model(x).mean() + penalty).backward()
-        for mine, p in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_equal(mine.grad, p.grad, f"step {step}")
+@on_ranks(2, how=["recorded", "under anomaly detection"])
+def test_backwards_of_this_kind_give_the_same_values(ranks, how):
+    twin = Twin(ranks, net())
+    is_recorded = how == "recorded"
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(not is_recorded):
+        warnings.simplefilter("ignore")
+        train(twin, ranks, create_graph=is_recorded)
+    twin.zero()
 
 
 @on_ranks(2)
@@ -92,209 +74,7 @@ def test_a_graph_that_has_saved_a_local_gradient_does_not_go_backward(ranks):
         torch.autograd.grad(sum(totals), module[0].weight)
 
 
-@on_ranks(2)
-def test_backwards_under_anomaly_detection(ranks):
-    twin = Twin(ranks, net())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.set_detect_anomaly(True):
-            train(twin, ranks)
-
-
-@on_ranks(2)
-def test_training_under_autocast(ranks):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 200), nn.GELU(), nn.Linear(200, 100))
-    twin = Twin(ranks, module)
-    for step in range(3):
-        x = torch.randn(5, 64, generator=ranks.generator(step))
-        twin.zero()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            outs = [model(x) for model in (twin.plain, twin.ours)]
-        assert outs[1].dtype == torch.bfloat16
-        for out in outs:
-            out.float().square().mean().backward()
-        twin.average()
-        twin.check()
-
-
-@on_ranks(2)
-def test_a_grad_scaler_sees_averaged_gradients(ranks):
-    model = ranks.wrap(nn.Linear(200, 100))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        x = torch.randn(4, 200, generator=ranks.generator(step))
-        if step == 1 and ranks.rank == 1:
-            x[0, 0] = float("inf")  # every rank must skip this step
-        scaler.scale(model(x).mean()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        ranks.assert_same(list(model.parameters()), f"step {step}")
-    assert scaler.get_scale() == 4.0
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-# ---- hooks, optimizers --------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_hooks_of_the_user_on_tensors_see_local_gradients(ranks):
-    twin = Twin(ranks, net())
-    logs = [], []
-    for model, log in zip((twin.plain, twin.ours), logs, strict=True):
-        for p in model.parameters():
-            p.register_hook(lambda g, log=log: log.append(g.clone()))
-            p.register_hook(lambda g: g * 2)
-    train(twin, ranks)
-    for mine, other in zip(*logs, strict=True):
-        assert_equal(mine, other, "what a hook saw")
-
-
-@on_ranks(2, when=["before wrapping", "after wrapping"])
-def test_post_accumulate_hooks_of_the_user_see_a_gradient(ranks, when):
-    module = net()
-    seen = []
-
-    def look(p):
-        seen.append(None if p.grad is None else p.grad.clone())
-
-    if when == "before wrapping":
-        for p in module.parameters():
-            p.register_post_accumulate_grad_hook(look)
-    plain = copy.deepcopy(module)
-    twin = Twin(ranks, plain)
-    if when == "before wrapping":
-        twin.ours = ranks.wrap(module)
-    else:
-        for p in twin.ours.parameters():
-            p.register_post_accumulate_grad_hook(look)
-    x = ranks.integers(3, 6)
-    for p in twin.plain.parameters():
-        p._post_accumulate_grad_hooks = None
-    for step in range(3):
-        twin.zero(set_to_none=step != 1)
-        seen.clear()
-        twin.step(lambda model: model(x).sum())
-        assert len(seen) == 6
-        assert all(grad is not None for grad in seen)
-
-
-@on_ranks(2)
-def test_the_norm_for_clipping_is_that_of_the_averaged_gradients(ranks):
-    twin = Twin(ranks, net())
-    for step in range(3):
-        x = ranks.integers(3, 6, key=step)
-        twin.zero()
-        twin.step(lambda model, x=x: model(x).sum())
-        norms = [
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for model in (twin.plain, twin.ours)
-        ]
-        assert_equal(*norms, "the norm")
-        twin.check()
-        for model in (twin.plain, twin.ours):
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        twin.check()
-
-
-def assert_same_parameters(twin, ranks):
-    pairs = zip(twin.ours.parameters(), twin.plain.parameters(), strict=True)
-    for mine, other in pairs:
-        assert_equal(mine.data, other.data, "a parameter")
-    ranks.assert_same(list(twin.ours.parameters()), "parameters")
-
-
-@on_ranks(2, made=["before wrapping", "after wrapping"])
-def test_several_optimizers_share_a_model(ranks, made):
-    def optimizers(model):
-        params = list(model.parameters())
-        return [
-            torch.optim.SGD(params[:2], lr=0.5, momentum=0.5),
-            torch.optim.AdamW(params[2:], lr=0.01),
-        ]
-
-    module = net()
-    plain = copy.deepcopy(module)
-    sets = [optimizers(plain), optimizers(module)] if made == "before wrapping" else []
-    twin = Twin.__new__(Twin)
-    twin.ranks, twin.plain, twin.ours = ranks, plain, ranks.wrap(module)
-    sets = sets or [optimizers(plain), optimizers(twin.ours)]
-    for step in range(4):
-        x = ranks.integers(3, 6, key=step)
-        for one in sets[0] + sets[1]:
-            one.zero_grad()
-        twin.step(lambda model, x=x: model(x).sum())
-        for one in sets[0] + sets[1]:
-            one.step()
-        assert_same_parameters(twin, ranks)
-
-
-@on_ranks(2)
-def test_foreach_and_fused_optimizers_take_the_gradients(ranks):
-    for options in ({"foreach": True}, {"fused": True}):
-        twin = Twin(ranks, net())
-        pair = [
-            torch.optim.Adam(model.parameters(), lr=0.01, **options)
-            for model in (twin.plain, twin.ours)
-        ]
-        for step in range(3):
-            x = ranks.integers(3, 6, key=step)
-            twin.zero()
-            twin.step(lambda model, x=x: model(x).sum())
-            for one in pair:
-                one.step()
-            assert_same_parameters(twin, ranks)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_calls_a_closure_again_and_again(ranks):
-    torch.manual_seed(0)
-    model = ranks.wrap(nn.Linear(100, 100))
-    x = torch.randn(30, 100, generator=ranks.generator("x"))
-    y = torch.randn(30, 100, generator=ranks.generator("y"))
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
-    losses = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        mean = mean_over(ranks.all(loss.detach()))
-        losses.append(mean.item())
-        return mean
-
-    for _ in range(3):
-        optimizer.step(closure)
-        ranks.assert_same(list(model.parameters()), "parameters")
-    assert losses[-1] < losses[0] / 2
-
-
 # ---- compiled -----------------------------------------------------------------------
-
-
-@on_ranks(2, what=["module before wrapping", "wrapper", "method compile"])
-def test_a_compiled_model_trains_as_the_plain_one(ranks, what):
-    torch._dynamo.reset()
-    module = net(6, 130, 2)
-    plain = copy.deepcopy(module)
-    if what == "module before wrapping":
-        ours = ranks.wrap(torch.compile(module, backend="eager"))
-    elif what == "wrapper":
-        ours = torch.compile(ranks.wrap(module), backend="eager")
-    else:
-        ours = ranks.wrap(module)
-        ours.compile(backend="eager")
-    for step in range(3):
-        x = ranks.integers(3, 6, key=step)
-        for model in (plain, ours):
-            model.zero_grad()
-            model(x).sum().backward()
-        rows = ranks.all([p.grad for p in plain.parameters()])
-        for i, p in enumerate(ours.parameters()):
-            assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
 
 
 def compiled_autograd(step=0):
@@ -311,7 +91,7 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
     module = net(6, 130, 2)
     module[0].rare = nn.Linear(6, 130)
     twin = Twin(ranks, module)
-    for step in range(3):
+    for step in range(2):
         twin.zero()
         x = ranks.integers(3, 6, key=step)
         uses_all = unused == "none" or (unused == "by rank 1" and ranks.rank == 0)
@@ -325,25 +105,6 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
             loss(twin.ours).backward()
         twin.average()
         twin.check()
-
-
-@on_ranks(2)
-def test_a_compiled_backward_that_fails_at_once_is_told_to_the_peers(ranks):
-    def explode(_):
-        raise ValueError("out of luck")
-
-    model = ranks.wrap(net(6, 130, 2))
-    for step in range(3):
-        model.zero_grad()
-        out = model(ranks.integers(3, 6))
-        kind = ValueError if ranks.rank else paceline.PeerError
-        fails = pytest.raises(kind, match="out of luck")
-        if ranks.rank == 1 and step == 1:
-            out.register_hook(explode)
-        ranks.all(step)  # before it fails: else a peer may be told in its forward
-        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd(step):
-            out.sum().backward()
-    ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
 @on_ranks(2)
@@ -372,6 +133,12 @@ def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
 
 @on_ranks(2)
 def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
+    """At once, by a hook of the output, and in its middle."""
+    failures = {1: "at once", 3: "in the middle"}
+
+    def explode(_):
+        raise ValueError("out of luck")
+
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -379,7 +146,7 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
 
         @staticmethod
         def backward(ctx, gradient):
-            if ranks.rank == 1 and step == 1:
+            if ranks.rank == 1 and failures.get(step) == "in the middle":
                 raise ValueError("out of luck")
             return gradient
 
@@ -389,14 +156,111 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
 
     first, *rest = net(6, 130, 2)
     first.rare = nn.Linear(6, 130)
-    module = nn.Sequential(first, Middle(), *rest)
-    model = ranks.wrap(module)
-    for step in range(3):
+    model = ranks.wrap(nn.Sequential(first, Middle(), *rest))
+    for step in range(5):
+        model.zero_grad()
+        out = model(ranks.integers(3, 6))
+        if ranks.rank == 1 and failures.get(step) == "at once":
+            out.register_hook(explode)
+        ranks.all(step)  # before it fails: else a peer may be told in its forward
         kind = ValueError if ranks.rank else paceline.PeerError
         fails = pytest.raises(kind, match="out of luck")
-        with fails if step == 1 else contextlib.nullcontext(), compiled_autograd(step):
-            model(ranks.integers(3, 6)).sum().backward()
-    ranks.assert_same([p.grad for p in module[-1].parameters()], "gradients")
+        does = fails if step in failures else contextlib.nullcontext()
+        with does, compiled_autograd(step):
+            out.sum().backward()
+        if step not in failures:
+            ranks.assert_same([p.grad for p in rest[-1].parameters()], "gradients")
+
+
+@on_ranks(2, hook=[False, True])
+def test_a_whole_compiled_step_is_compiled_once(ranks, hook):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    torch._dynamo.reset()
+    wrapper = ranks.wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+    if hook:
+        wrapper.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(x):
+        optimizer.zero_grad()
+        wrapper(x).sum().backward()
+        optimizer.step()
+
+    seen = []
+    for _ in range(6):
+        step(torch.ones(3, 4))
+        seen.append(len(compiled))
+    assert seen[0] > 0
+    assert seen[1:] == seen[1:2] * 5, seen
+
+
+# ---- a model that keeps what it has returned -----------------------------------------
+
+
+class Keeping(nn.Module):
+    """Keeps its output, where gc cannot see that it leads back: in torch's graph."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.where = where
+
+    def forward(self, x):
+        output = self.layer(x)
+        if self.where == "itself":
+            self.kept = output
+        elif self.where == "a tuple":
+            self.kept = (output,)
+        elif self.where == "a child":
+            self.layer.kept = output
+        return output
+
+
+@on_ranks(2, where=["itself", "a tuple", "a child", "its loss"])
+def test_a_model_that_keeps_its_output_is_freed(ranks, where):
+    gone = []
+    for _ in range(3):
+        model = Keeping(where)
+        wrapper = ranks.wrap(model)
+        loss = wrapper(torch.ones(2, 3)).sum()
+        if where == "its loss":
+            model.kept = wrapper.kept = loss
+        loss.backward()
+        gone += [weakref.ref(model), weakref.ref(model.layer.weight)]
+        del wrapper, model, loss
+    gc.collect()
+    assert [each() is None for each in gone] == [True] * 6
+
+
+# ---- the end of the program ---------------------------------------------------------
+
+LATE = """
+import builtins, torch, torch.distributed as dist
+from paceline import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+class Late:
+    def __init__(self, model):
+        self.model, self.x = model, torch.ones(1, 2)
+    def __del__(self):
+        self.model(self.x).sum().backward()
+builtins.late = Late(DistributedDataParallel(torch.nn.Linear(2, 1)))
+"""
+
+
+def test_training_while_the_interpreter_ends_does_not_abort():
+    ran = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Python is ending" in ran.stderr
 
 
 # ---- flags --------------------------------------------------------------------------

@@ -1,7 +1,12 @@
-"""What models are made of and how they are called, as the plain module does it."""
+"""What models are made of, their buffers, and how they are called.
 
+The reference is the plain module, or torch's class for what that sends.
+"""
+
+import collections
 import copy
 import dataclasses
+import itertools
 from functools import partial
 
 import paceline
@@ -10,6 +15,7 @@ import torch
 from cases import (
     Twin,
     assert_equal,
+    compare_with_torch,
     integer_weights,
     mean_over,
     net,
@@ -22,24 +28,24 @@ from torch.utils.checkpoint import checkpoint
 # ---- modules ------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_a_weight_used_by_two_layers_is_averaged_once(ranks):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
-            self.b.weight = self.a.weight
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
+        self.b.weight = self.a.weight
 
-        def forward(self, x):
-            return self.b(self.a(x).clamp(-3, 3))
-
-    train(Twin(ranks, integer_weights(Tied())), ranks, size=100)
+    def forward(self, x):
+        return self.b(self.a(x).clamp(-3, 3))
 
 
-@on_ranks(2)
-def test_a_layer_used_twice_is_averaged_once(ranks):
-    layer = nn.Linear(100, 100)
-    module = nn.Sequential(layer, nn.Hardtanh(-2, 2), layer, nn.Hardtanh(-2, 2), layer)
+def twice():
+    layer, clip = nn.Linear(100, 100), nn.Hardtanh(-2, 2)
+    return nn.Sequential(layer, clip, layer, clip, layer)
+
+
+@on_ranks(2, of=["two layers", "one layer, used again"])
+def test_a_weight_that_is_used_again_is_averaged_once(ranks, of):
+    module = Tied() if of == "two layers" else twice()
     train(Twin(ranks, integer_weights(module)), ranks, size=100)
 
 
@@ -97,49 +103,7 @@ class Calls(nn.Module):
         return self.scale * self.others[0](x).sum()
 
 
-@on_ranks(2)
-def test_frozen_parameters_have_no_gradient(ranks):
-    module = net()
-    module[2].requires_grad_(False)
-    twin = Twin(ranks, module)
-    train(twin, ranks)
-    assert twin.ours.module[2].weight.grad is None
-
-
-@on_ranks(2)
-def test_ignored_parameters_stay_local(ranks):
-    module = net()
-    names = ["0.weight", "2.bias"]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        module, names
-    )
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
-    x = ranks.integers(3, 6)
-    for _ in range(2):
-        for model in (plain, ours):
-            model.zero_grad()
-            model(x).sum().backward()
-    grads = {name: p.grad for name, p in plain.named_parameters()}
-    rows = ranks.all(grads)
-    for name, p in module.named_parameters():
-        expected = mean_over([row[name] for row in rows])
-        assert_equal(p.grad, grads[name] if name in names else expected, name)
-
-
-@on_ranks(2)
-def test_ignored_parameters_are_not_taken_from_rank_0(ranks):
-    module = net()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(ranks.rank)
-    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
-    first = module[0].weight.clone()
-    ranks.wrap(module)
-    assert_equal(module[0].weight.data, first.data, "an ignored parameter")
-    ranks.assert_same(list(module.parameters())[1:], "the others")
-
-
-@on_ranks(2, 3, init_sync=[True, False])
+@on_ranks(2, init_sync=[True, False])
 def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
     module = nn.Sequential(nn.Linear(90, 100), nn.BatchNorm1d(100))
     module = module.to(torch.float64)
@@ -171,101 +135,159 @@ def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(rank
         torch.autograd.grad(out, x)
 
 
-@on_ranks(2, 3)
-def test_statistics_of_batch_norm_are_those_of_torch(ranks):
-    def norm():
-        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    torch.manual_seed(0)
-    module = norm()
-    ours, theirs = ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)
-    for step in range(4):
-        x = torch.randn(6, 4, generator=ranks.generator(step))
-        for model in (ours, theirs):
-            model(x).square().sum().backward()
-        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-            assert_equal(mine, other, f"a buffer at step {step}")
-    for name, tensor in ours.state_dict().items():
-        if "0." in name:
-            assert_equal(tensor, theirs.state_dict()[name], name)
-    assert ours.module[0].num_batches_tracked.item() == 4
+# ---- buffers ------------------------------------------------------------------------
 
 
-@on_ranks(2, where=["eval", "train"])
-def test_buffers_arrive_where_they_are_used(ranks, where):
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = ranks.wrap(module)
-    model(
-        torch.randn(6, 4, generator=ranks.generator(0)).add(ranks.rank)
-    ).sum().backward()
-    if where == "eval":
+class Counting(nn.Module):
+    """A buffer that tells whose it is, and how often it was written."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
         with torch.no_grad():
-            model.eval()(torch.zeros(1, 4))
-    else:
-        module[0].momentum = 0.0  # the next forward itself changes nothing
-        model(torch.zeros(2, 4))
-    ranks.assert_same([module[0].running_mean, module[0].running_var], where)
+            for p in self.linear.parameters():
+                p.fill_(1)
+        self.register_buffer("mark", torch.tensor([float(rank), 0.0]))
+        self.rank = rank
+        self.taken = None
+
+    def forward(self, x):
+        self.taken = self.mark.clone()
+        if self.training:
+            self.update()
+        return self.linear(x).sum()
+
+    def update(self):
+        self.mark.copy_(torch.tensor([float(self.rank), self.mark[1].item() + 1]))
+
+
+def x_of(ranks, key):
+    return ranks.integers(2, 4, key=key)
+
+
+def look(model):
+    return [model.module.taken.clone(), model.module.mark.clone()]
 
 
 @on_ranks(2)
-def test_buffers_stay_local_if_asked_for(ranks):
-    model = ranks.wrap(nn.Sequential(nn.BatchNorm1d(4)), broadcast_buffers=False)
-    for _ in range(2):
-        model(torch.randn(6, 4).add(ranks.rank)).sum().backward()
-    model.state_dict()
-    rows = ranks.all(model.module[0].running_mean)
-    assert not torch.equal(*rows)
+def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks):
+    def program(ranks, wrap):
+        model, found = wrap(Counting(ranks.rank)), []
+        for step in range(4):
+            model(x_of(ranks, step)).backward()
+            found += look(model)
+            found += [t.clone() for t in model.state_dict().values()][-1:]
+        return found
+
+    compare_with_torch(ranks, program)
+
+
+WRITES = {
+    "before the first forward": lambda step: step == 0,
+    "before some forwards": lambda step: step in (2, 3, 5),
+    "before each forward": lambda step: True,
+}
+
+
+@on_ranks(2, when=[*WRITES])
+def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, when):
+    def program(ranks, wrap):
+        model, found = wrap(Counting(ranks.rank)), []
+        for step in range(6):
+            if WRITES[when](step):
+                model.module.update()
+                model.module.mark.mul_(ranks.rank + 2)
+            model(x_of(ranks, step)).backward()
+            found += look(model)
+        return found
+
+    compare_with_torch(ranks, program)
+
+
+@on_ranks(2, who=["all ranks", "rank 0", "rank 1"])
+def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, who):
+    def program(ranks, wrap):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model, found = wrap(module), []
+        for step in range(4):
+            model(x_of(ranks, step)).sum().backward()
+            if who in ("all ranks", f"rank {ranks.rank}"):
+                with torch.no_grad():
+                    model.module[:2](x_of(ranks, (step, "again")))
+            found += [b.clone() for b in model.buffers()]
+        return found
+
+    compare_with_torch(ranks, program)
+
+
+@on_ranks(2, pattern=["yns", "nns", "yyn", "nyny"])
+def test_buffers_beside_no_sync_are_those_of_torch(ranks, pattern):
+    """y: a step; n: a backward in no_sync; s: a forward alone."""
+
+    def program(ranks, wrap):
+        model, found = wrap(Counting(ranks.rank)), []
+        kinds = itertools.chain.from_iterable([pattern] * 3)
+        for step, kind in enumerate(kinds):
+            model.require_backward_grad_sync = kind == "y"
+            out = model(x_of(ranks, step))
+            if kind != "s":
+                out.backward()
+            model.require_backward_grad_sync = True
+            found += look(model)
+        model(x_of(ranks, "end")).backward()
+        return found + look(model)
+
+    compare_with_torch(ranks, program)
 
 
 @on_ranks(2)
-def test_two_forwards_through_batch_norm_before_one_backward(ranks):
-    """An error with torch: it overwrites what the first forward has saved."""
-    torch.manual_seed(0)
-    twin = Twin(
-        ranks, nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-    )
-    for step in range(3):
-        x, y = torch.randn(2, 6, 4, generator=ranks.generator(step))
-        twin.zero()
-        twin.step(lambda m, x=x, y=y: (m(x) - m(y)).square().sum(), check=False)
-        ranks.assert_same([p.grad for p in twin.ours.parameters()], f"step {step}")
-        if ranks.rank == 0:
-            twin.check()
-
-
-@on_ranks(2)
-def test_replaced_buffers_are_found(ranks):
-    class Running(nn.Linear):
-        def __init__(self):
-            super().__init__(3, 2)
-            self.register_buffer("total", torch.zeros(3))
-
-        def forward(self, x):
-            self.total = self.total + x.sum(0)
-            return super().forward(x)
-
-    model = ranks.wrap(Running())
-    for _ in range(3):
-        model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
-    # Of rank 0 until the last forward, which is each rank's own.
-    assert model.state_dict()["module.total"].tolist() == [3.0 + ranks.rank] * 3
-
-
-@on_ranks(2)
-def test_evaluation_on_one_rank_alone_waits_for_nobody(ranks):
-    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model = ranks.wrap(module)
-    for step in range(3):
-        model.train()
-        model(torch.randn(6, 4, generator=ranks.generator(step))).sum().backward()
-        if ranks.rank == 0:
+def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks):
+    def program(ranks, wrap):
+        model, found = wrap(Counting(ranks.rank)), []
+        for step in range(4):
+            model.train()
+            model(x_of(ranks, step)).backward()
             model.eval()
             with torch.no_grad():
-                model(torch.zeros(1, 4))
-            with torch.inference_mode():
-                model(torch.zeros(1, 4))
-            model.state_dict()
-    ranks.assert_same([p.grad for p in model.parameters()], "the last step")
+                model(x_of(ranks, step))
+                found += look(model)
+        return found
+
+    compare_with_torch(ranks, program)
+
+
+@on_ranks(2)
+def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks):
+    model = ranks.wrap(Counting(ranks.rank))
+    model(x_of(ranks, 0)).backward()
+    out = model(x_of(ranks, 1))
+    if ranks.rank == 1:
+        del out
+        model(x_of(ranks, 2))  # takes nothing over: another awaits its backward
+        with pytest.raises(paceline.MismatchError, match="2 of them without"):
+            model(x_of(ranks, 3)).backward()
+    else:
+        with pytest.raises(paceline.MismatchError, match="2 of them without"):
+            out.backward()
+    model(x_of(ranks, 4)).backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "the next step")
+
+
+@on_ranks(2)
+def test_a_forward_that_waits_for_rank_0_in_its_backward_is_an_error(ranks):
+    model = ranks.wrap(Counting(ranks.rank))
+    model(x_of(ranks, 0)).backward()
+    out = model(x_of(ranks, 1))
+    if ranks.rank == 1:
+        torch.autograd.grad(out, model.module.linear.weight)
+        with pytest.raises(paceline.MismatchError, match="rank 0 has not had"):
+            model(x_of(ranks, 2))
+    else:
+        with pytest.raises(paceline.PeerError, match="rank 0 has not had"):
+            out.backward()
+    model(x_of(ranks, 3)).backward()
+    ranks.assert_same([p.grad for p in model.parameters()], "the next step")
 
 
 # ---- ways to call -------------------------------------------------------------------
@@ -277,6 +299,17 @@ class Result:
     name: str = "result"
 
 
+Pair = collections.namedtuple("Pair", "logits other")
+
+
+class ModelOutput(collections.OrderedDict):
+    """As Hugging Face's: a dict whose values are attributes too."""
+
+    @property
+    def logits(self):
+        return self["logits"]
+
+
 class Opaque:
     __slots__ = ("hidden",)
 
@@ -286,7 +319,9 @@ class Opaque:
 
 OUTPUTS = {
     "tuple": (lambda y: (y, None, 3), lambda out: out[0]),
+    "namedtuple": (lambda y: Pair(y, None), lambda out: out.logits),
     "dict": (lambda y: {"a": [y], "b": "word"}, lambda out: out["a"][0]),
+    "model output": (lambda y: ModelOutput(logits=y), lambda out: out.logits),
     "dataclass": (lambda y: Result(y), lambda out: out.logits),
     "plain object": (lambda y: Opaque(y), lambda out: out.hidden),
     "closure": (lambda y: lambda: y, lambda out: out()),
@@ -320,17 +355,6 @@ def test_outputs_may_be_changed_in_place(ranks):
     train(Twin(ranks, net()), ranks, loss=loss)
 
 
-@on_ranks(2)
-def test_gradients_flow_to_the_inputs(ranks):
-    twin = Twin(ranks, net())
-    rows = []
-    for model in (twin.plain, twin.ours):
-        x = ranks.integers(3, 6).requires_grad_()
-        model(x).sum().backward()
-        rows.append(x.grad)
-    assert_equal(*rows, "the gradient of the input")
-
-
 # ---- checkpointing ------------------------------------------------------------------
 
 
@@ -357,13 +381,13 @@ class Blocks(nn.Module):
         return checkpoint(partial(torch.clamp, min=-2, max=2), x, use_reentrant=True)
 
 
-@on_ranks(2, 4, reentrant=[True, False], shared=[False, True])
+@on_ranks(2, reentrant=[True, False], shared=[False, True])
 def test_every_block_may_be_checkpointed(ranks, reentrant, shared):
     module = integer_weights(Blocks(reentrant, shared=shared), -1, 2)
     train(Twin(ranks, module), ranks, steps=4, size=100)
 
 
-@on_ranks(2, 3, reentrant=[True, False], width=[100, 5])
+@on_ranks(2, reentrant=[True, False], width=[100, 5])
 def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, width):
     """More firings than last time: some gradients come after their bucket has left."""
     twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared=True), -1, 2))
@@ -372,14 +396,7 @@ def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, widt
         twin.plain.uses = twin.ours.module.uses = uses
         twin.zero(set_to_none=step % 3 != 1)
         x = ranks.integers(2, width, key=step)
-        check = ranks.n != 3
-        twin.step(lambda model, x=x: model(x).sum(), check=check)
-        ranks.assert_same([p.grad for p in twin.ours.parameters()], f"step {step}")
-        if not check:
-            pairs = zip(twin.plain.parameters(), twin.ours.parameters(), strict=True)
-            for p, q in pairs:
-                torch.testing.assert_close(q.grad, p.grad, rtol=1e-6, atol=1e-4)
-                p.grad = q.grad.clone()
+        twin.step(lambda model, x=x: model(x).sum())
 
 
 @on_ranks(2, style=["round both", "round backward"])
@@ -398,27 +415,6 @@ def test_accumulation_with_checkpointing(ranks, style):
                 out.backward()
         twin.check()
         twin.step(lambda model, x=x: model(x * 2).sum())
-
-
-@on_ranks(2, reentrant=[True, False])
-def test_the_wrapper_itself_may_be_checkpointed(ranks, reentrant):
-    twin = Twin(ranks, net())
-    for step in range(3):
-        twin.zero()
-        x = ranks.integers(3, 6, key=step).requires_grad_()
-        run = partial(checkpoint, use_reentrant=reentrant)
-        twin.step(lambda model, x=x, run=run: run(model, x).sum())
-
-
-@on_ranks(2)
-def test_gradients_are_ready_when_backward_returns_from_checkpointed_blocks(ranks):
-    """Not only at the optimizer's step: clipping needs them before."""
-    model = ranks.wrap(integer_weights(Blocks(True), -1, 2))
-    for step in range(3):
-        model.zero_grad()
-        model(ranks.integers(2, 100, key=step)).sum().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        ranks.assert_same([norm, *(p.grad for p in model.parameters())], "the norm")
 
 
 @on_ranks(2)

@@ -1,31 +1,29 @@
 """Whole recipes as users write them, by paceline and by torch, compared bit by bit.
 
 recipes.py has them.  What torch's class cannot do, or does wrong, is compared with the
-bare module on one rank, which sees every rank's data: small integers there, so that
-sums are exact.  Two ranks: a mean of two is rounded once, by either library.
+plain module, averaged by hand: on small integers, so that sums are exact.  Two ranks: a
+mean of two is rounded once, by either library.
 """
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import io
 import shutil
 
 import paceline
-import pytest
 import torch
 import torch.distributed as dist
 from cases import (
     FailsInBackward,
+    Twin,
     assert_equal,
+    assert_same_grads,
     integer_weights,
     on_ranks,
     skip_without_complex,
 )
-from recipes import ON_TORCH, Run, add_adapters
+from recipes import ON_TORCH, Run
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 
 @on_ranks(2, recipe=[*ON_TORCH])
@@ -49,185 +47,45 @@ def test_a_recipe_gives_the_bits_of_torch(ranks, recipe):
 # ---- what torch cannot do, or does wrong ---------------------------------------------
 
 
-class Both:
-    """A wrapped model, and the bare one that sees all ranks' data, in one process."""
-
-    def __init__(self, ranks, module, **options):
-        self.ranks = ranks
-        self.whole = copy.deepcopy(module)
-        self.ours = ranks.wrap(module, **options)
-
-    def models(self):
-        """Return the bare modules: what is done to one is to be done to the other."""
-        return self.whole, self.ours.module
-
-    def zero(self, set_to_none=True):
-        for model in (self.whole, self.ours):
-            model.zero_grad(set_to_none)
-
-    def whole_loss(self, loss, *keys):
-        """Return the mean over ranks of what `loss(model, data)` is for their data."""
-        rows = [[_data(rank, key) for key in keys] for rank in range(self.ranks.n)]
-        return sum(loss(self.whole, *row) for row in rows) / self.ranks.n
-
-    def own_loss(self, loss, *keys):
-        return loss(self.ours, *[_data(self.ranks.rank, key) for key in keys])
-
-    def step(self, loss, *keys):
-        self.whole_loss(loss, *keys).backward()
-        self.own_loss(loss, *keys).backward()
-        self.check(keys)
-
-    def check(self, what):
-        theirs = dict(self.whole.named_parameters())
-        for name, p in self.ours.module.named_parameters():
-            assert_equal(p.grad, theirs[name].grad, f"{what}: the gradient of {name}")
-
-
-def _data(rank, key):
-    """Return a rank's small integers, which every rank can make."""
-    seed = hash((rank, key)) if isinstance(key, int) else len(key) + rank
-    generator = torch.Generator().manual_seed(seed % 2**31)
-    return torch.randint(-3, 4, (3, 6), generator=generator).float()
-
-
 def exact():
     layers = nn.Linear(6, 130), nn.Hardtanh(-9, 9), nn.Linear(130, 90), nn.Linear(90, 2)
     return integer_weights(nn.Sequential(*layers), -1, 2)
 
 
-def sum_of(model, x):
-    dtype = next(model.parameters()).dtype
-    return model(x.to(dtype)).sum()
+def step(twin, key):
+    """Take a step of both models, and check it."""
+    twin.step(lambda model: model(x_of(twin.ranks, key)).sum())
 
 
-class Surgery:
-    """What is done to a model in mid-training, the same on every rank."""
-
-    @staticmethod
-    def adapters_are_added(module):
-        add_adapters(module)
-
-    @staticmethod
-    def a_block_is_inserted(module):
-        module.insert(2, integer_weights(nn.Linear(130, 130), -1, 2))
-
-    @staticmethod
-    def the_head_is_replaced(module):
-        module[-1] = integer_weights(nn.Linear(90, 5), -1, 2)
-
-    @staticmethod
-    def the_body_is_frozen(module):
-        module[0].requires_grad_(False)
-
-    @staticmethod
-    def the_type_is_float64(module):
-        module.double()
-
-    @staticmethod
-    def the_type_is_bfloat16(module):
-        module.to(torch.bfloat16)
-
-    @staticmethod
-    def a_buffer_is_added(module):
-        module.register_buffer("later", torch.ones(3))
-
-
-CHANGES = [name for name in vars(Surgery) if not name.startswith("_")]
-
-
-@on_ranks(2, 4, change=CHANGES)
-def test_surgery_in_mid_training_gives_the_gradients_of_the_whole_batch(ranks, change):
-    both = Both(ranks, exact())
-    for step in range(4):
-        if step == 2:
-            for module in both.models():
-                torch.manual_seed(3)
-                getattr(Surgery, change)(module)
-                for p in module.parameters():
-                    p.data.round_()
-        both.zero(set_to_none=step != 3)
-        if change == "the_type_is_bfloat16" and step >= 2:  # sums are rounded there
-            both.own_loss(sum_of, step).backward()
-            grads = [p.grad for p in both.ours.parameters()]
-            assert all(grad.dtype == torch.bfloat16 for grad in grads)
-            ranks.assert_same(grads, "gradients")
-        else:
-            both.step(sum_of, step)
+def x_of(ranks, key):
+    return ranks.integers(3, 6, key=key)
 
 
 @on_ranks(2)
 def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
-    both = Both(ranks, exact())
-    both.step(sum_of, 0)
-    both.whole = integer_weights(nn.Sequential(nn.Linear(6, 120), nn.Linear(120, 1)))
-    both.ours.module = copy.deepcopy(both.whole)
-    for step in range(2):
-        both.zero()
-        both.step(sum_of, step)
+    twin = Twin(ranks, exact())
+    step(twin, 0)
+    twin.plain = integer_weights(nn.Sequential(nn.Linear(6, 120), nn.Linear(120, 1)))
+    twin.ours.module = copy.deepcopy(twin.plain)
+    for key in range(2):
+        twin.zero()
+        step(twin, key)
 
 
 @on_ranks(2)
 def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
     """And is not wrapped anew for it: this happens in every step of some loops."""
-    both = Both(ranks, exact())
-    world = both.ours._session.world
-    for step in range(3):
-        both.zero()
-        both.ours.requires_grad_(False)
-        x = _data(ranks.rank, step).requires_grad_()
-        both.ours(x).sum().backward()
+    twin = Twin(ranks, exact())
+    world = twin.ours._session.world
+    for key in range(3):
+        twin.zero()
+        twin.ours.requires_grad_(False)
+        x = x_of(ranks, key).requires_grad_()
+        twin.ours(x).sum().backward()
         assert x.grad is not None
-        both.ours.requires_grad_(True)
-        both.step(sum_of, step)
-    assert both.ours._session.world is world
-
-
-@on_ranks(2)
-def test_another_memory_format_after_wrapping_leaves_gradients_right(ranks):
-    """With torch 2.13 they are silently wrong from then on."""
-    twins = Both(ranks, integer_weights(nn.Sequential(nn.Conv2d(8, 64, 3))))
-
-    def loss(model, x):
-        return (model(x.flatten()[:1].view(1, 1, 1, 1) * image) * factor).sum()
-
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randint(-2, 3, (2, 8, 5, 5), generator=generator).float()
-    factor = torch.randint(-2, 3, (2, 64, 3, 3), generator=generator).float()
-    for step in range(5):
-        if step == 2:
-            for module in twins.models():
-                module.to(memory_format=torch.channels_last)
-        twins.zero(set_to_none=step != 4)
-        twins.step(loss, step)
-
-
-@on_ranks(2)
-def test_parameters_swapped_by_a_conversion_are_averaged(ranks):
-    both = Both(ranks, exact())
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        both.step(sum_of, 0)
-        both.zero()
-        for module in both.models():
-            module.double()
-        for step in (1, 2):
-            both.step(sum_of, step)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@on_ranks(2)
-def test_parameters_of_a_teacher_may_be_swapped_in_while_gradients_are_recorded(ranks):
-    both = Both(ranks, exact())
-    world = both.ours._session.world
-    teacher = copy.deepcopy(both.whole).requires_grad_(False)
-    swapped = {f"module.{name}": p for name, p in teacher.named_parameters()}
-    for step in range(2):
-        both.zero()
-        torch.func.functional_call(both.ours, swapped, (_data(ranks.rank, step),))
-        both.step(sum_of, step)
-    assert both.ours._session.world is world
+        twin.ours.requires_grad_(True)
+        step(twin, key)
+    assert twin.ours._session.world is world
 
 
 # ---- which backwards are synchronised ------------------------------------------------
@@ -237,48 +95,26 @@ def test_parameters_of_a_teacher_may_be_swapped_in_while_gradients_are_recorded(
 def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
     ranks, order
 ):
-    both = Both(ranks, exact())
-    for step in range(3):
-        both.zero(set_to_none=step != 1)
+    twin = Twin(ranks, exact())
+    for key in range(3):
+        twin.zero()
+        x = x_of(ranks, key)
         if order == "synchronised first":
-            out = both.own_loss(sum_of, 2 * step)
-            with both.ours.no_sync():
-                both.own_loss(sum_of, "never gone back through")
+            out = twin.ours(x).sum()
+            with twin.ours.no_sync():
+                twin.ours(x)  # never gone back through
         else:
-            with both.ours.no_sync():
-                local = both.own_loss(sum_of, 2 * step + 1)
-            out = both.own_loss(sum_of, 2 * step)
-        both.whole_loss(sum_of, 2 * step).backward()
-        if order == "synchronised last":
+            with twin.ours.no_sync():
+                local = twin.ours(x).sum()
+            out = twin.ours(x).sum()
             local.backward()
-            first = [p.grad.clone() for p in both.ours.parameters()]
-            for p in both.ours.parameters():
-                p.grad = None
-            assert not torch.equal(*ranks.all(first[0])), "what was local is averaged"
+            first = next(twin.ours.parameters()).grad
+            assert not torch.equal(*ranks.all(first)), "what was local is averaged"
+            twin.zero()
+        twin.plain(x).sum().backward()
         out.backward()
-        both.check(step) if order == "synchronised first" or step != 1 else both.zero()
-
-
-class Either(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.large, self.small = nn.Linear(6, 2000), nn.Linear(6, 2)
-        self.last = integer_weights(nn.Linear(6, 3))
-
-    def forward(self, x, name):
-        return getattr(self, name)(x)
-
-
-@on_ranks(2)
-def test_what_was_accumulated_and_reset_does_not_count_as_used(ranks):
-    """An optimizer would decay a weight whose gradient is zeros, not None."""
-    both = Both(ranks, Either())
-    with both.ours.no_sync():
-        both.ours(_data(ranks.rank, 0), "large").sum().backward()
-        both.ours(_data(ranks.rank, 0), "small").sum().backward()
-    both.zero()
-    both.step(lambda model, x: model(x, "last").sum(), 1)
-    assert both.ours.module.large.weight.grad is None
+        twin.average()
+        twin.check()
 
 
 class TwoHeads(nn.Module):
@@ -306,175 +142,51 @@ def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
         ranks.assert_same([p.grad for p in model.parameters()], f"step {step}")
 
 
-# ---- outputs of any kind, all blocks checkpointed ------------------------------------
-
-
-@dataclasses.dataclass
-class Answer:
-    logits: torch.Tensor
-    none: None = None
-
-
-Pair = collections.namedtuple("Pair", "logits other")
-
-
-class ModelOutput(collections.OrderedDict):
-    """As Hugging Face's: a dict whose values are attributes too."""
-
-    @property
-    def logits(self):
-        return self["logits"]
-
-
-class Hidden:
-    def __init__(self, logits):
-        self.logits = logits
-
-
-PACK = {
-    "dataclass": Answer,
-    "namedtuple": lambda y: Pair(y, None),
-    "nested dict": lambda y: {"a": [{"b": (y, None)}], "c": "word"},
-    "model output": lambda y: ModelOutput(logits=y, none=None),
-    "no pytree": Hidden,
-    "through a list": lambda y: (outputs := [], outputs.append(y))[0],
-}
-UNPACK = {
-    "nested dict": lambda out: out["a"][0]["b"][0],
-    "through a list": lambda out: out[0],
-}
-
-
-class Checkpointed(nn.Module):
-    """Two reentrant blocks that share a weight, and a third."""
-
-    def __init__(self, pack, how):
-        super().__init__()
-        self.first = integer_weights(nn.Linear(6, 6), -1, 2)
-        self.last = integer_weights(nn.Linear(6, 200), -1, 2)
-        self.pack, self.how = pack, how
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        for block in (self.first, self.first, self.last):
-            if self.how == "plain":
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.how == "reentrant")
-        return PACK[self.pack](x)
-
-
-@on_ranks(2, pack=[*PACK], how=["plain", "reentrant", "not reentrant"])
-def test_any_output_of_checkpointed_blocks_is_averaged_in_every_style(ranks, pack, how):
-    both = Both(ranks, Checkpointed(pack, how))
-    unpack = UNPACK.get(pack, lambda out: out.logits)
-
-    def loss(model, x):
-        return unpack(model(x)).sum()
-
-    for step in range(3):
-        both.zero(set_to_none=step != 1)
-        both.step(loss, step)
-        both.zero()
-        with both.ours.no_sync():
-            both.own_loss(loss, "one").backward()
-            out = both.own_loss(loss, "four")
-        out.backward()
-        both.own_loss(loss, step).backward()
-        for key in ("one", "four", step):
-            both.whole_loss(loss, key).backward()
-        both.check(f"accumulation at step {step}")
-
-
 # ---- compilers -----------------------------------------------------------------------
 
 BACKENDS = ["eager", "aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
 
 
-@on_ranks(2, backend=BACKENDS, what=["module", "wrapper"])
-def test_a_compiled_model_gives_the_gradients_of_the_whole_batch(ranks, backend, what):
+@on_ranks(2, backend=BACKENDS, what=["module", "wrapper", "method compile"])
+def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, what):
     torch._dynamo.reset()
-    module = exact()
-    both = Both(ranks, module)
+    twin = Twin(ranks, exact())
+    module, ours = twin.ours.module, twin.ours
     if what == "module":
-        both.ours = ranks.wrap(torch.compile(module, backend=backend))
+        ours = ranks.wrap(torch.compile(module, backend=backend))
+    elif what == "method compile":
+        ours.compile(backend=backend)
     else:
-        both.ours = torch.compile(both.ours, backend=backend)
-    for step in range(3):
-        both.zero()
-        both.whole_loss(sum_of, step).backward()
-        both.own_loss(sum_of, step).backward()
-        rows = zip(both.whole.parameters(), both.ours.parameters(), strict=True)
-        for theirs, mine in rows:
-            assert_equal(mine.grad, theirs.grad, f"step {step}")
+        ours = torch.compile(ours, backend=backend)
+    for key in range(3):
+        twin.zero()
+        for model in (twin.plain, ours):
+            model(x_of(ranks, key)).sum().backward()
+        twin.average()
+        assert_same_grads(module, twin.plain, key)
 
 
 # ---- exceptions that a rank catches --------------------------------------------------
 
 
-@on_ranks(2, 3, where=["forward", "backward"])
+@on_ranks(2, where=["forward", "backward"])
 def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
     """Nothing was to be synchronised yet: nobody else need hear of it."""
-    model = ranks.wrap(exact())
-    whole = copy.deepcopy(model.module)
-    for step in range(3):
-        model.zero_grad()
-        whole.zero_grad()
-        x = _data(ranks.rank, step)
-        with model.no_sync():
-            if ranks.rank == 1:
-                with contextlib.suppress(MemoryError):
-                    out = model(x)
-                    if where == "forward":
-                        raise MemoryError
-                    error = MemoryError("no room for a gradient")
-                    FailsInBackward.apply(out, error).sum().backward()
-                model.zero_grad()
-            for half in x.split(2):  # a smaller batch at a time
-                model(half).sum().backward()
-        model(x).sum().backward()
-        (sum(whole(_data(rank, step)).sum() for rank in range(ranks.n)) * 2).backward()
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-            rtol = 1e-6 if ranks.n == 3 else 0  # a division by three is rounded
-            torch.testing.assert_close(p.grad, q.grad / ranks.n, rtol=rtol, atol=0)
-
-
-@on_ranks(2, 3)
-def test_ranks_that_skip_a_batch_together_go_on_with_the_next(ranks):
-    model = ranks.wrap(exact())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    caught, fuse = [], []
-
-    def explode(gradient):
-        if fuse:
-            raise MemoryError(fuse.pop())
-
-    model.module[2].weight.register_hook(explode)
-    for step in range(6):
-        optimizer.zero_grad()
-        if (step, ranks.rank) in ((1, 1), (3, 0)):
-            fuse.append("no room")
-        try:
-            model(_data(ranks.rank, step)).sum().backward()
-        except (MemoryError, paceline.PeerError) as error:
-            caught.append((step, type(error).__name__))
-            continue
-        optimizer.step()
-    mine = {0: {3}, 1: {1}}.get(ranks.rank, set())
-    kinds = ["MemoryError" if step in mine else "PeerError" for step in (1, 3)]
-    assert caught == list(zip((1, 3), kinds, strict=True))
-    ranks.assert_same(list(model.parameters()), "parameters")
-
-
-@on_ranks(2)
-def test_a_rank_with_fewer_batches_is_an_error_at_once(ranks):
-    model = ranks.wrap(exact())
-    for step in range(4):
-        model(_data(ranks.rank, step)).sum().backward()
-    if ranks.rank == 0:
-        with pytest.raises(paceline.PeerError, match="same number of steps"):
-            model(_data(ranks.rank, 4)).sum().backward()
-    del model
+    twin = Twin(ranks, exact())
+    for key in range(3):
+        twin.zero()
+        x = x_of(ranks, key)
+        if ranks.rank == 1:
+            with contextlib.suppress(MemoryError), twin.ours.no_sync():
+                out = twin.ours(x)
+                if where == "forward":
+                    raise MemoryError
+                error = MemoryError("no room for a gradient")
+                FailsInBackward.apply(out, error).sum().backward()
+            twin.ours.zero_grad()
+        for half in x.split(2):  # a smaller batch at a time
+            twin.local(lambda model, half=half: model(half).sum())
+        step(twin, key)
 
 
 # ---- copies --------------------------------------------------------------------------
@@ -484,31 +196,32 @@ def test_a_rank_with_fewer_batches_is_an_error_at_once(ranks):
 def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
     """The copy meets its peers only where it is trained."""
     model = paceline.DistributedDataParallel(exact())
-    model(_data(ranks.rank, 0)).sum().backward()
+    model(x_of(ranks, 0)).sum().backward()
     if ranks.rank == 0:
         best = copied(model, how).eval()
         with torch.no_grad():
-            assert_equal(best(_data(0, 1)), model(_data(0, 1)), "the copy's output")
+            assert_equal(
+                best(x_of(ranks, 1)), model(x_of(ranks, 1)), "the copy's output"
+            )
     dist.barrier(group=ranks.group)
     other = copied(model, how)
     for one in (model, other):
         one.zero_grad()
-        one(_data(ranks.rank, 1)).sum().backward()
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert_equal(mine.grad, theirs.grad, "a gradient")
+        one(x_of(ranks, 1)).sum().backward()
+    assert_same_grads(other, model)
 
 
 @on_ranks(2)
 def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
     model = paceline.DistributedDataParallel(exact())
     teacher = copy.deepcopy(model).requires_grad_(False)
-    teacher(_data(0, ranks.rank))  # gradients are recorded, but there is nothing to
+    teacher(x_of(ranks, 0))  # gradients are recorded, but there is nothing to
     other = copy.deepcopy(model)
     with other.no_sync():
-        other(_data(ranks.rank, 0)).sum().backward()
+        other(x_of(ranks, 0)).sum().backward()
     assert not torch.equal(*ranks.all(other.module[0].weight.grad))
     assert other.require_backward_grad_sync is True
-    other(_data(ranks.rank, 1)).sum().backward()
+    other(x_of(ranks, 1)).sum().backward()
     ranks.assert_same([p.grad for p in other.parameters()], "gradients")
 
 
@@ -519,35 +232,31 @@ def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
     other = copy.deepcopy(model)
     if ranks.rank == 0:
         twice = {name: 2 * p for name, p in other.named_parameters()}
-        loss = torch.func.functional_call(other, twice, (_data(0, 0),)).sum()
+        loss = torch.func.functional_call(other, twice, (x_of(ranks, 0),)).sum()
         plain = copy.deepcopy(model.module)
         twice = {name: 2 * p for name, p in plain.named_parameters()}
-        torch.func.functional_call(plain, twice, (_data(0, 0),)).sum().backward()
+        torch.func.functional_call(plain, twice, (x_of(ranks, 0),)).sum().backward()
         loss.backward()
-        for mine, own in zip(other.parameters(), plain.parameters(), strict=True):
-            assert_equal(mine.grad, own.grad, "a gradient of rank 0's own")
+        assert_same_grads(other, plain, "rank 0's own")
     for one in (model, other):
         one.zero_grad()
-        one(_data(ranks.rank, 1)).sum().backward()
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert_equal(mine.grad, theirs.grad, "a gradient")
+        one(x_of(ranks, 1)).sum().backward()
+    assert_same_grads(other, model)
 
 
 @on_ranks(2, width=[2, 300], is_run=[False, True])
 def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_run):
     body = integer_weights(nn.Linear(width, width), -1, 2)
-    both = Both(ranks, nn.Sequential(body, integer_weights(nn.Linear(width, 1))))
-    xs = [torch.full((1, width), 2.0 * rank + 1) for rank in range(ranks.n)]
-    kept = both.ours(xs[0]).sum()
+    twin = Twin(ranks, nn.Sequential(body, integer_weights(nn.Linear(width, 1))))
+    x = torch.full((1, width), 2.0 * ranks.rank + 1)
+    kept = twin.ours(x).sum()
     head = integer_weights(nn.Linear(width, 2))
-    for module in both.models():
+    for module in (twin.plain, twin.ours.module):
         module[1] = copy.deepcopy(head)
-    for step in range(3):
-        both.zero()
-        (sum(both.whole(x).sum() for x in xs) / ranks.n).backward()
-        both.ours(xs[ranks.rank]).sum().backward()
-        both.check(step)
-        if step == 0 and is_run:
+    for key in range(3):
+        twin.zero()
+        twin.step(lambda model: model(x).sum())
+        if key == 0 and is_run:
             kept.backward()  # of what is there no more
 
 
@@ -567,41 +276,41 @@ def copied(model, how):
 def test_a_model_is_wrapped_while_another_device_is_the_default(ranks):
     module = exact()
     with torch.device("meta"):
-        both = Both(ranks, module)
-    both.step(sum_of, 0)
+        twin = Twin(ranks, module)
+    step(twin, 0)
 
 
 @on_ranks(2)
 def test_counting_and_profiling_a_step_changes_nothing(ranks):
     from torch.utils.flop_counter import FlopCounterMode
 
-    both = Both(ranks, exact())
-    for step in range(2):
-        both.zero()
+    twin = Twin(ranks, exact())
+    for key in range(2):
+        twin.zero()
         with FlopCounterMode(display=False), torch.profiler.profile():
-            both.step(sum_of, step)
+            step(twin, key)
 
 
 @on_ranks(2)
 def test_transforms_of_functions_leave_the_wrapper_as_it_was(ranks):
-    both = Both(ranks, exact())
-    x = _data(ranks.rank, 0)
-    params = {name: p.detach() for name, p in both.ours.named_parameters()}
+    twin = Twin(ranks, exact())
+    x = x_of(ranks, 0)
+    params = {name: p.detach() for name, p in twin.ours.named_parameters()}
 
     def loss(params, x):
-        return torch.func.functional_call(both.ours, params, (x,)).sum()
+        return torch.func.functional_call(twin.ours, params, (x,)).sum()
 
     grads = torch.func.grad(loss)(params, x)
     rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
-    own = torch.autograd.grad(both.whole(x).sum(), list(both.whole.parameters()))
+    own = torch.autograd.grad(twin.plain(x).sum(), list(twin.plain.parameters()))
     for name, mine in zip(grads, own, strict=True):
         assert_equal(grads[name], mine, name)
         assert_equal(rows[name].sum(0), mine, name)
     assert_equal(
-        torch.func.grad(lambda x: both.ours(x).sum())(x),
-        torch.func.grad(lambda x: both.whole(x).sum())(x),
+        torch.func.grad(lambda x: twin.ours(x).sum())(x),
+        torch.func.grad(lambda x: twin.plain(x).sum())(x),
         "the slope by the input",
     )
-    for step in range(2):
-        both.zero()
-        both.step(sum_of, step)
+    for key in range(2):
+        twin.zero()
+        step(twin, key)

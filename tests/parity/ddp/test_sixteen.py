@@ -1,10 +1,12 @@
 """Holds paceline to its column of the table in README.md: see sixteen.py."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
-from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, run
+from cases import on_ranks
+from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, Report, judge, run
 
 WORKS = [
     "a_layer_is_never_used",
@@ -61,6 +63,11 @@ RAISES = {
     ],
 }
 
+# An end of a process, or of a group, is no matter for ranks that others share.
+IN_PROCESSES = [
+    "rank_1_exits_before_its_backward",
+    "rank_1_alone_makes_its_model_float64",
+]
 AT_THE_DEADLINE = "rank_1_takes_a_step_fewer_and_stays"
 
 
@@ -73,18 +80,29 @@ def assert_messages(verdict, patterns):
             assert re.match(pattern, message, re.DOTALL), message
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_paceline_works_where(name):
-    verdict = run("paceline", name)
-    assert verdict.kind == "works", str(verdict)
+def check(name, verdict):
+    if name in WORKS:
+        assert verdict.kind == "works", str(verdict)
+    else:
+        assert verdict.kind == "raises", str(verdict)
+        assert verdict.seconds < AT_ONCE
+        assert_messages(verdict, RAISES[name])
 
 
-@pytest.mark.parametrize("name", RAISES)
-def test_paceline_raises_at_once_on_every_rank_where(name):
-    verdict = run("paceline", name)
-    assert verdict.kind == "raises", str(verdict)
-    assert verdict.seconds < AT_ONCE
-    assert_messages(verdict, RAISES[name])
+@on_ranks(2, name=[name for name in (*WORKS, *RAISES) if name not in IN_PROCESSES])
+def test_paceline_does_as_the_table_says(ranks, name):
+    pairs, error, began = None, None, time.monotonic()
+    try:
+        pairs = EXPERIMENTS[name].body(ranks.ours, ranks.rank)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    reports = ranks.all(Report(began, time.monotonic(), pairs, error))
+    check(name, judge(tuple(reports)))
+
+
+@pytest.mark.parametrize("name", IN_PROCESSES)
+def test_paceline_does_as_the_table_says_in_processes_of_their_own(name):
+    check(name, run("paceline", name))
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named_at_the_deadline():

@@ -1,14 +1,12 @@
 """Sparse gradients that torch refuses, and that are averaged here."""
 
-import copy
-
 import torch
 from cases import assert_equal, integer_weights, on_ranks
-from sparse_cases import SPARSE, Words, assert_means, means_by_hand, words_of
+from sparse_cases import SPARSE, ByHand, Words, words_of
 from torch import nn
 from torch.nn import functional
 
-# ---- what torch refuses: used by some -----------------------------------------------
+# ---- used by some -------------------------------------------------------------------
 
 
 class Optional(Words):
@@ -20,22 +18,17 @@ class Optional(Words):
         return super().forward(words)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_ranks_that_left_a_sparse_embedding_out_get_the_mean_too(ranks):
-    module = integer_weights(Optional())
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    both = ByHand(ranks, Optional())
     for step in range(4):
-        plain.zero_grad()
-        ours.zero_grad()
-        words = words_of(ranks, key=step)[: 0 if (ranks.rank + step) % 2 else 12]
-        plain(words).sum().backward()
-        ours(words).sum().backward()
-        assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+        both.zero()
+        both.step(words_of(ranks, key=step)[: 0 if (ranks.rank + step) % 2 else 12])
 
 
 @on_ranks(2)
 def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
-    ours = ranks.wrap(integer_weights(Optional()))
+    ours = ranks.wrap(Optional())
     nothing = torch.empty(0, dtype=torch.int64)
     ours(nothing).sum().backward()
     assert ours.module.table.weight.grad is None
@@ -47,69 +40,49 @@ def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
     assert_equal(kept.to_dense(), values, "the gradient")
 
 
-@on_ranks(2)
-def test_what_a_rank_accumulated_counts_where_only_others_use_the_embedding(ranks):
-    module = integer_weights(Optional())
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
-    words = words_of(ranks)
-    plain(words).sum().backward()
-    with ours.no_sync():
-        ours(words).sum().backward()
-    words = words_of(ranks, key=1)[: 0 if ranks.rank else 12]
-    plain(words).sum().backward()
-    ours(words).sum().backward()
-    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+@on_ranks(2, used=["by one rank", "by none"])
+def test_what_a_rank_accumulated_counts_where_it_is_not_used_again(ranks, used):
+    both = ByHand(ranks, Optional())
+    both.local(words_of(ranks))
+    is_used = used == "by one rank" and ranks.rank == 0
+    both.step(words_of(ranks, key=1)[: 12 if is_used else 0])
 
 
-@on_ranks(2)
-def test_what_only_unsynchronised_backwards_used_is_averaged_at_the_next(ranks):
-    module = integer_weights(Optional())
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
-    for words in (words_of(ranks), torch.empty(0, dtype=torch.int64)):
-        plain(words).sum().backward()
-    with ours.no_sync():
-        ours(words_of(ranks)).sum().backward()
-    ours(torch.empty(0, dtype=torch.int64)).sum().backward()
-    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+# ---- dense and sparse together ------------------------------------------------------
 
 
-# ---- what torch refuses: dense and sparse together ----------------------------------
+class AlsoDense(Words):
+    """Adds the whole table, times a factor, if that is asked for."""
+
+    def forward(self, words, factor=0):
+        out = super().forward(words).sum()
+        return out + factor * self.table.weight.sum() if factor else out
 
 
-@on_ranks(2, 4, who=["one rank", "all ranks"])
+@on_ranks(2, who=["one rank", "all ranks"])
 def test_a_dense_gradient_on_any_rank_makes_the_mean_dense_on_all(ranks, who):
-    module = Words()
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    both = ByHand(ranks, AlsoDense())
     for step in range(4):
-        for model in (plain, ours):
-            model.zero_grad()
-            is_dense = step % 2 == 0 and (who == "all ranks" or ranks.rank == 1)
-            loss = model(words_of(ranks, key=step)).sum()
-            if is_dense:
-                table = model.module.table if model is ours else model.table
-                loss = loss + (2 + ranks.rank) * table.weight.sum()
-            loss.backward()
-        layouts = {} if step % 2 == 0 else SPARSE
-        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+        both.zero()
+        is_dense = step % 2 == 0 and (who == "all ranks" or ranks.rank == 1)
+        both.step(
+            words_of(ranks, key=step),
+            2 + ranks.rank if is_dense else 0,
+            layouts={} if step % 2 == 0 else SPARSE,
+        )
 
 
 @on_ranks(2)
 def test_dense_means_go_where_the_dense_gradient_was(ranks):
     """And accumulate from there, in a layout of the user's too."""
-    module = nn.Embedding(8, 4, sparse=True)
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
-    for model in (plain, ours):
-        weight = model.module.weight if model is ours else model.weight
-        weight.grad = torch.zeros(4, 8).t()
-    mine = ours.module.weight.grad
+    both = ByHand(ranks, nn.Embedding(8, 4, sparse=True))
+    for module in (both.plain, both.ours.module):
+        module.weight.grad = torch.zeros(4, 8).t()
+    mine = both.ours.module.weight.grad
     for step in range(3):
-        words = words_of(ranks, n_rows=8, key=step)
-        plain(words).sum().backward()
-        ours(words).sum().backward()
-        means = means_by_hand(ranks, plain)
-        assert_means(ours.module, means, {})
-        assert ours.module.weight.grad is mine
-        plain.weight.grad = means["weight"]
+        means = both.step(words_of(ranks, n_rows=8, key=step), layouts={})
+        assert both.ours.module.weight.grad is mine
+        both.plain.weight.grad = means["weight"]
 
 
 class Tied(nn.Module):
@@ -127,39 +100,32 @@ class Tied(nn.Module):
 
 @on_ranks(2, n_rows=[20, 3000])
 def test_a_weight_tied_to_an_output_layer_is_averaged(ranks, n_rows):
-    module = integer_weights(Tied(n_rows))
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
+    both = ByHand(ranks, integer_weights(Tied(n_rows)))
     for step in range(3):
-        plain.zero_grad()
-        ours.zero_grad()
-        words = words_of(ranks, key=step)
-        plain(words).sum().backward()
-        ours(words).sum().backward()
-        assert_means(ours.module, means_by_hand(ranks, plain), {})
+        both.zero()
+        both.step(words_of(ranks, key=step), layouts={})
 
 
 @on_ranks(2)
 def test_a_gradient_that_is_sparse_in_every_element_is_averaged_by_rows(ranks):
-    module = Words()
-    plain, ours = copy.deepcopy(module), ranks.wrap(module)
-    plain(words_of(ranks)).sum().backward()
-    ours.module.table.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
-    ours(words_of(ranks)).sum().backward()
-    assert_means(ours.module, means_by_hand(ranks, plain), SPARSE)
+    both = ByHand(ranks, Words())
+    weight = both.ours.module.table.weight
+    weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
+    both.step(words_of(ranks))
 
 
-# ---- what torch refuses: sparse, but not declared -----------------------------------
+# ---- sparse, but not declared -------------------------------------------------------
+
+UNDECLARED = {"weight": torch.sparse_coo}
 
 
 class Looked(nn.Module):
     """A weight that is looked up by the function: nothing says that it is sparse."""
 
-    def __init__(self, n_rows, n_sparse_dims=1):
+    def __init__(self, n_rows):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n_rows, 6))
         self.other = nn.Parameter(torch.ones(6))
-        if n_sparse_dims == 2:
-            self.weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
 
     def forward(self, words, is_dense=False):
         if len(words) == 0:
@@ -169,73 +135,52 @@ class Looked(nn.Module):
         return out + 3 * self.weight.sum() if is_dense else out
 
 
-@on_ranks(2, 4, n_rows=[20, 3000], dims=[1, 2])
+@on_ranks(2, n_rows=[20, 3000], dims=[1, 2])
 def test_undeclared_sparse_gradients_are_averaged_and_stay_sparse(ranks, n_rows, dims):
-    module = Looked(n_rows, dims)
-    plain = Looked(n_rows)
-    ours = ranks.wrap(module)
+    both = ByHand(ranks, Looked(n_rows))
+    weight = both.ours.module.weight
+    if dims == 2:
+        weight.register_hook(lambda grad: grad.to_dense().to_sparse(2))
     for step in range(4):
-        plain.zero_grad()
-        ours.zero_grad()
-        words = words_of(ranks, key=step)
-        if step >= 2 and ranks.rank == step % 2:
-            words = words[:0]  # left out here: sparse here too
-        plain(words).backward()
-        ours(words).backward()
-        assert_means(
-            ours.module, means_by_hand(ranks, plain), {"weight": torch.sparse_coo}
-        )
-        assert ours.module.weight.grad.sparse_dim() == dims
+        both.zero()
+        is_left_out = step >= 2 and ranks.rank == step % 2  # it is sparse here too
+        words = words_of(ranks, key=step)[: 0 if is_left_out else 12]
+        both.step(words, layouts=UNDECLARED)
+        assert weight.grad.sparse_dim() == dims
 
 
 @on_ranks(2, n_rows=[20, 3000], how=["not", "to zero"])
 def test_undeclared_sparse_gradients_accumulate(ranks, n_rows, how):
-    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    both = ByHand(ranks, Looked(n_rows))
     for step in range(4):
         if step > 0 and how == "to zero":
-            plain.zero_grad(set_to_none=False)
-            ours.zero_grad(set_to_none=False)
-        words = words_of(ranks, key=step)
-        plain(words).backward()
+            both.zero(set_to_none=False)
         if step == 1:  # the next averages both
-            with ours.no_sync():
-                ours(words).backward()
+            both.local(words_of(ranks, key=step))
             continue
-        ours(words).backward()
-        means = means_by_hand(ranks, plain)
-        assert_means(ours.module, means, {"weight": torch.sparse_coo})
-        for name, p in plain.named_parameters():
-            p.grad = means[name].to_sparse(1) if name == "weight" else means[name]
+        means = both.step(words_of(ranks, key=step), layouts=UNDECLARED)
+        both.plain.weight.grad = means["weight"].to_sparse(1)
+        both.plain.other.grad = means["other"]
 
 
 @on_ranks(2, n_rows=[20, 3000])
 def test_undeclared_sparse_gradients_of_unsynchronised_backwards_stay_sparse(
     ranks, n_rows
 ):
-    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    both = ByHand(ranks, Looked(n_rows))
     for step in range(3):
-        plain.zero_grad()
-        ours.zero_grad()
+        both.zero()
         words = words_of(ranks, key=step)
-        plain(words).backward()
-        plain(words[:0]).backward()
-        with ours.no_sync():
-            ours(words).backward()
-        ours(words[:0]).backward()  # uses it on no rank, and averages what there is
-        means = means_by_hand(ranks, plain)
-        assert_means(ours.module, means, {"weight": torch.sparse_coo})
+        both.local(words)
+        both.step(words[:0], layouts=UNDECLARED)  # no rank uses it again
 
 
 @on_ranks(2, n_rows=[20, 3000])
 def test_undeclared_sparse_and_dense_gradients_together_are_dense(ranks, n_rows):
-    plain, ours = Looked(n_rows), ranks.wrap(Looked(n_rows))
+    both = ByHand(ranks, Looked(n_rows))
     for step in range(6):
-        plain.zero_grad()
-        ours.zero_grad()
-        words = words_of(ranks, key=step)
+        both.zero()
         # all dense, all sparse, one of each, and again
         is_dense = [True, False, ranks.rank == 0][step % 3]
-        plain(words, is_dense).backward()
-        ours(words, is_dense).backward()
-        layouts = {"weight": torch.sparse_coo} if step % 3 == 1 else {}
-        assert_means(ours.module, means_by_hand(ranks, plain), layouts)
+        layouts = UNDECLARED if step % 3 == 1 else {}
+        both.step(words_of(ranks, key=step), is_dense, layouts=layouts)

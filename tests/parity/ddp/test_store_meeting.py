@@ -11,7 +11,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, apart, integer_weights, mean_over, on_ranks
+from cases import Twin, apart, assert_same_grads, integer_weights, mean_over, on_ranks
 from paceline._compat import torch_groups
 from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers
@@ -56,11 +56,21 @@ def test_torch_itself_carries_no_cpu_tensor_by_such_a_group(ranks):
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2)
 def test_a_module_on_the_cpu_trains_in_a_group_that_has_no_cpu_tensors(ranks):
     model = wrap(device_group(), module())
-    assert ranks.n == 1 or not Meeting(model.process_group)._has_cpu
+    assert not Meeting(model.process_group)._has_cpu
     train(ranks, model)
+
+
+@on_ranks(2)
+def test_a_rank_that_is_alone_in_such_a_group_meets_nobody(ranks):
+    alone = [dist.new_group([rank], backend="cuda:gloo") for rank in range(ranks.n)]
+    x, plain = ranks.integers(2, 6), module()
+    model = wrap(alone[ranks.rank], module())
+    for each in (plain, model):
+        each(x).sum().backward()
+    assert_same_grads(model, plain)
 
 
 @on_ranks(2)
@@ -113,7 +123,7 @@ def test_a_model_that_differs_is_the_same_error_on_every_rank(ranks):
     assert ranks.all(said) == [said[:1] * 2] * 2
 
 
-@on_ranks(3)
+@on_ranks(2)
 def test_an_error_of_one_rank_is_raised_on_all(ranks):
     group = device_group()
     net = module()

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from cases import (
     Branches,
+    assert_same_grads,
     grads_of,
     has_argument,
     net,
     on_ranks,
 )
 from paceline import DistributedDataParallel
-from surface_cases import Chain, Counting, X, assert_same_grads, pair
+from surface_cases import Chain, Counting, X, pair
 from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed.optim.apply_optimizer_in_backward import (
@@ -26,7 +27,7 @@ from torch.nn.parallel.distributed import _find_tensors
 # ---- forward, and what is round it -------------------------------------------------
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
     torch.compile(lambda x: x, backend="eager")  # from here on dynamo may ask
 
@@ -45,7 +46,7 @@ def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
     assert TorchDDP._active_ddp_module is None
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
     class Bad(nn.Linear):
         def forward(self, x):
@@ -119,7 +120,7 @@ def test_torch_compile_splits_the_graph_at_buckets(ranks):
         assert len(graphs) > 1, f"one graph where whole is {whole}"
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks):
     mine, theirs = pair(ranks, net())
     assert mine.bucket_bytes_cap == theirs.bucket_bytes_cap == 25 << 20
@@ -231,7 +232,7 @@ def test_a_rank_without_hooks_keeps_its_own_gradients(ranks):
     assert not torch.equal(*ranks.all(grads_of(both[0])[0]))
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_calls_that_have_nothing_to_do_are_taken(ranks):
     model = ranks.wrap(net())
     model._check_reducer_finalized()
@@ -262,8 +263,10 @@ LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
 TIMES = "_time", "_time_start", "_time_end"
 
 
-@on_ranks(1, 2)
-def test_logging_data_has_the_keys_and_values_of_torch(ranks):
+@on_ranks(2, group=["all ranks", "each rank alone"])
+def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
+    if group == "each rank alone":
+        ranks.group = ranks.alone()
     both = pair(ranks, net(), bucket_cap_mb=25)
     for model in both:
         for step in range(3):
@@ -278,7 +281,7 @@ def test_logging_data_has_the_keys_and_values_of_torch(ranks):
             assert mine[name] == value, name
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_times_of_a_step_are_in_their_order(ranks):
     model = ranks.wrap(net())
     for step in range(3):
@@ -300,7 +303,7 @@ def test_times_of_a_step_are_in_their_order(ranks):
     assert min(stats) > 0
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_steps_are_sampled_as_torch_samples_them(ranks):
     both = pair(ranks, net())
     seen = []
@@ -331,7 +334,7 @@ def test_real_buckets_are_told_where_they_are_several(ranks):
 # ---- subclasses ---------------------------------------------------------------------
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_subclass_may_forward_names_to_its_module(ranks):
     class Forwarding(ranks.ours):
         def __getattr__(self, name):
@@ -368,7 +371,7 @@ def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
 
 @on_ranks(2)
 def test_a_rank_may_train_on_alone_and_come_back(ranks):
-    alone = [dist.new_group([rank]) for rank in range(ranks.n)][ranks.rank]
+    alone = ranks.alone()
     model, plain = ranks.wrap(net()), net()
     x = ranks.integers(3, 6)
     plain(x).sum().backward()
@@ -387,7 +390,7 @@ def test_a_rank_may_train_on_alone_and_come_back(ranks):
 
 @on_ranks(2)
 def test_a_rank_that_is_alone_accumulates_for_its_optimizers_in_backward(ranks):
-    alone = [dist.new_group([rank]) for rank in range(ranks.n)][ranks.rank]
+    alone = ranks.alone()
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     model = DistributedDataParallel(module, process_group=alone)
