@@ -43,7 +43,7 @@ PARTS = ["clients", "ranks", "parity/ddp", "parity/dp", "parity/upstream", "unit
 # What other Pythons and torches have broken, or are likely to.
 QUICK = [
     "tests/clients",
-    "tests/parity/dp/test_data_parallel_changes.py",
+    "tests/parity/dp/test_data_parallel_programs.py",
     "tests/parity/ddp/test_gradients.py",
 ]
 QUICK_ROWS = ["3.13", "3.12", "3.10"]
