@@ -13,14 +13,13 @@ from replicas import (
     linear,
     loss_of,
     net,
-    reals,
     smooth_net,
     step,
 )
 from torch import nn
 from torch.nn import functional
 
-from programs import EVERYWHERE, GPUS, Made, X, parameter, program, steps, trains, uses
+from programs import EVERYWHERE, Made, X, parameter, program, steps, trains, uses
 
 Y = integers(5, 3, seed=1)
 
@@ -89,12 +88,6 @@ def backward_takes_the_gradient_of_an_output(model):
     out = model(x)
     out.backward(torch.full_like(out, 2))
     return x.grad
-
-
-@uses(net)
-def anomaly_detection_changes_nothing(model):
-    with torch.autograd.set_detect_anomaly(True):
-        step(model, grown()).backward()
 
 
 @uses(net)
@@ -278,19 +271,6 @@ def a_parameter_may_be_given_other_strides(model):
         out = model(integers(7, 4))
         loss_of(out).backward()
         seen.append(out)
-    return seen
-
-
-# ---- optimizers ---------------------------------------------------------------------
-
-
-@uses(net, {"set to None": True, "set to zero": False})
-def gradients_are_zeroed_in_both_ways(model, set_to_none):
-    seen = []
-    for seed in range(3):
-        model.zero_grad(set_to_none=set_to_none)
-        seen.append([p.grad for p in model.parameters()])
-        loss_of(model(integers(7, 3, seed=seed))).backward()
     return seen
 
 
@@ -479,17 +459,6 @@ for name, make in WRAPPERS.items():
     trains({f"a_wrapper_among_others[{name}]": nn.Identity}, rewrapped(make))
 
 
-@uses(net)
-def the_module_trains_on_when_its_wrapper_is_gone(model):
-    step(model, X).backward()
-    inner = bare(model)
-    other = copy.copy(model)
-    del other
-    inner.zero_grad()
-    loss_of(inner(X)).backward()
-    torch.optim.SGD(inner.parameters(), lr=0.5).step()
-
-
 # ---- threads ------------------------------------------------------------------------
 
 
@@ -540,16 +509,6 @@ def backwards_in_several_threads_add_up(model):
         in_threads(lambda i: model(x * i).sum().backward())
 
 
-@uses(lambda: nn.Sequential(nn.Linear(3, 3), nn.Identity()).double())
-def forwards_in_several_threads_keep_their_outputs_apart(model):
-    def count_wrong(i):
-        x = torch.full((64, 3), float(i)).double()
-        expected = bare(model)(x)
-        return sum(not torch.allclose(model(x), expected) for _ in range(20))
-
-    return in_threads(count_wrong)
-
-
 @uses(smooth_net, exact=False)
 def several_threads_train_models_of_their_own(model):
     def train(other):
@@ -567,14 +526,6 @@ def several_threads_train_models_of_their_own(model):
 # ---- inexact numbers, and odd gradients ---------------------------------------------
 
 
-@uses(smooth_net, exact=False)
-def gradients_of_inexact_numbers_agree_closely(model):
-    x = grown(reals(7, 3))
-    out = model(x)
-    out.exp().mean().backward()
-    return out, x.grad
-
-
 @uses(
     lambda: Made(lambda m, x: x * m.factor, {"factor": parameter(integers(3))}),
     broken_on={"cpu": "gather on the CPU passes no sparse gradient on"},
@@ -584,17 +535,3 @@ def an_output_may_have_a_sparse_gradient(model):
     functional.embedding(rows, model(X), sparse=True).sum().backward()
     (p,) = bare(model).parameters()
     p.grad = p.grad.to_dense()
-
-
-@uses(smooth_net, on=GPUS, exact=False)
-def an_absent_replica_has_missed_nothing(model):
-    seen = []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for rows in (8, 2, 1, 8, 3):
-        optimizer.zero_grad()
-        out = model(integers(rows, 3))
-        out.square().mean().backward()
-        optimizer.step()
-        with torch.no_grad():
-            seen += [out.detach(), model(integers(9 - rows, 3))]
-    return seen

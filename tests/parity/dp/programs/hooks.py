@@ -67,22 +67,6 @@ def hook_parts(m):
 trains({"hooks_of_parts_may_change_values": net}, steps(hook_parts))
 
 
-def count(m, *_):
-    m.n_calls += 1
-
-
-@program(
-    layer=linear(),
-    n_calls=0,
-    init=lambda m: m.layer.register_forward_hook(lambda part, *_: count(part)),
-)
-def a_hook_sets_an_attribute_of_its_part(m, x):
-    m.layer.n_calls = m.n_calls
-    out = m.layer(x) * (1 + m.layer.n_calls)
-    m.n_calls = m.layer.n_calls
-    return out
-
-
 class CountedByAMethod(nn.Module):
     """Has a hook that is a method of the module."""
 

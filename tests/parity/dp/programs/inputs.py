@@ -45,7 +45,6 @@ trains(
     x=lambda seed: (integers(SIZES[seed % 7], 3, seed=seed),),
     n=7,
     on=THREE,
-    descend=None,
 )
 
 
