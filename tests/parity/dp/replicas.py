@@ -264,10 +264,6 @@ def step(model, x):
     return loss_of(model(x))
 
 
-def modules_of(twin):
-    return twin.plain, twin.inner
-
-
 def linear(rows=3, columns=3):
     return integer_weights(nn.Linear(columns, rows))
 
@@ -281,14 +277,6 @@ class Parent(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
-
-
-def pair_of(wrap, make):
-    """Return a twin of modules that are made twice, as they cannot be copied."""
-    inner = make()
-    twin = Twin(lambda _, n: wrap(inner, n), nn.Identity())
-    twin.plain, twin.inner = make(), inner
-    return twin
 
 
 # ---- gradients of gradients ----------------------------------------------------------

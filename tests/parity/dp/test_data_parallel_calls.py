@@ -15,7 +15,7 @@ import pytest
 import torch
 from programs import Made, module
 from programs.graphs import in_threads
-from programs.held import Leading
+from programs.ways import Leading
 from replicas import (
     Twin,
     assert_same,

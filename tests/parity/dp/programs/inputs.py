@@ -127,10 +127,7 @@ def optional(m, *, x, extra=None):
     return m.layers(x)
 
 
-@uses(
-    lambda: Made(optional, {"layers": net()}),
-    {"list": [], "dict": {}, "tuple": ()},
-)
+@uses(lambda: Made(optional, {"layers": net()}), {"list": [], "dict": {}, "tuple": ()})
 def empty_containers_may_stand_beside_a_tensor(model, empty):
     loss_of(model(x=X, extra=empty)).backward()
     loss_of(model(x=X + 1)).backward()

@@ -21,15 +21,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from programs import (
-    Made,
-    X,
-    program,
-    slowly,
-    steps,
-    trains,
-    uses,
-)
+from programs import Made, X, program, slowly, steps, trains, uses
 
 # ---- modules of other makes ---------------------------------------------------------
 
