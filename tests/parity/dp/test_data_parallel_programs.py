@@ -1,26 +1,11 @@
-"""Each program of the table does with replicas what it does with the plain module."""
-
-import importlib
-from pathlib import Path
+"""Each program of the table does on CPU replicas what the plain module does."""
 
 import pytest
-from programs import ROWS, check
-
-for path in sorted((Path(__file__).parent / "programs").glob("[a-z]*.py")):
-    importlib.import_module(f"programs.{path.stem}")
-
-
-def case(row, device):
-    reason = row.broken_on.get(device)
-    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-    return pytest.param(row, device, id=f"{row.name}-{device}", marks=marks)
-
-
-CASES = [case(row, device) for row in ROWS for device in row.on.split()]
+from programs import ROWS, check, rows_on
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("row", "device"), CASES)
+@pytest.mark.parametrize(("row", "device"), rows_on("cpu"))
 def test_a_program_does_as_with_the_plain_module(row, device):
     check(row, device)
 

@@ -27,12 +27,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import paceline
+import pytest
 import torch
 from replicas import (
     alike,
@@ -269,6 +272,28 @@ def trains(
     use = use or steps(**{"descend": by_signs if exact else slowly, **options})
     for name, make in modules.items():
         ROWS.append(Row(name, make, use, on, exact, in_parts))
+
+
+def rows_on(kind: str) -> list[Any]:
+    """Return the cases of a kind of device: rows, each with a device."""
+    _import_all()
+    return [
+        _case(row, device)
+        for row in ROWS
+        for device in row.on.split()
+        if device.startswith(kind)
+    ]
+
+
+def _import_all() -> None:
+    for path in sorted(Path(__file__).parent.glob("[a-z]*.py")):
+        importlib.import_module(f"programs.{path.stem}")
+
+
+def _case(row: Row, device: str) -> Any:
+    reason = row.broken_on.get(device)
+    marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+    return pytest.param(row, device, id=f"{row.name}-{device}", marks=marks)
 
 
 # ---- running ------------------------------------------------------------------------
