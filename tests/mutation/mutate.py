@@ -64,7 +64,7 @@ PY_TESTS = sorted(
 DP_TESTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
-    if "_gpus" in path.name or re.search(r"\((wrap|n_gpus)\b", path.read_text())
+    if "_gpus" in path.name or re.search(r"\((wrap|n_gpus|row)\b", path.read_text())
 )
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 

@@ -8,6 +8,15 @@ from replicas import Wrap
 from support import fake_gpus
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Run torch's operations by one thread: a busy machine makes teams of them slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=["cpu", "gpu"])
 def wrap(request):
     """Return a function that wraps a module for n replicas; the GPUs are simulated."""

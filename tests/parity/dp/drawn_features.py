@@ -76,11 +76,7 @@ LAYERS = {
     "shared layer": Feature(
         "self.s$ = linear($); self.t$ = self.s$",
         "x = self.s$(x) - self.t$(x).relu()",
-        (
-            "m.t$ = linear($ + 9)",
-            "m.t$.weight = m.s$.weight",
-            "m.t$.bias.data.neg_()",
-        ),
+        ("m.t$ = linear($ + 9)", "m.t$.weight = m.s$.weight", "m.t$.bias.data.neg_()"),
     ),
     "tied weights": Feature(
         "self.s$ = linear($); self.t$ = linear($); self.t$.weight = self.s$.weight",
@@ -161,9 +157,7 @@ STATE = {
         ("m.k$ = 3", "m.k$ = True", "m.k$ = torch.tensor(2.0).double()", "m.k$ *= -1"),
     ),
     "counter": Feature(
-        "self.k$ = 0",
-        "self.k$ += 1; x = x + self.k$",
-        ("m.k$ = 5", "m.k$ = 0.5"),
+        "self.k$ = 0", "self.k$ += 1; x = x + self.k$", ("m.k$ = 5", "m.k$ = 0.5")
     ),
     "array": Feature(
         "self.y$ = np.arange(4.0)",

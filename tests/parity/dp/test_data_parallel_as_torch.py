@@ -13,17 +13,8 @@ from typing import NamedTuple
 import paceline
 import pytest
 import torch
-from replicas import (
-    Twin,
-    assert_same,
-    integer_weights,
-    integers,
-    loss_of,
-    net,
-    reals,
-    smooth_net,
-    step,
-)
+from programs import Made, module
+from replicas import Twin, assert_same, integers, loss_of, net, reals, smooth_net, step
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -92,6 +83,12 @@ def test_named_tuples_come_apart_and_together_again():
     assert_same(ours.gather(parts, CPU), pair)
 
 
+def test_lists_of_tensors_are_joined_by_entry():
+    lists = [[integers(1, seed=4 * k + i) for i in range(4)] for k in range(2)]
+    joined = [torch.cat(pair) for pair in zip(*lists, strict=True)]
+    assert_same(bare().gather(lists, CPU), joined)
+
+
 def test_numbers_without_dimensions_become_a_vector_with_a_warning():
     losses = [torch.tensor(2.0), torch.tensor(3.0)]
     with pytest.warns(UserWarning, match="will instead unsqueeze and return a vector"):
@@ -107,8 +104,13 @@ def test_numbers_without_dimensions_become_a_vector_with_a_warning():
         ([torch.ones(2), torch.ones(2, 2)], ValueError, "shape"),
         ([(torch.ones(1),), (torch.ones(1),) * 2], ValueError, "entries"),
         ([torch.ones(1), None], TypeError, "None on replica 1"),
+        (
+            [[torch.ones(1)] * 4, [torch.ones(1)] * 3],
+            ValueError,
+            "4 entries on replica 0 and 3 on replica 1",
+        ),
     ],
-    ids=["keys", "columns", "dimensions", "entries", "types"],
+    ids=["keys", "columns", "dimensions", "entries", "types", "lists"],
 )
 def test_outputs_that_do_not_match_are_refused(outputs, error, words):
     with pytest.raises(error, match=words):
@@ -118,17 +120,9 @@ def test_outputs_that_do_not_match_are_refused(outputs, error, words):
 # ---- replicate and parallel_apply ---------------------------------------------------
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
-
-    def forward(self, x):
-        return self.norm(self.layer(x))
-
-
 def test_replicas_compute_the_same_and_have_buffers_of_their_own():
-    ours = bare(Normed().double().eval())
+    layers = nn.Linear(3, 2), nn.BatchNorm1d(2)
+    ours = bare(nn.Sequential(*layers).double().eval())
     replicas = ours.replicate(ours.module, TWO)
     assert replicas[0] is ours.module
     x = integers(4, 3)
@@ -173,15 +167,14 @@ def test_parallel_apply_runs_in_the_autocast_of_the_caller(is_enabled):
     assert {one.dtype for pair in outputs for one in pair} == {expected}
 
 
-class Failing(nn.Module):
-    def forward(self, x):
-        raise KeyError("a key")
+def raises_a_key(m, x):
+    raise KeyError("a key")
 
 
 def test_parallel_apply_raises_what_a_replica_raises():
     x = integers(4, 3)
     with pytest.raises(KeyError) as caught:
-        bare().parallel_apply([net(), Failing()], [x, x], None)
+        bare().parallel_apply([net(), module(raises_a_key)], [x, x], None)
     words = str(caught.value)
     assert words.startswith("Caught KeyError in replica 1 on device cpu.\nOriginal")
     assert "raise KeyError" in words
@@ -194,62 +187,24 @@ def test_parallel_apply_drops_no_replica(kwargs):
         bare().parallel_apply([net(), net()], [x, x], kwargs)
 
 
-# ---- a whole step -------------------------------------------------------------------
+def test_a_forward_may_switch_autocast_on_itself(wrap):
+    @torch.autocast("cpu", torch.bfloat16)
+    def casting(m, x):
+        return m.layer(x)
 
-
-@pytest.mark.parametrize("empty", [[], {}, ()], ids=["list", "dict", "tuple"])
-def test_empty_containers_may_stand_beside_a_tensor(wrap, empty):
-    twin = Twin(wrap, Optional())
-    twin.step(lambda model, x: loss_of(model(x=x, extra=empty)), integers(7, 3))
-    twin.step(lambda model, x: loss_of(model(x=x)), integers(7, 3, seed=1))
-
-
-class Optional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = net()
-
-    def forward(self, *, x, extra=None):
-        assert not extra
-        return self.layers(x)
-
-
-class Flattening(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.cell = nn.LSTM(3, 4, 2, batch_first=True).double()
-
-    def forward(self, x):
-        self.cell.flatten_parameters()
-        return self.cell(x)[0]
-
-
-def test_a_recurrent_net_may_flatten_its_weights_in_forward(wrap):
-    twin = Twin(wrap, Flattening())
-    with torch.no_grad():
-        twin.compare(lambda model, x: model(x), reals(5, 6, 3), exact=False)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in twin.models]
-    twin.step(step, reals(5, 6, 3), exact=False)
-    for optimizer in optimizers:
-        optimizer.step()
-    twin.zero()
-    twin.step(step, reals(5, 6, 3), exact=False)
-
-
-class Zeroing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = net()
-
-    def forward(self, x):
-        self.layers.zero_grad()
-        return self.layers(x)
+    ours = wrap(Made(casting, {"layer": nn.Linear(3, 2)}))
+    for _ in range(2):
+        assert ours(torch.ones(4, 3)).dtype is torch.bfloat16
 
 
 def test_gradients_may_be_zeroed_in_forward(wrap):
     """Replica 0 does it; each other one says that it does not."""
-    twin = Twin(wrap, Zeroing())
+
+    def zeroing(m, x):
+        m.layers.zero_grad()
+        return m.layers(x)
+
+    twin = Twin(wrap, module(zeroing, layers=net()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for seed in range(2):
@@ -257,35 +212,6 @@ def test_gradients_may_be_zeroed_in_forward(wrap):
     said = [str(w.message) for w in caught if "zero_grad" in str(w.message)]
     assert said
     assert all("has no effect" in words for words in said)
-
-
-class Casting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    @torch.autocast("cpu", torch.bfloat16)
-    def forward(self, x):
-        return self.layer(x)
-
-
-def test_a_forward_may_switch_autocast_on_itself(wrap):
-    ours = wrap(Casting())
-    for _ in range(2):
-        assert ours(torch.ones(4, 3)).dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    "form", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels"]
-)
-def test_gradients_have_the_layout_of_the_plain_ones(wrap, form):
-    layers = [nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Conv2d(3, 2, (1, 3), padding=1)]
-    module = integer_weights(nn.Sequential(*layers)).to(memory_format=form)
-    twin = Twin(wrap, module)
-    twin.step(step, integers(5, 4, 6, 6).to(memory_format=form))
-    for mine, theirs in zip(twin.inner.parameters(), module.parameters(), strict=True):
-        assert mine.grad.stride() == theirs.grad.stride()
-        assert mine.stride() == theirs.stride()
 
 
 def test_forwards_leave_no_cycles_of_references(wrap):
@@ -303,9 +229,6 @@ def test_forwards_leave_no_cycles_of_references(wrap):
         gc.enable()
 
 
-# ---- modules of other makes ---------------------------------------------------------
-
-
 def test_a_parameter_elsewhere_is_refused_before_anything_runs(wrap):
     ours = wrap(net())
     x = integers(7, 3)
@@ -317,39 +240,9 @@ def test_a_parameter_elsewhere_is_refused_before_anything_runs(wrap):
         paceline.data_parallel(ours.module, x, TWO)
 
 
-# ---- what others make of a wrapper --------------------------------------------------
-
-
-class Outer(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-def test_functional_call_refuses_the_wrapper_and_works_round_it(wrap):
-    ours = wrap(net())
-    plain, outer = Outer(net()), Outer(ours)
-    x = integers(7, 3)
-    ours(x)
+def test_functional_call_refuses_the_wrapper():
     with pytest.raises(RuntimeError, match="The stateless API can't be used with nn"):
-        torch.func.functional_call(ours, {}, (x,))
-    weights = [torch.full((4, 3), 2.0).double().requires_grad_() for _ in range(2)]
-    a = torch.func.functional_call(plain, {"inner.0.weight": weights[0]}, (x,))
-    b = torch.func.functional_call(outer, {"inner.module.0.weight": weights[1]}, (x,))
-    for out in (a, b):
-        loss_of(out).backward()
-    assert_same([b, weights[1].grad], [a, weights[0].grad])
-    assert ours.module[0].weight.grad is None
-    for model in (plain, outer):
-        model.zero_grad()
-        loss_of(model(x)).backward()
-    assert_same(
-        [p.grad for p in ours.module.parameters()],
-        [p.grad for p in plain.parameters()],
-    )
+        torch.func.functional_call(bare(), {}, (integers(7, 3),))
 
 
 def test_the_exporter_of_onnx_says_to_unwrap_the_module():

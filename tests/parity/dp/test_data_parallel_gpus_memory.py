@@ -1,237 +1,58 @@
-"""What replicas on GPUs compute with stays as it is while anything else holds it.
+"""What replicas on GPUs compute with: blocks of memory, for how long, at what cost.
 
 Parameters and buffers of a replica lie in blocks that each forward brings up to date.
 What graphs have saved, and tensors that users keep, are views of those blocks.
 """
 
 import gc
+import weakref
 from types import SimpleNamespace
 
+import paceline
 import pytest
 import torch
-from gpu_programs import F64
+from paceline import _gpu
+from paceline._compat import torch_modes
 from paceline._dp.gpus import segments
+from paceline._dp.gpus.segments import HeldBlocks
+from programs import Made, buffer, module, parameter
+from programs.held import GivesNone
 from replicas import (
+    Parent,
     Twin,
-    Wrap,
     assert_close,
+    assert_same,
     assert_same_grads,
-    assert_same_state,
-    integer_weights,
     integers,
+    linear,
     loss_of,
-    modules_of,
     smooth_net,
+    step,
 )
 from torch import nn
 from torch.ao import quantization
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+X = integers(7, 3)
 
 
 @pytest.fixture
 def wrap(n_gpus):
     """Return a function that wraps a module for all GPUs that there are."""
-    wrap = Wrap(is_gpu=True)
-    return lambda module, _=2: wrap(module, n_gpus)
+    return lambda made, _=2: paceline.DataParallel(made)
 
 
-def run_both(twin, program):
-    """Run `program(model, module)` with both models; compare all that it leaves."""
-    theirs = program(twin.plain, twin.plain)
-    assert_close(program(twin.ours, twin.inner), theirs, exact=False)
-    assert_same_grads(twin.ours, twin.plain, exact=False)
-    assert_same_state(twin.ours, twin.plain, exact=False)
-
-
-# ---- weights that change between forward and backward -------------------------------
-
-
-def scale(module):
-    kept = [p.data.clone() for p in module.parameters()]
-    for p in module.parameters():
-        p.data.mul_(0.5)
-    return kept
-
-
-def write_back(module, kept):
-    for p, values in zip(module.parameters(), kept, strict=True):
-        p.data.copy_(values)
-
-
-def replace(module):
-    kept = [p.data for p in module.parameters()]
-    for p in module.parameters():
-        p.data = p.data * 0.5
-    return kept
-
-
-def put_back(module, kept):
-    for p, values in zip(module.parameters(), kept, strict=True):
-        p.data = values
-
-
-SWAPS = {"written": (scale, write_back), "replaced": (replace, put_back)}
-
-
-@pytest.mark.parametrize("swap", SWAPS)
-@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
-def test_an_evaluation_with_averaged_weights_leaves_a_graph_alone(
-    wrap, swap, is_frozen
-):
-    """As a mean teacher in the student's module has them for a moment."""
-    there, back = SWAPS[swap]
-    twin = Twin(wrap, smooth_net())
-    for module in modules_of(twin):
-        module[2].requires_grad_(not is_frozen)
-
-    def program(model, module):
-        out = model(integers(7, 3))
-        kept = there(module)
-        with torch.no_grad():
-            target = model(integers(7, 3, seed=1))
-        back(module, kept)
-        loss = (out - target).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        run_both(twin, program)
-
-
-def test_a_gradient_of_gradients_sees_the_weights_of_its_forward(wrap):
-    def program(model, module):
-        x = integers(7, 3).requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-        kept = scale(module)
-        model(x)
-        write_back(module, kept)
-        loss = slope.square().sum()
-        loss.backward()
-        return loss
-
-    run_both(Twin(wrap, smooth_net()), program)
-
-
-class Statistics(nn.Module):
-    """Buffers that training writes, of a replica's rows, and that the graph needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(integers(3))
-        self.norm = nn.BatchNorm1d(3, momentum=1.0, affine=False).double()
-
-    def forward(self, x):
-        return self.norm(x) + x * self.weight * self.norm.running_mean
-
-
-def test_an_evaluation_leaves_statistics_that_a_graph_needs_alone(wrap):
-    ours = wrap(Statistics())
-    slopes = []
-    for evaluates in (False, True):
-        out = ours.train()(integers(9, 3))
-        if evaluates:
-            with torch.no_grad():
-                ours.eval()(integers(9, 3))
-        slopes += torch.autograd.grad(loss_of(out), ours.module.weight)
-    assert_close(slopes[1], slopes[0])
-
-
-# ---- programs that change nothing a graph needs -------------------------------------
-
-
-class Renewed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(integers(3, 3))
-        self.last = nn.Parameter(integers(3, 3, seed=1))
-
-    def forward(self, x):
-        self.last.data = self.last.data.clone()
-        return (x @ self.first).tanh() @ self.last
-
-
-class Initialised(nn.Module):
-    """Scales that the first batch decides on."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(integers(3, 3))
-        self.register_buffer("scale", torch.ones(3, **F64))
-        self.register_buffer("is_made", torch.tensor(0))
-
-    def forward(self, x):
-        if not self.is_made:
-            self.scale.copy_(torch.tensor([2.0, 3.0, 4.0]))
-            self.is_made.fill_(1)
-        return (x @ self.weight).tanh() * self.scale
-
-
-@pytest.mark.parametrize("kind", [Renewed, Initialised])
-def test_two_forwards_before_one_backward(wrap, kind):
-    def program(model, module):
-        loss = loss_of(model(integers(7, 3))) + model(integers(7, 3, seed=1)).sum()
-        loss.backward()
-        return loss
-
-    run_both(Twin(wrap, kind()), program)
-
-
-class Warming(nn.Module):
-    """A buffer that is written in training alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(integers(3, 3))
-        self.register_buffer("scale", torch.ones(3, **F64))
-
-    def forward(self, x):
-        if self.training:
-            self.scale.mul_(2)
-        return (x @ self.weight).square() * self.scale
-
-
-def test_an_evaluation_may_come_before_the_backward(wrap):
-    def program(model, module):
-        model.train()
-        loss = loss_of(model(integers(7, 3)))
-        model.eval()
-        with torch.no_grad():
-            model(integers(7, 3, seed=1))
-        loss.backward()
-        return loss
-
-    twin = Twin(wrap, Warming())
-    for _ in range(2):
-        run_both(twin, program)
-
-
-def test_a_tensor_that_a_forward_keeps_stays_as_it_is(wrap):
-    kept = []
-
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            kept.append(self.weight.detach())
-            return super().forward(x)
-
-    ours = wrap(integer_weights(Keeps(3, 2)))
-    with torch.no_grad():
-        ours(integers(7, 3))
-        expected = kept[0].clone()
-        ours.module.weight.mul_(2)
-        ours(integers(7, 3))
-    n_replicas = len(kept) // 2
-    for tensor in kept[1:n_replicas]:  # replica 0's is the weight itself
-        assert_close(tensor, expected)
-    for tensor in kept[n_replicas:]:
-        assert_close(tensor, ours.module.weight.detach())
-
-
-# ---- and what it costs --------------------------------------------------------------
+def replicated(ours):
+    return ours._gpu_engine(ours.device_ids)._replicated
 
 
 def blocks_of(ours):
-    layout = ours._gpu_engine(ours.device_ids)._replicated._layout
-    return [b for segment in layout.segments for b in segment.blocks if b is not None]
+    segments_ = replicated(ours)._layout.segments
+    return [b for segment in segments_ for b in segment.blocks if b is not None]
 
 
 def norm_net():
@@ -239,16 +60,18 @@ def norm_net():
     return nn.Sequential(*layers).double()
 
 
+# ---- blocks -------------------------------------------------------------------------
+
+
 def test_a_loop_uses_the_same_blocks_in_all_steps(wrap):
-    ours = wrap(norm_net())
+    ours, seen = wrap(norm_net()), set()
     optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
-    seen = set()
     for is_training in (True, False):
         ours.train(is_training)
-        for _ in range(20):
+        for _ in range(10):
             optimizer.zero_grad()
             with torch.set_grad_enabled(is_training):
-                loss = ours(integers(7, 3)).square().sum()
+                loss = ours(X).square().sum()
             if is_training:
                 loss.backward()
                 optimizer.step()
@@ -259,36 +82,41 @@ def test_a_loop_uses_the_same_blocks_in_all_steps(wrap):
 
 def test_a_block_is_given_back_with_the_graph_that_held_it(wrap):
     ours = wrap(smooth_net())
-    first = ours(integers(7, 3))
+    first = ours(X)
     (block, *_) = blocks_of(ours)
-    second = ours(integers(7, 3))
+    second = ours(X)
     (other, *_) = blocks_of(ours)
     assert other is not block
     loss_of(first + second).backward()
-    ours(integers(7, 3))
+    ours(X)
     assert blocks_of(ours)[0] is other
 
 
-class Cyclic(nn.Module):
-    """Its replicas lead to themselves: only the garbage collector frees them."""
+def test_a_tensor_that_a_forward_keeps_stays_as_it_is(wrap, n_gpus):
+    kept = []
 
-    def __init__(self):
-        super().__init__()
-        self.inner = smooth_net()
-        self.call = self.apply_inner
+    def keeps(m, x):
+        kept.append(m.layer.weight.detach())
+        return m.layer(x)
 
-    def apply_inner(self, x):
-        return self.inner(x)
-
-    def forward(self, x):
-        return self.call(x)
+    ours = wrap(module(keeps, layer=linear()))
+    with torch.no_grad():
+        ours(X)
+        expected = kept[0].clone()
+        ours.module.layer.weight.mul_(2)
+        ours(X)
+    for tensor in kept[1:n_gpus]:  # replica 0's is the weight itself
+        assert_close(tensor, expected)
+    for tensor in kept[n_gpus:]:
+        assert_close(tensor, ours.module.layer.weight.detach())
 
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["young", "old"])
 def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_old):
-    ours = wrap(Cyclic())
-    kept = []
-    collect = gc.collect
+    """Only the garbage collector frees them."""
+    made = module(lambda m, x: m.circle[0].inner(x), inner=smooth_net())
+    made.circle = [made]
+    ours, kept, collect = wrap(made), [], gc.collect
     if is_old:  # they have outlived collections, so that one of the young frees none
         old = {"collect": lambda generation: generation == 2 and collect()}
         monkeypatch.setattr(segments, "gc", SimpleNamespace(**old))
@@ -296,8 +124,8 @@ def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_
     gc.disable()
     try:
         with torch.no_grad():
-            for _ in range(30):
-                ours(integers(7, 3))
+            for _ in range(20):
+                ours(X)
                 kept += [StorageWeakRef(b.untyped_storage()) for b in blocks_of(ours)]
                 n_blocks = len({ref.cdata for ref in kept if not ref.expired()})
                 assert n_blocks <= 8 * len(blocks_of(ours))
@@ -305,180 +133,392 @@ def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_
         gc.enable()
 
 
-def test_the_garbage_collector_is_not_called_where_nothing_is_held(wrap, monkeypatch):
-    calls = []
-    monkeypatch.setattr(segments.gc, "collect", lambda *generation: calls.append(1))
+def test_garbage_is_collected_only_for_blocks_that_stay_in_use(wrap, monkeypatch):
+    collected = []
+    monkeypatch.setattr(segments.gc, "collect", lambda *g: collected.append(*g))
     for model in (wrap(norm_net()), wrap(nn.ReLU())):
         for _ in range(5):
-            model(integers(7, 3)).square().sum()
-    assert not calls
+            model(X).square().sum()
+    assert not collected
+    held, blocks = HeldBlocks(), [torch.ones(1) for _ in range(5)]
+    for block in blocks:
+        held.add(block)
+    for most, expected in ((2, [1, 2]), (2, [1, 2]), (1, [1, 2, 1, 2])):
+        held.limit(most)
+        assert collected == expected
 
 
-# ---- buffers that change their size -------------------------------------------------
+def test_memory_is_taken_once_and_a_tensor_alone_has_its_size(wrap):
+    ours = wrap(nn.Linear(3, 5, bias=False))
+    ours(torch.ones(7, 3)).sum().backward()
+    group, layout = ours._gpu_engine(ours.device_ids).group, replicated(ours)._layout
+    assert group.ring(layout.segment_bytes) is group.ring(layout.segment_bytes)
+    assert group.rooms(64)[-1] is group.rooms(64)[-1]
+    assert group.sums(1)[-1] is group.sums(1)[-1]
+    (segment,) = layout.segments
+    assert segment.n_bytes == 3 * 5 * 4
 
 
-class Resizes(nn.Module):
-    def __init__(self, n_elems, n_later=20):
-        super().__init__()
-        self.n_later = n_later
-        self.weight = nn.Parameter(integers(3))
-        self.register_buffer("range", torch.zeros(n_elems, **F64))
-        self.register_buffer("after", integers(3, seed=2))
-        self.frozen = nn.Parameter(integers(3, seed=3), requires_grad=False)
-
-    def forward(self, x):
-        self.range.resize_(self.n_later).fill_(5)
-        return x * self.weight * self.after + self.frozen + self.range[1]
+# ---- for how long -------------------------------------------------------------------
 
 
-def test_a_buffer_without_elements_may_be_given_some(wrap):
-    twin = Twin(wrap, Resizes(0))
-    for _ in range(3):
-        twin.zero()
-        twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
+def test_what_a_replica_had_is_ordinary_and_goes_with_the_call(wrap, n_gpus):
+    seen = []
+
+    def looks(m, x):
+        for tensor in (m.layer.weight, m.odd):
+            assert not tensor.is_inference()
+            seen.append(weakref.ref(tensor))
+        return m.layer(x)
+
+    made = module(looks, layer=linear(), odd=buffer(integers(3, 3).to_sparse()))
+    ours = wrap(made)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            ours(X)
+        gc.collect()
+        assert len(seen) == 2 * n_gpus
+        assert sum(each() is not None for each in seen) == 2  # the module's own
+        seen.clear()
 
 
-def test_a_buffer_that_outgrows_its_place_is_an_error_that_names_it(wrap):
-    twin = Twin(
-        wrap, nn.Sequential(nn.BatchNorm1d(3, eps=0).double().eval(), Resizes(1))
-    )
-    with pytest.raises(
-        RuntimeError, match=r"'1\.range'.*1 to 20 elements.*before it is"
-    ):
-        twin.ours(integers(7, 3))
-    twin.plain(integers(7, 3))
-    for _ in range(2):
-        twin.zero()
-        twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
+def test_parameters_of_a_functional_call_are_let_go(wrap):
+    parent = Parent(wrap(linear()))
+    given = {name: p * 2 for name, p in parent.named_parameters()}
+    kept = [weakref.ref(tensor) for tensor in given.values()]
+    functional_call(parent, given, (X,)).sum().backward()
+    del given
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
 
 
-def test_a_buffer_that_outgrows_its_place_explains_what_else_goes_wrong(wrap):
-    class Fails(Resizes):
-        def forward(self, x):
-            out = super().forward(x)
-            if self.after[0] == 5:
-                raise IndexError("because of what lies behind it")
-            return out
+def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(n_gpus):
+    found = []
 
-    with pytest.raises(RuntimeError, match="'range'"):
-        wrap(Fails(1))(integers(7, 3))
+    class Shows(paceline.DataParallel):
+        def gather(self, outputs, output_device):
+            found.append(outputs[1])
+            return super().gather(outputs, output_device)
 
-
-def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
-    class GrowsLate(Resizes):
-        def forward(self, x):
-            if x[0, 0] == 0:
-                return x * self.weight * self.after
-            return super().forward(x)
-
-    twin = Twin(wrap, GrowsLate(1))
-    x = torch.zeros(6, 3, **F64)
-    twin.step(lambda model, x: loss_of(model(x)), x)
-    late = x.clone()
-    late[-1] = late[-2] = late[-3] = 1
-    with pytest.raises(RuntimeError, match="'range'"):
-        twin.ours(late)
-    twin.zero()
-    twin.step(lambda model, x: loss_of(model(x)), x)
+    held = {"weight": parameter(integers(3, 3))}
+    parent = Parent(Shows(Made(lambda m, x: m.weight, held)))
+    given = {name: p.detach() * 0.5 for name, p in parent.named_parameters()}
+    with torch.no_grad():
+        functional_call(parent, given, (X,))
+        (shown,) = found
+        expected = shown.clone()
+        for tensor in given.values():
+            tensor.data.mul_(2)
+        functional_call(parent, given, (X,))
+    assert_same(shown, expected)
 
 
-def test_a_buffer_may_take_other_memory_or_less_of_its_own(wrap):
-    class Takes(Resizes):
-        def forward(self, x):
-            self.range.data = torch.full((30,), 7.0, **F64)
-            self.after.resize_(1)
-            return x * self.weight * self.after + self.range[1]
+def test_what_a_replica_writes_through_data_does_not_outlive_the_call(wrap):
+    def counts(m, x):
+        m.n.data += 1
+        return x + m.n
 
-    twin = Twin(wrap, Takes(1))
-    for _ in range(2):
-        twin.zero()
-        twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
+    ours = wrap(module(counts, n=buffer(torch.zeros(1).double()))).eval()
+    with torch.no_grad():
+        for _ in range(3):
+            ours.module.n.data.zero_()
+            assert_same(ours(torch.zeros(6, 1).double()), torch.ones(6, 1).double())
 
 
-class Observed(nn.Module):
-    """Weights whose ranges an observer has, a channel each."""
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
-    def __init__(self):
-        super().__init__()
-        self.linear = integer_weights(nn.Linear(3, 5), dtype=torch.float32)
-        self.observer = quantization.PerChannelMinMaxObserver()
-        self.norm = nn.BatchNorm1d(5, eps=0).eval()
 
-    def forward(self, x):
-        self.observer(self.linear.weight)
-        return self.norm(self.linear(x)) + self.observer.max_val
+def test_an_evaluation_within_one_autocast_does_not_grow(wrap):
+    model, x = wrap(nn.Linear(1000, 1000)), torch.ones(8, 1000)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            model(x)
+        before = resident_bytes()
+        for _ in range(30):
+            model(x)
+        assert resident_bytes() - before < 60e6  # of 120 MB that casts would be
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_parameter_alone_in_its_segment_may_get_no_gradient(
+    wrap, monkeypatch, create_graph
+):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 10)
+
+    def forward(m, x):
+        return m.last(GivesNone.apply(x, m.table[0, :3]))
+
+    held = {"table": parameter(integers(64, 64)), "last": linear(2)}
+    plain, ours = module(forward, **held), wrap(module(forward, **held))
+    found = []
+    for model in (plain, ours):
+        ways = {"create_graph": create_graph, "allow_unused": True}
+        table, *rest = torch.autograd.grad(
+            step(model, X), list(model.parameters()), **ways
+        )
+        assert table is None
+        found.append([grad.detach() for grad in rest])
+    assert_same(found[1], found[0], exact=False)
+
+
+# ---- tensors of other kinds ---------------------------------------------------------
+
+
+def test_tensors_that_no_block_can_hold_travel_by_themselves(n_gpus):
+    seen = []
+
+    def forward(m, i):
+        mine = m.rows.weight, m.gap, m.mask._values()
+        seen.append([tensor.data_ptr() for tensor in mine])
+        return m.rows(i) @ m.gap.t() + (m.mask @ m.gap[:3].t()).sum()
+
+    def make():
+        torch.manual_seed(0)
+        rows = nn.Embedding(9, 3, sparse=True).double()
+        mask = buffer(torch.eye(3).to_sparse().double())
+        made = Made(forward, {"rows": rows, "mask": mask})
+        made.gap = nn.Parameter(integers(4, 6)[:, ::2])
+        return made
+
+    plain, ours, i = make(), paceline.DataParallel(make()), torch.arange(7)
+    for model in (ours, plain):
+        step(model, i).backward()
+    for of_one_tensor in zip(*seen[:n_gpus], strict=True):  # each replica has its own
+        assert len(set(of_one_tensor)) == n_gpus
+    assert_same_grads(ours, plain, exact=False)
 
 
 def test_an_observer_by_channel_sees_its_first_batch(wrap):
-    twin = Twin(wrap, Observed())
+    def forward(m, x):
+        m.observer(m.layer.weight)
+        return m.norm(m.layer(x)) + m.observer.max_val
+
+    made = Made(
+        forward,
+        {
+            "layer": linear(5).float(),
+            "observer": quantization.PerChannelMinMaxObserver(),
+            "norm": nn.BatchNorm1d(5, eps=0).eval(),
+        },
+    )
+    twin = Twin(wrap, made)
     for _ in range(2):
         twin.zero()
-        x = integers(7, 3, dtype=torch.float32)
-        twin.step(lambda model, x: loss_of(model(x)), x)
+        twin.step(step, X.float())
 
 
-# ---- weights and gradients that are to be conjugated or negated ---------------------
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16])
+def test_each_gpu_has_its_rows_of_an_input(wrap, n_gpus, dtype):
+    seen = []
+
+    def sees(m, x):
+        seen.append(x.data_ptr())
+        return x.to(torch.int64).sum(1)
+
+    x = integers(6, 3).abs().to(dtype)
+    assert torch.equal(wrap(Made(sees, {}))(x), x.to(torch.int64).sum(1))
+    here = range(x.data_ptr(), x.data_ptr() + x.nbytes)
+    assert [place in here for place in seen].count(True) == 1
+    assert len(seen) == n_gpus
 
 
-class Times(nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
+@pytest.mark.parametrize("index", [0, -1], ids=["GPU", "CPU"])
+def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(
+    wrap, n_gpus, index, monkeypatch
+):
+    seen = []
 
-    def forward(self, x):
-        out = x * self.weight
-        return torch.view_as_real(out).sum(-1) if out.is_complex() else out
+    def forward(m, x):
+        if m.table is None:
+            m.table = torch.arange(1, 4).double()
+        seen.append(m.table)
+        return m.layer(x) * m.table
 
+    ours = wrap(module(forward, layer=linear(), table=None))
+    expected, table = ours(X), ours.module.table
 
-COMPLEX = torch.complex(integers(3), integers(3, seed=1))
+    def index_of(tensor, expected):
+        return index if tensor is table else expected
 
-
-@pytest.mark.parametrize(
-    ("weight", "change"),
-    [(COMPLEX, torch.conj), (integers(3), torch._neg_view)],
-    ids=["conjugated", "negated"],
-)
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_weight_may_be_a_lazy_view(wrap, weight, change, is_recorded):
-    twin = Twin(wrap, Times(weight))
-    with torch.set_grad_enabled(is_recorded):
-        for _ in range(2):
-            twin.compare(lambda model: model(integers(7, 3)))
-            for module in modules_of(twin):
-                module.weight.data = change(module.weight.data)
-    if is_recorded:
-        twin.step(lambda model: loss_of(model(integers(7, 3))))
+    monkeypatch.setattr(_gpu.machine, "index_of_tensor", index_of)
+    seen.clear()
+    assert_same(ours(X), expected)
+    n_kept = 1 if index == 0 else n_gpus  # what is on no GPU stays where it is
+    assert [kept is table for kept in seen].count(True) == n_kept
+    assert all(torch.equal(kept, table) for kept in seen)
+    assert len(seen) == n_gpus
+    assert ours.module.table is table
 
 
-class NegatedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch._neg_view(grad.clone())
+# ---- a device without memory --------------------------------------------------------
 
 
-def test_gradients_that_are_lazily_negated_keep_their_sign(wrap):
-    class Negates(Times):
-        def forward(self, x):
-            return x * NegatedGradient.apply(self.weight)
+def run(model, x, way):
+    if way == "evaluate":
+        with torch.no_grad():
+            return model(x)
+    loss = step(model, x)
+    if way == "two orders":
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        loss = sum(grad.square().sum() for grad in grads)
+    return loss.backward()
 
-    twin = Twin(wrap, Negates(integers(3)))
-    twin.step(lambda model: loss_of(model(integers(7, 3))))
+
+@pytest.mark.parametrize("name", ["empty", "empty_like", "zeros"])
+@pytest.mark.parametrize("way", ["train", "evaluate", "two orders"])
+def test_a_device_without_memory_is_an_error_and_the_next_step_is_whole(
+    wrap, monkeypatch, name, way
+):
+    """At each allocation in turn: on any device, in forward or in backward."""
+    allocate, left = getattr(torch, name), [10**9]
+
+    def scarce(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(*args, **kwargs)
+
+    plain, ours = smooth_net(), wrap(smooth_net())
+    n_failed = 0
+    for k in range(1, 100):
+        x = integers(7, 3, seed=k)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, name, scarce)
+            left[0] = k
+            try:
+                run(ours, x, way)
+            except torch.OutOfMemoryError:
+                n_failed += 1
+            is_over = left[0] > 0
+        for model in (plain, ours):
+            with torch.no_grad():
+                for p in model.parameters():
+                    (p if k % 2 else p.data).mul_(1.25)
+            model.zero_grad()
+        assert_same(run(ours, x, way), run(plain, x, way), exact=False)
+        assert_same_grads(ours, plain, exact=False)
+        if is_over:
+            break
+    assert is_over
+    assert n_failed > 0 or name != "empty"
 
 
-def test_the_imaginary_part_of_a_conjugate_is_trained(wrap):
-    class Rotates(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.real = nn.Parameter(torch.tensor(2.0, **F64))
-            self.imag = nn.Parameter(torch.tensor(3.0, **F64))
+# ---- hooks on saved tensors ---------------------------------------------------------
+# Replica 0 alone has them: a backward on several GPUs has a thread for each, and those
+# would call the hooks side by side.
 
-        def forward(self, x):
-            out = x * torch.complex(self.real, self.imag).conj()
-            return torch.view_as_real(out.resolve_conj())
 
-    twin = Twin(wrap, Rotates())
-    twin.step(lambda model: loss_of(model(COMPLEX.repeat(3).unsqueeze(1))))
+class Nothing(TorchDispatchMode):
+    """Sees each operation, and does nothing about it."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def draws():
+    """Return a layer and random numbers of the CPU, for which replicas run in order."""
+    held = {"layer": linear(), "drop": nn.Dropout(0.5)}
+    return Made(lambda m, x: m.drop(m.layer(x).tanh()).square(), held)
+
+
+@pytest.mark.parametrize("has_mode", [False, True])
+@pytest.mark.parametrize("make", [smooth_net, draws])
+def test_hooks_on_saved_tensors_see_those_of_replica_0(wrap, n_gpus, make, has_mode):
+    plain, ours = make(), wrap(make())
+    x = X.clone().requires_grad_()
+    rows = x.tensor_split(n_gpus)[0].detach().requires_grad_()
+    for _ in range(3):  # in order at first
+        found = [], []
+        for model, given, seen in zip((plain, ours), (rows, x), found, strict=True):
+            torch.manual_seed(0)
+            hooks = saved_tensors_hooks(
+                lambda t, seen=seen: seen.append(t.clone()) or t, lambda t: t
+            )
+            with Nothing() if has_mode else torch.enable_grad(), hooks:
+                model(given)
+        assert found[0]
+        assert_same(found[1], found[0])
+
+
+def test_hooks_are_on_again_behind_the_replicas_that_have_none(wrap):
+    ours, seen, x = wrap(smooth_net()), [], integers(2, 3).requires_grad_()
+
+    def hooks(name):
+        return saved_tensors_hooks(lambda t: seen.append(name) or t, lambda t: t)
+
+    with hooks("outer"):
+        with hooks("inner"):
+            ours(x)
+            seen.clear()
+            x.tanh()
+            assert seen == ["inner"]
+        x.tanh()
+    x.tanh()
+    assert seen == ["inner", "outer"]
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_saved_tensor_changed_in_place_is_an_error_under_hooks(wrap, member):
+    """Of replica 0 the hooks have it, which torch trusts."""
+    if member and torch_modes._top_hooks is None:
+        pytest.skip("this torch cannot be asked for hooks: others are put over them")
+    kept = []
+
+    def keeps(m, x):
+        out = m.layer(x).tanh()
+        kept.append(out)
+        return out * 2
+
+    ours = wrap(module(keeps, layer=linear()))
+    for _ in range(2):
+        kept.clear()
+        with saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            out = ours(X)
+        kept.sort(key=len, reverse=True)
+        with torch.no_grad():
+            kept[-1 if member else 0].add_(1)
+        if member:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss_of(out).backward()
+        else:
+            loss_of(out).backward()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_checkpoint_needs_no_random_numbers_of_other_gpus(
+    wrap, n_gpus, is_checkpointed
+):
+    """As of the generators of GPUs but the first: rows of replica 0 begin with zero."""
+
+    def drifts(m, x):
+        which = int(x[0, 0])
+        m.draws[which] += which
+        return (m.layer(x) * (1 + m.draws[which])).square()
+
+    parts = X.clone().tensor_split(n_gpus)
+    for k, part in enumerate(parts):
+        part[:, 0] = k
+    x, held = torch.cat(parts), {"layer": linear(), "draws": {}}
+    plain = module(drifts, **held)
+    ours = wrap(module(drifts, **held))
+    for _ in range(3):
+        for model in (plain, ours):
+            getattr(model, "module", model).draws = dict.fromkeys(range(3), 0)
+            model.zero_grad()
+        loss_of(torch.cat([plain(part) for part in parts])).backward()
+        if is_checkpointed:
+            out = checkpoint(ours, x, use_reentrant=False, determinism_check="none")
+        else:
+            out = ours(x)
+        loss_of(out).backward()
+        assert_same_grads(ours, plain)
+
+
+def test_a_checkpoint_repeats_its_forward_once(wrap):
+    calls, model = [], wrap(smooth_net())
+    out = checkpoint(model, X, use_reentrant=False)
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss_of(out).backward()
+    assert len(calls) == 1

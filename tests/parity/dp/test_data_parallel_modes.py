@@ -5,7 +5,8 @@ import contextvars
 
 import pytest
 import torch
-from replicas import Twin, alike, integer_weights, integers, loss_of, net
+from programs import Made, module
+from replicas import Twin, alike, integer_weights, integers, linear, loss_of, net
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,34 +137,17 @@ def test_modes_inside_each_other_arrive(wrap):
         assert look(ours)[1]["device of new"] == "cpu"
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_calls_without_gradients_leave_none(wrap, mode):
-    twin = Twin(wrap, net())
-    x = integers(7, 3).requires_grad_()
-    with mode():
-        out = twin.ours(x)
-    assert not out.requires_grad
-    assert torch.equal(out, twin.plain(x).detach())
-    twin.step(lambda model, x: loss_of(model(x)), x)
-
-
-class Precise(nn.Module):
-    """Leaves autocast for its second layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-        integer_weights(self, dtype=torch.float32)
-
-    def forward(self, x):
-        low = self.first(x)
-        with torch.autocast("cpu", enabled=False):
-            high = self.second(low.float())
-        return low, high
+def precise(m, x):
+    """Leave autocast for the second layer."""
+    low = m.first(x)
+    with torch.autocast("cpu", enabled=False):
+        high = m.second(low.float())
+    return low, high
 
 
 def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
-    twin = Twin(wrap, Precise())
+    layers = {"first": linear(4).float(), "second": linear(2, 4).float()}
+    twin = Twin(wrap, module(precise, **layers))
 
     def loss(model, x):
         with torch.autocast("cpu", torch.bfloat16):
@@ -193,23 +177,6 @@ def test_parameters_are_there_inside_forward(wrap):
     assert seen["device"] == "cpu"
 
 
-class FirstParameter(nn.Module):
-    """Uses parameters as it finds them."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = integer_weights(nn.Linear(3, 2))
-
-    def forward(self, x):
-        first = next(self.parameters())
-        return x.to(first) @ first.T + sum(p.sum() for p in self.parameters())
-
-
-def test_parameters_found_inside_forward_get_gradients(wrap):
-    twin = Twin(wrap, FirstParameter())
-    twin.step(lambda model, x: loss_of(model(x)), integers(7, 3))
-
-
 def test_training_and_evaluation_reach_every_submodule(wrap):
     ours = wrap(Weather())
 
@@ -231,52 +198,10 @@ def test_training_and_evaluation_reach_every_submodule(wrap):
     assert modes() == (True, True, True)
 
 
-def test_parameters_may_be_frozen_and_thawed(wrap):
-    twin = Twin(wrap, Weather())
-    for is_trainable in (True, False, True):
-        twin.zero()
-        for model in (twin.plain, twin.inner):
-            model.linear.weight.requires_grad_(is_trainable)
-        twin.step(lambda model, x: loss_of(model(x)[0]), integers(7, 3))
-        assert look(twin.ours)[1]["weight needs grad"] is is_trainable
-        assert (twin.inner.linear.weight.grad is not None) is is_trainable
-    for model in (twin.plain, twin.inner):
-        model.requires_grad_(False)
-    x = integers(7, 3)
-    assert not twin.ours(x)[0].requires_grad
-    twin.zero()
-    twin.step(lambda model, x: loss_of(model(x)[0]), x.requires_grad_())
-
-
 def _add(model):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
-
-
-class Counting(nn.Module):
-    """Counts its calls by an attribute, and remembers its rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = integer_weights(nn.Linear(3, 2))
-        self.calls = 0
-        self.last = None
-
-    def forward(self, x):
-        self.calls += 1
-        self.last = x.detach().sum(1)
-        return self.linear(x) * self.calls
-
-
-def test_attributes_that_forward_sets_are_those_of_the_first_replica(wrap):
-    twin = Twin(wrap, Counting())
-    for step in range(4):
-        twin.zero()
-        x = integers(7, 3, seed=step)
-        twin.step(lambda model, x: loss_of(model(x)), x)
-        assert twin.inner.calls == step + 1
-        assert torch.equal(twin.inner.last, x[:4].sum(1))
 
 
 # ---- context variables, and modes that see operations -------------------------------
@@ -285,11 +210,7 @@ def test_attributes_that_forward_sets_are_those_of_the_first_replica(wrap):
 def test_context_variables_reach_every_replica(wrap):
     variable = contextvars.ContextVar("variable", default=0)
 
-    class Asks(nn.Module):
-        def forward(self, x):
-            return x + variable.get()
-
-    ours, x = wrap(Asks()), integers(7, 3)
+    ours, x = wrap(Made(lambda m, x: x + variable.get(), {})), integers(7, 3)
     for value in (3, 0):
         token = variable.set(value)
         for _ in range(2):
@@ -323,18 +244,10 @@ class DoublesBelow(TorchDispatchMode):
         return out
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = integer_weights(nn.Linear(3, 2))
-
-    def forward(self, x):
-        return torch.relu(self.linear(x))
-
-
 @pytest.mark.parametrize("mode", [Doubles, DoublesBelow])
 def test_a_mode_sees_every_replica(wrap, mode):
-    twin, x = Twin(wrap, Net()), integers(7, 3)
+    x, held = integers(7, 3), {"linear": linear(2)}
+    twin = Twin(wrap, module(lambda m, x: torch.relu(m.linear(x)), **held))
     twin.compare(lambda model, x: model(x), x)
     with mode() as seen:
         out = twin.ours(x)

@@ -73,16 +73,6 @@ def step_loss(model, x):
     return loss_of(model(x))
 
 
-def test_a_state_loads_into_the_bare_module(wrap):
-    twin = Twin(wrap, Mixed())
-    x = integers(7, 3)
-    twin.step(step_loss, x)
-    for model in (twin.plain, twin.inner):
-        model.load_state_dict(Mixed(seed=40).state_dict())
-    twin.zero()
-    twin.step(step_loss, x)
-
-
 def test_a_state_with_wrong_keys_is_an_error(wrap):
     ours = wrap(Mixed())
     ours(integers(7, 3))
@@ -201,47 +191,3 @@ def test_a_module_may_be_wrapped_again(wrap):
         twin.ours = wrap(twin.inner, n)
     twin.zero()
     twin.step(step_loss, x)
-
-
-# ---- buffers of every layout --------------------------------------------------------
-
-
-class TwoBuffers(nn.Module):
-    """Shows the sums of a buffer that is dense and of one that may be anything."""
-
-    def __init__(self, buffer):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("dense", torch.ones(3))
-        self.register_buffer("buffer", buffer)
-
-    def forward(self, x):
-        sums = torch.stack([self.dense.sum(), self.buffer.double().sum()])
-        return sums.expand(len(x), 2) * self.weight
-
-
-BUFFERS = {
-    "gaps": lambda: torch.ones(4, 6)[:, :3],
-    "repeats": lambda: torch.ones(1, 3).expand(2, 3),
-    "steps": lambda: torch.ones(4, 3)[::2],
-    "a column": lambda: torch.ones(4, 3)[:, 1],
-    "transposed, with steps": lambda: torch.arange(12.0).view(3, 4).t()[::2],
-    "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
-    "of no known type": lambda: torch.ones(2, dtype=torch.uint16),
-}
-
-
-@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
-def test_buffers_of_every_layout_reach_every_replica(wrap, make):
-    x = torch.ones(4, 1)
-    module = TwoBuffers(make())
-    ours = wrap(module)
-    assert torch.equal(ours(x), module(x))
-    if module.buffer.dtype == torch.float32 and module.buffer.stride()[0] != 0:
-        module.buffer += 3
-        assert torch.equal(ours(x), module(x))
-    module.buffer = torch.full((4,), 5.0)
-    module.dense = torch.ones(8)[::2]
-    assert torch.equal(ours(x), module(x))
-    module.dense *= 3
-    assert torch.equal(ours(x), module(x))

@@ -7,11 +7,13 @@ criterion which is parallel too.
 
 import copy
 import pickle
+import threading
 
 import paceline
 import pytest
 import torch
-from replicas import assert_same, assert_same_grads, integers, loss_of, net
+from programs import Made, X
+from replicas import assert_same, assert_same_grads, integers, linear, loss_of, net
 from torch import nn
 
 
@@ -177,17 +179,8 @@ class OfGraphs(paceline.DataParallel):
         return [one.to(d) for one, d in zip(together, device_ids, strict=False)]
 
 
-class OnGraphs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = net()
-
-    def forward(self, graph):
-        return self.layers(graph.x)
-
-
 def test_forward_may_be_written_anew_for_lists_of_data(wrap):
-    plain, module = OnGraphs(), OnGraphs()
+    plain, module = [Made(lambda m, g: m.layers(g.x), {"layers": net()}) for _ in "ab"]
     ours = wrap(module, kind=OfGraphs)
     x = integers(7, 3)
     outs = [plain(Graph(x)), ours([Graph(row) for row in x])]
@@ -248,6 +241,38 @@ def test_a_criterion_may_take_outputs_that_were_kept_apart(wrap):
     for one in losses:
         one.backward()
     assert_same_grads(module, plain)
+
+
+def test_a_gather_may_call_the_wrapper(wrap):
+    class CallsAgain(paceline.DataParallel):
+        is_within = False
+
+        def gather(self, outputs, output_device):
+            joined = super().gather(outputs, output_device)
+            if self.is_within:
+                return joined
+            self.is_within = True
+            try:
+                return joined - self(torch.zeros(7, 3).double())
+            finally:
+                self.is_within = False
+
+    module, found = linear(), []
+    ours = wrap(module, kind=CallsAgain)
+    thread = threading.Thread(target=lambda: found.append(ours(X)), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert_same(found[0], module(X) - module.bias)
+
+
+def test_a_subclass_may_change_forward(wrap):
+    class Scaled(paceline.DataParallel):
+        def forward(self, x):
+            return super().forward(2 * x) + 1
+
+    module = linear()
+    assert torch.equal(wrap(module, kind=Scaled)(X), module(2 * X) + 1)
 
 
 # ---- attributes ---------------------------------------------------------------------

@@ -142,13 +142,8 @@ def train(twin, **options):
 
 WITHOUT_CACHE = {"use_cache": False}
 MODELS = {
-    "GPT-2": (gpt2, WITHOUT_CACHE),
     "Llama": (llama, WITHOUT_CACHE),
-    "BERT": (bert, {}),
-    "GPT-2 with hidden states": (
-        gpt2,
-        {"output_hidden_states": True, **WITHOUT_CACHE},
-    ),
+    "GPT-2 with hidden states": (gpt2, {"output_hidden_states": True, **WITHOUT_CACHE}),
     "Mixtral with the experts' logits": (mixtral, WITHOUT_CACHE),
     "BERT with attentions": (
         bert,

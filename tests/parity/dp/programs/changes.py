@@ -1,23 +1,16 @@
-"""A module may change after wrapping in any way, and every replica follows."""
+"""What may change between two calls: every replica follows."""
 
 import copy
+import functools
 from types import MethodType, SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from replicas import (
-    Twin,
-    integer_weights,
-    integers,
-    linear,
-    modules_of,
-    net,
-    pair_of,
-    step,
-)
+from replicas import bare, integer_weights, integers, linear, net
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+
+from programs import slowly, steps, trains, uses
 
 # ---- what attributes hold, and its form ---------------------------------------------
 
@@ -91,36 +84,11 @@ HELD = {
 }
 
 
-def test_what_a_module_holds_may_change_in_any_way(wrap):
+@uses(Holder)
+def what_a_module_holds_may_change_in_any_way(model):
     """One wrapper takes all the changes, one after the other."""
-    twin = pair_of(wrap, Holder)
-    for name, change in HELD.items():
-        twin.zero()
-        twin.step(step, integers(7, 3, seed=len(name)))
-        for module in modules_of(twin):
-            change(module)
-        try:
-            twin.zero()
-            twin.step(step, integers(7, 3, seed=len(name)))
-        except AssertionError as error:
-            raise AssertionError(name) from error
-    for of_both in zip(*([m.held[0], m.kept] for m in modules_of(twin)), strict=True):
-        assert torch.equal(*(tensor.grad for tensor in of_both))
-
-
-def follow(twin, *changes, rows=7, columns=3, exact=True):
-    """Step, make a change on both, step again; outputs and gradients are compared."""
-
-    def compare():
-        twin.zero()
-        x = integers(rows, columns, low=-2, high=2).requires_grad_()
-        twin.step(step, x, exact=exact)
-
-    compare()
-    for change in changes:
-        for model in modules_of(twin):
-            change(model)
-        compare()
+    seen = steps(*HELD.values())(model)
+    return [*seen, bare(model).held[0].grad]
 
 
 # ---- structure ----------------------------------------------------------------------
@@ -209,24 +177,17 @@ STRUCTURE = {
 }
 
 
-def test_the_structure_may_change_in_any_way(wrap):
-    """One wrapper takes all the changes, one after the other."""
-    twin = Twin(wrap, Parts())
-    for name, change in STRUCTURE.items():
-        try:
-            follow(twin, change)
-        except AssertionError as error:
-            raise AssertionError(name) from error
+trains({"the_structure_may_change_in_any_way": Parts}, steps(*STRUCTURE.values()))
 
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_all_may_be_converted(wrap, dtype):
-    twin = Twin(wrap, net())
-    twin.compare(lambda model, x: model(x), integers(7, 3))
-    for model in modules_of(twin):
-        model.to(dtype)
-    x = integers(7, 3, dtype=dtype, low=-1, high=1)
-    twin.step(lambda model, x: model(x).sum(), x)
+    @uses(net, {str(dtype): dtype})
+    def all_may_be_converted(model, dtype):
+        out = model(integers(7, 3))
+        bare(model).to(dtype)
+        x = integers(7, 3, dtype=dtype, low=-1, high=1)
+        model(x).sum().backward()
+        return out
 
 
 class Adapted(nn.Module):
@@ -257,24 +218,22 @@ def _merge(model):
     model[0] = adapted.layer.requires_grad_(True)
 
 
-def test_adapters_may_be_added_switched_off_and_merged(wrap):
-    follow(
-        Twin(wrap, net()),
+trains(
+    {"adapters_may_be_added_switched_off_and_merged": net},
+    steps(
         _adapt,
         lambda model: model[0].is_on.update(default=False),
         lambda model: model[0].is_on.update(default=True),
         _merge,
-    )
+    ),
+)
 
 
-def test_a_lazy_module_may_be_wrapped_before_its_first_call(wrap):
-    model = nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double()
-    ours = wrap(model)
-    model(integers(7, 3))
-    integer_weights(model)
-    twin = Twin(lambda inner, n: ours, copy.deepcopy(model))
-    twin.inner = model
-    follow(twin)
+@uses(lambda: nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
+def a_lazy_module_may_be_wrapped_before_its_first_call(model):
+    bare(model)(integers(7, 3))
+    integer_weights(bare(model))
+    return steps()(model)
 
 
 # ---- weights that are computed ------------------------------------------------------
@@ -310,10 +269,12 @@ def _remove(model):
     parametrize.remove_parametrizations(model[0], "bias", leave_parametrized=False)
 
 
-def test_parametrizations_come_change_and_go(wrap):
-    twin = Twin(wrap, net())
-    follow(twin, _parametrize, _parametrize_the_bias, _set_factor, _remove)
-    assert all(type(model[0]) is nn.Linear for model in modules_of(twin))
+@uses(net)
+def parametrizations_come_change_and_go(model):
+    changes = _parametrize, _parametrize_the_bias, _set_factor, _remove
+    seen = steps(*changes, descend=None)(model)
+    assert type(bare(model)[0]) is nn.Linear
+    return seen
 
 
 MAKES = {
@@ -329,29 +290,37 @@ MAKES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-@pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
-def test_weights_that_are_computed_train_as_plain(wrap, make, is_late):
-    def compute(model):
-        torch.manual_seed(3)
-        make(model[0])
-        return model
+def three_layers():
+    first = integer_weights(nn.Linear(3, 3))
+    return nn.Sequential(first, nn.Tanh(), linear(2))
 
-    def train(model):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(1)
 
-    def bare():
-        first = integer_weights(nn.Linear(3, 3))
-        return nn.Sequential(first, nn.Tanh(), linear(2))
+def computed(model, make):
+    torch.manual_seed(3)
+    make(model[0])
+    return model
 
-    changes = [train, lambda model: model.eval(), lambda model: model.train()]
-    if is_late:
-        follow(Twin(wrap, bare()), compute, *changes, exact=False)
-    else:
-        follow(pair_of(wrap, lambda: compute(bare())), *changes, exact=False)
+
+def grow(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+
+
+MODES = grow, nn.Module.eval, nn.Module.train
+
+for name, make in MAKES.items():
+    compute = functools.partial(computed, make=make)
+    trains(
+        {f"weights_computed_later[{name}]": three_layers},
+        steps(compute, *MODES, descend=None),
+        exact=False,
+    )
+    trains(
+        {f"weights_computed_before[{name}]": lambda c=compute: c(three_layers())},
+        steps(*MODES, descend=None),
+        exact=False,
+    )
 
 
 def _normalize(model):
@@ -359,12 +328,14 @@ def _normalize(model):
     nn.utils.spectral_norm(model[2])
 
 
-def test_pruning_ends_with_the_weights_that_are_left(wrap):
-    follow(
-        Twin(wrap, net()),
+trains(
+    {"pruning_ends_with_the_weights_that_are_left": net},
+    steps(
         lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5),
         lambda model: prune.remove(model[0], "weight"),
         _normalize,
         lambda model: nn.utils.remove_spectral_norm(model[2]),
-        exact=False,
-    )
+        descend=slowly,
+    ),
+    exact=False,
+)

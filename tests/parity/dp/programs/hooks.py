@@ -1,0 +1,438 @@
+"""Hooks of every kind, checkpoints, functions with a backward of their own."""
+
+import pytest
+import torch
+from replicas import (
+    bare,
+    integers,
+    linear,
+    loss_of,
+    net,
+    smooth_net,
+    step,
+)
+from torch import nn
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint
+
+from programs import EVERYWHERE, GPUS, Made, X, program, steps, trains, uses
+
+
+def grown(x=X):
+    """Return a leaf of its own that requires a gradient."""
+    return x.clone().requires_grad_()
+
+
+# ---- modules ------------------------------------------------------------------------
+
+
+@uses(net)
+def hooks_of_the_wrapper_see_the_whole_batch(model):
+    seen = []
+
+    def before(model, args, kwargs):
+        seen.append(args[0].clone())
+        return (args[0] * 2,), kwargs
+
+    def after(model, args, kwargs, out):
+        seen.append(out.detach().clone())
+        return out + 1
+
+    def backward_before(model, grads):
+        seen.append(grads[0].clone())
+        return (grads[0] * 3,)
+
+    def backward(model, grads, of_outputs):
+        seen.extend([grads[0].clone(), of_outputs[0].clone()])
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True)
+    model.register_full_backward_pre_hook(backward_before)
+    model.register_full_backward_hook(backward)
+    for _ in range(2):
+        step(model, grown()).backward()
+    assert len(seen) == 10
+    return seen
+
+
+def hook_parts(m):
+    m[0].register_forward_hook(lambda m, args, out: out * m.weight.sum())
+    m[1].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 2,))
+    m[2].register_forward_pre_hook(lambda m, args: (args[0] - m.bias.sum(),))
+
+
+trains({"hooks_of_parts_may_change_values": net}, steps(hook_parts))
+
+
+class CountedByAMethod(nn.Module):
+    """Has a hook that is a method of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.n_calls = linear(), 0
+        self.layer.register_forward_hook(self.count)
+
+    def count(self, *_):
+        self.n_calls += 1
+
+    def forward(self, x):
+        return self.layer(x) * (1 + self.n_calls)
+
+
+trains({"attributes_that_a_bound_hook_sets_are_the_replicas": CountedByAMethod}, n=3)
+
+
+@program(steps(n=3), layer=linear(), is_hooked=False)
+def hooks_that_a_replica_registers_are_its_own(m, x):
+    """As Hugging Face's models do in their first forward."""
+    seen = []
+    if not m.is_hooked:
+        m.layer.register_forward_hook(lambda m, a, out: m.seen.append(out))
+        m.is_hooked = True
+    m.layer.seen = seen
+    out = m.layer(x)
+    assert len(seen) == 1, "hooks of another replica ran too"
+    return out
+
+
+@uses(net)
+def hooks_for_all_modules_may_come_after_the_first_call(model):
+    outs = [model(X)]
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, _, out: out * 2 if isinstance(m, nn.ReLU) else None
+    )
+    try:
+        outs.append(model(X))
+    finally:
+        handle.remove()
+    return [*outs, model(X)]
+
+
+# ---- parameters and tensors ---------------------------------------------------------
+
+KINDS = {
+    f"{kind}, {when}": (kind, when)
+    for kind in ("hook", "post_accumulate_grad_hook")
+    for when in ("before", "after a forward", "late")
+}
+
+
+@uses(lambda: Made(lambda m, x: m.used(x), {"used": linear(), "idle": net()}), KINDS)
+def hooks_of_parameters_fire_once_with_the_total(model, case):
+    kind, when = case
+    fired = []
+    if when != "before":
+        model(X).sum()  # a graph without hooks, thrown away
+    if when == "late":
+        step(model, X).backward()
+        model.zero_grad()
+    for name, p in bare(model).named_parameters():
+
+        def hook(seen, name=name):
+            fired.append((name, (seen if kind == "hook" else seen.grad).clone()))
+
+        getattr(p, f"register_{kind}")(hook)
+    for seed in range(2):
+        step(model, integers(7, 3, seed=seed)).backward()
+    assert len(fired) == 4
+    return [dict(sorted(fired[:2])), dict(sorted(fired[2:]))]
+
+
+NAMES = "idle.0.weight", "idle.0.bias"
+
+
+@uses(
+    lambda: Made(lambda m, x: m.used(x), {"used": linear(), "idle": net()}),
+    {f"{name}{', late' * late}": (name, late) for name in NAMES for late in (0, 1)},
+)
+def a_hook_of_one_unused_parameter_is_not_called(model, case):
+    name, is_late = case
+    if is_late:
+        model(X)
+    called = []
+    bare(model).get_parameter(name).register_hook(called.append)
+    step(model, X).backward()
+    assert not called
+
+
+@uses(net)
+def hooks_of_parameters_may_change_the_gradient(model):
+    bare(model)[0].weight.register_hook(lambda grad: grad.clamp(-20, 20) * 2)
+    step(model, X).backward()
+
+
+@uses(net)
+def hooks_of_outputs_and_inputs_see_all_rows(model):
+    seen, x = [], grown()
+    x.register_hook(seen.append)
+    out = model(x)
+    out.register_hook(lambda grad: seen.append(grad) or 2 * grad)
+    out.retain_grad()
+    loss_of(out).backward()
+    return seen, out.grad, x.grad
+
+
+@uses(net)
+def hooks_for_several_gradients_see_the_totals(model):
+    seen = []
+    handle = torch.autograd.graph.register_multi_grad_hook(
+        list(model.parameters()), lambda grads: seen.append([*map(torch.clone, grads)])
+    )
+    for seed in range(2):
+        step(model, integers(7, 3, seed=seed)).backward()
+    handle.remove()
+    assert len(seen) == 2
+    return seen
+
+
+@uses(net)
+def an_optimizer_may_step_inside_backward(model):
+    """As torch's recipe to save the memory of gradients does."""
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=1.0)
+
+        def take(parameter, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(take)
+    for seed in range(3):
+        step(model, integers(7, 3, seed=seed, low=-1, high=1)).backward()
+        assert all(p.grad is None for p in model.parameters())
+
+
+@uses(net)
+def a_hook_may_call_the_wrapper(model):
+    other = integers(5, 3, seed=3)
+    seen, x = [], grown()
+
+    def call(_):
+        seen.append(model(other).detach())
+
+    x.register_hook(call)
+    bare(model)[0].weight.register_hook(call)
+    for _ in range(2):
+        step(model, x).backward()
+    assert len(seen) == 4
+    return seen
+
+
+@program(layer=linear())
+def a_forward_hooks_its_own_tensors(m, x):
+    y = m.layer(x)
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 2)
+    return y.square()
+
+
+@uses(
+    lambda: Made(lambda m, x: (m.one(x), m.two(x)), {"one": net(), "two": net(1)}),
+    {"first order": False, "recorded": True},
+)
+def hooks_get_a_tensor_where_the_loss_leaves_out_an_output(model, create_graph):
+    for parameter in bare(model).parameters():
+        parameter.register_hook(lambda grad: grad * 2)
+    some = list(bare(model).one.parameters())
+    grads = torch.autograd.grad(loss_of(model(X)[0]), some, create_graph=create_graph)
+    loss_of(model(X)[0]).backward()
+    others = list(bare(model).two.parameters())
+    assert not any(p.grad is not None and p.grad.any() for p in others)
+    for p in others:
+        p.grad = None
+    return [grad.detach() for grad in grads]
+
+
+def doubled_gradients(m):
+    for p in m.parameters():
+        p.register_hook(lambda grad: grad * 2)
+
+
+@program(a=linear(), b=linear(2), init=doubled_gradients)
+def hooks_see_parameters_that_a_reentrant_checkpoint_hides(m, x):
+    return checkpoint(m.b, m.a(x), use_reentrant=True)
+
+
+@uses(
+    lambda: Made(lambda m, x: m.layer(x), {"layer": linear(), "idle": linear()}),
+    on=GPUS,
+)
+def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
+    """As in torch; the plain module calls them not at all."""
+    output, idle, called = model(X), bare(model).idle, []
+    idle.weight.register_hook(called.append)
+    idle.bias.register_post_accumulate_grad_hook(lambda p: called.append(p.grad))
+    output.sum().backward()
+    if model is not bare(model):
+        assert [grad.shape for grad in called] == [(3, 3), (3,)]
+        assert not any(grad.any() for grad in called)
+        idle.zero_grad()
+
+
+# ---- checkpoints --------------------------------------------------------------------
+
+BOTH = {"saved tensors": False, "reentrant": True}
+
+for label, use_reentrant in BOTH.items():
+
+    @program(label=label, first=net(1), last=linear(2, 2), again=use_reentrant)
+    def checkpoints_inside_the_module_work(m, x):
+        out = m.last(checkpoint(m.first, x, use_reentrant=m.again))
+        return checkpoint(m.last, out, use_reentrant=m.again)
+
+
+@uses(net, BOTH, on=f"cpu3 {EVERYWHERE}")
+def checkpoints_around_the_wrapper_work(model, use_reentrant):
+    def around(x):
+        return checkpoint(model, x, use_reentrant=use_reentrant)
+
+    x = grown()
+    for rows in (7, 2):  # of calls of two sizes, too
+        model.zero_grad()
+        loss_of(around(x)[:rows] * around(x[:rows] + 1)).backward()
+    return x.grad
+
+
+@uses(net, BOTH)
+def checkpoints_around_may_be_nested_and_asked_twice(model, use_reentrant):
+    def inner(x):
+        return checkpoint(model, x, use_reentrant=use_reentrant) * 2
+
+    x = grown()
+    for _ in range(2):
+        loss = loss_of(checkpoint(inner, x, use_reentrant=use_reentrant))
+        if not use_reentrant:
+            loss.backward(retain_graph=True)
+        loss.backward()
+    return x.grad
+
+
+OPTIONS = {
+    "no determinism": {"determinism_check": "none"},
+    "no random numbers": {"preserve_rng_state": False},
+    "contexts": {"context_fn": checkpoints.noop_context_fn},
+}
+
+
+@uses(
+    lambda: Made(
+        lambda m, x: checkpoint(m.layers, x, use_reentrant=False, **m.options),
+        {"layers": net(), "options": {}},
+    ),
+    OPTIONS,
+)
+def checkpoints_may_have_options_inside_and_around(model, options):
+    loss_of(checkpoint(model, X, use_reentrant=False, **options)).backward()
+    bare(model).options = options
+    with checkpoints.set_checkpoint_early_stop(False):
+        step(model, X).backward()
+    step(model, X).backward()
+
+
+def two_outputs():
+    held = {"net": smooth_net(), "last": linear(3, 2)}
+    return Made(lambda m, x: two_of(m, m.net(x)), held)
+
+
+def two_of(m, out):
+    return {"first": out.sigmoid(), "last": [m.last(out).t().contiguous().t()]}
+
+
+PLACES = {f"{p}{', early' * e}": (p, e) for p in (0, 1) for e in (0, 1)}
+
+
+@uses(two_outputs, PLACES, on=GPUS, exact=False)
+def a_checkpoint_round_the_wrapper_with_several_outputs(model, case):
+    place, is_early = case
+    if model is not bare(model):
+        model = type(model)(bare(model), model.device_ids, output_device=place)
+    seen = []
+    with checkpoints.set_checkpoint_early_stop(bool(is_early)):
+        for n_rows in (7, 1, 5, 7):
+            model.zero_grad()
+            x = integers(n_rows, 3).requires_grad_()
+            for _ in range(2):  # gradients add up
+                out = checkpoint(model, x, use_reentrant=False)
+                loss = loss_of(out["first"]) + out["last"][0].exp().sum()
+                loss.backward(retain_graph=True)
+                loss.backward()
+            seen += [x.grad, *[p.grad.clone() for p in model.parameters()]]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad.sign() / 8)
+    return seen
+
+
+@uses(smooth_net, exact=False)
+def a_checkpoint_may_keep_some_results(model):
+    make_contexts = getattr(checkpoints, "create_selective_checkpoint_contexts", None)
+    if make_contexts is None:
+        pytest.skip("this torch has no selective checkpoints")
+    kept = [torch.ops.aten.addmm.default, torch.ops.aten.tanh.default]
+    for _ in range(2):
+        out = checkpoint(
+            model, X, use_reentrant=False, context_fn=lambda: make_contexts(kept)
+        )
+        loss_of(out).backward()
+
+
+@uses(smooth_net, exact=False)
+def a_gradient_of_gradients_goes_through_a_checkpoint(model):
+    x = grown()
+    out = checkpoint(model, x, use_reentrant=False)
+    (grad,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
+    grad.square().sum().backward()
+    return x.grad
+
+
+class CheckpointedPlace(nn.Module):
+    """A layer in a checkpoint, before or behind one that is in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = linear(), linear()
+
+    def forward(self, x):
+        options = {"use_reentrant": True, "preserve_rng_state": False}
+        if x.detach()[0, 0] > 0:
+            return checkpoint(self.inner, self.outer(x), **options)
+        for _ in range(5):  # the checkpoint's backward goes before another replica's
+            x = x * 1
+        return self.outer(checkpoint(self.inner, x, **options))
+
+
+@uses(CheckpointedPlace, in_parts=True)
+def a_reentrant_checkpoint_runs_in_the_middle_of_a_backward(model):
+    x = integers(6, 3)
+    x[::2, 0] = torch.tensor([-1, -1, 1], dtype=x.dtype)
+    for _ in range(1000):
+        torch.ones(1, requires_grad=True) * 1  # the caller's nodes come first
+    for _ in range(2):
+        loss_of(model(grown(x))).backward()
+
+
+# ---- functions of one's own ---------------------------------------------------------
+
+
+class Cube(torch.autograd.Function):
+    """Saves its input; and says of its gradient what no formula would."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return ctx.factor * 3 * x**2 * grad + 1, None
+
+
+trains(
+    {
+        "functions_of_ones_own_run_in_every_replica": lambda: Made(
+            lambda m, x, factor: Cube.apply(m.linear(x), factor), {"linear": linear()}
+        )
+    },
+    x=lambda seed: (integers(7, 3, seed=seed), 2 + seed),
+)

@@ -1,0 +1,277 @@
+"""What comes out: every form of output is what the plain module returns."""
+
+import collections
+import copy
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from replicas import alike, bare, integers, linear, loss_of, loss_of_all
+from torch.utils import _pytree as pytree
+
+from programs import CPU, THREE, Made, X, parameter, program, steps, trains, uses
+
+
+class Point(NamedTuple):
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    y: torch.Tensor
+    z: torch.Tensor | None = None
+    note: str = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenRecord:
+    y: torch.Tensor
+    square: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "square", self.y * self.y)
+
+
+class ModelOutput(collections.OrderedDict):
+    """Attributes, keys and places are one: as outputs of transformers' models are."""
+
+    def __init_subclass__(cls):
+        pytree.register_pytree_node(
+            cls,
+            lambda output: (list(output.values()), list(output.keys())),
+            lambda values, keys: cls(**dict(zip(keys, values, strict=True))),
+            serialized_type_name=f"programs.outputs.{cls.__name__}",
+        )
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                super().__setitem__(field.name, value)
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return dict(self.items())[key]
+        return tuple(self.values())[key]
+
+    def __setattr__(self, name, value):
+        if name in self.keys() and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclasses.dataclass
+class TagOutput(ModelOutput):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    states: tuple | None = None
+    attentions: tuple | None = None
+
+
+class Pair:
+    """A container that torch knows by registration alone."""
+
+    def __init__(self, first, second, note):
+        self.first, self.second, self.note = first, second, note
+
+
+pytree.register_pytree_node(
+    Pair,
+    lambda pair: ([pair.first, pair.second], pair.note),
+    lambda leaves, note: Pair(*leaves, note),
+    serialized_type_name="programs.outputs.Pair",
+)
+
+FORMS = {
+    "tensor": lambda y, z: y,
+    "tuple": lambda y, z: (y, z),
+    "one in a tuple": lambda y, z: (y,),
+    "list": lambda y, z: [y, z],
+    "dict": lambda y, z: {"z": z, "y": y},
+    "ordered dict": lambda y, z: collections.OrderedDict(z=z, y=y),
+    "default dict": lambda y, z: collections.defaultdict(list, {"z": z, "y": y}),
+    "dict of integers": lambda y, z: {1: y, 0: z},
+    "namedtuple": Point,
+    "torch's named tuple": lambda y, z: y.max(1),
+    "dataclass": lambda y, z: Record(y, z, "kept"),
+    "dataclass with None": lambda y, z: Record(y),
+    "frozen dataclass": lambda y, z: FrozenRecord(y),
+    "model output": lambda y, z: TagOutput(logits=y, states=(y, z)),
+    "registered": lambda y, z: Pair(y, z, "kept"),
+    "nested": lambda y, z: {"a": [(y, {"b": Point(z, y)})], "c": (Record(z), ())},
+    "None": lambda y, z: (y, None, {"none": None}),
+    "constants": lambda y, z: (y, 3, 2.5, True, "words", b"bytes", 1j, None),
+    "integers": lambda y, z: (y, y.argmax(1), y > 0, y.detach().int()),
+    "the same tensor twice": lambda y, z: (y, y),
+    "detached": lambda y, z: (y, z.detach(), torch.zeros(len(y), 3)),
+    "views of one another": lambda y, z: (y, y[:, :1], y.reshape(-1, 1, 2)),
+    "complex": lambda y, z: (y, torch.complex(y, z)),
+    "sixteen bits": lambda y, z: (y, z.half(), y.bfloat16()),
+    "no columns": lambda y, z: (y, z[:, :0]),
+    "a vector": lambda y, z: (y.sum(1), z),
+    "an image": lambda y, z: (y, z[:, :, None, None].expand(-1, 2, 3, 4)),
+    "arrays": lambda y, z: (y, z.detach().numpy()),
+}
+
+SIZES = 7, 1, 0
+
+
+def two_layers(form):
+    held = {"left": linear(2), "right": linear(2)}
+    return lambda: Made(lambda m, x: form(m.left(x), m.right(x)), held)
+
+
+for name, form in FORMS.items():
+
+    @uses(two_layers(form), {name: name}, on=THREE)
+    def outputs_have_the_plain_form_and_gradients(model, name):
+        seen = []
+        for n_rows in (7, 1, 4) if name == "torch's named tuple" else (7, 1, 0):
+            x = integers(n_rows, 3).requires_grad_()
+            out = alike(model(x))
+            loss_of_all(out).backward()
+            seen.append([out, x.grad])
+        return seen
+
+
+# ---- values that are no batch -------------------------------------------------------
+
+
+def rows_of(seed):
+    return (torch.arange(21.0, dtype=torch.float64).reshape(7, 3) + seed,)
+
+
+@program(steps(x=rows_of), layer=linear(2))
+def lists_of_names_with_an_entry_a_row_are_joined(m, x):
+    return m.layer(x), [f"row {int(v)}" for v in x[:, 0]]
+
+
+def found(m, x):
+    y = m.layer(x)
+    values = len(x), f"{len(x)} rows", len(x) / 8, len(x) == 4, 2.5, b"bytes", 1j
+    return {"y": y, "values": values, "none": None, "loss": y.square().sum()}
+
+
+@uses(lambda: Made(found, {"layer": linear(2)}), in_parts=True, on=THREE)
+def constants_and_losses_come_with_one_entry_a_replica(model):
+    """For any number of rows, so that the type does not depend on the batch."""
+    seen = []
+    for n_rows in (7, 1, 6, 2):
+        out = model(integers(n_rows, 3))
+        none = out.pop("none")
+        assert none is None or not any(none)
+        weights = torch.arange(1.0, len(out["loss"]) + 1, dtype=torch.float64)
+        (weights * out["loss"]).sum().backward()
+        seen.append([list(out["values"]), out["y"], out["loss"]])
+    return seen
+
+
+@uses(lambda: Made(lambda m, x: x * 1, {}), on=CPU)
+def there_are_no_more_replicas_than_rows(model):
+    n_rows = []
+    bare(model).code = lambda m, x: n_rows.append(len(x)) or x
+    if model is not bare(model):
+        model.device_ids = model.device_ids * 32
+    out = model(integers(6, 3))
+    assert n_rows in ([1] * 6, [6])
+    return out
+
+
+# ---- outputs that are something else already ----------------------------------------
+
+PASSING = {
+    "input": lambda m, x: x,
+    "input in a tuple": lambda m, x: (x, m.linear(x), x),
+    "view of the input": lambda m, x: x[:, 1:],
+    "expanded parameter": lambda m, x: m.weight.expand(len(x), -1),
+    "expanded bias": lambda m, x: m.bias.unsqueeze(0).expand(len(x), 3),
+    "changed in place": lambda m, x: m.linear(x).add_(x),
+    "input changed in place": lambda m, x: m.linear((x * 1).mul_(2)),
+}
+
+
+def passing(code):
+    held = {"weight": parameter(X[:1]), "bias": parameter(X[0]), "linear": linear()}
+    return lambda: Made(code, copy.deepcopy(held))
+
+
+for name, code in PASSING.items():
+    for needs_grad in (True, False):
+        label = f"{name}{', a leaf' * needs_grad}"
+        trains(
+            {f"inputs_and_parameters_may_be_returned[{label}]": passing(code)},
+            needs_grad=needs_grad,
+            descend=None,
+            evaluates=False,
+        )
+
+
+@uses(lambda: Made(lambda m, x: m.layer(x.mul_(2)), {"layer": linear()}))
+def an_input_itself_may_be_changed_in_place(model):
+    x = X.clone().requires_grad_()
+    loss_of(model(x * 1)).backward()
+    return x.grad
+
+
+@uses(lambda: Made(lambda m, x: (x, m.layer(x)), {"layer": linear()}))
+def outputs_may_be_changed_in_place(model):
+    x = X.clone()
+    out = model(x)[1]
+    out.mul_(2)
+    out[:, 0] += 1
+    loss_of(out).backward()
+    with torch.no_grad():
+        kept = model(x)[1].add_(1)
+    return x, kept
+
+
+# ---- outputs of which not all are used ----------------------------------------------
+
+USES = {
+    "the first": lambda out: loss_of(out[0]),
+    "the second": lambda out: loss_of(out[1]),
+    "both": lambda out: loss_of(out[0]) + 2 * loss_of(out[1]),
+    "one row of the first half": lambda out: out[0][1].sum(),
+    "rows of the second half": lambda out: loss_of(out[1][5:]),
+}
+
+
+@uses(two_layers(FORMS["tuple"]), USES)
+def a_loss_may_use_some_outputs_only(model, use):
+    x = X.clone().requires_grad_()
+    use(model(x)).backward()
+    return x.grad
+
+
+@uses(two_layers(FORMS["tuple"]), {"01": (0, 1), "10": (1, 0)})
+def outputs_apart_go_into_backwards_of_their_own(model, order):
+    """Two graphs that share nothing but the input: neither backward frees the other."""
+    x = X.clone().requires_grad_()
+    outs = model(x)
+    for i in order:
+        loss_of(outs[i]).backward()
+    return x.grad
+
+
+@uses(two_layers(FORMS["tuple"]))
+def outputs_live_on_after_later_calls(model):
+    with torch.no_grad():
+        return [model(integers(7, 3, seed=seed)) for seed in range(4)]
+
+
+@uses(two_layers(FORMS["model output"]))
+def a_model_output_is_reached_in_its_three_ways(model):
+    out = model(X)
+    assert out.logits is out["logits"]
+    assert out.logits is out[0]
+    return list(out), out.loss, out.attentions
+
+
+@uses(two_layers(FORMS["default dict"]))
+def a_default_dict_keeps_its_factory(model):
+    return model(X)["new"]

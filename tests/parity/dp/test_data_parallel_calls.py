@@ -1,0 +1,408 @@
+"""Calls: where replicas run, whom they call, threads, forks, and warnings."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from contextlib import nullcontext
+from itertools import pairwise
+
+import paceline
+import pytest
+import torch
+from programs import Made, module
+from programs.graphs import in_threads
+from programs.ways import Leading
+from replicas import (
+    Twin,
+    assert_same,
+    assert_same_grads,
+    assert_same_state,
+    integers,
+    linear,
+    loss_of,
+    net,
+    step,
+)
+from support.ranks import run_ranks, values
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+X = integers(7, 3)
+
+
+# ---- where replicas run -------------------------------------------------------------
+
+
+@pytest.fixture
+def _two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
+    """On GPUs the first one does."""
+
+    def place(m, x):
+        return threading.get_ident(), torch.get_num_threads()
+
+    ours = wrap(module(place), 3)
+    for _ in range(3):
+        idents, n_threads = ours(torch.zeros(7, 3))
+        assert idents[0] == threading.get_ident()
+        if not wrap.is_gpu:
+            assert idents == [threading.get_ident()] * 3
+            assert n_threads == [2] * 3
+
+
+def test_replicas_tell_that_they_are_and_may_be_made_by_the_module(wrap):
+    class Replicating(nn.Linear):
+        def _replicate_for_data_parallel(self):
+            replica = super()._replicate_for_data_parallel()
+            replica.mine = True
+            return replica
+
+        def forward(self, x):
+            flags = hasattr(self, "mine"), getattr(self, "_is_replica", False)
+            return torch.tensor([flags] * len(x))
+
+    flags = wrap(Replicating(3, 2).double())(X)
+    assert flags.tolist() == [[False, False]] * 4 + [[True, True]] * 3
+
+
+@pytest.mark.parametrize("way", ["weak reference", "partial"])
+def test_partials_and_weak_references_lead_to_the_replica(wrap_on_cpu, way):
+    ours = wrap_on_cpu(Leading(way), 3)
+    ours(X)
+    assert ours.module.norm.num_batches_tracked == 1
+
+
+KINDS = (
+    "forward_hook",
+    "forward_pre_hook",
+    "full_backward_hook",
+    "full_backward_pre_hook",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_parts_run_in_every_replica(wrap, kind):
+    twin = Twin(wrap, net())
+    register, rows = getattr(twin.inner[2], f"register_{kind}"), []
+    for _ in range(2):  # before the first call, and after one
+        handle = register(lambda m, seen, *_: rows.append(len(seen[0])))
+        twin.step(step, X.clone().requires_grad_())
+        assert sorted(rows) == [3, 4]
+        handle.remove()
+        rows.clear()
+        twin.step(step, X)
+        assert not rows
+
+
+def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
+    """All replicas save under them on the CPU; on GPUs replica 0 alone does."""
+    twin = Twin(wrap, net())
+    packed = {model: [] for model in twin.models}
+
+    def loss(model, x):
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: packed[model].append(t.shape) or t, lambda t: t
+        )
+        with torch.autograd.graph.save_on_cpu(), hooks:
+            out = model(x)
+        return loss_of(out)
+
+    twin.step(loss, X.clone().requires_grad_())
+    n = len(packed[twin.plain])
+    assert len(packed[twin.ours]) == (n if wrap.is_gpu else 2 * n)
+
+
+def test_a_list_grows_by_as_many_entries_in_each_call(wrap):
+    def remembers(m, x):
+        m.losses.append(x.detach().sum())
+        return m.layer(x)
+
+    ours, sizes = wrap(module(remembers, layer=linear(), losses=[])), [0]
+    for _ in range(4):
+        ours(X)
+        sizes.append(len(ours.module.losses))
+    assert len({after - before for before, after in pairwise(sizes)}) == 1
+
+
+def test_one_tensor_as_two_arguments_is_two_elsewhere(wrap):
+    def writes_the_first(m, written, read):
+        written.zero_()
+        return read + m.layer(written)
+
+    x, ours = integers(5, 3), wrap(module(writes_the_first, layer=linear()))
+    ours(x, x.clone())  # whatever the first forward finds out
+    before = x.fill_(7).clone()
+    is_zeroed = torch.arange(5) < (3 if wrap.is_gpu else 5)
+    after = torch.where(is_zeroed[:, None], 0.0, before)
+    assert torch.equal(ours(x, x), ours.module(after[:1] * 0, after))
+    assert torch.equal(x, after)
+
+
+def test_the_number_of_replicas_may_change_between_calls(wrap):
+    twin = Twin(wrap, net())
+    for n in (2, 3):
+        names = wrap.devices(n)
+        twin.ours.device_ids = names if wrap.is_gpu else [*map(torch.device, names)]
+        twin.step(step, X)
+
+
+def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap_on_cpu):
+    """Those of the other replicas are added up, as they cannot clear the module's."""
+
+    def descends(m, x):
+        for _ in range(3):
+            m.layer.weight.grad = None
+            m.layer(x).square().sum().backward()
+        return m.layer(x)
+
+    ours = wrap_on_cpu(module(descends, layer=linear()))
+    with pytest.warns(UserWarning, match=r"p\.grad = None has no effect"):
+        ours(X)
+
+
+# ---- modules of other makes ---------------------------------------------------------
+
+
+def test_replica_0_of_a_script_shares_its_storage(wrap):
+    script = torch.jit.script(net())
+    before = [p.data_ptr() for p in script.parameters()]
+    ours = wrap(script)
+    with torch.no_grad():
+        first, second = ours.replicate(script, ours.device_ids)
+        assert [p.data_ptr() for p in first.parameters()] == before
+        assert torch.equal(second(X), script(X))
+        ours(X)
+    assert [p.data_ptr() for p in script.parameters()] == before
+
+
+def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
+    torch._dynamo.reset()
+    compiled = torch.compile(wrap(net()), backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_call_in_replicas"):
+        compiled(X)
+
+
+# ---- the life of a wrapper ----------------------------------------------------------
+
+
+def test_a_graph_outlives_its_wrapper(wrap):
+    twin = Twin(wrap, net())
+    losses = [step(twin.ours, X + i) for i in range(3)]
+    losses.pop(0).backward()
+    gone = weakref.ref(twin.ours)
+    del twin.ours
+    gc.collect()
+    assert gone() is None
+    losses.pop(0).backward()
+    losses.pop().backward()
+    for i in range(3):
+        step(twin.plain, X + i).backward()
+    assert_same_grads(twin.inner, twin.plain)
+
+
+# ---- threads, forks, process groups -------------------------------------------------
+
+
+def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
+    """BatchNorm of replica 0 writes to the module while another call looks at it."""
+    made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    ours = wrap(made)
+    batches = [integers(8, 3, seed=seed) for seed in range(4)]
+    halves = [[made(half) for half in x.chunk(2)] for x in batches]
+
+    def count_wrong(i):
+        expected = torch.cat(halves[i])
+        return sum(not torch.allclose(ours(batches[i]), expected) for _ in range(20))
+
+    assert in_threads(count_wrong) == [0] * 4
+
+
+def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
+    def waits(m, x):
+        m.state["has begun"] = True
+        while m.state["waits"] and x[0, 0] == 99:
+            time.sleep(0.01)
+        return m.layer(x)
+
+    state = {"waits": False, "has begun": False}
+    ours = wrap(Made(waits, {"layer": linear(), "state": state}))
+    expected, held = ours(X), X.clone()
+    held[0, 0] = 99
+    state.update({"waits": True, "has begun": False})
+    thread = threading.Thread(target=ours, args=(held,))
+    thread.start()
+    while not state["has begun"]:
+        time.sleep(0.01)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        is_right = False
+        try:
+            if wrap.is_gpu:  # CUDA cannot be used in a forked process
+                with pytest.raises(RuntimeError, match="called in a forked process"):
+                    ours(X)
+                is_right = True
+            else:
+                is_right = torch.equal(ours(X), expected)
+        finally:
+            os._exit(0 if is_right else 1)
+    status = os.waitpid(child, 0)[1]
+    state["waits"] = False
+    thread.join()
+    assert status == 0
+    assert torch.equal(ours(X), expected)
+
+
+class ModelData(torch.utils.data.Dataset):
+    """Runs a model in the loader's process."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.model(torch.full((1, 3), float(index), dtype=torch.float64))
+
+
+def test_processes_of_a_loader_may_run_the_module_and_feed_the_wrapper(wrap):
+    twin = Twin(wrap, net())
+    twin.step(step, X)
+    mine, theirs = [
+        torch.cat(list(DataLoader(ModelData(model), num_workers=1)))
+        for model in (twin.inner, twin.plain)
+    ]
+    assert torch.equal(mine, theirs)
+    assert_same_state(twin.ours, twin.plain)
+    for (x,) in DataLoader(TensorDataset(integers(14, 3)), batch_size=7, num_workers=1):
+        twin.zero()
+        twin.step(step, x)
+
+
+def train_inside_ddp(rank, _):
+    """Return gradients of two steps: of the plain module, and of the wrapped one."""
+    plain, inner = net(), net()
+    ours = paceline.DataParallel(inner, ["cpu"] * 2)
+    models = [DistributedDataParallel(nn.Sequential(model)) for model in (plain, ours)]
+    grads = []
+    for _ in range(2):
+        for model, of in zip(models, (plain, inner), strict=True):
+            step(model, integers(7, 3, seed=rank)).backward()
+            grads.append([p.grad.clone() for p in of.parameters()])
+    return grads
+
+
+def test_gradients_inside_ddp_of_torch_are_those_of_all_replicas():
+    for grads in values(run_ranks(train_inside_ddp, 2)):
+        assert_same([grads[1], grads[3]], [grads[0], grads[2]])
+
+
+# ---- devices and wrappers -----------------------------------------------------------
+
+
+def messages_of(caught):
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+
+
+@pytest.mark.parametrize("device_ids", [[0, 1], ["cuda:0", "cuda:1"], (1, 0)])
+def test_gpus_that_are_not_there_are_warned_of_once(monkeypatch, device_ids):
+    monkeypatch.delenv("PACELINE_CPU_REPLICAS", raising=False)
+    made = net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = paceline.DataParallel(made, device_ids)
+        for _ in range(2):
+            assert torch.equal(ours(X), made(X))
+    (words,) = messages_of(caught)
+    assert "there is no GPU: the module is called plainly" in words
+    assert ours.device_ids == []
+
+
+def test_no_word_is_said_where_no_gpu_was_named(monkeypatch):
+    monkeypatch.delenv("PACELINE_CPU_REPLICAS", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paceline.DataParallel(net())(X)
+        paceline.DataParallel(net(), ["cpu"])(X)
+
+
+@pytest.fixture
+def _one_rank():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "DataParallel": lambda m: paceline.DataParallel(m, ["cpu"] * 2),
+    "DistributedDataParallel": paceline.DistributedDataParallel,
+}
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_a_wrapper_in_a_wrapper_is_warned_of_once(outer, inner):
+    plain, made = net(), net()
+    wrapped = WRAPPERS[inner](made)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = WRAPPERS[outer](wrapped)
+        for model in (plain, ours):
+            step(model, X).backward()
+    words = [w for w in messages_of(caught) if "module is a" in w]
+    assert words == [
+        f"{outer}(module): module is a {inner} already, and one wrapper is enough; "
+        "give the module inside it, module.module"
+    ]
+    assert_same_grads(made, plain)
+
+
+FORMS = {
+    "no devices": ({}, 2),
+    "three GPUs": ({"device_ids": [0, 1, 2], "output_device": 1}, 3),
+    "names of GPUs": ({"device_ids": ["cuda:1", "cuda:0"], "output_device": "cuda"}, 2),
+    "one GPU": ({"device_ids": [0], "output_device": 0}, 1),
+}
+
+
+@pytest.mark.parametrize("name", ["paceline", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_cpu_replicas_stand_for_gpus(monkeypatch, form, name):
+    monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
+    options, n = FORMS[form]
+
+    def wrap(made, _):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # this very file holds torch's class
+            installation = paceline.install() if name == "torch" else nullcontext()
+        with installation, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kind = nn.DataParallel if name == "torch" else paceline.DataParallel
+            return kind(made, **options)
+
+    twin = Twin(wrap, net())
+    assert type(twin.ours) is paceline.DataParallel
+    assert twin.ours.device_ids == [torch.device("cpu")] * n
+    assert twin.ours.output_device == torch.device("cpu")
+    n_rows = []
+    twin.inner[0].register_forward_hook(lambda m, args, out: n_rows.append(len(out)))
+    for _ in range(2):
+        n_rows.clear()
+        twin.zero()
+        twin.step(step, X.clone().requires_grad_())
+        assert n_rows == {1: [7], 2: [4, 3], 3: [3, 2, 2]}[n]

@@ -1,0 +1,361 @@
+"""What is sent between GPUs, and when; who waits for it.
+
+The devices are simulated: see support/fake_gpus.py.
+"""
+
+import collections
+import copy
+import ctypes
+import gc
+
+import pytest
+import torch
+from paceline._dp.gpus import segments
+from programs import buffer, module, parameter
+from replicas import (
+    Twin,
+    Wrap,
+    assert_close,
+    integer_weights,
+    integers,
+    loss_of,
+    smooth_net,
+)
+from support import fake_gpus
+from torch import nn
+
+
+@pytest.fixture
+def wrap():
+    """Return a function that wraps a module for n replicas on GPUs."""
+    with fake_gpus.several(4):
+        yield Wrap(is_gpu=True)
+        gc.collect()
+
+
+@pytest.fixture
+def small_segments(monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 256)
+
+
+class Recorder:
+    """Stands before a group's native side, and adds up the bytes that it moves."""
+
+    def __init__(self, native):
+        self._native = native
+        self.bytes = collections.Counter()
+
+    def __getattr__(self, name):
+        return getattr(self._native, name)
+
+    def broadcast(self, streams, ring, travelling):
+        for _, _, n_bytes, blocks in travelling:
+            self.bytes["there"] += n_bytes * sum(block is not None for block in blocks)
+        self._native.broadcast(streams, ring, travelling)
+
+    def sum(self, streams, rooms, rows, to):
+        self.bytes["back"] += sum(row.nbytes for _, row in rows)
+        self._native.sum(streams, rooms, rows, to)
+
+    def copy(self, streams, source, tensors, target, places):
+        if source != target:
+            self.bytes["beside"] += sum(tensor.nbytes for tensor in tensors)
+        self._native.copy(streams, source, tensors, target, places)
+
+
+def record(ours):
+    """Have a wrapper's group be recorded from now on."""
+    group = ours._gpu_engine(ours.device_ids).group
+    group.native = Recorder(group.native)
+    return group.native.bytes
+
+
+def count(function):
+    fake = ctypes.CDLL(fake_gpus.library())
+    return fake.fake_count(function.encode())
+
+
+def fetched_bytes():
+    """Return what devices have fetched so far of what was not as member 0 had it."""
+    fake = ctypes.CDLL(fake_gpus.library())
+    fake.host_kernel_fetched.restype = ctypes.c_ulonglong
+    return fake.host_kernel_fetched()
+
+
+class Traffic:
+    """Bytes of parameters and buffers that have travelled since this was asked last."""
+
+    def __init__(self, ours):
+        self._moved = record(ours)
+        self._before = 0, fetched_bytes()
+
+    def __call__(self):
+        now = self._moved["there"], fetched_bytes()
+        sent, fetched = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        return sent, fetched
+
+
+def norm_net():
+    layers = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+    return nn.Sequential(*layers).double()
+
+
+def sent_bytes(n):
+    """Return what each of n devices has sent to each."""
+    fake = ctypes.CDLL(fake_gpus.library())
+    fake.fake_sent_bytes.restype = ctypes.c_int64
+    return [[fake.fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
+
+
+def test_a_training_step_moves_each_byte_once(wrap, small_segments):
+    module = integer_weights(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)))
+    ours = wrap(module, 4)
+    x = integers(8, 8)
+    ours(x).sum().backward()
+    torch.optim.SGD(module.parameters(), 1.0).step()
+    moved = record(ours)
+    ours(x).sum().backward()
+    n_bytes = sum(p.nbytes for p in module.parameters())  # multiples of 64
+    rows = 3 * x.nbytes // 4
+    assert moved["there"] == moved["back"] == 3 * n_bytes
+    assert moved["beside"] == 3 * rows  # inputs; outputs, and their gradients
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "expected"),
+    [(1, 4 << 20), (300 << 20, 4915200), (1400 << 20, 22937600), (1 << 40, 32 << 20)],
+)
+def test_large_models_have_larger_segments(n_bytes, expected):
+    assert segments._segment_bytes(n_bytes) == expected
+    assert expected % 64 == 0
+
+
+def test_a_model_of_many_segments_trains(wrap, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 256)
+    monkeypatch.setattr(segments, "_MOST_SEGMENTS", 2)
+    twin = Twin(wrap, integer_weights(nn.Sequential(*[nn.Linear(6, 6)] * 3)), n=3)
+    twin.ours.module.append(integer_weights(nn.Linear(6, 9)))
+    twin.plain.append(copy.deepcopy(twin.ours.module[-1]))
+    twin.step(lambda model, x: model(x).sum(), integers(7, 6))
+    layout = twin.ours._gpu_engine(twin.ours.device_ids)._replicated._layout
+    assert 256 < layout.segment_bytes < 2048
+    assert layout.segment_bytes % 64 == 0
+    assert any(len(s.tensors) > 1 and s.n_bytes > 256 for s in layout.segments)
+
+
+def test_a_log_line_says_what_each_device_holds(wrap, caplog):
+    ours = wrap(nn.Linear(512, 1024).float(), 2)
+    with caplog.at_level("INFO", logger="paceline"):
+        ours(torch.ones(4, 512))
+        ours(torch.ones(4, 512))
+    (line,) = [r.getMessage() for r in caplog.records if "MiB" in r.getMessage()]
+    assert "2.0 MiB of parameters and buffers on each" in line
+    assert "12.0 MiB on cpu, and in training 4.0 MiB on each other" in line
+
+
+def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
+    def counts_anew(m, x):
+        m.n = m.n + 1
+        m.twice = 2 * m.n
+        return m.layer(x) * m.twice[0]
+
+    layer = integer_weights(nn.Linear(512, 64))
+    held = {name: buffer(torch.zeros(2)) for name in ("n", "twice")}
+    plain = module(counts_anew, layer=layer, **held)
+    ours = wrap(copy.deepcopy(plain), 3)
+    x = integers(6, 512)
+    with torch.no_grad():
+        ours(x), plain(x)
+        traffic, layout = (
+            Traffic(ours),
+            ours._gpu_engine(ours.device_ids)._replicated._layout,
+        )
+        for _ in range(3):
+            assert torch.equal(ours(x), plain(x))
+            assert sum(traffic()) <= 2 * 2 * 64
+        assert ours._gpu_engine(ours.device_ids)._replicated._layout is layout
+        ours.module.twice = plain.twice = ours.module.n  # of one tensor, two names
+        assert torch.equal(ours(x), plain(x))
+        ours.module.n = plain.n = torch.zeros(3)
+        assert torch.equal(ours(x), plain(x))
+    assert_close(ours.module.twice, plain.twice)
+
+
+def test_evaluation_after_evaluation_sends_no_parameter(wrap):
+    ours = wrap(norm_net(), 3).eval()
+    x = integers(6, 16)
+    n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
+    with torch.no_grad():
+        expected = ours(x)
+        traffic = Traffic(ours)
+        for _ in range(3):
+            assert torch.equal(ours(x), expected)
+            assert traffic() == (0, 0)
+        for p in ours.parameters():
+            p.mul_(2)
+        expected = ours.module(x)
+        assert torch.allclose(ours(x), expected)
+        sent, fetched = traffic()
+        assert n_bytes * 2 * 0.8 < sent + fetched < n_bytes * 2 * 1.3
+        assert torch.allclose(ours(x), expected)
+        assert traffic() == (0, 0)
+
+
+def test_in_training_what_is_frozen_and_what_waits_for_its_step_is_not_sent(wrap):
+    """Adapters of a large model, and gradients that several forwards add up."""
+    ours = wrap(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), 3)
+    ours.module[0].requires_grad_(False)
+    adapter = sum(p.nbytes for p in ours.module[1].parameters())
+    optimizer = torch.optim.SGD(ours.module[1].parameters(), 0.1)
+    x = integers(6, 64).float()
+    ours(x).sum().backward()
+    optimizer.step()
+    traffic = Traffic(ours)
+    for _ in range(3):
+        ours(x).sum().backward()
+        sent, fetched = traffic()
+        assert (2 * adapter <= sent <= 2 * (adapter + 128), fetched) == (True, 0)
+        ours(x).sum().backward()
+        assert traffic() == (0, 0)
+        optimizer.step()
+
+
+def test_what_the_host_cannot_see_is_fetched_by_segment(wrap, small_segments):
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)).double()
+    ours = wrap(net, 3).eval()
+    x = integers(6, 64)
+    with torch.no_grad():
+        ours(x)
+        traffic = Traffic(ours)
+        weight = ours.module[1].weight
+        weight.data[0, 0] += 1  # it is a segment
+        assert torch.allclose(ours(x), ours.module(x))
+        assert traffic() == (0, 2 * weight.nbytes)
+        ours(x)
+        assert traffic() == (0, 0)
+
+
+def test_what_a_graph_holds_and_has_not_changed_is_not_sent_again(wrap):
+    ours = wrap(smooth_net(), 3)
+    outs = [ours(integers(7, 3))]
+    traffic = Traffic(ours)
+    outs.append(ours(integers(7, 3)))
+    assert traffic() == (0, 0)
+    loss_of(sum(outs)).backward()
+    ours(integers(7, 3))
+    assert traffic() == (0, 0)
+
+
+def test_what_a_replica_does_to_its_own_is_undone_in_the_next_forward(wrap):
+    def spoils(m, x):
+        out = x @ m.weight
+        if x[0, 0] > 0 and x[0, 1] > 0:  # in the second replica
+            m.weight.data.zero_()
+        return out
+
+    ours = wrap(module(spoils, weight=parameter(torch.ones(16, 16))), 3)
+    x = torch.zeros(6, 16)
+    x[2, :2] = 1
+    with torch.no_grad():
+        expected = ours(x)
+        traffic = Traffic(ours)
+        for _ in range(2):
+            assert torch.equal(ours(x), expected)
+            assert sum(traffic()) == 16 * 16 * 4
+
+
+def test_little_is_sent_rather_than_compared(wrap, monkeypatch):
+    ours = wrap(nn.Linear(16, 16), 3).eval()
+    n_bytes = sum(p.nbytes for p in ours.parameters())
+    x = integers(6, 16).float()
+    with torch.no_grad():
+        ours(x)
+        traffic = Traffic(ours)
+        monkeypatch.setattr(segments, "COMPARED_BYTES", n_bytes + 1)
+        ours(x)
+        assert traffic() == (2 * n_bytes, 0)
+        monkeypatch.setattr(segments, "COMPARED_BYTES", n_bytes)
+        ours(x)
+        assert traffic() == (0, 0)
+
+
+@pytest.mark.parametrize("option", ["foreign=2", "peers=0"])
+def test_all_is_sent_where_kernels_cannot_read_the_model(option):
+    """As with torch's expandable segments, and without peer access."""
+    with fake_gpus.several(3, option):
+        ours = Wrap(is_gpu=True)(norm_net(), 3).eval()
+        x = integers(6, 16)
+        n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
+        with torch.no_grad():
+            expected = ours(x)
+            before = sum(map(sum, sent_bytes(3))), fetched_bytes()
+            assert torch.equal(ours(x), expected)
+        assert fetched_bytes() == before[1]
+        assert sum(map(sum, sent_bytes(3))) - before[0] >= 2 * n_bytes
+        del ours
+        gc.collect()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, n):
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)  # a third of a weight
+    module = integer_weights(
+        nn.Sequential(nn.Linear(512, 1536, bias=False), nn.Linear(1536, 512))
+    )
+    expected = copy.deepcopy(module)
+    ours = wrap(module, n)
+    x, y = integers(8, 512), integers(8, 512)
+    ours(x)
+    module.load_state_dict(expected.state_dict())
+    before = sent_bytes(n)
+    (ours(x) * y).sum().backward()
+    moved = [
+        [after - earlier for after, earlier in zip(*rows, strict=True)]
+        for rows in zip(sent_bytes(n), before, strict=True)
+    ]
+    (expected(x) * y).sum().backward()
+    for ours_of, of in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours_of.grad, of.grad)
+    n_bytes = sum(p.nbytes for p in module.parameters())
+    rest = n_bytes // 40  # the bias, inputs, outputs, what a shard is rounded to
+    for k in range(1, n):
+        assert sum(row[k] for row in moved) <= 2 * n_bytes + rest
+        assert sum(moved[k]) <= 2 * n_bytes + rest
+    assert n_bytes <= sum(moved[0]) <= n_bytes + rest
+    assert n_bytes <= sum(row[0] for row in moved) <= n_bytes + rest
+
+
+def test_a_step_of_many_parameters_calls_the_driver_as_often_as_one_of_few(wrap):
+    names = "cuLaunchKernel", "cuMemcpyPeerAsync", "cuEventRecord", "cuStreamWaitEvent"
+    found = []
+    for n_layers in (1, 16):
+        layers = [nn.Linear(8, 8) for _ in range(n_layers)]
+        ours = wrap(nn.Sequential(*layers).double(), 3)
+        optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+        for _ in range(3):
+            before = [count(name) for name in names]
+            optimizer.zero_grad()
+            ours(integers(6, 8)).square().sum().backward()
+            optimizer.step()
+        found.append([count(name) for name in names])
+        found[-1] = [a - b for a, b in zip(found[-1], before, strict=True)]
+    assert found[0] == found[1]
+    assert all(n > 0 for n in found[0])
+
+
+def test_no_host_waits_for_a_device_in_a_step(wrap, small_segments):
+    ours = wrap(smooth_net(), 4)
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    x = integers(8, 3)
+
+    def step():
+        optimizer.zero_grad()
+        ours(x).square().sum().backward()
+        optimizer.step()
+
+    step()
+    waits = "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuMemFree"
+    before = [count(name) for name in waits]
+    step()
+    assert [count(name) for name in waits] == before

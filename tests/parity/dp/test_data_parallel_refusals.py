@@ -1,0 +1,193 @@
+"""What a forward or a caller must not do with replicas is one clear error."""
+
+import pytest
+import torch
+from programs import X, buffer, module
+from replicas import (
+    F64,
+    Twin,
+    bare,
+    integers,
+    linear,
+    net,
+    step,
+)
+from torch import nn
+
+# ---- what a forward must not do -----------------------------------------------------
+
+
+def grows(m, x):
+    if len(m.layers) < 2:
+        m.layers.append(linear())
+    return m.layers[1](m.layers[0](x))
+
+
+def replaces(m, x):
+    m.layer.weight = nn.Parameter(m.layer.weight.detach() * 2)
+    return m.layer(x)
+
+
+def hooks(m, x):
+    m.layer.weight.register_hook(lambda grad: grad * 2)
+    return m.layer(x)
+
+
+def freezes(m, x):
+    made = m.layer(x)
+    m.judge.requires_grad_(False)
+    judged = m.judge(made)
+    m.judge.requires_grad_(True)
+    return judged, m.judge(made.detach())
+
+
+def outgrows(m, x):
+    m.size.resize_(20).fill_(5)
+    return m.layer(x) * m.after + m.size[1]
+
+
+def outgrows_and_fails(m, x):
+    if outgrows(m, x) is not None and m.after[0] == 5:
+        raise IndexError("because of what lies behind it")
+
+
+def nests(m, x):
+    rows = list(m.layer(x).detach())
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def leads_to_itself(made):
+    made.call = lambda x: made.norm(x)
+
+
+def hooked_by_a_lambda(made):
+    made.n = 0
+    made.layer.register_forward_hook(lambda *_: setattr(made, "n", made.n + 1))
+
+
+LATE = {"size": buffer(torch.zeros(1, **F64)), "after": buffer(integers(3))}
+
+# name: (forward, held, init, error, words, where)
+MUST_NOT = {
+    "make a layer": (grows, {"layers": nn.ModuleList([linear()])}, None, "changed its"),
+    "replace a parameter": (replaces, {}, None, "changed its parameters or modules"),
+    "hook a parameter": (hooks, {}, None, "a hook on"),
+    "freeze a part": (freezes, {"judge": net()}, None, "change requires_grad flags"),
+    "outgrow a buffer": (outgrows, LATE, None, "'size'.*1 to 20 elements.*before it"),
+    "outgrow and fail": (outgrows_and_fails, LATE, None, "'size'"),
+    "return a nested tensor": (nests, {}, None, r"is a nested tensor.*override gather"),
+    "write to the module itself": (
+        lambda m, x: m.layer(m.call(x)),
+        {"norm": nn.BatchNorm1d(3).double()},
+        leads_to_itself,
+        r"^replica 1 of .* wrote to 'norm\.\w+' \(of a BatchNorm1d\)",
+    ),
+    "set an attribute of it": (
+        lambda m, x: m.layer(x),
+        {},
+        hooked_by_a_lambda,
+        "an attribute of a Made",
+    ),
+    "be lazy still": (
+        lambda m, x: m.lazy(x),
+        {"lazy": nn.LazyLinear(2)},
+        None,
+        "uninitialized parameter",
+    ),
+    "be on another device": (
+        lambda m, x: m.layer(x),
+        {"away": nn.Linear(2, 2, device="meta")},
+        None,
+        "found one of them on.* device: meta|on device meta|meta",
+    ),
+}
+ON_GPUS = "outgrow a buffer", "outgrow and fail"
+ON_THE_CPU = "write to the module itself", "set an attribute of it"
+
+
+@pytest.mark.parametrize("what", MUST_NOT)
+def test_what_a_forward_must_not_do_is_one_clear_error(wrap, what):
+    if (ON_THE_CPU if wrap.is_gpu else ON_GPUS).count(what):
+        pytest.skip("of the other kind of device")
+    forward, held, init, words = MUST_NOT[what]
+    made = module(forward, **{"layer": linear(), **held})
+    if init is not None:
+        init(made)
+    ours = wrap(made)
+    with pytest.raises((RuntimeError, ValueError), match=words):
+        ours(X)
+    made.code = lambda m, x: m.layer(x)
+    made.layer._forward_hooks.clear()
+    if made.layer.weight._backward_hooks:
+        made.layer.weight._backward_hooks.clear()
+    if what not in ("be on another device", "be lazy still"):
+        assert torch.equal(ours(X), made.layer(X))
+
+
+def test_a_layer_that_a_forward_has_made_is_trained_from_then_on(wrap):
+    ours = wrap(module(grows, layers=nn.ModuleList([linear()])))
+    with pytest.raises(RuntimeError, match="changed its parameters or modules"):
+        ours(X)
+    twin = Twin(lambda inner, n: ours, bare(ours))
+    twin.inner = bare(ours)
+    twin.step(step, X)
+
+
+def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
+    def grows_late(m, x):
+        return m.layer(x) * m.after if x[0, 0] == 0 else outgrows(m, x)
+
+    if not wrap.is_gpu:
+        pytest.skip("a replica on the CPU has buffers of its own")
+    twin = Twin(wrap, module(grows_late, layer=linear(), **LATE))
+    x = torch.zeros(6, 3, **F64)
+    twin.step(step, x)
+    late = x.clone()
+    late[3:] = 1
+    with pytest.raises(RuntimeError, match="'size'"):
+        twin.ours(late)
+    twin.zero()
+    twin.step(step, x)
+
+
+# ---- what a caller must not do ------------------------------------------------------
+
+TWO = {"left": linear(2), "right": linear(2, 4)}
+CALLS = {
+    "an unknown keyword": (
+        lambda m: m(X, words=3),
+        TypeError,
+        "unexpected keyword arg",
+    ),
+    "too few columns": (lambda m: m(X[:, :2], X), RuntimeError, "cannot be multiplied"),
+    "sizes that disagree": (
+        lambda m: m(X, integers(5, 4)),
+        ValueError,
+        r"(\b7\b.*\b5\b|\b5\b.*\b7\b).*replicate",
+    ),
+    "several numbers": (
+        lambda m: m(X, torch.ones(3)),
+        ValueError,
+        "mark what each replica shall have",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_what_a_caller_must_not_do_is_one_clear_error(wrap, what):
+    def forward(m, x, y):
+        return m.left(x) + m.right(y)
+
+    call, error, words = CALLS[what]
+    ours = wrap(module(forward, **TWO))
+    with pytest.raises(error, match=f"(?s){words}"):
+        call(ours)
+    assert ours(X, integers(7, 4)).shape == (7, 2)
+
+
+def test_a_lazy_module_works_once_it_is_initialized(wrap):
+    ours = wrap(nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        ours(X)
+    ours.module(X)  # as the words advise
+    assert torch.equal(ours(X), ours.module(X))
