@@ -248,6 +248,7 @@ def step_until_it_fails(rank: int, _: int, hosts: Hosts, store: str, how: str) -
             model(x, True).square().mean().backward()
     except (RuntimeError, OSError, KeyError) as error:
         told = type(error).__name__, time.monotonic(), str(error)
+        tell("told")
         with pytest.raises(RuntimeError, match="rank"):
             model(x, True).sum().backward()
         return told
@@ -277,7 +278,8 @@ def fail_on(hosts: Hosts, how: str, store: str, network: Network | None = None) 
             assert network is not None
             network.cut(len(hosts.n_ranks) - 1)
         if how == "stop":
-            time.sleep(CUT_SECONDS + 2.0)
+            for rank in range(last):
+                assert ranks.hear(rank) == "told"
             os.kill(ranks.pids[last], signal.SIGCONT)
         outcomes = ranks.wait()
     return began, outcomes

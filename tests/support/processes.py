@@ -99,9 +99,13 @@ def is_running(pid: int) -> bool:
 
 
 def is_asleep(pid: int) -> bool:
-    """Tell whether a process's main thread waits for something."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "S"
+    """Tell whether a process's main thread waits, and not for a moment only."""
+    for _ in range(20):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        if stat.rpartition(")")[2].split()[0] != "S":
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
