@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import Twin, assert_equal, integer_weights, mean_over, on_ranks
+from cases import Twin, assert_equal, bits, integer_weights, mean_over, on_ranks
 from paceline import MismatchError, PeerError
 from torch import nn
 
@@ -257,6 +257,29 @@ def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks)
         a, _, b, _ = model.parameters()
         b.grad = a.grad.clone()
     twin.step(loss(ranks, 1))
+
+
+@on_ranks(2)
+def test_gradients_live_on_after_the_wrapper(ranks):
+    model = ranks.wrap(Bag())
+    loss(ranks, 0)(model).backward()
+    bare, before = model.module, [bits(p.grad) for p in model.parameters()]
+    del model
+    assert [bits(p.grad) for p in bare.parameters()] == before
+    loss(ranks, 1)(bare).backward()  # adds to it, locally
+
+
+@on_ranks(2)
+def test_a_module_may_be_wrapped_again(ranks):
+    twin = Twin(ranks, Bag())
+    twin.step(loss(ranks, 0))
+    bare = twin.ours.module
+    twin.ours = None
+    twin.ours = ranks.wrap(bare)
+    twin.step(loss(ranks, 1))
+    twin.zero()
+    twin.step(loss(ranks, 2))
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in bare.parameters())
 
 
 # ---- several forwards and backwards -------------------------------------------------

@@ -290,6 +290,60 @@ def test_a_forward_that_waits_for_rank_0_in_its_backward_is_an_error(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the next step")
 
 
+@on_ranks(2)
+def test_statistics_of_batch_norm_are_those_of_torch(ranks):
+    def norm():
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    module = norm()
+    ours, theirs = ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)
+    for step in range(4):
+        x = torch.randn(6, 4, generator=ranks.generator(step))
+        for model in (ours, theirs):
+            model(x).square().sum().backward()
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert_equal(mine, other, f"a buffer at step {step}")
+    for name, tensor in ours.state_dict().items():
+        if "0." in name:
+            assert_equal(tensor, theirs.state_dict()[name], name)
+    assert ours.module[0].num_batches_tracked.item() == 4
+
+
+@on_ranks(2, where=["eval", "train"])
+def test_buffers_arrive_where_they_are_used(ranks, where):
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = ranks.wrap(module)
+    model(
+        torch.randn(6, 4, generator=ranks.generator(0)).add(ranks.rank)
+    ).sum().backward()
+    if where == "eval":
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 4))
+    else:
+        module[0].momentum = 0.0  # the next forward itself changes nothing
+        model(torch.zeros(2, 4))
+    ranks.assert_same([module[0].running_mean, module[0].running_var], where)
+
+
+@on_ranks(2)
+def test_replaced_buffers_are_found(ranks):
+    class Running(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("total", torch.zeros(3))
+
+        def forward(self, x):
+            self.total = self.total + x.sum(0)
+            return super().forward(x)
+
+    model = ranks.wrap(Running())
+    for _ in range(3):
+        model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
+    # Of rank 0 until the last forward, which is each rank's own.
+    assert model.state_dict()["module.total"].tolist() == [3.0 + ranks.rank] * 3
+
+
 # ---- ways to call -------------------------------------------------------------------
 
 

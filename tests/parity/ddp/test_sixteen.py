@@ -80,29 +80,37 @@ def assert_messages(verdict, patterns):
             assert re.match(pattern, message, re.DOTALL), message
 
 
-def check(name, verdict):
-    if name in WORKS:
-        assert verdict.kind == "works", str(verdict)
-    else:
-        assert verdict.kind == "raises", str(verdict)
-        assert verdict.seconds < AT_ONCE
-        assert_messages(verdict, RAISES[name])
+def assert_raises(name, verdict):
+    assert verdict.kind == "raises", str(verdict)
+    assert verdict.seconds < AT_ONCE
+    assert_messages(verdict, RAISES[name])
 
 
-@on_ranks(2, name=[name for name in (*WORKS, *RAISES) if name not in IN_PROCESSES])
-def test_paceline_does_as_the_table_says(ranks, name):
+def verdict_on(ranks, name):
+    """Run an experiment in the ranks that are there."""
     pairs, error, began = None, None, time.monotonic()
     try:
         pairs = EXPERIMENTS[name].body(ranks.ours, ranks.rank)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     reports = ranks.all(Report(began, time.monotonic(), pairs, error))
-    check(name, judge(tuple(reports)))
+    return judge(tuple(reports))
+
+
+@on_ranks(2, name=WORKS)
+def test_paceline_works_where(ranks, name):
+    verdict = verdict_on(ranks, name)
+    assert verdict.kind == "works", str(verdict)
+
+
+@on_ranks(2, name=[name for name in RAISES if name not in IN_PROCESSES])
+def test_paceline_raises_at_once_on_every_rank_where(ranks, name):
+    assert_raises(name, verdict_on(ranks, name))
 
 
 @pytest.mark.parametrize("name", IN_PROCESSES)
-def test_paceline_does_as_the_table_says_in_processes_of_their_own(name):
-    check(name, run("paceline", name))
+def test_paceline_raises_at_once_in_processes_of_their_own_where(name):
+    assert_raises(name, run("paceline", name))
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named_at_the_deadline():
