@@ -1,7 +1,5 @@
 """Every test that asks for `wrap` runs with replicas on the CPU and on GPUs."""
 
-import gc
-
 import pytest
 import torch
 from replicas import Wrap
@@ -26,7 +24,6 @@ def wrap(request):
         return
     with fake_gpus.several(4):
         yield Wrap(is_gpu=True)
-        gc.collect()
 
 
 @pytest.fixture
@@ -42,4 +39,3 @@ def n_gpus(request):
     n_gpus, options = request.param
     with fake_gpus.several(n_gpus, *options):
         yield n_gpus
-        gc.collect()

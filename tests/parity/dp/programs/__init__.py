@@ -26,7 +26,6 @@ looks at all of its rows does something else with replicas.
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -347,7 +346,6 @@ def replicas_on(device: str) -> Iterator[list[Any]]:
         return
     with fake_gpus.several(n, *options):
         yield list(range(n))
-        gc.collect()
 
 
 def check(row: Row, device: str) -> None:
