@@ -1,12 +1,13 @@
 """Runs Python tests in forks of a process that has imported what is slow to import.
 
-    python tests/mutation/forked_tests.py ROOT SITE
+    python tests/mutation/forked_tests.py ROOT SITE FILE...
 
-reads lines of JSON, each with a mutant's number, tests, the seconds that tests have
-taken before and whether the first that fails is enough, and answers each with a line:
-seconds and mutants reached by test, and the tests that failed.  Tests are those of the
-tree ROOT, and the package is the one in SITE, with all mutants built in.  PL_MUTANTS
-names the file that says which one is on; ranks are forked from one server for all.
+imports the files and reads lines of JSON, each with a mutant's number, tests, the
+seconds that tests have taken before and whether the first that fails is enough; it
+answers each with a line: seconds and mutants reached by test, and the tests that
+failed.  Tests are those of the tree ROOT, and the package is the one in SITE, with all
+mutants built in.  PL_MUTANTS names the file that says which one is on; ranks are forked
+from one server for all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy  # noqa: F401  # imported for the forks
 import pytest
 import switch
 import torch
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 
 # A mutant may hang: what a test, and all, may take, and five times what they took.
 SECONDS_A_TEST = 20
@@ -34,8 +35,9 @@ UNKNOWN = 300  # of a test that has not run before
 class Watch:
     """Notes how long each test takes, what it reaches, and which fail."""
 
-    def __init__(self, mutant: int, known: dict[str, float], found: Any) -> None:
-        self._mutant, self._known, self._found = mutant, known, found
+    def __init__(self, request: dict[str, Any], found: Any) -> None:
+        self._mutant, self._known = request["mutant"], request["known"]
+        self._tests, self._found = set(request["tests"]), found
 
     def _tell(self, **what: Any) -> None:
         self._found.write(json.dumps(what) + "\n")
@@ -43,6 +45,8 @@ class Watch:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort files by what their tests take; those of one file share fixtures."""
+        if self._known:
+            items[:] = [item for item in items if item.nodeid in self._tests]
         takes: dict[str, float] = {}
         for item in items:
             path = str(item.path)
@@ -88,9 +92,10 @@ def _run(request: dict[str, Any], found: Path) -> None:
             os.dup2(said.fileno(), fd)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     with found.open("w") as file:
-        watch = Watch(request["mutant"], request["known"], file)
+        watch = Watch(request, file)
+        files = dict.fromkeys(test.partition("::")[0] for test in request["tests"])
         options = ["-x"] if request["first"] else []
-        options += ["-q", "--tb=line", "-p", "no:cacheprovider", *request["tests"]]
+        options += ["-q", "--tb=line", "-p", "no:cacheprovider", *files]
         status = pytest.main(options, plugins=[watch])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             watch._tell(failed=request["tests"][0])
@@ -134,27 +139,33 @@ def answer(request: dict[str, Any], found: Path) -> list[Any]:
     return [runs, list(failed)]
 
 
-def _import_all(root: str, site: str) -> None:
-    """Import the package with mutants, and start the server of ranks."""
+def _import_all(root: str, site: str, files: list[str]) -> None:
+    """Import the package with mutants and the tests; start the server of ranks."""
     os.chdir(root)
-    sys.dont_write_bytecode = True
     sys.path[:0] = [site, str(Path(root, "tests"))]
     os.environ["PYTHONPATH"] = site  # of what the tests start
     import paceline._ddp.distributed
     from support import ranks
 
     assert paceline._ddp.distributed.__file__.startswith(site)
+    torch.set_num_threads(1)  # a fork has no pool of threads
+    if files:
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *files])
+        os.environ.pop("PACELINE_RECORDER", None)  # conftest.py's
+        ranks.preload(*(Path(f).stem for f in files if "ddp" in f))
     ranks._context()
     server = ranks.forkserver
     server.ensure_running = server._forkserver.ensure_running = lambda: None
 
 
-def main(root: str, site: str) -> None:
+def main(root: str, site: str, *files: str) -> None:
     """Answer each line."""
-    _import_all(root, site)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_all(root, site, list(files))
     found = Path(os.environ["PL_MUTANTS"]).with_suffix(".jsonl")
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line), found)), flush=True)
+        print(json.dumps(answer(json.loads(line), found)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -45,6 +46,7 @@ SLOWEST = 20  # seconds that a test may take longer than unharmed
 PARITY_FILES = [
     "ddp/test_accumulation.py",
     "ddp/test_buffers.py",
+    "ddp/test_cuda_as_on_the_cpu.py",
     "ddp/test_comm_hooks.py",
     "ddp/test_gradients.py",
     "ddp/test_join.py",
@@ -67,6 +69,7 @@ def files_of(level: str, *, is_whole: bool) -> list[str]:
         found = list((ROOT / "tests/unit/native").glob("test_*.py"))
     else:
         found = [ROOT / "tests/parity" / name for name in PARITY_FILES]
+        found = [path for path in found if path.exists()]
         if is_whole:
             found += (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
             found += (ROOT / "tests").rglob("test_cuda*.py")
@@ -126,7 +129,8 @@ def build(mutants: list[Mutant], programs: list[str]) -> None:
 class Workplace:
     """A process that runs Python tests, and a file that says which mutant is on."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, files: list[str]) -> None:
+        self._files = files  # of Python tests
         self.path = BUILD / f"mutants-{index}.map"
         self.path.write_bytes(bytes(switch.N_BYTES))
         self._env = {**os.environ, "PL_MUTANTS": str(self.path)}
@@ -162,7 +166,7 @@ class Workplace:
         if self._forks is None:
             program = str(HERE / "forked_tests.py")
             self._forks = subprocess.Popen(
-                [sys.executable, "-B", program, str(TREE), str(SITE)],
+                [sys.executable, program, str(TREE), str(SITE), *self._files],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -184,53 +188,46 @@ class Workplace:
 class Level:
     """The tests of one level: what each takes, and which mutants it reaches."""
 
-    def __init__(self, name: str, files: list[str]) -> None:
-        self.name, self.files = name, files
+    def __init__(self, name: str, files: list[str], most: float) -> None:
+        self.name, self.files, self.most = name, files, most
         self.runs: dict[str, tuple[float, set[int]]] = {}
 
-    def _stamp(self) -> str:
-        """Return what this level's measures depend on."""
-        digest = hashlib.sha256()
-        for folder in ("csrc", "python", "tests/support", "tests/mutation"):
-            for path in sorted((TREE / folder).rglob("*.[chp]*")):
-                digest.update(path.read_bytes())
-        for path in self.files:
-            digest.update(path.encode() + (TREE / path).read_bytes())
-        return digest.hexdigest()
-
-    def measure(self, place: Workplace) -> None:
-        """Run all tests unharmed, unless that was done before."""
-        stamp, kept = self._stamp(), BUILD / f"tests-{self.name}.json"
+    def measure(self, place: Workplace, product: str) -> None:
+        """Run all tests unharmed, but for files of which that was done before."""
+        kept = BUILD / f"tests-{self.name}.json"
         old = json.loads(kept.read_text()) if kept.exists() else {}
-        if old.get("stamp") != stamp:
-            old = {"stamp": stamp, "runs": self._measured(place)}
-            kept.write_text(json.dumps(old))
-        self.runs = {test: (s, set(found)) for test, (s, found) in old["runs"].items()}
+        known = {}
+        for path in self.files:
+            stamp = hashlib.sha256((TREE / path).read_bytes()).hexdigest() + product
+            known[path] = old.get(path)
+            if known[path] is None or known[path]["stamp"] != stamp:
+                known[path] = {"stamp": stamp, "runs": self._measured(place, path)}
+            kept.write_text(json.dumps(old | known))
+            for test, (seconds, found) in known[path]["runs"].items():
+                self.runs[test] = (seconds, set(found))
         seconds = sum(seconds for seconds, _ in self.runs.values())
         print(f"{self.name}: {len(self.runs)} tests, {seconds:.0f} s", flush=True)
 
-    def _measured(self, place: Workplace) -> dict[str, Any]:
-        runs, failed = {}, []
-        for path in self.files:
-            begin = time.monotonic()
-            if self.name == "c":
-                passes, reached = place.program(path, 0, 300)
-                runs[path] = (time.monotonic() - begin, reached)
-                failed += [] if passes else [path]
-            else:
-                done, wrong = place.python(mutant=0, tests=[path], known={}, first=0)
-                runs.update(done)
-                failed += wrong
-            print(f"  {time.monotonic() - begin:6.1f} s  {path}", flush=True)
-        for test in dict.fromkeys(failed):
+    def _measured(self, place: Workplace, path: str) -> dict[str, Any]:
+        begin = time.monotonic()
+        if self.name == "c":
+            passes, reached = place.program(path, 0, 300)
+            runs = {path: (time.monotonic() - begin, reached)}
+            failed = [] if passes else [path]
+        else:
+            runs, failed = place.python(mutant=0, tests=[path], known={}, first=0)
+        print(f"  {time.monotonic() - begin:6.1f} s  {path}", flush=True)
+        for test in failed:
             print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
             runs.pop(test, None)
         return runs
 
-    def killers(self, place: Workplace, mutant: int, *, is_whole: bool) -> list[str]:
-        """Return the tests that fail: the first, or all of them."""
+    def killers(self, place: Workplace, mutant: int) -> list[str]:
+        """Return the first test that fails, and those beside it; [] if none does."""
         takes = {test: s for test, (s, found) in self.runs.items() if mutant in found}
         tests = sorted(takes, key=takes.__getitem__)
+        total = list(itertools.accumulate(takes[test] for test in tests))
+        tests = [t for t, until in zip(tests, total, strict=True) if until < self.most]
         if self.name == "c":
             for test in tests:
                 limit = takes[test] * 5 + SLOWEST
@@ -238,19 +235,12 @@ class Level:
                 if not any(place.program(test, mutant, limit)[0] for _ in range(2)):
                     return [test]
             return []
-        found: list[str] = []
-        while tests:
-            ask = {"mutant": mutant, "known": takes}
-            runs, failed = place.python(tests=tests, first=not is_whole, **ask)
-            failed = [test for test in failed if test in takes] or failed[:1]
-            if 0 < len(failed) < 3:  # again: likewise
-                _, failed = place.python(tests=failed, first=False, **ask)
-            found += failed
-            if not is_whole and found:
-                break
-            left = [t for t in tests if t not in runs and t not in found]
-            tests = left if len(left) < len(tests) and len(found) < 50 else []
-        return found
+        if not tests:
+            return []
+        ask = {"mutant": mutant, "known": takes, "first": True}
+        _, failed = place.python(tests=tests, **ask)
+        failed = [test for test in failed if test in takes] or failed[:1]
+        return place.python(tests=failed, **ask)[1] if failed else []
 
 
 def folder_of(mutant: Mutant) -> str:
@@ -313,8 +303,7 @@ def survey(
         try:
             result: dict[str, list[str]] = {}
             for level in levels:
-                is_whole = by_level and level.name == "native"
-                result[level.name] = level.killers(place, number, is_whole=is_whole)
+                result[level.name] = level.killers(place, number)
                 if result[level.name] and not by_level:
                     break
             return result
@@ -337,6 +326,8 @@ def main() -> int:
     add("--levels", default=",".join(LEVELS), help="whose tests to run, in order")
     add("--by-level", action="store_true", help="go on when a level has killed one")
     add("--quick", action="store_true", help="of the parity tests, some quick files")
+    add("--go-on", action="store_true", help="leave out what has been tried")
+    add("--seconds", type=float, default=1e9, help="what a level's tests may take")
     add("--jobs", type=int, default=1, help="mutants at once")
     options = parser.parse_args()
     mutants = all_mutants()
@@ -347,17 +338,23 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     is_whole = not options.quick
     levels = [
-        Level(name, files_of(name, is_whole=is_whole))
+        Level(name, files_of(name, is_whole=is_whole), options.seconds)
         for name in options.levels.split(",")
     ]
     print("building", flush=True)
     build(mutants, [p for level in levels if level.name == "c" for p in level.files])
-    places = [Workplace(i) for i in range(options.jobs)]
+    files = [path for level in levels for path in level.files if path.endswith("py")]
+    places = [Workplace(i, files) for i in range(options.jobs)]
+    product = hashlib.sha256()
+    for path in sorted({mutant.path for mutant in mutants}):
+        product.update((TREE / path).read_bytes())
     for level in levels:
-        level.measure(places[0])
+        level.measure(places[0], product.hexdigest())
     numbers = {mutant: number for number, mutant in enumerate(mutants, 1)}
-    tried = [(numbers[mutant], mutant) for mutant in wanted]
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.go_on:
+        wanted = [mutant for mutant in wanted if mutant.name not in results]
+    tried = [(numbers[mutant], mutant) for mutant in wanted]
     wrong = []
     for mutant, result in survey(tried, levels, places, by_level=options.by_level):
         results[mutant.name] = result
