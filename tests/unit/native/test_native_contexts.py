@@ -68,22 +68,6 @@ def test_means_are_written_where_the_gradients_are():
     assert reducer.ready_counts == b"\1\0"
 
 
-def test_what_has_no_gradient_of_this_backward_is_averaged_all_the_same():
-    homes = [Home([1.0] * 3), Home([2.0] * 3)]
-    reducer, _ = doubled(*homes)
-    backward(lambda: reducer.arrive_in_context(0, 5))
-    assert homes[1].grad.tolist() == [4.0] * 3
-
-
-def test_the_next_step_takes_the_parameters_own_gradients():
-    home = Home([1.0] * 3)
-    reducer, (p,) = doubled(home)
-    backward(lambda: reducer.arrive_in_context(0, 5))
-    p.sum().backward()
-    assert p.grad.tolist() == [2.0] * 3
-    assert home.grad.tolist() == [2.0] * 3
-
-
 def test_two_backwards_at_once_are_refused():
     reducer, (p,) = doubled(Home([1.0] * 3))
     with pytest.raises(RuntimeError, match="one after the other"):
