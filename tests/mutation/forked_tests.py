@@ -1,13 +1,13 @@
 """Runs Python tests in forks of a process that has imported what is slow to import.
 
-    python tests/mutation/forked_tests.py ROOT SITE
+    python tests/mutation/forked_tests.py ROOT SITE FILE...
 
-reads lines of JSON, each a list of tests and the seconds that tests have taken before,
-and answers each with a line: seconds and functions by test, and the tests that failed.
-Tests are those of the tree ROOT, and the package is the one in SITE;
-they run from the quickest on until one fails; all, where they have not run before.
-Functions are those that a test has
-called then of the package's sources that are mutated: "engine.py close".
+imports the files and reads lines of JSON, each with a mutant's number, tests, the
+seconds that tests have taken before and whether the first that fails is enough; it
+answers each with a line: seconds and mutants reached by test, and the tests that
+failed.  Tests are those of the tree ROOT, and the package is the one in SITE, with all
+mutants built in.  PL_MUTANTS names the file that says which one is on; ranks are forked
+from one server for all.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy  # noqa: F401  # imported for the forks
 import pytest
-import torch  # noqa: F401
+import switch
+import torch
+import torch._dynamo
 
 # A mutant may hang: what a test, and all, may take, and five times what they took.
 SECONDS_A_TEST = 20
@@ -32,41 +33,46 @@ UNKNOWN = 300  # of a test that has not run before
 
 
 class Watch:
-    """Notes how long each test takes, and the first that fails; sorts them by that."""
+    """Notes how long each test takes, what it reaches, and which fail."""
 
-    def __init__(self, known: dict[str, float], found: Any) -> None:
-        self._known, self._found = known, found
-        self._called: set[str] = set()
-        if not known:
-            threading.settrace(self._trace)
-            sys.settrace(self._trace)
-
-    def _trace(self, frame: Any, *_: Any) -> None:
-        path, _, name = frame.f_code.co_filename.rpartition("/")
-        if path.endswith("/paceline/_dp/gpus"):
-            self._called.add(f"{name} {frame.f_code.co_name}")
+    def __init__(self, request: dict[str, Any], found: Any) -> None:
+        self._mutant, self._known = request["mutant"], request["known"]
+        self._tests, self._found = set(request["tests"]), found
 
     def _tell(self, **what: Any) -> None:
         self._found.write(json.dumps(what) + "\n")
         self._found.flush()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=lambda item: self._known.get(item.nodeid, 0))
+        """Sort files by what their tests take; those of one file share fixtures."""
+        if self._known:
+            items[:] = [item for item in items if item.nodeid in self._tests]
+        takes: dict[str, float] = {}
+        for item in items:
+            path = str(item.path)
+            takes[path] = takes.get(path, 0) + self._known.get(item.nodeid, 0)
+        items.sort(key=lambda item: takes[str(item.path)])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         def give_up(*_: Any) -> None:
             self._tell(failed=item.nodeid)
-            os._exit(1)
+            if is_late:
+                os._exit(1)
+            is_late.append(True)
+            signal.alarm(10)
+            raise TimeoutError(item.nodeid)  # ends the ranks, too
 
+        is_late: list[bool] = []
         signal.signal(signal.SIGALRM, give_up)
         signal.alarm(SECONDS_A_TEST + int(5 * self._known.get(item.nodeid, UNKNOWN)))
-        self._called.clear()
+        self._tell(begun=item.nodeid)
+        switch.turn_on(self._mutant)
         begin = time.monotonic()
         result = yield
         signal.alarm(0)
-        seconds = time.monotonic() - begin
-        self._tell(test=item.nodeid, seconds=seconds, called=sorted(self._called))
+        seconds = round(time.monotonic() - begin, 3)
+        self._tell(test=item.nodeid, seconds=seconds, reached=switch.reached())
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -74,24 +80,25 @@ class Watch:
             self._tell(failed=report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:  # the mutant cannot be imported
+        if report.failed:
             self._tell(failed=report.nodeid)
 
 
-def _run(tests: list[str], known: dict[str, float], site: str, found: Path) -> None:
+def _run(request: dict[str, Any], found: Path) -> None:
     """Run tests in this process, and end it."""
     os.setpgid(0, 0)
-    sys.path.insert(0, site)
-    os.environ["PYTHONPATH"] = site  # of what the tests start
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
+    with found.with_suffix(".said").open("w") as said:
+        for fd in (1, 2):
+            os.dup2(said.fileno(), fd)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     with found.open("w") as file:
-        options = ["-x"] if known else []
-        options += ["-q", "-p", "no:cacheprovider", *tests]
-        status = pytest.main(options, plugins=[Watch(known, file)])
+        watch = Watch(request, file)
+        files = dict.fromkeys(test.partition("::")[0] for test in request["tests"])
+        options = ["-x"] if request["first"] else []
+        options += ["-q", "--tb=line", "-p", "no:cacheprovider", *files]
+        status = pytest.main(options, plugins=[watch])
         if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-            file.write(json.dumps({"failed": tests[0]}) + "\n")
+            watch._tell(failed=request["tests"][0])
     os._exit(0)
 
 
@@ -102,36 +109,63 @@ def _wait(child: int, seconds: float) -> bool:
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0] == child:
-            return True
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended == child:
+            return status == 0
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
 
 
-def main(root: str, site: str) -> None:
-    """Answer each line."""
+def answer(request: dict[str, Any], found: Path) -> list[Any]:
+    """Run tests in a fork; return what is known of each then, and which failed."""
+    found.write_text("")
+    child = os.fork()
+    if child == 0:
+        _run(request, found)
+    known = request["known"]
+    takes = sum(known.get(test, 0) for test in request["tests"])
+    is_ended = _wait(child, SECONDS + 5 * takes if known else 3600)
+    switch.turn_on(0)
+    told = [json.loads(text) for text in found.read_text().splitlines()]
+    runs = {
+        one["test"]: [one["seconds"], one["reached"]] for one in told if "test" in one
+    }
+    failed = dict.fromkeys(one["failed"] for one in told if "failed" in one)
+    if not is_ended:  # by a signal, or too late
+        begun = [one["begun"] for one in told if "begun" in one]
+        failed[begun[-1] if begun else request["tests"][0]] = None
+    return [runs, list(failed)]
+
+
+def _import_all(root: str, site: str, files: list[str]) -> None:
+    """Import the package with mutants and the tests; start the server of ranks."""
     os.chdir(root)
-    sys.dont_write_bytecode = True
-    found = Path(root) / "build/found.jsonl"
+    sys.path[:0] = [site, str(Path(root, "tests"))]
+    os.environ["PYTHONPATH"] = site  # of what the tests start
+    import paceline._ddp.distributed
+    from support import ranks
+
+    assert paceline._ddp.distributed.__file__.startswith(site)
+    torch.set_num_threads(1)  # a fork has no pool of threads
+    if files:
+        pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *files])
+        os.environ.pop("PACELINE_RECORDER", None)  # conftest.py's
+        ranks.preload(*(Path(f).stem for f in files if "ddp" in f))
+    ranks._context()
+    server = ranks.forkserver
+    server.ensure_running = server._forkserver.ensure_running = lambda: None
+
+
+def main(root: str, site: str, *files: str) -> None:
+    """Answer each line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_all(root, site, list(files))
+    found = Path(os.environ["PL_MUTANTS"]).with_suffix(".jsonl")
     for line in sys.stdin:
-        tests, known = json.loads(line)
-        found.unlink(missing_ok=True)
-        child = os.fork()
-        if child == 0:
-            _run(tests, known, site, found)
-        is_ended = _wait(child, SECONDS + 5 * sum(known.values()) if known else 3600)
-        told = [json.loads(text) for text in found.read_text().splitlines()]
-        runs = {
-            one["test"]: [one["seconds"], one["called"]]
-            for one in told
-            if "test" in one
-        }
-        failed = [one["failed"] for one in told if "failed" in one]
-        if not is_ended and not failed:
-            failed = [tests[0]]
-        print(json.dumps([runs, failed]), flush=True)
+        print(json.dumps(answer(json.loads(line), found)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

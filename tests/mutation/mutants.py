@@ -1,7 +1,7 @@
-"""Where the code of the GPU path can be broken, in one place at a time.
+"""Where the code can be broken, in one place at a time.
 
-A mutant is a replacement of one piece of one source.  The places are found by the form
-of the code, so that what is written later is found too:
+The places are found by the form of the code, so that what is written later is found
+too.  On the GPU path:
 
 - *drop order*: a call that records an event or makes something wait does nothing;
 - *drop event*: an operation is given no event to wait for, or none to record;
@@ -11,6 +11,14 @@ of the code, so that what is written later is found too:
 - *other slot*: the event of a ring's first slot is taken for that of another one;
 - *drop reference*: what keeps memory, or work on it, alive is not held or waited for.
 
+Where gradients, replicas, and what they carry pass on a CPU:
+
+- *negate*: the condition of an `if` is its contrary;
+- *drop call*: a statement that is a call is left out;
+- *boundary*: `<` is `<=`;
+- *unequal*: `==` is `!=`;
+- *return*: a function that returns a status, a truth or a count does nothing but that.
+
 Those of Python have operators of their own: python_mutants.py.
 """
 
@@ -18,16 +26,17 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import python_mutants
-from mutant import ROOT, Mutant
+from mutant import ROOT, Edit, Mutant, Place, mutants_at
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lint"))
-from rules import blank, line_of
+from rules import blank
 
 # The GPU path: what puts work on a stream, or decides when memory may be reused.
-SOURCES = [
+GPU_SOURCES = [
     "csrc/backend/cuda.c",
     "csrc/backend/cuda_host.c",
     "csrc/backend/cuda_peers.c",
@@ -42,8 +51,16 @@ SOURCES = [
     "csrc/python/*.c",
     "csrc/python/ddp/*.c",
     "csrc/python/dp/device_group_*.c",
-    "python/paceline/_dp/gpus/*.py",
 ]
+# The CPU path.
+CPU_SOURCES = [
+    "csrc/reducer/*.c",
+    "csrc/replicas/*.c",
+    "csrc/python/ddp/*.c",
+    "csrc/python/dp/*.c",
+]
+PY_SOURCES = ["python/paceline/_ddp/*.py", "python/paceline/_dp/**/*.py"]
+SOURCES = GPU_SOURCES + CPU_SOURCES + PY_SOURCES
 
 # Calls without which an order is lost.
 ORDERING = {
@@ -101,6 +118,12 @@ PASSIVE = re.compile(r"pli_as_cu_\w+|event_as_cu|add_stream|list_moves|Py\w+")
 
 CALL = re.compile(r"(?<![\w>.])((?:\w+(?:\[\w+\])?(?:->|\.))*)([A-Za-z_]\w*)\(")
 KEYWORDS = {"if", "while", "for", "switch", "return", "sizeof", "defined"}
+# A statement that is a call, behind what may stand before one.
+STATEMENT = re.compile(
+    r"(?:[;{}]|\)[ \t]*\n|\belse\b|\bdone:)\s*(?P<call>(?:\(void\))?"
+    r"(?:\w+(?:\[\w+\])?(?:->|\.))*(?P<name>[A-Za-z_]\w*)\()"
+)
+TRUTH = re.compile(r"(?:pli?_)?(?:\w+_)?(?:is|has|can|needs|may|defers)_?")
 MACROS = {"PL_TRY", "PL_FAIL", "PL_CUDA", "LAUNCH"}
 SLOT_EVENT = re.compile(r"\w+(?:->|\.)(?:\w+(?:\[\w+\])?\.)?has_\w+\[slot\]")
 EVENT = re.compile(r"\.(ready|done) = ([^,;}]+)|order(?:\.|->)(ready|done) = ([^,;]+);")
@@ -116,14 +139,14 @@ class Call:
     arguments: list[tuple[int, int]]
 
 
-def bodies(code: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first, last) of each function's body: `{` and `}` in column 0."""
+def bodies(code: str) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (type, name, first, last) of each function: `{` and `}` in column 0."""
     for match in re.finditer(r"^\{\n.*?^\}", code, flags=re.DOTALL | re.MULTILINE):
         head = code[: match.start()].rstrip()
         head = head[max(head.rfind("\n\n"), head.rfind("}\n"), head.rfind(";\n")) + 1 :]
-        name = re.search(r"(\w+)\(", head)
+        name = re.search(r"(?:(\w+) )?\**(\w+)\(", head)
         if name is not None:
-            yield name[1], match.start(), match.end()
+            yield name[1] or "", name[2], match.start(), match.end()
 
 
 def calls(code: str, first: int, last: int) -> Iterator[Call]:
@@ -153,15 +176,77 @@ def trimmed(code: str, span: tuple[int, int]) -> tuple[int, int]:
     return start, end
 
 
-Place = tuple[str, int, int, str]  # operator, start, end, replacement
+Found = tuple[str, int, int, tuple[Edit, ...]]  # operator, start, end, edits
 
 
-def nothing_for(call: Call, code: str) -> str:
-    """Return an expression that does nothing, of the call's type."""
-    before = code[: call.start].rstrip()
-    if before.endswith(","):  # within PL_CUDA, which adds what owns the function
-        return "cuCtxGetCurrent(&(pli_cu_context){0})"
-    return "0"
+def either(start: int, end: int, other: str) -> tuple[Edit, ...]:
+    """Have another expression in the place of one."""
+    return ((start, end, f"(pl_mutant(@) ? ({other}) : (", "))"),)
+
+
+def dropped(start: int, end: int) -> tuple[Edit, ...]:
+    """Leave a statement out."""
+    return ((start, end, "if (pl_mutant(@)) {} else ", ""),)
+
+
+def closing(code: str, at: int) -> int:
+    """Return where what is open at a position, behind its bracket, is closed."""
+    depth = 1
+    while depth > 0:
+        depth += (code[at] in "([{") - (code[at] in ")]}")
+        at += 1
+    return at - 1
+
+
+def operand(code: str, at: int, step: int) -> tuple[int, int]:
+    """Return the operand of a comparison that begins, or ends, at a position."""
+    opened, closed = ("([{", ")]}") if step > 0 else (")]}", "([{")
+    end, depth = at, 0
+    while True:
+        char = code[end] if step > 0 else code[end - 1]
+        depth += (char in opened) - (char in closed)
+        pair = code[end - 1 : end + 1] if step > 0 else code[end - 2 : end]
+        is_end = char in ",;?:&|=<>!^" and "->" not in (pair, code[end : end + 2])
+        if depth < 0 or (depth == 0 and is_end):
+            break
+        end += step
+    start, end = trimmed(code, (at, end) if step > 0 else (end, at))
+    word = re.match(r".*\breturn\s+", code[start:end], re.DOTALL)
+    return start + (len(word[0]) if word else 0), end
+
+
+def cpu_places(
+    code: str, kind: str, name: str, first: int, last: int
+) -> Iterator[Found]:
+    """Yield the places of one body on the CPU path."""
+    values = {"pl_status": "0", "size_t": "0", "int": "0", "bool": "01"}.get(kind, "")
+    if kind == "int" and TRUTH.match(name):
+        values = "01"
+    for value in values:
+        edit = (first + 1, last - 1, f"\nif (pl_mutant(@)) return {value};", "")
+        yield f"return {value}", first + 1, first + 1, (edit,)
+    conditions = set()
+    for match in re.finditer(r"\bif \(", code[first:last]):
+        start = first + match.end()
+        end = closing(code, start)
+        conditions.add((start, end))
+        yield "negate", start, end, ((start, end, "(pl_mutant(@) != !!(", "))"),)
+    for match in STATEMENT.finditer(code, first, last):
+        end = closing(code, match.end()) + 1
+        if code[end] == ";" and match["name"] not in {*KEYWORDS, "PLI_ENTER"}:
+            start = match.start("call")
+            yield "drop call", start, end, dropped(start, end + 1)
+    for match in re.finditer(r" (<|==) ", code[first:last]):
+        begin, end = first + match.start(), first + match.end()
+        if code[code.rfind("\n", 0, begin) + 1] == "#":
+            continue
+        left, right = operand(code, begin, -1), operand(code, end, 1)
+        edit = (*right, "(", " + pl_mutant(@))")
+        if match[1] == "==":
+            edit = (left[0], right[1], "(pl_mutant(@) != (", "))")
+        if right[0] < right[1] and (left[0], right[1]) not in conditions:
+            operator = "unequal" if match[1] == "==" else "boundary"
+            yield operator, left[0], right[1], (edit,)
 
 
 def side_of(path: str, body: str) -> str | None:
@@ -173,19 +258,18 @@ def side_of(path: str, body: str) -> str | None:
     return None
 
 
-def places(path: str, code: str, first: int, last: int) -> Iterator[Place]:
-    """Yield the places of one body."""
+def gpu_places(path: str, code: str, first: int, last: int) -> Iterator[Found]:
+    """Yield the places of one body on the GPU path."""
     side = side_of(path, code[first:last])
     for call in calls(code, first, last):
-        is_bare_driver = (
-            call.name.startswith("cu")
-            and "->" not in code[call.start : call.start + 60].split("(")[0]
-        )
         if call.name in ORDERING or call.name in ORDERING_IN.get(path, ()):
-            nothing = nothing_for(call, code) if is_bare_driver else "0"
-            yield "drop order", call.start, call.end, nothing
+            edits = either(call.start, call.end, "0")
+            if code[: call.start].rstrip().endswith(","):  # PL_CUDA adds the owner
+                edits = dropped(code.rfind("PL_CUDA(", 0, call.start), call.end)
+            yield "drop order", call.start, call.end, edits
         if call.name in HOLDING:
-            yield "drop reference", call.start, call.end, HOLDING[call.name]
+            edits = either(call.start, call.end, HOLDING[call.name])
+            yield "drop reference", call.start, call.end, edits
         if call.name in MACROS and call.name != "LAUNCH":
             continue
         if PASSIVE.fullmatch(call.name):
@@ -194,52 +278,50 @@ def places(path: str, code: str, first: int, last: int) -> Iterator[Place]:
         streams = [s for s in spans if STREAM.fullmatch(code[s[0] : s[1]])]
         for start, end in spans:
             if SLOT_EVENT.fullmatch(code[start:end]):
-                yield "other slot", end - len("[slot]"), end, "[0]"
+                slot = (end - len("slot]"), end - 1)
+                yield "other slot", end - len("[slot]"), end, either(*slot, "0")
         if len(streams) == 2:
-            (a, b), (c, d) = streams
+            pairs = [tuple(streams)]
             if len(spans) == 4 and streams == spans[1::2]:  # each behind whose it is
-                (a, b), (c, d) = (spans[0][0], b), (spans[2][0], d)
-            swapped = code[c:d] + code[b:c] + code[a:b]
-            yield "swap streams", a, d, swapped
+                pairs.append((spans[0], spans[2]))
+            edits = tuple(
+                edit
+                for a, b in pairs
+                for edit in either(*a, code[slice(*b)]) + either(*b, code[slice(*a)])
+            )
+            yield "swap streams", min(pairs)[0][0], streams[1][1], edits
         for start, end in streams:
-            yield "other stream", start, end, "NULL"
+            yield "other stream", start, end, either(start, end, "NULL")
             if side is not None and not code[start:end].endswith("side"):
-                yield "side stream", start, end, side
+                yield "side stream", start, end, either(start, end, side)
     for match in EVENT.finditer(code, first, last):
         group = 2 if match[2] is not None else 4
         start, end = trimmed(code, match.span(group))
         if code[start:end] != "NULL":
-            yield "drop event", start, end, "NULL"
+            yield "drop event", start, end, either(start, end, "NULL")
+
+
+def places(path: str, source: str) -> Iterator[Place]:
+    """Yield the places of one C source."""
+    code = blank(source)
+    for kind, function, first, last in bodies(code):
+        found: list[Found] = []
+        if any(fnmatch(path, glob) for glob in GPU_SOURCES):
+            found += gpu_places(path, code, first, last)
+        if any(fnmatch(path, glob) for glob in CPU_SOURCES):
+            found += cpu_places(code, kind, function, first, last)
+        for operator, start, end, edits in found:
+            text = source[start:end]
+            if operator.endswith(("stream", "streams", "slot")):
+                text = context(source, code, start)
+            yield function, operator, start, end, text, edits
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """Return the mutants of one source."""
     if path.endswith(".py"):
         return python_mutants.mutants_of(path, source)
-    code = blank(source)
-    found: list[Mutant] = []
-    for function, first, last in bodies(code):
-        seen: dict[tuple[str, str], int] = {}
-        for operator, start, end, replacement in places(path, code, first, last):
-            text = source[start:end]
-            if operator.endswith(("stream", "streams", "slot")):
-                text = context(source, code, start)
-            key = (operator, " ".join(text.split()))
-            seen[key] = seen.get(key, 0) + 1
-            found.append(
-                Mutant(
-                    path,
-                    function,
-                    operator,
-                    start,
-                    end,
-                    text,
-                    replacement,
-                    seen[key],
-                    line_of(code, start),
-                )
-            )
-    return found
+    return mutants_at(path, source, places(path, source))
 
 
 def context(source: str, code: str, at: int) -> str:

@@ -1,469 +1,374 @@
-"""Break the GPU path in one place at a time: some test on the fakes must see it.
+"""Break the product in one place at a time, and look which tests notice.
 
-Run by hand, from anywhere, with the Python that has torch::
+    python tests/mutation/mutate.py                      # all, until a test fails
+    python tests/mutation/mutate.py --list               # what there is to break
+    python tests/mutation/mutate.py --only deferred_copies
+    python tests/mutation/mutate.py --only csrc/reducer --sample 40 --by-level
 
-    python tests/mutation/mutate.py                 # all, on two copies of the tree
-    python tests/mutation/mutate.py --list          # what there is to break
-    python tests/mutation/mutate.py --only deferred_copies --jobs 1
-    python tests/mutation/mutate.py --only drain --show 9     # why did the test fail?
-    python tests/mutation/mutate.py --write         # all, and the table in README.md
-    python tests/mutation/mutate.py --write --only device     # those rows alone
-
-Each mutant (mutants.py) is built in a copy of the tree, and the tests on the fakes are
-run until one fails, the one that failed for it last time first.  The exit status is 1
-where a mutant survives that equivalent.py does not name with its reason, or where it
-names one that is killed.
+See README.md.  The exit status is 1 where a mutant survives that equivalent.py does not
+name with its reason, or where it names one that is killed.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import queue
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import time
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy
+import switch
 from equivalent import EQUIVALENT
-from mutant import ROOT, Mutant
+from mutant import ROOT, Mutant, instrumented
 from mutants import all_mutants
 
-README = Path(__file__).parent / "README.md"
-
-
-def includes_fake(path: Path) -> bool:
-    """Tell whether a C test, or a header of its, includes the fakes."""
-    names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
-    if "fake/fake.h" in names:
-        return True
-    return any(includes_fake(path.parent / n) for n in names if "/" not in n)
-
-
-C_TESTS = sorted(
-    path.stem
-    for path in (ROOT / "tests/c").glob("test_*.c")
-    if includes_fake(path) and not path.stem.startswith("test_fake_")
-)
-PY_TESTS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for folder in ("unit", "parity", "ranks")
-    for path in (ROOT / "tests" / folder).rglob("test_*.py")
-    if re.match(r"test_(cuda|native_device|device_group)", path.name)
-)
-# What replicas on GPUs do: files of their own, and others that make simulated GPUs.
-DP_TESTS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for path in (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
-    if "_gpus" in path.name or re.search(r"\((wrap|n_gpus|row)\b", path.read_text())
-)
+HERE = Path(__file__).parent
+BUILD = ROOT / "build/mutation"
+TREE = BUILD / "tree"
+SITE = TREE / "build/site"
+RESULTS, TABLE = BUILD / "results.json", BUILD / "table.md"
+FLAGS = f"-O1 -w -include {HERE}/switch.h"
 SLOWEST = 20  # seconds that a test may take longer than unharmed
+
+# What exercises the CPU path quickly.
+PARITY_FILES = [
+    "ddp/test_accumulation.py",
+    "ddp/test_buffers.py",
+    "ddp/test_cuda_as_on_the_cpu.py",
+    "ddp/test_comm_hooks.py",
+    "ddp/test_gradients.py",
+    "ddp/test_join.py",
+    "ddp/test_sparse.py",
+    "dp/test_data_parallel_as_torch.py",
+    "dp/test_data_parallel_gradients.py",
+    "dp/test_data_parallel_inputs.py",
+    "dp/test_data_parallel_kinds.py",
+    "dp/test_data_parallel_outputs.py",
+    "dp/test_data_parallel_state.py",
+]
+
+
+def files_of(level: str, *, is_whole: bool) -> list[str]:
+    """Return the tests of a level: sources of C programs, or Python files."""
+    if level == "c":
+        paths = (ROOT / "tests/c").glob("test_*.c")
+        found = [p for p in paths if not p.stem.startswith("test_fake_")]
+    elif level == "native":
+        found = list((ROOT / "tests/unit/native").glob("test_*.py"))
+    else:
+        found = [ROOT / "tests/parity" / name for name in PARITY_FILES]
+        found = [path for path in found if path.exists()]
+        if is_whole:
+            found += (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
+            found += (ROOT / "tests").rglob("test_cuda*.py")
+    return sorted({path.relative_to(ROOT).as_posix() for path in found})
+
+
+LEVELS = ("c", "native", "parity")
 
 
 class BuildError(Exception):
-    """A mutant that does not compile shows nothing: the pattern is wrong."""
+    """Something that has to succeed failed."""
 
 
-def run(
-    command: list[str], cwd: Path, limit: float, env: dict[str, str], said: Path
-) -> int:
-    """Run a command, its output into a file; its status, 124 where it took too long."""
-    with said.open("w") as output:
+def must(command: list[str], **env: str) -> None:
+    """Run a command that has to succeed, in the copy of the tree."""
+    done = subprocess.run(
+        command, cwd=TREE, capture_output=True, text=True, env={**os.environ, **env}
+    )
+    if done.returncode != 0:
+        raise BuildError((done.stderr or done.stdout)[-3000:])
+
+
+def build(mutants: list[Mutant], programs: list[str]) -> None:
+    """Build everything once, with all mutants in it, in a copy of the tree."""
+    numbered: dict[str, list[tuple[int, Mutant]]] = {}
+    for number, mutant in enumerate(mutants, 1):
+        numbered.setdefault(mutant.path, []).append((number, mutant))
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    wanted = {path for path in listed.stdout.splitlines() if (ROOT / path).exists()}
+    for old in (TREE / "tests").rglob("test_*.py"):
+        if old.relative_to(TREE).as_posix() not in wanted:
+            old.unlink()
+    for path in wanted:
+        content = (ROOT / path).read_bytes()
+        if path in numbered:
+            content = instrumented(content.decode(), numbered[path]).encode()
+        copy = TREE / path
+        if not copy.exists() or copy.read_bytes() != content:  # for make's sake
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(content)
+            shutil.copymode(ROOT / path, copy)
+    targets = [f"build/c/plain/{Path(program).stem}" for program in programs]
+    targets.append("build/c/plain/libplfake.so")
+    must(["make", "BUILD=build", "-j2", f"FLAGS_plain={FLAGS}", *targets])
+    command = [sys.executable, "setup.py", "-q", "build", "--build-temp", "build/ext"]
+    env = {"PACELINE_CFLAGS": FLAGS, "PACELINE_NVCC": "0"}
+    must([*command, "--build-lib", str(SITE)], **env)
+    shutil.copy(HERE / "switch.py", SITE / "paceline_mutants.py")
+
+
+class Workplace:
+    """A process that runs Python tests, and a file that says which mutant is on."""
+
+    def __init__(self, index: int, files: list[str]) -> None:
+        self._files = files  # of Python tests
+        self.path = BUILD / f"mutants-{index}.map"
+        self.path.write_bytes(bytes(switch.N_BYTES))
+        self._env = {**os.environ, "PL_MUTANTS": str(self.path)}
+        os.environ["PL_MUTANTS"] = str(self.path)
+        self._map = switch.open_map()
+        self._forks: subprocess.Popen[str] | None = None
+
+    def program(self, source: str, mutant: int, limit: float) -> tuple[bool, list[int]]:
+        """Run a C program; tell whether it passes, and what it reached."""
+        self._map[:] = mutant.to_bytes(4, "little") + bytes(switch.N_BYTES - 4)
         process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **env},
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            [f"build/c/plain/{Path(source).stem}"],
+            cwd=TREE,
+            env=self._env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        with said.open("a") as output:
-            output.write(f"killed: it took longer than {limit:.0f} s\n")
-        return 124
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # ranks that it started, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            passes = process.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            passes = False
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ranks that it started, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        seen = self._map[4:]
+        self._map[:4] = bytes(4)
+        return passes, [n for n in range(len(seen)) if seen[n]]
 
-
-def must(command: list[str], cwd: Path) -> None:
-    """Run a command that has to succeed."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BuildError((done.stderr or done.stdout)[-2000:])
-
-
-@dataclass
-class Workplace:
-    """A copy of the tree, with what is built from it."""
-
-    root: Path
-    n_shown: int = 0  # lines of what a test says that kills
-    seconds: dict[str, float] = field(default_factory=dict)  # of each test, unharmed
-    # Of each Python test: how long it takes, and which functions it calls.
-    python_tests: dict[str, tuple[float, list[str]]] = field(default_factory=dict)
-    forks: subprocess.Popen[str] | None = None  # what runs tests of Python's mutants
-
-    @property
-    def said(self) -> Path:
-        """Where the output of the last test is."""
-        return self.root / "build/said.txt"
-
-    @property
-    def site(self) -> Path:
-        """Where the package is, built from this copy."""
-        return self.root / "build/site"
-
-    def build_c(self, test: str) -> None:
-        """Build one C test."""
-        must(
-            ["make", "BUILD=build", "FLAGS_plain=-O1 -w", self.program(test)], self.root
-        )
-
-    @staticmethod
-    def program(test: str) -> str:
-        """Where the program of a C test is."""
-        return f"build/c/plain/{test}"
-
-    def compile(self, source: str) -> None:
-        """Compile one source of the extension."""
-        out = self.object(source)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        flags = (self.root / "csrc/compile_flags.txt").read_text().split()
-        include = ["-isystem", sysconfig.get_path("include"), "-isystem"]
-        flags += ["-w", "-O1", "-fPIC", *include, numpy.get_include()]
-        flags += ['-DPLI_FATBIN_PATH="tests/c/fake/fake.fatbin"']
-        must(["gcc", *flags, "-c", source, "-o", str(out)], self.root)
-
-    def object(self, source: str) -> Path:
-        """Where the object of a source of the extension is."""
-        return self.root / "build/ext" / f"{source}.o"
-
-    def link(self) -> None:
-        """Link the extension, beside the package's Python."""
-        package = self.site / "paceline"
-        if not package.exists():
-            shutil.copytree(self.root / "python/paceline", package)
-        suffix = sysconfig.get_config_var("EXT_SUFFIX")
-        objects = [str(path) for path in (self.root / "build/ext").rglob("*.o")]
-        must(
-            ["gcc", "-shared", *objects, "-o", str(package / f"_native{suffix}")]
-            + ["-pthread", "-lm", "-ldl"],
-            self.root,
-        )
-
-    def install(self, source: str) -> None:
-        """Bring one source into the package: compiled, or as it is."""
-        if source.endswith(".py"):
-            package = self.site / Path(source).relative_to("python")
-            shutil.copyfile(self.root / source, package)
-            return
-        self.compile(source)
-        self.link()
-
-    def build_all(self, tests: list[str]) -> None:
-        """Build everything, unharmed; the installed extension serves Python alone."""
-        programs = [self.program(test) for test in tests if not test.endswith(".py")]
-        programs = programs or ["build/c/plain/libplfake.so"]
-        must(["make", "BUILD=build", "-j2", "FLAGS_plain=-O1 -w", *programs], self.root)
-        if all(test in DP_TESTS for test in tests):
-            package = self.site / "paceline"
-            shutil.copytree(self.root / "python/paceline", package)
-            shutil.copy(Path(find_spec("paceline._native").origin), package)
-            return
-        if any(test.endswith(".py") for test in tests):
-            sources = [
-                path.relative_to(self.root).as_posix()
-                for path in (self.root / "csrc").rglob("*.c")
-            ]
-            with concurrent.futures.ThreadPoolExecutor(2) as pool:
-                list(pool.map(self.compile, sources))
-            self.link()
-
-    def passes(self, test: str) -> bool:
-        """Tell whether a test passes, as things are."""
-        limit = self.seconds.get(test, 300) * 3 + SLOWEST
-        if test.endswith(".py"):
-            command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", test]
-            command += ["-p", "no:cacheprovider"]
-            return (
-                run(
-                    command, self.root, limit, {"PYTHONPATH": str(self.site)}, self.said
-                )
-                == 0
-            )
-        return run([self.program(test)], self.root, limit, {}, self.said) == 0
-
-    def first_failing(self, tests: list[str]) -> str | None:
-        """Return the first of some Python tests that fails; they run in one process."""
-        if self.forks is None:
-            program = str(Path(__file__).with_name("forked_tests.py"))
-            self.forks = subprocess.Popen(
-                [sys.executable, "-B", program, str(self.root), str(self.site)],
+    def python(self, **request: Any) -> tuple[dict[str, Any], list[str]]:
+        """Run Python tests in a fork."""
+        if self._forks is None:
+            program = str(HERE / "forked_tests.py")
+            self._forks = subprocess.Popen(
+                [sys.executable, program, str(TREE), str(SITE), *self._files],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=self._env,
             )
-        assert self.forks.stdin is not None
-        assert self.forks.stdout is not None
-        known = {test: seconds for test, (seconds, _) in self.python_tests.items()}
-        self.forks.stdin.write(json.dumps([tests, known]) + "\n")
-        self.forks.stdin.flush()
-        runs, failed = json.loads(self.forks.stdout.readline())
-        if not known:
-            for test in failed:
-                print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
-                runs.pop(test, None)
-            self.python_tests.update(runs)
-        return failed[0] if failed else None
+        assert self._forks.stdin is not None
+        assert self._forks.stdout is not None
+        self._forks.stdin.write(json.dumps(request) + "\n")
+        self._forks.stdin.flush()
+        runs, failed = json.loads(self._forks.stdout.readline())
+        return runs, failed
 
     def close(self) -> None:
         """End what runs tests."""
-        if self.forks is not None:
-            self.forks.communicate()
+        if self._forks is not None:
+            self._forks.communicate()
 
-    def show(self) -> None:
-        """Print the end of what the last test said."""
-        lines = self.said.read_text(errors="replace").splitlines()
-        for line in lines[max(len(lines) - self.n_shown, 0) :]:
-            print(f"    {line}", flush=True)
 
-    def measure(self, tests: list[str]) -> None:
-        """Run all tests unharmed, and note how long each takes."""
-        if all(test in DP_TESTS for test in tests):
-            self.first_failing(tests)
-            seconds = sum(seconds for seconds, _ in self.python_tests.values())
-            print(f"  {seconds:6.1f} s  {len(self.python_tests)} tests", flush=True)
-            self.seconds.update(dict.fromkeys(tests, 0.0))
-            return
-        for test in tests:
-            begin = time.monotonic()
-            if not self.passes(test):
-                self.show()
-                print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
-                continue
-            self.seconds[test] = time.monotonic() - begin
-            print(f"  {self.seconds[test]:6.1f} s  {test}", flush=True)
+class Level:
+    """The tests of one level: what each takes, and which mutants it reaches."""
 
-    def killer_of(
-        self, mutant: Mutant, tests: list[str], last: str | None
-    ) -> str | None:
-        """Return the first test that a mutant fails; None: it survives them all."""
-        path = self.root / mutant.path
-        whole = path.read_text()
-        path.write_text(mutant.applied_to(whole))
-        if mutant.path.endswith(".py"):
-            try:
-                self.install(mutant.path)
-                return self._python_killer(mutant, last)
-            finally:
-                path.write_text(whole)
-                self.install(mutant.path)
-        linked = False
-        try:
+    def __init__(self, name: str, files: list[str], most: float) -> None:
+        self.name, self.files, self.most = name, files, most
+        self.runs: dict[str, tuple[float, set[int]]] = {}
+
+    def measure(self, place: Workplace, product: str) -> None:
+        """Run all tests unharmed, but for files of which that was done before."""
+        kept = BUILD / f"tests-{self.name}.json"
+        old = json.loads(kept.read_text()) if kept.exists() else {}
+        known = {}
+        for path in self.files:
+            stamp = hashlib.sha256((TREE / path).read_bytes()).hexdigest() + product
+            known[path] = old.get(path)
+            if known[path] is None or known[path]["stamp"] != stamp:
+                known[path] = {"stamp": stamp, "runs": self._measured(place, path)}
+            kept.write_text(json.dumps(old | known))
+            for test, (seconds, found) in known[path]["runs"].items():
+                self.runs[test] = (seconds, set(found))
+        seconds = sum(seconds for seconds, _ in self.runs.values())
+        print(f"{self.name}: {len(self.runs)} tests, {seconds:.0f} s", flush=True)
+
+    def _measured(self, place: Workplace, path: str) -> dict[str, Any]:
+        begin = time.monotonic()
+        if self.name == "c":
+            passes, reached = place.program(path, 0, 300)
+            runs = {path: (time.monotonic() - begin, reached)}
+            failed = [] if passes else [path]
+        else:
+            runs, failed = place.python(mutant=0, tests=[path], known={}, first=0)
+        print(f"  {time.monotonic() - begin:6.1f} s  {path}", flush=True)
+        for test in failed:
+            print(f"  FAILS WITHOUT A MUTANT, left out: {test}", flush=True)
+            runs.pop(test, None)
+        return runs
+
+    def killers(self, place: Workplace, mutant: int) -> list[str]:
+        """Return the first test that fails, and those beside it; [] if none does."""
+        takes = {test: s for test, (s, found) in self.runs.items() if mutant in found}
+        tests = sorted(takes, key=takes.__getitem__)
+        total = list(itertools.accumulate(takes[test] for test in tests))
+        tests = [t for t, until in zip(tests, total, strict=True) if until < self.most]
+        if self.name == "c":
             for test in tests:
-                if test.endswith(".py") and not linked:
-                    self.install(mutant.path)
-                    linked = True
-                elif not test.endswith(".py"):
-                    self.build_c(test)
+                limit = takes[test] * 5 + SLOWEST
                 # Twice, so that a machine under load is not taken for a test.
-                if not self.passes(test) and not self.passes(test):
-                    self.show()
-                    return test
-            return None
-        finally:
-            path.write_text(whole)
-            if linked:
-                self.compile(mutant.path)
-
-    def _python_killer(self, mutant: Mutant, last: str | None) -> str | None:
-        """Return the file of the first test that fails, twice; None: there is none.
-
-        Only tests that call the mutant's function are run.
-        """
-        function = f"{Path(mutant.path).name} {mutant.function.split('.')[-1]}"
-        tests = [test for test, run in self.python_tests.items() if function in run[1]]
-        likely = [test for test in tests if test.partition("::")[0] == last]
-        for some in filter(None, (likely, tests)):
-            failed = self.first_failing(some)
-            if failed is not None and (
-                self.first_failing([failed]) or self.first_failing(some)
-            ):
-                return failed.partition("::")[0]
-        return None
+                if not any(place.program(test, mutant, limit)[0] for _ in range(2)):
+                    return [test]
+            return []
+        if not tests:
+            return []
+        ask = {"mutant": mutant, "known": takes, "first": True}
+        _, failed = place.python(tests=tests, **ask)
+        failed = [test for test in failed if test in takes] or failed[:1]
+        return place.python(tests=failed, **ask)[1] if failed else []
 
 
-def last_killers() -> dict[str, str]:
-    """Return what the table says: which test killed which mutant."""
-    path, found = "", {}
-    lines = README.read_text().splitlines() if README.exists() else []
-    for line in lines:
-        if line.startswith("### "):
-            path = line[4:].strip("`")
-        row = re.fullmatch(r"\| (.*?) \| (.*?) \| `(.*)` \| (.*) \|", line)
-        if row is not None:
-            words = row[3].replace("\\|", "|")
-            found[f"{path} {row[1]}(): {row[2]}: {words}"] = row[4]
-    return found
+def folder_of(mutant: Mutant) -> str:
+    """Return where a mutant is counted."""
+    return mutant.path.rpartition("/")[0]
 
 
-def tests_for(mutant: Mutant, seconds: dict[str, float], last: str | None) -> list[str]:
-    """Return the tests to run, the likeliest first, then the quickest."""
-    tests = sorted(seconds, key=lambda test: (test.endswith(".py"), seconds[test]))
-    if mutant.path.endswith(".py"):
-        tests = [test for test in tests if test in DP_TESTS]
-    elif mutant.path.startswith("csrc/python/"):
-        tests = [test for test in tests if test.endswith(".py")]
-    return sorted(tests, key=lambda test: test != last)
+def chosen(mutants: list[Mutant], only: str, n: int, seed: int) -> list[Mutant]:
+    """Return the mutants of a pattern, or n drawn from each folder of it."""
+    found = [m for m in mutants if re.search(only, m.name)]
+    if n == 0:
+        return found
+    drawn = set()
+    for folder in sorted({folder_of(m) for m in found}):
+        some = [m for m in found if folder_of(m) == folder]
+        drawn.update(random.Random(seed).sample(some, min(n, len(some))))
+    return [m for m in found if m in drawn]
 
 
-def table(results: dict[Mutant, str | None]) -> str:
-    """Return the text of README.md: what was seen now, and before of all others."""
-    seen = last_killers()
-    for mutant, killer in results.items():
-        excuse = EQUIVALENT.get(mutant.name)
-        survives = "SURVIVES" if excuse is None else f"equivalent: {excuse}"
-        seen[mutant.name] = killer or survives
-    mutants = all_mutants()
-    n_killed = sum(seen.get(m.name, "").startswith("test") for m in mutants)
-    n_left = sum(m.name not in seen for m in mutants)
-    lines = [
-        "# Mutants of the GPU path",
-        "",
-        "Each row is one change to one place of the sources, and the first test on",
-        "the fakes that failed with it (`python tests/mutation/mutate.py --write`).",
-        f"{len(mutants)} mutants, {n_killed} killed, {n_left} not tried, which have",
-        "no row; what is called equivalent changes nothing that a program could see,",
-        "for the reason given (`equivalent.py`).",
-    ]
-    path = ""
+def verdict(result: dict[str, list[str]], name: str) -> str:
+    """Return what a mutant's row says."""
+    told = [f"{level}: {', '.join(k)}" for level, k in result.items() if k]
+    return "; ".join(told) or f"equivalent: {EQUIVALENT.get(name, 'NO, it SURVIVES')}"
+
+
+def table(mutants: list[Mutant], results: dict[str, dict[str, list[str]]]) -> str:
+    """Return a page: what is known by folder, and each mutant tried."""
+    head = ["folder", "mutants", "tried", "killed", "equivalent", *LEVELS, "none"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for folder in sorted({folder_of(m) for m in mutants}):
+        names = [m.name for m in mutants if folder_of(m) == folder]
+        count: Counter[str] = Counter(mutants=len(names))
+        for name in filter(results.__contains__, names):
+            killed = [level for level, tests in results[name].items() if tests]
+            kind = "equivalent" if name in EQUIVALENT else "none"
+            count.update(["tried", *(["killed", *killed] if killed else [kind])])
+        lines.append(f"| `{folder}` | {' | '.join(str(count[h]) for h in head[1:])} |")
+    lines += ["", "| mutant | killed by |", "|---|---|"]
     for mutant in mutants:
-        if mutant.name not in seen:
-            continue
-        if mutant.path != path:
-            path = mutant.path
-            lines += ["", f"### `{path}`", ""]
-            lines += ["| function | mutation | at | killed by |"]
-            lines += ["| --- | --- | --- | --- |"]
-        words = mutant.name.split(f": {mutant.operator}: ", 1)[1].replace("|", "\\|")
-        result = seen[mutant.name]
-        lines.append(
-            f"| {mutant.function} | {mutant.operator} | `{words}` | {result} |"
-        )
+        if mutant.name in results:
+            words = f"`{mutant.name}` | {verdict(results[mutant.name], mutant.name)}"
+            lines.append(f"| {words} |")
     return "\n".join(lines) + "\n"
 
 
-def copies(folder: Path, n: int, tests: list[str], n_shown: int) -> list[Workplace]:
-    """Return n copies of the tree, built, in a folder."""
-    skipped = shutil.ignore_patterns(
-        ".git", "build", ".venv*", "__pycache__", "*.egg-info"
-    )
-    first = Workplace(folder / "0", n_shown)
-    shutil.copytree(ROOT, first.root, ignore=skipped, symlinks=True)
-    print("building", flush=True)
-    first.build_all(tests)
-    first.measure(tests)
-    known = n_shown, first.seconds, first.python_tests
-    others = [Workplace(folder / str(i), *known) for i in range(1, n)]
-    for other in others:
-        shutil.copytree(first.root, other.root, symlinks=True)
-    return [first, *others]
-
-
 def survey(
-    mutants: list[Mutant], places: list[Workplace], *, write: bool, is_whole: bool
-) -> dict[Mutant, str | None]:
-    """Try each mutant; returns who killed it.
-
-    What survives some of the tests alone is not written: others may have killed it.
-    """
+    wanted: list[tuple[int, Mutant]],
+    levels: list[Level],
+    places: list[Workplace],
+    *,
+    by_level: bool,
+) -> Iterator[tuple[Mutant, dict[str, list[str]]]]:
+    """Try each mutant; yields the tests that fail with it, by level."""
     free: queue.Queue[Workplace] = queue.Queue()
     for place in places:
         free.put(place)
-    last = last_killers()
-    results: dict[Mutant, str | None] = {}
-    written: dict[Mutant, str | None] = {}
 
-    def one(mutant: Mutant) -> str | None:
+    def one(number: int) -> dict[str, list[str]]:
         place = free.get()
         try:
-            killer = last.get(mutant.name)
-            tests = tests_for(mutant, place.seconds, killer)
-            return place.killer_of(mutant, tests, killer)
-        except BuildError as error:
-            raise BuildError(f"{mutant.name}: does not build: {error}") from error
+            result: dict[str, list[str]] = {}
+            for level in levels:
+                result[level.name] = level.killers(place, number)
+                if result[level.name] and not by_level:
+                    break
+            return result
         finally:
             free.put(place)
 
     with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
-        for mutant, killer in zip(mutants, pool.map(one, mutants), strict=True):
-            results[mutant] = killer
-            print(
-                f"{killer or 'SURVIVES':<28} {mutant.line:4} {mutant.name}", flush=True
-            )
-            if write and (killer or is_whole or mutant.name in EQUIVALENT):
-                written[mutant] = killer
-                README.write_text(table(written))
-    return results
-
-
-def complaints(results: dict[Mutant, str | None]) -> list[str]:
-    """Return what is wrong: survivors, and excuses that are none."""
-    wrong = []
-    for mutant, killer in results.items():
-        if killer is None and mutant.name not in EQUIVALENT:
-            wrong.append(f"survives: {mutant.path}:{mutant.line}: {mutant.name}")
-        if killer is not None and mutant.name in EQUIVALENT:
-            wrong.append(f"is no equivalent, {killer} fails: {mutant.name}")
-    return wrong
+        done = pool.map(one, [number for number, _ in wanted])
+        yield from zip([mutant for _, mutant in wanted], done, strict=True)
 
 
 def main() -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="print the mutants alone")
-    parser.add_argument("--only", default="", help="those whose name has this pattern")
-    parser.add_argument("--jobs", type=int, default=2, help="copies of the tree")
-    parser.add_argument("--write", action="store_true", help="write README.md")
-    parser.add_argument("--tests", default="", help="tests whose name has this pattern")
-    parser.add_argument(
-        "--show", type=int, default=0, help="last lines of what a failing test says"
-    )
+    add = parser.add_argument
+    add("--list", action="store_true", help="print the mutants alone")
+    add("--only", default="", help="those whose name has this pattern")
+    add("--sample", type=int, default=0, help="so many of each folder, drawn")
+    add("--seed", type=int, default=1, help="what they are drawn by")
+    add("--levels", default=",".join(LEVELS), help="whose tests to run, in order")
+    add("--by-level", action="store_true", help="go on when a level has killed one")
+    add("--quick", action="store_true", help="of the parity tests, some quick files")
+    add("--go-on", action="store_true", help="leave out what has been tried")
+    add("--seconds", type=float, default=1e9, help="what a level's tests may take")
+    add("--jobs", type=int, default=1, help="mutants at once")
     options = parser.parse_args()
-    mutants = [m for m in all_mutants() if re.search(options.only, m.name)]
+    mutants = all_mutants()
+    wanted = chosen(mutants, options.only, options.sample, options.seed)
     if options.list:
-        print("\n".join(f"{m.line:4} {m.name} -> {m.replacement}" for m in mutants))
+        print("\n".join(f"{m.line:4} {m.name}" for m in wanted))
         return 0
-    wanted = C_TESTS + PY_TESTS + DP_TESTS
-    if all(mutant.path.endswith(".py") for mutant in mutants):
-        wanted = DP_TESTS
-    tests = [t for t in wanted if re.search(options.tests, t)]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        places = copies(Path(folder), options.jobs, tests, options.show)
-        results = survey(
-            mutants, places, write=options.write, is_whole=not options.tests
-        )
-        for place in places:
-            place.close()
-        wrong = complaints(results)
-        failing = set(tests) - set(places[0].seconds)
-        wrong += [f"fails without a mutant: {test}" for test in sorted(failing)]
-    n_killed = sum(killer is not None for killer in results.values())
+    BUILD.mkdir(parents=True, exist_ok=True)
+    is_whole = not options.quick
+    levels = [
+        Level(name, files_of(name, is_whole=is_whole), options.seconds)
+        for name in options.levels.split(",")
+    ]
+    print("building", flush=True)
+    build(mutants, [p for level in levels if level.name == "c" for p in level.files])
+    files = [path for level in levels for path in level.files if path.endswith("py")]
+    places = [Workplace(i, files) for i in range(options.jobs)]
+    product = hashlib.sha256()
+    for path in sorted({mutant.path for mutant in mutants}):
+        product.update((TREE / path).read_bytes())
+    for level in levels:
+        level.measure(places[0], product.hexdigest())
+    numbers = {mutant: number for number, mutant in enumerate(mutants, 1)}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if options.go_on:
+        wanted = [mutant for mutant in wanted if mutant.name not in results]
+    tried = [(numbers[mutant], mutant) for mutant in wanted]
+    wrong = []
+    for mutant, result in survey(tried, levels, places, by_level=options.by_level):
+        results[mutant.name] = result
+        is_killed = any(result.values())
+        if is_killed == (mutant.name in EQUIVALENT):
+            wrong.append(mutant.name)
+        print(f"{mutant.line:4} {mutant.name}", flush=True)
+        print(f"     {verdict(result, mutant.name)[:200]}", flush=True)
+        RESULTS.write_text(json.dumps(results, indent=1))
+        TABLE.write_text(table(mutants, results))
+    for place in places:
+        place.close()
+    print(f"{len(tried)} mutants, {len(wrong)} survive, or are no equivalents:")
     print("\n".join(wrong))
-    print(f"{len(results)} mutants, {n_killed} killed, {len(wrong)} complaints")
     return bool(wrong)
 
 

@@ -1,4 +1,4 @@
-"""Where the Python of the GPU path can be broken, in one place at a time.
+"""Where the Python can be broken, in one place at a time.
 
 - *always*, *never*: a condition, or what tells whether something is so, is a constant;
 - *drop operand*: one of the conditions that `and` or `or` joins is left out;
@@ -10,14 +10,24 @@
 import ast
 from collections.abc import Iterator
 
-from mutant import Mutant
+from mutant import Edit, Mutant, Place, mutants_at
 
 # Returns of these, and what these names are given, are compared with what was before.
 COMPARED = {"stamp", "_form", "_forms_now", "_counts", "_ids_of", "key"}
 
 TELLING = {"all", "any", "bool", "isinstance"}
 
-Place = tuple[str, ast.expr | ast.stmt, str]  # operator, what, replacement
+ON = '__import__("paceline_mutants").on(@)'
+
+Found = tuple[str, ast.expr | ast.stmt, str]  # operator, what, replacement
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all within it, but for f-strings: they have no positions."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.JoinedStr):
+            yield from _walk(child)
 
 
 def _is_condition(node: ast.AST) -> bool:
@@ -47,17 +57,18 @@ def _conditions(function: ast.AST) -> list[ast.expr]:
             if not isinstance(node, ast.Call):
                 return
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            if not isinstance(child, ast.JoinedStr):
+                visit(child)
 
     visit(function)
     return list(found)
 
 
-def _of_conditions(function: ast.AST) -> Iterator[Place]:
+def _of_conditions(function: ast.AST) -> Iterator[Found]:
     for condition in _conditions(function):
         yield "always", condition, "True"
         yield "never", condition, "False"
-    for node in ast.walk(function):
+    for node in _walk(function):
         if isinstance(node, ast.BoolOp):
             neutral = str(isinstance(node.op, ast.And))
             for operand in node.values:
@@ -74,8 +85,8 @@ def _entries(value: ast.expr | None) -> Iterator[ast.expr]:
             yield entry.value if isinstance(entry, ast.Starred) else entry
 
 
-def _of_comparisons(function: ast.AST, name: str) -> Iterator[Place]:
-    for node in ast.walk(function):
+def _of_comparisons(function: ast.AST, name: str) -> Iterator[Found]:
+    for node in _walk(function):
         value = None
         if isinstance(node, ast.Return) and name in COMPARED:
             value = node.value
@@ -86,8 +97,8 @@ def _of_comparisons(function: ast.AST, name: str) -> Iterator[Place]:
             yield "blind entry", entry, "()" if is_many else "None"
 
 
-def _of_statements(function: ast.AST) -> Iterator[Place]:
-    for node in ast.walk(function):
+def _of_statements(function: ast.AST) -> Iterator[Found]:
+    for node in _walk(function):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield "drop statement", node, "pass"
         elif isinstance(node, (ast.Assign, ast.AugAssign)):
@@ -97,47 +108,39 @@ def _of_statements(function: ast.AST) -> Iterator[Place]:
         elif isinstance(node, ast.With):
             for item in node.items:
                 if item.optional_vars is None:
-                    yield "drop with", item.context_expr, "__import__('contextlib')"
+                    yield (
+                        "drop with",
+                        item.context_expr,
+                        "__import__('contextlib').nullcontext()",
+                    )
                     break
 
 
-def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Return the mutants of one source."""
+def _places(source: str) -> Iterator[Place]:
+    """Yield the places of one source."""
     begins = [0]
     for line in source.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
-    assert source.isascii(), path  # columns of `ast` are bytes
-    found: list[Mutant] = []
     for function, name in _functions(ast.parse(source)):
-        places = [
+        found = [
             *_of_conditions(function),
             *_of_comparisons(function, name.split(".")[-1]),
         ]
         if function.name != "__init__":  # without an attribute all is an error
-            places += _of_statements(function)
-        seen: dict[tuple[str, str], int] = {}
-        for operator, node, replacement in places:
+            found += _of_statements(function)
+        for operator, node, replacement in found:
             start = begins[node.lineno - 1] + node.col_offset
             end = begins[node.end_lineno - 1] + node.end_col_offset
-            text = source[start:end]
-            if operator == "drop with":
-                replacement += ".nullcontext()"
-            key = operator, " ".join(text.split())
-            seen[key] = seen.get(key, 0) + 1
-            found.append(
-                Mutant(
-                    path,
-                    name,
-                    operator,
-                    start,
-                    end,
-                    text,
-                    replacement,
-                    seen[key],
-                    node.lineno,
-                )
-            )
-    return found
+            edit: Edit = (start, end, f"({replacement} if {ON} else (", "))")
+            if operator == "drop statement":
+                edit = (start, end, f"if not {ON}: ", "")
+            yield name, operator, start, end, source[start:end], (edit,)
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Return the mutants of one source."""
+    assert source.isascii(), path  # columns of `ast` are bytes
+    return mutants_at(path, source, _places(source))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:

@@ -61,15 +61,6 @@ def test_a_process_id_that_is_none_is_an_error_and_not_cut_off():
         make_world(pids=[1 << 40])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction"),
-    [("float32", "max"), ("int32", "mean"), ("complex64", "max")],
-)
-def test_a_type_that_has_no_such_reduction_is_refused(dtype, reduction):
-    message = raised_by(make_world().issue, "all-reduce", dtype, reduction, 0, 4)
-    assert dtype in message
-
-
 def test_an_arena_that_cannot_be_had_is_an_error_with_its_size():
     with pytest.raises((MemoryError, OSError), match=r"\d+ bytes of shared memory"):
         make_world(arena_bytes=1 << 60)
@@ -84,11 +75,6 @@ def test_an_endless_timeout_waits_and_does_not_overflow(timeout):
 def test_the_address_of_nobody_is_the_loss_of_rank_0():
     with pytest.raises(paceline.PeerError, match="rank 0"):
         make_world(rank=1, world_size=2, pids=[0, 0], meeting="nobody", timeout=0.2)
-
-
-def test_a_listener_takes_no_argument():
-    assert "Listener" in raised_by(_native.Listener, 1)
-    assert "Listener" in raised_by(_native.Listener, port=1)
 
 
 GOOD_OP = ("all-reduce", "float32", "sum", 0, 4)
@@ -108,6 +94,9 @@ GOOD_OP = ("all-reduce", "float32", "sum", 0, 4)
         (4, 1 << 62, [str(1 << 62)]),
         (5, 1, ["root", "1"]),
         (5, -1, ["root", "-1"]),
+        (slice(1, 3), ["float32", "max"], ["float32"]),
+        (slice(1, 3), ["int32", "mean"], ["int32"]),
+        (slice(1, 3), ["complex64", "max"], ["complex64"]),
     ],
     ids=str,
 )
@@ -248,16 +237,12 @@ def test_a_reducer_needs_a_world():
     assert "int" in message
 
 
-def test_an_arena_that_is_too_small_is_named_with_what_is_needed():
-    needed, *_ = _native.measure([PARAM], [], MIB, MIB)
-    message = raised_by(make_reducer, make_world(arena_bytes=64), [PARAM])
-    assert str(needed) in message
-
-
-def test_an_arena_as_large_as_measured_is_enough():
+def test_an_arena_as_large_as_measured_is_enough_and_no_smaller_one():
     params = [nn.Parameter(torch.ones(n)) for n in (1, 1000, 3)]
     needed, n_ops, _ = _native.measure(params, [], 64, 64)
     make_reducer(make_world(arena_bytes=needed, n_ops=n_ops), params, (), (64, 64, 0))
+    small = make_world(arena_bytes=64, n_ops=n_ops)
+    assert str(needed) in raised_by(make_reducer, small, params, (), (64, 64, 0))
 
 
 def test_a_parameter_that_takes_no_hook_leaves_no_hook_on_the_others():
@@ -294,27 +279,15 @@ def callables(monkeypatch):
 @pytest.mark.parametrize("value", [None, 3, "missing"])
 def test_a_callable_of_torch_that_is_none_is_named(monkeypatch, value):
     given = callables(monkeypatch)
-    given.pop("exchange")
-    assert len(given) >= 6
+    assert len(given) >= 7
     try:
         for name in given:
             changed = {**given, name: value}
             if value == "missing":
                 del changed[name]
-            assert name in raised_by(_native.attach_torch, **changed)
-    finally:
-        torch_core.attach()
-
-
-def test_callables_of_torch_are_given_by_keyword():
-    assert "keywords" in raised_by(_native.attach_torch, 1)
-
-
-def test_an_exchange_that_is_no_capsule_is_named(monkeypatch):
-    given = callables(monkeypatch)
-    given["exchange"] = 3
-    try:
-        assert "exchange" in raised_by(_native.attach_torch, **given)
+            if name != "exchange" or value == 3:  # a torch may have no table
+                assert name in raised_by(_native.attach_torch, **changed)
+        assert "keywords" in raised_by(_native.attach_torch, 1)
     finally:
         torch_core.attach()
 
@@ -339,75 +312,24 @@ def test_types_cannot_be_changed_or_subclassed(kind):
 # ---- a world of one rank ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction"),
-    [
-        ("float32", "sum"),
-        ("float32", "mean"),
-        ("float64", "mean"),
-        ("float16", "mean"),
-        ("complex64", "sum"),
-        ("uint8", "max"),
-        ("int64", "sum"),
-    ],
-)
-def test_a_reduction_over_one_rank_keeps_the_values(dtype, reduction):
-    world = make_world()
-    data = np.frombuffer(world, dtype=dtype)
-    data[:] = np.arange(data.size) % 100
-    expected = data.copy()
-    world.wait(world.issue("all-reduce", dtype, reduction, 0, data.size))
-    assert np.array_equal(data, expected)
+def test_a_world_knows_its_rank_and_its_size_and_starts_as_zeros():
+    world = make_world(arena_bytes=MIB)
+    assert (world.rank, world.world_size, memoryview(world).nbytes) == (0, 1, MIB)
+    assert not any(memoryview(world))
 
 
 @pytest.mark.parametrize(
-    "kind", ["all-reduce", "reduce", "reduce-scatter", "all-gather", "broadcast"]
+    "kind",
+    ["all-reduce", "reduce", "reduce-scatter", "all-gather", "broadcast", "barrier"],
 )
-def test_every_operation_works_on_one_rank(kind):
+def test_every_operation_on_one_rank_keeps_the_values(kind):
     world = make_world()
     data = np.frombuffer(world, dtype=np.int32)
     data[:] = np.arange(data.size)
-    world.wait(world.issue(kind, "int32", "sum", 64, 32))
+    world.wait(world.issue(kind, "int32", "sum", 64, 32 * (kind != "barrier")))
     assert data.tolist() == list(range(data.size))
-
-
-def test_a_barrier_of_one_rank_is_passed():
-    world = make_world()
-    world.wait(world.issue("barrier", "uint8", "sum", 0, 0))
-
-
-def test_many_operations_in_flight_are_waited_for_by_the_last():
-    world = make_world(n_ops=4)
-    for _ in range(50):
-        tickets = [world.issue(*GOOD_OP) for _ in range(4)]
-        assert tickets == sorted(set(tickets))
-        world.wait(tickets[-1])
-
-
-def test_a_world_knows_its_rank_and_its_size():
-    world = make_world(arena_bytes=MIB)
-    assert (world.rank, world.world_size, memoryview(world).nbytes) == (0, 1, MIB)
-
-
-def test_the_buffer_of_a_world_starts_as_zeros_and_can_be_written():
-    buffer = memoryview(make_world())
-    assert not any(buffer)
-    buffer[0] = 7
-    assert buffer[0] == 7
-
-
-def test_a_broadcast_on_one_rank_keeps_the_values():
-    world = make_world(arena_bytes=64)
-    tensors = [torch.arange(50.0), torch.ones(0), torch.tensor(3), torch.eye(3).t()]
-    before = [t.clone() for t in tensors]
-    world.broadcast(tensors)
-    assert all(map(torch.equal, tensors, before))
-
-
-def test_a_world_may_be_left_twice():
-    world = make_world()
     world.leave()
-    world.leave()
+    world.leave()  # again: it does nothing
 
 
 def test_an_aborted_world_recovers():
@@ -422,38 +344,17 @@ def test_an_aborted_world_recovers():
 # ---- Watch --------------------------------------------------------------------------
 
 
-def tinker_with(net, what):
-    if what == "unfrozen":
-        net[0].weight.requires_grad_(True)
-    elif what == "converted":
-        net.double()
-    elif what == "replaced parameter":
-        net[0].weight = nn.Parameter(net[0].weight.detach())
-    elif what == "removed parameter":
-        net[0].bias = None
-    elif what == "added parameter":
-        net[0].extra = nn.Parameter(torch.ones(1))
-    elif what == "None became a parameter":
-        net[2].bias = nn.Parameter(torch.ones(2))
-    elif what == "replaced layer":
-        net[0] = copy.deepcopy(net[0])
-    elif what == "added layer":
-        net.append(nn.Linear(1, 1))
-    elif what == "added buffer":
-        net.register_buffer("more", torch.ones(1))
-
-
-CHANGES = [
-    "unfrozen",
-    "converted",
-    "replaced parameter",
-    "removed parameter",
-    "added parameter",
-    "None became a parameter",
-    "replaced layer",
-    "added layer",
-    "added buffer",
-]
+CHANGES = {
+    "unfrozen": lambda net: net[0].weight.requires_grad_(True),
+    "converted": lambda net: net.double(),
+    "replaced parameter": lambda net: setattr(net[0], "weight", nn.Parameter(PARAM)),
+    "removed parameter": lambda net: setattr(net[0], "bias", None),
+    "added parameter": lambda net: setattr(net[0], "extra", nn.Parameter(PARAM)),
+    "None became a parameter": lambda net: setattr(net[2], "bias", nn.Parameter(PARAM)),
+    "replaced layer": lambda net: net.__setitem__(0, copy.deepcopy(net[0])),
+    "added layer": lambda net: net.append(nn.Linear(1, 1)),
+    "added buffer": lambda net: net.register_buffer("more", torch.ones(1)),
+}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -462,7 +363,7 @@ def test_a_change_of_a_model_is_noticed(what):
     net[0].weight.requires_grad_(what != "unfrozen")
     seen = watch(net)
     assert seen.changed() is False
-    tinker_with(net, what)
+    CHANGES[what](net)
     assert seen.changed() is True
     assert watch(net).changed() is False
 

@@ -1,12 +1,11 @@
-"""What the native reducer offers to communication hooks, and to who watches steps."""
+"""The native reducer with communication hooks, callbacks and gradients elsewhere."""
 
-import gc
 import sys
 import weakref
 
 import pytest
 import torch
-from natives import MIB, make_reducer, make_world
+from natives import MIB, make_world
 from paceline import _native
 from support.leaks import assert_leaves_nothing
 from torch import nn
@@ -42,6 +41,14 @@ class Carrier:
         self.calls.append(("abandon",))
 
 
+class Failing:
+    def post(self, index):
+        raise KeyError("post")
+
+    def abandon(self):
+        raise KeyError("abandon")
+
+
 _sizes = weakref.WeakKeyDictionary()
 
 
@@ -65,19 +72,6 @@ def carried(*params):
 
 
 # ---- carry --------------------------------------------------------------------------
-
-
-def test_a_carrier_is_given_each_bucket_and_its_values_become_the_gradients():
-    small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(40, 30))
-    reducer, carrier = carried(small, large)
-    for step in range(1, 4):
-        small.grad = large.grad = None
-        carrier.calls.clear()
-        ((small.sum() + 3 * large.sum()) * step).backward()
-        assert carrier.calls == [("post", 0), ("finish",)]
-        assert small.grad.tolist() == [2.0 * step] * 3
-        assert large.grad.unique().tolist() == [6.0 * step]
-    assert reducer.step == 3
 
 
 def test_a_carrier_has_caps_for_each_bucket():
@@ -114,42 +108,18 @@ def test_a_bad_cap_of_a_carrier_is_named_and_changes_nothing(given, kind, words)
     assert carrier.calls == []
 
 
-def test_what_a_carrier_raises_comes_out_of_backward_and_the_next_step_works():
-    p = nn.Parameter(torch.ones(3))
-    reducer, carrier = carried(p)
-    for name in ("post", "finish"):
-        real = getattr(carrier, name)
-
-        def fail(*args):
-            raise KeyError("mine")
-
-        setattr(carrier, name, fail)
-        with pytest.raises(KeyError, match="mine"):
-            p.sum().backward()
-        assert carrier.calls[-1] == ("abandon",)
-        setattr(carrier, name, real)
-        p.grad = None
-        p.sum().backward()
-        assert p.grad.tolist() == [2.0] * 3
-    assert not reducer.is_active
-
-
-def test_what_abandon_raises_hides_nothing():
-    p = nn.Parameter(torch.ones(3))
-    reducer, carrier = carried(p)
-    carrier.post = lambda index: {}["mine"]
-    carrier.abandon = lambda: {}["not mine"]
-    with pytest.raises(KeyError, match="'mine'"):
-        p.sum().backward()
-    assert not reducer.is_active
-
-
-def test_an_object_that_is_no_carrier_is_an_attribute_error_in_backward():
+@pytest.mark.parametrize(
+    ("carrier", "error"), [(Failing(), KeyError), (object(), AttributeError)], ids=str
+)
+def test_what_a_carrier_raises_comes_out_of_backward_whatever_abandon_raises(
+    carrier, error
+):
     p = nn.Parameter(torch.ones(3))
     reducer = reducer_of(p)
-    reducer.set_comm_hook(object(), MIB, MIB)
-    with pytest.raises(AttributeError, match="post"):
+    reducer.set_comm_hook(carrier, MIB, MIB)
+    with pytest.raises(error, match="post"):
         p.sum().backward()
+    assert not reducer.is_active
 
 
 def test_what_is_declared_sparse_is_the_carriers_too():
@@ -232,11 +202,8 @@ def test_what_is_told_of_the_end_may_change_who_is_told():
     told = []
 
     def first():
-        reducer.on_finish = second
+        reducer.on_finish = lambda: told.append(2)
         told.append(1)
-
-    def second():
-        told.append(2)
 
     reducer.on_finish = first
     del first
@@ -303,6 +270,9 @@ def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
     p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
     reducer = reducer_of(p, other)
     assert reducer.strict is False
+    for value in (1, None, "yes"):
+        with pytest.raises(TypeError, match="bool"):
+            reducer.strict = value
     reducer.strict = True
     with pytest.raises(RuntimeError, match=r"^Expected to mark a variable ready only"):
         Several.apply(other, [p], 2).sum().backward()
@@ -312,17 +282,97 @@ def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
     Several.apply(other, [p], 2).sum().backward()
 
 
-@pytest.mark.parametrize("value", [1, None, "yes"])
-def test_strict_is_a_truth_and_nothing_else(value):
-    reducer = make_reducer()
-    with pytest.raises(TypeError, match="bool"):
-        reducer.strict = value
+# ---- gradients that are not the parameters' own -------------------------------------
 
 
-def test_what_a_step_has_counted_cannot_be_set():
-    reducer = make_reducer()
-    with pytest.raises(AttributeError):
-        reducer.ready_counts = b""
+class Home:
+    """Has a gradient in a parameter's place."""
+
+    def __init__(self, values):
+        self.grad = None if values is None else torch.tensor(values)
+
+
+def doubled(*homes):
+    """Return a reducer that doubles gradients, of parameters of 3 elements."""
+    params = [nn.Parameter(torch.ones(3)) for _ in homes]
+    reducer, _ = carried(*params)
+    reducer.contexts = lambda task: homes
+    return reducer, params
+
+
+def backward_through(*calls):
+    """Go backward through one tensor, and call each in it."""
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    for call in calls:
+        y.register_hook(lambda _, call=call: call())
+    y.backward()
+
+
+def test_means_are_written_where_the_gradients_are():
+    homes = [Home([1.0, 2.0, 3.0]), Home(None)]
+    grad = homes[0].grad
+    reducer, params = doubled(*homes)
+    params[1].grad = torch.ones(3)
+    backward_through(lambda: reducer.arrive_in_context(0, 5))
+    assert homes[0].grad is grad
+    assert grad.tolist() == [2.0, 4.0, 6.0]
+    assert homes[1].grad is None
+    assert [p.grad is None for p in params] == [True, False]
+    assert params[1].grad.tolist() == [1.0] * 3
+    assert reducer.ready_counts == b"\1\0"
+
+
+def test_two_backwards_at_once_are_refused():
+    reducer, (p,) = doubled(Home([1.0] * 3))
+    with pytest.raises(RuntimeError, match="one after the other"):
+        backward_through(
+            lambda: reducer.arrive_in_context(0, 5),
+            lambda: reducer.arrive_in_context(0, 6),
+        )
+    assert not reducer.is_active
+    with pytest.raises(RuntimeError, match="one after the other"):
+        backward_through(lambda: reducer.arrive_in_context(0, 5), p.sum().backward)
+
+
+def test_arguments_are_checked():
+    reducer, _ = doubled(Home([1.0] * 3))
+    for arguments in ((1, 5), (-1, 5), (0, -1)):
+        with pytest.raises(ValueError, match="no parameter"):
+            reducer.arrive_in_context(*arguments)
+    with pytest.raises(TypeError):
+        reducer.arrive_in_context(0)
+    del reducer.contexts
+    assert reducer.contexts is None
+    with pytest.raises(ValueError, match="no parameter"):
+        reducer.arrive_in_context(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "error"),
+    [
+        (lambda task: [], ValueError),
+        (lambda task: 5, TypeError),
+        (lambda task: {}["mine"], KeyError),
+        (5, TypeError),
+    ],
+)
+def test_what_cannot_be_read_fails_the_step(contexts, error):
+    reducer, (p,) = doubled(Home([1.0] * 3))
+    reducer.contexts = contexts
+    with pytest.raises(error):
+        backward_through(lambda: reducer.arrive_in_context(0, 5))
+    assert not reducer.is_active
+    p.sum().backward()
+    assert p.grad.tolist() == [2.0] * 3
+
+
+def test_a_reducer_without_its_hooks_takes_nothing():
+    home = Home([1.0] * 3)
+    reducer, _ = doubled(home)
+    reducer.detach()
+    backward_through(lambda: reducer.arrive_in_context(0, 5))
+    assert home.grad.tolist() == [1.0] * 3
 
 
 # ---- group comms --------------------------------------------------------------------
@@ -413,32 +463,17 @@ def test_a_group_comm_needs_a_rank_of_its_world():
 # ---- what stays behind --------------------------------------------------------------
 
 
-def objects():
-    gc.collect()
-    return len(gc.get_objects())
-
-
-def test_a_thousand_reducers_with_carriers_leave_nothing():
-    def make():
-        p = nn.Parameter(torch.ones(3))
-        reducer, _ = carried(p)
-        reducer.on_finish = tell
-        p.sum().backward()
-
-    def tell():
-        return None
-
-    assert_leaves_nothing(make, tell, Carrier, _native.Reducer, None.__class__)
-
-
-def test_a_thousand_reducers_whose_carriers_refer_to_them_leave_nothing():
+def test_hundreds_of_reducers_whose_carriers_refer_to_them_leave_nothing():
     def make():
         p = nn.Parameter(torch.ones(3))
         reducer, carrier = carried(p)
         carrier.owner = reducer
         reducer.on_finish = lambda: reducer
+        p.sum().backward()
+        assert carrier.calls == [("post", 0), ("finish",)]
+        assert p.grad.tolist() == [2.0] * 3
 
-    assert_leaves_nothing(make, _native.Reducer)
+    assert_leaves_nothing(make, Carrier, _native.Reducer, n=200)
 
 
 def test_a_thousand_failures_of_a_carrier_leave_nothing():

@@ -1,5 +1,6 @@
 """The patterns of the mutation script still find what they are for in the sources."""
 
+import ast
 import re
 import sys
 from collections import Counter
@@ -10,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS / "mutation"))
 from equivalent import PLACES  # noqa: E402
+from mutant import instrumented  # noqa: E402
 from mutants import ROOT, SOURCES, Mutant, all_mutants, blank  # noqa: E402
 
 
@@ -21,19 +23,11 @@ def mutants() -> list[Mutant]:
 def test_every_operator_finds_places_in_the_sources(mutants):
     found = Counter(mutant.operator for mutant in mutants)
     assert set(found) == {
-        "drop order",
-        "drop event",
-        "drop reference",
-        "other slot",
-        "other stream",
-        "side stream",
-        "swap streams",
-        "always",  # and those that follow are Python's
-        "never",
-        "blind entry",
-        "drop operand",
-        "drop statement",
-        "drop with",
+        *("drop order", "drop event", "drop reference", "other slot"),
+        *("other stream", "side stream", "swap streams"),
+        *("negate", "drop call", "boundary", "unequal", "return 0", "return 1"),
+        *("always", "never", "blind entry"),  # these are Python's
+        *("drop operand", "drop statement", "drop with"),
     }
     assert found["drop order"] >= 20
     assert found["other stream"] >= 40
@@ -76,10 +70,17 @@ def test_every_excuse_is_of_a_mutant_that_is_left(mutants):
         assert len(reason.split()) > 3
 
 
-def test_a_mutant_changes_its_piece_alone(mutants):
-    for mutant in mutants:
-        whole = (ROOT / mutant.path).read_text()
-        changed = mutant.applied_to(whole)
-        assert changed != whole
-        assert changed.startswith(whole[: mutant.start])
-        assert changed.endswith(whole[mutant.end :])
+@pytest.mark.parametrize("suffix", [".c", ".py"])
+def test_a_source_with_its_mutants_is_what_it_was_with_pieces_put_in(mutants, suffix):
+    for path in {m.path for m in mutants if m.path.endswith(suffix)}:
+        whole = (ROOT / path).read_text()
+        edits = [(n, m) for n, m in enumerate(mutants, 1) if m.path == path]
+        changed = instrumented(whole, edits)
+        left = iter(changed)
+        assert all(char in left for char in whole)  # in this order
+        if suffix == ".py":
+            ast.parse(changed)
+        else:
+            assert {f"pl_mutant({n})" for n, _ in edits} == {
+                f"pl_mutant({n})" for n in re.findall(r"pl_mutant\((\d+)\)", changed)
+            }
