@@ -45,17 +45,17 @@ SLOWEST = 20  # seconds that a test may take longer than unharmed
 # What exercises the CPU path quickly.
 PARITY_FILES = [
     "ddp/test_accumulation.py",
-    "ddp/test_buffers.py",
+    "ddp/test_models.py",
     "ddp/test_cuda_as_on_the_cpu.py",
     "ddp/test_comm_hooks.py",
     "ddp/test_gradients.py",
     "ddp/test_join.py",
     "ddp/test_sparse.py",
     "dp/test_data_parallel_as_torch.py",
-    "dp/test_data_parallel_gradients.py",
-    "dp/test_data_parallel_inputs.py",
-    "dp/test_data_parallel_kinds.py",
-    "dp/test_data_parallel_outputs.py",
+    "dp/test_data_parallel_calls.py",
+    "dp/test_data_parallel_errors.py",
+    "dp/test_data_parallel_programs.py",
+    "dp/test_data_parallel_randoms.py",
     "dp/test_data_parallel_state.py",
 ]
 
