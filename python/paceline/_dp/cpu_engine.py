@@ -197,10 +197,12 @@ def _hand_over(own: _Own, were_trained: list[bool], output: Any) -> None:
     is_recorded = torch.is_grad_enabled()
     will_come: bool | None = None
     for (original, copy), was_trained in zip(own.leaves, were_trained, strict=True):
-        if not (copy.requires_grad and copy.is_leaf):
+        if not copy.is_leaf:
             continue
-        if copy.grad is not None:
+        if copy.grad is not None:  # also of one that is frozen again
             _accumulate(original, copy)
+        if not copy.requires_grad:
+            continue
         if was_trained and not is_recorded:
             if will_come is None:
                 will_come = _has_graph(output)
