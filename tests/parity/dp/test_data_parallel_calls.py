@@ -188,7 +188,9 @@ def test_replica_0_of_a_script_shares_its_storage(wrap):
 
 def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
     torch._dynamo.reset()
-    compiled = torch.compile(wrap(net()), backend="eager", fullgraph=True)
+    model = wrap(net())
+    model(X)  # the first call decides what dynamo is kept from
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_call_in_replicas"):
         compiled(X)
 
