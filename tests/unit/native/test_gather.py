@@ -64,6 +64,17 @@ def test_outputs_are_those_of_the_whole_batch_and_nothing_is_left(name):
     assert_leaves_nothing(lambda: gather(*outputs), *outputs, type(outputs[0]))
 
 
+def test_one_output_is_joined_as_several_are():
+    value = object()
+    losses = torch.tensor(2.0), np.array(3)
+    with pytest.warns(UserWarning, match="scalars"):
+        output = _native.gather([(A, value, None, *losses)], (3,), 0)
+    assert output[0] is A
+    assert output[1] == [value]
+    assert output[2] is None
+    assert [each.tolist() for each in output[3:]] == [[2.0], [3]]
+
+
 def test_packed_sequences_are_joined_row_by_row():
     sequences = [rows(m, 2) for m in (1, 3, 2)]
     parts = [

@@ -220,6 +220,17 @@ def test_accumulated_gradients_stay_in_their_slots(stream):
     assert reducer.step == 4
 
 
+def test_accumulated_gradients_that_nobody_used_come_out_as_they_were(stream):
+    one, other = params = parameters(1000, (40, 30))
+    reducer = make_device_reducer(params)
+    backward((one, 1), (other, 5))
+    for step in (2, 3):
+        backward((one, 1))
+        assert one.grad.unique().tolist() == [float(step)]
+        assert other.grad.unique().tolist() == [5.0]
+    assert reducer.step == 3
+
+
 def test_a_watched_gradient_may_be_changed_by_who_watches(stream):
     small, large = params = parameters(3, 1000)
     reducer = make_device_reducer(params)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from natives import make_world
 from natives_on_device import (
+    Fails,
     backward,
     fake,
     fake_device,
@@ -22,7 +23,7 @@ from natives_on_device import (
     synchronize,
     with_backward_inside,
 )
-from paceline import _native
+from paceline import PeerError, _native
 from support import fake_gpus
 from support.ranks import run_ranks, values
 from torch import nn
@@ -76,6 +77,39 @@ def fire_again(rank, n_ranks):
 def test_gradients_that_come_after_their_bucket_was_posted_are_in_the_means():
     want = [[[1.0]] * 3] * 3 + [[[1.5], [3.0], [1.0]]] * 3
     assert on_two(fire_again) == [want, want]
+
+
+def fail_once(rank, n_ranks):
+    with fake_device():
+        params = small, large = parameters(3, 1000)
+        reducer = make_device_reducer(params, **meet(rank, n_ranks))
+        said = []
+        for step in range(1, 6):
+            for p in params:
+                p.grad = None
+            reducer.forward_begins()
+            loss = torch.zeros(1)
+            if step == 3 and rank == 1:
+                loss = Fails.apply(small)  # after the other's gradient has come
+            loss = loss + (small * step).sum() + (large * step).sum()
+            try:
+                loss.backward()
+            except (PeerError, OSError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                continue
+            synchronize()
+            means = [p.grad.unique().tolist() for p in params]
+            assert means == [[float(step)]] * 2, step
+        return said
+
+
+def test_a_backward_that_fails_is_told_to_the_peers_and_left_behind():
+    first, second = on_two(fail_once)
+    assert second == ["OSError: no more"]
+    assert len(first) == 1
+    assert first[0].startswith("PeerError: ")
+    assert "the step of rank 1 failed (step 3, in backward" in first[0]
+    assert "OSError: no more" in first[0]
 
 
 def send_words(rank, n_ranks):
