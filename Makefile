@@ -209,15 +209,15 @@ $(foreach flavour, $(FLAVOURS) fuzz, $(eval $(call FLAVOUR_RULES,$(flavour))))
 c-test: ## build and run the C tests, under ASan with UBSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-asan
 	@bash -o pipefail -c \
-	    'JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/asan | tee $(BUILD)/c-tests.txt'
+	    'tests/c/run.sh $(BUILD)/c/asan | tee $(BUILD)/c-tests.txt'
 
 c-test-plain: ## the C tests as the extension is compiled, without a sanitizer
 	@$(MAKE) --no-print-directory -j$(JOBS) c-plain
-	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/plain
+	@tests/c/run.sh $(BUILD)/c/plain
 
 sanitize: ## the C tests under TSan
 	@$(MAKE) --no-print-directory -j$(JOBS) c-tsan
-	@JOBS=$(JOBS) tests/c/run.sh $(BUILD)/c/tsan
+	@tests/c/run.sh $(BUILD)/c/tsan
 
 # It needs Debian's gcc-aarch64-linux-gnu and qemu-user.  That has no mremap() of an old
 # size of 0, keeps what was mapped in its /proc/self/maps, and does not survive a fork()

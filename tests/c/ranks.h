@@ -15,10 +15,13 @@
 #define RANKS_SLICE_NS (50 * PLI_MS)
 #define RANKS_DEADLINE_NS (30000 * PLI_MS) /* no test means to reach it */
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { IS_SANITIZED = 1 };
+/* How many times as long as without a sanitizer a test may need. */
+#if defined(__SANITIZE_THREAD__)
+enum { IS_SANITIZED = 1, TIMES_AS_LONG = 8 };
+#elif defined(__SANITIZE_ADDRESS__)
+enum { IS_SANITIZED = 1, TIMES_AS_LONG = 2 };
 #else
-enum { IS_SANITIZED = 0 };
+enum { IS_SANITIZED = 0, TIMES_AS_LONG = 1 };
 #endif
 
 typedef struct rank_job {

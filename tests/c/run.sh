@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every C test program of the given folders, JOBS of them side by side (as many as
-# there are cores): most of them wait as much as they compute.  A program passes when it
+# Runs every C test program of the given folders, JOBS of them side by side (twice as
+# many as there are cores): most of them wait as much as they compute.  A program passes when it
 # exits with 0 in time; what it prints comes whole, when it has ended.  The last line
 # counts them; the exit status is 1 when one failed or there was none.  EMULATOR is the
 # command that runs programs of another machine; SKIPPED has names of programs.
@@ -10,11 +10,11 @@ export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:detect_stack_use_after_return
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 export TSAN_OPTIONS=${TSAN_OPTIONS:-halt_on_error=1:second_deadlock_stack=1}
 export limit=${TEST_SECONDS:-300}
-jobs=${JOBS:-$(nproc)}
+jobs=${JOBS:-$((2 * $(nproc)))}
 
 list_programs() {
     for folder in "$@"; do
-        for program in "$folder"/test_*; do
+        for program in "$folder"/test_gpu_* "$folder"/test_{[!g],g[!p]}*; do  # longest first
             [[ -x $program && ! -d $program ]] || continue
             [[ " ${SKIPPED:-} " == *" ${program##*/} "* ]] || printf '%s\0' "$program"
         done

@@ -6,7 +6,7 @@
  */
 #include "processes.h"
 
-#define SOON_NS ((IS_SANITIZED ? 4000 : 1000) * PLI_MS)
+#define SOON_NS (1000 * TIMES_AS_LONG * PLI_MS)
 
 /* Joins after a while, and reduces until that fails or the parent ends it. */
 static void reduce_until_it_fails(child *self)
