@@ -109,7 +109,7 @@ def test_a_bad_cap_of_a_carrier_is_named_and_changes_nothing(given, kind, words)
 
 
 @pytest.mark.parametrize(
-    ("carrier", "error"), [(Failing(), KeyError), (object(), AttributeError)], ids=str
+    ("carrier", "error"), [(Failing(), KeyError), (object(), AttributeError)]
 )
 def test_what_a_carrier_raises_comes_out_of_backward_whatever_abandon_raises(
     carrier, error
