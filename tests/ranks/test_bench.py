@@ -29,7 +29,6 @@ def children():
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
-@pytest.mark.slow
 def test_quick_json_has_a_figure_for_every_contestant_and_leaves_nothing():
     warm.run([sys.executable, "-c", ""])  # whose server is a child of this process
     before = children()
@@ -58,7 +57,6 @@ def test_quick_json_has_a_figure_for_every_contestant_and_leaves_nothing():
     assert children() == before
 
 
-@pytest.mark.slow
 def test_text_has_two_tables_an_advice_and_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "bench.png"
@@ -72,7 +70,6 @@ def test_text_has_two_tables_an_advice_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_is_one_message():
     done = bench(*QUICK, PACELINE_TIMEOUT="soon")
     assert done.returncode == 1

@@ -62,7 +62,6 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel.end()
 
 
-@pytest.mark.slow
 def test_a_notebook_may_define_again_interrupt_and_reload(
     kernel: Kernel, tmp_path: Path
 ) -> None:

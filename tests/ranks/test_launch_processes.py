@@ -215,7 +215,6 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     kernel.end()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 def test_cells_launch_print_fail_and_are_stopped(kernel: Kernel) -> None:
     assert kernel.run(CELL) == ""

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import paceline
-import pytest
 import torch
 import torch.distributed as dist
 from support import warm
@@ -113,7 +112,6 @@ def train_some(rank: int, n_ranks: int) -> torch.Tensor:
     return model.module[1].weight.detach().clone()
 
 
-@pytest.mark.slow
 def test_eight_ranks_share_few_cores() -> None:
     weights = values(run_ranks(train_some, 8, timeout=120))
     assert all(torch.equal(weight, weights[0]) for weight in weights)

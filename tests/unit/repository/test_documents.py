@@ -240,7 +240,6 @@ def normal(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", " ".join(text.split()))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
 def test_every_block_of_a_page_runs(jobs: Jobs, page: Path) -> None:
     output = ""
@@ -256,7 +255,6 @@ def test_every_block_of_a_page_runs(jobs: Jobs, page: Path) -> None:
             assert normal(block.text) in normal(output), output
 
 
-@pytest.mark.slow
 def test_every_diff_runs_before_and_after(jobs: Jobs) -> None:
     (job,) = (job for job in jobs if job.command == "python _diffs.py")
     done = jobs[job].result()

@@ -21,7 +21,6 @@ FIRST, OTHERS = NOTEBOOKS[:1], NOTEBOOKS[1:]
 RUN = [*FIRST, *(pytest.param(path, marks=pytest.mark.long) for path in OTHERS)]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_notebook_runs_without_an_error(path: Path, tmp_path: Path) -> None:
