@@ -62,7 +62,7 @@ def describe_machine() -> dict[str, Any]:
         "gpu": ask_gpu("name") or "none",
         "gpu_memory": ask_gpu("memory.total"),
         "driver": ask_gpu("driver_version"),
-        "commit": ask("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "commit": ask("git", "describe", "--always", "--dirty") or "unknown",
         "kernel": platform.release(),
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),

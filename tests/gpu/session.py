@@ -169,6 +169,8 @@ def judge(rows: dict[int, dict[str, Any]], why: str) -> tuple[str, str]:
     if why or words:
         return "failed", "\n".join([*words, why]).strip()
     skipped = [row["words"] for row in rows.values() if row["result"] == "skipped"]
+    if skipped and len(skipped) < len(rows):
+        return "failed", f"skipped on some ranks alone: {skipped[0]}"
     return ("skipped", skipped[0]) if skipped else ("passed", "")
 
 

@@ -8,7 +8,6 @@ import pytest
 ONE_HOST = {
     "words of shared memory: what a rank was at, and its process": (
         "test_a_rank_that_dies_in_a_join_is_named_by_every_other",
-        "test_a_rank_that_is_killed_is_named_by_all_others",
         "test_paceline_raises_at_once_on_every_rank_where",
         "test_paceline_raises_at_once_in_processes_of_their_own_where",
         "test_a_rank_that_lives_and_does_not_come_is_named_at_the_deadline",

@@ -162,14 +162,15 @@ def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(
 ) -> None:
     file = tmp_path / "interrupted"
     with start_ranks(
-        wait_for_an_interrupt, 2, where, file, group_timeout=5.0, timeout=40.0
+        wait_for_an_interrupt, 2, where, file, group_timeout=20.0, timeout=60.0
     ) as ranks:
         assert ranks.hear(0) == "about to wait"
         assert until(lambda: is_asleep(ranks.pids[0]))
-        ranks.signal(0, signal.SIGINT)
+        begin = ranks.signal(0, signal.SIGINT)
         assert ranks.hear(0) == "ended"
         file.touch()
         first, second = (outcome.value for outcome in ranks.wait())
     assert first[0] == "KeyboardInterrupt"
+    assert first[2] - begin < 4.0, "it waited for the group's deadline"
     assert second[0] == "PeerError"
     assert where == "construction" or "rank 0" in second[1]

@@ -372,18 +372,21 @@ def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
 @on_ranks(2)
 def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
     models = [ranks.wrap(net()), ranks.wrap(net())]
+    n_steps = [0, 0]
 
     def run(which):
         if which != ranks.rank:
             time.sleep(1.5)  # longer than ranks look on at one another
         for _ in range(3):
             models[which](ranks.integers(3, 6)).sum().backward()
+            n_steps[which] += 1
 
     threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert n_steps == [3, 3]
     for model in models:
         ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 

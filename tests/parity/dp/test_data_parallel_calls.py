@@ -211,6 +211,10 @@ def test_a_graph_outlives_its_wrapper(wrap):
     for i in range(3):
         step(twin.plain, X + i).backward()
     assert_same_grads(twin.inner, twin.plain)
+    for each in (twin.inner, twin.plain):  # it trains on
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+        step(each, X).backward()
+    assert_same_grads(twin.inner, twin.plain)
 
 
 # ---- threads, forks, process groups -------------------------------------------------

@@ -16,6 +16,7 @@ from replicas import (
     Twin,
     Wrap,
     assert_close,
+    assert_same_grads,
     integer_weights,
     integers,
     loss_of,
@@ -106,6 +107,17 @@ def sent_bytes(n):
     fake = ctypes.CDLL(fake_gpus.library())
     fake.fake_sent_bytes.restype = ctypes.c_int64
     return [[fake.fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
+
+
+def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
+    twin = Twin(
+        wrap, integer_weights(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))), 3
+    )
+    for model in (twin.ours, twin.plain):
+        losses = [loss_of(model(integers(7, 9, seed=seed))) for seed in range(2)]
+        for loss in losses:
+            loss.backward()
+    assert_same_grads(twin.inner, twin.plain)
 
 
 def test_a_training_step_moves_each_byte_once(wrap, small_segments):

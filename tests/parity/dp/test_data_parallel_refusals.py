@@ -165,11 +165,14 @@ CALLS = {
         ValueError,
         r"(\b7\b.*\b5\b|\b5\b.*\b7\b).*replicate",
     ),
-    "several numbers": (
-        lambda m: m(X, torch.ones(3)),
-        ValueError,
-        "mark what each replica shall have",
-    ),
+    **{
+        f"numbers of shape {tuple(numbers.shape)}, {numbers.flatten()[-1]:.0f} last": (
+            lambda m, numbers=numbers: m(X, numbers),
+            ValueError,
+            "mark what each replica shall have",
+        )
+        for numbers in (torch.ones(3), torch.tensor([1.0, 2.0]), torch.ones(2, 3))
+    },
 }
 
 

@@ -3,6 +3,7 @@
 import copy
 import functools
 import threading
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,17 @@ from replicas import (
 from torch import nn
 from torch.nn import functional
 
-from programs import EVERYWHERE, Made, X, parameter, program, steps, trains, uses
+from programs import (
+    EVERYWHERE,
+    Made,
+    X,
+    buffer,
+    parameter,
+    program,
+    steps,
+    trains,
+    uses,
+)
 
 Y = integers(5, 3, seed=1)
 
@@ -378,8 +389,8 @@ def a_graph_does_not_use_parameters_that_were_overwritten(model):
 @program(
     lambda model: [loss_of(out).backward() for out in [model(X), model(X + 1)]][:0],
     layer=linear(),
-    scale=parameter(integers(3), trained=False),
-    n=torch.zeros(()).double(),
+    scale=buffer(integers(3)),
+    n=buffer(torch.zeros(()).double()),
 )
 def a_counter_goes_on_between_two_forwards(m, x):
     m.n += 1
@@ -387,6 +398,14 @@ def a_counter_goes_on_between_two_forwards(m, x):
 
 
 # ---- wrappers among other modules ---------------------------------------------------
+
+
+@uses(net)
+def a_step_runs_while_anomalies_are_looked_for(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            loss_of(model(X)).backward()
 
 
 @uses(net)
@@ -479,7 +498,7 @@ def several_threads_run_backward_through_one_graph(model):
 
 def in_threads(function, n=4):
     """Run `function(i)` in n threads at once; return what they return."""
-    results = [None] * n
+    results, errors = [None] * n, []
     barrier = threading.Barrier(n)
 
     def run(i):
@@ -487,13 +506,15 @@ def in_threads(function, n=4):
         try:
             results[i] = function(i)
         except Exception as error:
-            results[i] = error
+            errors.append(error)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    for error in errors:
+        raise error
     return results
 
 
