@@ -60,6 +60,21 @@ GPUs and Python 3.14 have not run without the GIL. A model must not be changed b
 thread while another is in its forward or backward: with a GIL that is an error,
 without one it may crash.
 
+## Of `make test-all`
+
+What came of each part when it last ran:
+
+| part | ran | what came of it |
+| --- | --- | --- |
+| tests marked `long` | 2026-11-26, 205 s | 14 passed |
+| `make c-test-plain` | 2026-11-26, 80 s with the build | 55 programs passed |
+| `make sanitize` (TSan) | with each change, 151 s | 55 programs passed |
+| `make fuzz-bytes` | 2026-11-26, a minute | nothing found |
+| `make fuzz` | 2026-11-26, 400 programs and 400 loops | as with torch |
+| `make fuzz-dp` | 2026-11-26, 600 on the CPU, 300 on simulated GPUs | none wrong |
+| `make hosts` | 2026-11-25, 584 s | 1,569 passed; 100 drawn failures, none wrong |
+| `make matrix` | 2026-11-25 | the tables below |
+
 ## What has run
 
 | Python | torch | of `tests/` | passed | failed | skipped |
