@@ -93,8 +93,8 @@ bench-counters bench-ranks: bench-%:
 .PHONY: test py-test
 test: c-test py-test gpu-fake ## what each change must pass: ten minutes on two cores
 
-# In this order, the longest files first: the last ones keep all workers at work.
 PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+# In this order, the longest files first: the last ones keep all workers at work.
 PY_TESTS := $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
 	tests/parity tests/unit)
 py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")

@@ -69,7 +69,6 @@ def files_of(level: str, *, is_whole: bool) -> list[str]:
         found = list((ROOT / "tests/unit/native").glob("test_*.py"))
     else:
         found = [ROOT / "tests/parity" / name for name in PARITY_FILES]
-        found = [path for path in found if path.exists()]
         if is_whole:
             found += (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
             found += (ROOT / "tests").rglob("test_cuda*.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import re
@@ -16,6 +15,7 @@ import paceline
 import torch
 import torch.distributed as dist
 from support import warm
+from support.copies import saved_and_loaded
 from support.ports import free_port
 from support.ranks import run_ranks, values
 
@@ -159,10 +159,7 @@ def travel(model: torch.nn.Module, how: str) -> torch.nn.Module:
         return copy.deepcopy(model)
     if how == "pickle":
         return pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return saved_and_loaded(model)
 
 
 WAYS = ("deepcopy", "pickle", "save")

@@ -7,7 +7,6 @@ mean of two is rounded once, by either library.
 
 import contextlib
 import copy
-import io
 import shutil
 
 import paceline
@@ -23,6 +22,7 @@ from cases import (
     skip_without_complex,
 )
 from recipes import ON_TORCH, Run
+from support.copies import saved_and_loaded
 from torch import nn
 
 
@@ -261,12 +261,7 @@ def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_r
 
 
 def copied(model, how):
-    if how == "deepcopy":
-        return copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return copy.deepcopy(model) if how == "deepcopy" else saved_and_loaded(model)
 
 
 # ---- what is refused, and surroundings -----------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import torch
 from programs import Made, module
 from replicas import Twin, assert_same, integers, loss_of, net, reals, smooth_net, step
+from support.copies import saved_and_loaded
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -138,11 +139,7 @@ def test_replicas_can_be_saved_and_loaded():
     ours = bare()
     x = integers(4, 3)
     for replica in ours.replicate(ours.module, TWO):
-        file = io.BytesIO()
-        torch.save(replica, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        assert torch.equal(loaded(x), ours.module(x))
+        assert torch.equal(saved_and_loaded(replica)(x), ours.module(x))
 
 
 @pytest.mark.parametrize("as_tuples", [False, True])

@@ -14,7 +14,6 @@ import paceline
 import pytest
 import torch
 from programs import Made, module
-from programs.graphs import in_threads
 from programs.ways import Leading
 from replicas import (
     Twin,
@@ -28,6 +27,7 @@ from replicas import (
     step,
 )
 from support.ranks import run_ranks, values
+from support.threads import in_threads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

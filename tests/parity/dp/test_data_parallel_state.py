@@ -16,6 +16,7 @@ from replicas import (
     loss_of,
     net,
 )
+from support.copies import saved_and_loaded
 from torch import nn
 
 
@@ -123,17 +124,10 @@ def test_a_state_of_the_optimizer_loads(wrap):
 # ---- copies -------------------------------------------------------------------------
 
 
-def _by_file(wrapper):
-    file = io.BytesIO()
-    torch.save(wrapper, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda wrapper: pickle.loads(pickle.dumps(wrapper)),
-    "torch.save": _by_file,
+    "torch.save": saved_and_loaded,
 }
 
 

@@ -18,6 +18,7 @@ import paceline
 import pytest
 import torch
 from paceline._install import rebind
+from support.copies import saved_and_loaded
 from torch.nn.parallel import DataParallel as TorchDP
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -388,10 +389,7 @@ def save_and_load(thing, how):
         return pickle.loads(pickle.dumps(thing))
     if how == "python pickle":
         return pickle._loads(pickle._dumps(thing))
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return saved_and_loaded(thing)
 
 
 WAYS = ["pickle", "python pickle", "save"]

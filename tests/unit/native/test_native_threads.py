@@ -6,35 +6,15 @@ import queue
 import subprocess
 import sys
 import sysconfig
-import threading
 
 import pytest
 import torch
 from natives import MIB, make_world
 from paceline import _native
+from support.threads import in_threads
 from torch import nn
 
 N_THREADS = 4
-
-
-def run_at_once(work):
-    """Call work(k) in several threads that begin together; raise what one raises."""
-    barrier, errors = threading.Barrier(N_THREADS), []
-
-    def run(k):
-        try:
-            barrier.wait()
-            work(k)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(N_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def nested(k):
@@ -61,7 +41,7 @@ def test_threads_split_and_join_each_their_own_values():
             joined = _native.gather(parts, scattered.sizes, 0)
             assert same(joined, ((value[0],), value[1]))
 
-    run_at_once(work)
+    in_threads(work, N_THREADS)
 
 
 def test_threads_read_one_tree_and_one_split():
@@ -75,7 +55,7 @@ def test_threads_read_one_tree_and_one_split():
             assert same(tree.unflatten(leaves), value)
             assert same(scattered.chunk(1), expected)
 
-    run_at_once(work)
+    in_threads(work, N_THREADS)
 
 
 def reducer_of(net):
@@ -118,7 +98,7 @@ def test_reducers_are_made_and_end_while_others_reduce():
                 while not over.empty():
                     over.get()
 
-    run_at_once(work)
+    in_threads(work, N_THREADS)
 
 
 def test_a_reducer_may_end_while_another_thread_is_in_its_backward():
@@ -136,7 +116,7 @@ def test_a_reducer_may_end_while_another_thread_is_in_its_backward():
             for _ in range(4):
                 assert all_equal(grads_of(nets[k], x), expected[k])
 
-        run_at_once(work)
+        in_threads(work, N_THREADS)
 
 
 def test_the_collector_runs_while_threads_are_in_the_extension():
@@ -150,7 +130,7 @@ def test_the_collector_runs_while_threads_are_in_the_extension():
             assert len(grads_of(net, torch.ones(2, 3))) == 8
             del net
 
-    run_at_once(work)
+    in_threads(work, N_THREADS)
 
 
 @pytest.mark.skipif(

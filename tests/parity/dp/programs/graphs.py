@@ -17,6 +17,7 @@ from replicas import (
     smooth_net,
     step,
 )
+from support.threads import in_threads
 from torch import nn
 from torch.nn import functional
 
@@ -494,28 +495,6 @@ def several_threads_run_backward_through_one_graph(model):
 
     found = in_threads(lambda _: run(), 3)
     return [gradients for grads in found for gradients in grads]
-
-
-def in_threads(function, n=4):
-    """Run `function(i)` in n threads at once; return what they return."""
-    results, errors = [None] * n, []
-    barrier = threading.Barrier(n)
-
-    def run(i):
-        barrier.wait()
-        try:
-            results[i] = function(i)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-    return results
 
 
 def wide():

@@ -144,7 +144,7 @@ class Point(NamedTuple):
 @dataclasses.dataclass
 class Record:
     a: torch.Tensor
-    b: torch.Tensor
+    b: torch.Tensor | None = None
     note: str = "none"
 
 

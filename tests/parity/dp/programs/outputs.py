@@ -3,25 +3,13 @@
 import collections
 import copy
 import dataclasses
-from typing import NamedTuple
 
 import torch
 from replicas import alike, bare, integers, linear, loss_of, loss_of_all
-from torch.utils import _pytree as pytree
+from values import Output
 
 from programs import CPU, THREE, Made, X, parameter, program, steps, trains, uses
-
-
-class Point(NamedTuple):
-    y: torch.Tensor
-    z: torch.Tensor
-
-
-@dataclasses.dataclass
-class Record:
-    y: torch.Tensor
-    z: torch.Tensor | None = None
-    note: str = "none"
+from programs.inputs import Pair, Point, Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,59 +21,13 @@ class FrozenRecord:
         object.__setattr__(self, "square", self.y * self.y)
 
 
-class ModelOutput(collections.OrderedDict):
-    """Attributes, keys and places are one: as outputs of transformers' models are."""
-
-    def __init_subclass__(cls):
-        pytree.register_pytree_node(
-            cls,
-            lambda output: (list(output.values()), list(output.keys())),
-            lambda values, keys: cls(**dict(zip(keys, values, strict=True))),
-            serialized_type_name=f"programs.outputs.{cls.__name__}",
-        )
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                super().__setitem__(field.name, value)
-
-    def __getitem__(self, key):
-        if isinstance(key, str):
-            return dict(self.items())[key]
-        return tuple(self.values())[key]
-
-    def __setattr__(self, name, value):
-        if name in self.keys() and value is not None:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
-
-    def __setitem__(self, key, value):
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-
 @dataclasses.dataclass
-class TagOutput(ModelOutput):
+class TagOutput(Output):
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     states: tuple | None = None
     attentions: tuple | None = None
 
-
-class Pair:
-    """A container that torch knows by registration alone."""
-
-    def __init__(self, first, second, note):
-        self.first, self.second, self.note = first, second, note
-
-
-pytree.register_pytree_node(
-    Pair,
-    lambda pair: ([pair.first, pair.second], pair.note),
-    lambda leaves, note: Pair(*leaves, note),
-    serialized_type_name="programs.outputs.Pair",
-)
 
 FORMS = {
     "tensor": lambda y, z: y,

@@ -1,0 +1,33 @@
+"""Work in several threads at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def in_threads(function: Callable[[int], Any], n: int = 4) -> list[Any]:
+    """Run `function(i)` in n threads that begin together; return what they return.
+
+    What one of them raises is raised when all have ended.
+    """
+    results: list[Any] = [None] * n
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(n)
+
+    def run(i: int) -> None:
+        try:
+            barrier.wait()
+            results[i] = function(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
