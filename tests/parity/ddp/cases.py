@@ -1,15 +1,25 @@
 """Many small tests on ranks, in a few processes.
 
-    @on_ranks(2, 4, cap=[0.01, 25])
-    def test_this_is_so(ranks, cap):
-        twin = Twin(ranks, nn.Linear(3, 2), bucket_cap_mb=cap)
+    def test_this_is_so(ranks):
+        twin = Twin(ranks, nn.Linear(3, 2))
         twin.step(lambda model: model(torch.ones(1, 3)).sum())
 
-is one test for each number of ranks and each `cap`.  What costs is to start processes:
-so all tests of a file that were selected for N ranks run in one go, in the same N
-processes, each with a process group of its own: an error in one leaves the others be.
-A rank that fails makes its peers wait for `PEER_SECONDS`, at the most.  What a file's
-`environment()` returns, if it has one, is put into the environment of its ranks.
+is a test for two ranks.  Under `@on_ranks(2, 4, cap=[0.01, 25])` it is one for each
+number of ranks and each `cap`, which it takes as an argument.
+
+    @as_torch(cap=[0.01, 25])
+    def test_that_is_so(ranks, wrap, cap):
+        model = wrap(nn.Linear(3, 2), bucket_cap_mb=cap)
+        model(torch.ones(1, 3)).sum().backward()
+        yield grads_of(model)
+
+runs by torch's class and then by ours: all that it yields must be the same to the bit.
+
+What costs is to start processes: so all tests of a file that were selected for N ranks
+run in one go, in the same N processes, each with a process group of its own: an error
+in one leaves the others be.  A rank that fails makes its peers wait for `PEER_SECONDS`,
+at the most.  What a file's `environment()` returns, if it has one, is put into the
+environment of its ranks.
 """
 
 import copy
@@ -37,7 +47,6 @@ PEER_SECONDS = 10.0
 BATCH_SECONDS = float(os.environ.get("BATCH_SECONDS", "240"))
 SKIPPED = "skipped on every rank: "
 
-_bodies = {}  # (module, name): the function under @on_ranks
 _results = {}  # (module, n_ranks): {case: words of what went wrong, or None}
 
 
@@ -45,48 +54,71 @@ _results = {}  # (module, n_ranks): {case: words of what went wrong, or None}
 
 
 def on_ranks(*n_ranks, **axes):
-    """Run a function on ranks, as a test for each number and each value of the axes."""
+    """Run a test for each number of ranks, 2 by default, and each value of the axes."""
 
     def decorate(body):
-        _bodies[body.__module__, body.__name__] = body
-        rows = list(itertools.product(n_ranks, *axes.values()))
-
-        @pytest.mark.parametrize("row", rows, ids=[_id_of(row, axes) for row in rows])
-        def test(row, request):
-            n, *point = row
-            key = body.__module__, n
-            case = (body.__name__, *map(str, point))
-            if case not in _results.get(key, {}):
-                _results[key] = _run(request, body.__module__, n)
-            words = _results[key][case]
-            if words is not None and words.startswith(SKIPPED):
-                pytest.skip(words.removeprefix(SKIPPED))
-            if words is not None:
-                pytest.fail(words, pytrace=False)
-
-        test.__name__ = body.__name__
-        test.__doc__ = body.__doc__
-        test._axes = axes
-        return test
+        body.n_ranks, body.axes = n_ranks or (2,), axes
+        return body
 
     return decorate
 
 
-def _id_of(row, axes):
-    n, *point = row
-    words = [f"{name}={value}" for name, value in zip(axes, point, strict=True)]
-    return "-".join([f"{n} ranks", *words])
+def as_torch(*n_ranks, **axes):
+    """Run a program by torch's class and by ours; what it yields must be the same."""
+
+    def decorate(program):
+        @functools.wraps(program)
+        def body(ranks, *point):
+            compare_with_torch(ranks, program, *point)
+
+        signature = inspect.signature(program)
+        taken = [p for name, p in signature.parameters.items() if name != "wrap"]
+        body.__signature__ = signature.replace(parameters=taken)
+        return on_ranks(*n_ranks, **axes)(body)
+
+    return decorate
 
 
-def _run(request, module, n):
-    """Run every selected case of a file that is for n ranks; return what went wrong."""
-    selected = [
-        (item.function.__name__, *item.callspec.params["row"][1:])
-        for item in request.session.items
-        if item.module.__name__ == module
-        and hasattr(item.function, "_axes")
-        and item.callspec.params["row"][0] == n
+def parametrize(metafunc):
+    """Make a function's tests, for conftest.py."""
+    body = metafunc.function
+    axes = getattr(body, "axes", {})
+    rows = list(itertools.product(getattr(body, "n_ranks", (2,)), *axes.values()))
+    ids = [
+        "-".join([f"{n} ranks", *map("{}={}".format, axes, point)])
+        for n, *point in rows
     ]
+    metafunc.parametrize(["ranks", *axes], rows, ids=ids)
+
+
+def run_test(item):
+    """Run a test, for conftest.py, with all others of its file for as many ranks."""
+    n, case = _case_of(item)
+    key = item.module.__name__, n
+    name = case[0], *map(str, case[1:])
+    if name not in _results.get(key, {}):
+        _results[key] = _run(item.session, item.module.__name__, n)
+    words = _results[key][name]
+    if words is not None and words.startswith(SKIPPED):
+        pytest.skip(words.removeprefix(SKIPPED))
+    if words is not None:
+        pytest.fail(words, pytrace=False)
+
+
+def _case_of(item):
+    """Return a test's number of ranks; its name, and its values of the axes."""
+    point = dict(item.callspec.params)
+    return point.pop("ranks"), (item.originalname, *point.values())
+
+
+def _run(session, module, n):
+    """Run every selected case of a file that is for n ranks; return what went wrong."""
+    placed = [
+        _case_of(item)
+        for item in session.items
+        if item.module.__name__ == module and "ranks" in item.fixturenames
+    ]
+    selected = [case for n_ranks, case in placed if n_ranks == n]
     environment = getattr(sys.modules[module], "environment", dict)
     outcomes = run_ranks(
         run_cases,
@@ -120,10 +152,10 @@ def _words_of(row):
 
 
 def run_cases(rank, n_ranks, module, cases):
-    importlib.import_module(module)
+    bodies = importlib.import_module(module)
     store = dist.distributed_c10d._get_default_store()
     return [
-        _run_case(rank, n_ranks, store, number, _bodies[module, name], point)
+        _run_case(rank, n_ranks, store, number, getattr(bodies, name), point)
         for number, (name, *point) in enumerate(cases)
     ]
 
@@ -255,9 +287,16 @@ def grads_of(model):
 
 
 def assert_equal(mine, theirs, what):
-    """Check bits, dtype, and whether there is anything at all."""
+    """Check bits, dtype, layout, and whether there is anything at all."""
     if (mine is None) != (theirs is None):
         raise AssertionError(f"{what}: {mine} and {theirs}")
+    if mine is not None and mine.is_sparse:
+        for fact in ("layout", "shape"):
+            assert getattr(mine, fact) == getattr(theirs, fact), f"{what}: {fact}"
+        assert mine.is_coalesced() == theirs.is_coalesced(), what
+        mine, theirs = mine.coalesce(), theirs.coalesce()
+        assert mine.indices().tolist() == theirs.indices().tolist(), f"{what}: rows"
+        mine, theirs = mine.values(), theirs.values()
     if mine is None or bits(mine + 0) == bits(theirs + 0):  # -0 and 0 are equal
         return
     assert mine.dtype == theirs.dtype, f"{what}: {mine.dtype} and {theirs.dtype}"
@@ -270,6 +309,13 @@ def assert_equal(mine, theirs, what):
     )
 
 
+def step_of(model, *inputs):
+    """Take a step; return its gradients."""
+    model.zero_grad()
+    model(*inputs).sum().backward()
+    return grads_of(model)
+
+
 def assert_same_grads(mine, theirs, what="now"):
     """Check that the gradients of two models have the same bits."""
     rows = zip(mine.named_parameters(), theirs.parameters(), strict=True)
@@ -277,13 +323,30 @@ def assert_same_grads(mine, theirs, what="now"):
         assert_equal(p.grad, other.grad, f"{what}: the gradient of {name}")
 
 
-def compare_with_torch(ranks, program):
-    """Run a program by both classes; every tensor that it returns must be the same."""
-    theirs = program(ranks, ranks.wrap_by_torch)
-    ours = program(ranks, ranks.wrap)
-    assert len(ours) == len(theirs)
-    for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert_equal(mine, other, f"tensor {i}")
+def compare_with_torch(ranks, program, *point):
+    """Run a program by both classes; all that it yields must be the same."""
+    runs = []
+    for wrap in (ranks.wrap_by_torch, ranks.wrap):
+        torch.manual_seed(1)
+        runs.append([_kept(found) for found in program(ranks, wrap, *point)])
+    for i, (theirs, mine) in enumerate(zip(*runs, strict=True)):
+        _assert_alike(mine, theirs, f"yielded {i}")
+
+
+def _kept(found):
+    if isinstance(found, torch.Tensor):
+        return found.detach().clone()
+    return [_kept(each) for each in found] if isinstance(found, list) else found
+
+
+def _assert_alike(mine, theirs, what):
+    if isinstance(mine, list):
+        for i, pair in enumerate(zip(mine, theirs, strict=True)):
+            _assert_alike(*pair, f"{what}, {i}")
+    elif isinstance(mine, torch.Tensor) or mine is None:
+        assert_equal(mine, theirs, what)
+    else:
+        assert mine == theirs, f"{what}: {mine} and {theirs}"
 
 
 def mean_over(rows):

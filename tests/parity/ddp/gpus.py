@@ -37,9 +37,7 @@ def again(home, into, names, *rows):
     """
     there = importlib.import_module(home)
     for name, n_ranks, axes in [*((name, (2,), {}) for name in names.split()), *rows]:
-        body = functools.partial(cases._bodies[home, name])
-        body.__name__, body.__module__ = name, into["__name__"]
-        body.__doc__ = cases._bodies[home, name].__doc__
-        original = getattr(there, name)._axes
+        body = getattr(there, name)
+        original = getattr(body, "axes", {})
         assert axes.keys() <= original.keys(), name
         into[name] = on_gpus(*n_ranks, **{**original, **axes})(body)

@@ -3,9 +3,7 @@
 import copy
 
 import torch
-from cases import (
-    assert_equal,
-)
+from cases import assert_equal
 from torch import nn
 
 

@@ -51,7 +51,7 @@ def loss(ranks, key, used=None):
 STYLES = ["round both", "round forward", "round backward", "switched by hand"]
 
 
-@on_ranks(2, style=STYLES)
+@on_ranks(style=STYLES)
 def test_no_sync_accumulates_and_the_next_backward_averages_all(ranks, style):
     twin = Twin(ranks, Bag())
     for step in range(3):
@@ -71,7 +71,6 @@ def test_no_sync_accumulates_and_the_next_backward_averages_all(ranks, style):
         twin.step(loss(ranks, (step, "last")))
 
 
-@on_ranks(2)
 def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
     model = ranks.wrap(Bag())
     with model.no_sync():
@@ -81,7 +80,7 @@ def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the average")
 
 
-@on_ranks(2, on=["all ranks", "one rank each"])
+@on_ranks(on=["all ranks", "one rank each"])
 def test_parameters_used_only_in_micro_steps_are_synchronised_by_the_next(ranks, on):
     twin = Twin(ranks, Bag())
     for step in range(3):
@@ -92,7 +91,6 @@ def test_parameters_used_only_in_micro_steps_are_synchronised_by_the_next(ranks,
         twin.step(loss(ranks, (step, 2), {4, 5}))
 
 
-@on_ranks(2)
 def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(ranks):
     """An optimizer would decay a weight whose gradient is zeros, not None."""
     twin = Twin(ranks, Bag())
@@ -119,7 +117,7 @@ USES = {
 }
 
 
-@on_ranks(2, use=[*USES], set_to_none=[True, False])
+@on_ranks(use=[*USES], set_to_none=[True, False])
 def test_parameters_may_be_unused(ranks, use, set_to_none):
     twin = Twin(ranks, Bag())
     for step in range(5):
@@ -127,7 +125,6 @@ def test_parameters_may_be_unused(ranks, use, set_to_none):
         twin.step(loss(ranks, step, USES[use](ranks.rank, step)))
 
 
-@on_ranks(2)
 def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ranks):
     model = ranks.wrap(Bag())
     for step in range(2):
@@ -142,7 +139,6 @@ def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ran
         assert_equal(p.grad, values, "an unused gradient")
 
 
-@on_ranks(2)
 def test_ranks_own_gradients_of_what_nobody_used_are_left_alone(ranks):
     """As torch: what was set by hand and is used by nobody is nobody's to average."""
     model = ranks.wrap(Bag())
@@ -165,7 +161,7 @@ KEEP = {
 }
 
 
-@on_ranks(2, keep=[*KEEP])
+@on_ranks(keep=[*KEEP])
 def test_kept_gradients_survive_the_next_backwards(ranks, keep):
     model = ranks.wrap(Bag())
     kept = []
@@ -181,7 +177,6 @@ def test_kept_gradients_survive_the_next_backwards(ranks, keep):
                 assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
 
 
-@on_ranks(2)
 def test_kept_gradients_are_not_changed_by_the_peers(ranks):
     """Rank 1 keeps, rank 0 does not: rank 0's next sums must not land in rank 1."""
     model = ranks.wrap(Bag())
@@ -204,9 +199,7 @@ NEXT = {
 }
 
 
-@on_ranks(
-    2, use=[*NEXT], then=["plain", "recorded", "watched", "turned", "own", "late"]
-)
+@on_ranks(use=[*NEXT], then=["plain", "recorded", "watched", "turned", "own", "late"])
 def test_kept_gradients_survive_whatever_the_next_backward_is(ranks, use, then):
     model = ranks.wrap(Bag())
     for step in range(2):
@@ -238,7 +231,6 @@ def turned(tensor):
     return tensor.t().contiguous().t()
 
 
-@on_ranks(2)
 def test_swapped_gradients_are_told_apart(ranks):
     """Two parameters of one shape exchange their gradients between backwards."""
     twin = Twin(ranks, Bag(2))
@@ -249,7 +241,6 @@ def test_swapped_gradients_are_told_apart(ranks):
             a.grad, b.grad = b.grad, a.grad
 
 
-@on_ranks(2)
 def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks):
     twin = Twin(ranks, Bag(2))
     twin.step(loss(ranks, 0))
@@ -259,7 +250,6 @@ def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks)
     twin.step(loss(ranks, 1))
 
 
-@on_ranks(2)
 def test_gradients_live_on_after_the_wrapper(ranks):
     model = ranks.wrap(Bag())
     loss(ranks, 0)(model).backward()
@@ -269,7 +259,6 @@ def test_gradients_live_on_after_the_wrapper(ranks):
     loss(ranks, 1)(bare).backward()  # adds to it, locally
 
 
-@on_ranks(2)
 def test_a_module_may_be_wrapped_again(ranks):
     twin = Twin(ranks, Bag())
     twin.step(loss(ranks, 0))
@@ -310,7 +299,7 @@ SEVERAL = {
 }
 
 
-@on_ranks(2, losses=[*SEVERAL])
+@on_ranks(losses=[*SEVERAL])
 def test_several_backwards_follow_the_forwards(ranks, losses):
     twin = Twin(ranks, net())
     x, y = ranks.integers(3, 6, key="a"), ranks.integers(2, 6, key="b")
@@ -324,7 +313,6 @@ def test_several_backwards_follow_the_forwards(ranks, losses):
         twin.check()
 
 
-@on_ranks(2)
 def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
     twin = Twin(ranks, net())
     x = ranks.integers(3, 6)
@@ -335,7 +323,6 @@ def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
         twin.step(lambda model: model(x).sum())
 
 
-@on_ranks(2)
 def test_backward_towards_some_inputs_averages_those(ranks):
     twin = Twin(ranks, net())
     x = ranks.integers(3, 6)
@@ -348,7 +335,7 @@ def test_backward_towards_some_inputs_averages_those(ranks):
         twin.check()
 
 
-@on_ranks(2, checks=["each alone", "both"])
+@on_ranks(checks=["each alone", "both"])
 def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
     ranks, checks
 ):
@@ -369,7 +356,6 @@ def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
     ranks.all(None)  # who leaves before another has looked is all that one hears of
 
 
-@on_ranks(2)
 def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
     models = [ranks.wrap(net()), ranks.wrap(net())]
     n_steps = [0, 0]
@@ -391,7 +377,6 @@ def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
         ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_slow_rank_is_waited_for_after_another_wrapper_failed(ranks):
     """Not taken for a rank that waits there: what it waited for has failed."""
     slow, failing = ranks.wrap(net()), ranks.wrap(net())
@@ -415,7 +400,6 @@ def _explode(_):
     raise ZeroDivisionError
 
 
-@on_ranks(2)
 def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(ranks):
     model = ranks.wrap(Bag())
 
@@ -435,7 +419,7 @@ def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(rank
             assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
 
 
-@on_ranks(2, where=["before forward", "before backward"])
+@on_ranks(where=["before forward", "before backward"])
 def test_a_rank_that_is_late_hears_of_the_failure_at_that_step(ranks, where):
     """Rank 0 fails, catches and goes on before rank 1 has come that far."""
     model = ranks.wrap(Bag())

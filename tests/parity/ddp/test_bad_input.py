@@ -120,7 +120,6 @@ def test_the_odd_one_is_named_where_it_is_rank_0(ranks):
     assert_still_usable(ranks)
 
 
-@on_ranks(2)
 def test_models_are_compared_without_the_first_synchronisation_too(ranks):
     """Gradients would be cross-wired otherwise."""
     module = net()
@@ -156,7 +155,6 @@ def test_an_option_that_differs_is_named_on_every_rank(ranks, name):
     assert_still_usable(ranks)
 
 
-@on_ranks(2)
 def test_a_bucket_size_of_the_same_bytes_is_the_same(ranks):
     model = ranks.wrap(net(), bucket_cap_mb=[1, 1.0][ranks.rank])
     model(ranks.integers(2, 3)).sum().backward()
@@ -187,7 +185,6 @@ ON_ONE = {
 
 
 @on_ranks(3, what=[*ON_ONE])
-@pytest.mark.filterwarnings("ignore")
 def test_what_one_rank_cannot_wrap_is_an_error_on_every_rank(ranks, what):
     alter, kind, words = ON_ONE[what]
     module = net()
@@ -209,7 +206,7 @@ ALONE = {
 }
 
 
-@on_ranks(2, what=[*ALONE])
+@on_ranks(what=[*ALONE])
 def test_a_bad_argument_of_one_rank_is_an_error_on_every_rank(ranks, what):
     options, kind, words = ALONE[what]
     if ranks.rank == 0:
@@ -264,7 +261,7 @@ LATER = {
 }
 
 
-@on_ranks(2, what=[*LATER])
+@on_ranks(what=[*LATER])
 def test_a_model_that_all_ranks_change_after_wrapping_is_trained_on(ranks, what):
     module = integer_weights(net().eval())
     model = ranks.wrap(module)
@@ -284,7 +281,6 @@ def test_a_model_that_all_ranks_change_after_wrapping_is_trained_on(ranks, what)
     assert_still_usable(ranks)
 
 
-@on_ranks(2)
 def test_a_parameter_of_another_size_is_an_error_on_every_rank(ranks):
     module = integer_weights(net().eval())
     model = ranks.wrap(module)

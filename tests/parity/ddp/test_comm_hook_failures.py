@@ -63,7 +63,7 @@ REFUSED = {
 }
 
 
-@on_ranks(2, what=[*REFUSED])
+@on_ranks(what=[*REFUSED])
 def test_what_is_no_hook_is_refused_in_the_words_of_torch(ranks, what):
     hook, kind = REFUSED[what]
     words = []
@@ -87,7 +87,7 @@ def register(model, kind):
         model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
 
 
-@on_ranks(2, first=KINDS, second=KINDS)
+@on_ranks(first=KINDS, second=KINDS)
 def test_a_second_hook_of_either_kind_is_refused_in_the_words_of_torch(
     ranks, first, second
 ):
@@ -101,14 +101,12 @@ def test_a_second_hook_of_either_kind_is_refused_in_the_words_of_torch(
     assert words[0].startswith(words[1]), words
 
 
-@on_ranks(2)
 def test_what_is_no_builtin_hook_is_a_type_error(ranks):
     model = ranks.wrap(net())
     with pytest.raises(TypeError, match="'FP16_COMPRESS'"):
         model._register_builtin_comm_hook("FP16_COMPRESS")
 
 
-@on_ranks(2)
 def test_a_hook_cannot_come_while_a_step_is_under_way(ranks):
     model = ranks.wrap(net())
     caught = []
@@ -127,7 +125,6 @@ def test_a_hook_cannot_come_while_a_step_is_under_way(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_hook_on_one_rank_alone_is_an_error_on_both(ranks):
     model = ranks.wrap(net())
     backward(ranks, model)
@@ -167,7 +164,7 @@ GIVEN_BACK = {
 }
 
 
-@on_ranks(2, what=[*GIVEN_BACK])
+@on_ranks(what=[*GIVEN_BACK])
 def test_what_a_hook_may_not_give_back_is_an_error_out_of_backward(ranks, what):
     hook, words = GIVEN_BACK[what]
     model = ranks.wrap(net())
@@ -183,7 +180,6 @@ def test_what_a_hook_may_not_give_back_is_an_error_out_of_backward(ranks, what):
     } or (words in said)
 
 
-@on_ranks(2)
 def test_a_hook_without_a_future_is_refused_on_its_own_rank(ranks):
     called = dist.distributed_c10d._get_default_store()
     key = "a hook was called"
@@ -201,7 +197,6 @@ def test_a_hook_without_a_future_is_refused_on_its_own_rank(ranks):
         loss.backward()
 
 
-@on_ranks(2)
 def test_a_future_may_hold_a_list_of_one_or_another_shape_or_dtype(ranks):
     def hook(state, bucket):
         values = [
@@ -277,7 +272,6 @@ def ranks_all_but_of(ranks, thing):
     return things
 
 
-@on_ranks(2)
 def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ranks):
     """The peer's future waits for a collective that will never come."""
 
@@ -310,7 +304,6 @@ def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ran
     assert "mine" in rows[1][1]
 
 
-@on_ranks(2)
 def test_a_step_that_one_rank_fails_is_a_step_of_nobody(ranks):
     """Also where the other rank's hook was done by then."""
     state = {"fails": False}
@@ -333,7 +326,6 @@ def test_a_step_that_one_rank_fails_is_a_step_of_nobody(ranks):
         assert outcome_of(ranks, model, round) is None
 
 
-@on_ranks(2)
 def test_after_a_collective_that_some_ranks_began_no_step_pairs_with_it(ranks):
     """Gloo would take the next step's collective for the one that was never begun."""
     state = {"fails": True}
@@ -439,7 +431,6 @@ class Shared(nn.Module):
         return self.head(x)
 
 
-@on_ranks(2)
 def test_a_gradient_behind_its_bucket_is_an_error_on_every_rank(ranks):
     model = ranks.wrap(Shared(), bucket_cap_mb=0.0001)
     model.register_comm_hook(ranks.group, reduced)
@@ -462,7 +453,6 @@ def test_a_gradient_behind_its_bucket_is_an_error_on_every_rank(ranks):
     assert "communication hook" in words
 
 
-@on_ranks(2)
 def test_a_gradient_that_comes_twice_in_every_step_is_not_late(ranks):
     module = Shared()
     module.n_uses = 2

@@ -13,12 +13,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    assert_equal,
-    integer_weights,
-    net,
-    on_ranks,
-)
+from cases import assert_equal, integer_weights, net, on_ranks
 from hook_cases import OWN, both, by_hand, mlp, reduced, train_both
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -71,7 +66,7 @@ HOOKS = {
 }
 
 
-@on_ranks(2, name=[*HOOKS])
+@on_ranks(name=[*HOOKS])
 def test_a_hook_of_torch_gives_its_bits(ranks, name):
     hook, state = HOOKS[name]
     train_both(ranks, both(ranks, mlp(), hook, state), steps=6)
@@ -83,7 +78,7 @@ def bf16_by_hand(ranks, gradient):
     return (rows[0] + rows[1]).to(gradient.dtype)
 
 
-@on_ranks(2, kind=["plain", "wrapper"])
+@on_ranks(kind=["plain", "wrapper"])
 def test_bf16_compression_works_on_the_cpu_too(ranks, kind):
     """Torch refuses it there."""
     hook = default_hooks.bf16_compress_hook
@@ -112,7 +107,7 @@ NOT_ON_THE_CPU = {
 }
 
 
-@on_ranks(2, name=[*NOT_ON_THE_CPU])
+@on_ranks(name=[*NOT_ON_THE_CPU])
 def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
     """Some need CUDA, some have mistakes of their own; all that counts is the same."""
     hook, state = NOT_ON_THE_CPU[name]
@@ -132,7 +127,7 @@ def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
         assert outcomes[0] == outcomes[1]
 
 
-@on_ranks(2, kind=["ALLREDUCE", "FP16_COMPRESS"])
+@on_ranks(kind=["ALLREDUCE", "FP16_COMPRESS"])
 def test_a_builtin_hook_gives_the_bits_of_torch(ranks, kind):
     models = [ranks.wrap(mlp()), ranks.wrap_by_torch(mlp())]
     for model in models:
@@ -143,12 +138,11 @@ def test_a_builtin_hook_gives_the_bits_of_torch(ranks, kind):
 # ---- hooks of a user's own ----------------------------------------------------------
 
 
-@on_ranks(2, name=[*OWN])
+@on_ranks(name=[*OWN])
 def test_a_hook_of_ones_own_gives_the_bits_of_torch(ranks, name):
     train_both(ranks, both(ranks, mlp(), OWN[name]))
 
 
-@on_ranks(2)
 def test_a_bucket_is_one_of_torch_and_says_what_it_holds(ranks):
     seen = []
 
@@ -177,7 +171,7 @@ def test_a_bucket_is_one_of_torch_and_says_what_it_holds(ranks):
         assert all(id(p) in {*map(id, module.parameters())} for p in seen[0][2])
 
 
-@on_ranks(2, options=["bucket_cap_mb", "bucket_cap_mb_list", "neither"])
+@on_ranks(options=["bucket_cap_mb", "bucket_cap_mb_list", "neither"])
 def test_buckets_are_as_large_as_was_asked_for(ranks, options):
     module = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(10)])
     quarter = 256 * 256 * 4 / MIB
@@ -205,7 +199,6 @@ def test_buckets_are_as_large_as_was_asked_for(ranks, options):
         assert sizes == expected[options]
 
 
-@on_ranks(2)
 def test_annotations_of_torch_are_accepted_as_words_too(ranks):
     def hook(state, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
         return reduced(state, bucket)
@@ -216,7 +209,6 @@ def test_annotations_of_torch_are_accepted_as_words_too(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_what_a_hook_keeps_of_earlier_steps_stays_as_it_was(ranks):
     kept = []
 
@@ -246,7 +238,7 @@ def counted(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
-@on_ranks(2, how=["deepcopy", "pickle"])
+@on_ranks(how=["deepcopy", "pickle"])
 def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
     state = {"n": 0}
     wrapper = paceline.DistributedDataParallel(net())
@@ -268,7 +260,7 @@ def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
         clone.register_comm_hook(None, counted)
 
 
-@on_ranks(2, hook=["fp16", "builtin"])
+@on_ranks(hook=["fp16", "builtin"])
 def test_a_wrapper_whose_hook_has_the_default_group_can_be_copied(ranks, hook):
     wrapper = paceline.DistributedDataParallel(net())
     if hook == "builtin":
@@ -283,7 +275,6 @@ def test_a_wrapper_whose_hook_has_the_default_group_can_be_copied(ranks, hook):
         assert len(clone._comm_hooks) == 1
 
 
-@on_ranks(2)
 def test_a_model_that_is_changed_keeps_its_hook(ranks):
     seen = []
 
@@ -305,7 +296,6 @@ def test_a_model_that_is_changed_keeps_its_hook(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_hook_of_one_rank_alone_is_called(ranks):
     def hook(state, bucket):
         future = torch.futures.Future()
@@ -327,7 +317,6 @@ def test_a_hook_of_one_rank_alone_is_called(ranks):
 # ---- what stays behind --------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_thousand_steps_with_a_hook_leave_nothing(ranks):
     def grow(model):
         for _ in range(100):

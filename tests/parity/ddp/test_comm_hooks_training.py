@@ -4,7 +4,6 @@ import contextlib
 import copy
 import warnings
 
-import pytest
 import torch
 from cases import (
     assert_equal,
@@ -14,20 +13,9 @@ from cases import (
     on_ranks,
     skip_without_complex,
 )
-from hook_cases import (
-    OWN,
-    both,
-    by_hand,
-    chain,
-    check,
-    mlp,
-    reduced,
-    train_both,
-)
+from hook_cases import OWN, both, by_hand, chain, check, mlp, reduced, train_both
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
@@ -45,8 +33,7 @@ OPTIONS = {
 }
 
 
-@on_ranks(2, options=[*OPTIONS])
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
+@on_ranks(options=[*OPTIONS])
 def test_an_option_gives_the_bits_of_torch_with_a_hook(ranks, options):
     given = OPTIONS[options]
     theirs = {} if "bucket_cap_mb_list" in given else given  # not every torch has it
@@ -76,7 +63,7 @@ class Odd(nn.Module):
         return self.frozen(self.wide(x.double()).float()) * self.scalar
 
 
-@on_ranks(2, hook=["allreduce", "fp16", "set_buffer", "chain", "float64"])
+@on_ranks(hook=["allreduce", "fp16", "set_buffer", "chain", "float64"])
 def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, hook):
     skip_without_complex()
     hooks = {
@@ -97,7 +84,6 @@ def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, hook):
         assert all(torch.equal(mine, theirs) for mine, theirs in buffers)
 
 
-@on_ranks(2)
 def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks):
     """torch's views of complex gradients show half of them."""
 
@@ -144,8 +130,6 @@ class Branches(nn.Module):
         return self.right(x) if self.choice == 1 else x
 
 
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore:find_unused_parameters=True")
 def test_parameters_that_a_rank_leaves_out_give_the_bits_of_torch(ranks):
     hook = default_hooks.allreduce_hook
     models = both(ranks, Branches(), hook, find_unused_parameters=True)
@@ -176,7 +160,7 @@ class Words(nn.Module):
         return self.out(self.table(x).tanh() + self.more(x[:, 0] % 20) * 2)
 
 
-@on_ranks(2, hook=["allreduce", "sparse alone"])
+@on_ranks(hook=["allreduce", "sparse alone"])
 def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, hook):
     def own(state, bucket):
         future = state.allreduce([bucket.buffer()]).get_future()
@@ -194,7 +178,6 @@ def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, hook):
     assert models[0].module.table.weight.grad.is_sparse
 
 
-@on_ranks(2)
 def test_sparse_gradients_of_the_same_memory_are_averaged_once_each(ranks):
     """With torch a hook that divides in place divides both of them twice."""
 
@@ -215,7 +198,6 @@ def test_sparse_gradients_of_the_same_memory_are_averaged_once_each(ranks):
         assert rows.tolist() == [2.0, 2.0, 0.0, 4.0]
 
 
-@on_ranks(2)
 def test_a_sparse_parameter_left_out_by_a_rank_counts_as_zeros(ranks):
     """Torch has no gradient to give its hook there, and fails."""
     kinds = []
@@ -251,7 +233,7 @@ class Halves(nn.Module):
 # ---- loops --------------------------------------------------------------------------
 
 
-@on_ranks(2, zero=["none", "zeros", "not"])
+@on_ranks(zero=["none", "zeros", "not"])
 def test_accumulation_gives_the_bits_of_torch_with_a_hook(ranks, zero):
     models = both(ranks, mlp(), default_hooks.fp16_compress_hook)
     for step in range(3):
@@ -266,7 +248,6 @@ def test_accumulation_gives_the_bits_of_torch_with_a_hook(ranks, zero):
         check(*models, f"step {step}")
 
 
-@on_ranks(2)
 def test_two_models_with_hooks_of_their_own_train_together(ranks):
     first = both(ranks, mlp(), default_hooks.fp16_compress_hook)
     second = both(ranks, nn.Linear(2, 3), chain)
@@ -280,7 +261,6 @@ def test_two_models_with_hooks_of_their_own_train_together(ranks):
         check(*second, f"second, step {step}")
 
 
-@on_ranks(2)
 def test_a_hook_may_come_after_some_steps(ranks):
     """The order in which gradients come is known by then."""
     models = [ranks.wrap(mlp()), ranks.wrap_by_torch(mlp())]
@@ -296,7 +276,7 @@ def test_a_hook_may_come_after_some_steps(ranks):
     assert len(seen) >= 3
 
 
-@on_ranks(2, context=["join()", "Join([])"], initial=[True, False])
+@on_ranks(context=["join()", "Join([])"], initial=[True, False])
 def test_uneven_inputs_give_the_bits_of_torch_with_a_hook(ranks, context, initial):
     models = both(ranks, mlp(), default_hooks.allreduce_hook)
     for model in models:
@@ -317,7 +297,7 @@ def test_uneven_inputs_give_the_bits_of_torch_with_a_hook(ranks, context, initia
         assert_equal(mine, theirs, "a parameter after the join")
 
 
-@on_ranks(2, reentrant=[False, True])
+@on_ranks(reentrant=[False, True])
 def test_checkpoints_work_with_a_hook(ranks, reentrant):
     class Saved(nn.Module):
         def __init__(self):
@@ -339,7 +319,6 @@ def test_checkpoints_work_with_a_hook(ranks, reentrant):
     )
 
 
-@on_ranks(2)
 def test_a_recorded_backward_works_with_a_hook(ranks):
     models = [ranks.wrap(net()), copy.deepcopy(net())]
     models[0].register_comm_hook(ranks.group, default_hooks.allreduce_hook)
@@ -356,7 +335,6 @@ def test_a_recorded_backward_works_with_a_hook(ranks):
         model.zero_grad(set_to_none=True)
 
 
-@on_ranks(2)
 def test_a_compiled_model_works_with_a_hook(ranks):
     models = both(ranks, mlp(), default_hooks.fp16_compress_hook)
     compiled = [torch.compile(model, backend="aot_eager") for model in models]

@@ -105,7 +105,7 @@ class Reader:
         self.call("cuDevicePrimaryCtxRelease_v2", 0)
 
 
-@on_gpus(2)
+@on_gpus()
 def test_a_gradient_may_be_read_on_another_stream_and_dropped(ranks):
     model = ranks.wrap(nn.Linear(600, 40, bias=False))  # 96 kB
     weight, reader = model.module.weight, Reader()
@@ -201,7 +201,7 @@ def test_device_ids_say_whether_inputs_are_moved(ranks, given):
     model._post_forward(None)
 
 
-@on_gpus(2)
+@on_gpus()
 def test_device_ids_follow_a_module_that_is_moved(ranks):
     model = ranks.wrap(nn.Linear(6, 3), device_ids=[0])
     for is_there in (True, False, True):  # then model.cpu(), model.cuda()
@@ -231,7 +231,7 @@ def test_buckets_are_as_large_as_asked_for(ranks, which):
     assert [len(bucket) for bucket in buckets] == sizes
 
 
-@on_gpus(2)
+@on_gpus()
 def test_more_ranks_than_can_share_memory_train_over_the_group(ranks):
     most = _native.MAX_SHARED_MEMORY_RANKS, _native.MAX_HOSTS
     _native.MAX_SHARED_MEMORY_RANKS = _native.MAX_HOSTS = 1
@@ -323,7 +323,7 @@ def test_what_one_rank_cannot_use_is_told_to_all(ranks, what):
     one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))
 
 
-@on_gpus(2)
+@on_gpus()
 def test_two_ranks_on_one_gpu_are_refused_on_both(ranks):
     one_linear(ranks, ranks.wrap(nn.Linear(6, 3)))
     with pytest.MonkeyPatch.context() as patch:

@@ -8,15 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import (
-    Branches,
-    assert_equal,
-    bits,
-    grads_of,
-    integer_weights,
-    net,
-    on_ranks,
-)
+from cases import Branches, assert_equal, bits, grads_of, integer_weights, net, on_ranks
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -102,7 +94,6 @@ def mean_of(ranks, x):
 # ---- before RPC ---------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_forward_before_rpc_cannot_go_backward_in_a_context(ranks):
     model = ranks.wrap(net())
     out = model(ranks.integers(3, 6))
@@ -114,7 +105,6 @@ def test_a_forward_before_rpc_cannot_go_backward_in_a_context(ranks):
         backward(context, out.sum())
 
 
-@on_ranks(2)
 def test_a_forward_before_rpc_goes_backward_outside_of_contexts_as_ever(ranks):
     model, theirs = ranks.wrap(net()), by_torch(ranks)(net())
     outs = [each(ranks.integers(3, 6)) for each in (model, theirs)]
@@ -214,7 +204,7 @@ RUNS = {
 }
 
 
-@on_ranks(2, what=[*RUNS])
+@on_ranks(what=[*RUNS])
 def test_gradients_in_contexts_are_those_of_torch(ranks, what):
     make, run, options = RUNS[what]
     with workers(ranks):
@@ -224,7 +214,6 @@ def test_gradients_in_contexts_are_those_of_torch(ranks, what):
 # ---- what is local ------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
     with line_of(ranks) as (wrapper, x):
         loss = wrapper(x).sum()
@@ -236,7 +225,6 @@ def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
         assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the next gradient")
 
 
-@on_ranks(2)
 def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
     def elsewhere(loss, found):
         with autograd.context() as context:
@@ -256,7 +244,6 @@ def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
         assert "run both in one" in found[0]
 
 
-@on_ranks(2)
 def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
     with line_of(ranks) as (wrapper, x):
         with autograd.context() as context:
@@ -265,7 +252,6 @@ def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
         assert_equal(wrapper.module.weight.grad, mean_of(ranks, x), "the gradient")
 
 
-@on_ranks(2)
 def test_local_gradients_outside_wait_for_the_next_average_outside(ranks):
     model = integer_weights(Branches())
     x, y = ranks.integers(3, 2), ranks.integers(3, 2, key=1)
@@ -281,7 +267,6 @@ def test_local_gradients_outside_wait_for_the_next_average_outside(ranks):
         assert_equal(mine, sum(ranks.all(local)) / 2, "the gradient")
 
 
-@on_ranks(2)
 def test_the_bare_model_is_trained_for_itself(ranks):
     with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
@@ -289,7 +274,6 @@ def test_the_bare_model_is_trained_for_itself(ranks):
         assert_equal(mine, x.sum(0).expand(2, 3), "the gradient")
 
 
-@on_ranks(2)
 def test_two_wrappers_in_one_backward_are_averaged(ranks):
     def run_of(wrap):
         first = wrap(integer_weights(nn.Linear(3, 4)))
@@ -309,7 +293,6 @@ def test_two_wrappers_in_one_backward_are_averaged(ranks):
         assert_equal(a, b, "a gradient")
 
 
-@on_ranks(2)
 def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
     with line_of(ranks) as (wrapper, x):
         wrapper.module.weight.requires_grad_(False)
@@ -321,7 +304,6 @@ def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
         assert_equal(mine, mean_of(ranks, x).double(), "the gradient")
 
 
-@on_ranks(2)
 def test_rpc_that_is_shut_down_leaves_the_wrapper_as_it_was(ranks):
     def run(wrapper):
         with workers(ranks):
@@ -335,7 +317,6 @@ def test_rpc_that_is_shut_down_leaves_the_wrapper_as_it_was(ranks):
 # ---- what is left out ---------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
     with workers(ranks):
         wrapper = ranks.wrap(integer_weights(Branches()))
@@ -346,7 +327,7 @@ def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
         assert_equal(mine[0], mean_of(ranks, x), "the gradient")
 
 
-@on_ranks(2, is_torch=[False, True])
+@on_ranks(is_torch=[False, True])
 def test_what_one_rank_leaves_out_is_refused_there_as_by_torch(ranks, is_torch):
     wrap = by_torch(ranks) if is_torch else ranks.wrap
     words = "should exist in dist_autograd context" if is_torch else "left out"
@@ -361,7 +342,6 @@ def test_what_one_rank_leaves_out_is_refused_there_as_by_torch(ranks, is_torch):
                 autograd.backward(context, [loss])
 
 
-@on_ranks(2)
 def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
     def fail(_):
         raise ValueError("on purpose")
@@ -429,7 +409,7 @@ def hybrid_gradients(ranks, wrap, is_inside):
     return found
 
 
-@on_ranks(2, is_inside=[False, True])
+@on_ranks(is_inside=[False, True])
 def test_a_model_with_remote_parts_has_torchs_gradients(ranks, is_inside):
     with workers(ranks):
         mine = hybrid_gradients(ranks, ranks.wrap, is_inside)
@@ -455,7 +435,6 @@ def gradients_where_the_loss_is_remote(ranks, wrap):
     return found
 
 
-@on_ranks(2)
 def test_gradients_that_come_back_from_a_remote_head_are_averaged(ranks):
     with workers(ranks):
         mine = gradients_where_the_loss_is_remote(ranks, ranks.wrap)
@@ -468,7 +447,6 @@ def test_gradients_that_come_back_from_a_remote_head_are_averaged(ranks):
 # ---- what it costs where there is no RPC --------------------------------------------
 
 
-@on_ranks(2)
 def test_without_rpc_nothing_is_loaded_and_no_node_has_a_hook(ranks):
     wrapper = ranks.wrap(nn.Linear(3, 2))
     wrapper(torch.ones(1, 3)).sum().backward()

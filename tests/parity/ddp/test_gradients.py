@@ -75,7 +75,7 @@ def assert_agree(ours, theirs, tolerance=None):
             torch.testing.assert_close(mine.data, p.data, **tolerance)
 
 
-@on_ranks(2, cap=[None, 0.01])
+@on_ranks(cap=[None, 0.01])
 def test_steps_of_a_deep_model_on_two_ranks_give_the_bits_of_torch(ranks, cap):
     torch.manual_seed(0)
     model = mlp()
@@ -177,7 +177,7 @@ def test_every_instruction_set_gives_the_same_bits(ranks):
 # ---- types and layouts --------------------------------------------------------------
 
 
-@on_ranks(2, dtype=FLOATS)
+@on_ranks(dtype=FLOATS)
 def test_every_type_is_averaged_exactly_and_as_torch_averages_it(ranks, dtype):
     kind = getattr(torch, dtype)
     twin = Twin(ranks, Wide(dtypes=[kind]), bucket_cap_mb=0.1)
@@ -193,7 +193,7 @@ def test_every_type_is_averaged_exactly_and_as_torch_averages_it(ranks, dtype):
             assert_same_grads(twin.ours, theirs, dtype)
 
 
-@on_ranks(2, cap=[None, 0.01])
+@on_ranks(cap=[None, 0.01])
 def test_types_may_be_mixed_in_one_model(ranks, cap):
     kinds = [getattr(torch, word) for word in FLOATS]
     twin = Twin(ranks, Wide(SHAPES * 2, kinds), bucket_cap_mb=cap)
@@ -208,7 +208,6 @@ def strides(tensor):
     return [stride for stride, size in pairs if size != 1]
 
 
-@on_ranks(2)
 def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks):
     def make():
         net = Linear()
@@ -233,7 +232,6 @@ def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks):
         assert strides(mine.grad) == strides(p.grad) == strides(mine), name
 
 
-@on_ranks(2)
 def test_a_gradient_that_arrives_in_other_strides_is_averaged(ranks):
     def loss(model):
         turned = [ranks.integers(*p.shape[::-1]).t() for p in model.parameters()]
@@ -245,7 +243,6 @@ def test_a_gradient_that_arrives_in_other_strides_is_averaged(ranks):
         twin.step(loss)
 
 
-@on_ranks(2)
 def test_an_expanded_gradient_is_averaged(ranks):
     """The gradient of a sum is one number, expanded: strides of zero."""
 
@@ -259,7 +256,6 @@ def test_an_expanded_gradient_is_averaged(ranks):
         twin.step(lambda model: model() * (ranks.rank + 1))
 
 
-@on_ranks(2)
 def test_parameters_without_elements_and_without_dimensions_are_averaged(ranks):
     twin = Twin(ranks, Wide([(), (0,), (3, 0), (5,), (0, 7)]))
     for step in range(2):
@@ -267,7 +263,6 @@ def test_parameters_without_elements_and_without_dimensions_are_averaged(ranks):
         twin.step(linear_loss(ranks, step))
 
 
-@on_ranks(2)
 def test_infinite_and_missing_numbers_reach_every_rank(ranks):
     model = ranks.wrap(Wide([(4,), (100, 100)]))
     odd = torch.tensor([float("inf"), float("nan"), -float("inf"), 1.0])
@@ -286,7 +281,6 @@ def test_infinite_and_missing_numbers_reach_every_rank(ranks):
 # ---- whether gradients are kept as tensors ------------------------------------------
 
 
-@on_ranks(2)
 def test_backwards_add_up_as_with_torch(ranks):
     ours, theirs = ranks.wrap(Wide()), ranks.wrap_by_torch(Wide())
     for step in range(4):
@@ -295,7 +289,7 @@ def test_backwards_add_up_as_with_torch(ranks):
         assert_agree(ours, theirs)
 
 
-@on_ranks(2, strides=["its own", "others"])
+@on_ranks(strides=["its own", "others"])
 def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):
     twin = Twin(ranks, Wide([(200, 100), (3, 4)]))
     for step in range(3):
@@ -307,7 +301,6 @@ def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):
         twin.step(linear_loss(ranks, step))
 
 
-@on_ranks(2)
 def test_a_long_training_gives_the_bits_of_torch_and_keeps_no_tensor(ranks):
     module = nn.Sequential(nn.Linear(6, 130), nn.Linear(130, 130), nn.Linear(130, 2))
     models = [ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)]

@@ -57,7 +57,7 @@ def test_uneven_batches_train_as_in_torch(ranks, counts, context):
     assert_all_equal(grads_of(ours), grads_of(theirs), "the gradient after")
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_means_over_active_ranks_are_those_of_torch(ranks, context):
     ours, theirs = pair_of(ranks, Wide())
     options = {"divide_by_initial_world_size": False}
@@ -91,7 +91,7 @@ def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
             assert_equal(model.module.weight.grad, expected, f"step {i}")
 
 
-@on_ranks(2, context=CONTEXTS, where=["round both", "round backward"])
+@on_ranks(context=CONTEXTS, where=["round both", "round backward"])
 def test_accumulation_in_a_join_is_that_of_torch(ranks, context, where):
     """Each rank has its number of pairs; torch and Join need both in no_sync."""
     if where == "round backward" and context == "Join([])":
@@ -118,7 +118,7 @@ def test_accumulation_in_a_join_is_that_of_torch(ranks, context, where):
     assert_same_models(ours, theirs, ranks)
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_what_no_active_rank_uses_keeps_its_gradient(ranks, context):
     """In torch, what a joined rank once used counts as used: means are halved here."""
     model = ranks.wrap(Wide())
@@ -132,7 +132,7 @@ def test_what_no_active_rank_uses_keeps_its_gradient(ranks, context):
             assert model.module.unused.weight.grad is None
 
 
-@on_ranks(2, counts=["one more each", "one fewer each", "rank 0 has none"])
+@on_ranks(counts=["one more each", "one fewer each", "rank 0 has none"])
 def test_two_wrappers_share_a_join_as_in_torch(ranks, counts):
     count = COUNTS[counts](ranks.rank, ranks.n)
     pairs = [pair_of(ranks, Wide(False), find_unused_parameters=False) for _ in "ab"]
@@ -150,7 +150,7 @@ def test_two_wrappers_share_a_join_as_in_torch(ranks, counts):
         assert_same_models(ours, theirs, ranks)
 
 
-@on_ranks(2, counts=["one more each", "one fewer each", "rank 0 has none"])
+@on_ranks(counts=["one more each", "one fewer each", "rank 0 has none"])
 def test_backward_may_end_wrappers_in_another_order_than_the_list(ranks, counts):
     """Torch's class does not take this: its all-reduces come in another order."""
     first, second = (integer_weights(nn.Linear(4, n)) for n in (90, 100))
@@ -170,7 +170,7 @@ def test_backward_may_end_wrappers_in_another_order_than_the_list(ranks, counts)
             assert not first.weight.grad[4:].any()
 
 
-@on_ranks(2, counts=["one more each", "one fewer each"])
+@on_ranks(counts=["one more each", "one fewer each"])
 def test_a_sharded_optimizer_in_the_list_steps_by_the_true_averages(ranks, counts):
     """Torch's wrapper leaves joined ranks their old gradients, and goes astray here."""
     count = COUNTS[counts](ranks.rank, ranks.n)
@@ -228,7 +228,7 @@ def test_buffers_come_from_the_lowest_rank_that_trains(ranks, context):
         assert model.module.taken == [(last, 0)[i], 1 + i + 2 * last]
 
 
-@on_ranks(2, counts=["one more each", "one fewer each"], context=CONTEXTS)
+@on_ranks(counts=["one more each", "one fewer each"], context=CONTEXTS)
 def test_batch_norm_ends_with_the_statistics_of_torch(ranks, counts, context):
     """With momentum 1, statistics are those of one batch, of the same as in torch."""
     count = COUNTS[counts](ranks.rank, ranks.n)
@@ -243,7 +243,6 @@ def test_batch_norm_ends_with_the_statistics_of_torch(ranks, counts, context):
     assert_same_models(ours, theirs, ranks)
 
 
-@on_ranks(2)
 def test_buffers_that_are_not_sent_stay_each_ranks_own(ranks):
     model = ranks.wrap(Counting(ranks.rank), broadcast_buffers=False)
     with model.join():
@@ -255,7 +254,7 @@ def test_buffers_that_are_not_sent_stay_each_ranks_own(ranks):
 # ---- a rank that has run out --------------------------------------------------------
 
 
-@on_ranks(2, counts=["one more each", "one fewer each"])
+@on_ranks(counts=["one more each", "one fewer each"])
 def test_gradients_of_a_joined_rank_are_left_alone(ranks, counts):
     model = ranks.wrap(Wide())
     count = COUNTS[counts](ranks.rank, ranks.n)
@@ -268,7 +267,6 @@ def test_gradients_of_a_joined_rank_are_left_alone(ranks, counts):
     assert_all_equal(grads_of(model), kept, "what was kept")
 
 
-@on_ranks(2)
 def test_the_version_of_what_a_join_overwrites_is_raised(ranks):
     model = ranks.wrap(Wide())
     with model.join():
@@ -282,7 +280,6 @@ def test_the_version_of_what_a_join_overwrites_is_raised(ranks):
             torch.autograd.grad(out, model.module.large.weight)
 
 
-@on_ranks(2)
 def test_evaluation_and_many_forwards_fit_in_a_join(ranks):
     model = ranks.wrap(Wide())
     rows = [
@@ -320,7 +317,7 @@ class Shared(nn.Module):
         return sum(out.sum() for out in outs)
 
 
-@on_ranks(2, late_rank=[0, 1])
+@on_ranks(late_rank=[0, 1])
 def test_gradients_that_come_late_are_amended_with_nothing(ranks, late_rank):
     model = ranks.wrap(Shared())
     xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(4)]
@@ -344,7 +341,6 @@ def copy_of(model, how):
 
 
 @on_ranks(
-    2,
     counts=["one more each", "rank 0 has none", "all none"],
     context=CONTEXTS,
     how=["deepcopy", "pickle"],
@@ -361,7 +357,7 @@ def test_a_copy_joins_though_it_has_not_met_its_peers(ranks, counts, context, ho
     ranks.assert_same(list(model.parameters()), "parameters")
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_a_frozen_copy_needs_no_peers_in_a_join(ranks, context):
     model = paceline.DistributedDataParallel(Wide())
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -371,7 +367,6 @@ def test_a_frozen_copy_needs_no_peers_in_a_join(ranks, context):
     model(torch.ones(1, 100)).backward()
 
 
-@on_ranks(2)
 def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
     model = paceline.DistributedDataParallel(Wide())
     with Join([model], divide_by_initial_world_size=False):
@@ -387,7 +382,7 @@ def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
         assert_equal(other.module.large.weight.grad, expected, "the gradient")
 
 
-@on_ranks(2, counts=["one more each", "rank 0 has none"], context=CONTEXTS)
+@on_ranks(counts=["one more each", "rank 0 has none"], context=CONTEXTS)
 def test_a_model_changed_before_a_join_joins_as_it_is_then(ranks, counts, context):
     model = ranks.wrap(Wide())
     model(ranks.integers(3, 100)).backward()

@@ -27,7 +27,7 @@ from torch.distributed.algorithms.join import Join
 # ---- options, and ends before the end -----------------------------------------------
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_a_join_that_is_not_enabled_does_nothing(ranks, context):
     model = ranks.wrap(Wide())
     with context_of(model, context, enable=False):
@@ -38,7 +38,7 @@ def test_a_join_that_is_not_enabled_does_nothing(ranks, context):
     assert_equal(model.module.large.weight, before + ranks.rank, "the weight")
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_early_termination_raises_everywhere_in_the_words_of_torch(ranks, context):
     ours, theirs = pair_of(ranks, Wide())
     for model in (ours, theirs):
@@ -59,7 +59,7 @@ def test_early_termination_raises_everywhere_in_the_words_of_torch(ranks, contex
         assert_equal(ours.module.large.weight.grad, expected, "afterwards")
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_early_termination_lets_even_ranks_through(ranks, context):
     ours, theirs = pair_of(ranks, Wide())
     for model in (ours, theirs):
@@ -78,7 +78,6 @@ class Talkative(Wide):
         return super().forward(x)
 
 
-@on_ranks(2)
 def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
     for model in pair_of(ranks, Talkative()):
         with pytest.raises(RuntimeError, match="exhausted"):
@@ -88,7 +87,6 @@ def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
         assert model.module.n_forwards == 2
 
 
-@on_ranks(2)
 def test_early_termination_counts_forwards_as_torch_does(ranks):
     def step(model, i):
         with model.no_sync() if i == 0 else contextlib.nullcontext():
@@ -155,7 +153,6 @@ def assert_left(ranks, model, where, **options):
         leave(model, ranks, "join()", where, **options)
 
 
-@on_ranks(2)
 def test_an_exception_in_a_join_of_torch_reaches_ranks_that_still_train(ranks):
     model = ranks.wrap(Wide())
     kinds = (paceline.PeerError, KeyError)
@@ -195,7 +192,6 @@ def test_a_rank_that_dies_in_a_join_is_named_by_every_other():
         assert "died" in outcomes[survivor].value
 
 
-@on_ranks(2)
 def test_a_model_changed_after_a_rank_has_joined_is_refused(ranks):
     model = ranks.wrap(Wide())
     kind = paceline.PeerError if ranks.rank else RuntimeError
@@ -211,7 +207,6 @@ def test_a_model_changed_after_a_rank_has_joined_is_refused(ranks):
         run()
 
 
-@on_ranks(2)
 def test_a_model_changed_on_every_rank_joins_as_it_is_then(ranks):
     model = ranks.wrap(Wide())
     xs = [ranks.all(ranks.integers(3, 100, key=i)) for i in range(3)]
@@ -227,7 +222,6 @@ def test_a_model_changed_on_every_rank_joins_as_it_is_then(ranks):
     ranks.assert_same(list(model.parameters()), "parameters")
 
 
-@on_ranks(2)
 def test_contexts_of_two_wrappers_are_not_nested(ranks):
     first, second = ranks.wrap(Wide()), ranks.wrap(Wide())
     with (
@@ -238,7 +232,7 @@ def test_contexts_of_two_wrappers_are_not_nested(ranks):
         pass
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_a_single_rank_joins_itself(ranks, context):
     ranks.group = ranks.alone()
     model = ranks.wrap(Wide())
@@ -248,7 +242,6 @@ def test_a_single_rank_joins_itself(ranks, context):
         raise KeyError("no one to tell")
 
 
-@on_ranks(2)
 def test_a_join_of_torch_that_is_dropped_unused_disturbs_nobody(ranks):
     model = ranks.wrap(Wide())
     for _ in range(3):
@@ -279,7 +272,7 @@ class Table(nn.Module):
         return factor * self.table(rows).sum() + self.dense.weight.sum()
 
 
-@on_ranks(2, context=CONTEXTS, over=["initial", "active"])
+@on_ranks(context=CONTEXTS, over=["initial", "active"])
 def test_rows_of_sparse_gradients_are_averaged_in_a_join(ranks, context, over):
     model = ranks.wrap(integer_weights(Table()))
     table = model.module.table.weight
@@ -316,7 +309,7 @@ class Wordy(nn.Module):
         return x * (out + self.table.weight.sum() if is_dense else out)
 
 
-@on_ranks(2, last=["dense", "sparse"])
+@on_ranks(last=["dense", "sparse"])
 def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
     model = ranks.wrap(integer_weights(Wordy()))
     weight = model.module.table.weight
@@ -340,7 +333,7 @@ def test_a_joined_rank_keeps_the_dense_gradient_of_a_sparse_table(ranks, last):
 # ---- ends in other ways, processes and threads --------------------------------------
 
 
-@on_ranks(2, part=["_take_shadow_steps", "_take_model_of"])
+@on_ranks(part=["_take_shadow_steps", "_take_model_of"])
 def test_an_error_at_the_end_of_a_join_reaches_every_rank(ranks, part):
     model = ranks.wrap(Wide())
     context = model.join()
@@ -375,7 +368,7 @@ def leave_as_child(context, out):
     return os.read(out, 99)
 
 
-@on_ranks(2, context=CONTEXTS)
+@on_ranks(context=CONTEXTS)
 def test_a_forked_child_leaves_a_join_by_its_own_exception(ranks, context):
     model = ranks.wrap(Wide())
     out, into = os.pipe()
@@ -395,7 +388,6 @@ def test_a_forked_child_leaves_a_join_by_its_own_exception(ranks, context):
     ranks.assert_same(list(model.parameters()), "parameters")
 
 
-@on_ranks(2)
 def test_two_threads_may_each_be_in_a_join(ranks):
     models = [ranks.wrap(Wide()) for _ in range(2)]
     both = threading.Barrier(2, timeout=20)
@@ -424,7 +416,6 @@ def closed_by_another_thread(context):
     thread.join()
 
 
-@on_ranks(2)
 def test_a_join_may_end_in_another_thread_than_it_began(ranks):
     model = ranks.wrap(Wide())
     context = model.join()
@@ -436,7 +427,6 @@ def test_a_join_may_end_in_another_thread_than_it_began(ranks):
     train(model, ranks, "join()", 1 + ranks.rank)
 
 
-@on_ranks(2)
 def test_a_wrapper_without_a_context_of_its_own_is_an_error_in_a_join(ranks):
     """The rank without batches stands in for one, and is awaited in the other."""
     inside, outside = ranks.wrap(Wide()), ranks.wrap(Wide())
@@ -451,7 +441,6 @@ def test_a_wrapper_without_a_context_of_its_own_is_an_error_in_a_join(ranks):
         run()
 
 
-@on_ranks(2)
 def test_tables_in_another_order_than_they_were_made_in_are_an_error(ranks):
     first, second = ranks.wrap(Table()), ranks.wrap(Table())
 

@@ -67,7 +67,7 @@ def drop(parameter):
 CHANGES = {"clip": clip, "clip on rank 1": clip, "replace": replace, "drop": drop}
 
 
-@on_ranks(2, change=[*CHANGES], when=["before", "after", "between"])
+@on_ranks(change=[*CHANGES], when=["before", "after", "between"])
 def test_hooks_change_the_gradient_before_it_is_averaged(ranks, change, when):
     torch.manual_seed(1)
     models = [Terms(), Terms()]
@@ -97,7 +97,6 @@ def test_hooks_change_the_gradient_before_it_is_averaged(ranks, change, when):
         ranks.assert_same(grads_of(ours), "gradients")
 
 
-@on_ranks(2)
 def test_hooks_see_what_hooks_before_them_have_made(ranks):
     seen = {}
     for wrap in (ranks.wrap, ranks.wrap_by_torch):
@@ -114,7 +113,6 @@ def test_hooks_see_what_hooks_before_them_have_made(ranks):
     assert seen[ranks.wrap] == seen[ranks.wrap_by_torch]
 
 
-@on_ranks(2)
 def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks):
     ours, theirs = pairs(ranks, Terms)
     for model in (ours, theirs):
@@ -133,7 +131,6 @@ def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks):
     assert_same_grads(ours, theirs)
 
 
-@on_ranks(2)
 def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
     model = ranks.wrap(Terms())
     terms = list(model.module.terms)
@@ -143,7 +140,6 @@ def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
     ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
 
 
-@on_ranks(2)
 def test_a_hook_that_is_removed_counts_no_longer(ranks):
     ours, theirs = pairs(ranks, Terms)
     for model in (ours, theirs):
@@ -189,7 +185,7 @@ def complex_integers(ranks, *shape, key=0):
     )
 
 
-@on_ranks(2, shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
+@on_ranks(shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
 def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, shape, kind):
     skip_without_complex()
     ours, theirs = pairs(ranks, lambda: kind(shape))
@@ -207,7 +203,6 @@ def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, shape, kind
     assert_same_grads(ours, theirs)
 
 
-@on_ranks(2)
 def test_a_gradient_may_be_conjugated_by_its_owner(ranks):
     """Between two backwards, and on one rank alone."""
     skip_without_complex()
@@ -221,7 +216,6 @@ def test_a_gradient_may_be_conjugated_by_its_owner(ranks):
     assert_same_grads(ours, theirs)
 
 
-@on_ranks(2)
 def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):
     skip_without_complex()
     model = Conjugated((3,))
@@ -246,7 +240,6 @@ def conjugate_sum(group, bucket):
     return future
 
 
-@on_ranks(2)
 def test_a_communication_hook_may_return_a_lazy_conjugate(ranks):
     skip_without_complex()
     ours = ranks.wrap(Conjugated((3,)))
@@ -262,7 +255,7 @@ def test_a_communication_hook_may_return_a_lazy_conjugate(ranks):
 LIMIT = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@on_ranks(2, dtype=LIMIT)
+@on_ranks(dtype=LIMIT)
 def test_averages_of_the_largest_gradients_are_finite(ranks, dtype):
     ours, theirs = pairs(ranks, lambda: Terms(dtype=dtype))
     largest = torch.finfo(dtype).max
@@ -275,7 +268,7 @@ def test_averages_of_the_largest_gradients_are_finite(ranks, dtype):
 # ---- parameters of one's own --------------------------------------------------------
 
 
-@on_ranks(2, through=["wrapper", "module"], kind=["parameter", "tensor"])
+@on_ranks(through=["wrapper", "module"], kind=["parameter", "tensor"])
 def test_gradients_of_parameters_of_ones_own_are_local(ranks, through, kind):
     ours, theirs = pairs(
         ranks, lambda: nn.Linear(3, 2, bias=False), find_unused_parameters=True
@@ -304,7 +297,6 @@ def test_gradients_of_parameters_of_ones_own_are_local(ranks, through, kind):
     assert ours._session.reducer is reducer, "wrapped anew"
 
 
-@on_ranks(2)
 def test_one_rank_alone_may_call_with_parameters_of_its_own(ranks):
     ours = ranks.wrap(nn.Linear(3, 2))
     reducer = ours._session.reducer
@@ -333,7 +325,7 @@ def swapping():
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-@on_ranks(2, by=["wrapper", "module", "float", "double", "half way"])
+@on_ranks(by=["wrapper", "module", "float", "double", "half way"])
 def test_parameters_that_were_swapped_are_averaged(ranks, by):
     """torch's own class refuses the swap, so the plain modules are the reference."""
     torch.manual_seed(1)
@@ -358,7 +350,6 @@ def test_parameters_that_were_swapped_are_averaged(ranks, by):
         assert_equal(ours.module.weight.grad, mean.expand(2, 3), "the gradient")
 
 
-@on_ranks(2)
 def test_torchs_own_class_refuses_the_swap(ranks):
     theirs = ranks.wrap_by_torch(nn.Linear(3, 2))
     with swapping(), pytest.raises(RuntimeError, match="swapping the parameter"):
@@ -396,7 +387,7 @@ def flat_gradients(model):
     return flat, views
 
 
-@on_ranks(2, when=["before wrapping", "after", "each step", "after forward"])
+@on_ranks(when=["before wrapping", "after", "each step", "after forward"])
 def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, when):
     def program(ranks, wrap):
         model, found = net(), []
@@ -422,7 +413,7 @@ def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, when):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, first=[0, 1, 3], zero=[False, True])
+@on_ranks(first=[0, 1, 3], zero=[False, True])
 def test_gradients_kept_from_a_step_follow_those_to_come(ranks, first, zero):
     def program(ranks, wrap):
         model, kept, found = wrap(net()), [], []
@@ -443,7 +434,7 @@ def test_gradients_kept_from_a_step_follow_those_to_come(ranks, first, zero):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, how=["no_sync", "bare"])
+@on_ranks(how=["no_sync", "bare"])
 def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, how):
     def program(ranks, wrap):
         model, found = wrap(net()), []
@@ -480,7 +471,7 @@ USED = {
 }
 
 
-@on_ranks(2, used=[*USED])
+@on_ranks(used=[*USED])
 def test_a_kept_gradient_of_what_is_used_by_some_ranks_stays(ranks, used):
     def program(ranks, wrap):
         model, found = wrap(Either(), find_unused_parameters=True), []
@@ -508,7 +499,7 @@ class Checkpointed(nn.Module):
         return out
 
 
-@on_ranks(2, is_reentrant=[False, True])
+@on_ranks(is_reentrant=[False, True])
 def test_gradients_kept_over_checkpoints_are_averaged_in_place(ranks, is_reentrant):
     def program(ranks, wrap):
         model = wrap(Checkpointed(is_reentrant), static_graph=is_reentrant)
@@ -522,7 +513,6 @@ def test_gradients_kept_over_checkpoints_are_averaged_in_place(ranks, is_reentra
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks):
     def program(ranks, wrap):
         model, found = wrap(net(), gradient_as_bucket_view=True), []

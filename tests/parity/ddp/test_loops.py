@@ -12,21 +12,13 @@ import weakref
 import paceline
 import pytest
 import torch
-from cases import (
-    Twin,
-    assert_equal,
-    integer_weights,
-    mean_over,
-    net,
-    on_ranks,
-    train,
-)
+from cases import Twin, assert_equal, integer_weights, mean_over, net, on_ranks, train
 from torch import nn
 
 # ---- higher order, anomaly, autocast ------------------------------------------------
 
 
-@on_ranks(2, how=["recorded", "under anomaly detection"])
+@on_ranks(how=["recorded", "under anomaly detection"])
 def test_backwards_of_this_kind_give_the_same_values(ranks, how):
     twin = Twin(ranks, net())
     is_recorded = how == "recorded"
@@ -36,7 +28,6 @@ def test_backwards_of_this_kind_give_the_same_values(ranks, how):
     twin.zero()
 
 
-@on_ranks(2)
 def test_second_gradients_averaged_are_those_of_the_mean_loss(ranks):
     """Values are means, derivatives local.  Torch 2.13 itself raises here."""
     module = integer_weights(nn.Sequential(nn.Linear(150, 90), nn.Linear(90, 2)), 1, 3)
@@ -57,7 +48,6 @@ def test_second_gradients_averaged_are_those_of_the_mean_loss(ranks):
         assert_equal(mean_over([row[i] for row in mine]), one, "a second gradient")
 
 
-@on_ranks(2)
 def test_a_graph_that_has_saved_a_local_gradient_does_not_go_backward(ranks):
     """The mean is written where the local gradient was: autograd finds out."""
     module = integer_weights(nn.Sequential(nn.Linear(150, 90), nn.Linear(90, 2)), 1, 3)
@@ -86,7 +76,7 @@ def compiled_autograd(step=0):
     return enable(compiler)
 
 
-@on_ranks(2, unused=["none", "by all", "by rank 1"])
+@on_ranks(unused=["none", "by all", "by rank 1"])
 def test_a_compiled_backward_is_averaged(ranks, unused):
     module = net(6, 130, 2)
     module[0].rare = nn.Linear(6, 130)
@@ -107,7 +97,6 @@ def test_a_compiled_backward_is_averaged(ranks, unused):
         twin.check()
 
 
-@on_ranks(2)
 def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
     """In another thread, with unused parameters: nothing can be called at its end."""
     module = net(6, 130, 2)
@@ -131,7 +120,6 @@ def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
     assert isinstance(errors[0], paceline.PeerError) or "main thread" in str(errors[0])
 
 
-@on_ranks(2)
 def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
     """At once, by a hook of the output, and in its middle."""
     failures = {1: "at once", 3: "in the middle"}
@@ -172,7 +160,7 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
             ranks.assert_same([p.grad for p in rest[-1].parameters()], "gradients")
 
 
-@on_ranks(2, hook=[False, True])
+@on_ranks(hook=[False, True])
 def test_a_whole_compiled_step_is_compiled_once(ranks, hook):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -224,7 +212,7 @@ class Keeping(nn.Module):
         return output
 
 
-@on_ranks(2, where=["itself", "a tuple", "a child", "its loss"])
+@on_ranks(where=["itself", "a tuple", "a child", "its loss"])
 def test_a_model_that_keeps_its_output_is_freed(ranks, where):
     gone = []
     for _ in range(3):
@@ -274,7 +262,7 @@ FLAGS = [
 ]
 
 
-@on_ranks(2, flag=FLAGS)
+@on_ranks(flag=FLAGS)
 def test_a_flag_that_is_not_needed_changes_nothing(ranks, flag):
     module = net()
     module[0].unused = nn.Linear(50, 200)

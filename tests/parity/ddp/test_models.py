@@ -43,13 +43,12 @@ def twice():
     return nn.Sequential(layer, clip, layer, clip, layer)
 
 
-@on_ranks(2, of=["two layers", "one layer, used again"])
+@on_ranks(of=["two layers", "one layer, used again"])
 def test_a_weight_that_is_used_again_is_averaged_once(ranks, of):
     module = Tied() if of == "two layers" else twice()
     train(Twin(ranks, integer_weights(module)), ranks, size=100)
 
 
-@on_ranks(2)
 def test_a_wrapper_in_a_wrapper_takes_the_mean_once(ranks):
     ddp = nn.parallel.DistributedDataParallel
     for outer, inner in [
@@ -73,7 +72,6 @@ def test_a_wrapper_in_a_wrapper_takes_the_mean_once(ranks):
                 assert_equal(p.grad, mean_over(grads), f"{outer} of {inner}")
 
 
-@on_ranks(2)
 def test_a_wrapper_of_torchs_inside_or_around_is_an_error(ranks):
     ddp = nn.parallel.DistributedDataParallel
     for module in (ddp(net()), nn.Sequential(nn.Linear(6, 6), ddp(net()))):
@@ -103,7 +101,7 @@ class Calls(nn.Module):
         return self.scale * self.others[0](x).sum()
 
 
-@on_ranks(2, init_sync=[True, False])
+@on_ranks(init_sync=[True, False])
 def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
     module = nn.Sequential(nn.Linear(90, 100), nn.BatchNorm1d(100))
     module = module.to(torch.float64)
@@ -122,7 +120,6 @@ def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_syn
     assert module.passing.item() == from_rank
 
 
-@on_ranks(2)
 def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(ranks):
     module = net()
     x = ranks.integers(3, 6).requires_grad_()
@@ -169,7 +166,6 @@ def look(model):
     return [model.module.taken.clone(), model.module.mark.clone()]
 
 
-@on_ranks(2)
 def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks):
     def program(ranks, wrap):
         model, found = wrap(Counting(ranks.rank)), []
@@ -189,7 +185,7 @@ WRITES = {
 }
 
 
-@on_ranks(2, when=[*WRITES])
+@on_ranks(when=[*WRITES])
 def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, when):
     def program(ranks, wrap):
         model, found = wrap(Counting(ranks.rank)), []
@@ -204,7 +200,7 @@ def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, when):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, who=["all ranks", "rank 0", "rank 1"])
+@on_ranks(who=["all ranks", "rank 0", "rank 1"])
 def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, who):
     def program(ranks, wrap):
         torch.manual_seed(0)
@@ -221,7 +217,7 @@ def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, who):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, pattern=["yns", "nns", "yyn", "nyny"])
+@on_ranks(pattern=["yns", "nns", "yyn", "nyny"])
 def test_buffers_beside_no_sync_are_those_of_torch(ranks, pattern):
     """y: a step; n: a backward in no_sync; s: a forward alone."""
 
@@ -241,7 +237,6 @@ def test_buffers_beside_no_sync_are_those_of_torch(ranks, pattern):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks):
     def program(ranks, wrap):
         model, found = wrap(Counting(ranks.rank)), []
@@ -257,7 +252,6 @@ def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks):
     model = ranks.wrap(Counting(ranks.rank))
     model(x_of(ranks, 0)).backward()
@@ -274,7 +268,6 @@ def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the next step")
 
 
-@on_ranks(2)
 def test_a_forward_that_waits_for_rank_0_in_its_backward_is_an_error(ranks):
     model = ranks.wrap(Counting(ranks.rank))
     model(x_of(ranks, 0)).backward()
@@ -290,7 +283,6 @@ def test_a_forward_that_waits_for_rank_0_in_its_backward_is_an_error(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the next step")
 
 
-@on_ranks(2)
 def test_statistics_of_batch_norm_are_those_of_torch(ranks):
     def norm():
         return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -310,7 +302,7 @@ def test_statistics_of_batch_norm_are_those_of_torch(ranks):
     assert ours.module[0].num_batches_tracked.item() == 4
 
 
-@on_ranks(2, where=["eval", "train"])
+@on_ranks(where=["eval", "train"])
 def test_buffers_arrive_where_they_are_used(ranks, where):
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = ranks.wrap(module)
@@ -326,7 +318,6 @@ def test_buffers_arrive_where_they_are_used(ranks, where):
     ranks.assert_same([module[0].running_mean, module[0].running_var], where)
 
 
-@on_ranks(2)
 def test_replaced_buffers_are_found(ranks):
     class Running(nn.Linear):
         def __init__(self):
@@ -383,7 +374,7 @@ OUTPUTS = {
 }
 
 
-@on_ranks(2, output=[*OUTPUTS])
+@on_ranks(output=[*OUTPUTS])
 def test_outputs_may_be_of_any_kind(ranks, output):
     pack, unpack = OUTPUTS[output]
 
@@ -399,7 +390,6 @@ def test_outputs_may_be_of_any_kind(ranks, output):
     train(Twin(ranks, Packing()), ranks, loss=lambda out: unpack(out).sum())
 
 
-@on_ranks(2)
 def test_outputs_may_be_changed_in_place(ranks):
     def loss(out):
         out += 1
@@ -435,13 +425,13 @@ class Blocks(nn.Module):
         return checkpoint(partial(torch.clamp, min=-2, max=2), x, use_reentrant=True)
 
 
-@on_ranks(2, reentrant=[True, False], shared=[False, True])
+@on_ranks(reentrant=[True, False], shared=[False, True])
 def test_every_block_may_be_checkpointed(ranks, reentrant, shared):
     module = integer_weights(Blocks(reentrant, shared=shared), -1, 2)
     train(Twin(ranks, module), ranks, steps=4, size=100)
 
 
-@on_ranks(2, reentrant=[True, False], width=[100, 5])
+@on_ranks(reentrant=[True, False], width=[100, 5])
 def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, width):
     """More firings than last time: some gradients come after their bucket has left."""
     twin = Twin(ranks, integer_weights(Blocks(reentrant, width, shared=True), -1, 2))
@@ -453,7 +443,7 @@ def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, widt
         twin.step(lambda model, x=x: model(x).sum())
 
 
-@on_ranks(2, style=["round both", "round backward"])
+@on_ranks(style=["round both", "round backward"])
 def test_accumulation_with_checkpointing(ranks, style):
     twin = Twin(ranks, integer_weights(Blocks(True, shared=True), -1, 2))
     for step in range(3):
@@ -471,7 +461,6 @@ def test_accumulation_with_checkpointing(ranks, style):
         twin.step(lambda model, x=x: model(x * 2).sum())
 
 
-@on_ranks(2)
 def test_expanded_parameters_and_buffers_are_taken_from_rank_0(ranks):
     module = nn.Linear(2, 2)
     module.spread = nn.Parameter(torch.full((1, 3), float(ranks.rank)).expand(4, 3))

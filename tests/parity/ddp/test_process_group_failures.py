@@ -10,13 +10,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    FailsInBackward,
-    apart,
-    assert_same_grads,
-    net,
-    on_ranks,
-)
+from cases import FailsInBackward, apart, assert_same_grads, net, on_ranks
 from group_cases import Over, wrap_over
 from support.ranks import run_ranks
 from support.waiting import until
@@ -25,7 +19,6 @@ from torch import nn
 # ---- failures -----------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_what_a_group_raises_comes_out_of_backward_and_is_said_from_then_on(ranks):
     group = Over(ranks.alone())
     model = wrap_over(group, net())
@@ -47,7 +40,6 @@ def test_what_a_group_raises_comes_out_of_backward_and_is_said_from_then_on(rank
     again(ranks.integers(2, 6)).sum().backward()
 
 
-@on_ranks(2)
 def test_what_a_group_raises_at_its_wait_comes_out_of_backward(ranks):
     class Broken(dist.Work):
         def __init__(self, work, counts):
@@ -80,7 +72,7 @@ class FailsWhenAsked(nn.Module):
         return self.second(FailsInBackward.apply(y, KeyError("mine")) if fails else y)
 
 
-@on_ranks(2, n_before=[0, 1, 3], again=[1, 2])
+@on_ranks(n_before=[0, 1, 3], again=[1, 2])
 def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
     ranks, n_before, again
 ):
@@ -100,7 +92,6 @@ def test_a_backward_that_failed_on_all_ranks_of_a_group_is_left_behind(
         assert_same_grads(model, theirs, k)
 
 
-@on_ranks(2)
 def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
     """On one rank alone, on the same graph: the other waits, and knows of nothing."""
     model = wrap_over(Over(ranks.group), FailsWhenAsked())
@@ -115,7 +106,6 @@ def test_a_backward_that_failed_is_run_again_over_a_group(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_rank_that_skips_a_failed_backward_alone_is_told_of_over_a_group(ranks):
     model = wrap_over(Over(ranks.group), FailsWhenAsked())
     model(torch.ones(1, 6)).sum().backward()
@@ -136,7 +126,7 @@ def test_a_rank_that_skips_a_failed_backward_alone_is_told_of_over_a_group(ranks
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
-@on_ranks(2, why=["buckets", "buffers"])
+@on_ranks(why=["buckets", "buffers"])
 def test_a_backward_that_failed_late_over_a_group_is_said_from_then_on(ranks, why):
     """Operations were issued, or the next forward has to issue some."""
     model = FailsWhenAsked()
@@ -172,7 +162,7 @@ def test_ranks_that_share_no_memory_hear_of_a_death_from_their_group():
 # ---- ends ---------------------------------------------------------------------------
 
 
-@on_ranks(2, first=["wrapper", "group"], by=["a group in Python", "no shared memory"])
+@on_ranks(first=["wrapper", "group"], by=["a group in Python", "no shared memory"])
 def test_wrapper_and_group_may_go_in_any_order(ranks, first, by):
     held = dist.new_group()
     group = Over(held)
@@ -205,7 +195,6 @@ def test_wrapper_and_group_may_go_in_any_order(ranks, first, by):
     assert until(lambda: gone() is None)
 
 
-@on_ranks(2)
 def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ranks):
     ends = []
 
@@ -261,7 +250,6 @@ def test_a_work_in_flight_when_its_wrapper_dies_keeps_its_memory_and_no_more(ran
     assert gone() is None
 
 
-@on_ranks(2)
 def test_a_hundred_wrappers_over_groups_in_python_leave_nothing(ranks):
     def count():
         gc.collect()

@@ -73,8 +73,7 @@ def assert_alike(ours, theirs, has_buffers=True):
 # ---- groups in Python ---------------------------------------------------------------
 
 
-@on_ranks(2, works=[*KINDS])
-@pytest.mark.filterwarnings("ignore")
+@on_ranks(works=[*KINDS])
 def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works):
     group = Over(ranks.group, KINDS[works])
     ours = wrap_over(group, Net())
@@ -102,7 +101,6 @@ def test_four_ranks_over_a_group_in_python_have_exact_means(ranks):
             assert_equal(mine.grad, mean_over(ranks.all(p.grad)), f"step {step}")
 
 
-@on_ranks(2)
 def test_gradients_that_a_group_in_python_carries_are_averaged_once(ranks):
     """Also where they are views that stay, and accumulate."""
     module = nn.Linear(200, 100, bias=False)
@@ -170,8 +168,6 @@ def test_groups_of_some_ranks_are_averaged_apart(ranks):
 # ---- hosts that share no memory -----------------------------------------------------
 
 
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore")
 def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks):
     with apart():
         ours = ranks.wrap(Net())
@@ -202,7 +198,6 @@ def wrapper(ranks, world, module, **options):
         return ranks.wrap(module, **options)
 
 
-@on_ranks(2)
 def test_hooks_that_issue_more_as_their_futures_come_have_the_group_alone(ranks):
     ends = []
     with apart():
@@ -253,8 +248,7 @@ LOOPS = {
 }
 
 
-@on_ranks(2, world=WORLDS, loop=[*LOOPS])
-@pytest.mark.filterwarnings("ignore")
+@on_ranks(world=WORLDS, loop=[*LOOPS])
 def test_gradients_over_any_group_are_those_of_torch(ranks, world, loop):
     make, step_of = LOOPS[loop]
     ours = wrapper(ranks, world, make())
@@ -269,7 +263,7 @@ def test_gradients_over_any_group_are_those_of_torch(ranks, world, loop):
         assert_same_grads(ours, theirs, step)
 
 
-@on_ranks(2, world=WORLDS, throws=[False, True])
+@on_ranks(world=WORLDS, throws=[False, True])
 def test_uneven_inputs_are_those_of_torch(ranks, world, throws):
     ends = []
     for make in (lambda m: wrapper(ranks, world, m), ranks.wrap_by_torch):
@@ -291,7 +285,7 @@ def test_uneven_inputs_are_those_of_torch(ranks, world, throws):
             assert_equal(mine, theirs, "a parameter")
 
 
-@on_ranks(2, world=WORLDS)
+@on_ranks(world=WORLDS)
 def test_a_model_that_is_changed_is_wrapped_anew(ranks, world):
     module = integer_weights(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     with apart():
@@ -305,7 +299,7 @@ def test_a_model_that_is_changed_is_wrapped_anew(ranks, world):
     assert module[2].weight.grad is not None
 
 
-@on_ranks(2, how=["deepcopy", "pickle"])
+@on_ranks(how=["deepcopy", "pickle"])
 def test_a_copy_trains_over_ranks_that_share_no_memory(ranks, how):
     with apart():
         model = paceline.DistributedDataParallel(net())
@@ -320,14 +314,13 @@ def test_a_copy_trains_over_ranks_that_share_no_memory(ranks, how):
     ranks.assert_same([p.grad for p in clone.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_wrapper_over_a_group_in_python_is_not_copied_in_the_words_of_torch(ranks):
     model = wrap_over(Over(ranks.group), net())
     with pytest.raises(RuntimeError, match="only supported when using DDP with"):
         copy.deepcopy(model)
 
 
-@on_ranks(2, world=WORLDS)
+@on_ranks(world=WORLDS)
 def test_models_that_differ_are_an_error_on_every_rank(ranks, world):
     module = nn.Linear(2, 3 + ranks.rank)
     with pytest.raises(paceline.MismatchError, match="rank 0 has parameter 'weight'"):

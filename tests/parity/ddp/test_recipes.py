@@ -26,7 +26,7 @@ from support.copies import saved_and_loaded
 from torch import nn
 
 
-@on_ranks(2, recipe=[*ON_TORCH])
+@on_ranks(recipe=[*ON_TORCH])
 def test_a_recipe_gives_the_bits_of_torch(ranks, recipe):
     if "complex" in recipe:
         skip_without_complex()
@@ -61,7 +61,6 @@ def x_of(ranks, key):
     return ranks.integers(3, 6, key=key)
 
 
-@on_ranks(2)
 def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
     twin = Twin(ranks, exact())
     step(twin, 0)
@@ -72,7 +71,6 @@ def test_the_module_inside_may_be_replaced_as_a_whole(ranks):
         step(twin, key)
 
 
-@on_ranks(2)
 def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
     """And is not wrapped anew for it: this happens in every step of some loops."""
     twin = Twin(ranks, exact())
@@ -91,7 +89,7 @@ def test_a_model_frozen_as_a_whole_runs_and_is_trained_again(ranks):
 # ---- which backwards are synchronised ------------------------------------------------
 
 
-@on_ranks(2, order=["synchronised first", "synchronised last"])
+@on_ranks(order=["synchronised first", "synchronised last"])
 def test_each_forward_says_for_itself_whether_its_backward_is_synchronised(
     ranks, order
 ):
@@ -128,7 +126,6 @@ class TwoHeads(nn.Module):
         return self.a(hidden), self.b(hidden)
 
 
-@on_ranks(2)
 def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
     """Rank 0's statistics must not overwrite what the other forward has saved."""
     torch.manual_seed(0)
@@ -147,7 +144,7 @@ def test_a_forward_of_two_outputs_awaits_its_backward_once(ranks):
 BACKENDS = ["eager", "aot_eager"] + ["inductor"] * bool(shutil.which("g++"))
 
 
-@on_ranks(2, backend=BACKENDS, what=["module", "wrapper", "method compile"])
+@on_ranks(backend=BACKENDS, what=["module", "wrapper", "method compile"])
 def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, what):
     torch._dynamo.reset()
     twin = Twin(ranks, exact())
@@ -169,7 +166,7 @@ def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, w
 # ---- exceptions that a rank catches --------------------------------------------------
 
 
-@on_ranks(2, where=["forward", "backward"])
+@on_ranks(where=["forward", "backward"])
 def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
     """Nothing was to be synchronised yet: nobody else need hear of it."""
     twin = Twin(ranks, exact())
@@ -192,7 +189,7 @@ def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
 # ---- copies --------------------------------------------------------------------------
 
 
-@on_ranks(2, how=["deepcopy", "torch.save"])
+@on_ranks(how=["deepcopy", "torch.save"])
 def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
     """The copy meets its peers only where it is trained."""
     model = paceline.DistributedDataParallel(exact())
@@ -211,7 +208,6 @@ def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
     assert_same_grads(other, model)
 
 
-@on_ranks(2)
 def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
     model = paceline.DistributedDataParallel(exact())
     teacher = copy.deepcopy(model).requires_grad_(False)
@@ -225,7 +221,6 @@ def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
     ranks.assert_same([p.grad for p in other.parameters()], "gradients")
 
 
-@on_ranks(2)
 def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
     """torch.func.functional_call swaps parameters for tensors that are no leaves."""
     model = paceline.DistributedDataParallel(exact())
@@ -244,7 +239,7 @@ def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
     assert_same_grads(other, model)
 
 
-@on_ranks(2, width=[2, 300], is_run=[False, True])
+@on_ranks(width=[2, 300], is_run=[False, True])
 def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_run):
     body = integer_weights(nn.Linear(width, width), -1, 2)
     twin = Twin(ranks, nn.Sequential(body, integer_weights(nn.Linear(width, 1))))
@@ -267,7 +262,6 @@ def copied(model, how):
 # ---- what is refused, and surroundings -----------------------------------------------
 
 
-@on_ranks(2)
 def test_a_model_is_wrapped_while_another_device_is_the_default(ranks):
     module = exact()
     with torch.device("meta"):
@@ -275,7 +269,6 @@ def test_a_model_is_wrapped_while_another_device_is_the_default(ranks):
     step(twin, 0)
 
 
-@on_ranks(2)
 def test_counting_and_profiling_a_step_changes_nothing(ranks):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -286,7 +279,6 @@ def test_counting_and_profiling_a_step_changes_nothing(ranks):
             step(twin, key)
 
 
-@on_ranks(2)
 def test_transforms_of_functions_leave_the_wrapper_as_it_was(ranks):
     twin = Twin(ranks, exact())
     x = x_of(ranks, 0)

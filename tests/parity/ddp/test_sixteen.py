@@ -97,13 +97,13 @@ def verdict_on(ranks, name):
     return judge(tuple(reports))
 
 
-@on_ranks(2, name=WORKS)
+@on_ranks(name=WORKS)
 def test_paceline_works_where(ranks, name):
     verdict = verdict_on(ranks, name)
     assert verdict.kind == "works", str(verdict)
 
 
-@on_ranks(2, name=[name for name in RAISES if name not in IN_PROCESSES])
+@on_ranks(name=[name for name in RAISES if name not in IN_PROCESSES])
 def test_paceline_raises_at_once_on_every_rank_where(ranks, name):
     assert_raises(name, verdict_on(ranks, name))
 

@@ -73,7 +73,7 @@ TABLES = {
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 
 
-@on_ranks(2, table=[*TABLES], dtype=[*DTYPES])
+@on_ranks(table=[*TABLES], dtype=[*DTYPES])
 def test_sparse_gradients_are_averaged_as_torch_averages_them(ranks, table, dtype):
     both = Both(ranks, Words(table=TABLES[table](), dtype=DTYPES[dtype]))
     offsets = (torch.tensor([0, 4, 8]),) if "bag" in table else ()
@@ -87,7 +87,7 @@ def test_sparse_gradients_are_averaged_as_torch_averages_them(ranks, table, dtyp
         assert both.ours.module.table.weight.grad.layout == torch.sparse_coo
 
 
-@on_ranks(2, how=["not", "to None", "to zero"])
+@on_ranks(how=["not", "to None", "to zero"])
 def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, how):
     both = Both(ranks, Words())
     for step in range(4):
@@ -101,7 +101,6 @@ def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, how):
             assert both.ours.module.table.weight.grad is mine
 
 
-@on_ranks(2)
 def test_sparse_gradients_accumulate_without_averaging(ranks):
     both = Both(ranks, Words())
 
@@ -119,7 +118,6 @@ def test_sparse_gradients_accumulate_without_averaging(ranks):
         both.step(lambda model, words=words: model(words).sum())
 
 
-@on_ranks(2)
 def test_a_rank_may_have_no_rows_and_so_may_all(ranks):
     both = Both(ranks, Words())
     nothing = torch.empty(0, dtype=torch.int64)
@@ -130,7 +128,6 @@ def test_a_rank_may_have_no_rows_and_so_may_all(ranks):
         both.step(lambda model, words=words: model(words).sum())
 
 
-@on_ranks(2)
 def test_several_sparse_embeddings_of_any_type_are_averaged(ranks):
     class Towers(nn.Module):
         def __init__(self):
@@ -156,7 +153,7 @@ def test_several_sparse_embeddings_of_any_type_are_averaged(ranks):
         both.step(lambda model, words=words: model(words))
 
 
-@on_ranks(2, shape=["many rows", "long rows", "wide values"])
+@on_ranks(shape=["many rows", "long rows", "wide values"])
 def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, shape):
     n_rows, width, n, dtype = {
         "many rows": (300_000, 2, 80_000, torch.float32),  # several rounds of numbers
@@ -179,7 +176,7 @@ OPTIMIZERS = {
 }
 
 
-@on_ranks(2, optimizer=[*OPTIMIZERS])
+@on_ranks(optimizer=[*OPTIMIZERS])
 def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, optimizer):
     both = Both(ranks, Words())
     optimizers = [OPTIMIZERS[optimizer](model) for model in (both.ours, both.theirs)]
@@ -194,8 +191,6 @@ def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, optimizer):
         assert_equal(value, theirs[name], name)
 
 
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore:Using backward")
 def test_recorded_backwards_average_sparse_gradients(ranks):
     both = Both(ranks, Words())
     for step in range(2):
@@ -207,7 +202,6 @@ def test_recorded_backwards_average_sparse_gradients(ranks):
         both.each(lambda model: model.zero_grad(set_to_none=True))
 
 
-@on_ranks(2)
 def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
     module = Words()
     module.table.weight.requires_grad_(False)
@@ -219,7 +213,6 @@ def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
 # ---- kept, shared, late -------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_gradients_that_are_kept_do_not_change(ranks):
     ours = ranks.wrap(Words())
     kept, values = [], []
@@ -252,7 +245,7 @@ class Checkpointed(nn.Module):
         return x
 
 
-@on_ranks(2, declared=[True, False], reentrant=[True, False])
+@on_ranks(declared=[True, False], reentrant=[True, False])
 def test_an_embedding_may_be_used_in_two_checkpoints(ranks, declared, reentrant):
     module = integer_weights(Checkpointed(declared, reentrant), -1, 2)
     both = ByHand(ranks, module, bucket_cap_mb=0.001)
@@ -280,13 +273,12 @@ def test_one_backward_may_reach_two_sparse_wrappers_in_opposite_order(ranks):
 # ---- construction, copies, changes --------------------------------------------------
 
 
-@on_ranks(2)
 def test_what_only_one_rank_declares_sparse_is_named_on_every_rank(ranks):
     with pytest.raises(paceline.MismatchError, match=r"'table\.weight'.*sparse grad"):
         ranks.wrap(Words(table=nn.Embedding(20, 6, sparse=ranks.rank == 1)))
 
 
-@on_ranks(2, clone=["pickle", "deepcopy"])
+@on_ranks(clone=["pickle", "deepcopy"])
 def test_copies_of_a_wrapper_average_sparse_gradients(ranks, clone):
     first = paceline.DistributedDataParallel(Words())
     if clone == "pickle":
@@ -301,7 +293,6 @@ def test_copies_of_a_wrapper_average_sparse_gradients(ranks, clone):
         assert_means(model.module, means, SPARSE)
 
 
-@on_ranks(2)
 def test_an_embedding_that_is_swapped_for_a_sparse_one_is_noticed(ranks):
     both = ByHand(ranks, Words(table=nn.Embedding(20, 6)))
     both.step(words_of(ranks), layouts={})
@@ -312,7 +303,6 @@ def test_an_embedding_that_is_swapped_for_a_sparse_one_is_noticed(ranks):
         both.step(words_of(ranks, key=step, n_rows=30))
 
 
-@on_ranks(2)
 def test_an_embedding_that_becomes_sparse_after_wrapping_is_averaged(ranks):
     both = ByHand(ranks, Words(table=nn.Embedding(20, 6)))
     for is_sparse in (False, True, False):
@@ -353,7 +343,6 @@ def test_means_are_not_written_to_the_gradient_before_all_are_there():
     assert kept._version == version
 
 
-@on_ranks(2)
 def test_a_dense_gradient_of_a_sparse_table_keeps_its_memory(ranks):
     model = ranks.wrap(Words())
     weight = model.module.table.weight
@@ -372,7 +361,6 @@ def test_a_dense_gradient_of_a_sparse_table_keeps_its_memory(ranks):
     assert_equal(kept, first, "the mean")
 
 
-@on_ranks(2)
 def test_a_rank_stands_in_for_sparse_rows_while_another_device_is_the_default(ranks):
     model, plain = ranks.wrap(Words()), Words()
     words = words_of(ranks)
@@ -417,7 +405,6 @@ def test_a_rank_whose_rows_are_no_rows_fails_the_step_on_every_rank(ranks):
             handle.remove()
 
 
-@on_ranks(2)
 def test_rows_that_accumulated_and_were_reset_do_not_count_as_used(ranks):
     class Rare(nn.Module):
         def __init__(self):

@@ -18,7 +18,6 @@ class Optional(Words):
         return super().forward(words)
 
 
-@on_ranks(2)
 def test_ranks_that_left_a_sparse_embedding_out_get_the_mean_too(ranks):
     both = ByHand(ranks, Optional())
     for step in range(4):
@@ -26,7 +25,6 @@ def test_ranks_that_left_a_sparse_embedding_out_get_the_mean_too(ranks):
         both.step(words_of(ranks, key=step)[: 0 if (ranks.rank + step) % 2 else 12])
 
 
-@on_ranks(2)
 def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
     ours = ranks.wrap(Optional())
     nothing = torch.empty(0, dtype=torch.int64)
@@ -40,7 +38,7 @@ def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
     assert_equal(kept.to_dense(), values, "the gradient")
 
 
-@on_ranks(2, used=["by one rank", "by none"])
+@on_ranks(used=["by one rank", "by none"])
 def test_what_a_rank_accumulated_counts_where_it_is_not_used_again(ranks, used):
     both = ByHand(ranks, Optional())
     both.local(words_of(ranks))
@@ -59,7 +57,7 @@ class AlsoDense(Words):
         return out + factor * self.table.weight.sum() if factor else out
 
 
-@on_ranks(2, who=["one rank", "all ranks"])
+@on_ranks(who=["one rank", "all ranks"])
 def test_a_dense_gradient_on_any_rank_makes_the_mean_dense_on_all(ranks, who):
     both = ByHand(ranks, AlsoDense())
     for step in range(4):
@@ -72,7 +70,6 @@ def test_a_dense_gradient_on_any_rank_makes_the_mean_dense_on_all(ranks, who):
         )
 
 
-@on_ranks(2)
 def test_dense_means_go_where_the_dense_gradient_was(ranks):
     """And accumulate from there, in a layout of the user's too."""
     both = ByHand(ranks, nn.Embedding(8, 4, sparse=True))
@@ -98,7 +95,7 @@ class Tied(nn.Module):
         return self.out(self.table(words))
 
 
-@on_ranks(2, n_rows=[20, 3000])
+@on_ranks(n_rows=[20, 3000])
 def test_a_weight_tied_to_an_output_layer_is_averaged(ranks, n_rows):
     both = ByHand(ranks, integer_weights(Tied(n_rows)))
     for step in range(3):
@@ -106,7 +103,6 @@ def test_a_weight_tied_to_an_output_layer_is_averaged(ranks, n_rows):
         both.step(words_of(ranks, key=step), layouts={})
 
 
-@on_ranks(2)
 def test_a_gradient_that_is_sparse_in_every_element_is_averaged_by_rows(ranks):
     both = ByHand(ranks, Words())
     weight = both.ours.module.table.weight
@@ -135,7 +131,7 @@ class Looked(nn.Module):
         return out + 3 * self.weight.sum() if is_dense else out
 
 
-@on_ranks(2, n_rows=[20, 3000], dims=[1, 2])
+@on_ranks(n_rows=[20, 3000], dims=[1, 2])
 def test_undeclared_sparse_gradients_are_averaged_and_stay_sparse(ranks, n_rows, dims):
     both = ByHand(ranks, Looked(n_rows))
     weight = both.ours.module.weight
@@ -149,7 +145,7 @@ def test_undeclared_sparse_gradients_are_averaged_and_stay_sparse(ranks, n_rows,
         assert weight.grad.sparse_dim() == dims
 
 
-@on_ranks(2, n_rows=[20, 3000], how=["not", "to zero"])
+@on_ranks(n_rows=[20, 3000], how=["not", "to zero"])
 def test_undeclared_sparse_gradients_accumulate(ranks, n_rows, how):
     both = ByHand(ranks, Looked(n_rows))
     for step in range(4):
@@ -163,7 +159,7 @@ def test_undeclared_sparse_gradients_accumulate(ranks, n_rows, how):
         both.plain.other.grad = means["other"]
 
 
-@on_ranks(2, n_rows=[20, 3000])
+@on_ranks(n_rows=[20, 3000])
 def test_undeclared_sparse_gradients_of_unsynchronised_backwards_stay_sparse(
     ranks, n_rows
 ):
@@ -175,7 +171,7 @@ def test_undeclared_sparse_gradients_of_unsynchronised_backwards_stay_sparse(
         both.step(words[:0], layouts=UNDECLARED)  # no rank uses it again
 
 
-@on_ranks(2, n_rows=[20, 3000])
+@on_ranks(n_rows=[20, 3000])
 def test_undeclared_sparse_and_dense_gradients_together_are_dense(ranks, n_rows):
     both = ByHand(ranks, Looked(n_rows))
     for step in range(6):

@@ -46,7 +46,6 @@ def shared_folder(ranks):
 # ---- checkpoints --------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_rank_0_alone_writes_a_checkpoint(ranks):
     folder = shared_folder(ranks)
     model = ranks.wrap(net())
@@ -59,7 +58,6 @@ def test_rank_0_alone_writes_a_checkpoint(ranks):
         assert_equal(mine.data, theirs.data, "a parameter")
 
 
-@on_ranks(2)
 def test_the_first_rank_of_a_group_writes_its_checkpoint(ranks):
     folder = shared_folder(ranks)
     group = dist.new_group([1])
@@ -87,7 +85,7 @@ LOADS = {
 }
 
 
-@on_ranks(2, into=[*LOADS])
+@on_ranks(into=[*LOADS])
 def test_what_was_loaded_is_what_is_evaluated(ranks, into):
     """And not the buffers that rank 0 has sent with the backward before."""
     kept = net()
@@ -107,7 +105,6 @@ def test_what_was_loaded_is_what_is_evaluated(ranks, into):
         assert_equal(tensor, state[name.removeprefix("module.")], name)
 
 
-@on_ranks(2)
 def test_statistics_that_were_reset_start_anew_on_every_rank(ranks):
     model = ranks.wrap(net())
     train(ranks, model)
@@ -121,7 +118,6 @@ def test_statistics_that_were_reset_start_anew_on_every_rank(ranks):
     ranks.assert_same(model.state_dict().values(), "the state")
 
 
-@on_ranks(2)
 def test_training_goes_on_after_loading(ranks):
     twin = Twin(ranks, nn.Linear(4, 90))
     train(ranks, twin.ours)
@@ -161,7 +157,7 @@ def layer(*sizes):
     return integer_weights(nn.Linear(*sizes), -1, 2)
 
 
-@on_ranks(2, change=[*CHANGES], set_to_none=[True, False])
+@on_ranks(change=[*CHANGES], set_to_none=[True, False])
 def test_a_model_may_change_between_steps(ranks, change, set_to_none):
     twin = Twin(ranks, nn.Sequential(layer(4, 130), layer(130, 3)))
     for step in range(5):
@@ -174,7 +170,6 @@ def test_a_model_may_change_between_steps(ranks, change, set_to_none):
                 CHANGES[change](one)
 
 
-@on_ranks(2)
 def test_what_was_accumulated_before_a_change_is_still_averaged(ranks):
     module = integer_weights(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     twin = Twin(ranks, module)
@@ -189,7 +184,6 @@ def test_what_was_accumulated_before_a_change_is_still_averaged(ranks):
         assert_equal(p.grad, theirs[name].grad, name)
 
 
-@on_ranks(2)
 def test_a_change_leaves_whether_to_synchronise_as_it_was(ranks):
     model = ranks.wrap(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     train(ranks, model)
@@ -200,7 +194,6 @@ def test_a_change_leaves_whether_to_synchronise_as_it_was(ranks):
     assert model.require_backward_grad_sync is True
 
 
-@on_ranks(2)
 def test_gradients_after_another_memory_format_are_averaged(ranks):
     module = integer_weights(nn.Sequential(nn.Conv2d(8, 64, 3)))
     twin = Twin(ranks, module)
@@ -212,7 +205,6 @@ def test_gradients_after_another_memory_format_are_averaged(ranks):
     twin.step(lambda model: model(x).sum())
 
 
-@on_ranks(2)
 def test_moving_a_model_to_shared_memory_leaves_its_gradients_alone(ranks):
     twin = Twin(ranks, integer_weights(nn.Linear(100, 100)))
     x = ranks.integers(2, 100)
@@ -269,7 +261,7 @@ ADDED = {
 }
 
 
-@on_ranks(2, what=[*ADDED], whose=[0, 1])
+@on_ranks(what=[*ADDED], whose=[0, 1])
 def test_what_does_not_travel_may_be_added_on_one_rank(ranks, what, whose):
     both = Both(ranks, broadcast_buffers=False)
     world = both.ours._session.world
@@ -281,7 +273,6 @@ def test_what_does_not_travel_may_be_added_on_one_rank(ranks, what, whose):
     assert both.ours._session.world is world
 
 
-@on_ranks(2)
 def test_a_buffer_that_one_rank_registers_later_does_not_travel_as_in_torch(ranks):
     both = Both(ranks)
     world = both.ours._session.world
@@ -311,7 +302,7 @@ class Rotary(nn.Module):
         return self.line(x) + self.table[: len(x), None]
 
 
-@on_ranks(2, dtype=["float32", "float64"])
+@on_ranks(dtype=["float32", "float64"])
 def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, dtype):
     both = Both(ranks, Rotary(getattr(torch, dtype)))
     for step, n_rows in enumerate((2, 5, 5, 9, 9, 3)):
@@ -333,7 +324,7 @@ ALONE = {
 }
 
 
-@on_ranks(2, what=[*ALONE], whose=[0, 1])
+@on_ranks(what=[*ALONE], whose=[0, 1])
 def test_a_rank_that_alone_changes_what_travels_is_an_error_on_all(ranks, what, whose):
     net = module()
     net.register_buffer("scale", torch.ones(2))
@@ -369,7 +360,7 @@ OF_A_RANK = {
 }
 
 
-@on_ranks(2, what=[*OF_A_RANK])
+@on_ranks(what=[*OF_A_RANK])
 def test_a_ranks_own_is_accepted_where_it_does_not_travel_as_in_torch(ranks, what):
     net, own = module(), OF_A_RANK[what](ranks.rank)
     hold(net, "own", own)
@@ -383,7 +374,7 @@ def test_a_ranks_own_is_accepted_where_it_does_not_travel_as_in_torch(ranks, wha
     assert own is None or torch.equal(both.ours.module.own, own)
 
 
-@on_ranks(2, what=[*OF_A_RANK])
+@on_ranks(what=[*OF_A_RANK])
 def test_a_ranks_own_is_refused_where_it_travels(ranks, what):
     net = module()
     hold(net, "own", OF_A_RANK[what](ranks.rank))

@@ -39,7 +39,7 @@ def step_of(ranks, model, key):
 # ---- backwards of the bare module ----------------------------------------------------
 
 
-@on_ranks(2, where=["first rank", "last rank", "all ranks"])
+@on_ranks(where=["first rank", "last rank", "all ranks"])
 def test_a_backward_of_the_bare_module_is_local(ranks, where):
     chosen = {"first rank": 0, "last rank": ranks.n - 1}.get(where, ranks.rank)
 
@@ -56,7 +56,6 @@ def test_a_backward_of_the_bare_module_is_local(ranks, where):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_backward_of_the_bare_module_before_the_first_step_is_local(ranks):
     def program(ranks, wrap):
         model = wrap(net())
@@ -67,7 +66,7 @@ def test_a_backward_of_the_bare_module_before_the_first_step_is_local(ranks):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, view=[False, True])
+@on_ranks(view=[False, True])
 def test_gradients_of_bare_backwards_are_averaged_with_the_next_step(ranks, view):
     """The pattern of torch's own test_accumulate_gradients_module."""
 
@@ -85,7 +84,7 @@ def test_gradients_of_bare_backwards_are_averaged_with_the_next_step(ranks, view
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, flag=["find_unused_parameters", "static_graph"])
+@on_ranks(flag=["find_unused_parameters", "static_graph"])
 def test_bare_backwards_beside_steps_that_leave_a_branch_out_are_local(ranks, flag):
     def program(ranks, wrap):
         model, found = wrap(integer_weights(Branches()), **{flag: True}), []
@@ -103,7 +102,6 @@ def test_bare_backwards_beside_steps_that_leave_a_branch_out_are_local(ranks, fl
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_bare_backward_of_one_wrapper_beside_another_is_local(ranks):
     def program(ranks, wrap):
         generator, critic, found = wrap(net(6, 4, 6)), wrap(net(6, 5, 1)), []
@@ -123,7 +121,6 @@ def test_a_bare_backward_of_one_wrapper_beside_another_is_local(ranks):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_dropped_wrapper_that_is_garbage_on_one_rank_disturbs_no_other(ranks):
     def program(ranks, wrap):
         module = net()
@@ -167,7 +164,7 @@ class TwoParts(nn.Module):
         return self.second(x)
 
 
-@on_ranks(2, order=["other first", "other last", "together"])
+@on_ranks(order=["other first", "other last", "together"])
 def test_a_method_of_the_module_beside_a_forward_is_in_the_step(ranks, order):
     def program(ranks, wrap):
         model, found = wrap(integer_weights(TwoParts())), []
@@ -185,7 +182,7 @@ def test_a_method_of_the_module_beside_a_forward_is_in_the_step(ranks, order):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, which=["kept", "returned"])
+@on_ranks(which=["kept", "returned"])
 def test_a_loss_that_the_module_keeps_is_averaged(ranks, which):
     def program(ranks, wrap):
         module = integer_weights(TwoParts())
@@ -202,7 +199,7 @@ def test_a_loss_that_the_module_keeps_is_averaged(ranks, which):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2, reentrant=[False, True])
+@on_ranks(reentrant=[False, True])
 def test_a_checkpointed_wrapper_takes_its_steps(ranks, reentrant):
     def program(ranks, wrap):
         is_torch = wrap == ranks.wrap_by_torch  # which needs to be told
@@ -220,7 +217,6 @@ def test_a_checkpointed_wrapper_takes_its_steps(ranks, reentrant):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_ranks_may_cut_their_batches_into_different_numbers_of_parts(ranks):
     def program(ranks, wrap):
         model, found = wrap(net()), []
@@ -234,7 +230,6 @@ def test_ranks_may_cut_their_batches_into_different_numbers_of_parts(ranks):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_rank_may_leave_an_output_out_of_its_loss(ranks):
     def program(ranks, wrap):
         model, found = wrap(net()), []
@@ -264,7 +259,6 @@ def run_and_catch(ranks, model, skip, n_steps=5):
     return errors, found
 
 
-@on_ranks(2)
 def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks):
     both = [ranks.wrap(net()), ranks.wrap_by_torch(net())]
     for model in both:
@@ -273,7 +267,6 @@ def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks):
     assert_same_grads(*both)
 
 
-@on_ranks(2)
 def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks):
     def go(model, step):
         loss = model(data(ranks, step)).sum()
@@ -293,7 +286,6 @@ def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks
         ranks.assert_same(found[mismatch + later], f"step {later} after it")
 
 
-@on_ranks(2)
 def test_a_backward_that_one_rank_takes_twice_is_an_error_in_that_step(ranks):
     def go(model, step):
         loss = model(data(ranks, step)).sum()
@@ -311,7 +303,6 @@ def test_a_backward_that_one_rank_takes_twice_is_an_error_in_that_step(ranks):
     ranks.assert_same(found[step + 1], "the step after it")
 
 
-@on_ranks(2)
 def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
     model = ranks.wrap(integer_weights(TwoParts()), find_unused_parameters=True)
     out = model(data(ranks, 0), keeps=True)
@@ -320,7 +311,6 @@ def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
     step_of(ranks, model, 1)
 
 
-@on_ranks(2)
 def test_gradients_are_whole_after_ranks_were_not_in_the_same_step(ranks):
     model = ranks.wrap(net())
     for step in range(3):
@@ -352,7 +342,7 @@ class Raises(nn.Module):
         return self.p * x
 
 
-@on_ranks(2, joins=[False, True])
+@on_ranks(joins=[False, True])
 def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, joins):
     def program(ranks, wrap):
         model = wrap(Raises())
@@ -371,7 +361,6 @@ def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, joins):
     compare_with_torch(ranks, program)
 
 
-@on_ranks(2)
 def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):
     model = ranks.wrap(net())
     step_of(ranks, model, 0)

@@ -11,7 +11,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, apart, assert_same_grads, integer_weights, mean_over, on_ranks
+from cases import Twin, apart, assert_same_grads, integer_weights, mean_over
 from paceline._compat import torch_groups
 from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers
@@ -47,7 +47,6 @@ def train(ranks, model, steps=3):
             assert torch.equal(p.grad, mean_over(grads))
 
 
-@on_ranks(2)
 def test_torch_itself_carries_no_cpu_tensor_by_such_a_group(ranks):
     group = device_group()
     assert torch_groups.is_device_bound(group)
@@ -56,14 +55,12 @@ def test_torch_itself_carries_no_cpu_tensor_by_such_a_group(ranks):
         dist.all_reduce(torch.zeros(1), group=group)
 
 
-@on_ranks(2)
 def test_a_module_on_the_cpu_trains_in_a_group_that_has_no_cpu_tensors(ranks):
     model = wrap(device_group(), module())
     assert not Meeting(model.process_group)._has_cpu
     train(ranks, model)
 
 
-@on_ranks(2)
 def test_a_rank_that_is_alone_in_such_a_group_meets_nobody(ranks):
     alone = [dist.new_group([rank], backend="cuda:gloo") for rank in range(ranks.n)]
     x, plain = ranks.integers(2, 6), module()
@@ -73,7 +70,6 @@ def test_a_rank_that_is_alone_in_such_a_group_meets_nobody(ranks):
     assert_same_grads(model, plain)
 
 
-@on_ranks(2)
 def test_ranks_on_several_hosts_say_their_words_by_a_group_of_our_own(ranks):
     before = len(dist.distributed_c10d._world.pg_map)
     with apart():
@@ -82,7 +78,6 @@ def test_ranks_on_several_hosts_say_their_words_by_a_group_of_our_own(ranks):
     assert len(dist.distributed_c10d._world.pg_map) == before + 1  # the test's alone
 
 
-@on_ranks(2)
 def test_ranks_that_have_made_other_groups_before_meet_all_the_same(ranks):
     alone = {"ranks": [ranks.rank], "backend": "gloo"}
     alone["use_local_synchronization"] = True
@@ -96,7 +91,6 @@ def test_ranks_that_have_made_other_groups_before_meet_all_the_same(ranks):
         dist.new_group(**alone)
 
 
-@on_ranks(2)
 def test_two_wrappers_of_a_group_do_not_hear_each_others_words(ranks):
     group = device_group()
     twins = []
@@ -111,7 +105,6 @@ def test_two_wrappers_of_a_group_do_not_hear_each_others_words(ranks):
             twin.step(lambda model, x=x: model(x).sum())
 
 
-@on_ranks(2)
 def test_a_model_that_differs_is_the_same_error_on_every_rank(ranks):
     net = nn.Linear(3 + ranks.rank, 1)
     group = device_group()
@@ -123,7 +116,6 @@ def test_a_model_that_differs_is_the_same_error_on_every_rank(ranks):
     assert ranks.all(said) == [said[:1] * 2] * 2
 
 
-@on_ranks(2)
 def test_an_error_of_one_rank_is_raised_on_all(ranks):
     group = device_group()
     net = module()
@@ -137,7 +129,6 @@ def test_an_error_of_one_rank_is_raised_on_all(ranks):
     wrap(group, module())  # and the group is as good as before
 
 
-@on_ranks(2)
 def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
     group = device_group()
     meeting = Meeting(group)
@@ -151,7 +142,6 @@ def test_words_of_an_earlier_exchange_do_not_stay_in_the_store(ranks):
         assert store.check([f"messages/{number}"]) == (number == 2)
 
 
-@on_ranks(2)
 def test_the_timeout_is_that_of_the_group_for_the_device(ranks):
     group = device_group(seconds=77.0)
     for kind in ("cpu", "cuda"):

@@ -53,7 +53,6 @@ def assert_one_says(ranks, words, prefix):
 # ---- unused parameters --------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_unused_parameters_are_refused_at_the_next_forward_as_in_torch(ranks):
     mine = ranks.wrap(Branches(), strict=True)
     theirs = ranks.wrap_by_torch(Branches())
@@ -77,7 +76,6 @@ def test_unused_parameters_are_refused_at_the_next_forward_as_in_torch(ranks):
         assert data["error"].startswith(("<class 'RuntimeError'>: Exp", UNFINISHED))
 
 
-@on_ranks(2)
 def test_a_backward_that_left_parameters_out_is_not_finalized_under_strict(ranks):
     mine = ranks.wrap(Branches(), strict=True)
     theirs = ranks.wrap_by_torch(Branches())
@@ -89,7 +87,6 @@ def test_a_backward_that_left_parameters_out_is_not_finalized_under_strict(ranks
     assert message(served._check_reducer_finalized) is None
 
 
-@on_ranks(2)
 def test_steps_that_use_all_parameters_go_on_under_strict(ranks):
     model, plain = ranks.wrap(net(), strict=True), ranks.wrap_by_torch(net())
     for k in range(3):
@@ -102,7 +99,6 @@ def test_steps_that_use_all_parameters_go_on_under_strict(ranks):
             assert torch.equal(a, b)
 
 
-@on_ranks(2)
 def test_a_rank_that_joined_early_is_not_refused_afterwards(ranks):
     model = ranks.wrap(Branches(), strict=True)
     with model.join():
@@ -114,7 +110,6 @@ def test_a_rank_that_joined_early_is_not_refused_afterwards(ranks):
 # ---- ready twice --------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_second_gradient_in_a_backward_is_refused(ranks):
     words = message(step, ranks.wrap(Twice(), strict=True))
     assert_one_says(ranks, words, "Expected to mark a variable ready only once.")
@@ -123,7 +118,7 @@ def test_a_second_gradient_in_a_backward_is_refused(ranks):
 # ---- static graphs ------------------------------------------------------------------
 
 
-@on_ranks(2, first=[True, False])
+@on_ranks(first=[True, False])
 def test_a_static_graph_that_changes_is_refused_as_in_torch(ranks, first):
     mine = ranks.wrap(Branches(), static_graph=True, strict=True)
     theirs = ranks.wrap_by_torch(Branches(), static_graph=True)
@@ -140,7 +135,7 @@ def test_a_static_graph_that_changes_is_refused_as_in_torch(ranks, first):
             assert words.startswith("Your training graph has changed in this iter")
 
 
-@on_ranks(2, declared=["before training", "later"])
+@on_ranks(declared=["before training", "later"])
 def test_a_static_graph_may_change_without_strict(ranks, declared):
     model = ranks.wrap(Branches(), static_graph=declared == "before training")
     for both in (True, False, True):
@@ -153,7 +148,6 @@ def test_a_static_graph_may_change_without_strict(ranks, declared):
 # ---- where strict comes from --------------------------------------------------------
 
 
-@on_ranks(2)
 def test_the_environment_asks_for_strict_unless_the_argument_is_given(ranks):
     with pytest.MonkeyPatch.context() as patch:
         for word, is_strict in (("1", True), ("0", False), ("", False)):
@@ -166,7 +160,6 @@ def test_the_environment_asks_for_strict_unless_the_argument_is_given(ranks):
             ranks.wrap(net())
 
 
-@on_ranks(2)
 def test_ranks_that_differ_in_strictness_are_told(ranks):
     with pytest.raises(RuntimeError, match="strict differs"):
         ranks.wrap(net(), strict=bool(ranks.rank))
@@ -213,7 +206,7 @@ REFUSED = {
 }
 
 
-@on_ranks(2, what=[*REFUSED])
+@on_ranks(what=[*REFUSED])
 def test_what_both_refuse_is_refused_in_the_words_of_torch(ranks, what):
     call, prefix = REFUSED[what]
     with pytest.raises(Exception, match="") as caught:
@@ -225,7 +218,6 @@ def test_what_both_refuse_is_refused_in_the_words_of_torch(ranks, what):
         call(ranks, ranks.wrap)
 
 
-@on_ranks(2)
 def test_strict_refuses_the_bf16_hook_in_the_words_of_torch(ranks):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -422,7 +414,7 @@ PROGRAMS = {
 }
 
 
-@on_ranks(2, what=[*PROGRAMS], group=["all ranks", "each rank alone"])
+@on_ranks(what=[*PROGRAMS], group=["all ranks", "each rank alone"])
 def test_a_program_is_refused_where_torch_refuses_it(ranks, what, group):
     if group == "each rank alone":
         ranks.group = ranks.alone()
@@ -434,7 +426,6 @@ def test_a_program_is_refused_where_torch_refuses_it(ranks, what, group):
         assert (sentence in words) == (sentence in torchs), (words, torchs)
 
 
-@on_ranks(2)
 def test_a_reentrant_checkpoint_beside_an_unused_layer_is_refused(ranks):
     model = ranks.wrap(Checkpointed(True, nn.Linear(2, 2)), strict=True, **FIND)
     at, words = refusal(plain_steps, model)
@@ -444,7 +435,6 @@ def test_a_reentrant_checkpoint_beside_an_unused_layer_is_refused(ranks):
     assert at is None, "it is served without strict"
 
 
-@on_ranks(2)
 def test_a_mask_of_another_length_is_refused(ranks):
     model = ranks.wrap(Branches(), strict=True)
     for mask in (b"", b"\0" * 5, None):

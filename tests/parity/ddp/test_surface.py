@@ -6,14 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    Branches,
-    assert_same_grads,
-    grads_of,
-    has_argument,
-    net,
-    on_ranks,
-)
+from cases import Branches, assert_same_grads, grads_of, has_argument, net, on_ranks
 from paceline import DistributedDataParallel
 from surface_cases import Chain, Counting, X, pair
 from torch import nn
@@ -27,7 +20,6 @@ from torch.nn.parallel.distributed import _find_tensors
 # ---- forward, and what is round it -------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
     torch.compile(lambda x: x, backend="eager")  # from here on dynamo may ask
 
@@ -46,7 +38,6 @@ def test_a_forward_shows_the_active_wrapper_where_something_is_compiled(ranks):
     assert TorchDDP._active_ddp_module is None
 
 
-@on_ranks(2)
 def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
     class Bad(nn.Linear):
         def forward(self, x):
@@ -60,7 +51,6 @@ def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
     assert model._session.open_forwards.items == []
 
 
-@on_ranks(2)
 def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks):
     both = pair(ranks, net())
     for step in range(3):
@@ -75,7 +65,6 @@ def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks):
         assert_same_grads(*both)
 
 
-@on_ranks(2)
 def test_composable_replicate_is_carried_by_our_wrapper(ranks):
     home = sys.modules[composable.__module__]
 
@@ -98,7 +87,6 @@ def test_composable_replicate_is_carried_by_our_wrapper(ranks):
         home.DistributedDataParallel = torchs
 
 
-@on_ranks(2)
 def test_torch_compile_splits_the_graph_at_buckets(ranks):
     graphs = []
 
@@ -120,7 +108,6 @@ def test_torch_compile_splits_the_graph_at_buckets(ranks):
         assert len(graphs) > 1, f"one graph where whole is {whole}"
 
 
-@on_ranks(2)
 def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks):
     mine, theirs = pair(ranks, net())
     assert mine.bucket_bytes_cap == theirs.bucket_bytes_cap == 25 << 20
@@ -131,7 +118,6 @@ def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks):
 # ---- through the facades ------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_prepare_for_backward_synchronises_what_ran_without(ranks):
     """As accelerate's trigger_sync_in_backward and pipelining do."""
     both = pair(ranks, net())
@@ -150,7 +136,6 @@ def test_prepare_for_backward_synchronises_what_ran_without(ranks):
         ranks.assert_same(grads_of(both[0]), "gradients")
 
 
-@on_ranks(2)
 def test_prepare_for_backward_counts_for_one_backward(ranks):
     model = ranks.wrap(net())
     with model.no_sync():
@@ -164,7 +149,6 @@ def test_prepare_for_backward_counts_for_one_backward(ranks):
     assert not torch.equal(*rows)
 
 
-@on_ranks(2)
 def test_a_manual_backward_inside_a_forward_is_averaged(ranks):
     """As Lightning's manual optimisation runs it."""
 
@@ -191,7 +175,6 @@ def test_a_manual_backward_inside_a_forward_is_averaged(ranks):
         assert_same_grads(*both)
 
 
-@on_ranks(2)
 def test_buckets_are_rebuilt_once_in_the_eyes_of_others(ranks):
     model = ranks.wrap(net())
     answers = []
@@ -201,7 +184,6 @@ def test_buckets_are_rebuilt_once_in_the_eyes_of_others(ranks):
     assert answers == [False, True, False]
 
 
-@on_ranks(2)
 def test_the_map_of_used_parameters_is_that_of_the_last_step(ranks):
     model = ranks.wrap(Branches())
     for both in (True, False, True):
@@ -211,7 +193,7 @@ def test_the_map_of_used_parameters_is_that_of_the_last_step(ranks):
         assert used.tolist() == [1, 1, int(both), int(both)]
 
 
-@on_ranks(2, changes=[True, False])
+@on_ranks(changes=[True, False])
 def test_a_graph_that_changes_is_not_called_static(ranks, changes):
     model = ranks.wrap(Branches(), find_unused_parameters=True)
     for step in range(3):
@@ -222,7 +204,6 @@ def test_a_graph_that_changes_is_not_called_static(ranks, changes):
         assert data["can_set_static_graph"] == int(is_static)
 
 
-@on_ranks(2)
 def test_a_rank_without_hooks_keeps_its_own_gradients(ranks):
     both = pair(ranks, net())
     for model in both:
@@ -232,7 +213,6 @@ def test_a_rank_without_hooks_keeps_its_own_gradients(ranks):
     assert not torch.equal(*ranks.all(grads_of(both[0])[0]))
 
 
-@on_ranks(2)
 def test_calls_that_have_nothing_to_do_are_taken(ranks):
     model = ranks.wrap(net())
     model._check_reducer_finalized()
@@ -263,7 +243,7 @@ LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
 TIMES = "_time", "_time_start", "_time_end"
 
 
-@on_ranks(2, group=["all ranks", "each rank alone"])
+@on_ranks(group=["all ranks", "each rank alone"])
 def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
     if group == "each rank alone":
         ranks.group = ranks.alone()
@@ -281,7 +261,6 @@ def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
             assert mine[name] == value, name
 
 
-@on_ranks(2)
 def test_times_of_a_step_are_in_their_order(ranks):
     model = ranks.wrap(net())
     for step in range(3):
@@ -303,7 +282,6 @@ def test_times_of_a_step_are_in_their_order(ranks):
     assert min(stats) > 0
 
 
-@on_ranks(2)
 def test_steps_are_sampled_as_torch_samples_them(ranks):
     both = pair(ranks, net())
     seen = []
@@ -315,7 +293,6 @@ def test_steps_are_sampled_as_torch_samples_them(ranks):
     assert seen[:20] == seen[20:]
 
 
-@on_ranks(2)
 def test_real_buckets_are_told_where_they_are_several(ranks):
     model = ranks.wrap(net(), bucket_cap_mb=0.02)
     for step in range(3):
@@ -334,7 +311,6 @@ def test_real_buckets_are_told_where_they_are_several(ranks):
 # ---- subclasses ---------------------------------------------------------------------
 
 
-@on_ranks(2)
 def test_a_subclass_may_forward_names_to_its_module(ranks):
     class Forwarding(ranks.ours):
         def __getattr__(self, name):
@@ -353,7 +329,6 @@ def test_a_subclass_may_forward_names_to_its_module(ranks):
     assert data["world_size"] == ranks.n
 
 
-@on_ranks(2)
 def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
     """As mmcv's wrapper does."""
 
@@ -369,7 +344,6 @@ def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
     assert_same_grads(model, plain)
 
 
-@on_ranks(2)
 def test_a_rank_may_train_on_alone_and_come_back(ranks):
     alone = ranks.alone()
     model, plain = ranks.wrap(net()), net()
@@ -388,7 +362,6 @@ def test_a_rank_may_train_on_alone_and_come_back(ranks):
             assert torch.equal(gradient, own[i] if is_alone else mean)
 
 
-@on_ranks(2)
 def test_a_rank_that_is_alone_accumulates_for_its_optimizers_in_backward(ranks):
     alone = ranks.alone()
     module = net()
@@ -404,7 +377,6 @@ def test_a_rank_that_is_alone_accumulates_for_its_optimizers_in_backward(ranks):
     assert not torch.equal(next(module.parameters()), before[0])
 
 
-@on_ranks(2)
 def test_buffers_come_with_a_backward_although_a_forward_has_raised(ranks):
     module = Counting(ranks.rank)
     model = ranks.wrap(module)
@@ -415,7 +387,6 @@ def test_buffers_come_with_a_backward_although_a_forward_has_raised(ranks):
     assert module.seen.item() == 5.0
 
 
-@on_ranks(2)
 def test_an_evaluation_in_another_thread_leaves_a_forward_its_own(ranks):
     class Waits(nn.Module):
         def __init__(self):

@@ -5,13 +5,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from cases import (
-    assert_equal,
-    assert_same_grads,
-    net,
-    on_ranks,
-    skip_without_argument,
-)
+from cases import assert_equal, assert_same_grads, net, on_ranks, skip_without_argument
 from surface_cases import Chain, Counting, X, pair
 from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
@@ -23,7 +17,6 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 # ---- ignored parameters and buffers -------------------------------------------------
 
 
-@on_ranks(2)
 def test_what_is_ignored_is_neither_copied_nor_averaged(ranks):
     def make():
         torch.manual_seed(ranks.rank)
@@ -48,7 +41,6 @@ def test_what_is_ignored_is_neither_copied_nor_averaged(ranks):
         assert torch.equal(*ranks.all(model.module[0].weight.grad))
 
 
-@on_ranks(2)
 def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks):
     for name in ("weight", ".weight"):
         module = nn.Linear(2, 1)
@@ -58,7 +50,7 @@ def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks
         assert not torch.equal(*ranks.all(module.weight.grad))
 
 
-@on_ranks(2, sync=["broadcast_buffers", "forward_sync_buffers", "init_sync"])
+@on_ranks(sync=["broadcast_buffers", "forward_sync_buffers", "init_sync"])
 def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, sync):
     skip_without_argument(sync)
     both = pair(ranks, Counting(ranks.rank + 1), **{sync: False})
@@ -77,7 +69,7 @@ def averaging(state, buffers):
     ]
 
 
-@on_ranks(2, where=["PRE_FORWARD", "POST_FORWARD"])
+@on_ranks(where=["PRE_FORWARD", "POST_FORWARD"])
 def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, where):
     both = pair(ranks, Counting(ranks.rank + 1))
     place = _BufferCommHookLocation[where]
@@ -91,7 +83,6 @@ def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, where):
     assert seen[0] == seen[1] == 6.0
 
 
-@on_ranks(2)
 def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
     model = ranks.wrap(Counting(0))
     seen = []
@@ -106,7 +97,6 @@ def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
     assert seen == [5.0 + ranks.rank, 5.0]
 
 
-@on_ranks(2)
 def test_forward_sync_is_required_by_steps_that_synchronise(ranks):
     both = pair(ranks, Counting(0))
     for model in both:
@@ -126,7 +116,6 @@ def test_forward_sync_is_required_by_steps_that_synchronise(ranks):
 # ---- other constructor arguments ----------------------------------------------------
 
 
-@on_ranks(2)
 def test_delayed_gradients_come_out_averaged(ranks):
     module = net()
     named = [(n, p) for n, p in module.named_parameters() if n.endswith("weight")]
@@ -148,7 +137,7 @@ def test_delayed_gradients_come_out_averaged(ranks):
 # ---- optimizers ---------------------------------------------------------------------
 
 
-@on_ranks(2, when=["before", "after"])
+@on_ranks(when=["before", "after"])
 def test_optimizers_in_backward_step_by_averages(ranks, when):
     """Against ordinary steps: on a CPU torch's own fail, for want of an accelerator."""
     module, plain = net(), ranks.wrap_by_torch(net())
@@ -166,7 +155,6 @@ def test_optimizers_in_backward_step_by_averages(ranks, when):
             assert_equal(a.data, b.data, "a parameter")
 
 
-@on_ranks(2)
 def test_optimizers_in_backward_wait_while_gradients_accumulate(ranks):
     module = net()
     before = [p.clone() for p in module.parameters()]
@@ -179,7 +167,6 @@ def test_optimizers_in_backward_wait_while_gradients_accumulate(ranks):
         assert p.grad is not None
 
 
-@on_ranks(2)
 def test_a_part_of_the_parameters_may_step_in_backward(ranks):
     module = net()
     _apply_optimizer_in_backward(torch.optim.SGD, [module[0].weight], {"lr": 0.5})
@@ -190,7 +177,6 @@ def test_a_part_of_the_parameters_may_step_in_backward(ranks):
     ranks.assert_same([module[0].weight], "a weight")
 
 
-@on_ranks(2)
 def test_a_fused_optimizer_steps_as_in_torch(ranks):
     both = pair(ranks, net())
     for model in both:
@@ -207,7 +193,6 @@ def test_a_fused_optimizer_steps_as_in_torch(ranks):
 # ---- groups and checkpoints ---------------------------------------------------------
 
 
-@on_ranks(2)
 def test_distributed_checkpoints_save_and_load(ranks):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import (
@@ -246,7 +231,7 @@ def test_distributed_checkpoints_save_and_load(ranks):
     set_model_state_dict(other, state)
 
 
-@on_ranks(2, strict=[False, True])
+@on_ranks(strict=[False, True])
 def test_a_compiled_wrapper_compiles_as_many_graphs_as_that_of_torch(ranks, strict):
     graphs = {"mine": [], "theirs": []}
     mine = ranks.wrap(Chain(), strict=strict)
