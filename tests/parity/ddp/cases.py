@@ -63,6 +63,16 @@ def on_ranks(*n_ranks, **axes):
     return decorate
 
 
+def on_gpus_too(*n_ranks, **axes):
+    """Run a test on simulated GPUs too, with some of its values of the axes alone."""
+
+    def decorate(body):
+        body.on_gpus = n_ranks or (2,), {**getattr(body, "axes", {}), **axes}
+        return body
+
+    return decorate
+
+
 def as_torch(*n_ranks, **axes):
     """Run a program by torch's class and by ours; what it yields must be the same."""
 
@@ -85,10 +95,15 @@ def parametrize(metafunc):
     axes = getattr(body, "axes", {})
     rows = list(itertools.product(getattr(body, "n_ranks", (2,)), *axes.values()))
     ids = [
-        "-".join([f"{n} ranks", *map("{}={}".format, axes, point)])
+        "-".join([f"{n} ranks", *map("{}={}".format, axes, map(_name_of, point))])
         for n, *point in rows
     ]
     metafunc.parametrize(["ranks", *axes], rows, ids=ids)
+
+
+def _name_of(value):
+    """Return what a value is called in every process."""
+    return getattr(value, "__name__", value)
 
 
 def run_test(item):

@@ -1,7 +1,6 @@
 """Tests of ranks, on GPUs that a fake library stands for: see support/fake_gpus.py."""
 
 import functools
-import importlib
 
 import cases
 from support import fake_gpus
@@ -19,25 +18,3 @@ def on_gpus(*n_ranks, **axes):
         return cases.on_ranks(*n_ranks, **axes)(run)
 
     return decorate
-
-
-def again(home, into, names, *rows):
-    """Make tests of a file anew, on GPUs.
-
-    Parameters
-    ----------
-    home : str
-        The file, `test_gradients`, whose tests are `on_ranks`.
-    into : dict
-        The globals of the file that is to have them.
-    names : str
-        Tests for 2 ranks, with all values of their axes.
-    *rows : (str, tuple of int, dict)
-        A test's name, how many ranks, and values of its axes in place of its own.
-    """
-    there = importlib.import_module(home)
-    for name, n_ranks, axes in [*((name, (2,), {}) for name in names.split()), *rows]:
-        body = getattr(there, name)
-        original = getattr(body, "axes", {})
-        assert axes.keys() <= original.keys(), name
-        into[name] = on_gpus(*n_ranks, **{**original, **axes})(body)

@@ -1,46 +1,30 @@
 """What the tests of communication hooks share."""
 
-import copy
-
 import torch
-from cases import assert_equal
 from torch import nn
 
 
-def both(ranks, module, hook, state=lambda ranks: ranks.group, **options):
-    """Return our wrapper and torch's of equal models, each with the hook."""
-    models = []
-    for wrap in (ranks.wrap, ranks.wrap_by_torch):
-        model = wrap(copy.deepcopy(module), **options)
-        model.register_comm_hook(state(ranks), hook)
-        models.append(model)
-    return models
+def hooked(ranks, wrap, module, hook, state=lambda ranks: ranks.group, **options):
+    """Return a wrapped model with the hook."""
+    model = wrap(module, **options)
+    model.register_comm_hook(state(ranks), hook)
+    return model
 
 
-def check(ours, theirs, what):
-    pairs = zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True)
-    for (name, mine), p in pairs:
-        grads = [
-            t.grad.to_dense() if t.grad is not None and t.grad.is_sparse else t.grad
-            for t in (mine, p)
-        ]
-        assert_equal(*grads, f"{what}: the gradient of {name}")
-        assert_equal(mine, p, f"{what}: {name}")
-
-
-def train_both(ranks, models, steps=4, loss=None, data=None):
-    """Take the steps of both, and check each; every step moves the parameters."""
+def trained(ranks, model, steps=4, loss=None, data=None):
+    """Take steps; yield gradients and parameters after each."""
     loss = loss or (lambda model, x: model(x).square().sum())
     data = data or (
         lambda step: torch.randn(3, 6, generator=ranks.generator("data", step))
     )
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss(model, data(step)).backward()
-            optimizer.step()
-        check(*models, f"step {step}")
+        optimizer.zero_grad()
+        loss(model, data(step)).backward()
+        optimizer.step()
+        grads = [p.grad for p in model.parameters()]
+        yield [g.to_dense() if g is not None and g.is_sparse else g for g in grads]
+        yield [*model.parameters()]
 
 
 def mlp():

@@ -1,13 +1,12 @@
 """What the tests of join() share."""
 
-import copy
-
 import torch
-from cases import assert_equal, grads_of, integer_weights, mean_over
+from cases import grads_of, integer_weights, mean_over
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
 CONTEXTS = ["join()", "Join([])"]
+FIND = {"find_unused_parameters": True}
 
 
 class Wide(nn.Module):
@@ -31,28 +30,6 @@ class Wide(nn.Module):
 
 def context_of(model, context, **options):
     return model.join(**options) if context == "join()" else Join([model], **options)
-
-
-def pair_of(ranks, module, **options):
-    """Return our wrapper and torch's, of equal modules."""
-    options.setdefault("find_unused_parameters", True)
-    ours = ranks.wrap(copy.deepcopy(module), **options)
-    return ours, ranks.wrap_by_torch(module, **options)
-
-
-def assert_all_equal(mine, theirs, what):
-    there = [[g is not None for g in grads] for grads in (mine, theirs)]
-    assert there[0] == there[1], f"{what}: {there}"
-    for i, (m, t) in enumerate(zip(mine, theirs, strict=True)):
-        if t is not None:
-            assert_equal(m, t, f"{what} of tensor {i}")
-
-
-def assert_same_models(ours, theirs, ranks):
-    mine, other = ours.module.state_dict(), theirs.module.state_dict()
-    for name in other:
-        assert_equal(mine[name], other[name], name)
-    ranks.assert_same(list(mine.values()), "the model")
 
 
 def train(model, ranks, context, count, step=None, **options):

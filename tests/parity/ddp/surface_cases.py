@@ -1,7 +1,5 @@
 """What the tests of the surface share."""
 
-import copy
-
 import torch
 from torch import nn
 
@@ -31,9 +29,3 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def pair(ranks, module, **options):
-    """Return the same module behind our wrapper, and behind torch's."""
-    mine = ranks.wrap(copy.deepcopy(module), **options)
-    return mine, ranks.wrap_by_torch(copy.deepcopy(module), **options)

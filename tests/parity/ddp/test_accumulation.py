@@ -1,5 +1,6 @@
 """Accumulation, unused parameters, and gradients that somebody keeps."""
 
+import gc
 import threading
 import time
 import warnings
@@ -7,8 +8,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import Twin, assert_equal, bits, integer_weights, mean_over, on_ranks
+from cases import (
+    Twin,
+    assert_equal,
+    bits,
+    integer_weights,
+    mean_over,
+    on_gpus_too,
+    on_ranks,
+)
 from paceline import MismatchError, PeerError
+from support.processes import new_mappings, shared_mappings
 from torch import nn
 
 LARGE, SMALL = (120, 100), (7,)  # above and below what becomes a view
@@ -51,6 +61,7 @@ def loss(ranks, key, used=None):
 STYLES = ["round both", "round forward", "round backward", "switched by hand"]
 
 
+@on_gpus_too(style=["switched by hand"])
 @on_ranks(style=STYLES)
 def test_no_sync_accumulates_and_the_next_backward_averages_all(ranks, style):
     twin = Twin(ranks, Bag())
@@ -80,6 +91,7 @@ def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the average")
 
 
+@on_gpus_too()
 @on_ranks(on=["all ranks", "one rank each"])
 def test_parameters_used_only_in_micro_steps_are_synchronised_by_the_next(ranks, on):
     twin = Twin(ranks, Bag())
@@ -117,6 +129,7 @@ USES = {
 }
 
 
+@on_gpus_too(use=["the last ones from the fourth step on"], set_to_none=[True])
 @on_ranks(use=[*USES], set_to_none=[True, False])
 def test_parameters_may_be_unused(ranks, use, set_to_none):
     twin = Twin(ranks, Bag())
@@ -125,6 +138,7 @@ def test_parameters_may_be_unused(ranks, use, set_to_none):
         twin.step(loss(ranks, step, USES[use](ranks.rank, step)))
 
 
+@on_gpus_too()
 def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ranks):
     model = ranks.wrap(Bag())
     for step in range(2):
@@ -139,6 +153,7 @@ def test_a_gradient_that_nobody_used_is_the_same_object_with_the_same_values(ran
         assert_equal(p.grad, values, "an unused gradient")
 
 
+@on_gpus_too()
 def test_ranks_own_gradients_of_what_nobody_used_are_left_alone(ranks):
     """As torch: what was set by hand and is used by nobody is nobody's to average."""
     model = ranks.wrap(Bag())
@@ -177,6 +192,7 @@ def test_kept_gradients_survive_the_next_backwards(ranks, keep):
                 assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
 
 
+@on_gpus_too()
 def test_kept_gradients_are_not_changed_by_the_peers(ranks):
     """Rank 1 keeps, rank 0 does not: rank 0's next sums must not land in rank 1."""
     model = ranks.wrap(Bag())
@@ -231,6 +247,7 @@ def turned(tensor):
     return tensor.t().contiguous().t()
 
 
+@on_gpus_too()
 def test_swapped_gradients_are_told_apart(ranks):
     """Two parameters of one shape exchange their gradients between backwards."""
     twin = Twin(ranks, Bag(2))
@@ -241,6 +258,7 @@ def test_swapped_gradients_are_told_apart(ranks):
             a.grad, b.grad = b.grad, a.grad
 
 
+@on_gpus_too()
 def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks):
     twin = Twin(ranks, Bag(2))
     twin.step(loss(ranks, 0))
@@ -250,21 +268,32 @@ def test_one_tensor_as_the_gradient_of_two_parameters_is_added_to_by_both(ranks)
     twin.step(loss(ranks, 1))
 
 
-def test_gradients_live_on_after_the_wrapper(ranks):
+@on_gpus_too()
+def test_gradients_live_on_after_the_wrapper_and_then_free_its_memory(ranks):
+    gc.collect()
+    before = shared_mappings()
     model = ranks.wrap(Bag())
     loss(ranks, 0)(model).backward()
-    bare, before = model.module, [bits(p.grad) for p in model.parameters()]
+    bare, grads = model.module, [bits(p.grad) for p in model.parameters()]
     del model
-    assert [bits(p.grad) for p in bare.parameters()] == before
+    gc.collect()
+    assert [bits(p.grad) for p in bare.parameters()] == grads
     loss(ranks, 1)(bare).backward()  # adds to it, locally
+    bare.zero_grad()
+    gc.collect()
+    assert new_mappings(before) == []
 
 
-def test_a_module_may_be_wrapped_again(ranks):
+@on_gpus_too()
+@on_ranks(first_goes=["before", "after"])
+def test_a_module_may_be_wrapped_again(ranks, first_goes):
     twin = Twin(ranks, Bag())
     twin.step(loss(ranks, 0))
     bare = twin.ours.module
-    twin.ours = None
+    if first_goes == "before":
+        twin.ours = None
     twin.ours = ranks.wrap(bare)
+    gc.collect()
     twin.step(loss(ranks, 1))
     twin.zero()
     twin.step(loss(ranks, 2))
@@ -299,6 +328,7 @@ SEVERAL = {
 }
 
 
+@on_gpus_too()
 @on_ranks(losses=[*SEVERAL])
 def test_several_backwards_follow_the_forwards(ranks, losses):
     twin = Twin(ranks, net())
@@ -313,6 +343,7 @@ def test_several_backwards_follow_the_forwards(ranks, losses):
         twin.check()
 
 
+@on_gpus_too()
 def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
     twin = Twin(ranks, net())
     x = ranks.integers(3, 6)
@@ -323,6 +354,7 @@ def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
         twin.step(lambda model: model(x).sum())
 
 
+@on_gpus_too()
 def test_backward_towards_some_inputs_averages_those(ranks):
     twin = Twin(ranks, net())
     x = ranks.integers(3, 6)
@@ -400,6 +432,7 @@ def _explode(_):
     raise ZeroDivisionError
 
 
+@on_gpus_too()
 def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(ranks):
     model = ranks.wrap(Bag())
 
@@ -419,6 +452,7 @@ def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(rank
             assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
 
 
+@on_gpus_too()
 @on_ranks(where=["before forward", "before backward"])
 def test_a_rank_that_is_late_hears_of_the_failure_at_that_step(ranks, where):
     """Rank 0 fails, catches and goes on before rank 1 has come that far."""

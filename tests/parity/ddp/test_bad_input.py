@@ -6,7 +6,7 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Twin, assert_equal, integer_weights, on_ranks
+from cases import Twin, assert_equal, integer_weights, on_gpus_too, on_ranks
 from support.ranks import run_ranks, values
 from torch import nn
 
@@ -142,6 +142,7 @@ OPTIONS = {
 }
 
 
+@on_gpus_too()
 @on_ranks(3, name=[*OPTIONS])
 def test_an_option_that_differs_is_named_on_every_rank(ranks, name):
     value = OPTIONS[name][ranks.rank == ranks.n - 1]

@@ -13,8 +13,8 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_equal, integer_weights, net, on_ranks
-from hook_cases import OWN, both, by_hand, mlp, reduced, train_both
+from cases import as_torch, assert_equal, integer_weights, net, on_gpus_too, on_ranks
+from hook_cases import OWN, by_hand, hooked, mlp, reduced, trained
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -66,10 +66,10 @@ HOOKS = {
 }
 
 
-@on_ranks(name=[*HOOKS])
-def test_a_hook_of_torch_gives_its_bits(ranks, name):
-    hook, state = HOOKS[name]
-    train_both(ranks, both(ranks, mlp(), hook, state), steps=6)
+@on_gpus_too(name=["allreduce", "PowerSGD"])
+@as_torch(name=[*HOOKS])
+def test_a_hook_of_torch_gives_its_bits(ranks, wrap, name):
+    yield from trained(ranks, hooked(ranks, wrap, mlp(), *HOOKS[name]), steps=6)
 
 
 def bf16_by_hand(ranks, gradient):
@@ -127,20 +127,20 @@ def test_what_fails_in_a_hook_of_torch_fails_here_too(ranks, name):
         assert outcomes[0] == outcomes[1]
 
 
-@on_ranks(kind=["ALLREDUCE", "FP16_COMPRESS"])
-def test_a_builtin_hook_gives_the_bits_of_torch(ranks, kind):
-    models = [ranks.wrap(mlp()), ranks.wrap_by_torch(mlp())]
-    for model in models:
-        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
-    train_both(ranks, models)
+@on_gpus_too()
+@as_torch(kind=["ALLREDUCE", "FP16_COMPRESS"])
+def test_a_builtin_hook_gives_the_bits_of_torch(ranks, wrap, kind):
+    model = wrap(mlp())
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    yield from trained(ranks, model)
 
 
 # ---- hooks of a user's own ----------------------------------------------------------
 
 
-@on_ranks(name=[*OWN])
-def test_a_hook_of_ones_own_gives_the_bits_of_torch(ranks, name):
-    train_both(ranks, both(ranks, mlp(), OWN[name]))
+@as_torch(name=[*OWN])
+def test_a_hook_of_ones_own_gives_the_bits_of_torch(ranks, wrap, name):
+    yield from trained(ranks, hooked(ranks, wrap, mlp(), OWN[name]))
 
 
 def test_a_bucket_is_one_of_torch_and_says_what_it_holds(ranks):
@@ -238,6 +238,7 @@ def counted(state, bucket):
     return default_hooks.allreduce_hook(None, bucket)
 
 
+@on_gpus_too()
 @on_ranks(how=["deepcopy", "pickle"])
 def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
     state = {"n": 0}
@@ -275,6 +276,7 @@ def test_a_wrapper_whose_hook_has_the_default_group_can_be_copied(ranks, hook):
         assert len(clone._comm_hooks) == 1
 
 
+@on_gpus_too()
 def test_a_model_that_is_changed_keeps_its_hook(ranks):
     seen = []
 

@@ -6,17 +6,18 @@ import warnings
 
 import torch
 from cases import (
+    as_torch,
     assert_equal,
+    grads_of,
     integer_weights,
     mean_over,
     net,
-    on_ranks,
     skip_without_complex,
 )
-from hook_cases import OWN, both, by_hand, chain, check, mlp, reduced, train_both
+from hook_cases import OWN, by_hand, chain, hooked, mlp, reduced, trained
+from join_cases import context_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 # ---- models and options -------------------------------------------------------------
@@ -33,14 +34,13 @@ OPTIONS = {
 }
 
 
-@on_ranks(options=[*OPTIONS])
-def test_an_option_gives_the_bits_of_torch_with_a_hook(ranks, options):
+@as_torch(options=[*OPTIONS])
+def test_an_option_gives_the_bits_of_torch_with_a_hook(ranks, wrap, options):
     given = OPTIONS[options]
-    theirs = {} if "bucket_cap_mb_list" in given else given  # not every torch has it
-    models = [ranks.wrap(mlp(), **given), ranks.wrap_by_torch(mlp(), **theirs)]
-    for model in models:
-        model.register_comm_hook(ranks.group, default_hooks.fp16_compress_hook)
-    train_both(ranks, models)
+    if "bucket_cap_mb_list" in given and wrap == ranks.wrap_by_torch:
+        given = {}  # not every torch has it
+    hook = default_hooks.fp16_compress_hook
+    yield from trained(ranks, hooked(ranks, wrap, mlp(), hook, **given))
 
 
 class Odd(nn.Module):
@@ -63,25 +63,23 @@ class Odd(nn.Module):
         return self.frozen(self.wide(x.double()).float()) * self.scalar
 
 
-@on_ranks(hook=["allreduce", "fp16", "set_buffer", "chain", "float64"])
-def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, hook):
+@as_torch(hook=["allreduce", "fp16", "set_buffer", "chain", "float64"])
+def test_odd_parameters_give_the_bits_of_torch_with_a_hook(ranks, wrap, hook):
     skip_without_complex()
     hooks = {
         **OWN,
         "allreduce": default_hooks.allreduce_hook,
         "fp16": default_hooks.fp16_compress_hook,
     }
-    models = both(ranks, Odd(), hooks[hook])
-    train_both(
-        ranks,
-        models,
-        data=lambda step: torch.randn(
-            2, 3, 8, 8, generator=ranks.generator("images", step)
-        ).contiguous(memory_format=torch.channels_last),
-    )
-    buffers = zip(models[0].buffers(), models[1].buffers(), strict=True)
+
+    def data(step):
+        x = torch.randn(2, 3, 8, 8, generator=ranks.generator("images", step))
+        return x.contiguous(memory_format=torch.channels_last)
+
+    model = hooked(ranks, wrap, Odd(), hooks[hook])
+    yield from trained(ranks, model, data=data)
     if ranks.rank == 0:
-        assert all(torch.equal(mine, theirs) for mine, theirs in buffers)
+        yield [*model.buffers()]
 
 
 def test_views_of_odd_gradients_have_the_shapes_and_strides_of_parameters(ranks):
@@ -130,10 +128,8 @@ class Branches(nn.Module):
         return self.right(x) if self.choice == 1 else x
 
 
-def test_parameters_that_a_rank_leaves_out_give_the_bits_of_torch(ranks):
-    hook = default_hooks.allreduce_hook
-    models = both(ranks, Branches(), hook, find_unused_parameters=True)
-
+@as_torch()
+def test_parameters_that_a_rank_leaves_out_give_the_bits_of_torch(ranks, wrap):
     def loss(model, x):
         model.module.choice = int(x[0, 0].item()) % 3
         return model(x).square().sum()
@@ -143,8 +139,10 @@ def test_parameters_that_a_rank_leaves_out_give_the_bits_of_torch(ranks):
         x[0, 0] = abs(step + ranks.rank)
         return x
 
-    train_both(ranks, models, steps=7, loss=loss, data=data)
-    assert models[0].module.never.weight.grad is None
+    hook = default_hooks.allreduce_hook
+    model = hooked(ranks, wrap, Branches(), hook, find_unused_parameters=True)
+    yield from trained(ranks, model, steps=7, loss=loss, data=data)
+    assert model.module.never.weight.grad is None
 
 
 class Words(nn.Module):
@@ -160,22 +158,19 @@ class Words(nn.Module):
         return self.out(self.table(x).tanh() + self.more(x[:, 0] % 20) * 2)
 
 
-@on_ranks(hook=["allreduce", "sparse alone"])
-def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, hook):
-    def own(state, bucket):
-        future = state.allreduce([bucket.buffer()]).get_future()
-        return future.then(lambda fut: fut.value()[0] / state.size())
+def sparse_alone(state, bucket):
+    future = state.allreduce([bucket.buffer()]).get_future()
+    return future.then(lambda fut: fut.value()[0] / state.size())
 
-    hooks = {"allreduce": default_hooks.allreduce_hook, "sparse alone": own}
-    models = both(ranks, Words(), hooks[hook])
-    train_both(
-        ranks,
-        models,
-        data=lambda step: torch.randint(
-            50, (4, 3), generator=ranks.generator("words", step)
-        ),
-    )
-    assert models[0].module.table.weight.grad.is_sparse
+
+@as_torch(hook=[default_hooks.allreduce_hook, sparse_alone])
+def test_sparse_gradients_give_the_values_of_torch_with_a_hook(ranks, wrap, hook):
+    def data(step):
+        return torch.randint(50, (4, 3), generator=ranks.generator("words", step))
+
+    model = hooked(ranks, wrap, Words(), hook)
+    yield from trained(ranks, model, data=data)
+    assert model.module.table.weight.grad.is_sparse
 
 
 def test_sparse_gradients_of_the_same_memory_are_averaged_once_each(ranks):
@@ -233,90 +228,79 @@ class Halves(nn.Module):
 # ---- loops --------------------------------------------------------------------------
 
 
-@on_ranks(zero=["none", "zeros", "not"])
-def test_accumulation_gives_the_bits_of_torch_with_a_hook(ranks, zero):
-    models = both(ranks, mlp(), default_hooks.fp16_compress_hook)
+@as_torch(zero=["none", "zeros", "not"])
+def test_accumulation_gives_the_bits_of_torch_with_a_hook(ranks, wrap, zero):
+    model = hooked(ranks, wrap, mlp(), default_hooks.fp16_compress_hook)
     for step in range(3):
-        for model in models:
-            if zero != "not":
-                model.zero_grad(set_to_none=zero == "none")
-            for micro in range(3):
-                x = torch.randn(3, 6, generator=ranks.generator(step, micro))
-                quiet = model.no_sync() if micro < 2 else contextlib.nullcontext()
-                with quiet:
-                    model(x).square().sum().backward()
-        check(*models, f"step {step}")
+        if zero != "not":
+            model.zero_grad(set_to_none=zero == "none")
+        for micro in range(3):
+            x = torch.randn(3, 6, generator=ranks.generator(step, micro))
+            with model.no_sync() if micro < 2 else contextlib.nullcontext():
+                model(x).square().sum().backward()
+        yield grads_of(model)
 
 
-def test_two_models_with_hooks_of_their_own_train_together(ranks):
-    first = both(ranks, mlp(), default_hooks.fp16_compress_hook)
-    second = both(ranks, nn.Linear(2, 3), chain)
+@as_torch()
+def test_two_models_with_hooks_of_their_own_train_together(ranks, wrap):
+    one = hooked(ranks, wrap, mlp(), default_hooks.fp16_compress_hook)
+    two = hooked(ranks, wrap, nn.Linear(2, 3), chain)
     for step in range(3):
         x = torch.randn(3, 6, generator=ranks.generator(step))
-        for one, two in zip(first, second, strict=True):
-            one.zero_grad()
-            two.zero_grad()
-            two(one(x)).square().sum().backward()
-        check(*first, f"first, step {step}")
-        check(*second, f"second, step {step}")
+        one.zero_grad()
+        two.zero_grad()
+        two(one(x)).square().sum().backward()
+        yield grads_of(one) + grads_of(two)
 
 
-def test_a_hook_may_come_after_some_steps(ranks):
+@as_torch()
+def test_a_hook_may_come_after_some_steps(ranks, wrap):
     """The order in which gradients come is known by then."""
-    models = [ranks.wrap(mlp()), ranks.wrap_by_torch(mlp())]
-    train_both(ranks, models, steps=3)
+    model = wrap(mlp())
+    yield from trained(ranks, model, steps=3)
     seen = []
 
     def hook(state, bucket):
         seen.append(bucket.index())
         return reduced(state, bucket)
 
-    models[0].register_comm_hook(ranks.group, hook)
-    train_both(ranks, models, steps=3)
-    assert len(seen) >= 3
+    if wrap == ranks.wrap:
+        model.register_comm_hook(ranks.group, hook)
+    yield from trained(ranks, model, steps=3)
+    assert len(seen) >= 3 or wrap != ranks.wrap
 
 
-@on_ranks(context=["join()", "Join([])"], initial=[True, False])
-def test_uneven_inputs_give_the_bits_of_torch_with_a_hook(ranks, context, initial):
-    models = both(ranks, mlp(), default_hooks.allreduce_hook)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        joined = (
-            model.join(divide_by_initial_world_size=initial)
-            if context == "join()"
-            else Join([model], divide_by_initial_world_size=initial)
-        )
-        with joined:
-            for step in range(2 + 2 * ranks.rank):
-                optimizer.zero_grad()
-                x = torch.randn(3, 6, generator=ranks.generator(step))
-                model(x).square().sum().backward()
-                optimizer.step()
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    for mine, theirs in pairs:
-        assert_equal(mine, theirs, "a parameter after the join")
+@as_torch(context=["join()", "Join([])"], initial=[True, False])
+def test_uneven_inputs_give_the_bits_of_torch_with_a_hook(
+    ranks, wrap, context, initial
+):
+    model = hooked(ranks, wrap, mlp(), default_hooks.allreduce_hook)
+    with context_of(model, context, divide_by_initial_world_size=initial):
+        yield from trained(ranks, model, steps=2 + 2 * ranks.rank)
+    yield [*model.parameters()]
 
 
-@on_ranks(reentrant=[False, True])
-def test_checkpoints_work_with_a_hook(ranks, reentrant):
-    class Saved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = mlp()
+class Saved(nn.Module):
+    """Each part is checkpointed."""
 
-        def forward(self, x):
-            for part in self.body:
-                x = checkpoint(part, x, use_reentrant=reentrant)
-            return x
+    def __init__(self, reentrant):
+        super().__init__()
+        self.body, self.reentrant = mlp(), reentrant
 
-    models = both(ranks, Saved(), default_hooks.allreduce_hook)
-    train_both(
-        ranks,
-        models,
-        data=lambda step: torch.randn(
-            3, 6, generator=ranks.generator("data", step)
-        ).requires_grad_(),
-    )
+    def forward(self, x):
+        for part in self.body:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@as_torch(reentrant=[False, True])
+def test_checkpoints_work_with_a_hook(ranks, wrap, reentrant):
+    def data(step):
+        x = torch.randn(3, 6, generator=ranks.generator("data", step))
+        return x.requires_grad_()
+
+    model = hooked(ranks, wrap, Saved(reentrant), default_hooks.allreduce_hook)
+    yield from trained(ranks, model, data=data)
 
 
 def test_a_recorded_backward_works_with_a_hook(ranks):
@@ -335,9 +319,8 @@ def test_a_recorded_backward_works_with_a_hook(ranks):
         model.zero_grad(set_to_none=True)
 
 
-def test_a_compiled_model_works_with_a_hook(ranks):
-    models = both(ranks, mlp(), default_hooks.fp16_compress_hook)
-    compiled = [torch.compile(model, backend="aot_eager") for model in models]
-    train_both(
-        ranks, models, steps=3, loss=lambda m, x: compiled[m is models[1]](x).sum()
-    )
+@as_torch()
+def test_a_compiled_model_works_with_a_hook(ranks, wrap):
+    model = hooked(ranks, wrap, mlp(), default_hooks.fp16_compress_hook)
+    compiled = torch.compile(model, backend="aot_eager")
+    yield from trained(ranks, model, 3, lambda _, x: compiled(x).sum())

@@ -20,7 +20,7 @@ import time
 
 import pytest
 import torch
-from cases import Twin, assert_equal, integer_weights, mean_over, on_ranks
+from cases import Twin, assert_equal, integer_weights, mean_over, on_gpus_too, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -347,6 +347,7 @@ class Loop:
             self.keep()
 
 
+@on_gpus_too()
 @on_ranks(2, 4)
 def test_drawn_loops_are_those_of_the_plain_module(ranks):
     for seed in drawn_seeds(ranks):

@@ -8,7 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from cases import Branches, assert_equal, bits, grads_of, integer_weights, net, on_ranks
+from cases import (
+    Branches,
+    assert_equal,
+    bits,
+    compare_with_torch,
+    grads_of,
+    integer_weights,
+    net,
+    on_ranks,
+)
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -38,14 +47,16 @@ def workers(ranks):
 kept = []  # torch's wrappers: to drop one soon after a backward here may hang in torch
 
 
-def by_torch(ranks):
-    """Return what wraps a module by torch's class."""
+def keeping(ranks):
+    """Have what torch's class wraps kept; return the ranks."""
+    wrap = ranks.wrap_by_torch
 
-    def wrap(module, **options):
-        kept.append(ranks.wrap_by_torch(module, **options))
+    def wrap_and_keep(module, **options):
+        kept.append(wrap(module, **options))
         return kept[-1]
 
-    return wrap
+    ranks.wrap_by_torch = wrap_and_keep
+    return ranks
 
 
 def backward(context, loss, **options):
@@ -58,19 +69,6 @@ def of(model, gradients):
     """Return copies of a model's gradients in a context; None where there is none."""
     found = [gradients.get(p) for p in model.parameters()]
     return [None if g is None else g.clone() for g in found]
-
-
-def both(ranks, model, run, **options):
-    """Run with our class and with torch's; check that gradients agree, `.grad` too."""
-    lists = []
-    for wrap in (ranks.wrap, by_torch(ranks)):
-        wrapper = wrap(copy.deepcopy(model), **options)
-        lists.append([*run(wrapper), *grads_of(wrapper)])
-    assert len(lists[0]) == len(lists[1])
-    for k, (mine, theirs) in enumerate(zip(*lists, strict=True)):
-        assert_equal(mine, theirs, f"gradient {k}")
-    ranks.assert_same([g for g in lists[0] if g is not None], "the gradients")
-    return lists[0]
 
 
 def step(wrapper, x, **options):
@@ -106,13 +104,14 @@ def test_a_forward_before_rpc_cannot_go_backward_in_a_context(ranks):
 
 
 def test_a_forward_before_rpc_goes_backward_outside_of_contexts_as_ever(ranks):
-    model, theirs = ranks.wrap(net()), by_torch(ranks)(net())
-    outs = [each(ranks.integers(3, 6)) for each in (model, theirs)]
-    with workers(ranks):
-        for out in outs:
-            out.sum().backward()
-    for mine, other in zip(grads_of(model), grads_of(theirs), strict=True):
-        assert_equal(mine, other, "a gradient")
+    def program(ranks, wrap):
+        model = wrap(net())
+        loss = model(ranks.integers(3, 6)).sum()
+        with workers(ranks):
+            loss.backward()
+        yield grads_of(model)
+
+    compare_with_torch(keeping(ranks), program)
 
 
 # ---- as with torch ------------------------------------------------------------------
@@ -129,86 +128,88 @@ class Hides(nn.Module):
         return lambda: self.layer(x)
 
 
-def steps_apart(ranks, wrapper):
-    found = []
+def steps_apart(ranks, wrap, hook=None, **options):
+    model = wrap(net(), **options)
+    if hook:
+        model.register_comm_hook(ranks.group, hook)
     for k in range(4):
-        found += step(wrapper, ranks.integers(3, 6, key=k))
-    assert set(grads_of(wrapper)) == {None}
-    return found
+        yield step(model, ranks.integers(3, 6, key=k))
+    assert set(grads_of(model)) == {None}
 
 
-def steps_outside_between(ranks, wrapper):
-    found = []
+def steps_outside_between(ranks, wrap):
+    model = wrap(net())
     for k in range(3):
         x = ranks.integers(3, 6, key=k)
-        found += step(wrapper, x)
-        wrapper(x).sum().backward()
-        found += grads_of(wrapper)
-    return found
+        yield step(model, x)
+        model(x).sum().backward()
+        yield grads_of(model)
 
 
-def backwards_that_add_up(ranks, wrapper):
+def backwards_that_add_up(ranks, wrap):
+    model = wrap(net())
     with autograd.context() as context:
         for k in range(3):
-            found = backward(context, wrapper(ranks.integers(3, 6, key=k)).sum())
-        return of(wrapper, found)
+            found = backward(context, model(ranks.integers(3, 6, key=k)).sum())
+        yield of(model, found)
 
 
-def local_before_the_average(ranks, wrapper):
+def local_before_the_average(ranks, wrap):
+    model = wrap(net())
     with autograd.context() as context:
-        with wrapper.no_sync():
-            loss = wrapper(ranks.integers(3, 6, key=1)).sum()
-            mine = of(wrapper, backward(context, loss))
+        with model.no_sync():
+            loss = model(ranks.integers(3, 6, key=1)).sum()
+            mine = of(model, backward(context, loss))
         assert ranks.all([bits(g) for g in mine]) != [[bits(g) for g in mine]] * 2
-        return of(wrapper, backward(context, wrapper(ranks.integers(3, 6)).sum()))
+        yield of(model, backward(context, model(ranks.integers(3, 6)).sum()))
 
 
-def hidden_outputs(ranks, wrapper):
-    found = []
+def hidden_outputs(ranks, wrap):
+    model = wrap(integer_weights(Hides()))
     for k in range(3):
         with autograd.context() as context:
-            hidden = wrapper(ranks.integers(2, 6, key=k))
-            found += of(wrapper, backward(context, hidden().sum()))
-    return found
+            hidden = model(ranks.integers(2, 6, key=k))
+            yield of(model, backward(context, hidden().sum()))
 
 
-def sparse_gradients(ranks, wrapper):
-    found = []
+def sparse_gradients(ranks, wrap):
+    table = integer_weights(nn.EmbeddingBag(8, 3, mode="sum", sparse=True))
+    model = wrap(table)
     for k in range(3):
         rows = ranks.integers(4, key=k).long().abs()
         with autograd.context() as context:
-            gradients = backward(context, wrapper(rows[None]).sum())
-            assert gradients[wrapper.module.weight].is_sparse
-            found.append(gradients[wrapper.module.weight].to_dense())
-    return found
+            gradients = backward(context, model(rows[None]).sum())
+            assert gradients[table.weight].is_sparse
+            yield [gradients[table.weight].to_dense()]
 
 
-def a_communication_hook(ranks, wrapper):
-    wrapper.register_comm_hook(ranks.group, default_hooks.allreduce_hook)
-    return steps_apart(ranks, wrapper)
-
-
-def table():
-    return nn.EmbeddingBag(8, 3, mode="sum", sparse=True)
+def two_wrappers_in_one_backward(ranks, wrap):
+    first = wrap(integer_weights(nn.Linear(3, 4)))
+    second = wrap(integer_weights(nn.Linear(4, 2)))
+    for k in range(3):
+        with autograd.context() as context:
+            loss = second(first(ranks.integers(2, 3, key=k))).sum()
+            gradients = backward(context, loss)
+            yield of(first, gradients) + of(second, gradients)
 
 
 RUNS = {
-    "steps": (net, steps_apart, {}),
-    "steps of small buckets": (net, steps_apart, {"bucket_cap_mb": 0.001}),
-    "steps outside between": (net, steps_outside_between, {}),
-    "backwards that add up": (net, backwards_that_add_up, {}),
-    "local before the average": (net, local_before_the_average, {}),
-    "hidden outputs": (Hides, hidden_outputs, {}),
-    "sparse gradients": (table, sparse_gradients, {}),
-    "a communication hook": (net, a_communication_hook, {}),
+    "steps": steps_apart,
+    "steps of small buckets": partial(steps_apart, bucket_cap_mb=0.001),
+    "steps outside between": steps_outside_between,
+    "backwards that add up": backwards_that_add_up,
+    "local before the average": local_before_the_average,
+    "hidden outputs": hidden_outputs,
+    "sparse gradients": sparse_gradients,
+    "two wrappers in one backward": two_wrappers_in_one_backward,
+    "a communication hook": partial(steps_apart, hook=default_hooks.allreduce_hook),
 }
 
 
 @on_ranks(what=[*RUNS])
 def test_gradients_in_contexts_are_those_of_torch(ranks, what):
-    make, run, options = RUNS[what]
     with workers(ranks):
-        both(ranks, integer_weights(make()), partial(run, ranks), **options)
+        compare_with_torch(keeping(ranks), RUNS[what])
 
 
 # ---- what is local ------------------------------------------------------------------
@@ -274,25 +275,6 @@ def test_the_bare_model_is_trained_for_itself(ranks):
         assert_equal(mine, x.sum(0).expand(2, 3), "the gradient")
 
 
-def test_two_wrappers_in_one_backward_are_averaged(ranks):
-    def run_of(wrap):
-        first = wrap(integer_weights(nn.Linear(3, 4)))
-        second = wrap(integer_weights(nn.Linear(4, 2)))
-        found = []
-        for k in range(3):
-            with autograd.context() as context:
-                gradients = backward(
-                    context, second(first(ranks.integers(2, 3, key=k))).sum()
-                )
-                found += of(first, gradients) + of(second, gradients)
-        return found
-
-    with workers(ranks):
-        mine, theirs = run_of(ranks.wrap), run_of(by_torch(ranks))
-    for a, b in zip(mine, theirs, strict=True):
-        assert_equal(a, b, "a gradient")
-
-
 def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
     with line_of(ranks) as (wrapper, x):
         wrapper.module.weight.requires_grad_(False)
@@ -305,13 +287,14 @@ def test_a_model_that_has_changed_is_averaged_in_contexts_again(ranks):
 
 
 def test_rpc_that_is_shut_down_leaves_the_wrapper_as_it_was(ranks):
-    def run(wrapper):
+    def program(ranks, wrap):
+        model = wrap(net())
         with workers(ranks):
-            found = step(wrapper, ranks.integers(3, 6))
-        wrapper(ranks.integers(3, 6, key=1)).sum().backward()
-        return found
+            yield step(model, ranks.integers(3, 6))
+        model(ranks.integers(3, 6, key=1)).sum().backward()
+        yield grads_of(model)
 
-    both(ranks, net(), run)
+    compare_with_torch(keeping(ranks), program)
 
 
 # ---- what is left out ---------------------------------------------------------------
@@ -329,7 +312,7 @@ def test_what_no_rank_uses_has_no_gradient_in_the_context(ranks):
 
 @on_ranks(is_torch=[False, True])
 def test_what_one_rank_leaves_out_is_refused_there_as_by_torch(ranks, is_torch):
-    wrap = by_torch(ranks) if is_torch else ranks.wrap
+    wrap = keeping(ranks).wrap_by_torch if is_torch else ranks.wrap
     words = "should exist in dist_autograd context" if is_torch else "left out"
     with workers(ranks):
         wrapper = wrap(integer_weights(Branches()), find_unused_parameters=True)
@@ -391,33 +374,27 @@ class Hybrid(nn.Module):
 
 
 def hybrid_gradients(ranks, wrap, is_inside):
-    """Return the gradients of the dense part, and of the remote ones, of 3 steps."""
+    """Yield the gradients of the dense part, and of the remote ones, of 3 steps."""
     served["embedding"] = integer_weights(nn.EmbeddingBag(5, 3, mode="sum"))
     served["net"] = integer_weights(nn.Linear(5, 3, bias=False))
     model = Hybrid(ranks, wrap) if is_inside else wrap(Hybrid(ranks))
     to = f"rank{(ranks.rank + 1) % ranks.n}"
     ranks.all(None)
-    found = []
     for k in range(3):
         with autograd.context() as context:
             rows = ranks.integers(4, 2, key=k).long().abs()
             loss = model(ranks.integers(4, 2, key=k), rows).sum()
-            found += of(model, backward(context, loss))
+            found = of(model, backward(context, loss))
             for name in ("embedding", "net"):
                 found += rpc.rpc_sync(to, gradients_of_served, args=(name, context))
             ranks.all(None)
-    return found
+        yield found
 
 
 @on_ranks(is_inside=[False, True])
 def test_a_model_with_remote_parts_has_torchs_gradients(ranks, is_inside):
     with workers(ranks):
-        mine = hybrid_gradients(ranks, ranks.wrap, is_inside)
-        theirs = hybrid_gradients(ranks, by_torch(ranks), is_inside)
-    for k, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-        assert_equal(a, b, f"gradient {k}")
-    dense = 0 if not is_inside else 1
-    ranks.assert_same([mine[dense]], "the gradient of a dense layer")
+        compare_with_torch(keeping(ranks), hybrid_gradients, is_inside)
 
 
 def gradients_where_the_loss_is_remote(ranks, wrap):
@@ -425,23 +402,17 @@ def gradients_where_the_loss_is_remote(ranks, wrap):
     wrapper = wrap(integer_weights(nn.Linear(3, 2)))
     to = f"rank{(ranks.rank + 1) % ranks.n}"
     ranks.all(None)
-    found = []
     for k in range(3):
         with autograd.context() as context:
             y = wrapper(ranks.integers(2, 3, key=k))
             loss = rpc.rpc_sync(to, call_served, args=("head", y)).sum()
-            found += of(wrapper, backward(context, loss))
+            yield of(wrapper, backward(context, loss))
     ranks.all(None)
-    return found
 
 
 def test_gradients_that_come_back_from_a_remote_head_are_averaged(ranks):
     with workers(ranks):
-        mine = gradients_where_the_loss_is_remote(ranks, ranks.wrap)
-        theirs = gradients_where_the_loss_is_remote(ranks, by_torch(ranks))
-    for a, b in zip(mine, theirs, strict=True):
-        assert_equal(a, b, "a gradient")
-    ranks.assert_same(mine, "the gradients")
+        compare_with_torch(keeping(ranks), gradients_where_the_loss_is_remote)
 
 
 # ---- what it costs where there is no RPC --------------------------------------------

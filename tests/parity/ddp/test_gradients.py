@@ -8,11 +8,13 @@ import time
 import torch
 from cases import (
     Twin,
-    assert_equal,
+    as_torch,
     assert_same_grads,
     bits,
     factors,
     gloo_takes_complex,
+    grads_of,
+    on_gpus_too,
     on_ranks,
 )
 from paceline import _native
@@ -63,32 +65,16 @@ def mlp():
 # ---- against torch ------------------------------------------------------------------
 
 
-def assert_agree(ours, theirs, tolerance=None):
-    for (name, mine), p in zip(
-        ours.named_parameters(), theirs.parameters(), strict=True
-    ):
-        if tolerance is None:
-            assert_equal(mine.grad, p.grad, f"the gradient of {name}")
-            assert_equal(mine.data, p.data, name)
-        else:
-            torch.testing.assert_close(mine.grad, p.grad, **tolerance)
-            torch.testing.assert_close(mine.data, p.data, **tolerance)
-
-
-@on_ranks(cap=[None, 0.01])
-def test_steps_of_a_deep_model_on_two_ranks_give_the_bits_of_torch(ranks, cap):
-    torch.manual_seed(0)
-    model = mlp()
-    ours = ranks.wrap(copy.deepcopy(model), bucket_cap_mb=cap)
-    theirs = ranks.wrap_by_torch(model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (ours, theirs)]
+@as_torch(cap=[None, 0.01])
+def test_steps_of_a_deep_model_on_two_ranks_give_the_bits_of_torch(ranks, wrap, cap):
+    model = wrap(mlp(), bucket_cap_mb=cap)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(4):
+        optimizer.zero_grad()
         x = torch.randn(5, 8, generator=ranks.generator(step))
-        for model, one in zip((ours, theirs), optimizers, strict=True):
-            one.zero_grad()
-            model(x).square().mean().backward()
-            one.step()
-        assert_agree(ours, theirs)
+        model(x).square().mean().backward()
+        optimizer.step()
+        yield [*grads_of(model), *model.parameters()]
 
 
 @on_ranks(3)
@@ -99,20 +85,23 @@ def test_steps_on_three_ranks_agree_with_torch_to_rounding(ranks):
     """
     torch.manual_seed(0)
     model = mlp()
-    ours, theirs = ranks.wrap(copy.deepcopy(model)), ranks.wrap_by_torch(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    models = ranks.wrap(copy.deepcopy(model)), ranks.wrap_by_torch(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
     for step in range(4):
         x = torch.randn(5, 8, generator=ranks.generator(step))
-        for model, one in zip((ours, theirs), optimizers, strict=True):
+        for model, one in zip(models, optimizers, strict=True):
             one.zero_grad()
             model(x).square().mean().backward()
             one.step()
-        assert_agree(ours, theirs, {"rtol": 1e-5, "atol": 1e-6})
+        for mine, p in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(mine.grad, p.grad, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine.data, p.data, rtol=1e-5, atol=1e-6)
 
 
 # ---- the same bits on every rank ----------------------------------------------------
 
 
+@on_gpus_too(3, cap=[0.013])
 @on_ranks(3, cap=[1e-5, 0.013, 1000])
 def test_random_gradients_have_the_same_bits_on_every_rank(ranks, cap):
     model = ranks.wrap(Wide(), bucket_cap_mb=cap)
@@ -193,12 +182,34 @@ def test_every_type_is_averaged_exactly_and_as_torch_averages_it(ranks, dtype):
             assert_same_grads(twin.ours, theirs, dtype)
 
 
-@on_ranks(cap=[None, 0.01])
-def test_types_may_be_mixed_in_one_model(ranks, cap):
-    kinds = [getattr(torch, word) for word in FLOATS]
-    twin = Twin(ranks, Wide(SHAPES * 2, kinds), bucket_cap_mb=cap)
+class Turned(Wide):
+    """Gets gradients in the other order of memory."""
+
+    def forward(self, factors):
+        return super().forward([f.t().contiguous().t() for f in factors])
+
+
+class Sums(Wide):
+    """Gets gradients of one number, expanded: strides of zero."""
+
+    def forward(self, factors):
+        return factors[0].sum() * sum(p.sum() for p in self.parameters())
+
+
+ODD = {
+    "of mixed types": lambda: Wide(SHAPES * 2, [getattr(torch, f) for f in FLOATS]),
+    "in other strides": lambda: Turned([(200, 100), (3, 4), (90, 100)]),
+    "that are expanded": lambda: Sums([(200, 100), (3, 4)]),
+    "without elements or dimensions": lambda: Wide([(), (0,), (3, 0), (5,), (0, 7)]),
+}
+
+
+@on_gpus_too()
+@on_ranks(gradients=[*ODD], cap=[None, 0.01])
+def test_odd_gradients_are_averaged(ranks, gradients, cap):
+    twin = Twin(ranks, ODD[gradients](), bucket_cap_mb=cap)
     for step in range(3):
-        twin.zero()
+        twin.zero(set_to_none=step != 1)
         twin.step(linear_loss(ranks, step))
 
 
@@ -208,59 +219,23 @@ def strides(tensor):
     return [stride for stride, size in pairs if size != 1]
 
 
-def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks):
-    def make():
-        net = Linear()
-        net.convolutions = nn.ModuleList([nn.Conv2d(8, 64, 3), nn.Conv2d(3, 2, 1)])
-        net = net.to(memory_format=torch.channels_last)
-        net.turned = nn.Parameter(torch.zeros(200, 100).t())
-        net.small = nn.Parameter(torch.zeros(3, 4).t())
-        net.third = nn.Parameter(torch.zeros(4, 5, 600).permute(2, 0, 1))
-        net.scalar = nn.Parameter(torch.zeros(()))
-        return net
-
-    twin, theirs = Twin(ranks, make()), ranks.wrap_by_torch(make())
+@on_gpus_too()
+@as_torch()
+def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
+    net = Linear()
+    net.convolutions = nn.ModuleList([nn.Conv2d(8, 64, 3), nn.Conv2d(3, 2, 1)])
+    net = net.to(memory_format=torch.channels_last)
+    net.turned = nn.Parameter(torch.zeros(200, 100).t())
+    net.small = nn.Parameter(torch.zeros(3, 4).t())
+    net.third = nn.Parameter(torch.zeros(4, 5, 600).permute(2, 0, 1))
+    net.scalar = nn.Parameter(torch.zeros(()))
+    model = wrap(net)
     for step in range(3):
-        twin.zero(set_to_none=step != 1)
-        theirs.zero_grad(set_to_none=step != 1)
-        twin.step(linear_loss(ranks, step))
-        linear_loss(ranks, step)(theirs).backward()
-    for (name, mine), p in zip(
-        twin.ours.named_parameters(), theirs.parameters(), strict=True
-    ):
-        assert_equal(mine.grad, p.grad, name)
-        assert strides(mine.grad) == strides(p.grad) == strides(mine), name
-
-
-def test_a_gradient_that_arrives_in_other_strides_is_averaged(ranks):
-    def loss(model):
-        turned = [ranks.integers(*p.shape[::-1]).t() for p in model.parameters()]
-        return model(turned)
-
-    twin = Twin(ranks, Wide([(200, 100), (3, 4), (90, 100)]))
-    for step in range(3):
-        twin.zero(set_to_none=step != 1)
-        twin.step(loss)
-
-
-def test_an_expanded_gradient_is_averaged(ranks):
-    """The gradient of a sum is one number, expanded: strides of zero."""
-
-    class Sums(Wide):
-        def forward(self):
-            return sum(p.sum() for p in self.parameters())
-
-    twin = Twin(ranks, Sums([(200, 100), (3, 4)]))
-    for step in range(3):
-        twin.zero(set_to_none=step != 1)
-        twin.step(lambda model: model() * (ranks.rank + 1))
-
-
-def test_parameters_without_elements_and_without_dimensions_are_averaged(ranks):
-    twin = Twin(ranks, Wide([(), (0,), (3, 0), (5,), (0, 7)]))
-    for step in range(2):
-        twin.zero()
-        twin.step(linear_loss(ranks, step))
+        model.zero_grad(set_to_none=step != 1)
+        linear_loss(ranks, step)(model).backward()
+        yield grads_of(model)
+    for name, p in model.named_parameters():
+        assert strides(p.grad) == strides(p), name
 
 
 def test_infinite_and_missing_numbers_reach_every_rank(ranks):
@@ -281,14 +256,15 @@ def test_infinite_and_missing_numbers_reach_every_rank(ranks):
 # ---- whether gradients are kept as tensors ------------------------------------------
 
 
-def test_backwards_add_up_as_with_torch(ranks):
-    ours, theirs = ranks.wrap(Wide()), ranks.wrap_by_torch(Wide())
+@as_torch()
+def test_backwards_add_up_as_with_torch(ranks, wrap):
+    model = wrap(Wide())
     for step in range(4):
-        for model in (ours, theirs):
-            model(factors(ranks, model, step)).backward()
-        assert_agree(ours, theirs)
+        model(factors(ranks, model, step)).backward()
+        yield grads_of(model)
 
 
+@on_gpus_too()
 @on_ranks(strides=["its own", "others"])
 def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):
     twin = Twin(ranks, Wide([(200, 100), (3, 4)]))
@@ -301,18 +277,18 @@ def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):
         twin.step(linear_loss(ranks, step))
 
 
-def test_a_long_training_gives_the_bits_of_torch_and_keeps_no_tensor(ranks):
+@as_torch()
+def test_a_long_training_gives_the_bits_of_torch_and_keeps_no_tensor(ranks, wrap):
     module = nn.Sequential(nn.Linear(6, 130), nn.Linear(130, 130), nn.Linear(130, 2))
-    models = [ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    model = wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     n_tensors = []
     for step in range(30):  # longer than the trial of when to free what was copied
+        optimizer.zero_grad()
         x = torch.randn(4, 6, generator=ranks.generator(step, (4, 6)))
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        assert_same_grads(*models, step)
+        model(x).square().mean().backward()
+        optimizer.step()
         gc.collect()
         n_tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+    yield [*grads_of(model), *model.parameters()]
     assert n_tensors[3:] == n_tensors[3:4] * 27

@@ -6,17 +6,17 @@ import pickle
 import paceline
 import pytest
 import torch
-from cases import assert_equal, grads_of, integer_weights, mean_over, on_ranks
-from join_cases import (
-    CONTEXTS,
-    Wide,
-    assert_all_equal,
-    assert_same_models,
-    context_of,
-    pair_of,
-    steps_over_active,
-    train,
+from cases import (
+    as_torch,
+    assert_equal,
+    grads_of,
+    integer_weights,
+    mean_over,
+    on_gpus_too,
+    on_ranks,
+    step_of,
 )
+from join_cases import CONTEXTS, FIND, Wide, context_of, steps_over_active, train
 from paceline._ddp.session import JoinState
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -37,36 +37,28 @@ COUNTS = {
 # ---- as in torch --------------------------------------------------------------------
 
 
-@on_ranks(4, counts=[*COUNTS], context=CONTEXTS)
-def test_uneven_batches_train_as_in_torch(ranks, counts, context):
+@on_gpus_too(counts=["one more each", "rank 0 has none"])
+@as_torch(4, counts=[*COUNTS], context=CONTEXTS)
+def test_uneven_batches_train_as_in_torch(ranks, wrap, counts, context):
     # On a rank without any backward, torch reduces a map of what was used that nobody
     # has written: it may bind gradients of zeros to what no rank has used.
-    ours, theirs = pair_of(ranks, Wide(has_unused="none" not in counts))
-    params = list(ours.parameters())
+    model = wrap(Wide(has_unused="none" not in counts), **FIND)
+    params = list(model.parameters())
     count = COUNTS[counts](ranks.rank, ranks.n)
     for _ in range(2):  # what the first context leaves behind does not harm the second
-        mine = train(ours, ranks, context, count)
-        other = train(theirs, ranks, context, count)
-        for step, (m, t) in enumerate(zip(mine, other, strict=True)):
-            assert_all_equal(m, t, f"step {step}: the gradient")
-        assert_same_models(ours, theirs, ranks)
-    assert all(a is b for a, b in zip(params, ours.parameters(), strict=True))
-    for model in (ours, theirs):  # and ordinary steps follow
-        model.zero_grad()
-        model(ranks.integers(3, 100, key="after")).backward()
-    assert_all_equal(grads_of(ours), grads_of(theirs), "the gradient after")
+        yield train(model, ranks, context, count)
+        yield params
+    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    yield step_of(model, ranks.integers(3, 100, key="after"))  # ordinary steps follow
 
 
-@on_ranks(context=CONTEXTS)
-def test_means_over_active_ranks_are_those_of_torch(ranks, context):
-    ours, theirs = pair_of(ranks, Wide())
-    options = {"divide_by_initial_world_size": False}
+@on_gpus_too()
+@as_torch(context=CONTEXTS)
+def test_means_over_active_ranks_are_those_of_torch(ranks, wrap, context):
+    model = wrap(Wide(), **FIND)
     count = 1 + 2 * ranks.rank
-    mine = train(ours, ranks, context, count, **options)
-    other = train(theirs, ranks, context, count, **options)
-    for step, (m, t) in enumerate(zip(mine, other, strict=True)):
-        assert_all_equal(m, t, f"step {step}: the gradient")
-    assert_same_models(ours, theirs, ranks)
+    yield train(model, ranks, context, count, divide_by_initial_world_size=False)
+    yield [*model.parameters()]
 
 
 @on_ranks(
@@ -91,18 +83,21 @@ def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
             assert_equal(model.module.weight.grad, expected, f"step {i}")
 
 
-@on_ranks(context=CONTEXTS, where=["round both", "round backward"])
-def test_accumulation_in_a_join_is_that_of_torch(ranks, context, where):
+@as_torch(
+    how=[
+        ("join()", "round both"),
+        ("join()", "round backward"),
+        ("Join([])", "round both"),
+    ]
+)
+def test_accumulation_in_a_join_is_that_of_torch(ranks, wrap, how):
     """Each rank has its number of pairs; torch and Join need both in no_sync."""
-    if where == "round backward" and context == "Join([])":
-        return
-    ours, theirs = pair_of(ranks, Wide())
-    count = COUNTS["one fewer each"](ranks.rank, ranks.n)
+    context, where = how
 
     def step(model, i):
         xs = [ranks.integers(3, 100, key=(i, k)) for k in range(3)]
         for x in xs[:2]:
-            if model is ours and where == "round backward":
+            if wrap == ranks.wrap and where == "round backward":
                 loss = model(x)
                 with model.no_sync():
                     loss.backward()
@@ -111,11 +106,9 @@ def test_accumulation_in_a_join_is_that_of_torch(ranks, context, where):
                     model(x).backward()
         model(xs[2]).backward()
 
-    mine = train(ours, ranks, context, count, step)
-    other = train(theirs, ranks, context, count, step)
-    for i, (m, t) in enumerate(zip(mine, other, strict=True)):
-        assert_all_equal(m, t, f"step {i}: the gradient")
-    assert_same_models(ours, theirs, ranks)
+    model = wrap(Wide(), **FIND)
+    yield train(model, ranks, context, COUNTS["one fewer each"](ranks.rank, 2), step)
+    yield [*model.parameters()]
 
 
 @on_ranks(context=CONTEXTS)
@@ -132,22 +125,15 @@ def test_what_no_active_rank_uses_keeps_its_gradient(ranks, context):
             assert model.module.unused.weight.grad is None
 
 
-@on_ranks(counts=["one more each", "one fewer each", "rank 0 has none"])
-def test_two_wrappers_share_a_join_as_in_torch(ranks, counts):
-    count = COUNTS[counts](ranks.rank, ranks.n)
-    pairs = [pair_of(ranks, Wide(False), find_unused_parameters=False) for _ in "ab"]
-    seen = []
-    for wrappers in zip(*pairs, strict=True):
-        with Join(list(wrappers)):
-            for i in range(count):
-                for k, model in enumerate(wrappers):
-                    model.zero_grad()
-                    model(ranks.integers(3, 100, key=(i, k))).backward()
-                    seen.append(grads_of(model))
-    for m, t in zip(seen[: len(seen) // 2], seen[len(seen) // 2 :], strict=True):
-        assert_all_equal(m, t, "the gradient")
-    for ours, theirs in pairs:
-        assert_same_models(ours, theirs, ranks)
+@as_torch(counts=["one more each", "one fewer each", "rank 0 has none"])
+def test_two_wrappers_share_a_join_as_in_torch(ranks, wrap, counts):
+    wrappers = [wrap(Wide(False)) for _ in "ab"]
+    with Join(wrappers):
+        for i in range(COUNTS[counts](ranks.rank, ranks.n)):
+            for k, model in enumerate(wrappers):
+                yield step_of(model, ranks.integers(3, 100, key=(i, k)))
+    for model in wrappers:
+        yield [*model.parameters()]
 
 
 @on_ranks(counts=["one more each", "one fewer each", "rank 0 has none"])
@@ -186,7 +172,8 @@ def test_a_sharded_optimizer_in_the_list_steps_by_the_true_averages(ranks, count
             optimizer.zero_grad()
             sharded(ranks.integers(3, 100, key=i)).backward()
             optimizer.step()
-    assert_same_models(sharded, plain, ranks)
+    for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert_equal(mine, other, "a parameter")
 
 
 # ---- buffers ------------------------------------------------------------------------
@@ -228,19 +215,16 @@ def test_buffers_come_from_the_lowest_rank_that_trains(ranks, context):
         assert model.module.taken == [(last, 0)[i], 1 + i + 2 * last]
 
 
-@on_ranks(counts=["one more each", "one fewer each"], context=CONTEXTS)
-def test_batch_norm_ends_with_the_statistics_of_torch(ranks, counts, context):
+@on_gpus_too()
+@as_torch(counts=["one more each", "one fewer each"], context=CONTEXTS)
+def test_batch_norm_ends_with_the_statistics_of_torch(ranks, wrap, counts, context):
     """With momentum 1, statistics are those of one batch, of the same as in torch."""
-    count = COUNTS[counts](ranks.rank, ranks.n)
-    module = nn.Sequential(
-        integer_weights(nn.Linear(4, 2)), nn.BatchNorm1d(2, momentum=1.0)
-    )
-    ours, theirs = pair_of(ranks, module)
-    for model in (ours, theirs):
-        with context_of(model, context):
-            for i in range(count):
-                model(ranks.integers(4, 4, key=i)).sum().backward()
-    assert_same_models(ours, theirs, ranks)
+    layer = integer_weights(nn.Linear(4, 2))
+    model = wrap(nn.Sequential(layer, nn.BatchNorm1d(2, momentum=1.0)), **FIND)
+    with context_of(model, context):
+        for i in range(COUNTS[counts](ranks.rank, ranks.n)):
+            model(ranks.integers(4, 4, key=i)).sum().backward()
+    yield [*model.state_dict().values()]
 
 
 def test_buffers_that_are_not_sent_stay_each_ranks_own(ranks):
@@ -264,7 +248,8 @@ def test_gradients_of_a_joined_rank_are_left_alone(ranks, counts):
             model(ranks.integers(3, 100, key=i)).backward()
         objects, kept = [p.grad for p in model.parameters()], grads_of(model)
     assert all(p.grad is g for p, g in zip(model.parameters(), objects, strict=True))
-    assert_all_equal(grads_of(model), kept, "what was kept")
+    for mine, other in zip(objects, kept, strict=True):
+        assert_equal(mine, other, "what was kept")
 
 
 def test_the_version_of_what_a_join_overwrites_is_raised(ranks):

@@ -9,16 +9,17 @@ import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_equal, grads_of, integer_weights, mean_over, on_ranks
-from join_cases import (
-    CONTEXTS,
-    Wide,
-    assert_all_equal,
-    assert_same_models,
-    context_of,
-    pair_of,
-    train,
+from cases import (
+    as_torch,
+    assert_equal,
+    grads_of,
+    integer_weights,
+    mean_over,
+    on_gpus_too,
+    on_ranks,
+    step_of,
 )
+from join_cases import CONTEXTS, FIND, Wide, context_of, train
 from paceline._ddp import join
 from support.ranks import run_ranks
 from torch import nn
@@ -38,33 +39,32 @@ def test_a_join_that_is_not_enabled_does_nothing(ranks, context):
     assert_equal(model.module.large.weight, before + ranks.rank, "the weight")
 
 
-@on_ranks(context=CONTEXTS)
-def test_early_termination_raises_everywhere_in_the_words_of_torch(ranks, context):
-    ours, theirs = pair_of(ranks, Wide())
-    for model in (ours, theirs):
-        words = f"Rank {ranks.rank} exhausted all inputs."
-        if ranks.rank > 0:
-            words = "Detected at least one rank that exhausted inputs. Throwing across"
-        with pytest.raises(RuntimeError, match=words) as caught:
-            train(
-                model, ranks, context, 1 + ranks.rank, throw_on_early_termination=True
-            )
-        assert type(caught.value) is RuntimeError
-        del caught
-    if context == "join()":  # nothing has failed: ordinary steps go on
-        ours.zero_grad()
+@on_gpus_too()
+@as_torch(context=CONTEXTS)
+def test_early_termination_raises_everywhere_in_the_words_of_torch(
+    ranks, wrap, context
+):
+    model = wrap(Wide(), **FIND)
+    words = f"Rank {ranks.rank} exhausted all inputs."
+    if ranks.rank > 0:
+        words = "Detected at least one rank that exhausted inputs. Throwing across"
+    with pytest.raises(RuntimeError, match=words) as caught:
+        train(model, ranks, context, 1 + ranks.rank, throw_on_early_termination=True)
+    assert type(caught.value) is RuntimeError
+    del caught
+    if context == "join()" and wrap == ranks.wrap:  # nothing has failed: steps go on
         rows = ranks.all(ranks.integers(3, 100))
-        ours(rows[ranks.rank]).backward()
+        step_of(model, rows[ranks.rank])
         expected = mean_over([x.sum(0) for x in rows]).expand(200, 100)
-        assert_equal(ours.module.large.weight.grad, expected, "afterwards")
+        assert_equal(model.module.large.weight.grad, expected, "afterwards")
+    yield None
 
 
-@on_ranks(context=CONTEXTS)
-def test_early_termination_lets_even_ranks_through(ranks, context):
-    ours, theirs = pair_of(ranks, Wide())
-    for model in (ours, theirs):
-        train(model, ranks, context, 2, throw_on_early_termination=True)
-    assert_same_models(ours, theirs, ranks)
+@as_torch(context=CONTEXTS)
+def test_early_termination_lets_even_ranks_through(ranks, wrap, context):
+    model = wrap(Wide(), **FIND)
+    yield train(model, ranks, context, 2, throw_on_early_termination=True)
+    yield [*model.parameters()]
 
 
 class Talkative(Wide):
@@ -78,32 +78,29 @@ class Talkative(Wide):
         return super().forward(x)
 
 
-def test_early_termination_comes_before_the_collectives_of_the_module(ranks):
-    for model in pair_of(ranks, Talkative()):
-        with pytest.raises(RuntimeError, match="exhausted"):
-            train(
-                model, ranks, "join()", 2 + ranks.rank, throw_on_early_termination=True
-            )
-        assert model.module.n_forwards == 2
+@as_torch()
+def test_early_termination_comes_before_the_collectives_of_the_module(ranks, wrap):
+    model = wrap(Talkative(), **FIND)
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train(model, ranks, "join()", 2 + ranks.rank, throw_on_early_termination=True)
+    assert model.module.n_forwards == 2
+    yield model.module.n_forwards
 
 
-def test_early_termination_counts_forwards_as_torch_does(ranks):
+@as_torch()
+def test_early_termination_counts_forwards_as_torch_does(ranks, wrap):
     def step(model, i):
         with model.no_sync() if i == 0 else contextlib.nullcontext():
             model(ranks.integers(3, 100, key=i)).backward()
         with torch.no_grad():
             model(ranks.integers(3, 100))
 
-    counts = []
-    for model in pair_of(ranks, Wide()):
-        n_steps = 2 + 2 * ranks.rank
-        with pytest.raises(RuntimeError, match="exhausted"):
-            train(
-                model, ranks, "join()", n_steps, step, throw_on_early_termination=True
-            )
-        counts.append(grads_of(model))
+    model = wrap(Wide(), **FIND)
+    n_steps = 2 + 2 * ranks.rank
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train(model, ranks, "join()", n_steps, step, throw_on_early_termination=True)
     if ranks.rank == 0:
-        assert_all_equal(*counts, "gradients of the last step")
+        yield grads_of(model)  # of the last step
 
 
 def leave(model, ranks, context, where, **options):

@@ -12,30 +12,21 @@ import itertools
 import pytest
 import torch
 from cases import (
+    as_torch,
     assert_equal,
-    assert_same_grads,
-    compare_with_torch,
     factors,
     grads_of,
     integer_weights,
+    on_gpus_too,
     on_ranks,
     skip_without_complex,
+    step_of,
 )
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 SMALL, LARGE = (3, 2), (120, 100)
-
-
-def pairs(ranks, make, **options):
-    """Return a model wrapped by us, and its copy wrapped by torch."""
-    torch.manual_seed(1)
-    model = make()
-    return (
-        ranks.wrap(copy.deepcopy(model), **options),
-        ranks.wrap_by_torch(model, **options),
-    )
 
 
 class Terms(nn.Module):
@@ -67,68 +58,58 @@ def drop(parameter):
 CHANGES = {"clip": clip, "clip on rank 1": clip, "replace": replace, "drop": drop}
 
 
-@on_ranks(change=[*CHANGES], when=["before", "after", "between"])
-def test_hooks_change_the_gradient_before_it_is_averaged(ranks, change, when):
-    torch.manual_seed(1)
-    models = [Terms(), Terms()]
-    hook = CHANGES[change]
+@as_torch(change=[*CHANGES], when=["before", "after", "between"])
+def test_hooks_change_the_gradient_before_it_is_averaged(ranks, wrap, change, when):
+    module = Terms()
 
-    def register(model):
+    def register():
         # Dropped on every rank, torch has zeros, and we what was there.
         if ranks.rank == {"drop": 1, "clip on rank 1": 0}.get(change):
             return
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(hook)
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(CHANGES[change])
 
     if when == "before":
-        for model in models:
-            register(model)
-    ours, theirs = ranks.wrap(models[0]), ranks.wrap_by_torch(models[1])
+        register()
+    model = wrap(module)
     if when == "after":
-        for model in models:
-            register(model)
+        register()
     for step in range(3):
-        for model in (ours, theirs):
-            loss = model(factors(ranks, model, step))
-            if when == "between" and step == 0:
-                register(model)
-            loss.backward()
-        assert_same_grads(ours, theirs)
-        ranks.assert_same(grads_of(ours), "gradients")
+        loss = model(factors(ranks, model, step))
+        if when == "between" and step == 0:
+            register()
+        loss.backward()
+        yield grads_of(model)
+        ranks.assert_same(grads_of(model), "gradients")
 
 
-def test_hooks_see_what_hooks_before_them_have_made(ranks):
-    seen = {}
-    for wrap in (ranks.wrap, ranks.wrap_by_torch):
-        model = wrap(Terms())
-        found = seen.setdefault(wrap, [])
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(replace)
-            p.register_post_accumulate_grad_hook(
-                lambda q, to=found: to.append(q.grad.sum().item())
-            )
-        for step in range(2):
-            model(factors(ranks, model, step)).backward()
-            model.zero_grad()
-    assert seen[ranks.wrap] == seen[ranks.wrap_by_torch]
+@as_torch()
+def test_hooks_see_what_hooks_before_them_have_made(ranks, wrap):
+    model, found = wrap(Terms()), []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(replace)
+        p.register_post_accumulate_grad_hook(lambda q: found.append(q.grad.sum()))
+    for step in range(2):
+        step_of(model, factors(ranks, model, step))
+    yield found
 
 
-def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks):
-    ours, theirs = pairs(ranks, Terms)
-    for model in (ours, theirs):
-        every = list(model.parameters())
+@as_torch()
+def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks, wrap):
+    model = wrap(Terms())
+    every = list(model.parameters())
 
-        def replace_all(_, every=every):
-            for p in every:
-                if p.grad is not None:
-                    p.grad = p.grad.clone()
-
+    def replace_all(_):
         for p in every:
-            p.register_post_accumulate_grad_hook(replace_all)
-        for step in range(3):
-            model(factors(ranks, model, step)).backward()
-    ranks.assert_same(grads_of(ours), "gradients")
-    assert_same_grads(ours, theirs)
+            if p.grad is not None:
+                p.grad = p.grad.clone()
+
+    for p in every:
+        p.register_post_accumulate_grad_hook(replace_all)
+    for step in range(3):
+        model(factors(ranks, model, step)).backward()
+    ranks.assert_same(grads_of(model), "gradients")
+    yield grads_of(model)
 
 
 def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
@@ -140,17 +121,15 @@ def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
     ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
 
 
-def test_a_hook_that_is_removed_counts_no_longer(ranks):
-    ours, theirs = pairs(ranks, Terms)
-    for model in (ours, theirs):
-        handles = [
-            p.register_post_accumulate_grad_hook(clip) for p in model.parameters()
-        ]
-        model(factors(ranks, model, 0)).backward()
-        for handle in handles:
-            handle.remove()
-        model(factors(ranks, model, 1)).backward()
-    assert_same_grads(ours, theirs)
+@as_torch()
+def test_a_hook_that_is_removed_counts_no_longer(ranks, wrap):
+    model = wrap(Terms())
+    handles = [p.register_post_accumulate_grad_hook(clip) for p in model.parameters()]
+    model(factors(ranks, model, 0)).backward()
+    for handle in handles:
+        handle.remove()
+    model(factors(ranks, model, 1)).backward()
+    yield grads_of(model)
 
 
 # ---- conjugates and signs that are yet to be applied --------------------------------
@@ -185,35 +164,33 @@ def complex_integers(ranks, *shape, key=0):
     )
 
 
-@on_ranks(shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
-def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, shape, kind):
+@as_torch(shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
+def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, wrap, shape, kind):
     skip_without_complex()
-    ours, theirs = pairs(ranks, lambda: kind(shape))
     plain = kind(shape)
     plain().backward(complex_integers(ranks, *shape))
     lazy = [p.grad.is_conj() or p.grad.is_neg() for p in plain.parameters()]
     assert any(lazy) or (kind is Negated and shape not in ((1,), ()))
+    model = wrap(kind(shape))
     for step in range(3):
-        for model in (ours, theirs):
-            model().backward(complex_integers(ranks, *shape, key=step))
-        assert_same_grads(ours, theirs)
-    for model in (ours, theirs):
-        model.zero_grad()
-        model().backward(complex_integers(ranks, *shape, key="again"))
-    assert_same_grads(ours, theirs)
+        model().backward(complex_integers(ranks, *shape, key=step))
+        yield grads_of(model)
+    model.zero_grad()
+    model().backward(complex_integers(ranks, *shape, key="again"))
+    yield grads_of(model)
 
 
-def test_a_gradient_may_be_conjugated_by_its_owner(ranks):
+@as_torch()
+def test_a_gradient_may_be_conjugated_by_its_owner(ranks, wrap):
     """Between two backwards, and on one rank alone."""
     skip_without_complex()
-    ours, theirs = pairs(ranks, lambda: Terms((SMALL, LARGE), torch.complex64))
-    for model in (ours, theirs):
-        model(factors(ranks, model, 0)).backward(torch.tensor(1 + 1j))
-        if ranks.rank == 0:
-            for p in model.parameters():
-                p.grad = p.grad.clone().conj()
-        model(factors(ranks, model, 1)).backward(torch.tensor(1 - 2j))
-    assert_same_grads(ours, theirs)
+    model = wrap(Terms((SMALL, LARGE), torch.complex64))
+    model(factors(ranks, model, 0)).backward(torch.tensor(1 + 1j))
+    if ranks.rank == 0:
+        for p in model.parameters():
+            p.grad = p.grad.clone().conj()
+    model(factors(ranks, model, 1)).backward(torch.tensor(1 - 2j))
+    yield grads_of(model)
 
 
 def test_a_parameter_that_is_a_lazy_conjugate_starts_equal(ranks):
@@ -255,46 +232,38 @@ def test_a_communication_hook_may_return_a_lazy_conjugate(ranks):
 LIMIT = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@on_ranks(dtype=LIMIT)
-def test_averages_of_the_largest_gradients_are_finite(ranks, dtype):
-    ours, theirs = pairs(ranks, lambda: Terms(dtype=dtype))
+@as_torch(dtype=LIMIT)
+def test_averages_of_the_largest_gradients_are_finite(ranks, wrap, dtype):
+    model = wrap(Terms(dtype=dtype))
     largest = torch.finfo(dtype).max
-    for model in (ours, theirs):
-        model([torch.full_like(p, largest) for p in model.parameters()]).backward()
-    assert_same_grads(ours, theirs)
-    assert all(p.grad.isfinite().all() for p in ours.parameters())
+    model([torch.full_like(p, largest) for p in model.parameters()]).backward()
+    yield grads_of(model)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 # ---- parameters of one's own --------------------------------------------------------
 
 
-@on_ranks(through=["wrapper", "module"], kind=["parameter", "tensor"])
-def test_gradients_of_parameters_of_ones_own_are_local(ranks, through, kind):
-    ours, theirs = pairs(
-        ranks, lambda: nn.Linear(3, 2, bias=False), find_unused_parameters=True
-    )
-    reducer = ours._session.reducer
+@as_torch(through=["wrapper", "module"], kind=["parameter", "tensor"])
+def test_gradients_of_parameters_of_ones_own_are_local(ranks, wrap, through, kind):
+    model = wrap(nn.Linear(3, 2, bias=False), find_unused_parameters=True)
+    session = getattr(model, "_session", None)
+    reducer = session and session.reducer
     x = ranks.integers(2, 3, key="x")
     for step in range(3):
-        got = []
-        for model in (ours, theirs):
-            own = ranks.integers(2, 3, key=step).requires_grad_()
-            if kind == "parameter":
-                own = nn.Parameter(own.detach())
-            if through == "wrapper":
-                output = functional_call(model, {"module.weight": own}, x)
-            else:
-                output = functional_call(model.module, {"weight": own}, x)
-            output.sum().backward()
-            got.append(own.grad)
-            assert model.module.weight.grad is None
-        assert_equal(got[0], got[1], "a gradient of one's own")
-        assert_equal(got[0], x.sum(0).expand(2, 3), "a gradient of one's own")
-        assert ours._session.reducer is reducer, "wrapped anew"
-    for model in (ours, theirs):
-        model(x).sum().backward()
-    assert_same_grads(ours, theirs)
-    assert ours._session.reducer is reducer, "wrapped anew"
+        own = ranks.integers(2, 3, key=step).requires_grad_()
+        if kind == "parameter":
+            own = nn.Parameter(own.detach())
+        if through == "wrapper":
+            output = functional_call(model, {"module.weight": own}, x)
+        else:
+            output = functional_call(model.module, {"weight": own}, x)
+        output.sum().backward()
+        assert model.module.weight.grad is None
+        assert_equal(own.grad, x.sum(0).expand(2, 3), "a gradient of one's own")
+    model(x).sum().backward()
+    yield grads_of(model)
+    assert session is None or session.reducer is reducer, "wrapped anew"
 
 
 def test_one_rank_alone_may_call_with_parameters_of_its_own(ranks):
@@ -387,70 +356,60 @@ def flat_gradients(model):
     return flat, views
 
 
-@on_ranks(when=["before wrapping", "after", "each step", "after forward"])
-def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, when):
-    def program(ranks, wrap):
-        model, found = net(), []
-        if when == "before wrapping":
+@as_torch(when=["before wrapping", "after", "each step", "after forward"])
+def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, wrap, when):
+    model = net()
+    if when == "before wrapping":
+        flat, views = flat_gradients(model)
+    model = wrap(model)
+    if when != "before wrapping":
+        flat, views = flat_gradients(model)
+    for step in range(4):
+        if when == "each step":
             flat, views = flat_gradients(model)
-        model = wrap(model)
-        if when != "before wrapping":
+        flat.zero_()
+        out = model(data(ranks, step))
+        if when == "after forward":
             flat, views = flat_gradients(model)
-        for step in range(4):
-            if when == "each step":
-                flat, views = flat_gradients(model)
-            flat.zero_()
-            out = model(data(ranks, step))
-            if when == "after forward":
-                flat, views = flat_gradients(model)
-            out.square().sum().backward()
-            found += [flat.clone(), are_kept(model, views)]
-            with torch.no_grad():
-                for p, view in zip(model.parameters(), views, strict=True):
-                    p -= view.clamp(-1, 1)
-        return [*found, *model.parameters()]
-
-    compare_with_torch(ranks, program)
+        out.square().sum().backward()
+        yield [flat, are_kept(model, views)]
+        with torch.no_grad():
+            for p, view in zip(model.parameters(), views, strict=True):
+                p -= view.clamp(-1, 1)
+    yield [*model.parameters()]
 
 
-@on_ranks(first=[0, 1, 3], zero=[False, True])
-def test_gradients_kept_from_a_step_follow_those_to_come(ranks, first, zero):
-    def program(ranks, wrap):
-        model, kept, found = wrap(net()), [], []
-        for step in range(6):
-            if step <= first:
-                model.zero_grad()
-            elif zero:
-                for grad in kept:
-                    grad.zero_()
-            model(data(ranks, step)).sum().backward()
-            if step == first:
-                kept = [p.grad for p in model.parameters()]
-            found += [grad.clone() for grad in kept]
-            if kept:
-                found.append(are_kept(model, kept))
-        return found
-
-    compare_with_torch(ranks, program)
-
-
-@on_ranks(how=["no_sync", "bare"])
-def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, how):
-    def program(ranks, wrap):
-        model, found = wrap(net()), []
-        for step in range(4):
+@on_gpus_too(first=[1], zero=[True])
+@as_torch(first=[0, 1, 3], zero=[False, True])
+def test_gradients_kept_from_a_step_follow_those_to_come(ranks, wrap, first, zero):
+    model, kept = wrap(net()), []
+    for step in range(6):
+        if step <= first:
             model.zero_grad()
-            if how == "no_sync":
-                with model.no_sync():
-                    model(data(ranks, (step, "local"))).sum().backward()
-            else:
-                model.module(data(ranks, (step, "local"))).sum().backward()
+        elif zero:
+            for grad in kept:
+                grad.zero_()
+        model(data(ranks, step)).sum().backward()
+        if step == first:
             kept = [p.grad for p in model.parameters()]
-            model(data(ranks, step)).sum().backward()
-            found += [*(grad.clone() for grad in kept), are_kept(model, kept)]
-        return found
+        if kept:
+            yield [*kept, are_kept(model, kept)]
 
-    compare_with_torch(ranks, program)
+
+@as_torch(how=["no_sync", "bare"])
+def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, wrap, how):
+    model = wrap(net())
+    for step in range(4):
+        model.zero_grad()
+        x = data(ranks, (step, "local"))
+        if how == "no_sync":
+            with model.no_sync():
+                model(x).sum().backward()
+        else:
+            model.module(x).sum().backward()
+        kept = [p.grad for p in model.parameters()]
+        model(data(ranks, step)).sum().backward()
+        yield [*kept, are_kept(model, kept)]
 
 
 class Either(nn.Module):
@@ -471,18 +430,14 @@ USED = {
 }
 
 
-@on_ranks(used=[*USED])
-def test_a_kept_gradient_of_what_is_used_by_some_ranks_stays(ranks, used):
-    def program(ranks, wrap):
-        model, found = wrap(Either(), find_unused_parameters=True), []
-        model(data(ranks, 0), [0, 1]).sum().backward()
-        kept = [p.grad for p in model.parameters()]
-        for step in range(3):
-            model(data(ranks, step), USED[used][ranks.rank]).sum().backward()
-            found += [*(grad.clone() for grad in kept), are_kept(model, kept)]
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch(used=[*USED])
+def test_a_kept_gradient_of_what_is_used_by_some_ranks_stays(ranks, wrap, used):
+    model = wrap(Either(), find_unused_parameters=True)
+    model(data(ranks, 0), [0, 1]).sum().backward()
+    kept = [p.grad for p in model.parameters()]
+    for step in range(3):
+        model(data(ranks, step), USED[used][ranks.rank]).sum().backward()
+        yield [*kept, are_kept(model, kept)]
 
 
 class Checkpointed(nn.Module):
@@ -499,28 +454,22 @@ class Checkpointed(nn.Module):
         return out
 
 
-@on_ranks(is_reentrant=[False, True])
-def test_gradients_kept_over_checkpoints_are_averaged_in_place(ranks, is_reentrant):
-    def program(ranks, wrap):
-        model = wrap(Checkpointed(is_reentrant), static_graph=is_reentrant)
-        flat, views = flat_gradients(model)
-        found = []
-        for step in range(3):
-            model(data(ranks, step).requires_grad_()).sum().backward()
-            found += [flat.clone(), are_kept(model, views)]
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch(is_reentrant=[False, True])
+def test_gradients_kept_over_checkpoints_are_averaged_in_place(
+    ranks, wrap, is_reentrant
+):
+    model = wrap(Checkpointed(is_reentrant), static_graph=is_reentrant)
+    flat, views = flat_gradients(model)
+    for step in range(3):
+        model(data(ranks, step).requires_grad_()).sum().backward()
+        yield [flat, are_kept(model, views)]
 
 
-def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks):
-    def program(ranks, wrap):
-        model, found = wrap(net(), gradient_as_bucket_view=True), []
-        for step in range(3):
-            model(data(ranks, step)).sum().backward()
-            found += [p.grad.clone() for p in model.parameters()]
-            for p in model.parameters():
-                p.grad.zero_()
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch()
+def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, wrap):
+    model = wrap(net(), gradient_as_bucket_view=True)
+    for step in range(3):
+        model(data(ranks, step)).sum().backward()
+        yield grads_of(model)
+        for p in model.parameters():
+            p.grad.zero_()

@@ -12,12 +12,22 @@ import weakref
 import paceline
 import pytest
 import torch
-from cases import Twin, assert_equal, integer_weights, mean_over, net, on_ranks, train
+from cases import (
+    Twin,
+    assert_equal,
+    integer_weights,
+    mean_over,
+    net,
+    on_gpus_too,
+    on_ranks,
+    train,
+)
 from torch import nn
 
 # ---- higher order, anomaly, autocast ------------------------------------------------
 
 
+@on_gpus_too(how=["recorded"])
 @on_ranks(how=["recorded", "under anomaly detection"])
 def test_backwards_of_this_kind_give_the_same_values(ranks, how):
     twin = Twin(ranks, net())

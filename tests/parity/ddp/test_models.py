@@ -14,11 +14,12 @@ import pytest
 import torch
 from cases import (
     Twin,
+    as_torch,
     assert_equal,
-    compare_with_torch,
     integer_weights,
     mean_over,
     net,
+    on_gpus_too,
     on_ranks,
     train,
 )
@@ -43,6 +44,7 @@ def twice():
     return nn.Sequential(layer, clip, layer, clip, layer)
 
 
+@on_gpus_too()
 @on_ranks(of=["two layers", "one layer, used again"])
 def test_a_weight_that_is_used_again_is_averaged_once(ranks, of):
     module = Tied() if of == "two layers" else twice()
@@ -101,6 +103,7 @@ class Calls(nn.Module):
         return self.scale * self.others[0](x).sum()
 
 
+@on_gpus_too(3)
 @on_ranks(init_sync=[True, False])
 def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_sync):
     module = nn.Sequential(nn.Linear(90, 100), nn.BatchNorm1d(100))
@@ -163,19 +166,15 @@ def x_of(ranks, key):
 
 
 def look(model):
-    return [model.module.taken.clone(), model.module.mark.clone()]
+    return [model.module.taken, model.module.mark]
 
 
-def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks):
-    def program(ranks, wrap):
-        model, found = wrap(Counting(ranks.rank)), []
-        for step in range(4):
-            model(x_of(ranks, step)).backward()
-            found += look(model)
-            found += [t.clone() for t in model.state_dict().values()][-1:]
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch()
+def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks, wrap):
+    model = wrap(Counting(ranks.rank))
+    for step in range(4):
+        model(x_of(ranks, step)).backward()
+        yield [*look(model), [*model.state_dict().values()][-1]]
 
 
 WRITES = {
@@ -185,71 +184,53 @@ WRITES = {
 }
 
 
-@on_ranks(when=[*WRITES])
-def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, when):
-    def program(ranks, wrap):
-        model, found = wrap(Counting(ranks.rank)), []
-        for step in range(6):
-            if WRITES[when](step):
-                model.module.update()
-                model.module.mark.mul_(ranks.rank + 2)
-            model(x_of(ranks, step)).backward()
-            found += look(model)
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch(when=[*WRITES])
+def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, wrap, when):
+    model = wrap(Counting(ranks.rank))
+    for step in range(6):
+        if WRITES[when](step):
+            model.module.update()
+            model.module.mark.mul_(ranks.rank + 2)
+        model(x_of(ranks, step)).backward()
+        yield look(model)
 
 
-@on_ranks(who=["all ranks", "rank 0", "rank 1"])
-def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, who):
-    def program(ranks, wrap):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-        model, found = wrap(module), []
-        for step in range(4):
-            model(x_of(ranks, step)).sum().backward()
-            if who in ("all ranks", f"rank {ranks.rank}"):
-                with torch.no_grad():
-                    model.module[:2](x_of(ranks, (step, "again")))
-            found += [b.clone() for b in model.buffers()]
-        return found
-
-    compare_with_torch(ranks, program)
-
-
-@on_ranks(pattern=["yns", "nns", "yyn", "nyny"])
-def test_buffers_beside_no_sync_are_those_of_torch(ranks, pattern):
-    """y: a step; n: a backward in no_sync; s: a forward alone."""
-
-    def program(ranks, wrap):
-        model, found = wrap(Counting(ranks.rank)), []
-        kinds = itertools.chain.from_iterable([pattern] * 3)
-        for step, kind in enumerate(kinds):
-            model.require_backward_grad_sync = kind == "y"
-            out = model(x_of(ranks, step))
-            if kind != "s":
-                out.backward()
-            model.require_backward_grad_sync = True
-            found += look(model)
-        model(x_of(ranks, "end")).backward()
-        return found + look(model)
-
-    compare_with_torch(ranks, program)
-
-
-def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks):
-    def program(ranks, wrap):
-        model, found = wrap(Counting(ranks.rank)), []
-        for step in range(4):
-            model.train()
-            model(x_of(ranks, step)).backward()
-            model.eval()
+@as_torch(who=["all ranks", "rank 0", "rank 1"])
+def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, wrap, who):
+    model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    for step in range(4):
+        model(x_of(ranks, step)).sum().backward()
+        if who in ("all ranks", f"rank {ranks.rank}"):
             with torch.no_grad():
-                model(x_of(ranks, step))
-                found += look(model)
-        return found
+                model.module[:2](x_of(ranks, (step, "again")))
+        yield [*model.buffers()]
 
-    compare_with_torch(ranks, program)
+
+@as_torch(pattern=["yns", "nns", "yyn", "nyny"])
+def test_buffers_beside_no_sync_are_those_of_torch(ranks, wrap, pattern):
+    """y: a step; n: a backward in no_sync; s: a forward alone."""
+    model = wrap(Counting(ranks.rank))
+    for step, kind in enumerate(itertools.chain.from_iterable([pattern] * 3)):
+        model.require_backward_grad_sync = kind == "y"
+        out = model(x_of(ranks, step))
+        if kind != "s":
+            out.backward()
+        model.require_backward_grad_sync = True
+        yield look(model)
+    model(x_of(ranks, "end")).backward()
+    yield look(model)
+
+
+@as_torch()
+def test_evaluation_on_all_ranks_has_the_buffers_of_torch(ranks, wrap):
+    model = wrap(Counting(ranks.rank))
+    for step in range(4):
+        model.train()
+        model(x_of(ranks, step)).backward()
+        model.eval()
+        with torch.no_grad():
+            model(x_of(ranks, step))
+        yield look(model)
 
 
 def test_a_forward_that_rank_0_has_not_is_an_error_and_no_hang(ranks):
@@ -283,25 +264,19 @@ def test_a_forward_that_waits_for_rank_0_in_its_backward_is_an_error(ranks):
     ranks.assert_same([p.grad for p in model.parameters()], "the next step")
 
 
-def test_statistics_of_batch_norm_are_those_of_torch(ranks):
-    def norm():
-        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-    torch.manual_seed(0)
-    module = norm()
-    ours, theirs = ranks.wrap(copy.deepcopy(module)), ranks.wrap_by_torch(module)
+@on_gpus_too(2, 3)
+@as_torch()
+def test_statistics_of_batch_norm_are_those_of_torch(ranks, wrap):
+    model = wrap(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)))
     for step in range(4):
         x = torch.randn(6, 4, generator=ranks.generator(step))
-        for model in (ours, theirs):
-            model(x).square().sum().backward()
-        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
-            assert_equal(mine, other, f"a buffer at step {step}")
-    for name, tensor in ours.state_dict().items():
-        if "0." in name:
-            assert_equal(tensor, theirs.state_dict()[name], name)
-    assert ours.module[0].num_batches_tracked.item() == 4
+        model(x).square().sum().backward()
+        yield [*model.buffers()]
+    yield [value for name, value in model.state_dict().items() if "0." in name]
+    assert model.module[0].num_batches_tracked.item() == 4
 
 
+@on_gpus_too()
 @on_ranks(where=["eval", "train"])
 def test_buffers_arrive_where_they_are_used(ranks, where):
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -318,6 +293,7 @@ def test_buffers_arrive_where_they_are_used(ranks, where):
     ranks.assert_same([module[0].running_mean, module[0].running_var], where)
 
 
+@on_gpus_too()
 def test_replaced_buffers_are_found(ranks):
     class Running(nn.Linear):
         def __init__(self):
@@ -431,6 +407,7 @@ def test_every_block_may_be_checkpointed(ranks, reentrant, shared):
     train(Twin(ranks, module), ranks, steps=4, size=100)
 
 
+@on_gpus_too()
 @on_ranks(reentrant=[True, False], width=[100, 5])
 def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, width):
     """More firings than last time: some gradients come after their bucket has left."""
@@ -443,6 +420,7 @@ def test_a_block_may_be_used_more_often_from_step_to_step(ranks, reentrant, widt
         twin.step(lambda model, x=x: model(x).sum())
 
 
+@on_gpus_too()
 @on_ranks(style=["round both", "round backward"])
 def test_accumulation_with_checkpointing(ranks, style):
     twin = Twin(ranks, integer_weights(Blocks(True, shared=True), -1, 2))
@@ -461,6 +439,7 @@ def test_accumulation_with_checkpointing(ranks, style):
         twin.step(lambda model, x=x: model(x * 2).sum())
 
 
+@on_gpus_too()
 def test_expanded_parameters_and_buffers_are_taken_from_rank_0(ranks):
     module = nn.Linear(2, 2)
     module.spread = nn.Parameter(torch.full((1, 3), float(ranks.rank)).expand(4, 3))

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from cases import (
     apart,
+    as_torch,
     assert_equal,
-    assert_same_grads,
     gloo_takes_complex,
+    grads_of,
     integer_weights,
     mean_over,
     net,
+    on_gpus_too,
     on_ranks,
 )
 from group_cases import FutureOnly, Over, WaitOnly, wrap_over
@@ -154,6 +156,7 @@ def test_a_slice_of_a_mesh_averages_over_its_own_ranks(ranks):
     assert_equal(grads[0], grads[1], "the gradient")
 
 
+@on_gpus_too(4)
 @on_ranks(4)
 def test_groups_of_some_ranks_are_averaged_apart(ranks):
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -168,13 +171,14 @@ def test_groups_of_some_ranks_are_averaged_apart(ranks):
 # ---- hosts that share no memory -----------------------------------------------------
 
 
-def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks):
+@as_torch()
+def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks, wrap):
     with apart():
-        ours = ranks.wrap(Net())
-    theirs = ranks.wrap_by_torch(Net(), find_unused_parameters=True)
-    train(ranks, ours)
-    train(ranks, theirs)
-    assert_alike(ours, theirs, ranks.rank == 0)
+        model = wrap(Net(), find_unused_parameters=True)
+    train(ranks, model)
+    yield [*model.parameters()]
+    if ranks.rank == 0:
+        yield [*model.buffers()]
 
 
 @on_ranks(4)
@@ -190,12 +194,14 @@ def test_four_ranks_that_share_no_memory_agree(ranks):
 WORLDS = ["group in Python", "no shared memory"]
 
 
-def wrapper(ranks, world, module, **options):
-    """Wrap over a group in Python, or over ranks apart."""
+def over(ranks, wrap, world, module, **options):
+    """Wrap over a group in Python, or over ranks apart; by torch's class as ever."""
+    if wrap == ranks.wrap_by_torch:
+        return wrap(module, **options)
     if world == "group in Python":
         return wrap_over(Over(ranks.group, FutureOnly), module, **options)
     with apart():
-        return ranks.wrap(module, **options)
+        return wrap(module, **options)
 
 
 def test_hooks_that_issue_more_as_their_futures_come_have_the_group_alone(ranks):
@@ -248,48 +254,39 @@ LOOPS = {
 }
 
 
-@on_ranks(world=WORLDS, loop=[*LOOPS])
-def test_gradients_over_any_group_are_those_of_torch(ranks, world, loop):
+@as_torch(world=WORLDS, loop=[*LOOPS])
+def test_gradients_over_any_group_are_those_of_torch(ranks, wrap, world, loop):
     make, step_of = LOOPS[loop]
-    ours = wrapper(ranks, world, make())
-    theirs = ranks.wrap_by_torch(make(), find_unused_parameters=make is Branches)
-    for model in (ours, theirs):
-        if loop == "a communication hook":
-            model.register_comm_hook(ranks.group, default_hooks.fp16_compress_hook)
+    options = {"find_unused_parameters": make is Branches}
+    model = over(ranks, wrap, world, make(), **options)
+    if loop == "a communication hook":
+        model.register_comm_hook(ranks.group, default_hooks.fp16_compress_hook)
     for step in range(4):
-        for model in (ours, theirs):
-            model.zero_grad()
-            step_of(ranks, model, step)
-        assert_same_grads(ours, theirs, step)
+        model.zero_grad()
+        step_of(ranks, model, step)
+        yield grads_of(model)
 
 
-@on_ranks(world=WORLDS, throws=[False, True])
-def test_uneven_inputs_are_those_of_torch(ranks, world, throws):
-    ends = []
-    for make in (lambda m: wrapper(ranks, world, m), ranks.wrap_by_torch):
-        model = make(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        said = None
-        try:
-            with model.join(throw_on_early_termination=throws):
-                for step in range(1 + 2 * ranks.rank):
-                    optimizer.zero_grad()
-                    model(ranks.integers(2, 6, key=step)).sum().backward()
-                    optimizer.step()
-        except RuntimeError as error:
-            said = str(error).split(".")[0]
-        ends.append((said, [p.detach().clone() for p in model.parameters()]))
-    assert ends[0][0] == ends[1][0]
-    for mine, theirs in zip(ends[0][1], ends[1][1], strict=True):
-        if not throws:
-            assert_equal(mine, theirs, "a parameter")
+@as_torch(world=WORLDS, throws=[False, True])
+def test_uneven_inputs_are_those_of_torch(ranks, wrap, world, throws):
+    model = over(ranks, wrap, world, net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    try:
+        with model.join(throw_on_early_termination=throws):
+            for step in range(1 + 2 * ranks.rank):
+                optimizer.zero_grad()
+                model(ranks.integers(2, 6, key=step)).sum().backward()
+                optimizer.step()
+        yield [*model.parameters()]
+    except RuntimeError as error:
+        yield str(error).split(".")[0]
 
 
 @on_ranks(world=WORLDS)
 def test_a_model_that_is_changed_is_wrapped_anew(ranks, world):
     module = integer_weights(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
     with apart():
-        model = wrapper(ranks, world, module)
+        model = over(ranks, ranks.wrap, world, module)
         model(ranks.integers(2, 6)).sum().backward()
         module.append(integer_weights(nn.Linear(2, 2)))
         module.double()
@@ -324,8 +321,8 @@ def test_a_wrapper_over_a_group_in_python_is_not_copied_in_the_words_of_torch(ra
 def test_models_that_differ_are_an_error_on_every_rank(ranks, world):
     module = nn.Linear(2, 3 + ranks.rank)
     with pytest.raises(paceline.MismatchError, match="rank 0 has parameter 'weight'"):
-        wrapper(ranks, world, module)
-    wrapper(ranks, world, nn.Linear(2, 3))  # the group is usable
+        over(ranks, ranks.wrap, world, module)
+    over(ranks, ranks.wrap, world, nn.Linear(2, 3))  # the group is usable
 
 
 # ---- the fake backend ---------------------------------------------------------------

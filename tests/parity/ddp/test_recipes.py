@@ -7,6 +7,7 @@ mean of two is rounded once, by either library.
 
 import contextlib
 import copy
+import pickle
 import shutil
 
 import paceline
@@ -15,33 +16,36 @@ import torch.distributed as dist
 from cases import (
     FailsInBackward,
     Twin,
+    as_torch,
     assert_equal,
     assert_same_grads,
+    grads_of,
     integer_weights,
+    on_gpus_too,
     on_ranks,
     skip_without_complex,
+    step_of,
 )
 from recipes import ON_TORCH, Run
 from support.copies import saved_and_loaded
 from torch import nn
 
 
-@on_ranks(recipe=[*ON_TORCH])
-def test_a_recipe_gives_the_bits_of_torch(ranks, recipe):
+@on_gpus_too(
+    recipe=[
+        "projected_conflicting_gradients",
+        "adversarial_training",
+        "accumulation_with_clipping_and_a_scheduler",
+        "several_optimizers",
+        "optimizers_of_every_kind",
+        "hooks_on_modules_and_tensors",
+    ]
+)
+@as_torch(recipe=[*ON_TORCH])
+def test_a_recipe_gives_the_bits_of_torch(ranks, wrap, recipe):
     if "complex" in recipe:
         skip_without_complex()
-    runs = []
-    for wrap in (ranks.wrap, ranks.wrap_by_torch):
-        torch.manual_seed(1)
-        steps = [
-            [None if tensor is None else tensor.clone() for tensor in found]
-            for found in ON_TORCH[recipe](Run(ranks, wrap))
-        ]
-        runs.append(steps)
-    assert runs[0]
-    for step, (mine, theirs) in enumerate(zip(*runs, strict=True)):
-        for i, pair in enumerate(zip(mine, theirs, strict=True)):
-            assert_equal(*pair, f"tensor {i} of step {step}")
+    yield from ON_TORCH[recipe](Run(ranks, wrap))
 
 
 # ---- what torch cannot do, or does wrong ---------------------------------------------
@@ -189,23 +193,31 @@ def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
 # ---- copies --------------------------------------------------------------------------
 
 
-@on_ranks(how=["deepcopy", "torch.save"])
+def pickled_and_loaded(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@on_ranks(how=[copy.deepcopy, pickled_and_loaded, saved_and_loaded])
 def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
-    """The copy meets its peers only where it is trained."""
+    """The copy meets its peers only where it is trained, and lives by itself."""
     model = paceline.DistributedDataParallel(exact())
     model(x_of(ranks, 0)).sum().backward()
     if ranks.rank == 0:
-        best = copied(model, how).eval()
+        best = how(model).eval()
         with torch.no_grad():
             assert_equal(
                 best(x_of(ranks, 1)), model(x_of(ranks, 1)), "the copy's output"
             )
     dist.barrier(group=ranks.group)
-    other = copied(model, how)
+    other = how(model)
+    assert type(other) is paceline.DistributedDataParallel
     for one in (model, other):
         one.zero_grad()
         one(x_of(ranks, 1)).sum().backward()
     assert_same_grads(other, model)
+    del model, one
+    step_of(other, x_of(ranks, 2))
+    ranks.assert_same(grads_of(other), "gradients")
 
 
 def test_a_copy_may_begin_in_no_sync_or_stay_frozen(ranks):
@@ -253,10 +265,6 @@ def test_an_output_kept_from_before_a_change_disturbs_no_step(ranks, width, is_r
         twin.step(lambda model: model(x).sum())
         if key == 0 and is_run:
             kept.backward()  # of what is there no more
-
-
-def copied(model, how):
-    return copy.deepcopy(model) if how == "deepcopy" else saved_and_loaded(model)
 
 
 # ---- what is refused, and surroundings -----------------------------------------------

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cases import on_ranks
+from cases import on_gpus_too, on_ranks
 from sixteen import AT_ONCE, DEADLINE, EXPERIMENTS, Report, judge, run
 
 WORKS = [
@@ -97,12 +97,20 @@ def verdict_on(ranks, name):
     return judge(tuple(reports))
 
 
+@on_gpus_too(
+    name=[
+        "gradients_are_taken_by_autograd_grad",
+        "two_forwards_come_before_one_backward",
+        "rank_0_alone_evaluates",
+    ]
+)
 @on_ranks(name=WORKS)
 def test_paceline_works_where(ranks, name):
     verdict = verdict_on(ranks, name)
     assert verdict.kind == "works", str(verdict)
 
 
+@on_gpus_too(name=["rank_1_takes_a_step_fewer_and_drops_its_model"])
 @on_ranks(name=[name for name in RAISES if name not in IN_PROCESSES])
 def test_paceline_raises_at_once_on_every_rank_where(ranks, name):
     assert_raises(name, verdict_on(ranks, name))

@@ -12,52 +12,20 @@ import warnings
 import paceline
 import pytest
 import torch
-from cases import assert_equal, bits, integer_weights, on_ranks
+from cases import (
+    as_torch,
+    assert_equal,
+    bits,
+    grads_of,
+    integer_weights,
+    on_ranks,
+    step_of,
+)
 from paceline._compat import sparse_rows
 from sparse_cases import SPARSE, ByHand, Words, assert_means, means_by_hand, words_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-# ---- what is compared ---------------------------------------------------------------
-
-
-def assert_same_gradient(mine, theirs, what):
-    """Check layout, whether it is coalesced, and bits."""
-    if mine is None or theirs is None or mine.layout == torch.strided:
-        if mine is not None and theirs is not None:
-            assert mine.layout == theirs.layout, what
-        assert_equal(mine, theirs, what)
-        return
-    assert mine.layout == theirs.layout, f"{what}: {mine.layout}, {theirs.layout}"
-    assert mine.is_coalesced() == theirs.is_coalesced(), what
-    assert mine.sparse_dim() == theirs.sparse_dim(), what
-    mine, theirs = mine.coalesce(), theirs.coalesce()
-    assert mine.indices().tolist() == theirs.indices().tolist(), f"{what}: rows"
-    assert_equal(mine.values(), theirs.values(), f"{what}: values")
-
-
-class Both:
-    """The same model, wrapped by us and by torch."""
-
-    def __init__(self, ranks, module, **options):
-        self.ranks = ranks
-        self.ours = ranks.wrap(copy.deepcopy(module), **options)
-        self.theirs = ranks.wrap_by_torch(module, **options)
-
-    def each(self, do):
-        for model in (self.ours, self.theirs):
-            do(model)
-
-    def check(self, what=""):
-        theirs = dict(self.theirs.module.named_parameters())
-        for name, p in self.ours.module.named_parameters():
-            assert_same_gradient(p.grad, theirs[name].grad, f"{what} {name}")
-
-    def step(self, loss, **options):
-        self.each(lambda model: loss(model).backward(**options))
-        self.check()
-
 
 # ---- as torch does ------------------------------------------------------------------
 
@@ -73,98 +41,90 @@ TABLES = {
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 
 
-@on_ranks(table=[*TABLES], dtype=[*DTYPES])
-def test_sparse_gradients_are_averaged_as_torch_averages_them(ranks, table, dtype):
-    both = Both(ranks, Words(table=TABLES[table](), dtype=DTYPES[dtype]))
+@as_torch(table=[*TABLES], dtype=[*DTYPES])
+def test_sparse_gradients_are_averaged_as_torch_averages_them(
+    ranks, wrap, table, dtype
+):
+    module = Words(table=TABLES[table](), dtype=DTYPES[dtype])
     offsets = (torch.tensor([0, 4, 8]),) if "bag" in table else ()
     if table == "largest norm":  # the rows that it scales are no small integers
-        both.each(lambda model: model.module.out.weight.requires_grad_(False))
-        both = Both(ranks, both.ours.module)
+        module.out.weight.requires_grad_(False)
+    model = wrap(module)
     for step in range(3):
-        both.each(lambda model: model.zero_grad())
-        words = words_of(ranks, key=step)
-        both.step(lambda model, words=words: model(words, *offsets).sum())
-        assert both.ours.module.table.weight.grad.layout == torch.sparse_coo
+        yield step_of(model, words_of(ranks, key=step), *offsets)
+        assert module.table.weight.grad.layout == torch.sparse_coo
 
 
-@on_ranks(how=["not", "to None", "to zero"])
-def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, how):
-    both = Both(ranks, Words())
+@as_torch(how=["not", "to None", "to zero"])
+def test_sparse_gradients_accumulate_however_they_are_zeroed(ranks, wrap, how):
+    model = wrap(Words())
     for step in range(4):
         if how != "not":
-            both.each(lambda model: model.zero_grad(set_to_none=how == "to None"))
-        words = words_of(ranks, key=step)
-        both.step(lambda model, words=words: model(words).sum())
+            model.zero_grad(set_to_none=how == "to None")
+        model(words_of(ranks, key=step)).sum().backward()
+        yield grads_of(model)
         if step == 0:
-            mine = both.ours.module.table.weight.grad
-        if how != "to None":
-            assert both.ours.module.table.weight.grad is mine
+            first = model.module.table.weight.grad
+        if how != "to None" and wrap == ranks.wrap:
+            assert model.module.table.weight.grad is first
 
 
-def test_sparse_gradients_accumulate_without_averaging(ranks):
-    both = Both(ranks, Words())
-
-    def micro_step(model, words):
-        with model.no_sync():
-            model(words).sum().backward()
-
+@as_torch()
+def test_sparse_gradients_accumulate_without_averaging(ranks, wrap):
+    model = wrap(Words())
     for step in range(3):
-        both.each(lambda model: model.zero_grad())
+        model.zero_grad()
         for part in range(2):
-            words = words_of(ranks, key=(step, part))
-            both.each(lambda model, words=words: micro_step(model, words))
-            both.check("not averaged")
-        words = words_of(ranks, key=step)
-        both.step(lambda model, words=words: model(words).sum())
+            with model.no_sync():
+                model(words_of(ranks, key=(step, part))).sum().backward()
+            yield grads_of(model)
+        model(words_of(ranks, key=step)).sum().backward()
+        yield grads_of(model)
 
 
-def test_a_rank_may_have_no_rows_and_so_may_all(ranks):
-    both = Both(ranks, Words())
-    nothing = torch.empty(0, dtype=torch.int64)
+@as_torch()
+def test_a_rank_may_have_no_rows_and_so_may_all(ranks, wrap):
+    model = wrap(Words())
     for step in range(4):
-        both.each(lambda model: model.zero_grad())
         is_empty = step == 3 or (step != 1 and ranks.rank == step % 2)
-        words = nothing if is_empty else words_of(ranks, key=step)
-        both.step(lambda model, words=words: model(words).sum())
+        words = words_of(ranks, key=step)
+        yield step_of(model, words[:0] if is_empty else words)
 
 
-def test_several_sparse_embeddings_of_any_type_are_averaged(ranks):
-    class Towers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            sizes = [(7, 3), (400, 5), (5, 1), (90, 130), (30, 2)]
-            self.tables = nn.ModuleList(
-                nn.Embedding(*size, sparse=True) for size in sizes
-            )
-            self.tables[1].double()
-            self.tables[2].bfloat16()
-            integer_weights(self)
+class Towers(nn.Module):
+    """Several tables, of several types."""
 
-        def forward(self, words):
-            return sum(
-                table(words % table.num_embeddings).double().sum()
-                for table in self.tables
-            )
+    def __init__(self):
+        super().__init__()
+        sizes = [(7, 3), (400, 5), (5, 1), (90, 130), (30, 2)]
+        self.tables = nn.ModuleList(nn.Embedding(*size, sparse=True) for size in sizes)
+        self.tables[1].double()
+        self.tables[2].bfloat16()
+        integer_weights(self)
 
-    both = Both(ranks, Towers())
+    def forward(self, words):
+        return sum(
+            table(words % table.num_embeddings).double().sum() for table in self.tables
+        )
+
+
+@as_torch()
+def test_several_sparse_embeddings_of_any_type_are_averaged(ranks, wrap):
+    model = wrap(Towers())
     for step in range(3):
-        both.each(lambda model: model.zero_grad())
-        words = words_of(ranks, n=60, n_rows=400, key=step)
-        both.step(lambda model, words=words: model(words))
+        yield step_of(model, words_of(ranks, n=60, n_rows=400, key=step))
 
 
-@on_ranks(shape=["many rows", "long rows", "wide values"])
-def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, shape):
+@as_torch(shape=["many rows", "long rows", "wide values"])
+def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, wrap, shape):
     n_rows, width, n, dtype = {
         "many rows": (300_000, 2, 80_000, torch.float32),  # several rounds of numbers
         "long rows": (5, 70_000, 3, torch.float32),  # longer than a segment
         "wide values": (4_000, 200, 3_000, torch.float64),  # and of values
     }[shape]
-    both = Both(ranks, nn.Embedding(n_rows, width, sparse=True, dtype=dtype))
+    model = wrap(nn.Embedding(n_rows, width, sparse=True, dtype=dtype))
     for step in range(2):
-        both.each(lambda model: model.zero_grad())
-        words = words_of(ranks, n=n, n_rows=n_rows, key=step)
-        both.step(lambda model, words=words: model(words).sum())
+        yield step_of(model, words_of(ranks, n=n, n_rows=n_rows, key=step))
 
 
 OPTIMIZERS = {
@@ -176,38 +136,33 @@ OPTIMIZERS = {
 }
 
 
-@on_ranks(optimizer=[*OPTIMIZERS])
-def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, optimizer):
-    both = Both(ranks, Words())
-    optimizers = [OPTIMIZERS[optimizer](model) for model in (both.ours, both.theirs)]
+@as_torch(optimizer=[*OPTIMIZERS])
+def test_optimizers_train_sparse_embeddings_to_the_same_bits(ranks, wrap, optimizer):
+    model = wrap(Words())
+    one = OPTIMIZERS[optimizer](model)
     for step in range(4):
-        both.each(lambda model: model.zero_grad())
-        words = words_of(ranks, key=step)
-        both.step(lambda model, words=words: model(words).sum())
-        for one in optimizers:
-            one.step()
-    mine, theirs = both.ours.module.state_dict(), both.theirs.module.state_dict()
-    for name, value in mine.items():
-        assert_equal(value, theirs[name], name)
+        yield step_of(model, words_of(ranks, key=step))
+        one.step()
+    yield [*model.parameters()]
 
 
-def test_recorded_backwards_average_sparse_gradients(ranks):
-    both = Both(ranks, Words())
+@as_torch()
+def test_recorded_backwards_average_sparse_gradients(ranks, wrap):
+    model = wrap(Words())
     for step in range(2):
-        both.each(lambda model: model.zero_grad())
-        words = words_of(ranks, key=step)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            both.step(lambda model, words=words: model(words).sum(), create_graph=True)
-        both.each(lambda model: model.zero_grad(set_to_none=True))
+            model(words_of(ranks, key=step)).sum().backward(create_graph=True)
+        yield grads_of(model)
+        model.zero_grad()
 
 
-def test_a_frozen_sparse_embedding_has_no_gradient(ranks):
+@as_torch()
+def test_a_frozen_sparse_embedding_has_no_gradient(ranks, wrap):
     module = Words()
     module.table.weight.requires_grad_(False)
-    both = Both(ranks, module)
-    both.step(lambda model: model(words_of(ranks)).sum())
-    assert both.ours.module.table.weight.grad is None
+    yield step_of(wrap(module), words_of(ranks))
+    assert module.table.weight.grad is None
 
 
 # ---- kept, shared, late -------------------------------------------------------------
@@ -254,9 +209,9 @@ def test_an_embedding_may_be_used_in_two_checkpoints(ranks, declared, reentrant)
         both.step(words_of(ranks, key=step, n_rows=3000))
 
 
-@on_ranks(3)
-def test_one_backward_may_reach_two_sparse_wrappers_in_opposite_order(ranks):
-    plain = [Words(), Words()]
+@on_ranks(3, is_sparse=[True, False])
+def test_one_backward_may_reach_two_wrappers_in_opposite_order(ranks, is_sparse):
+    plain = [Words(table=nn.Embedding(20, 6, sparse=is_sparse)) for _ in range(2)]
     models = [ranks.wrap(copy.deepcopy(one)) for one in plain]
     turn = ranks.rank % 2
     for step in range(3):
@@ -267,7 +222,8 @@ def test_one_backward_may_reach_two_sparse_wrappers_in_opposite_order(ranks):
             outs = [pair[k](words) for k in (turn, 1 - turn)]
             (outs[0].sum() + outs[1].sum()).backward()
         for one, model in zip(plain, models, strict=True):
-            assert_means(model.module, means_by_hand(ranks, one), SPARSE)
+            layouts = SPARSE if is_sparse else {}
+            assert_means(model.module, means_by_hand(ranks, one), layouts)
 
 
 # ---- construction, copies, changes --------------------------------------------------

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from cases import (
     PEER_SECONDS,
     Twin,
+    as_torch,
     assert_equal,
-    assert_same_grads,
     bits,
     integer_weights,
+    on_gpus_too,
     on_ranks,
     skip_without_argument,
+    step_of,
 )
 from torch import nn
 
@@ -85,6 +87,7 @@ LOADS = {
 }
 
 
+@on_gpus_too()
 @on_ranks(into=[*LOADS])
 def test_what_was_loaded_is_what_is_evaluated(ranks, into):
     """And not the buffers that rank 0 has sent with the backward before."""
@@ -157,6 +160,7 @@ def layer(*sizes):
     return integer_weights(nn.Linear(*sizes), -1, 2)
 
 
+@on_gpus_too()
 @on_ranks(change=[*CHANGES], set_to_none=[True, False])
 def test_a_model_may_change_between_steps(ranks, change, set_to_none):
     twin = Twin(ranks, nn.Sequential(layer(4, 130), layer(130, 3)))
@@ -170,6 +174,7 @@ def test_a_model_may_change_between_steps(ranks, change, set_to_none):
                 CHANGES[change](one)
 
 
+@on_gpus_too()
 def test_what_was_accumulated_before_a_change_is_still_averaged(ranks):
     module = integer_weights(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     twin = Twin(ranks, module)
@@ -226,20 +231,9 @@ def module():
     )
 
 
-class Both:
-    """The same model, wrapped by us and by torch, on the same data."""
-
-    def __init__(self, ranks, net=None, **options):
-        net = net or module()
-        self.ranks = ranks
-        self.ours = ranks.wrap(copy.deepcopy(net), **options)
-        self.theirs = ranks.wrap_by_torch(net, **options)
-
-    def step(self, key):
-        for model in (self.ours, self.theirs):
-            model.zero_grad()
-            model(self.ranks.integers(4, 6, key=key)).sum().backward()
-        assert_same_grads(self.ours, self.theirs, key)
+def world_of(model):
+    """Return the world of our wrapper: another one where it was made anew."""
+    return getattr(model, "_session", None) and model._session.world
 
 
 class Metric(nn.Module):
@@ -261,29 +255,26 @@ ADDED = {
 }
 
 
-@on_ranks(what=[*ADDED], whose=[0, 1])
-def test_what_does_not_travel_may_be_added_on_one_rank(ranks, what, whose):
-    both = Both(ranks, broadcast_buffers=False)
-    world = both.ours._session.world
+@as_torch(what=[*ADDED], whose=[0, 1])
+def test_what_does_not_travel_may_be_added_on_one_rank(ranks, wrap, what, whose):
+    model = wrap(module(), broadcast_buffers=False)
+    world = world_of(model)
     for step in range(4):
         if step == 2 and ranks.rank == whose:
-            for model in (both.ours, both.theirs):
-                ADDED[what](model.module)
-        both.step(step)
-    assert both.ours._session.world is world
+            ADDED[what](model.module)
+        yield step_of(model, ranks.integers(4, 6, key=step))
+    assert world_of(model) is world
 
 
-def test_a_buffer_that_one_rank_registers_later_does_not_travel_as_in_torch(ranks):
-    both = Both(ranks)
-    world = both.ours._session.world
+def test_a_buffer_that_one_rank_registers_later_does_not_travel(ranks):
+    model = ranks.wrap(module())
+    world = world_of(model)
     for step in range(3):
         if step == 1 and ranks.rank == 1:
-            for model in (both.ours, both.theirs):
-                model.module.register_buffer("mask", torch.full((2,), 7.0))
-        for model in (both.ours, both.theirs):
-            model(ranks.integers(4, 6, key=step)).sum().backward()
-    assert both.ours._session.world is world
-    assert hasattr(both.ours.module, "mask") == (ranks.rank == 1)
+            model.module.register_buffer("mask", torch.full((2,), 7.0))
+        model(ranks.integers(4, 6, key=step)).sum().backward()
+    assert world_of(model) is world
+    assert hasattr(model.module, "mask") == (ranks.rank == 1)
 
 
 class Rotary(nn.Module):
@@ -302,17 +293,15 @@ class Rotary(nn.Module):
         return self.line(x) + self.table[: len(x), None]
 
 
-@on_ranks(dtype=["float32", "float64"])
-def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, dtype):
-    both = Both(ranks, Rotary(getattr(torch, dtype)))
+@as_torch(dtype=[torch.float32, torch.float64])
+def test_a_buffer_that_all_ranks_let_grow_is_trained_on(ranks, wrap, dtype):
+    model = wrap(Rotary(dtype))
     for step, n_rows in enumerate((2, 5, 5, 9, 9, 3)):
-        for model in (both.ours, both.theirs):
-            model.zero_grad()
-            model.module.seen.fill_(ranks.rank + step)
-            model(ranks.integers(n_rows, 6, key=step)).sum().backward()
-        assert_same_grads(both.ours, both.theirs, step)
-        assert_equal(both.ours.module.seen, torch.full((2,), 0.0 + step), "rank 0's")
-        ranks.assert_same([both.ours.module.table], "the table")
+        model.module.seen.fill_(ranks.rank + step)
+        yield step_of(model, ranks.integers(n_rows, 6, key=step))
+        if wrap == ranks.wrap:
+            assert_equal(model.module.seen, torch.full((2,), 0.0 + step), "rank 0's")
+        ranks.assert_same([model.module.table], "the table")
 
 
 # ---- one rank alone -----------------------------------------------------------------
@@ -324,6 +313,7 @@ ALONE = {
 }
 
 
+@on_gpus_too(what=["a parameter is replaced"], whose=[1])
 @on_ranks(what=[*ALONE], whose=[0, 1])
 def test_a_rank_that_alone_changes_what_travels_is_an_error_on_all(ranks, what, whose):
     net = module()
@@ -360,18 +350,20 @@ OF_A_RANK = {
 }
 
 
-@on_ranks(what=[*OF_A_RANK])
-def test_a_ranks_own_is_accepted_where_it_does_not_travel_as_in_torch(ranks, what):
+@as_torch(what=[*OF_A_RANK])
+def test_a_ranks_own_is_accepted_where_it_does_not_travel_as_in_torch(
+    ranks, wrap, what
+):
     net, own = module(), OF_A_RANK[what](ranks.rank)
     hold(net, "own", own)
     options = {"broadcast_buffers": False}
     if "parameter" in what:
         skip_without_argument("init_sync")
         options["init_sync"] = False
-    both = Both(ranks, net, **options)
+    model = wrap(net, **options)
     for key in range(3):
-        both.step(key)
-    assert own is None or torch.equal(both.ours.module.own, own)
+        yield step_of(model, ranks.integers(4, 6, key=key))
+    assert own is None or torch.equal(net.own, OF_A_RANK[what](ranks.rank))
 
 
 @on_ranks(what=[*OF_A_RANK])

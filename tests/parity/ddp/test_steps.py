@@ -1,8 +1,4 @@
-"""What a step is: which backwards are averaged, and that all ranks are in the same one.
-
-A program is a function of a way to wrap; it runs by torch's class and by Paceline's in
-the same ranks, and what it returns is compared to the bit.
-"""
+"""What a step is: which backwards are averaged; all ranks are in the same one."""
 
 import contextlib
 import gc
@@ -14,12 +10,13 @@ import torch
 from cases import (
     Branches,
     FailsInBackward,
-    assert_same_grads,
+    as_torch,
     compare_with_torch,
     grads_of,
     integer_weights,
     net,
-    on_ranks,
+    on_gpus_too,
+    step_of,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -29,119 +26,92 @@ def data(ranks, step, rows=3, size=6):
     return ranks.integers(rows, size, key=("data", step))
 
 
-def step_of(ranks, model, key):
-    """Take one step; return its gradients."""
-    model.zero_grad()
-    model(data(ranks, key)).sum().backward()
-    return grads_of(model)
-
-
 # ---- backwards of the bare module ----------------------------------------------------
 
 
-@on_ranks(where=["first rank", "last rank", "all ranks"])
-def test_a_backward_of_the_bare_module_is_local(ranks, where):
+@as_torch(where=["first rank", "last rank", "all ranks"])
+def test_a_backward_of_the_bare_module_is_local(ranks, wrap, where):
     chosen = {"first rank": 0, "last rank": ranks.n - 1}.get(where, ranks.rank)
-
-    def program(ranks, wrap):
-        model, found = wrap(net()), []
-        for step in range(4):
-            found += step_of(ranks, model, step)
-            if ranks.rank == chosen:
-                model.zero_grad()
-                model.module(data(ranks, ("bare", step))).square().sum().backward()
-                found += grads_of(model)
-        return found + step_of(ranks, model, "end")
-
-    compare_with_torch(ranks, program)
+    model = wrap(net())
+    for step in range(4):
+        yield step_of(model, data(ranks, step))
+        if ranks.rank == chosen:
+            model.zero_grad()
+            model.module(data(ranks, ("bare", step))).square().sum().backward()
+            yield grads_of(model)
+    yield step_of(model, data(ranks, "end"))
 
 
-def test_a_backward_of_the_bare_module_before_the_first_step_is_local(ranks):
-    def program(ranks, wrap):
-        model = wrap(net())
-        for _ in range(ranks.rank):
-            model.module(data(ranks, "bare")).sum().backward()
-        return [*grads_of(model), *step_of(ranks, model, 0)]
+@as_torch()
+def test_a_backward_of_the_bare_module_before_the_first_step_is_local(ranks, wrap):
+    model = wrap(net())
+    for _ in range(ranks.rank):
+        model.module(data(ranks, "bare")).sum().backward()
+    yield grads_of(model)
+    yield step_of(model, data(ranks, 0))
 
-    compare_with_torch(ranks, program)
 
-
-@on_ranks(view=[False, True])
-def test_gradients_of_bare_backwards_are_averaged_with_the_next_step(ranks, view):
+@as_torch(view=[False, True])
+def test_gradients_of_bare_backwards_are_averaged_with_the_next_step(ranks, wrap, view):
     """The pattern of torch's own test_accumulate_gradients_module."""
-
-    def program(ranks, wrap):
-        model, found = wrap(net(), gradient_as_bucket_view=view), []
-        with torch.no_grad():
-            model.train()
-            model.module(data(ranks, "no grad"))
-        for step in range(4):
-            runs = model.module if step % 2 == 0 else model
-            runs(data(ranks, step)).sum().backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
+    model = wrap(net(), gradient_as_bucket_view=view)
+    with torch.no_grad():
+        model.train()
+        model.module(data(ranks, "no grad"))
+    for step in range(4):
+        runs = model.module if step % 2 == 0 else model
+        runs(data(ranks, step)).sum().backward()
+        yield grads_of(model)
 
 
-@on_ranks(flag=["find_unused_parameters", "static_graph"])
-def test_bare_backwards_beside_steps_that_leave_a_branch_out_are_local(ranks, flag):
-    def program(ranks, wrap):
-        model, found = wrap(integer_weights(Branches()), **{flag: True}), []
-        x = data(ranks, 0, size=2)
-        for _ in range(3):
-            if flag == "static_graph":
-                model.zero_grad()  # with the other, torch wants what is used next
-            model(x, both=False).sum().backward()
-            found += grads_of(model)
-            if ranks.rank == 0:
-                model.module(x).sum().backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch(flag=["find_unused_parameters", "static_graph"])
+def test_bare_backwards_beside_steps_that_leave_a_branch_out_are_local(
+    ranks, wrap, flag
+):
+    model = wrap(integer_weights(Branches()), **{flag: True})
+    x = data(ranks, 0, size=2)
+    for _ in range(3):
+        if flag == "static_graph":
+            model.zero_grad()  # with the other, torch wants what is used next
+        model(x, both=False).sum().backward()
+        yield grads_of(model)
+        if ranks.rank == 0:
+            model.module(x).sum().backward()
+        yield grads_of(model)
 
 
-def test_a_bare_backward_of_one_wrapper_beside_another_is_local(ranks):
-    def program(ranks, wrap):
-        generator, critic, found = wrap(net(6, 4, 6)), wrap(net(6, 5, 1)), []
-        for step in range(3):
-            x = data(ranks, step)
+@as_torch()
+def test_a_bare_backward_of_one_wrapper_beside_another_is_local(ranks, wrap):
+    generator, critic = wrap(net(6, 4, 6)), wrap(net(6, 5, 1))
+    for step in range(3):
+        x = data(ranks, step)
+        yield step_of(critic, generator(x).detach())
+        if ranks.rank == 0:
             critic.zero_grad()
-            critic(generator(x).detach()).sum().backward()
-            found += grads_of(critic)
-            if ranks.rank == 0:
-                critic.zero_grad()
-                critic.module(x).sum().backward()
-            generator.zero_grad()
-            critic(generator(x)).sum().backward()
-            found += grads_of(generator)
-        return found
-
-    compare_with_torch(ranks, program)
+            critic.module(x).sum().backward()
+        generator.zero_grad()
+        critic(generator(x)).sum().backward()
+        yield grads_of(generator)
 
 
-def test_a_dropped_wrapper_that_is_garbage_on_one_rank_disturbs_no_other(ranks):
-    def program(ranks, wrap):
-        module = net()
-        model = wrap(module)
-        found = step_of(ranks, model, 0)
-        gc.collect()
-        gc.disable()
-        try:
-            if ranks.rank == 0:
-                cycle = [model]
-                cycle.append(cycle)
-                del cycle
-            del model
-            anew = wrap(module)
-            for step in range(1, 4):
-                found += step_of(ranks, anew, step)
-        finally:
-            gc.enable()
-        return found
-
-    compare_with_torch(ranks, program)
+@as_torch()
+def test_a_dropped_wrapper_that_is_garbage_on_one_rank_disturbs_no_other(ranks, wrap):
+    module = net()
+    model = wrap(module)
+    yield step_of(model, data(ranks, 0))
+    gc.collect()
+    gc.disable()
+    try:
+        if ranks.rank == 0:
+            cycle = [model]
+            cycle.append(cycle)
+            del cycle
+        del model
+        anew = wrap(module)
+        for step in range(1, 4):
+            yield step_of(anew, data(ranks, step))
+    finally:
+        gc.enable()
 
 
 # ---- backwards that are steps --------------------------------------------------------
@@ -164,83 +134,68 @@ class TwoParts(nn.Module):
         return self.second(x)
 
 
-@on_ranks(order=["other first", "other last", "together"])
-def test_a_method_of_the_module_beside_a_forward_is_in_the_step(ranks, order):
-    def program(ranks, wrap):
-        model, found = wrap(integer_weights(TwoParts())), []
-        for step in range(3):
-            x = data(ranks, step)
+@as_torch(order=["other first", "other last", "together"])
+def test_a_method_of_the_module_beside_a_forward_is_in_the_step(ranks, wrap, order):
+    model = wrap(integer_weights(TwoParts()))
+    for step in range(3):
+        x = data(ranks, step)
+        model.zero_grad()
+        losses = [model(x).sum(), 3 * model.module.other(x).sum()]
+        if order == "together":
+            losses = [sum(losses)]
+        for loss in losses[:: -1 if order == "other first" else 1]:
+            loss.backward()
+        yield grads_of(model)
+
+
+@as_torch(which=["kept", "returned"])
+def test_a_loss_that_the_module_keeps_is_averaged(ranks, wrap, which):
+    module = integer_weights(TwoParts())
+    module.first.requires_grad_(which == "returned")
+    model = wrap(module)
+    for step in range(3):
+        model.zero_grad()
+        out = model(data(ranks, step), keeps=True)
+        loss = model.module.kept
+        (loss + out.sum() if which == "returned" else loss).backward()
+        yield grads_of(model)
+
+
+@on_gpus_too()
+@as_torch(reentrant=[False, True])
+def test_a_checkpointed_wrapper_takes_its_steps(ranks, wrap, reentrant):
+    # Torch's class needs to be told.
+    model = wrap(net(), static_graph=wrap == ranks.wrap_by_torch)
+    for step in range(3):
+        model.zero_grad()
+        x = data(ranks, step).requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        yield grads_of(model)
+        if ranks.rank == 0:
             model.zero_grad()
-            losses = [model(x).sum(), 3 * model.module.other(x).sum()]
-            if order == "together":
-                losses = [sum(losses)]
-            for loss in losses[:: -1 if order == "other first" else 1]:
-                loss.backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
+            model.module(x).sum().backward()
 
 
-@on_ranks(which=["kept", "returned"])
-def test_a_loss_that_the_module_keeps_is_averaged(ranks, which):
-    def program(ranks, wrap):
-        module = integer_weights(TwoParts())
-        module.first.requires_grad_(which == "returned")
-        model, found = wrap(module), []
-        for step in range(3):
-            model.zero_grad()
-            out = model(data(ranks, step), keeps=True)
-            loss = model.module.kept
-            (loss + out.sum() if which == "returned" else loss).backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
+def in_parts(ranks, model, step):
+    """Each rank cuts its batch into its own number of parts."""
+    parts = data(ranks, step, rows=6).chunk(1 + ranks.rank)
+    return sum(model(part).sum() for part in parts)
 
 
-@on_ranks(reentrant=[False, True])
-def test_a_checkpointed_wrapper_takes_its_steps(ranks, reentrant):
-    def program(ranks, wrap):
-        is_torch = wrap == ranks.wrap_by_torch  # which needs to be told
-        model, found = wrap(net(), static_graph=is_torch), []
-        for step in range(3):
-            model.zero_grad()
-            x = data(ranks, step).requires_grad_()
-            checkpoint(model, x, use_reentrant=reentrant).sum().backward()
-            found += grads_of(model)
-            if ranks.rank == 0:
-                model.zero_grad()
-                model.module(x).sum().backward()
-        return found
-
-    compare_with_torch(ranks, program)
+def of_some_outputs(ranks, model, step):
+    """Rank 1 leaves an output out of its loss."""
+    outs = [model(data(ranks, (step, i))).sum() for i in range(2)]
+    return sum(outs[ranks.rank :])
 
 
-def test_ranks_may_cut_their_batches_into_different_numbers_of_parts(ranks):
-    def program(ranks, wrap):
-        model, found = wrap(net()), []
-        for step in range(3):
-            model.zero_grad()
-            parts = data(ranks, step, rows=6).chunk(1 + ranks.rank)
-            sum(model(part).sum() for part in parts).backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
-
-
-def test_a_rank_may_leave_an_output_out_of_its_loss(ranks):
-    def program(ranks, wrap):
-        model, found = wrap(net()), []
-        for step in range(3):
-            model.zero_grad()
-            outs = [model(data(ranks, (step, i))).sum() for i in range(2)]
-            sum(outs[ranks.rank :]).backward()
-            found += grads_of(model)
-        return found
-
-    compare_with_torch(ranks, program)
+@on_gpus_too()
+@as_torch(loss_of=[in_parts, of_some_outputs])
+def test_ranks_may_use_different_numbers_of_forwards_in_a_step(ranks, wrap, loss_of):
+    model = wrap(net())
+    for step in range(3):
+        model.zero_grad()
+        loss_of(ranks, model, step).backward()
+        yield grads_of(model)
 
 
 # ---- ranks that are not in the same step ---------------------------------------------
@@ -259,12 +214,12 @@ def run_and_catch(ranks, model, skip, n_steps=5):
     return errors, found
 
 
-def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks):
-    both = [ranks.wrap(net()), ranks.wrap_by_torch(net())]
-    for model in both:
-        loss = model(data(ranks, 0)).sum()
-        (loss * 0 if ranks.rank == 1 else loss).backward()
-    assert_same_grads(*both)
+@as_torch()
+def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks, wrap):
+    model = wrap(net())
+    loss = model(data(ranks, 0)).sum()
+    (loss * 0 if ranks.rank == 1 else loss).backward()
+    yield grads_of(model)
 
 
 def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks):
@@ -308,21 +263,22 @@ def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
     out = model(data(ranks, 0), keeps=True)
     with pytest.raises(paceline.MismatchError, match="not in the same step"):
         (model.module.kept if ranks.rank else out.sum()).backward()
-    step_of(ranks, model, 1)
+    step_of(model, data(ranks, 1))
 
 
 def test_gradients_are_whole_after_ranks_were_not_in_the_same_step(ranks):
     model = ranks.wrap(net())
     for step in range(3):
-        step_of(ranks, model, step)
+        step_of(model, data(ranks, step))
     if ranks.rank:
         model(data(ranks, "dropped"))
     with pytest.raises(paceline.MismatchError, match="rank 1: 2, 1 of them"):
-        step_of(ranks, model, "mismatch")
+        step_of(model, data(ranks, "mismatch"))
 
     def program(ranks, wrap):
         other = model if wrap == ranks.wrap else wrap(net())
-        return [g for step in range(3) for g in step_of(ranks, other, step)]
+        for step in range(3):
+            yield step_of(other, data(ranks, step))
 
     compare_with_torch(ranks, program)
 
@@ -342,28 +298,25 @@ class Raises(nn.Module):
         return self.p * x
 
 
-@on_ranks(joins=[False, True])
-def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, joins):
-    def program(ranks, wrap):
-        model = wrap(Raises())
-        for again in range(3):
-            model.module.fails = True
-            inside = model.join() if joins else contextlib.nullcontext()
-            time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # who is last differs
-            with pytest.raises(ValueError, match="this rank's own"), inside:
-                model(torch.ones(4))
-        if joins and wrap == ranks.wrap_by_torch:
-            return [torch.full((4,), (ranks.n + 1) / 2)]  # torch's may hang here
-        model.module.fails = False
-        model(torch.full((4,), float(ranks.rank + 1))).sum().backward()
-        return grads_of(model)
-
-    compare_with_torch(ranks, program)
+@as_torch(joins=[False, True])
+def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, wrap, joins):
+    model = wrap(Raises())
+    for again in range(3):
+        model.module.fails = True
+        inside = model.join() if joins else contextlib.nullcontext()
+        time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # who is last differs
+        with pytest.raises(ValueError, match="this rank's own"), inside:
+            model(torch.ones(4))
+    if joins and wrap == ranks.wrap_by_torch:
+        yield [torch.full((4,), (ranks.n + 1) / 2)]  # torch's may hang here
+        return
+    model.module.fails = False
+    yield step_of(model, torch.full((4,), float(ranks.rank + 1)))
 
 
 def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):
     model = ranks.wrap(net())
-    step_of(ranks, model, 0)
+    step_of(model, data(ranks, 0))
     if ranks.rank == 1:
         loss = model(data(ranks, 1)).sum()
         handle = next(model.module.parameters()).register_hook(explode)
@@ -375,7 +328,7 @@ def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):
         out = model(data(ranks, 1))
         with pytest.raises(paceline.PeerError, match=r"the step of rank 1.* failed"):
             out.sum().backward()
-    ranks.assert_same(step_of(ranks, model, 2), "the next step")
+    ranks.assert_same(step_of(model, data(ranks, 2)), "the next step")
 
 
 def explode(gradient):

@@ -6,9 +6,19 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Branches, assert_same_grads, grads_of, has_argument, net, on_ranks
+from cases import (
+    Branches,
+    as_torch,
+    assert_same_grads,
+    grads_of,
+    has_argument,
+    net,
+    on_gpus_too,
+    on_ranks,
+    step_of,
+)
 from paceline import DistributedDataParallel
-from surface_cases import Chain, Counting, X, pair
+from surface_cases import Chain, Counting, X
 from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed.optim.apply_optimizer_in_backward import (
@@ -51,18 +61,18 @@ def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
     assert model._session.open_forwards.items == []
 
 
-def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks):
-    both = pair(ranks, net())
+@on_gpus_too()
+@as_torch()
+def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks, wrap):
+    model = wrap(net())
     for step in range(3):
-        for model in both:
-            model.zero_grad()
-            x = ranks.integers(3, 6, key=step)
-            inputs, kwargs = model._pre_forward(x, scale=1)
-            assert kwargs == {"scale": 1}
-            assert inputs[0] is x
-            output = model._post_forward(model.module(*inputs))
-            output.sum().backward()
-        assert_same_grads(*both)
+        model.zero_grad()
+        x = ranks.integers(3, 6, key=step)
+        inputs, kwargs = model._pre_forward(x, scale=1)
+        assert kwargs == {"scale": 1}
+        assert inputs[0] is x
+        model._post_forward(model.module(*inputs)).sum().backward()
+        yield grads_of(model)
 
 
 def test_composable_replicate_is_carried_by_our_wrapper(ranks):
@@ -108,32 +118,33 @@ def test_torch_compile_splits_the_graph_at_buckets(ranks):
         assert len(graphs) > 1, f"one graph where whole is {whole}"
 
 
-def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks):
-    mine, theirs = pair(ranks, net())
-    assert mine.bucket_bytes_cap == theirs.bucket_bytes_cap == 25 << 20
-    mine.bucket_bytes_cap = 3
-    assert mine.bucket_bytes_cap == 3
+@as_torch()
+def test_the_cap_that_dynamo_reads_is_that_of_torch_and_may_be_set(ranks, wrap):
+    model = wrap(net())
+    yield model.bucket_bytes_cap
+    model.bucket_bytes_cap = 3
+    yield model.bucket_bytes_cap
 
 
 # ---- through the facades ------------------------------------------------------------
 
 
-def test_prepare_for_backward_synchronises_what_ran_without(ranks):
+@as_torch()
+def test_prepare_for_backward_synchronises_what_ran_without(ranks, wrap):
     """As accelerate's trigger_sync_in_backward and pipelining do."""
-    both = pair(ranks, net())
+    model = wrap(net())
     for with_output in (False, True, False):
-        for model in both:
-            model.zero_grad()
-            with model.no_sync():
-                first, second = (model(ranks.integers(3, 6, key=k)) for k in range(2))
-                first.sum().backward()
-            outputs = list(_find_tensors(second)) if with_output else []
-            model.require_backward_grad_sync = True
-            model.require_forward_param_sync = True
-            model.reducer.prepare_for_backward(outputs)
-            second.sum().backward()
-        assert_same_grads(*both)
-        ranks.assert_same(grads_of(both[0]), "gradients")
+        model.zero_grad()
+        with model.no_sync():
+            first, second = (model(ranks.integers(3, 6, key=k)) for k in range(2))
+            first.sum().backward()
+        outputs = list(_find_tensors(second)) if with_output else []
+        model.require_backward_grad_sync = True
+        model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward(outputs)
+        second.sum().backward()
+        yield grads_of(model)
+        ranks.assert_same(grads_of(model), "gradients")
 
 
 def test_prepare_for_backward_counts_for_one_backward(ranks):
@@ -149,30 +160,31 @@ def test_prepare_for_backward_counts_for_one_backward(ranks):
     assert not torch.equal(*rows)
 
 
-def test_a_manual_backward_inside_a_forward_is_averaged(ranks):
-    """As Lightning's manual optimisation runs it."""
+class Manual(nn.Module):
+    """Goes backward in its forward, as Lightning's manual optimisation does."""
 
-    class Manual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = net()
+    def __init__(self):
+        super().__init__()
+        self.net = net()
 
-        def forward(self, x, wrapper):
-            loss = self.net(x).sum()
-            if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
-                wrapper.require_forward_param_sync = True
-                wrapper.reducer._rebuild_buckets()
-                wrapper.reducer.prepare_for_backward([])
-            loss.backward()
-            wrapper.require_backward_grad_sync = False
+    def forward(self, x, wrapper):
+        loss = self.net(x).sum()
+        if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+            wrapper.require_forward_param_sync = True
+            wrapper.reducer._rebuild_buckets()
+            wrapper.reducer.prepare_for_backward([])
+        loss.backward()
+        wrapper.require_backward_grad_sync = False
 
-    both = pair(ranks, Manual())
+
+@as_torch()
+def test_a_manual_backward_inside_a_forward_is_averaged(ranks, wrap):
+    model = wrap(Manual())
     for step in range(3):
-        for model in both:
-            model.zero_grad()
-            model(ranks.integers(3, 6, key=step), model)
-            model.require_backward_grad_sync = True
-        assert_same_grads(*both)
+        model.zero_grad()
+        model(ranks.integers(3, 6, key=step), model)
+        model.require_backward_grad_sync = True
+        yield grads_of(model)
 
 
 def test_buckets_are_rebuilt_once_in_the_eyes_of_others(ranks):
@@ -204,13 +216,12 @@ def test_a_graph_that_changes_is_not_called_static(ranks, changes):
         assert data["can_set_static_graph"] == int(is_static)
 
 
-def test_a_rank_without_hooks_keeps_its_own_gradients(ranks):
-    both = pair(ranks, net())
-    for model in both:
-        model._remove_autograd_hooks()
-        model(ranks.integers(3, 6)).sum().backward()
-    assert_same_grads(*both)
-    assert not torch.equal(*ranks.all(grads_of(both[0])[0]))
+@as_torch()
+def test_a_rank_without_hooks_keeps_its_own_gradients(ranks, wrap):
+    model = wrap(net())
+    model._remove_autograd_hooks()
+    yield step_of(model, ranks.integers(3, 6))
+    assert not torch.equal(*ranks.all(grads_of(model)[0]))
 
 
 def test_calls_that_have_nothing_to_do_are_taken(ranks):
@@ -247,7 +258,7 @@ TIMES = "_time", "_time_start", "_time_end"
 def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
     if group == "each rank alone":
         ranks.group = ranks.alone()
-    both = pair(ranks, net(), bucket_cap_mb=25)
+    both = [wrap(net(), bucket_cap_mb=25) for wrap in (ranks.wrap, ranks.wrap_by_torch)]
     for model in both:
         for step in range(3):
             model(ranks.integers(3, 6, key=step)).sum().backward()
@@ -282,15 +293,13 @@ def test_times_of_a_step_are_in_their_order(ranks):
     assert min(stats) > 0
 
 
-def test_steps_are_sampled_as_torch_samples_them(ranks):
-    both = pair(ranks, net())
-    seen = []
-    for model in both:
-        model._set_ddp_runtime_logging_sample_rate(4)
-        for step in range(20):
-            model(ranks.integers(3, 6, key=step)).sum().backward()
-            seen.append(model._get_ddp_logging_data()["iteration"])
-    assert seen[:20] == seen[20:]
+@as_torch()
+def test_steps_are_sampled_as_torch_samples_them(ranks, wrap):
+    model = wrap(net())
+    model._set_ddp_runtime_logging_sample_rate(4)
+    for step in range(20):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+        yield model._get_ddp_logging_data()["iteration"]
 
 
 def test_real_buckets_are_told_where_they_are_several(ranks):
@@ -344,6 +353,7 @@ def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
     assert_same_grads(model, plain)
 
 
+@on_gpus_too()
 def test_a_rank_may_train_on_alone_and_come_back(ranks):
     alone = ranks.alone()
     model, plain = ranks.wrap(net()), net()

@@ -5,8 +5,17 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_equal, assert_same_grads, net, on_ranks, skip_without_argument
-from surface_cases import Chain, Counting, X, pair
+from cases import (
+    as_torch,
+    assert_equal,
+    assert_same_grads,
+    grads_of,
+    net,
+    on_gpus_too,
+    on_ranks,
+    skip_without_argument,
+)
+from surface_cases import Chain, Counting, X
 from torch import nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward,
@@ -17,28 +26,21 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 # ---- ignored parameters and buffers -------------------------------------------------
 
 
-def test_what_is_ignored_is_neither_copied_nor_averaged(ranks):
-    def make():
-        torch.manual_seed(ranks.rank)
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-        names = ["2.weight", "1.running_mean"]
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(module, names)
-        return module
-
-    both = ranks.wrap(make()), ranks.wrap_by_torch(make())
-    for model in both:
-        x = ranks.integers(4, 2)
-        model(x).sum().backward()
-        model(x).sum().backward()
-    assert_same_grads(*both)
-    for mine, theirs in zip(both[0].buffers(), both[1].buffers(), strict=True):
-        assert torch.equal(mine, theirs)
-    for model in both:
-        assert model.parameters_to_ignore == {"2.weight", "1.running_mean"}
-        assert not torch.equal(*ranks.all(model.module[2].weight.data))
-        assert not torch.equal(*ranks.all(model.module[2].weight.grad))
-        assert not torch.equal(*ranks.all(model.module[1].running_mean))
-        assert torch.equal(*ranks.all(model.module[0].weight.grad))
+@on_gpus_too()
+@as_torch()
+def test_what_is_ignored_is_neither_copied_nor_averaged(ranks, wrap):
+    torch.manual_seed(ranks.rank)
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    names = ["2.weight", "1.running_mean"]
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, names)
+    model = wrap(module)
+    for _ in range(2):
+        model(ranks.integers(4, 2)).sum().backward()
+    yield [*grads_of(model), *model.buffers(), sorted(model.parameters_to_ignore)]
+    assert not torch.equal(*ranks.all(module[2].weight.data))
+    assert not torch.equal(*ranks.all(module[2].weight.grad))
+    assert not torch.equal(*ranks.all(module[1].running_mean))
+    assert torch.equal(*ranks.all(module[0].weight.grad))
 
 
 def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks):
@@ -50,12 +52,10 @@ def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks
         assert not torch.equal(*ranks.all(module.weight.grad))
 
 
-@on_ranks(sync=["broadcast_buffers", "forward_sync_buffers", "init_sync"])
-def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, sync):
+@as_torch(sync=["broadcast_buffers", "forward_sync_buffers", "init_sync"])
+def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, wrap, sync):
     skip_without_argument(sync)
-    both = pair(ranks, Counting(ranks.rank + 1), **{sync: False})
-    mine, theirs = (model.module.seen.item() for model in both)
-    assert mine == theirs
+    yield wrap(Counting(ranks.rank + 1), **{sync: False}).module.seen
 
 
 # ---- buffers ------------------------------------------------------------------------
@@ -69,20 +69,19 @@ def averaging(state, buffers):
     ]
 
 
-@on_ranks(where=["PRE_FORWARD", "POST_FORWARD"])
-def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, where):
-    both = pair(ranks, Counting(ranks.rank + 1))
+@as_torch(where=["PRE_FORWARD", "POST_FORWARD"])
+def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, wrap, where):
+    model = wrap(Counting(ranks.rank + 1))
+    model.module.seen.fill_(ranks.rank + 1)
     place = _BufferCommHookLocation[where]
-    seen = []
-    for model in both:
-        model.module.seen.fill_(ranks.rank + 1)
-        model._register_buffer_comm_hook(ranks.group, averaging, place)
-        for _ in range(2):
-            model(X).sum().backward()
-        seen.append(model.module.seen.item())
-    assert seen[0] == seen[1] == 6.0
+    model._register_buffer_comm_hook(ranks.group, averaging, place)
+    for _ in range(2):
+        model(X).sum().backward()
+    yield model.module.seen
+    assert model.module.seen.item() == 6.0
 
 
+@on_gpus_too()
 def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
     model = ranks.wrap(Counting(0))
     seen = []
@@ -97,25 +96,24 @@ def test_synchronisation_of_buffers_may_be_switched_off_and_on(ranks):
     assert seen == [5.0 + ranks.rank, 5.0]
 
 
-def test_forward_sync_is_required_by_steps_that_synchronise(ranks):
-    both = pair(ranks, Counting(0))
-    for model in both:
-        seen = []
-        model(X).sum().backward()
-        seen.append(model.require_forward_param_sync)
-        with torch.no_grad():
-            model(X)
-        seen.append(model.require_forward_param_sync)
-        model(X).sum().backward()
-        with model.no_sync():
-            model(X)
-        seen.append(model.require_forward_param_sync)
-        assert seen == [True, False, False]
+@as_torch()
+def test_forward_sync_is_required_by_steps_that_synchronise(ranks, wrap):
+    model = wrap(Counting(0))
+    model(X).sum().backward()
+    yield model.require_forward_param_sync
+    with torch.no_grad():
+        model(X)
+    yield model.require_forward_param_sync
+    model(X).sum().backward()
+    with model.no_sync():
+        model(X)
+    yield model.require_forward_param_sync
 
 
 # ---- other constructor arguments ----------------------------------------------------
 
 
+@on_gpus_too()
 def test_delayed_gradients_come_out_averaged(ranks):
     module = net()
     named = [(n, p) for n, p in module.named_parameters() if n.endswith("weight")]
@@ -137,6 +135,7 @@ def test_delayed_gradients_come_out_averaged(ranks):
 # ---- optimizers ---------------------------------------------------------------------
 
 
+@on_gpus_too()
 @on_ranks(when=["before", "after"])
 def test_optimizers_in_backward_step_by_averages(ranks, when):
     """Against ordinary steps: on a CPU torch's own fail, for want of an accelerator."""
@@ -177,17 +176,17 @@ def test_a_part_of_the_parameters_may_step_in_backward(ranks):
     ranks.assert_same([module[0].weight], "a weight")
 
 
-def test_a_fused_optimizer_steps_as_in_torch(ranks):
-    both = pair(ranks, net())
-    for model in both:
-        model._register_fused_optim(torch.optim.SGD, 0.5)
-        for step in range(2):
-            model(ranks.integers(3, 6, key=step)).sum().backward()
-            model.zero_grad()
-    for a, b in zip(both[0].parameters(), both[1].parameters(), strict=True):
-        assert_equal(a.data, b.data, "a parameter")
-    with pytest.raises(RuntimeError, match="can only be called once"):
-        both[0]._register_fused_optim(torch.optim.SGD, 0.5)
+@as_torch()
+def test_a_fused_optimizer_steps_as_in_torch(ranks, wrap):
+    model = wrap(net())
+    model._register_fused_optim(torch.optim.SGD, 0.5)
+    for step in range(2):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+        model.zero_grad()
+    yield [*model.parameters()]
+    if wrap == ranks.wrap:
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            model._register_fused_optim(torch.optim.SGD, 0.5)
 
 
 # ---- groups and checkpoints ---------------------------------------------------------
@@ -231,21 +230,21 @@ def test_distributed_checkpoints_save_and_load(ranks):
     set_model_state_dict(other, state)
 
 
-@on_ranks(strict=[False, True])
-def test_a_compiled_wrapper_compiles_as_many_graphs_as_that_of_torch(ranks, strict):
-    graphs = {"mine": [], "theirs": []}
-    mine = ranks.wrap(Chain(), strict=strict)
-    theirs = ranks.wrap_by_torch(Chain())
-    for model, seen in zip((mine, theirs), graphs.values(), strict=True):
-        torch._dynamo.reset()
+@as_torch(strict=[False, True])
+def test_a_compiled_wrapper_compiles_as_many_graphs_as_that_of_torch(
+    ranks, wrap, strict
+):
+    torch._dynamo.reset()
+    seen = []
 
-        def count(graph, _, seen=seen):
-            seen.append(len(graph.graph.nodes))
-            return graph.forward
+    def count(graph, _):
+        seen.append(len(graph.graph.nodes))
+        return graph.forward
 
-        compiled = torch.compile(model, backend=count)
-        for _ in range(14):  # ten of them are sampled for the logging data
-            model.zero_grad()
-            compiled(torch.ones(1, 600)).sum().backward()
-    assert len(graphs["mine"]) > 0
-    assert graphs["mine"] == graphs["theirs"], "none of the wrapper's own code"
+    model = wrap(Chain(), **({"strict": strict} if wrap == ranks.wrap else {}))
+    compiled = torch.compile(model, backend=count)
+    for _ in range(14):  # ten of them are sampled for the logging data
+        model.zero_grad()
+        compiled(torch.ones(1, 600)).sum().backward()
+    assert seen
+    yield seen  # none of the wrapper's own code
