@@ -19,12 +19,11 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import paceline
 import torch
-import torch.distributed as dist
+from host_cases import join
 from support.hosts import Hosts
 from support.namespaces import Network, why_no_network
 from support.ranks import start_ranks, tell
@@ -70,14 +69,7 @@ class Draw:
 
 def train(rank: int, _: int, hosts: Hosts, store: str, width: int) -> Any:
     """Take steps until one fails."""
-    hosts.place(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=hosts.world_size,
-        timeout=timedelta(seconds=DEADLINE_SECONDS),
-    )
+    join(rank, hosts, store, DEADLINE_SECONDS)
     model = paceline.DistributedDataParallel(
         nn.Sequential(nn.Linear(100, width), nn.BatchNorm1d(width), nn.Linear(width, 9))
     )

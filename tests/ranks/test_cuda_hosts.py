@@ -1,71 +1,32 @@
 """GPUs of several hosts: NCCL adds up, and what ranks agree on goes over links.
 
 Ranks that say they are on different hosts, on simulated CUDA and NCCL; one host is the
-least of them.
+least of them.  test_hosts.py has what holds for ranks on the CPU too.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-import itertools
-import logging
 import os
 import signal
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from paceline._ddp import host_links
+from host_cases import fail, fail_in_turn, run_on_hosts, start_on_hosts, steps
 from support import fake_gpus
 from support.hosts import Hosts, Net
 from support.processes import descriptors, leftovers
-from support.ranks import run_ranks, start_ranks, tell, values
 from support.waiting import until
 
-N_STEPS = 6
-SECONDS = 60.0
-NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
 OUT_OF_MEMORY = 2
 WORLDS = [(1, 1), (2, 2), (1, 2), (1, 1, 1)]
 
-
-def on_gpu(
-    rank: int, _: int, body: Callable[..., Any], hosts: Hosts, store: str, *args: Any
-) -> Any:
-    """Run a rank's function on its host and its GPU."""
-    hosts.place(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=hosts.world_size,
-        timeout=timedelta(seconds=SECONDS),
-    )
-    with fake_gpus.on_gpu(rank):
-        return body(rank, hosts, *args)
-
-
-def run_on_gpus(
-    body: Callable[..., Any], hosts: Hosts, store: str, *args: Any
-) -> list[Any]:
-    """Return what each rank's function returns."""
-    outcomes = run_ranks(
-        on_gpu,
-        hosts.world_size,
-        body,
-        hosts,
-        store,
-        *args,
-        rendezvous="none",
-        timeout=90.0,
-        env=fake_gpus.environment(),
-    )
-    return values(outcomes)
+run_on_gpus = functools.partial(run_on_hosts, device="gpu")
 
 
 def group_of(kind: str) -> Any:
@@ -80,21 +41,6 @@ def n_collectives(kind: str, group: Any) -> int:
     return int(backend._get_sequence_number_for_group())
 
 
-def steps(model: Any, rank: int) -> list[torch.Tensor]:
-    """Train; return parameters and buffers."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    random = torch.Generator().manual_seed(rank)
-    for step in range(N_STEPS):
-        x = torch.randn(6, 20, generator=random)
-        if step == 2:
-            with model.no_sync():
-                model(x, True).square().mean().backward()
-        model(x, (step + rank) % 3 > 0).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [tensor.clone() for tensor in model.module.state_dict().values()]
-
-
 def train(rank: int, hosts: Hosts, kind: str) -> Any:
     torch.manual_seed(rank)
     group = group_of(kind)
@@ -106,29 +52,8 @@ def train(rank: int, hosts: Hosts, kind: str) -> Any:
     return found
 
 
-def go_on(rank: int, hosts: Hosts) -> Any:
-    torch.manual_seed(0)
-    ours = paceline.DistributedDataParallel(Net())
-    for culprit in range(hosts.world_size):
-        x = torch.full((4, 20), 0.1 * rank)
-        ours(x, True).square().mean().backward()
-        weight = ours.module.norm.weight
-        broken = weight.register_hook(fail) if rank == culprit else None
-        kind = OSError if broken else paceline.PeerError
-        with pytest.raises(kind, match="no port") as caught:
-            ours(x, True).square().mean().backward()
-        host = hosts.host_of(culprit)
-        is_near = host == hosts.host_of(rank) or hosts.n_ranks[host] > 1
-        name = f"rank {culprit}" if is_near else f"rank {culprit} (host {host})"
-        assert broken or name in str(caught.value)
-        if broken is not None:
-            broken.remove()
-    ours.zero_grad()
-    return steps(ours, rank)
-
-
 def train_in_all_ways(rank: int, hosts: Hosts) -> list[torch.Tensor]:
-    found = go_on(rank, hosts)
+    found = steps(fail_in_turn(rank, hosts), rank)
     return found + [t for kind in ("gloo", "device") for t in train(rank, hosts, kind)]
 
 
@@ -141,26 +66,6 @@ def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(
     together = run_on_gpus(train_in_all_ways, Hosts((hosts.world_size,)), store + ".1")
     for ours, theirs in zip(apart, together, strict=True):
         assert all(map(torch.equal, ours, theirs))
-
-
-def lack_links(rank: int, hosts: Hosts, lack: str) -> Any:
-    logging.basicConfig(level=logging.WARNING)
-    if lack == "encrypted":
-        os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
-    elif rank == hosts.world_size - 1:
-        host_links.LinkListener.__init__ = fail  # type: ignore[method-assign]
-    model = paceline.DistributedDataParallel(Net())
-    steps(model, rank)
-    return model._session.world.uses_group
-
-
-def fail(*_: Any) -> None:
-    raise OSError("no port is free")
-
-
-@pytest.mark.parametrize("lack", ["a listener", "encrypted"])
-def test_gpus_of_hosts_without_links_agree_by_the_group(lack: str, store: str) -> None:
-    assert run_on_gpus(lack_links, Hosts((1, 1)), store, lack) == [True, True]
 
 
 # ---- failures -----------------------------------------------------------------------
@@ -211,84 +116,6 @@ def test_a_gpu_that_cannot_join_is_told_to_all_hosts(
     assert not uses_group
 
 
-def fork_one_that_sleeps() -> int:
-    child = os.fork()
-    if child == 0:
-        time.sleep(SECONDS)
-        os._exit(0)
-    return child
-
-
-def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
-    files = descriptors()
-    model = paceline.DistributedDataParallel(Net())
-    x = torch.ones(4, 20)
-    told = None
-    try:
-        for step in range(100_000):
-            if step == 5:
-                child = 0
-                if how == "kill a parent" and rank == culprit:
-                    child = fork_one_that_sleeps()
-                tell(child)
-            if step == 20 and how == "raise" and rank == culprit:
-                raise KeyError("its own")
-            if step == 20 and how == "fewer" and rank == culprit:
-                return "left", time.monotonic(), ""
-            model(x, True).square().mean().backward()
-    except (RuntimeError, KeyError) as error:
-        told = type(error).__name__, time.monotonic(), str(error)
-        with pytest.raises(RuntimeError, match="rank"):
-            model(x, True).sum().backward()
-    del model
-    assert len(hosts.n_ranks) > 1 or leftovers(files) == []
-    return told
-
-
-HOWS = ("kill", "kill a parent", "raise", "fewer")
-ON_HOSTS = [((1, 1), 1), ((2, 2), 2), ((2, 2), 3)]
-ENDS = [(how, *row) for how, row in itertools.product(HOWS, ON_HOSTS)]
-ENDS += [("kill", (3,), 0), ("fewer", (2,), 1)]
-
-
-@pytest.mark.parametrize(("how", "n_ranks", "culprit"), ENDS)
-def test_a_rank_that_is_gone_is_named_on_every_host(
-    how: str, n_ranks: tuple[int, ...], culprit: int, store: str
-) -> None:
-    hosts = Hosts(n_ranks)
-    with start_ranks(
-        on_gpu,
-        hosts.world_size,
-        step_until_it_fails,
-        hosts,
-        store,
-        how,
-        culprit,
-        rendezvous="none",
-        timeout=90.0,
-        env=fake_gpus.environment(),
-    ) as ranks:
-        children = [ranks.hear(rank) for rank in range(hosts.world_size)]
-        began = time.monotonic()
-        if how.startswith("kill"):
-            os.kill(ranks.pids[culprit], signal.SIGKILL)
-        outcomes = ranks.wait()
-        for child in filter(None, children):
-            os.kill(child, signal.SIGKILL)
-    names = [f"rank {culprit}", f"ranks {culprit} to {culprit + 1} (host 1)"]
-    for rank, outcome in enumerate(outcomes):
-        if rank == culprit:
-            continue
-        assert outcome.is_ok, outcome
-        kind, when, text = outcome.value
-        assert kind == "PeerError", text
-        assert any(name in text for name in names), text
-        if how == "kill" and len(n_ranks) == 1:
-            died = f"{names[0]} (process {ranks.pids[culprit]}) died"
-            assert text.startswith(f"rank {rank}: {died}")
-        assert when - began < NOTICED_SECONDS
-
-
 def die_before_the_device_is_done(rank: int, hosts: Hosts) -> Any:
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
@@ -307,15 +134,12 @@ def die_before_the_device_is_done(rank: int, hosts: Hosts) -> Any:
 
 
 def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store: str) -> None:
-    with start_ranks(
-        on_gpu,
-        4,
+    with start_on_hosts(
         die_before_the_device_is_done,
         Hosts((2, 2)),
         store,
-        rendezvous="none",
-        timeout=90.0,
-        env=fake_gpus.environment(blocking=0),  # no host waits for its device
+        device="gpu",
+        blocking=0,  # no host waits for its device
     ) as ranks:
         outcomes = ranks.wait()
     for outcome in outcomes[:3]:

@@ -1,0 +1,221 @@
+"""Ranks of several hosts: how they meet, train and fail, on the CPU and on GPUs.
+
+Ranks say that they are on different hosts, or are in network namespaces; GPUs are
+simulated ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from support import fake_gpus
+from support.hosts import Hosts, Net
+from support.processes import descriptors, leftovers
+from support.ranks import Outcome, Ranks, start_ranks, tell, values
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+N_STEPS = 6
+SECONDS = 60.0
+NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
+
+
+# ---- in the ranks -------------------------------------------------------------------
+
+
+def join(rank: int, hosts: Hosts, store: str, seconds: float = SECONDS) -> None:
+    """Become a rank of a world on its host."""
+    hosts.place(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=hosts.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def on_host(
+    rank: int,
+    _: int,
+    body: Callable[..., Any],
+    hosts: Hosts,
+    store: str,
+    device: str,
+    seconds: float,
+    *args: Any,
+) -> Any:
+    """Run a rank's function on its host, and on its GPU where it has one."""
+    join(rank, hosts, store, seconds)
+    on_gpu = fake_gpus.on_gpu(rank) if device == "gpu" else contextlib.nullcontext()
+    with on_gpu:
+        return body(rank, hosts, *args)
+
+
+def fail(*_: Any) -> None:
+    """Stand for something that raises."""
+    raise OSError("no port is free")
+
+
+@contextlib.contextmanager
+def failing(model: Any) -> Any:
+    """Have backwards of a model fail."""
+    hook = model.module.norm.weight.register_hook(fail)
+    yield
+    hook.remove()
+
+
+def steps(model: Any, rank: int) -> list[torch.Tensor]:
+    """Train; return parameters and buffers."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    random = torch.Generator().manual_seed(rank)
+    for step in range(N_STEPS):
+        x = torch.randn(6, 20, generator=random)
+        if step == 2:
+            with model.no_sync():
+                model(x, True).square().mean().backward()
+        model(x, (step + rank) % 3 > 0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.clone() for tensor in model.module.state_dict().values()]
+
+
+def steps_of_both(ours: Any, rank: int) -> tuple[list[torch.Tensor], ...]:
+    """Train by our wrapper and by torch's, from the same start."""
+    theirs = TorchDDP(Net(), find_unused_parameters=True)
+    theirs.module.load_state_dict(ours.module.state_dict())
+    return steps(ours, rank), steps(theirs, rank)
+
+
+def fail_in_turn(rank: int, hosts: Hosts) -> Any:
+    """Fail in a step of each rank; return the model, which trains on."""
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(Net())
+    for culprit in range(hosts.world_size):
+        x = torch.full((4, 20), 0.1 * rank)
+        model(x, True).square().mean().backward()
+        is_mine = rank == culprit
+        # A slow rank hears of it in its forward, where it waits for buffers.
+        with (
+            failing(model) if is_mine else contextlib.nullcontext(),
+            pytest.raises(
+                OSError if is_mine else paceline.PeerError, match="no port"
+            ) as caught,
+        ):
+            model(x, True).square().mean().backward()
+        host = hosts.host_of(culprit)
+        is_near = host == hosts.host_of(rank) or hosts.n_ranks[host] > 1
+        name = f"rank {culprit}" if is_near else f"rank {culprit} (host {host})"
+        assert is_mine or name in str(caught.value)
+    model.zero_grad()
+    return model
+
+
+def fork_one_that_sleeps() -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(SECONDS)
+        os._exit(0)
+    return child
+
+
+def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
+    """Take steps; return the error that ends them, and when."""
+    files = descriptors()
+    model = paceline.DistributedDataParallel(Net())
+    x = torch.ones(4, 20)
+    told = None
+    is_culprit = rank == culprit
+    try:
+        for step in range(100_000):
+            if step == 5:
+                has_child = is_culprit and how == "kill a parent"
+                tell(fork_one_that_sleeps() if has_child else 0)
+            if step == 20 and is_culprit:
+                if how == "raise":
+                    raise KeyError("its own")
+                if how == "fewer":
+                    return "left", time.monotonic(), ""
+                if how == "backward":
+                    model.module.norm.weight.register_hook(fail)
+            model(x, True).square().mean().backward()
+    except (RuntimeError, OSError, KeyError) as error:
+        told = type(error).__name__, time.monotonic(), str(error)
+        tell("told")
+        with pytest.raises(RuntimeError, match="rank"):
+            model(x, True).sum().backward()
+    del model
+    assert len(hosts.n_ranks) > 1 or leftovers(files) == []
+    return told
+
+
+# ---- in the test --------------------------------------------------------------------
+
+
+def start_on_hosts(
+    body: Callable[..., Any],
+    hosts: Hosts,
+    store: str,
+    *args: Any,
+    device: str = "cpu",
+    seconds: float = SECONDS,
+    **options: Any,
+) -> Ranks:
+    """Start `body(rank, hosts, *args)` on each rank; options are of simulated GPUs."""
+    return start_ranks(
+        on_host,
+        hosts.world_size,
+        *(body, hosts, store, device, seconds, *args),
+        rendezvous="none",
+        timeout=90.0,
+        env=fake_gpus.environment(**options) if device == "gpu" else None,
+    )
+
+
+def run_on_hosts(*args: Any, **options: Any) -> list[Any]:
+    """Return what each rank's function returns; as `start_on_hosts`."""
+    with start_on_hosts(*args, **options) as ranks:
+        return values(ranks.wait())
+
+
+def fail_on(
+    hosts: Hosts,
+    how: str,
+    culprit: int,
+    store: str,
+    act: Callable[[Ranks], object] = lambda ranks: None,
+    **options: Any,
+) -> tuple[float, list[Outcome], list[int]]:
+    """Have a rank fail; return when, what became of each, and their processes."""
+    with start_on_hosts(
+        step_until_it_fails, hosts, store, how, culprit, **options
+    ) as ranks:
+        children = [ranks.hear(rank) for rank in range(hosts.world_size)]
+        began = time.monotonic()
+        if how.startswith("kill"):
+            ranks.kill(culprit)
+        act(ranks)
+        outcomes = ranks.wait()
+        for child in filter(None, children):
+            os.kill(child, signal.SIGKILL)
+        return began, outcomes, ranks.pids
+
+
+def assert_trained(found: list[Any]) -> None:
+    """Check what `steps_of_both` has on each rank."""
+    first = found[0][0]
+    n_parameters = len(list(Net().parameters()))
+    for ours, theirs in found:
+        for k, (a, b, c) in enumerate(zip(first, ours, theirs, strict=True)):
+            torch.testing.assert_close(b, c, rtol=1e-4, atol=1e-5)
+            if k < n_parameters and a.dim() > 1:
+                assert torch.equal(a, b), "ranks differ"
