@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers, shared_names, wait_until_gone
-from support.ranks import (
-    RanksTimeoutError,
-    Rendezvous,
-    run_ranks,
-    start_ranks,
-    tell,
-)
+from support.ranks import RanksTimeoutError, Rendezvous, run_ranks, start_ranks, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 PHASES = ("construction", "forward", "backward", "finish", "optimizer")

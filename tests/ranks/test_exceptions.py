@@ -14,6 +14,7 @@ from typing import Any
 import paceline
 import pytest
 import torch
+from jobs import failing
 from support import warm
 from support.ranks import run_ranks, start_ranks, tell, values
 
@@ -21,9 +22,9 @@ JOB = str(Path(__file__).parent / "jobs" / "failing.py")
 CULPRIT = 1
 OWN_WORDS = ("these are the culprit's own words", "explode_as_asked")
 STEP_FAILED = ("rank {survivor}: the step of rank 1 failed", *OWN_WORDS)
-LEFT = ("rank 1 (process", "has left")
+LEFT = ("rank 1 (process", "has left", "same number of steps")
 CASES = [  # how ranks are started, where the culprit fails, what its peers are told
-    ("fork", "function", STEP_FAILED),
+    ("fork", "late", STEP_FAILED),
     ("fork", "hook", STEP_FAILED),
     ("fork", "early", STEP_FAILED),
     ("fork", "forward", OWN_WORDS),
@@ -32,7 +33,7 @@ CASES = [  # how ranks are started, where the culprit fails, what its peers are 
     ("script", "hook", STEP_FAILED),
     ("script", "outside", OWN_WORDS),
     ("script", "leave", LEFT),
-    ("spawn", "function", STEP_FAILED),
+    ("spawn", "late", STEP_FAILED),
     ("spawn", "outside", OWN_WORDS),
     ("forkserver", "forward", OWN_WORDS),
 ]
@@ -69,35 +70,12 @@ def test_peers_are_told_why_a_rank_has_left(
 # ---- exceptions that the rank catches ------------------------------------------------
 
 
-class Bomb(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise MemoryError("no room for a gradient")
+def lack_memory() -> None:
+    raise MemoryError("no room for a gradient")
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(8, 128)
-        self.middle = torch.nn.Linear(128, 128)
-        self.last = torch.nn.Linear(128, 1)
-        self.where = ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.first(x))
-        if self.where == "late":
-            hidden = Bomb.apply(hidden)
-        hidden = self.middle(hidden)
-        if self.where == "forward":
-            raise MemoryError("no room for an activation")
-        if self.where == "middle":
-            hidden = Bomb.apply(hidden)
-        output = self.last(hidden)
-        return Bomb.apply(output) if self.where == "early" else output
+class Net(failing.Net):
+    explode = staticmethod(lack_memory)
 
 
 def train_and_catch(

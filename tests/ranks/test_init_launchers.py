@@ -19,23 +19,9 @@ from support.prints import without_gloo
 
 JOB = str(Path(__file__).parent / "jobs" / "joining.py")
 SECONDS = 120
-LAUNCHERS = (
-    "SLURM",
-    "OMPI_",
-    "PMI",
-    "MPI_LOCAL",
-    "TORCHELASTIC_",
-    "TF_CONFIG",
-    "PRTE_",
-)
-OWN = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-]
+LAUNCHERS = "SLURM", "OMPI_", "PMI", "MPI_LOCAL", "TORCHELASTIC_", "TF_CONFIG", "PRTE_"
+OWN = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+OWN += ["MASTER_ADDR", "MASTER_PORT"]
 ENV = {
     name: value
     for name, value in os.environ.items()
@@ -152,62 +138,40 @@ def test_torchrun_makes_a_world() -> None:
 # ---- what each launcher sets, in ranks that this process starts ---------------------
 
 
-def slurm_variables(rank: int, port: int) -> Variables:
-    return {
-        "SLURM_JOB_ID": str(port - 12000),
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_ID": "0",
-        "SLURM_TASKS_PER_NODE": "2",
-    }
+WORDS = {
+    "slurm": """
+        SLURM_JOB_ID={job} SLURM_JOB_NODELIST=localhost SLURM_LOCALID={rank}
+        SLURM_NODEID=0 SLURM_NTASKS=2 SLURM_PROCID={rank} SLURM_STEP_ID=0
+        SLURM_TASKS_PER_NODE=2
+    """,
+    "openmpi": """
+        OMPI_COMM_WORLD_LOCAL_RANK={rank} OMPI_COMM_WORLD_LOCAL_SIZE=2
+        OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=2 MASTER_PORT={port}
+    """,
+    "mpich": """
+        MPI_LOCALNRANKS=2 MPI_LOCALRANKID={rank} PMI_RANK={rank} PMI_SIZE=2
+        MASTER_PORT={port}
+    """,
+    # What a user sets; no launcher says the local rank, so it is counted.
+    "environment": """
+        RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}
+    """,
+}
 
 
-def open_mpi_variables(rank: int, port: int) -> Variables:
-    return {
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "MASTER_PORT": str(port),
-    }
+def variables_of(launcher: str, rank: int, port: int) -> Variables:
+    """Return what a launcher sets for a rank."""
+    words = WORDS[launcher].format(rank=rank, port=port, job=port - 12000)
+    return dict(word.split("=") for word in words.split())
 
 
-def mpich_variables(rank: int, port: int) -> Variables:
-    return {
-        "MPI_LOCALNRANKS": "2",
-        "MPI_LOCALRANKID": str(rank),
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": "2",
-        "MASTER_PORT": str(port),
-    }
-
-
-def own_variables(rank: int, port: int) -> Variables:
-    """Set what a user sets; no launcher says the local rank, so it is counted."""
-    world = {"RANK": str(rank), "WORLD_SIZE": "2"}
-    return {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-@pytest.mark.parametrize(
-    ("launcher", "variables", "address"),
-    [
-        ("slurm", slurm_variables, "localhost"),
-        ("openmpi", open_mpi_variables, "127.0.0.1"),
-        ("mpich", mpich_variables, "127.0.0.1"),
-        ("environment", own_variables, "127.0.0.1"),
-    ],
-)
-def test_ranks_with_the_variables_of_a_launcher_make_a_world(
-    launcher: str, variables: Callable[[int, int], Variables], address: str
-) -> None:
+@pytest.mark.parametrize("launcher", WORDS)
+def test_ranks_with_the_variables_of_a_launcher_make_a_world(launcher: str) -> None:
     ports = []
 
     def note_port(rank: int, port: int) -> Variables:
         ports.append(str(port))
-        return variables(rank, port)
+        return variables_of(launcher, rank, port)
 
     reports, err = run_ranks_with(note_port)
     check_world(reports, err, launcher)
@@ -218,7 +182,7 @@ def test_ranks_with_the_variables_of_a_launcher_make_a_world(
             "WORLD_SIZE": "2",
             "LOCAL_RANK": "1",
             "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": address,
+            "MASTER_ADDR": "localhost" if launcher == "slurm" else "127.0.0.1",
             "MASTER_PORT": ports[-1],
         }
 
@@ -266,7 +230,10 @@ def test_a_cluster_of_tensorflow_makes_a_world() -> None:
 
 def test_local_ranks_are_counted_by_host() -> None:
     reports, err = run_ranks_with(
-        lambda rank, port: {**own_variables(rank, port), "NCCL_HOSTID": f"host-{rank}"}
+        lambda rank, port: {
+            **variables_of("environment", rank, port),
+            "NCCL_HOSTID": f"host-{rank}",
+        }
     )
     check_world(reports, err, "environment", n_hosts=2)
     assert local_ranks(reports) == [0, 0]
@@ -304,7 +271,7 @@ except RuntimeError as error:
 def test_a_rank_that_meets_no_other_says_where_it_waited() -> None:
     ports = [free_port(), free_port()]
     ranks = [
-        ([sys.executable, "-c", ALONE], slurm_variables(rank, port))
+        ([sys.executable, "-c", ALONE], variables_of("slurm", rank, port))
         for rank, port in enumerate(ports)
     ]
     codes, out, err = run(ranks)

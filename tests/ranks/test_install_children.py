@@ -125,14 +125,18 @@ def test_a_program_may_come_through_a_pipe(here, words):
     assert run("-m", "paceline") == run()
 
 
+def compare(*words, before=()):
+    """Run a program by Python and by ours: codes and what they print are the same."""
+    expected, found = python(*before, *words), python(*before, "-m", "paceline", *words)
+    assert found.returncode == expected.returncode
+    assert (found.stdout, found.stderr) == (expected.stdout, expected.stderr)
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python has no -P")
 def test_a_safe_path_has_nothing_put_in_front(here):
-    if sys.version_info < (3, 11):
-        pytest.skip("this Python has no -P")
     write(here / "train.py", "import sys; print(sys.path)")
-    expected, found = (
-        lines(python("-P", *words, "train.py")) for words in ([], ["-m", "paceline"])
-    )
-    assert found == expected
+    assert compare("train.py", before=["-P"]).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -156,18 +160,13 @@ def test_a_safe_path_has_nothing_put_in_front(here):
 def test_an_end_is_the_same_in_code_and_words(here, end):
     write(here / "train.py", f"print('begun')\n{end}\n")
     write(here / "package/train.py", f"print('begun')\n{end}\n")
-    for words in (["train.py"], ["-m", "package.train"]):
-        expected, found = python(*words), ours(*words)
-        assert found.returncode == expected.returncode
-        assert found.stdout == expected.stdout
-        assert found.stderr == expected.stderr
+    compare("train.py")
+    compare("-m", "package.train")
 
 
 def test_a_program_that_is_missing_is_said_as_python_does(here):
-    for words, code in ((["none.py"], 2), (["-m", "no_such"], 1)):
-        expected, found = python(*words), ours(*words)
-        assert found.returncode == expected.returncode == code
-        assert (found.stdout, found.stderr) == ("", expected.stderr)
+    assert compare("none.py").returncode == 2
+    assert compare("-m", "no_such").returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,7 @@ from paceline._launch import launch as launch_module
 from paceline._launch import payloads, processes, ranks
 from paceline._launch.messages import Call, Failure
 from support.prints import without_gloo
-from support.processes import (
-    held_beyond,
-    holdings,
-    is_running,
-    wait_until_gone,
-)
+from support.processes import held_beyond, holdings, is_running, wait_until_gone
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

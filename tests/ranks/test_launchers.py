@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -13,9 +11,7 @@ from pathlib import Path
 
 import paceline
 import torch
-import torch.distributed as dist
 from support import warm
-from support.copies import saved_and_loaded
 from support.ports import free_port
 from support.ranks import run_ranks, values
 
@@ -87,7 +83,7 @@ def test_plain_processes_meet_over_the_environment() -> None:
     check_output(out, err, 2)
 
 
-# ---- groups and wrappers -------------------------------------------------------------
+# ---- many ranks ----------------------------------------------------------------------
 
 
 def make_module() -> torch.nn.Module:
@@ -115,77 +111,3 @@ def train_some(rank: int, n_ranks: int) -> torch.Tensor:
 def test_eight_ranks_share_few_cores() -> None:
     weights = values(run_ranks(train_some, 8, timeout=120))
     assert all(torch.equal(weight, weights[0]) for weight in weights)
-
-
-def train_in_pairs(rank: int, n_ranks: int) -> torch.Tensor:
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = paceline.DistributedDataParallel(
-        make_module(), process_group=pairs[rank % 2]
-    )
-    return gradient_of(model, float(rank))
-
-
-def test_groups_of_some_ranks_are_averaged_each_for_itself() -> None:
-    told = values(run_ranks(train_in_pairs, 4))
-    for pair in ((0, 2), (1, 3)):
-        mean = sum(gradient_of(make_module(), float(rank)) for rank in pair) / 2
-        for rank in pair:
-            torch.testing.assert_close(told[rank], mean)
-    assert not torch.equal(told[0], told[1])
-
-
-def run_forward_in_opposite_order(rank: int, n_ranks: int) -> list[torch.Tensor]:
-    models = [paceline.DistributedDataParallel(make_module()) for _ in range(2)]
-    for i in range(5):
-        losses = {}
-        for k in (0, 1) if rank == 0 else (1, 0):
-            models[k].zero_grad()
-            losses[k] = models[k](torch.full((2, 8), float(rank + i + k))).sum()
-        (losses[0] + losses[1]).backward()
-    return [model.module[1].weight.grad.clone() for model in models]
-
-
-def test_one_backward_may_reach_two_wrappers_in_opposite_order() -> None:
-    first, second = values(run_ranks(run_forward_in_opposite_order, 2, timeout=30))
-    for k in range(2):
-        assert torch.equal(first[k], second[k])
-        scales = [float(rank + 4 + k) for rank in range(2)]
-        mean = sum(gradient_of(make_module(), scale) for scale in scales) / 2
-        torch.testing.assert_close(first[k], mean)
-
-
-def travel(model: torch.nn.Module, how: str) -> torch.nn.Module:
-    if how == "deepcopy":
-        return copy.deepcopy(model)
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(model))
-    return saved_and_loaded(model)
-
-
-WAYS = ("deepcopy", "pickle", "save")
-
-
-def move_wrappers(rank: int, n_ranks: int) -> list[list[torch.Tensor]]:
-    return [move_a_wrapper(rank, how) for how in WAYS]
-
-
-def move_a_wrapper(rank: int, how: str) -> list[torch.Tensor]:
-    model = paceline.DistributedDataParallel(make_module())
-    gradient_of(model, 1.0)
-    other = travel(model, how)
-    assert type(other) is paceline.DistributedDataParallel
-    mine, theirs = list(model.parameters()), list(other.parameters())
-    assert all(p is not q for p, q in zip(mine, theirs, strict=True))
-    grads = [gradient_of(other, float(rank)), gradient_of(model, float(rank + 2))]
-    del model
-    return grads + [gradient_of(other, float(rank + 4))]
-
-
-def test_a_wrapper_travels_and_both_train_on() -> None:
-    both = values(run_ranks(move_wrappers, 2))
-    for first, second in zip(*both, strict=True):
-        for k, start in enumerate((0, 2, 4)):
-            assert torch.equal(first[k], second[k])
-            scales = (float(start), float(start + 1))
-            mean = sum(gradient_of(make_module(), scale) for scale in scales) / 2
-            torch.testing.assert_close(first[k], mean)

@@ -70,52 +70,6 @@ def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else() -> None:
         assert value["maps"] == []
 
 
-def keep_gradients_after_del(rank: int, n_ranks: int) -> bool:
-    module = make_module()
-    model = paceline.DistributedDataParallel(module)
-    step(model, rank)
-    grads = [p.grad for p in module.parameters()]
-    expected = [g.clone() for g in grads]
-    del model
-    gc.collect()
-    same = all(torch.equal(a, b) for a, b in zip(grads, expected, strict=True))
-    for parameter, grad in zip(module.parameters(), grads, strict=True):
-        grad.add_(1.0)  # their memory is theirs
-        parameter.grad = None
-    del grads
-    gc.collect()
-    return same and not shared_mappings()
-
-
-def test_gradients_outlive_their_wrapper_and_then_free_its_memory() -> None:
-    assert values(run_ranks(keep_gradients_after_del, 2)) == [True, True]
-
-
-def rebind(rank: int, n_ranks: int) -> dict[str, Any]:
-    module = make_module()
-    model = paceline.DistributedDataParallel(module)
-    step(model, rank)
-    model = paceline.DistributedDataParallel(module)  # the first lives until now
-    gc.collect()
-    module.zero_grad()
-    step(model, rank)
-    return {"hooks": n_hooks(module), "grad": module[2].weight.grad.clone()}
-
-
-def plain_gradient(rank: int) -> torch.Tensor:
-    module = make_module()
-    step(module, rank)
-    return module[2].weight.grad
-
-
-def test_a_module_wrapped_twice_is_averaged_once() -> None:
-    told = values(run_ranks(rebind, 2))
-    mean = (plain_gradient(0) + plain_gradient(1)) / 2
-    for value in told:
-        assert value["hooks"] == [1] * 6
-        torch.testing.assert_close(value["grad"], mean)
-
-
 # ---- ranks that do something alone ---------------------------------------------------
 
 

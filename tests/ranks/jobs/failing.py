@@ -1,4 +1,4 @@
-"""A job in which one rank fails or leaves; run by test_exceptions.py.
+"""A job in which one rank fails or leaves; test_exceptions.py takes its model too.
 
     python failing.py LAUNCH WHERE FOLDER [RANK]
 
@@ -28,15 +28,18 @@ def explode_as_asked():
 
 class Bomb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, explode):
+        ctx.explode = explode
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        explode_as_asked()
+        ctx.explode()
 
 
 class Net(torch.nn.Module):
+    explode = staticmethod(explode_as_asked)
+
     def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(8, 128)
@@ -45,16 +48,16 @@ class Net(torch.nn.Module):
         self.where = None
 
     def forward(self, x):
-        hidden = torch.relu(self.first(x))
-        if self.where == "function":
-            hidden = Bomb.apply(hidden)
+        hidden = self.bomb(torch.relu(self.first(x)), "late")
         if self.where == "hook":
-            hidden.register_hook(lambda _: explode_as_asked())
+            hidden.register_hook(lambda _: self.explode())
         hidden = self.middle(hidden)
         if self.where == "forward":
-            explode_as_asked()
-        output = self.last(hidden)
-        return Bomb.apply(output) if self.where == "early" else output
+            self.explode()
+        return self.bomb(self.last(self.bomb(hidden, "middle")), "early")
+
+    def bomb(self, x, where):
+        return Bomb.apply(x, self.explode) if self.where == where else x
 
 
 def run(rank, where, folder):

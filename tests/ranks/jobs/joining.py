@@ -13,14 +13,8 @@ import paceline
 import torch
 import torch.distributed as dist
 
-NAMES = [
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-]
+NAMES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+NAMES += ["MASTER_ADDR", "MASTER_PORT"]
 
 world = paceline.init(timeout=60)
 report = {
