@@ -13,111 +13,116 @@ import re
 SECTION = "## torch's own tests"
 
 
-# As they are: they need no GPU.
-PLAIN = [
-    "test_DistributedDataParallelCPU",
-    "test_DistributedDataParallelCPU_grad_is_view",
-    "test_DistributedDataParallel_requires_grad",
-    "test_accumulate_gradients_no_sync",
-    "test_accumulate_gradients_no_sync_allreduce_hook",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
-    "test_accumulate_gradients_no_sync_grad_is_view",
-    "test_ddp_create_graph",
-    "test_ddp_logging_data_cpu",
-    "test_grads_same_across_ranks_with_no_sync",
-]
+# By how they run: tests, and how many wrappers each makes in a rank.  As they are: they
+# need no GPU.
+PLAIN = {
+    "test_DistributedDataParallelCPU": 1,
+    "test_DistributedDataParallelCPU_grad_is_view": 1,
+    "test_DistributedDataParallel_requires_grad": 1,
+    "test_accumulate_gradients_no_sync": 1,
+    "test_accumulate_gradients_no_sync_allreduce_hook": 1,
+    "test_accumulate_gradients_no_sync_allreduce_with_then_hook": 1,
+    "test_accumulate_gradients_no_sync_grad_is_view": 1,
+    "test_ddp_create_graph": 1,
+    "test_ddp_logging_data_cpu": 2,
+    "test_grads_same_across_ranks_with_no_sync": 1,
+}
 
 # With PACELINE_STRICT=1: they want one of torch's refusals.
-STRICT = [
-    "test_static_graph_api_cpu",
-]
+STRICT = {
+    "test_static_graph_api_cpu": 1,
+}
 
 # With the CPU in the GPU's place: see `cpu_shim.py`.
-ADAPTED = [
-    "test_DistributedDataParallel_with_amp_and_grad_is_view",
-    "test_compute_bucket_assignment_by_size_sparse_error_without_logger",
-    "test_ddp_apply_optim_in_backward",
-    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false",
-    "test_ddp_apply_optim_in_backward_ignored_params",
-    "test_ddp_broadcast_buffer",
-    "test_ddp_broadcast_buffer_via_hook",
-    "test_ddp_broadcast_buffers_deprecation_warning",
-    "test_ddp_bucket_cap_mb_list",
-    "test_ddp_buffer_hook_allreduce",
-    "test_ddp_buffer_hook_allreduce_return_future",
-    "test_ddp_build_debug_param_to_name_mapping",
-    "test_ddp_build_debug_param_to_name_mapping_requires_grad",
-    "test_ddp_comm_hook_logging",
-    "test_ddp_compile_static_graph",
-    "test_ddp_device_mesh_initialization",
-    "test_ddp_forward_backward_hook",
-    "test_ddp_grad_div_uneven_inputs",
-    "test_ddp_hook_parity_allreduce",
-    "test_ddp_hook_parity_allreduce_process_group",
-    "test_ddp_hook_parity_post_localSGD",
-    "test_ddp_hook_parity_powerSGD",
-    "test_ddp_ignore_params_arg",
-    "test_ddp_inference",
-    "test_ddp_init_sync_buffers_with_forward_sync_buffers_false",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_join_respects_forward_sync_buffers_false",
-    "test_ddp_model_diff_num_params_across_ranks",
-    "test_ddp_model_diff_shape_across_ranks",
-    "test_ddp_namedtuple",
-    "test_ddp_new_tensor_in_fwd",
-    "test_ddp_new_tensor_in_fwd_static_graph",
-    "test_ddp_python_error_logged",
-    "test_ddp_remove_autograd_hooks",
-    "test_ddp_returns_tensor_with_no_grad",
-    "test_ddp_shared_grad_acc_unused_params",
-    "test_ddp_sink_noclone",
-    "test_ddp_static_graph_nested_types",
-    "test_ddp_sync_module_states",
-    "test_ddp_uneven_input_exception",
-    "test_ddp_uneven_input_join_disable",
-    "test_ddp_uneven_inputs",
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn",
-    "test_ddp_zero_output_features",
-    "test_detect_ddp_is_actually_static",
-    "test_different_graph_across_ranks",
-    "test_get_data_parallel_params",
-    "test_post_localSGD_optimizer_parity",
-    "test_post_localSGD_optimizer_parity_grad_is_view",
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd",
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view",
-    "test_post_localSGD_optimizer_step_reload",
-    "test_skip_all_reduce_unused_parameters",
-    "test_stateless_api_with_ddp",
-    "test_static_graph_multi_forward",
-    "test_undefined_grad_parity_unused_parameters",
-    "test_verify_model_across_rank_with_logger",
-    "test_verify_model_across_rank_without_logger",
-]
+ADAPTED = {
+    "test_DistributedDataParallel_with_amp_and_grad_is_view": 2,
+    "test_compute_bucket_assignment_by_size_sparse_error_without_logger": 1,
+    "test_ddp_apply_optim_in_backward": 16,
+    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": 8,
+    "test_ddp_apply_optim_in_backward_ignored_params": 2,
+    "test_ddp_broadcast_buffer": 1,
+    "test_ddp_broadcast_buffer_via_hook": 2,
+    "test_ddp_broadcast_buffers_deprecation_warning": 6,
+    "test_ddp_bucket_cap_mb_list": 2,
+    "test_ddp_buffer_hook_allreduce": 4,
+    "test_ddp_buffer_hook_allreduce_return_future": 4,
+    "test_ddp_build_debug_param_to_name_mapping": 3,
+    "test_ddp_build_debug_param_to_name_mapping_requires_grad": 1,
+    "test_ddp_comm_hook_logging": 9,
+    "test_ddp_compile_static_graph": 2,
+    "test_ddp_device_mesh_initialization": 3,
+    "test_ddp_forward_backward_hook": 1,
+    "test_ddp_grad_div_uneven_inputs": 1,
+    "test_ddp_hook_parity_allreduce": 2,
+    "test_ddp_hook_parity_allreduce_process_group": 2,
+    "test_ddp_hook_parity_post_localSGD": 6,
+    "test_ddp_hook_parity_powerSGD": 4,
+    "test_ddp_ignore_params_arg": 8,
+    "test_ddp_inference": 2,
+    "test_ddp_init_sync_buffers_with_forward_sync_buffers_false": 1,
+    "test_ddp_join_model_equivalence": 1,
+    "test_ddp_join_respects_forward_sync_buffers_false": 1,
+    "test_ddp_model_diff_num_params_across_ranks": 1,
+    "test_ddp_model_diff_shape_across_ranks": 1,
+    "test_ddp_namedtuple": 1,
+    "test_ddp_new_tensor_in_fwd": 2,
+    "test_ddp_new_tensor_in_fwd_static_graph": 2,
+    "test_ddp_python_error_logged": 1,
+    "test_ddp_remove_autograd_hooks": 2,
+    "test_ddp_returns_tensor_with_no_grad": 4,
+    "test_ddp_shared_grad_acc_unused_params": 2,
+    "test_ddp_sink_noclone": 1,
+    "test_ddp_static_graph_nested_types": 2,
+    "test_ddp_sync_module_states": 1,
+    "test_ddp_uneven_input_exception": 1,
+    "test_ddp_uneven_input_join_disable": 1,
+    "test_ddp_uneven_inputs": 126,
+    "test_ddp_uneven_inputs_stop_iteration_sync_bn": 2,
+    "test_ddp_zero_output_features": 1,
+    "test_detect_ddp_is_actually_static": 3,
+    "test_different_graph_across_ranks": 2,
+    "test_get_data_parallel_params": 1,
+    "test_post_localSGD_optimizer_parity": 2,
+    "test_post_localSGD_optimizer_parity_grad_is_view": 2,
+    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd": 2,
+    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view": 2,
+    "test_post_localSGD_optimizer_step_reload": 1,
+    "test_skip_all_reduce_unused_parameters": 2,
+    "test_stateless_api_with_ddp": 1,
+    "test_static_graph_multi_forward": 1,
+    "test_undefined_grad_parity_unused_parameters": 1,
+    "test_verify_model_across_rank_with_logger": 1,
+    "test_verify_model_across_rank_without_logger": 1,
+}
 
 # Both.
-ADAPTED_STRICT = [
-    "test_ddp_control_flow_different_across_ranks",
-    "test_ddp_control_flow_same_across_ranks",
-    "test_ddp_multiple_nested_unused_params_err_ignore_params",
-    "test_ddp_multiple_nested_unused_params_error",
-    "test_ddp_unused_params_rebuild_buckets_exception",
-    "test_invalid_static_graph",
-    "test_output_unused_in_loss_dict_module",
-    "test_output_unused_in_loss_tuple_module",
-]
+ADAPTED_STRICT = {
+    "test_ddp_control_flow_different_across_ranks": 6,
+    "test_ddp_control_flow_same_across_ranks": 6,
+    "test_ddp_multiple_nested_unused_params_err_ignore_params": 3,
+    "test_ddp_multiple_nested_unused_params_error": 3,
+    "test_ddp_unused_params_rebuild_buckets_exception": 3,
+    "test_invalid_static_graph": 1,
+    "test_output_unused_in_loss_dict_module": 2,
+    "test_output_unused_in_loss_tuple_module": 2,
+}
 
 _TRAFFIC = (
+    2,
     r"line \d+, in _test_ddp_profiling",
     "it counts Gloo's all-reduces and torch's search for unused parameters in a "
     "profile: gradients travel through shared memory, and nothing is searched",
 )
-# What ours does not do: what a failure must show, and why.  All run adapted.
+# What ours does not do: how many wrappers, what a failure must show, and why.  All run
+# adapted.
 DIFFERS = {
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
+        1,
         r"TypeError: _compute_bucket_assignment_by_size\(\): incompatible",
         "hands `model.logger` to a function of torch that wants torch's C++ object",
     ),
     "test_ddp_native_mixed_precision_ignored_params": (
+        1,
         r"NotImplementedError: mixed_precision=.* is not supported",
         "refused at construction: `mixed_precision`",
     ),
@@ -186,53 +191,8 @@ RUN = {
 
 # How many wrappers each makes in a rank, as seen with torch's own class, which passes
 # them all.  It is seen again for a few of them, and for all by hand.
-BUILT = {
-    **dict.fromkeys([*RUN, *DIFFERS], 1),
-    "test_ddp_logging_data_cpu": 2,
-    "test_DistributedDataParallel_with_amp_and_grad_is_view": 2,
-    "test_ddp_apply_optim_in_backward_ignored_params": 2,
-    "test_ddp_broadcast_buffer_via_hook": 2,
-    "test_ddp_bucket_cap_mb_list": 2,
-    "test_ddp_compile_static_graph": 2,
-    "test_ddp_hook_parity_allreduce": 2,
-    "test_ddp_hook_parity_allreduce_process_group": 2,
-    "test_ddp_inference": 2,
-    "test_ddp_new_tensor_in_fwd": 2,
-    "test_ddp_new_tensor_in_fwd_static_graph": 2,
-    "test_ddp_remove_autograd_hooks": 2,
-    "test_ddp_shared_grad_acc_unused_params": 2,
-    "test_ddp_static_graph_nested_types": 2,
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn": 2,
-    "test_different_graph_across_ranks": 2,
-    "test_post_localSGD_optimizer_parity": 2,
-    "test_post_localSGD_optimizer_parity_grad_is_view": 2,
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd": 2,
-    "test_post_localSGD_optimizer_parity_with_hierarchical_sgd_grad_is_view": 2,
-    "test_skip_all_reduce_unused_parameters": 2,
-    "test_output_unused_in_loss_dict_module": 2,
-    "test_output_unused_in_loss_tuple_module": 2,
-    "test_ddp_profiling_autograd_profiler": 2,
-    "test_ddp_profiling_torch_profiler": 2,
-    "test_ddp_build_debug_param_to_name_mapping": 3,
-    "test_ddp_device_mesh_initialization": 3,
-    "test_detect_ddp_is_actually_static": 3,
-    "test_ddp_multiple_nested_unused_params_err_ignore_params": 3,
-    "test_ddp_multiple_nested_unused_params_error": 3,
-    "test_ddp_unused_params_rebuild_buckets_exception": 3,
-    "test_ddp_buffer_hook_allreduce": 4,
-    "test_ddp_buffer_hook_allreduce_return_future": 4,
-    "test_ddp_hook_parity_powerSGD": 4,
-    "test_ddp_returns_tensor_with_no_grad": 4,
-    "test_ddp_broadcast_buffers_deprecation_warning": 6,
-    "test_ddp_hook_parity_post_localSGD": 6,
-    "test_ddp_control_flow_different_across_ranks": 6,
-    "test_ddp_control_flow_same_across_ranks": 6,
-    "test_ddp_apply_optim_in_backward_grad_as_bucket_view_false": 8,
-    "test_ddp_ignore_params_arg": 8,
-    "test_ddp_comm_hook_logging": 9,
-    "test_ddp_apply_optim_in_backward": 16,
-    "test_ddp_uneven_inputs": 126,
-}
+BUILT = {**PLAIN, **STRICT, **ADAPTED, **ADAPTED_STRICT}
+BUILT |= {test: n_built for test, (n_built, *_) in DIFFERS.items()}
 VERDICTS = {
     "plain": "as torch's class",
     "strict": "as torch's class, with its refusal",
@@ -261,7 +221,9 @@ torch's.  *adapted*: written for a GPU a rank, and run with the CPU in its place
 def section() -> str:
     """Return the section of README.md, from its headline on."""
     rows = {test: (how, VERDICTS[how]) for test, how in RUN.items()}
-    rows |= {test: ("adapted", f"differs: {why}") for test, (_, why) in DIFFERS.items()}
+    rows |= {
+        test: ("adapted", f"differs: {why}") for test, (_, _, why) in DIFFERS.items()
+    }
     rows |= {test: ("not run", why) for test, why in NOT_RUN.items()}
     lines = [
         f"| `{test}` | {how} | {why} |\n" for test, (how, why) in sorted(rows.items())
