@@ -1,8 +1,9 @@
-"""Copies of things, by way of a file."""
+"""Copies of things, by way of bytes."""
 
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
 
@@ -14,3 +15,8 @@ def saved_and_loaded(thing: Any) -> Any:
     torch.save(thing, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def pickled(thing: Any) -> Any:
+    """Return what is loaded of a pickle."""
+    return pickle.loads(pickle.dumps(thing))

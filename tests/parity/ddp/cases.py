@@ -188,7 +188,6 @@ def _run_case(rank, n_ranks, store, number, body, point):
     except BaseException:
         words = traceback.format_exc()
     torch.set_default_dtype(torch.float32)
-    os.environ.pop("PACELINE_ISA", None)
     store.add(key, 1)
     until = time.monotonic() + 5 * PEER_SECONDS
     while store.add(key, 0) < n_ranks and time.monotonic() < until:
@@ -260,10 +259,10 @@ class Ranks:
         """Return a group of this rank alone; every rank is to call this."""
         return [dist.new_group([rank]) for rank in range(self.n)][self.rank]
 
-    def all(self, thing):
-        """Return every rank's thing, by rank."""
+    def all(self, thing, by=None):
+        """Return every rank's thing, by rank; gathered by another group if given."""
         things = [None] * self.n
-        dist.all_gather_object(things, thing, group=self.group)
+        dist.all_gather_object(things, thing, group=by or self.group)
         return things
 
     def assert_same(self, tensors, what):

@@ -8,11 +8,11 @@ that torch's class can run too, which makes it the reference.
 import contextlib
 import copy
 import inspect
-import threading
 import warnings
 
 import paceline
 import torch
+from support.threads import in_threads
 from torch import nn
 from torch.optim import swa_utils
 
@@ -59,11 +59,11 @@ def sgd(model, **options):
 
 
 def trained(run, model, optimizer, shape=(4, 6), loss=None):
-    """Take the plain steps of a plain loop; yield what is to be compared."""
-    loss = loss or (lambda out: out.square().mean())
+    """Take the steps of a plain loop; yield what is to be compared."""
+    loss = loss or (lambda x: model(x).square().mean())
     for step in range(N_STEPS):
         optimizer.zero_grad()
-        loss(model(run.normal(*shape, key=step))).backward()
+        loss(run.normal(*shape, key=step)).backward()
         optimizer.step()
         yield tensors_of(model)
 
@@ -143,16 +143,16 @@ def adversarial_training(run):
 
 def gradient_penalty(run):
     judge = run.wrap(mlp(6, 1))
-    optimizer = torch.optim.Adam(judge.parameters(), lr=0.01, betas=(0.0, 0.9))
-    for step in range(N_STEPS):
-        real, fake = run.normal(2, 4, 6, key=step)
-        optimizer.zero_grad()
+
+    def loss(x):
+        real, fake = x
         mixed = (0.3 * real + 0.7 * fake).requires_grad_()
         (slope,) = torch.autograd.grad(judge(mixed).sum(), mixed, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).square().mean()
-        (judge(fake).mean() - judge(real).mean() + 10 * penalty).backward()
-        optimizer.step()
-        yield tensors_of(judge)
+        return judge(fake).mean() - judge(real).mean() + 10 * penalty
+
+    optimizer = torch.optim.Adam(judge.parameters(), lr=0.01, betas=(0.0, 0.9))
+    yield from trained(run, judge, optimizer, (2, 4, 6), loss)
 
 
 def quasi_newton(run):
@@ -190,38 +190,18 @@ def accumulation_with_clipping_and_a_scheduler(run):
         yield tensors_of(model)
 
 
-def nested_no_sync_with_exceptions(run):
-    model = run.wrap(mlp())
-    for step in range(N_STEPS):
-        model.zero_grad(set_to_none=step != 1)
-        with model.no_sync():
-            with model.no_sync():
-                model(run.normal(4, 6, key=(step, 0))).square().mean().backward()
-            model(run.normal(4, 6, key=(step, 1))).square().mean().backward()
-            with contextlib.suppress(KeyError), model.no_sync():
-                raise KeyError
-            model(run.normal(4, 6, key=(step, 2))).square().mean().backward()
-        with contextlib.suppress(KeyError), model.no_sync():
-            model(run.normal(4, 6, key=(step, 3))).square().mean().backward()
-            raise KeyError
-        model(run.normal(4, 6, key=(step, 4))).square().mean().backward()
-        yield tensors_of(model)
-
-
 def stateless_teacher(run):
     """A teacher's weights are swapped into the wrapper itself, for one forward."""
     model = run.wrap(mlp())
     teacher = copy.deepcopy(model.module).requires_grad_(False)
     swapped = {f"module.{k}": p for k, p in teacher.named_parameters()}
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        x = run.normal(4, 6, key=step)
-        optimizer.zero_grad()
+
+    def loss(x):
         with torch.no_grad():
             target = torch.func.functional_call(model, swapped, (x,))
-        (model(x) - target).square().mean().backward()
-        optimizer.step()
-        yield tensors_of(model)
+        return (model(x) - target).square().mean()
+
+    yield from trained(run, model, sgd(model), loss=loss)
 
 
 class Recurrent(nn.Module):
@@ -252,21 +232,21 @@ def truncated_backpropagation_through_time(run):
 def meta_learning(run):
     """One inner step by autograd.grad, then the outer gradient through it."""
     model = run.wrap(mlp())
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        x, y = run.normal(2, 4, 6, key=step)
-        optimizer.zero_grad()
-        names, params = zip(*model.module.named_parameters(), strict=True)
-        inner = torch.func.functional_call(
-            model.module, dict(zip(names, params, strict=True)), (x,)
+
+    def loss(data):
+        x, y = data
+        params = dict(model.module.named_parameters())
+        inner = torch.func.functional_call(model.module, params, (x,))
+        slopes = torch.autograd.grad(
+            inner.square().mean(), params.values(), create_graph=True
         )
-        slopes = torch.autograd.grad(inner.square().mean(), params, create_graph=True)
-        fast = {n: p - 0.1 * g for n, p, g in zip(names, params, slopes, strict=True)}
+        rows = zip(params.items(), slopes, strict=True)
+        fast = {name: p - 0.1 * slope for (name, p), slope in rows}
         outer = torch.func.functional_call(model.module, fast, (y,))
         # Through the wrapper too: torch averages what comes of its forward only.
-        (outer.square().mean() + 0 * model(x).sum()).backward()
-        optimizer.step()
-        yield tensors_of(model)
+        return outer.square().mean() + 0 * model(x).sum()
+
+    yield from trained(run, model, sgd(model), (2, 4, 6), loss)
 
 
 def several_optimizers(run):
@@ -298,16 +278,6 @@ def optimizers_of_every_kind(run):
         yield from trained(run, model, make(model.parameters()))
 
 
-def sharded_optimizer_states(run):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = run.wrap(mlp())
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, process_group=run.ranks.group, lr=0.01
-    )
-    yield from trained(run, model, optimizer)
-
-
 def scaled_losses(run):
     model = run.wrap(mlp())
     optimizer = sgd(model)
@@ -328,14 +298,13 @@ def scaled_losses(run):
 
 def autocast_to_bfloat16(run):
     model = run.wrap(nn.Sequential(nn.Conv1d(3, 40, 3), nn.Flatten(), mlp(160)))
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        optimizer.zero_grad()
+
+    def loss(x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(run.normal(4, 3, 6, key=step))
-        out.float().square().mean().backward()
-        optimizer.step()
-        yield tensors_of(model)
+            out = model(x)
+        return out.float().square().mean()
+
+    yield from trained(run, model, sgd(model), (4, 3, 6), loss)
 
 
 def a_backward_in_another_thread(run):
@@ -344,9 +313,7 @@ def a_backward_in_another_thread(run):
     for step in range(N_STEPS):
         optimizer.zero_grad()
         loss = model(run.normal(4, 6, key=step)).square().mean()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        in_threads(lambda _, loss=loss: loss.backward(), 1)
         optimizer.step()
         yield tensors_of(model)
 
@@ -367,13 +334,11 @@ def spectral_normalisation(run):
     """The power iteration's buffers change in each of two forwards."""
     parts = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 40))
     model = run.wrap(nn.Sequential(parts, nn.Tanh(), nn.Linear(40, 2)))
-    optimizer = sgd(model)
-    for step in range(N_STEPS):
-        x, y = run.normal(2, 4, 6, key=step)
-        optimizer.zero_grad()
-        (model(x).mean() - model(y).square().mean()).backward()
-        optimizer.step()
-        yield tensors_of(model)
+
+    def loss(x):
+        return model(x[0]).mean() - model(x[1]).square().mean()
+
+    yield from trained(run, model, sgd(model), (2, 4, 6), loss)
 
 
 class Attention(nn.Module):
@@ -389,9 +354,11 @@ class Attention(nn.Module):
 
 def attention_with_unused_parts(run):
     model = run.wrap(Attention(), find_unused_parameters=True)
-    yield from trained(
-        run, model, sgd(model), (2, 5, 48), lambda out: out["out"].square().mean()
-    )
+
+    def loss(x):
+        return model(x)["out"].square().mean()
+
+    yield from trained(run, model, sgd(model), (2, 5, 48), loss)
 
 
 def odd_strides(run):

@@ -1,9 +1,7 @@
 """What the tests of sparse gradients share."""
 
-import copy
-
 import torch
-from cases import assert_equal, integer_weights, mean_over
+from cases import Twin, assert_equal, integer_weights, mean_over
 from torch import nn
 
 
@@ -50,22 +48,12 @@ def words_of(ranks, n=12, n_rows=20, key=0):
     return torch.randint(0, n_rows, (n,), generator=ranks.generator("words", key, n))
 
 
-class ByHand:
+class ByHand(Twin):
     """A plain model, and the same one wrapped: the mean of gradients is by hand."""
-
-    def __init__(self, ranks, plain, **options):
-        self.ranks, self.plain = ranks, plain
-        self.ours = ranks.wrap(copy.deepcopy(plain), **options)
-
-    def zero(self, **options):
-        self.plain.zero_grad(**options)
-        self.ours.zero_grad(**options)
 
     def local(self, *inputs):
         """Go backward on both without averaging."""
-        self.plain(*inputs).sum().backward()
-        with self.ours.no_sync():
-            self.ours(*inputs).sum().backward()
+        super().local(lambda model: model(*inputs).sum())
 
     def step(self, *inputs, layouts=SPARSE):
         """Go backward on both; check the means, and return them."""

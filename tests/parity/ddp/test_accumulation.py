@@ -1,10 +1,8 @@
 """Accumulation, unused parameters, and gradients that somebody keeps."""
 
 import gc
-import threading
 import time
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,13 +10,15 @@ from cases import (
     Twin,
     assert_equal,
     bits,
-    integer_weights,
     mean_over,
+    net,
     on_gpus_too,
     on_ranks,
+    step_of,
 )
 from paceline import MismatchError, PeerError
 from support.processes import new_mappings, shared_mappings
+from support.threads import in_threads
 from torch import nn
 
 LARGE, SMALL = (120, 100), (7,)  # above and below what becomes a view
@@ -55,30 +55,28 @@ def loss(ranks, key, used=None):
     return lambda model: model(factors(ranks, model, key, used))
 
 
+def assert_means(ranks, model, key):
+    """Check the gradients of a loss that uses all."""
+    rows = zip(*ranks.all(factors(ranks, model, key)), strict=True)
+    for p, row in zip(model.parameters(), rows, strict=True):
+        assert_equal(p.grad, mean_over(row), f"step {key}")
+
+
 # ---- no_sync ------------------------------------------------------------------------
 
 
-STYLES = ["round both", "round forward", "round backward", "switched by hand"]
-
-
-@on_gpus_too(style=["switched by hand"])
-@on_ranks(style=STYLES)
-def test_no_sync_accumulates_and_the_next_backward_averages_all(ranks, style):
+@on_gpus_too()
+def test_what_is_not_to_be_synchronised_may_be_said_by_hand(ranks):
+    """By no_sync() in its ways: the loops of test_differential_programs.py."""
     twin = Twin(ranks, Bag())
     for step in range(3):
         twin.zero(set_to_none=step != 1)
+        twin.ours.require_backward_grad_sync = False
         for micro in range(2):
-            one = loss(ranks, (step, micro))
-            one(twin.plain).backward()
-            twin.ours.require_backward_grad_sync = style != "switched by hand"
-            is_round_forward = style in ("round both", "round forward")
-            is_round_backward = style in ("round both", "round backward")
-            with twin.ours.no_sync() if is_round_forward else nullcontext():
-                out = one(twin.ours)
-            with twin.ours.no_sync() if is_round_backward else nullcontext():
-                out.backward()
-            twin.ours.require_backward_grad_sync = True
-            twin.check()  # local, until the last one
+            for model in (twin.plain, twin.ours):
+                loss(ranks, (step, micro))(model).backward()
+            twin.check()
+        twin.ours.require_backward_grad_sync = True
         twin.step(loss(ranks, (step, "last")))
 
 
@@ -89,18 +87,6 @@ def test_a_whole_step_without_synchronisation_waits_for_nobody(ranks):
             loss(ranks, step)(model).backward()
     loss(ranks, "last")(model).backward()
     ranks.assert_same([p.grad for p in model.parameters()], "the average")
-
-
-@on_gpus_too()
-@on_ranks(on=["all ranks", "one rank each"])
-def test_parameters_used_only_in_micro_steps_are_synchronised_by_the_next(ranks, on):
-    twin = Twin(ranks, Bag())
-    for step in range(3):
-        twin.zero(set_to_none=step != 1)
-        for micro, used in enumerate(({0, 1}, {2, 3})):
-            if on == "all ranks" or ranks.rank == micro:
-                twin.local(loss(ranks, (step, micro), used))
-        twin.step(loss(ranks, (step, 2), {4, 5}))
 
 
 def test_what_was_accumulated_and_reset_neither_is_averaged_nor_counts_as_used(ranks):
@@ -176,35 +162,23 @@ KEEP = {
 }
 
 
-@on_ranks(keep=[*KEEP])
-def test_kept_gradients_survive_the_next_backwards(ranks, keep):
+@on_gpus_too(keep=["itself"], whose=["rank 1's"])
+@on_ranks(keep=[*KEEP], whose=["all ranks'", "rank 1's"])
+def test_kept_gradients_survive_the_next_backwards(ranks, keep, whose):
+    """Where rank 0 keeps none, its next sums must not land in those of rank 1."""
     model = ranks.wrap(Bag())
     kept = []
     for step in range(4):
         model.zero_grad()
         loss(ranks, step)(model).backward()
-        grads = [p.grad for p in model.parameters()]
-        rows = [KEEP[keep](grad) for grad in grads]
-        kept.append([(row, torch.as_tensor(row).clone()) for row in rows])
-        del grads, rows
-        for old in kept:
-            for tensor, values in old:
-                assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
-
-
-@on_gpus_too()
-def test_kept_gradients_are_not_changed_by_the_peers(ranks):
-    """Rank 1 keeps, rank 0 does not: rank 0's next sums must not land in rank 1."""
-    model = ranks.wrap(Bag())
-    kept = []
-    for step in range(4):
-        model.zero_grad()
-        loss(ranks, step)(model).backward()
+        if ranks.rank == 1 or whose == "all ranks'":
+            rows = [KEEP[keep](p.grad) for p in model.parameters()]
+            kept += [(row, torch.as_tensor(row).clone()) for row in rows]
+            del rows
         if ranks.rank == 1:
-            kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
             time.sleep(0.02)
         for tensor, values in kept:
-            assert_equal(tensor, values, f"step {step}")
+            assert_equal(torch.as_tensor(tensor), values, f"{keep} at {step}")
 
 
 NEXT = {
@@ -303,14 +277,6 @@ def test_a_module_may_be_wrapped_again(ranks, first_goes):
 # ---- several forwards and backwards -------------------------------------------------
 
 
-def net():
-    return integer_weights(
-        nn.Sequential(
-            nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 70), nn.Linear(70, 2)
-        )
-    )
-
-
 def of_a_retained_graph(model, x, y):
     total = model(x).sum()
     return [total, total, total]
@@ -390,21 +356,14 @@ def test_two_backwards_in_opposite_order_on_two_ranks_are_an_error_at_once(
 
 def test_two_threads_may_run_two_wrappers_in_any_order(ranks):
     models = [ranks.wrap(net()), ranks.wrap(net())]
-    n_steps = [0, 0]
 
     def run(which):
         if which != ranks.rank:
             time.sleep(1.5)  # longer than ranks look on at one another
         for _ in range(3):
             models[which](ranks.integers(3, 6)).sum().backward()
-            n_steps[which] += 1
 
-    threads = [threading.Thread(target=run, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert n_steps == [3, 3]
+    in_threads(run, 2)
     for model in models:
         ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
@@ -423,8 +382,7 @@ def test_a_slow_rank_is_waited_for_after_another_wrapper_failed(ranks):
     if ranks.rank == 1:
         time.sleep(1.5)
     for model in (slow, failing):
-        model.zero_grad()
-        model(ranks.integers(3, 6)).sum().backward()
+        step_of(model, ranks.integers(3, 6))
         ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 
 
@@ -447,9 +405,7 @@ def test_an_exception_in_a_backward_of_every_rank_leaves_the_wrapper_usable(rank
         handle.remove()
         model.zero_grad()
         loss(ranks, step)(model).backward()
-        rows = ranks.all(factors(ranks, model, step))
-        for i, p in enumerate(model.parameters()):
-            assert_equal(p.grad, mean_over([row[i] for row in rows]), f"step {step}")
+        assert_means(ranks, model, step)
 
 
 @on_gpus_too()
@@ -479,9 +435,7 @@ def test_a_rank_that_is_late_hears_of_the_failure_at_that_step(ranks, where):
     assert ranks.all(raised) == ["KeyError", "PeerError"]
     model.zero_grad()
     loss(ranks, "next")(model).backward()
-    rows = ranks.all(factors(ranks, model, "next"))
-    for i, p in enumerate(model.parameters()):
-        assert_equal(p.grad, mean_over([row[i] for row in rows]), "the step after it")
+    assert_means(ranks, model, "next")
 
 
 def explode_once():

@@ -251,7 +251,8 @@ def test_an_error_of_one_ranks_hook_is_told_to_its_peers(ranks, where, first):
         backward(ranks, model)
         backward(ranks, model, 1)
         armed[0] = True
-    rows = ranks_all_but_of(ranks, outcome_of(ranks, model, 2))
+    # By the default group: the case's own has collectives under way.
+    rows = ranks.all(outcome_of(ranks, model, 2), by=dist.group.WORLD)
     for rank, row in enumerate(rows):
         assert row is not None, rows
         if rank != 1:
@@ -260,13 +261,6 @@ def test_an_error_of_one_ranks_hook_is_told_to_its_peers(ranks, where, first):
             assert "NoneType" in row[1] if where == "at once" else "mine" in row[1]
     expected = "RuntimeError" if where in ("at once", "in its future") else "KeyError"
     assert rows[1][0] in (expected, "KeyError")
-
-
-def ranks_all_but_of(ranks, thing):
-    """Gather over the default group: the case's own has collectives under way."""
-    things = [None] * ranks.n
-    dist.all_gather_object(things, thing)
-    return things
 
 
 def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ranks):
@@ -295,7 +289,7 @@ def test_an_error_between_two_collectives_of_one_rank_leaves_no_peer_waiting(ran
 
     model = ranks.wrap(net())
     model.register_comm_hook(ranks.group, hook)
-    rows = ranks_all_but_of(ranks, outcome_of(ranks, model))
+    rows = ranks.all(outcome_of(ranks, model), by=dist.group.WORLD)
     assert rows[0][0] == "PeerError", rows
     assert "mine" in rows[0][1]
     assert "mine" in rows[1][1]
@@ -338,9 +332,9 @@ def test_after_a_collective_that_some_ranks_began_no_step_pairs_with_it(ranks):
 
     model = ranks.wrap(net())
     model.register_comm_hook(state, hook)
-    first = ranks_all_but_of(ranks, outcome_of(ranks, model))
+    first = ranks.all(outcome_of(ranks, model), by=dist.group.WORLD)
     state["fails"] = False
-    second = ranks_all_but_of(ranks, outcome_of(ranks, model))
+    second = ranks.all(outcome_of(ranks, model), by=dist.group.WORLD)
     assert [row[0] for row in first] == ["PeerError", "KeyError"]
     assert second[0][0] == "RuntimeError", second
     assert "make a new process group for the hook" in second[0][1]

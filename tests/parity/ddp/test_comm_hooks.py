@@ -6,15 +6,24 @@ the same bits.  What a hook does wrong is test_comm_hook_failures.py's.
 
 import copy
 import gc
-import pickle
 import weakref
 
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
-from cases import as_torch, assert_equal, integer_weights, net, on_gpus_too, on_ranks
+from cases import (
+    as_torch,
+    assert_equal,
+    grads_of,
+    integer_weights,
+    net,
+    on_gpus_too,
+    on_ranks,
+    step_of,
+)
 from hook_cases import OWN, by_hand, hooked, mlp, reduced, trained
+from support.copies import pickled
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
@@ -221,8 +230,7 @@ def test_what_a_hook_keeps_of_earlier_steps_stays_as_it_was(ranks):
     model = ranks.wrap(net())
     model.register_comm_hook(None, hook)
     for step in range(4):
-        model.zero_grad()
-        model(ranks.integers(2, 6, key=step)).sum().backward()
+        step_of(model, ranks.integers(2, 6, key=step))
     assert len(kept) >= 4
     for bucket, buffer, copied in kept:
         assert bucket.buffer() is buffer
@@ -239,7 +247,7 @@ def counted(state, bucket):
 
 
 @on_gpus_too()
-@on_ranks(how=["deepcopy", "pickle"])
+@on_ranks(how=[copy.deepcopy, pickled])
 def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
     state = {"n": 0}
     wrapper = paceline.DistributedDataParallel(net())
@@ -247,13 +255,8 @@ def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
     wrapper(ranks.integers(2, 6)).sum().backward()
     n = state["n"]
     assert n > 0
-    clone = (
-        copy.deepcopy(wrapper)
-        if how == "deepcopy"
-        else pickle.loads(pickle.dumps(wrapper))
-    )
-    clone.zero_grad()
-    clone(ranks.integers(2, 6, key=1)).sum().backward()
+    clone = how(wrapper)
+    step_of(clone, ranks.integers(2, 6, key=1))
     ranks.assert_same([p.grad for p in clone.parameters()], "gradients")
     assert state["n"] == n
     assert clone._comm_hooks[0][1]["n"] > n
@@ -261,22 +264,15 @@ def test_a_copy_keeps_the_hook_and_has_a_state_of_its_own(ranks, how):
         clone.register_comm_hook(None, counted)
 
 
-@on_ranks(hook=["fp16", "builtin"])
-def test_a_wrapper_whose_hook_has_the_default_group_can_be_copied(ranks, hook):
+def test_a_wrapper_whose_builtin_hook_has_the_default_group_can_be_copied(ranks):
     wrapper = paceline.DistributedDataParallel(net())
-    if hook == "builtin":
-        wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    else:
-        wrapper.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
-    wrapper(ranks.integers(2, 6)).sum().backward()
-    for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
-        clone.zero_grad()
-        clone(ranks.integers(2, 6, key=1)).sum().backward()
-        ranks.assert_same([p.grad for p in clone.parameters()], "gradients")
+    wrapper._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    for clone in (copy.deepcopy(wrapper), pickled(wrapper)):
+        step_of(clone, ranks.integers(2, 6, key=1))
+        ranks.assert_same(grads_of(clone), "gradients")
         assert len(clone._comm_hooks) == 1
 
 
-@on_gpus_too()
 def test_a_model_that_is_changed_keeps_its_hook(ranks):
     seen = []
 
@@ -292,8 +288,7 @@ def test_a_model_that_is_changed_keeps_its_hook(ranks):
     module.append(integer_weights(nn.Linear(2, 2)))
     module.double()
     seen.clear()
-    model.zero_grad()
-    model(ranks.integers(2, 6, dtype=torch.float64)).sum().backward()
+    step_of(model, ranks.integers(2, 6, dtype=torch.float64))
     assert sum(seen) == sum(p.numel() for p in module.parameters())
     ranks.assert_same([p.grad for p in model.parameters()], "gradients")
 

@@ -10,7 +10,7 @@ import gc
 import paceline
 import pytest
 import torch
-from cases import assert_equal, mean_over
+from cases import assert_equal, mean_over, step_of
 from gpus import on_gpus
 from paceline import _gpu, _native
 from paceline._ddp import placement
@@ -126,8 +126,7 @@ def test_gradients_are_in_memory_of_torch_unless_views_are_asked_for(ranks, view
         gradient_as_bucket_view=view,
     )
     for _ in range(4):
-        model.zero_grad()
-        model(ranks.integers(2, 6)).sum().backward()
+        step_of(model, ranks.integers(2, 6))
         grads = [p.grad for p in model.parameters()]
         are_views = [not g.untyped_storage().resizable() for g in grads]
         assert are_views == [view and g.nbytes >= 32 * 1024 for g in grads]
@@ -143,10 +142,7 @@ def test_a_step_makes_so_many_calls_waits_for_nothing_and_does_not_allocate(
     layers = [nn.Linear(100, 100, bias=False) for _ in range(6)]
     net = nn.Sequential(nn.BatchNorm1d(100, affine=False), *layers)
     model = ranks.wrap(
-        net,
-        bucket_cap_mb=cap,
-        broadcast_buffers=buffers,
-        gradient_as_bucket_view=view,
+        net, bucket_cap_mb=cap, broadcast_buffers=buffers, gradient_as_bucket_view=view
     )
     for _ in range(4):
         model.zero_grad()

@@ -1,8 +1,11 @@
-"""Gradients in contexts of torch.distributed.autograd are those of torch's class."""
+"""Gradients in contexts of torch.distributed.autograd are those of torch's class.
+
+Sparse ones, and models with remote parts, are those of torch's own tests, which
+../upstream/test_torch_suite_rpc.py runs.
+"""
 
 import copy
 import tempfile
-import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,6 +21,7 @@ from cases import (
     net,
     on_ranks,
 )
+from support.threads import in_threads
 from torch import nn
 from torch.distributed import autograd, rpc
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -172,17 +176,6 @@ def hidden_outputs(ranks, wrap):
             yield of(model, backward(context, hidden().sum()))
 
 
-def sparse_gradients(ranks, wrap):
-    table = integer_weights(nn.EmbeddingBag(8, 3, mode="sum", sparse=True))
-    model = wrap(table)
-    for k in range(3):
-        rows = ranks.integers(4, key=k).long().abs()
-        with autograd.context() as context:
-            gradients = backward(context, model(rows[None]).sum())
-            assert gradients[table.weight].is_sparse
-            yield [gradients[table.weight].to_dense()]
-
-
 def two_wrappers_in_one_backward(ranks, wrap):
     first = wrap(integer_weights(nn.Linear(3, 4)))
     second = wrap(integer_weights(nn.Linear(4, 2)))
@@ -200,7 +193,6 @@ RUNS = {
     "backwards that add up": backwards_that_add_up,
     "local before the average": local_before_the_average,
     "hidden outputs": hidden_outputs,
-    "sparse gradients": sparse_gradients,
     "two wrappers in one backward": two_wrappers_in_one_backward,
     "a communication hook": partial(steps_apart, hook=default_hooks.allreduce_hook),
 }
@@ -227,22 +219,18 @@ def test_a_backward_in_a_context_of_a_forward_outside_is_refused(ranks):
 
 
 def test_a_backward_in_another_context_than_its_forwards_is_refused(ranks):
-    def elsewhere(loss, found):
-        with autograd.context() as context:
-            try:
-                backward(context, loss)
-            except RuntimeError as error:
-                found.append(str(error))
-
     with workers(ranks):
         wrapper = ranks.wrap(nn.Linear(3, 2))
         with autograd.context() as context:
             backward(context, wrapper(torch.ones(1, 3)).sum())
-            loss, found = wrapper(torch.ones(1, 3)).sum(), []
-            thread = threading.Thread(target=elsewhere, args=(loss, found))
-            thread.start()
-            thread.join()
-        assert "run both in one" in found[0]
+            loss = wrapper(torch.ones(1, 3)).sum()
+
+            def elsewhere(_):
+                with autograd.context() as other:
+                    backward(other, loss)
+
+            with pytest.raises(RuntimeError, match="run both in one"):
+                in_threads(elsewhere, 1)
 
 
 def test_a_plain_backward_in_a_context_is_averaged_in_grad(ranks):
@@ -341,78 +329,6 @@ def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
             with pytest.raises(RuntimeError, match=words):  # torch's own, on rank 0
                 autograd.backward(context, [output.sum()])
         assert_equal(step(wrapper, x)[0], mean_of(ranks, x), "the next gradient")
-
-
-# ---- what is remote -----------------------------------------------------------------
-
-
-served = {}  # what a rank has for its peers, by name; they find it here
-
-
-def call_served(name, *inputs):
-    return served[name](*inputs)
-
-
-def gradients_of_served(name, context):
-    gradients = autograd.get_gradients(context)
-    return [gradients[p] for p in served[name].parameters()]
-
-
-class Hybrid(nn.Module):
-    """Embeds, and works in between, on the next rank; what is dense is its own."""
-
-    def __init__(self, ranks, inside=lambda module: module):
-        super().__init__()
-        self.to = f"rank{(ranks.rank + 1) % ranks.n}"
-        self.before = integer_weights(nn.Linear(2, 2, bias=False))
-        self.after = inside(integer_weights(nn.Linear(3, 1, bias=False)))
-
-    def forward(self, dense, rows):
-        embedded = rpc.rpc_sync(self.to, call_served, args=("embedding", rows))
-        x = torch.cat((self.before(dense), embedded), 1)
-        return self.after(rpc.rpc_sync(self.to, call_served, args=("net", x)))
-
-
-def hybrid_gradients(ranks, wrap, is_inside):
-    """Yield the gradients of the dense part, and of the remote ones, of 3 steps."""
-    served["embedding"] = integer_weights(nn.EmbeddingBag(5, 3, mode="sum"))
-    served["net"] = integer_weights(nn.Linear(5, 3, bias=False))
-    model = Hybrid(ranks, wrap) if is_inside else wrap(Hybrid(ranks))
-    to = f"rank{(ranks.rank + 1) % ranks.n}"
-    ranks.all(None)
-    for k in range(3):
-        with autograd.context() as context:
-            rows = ranks.integers(4, 2, key=k).long().abs()
-            loss = model(ranks.integers(4, 2, key=k), rows).sum()
-            found = of(model, backward(context, loss))
-            for name in ("embedding", "net"):
-                found += rpc.rpc_sync(to, gradients_of_served, args=(name, context))
-            ranks.all(None)
-        yield found
-
-
-@on_ranks(is_inside=[False, True])
-def test_a_model_with_remote_parts_has_torchs_gradients(ranks, is_inside):
-    with workers(ranks):
-        compare_with_torch(keeping(ranks), hybrid_gradients, is_inside)
-
-
-def gradients_where_the_loss_is_remote(ranks, wrap):
-    served["head"] = integer_weights(nn.Linear(2, 1, bias=False))
-    wrapper = wrap(integer_weights(nn.Linear(3, 2)))
-    to = f"rank{(ranks.rank + 1) % ranks.n}"
-    ranks.all(None)
-    for k in range(3):
-        with autograd.context() as context:
-            y = wrapper(ranks.integers(2, 3, key=k))
-            loss = rpc.rpc_sync(to, call_served, args=("head", y)).sum()
-            yield of(wrapper, backward(context, loss))
-    ranks.all(None)
-
-
-def test_gradients_that_come_back_from_a_remote_head_are_averaged(ranks):
-    with workers(ranks):
-        compare_with_torch(keeping(ranks), gradients_where_the_loss_is_remote)
 
 
 # ---- what it costs where there is no RPC --------------------------------------------

@@ -1,7 +1,6 @@
 """Ranks with different numbers of batches, against torch's own join contexts."""
 
 import copy
-import pickle
 
 import paceline
 import pytest
@@ -18,6 +17,7 @@ from cases import (
 )
 from join_cases import CONTEXTS, FIND, Wide, context_of, steps_over_active, train
 from paceline._ddp.session import JoinState
+from support.copies import pickled
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -61,11 +61,7 @@ def test_means_over_active_ranks_are_those_of_torch(ranks, wrap, context):
     yield [*model.parameters()]
 
 
-@on_ranks(
-    4,
-    dtype=[torch.float32, torch.bfloat16],
-    context=CONTEXTS,
-)
+@on_ranks(4, dtype=[torch.float32, torch.bfloat16], context=CONTEXTS)
 def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
     """Also for 3 active ranks of 4, where torch rounds more than once."""
     model = ranks.wrap(nn.Linear(150, 140, bias=False, dtype=dtype))
@@ -75,8 +71,7 @@ def test_means_over_active_ranks_are_sums_divided(ranks, dtype, context):
     ]
     with context_of(model, context, divide_by_initial_world_size=False):
         for i in range(1 + ranks.rank):
-            model.zero_grad()
-            model(xs[ranks.rank][i]).sum().backward()
+            step_of(model, xs[ranks.rank][i])
             active = range(i, 4)
             total = sum(xs[r][i][0, 0].item() for r in active)
             expected = torch.full_like(model.module.weight, total / len(active))
@@ -319,19 +314,13 @@ def test_gradients_that_come_late_are_amended_with_nothing(ranks, late_rank):
 # ---- copies, and models changed before ----------------------------------------------
 
 
-def copy_of(model, how):
-    return (
-        copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    )
-
-
 @on_ranks(
     counts=["one more each", "rank 0 has none", "all none"],
     context=CONTEXTS,
-    how=["deepcopy", "pickle"],
+    how=[copy.deepcopy, pickled],
 )
 def test_a_copy_joins_though_it_has_not_met_its_peers(ranks, counts, context, how):
-    model = copy_of(paceline.DistributedDataParallel(Wide()), how)
+    model = how(paceline.DistributedDataParallel(Wide()))
     has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
     with context_of(model, context, divide_by_initial_world_size=False):
         for i, mean in steps_over_active(ranks, model, has):
@@ -356,7 +345,7 @@ def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
     model = paceline.DistributedDataParallel(Wide())
     with Join([model], divide_by_initial_world_size=False):
         model(ranks.integers(3, 100)).backward()
-        made = [copy_of(model, how) for how in ("deepcopy", "pickle")]
+        made = [copy.deepcopy(model), pickled(model)]
     xs = ranks.all(ranks.integers(3, 100, key="after"))
     for other in made:
         assert not other._join_config.enable

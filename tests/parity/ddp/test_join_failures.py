@@ -22,6 +22,7 @@ from cases import (
 from join_cases import CONTEXTS, FIND, Wide, context_of, train
 from paceline._ddp import join
 from support.ranks import run_ranks
+from support.threads import in_threads
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -155,15 +156,13 @@ def test_an_exception_in_a_join_of_torch_reaches_ranks_that_still_train(ranks):
     kinds = (paceline.PeerError, KeyError)
     words = (r"rank 1\b.* failed(?s:.*)it left a join context", "my own words")
 
-    def run():
-        with Join([model]):
-            for i in range(3):
-                if ranks.rank == 1 and i == 1:
-                    raise KeyError("my own words")
-                model(ranks.integers(3, 100, key=i)).backward()
+    def step(model, i):
+        if ranks.rank == 1 and i == 1:
+            raise KeyError("my own words")
+        model(ranks.integers(3, 100, key=i)).backward()
 
     with pytest.raises(kinds[ranks.rank], match=words[ranks.rank]):
-        run()
+        train(model, ranks, "Join([])", 3, step)
     assert not model._join_config.enable
 
 
@@ -193,15 +192,13 @@ def test_a_model_changed_after_a_rank_has_joined_is_refused(ranks):
     model = ranks.wrap(Wide())
     kind = paceline.PeerError if ranks.rank else RuntimeError
 
-    def run():
-        with model.join():
-            for i in range(3 - 2 * ranks.rank):
-                if i == 2:
-                    model.module.small.bias = nn.Parameter(torch.zeros(3))
-                model(ranks.integers(3, 100, key=i)).backward()
+    def step(model, i):
+        if i == 2:
+            model.module.small.bias = nn.Parameter(torch.zeros(3))
+        model(ranks.integers(3, 100, key=i)).backward()
 
     with pytest.raises(kind, match="the model was changed in a join"):
-        run()
+        train(model, ranks, "join()", 3 - 2 * ranks.rank, step)
 
 
 def test_a_model_changed_on_every_rank_joins_as_it_is_then(ranks):
@@ -388,29 +385,20 @@ def test_a_forked_child_leaves_a_join_by_its_own_exception(ranks, context):
 def test_two_threads_may_each_be_in_a_join(ranks):
     models = [ranks.wrap(Wide()) for _ in range(2)]
     both = threading.Barrier(2, timeout=20)
-    found = []
 
-    def work(model):
+    def work(which):
+        model = models[which]
         with model.join():
             both.wait()  # both are open
             for i in range(1 + ranks.rank):
                 model.zero_grad()
                 model(torch.full((1, 100), 2.0**i)).backward()
-            found.append(model.module.large.weight.grad[0, 0].item())
+            found = model.module.large.weight.grad[0, 0].item()
             both.wait()
+        return found
 
-    threads = [threading.Thread(target=work, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [1.0, 1.0]  # of two ranks, and half of one rank's 2
-
-
-def closed_by_another_thread(context):
-    thread = threading.Thread(target=context.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
+    # The mean of two ranks, and half of one rank's 2.
+    assert in_threads(work, 2) == [1.0, 1.0]
 
 
 def test_a_join_may_end_in_another_thread_than_it_began(ranks):
@@ -419,7 +407,7 @@ def test_a_join_may_end_in_another_thread_than_it_began(ranks):
     context.__enter__()
     with torch.no_grad():
         model.module.small.weight += ranks.rank
-    closed_by_another_thread(context)
+    in_threads(lambda _: context.__exit__(None, None, None), 1)
     ranks.assert_same(list(model.parameters()), "parameters")
     train(model, ranks, "join()", 1 + ranks.rank)
 

@@ -6,17 +6,15 @@ module's at all, or the program keeps them from one step to the next.
 """
 
 import contextlib
-import copy
-import itertools
+from functools import partial
 
-import pytest
 import torch
 from cases import (
     as_torch,
     assert_equal,
     factors,
     grads_of,
-    integer_weights,
+    net,
     on_gpus_too,
     on_ranks,
     skip_without_complex,
@@ -313,16 +311,9 @@ def test_parameters_that_were_swapped_are_averaged(ranks, by):
             ours.module.load_state_dict(start)
     x = x.to(ours.module.weight.dtype)
     for _ in range(2):
-        ours.zero_grad()
-        ours(x).sum().backward()
+        step_of(ours, x)
         mean = sum(x.sum(0) for x in ranks.all(x)) / 2
         assert_equal(ours.module.weight.grad, mean.expand(2, 3), "the gradient")
-
-
-def test_torchs_own_class_refuses_the_swap(ranks):
-    theirs = ranks.wrap_by_torch(nn.Linear(3, 2))
-    with swapping(), pytest.raises(RuntimeError, match="swapping the parameter"):
-        theirs.load_state_dict(copy.deepcopy(theirs.state_dict()))
 
 
 # ---- gradients that somebody keeps --------------------------------------------------
@@ -331,9 +322,7 @@ def test_torchs_own_class_refuses_the_swap(ranks):
 SIZES = 100, 100, 3
 
 
-def net():
-    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(SIZES)]
-    return integer_weights(nn.Sequential(*layers))
+make = partial(net, *SIZES)
 
 
 def data(ranks, key):
@@ -358,7 +347,7 @@ def flat_gradients(model):
 
 @as_torch(when=["before wrapping", "after", "each step", "after forward"])
 def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, wrap, when):
-    model = net()
+    model = make()
     if when == "before wrapping":
         flat, views = flat_gradients(model)
     model = wrap(model)
@@ -382,7 +371,7 @@ def test_a_flat_buffer_of_the_users_own_has_the_gradients(ranks, wrap, when):
 @on_gpus_too(first=[1], zero=[True])
 @as_torch(first=[0, 1, 3], zero=[False, True])
 def test_gradients_kept_from_a_step_follow_those_to_come(ranks, wrap, first, zero):
-    model, kept = wrap(net()), []
+    model, kept = wrap(make()), []
     for step in range(6):
         if step <= first:
             model.zero_grad()
@@ -398,7 +387,7 @@ def test_gradients_kept_from_a_step_follow_those_to_come(ranks, wrap, first, zer
 
 @as_torch(how=["no_sync", "bare"])
 def test_gradients_kept_from_a_local_backward_are_averaged_in_place(ranks, wrap, how):
-    model = wrap(net())
+    model = wrap(make())
     for step in range(4):
         model.zero_grad()
         x = data(ranks, (step, "local"))
@@ -417,7 +406,7 @@ class Either(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.nets = nn.ModuleList([net(), net()])
+        self.nets = nn.ModuleList([make(), make()])
 
     def forward(self, x, which):
         return sum(self.nets[i](x) for i in which)
@@ -445,7 +434,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self, is_reentrant):
         super().__init__()
-        self.net, self.is_reentrant = net(), is_reentrant
+        self.net, self.is_reentrant = make(), is_reentrant
 
     def forward(self, x):
         out = 0
@@ -467,7 +456,7 @@ def test_gradients_kept_over_checkpoints_are_averaged_in_place(
 
 @as_torch()
 def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, wrap):
-    model = wrap(net(), gradient_as_bucket_view=True)
+    model = wrap(make(), gradient_as_bucket_view=True)
     for step in range(3):
         model(data(ranks, step)).sum().backward()
         yield grads_of(model)

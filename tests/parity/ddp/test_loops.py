@@ -5,7 +5,6 @@ import copy
 import gc
 import subprocess
 import sys
-import threading
 import warnings
 import weakref
 
@@ -13,6 +12,7 @@ import paceline
 import pytest
 import torch
 from cases import (
+    FailsInBackward,
     Twin,
     assert_equal,
     integer_weights,
@@ -22,7 +22,9 @@ from cases import (
     on_ranks,
     train,
 )
+from support.threads import in_threads
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 # ---- higher order, anomaly, autocast ------------------------------------------------
 
@@ -112,22 +114,26 @@ def test_a_compiled_backward_whose_end_cannot_be_seen_is_an_error(ranks):
     module = net(6, 130, 2)
     module[0].rare = nn.Linear(6, 130)
     model = ranks.wrap(module)
-    errors = []
 
-    def run():
-        try:
-            for _ in range(3):
-                out = model(ranks.integers(3, 6))
-                with compiled_autograd():
-                    out.sum().backward()
-        except RuntimeError as error:
-            errors.append(error)
+    def run(_):
+        for _ in range(3):
+            out = model(ranks.integers(3, 6))
+            with compiled_autograd():
+                out.sum().backward()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert len(errors) == 1
-    assert isinstance(errors[0], paceline.PeerError) or "main thread" in str(errors[0])
+    with pytest.raises(RuntimeError) as caught:
+        in_threads(run, 1)
+    told = isinstance(caught.value, paceline.PeerError)
+    assert told or "main thread" in str(caught.value)
+
+
+class Middle(nn.Module):
+    """Its backward fails where it is told to."""
+
+    fails = False
+
+    def forward(self, x):
+        return FailsInBackward.apply(x, ValueError("out of luck")) if self.fails else x
 
 
 def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
@@ -137,26 +143,13 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
     def explode(_):
         raise ValueError("out of luck")
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if ranks.rank == 1 and failures.get(step) == "in the middle":
-                raise ValueError("out of luck")
-            return gradient
-
-    class Middle(nn.Module):
-        def forward(self, x):
-            return Fails.apply(x)
-
     first, *rest = net(6, 130, 2)
     first.rare = nn.Linear(6, 130)
-    model = ranks.wrap(nn.Sequential(first, Middle(), *rest))
+    middle = Middle()
+    model = ranks.wrap(nn.Sequential(first, middle, *rest))
     for step in range(5):
         model.zero_grad()
+        middle.fails = ranks.rank == 1 and failures.get(step) == "in the middle"
         out = model(ranks.integers(3, 6))
         if ranks.rank == 1 and failures.get(step) == "at once":
             out.register_hook(explode)
@@ -172,8 +165,6 @@ def test_a_compiled_backward_that_fails_is_told_to_the_peers(ranks):
 
 @on_ranks(hook=[False, True])
 def test_a_whole_compiled_step_is_compiled_once(ranks, hook):
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
     torch._dynamo.reset()
     wrapper = ranks.wrap(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
     if hook:
@@ -259,23 +250,3 @@ def test_training_while_the_interpreter_ends_does_not_abort():
     )
     assert ran.returncode == 0, ran.stderr
     assert "Python is ending" in ran.stderr
-
-
-# ---- flags --------------------------------------------------------------------------
-
-FLAGS = [
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
-]
-
-
-@on_ranks(flag=FLAGS)
-def test_a_flag_that_is_not_needed_changes_nothing(ranks, flag):
-    module = net()
-    module[0].unused = nn.Linear(50, 200)
-    twin = Twin(ranks, module, **{flag: True})
-    train(twin, ranks)
-    assert twin.ours.module[0].unused.weight.grad is None

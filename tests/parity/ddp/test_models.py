@@ -3,9 +3,7 @@
 The reference is the plain module, or torch's class for what that sends.
 """
 
-import collections
 import copy
-import dataclasses
 import itertools
 from functools import partial
 
@@ -21,34 +19,13 @@ from cases import (
     net,
     on_gpus_too,
     on_ranks,
+    step_of,
     train,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # ---- modules ------------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(100, 100), nn.Linear(100, 100)
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(self.a(x).clamp(-3, 3))
-
-
-def twice():
-    layer, clip = nn.Linear(100, 100), nn.Hardtanh(-2, 2)
-    return nn.Sequential(layer, clip, layer, clip, layer)
-
-
-@on_gpus_too()
-@on_ranks(of=["two layers", "one layer, used again"])
-def test_a_weight_that_is_used_again_is_averaged_once(ranks, of):
-    module = Tied() if of == "two layers" else twice()
-    train(Twin(ranks, integer_weights(module)), ranks, size=100)
 
 
 def test_a_wrapper_in_a_wrapper_takes_the_mean_once(ranks):
@@ -67,8 +44,7 @@ def test_a_wrapper_in_a_wrapper_takes_the_mean_once(ranks):
         for _ in range(3):
             x = ranks.integers(3, 6)
             for each in (plain, model):
-                each.zero_grad()
-                each(x).sum().backward()
+                step_of(each, x)
             rows = ranks.all([p.grad for p in plain.parameters()])
             for p, *grads in zip(model.parameters(), *rows, strict=True):
                 assert_equal(p.grad, mean_over(grads), f"{outer} of {inner}")
@@ -309,61 +285,6 @@ def test_replaced_buffers_are_found(ranks):
         model(torch.full((1, 3), ranks.rank + 1.0)).sum().backward()
     # Of rank 0 until the last forward, which is each rank's own.
     assert model.state_dict()["module.total"].tolist() == [3.0 + ranks.rank] * 3
-
-
-# ---- ways to call -------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Result:
-    logits: torch.Tensor
-    name: str = "result"
-
-
-Pair = collections.namedtuple("Pair", "logits other")
-
-
-class ModelOutput(collections.OrderedDict):
-    """As Hugging Face's: a dict whose values are attributes too."""
-
-    @property
-    def logits(self):
-        return self["logits"]
-
-
-class Opaque:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden):
-        self.hidden = hidden
-
-
-OUTPUTS = {
-    "tuple": (lambda y: (y, None, 3), lambda out: out[0]),
-    "namedtuple": (lambda y: Pair(y, None), lambda out: out.logits),
-    "dict": (lambda y: {"a": [y], "b": "word"}, lambda out: out["a"][0]),
-    "model output": (lambda y: ModelOutput(logits=y), lambda out: out.logits),
-    "dataclass": (lambda y: Result(y), lambda out: out.logits),
-    "plain object": (lambda y: Opaque(y), lambda out: out.hidden),
-    "closure": (lambda y: lambda: y, lambda out: out()),
-    "view": (lambda y: y.t()[0], lambda out: out),
-}
-
-
-@on_ranks(output=[*OUTPUTS])
-def test_outputs_may_be_of_any_kind(ranks, output):
-    pack, unpack = OUTPUTS[output]
-
-    class Packing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = net()
-            self.unused = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return pack(self.part(x))
-
-    train(Twin(ranks, Packing()), ranks, loss=lambda out: unpack(out).sum())
 
 
 def test_outputs_may_be_changed_in_place(ranks):

@@ -6,7 +6,6 @@ a sum is rounded once, whoever takes it.
 """
 
 import copy
-import pickle
 
 import paceline
 import pytest
@@ -19,12 +18,13 @@ from cases import (
     gloo_takes_complex,
     grads_of,
     integer_weights,
-    mean_over,
     net,
     on_gpus_too,
     on_ranks,
+    step_of,
 )
 from group_cases import FutureOnly, Over, WaitOnly, wrap_over
+from support.copies import pickled
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -90,19 +90,6 @@ def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works)
         assert group.counts[{"wait only": "wait"}.get(works, "get_future")] > 3
 
 
-@on_ranks(4)
-def test_four_ranks_over_a_group_in_python_have_exact_means(ranks):
-    module = net()
-    plain = copy.deepcopy(module)
-    ours = wrap_over(Over(ranks.group, WaitOnly), module)
-    for step in range(3):
-        for model in (ours, plain):
-            model.zero_grad()
-            model(ranks.integers(2, 6, key=step)).sum().backward()
-        for p, mine in zip(plain.parameters(), module.parameters(), strict=True):
-            assert_equal(mine.grad, mean_over(ranks.all(p.grad)), f"step {step}")
-
-
 def test_gradients_that_a_group_in_python_carries_are_averaged_once(ranks):
     """Also where they are views that stay, and accumulate."""
     module = nn.Linear(200, 100, bias=False)
@@ -142,20 +129,6 @@ def test_a_work_that_makes_progress_in_wait_is_waited_for():
 # ---- groups of some ranks -----------------------------------------------------------
 
 
-@on_ranks(4)
-def test_a_slice_of_a_mesh_averages_over_its_own_ranks(ranks):
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    x = ranks.integers(2, 3)
-    grads = []
-    for wrap in (ranks.ours, nn.parallel.DistributedDataParallel):
-        wrapper = wrap(copy.deepcopy(model), device_mesh=mesh["dp"])
-        wrapper(x).sum().backward()
-        grads.append(wrapper.module.weight.grad)
-    assert_equal(grads[0], grads[1], "the gradient")
-
-
 @on_gpus_too(4)
 @on_ranks(4)
 def test_groups_of_some_ranks_are_averaged_apart(ranks):
@@ -179,14 +152,6 @@ def test_ranks_that_share_no_memory_give_the_bits_of_torch(ranks, wrap):
     yield [*model.parameters()]
     if ranks.rank == 0:
         yield [*model.buffers()]
-
-
-@on_ranks(4)
-def test_four_ranks_that_share_no_memory_agree(ranks):
-    with apart():
-        ours = ranks.wrap(Net())
-    train(ranks, ours)
-    ranks.assert_same(list(ours.parameters()), "parameters")
 
 
 # ---- all that a wrapper does --------------------------------------------------------
@@ -214,8 +179,7 @@ def test_hooks_that_issue_more_as_their_futures_come_have_the_group_alone(ranks)
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         for step in range(5):
-            model.zero_grad()
-            model(ranks.integers(2, 6, key=step)).sum().backward()
+            step_of(model, ranks.integers(2, 6, key=step))
         ends.append([p.grad for p in model.parameters()])
     for mine, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -290,31 +254,19 @@ def test_a_model_that_is_changed_is_wrapped_anew(ranks, world):
         model(ranks.integers(2, 6)).sum().backward()
         module.append(integer_weights(nn.Linear(2, 2)))
         module.double()
-        model.zero_grad()
-        model(ranks.integers(2, 6, dtype=torch.float64)).sum().backward()
+        step_of(model, ranks.integers(2, 6, dtype=torch.float64))
     ranks.assert_same([p.grad for p in module.parameters()], "gradients")
     assert module[2].weight.grad is not None
 
 
-@on_ranks(how=["deepcopy", "pickle"])
+@on_ranks(how=[copy.deepcopy, pickled])
 def test_a_copy_trains_over_ranks_that_share_no_memory(ranks, how):
     with apart():
         model = paceline.DistributedDataParallel(net())
         model(ranks.integers(2, 6)).sum().backward()
-        clone = (
-            copy.deepcopy(model)
-            if how == "deepcopy"
-            else pickle.loads(pickle.dumps(model))
-        )
-        clone.zero_grad()
-        clone(ranks.integers(2, 6, key=1)).sum().backward()
+        clone = how(model)
+        step_of(clone, ranks.integers(2, 6, key=1))
     ranks.assert_same([p.grad for p in clone.parameters()], "gradients")
-
-
-def test_a_wrapper_over_a_group_in_python_is_not_copied_in_the_words_of_torch(ranks):
-    model = wrap_over(Over(ranks.group), net())
-    with pytest.raises(RuntimeError, match="only supported when using DDP with"):
-        copy.deepcopy(model)
 
 
 @on_ranks(world=WORLDS)

@@ -7,7 +7,6 @@ mean of two is rounded once, by either library.
 
 import contextlib
 import copy
-import pickle
 import shutil
 
 import paceline
@@ -27,7 +26,7 @@ from cases import (
     step_of,
 )
 from recipes import ON_TORCH, Run
-from support.copies import saved_and_loaded
+from support.copies import pickled, saved_and_loaded
 from torch import nn
 
 
@@ -193,11 +192,7 @@ def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
 # ---- copies --------------------------------------------------------------------------
 
 
-def pickled_and_loaded(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@on_ranks(how=[copy.deepcopy, pickled_and_loaded, saved_and_loaded])
+@on_ranks(how=[copy.deepcopy, pickled, saved_and_loaded])
 def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
     """The copy meets its peers only where it is trained, and lives by itself."""
     model = paceline.DistributedDataParallel(exact())
@@ -212,8 +207,7 @@ def test_rank_0_alone_copies_and_evaluates_a_wrapper(ranks, how):
     other = how(model)
     assert type(other) is paceline.DistributedDataParallel
     for one in (model, other):
-        one.zero_grad()
-        one(x_of(ranks, 1)).sum().backward()
+        step_of(one, x_of(ranks, 1))
     assert_same_grads(other, model)
     del model, one
     step_of(other, x_of(ranks, 2))
@@ -246,8 +240,7 @@ def test_a_copy_called_with_other_tensors_meets_nobody(ranks):
         loss.backward()
         assert_same_grads(other, plain, "rank 0's own")
     for one in (model, other):
-        one.zero_grad()
-        one(x_of(ranks, 1)).sum().backward()
+        step_of(one, x_of(ranks, 1))
     assert_same_grads(other, model)
 
 

@@ -6,7 +6,6 @@ sparse, or sparse that was not declared so: there the reference is the mean by h
 """
 
 import copy
-import pickle
 import warnings
 
 import paceline
@@ -23,6 +22,7 @@ from cases import (
 )
 from paceline._compat import sparse_rows
 from sparse_cases import SPARSE, ByHand, Words, assert_means, means_by_hand, words_of
+from support.copies import pickled
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -108,23 +108,30 @@ class Towers(nn.Module):
         )
 
 
-@as_torch()
-def test_several_sparse_embeddings_of_any_type_are_averaged(ranks, wrap):
-    model = wrap(Towers())
+# What makes a model, and which words it is given.
+SIZES = {
+    "several tables of any type": (Towers, {"n": 60, "n_rows": 400}),
+    "several rounds of numbers": (
+        lambda: nn.Embedding(300_000, 2, sparse=True),
+        {"n": 80_000, "n_rows": 300_000},
+    ),
+    "rows longer than a segment": (
+        lambda: nn.Embedding(5, 70_000, sparse=True),
+        {"n": 3, "n_rows": 5},
+    ),
+    "several rounds of wide values": (
+        lambda: nn.Embedding(4_000, 200, sparse=True, dtype=torch.float64),
+        {"n": 3_000, "n_rows": 4_000},
+    ),
+}
+
+
+@as_torch(of=[*SIZES])
+def test_sparse_gradients_of_any_size_and_type_are_averaged(ranks, wrap, of):
+    make, words = SIZES[of]
+    model = wrap(make())
     for step in range(3):
-        yield step_of(model, words_of(ranks, n=60, n_rows=400, key=step))
-
-
-@as_torch(shape=["many rows", "long rows", "wide values"])
-def test_more_rows_than_the_staging_holds_are_averaged_in_rounds(ranks, wrap, shape):
-    n_rows, width, n, dtype = {
-        "many rows": (300_000, 2, 80_000, torch.float32),  # several rounds of numbers
-        "long rows": (5, 70_000, 3, torch.float32),  # longer than a segment
-        "wide values": (4_000, 200, 3_000, torch.float64),  # and of values
-    }[shape]
-    model = wrap(nn.Embedding(n_rows, width, sparse=True, dtype=dtype))
-    for step in range(2):
-        yield step_of(model, words_of(ranks, n=n, n_rows=n_rows, key=step))
+        yield step_of(model, words_of(ranks, key=step, **words))
 
 
 OPTIMIZERS = {
@@ -172,8 +179,7 @@ def test_gradients_that_are_kept_do_not_change(ranks):
     ours = ranks.wrap(Words())
     kept, values = [], []
     for step in range(4):
-        ours.zero_grad()
-        ours(words_of(ranks, key=step)).sum().backward()
+        step_of(ours, words_of(ranks, key=step))
         kept.append(ours.module.table.weight.grad)
         values.append(kept[-1].to_dense().clone())
     for step, (grad, value) in enumerate(zip(kept, values, strict=True)):
@@ -234,13 +240,10 @@ def test_what_only_one_rank_declares_sparse_is_named_on_every_rank(ranks):
         ranks.wrap(Words(table=nn.Embedding(20, 6, sparse=ranks.rank == 1)))
 
 
-@on_ranks(clone=["pickle", "deepcopy"])
+@on_ranks(clone=[pickled, copy.deepcopy])
 def test_copies_of_a_wrapper_average_sparse_gradients(ranks, clone):
     first = paceline.DistributedDataParallel(Words())
-    if clone == "pickle":
-        second = pickle.loads(pickle.dumps(first))
-    else:
-        second = copy.deepcopy(first)
+    second = clone(first)
     plain = copy.deepcopy(first.module)
     plain(words_of(ranks)).sum().backward()
     means = means_by_hand(ranks, plain)

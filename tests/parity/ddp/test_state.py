@@ -152,7 +152,11 @@ CHANGES = {
     ),
     "no bias": lambda net: setattr(net[0], "bias", None),
     "a layer shared": lambda net: setattr(net[1], "twin", net[0]),
-    "a buffer added": lambda net: net.register_buffer("later", torch.ones(3)),
+    "a buffer added and removed": lambda net: (
+        delattr(net, "later")
+        if hasattr(net, "later")
+        else net.register_buffer("later", torch.ones(3))
+    ),
 }
 
 

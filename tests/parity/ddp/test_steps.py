@@ -16,6 +16,7 @@ from cases import (
     integer_weights,
     net,
     on_gpus_too,
+    on_ranks,
     step_of,
 )
 from torch import nn
@@ -286,32 +287,82 @@ def test_gradients_are_whole_after_ranks_were_not_in_the_same_step(ranks):
 # ---- a rank's own exception ----------------------------------------------------------
 
 
-class Raises(nn.Module):
+class FailsWhere(nn.Module):
+    """Raises where it is told to, in its forward or its backward."""
+
     def __init__(self):
         super().__init__()
-        self.p = nn.Parameter(torch.ones(4))
-        self.fails = True
+        self.layers = nn.ModuleList([nn.Linear(8, 128), nn.Linear(128, 128)])
+        self.last = nn.Linear(128, 1)
+        self.where = None
 
     def forward(self, x):
-        if self.fails:
-            raise ValueError("an error of this rank's own")
-        return self.p * x
+        for place, layer in zip(("late", "middle"), self.layers, strict=True):
+            x = self.fail(torch.relu(layer(x)), place)
+        if self.where == "forward":
+            raise MemoryError("no room for an activation")
+        return self.fail(self.last(x), "early")
+
+    def fail(self, x, place):
+        error = MemoryError("no room for a gradient")
+        return FailsInBackward.apply(x, error) if self.where == place else x
 
 
 @as_torch(joins=[False, True])
 def test_each_rank_gets_its_own_exception_and_the_next_step_works(ranks, wrap, joins):
-    model = wrap(Raises())
+    model = wrap(FailsWhere())
     for again in range(3):
-        model.module.fails = True
+        model.module.where = "forward"
         inside = model.join() if joins else contextlib.nullcontext()
         time.sleep(0.1 * ((ranks.rank + again) % ranks.n))  # who is last differs
-        with pytest.raises(ValueError, match="this rank's own"), inside:
-            model(torch.ones(4))
-    if joins and wrap == ranks.wrap_by_torch:
-        yield [torch.full((4,), (ranks.n + 1) / 2)]  # torch's may hang here
-        return
-    model.module.fails = False
-    yield step_of(model, torch.full((4,), float(ranks.rank + 1)))
+        with pytest.raises(MemoryError, match="for an activation"), inside:
+            model(data(ranks, again, size=8))
+    model.module.where = None
+    if not joins:
+        yield step_of(model, data(ranks, "next", size=8))
+    elif wrap == ranks.wrap:  # torch's may hang here
+        grads = step_of(model, data(ranks, "next", size=8))
+        ranks.assert_same(grads, "gradients")
+
+
+@on_ranks(2, 3, where=["early", "middle", "late", "forward"], bad=[0, 2])
+def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where, bad):
+    torch.manual_seed(7)
+    model = ranks.wrap(FailsWhere())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = MemoryError, "^no room for a gradient"
+    if ranks.rank != 1:
+        words = "the step of rank 1 failed(?s:.*)no room for a gradient"
+        told = paceline.PeerError, f"^rank {ranks.rank}: {words}"
+    for step in range(bad + 4):
+        optimizer.zero_grad()
+        x = data(ranks, step, size=8)
+        model.module.where = where if (ranks.rank, step) == (1, bad) else None
+        if model.module.where == "forward":  # no other rank hears of it
+            with pytest.raises(MemoryError):
+                model(x)
+            model.module.where = None
+        fails = step == bad and where != "forward"
+        with (
+            pytest.raises(told[0], match=told[1]) if fails else contextlib.nullcontext()
+        ):
+            model(x).sum().backward()
+        if not fails:
+            optimizer.step()
+    ranks.assert_same([*grads_of(model), *model.parameters()], "what was trained")
+
+
+def test_rank_0_evaluates_alone(ranks):
+    model = ranks.wrap(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9)))
+    for epoch in range(3):
+        step_of(model.train(), data(ranks, epoch))
+        if ranks.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(data(ranks, epoch))
+            model(data(ranks, epoch))  # a graph that nobody runs backward
+            model.state_dict()
+    ranks.assert_same(step_of(model.train(), data(ranks, "end")), "gradients")
 
 
 def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):

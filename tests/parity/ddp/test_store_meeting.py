@@ -93,11 +93,9 @@ def test_ranks_that_have_made_other_groups_before_meet_all_the_same(ranks):
 
 def test_two_wrappers_of_a_group_do_not_hear_each_others_words(ranks):
     group = device_group()
-    twins = []
-    for _ in range(2):
-        twin = Twin(ranks, module())
+    twins = [Twin(ranks, module()) for _ in range(2)]
+    for twin in twins:
         twin.ours = wrap(group, module())
-        twins.append(twin)
     for step in range(2):
         for twin in reversed(twins):
             twin.zero()

@@ -122,21 +122,6 @@ def test_a_second_gradient_in_a_backward_is_refused(ranks):
 # ---- static graphs ------------------------------------------------------------------
 
 
-@as_torch(first=[True, False])
-def test_a_static_graph_that_changes_is_refused_as_in_torch(ranks, wrap, first):
-    model = strictly(ranks, wrap, Branches(), static_graph=True)
-    step(model, first)
-    step(model, first)
-    words = message(step, model, not first)
-    yield words is None
-    if first:  # noticed when the next one begins
-        words = message(model, X)
-        assert words.startswith(UNFINISHED)
-        assert "your training graph has changed in this iteration" in words
-    else:
-        assert words.startswith("Your training graph has changed in this iter")
-
-
 @on_ranks(declared=["before training", "later"])
 def test_a_static_graph_may_change_without_strict(ranks, declared):
     model = ranks.wrap(Branches(), static_graph=declared == "before training")
@@ -170,17 +155,11 @@ def test_ranks_that_differ_in_strictness_are_told(ranks):
 # ---- the words of torch -------------------------------------------------------------
 
 
-class Lazy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LazyLinear(2)
-
-
 NOT_NEEDED = "DistributedDataParallel is not needed when a module doesn't have any"
 REFUSED = {
     "no gradient": (lambda r, wrap: wrap(nn.ReLU()), NOT_NEEDED),
     "lazy": (
-        lambda r, wrap: wrap(Lazy()),
+        lambda r, wrap: wrap(nn.Sequential(nn.LazyLinear(2))),
         "Modules with uninitialized parameters can't be used with `Distr",
     ),
     "types of devices": (
@@ -308,38 +287,27 @@ def heads(output):
     return output.first, output.second
 
 
-def one_head(model, n_steps=3):
-    for _ in range(n_steps):
+def steps(model, losses=lambda output: [output.sum()]):
+    for _ in range(3):
         output = yield "forward", lambda: model(X)
-        head = heads(output)[0]
-        yield "backward", head.sum().backward
+        for loss in losses(output):
+            yield "backward", loss.backward
+
+
+def one_head(model):
+    return steps(model, lambda output: [heads(output)[0].sum()])
 
 
 def both_heads(model):
-    for _ in range(3):
-        output = yield "forward", lambda: model(X)
-        first, second = heads(output)
-        yield "backward", (first.sum() + second.sum()).backward
+    return steps(model, lambda output: [sum(head.sum() for head in heads(output))])
 
 
 def a_backward_for_each_head(model):
-    for _ in range(3):
-        output = yield "forward", lambda: model(X)
-        for head in heads(output):
-            yield "backward", head.sum().backward
-
-
-def plain_steps(model):
-    for _ in range(3):
-        output = yield "forward", lambda: model(X)
-        yield "backward", output.sum().backward
+    return steps(model, lambda output: [head.sum() for head in heads(output)])
 
 
 def uses_what_is_handed_out(model):
-    for _ in range(3):
-        output = yield "forward", lambda: model(X)
-        y, layer = output
-        yield "backward", layer(y).sum().backward
+    return steps(model, lambda output: [output[1](output[0]).sum()])
 
 
 def two_forwards_of_other_parts(model):
@@ -350,10 +318,10 @@ def two_forwards_of_other_parts(model):
 
 
 def freezes_a_layer(model):
-    yield from plain_steps(model)
+    yield from steps(model)
     for parameter in model.module.second.parameters():
         parameter.requires_grad_(False)
-    yield from plain_steps(model)
+    yield from steps(model)
 
 
 def leaves_out_and_goes_on_without_sync(model):
@@ -397,7 +365,7 @@ PROGRAMS = {
         for form in FORMS
     },
     **{
-        f"{kind}, {name}": (plain_steps, Checkpointed, (reentrant,), options)
+        f"{kind}, {name}": (steps, Checkpointed, (reentrant,), options)
         for kind, reentrant in (("reentrant", True), ("other checkpoint", False))
         for name, options in (("plain", {}), ("find", FIND), ("static", STATIC))
     },
@@ -427,10 +395,10 @@ def test_a_program_is_refused_where_torch_refuses_it(ranks, what, group):
 
 def test_a_reentrant_checkpoint_beside_an_unused_layer_is_refused(ranks):
     model = ranks.wrap(Checkpointed(True, nn.Linear(2, 2)), strict=True, **FIND)
-    at, words = refusal(plain_steps, model)
+    at, words = refusal(steps, model)
     assert at == "2, backward"
     assert READY_TWICE in words
-    at, words = refusal(plain_steps, ranks.wrap(Checkpointed(True), **FIND))
+    at, words = refusal(steps, ranks.wrap(Checkpointed(True), **FIND))
     assert at is None, "it is served without strict"
 
 

@@ -14,11 +14,10 @@ from cases import (
     has_argument,
     net,
     on_gpus_too,
-    on_ranks,
     step_of,
 )
 from paceline import DistributedDataParallel
-from surface_cases import Chain, Counting, X
+from surface_cases import Counting, X
 from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed.optim.apply_optimizer_in_backward import (
@@ -75,47 +74,16 @@ def test_a_forward_made_of_its_parts_gives_the_gradients_of_torch(ranks, wrap):
         yield grads_of(model)
 
 
-def test_composable_replicate_is_carried_by_our_wrapper(ranks):
-    home = sys.modules[composable.__module__]
-
-    torchs, home.DistributedDataParallel = home.DistributedDataParallel, ranks.ours
-    try:
-        mine, theirs = net(), net()
-        composable(mine, process_group=ranks.group)
+@as_torch()
+def test_composable_replicate_is_carried_by_our_wrapper(ranks, wrap):
+    kind = ranks.ours if wrap == ranks.wrap else TorchDDP
+    module, home = net(), sys.modules[composable.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, "DistributedDataParallel", kind)
+        composable(module, process_group=ranks.group)
         for step in range(3):
-            mine.zero_grad()
-            mine(ranks.integers(3, 6, key=step)).sum().backward()
-            home.DistributedDataParallel = torchs
-            if step == 0:
-                composable(theirs, process_group=ranks.group)
-            theirs.zero_grad()
-            theirs(ranks.integers(3, 6, key=step)).sum().backward()
-            home.DistributedDataParallel = ranks.ours
-            assert_same_grads(mine, theirs)
-        assert type(composable.state(mine)._ddp) is ranks.ours
-    finally:
-        home.DistributedDataParallel = torchs
-
-
-def test_torch_compile_splits_the_graph_at_buckets(ranks):
-    graphs = []
-
-    def backend(graph, inputs):
-        if len(graph.graph.nodes) > 2:
-            graphs.append(graph)
-        return graph.forward
-
-    for whole in (False, True):
-        torch._dynamo.reset()
-        graphs.clear()
-        module = Chain()
-        if whole:
-            model = torch.compile(ranks.wrap(module, bucket_cap_mb=1), backend=backend)
-        else:
-            compiled = torch.compile(module, backend=backend)
-            model = ranks.wrap(compiled, bucket_cap_mb=1)
-        model(torch.ones(1, 600)).sum().backward()
-        assert len(graphs) > 1, f"one graph where whole is {whole}"
+            yield step_of(module, ranks.integers(3, 6, key=step))
+    assert type(composable.state(module)._ddp) is kind
 
 
 @as_torch()
@@ -205,17 +173,6 @@ def test_the_map_of_used_parameters_is_that_of_the_last_step(ranks):
         assert used.tolist() == [1, 1, int(both), int(both)]
 
 
-@on_ranks(changes=[True, False])
-def test_a_graph_that_changes_is_not_called_static(ranks, changes):
-    model = ranks.wrap(Branches(), find_unused_parameters=True)
-    for step in range(3):
-        model(X, both=changes and step == 1).sum().backward()
-        is_static = not (changes and step > 0)
-        assert model.reducer._ddp_graph_static() is is_static
-        data = model._get_ddp_logging_data()
-        assert data["can_set_static_graph"] == int(is_static)
-
-
 @as_torch()
 def test_a_rank_without_hooks_keeps_its_own_gradients(ranks, wrap):
     model = wrap(net())
@@ -245,31 +202,27 @@ def test_calls_that_have_nothing_to_do_are_taken(ranks):
 # ---- logging data -------------------------------------------------------------------
 
 
-UNLIKE_TORCH = {
-    "can_set_static_graph": "torch tells only as it is destroyed",
-}
-
+ONLY_OURS = {"can_set_static_graph"}  # torch tells only as it is destroyed
 LATER_KEYS = {"num_buckets_reduced", "unused_parameter_size"}
-
 TIMES = "_time", "_time_start", "_time_end"
 
 
-@on_ranks(group=["all ranks", "each rank alone"])
-def test_logging_data_has_the_keys_and_values_of_torch(ranks, group):
+@as_torch(group=["all ranks", "each rank alone"])
+def test_logging_data_has_the_keys_and_values_of_torch(ranks, wrap, group):
     if group == "each rank alone":
         ranks.group = ranks.alone()
-    both = [wrap(net(), bucket_cap_mb=25) for wrap in (ranks.wrap, ranks.wrap_by_torch)]
-    for model in both:
-        for step in range(3):
-            model(ranks.integers(3, 6, key=step)).sum().backward()
-        model(ranks.integers(3, 6))
-    mine, theirs = (model._get_ddp_logging_data() for model in both)
-    if not has_argument("skip_all_reduce_unused_params"):
-        mine = {name: mine[name] for name in mine if name not in LATER_KEYS}
-    assert set(mine) - set(UNLIKE_TORCH) == set(theirs)
-    for name, value in theirs.items():
-        if not name.endswith(TIMES):
-            assert mine[name] == value, name
+    model = wrap(net(), bucket_cap_mb=25)
+    for step in range(3):
+        model(ranks.integers(3, 6, key=step)).sum().backward()
+    model(ranks.integers(3, 6))
+    data = model._get_ddp_logging_data()
+    is_later = has_argument("skip_all_reduce_unused_params")
+    skipped = ONLY_OURS if is_later else ONLY_OURS | LATER_KEYS
+    yield {
+        name: None if name.endswith(TIMES) else value
+        for name, value in data.items()
+        if name not in skipped
+    }
 
 
 def test_times_of_a_step_are_in_their_order(ranks):
@@ -363,8 +316,7 @@ def test_a_rank_may_train_on_alone_and_come_back(ranks):
     for group, is_alone in ((None, False), (alone, True), (dist.group.WORLD, False)):
         if group is not None:
             model._update_process_group(group)
-        model.zero_grad()
-        model(x).sum().backward()
+        step_of(model, x)
         parts = [None] * ranks.n
         dist.all_gather_object(parts, own)
         for i, gradient in enumerate(grads_of(model)):

@@ -4,7 +4,6 @@ import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import (
     as_torch,
     assert_equal,
@@ -14,6 +13,7 @@ from cases import (
     on_gpus_too,
     on_ranks,
     skip_without_argument,
+    step_of,
 )
 from surface_cases import Chain, Counting, X
 from torch import nn
@@ -21,7 +21,6 @@ from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 # ---- ignored parameters and buffers -------------------------------------------------
 
@@ -59,26 +58,6 @@ def test_buffers_come_from_rank_0_at_the_start_as_in_torch(ranks, wrap, sync):
 
 
 # ---- buffers ------------------------------------------------------------------------
-
-
-def averaging(state, buffers):
-    """Start the sum of all buffers."""
-    return [
-        dist.all_reduce(buffer, group=state, async_op=True).get_future()
-        for buffer in buffers.values()
-    ]
-
-
-@as_torch(where=["PRE_FORWARD", "POST_FORWARD"])
-def test_a_hook_for_buffers_does_what_it_does_in_torch(ranks, wrap, where):
-    model = wrap(Counting(ranks.rank + 1))
-    model.module.seen.fill_(ranks.rank + 1)
-    place = _BufferCommHookLocation[where]
-    model._register_buffer_comm_hook(ranks.group, averaging, place)
-    for _ in range(2):
-        model(X).sum().backward()
-    yield model.module.seen
-    assert model.module.seen.item() == 6.0
 
 
 @on_gpus_too()
@@ -125,8 +104,7 @@ def test_delayed_gradients_come_out_averaged(ranks):
     plain = ranks.wrap(net())
     for step in range(2):
         for one in (model, plain):
-            one.zero_grad()
-            one(ranks.integers(3, 6, key=step)).sum().backward()
+            step_of(one, ranks.integers(3, 6, key=step))
         assert_same_grads(model, plain)
     assert model.parameters_to_ignore == {name for name, _ in named}
     assert len(model._module_parameters) == 3
@@ -230,21 +208,25 @@ def test_distributed_checkpoints_save_and_load(ranks):
     set_model_state_dict(other, state)
 
 
-@as_torch(strict=[False, True])
-def test_a_compiled_wrapper_compiles_as_many_graphs_as_that_of_torch(
-    ranks, wrap, strict
+@as_torch(strict=[False, True], what=["wrapper", "module"])
+def test_what_is_compiled_is_split_at_buckets_into_the_graphs_of_torch(
+    ranks, wrap, strict, what
 ):
     torch._dynamo.reset()
     seen = []
 
     def count(graph, _):
-        seen.append(len(graph.graph.nodes))
+        if len(graph.graph.nodes) > 2:
+            seen.append(len(graph.graph.nodes))
         return graph.forward
 
-    model = wrap(Chain(), **({"strict": strict} if wrap == ranks.wrap else {}))
-    compiled = torch.compile(model, backend=count)
+    options = {"strict": strict} if wrap == ranks.wrap else {}
+    if what == "wrapper":
+        model = torch.compile(wrap(Chain(), bucket_cap_mb=1, **options), backend=count)
+    else:
+        module = torch.compile(Chain(), backend=count)
+        model = wrap(module, bucket_cap_mb=1, **options)
     for _ in range(14):  # ten of them are sampled for the logging data
-        model.zero_grad()
-        compiled(torch.ones(1, 600)).sum().backward()
-    assert seen
+        step_of(model, torch.ones(1, 600))
+    assert len(seen) > 1
     yield seen  # none of the wrapper's own code
