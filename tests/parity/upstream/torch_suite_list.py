@@ -29,9 +29,7 @@ PLAIN = {
 }
 
 # With PACELINE_STRICT=1: they want one of torch's refusals.
-STRICT = {
-    "test_static_graph_api_cpu": 1,
-}
+STRICT = {"test_static_graph_api_cpu": 1}
 
 # With the CPU in the GPU's place: see `cpu_shim.py`.
 ADAPTED = {
@@ -193,41 +191,31 @@ RUN = {
 # them all.  It is seen again for a few of them, and for all by hand.
 BUILT = {**PLAIN, **STRICT, **ADAPTED, **ADAPTED_STRICT}
 BUILT |= {test: n_built for test, (n_built, *_) in DIFFERS.items()}
-VERDICTS = {
-    "plain": "as torch's class",
-    "strict": "as torch's class, with its refusal",
-    "adapted": "as torch's class",
-    "adapted, strict": "as torch's class, with its refusals",
-}
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 
 The tests of DistributedDataParallel that lie in the torch wheel, run with our class in
 torch's place by `test_torch_suite.py`: two ranks over Gloo, in fresh processes.  A test
 counts only if torch's own class passes it in the same run, if ours is built as often as
-torch's on each rank, and if torch's constructor is never run.
-`python tests/parity/upstream/torch_suite.py --write` makes this section again from
-`torch_suite_list.py`; with the name of a test it runs that one.
+torch's on each rank, and if torch's constructor is never run.  `torch_suite_list.py`
+has them all; `python tests/parity/upstream/torch_suite.py` with the name of a test runs
+that one, and with `--write` makes this section again.
 
-*plain*: as it is.  *strict*: with `PACELINE_STRICT=1`, as it wants a refusal of
-torch's.  *adapted*: written for a GPU a rank, and run with the CPU in its place
-(`cpu_shim.py`).
+With ours pass, as with torch's class: {len(PLAIN)} as they are, {len(STRICT)} with
+`PACELINE_STRICT=1`, as it wants a refusal of torch's, {len(ADAPTED)} that are written
+for a GPU a rank with the CPU in its place (`cpu_shim.py`), and {len(ADAPTED_STRICT)}
+with both.  The others, of which those that differ are run with the CPU too:
 
-| test | run | verdict |
-|---|---|---|
+| test | verdict |
+|---|---|
 """
 
 
 def section() -> str:
     """Return the section of README.md, from its headline on."""
-    rows = {test: (how, VERDICTS[how]) for test, how in RUN.items()}
-    rows |= {
-        test: ("adapted", f"differs: {why}") for test, (_, _, why) in DIFFERS.items()
-    }
-    rows |= {test: ("not run", why) for test, why in NOT_RUN.items()}
-    lines = [
-        f"| `{test}` | {how} | {why} |\n" for test, (how, why) in sorted(rows.items())
-    ]
+    rows = {test: f"differs: {why}" for test, (_, _, why) in DIFFERS.items()}
+    rows |= {test: f"not run: {why}" for test, why in NOT_RUN.items()}
+    lines = [f"| `{test}` | {words} |\n" for test, words in sorted(rows.items())]
     return f"{SECTION}\n{INTRODUCTION}{''.join(lines)}"
 
 
