@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
 
 import paceline
 import torch
@@ -47,7 +46,7 @@ class Draw:
     width: int
 
     @classmethod
-    def of(cls, seed: int) -> Draw:
+    def of(cls, seed):
         """Draw a failure."""
         rng = random.Random(seed)
         hosts = Hosts(rng.choice(LAYOUTS))
@@ -62,12 +61,12 @@ class Draw:
         )
 
     @property
-    def is_noticed_at_once(self) -> bool:
+    def is_noticed_at_once(self):
         """Whether a connection breaks, and nobody has to wait for the deadline."""
         return self.kind.startswith("kill")
 
 
-def train(rank: int, _: int, hosts: Hosts, store: str, width: int) -> Any:
+def train(rank, _, hosts, store, width):
     """Take steps until one fails."""
     join(rank, hosts, store, DEADLINE_SECONDS)
     model = paceline.DistributedDataParallel(
@@ -84,7 +83,7 @@ def train(rank: int, _: int, hosts: Hosts, store: str, width: int) -> Any:
     return None
 
 
-def fail(draw: Draw, pids: list[int], hosts: Hosts, network: Network) -> set[int]:
+def fail(draw, pids, hosts, network):
     """Have it fail; return the ranks that are no more."""
     of_host = {r for r in range(hosts.world_size) if hosts.host_of(r) == draw.host}
     if draw.kind == "cut a host off":
@@ -97,7 +96,7 @@ def fail(draw: Draw, pids: list[int], hosts: Hosts, network: Network) -> set[int
     return gone
 
 
-def names_culprit(draw: Draw, hosts: Hosts, rank: int, text: str) -> bool:
+def names_culprit(draw, hosts, rank, text):
     """Whether a rank's error is about the host that failed, or the rank there."""
     if draw.kind == "cut a host off" and hosts.host_of(rank) == draw.host:
         others = (h for h in range(len(hosts.n_ranks)) if h != draw.host)
@@ -105,7 +104,7 @@ def names_culprit(draw: Draw, hosts: Hosts, rank: int, text: str) -> bool:
     return f"(host {draw.host})" in text or f"rank {draw.rank} " in text
 
 
-def check(draw: Draw, hosts: Hosts, rank: int, outcome: Any, began: float) -> float:
+def check(draw, hosts, rank, outcome, began):
     """Return after how many seconds a rank that is left knew."""
     kind, when, text = outcome.value
     seconds = when - began
@@ -117,7 +116,7 @@ def check(draw: Draw, hosts: Hosts, rank: int, outcome: Any, began: float) -> fl
     return seconds
 
 
-def run(draw: Draw) -> list[float]:
+def run(draw):
     """Have a job fail as drawn; return after how many seconds each rank knew."""
     network = Network(len(draw.n_ranks))
     hosts = Hosts(draw.n_ranks, network.names)
@@ -152,7 +151,7 @@ def run(draw: Draw) -> list[float]:
         network.close()
 
 
-def main() -> int:
+def main():
     """Run from the command line; the exit status is 1 where one went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--failures", type=int, default=100)
@@ -162,7 +161,7 @@ def main() -> int:
     if reason:
         print(f"not run: {reason}")
         return 0
-    taken: dict[str, list[float]] = defaultdict(list)
+    taken = defaultdict(list)
     n_wrong = 0
     for seed in range(options.seed, options.seed + options.failures):
         draw = Draw.of(seed)

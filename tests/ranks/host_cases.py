@@ -4,24 +4,20 @@ Ranks say that they are on different hosts, or are in network namespaces; GPUs a
 simulated ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
 from support import fake_gpus
-from support.hosts import Hosts, Net
+from support.hosts import Net
 from support.processes import descriptors, leftovers
-from support.ranks import Outcome, Ranks, start_ranks, tell, values
+from support.ranks import start_ranks, tell, values
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 N_STEPS = 6
@@ -32,7 +28,7 @@ NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
 # ---- in the ranks -------------------------------------------------------------------
 
 
-def join(rank: int, hosts: Hosts, store: str, seconds: float = SECONDS) -> None:
+def join(rank, hosts, store, seconds=SECONDS):
     """Become a rank of a world on its host."""
     hosts.place(rank)
     dist.init_process_group(
@@ -44,16 +40,7 @@ def join(rank: int, hosts: Hosts, store: str, seconds: float = SECONDS) -> None:
     )
 
 
-def on_host(
-    rank: int,
-    _: int,
-    body: Callable[..., Any],
-    hosts: Hosts,
-    store: str,
-    device: str,
-    seconds: float,
-    *args: Any,
-) -> Any:
+def on_host(rank, _, body, hosts, store, device, seconds, *args):
     """Run a rank's function on its host, and on its GPU where it has one."""
     join(rank, hosts, store, seconds)
     on_gpu = fake_gpus.on_gpu(rank) if device == "gpu" else contextlib.nullcontext()
@@ -61,20 +48,20 @@ def on_host(
         return body(rank, hosts, *args)
 
 
-def fail(*_: Any) -> None:
+def fail(*_):
     """Stand for something that raises."""
     raise OSError("no port is free")
 
 
 @contextlib.contextmanager
-def failing(model: Any) -> Any:
+def failing(model):
     """Have backwards of a model fail."""
     hook = model.module.norm.weight.register_hook(fail)
     yield
     hook.remove()
 
 
-def steps(model: Any, rank: int) -> list[torch.Tensor]:
+def steps(model, rank):
     """Train; return parameters and buffers."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     random = torch.Generator().manual_seed(rank)
@@ -89,14 +76,14 @@ def steps(model: Any, rank: int) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in model.module.state_dict().values()]
 
 
-def steps_of_both(ours: Any, rank: int) -> tuple[list[torch.Tensor], ...]:
+def steps_of_both(ours, rank):
     """Train by our wrapper and by torch's, from the same start."""
     theirs = TorchDDP(Net(), find_unused_parameters=True)
     theirs.module.load_state_dict(ours.module.state_dict())
     return steps(ours, rank), steps(theirs, rank)
 
 
-def fail_in_turn(rank: int, hosts: Hosts) -> Any:
+def fail_in_turn(rank, hosts):
     """Fail in a step of each rank; return the model, which trains on."""
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Net())
@@ -120,7 +107,7 @@ def fail_in_turn(rank: int, hosts: Hosts) -> Any:
     return model
 
 
-def fork_one_that_sleeps() -> int:
+def fork_one_that_sleeps():
     child = os.fork()
     if child == 0:
         time.sleep(SECONDS)
@@ -128,7 +115,7 @@ def fork_one_that_sleeps() -> int:
     return child
 
 
-def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
+def step_until_it_fails(rank, hosts, how, culprit):
     """Take steps; return the error that ends them, and when."""
     files = descriptors()
     model = paceline.DistributedDataParallel(Net())
@@ -161,15 +148,7 @@ def step_until_it_fails(rank: int, hosts: Hosts, how: str, culprit: int) -> Any:
 # ---- in the test --------------------------------------------------------------------
 
 
-def start_on_hosts(
-    body: Callable[..., Any],
-    hosts: Hosts,
-    store: str,
-    *args: Any,
-    device: str = "cpu",
-    seconds: float = SECONDS,
-    **options: Any,
-) -> Ranks:
+def start_on_hosts(body, hosts, store, *args, device="cpu", seconds=SECONDS, **options):
     """Start `body(rank, hosts, *args)` on each rank; options are of simulated GPUs."""
     return start_ranks(
         on_host,
@@ -181,20 +160,13 @@ def start_on_hosts(
     )
 
 
-def run_on_hosts(*args: Any, **options: Any) -> list[Any]:
+def run_on_hosts(*args, **options):
     """Return what each rank's function returns; as `start_on_hosts`."""
     with start_on_hosts(*args, **options) as ranks:
         return values(ranks.wait())
 
 
-def fail_on(
-    hosts: Hosts,
-    how: str,
-    culprit: int,
-    store: str,
-    act: Callable[[Ranks], object] = lambda ranks: None,
-    **options: Any,
-) -> tuple[float, list[Outcome], list[int]]:
+def fail_on(hosts, how, culprit, store, act=lambda ranks: None, **options):
     """Have a rank fail; return when, what became of each, and their processes."""
     with start_on_hosts(
         step_until_it_fails, hosts, store, how, culprit, **options
@@ -210,7 +182,7 @@ def fail_on(
         return began, outcomes, ranks.pids
 
 
-def assert_trained(found: list[Any]) -> None:
+def assert_trained(found):
     """Check what `steps_of_both` has on each rank."""
     first = found[0][0]
     n_parameters = len(list(Net().parameters()))

@@ -1,13 +1,10 @@
 """A wrapper's construction that fails on one rank: all learn it, and may try again."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import paceline
@@ -27,12 +24,12 @@ SOON_SECONDS = GROUP_SECONDS / 2
 HOSTS = [(1, 1), (2,), (2, 1)]
 
 
-def place(rank: int, n_ranks: tuple[int, ...]) -> None:
+def place(rank, n_ranks):
     if len(n_ranks) > 1:
         Hosts(n_ranks).place(rank)
 
 
-def timed(make: Callable[[], nn.Module]) -> tuple[str, str, float]:
+def timed(make):
     """Return what wrapping and a step end with: an error's type and text, and when."""
     began = time.monotonic()
     try:
@@ -42,14 +39,11 @@ def timed(make: Callable[[], nn.Module]) -> tuple[str, str, float]:
     return "", "", time.monotonic() - began
 
 
-def small() -> nn.Module:
+def small():
     return nn.Linear(WIDTH, 2)
 
 
-# ---- without memory -----------------------------------------------------------------
-
-
-def lack_memory(rank: int, _: int, n_ranks: tuple[int, ...], whose: int) -> object:
+def lack_memory(rank, _, n_ranks, whose):
     place(rank, n_ranks)
     model = nn.Linear(WIDTH, WIDTH)
     dist.barrier()
@@ -64,9 +58,7 @@ def lack_memory(rank: int, _: int, n_ranks: tuple[int, ...], whose: int) -> obje
 
 
 @pytest.mark.parametrize("n_ranks", HOSTS)
-def test_a_rank_without_memory_is_named_and_all_may_go_on(
-    n_ranks: tuple[int, ...],
-) -> None:
+def test_a_rank_without_memory_is_named_and_all_may_go_on(n_ranks):
     whose = 1
     arguments = sum(n_ranks), n_ranks, whose
     outcomes = values(run_ranks(lack_memory, *arguments, rendezvous="tcp"))
@@ -78,15 +70,12 @@ def test_a_rank_without_memory_is_named_and_all_may_go_on(
         assert again[0] == "", again
 
 
-# ---- interrupted --------------------------------------------------------------------
-
-
-def interrupt_once_asleep() -> None:
+def interrupt_once_asleep():
     assert until(lambda: is_asleep(os.getpid()))
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupt_who_waits(rank: int, _: int, n_ranks: tuple[int, ...]) -> object:
+def interrupt_who_waits(rank, _, n_ranks):
     """Press Ctrl-C on rank 0 while it waits for the others, who are late."""
     place(rank, n_ranks)
     store = dist.distributed_c10d._get_default_store()
@@ -111,9 +100,7 @@ def interrupt_who_waits(rank: int, _: int, n_ranks: tuple[int, ...]) -> object:
 
 
 @pytest.mark.parametrize("n_ranks", HOSTS)
-def test_after_an_interrupted_construction_the_group_is_made_anew(
-    n_ranks: tuple[int, ...],
-) -> None:
+def test_after_an_interrupted_construction_the_group_is_made_anew(n_ranks):
     outcomes = values(
         run_ranks(interrupt_who_waits, sum(n_ranks), n_ranks, rendezvous="tcp")
     )

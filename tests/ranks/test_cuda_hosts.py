@@ -4,14 +4,11 @@ Ranks that say they are on different hosts, on simulated CUDA and NCCL; one host
 least of them.  test_hosts.py has what holds for ranks on the CPU too.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
 import signal
 import time
-from typing import Any
 
 import paceline
 import pytest
@@ -29,19 +26,19 @@ WORLDS = [(1, 1), (2, 2), (1, 2), (1, 1, 1)]
 run_on_gpus = functools.partial(run_on_hosts, device="gpu")
 
 
-def group_of(kind: str) -> Any:
+def group_of(kind):
     """Return the default group, or one that takes GPUs' tensors alone, as NCCL's."""
     return None if kind == "gloo" else dist.new_group(backend="cuda:gloo")
 
 
-def n_collectives(kind: str, group: Any) -> int:
+def n_collectives(kind, group):
     """Return how many collectives a group has carried."""
     device = torch.device("cpu" if kind == "gloo" else "cuda")
     backend = (group or dist.group.WORLD)._get_backend(device)
     return int(backend._get_sequence_number_for_group())
 
 
-def train(rank: int, hosts: Hosts, kind: str) -> Any:
+def train(rank, hosts, kind):
     torch.manual_seed(rank)
     group = group_of(kind)
     model = paceline.DistributedDataParallel(Net(), process_group=group)
@@ -52,15 +49,13 @@ def train(rank: int, hosts: Hosts, kind: str) -> Any:
     return found
 
 
-def train_in_all_ways(rank: int, hosts: Hosts) -> list[torch.Tensor]:
+def train_in_all_ways(rank, hosts):
     found = steps(fail_in_turn(rank, hosts), rank)
     return found + [t for kind in ("gloo", "device") for t in train(rank, hosts, kind)]
 
 
 @pytest.mark.parametrize("n_ranks", WORLDS)
-def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(
-    n_ranks: tuple[int, ...], store: str
-) -> None:
+def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(n_ranks, store):
     hosts = Hosts(n_ranks)
     apart = run_on_gpus(train_in_all_ways, hosts, store)
     together = run_on_gpus(train_in_all_ways, Hosts((hosts.world_size,)), store + ".1")
@@ -71,14 +66,14 @@ def test_gpus_of_several_hosts_have_the_bits_of_those_of_one(
 # ---- failures -----------------------------------------------------------------------
 
 
-def n_live() -> int:
+def n_live():
     """Return how many objects of the devices there are."""
     gc.collect()
     fake_gpus.fake().fake_let_go()  # of threads that were left behind in NCCL
     return int(fake_gpus.fake().fake_live_objects())
 
 
-def lack_memory(rank: int, hosts: Hosts, function: str) -> Any:
+def lack_memory(rank, hosts, function):
     last = hosts.world_size - 1
     steps(paceline.DistributedDataParallel(Net()), rank)  # opens what is opened once
     before, files = n_live(), descriptors()
@@ -103,9 +98,7 @@ def lack_memory(rank: int, hosts: Hosts, function: str) -> Any:
 
 @pytest.mark.parametrize("n_ranks", [(2,), (1, 1), (2, 2)])
 @pytest.mark.parametrize("function", ["cuMemAlloc", "ncclCommInitRank"])
-def test_a_gpu_that_cannot_join_is_told_to_all_hosts(
-    function: str, n_ranks: tuple[int, ...], store: str
-) -> None:
+def test_a_gpu_that_cannot_join_is_told_to_all_hosts(function, n_ranks, store):
     found = run_on_gpus(lack_memory, Hosts(n_ranks), store, function)
     for (kind, words), uses_group in found[:-1]:
         assert kind == "PeerError", words
@@ -116,7 +109,7 @@ def test_a_gpu_that_cannot_join_is_told_to_all_hosts(
     assert not uses_group
 
 
-def die_before_the_device_is_done(rank: int, hosts: Hosts) -> Any:
+def die_before_the_device_is_done(rank, hosts):
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
     for _ in range(3):
@@ -133,7 +126,7 @@ def die_before_the_device_is_done(rank: int, hosts: Hosts) -> Any:
     return told
 
 
-def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store: str) -> None:
+def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store):
     with start_on_hosts(
         die_before_the_device_is_done,
         Hosts((2, 2)),
@@ -149,7 +142,7 @@ def test_a_rank_is_named_whose_end_lost_the_means_of_a_step(store: str) -> None:
         assert "start again from what was saved" in outcome.value[1], outcome
 
 
-def sleep_while_another_fails(rank: int, hosts: Hosts) -> Any:
+def sleep_while_another_fails(rank, hosts):
     """The host of rank 0 sleeps in the middle of a backward, its GPU waits."""
     model = paceline.DistributedDataParallel(Net())
     x = torch.ones(4, 20)
@@ -161,7 +154,7 @@ def sleep_while_another_fails(rank: int, hosts: Hosts) -> Any:
             model(x, True).sum().backward()
         return None
 
-    def wait_for_the_gpu(_: torch.Tensor) -> None:
+    def wait_for_the_gpu(_):
         fake_gpus.synchronize()
 
     model.module.first.weight.register_hook(wait_for_the_gpu)
@@ -170,5 +163,5 @@ def sleep_while_another_fails(rank: int, hosts: Hosts) -> Any:
     return None
 
 
-def test_a_host_whose_gpu_waits_is_woken_where_another_fails(store: str) -> None:
+def test_a_host_whose_gpu_waits_is_woken_where_another_fails(store):
     run_on_gpus(sleep_while_another_fails, Hosts((1, 1)), store)

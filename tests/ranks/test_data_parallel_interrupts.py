@@ -1,7 +1,5 @@
 """Ctrl-C at any moment of a step of DataParallel leaves the next step right."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ N_INTERRUPTS = 60
 LONG_SECONDS = 240.0
 
 
-def test_steps_after_an_interrupt_are_those_of_the_plain_module() -> None:
+def test_steps_after_an_interrupt_are_those_of_the_plain_module():
     done = warm.run(
         [sys.executable, str(JOB), str(N_INTERRUPTS), "1"],
         capture_output=True,

@@ -1,10 +1,5 @@
 """DataParallel in a notebook: cells that are run again, interrupted, and reloaded."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from support.kernel import MISSING, Kernel
 
@@ -56,15 +51,13 @@ WRAP = "model = paceline.DataParallel(Net(), ['cpu'] * 2)"
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
+def kernel(tmp_path):
     kernel = Kernel(tmp_path)
     yield kernel
     kernel.end()
 
 
-def test_a_notebook_may_define_again_interrupt_and_reload(
-    kernel: Kernel, tmp_path: Path
-) -> None:
+def test_a_notebook_may_define_again_interrupt_and_reload(kernel, tmp_path):
     assert kernel.run(BEGIN + NET + WRAP + "\ntotal(1)") == ""
 
     # cells that are run again

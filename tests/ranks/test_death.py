@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import paceline
 import pytest
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from paceline._ddp.rendezvous import Meeting
 from support.processes import descriptors, leftovers, shared_names, wait_until_gone
-from support.ranks import RanksTimeoutError, Rendezvous, run_ranks, start_ranks, tell
+from support.ranks import Rendezvous, run_ranks, start_ranks, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 PHASES = ("construction", "forward", "backward", "finish", "optimizer")
@@ -36,14 +35,14 @@ class Moment:
     delay: float  # seconds after the victim said that the phase begins
 
 
-def draw_moments(n: int, seed: int) -> list[Moment]:
+def draw_moments(n, seed):
     """Draw moments that cover every phase, world size, victim and store."""
     rng = random.Random(seed)
     moments = []
     for i in range(n):
         n_ranks = (2, 3, 4)[i % 3]
         victim = 0 if i % 2 else rng.randrange(1, n_ranks)
-        rendezvous: Rendezvous = "tcp" if i // 2 % 2 else "file"
+        rendezvous = "tcp" if i // 2 % 2 else "file"
         phase = PHASES[i % len(PHASES)]
         longest = 0.04 if phase == "construction" else 0.004
         delay = rng.choice((0.0, rng.uniform(0.0, longest)))
@@ -59,14 +58,14 @@ def draw_moments(n: int, seed: int) -> list[Moment]:
 class Net(torch.nn.Module):
     """Some milliseconds of work a step, with gradients of both policies."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = torch.nn.Linear(64, 256)
         self.norm = torch.nn.BatchNorm1d(256)
         self.second = torch.nn.Linear(256, 256)
         self.last = torch.nn.Linear(256, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = torch.relu(self.norm(self.first(x)))
         return self.last(torch.relu(self.second(hidden)))
 
@@ -74,12 +73,12 @@ class Net(torch.nn.Module):
 class Alarm:
     """Tells the test when the phase begins in which this rank is to be killed."""
 
-    def __init__(self, moment: Moment, rank: int) -> None:
+    def __init__(self, moment, rank):
         self._moment = moment
         self._is_set = rank == moment.victim
         self.step = -1
 
-    def __call__(self, phase: str) -> None:
+    def __call__(self, phase):
         moment = self._moment
         if self._is_set and phase == moment.phase:
             if phase != "construction" and self.step != moment.step:
@@ -88,7 +87,7 @@ class Alarm:
             tell(phase)
 
 
-def make_loader() -> DataLoader[Any]:
+def make_loader():
     data = TensorDataset(torch.randn(64, 64), torch.zeros(64, dtype=torch.long))
     return DataLoader(
         data,
@@ -99,7 +98,7 @@ def make_loader() -> DataLoader[Any]:
     )
 
 
-def start_workers(loader: DataLoader[Any], is_victim: bool) -> None:
+def start_workers(loader, is_victim):
     """Start the workers, which take until now to note who their parent is."""
     for _ in loader:
         pass
@@ -107,7 +106,7 @@ def start_workers(loader: DataLoader[Any], is_victim: bool) -> None:
         tell([worker.pid for worker in loader._iterator._workers])
 
 
-def step_forever(model: torch.nn.Module, loader: DataLoader[Any], alarm: Alarm) -> None:
+def step_forever(model, loader, alarm):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     last = next(iter(model.module.parameters()))
     last.register_post_accumulate_grad_hook(lambda _: alarm("finish"))
@@ -123,7 +122,7 @@ def step_forever(model: torch.nn.Module, loader: DataLoader[Any], alarm: Alarm) 
             optimizer.step()
 
 
-def watch_construction(alarm: Alarm) -> None:
+def watch_construction(alarm):
     """Have the construction noticed from the moment on when the ranks have met.
 
     Before, nobody knows this rank but the process group, whose connections the
@@ -131,15 +130,15 @@ def watch_construction(alarm: Alarm) -> None:
     """
     exchange = Meeting.exchange
 
-    def exchange_and_tell(self: Meeting, *args: Any) -> list[Any]:
+    def exchange_and_tell(self, *args):
         told = exchange(self, *args)
         alarm("construction")
         return told
 
-    Meeting.exchange = exchange_and_tell  # type: ignore[method-assign]
+    Meeting.exchange = exchange_and_tell
 
 
-def train_until_a_kill(rank: int, n_ranks: int, moment: Moment) -> dict[str, Any]:
+def train_until_a_kill(rank, n_ranks, moment):
     loader = make_loader()
     alarm = Alarm(moment, rank)
     before = descriptors()
@@ -148,7 +147,7 @@ def train_until_a_kill(rank: int, n_ranks: int, moment: Moment) -> dict[str, Any
         start_workers(loader, rank == moment.victim)
     dist.barrier()
     model = None
-    caught: Exception | None = None
+    caught = None
     try:
         watch_construction(alarm)
         model = paceline.DistributedDataParallel(Net())
@@ -156,26 +155,19 @@ def train_until_a_kill(rank: int, n_ranks: int, moment: Moment) -> dict[str, Any
             start_workers(loader, rank == moment.victim)
         step_forever(model, loader, alarm)
     except RuntimeError as error:
-        seconds = time.monotonic()
-        caught = error.with_traceback(None)
+        when = time.monotonic()
+        caught = f"{type(error).__name__}: {error}"
     assert caught is not None, f"no error in {MOST_STEPS} steps"
-    kind, words = type(caught).__name__, str(caught)
-    del model, loader, caught
-    return {
-        "at": seconds,
-        "kind": kind,
-        "words": words,
-        "left": leftovers(before),
-        "names": shared_names(),
-    }
+    del model, loader
+    return when, caught, leftovers(before) + shared_names()
 
 
 # ---- in the test --------------------------------------------------------------------
 
 
-def kill_at(moment: Moment) -> tuple[list[float], list[str], list[int]]:
-    """Return each survivor's seconds to the error, what is wrong, and the workers."""
-    wrong = []
+def kill_at(moment):
+    """Have a rank killed, and check the others; return its DataLoader's workers."""
+    victim = moment.victim
     with start_ranks(
         train_until_a_kill,
         moment.n_ranks,
@@ -183,61 +175,39 @@ def kill_at(moment: Moment) -> tuple[list[float], list[str], list[int]]:
         rendezvous=moment.rendezvous,
         group_timeout=NEVER,
     ) as ranks:
-        workers = ranks.hear(moment.victim)
-        assert ranks.hear(moment.victim) == moment.phase
+        workers = ranks.hear(victim)
+        assert ranks.hear(victim) == moment.phase
         time.sleep(moment.delay)
-        killed_at = ranks.kill(moment.victim)
-        pid = ranks.pids[moment.victim]
-        try:
-            outcomes = ranks.wait()
-        except RanksTimeoutError as error:
-            return [], [f"{moment}: {error}"], workers
-    assert outcomes[moment.victim].exitcode == -9
-    seconds = []
-    for rank, outcome in enumerate(outcomes):
-        if rank == moment.victim:
-            continue
-        value = outcome.value
-        if value is None:
-            wrong.append(f"rank {rank}: {outcome}")
-            continue
-        seconds.append(value["at"] - killed_at)
-        words = value["words"]
+        killed_at = ranks.kill(victim)
+        outcomes = ranks.wait()
         # A rank that dies after its construction is always named with its process.
-        named = f"rank {rank}: rank {moment.victim} (process {pid}) died"
-        if moment.phase == "construction":
-            named = f"rank {rank}: "
-        if value["kind"] != "PeerError" or not words.startswith(named):
-            wrong.append(f"rank {rank}: {value['kind']}: {words}")
-        elif f"rank {moment.victim}" not in words:
-            wrong.append(f"rank {rank} does not name {moment.victim}: {words}")
-        if value["left"] or value["names"]:
-            wrong.append(f"rank {rank} keeps {value['left']} {value['names']}")
-    return seconds, [f"{moment}: {words}" for words in wrong], workers
+        died = f"rank {victim} (process {ranks.pids[victim]}) died"
+    assert outcomes[victim].exitcode == -9
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome.is_ok, outcome
+        when, words, left = outcome.value
+        print(f"rank {rank} knew after {when - killed_at:.3f} s")
+        named = "" if moment.phase == "construction" else died
+        assert words.startswith(f"PeerError: rank {rank}: {named}"), words
+        assert f"rank {victim}" in words
+        assert left == []
+    return workers
 
 
-def kill_at_moments(moments: list[Moment]) -> None:
-    wrong: list[str] = []
-    workers: list[int] = []
-    for moment in moments:
-        seconds, faults, pids = kill_at(moment)
-        print(moment, "seconds to the error:", [round(s, 3) for s in seconds])
-        wrong += faults
-        workers += pids
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize(
+    ("n", "seed"), [(12, 1), pytest.param(200, 2, marks=pytest.mark.hand)]
+)
+def test_every_rank_learns_of_a_kill_at_any_moment(n, seed):
+    workers = []
+    for moment in draw_moments(n, seed):
+        print(moment)
+        workers += kill_at(moment)
     assert wait_until_gone(workers, WORKER_SECONDS) == []
 
 
-def test_every_rank_learns_of_a_kill_at_any_moment() -> None:
-    kill_at_moments(draw_moments(12, seed=1))
-
-
-@pytest.mark.hand
-def test_every_rank_learns_of_each_of_200_kills() -> None:
-    kill_at_moments(draw_moments(200, seed=2))
-
-
-def wrap_unless_dead(rank: int, n_ranks: int, victim: int) -> str:
+def wrap_unless_dead(rank, n_ranks, victim):
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -250,9 +220,7 @@ def wrap_unless_dead(rank: int, n_ranks: int, victim: int) -> str:
 
 @pytest.mark.parametrize("rendezvous", ["file", "tcp"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_before_it_wraps_is_named(
-    victim: int, rendezvous: Rendezvous
-) -> None:
+def test_a_rank_that_dies_before_it_wraps_is_named(victim, rendezvous):
     outcomes = run_ranks(
         wrap_unless_dead, 3, victim, rendezvous=rendezvous, group_timeout=NEVER
     )

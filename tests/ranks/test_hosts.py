@@ -1,18 +1,13 @@
 """Ranks on several hosts: they train as on one, and learn of each other's failures."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import paceline
 import pytest
@@ -32,23 +27,23 @@ from host_cases import (
 )
 from paceline._ddp import group_comm, host_links, open_files, rendezvous
 from support.hosts import Hosts, Net, make_network
-from support.namespaces import Network
-from support.ranks import Ranks, values
+from support.ranks import values
+from support.threads import in_threads
 from torch import nn
 
 CUT_SECONDS = 8.0  # enough to make a wrapper on a loaded machine
 
 
-def train(rank: int, hosts: Hosts) -> Any:
-    def refuse(*_: Any) -> None:
+def train(rank, hosts):
+    def refuse(*_):
         raise AssertionError("the process group carries something")
 
-    group_comm.GroupComm.issue = refuse  # type: ignore[assignment, method-assign]
+    group_comm.GroupComm.issue = refuse
     torch.manual_seed(rank)
     return steps_of_both(paceline.DistributedDataParallel(Net()), rank)
 
 
-def share_a_backward(rank: int) -> list[torch.Tensor]:
+def share_a_backward(rank):
     torch.manual_seed(0)
     one, two = (paceline.DistributedDataParallel(nn.Linear(2000, 500)) for _ in "ab")
     for _ in range(3):
@@ -58,7 +53,7 @@ def share_a_backward(rank: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in (*one.parameters(), *two.parameters())]
 
 
-def train_in_all_ways(rank: int, hosts: Hosts) -> Any:
+def train_in_all_ways(rank, hosts):
     with pytest.raises(paceline.MismatchError):
         paceline.DistributedDataParallel(nn.Linear(3, 5 + (rank == 1)))
     failed = steps_of_both(fail_in_turn(rank, hosts), rank)
@@ -66,9 +61,7 @@ def train_in_all_ways(rank: int, hosts: Hosts) -> Any:
 
 
 @pytest.mark.parametrize("n_ranks", [(1, 1), (2, 2), (1, 2), (1, 1, 1), (2, 1, 1)])
-def test_ranks_of_several_hosts_train_as_with_torch_and_after_failures(
-    n_ranks: tuple[int, ...], store: str
-) -> None:
+def test_ranks_of_several_hosts_train_as_with_torch_and_after_failures(n_ranks, store):
     found = run_on_hosts(train_in_all_ways, Hosts(n_ranks), store)
     failed, shared, trained = zip(*found, strict=True)
     assert all(all(map(torch.equal, shared[0], other)) for other in shared)
@@ -79,26 +72,26 @@ def test_ranks_of_several_hosts_train_as_with_torch_and_after_failures(
 # ---- what hosts may lack ------------------------------------------------------------
 
 
-def lack_links(rank: int, hosts: Hosts, lack: str) -> Any:
+def lack_links(rank, hosts, lack):
     logging.basicConfig(level=logging.WARNING)
     listen = host_links.LinkListener.__init__
     if lack == "unencrypted words":
         os.environ["GLOO_DEVICE_TRANSPORT"] = "TCP_TLS"
     elif lack == "a listener" and rank == 1:
-        host_links.LinkListener.__init__ = fail  # type: ignore[method-assign]
+        host_links.LinkListener.__init__ = fail
     elif lack == "descriptors" and rank == hosts.world_size - 1:
         open_files.make_room = fail
     elif lack == "a way":
         rendezvous.LINK_SECONDS = 2.0
         if rank == 0:
-            host_links.LinkListener.__init__ = (  # type: ignore[method-assign]
-                lambda self: offer_another_port(self, listen)
+            host_links.LinkListener.__init__ = lambda self: offer_another_port(
+                self, listen
             )
     model = paceline.DistributedDataParallel(Net())
     return model._session.world.uses_group, steps_of_both(model, rank)
 
 
-def offer_another_port(listener: Any, listen: Any) -> None:
+def offer_another_port(listener, listen):
     listen(listener)
     listener.offer = dataclasses.replace(listener.offer, port=9)
 
@@ -115,9 +108,7 @@ def offer_another_port(listener: Any, listen: Any) -> None:
         ("gpu", (1, 1), "unencrypted words", ""),
     ],
 )
-def test_hosts_without_links_train_by_the_group(
-    device: str, n_ranks: tuple[int, ...], lack: str, words: str, store: str
-) -> None:
+def test_hosts_without_links_train_by_the_group(device, n_ranks, lack, words, store):
     with start_on_hosts(
         lack_links, Hosts(n_ranks), store, lack, device=device
     ) as ranks:
@@ -146,9 +137,7 @@ FAILURES += [("gpu", "kill", 0, (3,)), ("gpu", "fewer", 1, (2,))]
 
 
 @pytest.mark.parametrize(("device", "how", "culprit", "n_ranks"), FAILURES)
-def test_a_rank_that_fails_is_named_on_every_host(
-    device: str, how: str, culprit: int, n_ranks: tuple[int, ...], store: str
-) -> None:
+def test_a_rank_that_fails_is_named_on_every_host(device, how, culprit, n_ranks, store):
     hosts = Hosts(n_ranks)
     began, outcomes, pids = fail_on(hosts, how, culprit, store, device=device)
     first = sum(n_ranks[: hosts.host_of(culprit)])
@@ -168,13 +157,13 @@ def test_a_rank_that_fails_is_named_on_every_host(
         assert when - began < NOTICED_SECONDS
 
 
-def stop_the_second(ranks: Ranks) -> None:
+def stop_the_second(ranks):
     ranks.signal(1, signal.SIGSTOP)
     assert ranks.hear(0) == "told"
     ranks.signal(1, signal.SIGCONT)
 
 
-def test_a_rank_that_is_stopped_is_named_at_the_deadline(store: str) -> None:
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(store):
     began, outcomes, _ = fail_on(
         Hosts((1, 1)), "stop", 1, store, stop_the_second, seconds=CUT_SECONDS
     )
@@ -187,17 +176,17 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(store: str) -> None:
 class Step:
     """A backward that no Python code is round, and whose exception C drops."""
 
-    def __init__(self, loss: torch.Tensor) -> None:
+    def __init__(self, loss):
         self.loss = loss
 
     @property
-    def gradients(self) -> None:
+    def gradients(self):
         torch.autograd.Variable._execution_engine.run_backward(
             (self.loss,), (torch.tensor(1.0),), False, False, (), True, True
         )
 
 
-def fail_unseen(rank: int, hosts: Hosts, how: str, known: str) -> Any:
+def fail_unseen(rank, hosts, how, known):
     model = paceline.DistributedDataParallel(Net())
     loss = model(torch.ones(4, 20), True).sum()
     if rank == 0:
@@ -206,7 +195,7 @@ def fail_unseen(rank: int, hosts: Hosts, how: str, known: str) -> Any:
         Path(known).touch()
         return str(error.value)
 
-    def run() -> None:
+    def run():
         assert not hasattr(Step(loss), "gradients")
         until = time.monotonic() + NOTICED_SECONDS
         while not os.path.exists(known) and time.monotonic() < until:
@@ -214,22 +203,18 @@ def fail_unseen(rank: int, hosts: Hosts, how: str, known: str) -> Any:
 
     model.module.norm.weight.register_hook(lack_an_attribute)
     if how == "in a thread":
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+        in_threads(lambda _: run(), 1)
     else:
         run()
     return Path(known).exists()
 
 
-def lack_an_attribute(*_: Any) -> None:
+def lack_an_attribute(*_):
     raise AttributeError
 
 
 @pytest.mark.parametrize("how", ["in a thread", "in the main thread"])
-def test_an_exception_that_is_never_seen_is_told_other_hosts(
-    how: str, store: str
-) -> None:
+def test_an_exception_that_is_never_seen_is_told_other_hosts(how, store):
     known = f"{store}-known"
     text, is_known = run_on_hosts(fail_unseen, Hosts((1, 1)), store, how, known)
     assert is_known
@@ -237,7 +222,7 @@ def test_an_exception_that_is_never_seen_is_told_other_hosts(
     assert "an exception in its backward" in text
 
 
-def wrap_anew(rank: int, _: Hosts) -> Any:
+def wrap_anew(rank, _):
     model = paceline.DistributedDataParallel(Net())
     loss = model(torch.ones(4, 20), True).sum()
     with (
@@ -251,7 +236,7 @@ def wrap_anew(rank: int, _: Hosts) -> Any:
     return steps(paceline.DistributedDataParallel(module), rank)
 
 
-def fail_while_others_wait_for_buffers(rank: int, _: Hosts) -> Any:
+def fail_while_others_wait_for_buffers(rank, _):
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Net())
     x = torch.full((4, 20), 0.1 * rank)
@@ -274,8 +259,8 @@ def fail_while_others_wait_for_buffers(rank: int, _: Hosts) -> Any:
     [(wrap_anew, (1, 2)), (fail_while_others_wait_for_buffers, (2, 1))],
 )
 def test_a_step_that_failed_is_left_behind_by_a_new_wrapper_and_by_accumulation(
-    body: Any, n_ranks: tuple[int, ...], store: str
-) -> None:
+    body, n_ranks, store
+):
     first, *others = run_on_hosts(body, Hosts(n_ranks), store)
     for other in others:  # buffers are each rank's own
         pairs = zip(first, other, strict=True)
@@ -286,15 +271,13 @@ def test_a_step_that_failed_is_left_behind_by_a_new_wrapper_and_by_accumulation(
 
 
 @pytest.fixture
-def two_hosts() -> Iterator[tuple[Network, Hosts]]:
+def two_hosts():
     network, hosts = make_network((2, 2))
     yield network, hosts
     network.close()
 
 
-def test_ranks_in_namespaces_train_over_a_slow_lossy_network(
-    two_hosts: tuple[Network, Hosts], store: str
-) -> None:
+def test_ranks_in_namespaces_train_over_a_slow_lossy_network(two_hosts, store):
     network, hosts = two_hosts
     try:
         network.limit("tbf", "rate", "100mbit", "burst", "16k", "latency", "1ms")
@@ -303,9 +286,7 @@ def test_ranks_in_namespaces_train_over_a_slow_lossy_network(
     assert_trained(run_on_hosts(train, hosts, store))
 
 
-def test_a_host_that_is_cut_off_is_named_at_the_deadline(
-    two_hosts: tuple[Network, Hosts], store: str
-) -> None:
+def test_a_host_that_is_cut_off_is_named_at_the_deadline(two_hosts, store):
     network, hosts = two_hosts
     began, outcomes, _ = fail_on(
         hosts, "cut", 3, store, lambda _: network.cut(1), seconds=CUT_SECONDS

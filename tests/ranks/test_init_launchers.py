@@ -1,7 +1,5 @@
 """`paceline.init()` in processes that have what each launcher sets."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,9 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import warm
@@ -29,14 +25,12 @@ ENV = {
 }
 ENV["OMP_NUM_THREADS"] = "1"
 
-# Somebody else's port, and what test_launchers.py says of torch: tried again.
+# Somebody else's port, and what test_install_children.py says of torch: tried again.
 AGAIN = ("EADDRINUSE", "terminate called without an active exception")
 TRIES = 5
 
-Variables = dict[str, str]
 
-
-def free_port() -> int:
+def free_port():
     """Return a free port among those that `paceline.init()` derives from a job."""
     while True:
         port = random.randrange(12000, 32000)
@@ -48,10 +42,7 @@ def free_port() -> int:
             return port
 
 
-Commands = Callable[[int], list[tuple[list[str], Variables]]]
-
-
-def run_jobs(commands: Commands, *, is_real: bool = False) -> tuple[list[Any], str]:
+def run_jobs(commands, *, is_real=False):
     """Return what processes report, by rank, and what they print besides.
 
     `commands` makes them from a free port.
@@ -65,9 +56,7 @@ def run_jobs(commands: Commands, *, is_real: bool = False) -> tuple[list[Any], s
     return sorted(reports, key=lambda report: int(report["rank"])), err
 
 
-def run(
-    commands: list[tuple[list[str], Variables]], is_real: bool = False
-) -> tuple[list[int], str, str]:
+def run(commands, is_real=False):
     """Run commands side by side."""
     start = subprocess.Popen if is_real else warm.Popen
     running = [
@@ -89,9 +78,7 @@ def run(
     return codes, "".join(out for out, _ in printed), "".join(err for _, err in printed)
 
 
-def run_ranks_with(
-    variables: Callable[[int, int], Variables], n_ranks: int = 2
-) -> tuple[list[Any], str]:
+def run_ranks_with(variables, n_ranks=2):
     """Start each rank with variables made from the rank and a free port."""
     return run_jobs(
         lambda port: [
@@ -100,9 +87,7 @@ def run_ranks_with(
     )
 
 
-def check_world(
-    reports: list[dict[str, Any]], err: str, launcher: str, n_hosts: int = 1
-) -> None:
+def check_world(reports, err, launcher, n_hosts=1):
     """Check that all ranks are in one world, and average their gradients."""
     size = len(reports)
     mean = sum(range(size)) / size
@@ -123,11 +108,11 @@ def check_world(
     assert line in err
 
 
-def local_ranks(reports: list[dict[str, Any]]) -> list[int]:
+def local_ranks(reports):
     return [report["local_rank"] for report in reports]
 
 
-def test_torchrun_makes_a_world() -> None:
+def test_torchrun_makes_a_world():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", JOB]
     reports, err = run_jobs(lambda port: [(command, {})], is_real=True)
@@ -159,17 +144,17 @@ WORDS = {
 }
 
 
-def variables_of(launcher: str, rank: int, port: int) -> Variables:
+def variables_of(launcher, rank, port):
     """Return what a launcher sets for a rank."""
     words = WORDS[launcher].format(rank=rank, port=port, job=port - 12000)
     return dict(word.split("=") for word in words.split())
 
 
 @pytest.mark.parametrize("launcher", WORDS)
-def test_ranks_with_the_variables_of_a_launcher_make_a_world(launcher: str) -> None:
+def test_ranks_with_the_variables_of_a_launcher_make_a_world(launcher):
     ports = []
 
-    def note_port(rank: int, port: int) -> Variables:
+    def note_port(rank, port):
         ports.append(str(port))
         return variables_of(launcher, rank, port)
 
@@ -188,7 +173,7 @@ def test_ranks_with_the_variables_of_a_launcher_make_a_world(launcher: str) -> N
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun")
-def test_a_real_mpirun_makes_a_world() -> None:
+def test_a_real_mpirun_makes_a_world():
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     root["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     command = ["mpirun", "-n", "2", sys.executable, JOB]
@@ -199,36 +184,7 @@ def test_a_real_mpirun_makes_a_world() -> None:
     assert reports[0]["launcher"] in ("openmpi", "mpich")
 
 
-def test_a_cluster_of_tensorflow_makes_a_world() -> None:
-    tasks = [("chief", 0), ("worker", 0), ("evaluator", 0)]
-
-    def variables(number: int, port: int) -> Variables:
-        kind, index = tasks[number]
-        cluster = {
-            "chief": [f"127.0.0.1:{port}"],
-            "worker": ["127.0.0.1:1"],
-            "evaluator": ["127.0.0.1:2"],
-        }
-        task = {"type": kind, "index": index}
-        return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
-
-    (evaluator, *reports), err = run_ranks_with(variables, 3)
-    lines = [line for line in err.splitlines(True) if "evaluator" not in line]
-    check_world(reports, "".join(lines), "tf_config")
-    assert local_ranks(reports) == [0, 1]
-    assert evaluator == {
-        "rank": -1,
-        "world_size": 2,
-        "local_rank": 2,
-        "device": "cpu",
-        "launcher": "tf_config",
-        "is_same": True,
-        "is_initialized": False,
-        "environ": {},
-    }
-
-
-def test_local_ranks_are_counted_by_host() -> None:
+def test_local_ranks_are_counted_by_host():
     reports, err = run_ranks_with(
         lambda rank, port: {
             **variables_of("environment", rank, port),
@@ -240,7 +196,7 @@ def test_local_ranks_are_counted_by_host() -> None:
 
 
 @pytest.mark.parametrize("variables", [{}, {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}])
-def test_a_plain_process_is_a_world_of_its_own(variables: Variables) -> None:
+def test_a_plain_process_is_a_world_of_its_own(variables):
     (report,), err = run_jobs(lambda port: [([sys.executable, JOB], variables)])
     assert report == {
         "rank": 0,
@@ -268,7 +224,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_rank_that_meets_no_other_says_where_it_waited() -> None:
+def test_a_rank_that_meets_no_other_says_where_it_waited():
     ports = [free_port(), free_port()]
     ranks = [
         ([sys.executable, "-c", ALONE], variables_of("slurm", rank, port))

@@ -13,7 +13,6 @@ from pathlib import Path
 import paceline
 import pytest
 from support.prints import without_gloo
-from test_launchers import run_until_torch_survives
 
 SECONDS = 120
 # Whether the import of torch is hooked: a question that costs no import of torch.
@@ -454,20 +453,25 @@ dist.destroy_process_group()
 """
 
 
+# Gloo's threads outlive their group, and now and then torch aborts a process that ends
+# among them, with paceline or without: such a run tells nothing.
+TORCH_ABORTS = "terminate called without an active exception"
+TRIES = 5
+
+
 def test_torchrun_runs_it_as_a_module_and_again_after_a_failure(here):
     write(here / "package/train.py", TRAIN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "paceline", "-m", "package.train", "word"]
-
-    def start():
+    for _ in range(TRIES):
         for store in here.glob("store*"):
             store.unlink()
-        done = python(*command[1:])
-        return [done.returncode], done.stdout, done.stderr
-
-    out, _ = run_until_torch_survives(start)
-    assert sorted(re.findall(r"rank .*", out)) == [
+        done = python(*command)
+        if TORCH_ABORTS not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"rank .*", done.stdout)) == [
         f"rank {rank} round 1 paceline [[3.0, 3.0]] __main__ ['word']"
         for rank in (0, 1)
     ]

@@ -5,13 +5,8 @@ autograd engine runs: there, and nowhere else in a backward, Python raises what 
 has left behind.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import paceline
 import pytest
@@ -27,16 +22,16 @@ MOST_CALLS = 60  # of Python functions in one backward; the tests see that it su
 class Interrupts:
     """Raises KeyboardInterrupt at the n-th Python function of a backward."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n):
         self.n = n
         self.n_calls = 0
         self._is_in_engine = False
 
-    def begin(self, _: torch.Tensor) -> None:
+    def begin(self, _):
         """Hook of an output: the engine runs."""
         self._is_in_engine = True
 
-    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+    def _profile(self, frame, event, _):
         if event != "call" or not self._is_in_engine:
             return
         self.n_calls += 1
@@ -45,7 +40,7 @@ class Interrupts:
             raise KeyboardInterrupt(frame.f_code.co_name)
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def on(self):
         sys.setprofile(self._profile)
         try:
             yield
@@ -56,12 +51,12 @@ class Interrupts:
 class Table(nn.Module):
     """An embedding whose gradient is sparse, be it said by the module or not."""
 
-    def __init__(self, is_declared: bool) -> None:
+    def __init__(self, is_declared):
         super().__init__()
         self.table = nn.Embedding(12, 3, sparse=is_declared)
         self.out = nn.Linear(3, 2)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         found = functional.embedding(rows, self.table.weight, sparse=True)
         return self.out(found.sum(1))
 
@@ -69,22 +64,22 @@ class Table(nn.Module):
 class Normed(nn.Module):
     """A model with buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
         self.out = nn.Linear(3, 2)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         return self.out(self.norm(rows[:, :3].float()))
 
 
-def mean_by_group(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+def mean_by_group(_, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     future = work.get_future()
     return future.then(lambda done: done.value()[0] / dist.get_world_size())
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+MODELS = {
     "sparse rows": lambda: Table(is_declared=True),
     "rows of an undeclared table": lambda: Table(is_declared=False),
     "buffers": Normed,
@@ -94,14 +89,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 OVER = ("wrap the model anew", "no longer be in the same order")
 
 
-def train_interrupted(rank: int, n_ranks: int, kind: str, way: str) -> dict[str, Any]:
+def train_interrupted(rank, n_ranks, kind, way):
     """Take steps, each interrupted later, until one is not; say what happened."""
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(MODELS[kind]())
     if way == "hook":
         model.register_comm_hook(None, mean_by_group)
     group = dist.new_group()  # an interrupted hook leaves the default one out of step
-    told: dict[str, Any] = {"interrupted": [], "over": False, "same": []}
+    told = {"interrupted": [], "over": False, "same": []}
     for n in range(1, MOST_CALLS):
         interrupts = Interrupts(n if rank == 1 else 0)
         out = model(torch.randint(12, (4, 5)))
@@ -115,7 +110,7 @@ def train_interrupted(rank: int, n_ranks: int, kind: str, way: str) -> dict[str,
             words = f"{type(error).__name__}: {error}"
             told["interrupted"].append(words)
         mine = words, [values_of(p) for p in model.parameters()]
-        both: list[Any] = [None, None]
+        both = [None, None]
         dist.all_gather_object(both, mine, group)
         # Where rank 0 has the averages, so has rank 1, whatever its backward raised.
         told["same"].append(bool(both[0][0]) or both[0][1] == both[1][1])
@@ -125,16 +120,14 @@ def train_interrupted(rank: int, n_ranks: int, kind: str, way: str) -> dict[str,
     return told
 
 
-def values_of(parameter: nn.Parameter) -> list[float] | None:
+def values_of(parameter):
     grad = parameter.grad
     return None if grad is None else grad.detach().to_dense().flatten().tolist()
 
 
 @pytest.mark.parametrize("way", ["plain", "recorded", "hook"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_interrupt_leaves_a_step_on_both_ranks_or_on_neither(
-    kind: str, way: str
-) -> None:
+def test_an_interrupt_leaves_a_step_on_both_ranks_or_on_neither(kind, way):
     first, second = values(run_ranks(train_interrupted, 2, kind, way))
     interrupted = second["interrupted"]
     assert all(first["same"]), interrupted

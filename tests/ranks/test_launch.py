@@ -1,7 +1,5 @@
 """`paceline.launch()`: results, failures, prints, and that nothing is left."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import io
@@ -13,10 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import paceline
 import pytest
@@ -27,6 +22,7 @@ from paceline._launch import payloads, processes, ranks
 from paceline._launch.messages import Call, Failure
 from support.prints import without_gloo
 from support.processes import held_beyond, holdings, is_running, wait_until_gone
+from support.threads import in_threads
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -39,14 +35,14 @@ LONG_SECONDS = 60.0
 # inside tests are sent by value, as those of a cell.
 
 
-def rank_and(*values: Any, **more: Any) -> tuple[Any, ...]:
+def rank_and(*values, **more):
     return (dist.get_rank(), *values, more)
 
 
 # ---- results ------------------------------------------------------------------------
 
 
-def test_results_come_in_the_order_of_ranks_with_the_arguments() -> None:
+def test_results_come_in_the_order_of_ranks_with_the_arguments():
     assert paceline.launch(rank_and, 3, "a", 1, key=[2]) == [
         (rank, "a", 1, {"key": [2]}) for rank in range(3)
     ]
@@ -54,8 +50,8 @@ def test_results_come_in_the_order_of_ranks_with_the_arguments() -> None:
     assert paceline.launch(call, 1) == [(0, {"n": 1, "timeout": 2})]
 
 
-def test_ranks_have_joined_a_world_and_know_it() -> None:
-    def look() -> Any:
+def test_ranks_have_joined_a_world_and_know_it():
+    def look():
         world = paceline.init()
         total = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(total)
@@ -75,10 +71,10 @@ def test_ranks_have_joined_a_world_and_know_it() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_rank_resembles_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_resembles_its_caller(monkeypatch):
     monkeypatch.setenv("OMP_PROC_BIND", "true")  # to the same cores on all ranks
 
-    def look() -> Any:
+    def look():
         names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "HOME")
         variables = [os.environ.get(name) for name in names]
         interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -105,28 +101,22 @@ def test_a_rank_resembles_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
         (4, 64.0, 1, [4]),
     ],
 )
-def test_ranks_have_their_shares_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch,
-    n_cores: int,
-    quota: float | None,
-    n: int,
-    expected: list[int],
-) -> None:
+def test_ranks_have_their_shares_of_the_cores(monkeypatch, n_cores, quota, n, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
     monkeypatch.setattr(processes._cgroup, "cpu_quota", lambda: quota)
     assert processes._count_threads(n) == expected
 
 
-def test_a_class_made_here_is_trained_with_averaged_gradients() -> None:
+def test_a_class_made_here_is_trained_with_averaged_gradients():
     class Net(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.linear = nn.Linear(3, 1, bias=False)
 
-        def forward(self, x: torch.Tensor) -> Any:
+        def forward(self, x):
             return self.linear(x)
 
-    def train(net: nn.Module, data: torch.Tensor) -> Any:
+    def train(net, data):
         model = paceline.DistributedDataParallel(net)
         model(data[dist.get_rank() :: 2]).sum().backward()
         return net, net.get_parameter("linear.weight").grad
@@ -139,8 +129,8 @@ def test_a_class_made_here_is_trained_with_averaged_gradients() -> None:
         assert torch.equal(gradient, data.sum(0, keepdim=True) / 2)
 
 
-def test_a_group_made_by_the_user_may_follow_the_first() -> None:
-    def make_again() -> float:
+def test_a_group_made_by_the_user_may_follow_the_first():
+    def make_again():
         dist.destroy_process_group()
         store = dist.PrefixStore("again", dist.TCPStore(*address(), is_master=False))
         dist.init_process_group(
@@ -150,14 +140,14 @@ def test_a_group_made_by_the_user_may_follow_the_first() -> None:
         dist.all_reduce(total)
         return float(total)
 
-    def address() -> tuple[str, int]:
+    def address():
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     assert paceline.launch(make_again, 2) == [2.0, 2.0]
 
 
-def test_a_rank_may_return_long_before_the_others() -> None:
-    def wait_for_the_first() -> int:
+def test_a_rank_may_return_long_before_the_others():
+    def wait_for_the_first():
         if dist.get_rank() == 1:
             time.sleep(0.5)
         return dist.get_rank()
@@ -165,12 +155,12 @@ def test_a_rank_may_return_long_before_the_others() -> None:
     assert paceline.launch(wait_for_the_first, 2) == [0, 1]
 
 
-def test_exit_with_success_is_a_result_of_none() -> None:
+def test_exit_with_success_is_a_result_of_none():
     assert paceline.launch(sys.exit, 2, 0) == [None, None]
 
 
-def test_results_may_be_large_and_of_any_kind() -> None:
-    def make() -> Any:
+def test_results_may_be_large_and_of_any_kind():
+    def make():
         shared = torch.arange(300_000)
         return {"f": lambda x: x + 1, "views": (shared, shared[5:]), "none": None}
 
@@ -185,16 +175,16 @@ def test_results_may_be_large_and_of_any_kind() -> None:
 
 
 class Detailed(Exception):
-    def __init__(self, what: str, *, code: int) -> None:
+    def __init__(self, what, *, code):
         super().__init__(what)
         self.code = code
 
 
-def test_the_rank_that_raised_is_named_with_its_own_exception() -> None:
+def test_the_rank_that_raised_is_named_with_its_own_exception():
     class Own(Exception):
         pass
 
-    def fail(make: Callable[[], Exception]) -> None:
+    def fail(make):
         if dist.get_rank() == 1:
             raise make()
         dist.barrier()
@@ -214,8 +204,8 @@ def test_the_rank_that_raised_is_named_with_its_own_exception() -> None:
         assert "/_launch/" not in text  # our own frames
 
 
-def test_an_exception_that_cannot_come_here_is_told_by_its_traceback() -> None:
-    def fail() -> None:
+def test_an_exception_that_cannot_come_here_is_told_by_its_traceback():
+    def fail():
         import threading
 
         class Stuck(Exception):
@@ -229,12 +219,12 @@ def test_an_exception_that_cannot_come_here_is_told_by_its_traceback() -> None:
     assert "words" in str(caught.value)
 
 
-def test_a_rank_error_pickles_with_its_rank() -> None:
+def test_a_rank_error_pickles_with_its_rank():
     error = pickle.loads(pickle.dumps(paceline.RankError("words", 3)))
     assert (str(error), error.rank) == ("words", 3)
 
 
-def test_other_exits_are_failures() -> None:
+def test_other_exits_are_failures():
     with pytest.raises(paceline.RankError, match="raised SystemExit"):
         paceline.launch(sys.exit, 1, 3)
 
@@ -250,7 +240,7 @@ def test_other_exits_are_failures() -> None:
         ((signal.raise_signal, 1, 40), "was killed by signal 40"),
     ],
 )
-def test_the_end_of_a_rank_is_told(call: Any, words: str) -> None:
+def test_the_end_of_a_rank_is_told(call, words):
     expected = rf"^rank 0 of 1 ended early: rank 0 \(process \d+\) {words}.* while an "
     with pytest.raises(paceline.RankError, match=expected + "answer was expected"):
         paceline.launch(*call)
@@ -265,8 +255,8 @@ def test_the_end_of_a_rank_is_told(call: Any, words: str) -> None:
     ],
 )
 def test_an_interpreter_that_does_not_start_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, path: str, kind: type[Exception], words: str
-) -> None:
+    monkeypatch, path, kind, words
+):
     monkeypatch.setattr(processes, "subprocess", subprocess)  # no server of forks
     monkeypatch.setattr(processes.spawn, "get_executable", lambda: path)
     before = holdings()
@@ -276,8 +266,8 @@ def test_an_interpreter_that_does_not_start_leaves_nothing(
 
 
 @pytest.mark.parametrize("how", ["group", "model", "caught"])
-def test_a_rank_that_is_killed_is_named_and_not_who_noticed(how: str) -> None:
-    def die() -> None:
+def test_a_rank_that_is_killed_is_named_and_not_who_noticed(how):
+    def die():
         model = paceline.DistributedDataParallel(nn.Linear(4, 1))
         if dist.get_rank() == 1:
             os.kill(os.getpid(), 9)
@@ -297,12 +287,12 @@ def test_a_rank_that_is_killed_is_named_and_not_who_noticed(how: str) -> None:
     assert caught.value.rank == 1
 
 
-def outcomes(*given: Any) -> Any:
+def outcomes(*given):
     """Return a `wait` that gives these one after the other, and then has waited."""
     left = list(given)
-    waited: list[float | None] = []
+    waited = []
 
-    def wait(seconds: float | None) -> Any:
+    def wait(seconds):
         waited.append(seconds)
         return left.pop(0) if left else None
 
@@ -312,20 +302,20 @@ def outcomes(*given: Any) -> Any:
 NOTICED = (0, pickle.dumps(Failure(b"", is_consequence=True)))
 
 
-def test_a_cause_that_comes_late_is_waited_for() -> None:
+def test_a_cause_that_comes_late_is_waited_for():
     wait, waited = outcomes((2, pickle.dumps(b"")), NOTICED, (1, "killed"))
     assert [each.rank for each in ranks._collect(4, wait)] == [2, 0, 1]
     assert waited == [None, None, ranks.CAUSE_SECONDS]
 
 
-def test_a_consequence_without_a_cause_is_reported() -> None:
+def test_a_consequence_without_a_cause_is_reported():
     wait, waited = outcomes(NOTICED)
     assert [each.rank for each in ranks._collect(3, wait)] == [0]
     assert waited == [None, ranks.CAUSE_SECONDS]
 
 
-def test_who_waits_for_a_rank_that_has_returned_is_told() -> None:
-    def leave() -> None:
+def test_who_waits_for_a_rank_that_has_returned_is_told():
+    def leave():
         if dist.get_rank() == 1:
             dist.barrier()
 
@@ -333,8 +323,8 @@ def test_who_waits_for_a_rank_that_has_returned_is_told() -> None:
         paceline.launch(leave, 2)
 
 
-def test_a_failure_ends_the_other_ranks_and_their_children(tmp_path: Path) -> None:
-    def fail() -> None:
+def test_a_failure_ends_the_other_ranks_and_their_children(tmp_path):
+    def fail():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (tmp_path / str(dist.get_rank())).write_text(f"{os.getpid()} {child.pid}")
         dist.barrier()
@@ -353,20 +343,20 @@ def test_a_failure_ends_the_other_ranks_and_their_children(tmp_path: Path) -> No
 
 
 class Holder:
-    def __init__(self) -> None:
+    def __init__(self):
         self.lock = threading.Lock()
 
-    def method(self) -> None:
+    def method(self):
         pass
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_what_cannot_be_pickled_is_named():
     lock = threading.Lock()
 
-    def helper() -> None:
+    def helper():
         lock.acquire()
 
-    def outer() -> None:
+    def outer():
         helper()
 
     for call, words in [
@@ -382,17 +372,15 @@ def test_what_cannot_be_pickled_is_named() -> None:
         paceline.launch(rank_and, 1, key=lock)
 
 
-def test_a_result_that_cannot_be_pickled_is_said_to_be_one() -> None:
+def test_a_result_that_cannot_be_pickled_is_said_to_be_one():
     with pytest.raises(paceline.RankError, match=r"what fn returned \(a lock\)"):
         paceline.launch(threading.Lock, 1)
 
 
-def test_what_ranks_cannot_import_is_their_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ranks_cannot_import_is_their_failure(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def work(): pass")
     monkeypatch.syspath_prepend(str(tmp_path))
-    import only_here  # type: ignore[import-not-found]
+    import only_here
 
     (tmp_path / "only_here.py").unlink()
     with pytest.raises(paceline.RankError, match="No module named 'only_here'"):
@@ -409,18 +397,18 @@ def test_what_ranks_cannot_import_is_their_failure(
         ((3, 2), TypeError, "fn is of type int"),
     ],
 )
-def test_wrong_arguments_are_errors(args: Any, kind: Any, words: str) -> None:
+def test_wrong_arguments_are_errors(args, kind, words):
     with pytest.raises(kind, match=words):
         paceline.launch(*args)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_a_backend_of_gpus_needs_gpus() -> None:
+def test_a_backend_of_gpus_needs_gpus():
     with pytest.raises(RuntimeError, match="torch sees no GPU"):
         paceline.launch(rank_and, 1, backend="nccl")
 
 
-def test_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_rank_for_each_gpu(monkeypatch):
     assert launch_module._count_ranks(None, "gloo") == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -431,8 +419,8 @@ def test_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         launch_module._count_ranks(5, None)
 
 
-def test_a_timeout_is_that_of_the_group() -> None:
-    def seconds() -> float:
+def test_a_timeout_is_that_of_the_group():
+    def seconds():
         from paceline._compat import torch_groups
 
         return torch_groups.group_timeout_seconds(torch_groups.default_group())
@@ -444,33 +432,22 @@ def test_a_timeout_is_that_of_the_group() -> None:
 # ---- where it is called -------------------------------------------------------------
 
 
-def test_a_rank_cannot_launch_others() -> None:
+def test_a_rank_cannot_launch_others():
     with pytest.raises(paceline.RankError, match=r"called in rank \d of 2") as caught:
         paceline.launch(paceline.launch, 2, rank_and)
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_threads_may_launch_side_by_side() -> None:
-    found: dict[int, Any] = {}
-
-    def run(k: int) -> None:
-        found[k] = paceline.launch(rank_and, 2, k)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {k: [(0, k, {}), (1, k, {})] for k in range(2)}
+def test_threads_may_launch_side_by_side():
+    found = in_threads(lambda k: paceline.launch(rank_and, 2, k), 2)
+    assert found == [[(0, k, {}), (1, k, {})] for k in range(2)]
 
 
-def test_variables_of_another_launcher_do_not_reach_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_of_another_launcher_do_not_reach_ranks(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "7")  # half-set
 
-    def find() -> Any:
+    def find():
         return os.environ["RANK"], dist.is_torchelastic_launched()
 
     assert paceline.launch(find, 1) == [("0", False)]
@@ -479,10 +456,8 @@ def test_variables_of_another_launcher_do_not_reach_ranks(
 # ---- prints -------------------------------------------------------------------------
 
 
-def test_prints_arrive_where_the_caller_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def speak() -> None:
+def test_prints_arrive_where_the_caller_prints(capsys):
+    def speak():
         rank = dist.get_rank()
         for turn in range(2):
             dist.barrier()
@@ -502,10 +477,8 @@ def test_prints_arrive_where_the_caller_prints(
     assert sorted(err) == ["[rank 1] é of 1", "é of 0"]
 
 
-def test_prints_before_a_failure_arrive_before_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail() -> None:
+def test_prints_before_a_failure_arrive_before_it(capsys):
+    def fail():
         print("last words")
         raise ValueError
 
@@ -514,10 +487,8 @@ def test_prints_before_a_failure_arrive_before_it(
     assert without_gloo(capsys.readouterr().out) == "last words\n"
 
 
-def test_ranks_that_print_much_are_not_stopped(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def shout() -> None:
+def test_ranks_that_print_much_are_not_stopped(capsys):
+    def shout():
         for k in range(40_000):
             print(k, "x" * 40)
         print("y" * 3_000_000)
@@ -530,9 +501,7 @@ def test_ranks_that_print_much_are_not_stopped(
     assert sum(line.count("y") for line in lines) == 6_000_000
 
 
-def test_a_progress_bar_of_the_first_rank_moves(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_progress_bar_of_the_first_rank_moves(capsys):
     read, write = os.pipe()
     os.set_blocking(read, False)
     pipe = processes._Output(read, "stdout", "")
@@ -550,13 +519,13 @@ def test_a_progress_bar_of_the_first_rank_moves(
 # ---- nothing is left ----------------------------------------------------------------
 
 
-def fail_on(rank: int) -> str:
+def fail_on(rank):
     if dist.get_rank() == rank:
         raise ValueError
     return os.environ["MASTER_PORT"]
 
 
-def test_nothing_is_left_of_launches_that_return_and_that_fail() -> None:
+def test_nothing_is_left_of_launches_that_return_and_that_fail():
     paceline.launch(fail_on, 1, -1)
     before = holdings()
     errors = []
@@ -572,7 +541,7 @@ def test_nothing_is_left_of_launches_that_return_and_that_fail() -> None:
     assert held_beyond(before, LONG_SECONDS) == []
 
 
-def test_ranks_that_are_ended_while_they_start_leave_nothing() -> None:
+def test_ranks_that_are_ended_while_they_start_leave_nothing():
     before, pids = holdings(), []
     call = Call(payloads.pack_call(print, ("too late",), {}), "gloo", None, {}, [""])
     for _ in range(8):
@@ -584,15 +553,15 @@ def test_ranks_that_are_ended_while_they_start_leave_nothing() -> None:
     assert wait_until_gone(pids, 0.0) == []
 
 
-def test_an_interrupt_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_ranks_and_leaves_nothing(tmp_path):
     paceline.launch(fail_on, 1, -1)
     before = holdings()
 
-    def hang() -> None:
+    def hang():
         (tmp_path / str(dist.get_rank())).write_text(str(os.getpid()))
         time.sleep(600)
 
-    def interrupt() -> None:
+    def interrupt():
         paths = [tmp_path / k for k in "01"]
         while not all(path.exists() and path.read_text() for path in paths):
             time.sleep(0.01)
@@ -606,7 +575,7 @@ def test_an_interrupt_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
     assert held_beyond(before, LONG_SECONDS) == []
 
 
-def test_what_was_packed_is_unpacked_on_the_cpu() -> None:
+def test_what_was_packed_is_unpacked_on_the_cpu():
     assert payloads.unpack(payloads.pack({"a": (1, None)})) == {"a": (1, None)}
     grown = torch.ones(2, requires_grad=True) * 2
     assert payloads.unpack(payloads.pack(grown)).requires_grad

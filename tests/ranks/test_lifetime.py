@@ -1,14 +1,10 @@
 """What a wrapper leaves behind: hooks, descriptors, memory, children."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import paceline
 import pytest
@@ -21,29 +17,29 @@ from torch.utils.data import DataLoader, TensorDataset
 N_CYCLES = 20
 
 
-def make_module() -> torch.nn.Module:
+def make_module():
     torch.manual_seed(3)
     return torch.nn.Sequential(
         torch.nn.Linear(8, 128), torch.nn.BatchNorm1d(128), torch.nn.Linear(128, 128)
     )
 
 
-def step(model: torch.nn.Module, rank: int) -> None:
+def step(model, rank):
     inputs = torch.arange(32.0).reshape(4, 8).remainder(5.0) + rank
     model(inputs).sum().backward()
 
 
-def n_hooks(module: torch.nn.Module) -> list[int]:
+def n_hooks(module):
     hooks = [p._post_accumulate_grad_hooks for p in module.parameters()]
     return [len(of_one) if of_one else 0 for of_one in hooks]
 
 
-def n_descriptors() -> int:
+def n_descriptors():
     gc.collect()
     return len(descriptors())
 
 
-def wrap_again_and_again(rank: int, n_ranks: int) -> dict[str, Any]:
+def wrap_again_and_again(rank, n_ranks):
     module = make_module()
     step(paceline.DistributedDataParallel(module), rank)  # torch's lazy descriptors
     gc.collect()
@@ -56,14 +52,10 @@ def wrap_again_and_again(rank: int, n_ranks: int) -> dict[str, Any]:
         hooks.append(n_hooks(module))
         step(module, rank)  # the bare module trains on
     module.zero_grad()
-    return {
-        "hooks": hooks,
-        "more": n_descriptors() - before,
-        "maps": shared_mappings(),
-    }
+    return {"hooks": hooks, "more": n_descriptors() - before, "maps": shared_mappings()}
 
 
-def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else() -> None:
+def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else():
     for value in values(run_ranks(wrap_again_and_again, 2)):
         assert value["hooks"] == N_CYCLES * [[1] * 6, [0] * 6]
         assert value["more"] == 0
@@ -73,33 +65,7 @@ def test_wrapping_again_leaves_one_set_of_hooks_and_nothing_else() -> None:
 # ---- ranks that do something alone ---------------------------------------------------
 
 
-def evaluate_on_rank_0(rank: int, n_ranks: int) -> torch.Tensor:
-    model = paceline.DistributedDataParallel(make_module())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for epoch in range(3):
-        model.train()
-        for _ in range(3):
-            optimizer.zero_grad()
-            step(model, rank + epoch)
-            optimizer.step()
-        if rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(torch.ones(2, 8))
-            model(torch.ones(2, 8))  # a graph that nobody runs backward
-            model.state_dict()
-    return model.module[2].weight.detach().clone()
-
-
-def test_rank_0_evaluates_alone() -> None:
-    first, second = values(run_ranks(evaluate_on_rank_0, 2))
-    assert torch.equal(first, second)
-
-
-Held = list[torch.nn.Module]  # with the one wrapper: an empty list has let go of it
-
-
-def fork_children(rank: int, n_ranks: int) -> list[tuple[int, bool, int]]:
+def fork_children(rank, n_ranks):
     """Fork a child for each way of its end; return how they and this rank fare."""
     held = [paceline.DistributedDataParallel(make_module())]
     step(held[0], rank)
@@ -120,29 +86,29 @@ def fork_children(rank: int, n_ranks: int) -> list[tuple[int, bool, int]]:
     return found
 
 
-def evaluate(held: Held) -> None:
+def evaluate(held):
     with torch.no_grad():
         held[0](torch.ones(4, 8))
     held[0].state_dict()
 
 
-def use_the_wrapper(held: Held) -> None:
+def use_the_wrapper(held):
     with pytest.raises(RuntimeError, match="forked from rank"):
         step(held[0], 0)
     with pytest.raises(RuntimeError, match=r"is no rank itself|mat1 and mat2"):
         held[0](torch.ones(1, 1))
 
 
-def write_gradients(held: Held) -> None:
+def write_gradients(held):
     for parameter in held[0].parameters():
         parameter.grad.add_(1.0)
 
 
-def train_the_bare_model(held: Held) -> None:
+def train_the_bare_model(held):
     step(held[0].module, 0)
 
 
-def collect(held: Held) -> None:
+def collect(held):
     parameters = list(held[0].parameters())
     gradients = [p.grad.clone() for p in parameters]
     held.clear()
@@ -159,7 +125,7 @@ def collect(held: Held) -> None:
 ENDS = [evaluate, use_the_wrapper, write_gradients, train_the_bare_model, collect]
 
 
-def run_child(held: Held, end: Callable[[Held], None]) -> None:
+def run_child(held, end):
     """Do in a forked child what an ordinary child does; never return."""
     code = 3
     try:
@@ -173,12 +139,12 @@ def run_child(held: Held, end: Callable[[Held], None]) -> None:
         os._exit(code)
 
 
-def test_forked_children_leave_their_rank_and_its_gradients_alone() -> None:
+def test_forked_children_leave_their_rank_and_its_gradients_alone():
     for found in values(run_ranks(fork_children, 2)):
         assert found == [(0, True, 0)] * len(ENDS)
 
 
-def train_with_workers(rank: int, n_ranks: int, start: str) -> torch.Tensor:
+def train_with_workers(rank, n_ranks, start):
     # Made before and after the wrapper; their processes end in the middle of training.
     data = TensorDataset(torch.arange(256.0).reshape(32, 8))
     model = paceline.DistributedDataParallel(make_module())
@@ -196,11 +162,11 @@ def train_with_workers(rank: int, n_ranks: int, start: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     "start", ["fork", pytest.param("spawn", marks=pytest.mark.long)]
 )
-def test_dataloader_workers_come_and_go(start: str) -> None:
+def test_dataloader_workers_come_and_go(start):
     first, second = values(run_ranks(train_with_workers, 2, start, timeout=120))
     assert torch.equal(first, second)
 
 
-def test_nothing_is_left_in_shared_memory() -> None:
+def test_nothing_is_left_in_shared_memory():
     assert shared_names() == []
     assert not list(Path("/tmp").glob("*paceline-*.sock"))

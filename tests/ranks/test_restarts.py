@@ -1,14 +1,11 @@
 """Training goes on where ranks and hosts have been killed: the example, for real."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,16 +31,14 @@ JOIN_SECONDS = 20.0  # until a torchrun that starts has been seen by another
 class Training:
     """The example under torchrun, with files of its own."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder, *options):
         folder.mkdir()
         self.checkpoint = folder / "checkpoint.pt"
         self.losses_file = folder / "losses"
         self.options = options
 
     @contextmanager
-    def launched(
-        self, namespace: str = "", *options: str
-    ) -> Iterator[subprocess.Popen[str]]:
+    def launched(self, namespace="", *options):
         """Start torchrun, on that host; it and its ranks are gone at the end."""
         command = [sys.executable, "-m", "torch.distributed.run", *self.options]
         command += options
@@ -59,22 +54,22 @@ class Training:
             text=True,
             start_new_session=True,
         ) as process:
-            ranks: set[int] = set()
-            process.ranks = ranks  # type: ignore[attr-defined]
+            ranks = set()
+            process.ranks = ranks
             try:
                 yield process
             finally:
                 for pid in {*ranks, *ranks_of(process.pid), process.pid}:
                     end(pid)
 
-    def run(self) -> str:
+    def run(self):
         """Run it to its end; return what it said."""
         with self.launched() as process:
             said, _ = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, said
         return said
 
-    def losses(self) -> dict[int, float]:
+    def losses(self):
         """Return the loss of each step, as it was computed last."""
         if not self.losses_file.exists():
             return {}
@@ -82,7 +77,7 @@ class Training:
         rows = [json.loads(line) for line in lines if line.endswith("\n")]
         return {row["step"]: row["loss"] for row in rows}
 
-    def await_step(self, step: int, process: subprocess.Popen[str]) -> None:
+    def await_step(self, step, process):
         """Return when the step is done."""
         until = time.monotonic() + SECONDS
         while step not in self.losses():
@@ -90,14 +85,14 @@ class Training:
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.01)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         state = torch.load(self.checkpoint)
         assert state["n_steps"] == N_STEPS
-        found: dict[str, torch.Tensor] = state["model"]
+        found = state["model"]
         return found
 
 
-def ranks_of(agent: int) -> list[int]:
+def ranks_of(agent):
     """Return the processes that a torchrun has started, in the order of their ranks."""
     try:
         text = Path(f"/proc/{agent}/task/{agent}/children").read_text()
@@ -106,20 +101,20 @@ def ranks_of(agent: int) -> list[int]:
     return sorted(pid for pid in map(int, text.split()) if name_of(pid) != warm.SERVER)
 
 
-def name_of(pid: int) -> str:
+def name_of(pid):
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
         return warm.SERVER
 
 
-def end(pid: int) -> None:
+def end(pid):
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Training:
+def unbroken(tmp_path_factory):
     """Return a training with two ranks that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("unbroken") / "run"
     training = Training(folder, "--standalone", "--nproc-per-node", "2")
@@ -129,8 +124,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def test_training_goes_on_after_killed_ranks_as_if_nothing_had_happened(
-    unbroken: Training, tmp_path: Path
-) -> None:
+    unbroken, tmp_path
+):
     options = "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"
     broken = Training(tmp_path / "run", *options)
     with broken.launched() as process:
@@ -148,9 +143,7 @@ def test_training_goes_on_after_killed_ranks_as_if_nothing_had_happened(
 
 
 @pytest.mark.hand  # torchrun waits half a minute for hosts that may still come
-def test_training_goes_on_where_a_host_is_killed_and_another_joins(
-    unbroken: Training, tmp_path: Path
-) -> None:
+def test_training_goes_on_where_a_host_is_killed_and_another_joins(unbroken, tmp_path):
     network, hosts = make_network((1, 1))
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5"]
     options += ["--rdzv-backend", "c10d", "--rdzv-id", "restarts"]

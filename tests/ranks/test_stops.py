@@ -1,19 +1,15 @@
 """Ranks that are slow, stopped, interrupted, or done before the others."""
 
-from __future__ import annotations
-
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import paceline
 import pytest
 import torch
 import torch.distributed as dist
 from support.processes import is_asleep
-from support.ranks import Ranks, start_ranks, tell, values
+from support.ranks import start_ranks, tell, values
 from support.waiting import until
 
 DEADLINE = 1.5
@@ -21,16 +17,16 @@ SLACK_SECONDS = 20.0  # on a loaded machine
 ENV = {"PACELINE_TIMEOUT": str(DEADLINE)}
 
 
-def make_model() -> torch.nn.Module:
+def make_model():
     layers = [torch.nn.Linear(32, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128)]
     return paceline.DistributedDataParallel(torch.nn.Sequential(*layers))
 
 
-def step(model: torch.nn.Module) -> None:
+def step(model):
     model(torch.randn(8, 32)).sum().backward()
 
 
-def end_of(body: Callable[[], None]) -> tuple[str, str, float]:
+def end_of(body):
     """Return how work ends: an error's kind and words, and when; tell the test."""
     kind = words = ""
     try:
@@ -42,16 +38,13 @@ def end_of(body: Callable[[], None]) -> tuple[str, str, float]:
     return kind, words, when
 
 
-# ---- stopped by a signal ------------------------------------------------------------
-
-
-def train_until_told(rank: int, n_ranks: int, file: Path) -> Any:
+def train_until_told(rank, n_ranks, file):
     """Train until there is a file; all ranks take the same number of steps."""
     model = make_model()
     group = dist.new_group()
     n_steps = 0
 
-    def train() -> None:
+    def train():
         nonlocal n_steps
         is_over = torch.zeros(1)
         while not is_over.item():
@@ -66,14 +59,14 @@ def train_until_told(rank: int, n_ranks: int, file: Path) -> Any:
     return end_of(train), n_steps
 
 
-def hear_all(ranks: Ranks, but: int = -1) -> None:
+def hear_all(ranks, but=-1):
     for rank in range(len(ranks.pids)):
         if rank != but:
             ranks.hear(rank)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_at_the_deadline(victim: int) -> None:
+def test_a_stopped_rank_is_named_at_the_deadline(victim):
     with start_ranks(train_until_told, 3, Path("never"), env=ENV) as ranks:
         hear_all(ranks)
         stopped_at = ranks.signal(victim, signal.SIGSTOP)
@@ -88,7 +81,7 @@ def test_a_stopped_rank_is_named_at_the_deadline(victim: int) -> None:
             assert "beyond the deadline" in words
 
 
-def test_a_short_stop_is_waited_for(tmp_path: Path) -> None:
+def test_a_short_stop_is_waited_for(tmp_path):
     file = tmp_path / "agreed"
     with start_ranks(train_until_told, 2, file, env=ENV) as ranks:
         hear_all(ranks)
@@ -101,10 +94,7 @@ def test_a_short_stop_is_waited_for(tmp_path: Path) -> None:
     assert n_first == n_second
 
 
-# ---- Ctrl-C -------------------------------------------------------------------------
-
-
-def wait_for_an_interrupt(rank: int, n_ranks: int, file: Path) -> Any:
+def wait_for_an_interrupt(rank, n_ranks, file):
     model = make_model()
     step(model)
     if rank != 0:
@@ -113,7 +103,7 @@ def wait_for_an_interrupt(rank: int, n_ranks: int, file: Path) -> Any:
     return end_of(lambda: step(model))
 
 
-def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_wait_before_the_other_rank_comes(tmp_path):
     file = tmp_path / "interrupted"
     with start_ranks(
         wait_for_an_interrupt, 2, file, group_timeout=20.0, timeout=60.0

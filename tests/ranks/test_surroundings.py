@@ -1,7 +1,5 @@
 """What the operating system may withhold: pidfds, /proc, shared memory, descriptors."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import logging

@@ -183,16 +183,6 @@ def test_a_reader_that_is_killed_leaves_the_job_alone(job):
     assert (n_steps, grad) == other
 
 
-def test_what_a_killed_rank_leaves_goes_when_somebody_looks(job):
-    ranks, folder = job
-    assert len(files(folder)) == 2
-    ranks.kill(0)
-    ranks.kill(1)
-    ranks.wait()
-    assert until(lambda: not top(folder)["jobs"])
-    assert files(folder) == []
-
-
 def end_well(rank, _):
     """Train in a child, which ends as a script does; return what it has left."""
     folder = Path(os.environ["PACELINE_RECORDER"])
