@@ -78,12 +78,10 @@ def run(commands, is_real=False):
     return codes, "".join(out for out, _ in printed), "".join(err for _, err in printed)
 
 
-def run_ranks_with(variables, n_ranks=2):
-    """Start each rank with variables made from the rank and a free port."""
+def run_ranks_with(variables):
+    """Start two ranks with variables made from the rank and a free port."""
     return run_jobs(
-        lambda port: [
-            ([sys.executable, JOB], variables(rank, port)) for rank in range(n_ranks)
-        ]
+        lambda port: [([sys.executable, JOB], variables(rank, port)) for rank in (0, 1)]
     )
 
 

@@ -332,7 +332,7 @@ def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = MemoryError, "^no room for a gradient"
     if ranks.rank != 1:
-        words = "the step of rank 1 failed(?s:.*)no room for a gradient"
+        words = r"the step of rank 1\b.* failed(?s:.*)no room for a gradient"
         told = paceline.PeerError, f"^rank {ranks.rank}: {words}"
     for step in range(bad + 4):
         optimizer.zero_grad()
