@@ -23,19 +23,12 @@ def names(pairs):
 
 
 def test_parameters_and_buffers_come_in_the_order_of_registration():
-    model = Model.of(Net())
-    assert names(model.parameters) == [
-        "first.weight",
-        "first.bias",
-        "norm.weight",
-        "norm.bias",
-        "last.weight",
-    ]
-    assert names(model.buffers) == [
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    ]
+    net = Net()
+    model = Model.of(net)
+    assert names(model.parameters) == [name for name, _ in net.named_parameters()]
+    assert names(model.buffers) == [name for name, _ in net.named_buffers()]
+    expected = [*net.parameters(), *net.buffers()]
+    assert [id(t) for t in model.tensors()] == [id(t) for t in expected]
 
 
 def test_frozen_parameters_are_collected_but_not_trainable():
@@ -46,70 +39,36 @@ def test_frozen_parameters_are_collected_but_not_trainable():
     assert model.trainable == [net.norm.weight, net.norm.bias, net.last.weight]
 
 
-def test_a_shared_parameter_counts_once():
+def test_what_is_shared_counts_once():
     net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     net["b"].weight = net["a"].weight
+    net["a"].register_buffer("kept", torch.zeros(2))
+    net["b"].register_buffer("same", net["a"].kept)
     assert names(Model.of(net).parameters) == ["a.weight", "a.bias", "b.bias"]
-
-
-def test_a_shared_module_counts_once():
+    assert names(Model.of(net).buffers) == ["a.kept"]
     part = nn.BatchNorm1d(2)
     model = Model.of(nn.Sequential(part, part))
     assert names(model.parameters) == ["0.weight", "0.bias"]
     assert len(model.buffers) == 3
 
 
-def test_a_shared_buffer_counts_once():
-    net = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    shared = torch.zeros(2)
-    net[0].register_buffer("kept", shared)
-    net[1].register_buffer("same", shared)
-    assert names(Model.of(net).buffers) == ["0.kept"]
-
-
-def test_buffers_that_are_none_are_left_out():
+def test_buffers_that_are_not_saved_are_collected_and_those_that_are_none_are_not():
     net = nn.BatchNorm1d(2, track_running_stats=False)
     net.register_buffer("nothing", None)
     assert Model.of(net).buffers == []
-
-
-def test_buffers_that_are_not_saved_are_still_collected():
-    net = nn.Linear(1, 1)
     net.register_buffer("cache", torch.zeros(3), persistent=False)
-    assert names(Model.of(net).buffers) == ["cache"]
-
-
-def test_a_buffer_is_found_again_after_its_tensor_was_replaced():
-    net = nn.Linear(1, 1)
-    net.register_buffer("kept", torch.zeros(1))
     ((_, owner, name),) = Model.of(net).buffers
-    net.kept = torch.ones(1)
-    assert owner[name] is net.kept
+    net.cache = torch.ones(1)
+    assert owner[name] is net.cache  # found again after it was replaced
 
 
 def test_ignored_names_are_left_out():
     net = Net()
-    net._ddp_params_and_buffers_to_ignore = [
-        "first.weight",
-        "norm.running_mean",
-        "none",
-    ]
+    ignored = ["first.weight", "norm.running_mean", "none"]
+    net._ddp_params_and_buffers_to_ignore = ignored
     model = Model.of(net)
     assert "first.weight" not in names(model.parameters)
     assert names(model.buffers) == ["norm.running_var", "norm.num_batches_tracked"]
-
-
-def test_ignored_names_may_be_set_by_the_way_of_torch():
-    net = Net()
-    torch_ddp = nn.parallel.DistributedDataParallel
-    torch_ddp._set_params_and_buffers_to_ignore_for_model(net, ["last.weight"])
-    assert "last.weight" not in names(Model.of(net).parameters)
-
-
-def test_all_tensors_are_parameters_then_buffers():
-    net = Net()
-    expected = [*net.parameters(), *net.buffers()]
-    assert [id(t) for t in Model.of(net).tensors()] == [id(t) for t in expected]
 
 
 # ---- what cannot be wrapped ---------------------------------------------------------
@@ -122,64 +81,54 @@ def test_a_plain_model_passes_the_checks():
     model.check_supported(net)
 
 
-@pytest.mark.parametrize(
-    "net", [nn.ReLU(), nn.Linear(1, 1).requires_grad_(False)], ids=["none", "frozen"]
-)
-def test_no_trainable_parameter_is_an_error_in_the_words_of_torch(net):
-    with pytest.raises(RuntimeError, match="doesn't have any parameter that requires"):
-        Model.of(net).check()
-
-
-def test_ignoring_every_parameter_leaves_none_to_train():
+def with_buffer(tensor):
     net = nn.Linear(1, 1)
-    net._ddp_params_and_buffers_to_ignore = ["weight", "bias"]
-    with pytest.raises(RuntimeError) as caught:
-        Model.of(net).check()
-    assert str(caught.value).startswith(NO_GRADIENT)
+    net.register_buffer("odd", tensor)
+    return net
 
 
-@pytest.mark.parametrize(
-    ("net", "name"),
-    [
-        (nn.LazyLinear(2), "weight"),
-        (nn.Sequential(nn.Linear(1, 1), nn.LazyBatchNorm1d()), "1.weight"),
-        (nn.LazyBatchNorm1d(affine=False), "running_mean"),
-    ],
-)
-def test_a_lazy_tensor_is_named(net, name):
-    with pytest.raises(RuntimeError, match=rf"uninitialized parameters.*'{name}'"):
+def ignoring(net, *names):
+    net._ddp_params_and_buffers_to_ignore = list(names)
+    return net
+
+
+LAZY = "uninitialized parameters.*"
+FAR = nn.Linear(1, 1, device="meta")
+WRONG = [
+    (nn.ReLU(), RuntimeError, NO_GRADIENT),
+    (nn.Linear(1, 1).requires_grad_(False), RuntimeError, NO_GRADIENT),
+    (ignoring(nn.Linear(1, 1), "weight", "bias"), RuntimeError, NO_GRADIENT),
+    (nn.LazyLinear(2), RuntimeError, f"{LAZY}'weight'"),
+    (nn.Sequential(nn.Linear(1, 1), nn.LazyBatchNorm1d()), RuntimeError, LAZY + "'1.w"),
+    (nn.LazyBatchNorm1d(affine=False), RuntimeError, f"{LAZY}'running_mean'"),
+    (FAR, NotImplementedError, "'weight' is a .* on device meta"),
+    (
+        nn.Sequential(nn.Linear(1, 1), FAR),
+        ValueError,
+        r"same type of devices.*\['cpu', 'meta'\]",
+    ),
+    (
+        with_buffer(torch.zeros(1, device="meta")),
+        NotImplementedError,
+        "'odd' is a .* on device meta",
+    ),
+    (
+        with_buffer(torch.eye(2).to_sparse()),
+        NotImplementedError,
+        r"'odd' is a torch\.sparse_coo",
+    ),
+]
+
+
+@pytest.mark.parametrize(("net", "kind", "words"), WRONG)
+def test_what_cannot_be_wrapped_is_named_in_the_words_of_torch(net, kind, words):
+    with pytest.raises(kind, match=words):
         Model.of(net).check()
 
 
 def test_an_ignored_lazy_parameter_is_no_error():
     net = nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1))
-    net._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]
-    Model.of(net).check()
-
-
-def test_a_parameter_on_another_device_is_named_with_the_device():
-    with pytest.raises(NotImplementedError, match=r"'weight' is a .* on device meta"):
-        Model.of(nn.Linear(1, 1, device="meta")).check()
-
-
-def test_parameters_on_several_devices_are_an_error_in_the_words_of_torch():
-    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match=r"same type of devices.*\['cpu', 'meta'\]"):
-        Model.of(net).check()
-
-
-def test_a_buffer_on_another_device_is_named():
-    net = nn.Linear(1, 1)
-    net.register_buffer("far", torch.zeros(1, device="meta"))
-    with pytest.raises(NotImplementedError, match=r"'far' is a .* on device meta"):
-        Model.of(net).check()
-
-
-def test_a_sparse_tensor_is_named():
-    net = nn.Linear(1, 1)
-    net.register_buffer("thin", torch.eye(2).to_sparse())
-    with pytest.raises(NotImplementedError, match=r"'thin' is a torch\.sparse_coo"):
-        Model.of(net).check()
+    Model.of(ignoring(net, "1.weight", "1.bias")).check()
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -189,14 +138,8 @@ def test_embeddings_declare_their_gradients_sparse(kind):
     model = Model.of(nn.Sequential(*parts))
     model.check_supported(nn.Sequential(*parts))
     assert model.sparse == [2]  # of those that are trained
-    told = [what for _, _, what in model.describe()]
-    assert [what.endswith(", sparse gradients") for what in told] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]
+    told = [what.endswith(", sparse gradients") for _, _, what in model.describe()]
+    assert told == [False, False, False, True, False]
 
 
 def test_a_weight_is_declared_sparse_if_every_module_that_has_it_says_so():
@@ -236,70 +179,39 @@ def test_a_description_has_all_that_must_agree():
     ]
 
 
-def test_values_have_no_part_in_the_digest():
-    assert Model.of(Net()).digest() == Model.of(Net()).digest()
-
-
-def changed(what):
-    net = Net()
-    if what == "name":
-        net.end = net.last
-        del net.last
-    elif what == "shape":
-        net.first = nn.Linear(2, 4)
-    elif what == "dtype":
-        net.last.double()
-    elif what == "strides":
-        net.first.weight = nn.Parameter(torch.zeros(2, 3).t())
-    elif what == "frozen":
-        net.last.requires_grad_(False)
-    elif what == "more":
-        net.more = nn.Linear(1, 1)
-    elif what == "less":
-        del net.last
-    elif what == "buffer":
-        net.norm.register_buffer("extra", torch.zeros(1))
-    elif what == "buffer dtype":
-        net.norm.running_mean = net.norm.running_mean.double()
-    return net
-
-
-CHANGES = {
-    "name": ("parameter 'last.weight'", "parameter 'end.weight'"),
-    "shape": ("shape (3, 2)", "shape (4, 2)"),
-    "dtype": ("torch.float32", "torch.float64"),
-    "strides": ("strides (2, 1)", "strides (1, 3)"),
-    "frozen": ("trainable", "frozen"),
-    "more": ("buffer 'norm.running_mean'", "parameter 'more.weight'"),
-    "less": ("parameter 'last.weight'", "buffer 'norm.running_mean'"),
-    "buffer": ("nothing", "buffer 'norm.extra'"),
-    "buffer dtype": ("torch.float32", "torch.float64"),
+CHANGES = {  # of a net, and how it then differs
+    "net.z = net.last; del net.last": "parameter 'last.weight' -> parameter 'z.weight'",
+    "net.first = nn.Linear(2, 4)": "shape (3, 2) -> shape (4, 2)",
+    "net.last.double()": "torch.float32 -> torch.float64",
+    "net.first.weight.data = torch.zeros(2, 3).t()": "strides (2, 1) -> strides (1, 3)",
+    "net.last.requires_grad_(False)": "trainable -> frozen",
+    "net.m = nn.Linear(1, 1)": "buffer 'norm.running_mean' -> parameter 'm.weight'",
+    "del net.last": "parameter 'last.weight' -> buffer 'norm.running_mean'",
+    "net.norm.register_buffer('b', torch.zeros(1))": "nothing -> buffer 'norm.b'",
+    "net.norm.running_mean = torch.zeros(3).double()": "float32 -> torch.float64",
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_each_change_changes_the_digest(what):
-    assert Model.of(changed(what)).digest() != Model.of(Net()).digest()
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_the_first_difference_is_named_with_both_sides(what):
-    plain, other = Model.of(Net()).describe(), Model.of(changed(what)).describe()
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_difference_is_in_the_digest_and_named_with_both_sides(change):
+    net = Net()
+    exec(change, {"net": net, "nn": nn, "torch": torch})
+    plain, other = Model.of(Net()), Model.of(net)
+    assert plain.digest() != other.digest()
+    descriptions = [each.describe() for each in (plain, plain, other)]
     with pytest.raises(MismatchError) as caught:
-        raise_first_difference([plain, plain, other])
+        raise_first_difference(descriptions)
     words = str(caught.value)
-    here, there = CHANGES[what]
+    here, there = CHANGES[change].split(" -> ")
     first, second = words.split(" where rank 2 has ")
     assert first.startswith("DDP expects same model across all ranks, but rank 0 has ")
     assert here in first
     assert there in second.split(" (rank 0 has ")[0]
-    assert (
-        f"rank 0 has 5 params, rank 2 has {len(Model.of(changed(what)).parameters)}"
-        in (words)
-    )
+    assert f"rank 0 has 5 params, rank 2 has {len(other.parameters)}" in words
 
 
-def test_equal_models_raise_nothing():
+def test_equal_models_raise_nothing_whatever_their_values():
+    assert Model.of(Net()).digest() == Model.of(Net()).digest()
     raise_first_difference([Model.of(Net()).describe()] * 3)
 
 
