@@ -13,13 +13,13 @@ from paceline._launch.launchers import find_launch
 from paceline._launch.slurm import first_host
 from paceline._launch.variables import Launch
 
+MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "head",
-    "MASTER_PORT": "1234",
+    **MASTER,
     "TORCHELASTIC_RUN_ID": "none",
 }
 ALLOCATION = {
@@ -65,7 +65,6 @@ MPICH = {
     "MPI_LOCALRANKID": "1",
     "MPI_LOCALNRANKS": "2",
 }
-MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
 ALONE = Launch("none", 0, 1, 0, 1)
 
 
@@ -77,34 +76,32 @@ def check_refused(environ: dict[str, str], *words: str) -> None:
     """Check that the one error names all that is given."""
     with pytest.raises(ValueError) as caught:
         find_launch(environ)
-    for word in words:
-        assert word in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+Launches = list[tuple[dict[str, str], Launch]]
+
+
+def check_found(launches: Launches) -> None:
+    for environ, launch in launches:
+        assert find_launch(environ) == launch, environ
 
 
 # ---- torchrun, and variables of one's own --------------------------------------------
 
 
-def test_torchrun_says_all_of_a_launch() -> None:
-    assert find_launch(TORCHRUN) == Launch("torchrun", 3, 4, 1, 2, "head", 1234)
-
-
-def test_own_variables_need_no_local_rank() -> None:
-    environ = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-    assert find_launch(environ) == Launch("environment", 3, 4, None, None, "head", 1234)
-
-
-def test_a_world_of_one_needs_no_master() -> None:
-    launch = find_launch({"RANK": "0", "WORLD_SIZE": "1"})
-    assert launch == Launch("environment", 0, 1)
-
-
-def test_nothing_set_is_a_world_of_one() -> None:
-    assert find_launch({"PATH": "/bin", "HOME": "/root"}) == ALONE
-    assert find_launch({}) == ALONE
-
-
-def test_an_empty_variable_is_not_set() -> None:
-    assert find_launch(dict.fromkeys([*TORCHRUN, *SRUN, "TF_CONFIG"], " ")) == ALONE
+def test_torchrun_and_own_variables_say_all_of_a_launch() -> None:
+    own = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+    check_found(
+        [
+            (TORCHRUN, Launch("torchrun", 3, 4, 1, 2, "head", 1234)),
+            (own, Launch("environment", 3, 4, None, None, "head", 1234)),
+            ({"RANK": "0", "WORLD_SIZE": "1"}, Launch("environment", 0, 1)),
+            ({"PATH": "/bin", "HOME": "/root"}, ALONE),
+            ({}, ALONE),
+            (dict.fromkeys([*TORCHRUN, *SRUN, "TF_CONFIG"], " "), ALONE),
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -120,31 +117,25 @@ def test_one_variable_alone_is_refused(name: str) -> None:
     check_refused({name: TORCHRUN[name]}, f"{name}=", ", ".join(missing), "unset")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("RANK", "-1"),
-        ("RANK", "two"),
-        ("RANK", "1.0"),
-        ("RANK", "1_0"),
-        ("RANK", "٣"),
-        ("WORLD_SIZE", "0"),
-        ("WORLD_SIZE", "4 4"),
-        ("LOCAL_RANK", "-1"),
-        ("LOCAL_WORLD_SIZE", "0"),
-        ("MASTER_PORT", "0"),
-        ("MASTER_PORT", "65536"),
-        ("MASTER_PORT", "http"),
-    ],
-)
-def test_a_wrong_number_is_named_with_its_value(name: str, value: str) -> None:
-    check_refused({**TORCHRUN, name: value}, f"{name} is ", value)
+WRONG_NUMBERS = {
+    "RANK": ["-1", "two", "1.0", "1_0", "٣"],
+    "WORLD_SIZE": ["0", "4 4"],
+    "LOCAL_RANK": ["-1"],
+    "LOCAL_WORLD_SIZE": ["0"],
+    "MASTER_PORT": ["0", "65536", "http"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_a_wrong_number_is_named_with_its_value(name: str) -> None:
+    for value in WRONG_NUMBERS[name]:
+        check_refused({**TORCHRUN, name: value}, f"{name} is ", value)
 
 
 def test_numbers_have_their_limits() -> None:
-    largest = {**TORCHRUN, "MASTER_PORT": "65535"}
-    assert find_launch(largest).master_port == 65535
-    assert find_launch({**TORCHRUN, "MASTER_PORT": "1"}).master_port == 1
+    for port in (1, 65535):
+        launch = find_launch({**TORCHRUN, "MASTER_PORT": str(port)})
+        assert launch.master_port == port
     check_refused({**TORCHRUN, "RANK": "4"}, "rank 4 of 4", "torchrun", "WORLD_SIZE")
     check_refused({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 of 2", "LOCAL_RANK")
     check_refused({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "5 ranks", "LOCAL_WORLD_SIZE")
@@ -156,17 +147,13 @@ def test_numbers_have_their_limits() -> None:
 # ---- SLURM ---------------------------------------------------------------------------
 
 
-def test_srun_says_all_of_a_launch() -> None:
-    assert find_launch(SRUN) == SRUN_LAUNCH
-
-
 def test_the_step_counts_before_its_allocation() -> None:
     names = ["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
     launch = find_launch(without(SRUN, *names))
     assert (launch.world_size, launch.local_world_size) == (8, 2)
     assert launch.master_addr == "login"
-    assert find_launch(without(SRUN, "SLURM_STEP_ID")) == SRUN_LAUNCH
-    assert find_launch(without(SRUN, "SLURM_JOB_ID")) == SRUN_LAUNCH
+    for less in (SRUN, without(SRUN, "SLURM_STEP_ID"), without(SRUN, "SLURM_JOB_ID")):
+        assert find_launch(less) == SRUN_LAUNCH
 
 
 def test_the_oldest_names_of_slurm_will_do() -> None:
@@ -185,30 +172,21 @@ def test_what_srun_did_not_start_is_alone(variables: dict[str, str]) -> None:
 
 
 def test_a_shell_that_salloc_starts_as_a_step_is_alone() -> None:
-    environ = {
-        **BATCH,
-        "SLURM_STEP_ID": "4294967290",
-        "SLURM_STEPID": "4294967290",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_PTY_PORT": "34533",
-    }
-    assert find_launch(environ).launcher == "none"
-    assert find_launch(without(environ, "SLURM_STEP_NUM_TASKS")).launcher == "none"
+    step = {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"}
+    shell = {**BATCH, **step, "SLURM_PTY_PORT": "34533"}
+    for environ in (shell, {**shell, "SLURM_STEP_NUM_TASKS": "1"}):
+        assert find_launch(environ).launcher == "none"
 
 
 def test_a_shell_of_srun_with_several_tasks_is_refused() -> None:
-    shell = {
-        **SRUN,
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_NAME": "bash",
-        "SLURM_PTY_PORT": "34277",
-    }
+    named = {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "34277"}
+    shell = {**SRUN, "SLURM_STEP_ID": "0", **named}
     check_refused(shell, "--pty", "SLURM_STEP_NUM_TASKS=5", "RANK=0", "WORLD_SIZE=1")
     one = {**shell, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     assert find_launch(one).world_size == 1
     # What srun starts from that shell, and programs that have a terminal.
-    assert find_launch({**shell, "SLURM_STEP_ID": "1"}).world_size == 5
-    assert find_launch({**shell, "SLURM_JOB_NAME": "python"}).world_size == 5
+    for changes in ({"SLURM_STEP_ID": "1"}, {"SLURM_JOB_NAME": "python"}):
+        assert find_launch({**shell, **changes}).world_size == 5
     assert find_launch(without(shell, "SLURM_PTY_PORT")).world_size == 5
     told = {**shell, "RANK": "0", "WORLD_SIZE": "1"}
     assert find_launch(told).launcher == "environment"
@@ -222,21 +200,20 @@ def test_a_task_without_a_step_is_refused() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("SLURM_PROCID",),
-        ("SLURM_LOCALID",),
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        ("SLURM_JOB_ID", "SLURM_JOBID"),
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS",
+        "SLURM_STEP_NODELIST SLURM_JOB_NODELIST SLURM_NODELIST",
+        "SLURM_JOB_ID SLURM_JOBID",
     ],
 )
-def test_a_missing_variable_of_srun_is_named(names: tuple[str, ...]) -> None:
-    check_refused(without(SRUN, *names), names[0], "srun", "MASTER_")
+def test_a_missing_variable_of_srun_is_named(names: str) -> None:
+    first = names.split()[0]
+    check_refused(without(SRUN, *names.split()), first, "srun", "MASTER_")
 
 
 def test_the_users_master_counts_with_srun() -> None:
-    names = [
-        name for name in SRUN if "NODELIST" in name or name.startswith("SLURM_JOB")
-    ]
+    names = [n for n in SRUN if "NODELIST" in n or n.startswith("SLURM_JOB")]
     launch = find_launch({**without(SRUN, *names), **MASTER})
     assert (launch.master_addr, launch.master_port) == ("head", 1234)
     launch = find_launch({**SRUN, "MASTER_PORT": "1234"})
@@ -256,19 +233,16 @@ def test_jobs_and_steps_of_one_host_have_ports_of_their_own() -> None:
         for job in range(4_000_000, 4_000_100)
         for step in range(20)
     ]
-    numbers = {launch.master_port for launch in ports if launch.master_port}
+    numbers = {launch.master_port or 0 for launch in ports}
     assert len(numbers) == len(ports)
     assert 12000 <= min(numbers) <= max(numbers) < 32000
 
 
-@pytest.mark.parametrize("value", ["2(x2)", "2(x2),2", "2(x2,1", "", "2,2,1,0,"])
-def test_counts_of_other_tasks_are_not_taken(value: str) -> None:
-    environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value}
-    environ.pop("SLURM_TASKS_PER_NODE")
-    assert find_launch(environ).local_world_size is None
-
-
-def test_a_node_outside_the_counts_is_not_counted() -> None:
+def test_only_counts_of_this_node_in_a_whole_list_are_taken() -> None:
+    for value in ("2(x2)", "2(x2),2", "2(x2,1", "", "2,2,1,0,"):
+        environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value}
+        environ.pop("SLURM_TASKS_PER_NODE")
+        assert find_launch(environ).local_world_size is None
     assert find_launch({**SRUN, "SLURM_NODEID": "3"}).local_world_size is None
     assert find_launch(without(SRUN, "SLURM_NODEID")).local_world_size is None
     assert find_launch({**SRUN, "SLURM_NODEID": "1"}).local_world_size == 2
@@ -293,22 +267,10 @@ def test_the_first_host_is_that_of_scontrol(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        "",
-        "n[1-2",
-        "n1-2]",
-        "n[a-b]",
-        "n[]",
-        "n[1-]",
-        "a,,b",
-        ",a",
-        "a,",
-        "a b",
-        "n[[1]]",
-    ],
-)
+NO_NODES = ["", "n[1-2", "n1-2]", "n[a-b]", "n[]", "n[1-]", "n[[1]]"]
+
+
+@pytest.mark.parametrize("nodes", [*NO_NODES, "a,,b", ",a", "a,", "a b"])
 def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         first_host(nodes)
@@ -332,6 +294,8 @@ def test_open_mpi_on_one_host_needs_no_master() -> None:
 
 def test_mpich_on_one_host_needs_no_master() -> None:
     assert find_launch(MPICH) == Launch("mpich", 1, 2, 1, 2, "127.0.0.1", 29500)
+    one = {"PMI_RANK": "0", "PMI_SIZE": "1"}
+    assert find_launch(one) == Launch("mpich", 0, 1)
     in_job = find_launch({**MPICH, **ALLOCATION})
     assert in_job.launcher == "mpich"
     assert in_job.master_port != 29500
@@ -367,17 +331,9 @@ def test_half_of_an_mpirun_is_refused(name: str) -> None:
     check_refused({**variables, **MASTER, name: "0" if "SIZE" in name else "2"})
 
 
-def test_one_rank_of_mpirun_needs_no_master() -> None:
-    one = {"PMI_RANK": "0", "PMI_SIZE": "1"}
-    assert find_launch(one) == Launch("mpich", 0, 1)
-
-
 # ---- TF_CONFIG -----------------------------------------------------------------------
 
-CLUSTER = {
-    "worker": ["b:2", "a:3", "[::1]:4"],
-    "chief": ["a:1"],
-}
+CLUSTER = {"worker": ["b:2", "a:3", "[::1]:4"], "chief": ["a:1"]}
 
 
 def config(kind: object, index: object, cluster: object = CLUSTER) -> dict[str, str]:
@@ -385,44 +341,30 @@ def config(kind: object, index: object, cluster: object = CLUSTER) -> dict[str, 
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
-@pytest.mark.parametrize(
-    ("kind", "index", "expected"),
-    [
-        ("chief", 0, Launch("tf_config", 0, 4, 0, 2, "a", 1)),
-        ("worker", 0, Launch("tf_config", 1, 4, 0, 1, "a", 1)),
-        ("worker", "1", Launch("tf_config", 2, 4, 1, 2, "a", 1)),
-        ("worker", 2, Launch("tf_config", 3, 4, 0, 1, "a", 1)),
-    ],
-)
-def test_the_chief_is_first_and_workers_follow(
-    kind: str, index: object, expected: Launch
-) -> None:
-    assert find_launch(config(kind, index)) == expected
-
-
-def test_workers_need_no_chief() -> None:
-    cluster = {"worker": ["[::1]:4", "b:2"]}
-    launch = find_launch(config("worker", 1, cluster))
-    assert launch == Launch("tf_config", 1, 2, 0, 1, "::1", 4)
-
-
-def test_a_cluster_of_one_needs_no_address_to_meet() -> None:
-    launch = find_launch(config("chief", 0, {"chief": ["a:1"]}))
-    assert launch == Launch("tf_config", 0, 1, 0, 1)
-
-
-def test_an_evaluator_is_outside_the_world() -> None:
-    outside = Launch("tf_config", -1, 4, 0)
-    assert find_launch(config("evaluator", 0)) == outside
+def test_the_chief_is_first_and_workers_follow_it_and_evaluators_are_outside() -> None:
+    one = {"chief": ["a:1"]}
     near = {**CLUSTER, "evaluator": ["c:1", "a:9", "a:8"]}
-    assert find_launch(config("evaluator", 0, near)) == outside
-    assert find_launch(config("evaluator", 1, near)) == Launch("tf_config", -1, 4, 2)
-    assert find_launch(config("worker", 1, near)).world_size == 4
-    assert find_launch(config("evaluator", 2, near)) == Launch("tf_config", -1, 4, 3)
-    check_refused(config("evaluator", 3, near), "evaluator 3", "3 of them")
     one_host = {"worker": ["a:1"], "evaluator": ["a:2"]}
-    launch = find_launch(config("evaluator", 0, one_host))
-    assert launch == Launch("tf_config", -1, 1, 1)
+    two = {"worker": ["[::1]:4", "b:2"]}
+    check_found(
+        [
+            (config("chief", 0), Launch("tf_config", 0, 4, 0, 2, "a", 1)),
+            (config("worker", 0), Launch("tf_config", 1, 4, 0, 1, "a", 1)),
+            (config("worker", "1"), Launch("tf_config", 2, 4, 1, 2, "a", 1)),
+            (config("worker", 1, near), Launch("tf_config", 2, 4, 1, 2, "a", 1)),
+            (config("worker", 2), Launch("tf_config", 3, 4, 0, 1, "a", 1)),
+            (config("worker", 1, two), Launch("tf_config", 1, 2, 0, 1, "::1", 4)),
+            (config("chief", 0, one), Launch("tf_config", 0, 1, 0, 1)),
+            (config("evaluator", 0), Launch("tf_config", -1, 4, 0)),
+            (config("evaluator", 0, near), Launch("tf_config", -1, 4, 0)),
+            (config("evaluator", 1, near), Launch("tf_config", -1, 4, 2)),
+            (config("evaluator", 2, near), Launch("tf_config", -1, 4, 3)),
+            (config("evaluator", 0, one_host), Launch("tf_config", -1, 1, 1)),
+        ]
+    )
+    check_refused(config("evaluator", 3, near), "evaluator 3", "3 of them")
+    alone = config("evaluator", 0, {"evaluator": ["a:1"]})
+    check_refused(alone, "neither a chief nor a worker")
 
 
 def test_the_users_master_counts_with_a_cluster() -> None:
@@ -495,28 +437,21 @@ def test_a_wrong_cluster_is_refused(cluster: object, words: str) -> None:
     check_refused(config("worker", 0, cluster), "TF_CONFIG", words)
 
 
-def test_an_evaluator_alone_is_refused() -> None:
-    cluster = {"evaluator": ["a:1"]}
-    check_refused(config("evaluator", 0, cluster), "neither a chief nor a worker")
-
-
 # ---- several launchers ---------------------------------------------------------------
 
 
 def test_the_first_complete_launcher_counts() -> None:
-    every = {**TORCHRUN, **OPEN_MPI, **MPICH, **config("chief", 0), **SRUN}
-    assert find_launch(every).launcher == "torchrun"
-    every = without(every, *TORCHRUN)
-    assert find_launch(every).launcher == "openmpi"
-    every = without(every, *OPEN_MPI)
-    assert find_launch(every).launcher == "mpich"
-    every = without(every, *MPICH)
-    assert find_launch(every).launcher == "tf_config"
-    every.pop("TF_CONFIG")
-    assert find_launch(every).launcher == "slurm"
-
-
-def test_torchrun_counts_before_what_is_wrong_elsewhere() -> None:
+    order = {
+        "torchrun": TORCHRUN,
+        "openmpi": OPEN_MPI,
+        "mpich": MPICH,
+        "tf_config": config("chief", 0),
+        "slurm": SRUN,
+    }
+    every = {name: value for of in order.values() for name, value in of.items()}
+    for launcher, variables in order.items():
+        assert find_launch(every).launcher == launcher
+        every = without(every, *variables)
     environ = {**TORCHRUN, "TF_CONFIG": "{", "PMI_RANK": "x", "SLURM_STEP_ID": "0"}
     assert find_launch(environ).launcher == "torchrun"
 
