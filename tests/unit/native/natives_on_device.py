@@ -54,23 +54,6 @@ class Fails(torch.autograd.Function):
         raise OSError("no more")
 
 
-def with_backward_inside(inner):
-    """Make a function whose backward runs that of `inner()` first: a checkpoint."""
-
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            with torch.enable_grad():
-                inner().backward()
-            return g
-
-    return Again.apply
-
-
 class Streams:
     """What is the current stream of this thread, in place of torch's."""
 
@@ -105,12 +88,8 @@ class Streams:
         finally:
             status = fake().cuStreamEndCapture(stream, ctypes.byref(graph))
         assert status == 0
-        assert (
-            fake().cuGraphInstantiateWithFlags(
-                ctypes.byref(executable), graph, ctypes.c_ulonglong(0)
-            )
-            == 0
-        )
+        flags, place = ctypes.c_ulonglong(0), ctypes.byref(executable)
+        assert fake().cuGraphInstantiateWithFlags(place, graph, flags) == 0
         made.append(lambda: fake().cuGraphLaunch(executable, stream))
         self._graphs.append((graph, executable))
 

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from natives import make_world
 from natives_on_device import (
-    Fails,
-    backward,
     fake,
     fake_device,
     make_device,
@@ -21,9 +19,8 @@ from natives_on_device import (
     make_device_world,
     parameters,
     synchronize,
-    with_backward_inside,
 )
-from paceline import PeerError, _native
+from paceline import _native
 from support import fake_gpus
 from support.ranks import run_ranks, values
 from torch import nn
@@ -46,70 +43,12 @@ def meet(rank, n_ranks, name="address"):
     }
 
 
+def numbers(tensors):
+    return [t.unique().tolist() for t in tensors]
+
+
 def on_two(function, *args):
     return values(run_ranks(function, 2, *args))
-
-
-def fire_again(rank, n_ranks):
-    """From step 4 on the large one's gradient comes twice, on one rank."""
-    with fake_device():
-        params = small, large, last = parameters(3, 1000, 300)
-        reducer = make_device_reducer(
-            params, sizes=(64, 64, 1024), **meet(rank, n_ranks)
-        )
-
-        again = with_backward_inside(lambda: small.sum() + 4 * large.sum())
-
-        seen = []
-        for step in range(1, 7):
-            for p in params:
-                p.grad = None
-            x = torch.ones(1, requires_grad=True)
-            if step > 3 and rank == 1:
-                x = again(x)
-            (x.sum() + small.sum() + large.sum() + last.sum()).backward()
-            synchronize()
-            seen.append([p.grad.unique().tolist() for p in params])
-        assert reducer.step == 6
-        return seen
-
-
-def test_gradients_that_come_after_their_bucket_was_posted_are_in_the_means():
-    want = [[[1.0]] * 3] * 3 + [[[1.5], [3.0], [1.0]]] * 3
-    assert on_two(fire_again) == [want, want]
-
-
-def fail_once(rank, n_ranks):
-    with fake_device():
-        params = small, large = parameters(3, 1000)
-        reducer = make_device_reducer(params, **meet(rank, n_ranks))
-        said = []
-        for step in range(1, 6):
-            for p in params:
-                p.grad = None
-            reducer.forward_begins()
-            loss = torch.zeros(1)
-            if step == 3 and rank == 1:
-                loss = Fails.apply(small)  # after the other's gradient has come
-            loss = loss + (small * step).sum() + (large * step).sum()
-            try:
-                loss.backward()
-            except (PeerError, OSError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-                continue
-            synchronize()
-            means = [p.grad.unique().tolist() for p in params]
-            assert means == [[float(step)]] * 2, step
-        return said
-
-
-def test_a_backward_that_fails_is_told_to_the_peers_and_left_behind():
-    first, second = on_two(fail_once)
-    assert second == ["OSError: no more"]
-    assert len(first) == 1
-    assert first[0].startswith("PeerError: ")
-    assert "the step of rank 1 failed (step 3, in backward" in first[0]
-    assert "OSError: no more" in first[0]
 
 
 def send_words(rank, n_ranks):
@@ -176,12 +115,7 @@ def capture(rank, n_ranks):
             synchronize()
             reducer.apply_buffers()
             synchronize()
-            seen.append(
-                [
-                    t.unique().tolist()
-                    for t in (*(p.grad for p in params), *buffers.values())
-                ]
-            )
+            seen.append(numbers([*(p.grad for p in params), *buffers.values()]))
         return seen
 
 
@@ -201,10 +135,6 @@ def look_first_at(which, stream, device):
     if which == "the device's own":
         device.synchronize()
     assert fake().cuStreamSynchronize(ctypes.c_void_p(stream.now)) == 0
-
-
-def numbers(tensors):
-    return [t.unique().tolist() for t in tensors]
 
 
 def send_in_every_order(rank, n_ranks, which):
@@ -270,20 +200,3 @@ def test_means_and_buffers_are_behind_and_before_the_users_stream(which):
     ]
     for seen in on_two(train_in_every_order, which):
         assert seen == want * len(SCHEDULES)
-
-
-def test_a_device_that_is_waited_for_has_done_everything():
-    with fake_device("schedule=late") as stream:
-        device = make_device()
-        (param,) = parameters(3)
-        reducer = make_device_reducer([param], device=device)
-        stream.new()
-        backward((param, 2))
-        assert stream.asked > 0
-        stream.now = 0
-        param.grad = None
-        (param * 3).sum().backward()
-        device.synchronize()
-        assert fake().fake_pending() == 0
-        assert param.grad.tolist() == [3.0] * 3
-        del reducer, device

@@ -18,64 +18,59 @@ def n_of(what):
     return len(os.listdir(f"/proc/self/{what}"))
 
 
-def test_a_thousand_listeners_leave_nothing():
-    assert_leaves_nothing(_native.Listener)
+def make_no_world():
+    with pytest.raises(ValueError, match="pids"):
+        make_world(pids=[])
 
 
-def test_a_thousand_worlds_leave_nothing():
-    assert_leaves_nothing(make_world)
+@pytest.mark.parametrize("make", [_native.Listener, make_world, make_no_world])
+def test_a_thousand_listeners_and_worlds_leave_nothing(make):
+    assert_leaves_nothing(make)
 
 
-def test_a_thousand_worlds_that_could_not_be_made_leave_nothing():
-    def fail():
-        with pytest.raises(ValueError, match="pids"):
-            make_world(pids=[])
-
-    assert_leaves_nothing(fail)
-
-
-def test_a_thousand_reducers_leave_nothing_on_their_parameters():
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_thousand_reducers_leave_nothing_whether_they_are_made_or_not(is_made):
     world = make_world(arena_bytes=MIB)
-    owner = {"kept": torch.zeros(2)}
     name = "kept-under-this-name"
-    owner[name] = torch.zeros(3)
+    owner = {"kept": torch.zeros(2), name: torch.zeros(3)}
     small, large = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))
+    params = [small, large] if is_made else [small, large, torch.ones(3)]
 
-    def references():
-        return [sys.getrefcount(thing) for thing in (world, owner, name, small, large)]
+    def make():
+        if is_made:
+            make_reducer(world, params, [(owner, name)])
+            return
+        with pytest.raises(RuntimeError, match="doesn't require grad"):
+            make_reducer(world, params, [(owner, name)])
 
-    make_reducer(world, [small, large], [(owner, name)])
-    before = references()
-    assert_leaves_nothing(lambda: make_reducer(world, [small, large], [(owner, name)]))
-    assert references() == before
+    make()
+    things = (world, owner, name, *params)
+    before = [sys.getrefcount(thing) for thing in things]
+    assert_leaves_nothing(make, n=1000 if is_made else 200)
+    assert [sys.getrefcount(thing) for thing in things] == before
     assert not small._post_accumulate_grad_hooks
     assert not large._post_accumulate_grad_hooks
 
 
-def test_a_thousand_reducers_that_could_not_be_made_leave_nothing():
-    world = make_world(arena_bytes=MIB)
-    fine, bad = nn.Parameter(torch.ones(3)), torch.ones(3)
-    before = [sys.getrefcount(thing) for thing in (world, fine, bad)]
-
-    def fail():
-        with pytest.raises(RuntimeError):
-            make_reducer(world, [fine, bad])
-
-    assert_leaves_nothing(fail, n=200)
-    assert [sys.getrefcount(thing) for thing in (world, fine, bad)] == before
+def two_parameters():
+    """Return a reducer and its parameters, the second with a view for a gradient."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
+    return make_reducer(make_world(arena_bytes=MIB), params), params
 
 
-def step(reducer, params, create_graph=False):
+def step(reducer, params):
     reducer.forward_begins()
-    loss = sum((p * p).sum() for p in params)
-    loss.backward(create_graph=create_graph)
+    sum((p * p).sum() for p in params).backward()
+
+
+def is_gone(*refs):
+    gc.collect()
+    return [ref() for ref in refs] == [None] * len(refs)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
 def test_a_thousand_backwards_leave_nothing(keep):
-    world = make_world(arena_bytes=MIB)
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
-    reducer = make_reducer(world, params)
+    reducer, params = two_parameters()
 
     def once():
         kept = [p.grad for p in params] if keep else []
@@ -94,9 +89,7 @@ def test_a_thousand_backwards_leave_nothing(keep):
 
 
 def test_a_thousand_failed_backwards_leave_nothing():
-    world = make_world(arena_bytes=MIB)
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
-    reducer = make_reducer(world, params)
+    reducer, params = two_parameters()
 
     def explode(_):
         raise KeyError("mine")
@@ -126,18 +119,16 @@ def test_a_wrapper_and_its_reducer_in_a_cycle_are_collected():
     step(reducer, list(net.parameters()))
     gone = [weakref.ref(thing) for thing in (world, net, reducer)]
     del world, net, reducer
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
+    assert is_gone(*gone)
 
 
 def test_a_cycle_through_a_parameter_is_collected():
     world = make_world(arena_bytes=MIB)
     param = nn.Parameter(torch.ones(3))
     param.reducer = make_reducer(world, [param])
-    gone = [weakref.ref(param), weakref.ref(param.reducer), weakref.ref(world)]
+    gone = [weakref.ref(thing) for thing in (param, param.reducer, world)]
     del world, param
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
+    assert is_gone(*gone)
 
 
 def test_a_view_outlives_its_reducer_and_its_world():
@@ -153,8 +144,9 @@ def test_a_view_outlives_its_reducer_and_its_world():
 
 
 def test_a_reducer_that_is_dropped_in_its_own_backward_does_no_harm():
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(400))]
-    held = [make_reducer(params=params)]
+    reducer, params = two_parameters()
+    held = [reducer]
+    del reducer
     held[0].forward_begins()
     x = (params[0] * 2).sum()
     x.register_hook(lambda _: held.clear())
@@ -190,5 +182,4 @@ def test_a_watch_in_a_cycle_with_its_model_is_collected():
     net.seen = {"watch": watch(net)}
     gone = weakref.ref(net)
     del net
-    gc.collect()
-    assert gone() is None
+    assert is_gone(gone)
