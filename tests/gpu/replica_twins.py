@@ -16,7 +16,7 @@ import torch
 from checks import is_quick
 from replica_world import ByHand, World
 from torch import Tensor, nn
-from twins import Batch, Outcome, Step, distance, same, sgd, take_steps
+from twins import Batch, Step, expect_near, pairs_of, same, sgd, take_steps
 
 # Of the largest element of a tensor, for each type in which gradients are.
 NEAR = {
@@ -32,19 +32,7 @@ def assert_near(
     mine: Tensor | None, right: Tensor | None, what: str, limit: float | None = None
 ) -> float:
     """Fail where ours is too far from what is right; return how far it is."""
-    if mine is None or right is None:
-        assert mine is right, f"{what}: ours is {mine}, and should be {right}"
-        return 0.0
-    assert mine.dtype == right.dtype, f"{what}: {mine.dtype}, not {right.dtype}"
-    assert mine.shape == right.shape, f"{what}: {mine.shape}, not {right.shape}"
-    mine, right = mine.detach(), right.detach()
-    if mine.is_sparse or right.is_sparse:
-        assert mine.layout == right.layout, f"{what}: {mine.layout}, {right.layout}"
-        mine, right = mine.to_dense(), right.to_dense()
-    limit = NEAR[mine.dtype] if limit is None else limit
-    far = distance(mine, right)
-    assert far <= limit, f"{what} is {far:.3g} of the largest away, {limit} allowed"
-    return far
+    return expect_near(mine, right, what, NEAR if limit is None else limit)
 
 
 def assert_same_gradients(mine: nn.Module, right: nn.Module, what: str = "") -> float:
@@ -61,21 +49,6 @@ def _bare(model: nn.Module) -> nn.Module:
     inner = getattr(model, "module", model)
     assert isinstance(inner, nn.Module)
     return inner
-
-
-def distance_of(
-    mine: Outcome, right: Outcome, names: list[str], limit: float | None, what: str
-) -> float:
-    """Fail at the first gradient that is too far; return how far the farthest is."""
-    far = 0.0
-    steps = zip(mine.gradients, right.gradients, strict=True)
-    for number, (ours, theirs) in enumerate(steps, 1):
-        for name, a, b in zip(names, ours, theirs, strict=True):
-            words = f"{what}, step {number}, gradient of {name}"
-            far = max(far, assert_near(a, b, words, limit))
-    for name, a, b in zip(names, mine.parameters, right.parameters, strict=True):
-        far = max(far, assert_near(a, b, f"{what}, {name} at the end", limit))
-    return far
 
 
 def play(
@@ -102,8 +75,11 @@ def play(
         model = world.wrap(copy.deepcopy(module), n)
         right = take_steps(by_hand, batches, step)
         mine = take_steps(model, batches, step, sgd, right)
-        found = {"bits": same_dense(mine, right)}
-        found["far"] = distance_of(mine, right, names, limit, f"{n} replicas")
+        found: dict[str, Any] = {"bits": same(mine, right)}
+        found["far"] = max(
+            assert_near(a, b, f"{n} replicas, {what}", limit)
+            for a, b, what in pairs_of(mine, right, names)
+        )
         ours, theirs = _bare(model).named_buffers(), by_hand.module.named_buffers()
         for (name, a), (_, b) in zip(ours, theirs, strict=True):
             if a.is_floating_point():
@@ -115,26 +91,16 @@ def play(
         if has_whole:
             plain = copy.deepcopy(module)
             whole = take_steps(plain, batches, step, sgd, right)
-            far = WHOLE * max(NEAR[p.dtype] for p in plain.parameters())
-            found["far_from_whole"] = distance_of(
-                mine, whole, names, far, f"{n} replicas beside the plain module"
+            allowed = WHOLE * max(NEAR[p.dtype] for p in plain.parameters())
+            found["far_from_whole"] = max(
+                assert_near(
+                    a, b, f"{n} replicas beside the plain module, {what}", allowed
+                )
+                for a, b, what in pairs_of(mine, whole, names)
             )
         del model
         figures[f"{n}_replicas"] = found
     return figures
-
-
-def same_dense(a: Outcome, b: Outcome) -> bool:
-    """Whether two outcomes have the same bits, sparse gradients made dense."""
-
-    def dense(of: Outcome) -> Outcome:
-        rows = [
-            [g.to_dense() if g is not None and g.is_sparse else g for g in row]
-            for row in of.gradients
-        ]
-        return Outcome(rows, of.parameters)
-
-    return same(dense(a), dense(b))
 
 
 def evaluate(

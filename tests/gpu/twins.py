@@ -10,7 +10,7 @@ torch's parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,34 +42,48 @@ def equal(a: Tensor, b: Tensor) -> bool:
     """The same bits, but that a NaN equals a NaN and 0.0 equals -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    a, b = dense(a), dense(b)
     same = a == b
     if a.is_floating_point() or a.is_complex():
         same = same | (a.isnan() & b.isnan())
     return bool(same.all())
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest element; NaN if there is one."""
-    scale = b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)
-    return float(((a - b).abs().max() / scale).item()) if a.numel() else 0.0
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def expect_near(
+    mine: Tensor | None,
+    right: Tensor | None,
+    what: str,
+    limits: float | Mapping[torch.dtype, float],
+) -> float:
+    """Fail unless both are nothing or near; return how far, of the largest element."""
+    if mine is None or right is None:
+        assert mine is right, f"{what}: ours is {mine}, and should be {right}"
+        return 0.0
+    for name in ("dtype", "shape", "layout"):
+        ours, theirs = getattr(mine, name), getattr(right, name)
+        assert ours == theirs, f"{what}: {name} {ours}, not {theirs}"
+    if not mine.numel():
+        return 0.0
+    mine, right = dense(mine.detach()), dense(right.detach())
+    limit = limits if isinstance(limits, float) else limits[mine.dtype]
+    scale = right.abs().max().clamp_min(torch.finfo(right.dtype).tiny)
+    far = float(((mine - right).abs().max() / scale).item())  # NaN if there is one
+    assert far <= limit, f"{what} is {far:.3g} of the largest away, {limit} allowed"
+    return far
 
 
 def assert_near(
     mine: Tensor | None, theirs: Tensor | None, exact: bool, what: str
 ) -> None:
     """Fail unless both are nothing, or the same to the bit, or near enough."""
-    if mine is None or theirs is None:
-        assert mine is theirs, f"{what}: ours is {mine}, theirs {theirs}"
+    if mine is not None and theirs is not None and equal(mine, theirs):
         return
-    if equal(mine, theirs):
-        return
-    far = distance(mine, theirs)
-    n = int((mine != theirs).sum())
-    words = (
-        f"{what}: {n} of {mine.numel()} elements differ, by {far:.3g} of the largest"
-    )
-    assert not exact, f"{words}; the same bits were expected"
-    assert far <= TOLERANCE[mine.dtype], words
+    far = expect_near(mine, theirs, what, float("inf") if exact else TOLERANCE)
+    assert mine is None or not exact, f"{what}: not the same bits, but {far:.3g} away"
 
 
 def plain_step(loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
@@ -133,21 +147,23 @@ def scaled_steps(
     return scales, rows
 
 
-def compare(mine: Outcome, theirs: Outcome, exact: bool, names: list[str]) -> None:
-    """Fail at the first gradient or parameter that is too far from theirs."""
-    steps = zip(mine.gradients, theirs.gradients, strict=True)
-    for number, (ours, right) in enumerate(steps, 1):
-        for name, a, b in zip(names, ours, right, strict=True):
-            assert_near(a, b, exact, f"step {number}, gradient of {name}")
-    for name, a, b in zip(names, mine.parameters, theirs.parameters, strict=True):
-        assert_near(a, b, exact, f"{name} at the end")
+def pairs_of(
+    mine: Outcome, right: Outcome, names: list[str]
+) -> Iterator[tuple[Tensor | None, Tensor | None, str]]:
+    """Yield each gradient and parameter of two outcomes, and what it is."""
+    steps = zip(mine.gradients, right.gradients, strict=True)
+    for number, (ours, theirs) in enumerate(steps, 1):
+        for name, a, b in zip(names, ours, theirs, strict=True):
+            yield a, b, f"step {number}, gradient of {name}"
+    for name, a, b in zip(names, mine.parameters, right.parameters, strict=True):
+        yield a, b, f"{name} at the end"
 
 
 def same(a: Outcome, b: Outcome) -> bool:
     """Whether two outcomes have the same bits."""
     rows = zip([*a.gradients, a.parameters], [*b.gradients, b.parameters], strict=True)
     return all(
-        (x is None) == (y is None) and (x is None or y is None or equal(x, y))
+        x is y if x is None or y is None else equal(x, y)
         for left, right in rows
         for x, y in zip(left, right, strict=True)
     )
@@ -186,5 +202,6 @@ def play(
     exact = repeats and world.size <= 2
     teacher = None if exact else theirs[0]
     mine = take_steps(model, batches, step, make_optimizer, teacher)
-    compare(mine, theirs[0], exact, names)
+    for a, b, what in pairs_of(mine, theirs[0], names):
+        assert_near(a, b, exact, what)
     return {"criterion": "bits" if exact else "tolerance", "torch_repeats": repeats}
