@@ -11,16 +11,7 @@ from paceline._compat import torch_core
 from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from values import (
-    Attributed,
-    Box,
-    Classified,
-    Frozen,
-    Pair,
-    Wanting,
-    rows,
-    same,
-)
+from values import Attributed, Box, Classified, Frozen, Pair, Wanting, rows, same
 
 torch_core.attach()
 
@@ -87,9 +78,8 @@ def test_packed_sequences_are_joined_row_by_row():
 
 
 def test_sparse_outputs_are_joined_by_torch():
-    whole = torch.eye(4)
-    output = gather(whole[:3].to_sparse(), whole[3:].to_sparse())
-    assert torch.equal(output.to_dense(), whole)
+    output = gather(torch.eye(4)[:3].to_sparse(), torch.eye(4)[3:].to_sparse())
+    assert torch.equal(output.to_dense(), torch.eye(4))
 
 
 def test_losses_become_a_vector_with_a_warning_once_a_call():
@@ -204,34 +194,28 @@ LISTS_AS_IN_TORCH = {
 @pytest.mark.parametrize("name", LISTS_AS_IN_TORCH)
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 3), (4, 4)])
 def test_lists_of_tensors_are_joined_as_by_torch(name, sizes, monkeypatch):
-    monkeypatch.setattr(
-        scatter_gather.Gather,
-        "apply",
-        lambda device, dim, *tensors: torch.cat(
-            [tensor.reshape(-1) if tensor.ndim == 0 else tensor for tensor in tensors],
-            dim,
-        ),
-    )
+    def join(device, dim, *tensors):
+        return torch.cat([t.reshape(-1) if t.ndim == 0 else t for t in tensors], dim)
+
+    monkeypatch.setattr(scatter_gather.Gather, "apply", join)
     parts = rows(sum(sizes), 2).split(sizes)
     outputs = [LISTS_AS_IN_TORCH[name](part) for part in parts]
-    theirs = scatter_gather.gather(outputs, 0)
-    assert same(gather(*outputs, sizes=sizes), theirs)
+    assert same(gather(*outputs, sizes=sizes), scatter_gather.gather(outputs, 0))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x: [int(row[0]) for row in x],
-        lambda x: [str(row) for row in x],
-        lambda x: [(int(row[0]), "word") for row in x],
-        lambda x: [{"id": int(row[0]), "box": None} for row in x],
-        lambda x: [["token"] * (int(row[0]) % 3) + ["end"] for row in x],
-    ],
-    ids=["numbers", "strings", "tuples", "dicts", "lists"],
-)
+PLAIN = {
+    "numbers": lambda x: [int(row[0]) for row in x],
+    "strings": lambda x: [str(row) for row in x],
+    "tuples": lambda x: [(int(row[0]), "word") for row in x],
+    "dicts": lambda x: [{"id": int(row[0]), "box": None} for row in x],
+    "lists": lambda x: [["token"] * (int(row[0]) % 3) + ["end"] for row in x],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3, 2)])
-def test_lists_of_plain_values_are_those_of_the_whole_batch(make, sizes):
-    x = rows(sum(sizes), 2)
+def test_lists_of_plain_values_are_those_of_the_whole_batch(name, sizes):
+    make, x = PLAIN[name], rows(sum(sizes), 2)
     outputs = [make(part) for part in x.split(sizes)]
     assert gather(*outputs, sizes=sizes) == make(x)
     assert gather(*outputs, sizes=()) == make(x)

@@ -14,14 +14,14 @@ from torch import nn
 class Carrier:
     """Doubles each bucket, and notes what is asked of it."""
 
-    def __init__(self, reducer):
-        self.reducer = weakref.ref(reducer)
+    def __init__(self, reducer, sizes=()):
+        self.reducer, self.sizes = weakref.ref(reducer), sizes
         self.calls, self.buckets = [], {}
 
     def post(self, index):
         reducer = self.reducer()
         params = reducer.buckets[index]
-        buffer = torch.empty(sum(sizes(reducer)[i] for i in params))
+        buffer = torch.empty(sum(self.sizes[i] for i in params))
         reducer.read_bucket(index, buffer)
         self.buckets[index] = buffer
         self.calls.append(("post", index))
@@ -49,34 +49,29 @@ class Failing:
         raise KeyError("abandon")
 
 
-_sizes = weakref.WeakKeyDictionary()
-
-
-def sizes(reducer):
-    return _sizes[reducer]
-
-
 def reducer_of(*params, **options):
-    reducer = _native.Reducer(
-        make_world(arena_bytes=2 * MIB), params, [], MIB, MIB // 4, 1024, **options
-    )
-    _sizes[reducer] = [p.numel() for p in params]
-    return reducer
+    world = make_world(arena_bytes=2 * MIB)
+    return _native.Reducer(world, params, [], MIB, MIB // 4, 1024, **options)
 
 
-def carried(*params):
-    reducer = reducer_of(*params)
-    carrier = Carrier(reducer)
+def carried(*params, **options):
+    reducer = reducer_of(*params, **options)
+    sparse = options.get("sparse", ())
+    sizes = [0 if i in sparse else p.numel() for i, p in enumerate(params)]
+    carrier = Carrier(reducer, sizes)
     reducer.set_comm_hook(carrier, MIB, MIB)
     return reducer, carrier
+
+
+def ones(*sizes):
+    return [nn.Parameter(torch.ones(n)) for n in sizes]
 
 
 # ---- carry --------------------------------------------------------------------------
 
 
 def test_a_carrier_has_caps_for_each_bucket():
-    params = [nn.Parameter(torch.ones(16)) for _ in range(6)]
-    reducer = reducer_of(*params)
+    reducer = reducer_of(*ones(*[16] * 6))
     assert reducer.buckets == [[5, 4, 3, 2, 1, 0]]
     reducer.set_comm_hook(Carrier(reducer), 64, 64, [64, 192])
     assert reducer.buckets == [[5], [4, 3, 2], [1, 0]]
@@ -97,7 +92,7 @@ def test_a_carrier_has_caps_for_each_bucket():
     ],
 )
 def test_a_bad_cap_of_a_carrier_is_named_and_changes_nothing(given, kind, words):
-    p = nn.Parameter(torch.ones(16))
+    (p,) = ones(16)
     reducer = reducer_of(p)
     carrier = Carrier(reducer)
     n = sys.getrefcount(carrier)
@@ -116,7 +111,7 @@ def test_a_bad_cap_of_a_carrier_is_named_and_changes_nothing(given, kind, words)
 def test_what_a_carrier_raises_comes_out_of_backward_whatever_abandon_raises(
     carrier, error
 ):
-    p = nn.Parameter(torch.ones(3))
+    (p,) = ones(3)
     reducer = reducer_of(p)
     reducer.set_comm_hook(carrier, MIB, MIB)
     with pytest.raises(error, match="post"):
@@ -125,18 +120,11 @@ def test_what_a_carrier_raises_comes_out_of_backward_whatever_abandon_raises(
 
 
 def test_what_is_declared_sparse_is_the_carriers_too():
-    table = nn.Embedding(5, 2, sparse=True)
-    bias = nn.Parameter(torch.ones(1))
-    reducer = reducer_of(table.weight, bias, sparse=[0])
-    _sizes[reducer][0] = 0
-    carrier = Carrier(reducer)
-    reducer.set_comm_hook(carrier, MIB, MIB)
+    table, (bias,) = nn.Embedding(5, 2, sparse=True), ones(1)
+    _, carrier = carried(table.weight, bias, sparse=[0])
     (table(torch.tensor([1])).sum() + bias.sum()).backward()
-    assert carrier.calls == [
-        ("post", 0),
-        ("finish",),
-        ("finish_sparse", [0], True, True),
-    ]
+    sparse = ("finish_sparse", [0], True, True)
+    assert carrier.calls == [("post", 0), ("finish",), sparse]
     carrier.calls.clear()
     bias.sum().backward()  # used by nobody
     assert [call[0] for call in carrier.calls] == ["post", "finish"]
@@ -159,29 +147,25 @@ def test_what_is_declared_sparse_is_the_carriers_too():
     ],
 )
 def test_a_tensor_that_fits_no_bucket_is_named(method, index, tensor, kind, words):
-    reducer = reducer_of(nn.Parameter(torch.ones(3)))
+    reducer = reducer_of(*ones(3))
     with pytest.raises(kind, match=words):
         getattr(reducer, method)(index, tensor)
 
 
 def test_buckets_are_read_and_written_without_the_room_between_slots():
-    params = [nn.Parameter(torch.ones(n)) for n in (3, 0, 5)]
-    reducer = reducer_of(*params)
+    reducer = reducer_of(*ones(3, 0, 5))
+    assert reducer.poll() is None  # a look at a world of one finds nothing
     reducer.write_bucket(0, torch.arange(8.0))
     back = torch.zeros(8)
     reducer.read_bucket(0, back)
     assert back.tolist() == [*range(8)]
 
 
-def test_a_look_at_a_world_of_one_finds_nothing():
-    assert reducer_of(nn.Parameter(torch.ones(3))).poll() is None
-
-
 # ---- on_finish, fires, strict -------------------------------------------------------
 
 
 def test_the_end_of_each_step_is_told_once_all_gradients_are_there():
-    p, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3000))
+    p, unused = ones(3, 3000)
     reducer = reducer_of(p, unused)
     told = []
     reducer.on_finish = lambda: told.append((p.grad.tolist(), reducer.ready_counts))
@@ -199,7 +183,7 @@ def test_the_end_of_each_step_is_told_once_all_gradients_are_there():
 
 
 def test_what_is_told_of_the_end_may_change_who_is_told():
-    p = nn.Parameter(torch.ones(3))
+    (p,) = ones(3)
     reducer = reducer_of(p)
     told = []
 
@@ -209,13 +193,13 @@ def test_what_is_told_of_the_end_may_change_who_is_told():
 
     reducer.on_finish = first
     del first
-    p.sum().backward()
-    p.sum().backward()
+    for _ in range(2):
+        p.sum().backward()
     assert told == [1, 2]
 
 
 def test_what_is_raised_at_the_end_comes_out_of_backward_and_the_step_stands():
-    p = nn.Parameter(torch.ones(3))
+    (p,) = ones(3)
     reducer = reducer_of(p)
     reducer.on_finish = lambda: {}["mine"]
     with pytest.raises(KeyError, match="mine"):
@@ -231,7 +215,7 @@ def test_what_is_raised_at_the_end_comes_out_of_backward_and_the_step_stands():
 
 
 def test_no_end_is_told_of_a_step_that_failed():
-    p = nn.Parameter(torch.ones(3))
+    (p,) = ones(3)
     reducer, carrier = carried(p)
     told = []
     reducer.on_finish = lambda: told.append(1)
@@ -259,7 +243,7 @@ class Several(torch.autograd.Function):
 
 @pytest.mark.parametrize(("n", "seen"), [(0, 0), (1, 1), (3, 3), (300, 255)])
 def test_gradients_of_a_step_are_counted_by_parameter(n, seen):
-    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+    p, other = ones(3, 1)
     reducer = reducer_of(p, other)
     assert reducer.ready_counts == b"\0\0"
     Several.apply(other, [p], n).sum().backward()
@@ -269,7 +253,7 @@ def test_gradients_of_a_step_are_counted_by_parameter(n, seen):
 
 
 def test_where_torch_must_be_followed_a_second_gradient_is_its_error():
-    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+    p, other = ones(3, 1)
     reducer = reducer_of(p, other)
     assert reducer.strict is False
     for value in (1, None, "yes"):
@@ -296,7 +280,7 @@ class Home:
 
 def doubled(*homes):
     """Return a reducer that doubles gradients, of parameters of 3 elements."""
-    params = [nn.Parameter(torch.ones(3)) for _ in homes]
+    params = ones(*[3] * len(homes))
     reducer, _ = carried(*params)
     reducer.contexts = lambda task: homes
     return reducer, params
@@ -431,8 +415,11 @@ def test_what_group_callbacks_raise_comes_through_and_ends_their_world(where):
             call()
 
 
-@pytest.mark.parametrize("method", ["issue", "wait", "drop"])
-def test_an_object_without_group_callbacks_is_an_attribute_error(method):
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("issue", AttributeError), ("wait", AttributeError), ("drop", KeyError)],
+)
+def test_an_object_without_group_callbacks_is_an_attribute_error(method, error):
     class Part(GroupCallbacks):
         def __getattribute__(self, name):
             if name == method:
@@ -441,18 +428,15 @@ def test_an_object_without_group_callbacks_is_an_attribute_error(method):
 
     callbacks = Part()
     world = make_group_comm(callbacks)
-    if method == "issue":
-        with pytest.raises(AttributeError, match="issue"):
-            world.issue("barrier", "uint8", "sum", 0, 0)
-        return
-    world.issue("barrier", "uint8", "sum", 0, 0)
-    if method == "wait":
-        with pytest.raises(AttributeError, match="wait"):
-            world.wait(1)
-    else:
-        callbacks.wait = lambda ticket: {}["mine"]
-        with pytest.raises(KeyError, match="mine"):
-            world.wait(1)
+    if method == "drop":  # what cannot be told of the end leaves the error as it is
+        callbacks.wait = lambda ticket: {}["drop"]
+
+    def use():
+        world.issue("barrier", "uint8", "sum", 0, 0)
+        world.wait(1)
+
+    with pytest.raises(error, match=method):
+        use()
 
 
 def test_a_group_comm_needs_a_rank_of_its_world():
@@ -467,7 +451,7 @@ def test_a_group_comm_needs_a_rank_of_its_world():
 
 def test_hundreds_of_reducers_whose_carriers_refer_to_them_leave_nothing():
     def make():
-        p = nn.Parameter(torch.ones(3))
+        (p,) = ones(3)
         reducer, carrier = carried(p)
         carrier.owner = reducer
         reducer.on_finish = lambda: reducer
@@ -479,7 +463,7 @@ def test_hundreds_of_reducers_whose_carriers_refer_to_them_leave_nothing():
 
 
 def test_a_thousand_failures_of_a_carrier_leave_nothing():
-    p = nn.Parameter(torch.ones(3))
+    (p,) = ones(3)
     _, carrier = carried(p)
     carrier.post = lambda index: {}["mine"]
 

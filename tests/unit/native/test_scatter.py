@@ -72,23 +72,18 @@ def test_a_part_is_a_view_that_autograd_knows():
         assert not scattered.leaves(0)[0].requires_grad
 
 
-def test_a_part_of_an_array_is_a_view_of_its_type():
-    array = np.ma.masked_equal(np.arange(4), 2)
-    scattered = _native.scatter((array,), {}, 2, 0)
-    part = scattered.chunk(1)[0][0]
-    assert isinstance(part, np.ma.MaskedArray)
-    assert part.mask.tolist() == [True, False]
-    assert np.shares_memory(part.data, array.data)
-
-
-def test_a_parameter_and_a_tensor_of_a_subclass_are_split():
+def test_a_part_is_of_the_type_of_the_whole():
     class Named(torch.Tensor):
         pass
 
-    given = (rows(4).as_subclass(Named), torch.nn.Parameter(rows(4)))
-    args, _ = _native.scatter(given, {}, 2, 0).chunk(1)
-    assert isinstance(args[0], Named)
-    assert args[0].tolist() == args[1].tolist() == [2.0, 3.0]
+    array = np.ma.masked_equal(np.arange(4), 2)
+    given = (array, rows(4).as_subclass(Named), torch.nn.Parameter(rows(4)))
+    (part, named, parameter), _ = _native.scatter(given, {}, 2, 0).chunk(1)
+    assert isinstance(named, Named)
+    assert named.tolist() == parameter.tolist() == [2.0, 3.0]
+    assert isinstance(part, np.ma.MaskedArray)
+    assert part.mask.tolist() == [True, False]
+    assert np.shares_memory(part.data, array.data)
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 3, 5])
@@ -109,16 +104,17 @@ def test_a_leaf_without_the_dimension_is_named():
         _native.scatter((np.ones((2, 4)),), {}, 2, -3)
 
 
-@pytest.mark.parametrize("kind", ["coordinates", "csr", "nested", "jagged"])
-def test_a_tensor_that_cannot_be_split_is_named(kind):
-    x = {
-        "coordinates": lambda: torch.eye(4).to_sparse(),
-        "csr": lambda: torch.eye(4).to_sparse_csr(),
-        "nested": lambda: torch.nested.nested_tensor([rows(2), rows(3)]),
-        "jagged": lambda: torch.nested.nested_tensor(
-            [rows(2), rows(3)], layout=torch.jagged
-        ),
-    }[kind]()
+ROWS = [rows(2), rows(3)]
+ODD = [
+    torch.eye(4).to_sparse(),
+    torch.eye(4).to_sparse_csr(),
+    torch.nested.nested_tensor(ROWS),
+    torch.nested.nested_tensor(ROWS, layout=torch.jagged),
+]
+
+
+@pytest.mark.parametrize("x", ODD, ids=["coordinates", "csr", "nested", "jagged"])
+def test_a_tensor_that_cannot_be_split_is_named(x):
     with pytest.raises(ValueError, match=r"kwargs\['x'\] is a sparse or nested"):
         _native.scatter((rows(4),), {"x": x}, 2, 0)
     assert _native.scatter((rows(4),), {"x": x}, 1, 0).chunk(0)[1]["x"] is x
@@ -153,23 +149,18 @@ def test_a_packed_sequence_is_split_by_the_rows_of_its_batch(lengths, n):
         found += unpack_sequence(args[0])
         assert len(unpack_sequence(args[0])) == len(kwargs["y"])
     assert same(found, sequences)
-    gathered = _native.gather(
-        [args[0] for args, _ in chunks(scattered)], scattered.sizes, 0
-    )
-    assert same(gathered, packed)
+    parts = [args[0] for args, _ in chunks(scattered)]
+    assert same(_native.gather(parts, scattered.sizes, 0), packed)
 
 
 def test_a_packed_sequence_that_was_sorted_stays_without_indices():
     padded = rows(3, 4, 2)
     packed = pack_padded_sequence(padded, [4, 2, 1], batch_first=True)
     scattered = _native.scatter((packed,), {}, 2, 0)
-    for (part,), _ in chunks(scattered):
-        assert part.sorted_indices is None
-        assert part.unsorted_indices is None
-    assert [part.batch_sizes.tolist() for (part,), _ in chunks(scattered)] == [
-        [2, 2, 1, 1],
-        [1],
-    ]
+    parts = [part for (part,), _ in chunks(scattered)]
+    for part in parts:
+        assert (part.sorted_indices, part.unsorted_indices) == (None, None)
+    assert [p.batch_sizes.tolist() for p in parts] == [[2, 2, 1, 1], [1]]
 
 
 def test_gradients_flow_through_a_packed_sequence():
