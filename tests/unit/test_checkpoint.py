@@ -1,6 +1,7 @@
 """Checkpoints are written whole or not at all, and read with either kind of keys."""
 
 import io
+import itertools
 import os
 import resource
 import signal
@@ -13,23 +14,19 @@ from torch import nn
 
 
 class Net(nn.Module):
-    def __init__(self):
+    """Its part is called `inner`, or as torch's wrappers call what they wrap."""
+
+    def __init__(self, part="inner"):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-
-    def forward(self, x):
-        return self.inner(x)
+        self.add_module(part, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
 
 
-class HasModule(nn.Module):
-    """A bare model, all of whose keys begin with `module.` by themselves."""
+def bare(model):
+    return model
 
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
-    def forward(self, x):
-        return self.module(x)
+def wrapped(model):
+    return paceline.DistributedDataParallel(model)
 
 
 class Versioned(nn.Module):
@@ -63,104 +60,63 @@ def path(tmp_path):
     return tmp_path / "model.pt"
 
 
-@pytest.fixture(params=["bare", "wrapped"])
-def saved(request, alone):
-    model = Net()
-    wrap = paceline.DistributedDataParallel
-    return model if request.param == "bare" else wrap(model)
-
+PREFIX = pytest.mark.parametrize("prefix", ["keep", "strip"])
 
 # ---- both kinds of keys -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefix", ["keep", "strip"])
-def test_either_kind_of_file_loads_into_a_bare_model(saved, path, prefix):
-    paceline.save(saved, path, prefix=prefix)
-    model = Net()
-    paceline.load(path, model)
-    assert_same(model, getattr(saved, "module", saved))
-
-
-@pytest.mark.parametrize("prefix", ["keep", "strip"])
-def test_either_kind_of_file_loads_into_a_wrapper(saved, path, prefix):
-    paceline.save(saved, path, prefix=prefix)
-    wrapper = paceline.DistributedDataParallel(Net())
-    paceline.load(path, wrapper)
-    assert_same(wrapper.module, getattr(saved, "module", saved))
-
-
-@pytest.mark.parametrize(
-    ("prefix", "first"),
-    [("keep", "module.inner.0.weight"), ("strip", "inner.0.weight")],
-)
-def test_the_prefix_of_a_wrapper_is_kept_or_stripped_in_the_file(
-    alone, path, prefix, first
+@PREFIX
+@pytest.mark.parametrize("part", ["inner", "module"])
+@pytest.mark.parametrize("wrap", [bare, wrapped, nn.DataParallel])
+def test_either_kind_of_file_loads_into_bare_models_and_wrappers(
+    alone, path, prefix, part, wrap
 ):
-    paceline.save(paceline.DistributedDataParallel(Net()), path, prefix=prefix)
-    assert next(iter(torch.load(path))) == first
+    model = Net(part)
+    paceline.save(wrap(model), path, prefix=prefix)
+    for wrap_other in (bare, wrapped, nn.DataParallel):
+        other = Net(part)
+        paceline.load(path, wrap_other(other))
+        assert_same(other, model)
 
 
-def test_a_loaded_state_dict_comes_without_the_prefix(saved, path):
-    paceline.save(saved, path)
+@PREFIX
+def test_the_prefix_of_a_wrapper_is_kept_or_stripped_in_the_file(alone, path, prefix):
+    paceline.save(wrapped(Net()), path, prefix=prefix)
+    before = {"keep": "module.", "strip": ""}[prefix]
+    assert list(torch.load(path)) == [before + key for key in Net().state_dict()]
     assert list(paceline.load(path)) == list(Net().state_dict())
 
 
-@pytest.mark.parametrize("prefix", ["keep", "strip"])
-def test_a_bare_model_with_a_part_called_module_round_trips(path, prefix):
-    model, other = HasModule(), HasModule()
-    paceline.save(model, path, prefix=prefix)
-    paceline.load(path, other)
-    assert_same(other, model)
-
-
-@pytest.mark.parametrize("prefix", ["keep", "strip"])
-def test_a_wrapped_model_with_a_part_called_module_round_trips(alone, path, prefix):
-    model = HasModule()
-    paceline.save(paceline.DistributedDataParallel(model), path, prefix=prefix)
-    bare, wrapper = HasModule(), paceline.DistributedDataParallel(HasModule())
-    paceline.load(path, bare)
-    paceline.load(path, wrapper)
-    assert_same(bare, model)
-    assert_same(wrapper.module, model)
-
-
-def test_data_parallel_of_torch_loads_and_saves_too(path):
-    wrapper = torch.nn.DataParallel(Net())
-    paceline.save(wrapper, path)
-    model, other = Net(), torch.nn.DataParallel(Net())
-    paceline.load(path, model)
-    paceline.load(path, other)
-    assert_same(model, wrapper.module)
-    assert_same(other.module, wrapper.module)
-
-
 # ---- metadata -----------------------------------------------------------------------
-
-
-def versioned(*versions):
-    root, part, leaf = versions
-    return Versioned(root, part=Versioned(part, leaf=Versioned(leaf)))
 
 
 def seen(model):
     return [m.seen for m in model.modules() if isinstance(m, Versioned)]
 
 
-@pytest.mark.parametrize("prefix", ["keep", "strip"])
-@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "wrapped"])
-def test_the_versions_of_modules_are_kept_by_their_places(alone, path, prefix, wrap):
-    model = versioned(5, 6, 7)
-    whole = paceline.DistributedDataParallel(model) if wrap else model
-    paceline.save(whole, path, prefix=prefix)
-    bare = versioned(8, 9, 10)
-    paceline.load(path, bare)
-    assert seen(bare) == [5, 6, 7]
+NOT_DISJOINT = pytest.mark.xfail(
+    strict=True,
+    reason="load() keeps the prefix where the model has any of the keys itself",
+)
 
 
-def test_the_versions_of_a_part_called_module_are_kept_by_their_places(alone, path):
-    model = Versioned(5, module=Versioned(6, module=Versioned(7)))
-    paceline.save(paceline.DistributedDataParallel(model), path, prefix="strip")
-    other = Versioned(8, module=Versioned(9, module=Versioned(10)))
+@pytest.mark.parametrize(
+    ("wrap", "part", "prefix"),
+    [
+        *itertools.product([bare, wrapped], ["part"], ["keep", "strip"]),
+        *[(bare, "module", "keep"), (bare, "module", "strip")],
+        (wrapped, "module", "strip"),
+        pytest.param(wrapped, "module", "keep", marks=NOT_DISJOINT),
+    ],
+)
+def test_the_versions_of_modules_are_kept_by_their_places(
+    alone, path, wrap, part, prefix
+):
+    def versioned(root, inner, leaf):
+        return Versioned(root, **{part: Versioned(inner, **{part: Versioned(leaf)})})
+
+    paceline.save(wrap(versioned(5, 6, 7)), path, prefix=prefix)
+    other = versioned(8, 9, 10)
     paceline.load(path, other)
     assert seen(other) == [5, 6, 7]
 
@@ -234,11 +190,6 @@ def test_another_word_for_prefix_is_refused_before_anything_is_written(path, wor
     assert not path.exists()
 
 
-def test_paths_may_be_strings(path):
-    paceline.save({"a": torch.ones(1)}, str(path))
-    assert paceline.load(str(path))["a"].item() == 1
-
-
 @pytest.mark.parametrize(
     "thing",
     [
@@ -255,23 +206,18 @@ def test_what_is_no_state_dict_comes_back_as_it_was(path, thing):
     assert str(paceline.load(path)) == str(thing)
 
 
-def test_files_of_torch_save_are_read(alone, path):
-    wrapper = torch.nn.parallel.DistributedDataParallel(Net())
-    torch.save(wrapper.state_dict(), path)
-    model = Net()
-    paceline.load(path, model)
+def test_files_of_torch_save_are_read_and_ours_by_torch_load(alone, path):
+    wrapper, model, other = wrapped(Net()), Net(), Net()
+    torch.save(wrapper.state_dict(), str(path))
+    paceline.load(str(path), model)
     assert_same(model, wrapper.module)
-
-
-def test_files_are_readable_by_torch_load(path):
-    model, other = Net(), Net()
     paceline.save(model, path)
     other.load_state_dict(torch.load(path, weights_only=True))
     assert_same(other, model)
 
 
 def test_arbitrary_objects_are_refused_unless_asked_for(path):
-    paceline.save({"a": Net()}, path)
+    paceline.save({"a": Net()}, str(path))
     with pytest.raises(Exception, match="weights_only"):
         paceline.load(path)
     assert isinstance(paceline.load(path, weights_only=False)["a"], Net)
@@ -281,12 +227,8 @@ def test_where_tensors_go_can_be_said(path):
     paceline.save(Net(), path)
     loaded = paceline.load(path, map_location="meta")
     assert {tensor.device.type for tensor in loaded.values()} == {"meta"}
-
-
-def test_parameters_of_another_model_raise_the_list_of_torch(path):
-    paceline.save(nn.Linear(3, 2), path)
-    with pytest.raises(RuntimeError, match=r"Missing key.*inner\.0\.weight"):
-        paceline.load(path, Net())
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
+        paceline.load(path, nn.Linear(3, 2))
 
 
 # ---- beside torch.save --------------------------------------------------------------
@@ -305,11 +247,8 @@ def test_the_target_of_a_link_is_written(tmp_path, save):
     save(STATE, link)
     assert link.is_symlink()
     assert torch.equal(torch.load(target)["weight"], STATE["weight"])
-    assert sorted(p.name for p in tmp_path.rglob("*")) == [
-        "deep",
-        "latest.pt",
-        "model.pt",
-    ]
+    names = sorted(p.name for p in tmp_path.rglob("*"))
+    assert names == ["deep", "latest.pt", "model.pt"]
 
 
 @ONE_BY_TORCH
@@ -367,12 +306,9 @@ def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(path, n_e
     assert list(path.parent.iterdir()) == [path]
 
 
-def save_and_die(path):
-    class Deadly:
-        def __reduce__(self):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    paceline.save([torch.zeros(1000), Deadly()], path)
+class Deadly:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_save_left_is_removed_by_the_next(path):
@@ -380,7 +316,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next(path):
     for where in (path, path, other):
         pid = os.fork()
         if pid == 0:
-            save_and_die(where)
+            paceline.save([torch.zeros(1000), Deadly()], where)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert len(list(path.parent.iterdir())) == 2  # of either place
     paceline.save(STATE, path)

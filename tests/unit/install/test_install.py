@@ -18,7 +18,6 @@ import paceline
 import pytest
 import torch
 from paceline._install import rebind
-from support.copies import saved_and_loaded
 from torch.nn.parallel import DataParallel as TorchDP
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -28,33 +27,27 @@ PLACES = {
     "torch.nn.parallel.data_parallel": ["DataParallel", "data_parallel"],
     "torch.nn.parallel.distributed": ["DistributedDataParallel"],
 }
+NAMES = [(module, name) for module, names in PLACES.items() for name in names]
 MAKER = "torch.distributed._composable.replicate"
-
-
-@pytest.fixture
-def installed():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this very file holds torch's classes
-        installation = paceline.install()
-    with installation:
-        yield installation
 
 
 def install_quietly():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # this very file holds torch's classes
         return paceline.install()
+
+
+@pytest.fixture
+def installed():
+    with install_quietly() as installation:
+        yield installation
 
 
 def everything():
     """Return all that installing may change."""
     modules = [sys.modules[name] for name in PLACES]
     return {
-        "names": [
-            (module, name, getattr(sys.modules[module], name))
-            for module, names in PLACES.items()
-            for name in names
-        ],
+        "names": [getattr(sys.modules[module], name) for module, name in NAMES],
         "dicts": [dict(vars(module)) for module in modules],
         "types": [type(module) for module in modules],
         "maker": vars(importlib.import_module(MAKER))["DistributedDataParallel"],
@@ -84,73 +77,39 @@ def run(code, env=None, flags=()):
 # ---- the names ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(m, name) for m, names in PLACES.items() for name in names]
-)
-def test_a_public_name_of_torch_is_ours(installed, module, name):
-    assert getattr(sys.modules[module], name) is getattr(paceline, name)
-    space = {}
-    exec(f"from {module} import {name} as found", space)
-    assert space["found"] is getattr(paceline, name)
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_a_public_name_of_torch_is_ours_however_it_is_imported(installed, module, name):
+    ours, space = getattr(paceline, name), {}
+    assert getattr(sys.modules[module], name) is ours
+    for what in (name, "*"):
+        exec(f"from {module} import {what}", space)
+        assert space[name] is ours
 
 
-def test_importing_by_star_gives_ours(installed):
-    space = {}
-    exec("from torch.nn.parallel import *", space)
-    assert space["DistributedDataParallel"] is paceline.DistributedDataParallel
-    exec("from torch.nn import *", space)
-    assert space["DataParallel"] is paceline.DataParallel
-
-
-@pytest.mark.parametrize("name", ["replicate", "scatter", "gather", "parallel_apply"])
-def test_functions_for_gpus_stay_those_of_torch(name):
-    before = getattr(torch.nn.parallel, name)
-    with install_quietly():
-        assert getattr(torch.nn.parallel, name) is before
-
-
-def test_undoing_restores_exactly_what_was_there():
-    before = everything()
-    install_quietly()
-    assert everything() != before
-    paceline.uninstall()
-    assert everything() == before
-
-
-def test_undoing_without_installing_does_nothing():
+def test_undoing_restores_exactly_what_was_there_however_often_it_was_installed():
     before = everything()
     paceline.uninstall()
     assert everything() == before
-
-
-def test_installing_twice_is_one_installation():
-    before = everything()
     install_quietly()
     once = everything()
+    assert once != before
+    for name in ("replicate", "scatter", "gather", "parallel_apply"):  # for GPUs
+        assert getattr(torch.nn.parallel, name).__module__.startswith("torch.")
     install_quietly()
     assert everything() == once
     paceline.uninstall()
     assert everything() == before
 
 
-def test_a_context_manager_installs_for_its_block_alone():
+def test_context_managers_install_for_their_block_alone_and_restore_what_they_found():
     with install_quietly() as installation:
         assert torch.nn.DataParallel is paceline.DataParallel
         assert "on" in repr(installation)
+        with install_quietly(), install_quietly():
+            pass
+        assert torch.nn.DataParallel is paceline.DataParallel
     assert torch.nn.DataParallel is TorchDP
     assert "off" in repr(installation)
-
-
-def test_nested_context_managers_restore_what_they_found():
-    install_quietly()
-    with install_quietly(), install_quietly():
-        pass
-    assert torch.nn.DataParallel is paceline.DataParallel
-    paceline.uninstall()
-    assert torch.nn.DataParallel is TorchDP
-
-
-def test_a_context_manager_undoes_after_an_error():
     with pytest.raises(ZeroDivisionError), install_quietly():
         1 / 0  # noqa: B018
     assert torch.nn.DataParallel is TorchDP
@@ -188,19 +147,15 @@ def test_what_was_taken_before_installing_is_left_alone():
         torch.nn.DataParallel = TorchDP
 
 
-def test_mocks_of_the_names_come_and_go(installed):
+def test_what_is_mocked_or_patched_and_put_back_leaves_no_trace(installed):
+    ours = paceline.DistributedDataParallel
     with unittest.mock.patch("torch.nn.parallel.DistributedDataParallel") as mock:
         assert torch.nn.parallel.DistributedDataParallel is mock
-    ours = paceline.DistributedDataParallel
     assert torch.nn.parallel.DistributedDataParallel is ours
-
-
-def test_what_is_read_and_put_back_leaves_no_trace(installed):
     patch = pytest.MonkeyPatch()
     patch.setattr("torch.nn.parallel.DistributedDataParallel", 5)
     assert torch.nn.parallel.DistributedDataParallel == 5
     patch.undo()  # sets what getattr() gave
-    ours = paceline.DistributedDataParallel
     assert torch.nn.parallel.DistributedDataParallel is ours
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -293,43 +248,34 @@ print(maker.DistributedDataParallel.__module__)
 
 
 def test_composable_replicate_makes_ours_though_it_was_imported_before():
-    maker = importlib.import_module(MAKER)
-    assert vars(maker)["DistributedDataParallel"] is TorchDDP
+    names = vars(importlib.import_module(MAKER))
+    assert names["DistributedDataParallel"] is TorchDDP
     with install_quietly():
-        assert (
-            vars(maker)["DistributedDataParallel"] is paceline.DistributedDataParallel
-        )
-    assert vars(maker)["DistributedDataParallel"] is TorchDDP
+        ours = names["DistributedDataParallel"]
+        assert ours is paceline.DistributedDataParallel
+    assert names["DistributedDataParallel"] is TorchDDP
 
 
 def test_wrappers_pass_the_checks_by_type(installed, alone):
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-    dp = torch.nn.DataParallel(torch.nn.Linear(2, 1))
     both = (torch.nn.parallel.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    assert type(ddp) in both
-    assert type(dp) in both
-    assert isinstance(ddp, both)
-    assert isinstance(dp, both)
-    assert isinstance(ddp, TorchDDP)
-    assert isinstance(dp, TorchDP)
+    for kind, theirs in zip(both, (TorchDP, TorchDDP), strict=True):
+        wrapper = kind(torch.nn.Linear(2, 1))
+        assert type(wrapper) in both
+        assert isinstance(wrapper, both)
+        assert isinstance(wrapper, theirs)
 
 
 def test_a_wrapper_of_torch_made_before_goes_on(alone):
     dp, ddp = TorchDP(torch.nn.Linear(2, 1)), TorchDDP(torch.nn.Linear(2, 1))
+    x = torch.ones(1, 2)
     with install_quietly():
-        assert dp(torch.ones(1, 2)).shape == (1, 1)
+        assert dp(x).shape == (1, 1)
         assert not isinstance(ddp, torch.nn.parallel.DistributedDataParallel)
         with ddp.no_sync():
-            ddp(torch.ones(1, 2)).sum().backward()
-        ddp(torch.ones(1, 2)).sum().backward()
+            ddp(x).sum().backward()
+        with ddp.join():
+            ddp(x).sum().backward()
         assert ddp.module.bias.grad.item() == 2
-
-
-def test_the_join_of_a_wrapper_of_torch_still_works(alone):
-    ddp = TorchDDP(torch.nn.Linear(2, 1))
-    with install_quietly(), ddp.join():
-        ddp(torch.ones(1, 2)).sum().backward()
-    assert ddp.module.bias.grad.item() == 1
 
 
 def test_torch_finds_the_module_inside_of_ours(installed, alone):
@@ -364,17 +310,13 @@ def test_data_parallel_calls_the_module_plainly(installed, monkeypatch):
     assert calls == []
 
 
-def test_the_function_takes_the_arguments_of_torch(installed):
+def test_the_function_takes_the_arguments_of_torch_and_the_class_a_type(installed):
     module = torch.nn.Linear(2, 1)
     x = torch.ones(3, 2)
     output = torch.nn.parallel.data_parallel(module, x, None, None, 0, None)
     assert torch.equal(output, module(x))
-
-
-def test_annotations_with_a_type_in_brackets_work(installed):
     alias = torch.nn.DataParallel[torch.nn.Linear]
-    wrapper = alias(torch.nn.Linear(2, 1))
-    assert type(wrapper) is paceline.DataParallel
+    assert type(alias(module)) is paceline.DataParallel
 
 
 # ---- pickles ------------------------------------------------------------------------
@@ -384,41 +326,46 @@ class OfTorch(TorchDP):
     pass
 
 
+def saved(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file
+
+
+def loaded(file):
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = {
+    "pickle": (pickle.dumps, pickle.loads),
+    "python pickle": (pickle._dumps, pickle._loads),
+    "save": (saved, loaded),
+}
+
+
 def save_and_load(thing, how):
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(thing))
-    if how == "python pickle":
-        return pickle._loads(pickle._dumps(thing))
-    return saved_and_loaded(thing)
-
-
-WAYS = ["pickle", "python pickle", "save"]
+    save, load = WAYS[how]
+    return load(save(thing))
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_pickle_of_data_parallel_by_torch_becomes_ours(how):
+    save, load = WAYS[how]
     dp = TorchDP(torch.nn.Linear(2, 1)).eval()
     dp.note = "kept"
     dp.register_forward_hook(print_nothing)
-    words = pickle.dumps(dp)
-    file = io.BytesIO()
-    torch.save(dp, file)
-    file.seek(0)
+    words = save(dp)
     with install_quietly():
-        if how == "pickle":
-            loaded = pickle.loads(words)
-        elif how == "python pickle":
-            loaded = pickle._loads(words)
-        else:
-            loaded = torch.load(file, weights_only=False)
-        assert type(loaded) is torch.nn.DataParallel is paceline.DataParallel
-    assert loaded.note == "kept"
-    assert not loaded.training
-    assert list(loaded._forward_hooks.values()) == [print_nothing]
+        ours = load(words)
+        assert type(ours) is torch.nn.DataParallel is paceline.DataParallel
+    assert ours.note == "kept"
+    assert not ours.training
+    assert list(ours._forward_hooks.values()) == [print_nothing]
     x = torch.ones(3, 2)
-    assert torch.equal(loaded(x), dp(x))
-    assert list(loaded.state_dict()) == list(dp.state_dict())
-    again = pickle.loads(pickle.dumps(loaded))
+    assert torch.equal(ours(x), dp(x))
+    assert list(ours.state_dict()) == list(dp.state_dict())
+    again = pickle.loads(pickle.dumps(ours))
     assert type(again) is paceline.DataParallel
 
 
@@ -426,23 +373,26 @@ def print_nothing(module, args, output):
     return None
 
 
+def from_state(**changes):
+    """Read what torch's class has written of replicas on GPUs."""
+    state = {**vars(TorchDP(torch.nn.Linear(2, 1))), **changes}
+    made = paceline.DataParallel.__new__(paceline.DataParallel)
+    made.__setstate__(state)
+    return made
+
+
 def test_a_pickle_of_replicas_on_gpus_by_torch_can_be_read_here(installed):
-    state = dict(vars(TorchDP(torch.nn.Linear(2, 1))))
-    state.update(device_ids=[0, 1], dim=1, output_device=0)
-    loaded = paceline.DataParallel.__new__(paceline.DataParallel)
-    loaded.__setstate__(state)
-    assert loaded.dim == 1
-    assert loaded(torch.ones(3, 2)).shape == (3, 1)
+    made = from_state(device_ids=[0, 1], dim=1, output_device=0)
+    assert made.dim == 1
+    assert made(torch.ones(3, 2)).shape == (3, 1)
 
 
 def test_a_pickle_that_we_cannot_serve_becomes_what_it_was(installed, monkeypatch):
     monkeypatch.setattr("paceline._compat.torch_core.has_accelerator", lambda: True)
-    state = dict(vars(TorchDP(torch.nn.Linear(2, 1))), device_ids=[0], dim=0)
-    loaded = paceline.DataParallel.__new__(paceline.DataParallel)
-    loaded.__setstate__(state)
-    assert type(loaded) is TorchDP
-    assert loaded.device_ids == [0]
-    assert list(loaded.state_dict()) == ["module.weight", "module.bias"]
+    made = from_state(device_ids=[0], dim=0)
+    assert type(made) is TorchDP
+    assert made.device_ids == [0]
+    assert list(made.state_dict()) == ["module.weight", "module.bias"]
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -482,11 +432,7 @@ def test_ours_can_be_pickled_while_installed(installed, alone, how):
     for kind in (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel):
         assert type(save_and_load(kind(torch.nn.Linear(2, 1)), how)) is kind
         assert save_and_load(kind, "pickle") is kind
-
-
-def test_a_subclass_of_torchs_is_pickled_by_its_own_name(installed):
-    loaded = pickle.loads(pickle.dumps(OfTorch(torch.nn.Linear(2, 1))))
-    assert type(loaded) is OfTorch
+    assert type(save_and_load(OfTorch(torch.nn.Linear(2, 1)), how)) is OfTorch
 
 
 # ---- who has it already -------------------------------------------------------------
@@ -523,11 +469,8 @@ print([each for each in sys.meta_path if "paceline" in type(each).__module__])
     out, err = run(code, flags=["-W", "error:.*paceline"])
     assert out == ["True True", "SourceFileLoader SourceFileLoader", "[]"]
     assert err == ""
-
-
-def test_torch_imported_first_and_unused_gives_no_warning():
-    out, err = run("import torch, paceline; paceline.install(); print(1)")
-    assert (out, err) == (["1"], "")
+    unused = run("import torch, paceline; paceline.install(); print(1)")
+    assert unused == (["1"], "")
 
 
 def test_undoing_before_torch_is_imported_leaves_no_watch():
@@ -579,7 +522,8 @@ print("torch" in sys.modules)
 
 
 @pytest.mark.parametrize("paths", [None, "", "/a:/b", "/a::/b"])
-def test_the_environment_is_given_back(installed_never, monkeypatch, paths):
+def test_the_environment_is_given_back(monkeypatch, paths):
+    assert not rebind.is_installed()
     if paths is None:
         monkeypatch.delenv("PYTHONPATH", raising=False)
     else:
@@ -591,11 +535,6 @@ def test_the_environment_is_given_back(installed_never, monkeypatch, paths):
         assert given[1:] == (paths.split(":") if paths else [])
         assert os.environ["PACELINE_INSTALL"] == "1"
     assert dict(os.environ) == before
-
-
-@pytest.fixture
-def installed_never():
-    assert not rebind.is_installed()
 
 
 def test_what_the_program_adds_to_the_path_stays(monkeypatch):
