@@ -1,5 +1,6 @@
 """What a wrapper asks and says of GPUs, on a machine that a test makes up."""
 
+import contextlib
 import types
 
 import pytest
@@ -55,33 +56,38 @@ def test_a_device_without_a_number_is_the_current_one(given):
     assert placement.read_devices([given], None, [SECOND]) == ([1], 1)
 
 
-@pytest.mark.parametrize("given", [[0, 1], ["cuda:0", "cuda:1"], "cuda:0"])
-@pytest.mark.parametrize("place", [CPU, FIRST])
-def test_several_devices_are_an_error_in_the_words_of_torch(given, place):
-    with pytest.raises(
-        ValueError, match="can only be None or contain a single element"
-    ):
-        placement.read_devices(given, None, [place])
-
-
-@pytest.mark.parametrize(
-    ("given", "output", "places"),
-    [
-        ([0], None, [CPU]),
-        (["cuda:0"], None, [CPU]),
-        (None, 1, [CPU]),
-        (None, 1, [FIRST]),
-        ([0], None, [FIRST, SECOND]),
-    ],
+SEVERAL = "can only be None or contain a single element"
+ELSEWHERE = (
+    r"device_ids and output_device arguments only work with .* but got device_ids "
+    r".*, output_device .*, and module parameters \['c.*move the module to a GPU"
 )
-def test_devices_for_a_module_that_is_elsewhere_are_refused_as_in_torch(
-    given, output, places
+OUT_OF_RANGE = "is or has .*, and this process sees 2 CUDA devices"
+ANOTHER = r"device_ids is \[1\], but .* on cuda:0: .*module.to\('cuda:1'\).*\[0\]"
+NO_CPU = "Expected a non cpu device"
+NO_DEVICE = r"device_ids is or has .*, no device"
+BARE = r"device_ids is 0: give a list .*=\[0\]"
+REFUSED = [  # device_ids, output_device, where the module is, what is said
+    *[(ids, None, [CPU], SEVERAL) for ids in ([0, 1], ["cuda:0", "cuda:1"], "cuda:0")],
+    *[(ids, None, [FIRST], SEVERAL) for ids in ([0, 1], ["cuda:0", "cuda:1"])],
+    *[(ids, None, [CPU], ELSEWHERE) for ids in ([0], ["cuda:0"])],
+    (None, 1, [CPU], ELSEWHERE),
+    (None, 1, [FIRST], ELSEWHERE),
+    ([0], None, [FIRST, SECOND], ELSEWHERE),
+    ([1], None, [FIRST], ANOTHER),
+    *[([i], None, [FIRST], f"device_ids {OUT_OF_RANGE}") for i in (2, -1, "cuda:7")],
+    *[([0], i, [FIRST], f"output_device {OUT_OF_RANGE}") for i in (2, -1, "cuda:7")],
+    *[([cpu], None, [FIRST], NO_CPU) for cpu in ("cpu", CPU)],
+    *[([odd], None, [FIRST], NO_DEVICE) for odd in ("nowhere", 1.5, object())],
+    (0, None, [FIRST], BARE),
+]
+
+
+@pytest.mark.parametrize(("given", "output", "places", "words"), REFUSED)
+def test_devices_that_do_not_fit_are_refused_in_the_words_of_torch(
+    given, output, places, words
 ):
-    words = (
-        r"device_ids and output_device arguments only work with .* but got device_ids "
-        r".*, output_device .*, and module parameters \['c.*move the module to a GPU"
-    )
-    with pytest.raises(ValueError, match=words):
+    kind = TypeError if words in (NO_DEVICE, BARE) else ValueError
+    with pytest.raises(kind, match=words):
         placement.read_devices(given, output, places)
 
 
@@ -90,38 +96,6 @@ def test_the_refusal_says_why_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch_cuda, "why_no_cuda", lambda: "torch sees no CUDA device")
     with pytest.raises(ValueError, match="on the CPU; torch sees no CUDA device"):
         placement.read_devices([0], None, [CPU])
-
-
-def test_a_module_on_another_gpu_than_device_ids_says_is_named():
-    words = r"device_ids is \[1\], but .* on cuda:0: .*module.to\('cuda:1'\).*\[0\]"
-    with pytest.raises(ValueError, match=words):
-        placement.read_devices([1], None, [FIRST])
-
-
-@pytest.mark.parametrize("given", [2, -1, "cuda:7"])
-@pytest.mark.parametrize("name", ["device_ids", "output_device"])
-def test_a_gpu_that_is_not_there_is_out_of_range(given, name):
-    ids, output = ([given], None) if name == "device_ids" else ([0], given)
-    words = f"{name} is or has .*, and this process sees 2 CUDA devices"
-    with pytest.raises(ValueError, match=words):
-        placement.read_devices(ids, output, [FIRST])
-
-
-@pytest.mark.parametrize("given", ["cpu", CPU])
-def test_the_cpu_is_no_device_of_a_module_on_a_gpu(given):
-    with pytest.raises(ValueError, match="Expected a non cpu device"):
-        placement.read_devices([given], None, [FIRST])
-
-
-@pytest.mark.parametrize("given", [["nowhere"], [1.5], [object()]])
-def test_what_is_no_device_is_a_type_error_that_shows_it(given):
-    with pytest.raises(TypeError, match=r"device_ids is or has .*, no device"):
-        placement.read_devices(given, None, [FIRST])
-
-
-def test_a_bare_number_in_place_of_a_list_is_a_type_error_that_shows_one():
-    with pytest.raises(TypeError, match=r"device_ids is 0: give a list .*=\[0\]"):
-        placement.read_devices(0, None, [FIRST])
 
 
 # ---- the module ---------------------------------------------------------------------
@@ -143,20 +117,30 @@ def test_a_module_on_one_gpu_is_taken():
     model(FIRST, FIRST, buffer=FIRST).check()
 
 
-def test_a_module_on_two_gpus_is_refused_with_what_to_do():
-    words = r"'p1' is a .* on device cuda:1, and 'p0' is on cuda:0: .*to\('cuda:0'\)"
-    with pytest.raises(NotImplementedError, match=words):
-        model(FIRST, SECOND).check()
-
-
-def test_a_module_on_the_cpu_and_a_gpu_is_refused_in_the_words_of_torch():
-    with pytest.raises(ValueError, match=r"same type of devices.*\['cpu', 'cuda'\]"):
-        model(FIRST, CPU).check()
-
-
-def test_a_buffer_that_stayed_on_the_cpu_is_named():
-    with pytest.raises(NotImplementedError, match=r"'far' .*cpu, and 'p0'.*to_ignore"):
-        model(FIRST, buffer=CPU).check()
+@pytest.mark.parametrize(
+    ("made", "kind", "words"),
+    [
+        (
+            model(FIRST, SECOND),
+            NotImplementedError,
+            r"'p1' is a .* on device cuda:1, and 'p0' is on cuda:0: .*to\('cuda:0'\)",
+        ),
+        (
+            model(FIRST, CPU),
+            ValueError,
+            r"same type of devices.*\['cpu', 'cuda'\]",
+        ),
+        (
+            model(FIRST, buffer=CPU),
+            NotImplementedError,
+            r"'far' .*cpu, and 'p0'.*to_ignore",
+        ),
+    ],
+    ids=["two GPUs", "the CPU and a GPU", "a buffer that stayed on the CPU"],
+)
+def test_a_module_in_several_places_is_refused_with_what_to_do(made, kind, words):
+    with pytest.raises(kind, match=words):
+        made.check()
 
 
 def test_sync_batch_norm_is_taken_on_a_gpu():
@@ -186,9 +170,8 @@ def test_a_torch_that_has_no_gpu_says_why(monkeypatch, cuda, hip, is_there, beca
 
 def test_a_gpu_that_cannot_be_used_is_an_error_that_says_what_to_do(monkeypatch):
     monkeypatch.setattr(TwoGpus, "why_unusable", lambda self: "there is no driver")
-    with pytest.raises(
-        NotImplementedError, match=r"cuda:0, and there is no driver.*in"
-    ):
+    words = r"cuda:0, and there is no driver.*in"
+    with pytest.raises(NotImplementedError, match=words):
         placement.open_gpu(FIRST, is_alone=True)
 
 
@@ -228,18 +211,35 @@ def placed(number, **named):
     return placement.Placement(f"cuda:{number}", **{**given, **named})
 
 
-def test_ranks_on_gpus_of_their_own_are_no_conflict():
-    placement.raise_conflict([placed(0), placed(1), placed(0, nccl_host="there")])
-    placement.raise_conflict([placement.Placement(), placement.Placement()])
-    placement.raise_conflict(
-        [placed(0, gpu=""), placed(0, gpu="")]
-    )  # torch cannot tell
+TWICE = r"ranks 1 and 2 are both on GPU 1 \(cuda:1 and cuda:1\).*NCCL_HOSTID"
+CPU_RANK = placement.Placement()
 
 
-def test_two_ranks_on_one_gpu_are_named_with_it():
-    words = r"ranks 1 and 2 are both on GPU 1 \(cuda:1 and cuda:1\).*NCCL_HOSTID"
-    with pytest.raises(ValueError, match=words):
-        placement.raise_conflict([placed(0), placed(1), placed(1)])
+@pytest.mark.parametrize(
+    ("placements", "kind", "words"),
+    [
+        ([placed(0), placed(1), placed(0, nccl_host="there")], None, ""),
+        ([CPU_RANK, CPU_RANK], None, ""),
+        ([placed(0, gpu=""), placed(0, gpu="")], None, ""),  # torch cannot tell
+        ([placed(0), placed(1), placed(1)], ValueError, TWICE),
+        (
+            [placed(0), CPU_RANK],
+            MismatchError,
+            "0's module is on cuda:0, rank 1's on c",
+        ),
+        (
+            [placed(0), placed(1, nccl_version=22705)],
+            MismatchError,
+            r"NCCL 2\.28\.9, rank 1 has 2\.27\.5",
+        ),
+    ],
+)
+def test_ranks_on_gpus_of_their_own_are_no_conflict_and_others_are_named(
+    placements, kind, words
+):
+    raises = pytest.raises(kind, match=words) if kind else contextlib.nullcontext()
+    with raises:
+        placement.raise_conflict(placements)
 
 
 @pytest.mark.parametrize("version", [22809, 23003])
@@ -250,16 +250,6 @@ def test_nccl_can_be_told_to_take_two_ranks_on_one_gpu(version):
             placement.raise_conflict(placements)
     else:
         placement.raise_conflict(placements)
-
-
-def test_a_rank_that_stayed_on_the_cpu_is_named():
-    with pytest.raises(MismatchError, match="0's module is on cuda:0, rank 1's on cpu"):
-        placement.raise_conflict([placed(0), placement.Placement()])
-
-
-def test_versions_of_nccl_that_differ_are_named():
-    with pytest.raises(MismatchError, match=r"NCCL 2\.28\.9, rank 1 has 2\.27\.5"):
-        placement.raise_conflict([placed(0), placed(1, nccl_version=22705)])
 
 
 def test_nccl_takes_hosts_apart_by_name_and_boot_or_by_what_it_is_told(monkeypatch):
@@ -319,24 +309,27 @@ def wheels(monkeypatch, tmp_path):
     return put
 
 
-def test_a_library_is_found_where_the_wheels_of_torch_have_it(wheels):
-    root = wheels(
-        "nvidia/nccl/lib/libnccl.so.2",
-        "nvidia/cuda_nvrtc/lib/libnvrtc-builtins.so.12.8",
-        "nvidia/cuda_nvrtc/lib/libnvrtc.so.12",
-    )
-    assert _gpu.find_library("nccl") == f"{root}/nvidia/nccl/lib/libnccl.so.2"
-    assert _gpu.find_library("nvrtc") == f"{root}/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+NVRTC = "nvidia/cuda_nvrtc/lib/libnvrtc"
 
 
-def test_of_two_versions_that_of_torchs_cuda_is_taken(wheels):
-    root = wheels("nvidia/cu13/lib/libnvrtc.so.13", "torch/lib/libnvrtc-b5.so.12")
-    assert _gpu.find_library("nvrtc") == f"{root}/torch/lib/libnvrtc-b5.so.12"
-
-
-def test_a_library_that_no_wheel_has_is_left_to_the_loader(wheels):
-    wheels("torch/lib/libtorch.so")
-    assert _gpu.find_library("nccl") is None
+@pytest.mark.parametrize(
+    ("name", "files", "found"),
+    [
+        ("nccl", ["nvidia/nccl/lib/libnccl.so.2"], "nvidia/nccl/lib/libnccl.so.2"),
+        ("nvrtc", [f"{NVRTC}-builtins.so.12.8", f"{NVRTC}.so.12"], f"{NVRTC}.so.12"),
+        (  # of two versions that of torch's CUDA
+            "nvrtc",
+            ["nvidia/cu13/lib/libnvrtc.so.13", "torch/lib/libnvrtc-b5.so.12"],
+            "torch/lib/libnvrtc-b5.so.12",
+        ),
+        ("nccl", ["torch/lib/libtorch.so"], None),  # left to the loader
+    ],
+)
+def test_a_library_is_found_where_the_wheels_of_torch_have_it(
+    wheels, name, files, found
+):
+    root = wheels(*files)
+    assert _gpu.find_library(name) == (found and f"{root}/{found}")
 
 
 def test_torch_is_searched_before_the_wheels_beside_it(monkeypatch, tmp_path):
