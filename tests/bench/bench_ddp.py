@@ -6,7 +6,6 @@
     python tests/bench/bench_ddp.py --ranks 4        more ranks than cores
     python tests/bench/bench_ddp.py --models digits --only steps \\
         --contestants paceline,unrecorded     what the recorder costs
-    python tests/bench/bench_ddp.py --only all_reduce
     python tests/bench/bench_ddp.py --apart --only steps
     python tests/bench/bench_ddp.py --ranks 4 --hosts 2 --rate 1gbit --only steps
 
@@ -16,7 +15,8 @@ steps       Whole training steps of several contestants that take turns inside t
             processes; `steps.py` says what makes it fair.  Before anything is timed,
             everyone's gradients are compared with an average made by hand.
 memory      PSS of a rank, each contestant alone in processes of its own.
-all_reduce  The bare collective by size; see `paceline._cli.bench.all_reduce`.
+
+`paceline bench` times the bare collective by size.
 
 A *group* is one set of fresh rank processes (a pair, with two ranks).  Each task is
 repeated in `--pairs` groups, and the groups of all models are interleaved, so that a
@@ -57,21 +57,19 @@ from pathlib import Path
 
 import contestants
 import report
-from options import present_names, split_names
+from contestants import split_names
 from paceline._cli.bench import models
 from runner import Bench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.namespaces import Network
 
-TASKS = ["steps", "memory", "all_reduce"]
+TASKS = ["steps", "memory"]
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read and check the command line."""
-    doc = __doc__ or ""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     by_default = [spec.name for spec in models.ALL if not spec.by_hand]
     add = parser.add_argument
@@ -82,8 +80,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add(
         "--contestants",
-        help=f"default: {','.join(contestants.BY_DEFAULT)}; also: "
-        f"{contestants.UNRECORDED}",
+        default=",".join(contestants.BY_DEFAULT),
+        help=f"all, or some of {', '.join(contestants.WRAP)}",
     )
     add("--only", choices=TASKS, action="append", help="one task; may be repeated")
     add("--ranks", type=int, default=2)
@@ -102,12 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--out", type=Path, default=Path("build/bench"))
     args = parser.parse_args()
     args.models = split_names(parser, args.models, models.BY_NAME)
-    args.contestants = present_names(
-        parser,
-        args.contestants,
-        contestants.BY_NAME if args.contestants else contestants.BY_DEFAULT,
-        contestants.why_missing,
-    )
+    args.contestants = split_names(parser, args.contestants, contestants.WRAP)
     args.only = args.only or TASKS
     args.pairs = args.pairs or (1 if args.quick else 5)
     args.blocks = args.blocks or (2 if args.quick else 8)

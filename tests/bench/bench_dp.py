@@ -40,7 +40,7 @@ from statistics import median
 import dp_models
 import paceline
 import torch
-from options import split_names
+from contestants import split_names
 from paceline._cli.bench import machine
 from paceline._cli.bench.report import StepRow, step_rows
 from paceline._cli.bench.steps import PLAIN, RANKS, REPLICAS, Plan, run

@@ -1,47 +1,13 @@
-"""Who is compared.  Each is a way to wrap a module; nothing else differs.
-
-A contestant is imported when it is wanted, so that the benchmark runs, and says who is
-missing, where one of them is not installed.
-"""
+"""Who is compared.  Each is a way to wrap a module; nothing else differs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from typing import Any
 
+import paceline
 from torch import nn
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A name for tables, a line for readers, the way to wrap a module.
-
-    Who is `by_hand` takes part where it is asked for by name.
-    """
-
-    name: str
-    what: str
-    wrap: Callable[[nn.Module], nn.Module]
-    by_hand: bool = False
-
-
-def wrap_torch(module: nn.Module) -> nn.Module:
-    """Wrap in torch's DDP with its defaults."""
-    return nn.parallel.DistributedDataParallel(module)
-
-
-def wrap_torch_view(module: nn.Module) -> nn.Module:
-    """Wrap in torch's DDP with gradients that are views of its buckets."""
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-
-
-def wrap_paceline(module: nn.Module) -> nn.Module:
-    """Wrap in Paceline's DDP with its defaults."""
-    import paceline
-
-    wrapped: nn.Module = paceline.DistributedDataParallel(module)
-    return wrapped
 
 
 def wrap_unrecorded(module: nn.Module) -> nn.Module:
@@ -49,7 +15,7 @@ def wrap_unrecorded(module: nn.Module) -> nn.Module:
     before = os.environ.get("PACELINE_RECORDER")
     os.environ["PACELINE_RECORDER"] = "0"
     try:
-        return wrap_paceline(module)
+        return paceline.DistributedDataParallel(module)
     finally:
         del os.environ["PACELINE_RECORDER"]
         if before is not None:
@@ -58,23 +24,22 @@ def wrap_unrecorded(module: nn.Module) -> nn.Module:
 
 UNRECORDED = "unrecorded"
 FLOOR, TORCH, TORCH_VIEW, PACELINE = "none", "torch", "torch-view", "paceline"
-ALL = [
-    Contestant(FLOOR, "the bare module, no communication", lambda module: module),
-    Contestant(TORCH, "torch's DDP, defaults", wrap_torch),
-    Contestant(TORCH_VIEW, "torch's DDP, gradient_as_bucket_view", wrap_torch_view),
-    Contestant(PACELINE, "Paceline's DDP, defaults", wrap_paceline),
-    Contestant(UNRECORDED, "Paceline's DDP, no recorder", wrap_unrecorded, True),
-]
-BY_NAME = {contestant.name: contestant for contestant in ALL}
-BY_DEFAULT = [contestant.name for contestant in ALL if not contestant.by_hand]
+WRAP: dict[str, Callable[[nn.Module], nn.Module]] = {
+    FLOOR: lambda module: module,
+    TORCH: nn.parallel.DistributedDataParallel,
+    TORCH_VIEW: lambda module: nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=True
+    ),
+    PACELINE: paceline.DistributedDataParallel,
+    UNRECORDED: wrap_unrecorded,
+}
+BY_DEFAULT = [FLOOR, TORCH, TORCH_VIEW, PACELINE]
 
 
-def why_missing(name: str) -> str | None:
-    """Say why a contestant cannot take part, or None if it can."""
-    if name not in (PACELINE, UNRECORDED):
-        return None
-    try:
-        import paceline  # noqa: F401
-    except ImportError as error:
-        return str(error)
-    return None
+def split_names(parser: Any, text: str, known: Collection[str]) -> list[str]:
+    """Split a list with commas; every name must be known."""
+    names = list(known) if text == "all" else text.split(",")
+    for name in names:
+        if name not in known:
+            parser.error(f"unknown {name!r}; known: {', '.join(known)}")
+    return list(dict.fromkeys(names))

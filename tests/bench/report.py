@@ -31,7 +31,6 @@ COLOURS = {  # told apart by everybody
     TORCH_VIEW: "#e69f00",
     PACELINE: "#0072b2",
     UNRECORDED: "#56b4e9",
-    "gloo": "#d55e00",
 }
 
 
@@ -43,7 +42,7 @@ def median(values: list[float]) -> float:
 def names_in(groups: list[Figures]) -> list[str]:
     """The contestants of these groups, in the order of their registry."""
     present = {name for group in groups for name in group["contestants"]}
-    return [name for name in contestants.BY_NAME if name in present]
+    return [name for name in contestants.WRAP if name in present]
 
 
 def ratios_of_p10(groups: list[Figures], a: str, b: str) -> list[float]:
@@ -95,45 +94,6 @@ def summarise_steps(groups: list[Figures]) -> Figures:
                 "cpu": cpu,
             }
     return {"contestants": lines, "ratios": ratios}
-
-
-def summarise_all_reduce(groups: list[Figures], ranks: int) -> Figures:
-    """Summarise {size: {contestant: min, p10, median in us, algbw, busbw in GB/s}}.
-
-    Bandwidths are those of the p10.
-    """
-    summary: Figures = {}
-    names = list(groups[0]["times_us"])
-    for size in groups[0]["times_us"][names[0]]:
-        summary[size] = {}
-        for name in names:
-            runs = [group["times_us"][name][size] for group in groups]
-            p10_us = median([percentile(run, 10) for run in runs])
-            algbw = int(size) / p10_us / 1e3
-            summary[size][name] = {
-                "min_us": min(min(run) for run in runs),
-                "p10_us": p10_us,
-                "median_us": median([median(run) for run in runs]),
-                "algbw_gb_s": algbw,
-                "busbw_gb_s": algbw * 2 * (ranks - 1) / ranks,
-            }
-        if len(names) == 2:
-            of_groups = [
-                percentile(group["times_us"]["gloo"][size], 10)
-                / percentile(group["times_us"]["paceline"][size], 10)
-                for group in groups
-            ]
-            summary[size]["gloo/paceline"] = asdict(median_with_interval(of_groups))
-    return summary
-
-
-def size_name(n_bytes: int) -> str:
-    """Name a size: 4 KiB, 1 MiB.
-
-    >>> size_name(65536), size_name(4 << 20)
-    ('64 KiB', '4 MiB')
-    """
-    return f"{n_bytes >> 20} MiB" if n_bytes >> 20 else f"{n_bytes >> 10} KiB"
 
 
 def mode(settings: Figures) -> str:
@@ -214,61 +174,26 @@ def model_lines(model: Figures) -> list[str]:
     return lines
 
 
-def all_reduce_lines(all_reduce: Figures) -> list[str]:
-    """The table of plain all-reduces."""
-    lines = [
-        "",
-        f"{'all-reduce of float32':25}{'min us':>8}{'p10 us':>10}{'median us':>11}"
-        f"{'algbw GB/s':>12}{'busbw GB/s':>12}",
-    ]
-    for size, entries in all_reduce["summary"].items():
-        for name, line in entries.items():
-            label = f"{size_name(int(size)):>8}  {name:14}"
-            if "p10_us" in line:
-                lines.append(
-                    f"{label} {line['min_us']:8.1f}  {line['p10_us']:8.1f}  "
-                    f"{line['median_us']:9.1f}  {line['algbw_gb_s']:10.2f}  "
-                    f"{line['busbw_gb_s']:10.2f}"
-                )
-            else:
-                lines.append(
-                    f"{label} {line['median']:8.2f} [{line['low']:.2f}, "
-                    f"{line['high']:.2f}] of p10, median over groups "
-                    f"[{spread_of(all_reduce['groups'])}]"
-                )
-    return lines
-
-
 def as_text(results: Figures) -> str:
     """Everything as a plain text table."""
     lines = header_lines(results)
     for model in results["models"].values():
         if model["groups"]:
             lines += model_lines(model)
-    if results["all_reduce"]["groups"]:
-        lines += all_reduce_lines(results["all_reduce"])
     lines += [f"FAILED {failure['what']}" for failure in results["failures"]]
     return "\n".join(lines) + "\n"
 
 
 def plot(results: Figures, path: Path) -> None:
-    """Draw step times relative to no communication, and all-reduce bandwidth."""
+    """Draw step times relative to no communication."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # after use(): it picks the backend
 
     models = [m for m in results["models"].values() if m["groups"]]
-    reduced = results["all_reduce"].get("summary", {})
-    n_panels = bool(models) + bool(reduced)
-    if not n_panels:
+    if not models:
         return
-    figure, panels = plt.subplots(
-        1, n_panels, figsize=(6.5 * n_panels, 4.5), layout="constrained", squeeze=False
-    )
-    axes = list(panels[0])
-    if models:
-        plot_steps(axes.pop(0), models)
-    if reduced:
-        plot_all_reduce(axes.pop(0), reduced)
+    figure, axes = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
+    plot_steps(axes, models)
     settings, machine = results["settings"], results["machine"]
     figure.suptitle(
         f"{settings['ranks']} ranks on {machine['cores']} cores, {machine['cpu']}, "
@@ -308,20 +233,5 @@ def plot_steps(axes: Any, models: list[Figures]) -> None:
         f"step time (p10), in multiples of {FLOOR!r}; bars: 95 %, or all groups"
     )
     axes.axvline(1, color="#cccccc", zorder=0)
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def plot_all_reduce(axes: Any, summary: Figures) -> None:
-    """Draw bus bandwidth over size."""
-    sizes = [int(size) for size in summary]
-    for name in ("gloo", "paceline"):
-        if name in next(iter(summary.values())):
-            busbw = [summary[str(size)][name]["busbw_gb_s"] for size in sizes]
-            axes.plot(sizes, busbw, marker="o", color=COLOURS[name], label=name)
-    axes.set_xscale("log", base=4)
-    axes.set_xticks(sizes, [size_name(size) for size in sizes], fontsize=7)
-    axes.minorticks_off()
-    axes.set(ylabel="all-reduce busbw, GB/s (p10)", yscale="log")
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

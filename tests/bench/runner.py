@@ -17,15 +17,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import contestants
 import report
-from groups import GroupError, run_group
-from job import Job
+import steps
+from groups import Figures, Job, prepare_environment, run_group
+from paceline import RankError
 from paceline._cli.bench import machine, models
 
-Figures = dict[str, Any]
-
-SIZES_BYTES = [4 << 10 << 2 * i for i in range(8)]  # 4 KiB to 64 MiB
 FIRST_GUESS_SECONDS = 5.0  # of a task that has not run yet: mostly the start of torch
 
 
@@ -41,7 +38,7 @@ class Planned:
     def kind(self) -> tuple[str, str, int, str]:
         """What takes equally long has the same kind."""
         job = self.job
-        return job.task, job.model, len(job.contestants), job.contestants[0]
+        return job.task.__name__, job.model, len(job.contestants), job.contestants[0]
 
 
 class Clock:
@@ -51,14 +48,15 @@ class Clock:
         self.seconds: dict[tuple[str, str, int, str], list[float]] = {}
 
     def add(self, planned: Planned, seconds: float) -> None:
-        """Take note of a group that has ended."""
         self.seconds.setdefault(planned.kind, []).append(seconds)
 
     def guess(self, planned: Planned) -> float:
         """Seconds of a group: as its kind, else as its task, else a first guess."""
-        task = planned.job.task
         of_task = [
-            s for kind, all_s in self.seconds.items() for s in all_s if kind[0] == task
+            seconds
+            for kind, each in self.seconds.items()
+            for seconds in each
+            if kind[0] == planned.kind[0]
         ]
         return fmean(self.seconds.get(planned.kind) or of_task or [FIRST_GUESS_SECONDS])
 
@@ -87,12 +85,12 @@ class Bench:
                 name: {"title": models.BY_NAME[name].title, "groups": [], "memory": {}}
                 for name in args.models
             },
-            "all_reduce": {"groups": []},
             "failures": [],
         }
 
     def run(self) -> None:
         """Run every task; Ctrl-C ends it early."""
+        prepare_environment(self.args.malloc)
         plan, clock = list(self.plan()), Clock()
         for done, planned in enumerate(plan):
             try:
@@ -108,20 +106,17 @@ class Bench:
             for model in self.args.models:
                 yield self.check(model)
         for pair in range(self.args.pairs):
-            if "steps" in self.args.only:
-                for model in self.args.models:
-                    if self.args.apart:
-                        yield from self.steps_apart(model, pair)
-                    else:
-                        yield self.steps(model, pair)
-            if "all_reduce" in self.args.only:
-                yield self.all_reduce(pair)
+            for model in self.args.models if "steps" in self.args.only else ():
+                if self.args.apart:
+                    yield from self.steps_apart(model, pair)
+                else:
+                    yield self.steps(model, pair)
         if "memory" in self.args.only:
             for model in self.args.models:
                 for contestant in self.args.contestants:
                     yield self.memory(model, contestant)
 
-    def job(self, task: str, contestants: list[str], **more: Any) -> Job:
+    def job(self, task: Any, contestants: list[str], **more: Any) -> Job:
         """Make a job of what the command line says, and more."""
         return Job(
             task=task,
@@ -143,7 +138,7 @@ class Bench:
             entry["summary"] = report.summarise_steps(entry["groups"])
 
         names = self.args.contestants
-        job = self.job("steps", names, model=model, order_seed=pair)
+        job = self.job(steps.time_in_turns, names, model=model, order_seed=pair)
         return Planned(f"{model}, group {pair + 1}", job, keep)
 
     def check(self, model: str) -> Planned:
@@ -152,7 +147,7 @@ class Bench:
         def keep(figures: Figures) -> None:
             self.results["models"][model]["check"] = figures
 
-        job = self.job("check", self.args.contestants, model=model)
+        job = self.job(steps.check_alone, self.args.contestants, model=model)
         return Planned(f"{model}, check", job, keep)
 
     def steps_apart(self, model: str, pair: int) -> Iterator[Planned]:
@@ -178,24 +173,8 @@ class Bench:
 
         order = random.Random(f"{model} {pair}")
         for name in order.sample(self.args.contestants, len(self.args.contestants)):
-            job = self.job("steps_apart", [name], model=model)
+            job = self.job(steps.time_alone, [name], model=model)
             yield Planned(f"{model}, group {pair + 1}, {name}", job, keep)
-
-    def all_reduce(self, pair: int) -> Planned:
-        """Plan one group of plain all-reduces."""
-        names = ["gloo"]
-        if contestants.PACELINE in self.args.contestants:
-            names.append(contestants.PACELINE)
-        entry = self.results["all_reduce"]
-
-        def keep(figures: Figures) -> None:
-            entry["groups"].append(figures)
-            entry["summary"] = report.summarise_all_reduce(
-                entry["groups"], self.args.ranks
-            )
-
-        job = self.job("all_reduce", names, sizes_bytes=SIZES_BYTES, order_seed=pair)
-        return Planned(f"all_reduce, group {pair + 1}", job, keep)
 
     def memory(self, model: str, contestant: str) -> Planned:
         """Plan to measure the memory of one contestant."""
@@ -203,20 +182,20 @@ class Bench:
         def keep(figures: Figures) -> None:
             self.results["models"][model]["memory"][contestant] = figures
 
-        job = self.job("memory", [contestant], model=model)
+        job = self.job(steps.measure_memory, [contestant], model=model)
         return Planned(f"memory, {model}, {contestant}", job, keep)
 
     def group(self, planned: Planned, rest: list[Planned], clock: Clock) -> None:
         """Run one group; a failure is written down and the rest goes on."""
         job, what = planned.job, planned.what
-        checked = "check" in self.results["models"].get(job.model, {})
-        if job.task == "steps_apart" and not checked:
+        checked = "check" in self.results["models"][job.model]
+        if job.task is steps.time_alone and not checked:
             print(f"{what}: not timed, for it was not checked", file=sys.stderr)
             return
         load, begin = machine.load(), time.monotonic()
         try:
-            figures = run_group(job, self.args.malloc)
-        except GroupError as error:
+            figures = run_group(job)
+        except RankError as error:
             self.results["failures"].append({"what": what, "why": str(error)})
             words = f"{what}: FAILED, {clock.left(rest)}\n{error}"
         else:

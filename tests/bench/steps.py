@@ -36,18 +36,17 @@ system time of a short block is rough, and only a mean over many blocks is of us
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import contestants
-import processes
 import torch
 import torch.distributed as dist
-from job import Job
+from groups import Job
 from paceline._cli.bench import models
 from paceline._cli.bench.all_reduce import over_ranks
 from paceline._cli.bench.models import Batch, ModelSpec
@@ -78,7 +77,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         torch.manual_seed(MODEL_SEED)
-        self.model = contestants.BY_NAME[self.name].wrap(self.spec.build())
+        self.model = contestants.WRAP[self.name](self.spec.build())
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), lr=models.LEARNING_RATE
         )
@@ -237,27 +236,31 @@ def figures_of(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
-def pss_together_mib() -> float:
-    """PSS while all ranks stand at the same point."""
+def pss_mib() -> float:
+    """The memory of this process while all ranks stand at the same point.
+
+    A page that n processes share counts as 1/n of a page: the resident set would count
+    shared buckets in full once for every rank.
+    """
     dist.barrier()
-    figure = processes.pss_mib(os.getpid())
+    text = Path("/proc/self/smaps_rollup").read_text()
     dist.barrier()
-    return figure
+    return int(text.partition("\nPss:")[2].split()[0]) / 1024
 
 
 def measure_memory(job: Job) -> dict[str, Any]:
     """Memory of rank 0 with one contestant alone in the processes."""
     spec = models.BY_NAME[job.model]
     batches = make_batches(spec)
-    before = pss_together_mib()
+    before = pss_mib()
     entry = Entry(job.contestants[0], spec)
     for i in range(MEMORY_STEPS):
         entry.step(batches[i % N_BATCHES])
     entry.backward(batches[0])
-    after_backward = pss_together_mib()
+    after_backward = pss_mib()
     entry.optimizer.zero_grad()
     return {
         "pss_before_mib": before,
         "pss_after_backward_mib": after_backward,
-        "pss_after_zero_grad_mib": pss_together_mib(),
+        "pss_after_zero_grad_mib": pss_mib(),
     }
