@@ -1,274 +1,133 @@
-"""Mutants that change nothing a program could see, each with its reason.
-
-A reason holds for all mutants of a place: a file, a function, a piece of its text, and
-the operators that it is about.
-"""
+"""Mutants that change nothing a program could see, each with its reason."""
 
 from mutants import all_mutants
 
-ANY = ("other stream", "side stream", "swap streams", "drop order", "drop reference")
+# Operators and their reason, and below it the places of which it holds: a file, a
+# function, a piece of its text.
+REASONS = """
+other stream, side stream, swap streams, drop order, drop reference: the new
+communicator's first collectives come behind on the same stream, and the host waits for
+those
+    csrc/nccl/gpu_comm_fail.c renew_communicator self->drained
 
-# path, function, piece of text, operators, reason
-PLACES = [
-    (
-        "csrc/nccl/gpu_comm_fail.c",
-        "renew_communicator",
-        "self->drained",
-        ANY,
-        "the new communicator's first collectives come behind on the same stream, and "
-        "the host waits for those",
-    ),
-    *(
-        (
-            "csrc/nccl/gpu_comm_trial.c",
-            function,
-            piece,
-            ("other stream",),
-            "the host waits for each copy, and for the operation between them, and "
-            "nothing else touches the memory that is tried",
-        )
-        for function, piece in [
-            ("fill_piece", "pli_cuda_write("),
-            ("check_piece", "pli_cuda_read("),
-            ("clear_piece", "pli_cuda_write("),
-        ]
-    ),
-    *(
-        (
-            "csrc/reducer/reducer_deliver.c",
-            function,
-            piece,
-            ("other stream", "side stream"),
-            "moves at once are of the CPU, which has no streams",
-        )
-        for function, piece in [
-            ("move_in", "ops->copy("),
-            ("move_in", "ops->add("),
-            ("stream_in", "ops->copy("),
-            ("pl_reducer_mark_ready", "stream_in("),
-            ("pl_reducer_mark_ready", "move_in("),
-        ]
-    ),
-    (
-        "csrc/python/ddp/reducer_build.c",
-        "prepare",
-        "pl_reducer_set_stream(",
-        ("drop order", "other stream"),
-        "the memory that is tried then is new: nothing on any stream touches it",
-    ),
-    (
-        "csrc/reducer/reducer_finish.c",
-        "pl_reducer_mark_unused",
-        "ops->copy(",
-        ("other stream", "side stream"),
-        "moves at once are of the CPU, which has no streams",
-    ),
-    (
-        "csrc/reducer/reducer_finish.c",
-        "pl_reducer_mark_unused",
-        "pli_reducer_defer(",
-        ("other stream", "side stream"),
-        "what is marked unused is packed at the step's close alone, on that very "
-        "stream; one more stream is only waited for in vain",
-    ),
-    (
-        "csrc/reducer/reducer_join.c",
-        "pl_reducer_rescale_mean",
-        "ops->scale(",
-        ("other stream", "side stream"),
-        "one mean alone is that of a sparse gradient, which the CPU has",
-    ),
-    *(
-        (
-            path,
-            function,
-            piece,
-            ("side stream",),
-            "a bucket may be packed on any stream: it comes behind those of its "
-            "gradients, and they behind it; only time is lost",
-        )
-        for path, function, piece in [
-            (
-                "csrc/reducer/reducer_deliver.c",
-                "pli_reducer_post_ready",
-                "pli_reducer_pack(",
-            ),
-            (
-                "csrc/reducer/reducer_deliver.c",
-                "count_ready",
-                "pli_reducer_post_ready(",
-            ),
-            ("csrc/reducer/reducer_deliver.c", "pl_reducer_mark_ready", "count_ready("),
-            ("csrc/reducer/reducer_finish.c", "close_step", "pli_reducer_post_ready("),
-        ]
-    ),
-    (
-        "csrc/reducer/reducer_pack.c",
-        "add_now",
-        "stream_wait_pending(",
-        ("drop order", "other stream", "side stream"),
-        "what is added to was copied into the slot before, behind what a failed step "
-        "has left, and the sum comes behind that",
-    ),
-    (
-        "csrc/reducer/reducer_pack.c",
-        "pli_deferred_copies_abandon",
-        "stream_wait_pending(",
-        ("side stream",),
-        "recovery waits on the host for what is on the device's own stream",
-    ),
-    (
-        "csrc/reducer/reducer_prepare.c",
-        "pl_reducer_prepare",
-        "pli_reducer_record_side(",
-        ("drop order", "other stream", "side stream"),
-        "the memory that is tried is new, and no stream has anything to do with it yet",
-    ),
-    (
-        "csrc/replicas/device_group.c",
-        "send_load",
-        "record(to, to->has_read[slot]",
-        ("other slot",),
-        "slots are used in turn: what is waited for at the first one comes behind "
-        "the last use of the others, too, and is more than need be",
-    ),
-    (
-        "python/paceline/_dp/gpus/group.py",
-        "Group.on",
-        "self.native.streams() == streams.numbers",
-        ("never",),
-        "streams that are the current ones already are made so again: only time is "
-        "lost",
-    ),
-    *(
-        (
-            "python/paceline/_dp/gpus/parameters.py",
-            function,
-            "self._layout = None",
-            ("drop statement",),
-            "what looks alike is compared, and fetched where it is not",
-        )
-        for function in ("Replicated._check_buffers", "Replicated._send")
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "Replicated._note_leaf",
-        "copy.is_leaf",
-        ("always",),
-        "finish() takes the leaves alone; the list is only longer until then",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "Replicated._add_copies",
-        "segment.is_trained and torch.is_grad_enabled()",
-        ("always",),
-        "a node without gradients is made, which autograd leaves out: only time is "
-        "lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "Replicated._add_copies",
-        "not segment.is_parameter",
-        ("always",),
-        "parameters do not grow: only time is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "_Step.pack",
-        "segment.has_gaps",
-        ("always",),
-        "what is written over is cleared before: only time is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/segments.py",
-        "Segment.has_gaps",
-        "self.n_elems != sum(",
-        ("always",),
-        "what is written over is cleared before: only time is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/segments.py",
-        "Layout._take_buffers",
-        "not segment.is_parameter",
-        ("always",),
-        "a new parameter that is a buffer, too, takes the place of one, and is sent",
-    ),
-    (
-        "python/paceline/_dp/gpus/segments.py",
-        "Layout._take_buffers",
-        "b is not None",
-        ("always",),
-        "None is in no tensor's place",
-    ),
-    *(
-        (
-            "python/paceline/_dp/gpus/segments.py",
-            "_tensors_of",
-            piece,
-            ("never",),
-            "its gradients are put aside from their block as they come: only room is "
-            "lost",
-        )
-        for piece in ("and part.sparse", "is_sparse or known[2]")
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "_Step.pack",
-        "others",
-        ("always",),
-        "the same is packed twice: only time is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "_Step._pack_by_torch",
-        "n_more",
-        ("always",),
-        "nothing is put behind a piece: only time is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "_Step._add_by_core",
-        "len(rows) > 1",
-        ("always",),
-        "one member's gradients are copied, and have room to be added up in: only "
-        "memory is lost",
-    ),
-    (
-        "python/paceline/_dp/gpus/parameters.py",
-        "_Segment.forward",
-        "block is not None",
-        ("always",),
-        "member 0 alone has none, and is left out before",
-    ),
-    (
-        "python/paceline/_dp/gpus/transfers.py",
-        "to_member",
-        "placed[i] = leaf",
-        ("drop statement",),
-        "the CPU and a GPU are one on the fakes: where sizes are cannot be told",
-    ),
-    (
-        "csrc/replicas/device_group.c",
-        "pli_device_group_send",
-        "order(first, streams[0], it, it->side)",
-        ("side stream",),
-        "member 0's side stream is behind its stream by then; a member waits for more "
-        "than it needs",
-    ),
-]
+other stream: the host waits for each copy, and for the operation between them, and
+nothing else touches the memory that is tried
+    csrc/nccl/gpu_comm_trial.c fill_piece pli_cuda_write(
+    csrc/nccl/gpu_comm_trial.c check_piece pli_cuda_read(
+    csrc/nccl/gpu_comm_trial.c clear_piece pli_cuda_write(
+
+other stream, side stream: moves at once are of the CPU, which has no streams
+    csrc/reducer/reducer_deliver.c move_in ops->copy(
+    csrc/reducer/reducer_deliver.c move_in ops->add(
+    csrc/reducer/reducer_deliver.c stream_in ops->copy(
+    csrc/reducer/reducer_deliver.c pl_reducer_mark_ready stream_in(
+    csrc/reducer/reducer_deliver.c pl_reducer_mark_ready move_in(
+    csrc/reducer/reducer_finish.c pl_reducer_mark_unused ops->copy(
+
+drop order, other stream: the memory that is tried then is new: nothing on any stream
+touches it
+    csrc/python/ddp/reducer_build.c prepare pl_reducer_set_stream(
+
+other stream, side stream: what is marked unused is packed at the step's close alone, on
+that very stream; one more stream is only waited for in vain
+    csrc/reducer/reducer_finish.c pl_reducer_mark_unused pli_reducer_defer(
+
+other stream, side stream: one mean alone is that of a sparse gradient, which the CPU
+has
+    csrc/reducer/reducer_join.c pl_reducer_rescale_mean ops->scale(
+
+side stream: a bucket may be packed on any stream: it comes behind those of its
+gradients, and they behind it; only time is lost
+    csrc/reducer/reducer_deliver.c pli_reducer_post_ready pli_reducer_pack(
+    csrc/reducer/reducer_deliver.c count_ready pli_reducer_post_ready(
+    csrc/reducer/reducer_deliver.c pl_reducer_mark_ready count_ready(
+    csrc/reducer/reducer_finish.c close_step pli_reducer_post_ready(
+
+drop order, other stream, side stream: what is added to was copied into the slot before,
+behind what a failed step has left, and the sum comes behind that
+    csrc/reducer/reducer_pack.c add_now stream_wait_pending(
+
+side stream: recovery waits on the host for what is on the device's own stream
+    csrc/reducer/reducer_pack.c pli_deferred_copies_abandon stream_wait_pending(
+
+drop order, other stream, side stream: the memory that is tried is new, and no stream
+has anything to do with it yet
+    csrc/reducer/reducer_prepare.c pl_reducer_prepare pli_reducer_record_side(
+
+other slot: slots are used in turn: what is waited for at the first one comes behind the
+last use of the others, too, and is more than need be
+    csrc/replicas/device_group.c send_load record(to, to->has_read[slot]
+
+never: streams that are the current ones already are made so again: only time is lost
+    python/paceline/_dp/gpus/group.py Group.on self.native.streams() == streams
+
+drop statement: what looks alike is compared, and fetched where it is not
+    python/paceline/_dp/gpus/parameters.py Replicated._check_buffers self._layout = None
+    python/paceline/_dp/gpus/parameters.py Replicated._send self._layout = None
+
+always: finish() takes the leaves alone; the list is only longer until then
+    python/paceline/_dp/gpus/parameters.py Replicated._note_leaf copy.is_leaf
+
+always: a node without gradients is made, which autograd leaves out: only time is lost
+    python/paceline/_dp/gpus/parameters.py Replicated._add_copies segment.is_trained and
+
+always: parameters do not grow: only time is lost
+    python/paceline/_dp/gpus/parameters.py Replicated._add_copies not segment.is_param
+
+always: what is written over is cleared before: only time is lost
+    python/paceline/_dp/gpus/parameters.py _Step.pack segment.has_gaps
+    python/paceline/_dp/gpus/segments.py Segment.has_gaps self.n_elems != sum(
+
+always: a new parameter that is a buffer, too, takes the place of one, and is sent
+    python/paceline/_dp/gpus/segments.py Layout._take_buffers not segment.is_parameter
+
+always: None is in no tensor's place
+    python/paceline/_dp/gpus/segments.py Layout._take_buffers b is not None
+
+never: its gradients are put aside from their block as they come: only room is lost
+    python/paceline/_dp/gpus/segments.py _tensors_of and part.sparse
+    python/paceline/_dp/gpus/segments.py _tensors_of is_sparse or known[2]
+
+always: the same is packed twice: only time is lost
+    python/paceline/_dp/gpus/parameters.py _Step.pack others
+
+always: nothing is put behind a piece: only time is lost
+    python/paceline/_dp/gpus/parameters.py _Step._pack_by_torch n_more
+
+always: one member's gradients are copied, and have room to be added up in: only memory
+is lost
+    python/paceline/_dp/gpus/parameters.py _Step._add_by_core len(rows) > 1
+
+always: member 0 alone has none, and is left out before
+    python/paceline/_dp/gpus/parameters.py _Segment.forward block is not None
+
+drop statement: the CPU and a GPU are one on the fakes: where sizes are cannot be told
+    python/paceline/_dp/gpus/transfers.py to_member placed[i] = leaf
+
+side stream: member 0's side stream is behind its stream by then; a member waits for
+more than it needs
+    csrc/replicas/device_group.c pli_device_group_send order(first, streams[0], it
+"""
 
 
-def _named() -> dict[str, str]:
-    """Return the reason by each mutant's name."""
-    return {
-        mutant.name: reason
-        for mutant in all_mutants()
-        for path, function, piece, operators, reason in PLACES
-        if mutant.path == path
-        and mutant.function == function
-        and mutant.operator in operators
-        and piece in mutant.text
-    }
+def _places() -> list[tuple[str, str, str, list[str], str]]:
+    """Return path, function, piece of text, operators and reason of each place."""
+    found = []
+    for block in REASONS.strip().split("\n\n"):
+        words, *lines = block.split("\n    ")
+        operators, _, reason = words.replace("\n", " ").partition(": ")
+        for line in lines:
+            path, function, piece = line.split(maxsplit=2)
+            found.append((path, function, piece, operators.split(", "), reason))
+    return found
 
 
-EQUIVALENT = _named()
+PLACES = _places()
+EQUIVALENT = {
+    mutant.name: reason
+    for mutant in all_mutants()
+    for path, function, piece, operators, reason in PLACES
+    if (mutant.path, mutant.function) == (path, function)
+    and mutant.operator in operators
+    and piece in mutant.text
+}
