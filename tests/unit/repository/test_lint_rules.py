@@ -18,13 +18,14 @@ def rules():
 
 @pytest.fixture
 def lint(rules, tmp_path):
-    """Return the rules broken by one file of the given path and text."""
+    """Return what is said of files, given by their paths and texts."""
 
-    def run(path, text):
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return [line.split(": ")[1] for line in rules.run(tmp_path)]
+    def run(files):
+        for path, text in files.items():
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return rules.run(tmp_path)
 
     return run
 
@@ -41,49 +42,41 @@ def called_by_python(body):
     )
 
 
-def test_what_python_calls_takes_the_lock_first(lint):
-    path = "csrc/python/module.c"
-    enter = "    PLI_ENTER(self);\n"
-    assert lint(path, called_by_python(enter)) == []
-    assert lint(path, called_by_python("")) == ["lock"]
-    assert lint(path, called_by_python("    int n;\n" + enter)) == ["lock"]
+def include(name):
+    return f'#include "{name}"\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "x = getenv(name);",
-        "x = secure_getenv(name);",
-    ],
+def rows(path, rule, *texts):
+    """Return rows of one file, whose rule each text breaks, or passes for None."""
+    return [(path, text, rule) for text in texts]
+
+
+PLAN = "csrc/core/plan.c"
+READS = ("x = getenv(name);", "x = secure_getenv(name);")
+PRINTS = (
+    'printf("x");',
+    'fprintf(stderr,\n        "x");',
+    'fputs("x", stdout);',
+    "write(STDERR_FILENO, x, n);",
+    "dprintf(2, x);",
 )
-def test_the_environment_is_read_in_one_file(lint, text):
-    assert lint("csrc/core/config.c", text) == []
-    assert lint("csrc/comm/shm_init.c", text) == ["no-getenv"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        'printf("x");',
-        'fprintf(stderr,\n        "x");',
-        'fputs("x", stdout);',
-        "write(STDERR_FILENO, x, n);",
-        "dprintf(2, x);",
-    ],
-)
-def test_only_the_log_prints(lint, text):
-    assert lint("csrc/core/log.c", text) == []
-    assert lint("csrc/core/plan.c", text) == ["no-print"]
-
-
-@pytest.mark.parametrize("call", ["exit(1)", "_exit(1)", "abort()"])
-def test_a_library_does_not_end_the_process(lint, call):
-    assert lint("csrc/core/plan.c", f"    {call};\n") == ["no-exit"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+ENTER = "    PLI_ENTER(self);\n"
+BINDING = "csrc/python/module.c"
+C_ROWS = [
+    *rows(BINDING, None, called_by_python(ENTER)),
+    *rows(
+        BINDING, "lock", called_by_python(""), called_by_python("    int n;\n" + ENTER)
+    ),
+    *rows("csrc/core/config.c", None, *READS),
+    *rows("csrc/comm/shm_init.c", "no-getenv", *READS),
+    *rows("csrc/core/log.c", None, *PRINTS),
+    *rows(PLAN, "no-print", *PRINTS),
+    *rows(PLAN, "no-exit", "    exit(1);\n", "    _exit(1);\n", "    abort();\n"),
+    *rows(PLAN, "no-exit", "exit(1); /* lint: no-exit */"),  # without a reason
+    *rows(
+        PLAN,
+        None,
+        "exit(1); /* lint: no-exit - the child of a fork */",
         "/* printf(x); exit(1); getenv(y) */",
         "// abort();",
         'pli_fail(PL_EINVAL, "exit() or abort() or printf()");',
@@ -92,104 +85,80 @@ def test_a_library_does_not_end_the_process(lint, call):
         "write(fd, x, n);",
         "pl_comm_abort(comm, words);",
         "comm->table->abort(comm, words);",
-        "exit(1); /* lint: no-exit - the child of a fork */",
-    ],
-)
-def test_what_only_looks_like_a_forbidden_call_passes(lint, text):
-    assert lint("csrc/core/plan.c", text) == []
+    ),
+    *rows("csrc/core/status.h", None, include("include/paceline.h")),
+    *rows("csrc/core/status.c", "layers", include("plan.h")),
+    *rows(PLAN, None, include("status.h")),
+    *rows(PLAN, "layers", include("comm/comm.h"), "#include <Python.h>\n"),
+    *rows(PLAN, "layers", include("Python.h")),
+    *rows("csrc/reducer/reducer.c", None, include("comm/comm.h")),
+    *rows("csrc/backend/cpu.c", "layers", include("comm/comm.h")),
+    *rows("csrc/comm/shm_init.c", None, include("backend/cpu_sum.h")),
+    *rows("csrc/comm/shm_init.c", "layers", include("reducer/reducer.h")),
+    *rows("csrc/comm/shm_init.c", "layers", include("python/convert.h")),
+    *rows(BINDING, None, include("reducer/reducer.h")),
+    *rows("csrc/elsewhere/x.c", "layers", include("core/status.h")),
+    *rows(PLAN, None, function(60)),
+    *rows(PLAN, "function-size", function(61)),
+    *rows(PLAN, None, "static const int t[] = {\n" + "    1,\n" * 100 + "};\n"),
+]
+PYTHON_ROWS = [
+    *rows("python/paceline/x.py", None, "x = 1\n" * 500),
+    *rows("python/paceline/x.py", "file-size", "x = 1\n" * 501),
+    *rows("tests/unit/test_x.py", None, "def test_it_really_works():\n    pass\n"),
+    *rows("tests/unit/test_x.py", "test-name", "def test_sum():\n    pass\n"),
+]
 
 
-def test_a_lifted_rule_needs_its_reason(lint):
-    assert lint("csrc/core/plan.c", "exit(1); /* lint: no-exit */") == ["no-exit"]
+def layered(path, rule, *lines):
+    """Return rows of a file of the package; a line with spaces is for hints alone."""
+    texts = [
+        f"if TYPE_CHECKING:\n{line}\n" if line[0] == " " else f"def f():\n    {line}\n"
+        for line in lines
+    ]
+    return rows(f"python/paceline/{path}", rule, *texts)
 
 
-@pytest.mark.parametrize(
-    ("path", "include", "broken"),
-    [
-        ("csrc/core/status.h", "include/paceline.h", False),
-        ("csrc/core/status.c", "plan.h", True),
-        ("csrc/core/plan.c", "status.h", False),
-        ("csrc/core/plan.c", "comm/comm.h", True),
-        ("csrc/reducer/reducer.c", "comm/comm.h", False),
-        ("csrc/backend/cpu.c", "comm/comm.h", True),
-        ("csrc/comm/shm_init.c", "backend/cpu_sum.h", False),
-        ("csrc/comm/shm_init.c", "reducer/reducer.h", True),
-        ("csrc/comm/shm_init.c", "python/convert.h", True),
-        ("csrc/python/module.c", "reducer/reducer.h", False),
-        ("csrc/elsewhere/x.c", "core/status.h", True),
-    ],
-)
-def test_folders_of_c_know_what_the_table_says(lint, path, include, broken):
-    assert lint(path, f'#include "{include}"\n') == ["layers"] * broken
+PYTHON_ROWS += [
+    *layered("_ddp/join.py", None, "from paceline import _native"),
+    *layered("_ddp/join.py", None, "from paceline._ddp import options"),
+    *layered("_ddp/join.py", None, "import paceline._ddp.options"),
+    *layered("_ddp/join.py", "packages", "from paceline._dp import rng"),
+    *layered("_ddp/join.py", "packages", "    import paceline._dp.rng"),
+    *layered("_ddp/join.py", "packages", "from paceline import DataParallel"),
+    *layered("_dp/gpus/engine.py", None, "from paceline._dp.rng import offset"),
+    *layered("_dp/gpus/engine.py", "packages", "from paceline._launch import ranks"),
+    *layered(
+        "_launch/processes.py", "packages", "from paceline._dp.gpus import engine"
+    ),
+    *layered("_compat/torch_core.py", None, "from paceline import _native"),
+    *layered("_compat/torch_core.py", "packages", "from paceline._ddp import options"),
+    *layered("__init__.py", None, "    from paceline._dp.check import check"),
+    *layered("_dp/check.py", None, "import torch"),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "line", "broken"),
-    [
-        ("_ddp/join.py", "from paceline import _native", False),
-        ("_ddp/join.py", "from paceline._ddp import options", False),
-        ("_ddp/join.py", "import paceline._ddp.options", False),
-        ("_ddp/join.py", "from paceline._dp import rng", True),
-        ("_ddp/join.py", "    import paceline._dp.rng", True),
-        ("_ddp/join.py", "from paceline import DataParallel", True),
-        ("_dp/gpus/engine.py", "from paceline._dp.rng import offset", False),
-        ("_dp/gpus/engine.py", "from paceline._launch import ranks", True),
-        ("_launch/processes.py", "from paceline._dp.gpus import engine", True),
-        ("_compat/torch_core.py", "from paceline import _native", False),
-        ("_compat/torch_core.py", "from paceline._ddp import options", True),
-        ("__init__.py", "    from paceline._dp.check import check", False),
-        ("_dp/check.py", "import torch", False),
-    ],
-)
-def test_packages_know_what_the_table_says(lint, path, line, broken):
-    text = (
-        f"def f():\n    {line}\n" if line[0] != " " else f"if TYPE_CHECKING:\n{line}\n"
+@pytest.mark.parametrize(("path", "text", "rule"), C_ROWS + PYTHON_ROWS)
+def test_a_file_breaks_the_rule_that_it_is_said_to_break(lint, path, text, rule):
+    broken = [line.split(": ")[1] for line in lint({path: text})]
+    assert broken == ([] if rule is None else [rule])
+
+
+def test_circles_are_found_and_imports_for_hints_are_none(lint):
+    files = {
+        "one": "from paceline._ddp import other\n",
+        "other": "def f():\n    from paceline._ddp.third import x\n",
+        "third": "if TYPE_CHECKING:\n    from paceline._ddp.one import x\n",
+    }
+    assert (
+        lint({f"python/paceline/_ddp/{k}.py": text for k, text in files.items()}) == []
     )
-    assert lint(f"python/paceline/{path}", text) == ["packages"] * broken
-
-
-def test_circles_are_found_and_imports_for_hints_are_none(rules, tmp_path):
-    folder = tmp_path / "python/paceline/_ddp"
-    folder.mkdir(parents=True)
-    one, other, third = (folder / f"{name}.py" for name in ("one", "other", "third"))
-    one.write_text("from paceline._ddp import other\n")
-    other.write_text("def f():\n    from paceline._ddp.third import x\n")
-    third.write_text("if TYPE_CHECKING:\n    from paceline._ddp.one import x\n")
-    assert rules.run(tmp_path) == []
-    third.write_text("from paceline._ddp.one import x\n")
     words = "python/paceline: circle: _ddp.one _ddp.other _ddp.third"
-    assert rules.run(tmp_path) == [words]
+    closing = {"python/paceline/_ddp/third.py": "from paceline._ddp.one import x\n"}
+    assert lint(closing) == [words]
 
 
-def test_circles_of_includes_are_found_too(rules, tmp_path):
-    folder = tmp_path / "csrc/comm"
-    folder.mkdir(parents=True)
-    (folder / "one.h").write_text('#include "other.h"\n')
-    (folder / "other.h").write_text('#include "comm/one.h"\n')
-    assert rules.run(tmp_path) == ["csrc: circle: comm/one.h comm/other.h"]
-
-
-@pytest.mark.parametrize("form", ["<Python.h>", '"Python.h"'])
-def test_python_is_known_in_the_binding_alone(lint, form):
-    assert "layers" in lint("csrc/core/plan.c", f"#include {form}\n")
-
-
-def test_a_function_may_have_sixty_lines(lint):
-    assert lint("csrc/core/plan.c", function(60)) == []
-    assert lint("csrc/core/plan.c", function(61)) == ["function-size"]
-
-
-def test_long_tables_are_no_functions(lint):
-    text = "static const int table[] = {\n" + "    1,\n" * 100 + "};\n"
-    assert lint("csrc/core/plan.c", text) == []
-
-
-def test_a_file_may_have_five_hundred_lines(lint):
-    assert lint("python/paceline/x.py", "x = 1\n" * 500) == []
-    assert lint("python/paceline/x.py", "x = 1\n" * 501) == ["file-size"]
-
-
-def test_names_of_tests_are_sentences(lint):
-    text = "def test_it_really_works():\n    pass\n"
-    assert lint("tests/unit/test_x.py", text) == []
-    assert lint("tests/unit/test_x.py", "def test_sum():\n    pass\n") == ["test-name"]
+def test_circles_of_includes_are_found_too(lint):
+    one, other = "csrc/comm/one.h", "csrc/comm/other.h"
+    found = lint({one: include("other.h"), other: include("comm/one.h")})
+    assert found == ["csrc: circle: comm/one.h comm/other.h"]
