@@ -23,12 +23,13 @@ echo a fatbin > "$last"
 
 
 @pytest.fixture
-def build(monkeypatch):
-    """What setup.py defines, without its effects."""
+def build(monkeypatch, nvcc, tmp_path):
+    """What setup.py does to have a fatbin; the path of it, or None."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("PACELINE_NVCC", raising=False)
-    return runpy.run_path("setup.py")
+    build_fatbin = runpy.run_path("setup.py")["build_fatbin"]
+    return lambda: build_fatbin(tmp_path / "built")
 
 
 @pytest.fixture
@@ -46,9 +47,8 @@ def nvcc(monkeypatch, tmp_path):
     return log
 
 
-def test_only_devices_that_nvcc_knows_are_compiled_for(build, nvcc, tmp_path):
-    fatbin = build["build_fatbin"](tmp_path / "built")
-    assert fatbin.read_text() == "a fatbin\n"
+def test_only_devices_that_nvcc_knows_are_compiled_for(build, nvcc):
+    assert build().read_text() == "a fatbin\n"
     words = nvcc.read_text().split()
     assert [w for w in words if w.startswith("arch=")] == [
         "arch=compute_75,code=sm_75",
@@ -59,48 +59,43 @@ def test_only_devices_that_nvcc_knows_are_compiled_for(build, nvcc, tmp_path):
     assert "--compress-mode=size" not in words
 
 
-def test_a_fatbin_is_compressed_where_nvcc_can(build, nvcc, tmp_path, monkeypatch):
+def test_a_fatbin_is_compressed_where_nvcc_can(build, nvcc, monkeypatch):
     monkeypatch.setenv("NVCC_HELP", "--compress-mode <mode>")
-    build["build_fatbin"](tmp_path / "built")
+    build()
     assert "--compress-mode=size" in nvcc.read_text().split()
 
 
-def test_what_was_compiled_already_is_taken_again(build, nvcc, tmp_path, monkeypatch):
+def test_what_was_compiled_already_is_taken_again(build, nvcc, monkeypatch):
     for _ in range(2):
-        assert build["build_fatbin"](tmp_path / "built") is not None
+        assert build() is not None
     assert len(nvcc.read_text().splitlines()) == 1
     monkeypatch.setenv("NVCC_KNOWS", "compute_80")
-    build["build_fatbin"](tmp_path / "built")
+    build()
     assert len(nvcc.read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words", "is_asked"),
+    [
+        ("NVCC_FAILS", "cc1plus: x", "nvcc failed: cc1plus: x); NVRTC will", True),
+        ("PACELINE_NVCC", "0", "(PACELINE_NVCC=0)", False),
+        ("NVCC_KNOWS", "compute_30", "knows none of the devices", False),
+    ],
+)
 def test_a_build_goes_on_without_nvcc_and_says_so(
-    build, nvcc, tmp_path, monkeypatch, capsys
+    build, nvcc, monkeypatch, capsys, name, value, words, is_asked
 ):
-    monkeypatch.setenv("NVCC_FAILS", "cc1plus: not found")
-    assert build["build_fatbin"](tmp_path / "built") is None
-    assert "nvcc failed: cc1plus: not found); NVRTC will" in capsys.readouterr().out
-    monkeypatch.setenv("PACELINE_NVCC", "0")
-    assert build["build_fatbin"](tmp_path / "built") is None
-    assert "(PACELINE_NVCC=0)" in capsys.readouterr().out
-    assert len(nvcc.read_text().splitlines()) == 1
+    monkeypatch.setenv(name, value)
+    assert build() is None
+    assert words in capsys.readouterr().out
+    assert bool(nvcc.read_text()) == is_asked
 
 
-def test_an_nvcc_that_knows_no_device_of_ours_is_not_used(
-    build, nvcc, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("NVCC_KNOWS", "compute_30")
-    assert build["build_fatbin"](tmp_path / "built") is None
-    assert "knows none of the devices" in capsys.readouterr().out
-
-
-def test_a_build_that_must_have_kernels_fails_without(
-    build, nvcc, tmp_path, monkeypatch
-):
+def test_a_build_that_must_have_kernels_fails_without(build, monkeypatch):
     monkeypatch.setenv("PACELINE_NVCC", "1")
     monkeypatch.setenv("NVCC_FAILS", "cc1plus: not found")
     with pytest.raises(SystemExit, match="PACELINE_NVCC=1 asks for it"):
-        build["build_fatbin"](tmp_path / "built")
+        build()
 
 
 def test_the_extension_is_smaller_than_two_megabytes():

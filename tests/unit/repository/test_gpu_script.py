@@ -117,49 +117,39 @@ def test_what_is_found_first_needs_no_build_and_is_written_at_once(
     assert run.checks("first") == {"early": "passed", "seen_in_the_file": "passed"}
 
 
-def test_a_failed_check_is_named_last_and_in_the_status(tmp_path: Path) -> None:
-    run = Run(tmp_path, "kernels", "memory")
+def test_a_failed_check_is_named_and_kept_and_no_matter_of_a_later_call(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "kernels")
     assert run.done.returncode == 1
     assert run.checks("kernels") == {"good_check": "passed", "bad_check": "failed"}
-    assert run.part("memory")["result"] == "passed"
     summary = run.output.rpartition("==== summary")[2]
     assert "failed: bad_check: ValueError: of no use" in summary
-
-
-def test_a_part_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
-    run = Run(tmp_path, "--limit", "2", "alone", "memory")
-    assert run.done.returncode == 1
-    assert run.part("alone")["why"] == "stopped after 2 s"
-    assert run.checks("alone") == {"before_the_end": "passed"}
-    assert run.part("memory")["result"] == "passed"
-    [line] = [x for x in run.text.splitlines() if x.startswith("child ")]
-    assert wait_until_gone([int(line.split()[1])], 5.0) == []
-
-
-def test_a_part_that_dies_leaves_what_it_has_found(tmp_path: Path) -> None:
-    run = Run(tmp_path, "nccl", "memory")
-    assert run.done.returncode == 1
-    assert run.part("nccl")["why"] == "ended with status -9"
-    assert run.checks("nccl") == {"before_death": "passed"}
-    assert run.part("memory")["result"] == "passed"
-
-
-def test_a_later_call_adds_its_parts_to_the_results(tmp_path: Path) -> None:
-    Run(tmp_path, "kernels")
     run = Run(tmp_path, "memory")
     assert run.done.returncode == 0, "only parts of this call count"
     assert run.part("kernels")["result"] == "failed"
     assert run.part("memory")["result"] == "passed"
 
 
+def test_parts_that_hang_or_die_are_ended_and_leave_what_they_have_found(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, "--limit", "2", "alone", "nccl", "memory")
+    assert run.done.returncode == 1
+    assert run.part("alone")["why"] == "stopped after 2 s"
+    assert run.checks("alone") == {"before_the_end": "passed"}
+    [line] = [x for x in run.text.splitlines() if x.startswith("child ")]
+    assert wait_until_gone([int(line.split()[1])], 5.0) == []
+    assert run.part("nccl")["why"] == "ended with status -9"
+    assert run.checks("nccl") == {"before_death": "passed"}
+    assert run.part("memory")["result"] == "passed"
+
+
 def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "--within", "5", "memory")
     assert run.done.returncode == 1
-    assert run.part("memory") == {
-        "result": "not run",
-        "why": "no time was left",
-        "checks": [],
-    }
+    left = {"result": "not run", "why": "no time was left", "checks": []}
+    assert run.part("memory") == left
 
 
 def test_an_unknown_part_is_refused_with_the_names_of_all(tmp_path: Path) -> None:
