@@ -33,7 +33,6 @@ def seconds_of_python() -> dict[Path, float]:
 
 
 def seconds_of_c() -> dict[Path, float]:
-    """Seconds by program."""
     found = {}
     text = (BUILD / "c-tests.txt").read_text()
     for name, seconds in re.findall(r"^-- \S+/(test_\w+) \((\d+) s\)", text, re.M):
@@ -47,7 +46,6 @@ def lines_below(folder: Path) -> int:
 
 
 def main() -> int:
-    """Print a row a folder, and the slowest files."""
     seconds = {**seconds_of_python(), **seconds_of_c()}
     by_folder: dict[str, float] = defaultdict(float)
     for path, taken in seconds.items():

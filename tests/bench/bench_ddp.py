@@ -112,7 +112,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run, print, and exit with 1 when a group failed."""
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)

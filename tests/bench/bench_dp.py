@@ -51,7 +51,6 @@ Group = dict[tuple[str, str], StepRow]  # by model and contestant
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__ or "", formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +82,6 @@ def check(name: str) -> None:
 
 
 def measure(plan: Plan) -> dict[str, dict[str, object]]:
-    """Run on each rank of a group."""
     import dp_models
 
     return run(plan, dp_models.BY_NAME)
@@ -123,7 +121,6 @@ def run_quiet_group(args: argparse.Namespace, name: str, n_cores: int) -> Group:
 
 
 def run_group(args: argparse.Namespace, name: str, n_cores: int, found: Group) -> None:
-    """Start a world, and let the contestants take their turns."""
     plan = Plan(
         models=[name],
         contestants=[PLAIN, REPLICAS, RANKS],
@@ -138,12 +135,10 @@ def run_group(args: argparse.Namespace, name: str, n_cores: int, found: Group) -
 
 
 def spread(values: Sequence[float]) -> str:
-    """Say the median, the least and the most."""
     return f"{median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def as_text(args: argparse.Namespace, groups: Sequence[Group], n_cores: int) -> str:
-    """Everything as a plain text table."""
     lines = [
         *args.machine,
         f"{N} CPU replicas, and {N} ranks, on {n_cores} threads; {len(groups)} groups "
@@ -164,7 +159,6 @@ def as_text(args: argparse.Namespace, groups: Sequence[Group], n_cores: int) -> 
 
 
 def main() -> None:
-    """Run, print and write."""
     args = parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     described = {**machine.describe(), "environment": machine.environment()}

@@ -24,7 +24,6 @@ class LastOfLSTM(nn.Module):
         self.head = nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of a batch of sequences."""
         scores: Tensor = self.head(self.lstm(x)[0][:, -1])
         return scores
 
@@ -38,7 +37,6 @@ class LoopOfGRUCells(nn.Module):
         self.head = nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of a batch of sequences."""
         state = x.new_zeros(len(x), 128)
         for step in x.unbind(1):
             state = self.cell(step, state)

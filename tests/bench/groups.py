@@ -35,8 +35,6 @@ KEEP_TUNABLES = (
 
 @dataclass(frozen=True)
 class Job:
-    """One task for one group of processes."""
-
     task: Callable[[Job], Figures]  # of steps.py
     ranks: int
     contestants: list[str]

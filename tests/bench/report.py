@@ -35,7 +35,6 @@ COLOURS = {  # told apart by everybody
 
 
 def median(values: list[float]) -> float:
-    """Middle value."""
     return percentile(values, 50)
 
 
@@ -104,7 +103,6 @@ def mode(settings: Figures) -> str:
 
 
 def header_lines(results: Figures) -> list[str]:
-    """Machine, versions and settings."""
     settings = results["settings"]
     return [
         *machine_lines(results["machine"]),
@@ -115,7 +113,6 @@ def header_lines(results: Figures) -> list[str]:
 
 
 def machine_lines(machine: Figures) -> list[str]:
-    """Machine and versions, and the environment where it tells."""
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"load {machine['load_at_start']} at the start, {machine['date']}",
@@ -134,7 +131,6 @@ def spread_of(groups: list[Figures]) -> str:
 
 
 def model_lines(model: Figures) -> list[str]:
-    """The table of one model."""
     groups, summary, memory = model["groups"], model["summary"], model["memory"]
     lines = [
         "",
@@ -175,7 +171,6 @@ def model_lines(model: Figures) -> list[str]:
 
 
 def as_text(results: Figures) -> str:
-    """Everything as a plain text table."""
     lines = header_lines(results)
     for model in results["models"].values():
         if model["groups"]:

@@ -61,7 +61,6 @@ class Clock:
         return fmean(self.seconds.get(planned.kind) or of_task or [FIRST_GUESS_SECONDS])
 
     def left(self, rest: list[Planned]) -> str:
-        """The time for the rest, in words."""
         seconds = sum(self.guess(planned) for planned in rest)
         if seconds < 90:
             return f"about {seconds:.0f} s left"
@@ -101,7 +100,6 @@ class Bench:
                 break
 
     def plan(self) -> Iterator[Planned]:
-        """All groups, in the order in which they run."""
         if self.args.apart and "steps" in self.args.only:
             for model in self.args.models:
                 yield self.check(model)
@@ -117,7 +115,6 @@ class Bench:
                     yield self.memory(model, contestant)
 
     def job(self, task: Any, contestants: list[str], **more: Any) -> Job:
-        """Make a job of what the command line says, and more."""
         return Job(
             task=task,
             ranks=self.args.ranks,
@@ -142,8 +139,6 @@ class Bench:
         return Planned(f"{model}, group {pair + 1}", job, keep)
 
     def check(self, model: str) -> Planned:
-        """Plan the check of the gradients, without which a model is not timed apart."""
-
         def keep(figures: Figures) -> None:
             self.results["models"][model]["check"] = figures
 
@@ -177,8 +172,6 @@ class Bench:
             yield Planned(f"{model}, group {pair + 1}, {name}", job, keep)
 
     def memory(self, model: str, contestant: str) -> Planned:
-        """Plan to measure the memory of one contestant."""
-
         def keep(figures: Figures) -> None:
             self.results["models"][model]["memory"][contestant] = figures
 

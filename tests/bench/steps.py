@@ -83,18 +83,15 @@ class Entry:
         )
 
     def backward(self, batch: Batch) -> None:
-        """Run a step without its last part."""
         inputs, targets = batch
         self.optimizer.zero_grad()
         self.spec.loss(self.model(inputs), targets).backward()  # type: ignore[no-untyped-call]
 
     def step(self, batch: Batch) -> None:
-        """Run a whole step: what is timed."""
         self.backward(batch)
         self.optimizer.step()
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of each parameter; all must have one."""
         found = [p.grad for p in self.model.parameters()]
         missing = sum(g is None for g in found)
         if missing:
@@ -109,7 +106,6 @@ class Entry:
                 ours.copy_(theirs)
 
     def time_block(self, batches: list[Batch], settle: int, n_steps: int) -> None:
-        """Take one turn."""
         dist.barrier()
         for i in range(settle):
             self.step(batches[i % N_BATCHES])
@@ -180,7 +176,6 @@ def check_gradients(
 
 
 def time_in_turns(job: Job) -> dict[str, Any]:
-    """Check all contestants, then let them take turns."""
     spec = models.BY_NAME[job.model]
     batches = make_batches(spec)
     entries = [Entry(name, spec) for name in job.contestants]
@@ -202,7 +197,6 @@ def time_alone(job: Job) -> dict[str, Any]:
 
 
 def check_alone(job: Job) -> dict[str, Any]:
-    """Check all contestants and time none."""
     spec = models.BY_NAME[job.model]
     entries = [Entry(name, spec) for name in job.contestants]
     differences = check_gradients(spec, entries, make_batches(spec))
@@ -210,7 +204,6 @@ def check_alone(job: Job) -> dict[str, Any]:
 
 
 def time_blocks(job: Job, entries: list[Entry], batches: list[Batch]) -> None:
-    """Let each take its turns, in an order that is shuffled for each round."""
     n_steps = job.steps_per_block or models.BY_NAME[job.model].steps_per_block
     order = random.Random(job.order_seed)
     for _ in range(job.blocks):
@@ -219,7 +212,6 @@ def time_blocks(job: Job, entries: list[Entry], batches: list[Batch]) -> None:
 
 
 def figures_of(entries: list[Entry]) -> dict[str, Any]:
-    """The size of the model, and what was measured of each contestant."""
     parameters = list(entries[0].model.parameters())
     return {
         "n_parameters": sum(p.numel() for p in parameters),

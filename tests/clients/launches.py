@@ -56,7 +56,6 @@ def alone(library: Library, program: Path, args: list[str]) -> list[str]:
 
 
 def by_torchrun(library: Library, program: Path, args: list[str]) -> list[str]:
-    """Start two ranks by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(N_RANKS)]
     ours = ["-m", "paceline"] if library == "paceline" else []
@@ -219,7 +218,6 @@ def _send(processes: dict[int, str], number: signal.Signals) -> None:
 
 
 def check_wrappers(library: Library, folder: Path) -> None:
-    """Check that every rank made wrappers, and none of another class."""
     lines = [line for file in folder.iterdir() for line in file.read_text().split("\n")]
     made = [line.split() for line in lines if line]
     counts = [sum(rank == str(r) for rank, _ in made) for r in range(N_RANKS)]
@@ -276,7 +274,6 @@ def _check(rank: int, left: Any, right: Any, at: str) -> None:
 
 
 def check_equal(left: Run, right: Run) -> None:
-    """Check that two runs are equal to the bit in all that both did."""
     for rank, (one, other) in enumerate(zip(left.results, right.results, strict=True)):
         titles = one.keys() & other.keys()
         assert titles, "nothing to compare"

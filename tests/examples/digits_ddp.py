@@ -154,7 +154,6 @@ def run_rank(rank: int, options: Options, folder: str) -> None:
 
 
 def parse_options() -> Options:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--epochs", type=int, help="default 15, with --quick 4")

@@ -30,7 +30,6 @@ def draw(
     label: str,
     words: list[str],
 ) -> None:
-    """Draw both into a file."""
     from matplotlib import pyplot as plt  # after use(): it picks the backend
 
     figure, axes = plt.subplots(figsize=(8, 3.0), layout="constrained")

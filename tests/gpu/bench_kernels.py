@@ -95,7 +95,6 @@ def copy_of(n_bytes: int, n: int) -> list[Callable[[], None]]:
 
 
 def ceiling() -> Figures:
-    """The card's copy bandwidth, of one large copy."""
     calls = copy_of(1 << 30, 4)
     times = sorted(elapsed_ms(calls) for _ in range(N_ROUNDS))
     best = 2 * (1 << 30) / times[len(times) // 2] / 1e6
@@ -111,8 +110,6 @@ LAYOUTS: dict[str, list[int]] = {
 
 
 class Bench:
-    """The kernels, and the buffers of one layout."""
-
     def __init__(self) -> None:
         self.kernels = Kernels(library_of("default"), 0, None, nvrtc_path())
 
@@ -127,7 +124,6 @@ class Bench:
         slot_dtype: torch.dtype = torch.float32,
         dtype: torch.dtype = torch.float32,
     ) -> Figures:
-        """One kind of move of one layout."""
         sizes = LAYOUTS[layout]
         n_bytes = sum(sizes) * (slot_dtype.itemsize + dtype.itemsize)
         n = max(4, min(64, (1 << 30 if is_quick() else ALL_BYTES) // n_bytes))
@@ -163,7 +159,6 @@ class Bench:
         return partial(self.kernels.add, self.kernels.moves(pack), stream)
 
     def sums(self, n_ranks: int) -> Figures:
-        """The reduction of ranges in bfloat16, in float32."""
         n = BUCKET_BYTES // 2 // n_ranks // 64 * 64
         sets = 48 if not is_quick() else 16
         rows = [torch.randn(n_ranks, n, device="cuda").bfloat16() for _ in range(sets)]
@@ -184,7 +179,6 @@ class Bench:
 
 
 def checks() -> Iterator[tuple[str, Callable[[], Figures | None]]]:
-    """Everything there is to time, in this process."""
     yield "ceiling", ceiling
     bench = Bench()
     for layout in LAYOUTS:

@@ -43,8 +43,6 @@ def wrap_alone(world: World, module: nn.Module) -> nn.Module:
 
 
 class Entry:
-    """A contestant at work."""
-
     def __init__(self, world: World, name: str, spec: models.ModelSpec) -> None:
         self.name, self.spec, self.world = name, spec, world
         torch.manual_seed(1)
@@ -118,7 +116,6 @@ def measured(
 
 
 def ratio_of(found: dict[str, list[float]], a: str, b: str) -> Interval:
-    """The ratio of two contestants, taken in each round."""
     pairs = zip(found[a], found[b], strict=True)
     return median_with_interval([x / y for x, y in pairs])
 
@@ -184,7 +181,6 @@ def host_time(world: World, name: str) -> dict[str, Any]:
 
 
 def step_time(world: World, name: str) -> dict[str, Any]:
-    """Whole steps, by the clock."""
     spec = models.BY_NAME[name]
     names = ["none", "torch", "torch_view", "paceline"]
     if world.size == 1:

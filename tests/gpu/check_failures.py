@@ -40,7 +40,6 @@ class Troubled(Leaves):
     action: Any = None
 
     def forward(self, coefficients: list[Tensor | None]) -> Tensor:
-        """As Leaves."""
         loss = super().forward(coefficients)
         return loss if self.action is None else Trouble.apply(loss, self.action)
 

@@ -120,7 +120,6 @@ def two_wrappers_in_turns(world: World) -> None:
 
 
 def pairs(world: World, n: int) -> list[Batch]:
-    """Inputs and targets of width 64."""
     return [
         (world.integers(8, 64, seed=i), world.integers(8, 64, seed=9 + i))
         for i in range(n)
@@ -128,15 +127,12 @@ def pairs(world: World, n: int) -> list[Batch]:
 
 
 class Checkpointed(nn.Module):
-    """Blocks that are computed anew in backward."""
-
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """Four blocks."""
         x = x.requires_grad_()
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)

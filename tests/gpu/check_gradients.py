@@ -82,7 +82,6 @@ def expect_means(
 
 
 def step_once(world: World, model: nn.Module, step: int) -> list[Tensor]:
-    """Go backward with the coefficients of a step; return them."""
     given = coefficients_for(world, model, step)
     model.zero_grad()
     model(given).backward()

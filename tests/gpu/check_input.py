@@ -19,7 +19,6 @@ from world import Reducing, World
 
 
 def error_of(function: Any, *kinds: type[Exception]) -> str:
-    """The words of the error that a call must raise."""
     try:
         function()
     except kinds as error:

@@ -118,7 +118,6 @@ def graph_without_warm_up(world: World) -> dict[str, Any]:
 
 
 def compiled(world: World, name: str, of_module: bool) -> dict[str, Any]:
-    """Compile the module and wrap it, or compile the wrapper."""
     spec = models.BY_NAME[name]
     rows = on_device(world, spec, 4)
     torch.manual_seed(1)

@@ -29,8 +29,6 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing to find out."""
-
     function: Callable[..., Figures | None]
     worlds: tuple[int, ...] = ()
     seconds: float = 60.0
@@ -49,7 +47,6 @@ class Check:
 
 
 def check(**options: Any) -> Callable[[Callable[..., Any]], Check]:
-    """Make a check of a function."""
     return lambda function: Check(function, **options)
 
 
@@ -63,7 +60,6 @@ def add(
 
 
 def checks_of(module: Any) -> list[Check]:
-    """The checks of a module, as they stand there."""
     found = [value for value in vars(module).values() if isinstance(value, Check)]
     return list({each.name: each for each in found}.values())
 

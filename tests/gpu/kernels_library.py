@@ -112,8 +112,6 @@ def compile_libraries(flags: Mapping[Path, Sequence[str]]) -> None:
 
 
 class Kernels:
-    """One backend of one device."""
-
     def __init__(
         self,
         library: Path,

@@ -30,8 +30,6 @@ POLL_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Part:
-    """What one part is for, and how long it may take."""
-
     name: str
     limit_seconds: float
     what: str

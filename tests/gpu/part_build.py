@@ -168,7 +168,6 @@ def imports(kinds: Iterable[str] = SITES) -> dict[str, Any]:
 
 
 def architectures() -> dict[str, Any]:
-    """What is in the fatbin, by cuobjdump."""
     if find_nvcc() is None:
         raise Skip("there is no nvcc")
     tool = shutil.which("cuobjdump") or shutil.which(
@@ -202,7 +201,6 @@ def has_gpu(kind: str = "default") -> dict[str, Any]:
 
 
 def driver() -> dict[str, Any]:
-    """The driver's own version, without torch."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:

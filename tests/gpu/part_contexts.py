@@ -45,7 +45,6 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the driver."""
     address = ctypes.c_void_p()
     why = ctypes.c_int()
     asked = name.encode(), ctypes.byref(address), CUDA_VERSION, ctypes.c_uint64(1)
@@ -156,7 +155,6 @@ def group() -> Group:
 
 
 def copies() -> dict[str, Any]:
-    """Tensors go from any member to any other."""
     g = group()
     for source, target in itertools.product(range(N), repeat=2):
         for n in (1, 1000, 3 * MIB):
@@ -222,7 +220,6 @@ def rounds_in_flight() -> dict[str, Any]:
 
 
 def checks() -> Iterator[tuple[str, Any]]:
-    """What there is to find out, in this process."""
     yield "copies", copies
     yield "segments", segments
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):

@@ -73,12 +73,10 @@ def rehearsal(until: float) -> bool:
 
 
 def checks_in(modules: tuple[str, ...]) -> list[Check]:
-    """The checks of some modules, in their order."""
     return [c for name in modules for c in checks_of(importlib.import_module(name))]
 
 
 def named(words: str) -> list[Check]:
-    """Checks by module and name."""
     pairs = (word.split(".") for word in words.split())
     return [getattr(importlib.import_module(module), name) for module, name in pairs]
 

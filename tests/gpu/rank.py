@@ -22,7 +22,6 @@ def say(file: Any, row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Join the others, do the checks, leave."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     job = json.loads((folder / "job.json").read_text())
     faulthandler.register(signal.SIGUSR1, all_threads=True)

@@ -73,8 +73,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 class Report:
-    """Collects, prints and writes."""
-
     def __init__(self, out: Path, name: str | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         machine = describe_machine()
@@ -160,7 +158,6 @@ class Report:
         self.results["parts"][part]["checks"] = checks
 
     def write_if_more_is_known(self) -> None:
-        """Write where a check has been recorded since the last time."""
         if self.record.stat().st_size != self._n_written:
             self.write()
 
@@ -227,5 +224,4 @@ def describe(counts: dict[str, int]) -> str:
 
 
 def lines_of_figures(checks: list[dict[str, Any]]) -> list[str]:
-    """The lines that checks want to be seen in the summary."""
     return [line for row in checks for line in row.get("lines", [])]

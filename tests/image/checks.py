@@ -307,7 +307,6 @@ def a_failing_script_is_a_failing_container(folder: Path) -> None:
 
 
 def make_key(path: Path) -> str:
-    """Make a key; return its public half."""
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
     subprocess.run(command, check=True)
     return path.with_suffix(".pub").read_text()

@@ -108,7 +108,6 @@ def folders_of(settings: dict[str, str]) -> Iterator[Path]:
 
 
 def build() -> None:
-    """Build the Dockerfile on the base; nothing of this machine stays in the image."""
     settings = pip_settings()
     config = ConfigParser(interpolation=None)
     config["global"] = settings

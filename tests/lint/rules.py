@@ -103,7 +103,6 @@ def check_calls(path: str, text: str) -> Found:
 
 
 def check_includes(path: str, text: str) -> Found:
-    """Folders of csrc/ include as the table says."""
     yield from dependence.check_includes(path, blank(text, literals=False))
 
 
@@ -124,7 +123,6 @@ def check_lock(path: str, text: str) -> Found:
 
 
 def check_test_names(path: str, text: str) -> Found:
-    """Names of tests are sentences."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
             words = node.name.removeprefix("test_").split("_")

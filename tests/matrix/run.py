@@ -91,7 +91,6 @@ class Result:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Result) -> None:
-        """Take in another part of the row."""
         self.passed += other.passed
         self.failed += other.failed
         self.skipped += other.skipped
@@ -121,7 +120,6 @@ def install(name: str, python: Path, torch: str) -> Path | None:
 
 
 def versions(python: Path) -> tuple[str, str]:
-    """Return the versions of an environment's Python and torch, as they name them."""
     code = "import platform, torch; print(platform.python_version(), torch.__version__)"
     words = subprocess.run(
         [python, "-c", code], check=True, stdout=subprocess.PIPE, text=True
@@ -138,7 +136,6 @@ def reason_of(message: str) -> str:
 
 
 def read(junit: Path) -> Result:
-    """Count what pytest has left in its JUnit file."""
     result = Result()
     for case in ElementTree.parse(junit).iter("testcase"):
         skip = case.find("skipped")

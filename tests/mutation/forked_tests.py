@@ -159,7 +159,6 @@ def _import_all(root: str, site: str, files: list[str]) -> None:
 
 
 def main(root: str, site: str, *files: str) -> None:
-    """Answer each line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _import_all(root, site, list(files))

@@ -40,7 +40,6 @@ class Mutant:
 
 
 def mutants_at(path: str, source: str, places: Iterable[Place]) -> list[Mutant]:
-    """Return the mutants of a source's places."""
     seen: dict[tuple[str, str, str], int] = {}
     found = []
     for function, operator, start, end, text, edits in places:

@@ -131,8 +131,6 @@ EVENT = re.compile(r"\.(ready|done) = ([^,;}]+)|order(?:\.|->)(ready|done) = ([^
 
 @dataclass(frozen=True)
 class Call:
-    """A call within a function's body."""
-
     start: int  # of the expression, with the owners of the function called
     end: int
     name: str
@@ -185,7 +183,6 @@ def either(start: int, end: int, other: str) -> tuple[Edit, ...]:
 
 
 def dropped(start: int, end: int) -> tuple[Edit, ...]:
-    """Leave a statement out."""
     return ((start, end, "if (pl_mutant(@)) {} else ", ""),)
 
 
@@ -218,7 +215,6 @@ def operand(code: str, at: int, step: int) -> tuple[int, int]:
 def cpu_places(
     code: str, kind: str, name: str, first: int, last: int
 ) -> Iterator[Found]:
-    """Yield the places of one body on the CPU path."""
     values = {"pl_status": "0", "size_t": "0", "int": "0", "bool": "01"}.get(kind, "")
     if kind == "int" and TRUTH.match(name):
         values = "01"
@@ -259,7 +255,6 @@ def side_of(path: str, body: str) -> str | None:
 
 
 def gpu_places(path: str, code: str, first: int, last: int) -> Iterator[Found]:
-    """Yield the places of one body on the GPU path."""
     side = side_of(path, code[first:last])
     for call in calls(code, first, last):
         if call.name in ORDERING or call.name in ORDERING_IN.get(path, ()):
@@ -302,7 +297,6 @@ def gpu_places(path: str, code: str, first: int, last: int) -> Iterator[Found]:
 
 
 def places(path: str, source: str) -> Iterator[Place]:
-    """Yield the places of one C source."""
     code = blank(source)
     for kind, function, first, last in bodies(code):
         found: list[Found] = []
@@ -318,7 +312,6 @@ def places(path: str, source: str) -> Iterator[Place]:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Return the mutants of one source."""
     if path.endswith(".py"):
         return python_mutants.mutants_of(path, source)
     return mutants_at(path, source, places(path, source))
@@ -353,7 +346,6 @@ def word_end(code: str, at: int) -> int:
 
 
 def all_mutants(root: Path = ROOT) -> list[Mutant]:
-    """Return the mutants of all sources, in the order of their paths."""
     paths = sorted({path for glob in SOURCES for path in root.glob(glob)})
     return [
         mutant

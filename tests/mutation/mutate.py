@@ -83,7 +83,6 @@ class BuildError(Exception):
 
 
 def must(command: list[str], **env: str) -> None:
-    """Run a command that has to succeed, in the copy of the tree."""
     done = subprocess.run(
         command, cwd=TREE, capture_output=True, text=True, env={**os.environ, **env}
     )
@@ -161,7 +160,6 @@ class Workplace:
         return passes, [n for n in range(len(seen)) if seen[n]]
 
     def python(self, **request: Any) -> tuple[dict[str, Any], list[str]]:
-        """Run Python tests in a fork."""
         if self._forks is None:
             program = str(HERE / "forked_tests.py")
             self._forks = subprocess.Popen(
@@ -179,7 +177,6 @@ class Workplace:
         return runs, failed
 
     def close(self) -> None:
-        """End what runs tests."""
         if self._forks is not None:
             self._forks.communicate()
 
@@ -243,7 +240,6 @@ class Level:
 
 
 def folder_of(mutant: Mutant) -> str:
-    """Return where a mutant is counted."""
     return mutant.path.rpartition("/")[0]
 
 
@@ -260,7 +256,6 @@ def chosen(mutants: list[Mutant], only: str, n: int, seed: int) -> list[Mutant]:
 
 
 def verdict(result: dict[str, list[str]], name: str) -> str:
-    """Return what a mutant's row says."""
     told = [f"{level}: {', '.join(k)}" for level, k in result.items() if k]
     return "; ".join(told) or f"equivalent: {EQUIVALENT.get(name, 'NO, it SURVIVES')}"
 
@@ -315,7 +310,6 @@ def survey(
 
 
 def main() -> int:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--list", action="store_true", help="print the mutants alone")

@@ -76,7 +76,6 @@ def _of_conditions(function: ast.AST) -> Iterator[Found]:
 
 
 def _entries(value: ast.expr | None) -> Iterator[ast.expr]:
-    """Yield the entries of what a comparison gets."""
     if isinstance(value, (ast.ListComp, ast.GeneratorExp)):
         value = value.elt
         yield value
@@ -117,7 +116,6 @@ def _of_statements(function: ast.AST) -> Iterator[Found]:
 
 
 def _places(source: str) -> Iterator[Place]:
-    """Yield the places of one source."""
     begins = [0]
     for line in source.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
@@ -138,13 +136,11 @@ def _places(source: str) -> Iterator[Place]:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Return the mutants of one source."""
     assert source.isascii(), path  # columns of `ast` are bytes
     return mutants_at(path, source, _places(source))
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
-    """Yield the functions and methods of a module, each with its name."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node, node.name

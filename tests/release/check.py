@@ -56,7 +56,6 @@ def check_version(tag: str | None) -> str:
 
 
 def check_licences() -> None:
-    """Every file has the licence of the tree."""
     licence = (ROOT / "LICENSE").read_bytes()
     for path in sorted(DIST.iterdir()):
         if path.suffix == ".whl":

@@ -104,7 +104,6 @@ def make_compiler(tools: Path, machine: str) -> str:
 
 
 def build_sdist(tools: Path) -> Path:
-    """Build the sdist, and compare its contents with git's."""
     run(tools, "-m", "build", "--sdist", "--outdir", DIST, ROOT, cwd=WORK)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as tar:
@@ -125,8 +124,6 @@ def build_sdist(tools: Path) -> Path:
 
 @dataclass
 class Build:
-    """One wheel to be built."""
-
     version: str
     python: Path
     machine: str

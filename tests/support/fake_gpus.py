@@ -95,7 +95,6 @@ def fake() -> ctypes.CDLL:
 
 
 def synchronize() -> None:
-    """Wait for all that was enqueued."""
     fake().fake_synchronize_all()
 
 
@@ -243,7 +242,6 @@ def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
 
 
 def _reset(*options: str) -> ctypes.CDLL:
-    """Have devices as new."""
     os.environ["XDG_CACHE_HOME"] = CACHE
     loaded = ctypes.CDLL(library())
     loaded.fake_error.restype = ctypes.c_char_p

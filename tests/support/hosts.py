@@ -36,7 +36,6 @@ class Hosts:
         return sum(self.n_ranks)
 
     def host_of(self, rank: int) -> int:
-        """Return the number of a rank's host."""
         host = 0
         while rank >= sum(self.n_ranks[: host + 1]):
             host += 1

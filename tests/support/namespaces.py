@@ -30,7 +30,6 @@ def enter(name: str) -> None:
 
 
 def run(*words: str) -> None:
-    """Run a command of iproute2."""
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
@@ -79,7 +78,6 @@ class Network:
         run("ip", "-n", self.bridge, "link", "set", self.names[host], "nomaster")
 
     def close(self) -> None:
-        """Remove all that was made."""
         for name in (*self.names, self.bridge):
             with suppress(subprocess.CalledProcessError):
                 run("ip", "netns", "delete", name)

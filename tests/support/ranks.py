@@ -111,8 +111,6 @@ class RanksFailedError(AssertionError):
 
 @dataclass
 class _Job:
-    """All that a rank is told."""
-
     rank: int
     n_ranks: int
     folder: str
@@ -299,7 +297,6 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def signal(self, rank: int, number: signal.Signals) -> float:

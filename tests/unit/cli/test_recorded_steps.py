@@ -19,7 +19,6 @@ from torch import nn
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of its own for what is recorded."""
     made = tmp_path / "shm"
     made.mkdir()
     monkeypatch.setenv("PACELINE_RECORDER", str(made))

@@ -14,7 +14,6 @@ MANY = 500
 
 
 def limits() -> tuple[int, int]:
-    """Return the soft limit of open files and the hard one."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
@@ -34,7 +33,6 @@ def leave_room() -> Iterator[Callable[[int], int]]:
 
 @pytest.fixture
 def hard() -> int:
-    """Return the hard limit, where there is one."""
     found = limits()[1]
     if found == resource.RLIM_INFINITY:
         pytest.skip("there is no limit here")

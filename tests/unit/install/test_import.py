@@ -21,7 +21,6 @@ FOREIGN = ("torch", "cuda", "nccl", "nvrtc", "c10", "stdc++", "mpi", "python")
 
 
 def run(code, env=None, cwd="/"):
-    """Run code in a fresh interpreter; return what it printed."""
     result = subprocess.run(
         [sys.executable, "-c", code],
         env=env,

@@ -61,7 +61,6 @@ def everything():
 
 
 def run(code, env=None, flags=()):
-    """Run code in a fresh interpreter; return what it printed."""
     result = subprocess.run(
         [sys.executable, *flags, "-c", code],
         env=env,

@@ -43,8 +43,6 @@ def count(function):
 
 
 class Fails(torch.autograd.Function):
-    """Raises in the backward."""
-
     @staticmethod
     def forward(ctx, x):
         return x.sum()
@@ -66,7 +64,6 @@ class Streams:
         return self.now
 
     def new(self):
-        """Make another stream the current one."""
         made = ctypes.c_void_p()
         if not self._made:
             context = ctypes.c_void_p()

@@ -50,7 +50,6 @@ class Memory:
         assert status == 0
 
     def empty(self, shape, strides):
-        """Return a tensor that is spoilt when it is freed."""
         block = np.zeros(math.prod(shape), np.float32)
         self.blocks.append(block)
         lent = block[:]
@@ -62,7 +61,6 @@ class Memory:
         self.fill(block, SPOILT)
 
     def filled(self, shape, byte):
-        """Return a tensor that the current stream is about to fill."""
         made = self.empty(shape, torch.empty(shape, device="meta").stride())
         self.fill(self.blocks[-1], byte)
         return made

@@ -40,7 +40,6 @@ def name_of(page: Path) -> str:
 
 @cache
 def blocks_of(page: Path) -> tuple[Block, ...]:
-    """Return the fenced blocks of a page, in their order."""
     text = page.read_text(encoding="utf-8")
     blocks = []
     for match in FENCE.finditer(text):
@@ -68,12 +67,10 @@ def commands_of(page: Path) -> list[str]:
 
 
 def scripts_of(page: Path) -> dict[str, str]:
-    """Return the scripts of a page by their names."""
     return {block.name: block.text for block in blocks_of(page) if block.name}
 
 
 def scripts_in(command: str) -> list[str]:
-    """Return the Python files that a command names."""
     return [word for word in shlex.split(command) if word.endswith(".py")]
 
 
@@ -87,7 +84,6 @@ def program_of(page: Path) -> str:
 
 
 def sides_of(diff: str) -> tuple[str, str]:
-    """Return the text before and the text after."""
     lines = diff.splitlines()
     before = [line[1:] for line in lines if not line.startswith("+")]
     after = [line[1:] for line in lines if not line.startswith("-")]

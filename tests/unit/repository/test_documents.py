@@ -181,7 +181,6 @@ def run(job: Job, environment: dict[str, str]) -> subprocess.CompletedProcess[st
 
 
 def diffs() -> list[str]:
-    """Return the diffs of all pages, each once."""
     blocks = [block for page in RUN_PAGES for block in documents.blocks_of(page)]
     return sorted({block.text for block in blocks if block.language == "diff"})
 

@@ -42,7 +42,6 @@ _Static_assert(PLI_CU_NOT_READY == CUDA_ERROR_NOT_READY, "");
 
 
 def compiled(folder: Path, header: str, include: Path) -> str:
-    """Compile the program with a form of driver.h; the compiler's complaints."""
     (folder / "driver.h").write_text(header)
     (folder / "program.c").write_text(PROGRAM)
     paths = [f"-I{path}" for path in (include, ROOT / "csrc")]

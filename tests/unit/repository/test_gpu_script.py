@@ -70,8 +70,6 @@ sys.exit(main.main(sys.argv[2:], Path(sys.argv[1])))
 
 
 class Run:
-    """One call of the script with stubs for parts, and what it left."""
-
     def __init__(self, folder: Path, *words: str) -> None:
         stub = folder / "stub.py"
         stub.write_text(STUB)

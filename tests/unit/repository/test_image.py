@@ -27,7 +27,6 @@ def start(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def instructions() -> list[str]:
-    """Return the Dockerfile's instructions, each in one line."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE)
     return [line for line in text.replace("\\\n", " ").splitlines() if line]
 
