@@ -23,27 +23,34 @@ enum {
 typedef void *handle; /* context, stream, event, module, function */
 typedef unsigned long long address;
 
+/* name, the driver's own name for it, arguments */
+#define DRIVER_MAP(X)                                                                  \
+    X(init, cuInit, (unsigned))                                                        \
+    X(ctx_create, cuCtxCreate_v2, (handle *, unsigned, int))                           \
+    X(retain, cuDevicePrimaryCtxRetain, (handle *, int))                               \
+    X(push, cuCtxPushCurrent_v2, (handle))                                             \
+    X(pop, cuCtxPopCurrent_v2, (handle *))                                             \
+    X(wait_for_all, cuCtxSynchronize, (void))                                          \
+    X(stream_create, cuStreamCreate, (handle *, unsigned))                             \
+    X(event_create, cuEventCreate, (handle *, unsigned))                               \
+    X(record, cuEventRecord, (handle, handle))                                         \
+    X(wait, cuStreamWaitEvent, (handle, handle, unsigned))                             \
+    X(query, cuEventQuery, (handle))                                                   \
+    X(capturing, cuStreamIsCapturing, (handle, int *))                                 \
+    X(alloc, cuMemAlloc_v2, (address *, size_t))                                       \
+    X(copy, cuMemcpyDtoDAsync_v2, (address, address, size_t, handle))                  \
+    X(copy_peer, cuMemcpyPeerAsync,                                                    \
+      (address, handle, address, handle, size_t, handle))                              \
+    X(clear, cuMemsetD8Async, (address, unsigned char, size_t, handle))                \
+    X(load, cuModuleLoadData, (handle *, const void *))                                \
+    X(find, cuModuleGetFunction, (handle *, handle, const char *))                     \
+    X(launch, cuLaunchKernel,                                                          \
+      (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,   \
+       handle, void **, void **))
+
+#define MEMBER(name, of_driver, arguments) int(*name) arguments;
 static struct {
-    int (*init)(unsigned);
-    int (*ctx_create)(handle *, unsigned, int);
-    int (*retain)(handle *, int);
-    int (*push)(handle);
-    int (*pop)(handle *);
-    int (*wait_for_all)(void);
-    int (*stream_create)(handle *, unsigned);
-    int (*event_create)(handle *, unsigned);
-    int (*record)(handle, handle);
-    int (*wait)(handle, handle, unsigned);
-    int (*query)(handle);
-    int (*capturing)(handle, int *);
-    int (*alloc)(address *, size_t);
-    int (*copy)(address, address, size_t, handle);
-    int (*copy_peer)(address, handle, address, handle, size_t, handle);
-    int (*clear)(address, unsigned char, size_t, handle);
-    int (*load)(handle *, const void *);
-    int (*find)(handle *, handle, const char *);
-    int (*launch)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                  unsigned, handle, void **, void **);
+    DRIVER_MAP(MEMBER)
 } cu;
 
 static struct {
@@ -53,6 +60,7 @@ static struct {
     handle small, large; /* kernels, by the size of their arguments */
     address from, to, there_to;
     char arguments[4000];
+    int is_capturing;
 } g;
 
 static const char *const ptx =
@@ -68,16 +76,6 @@ static void check(int result, const char *what)
     }
 }
 
-static void *symbol(void *library, const char *name)
-{
-    void *found = dlsym(library, name);
-    if (found == NULL) {
-        fprintf(stderr, "the driver has no %s\n", name);
-        exit(1);
-    }
-    return found;
-}
-
 static void open_driver(void)
 {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -85,25 +83,10 @@ static void open_driver(void)
         fprintf(stderr, "%s\n", dlerror());
         exit(1);
     }
-    *(void **)&cu.init = symbol(library, "cuInit");
-    *(void **)&cu.ctx_create = symbol(library, "cuCtxCreate_v2");
-    *(void **)&cu.retain = symbol(library, "cuDevicePrimaryCtxRetain");
-    *(void **)&cu.push = symbol(library, "cuCtxPushCurrent_v2");
-    *(void **)&cu.pop = symbol(library, "cuCtxPopCurrent_v2");
-    *(void **)&cu.wait_for_all = symbol(library, "cuCtxSynchronize");
-    *(void **)&cu.stream_create = symbol(library, "cuStreamCreate");
-    *(void **)&cu.event_create = symbol(library, "cuEventCreate");
-    *(void **)&cu.record = symbol(library, "cuEventRecord");
-    *(void **)&cu.wait = symbol(library, "cuStreamWaitEvent");
-    *(void **)&cu.query = symbol(library, "cuEventQuery");
-    *(void **)&cu.capturing = symbol(library, "cuStreamIsCapturing");
-    *(void **)&cu.alloc = symbol(library, "cuMemAlloc_v2");
-    *(void **)&cu.copy = symbol(library, "cuMemcpyDtoDAsync_v2");
-    *(void **)&cu.copy_peer = symbol(library, "cuMemcpyPeerAsync");
-    *(void **)&cu.clear = symbol(library, "cuMemsetD8Async");
-    *(void **)&cu.load = symbol(library, "cuModuleLoadData");
-    *(void **)&cu.find = symbol(library, "cuModuleGetFunction");
-    *(void **)&cu.launch = symbol(library, "cuLaunchKernel");
+#define OPEN(name, of_driver, arguments)                                               \
+    *(void **)&cu.name = dlsym(library, #of_driver);                                   \
+    check(cu.name == NULL, #of_driver);
+    DRIVER_MAP(OPEN)
 }
 
 static void make_things(void)
@@ -128,36 +111,13 @@ static void make_things(void)
     check(cu.find(&g.large, module, "large"), "cuModuleGetFunction");
 }
 
-static int do_record(void)
-{
-    return cu.record(g.event, g.stream);
-}
-static int do_wait(void)
-{
-    return cu.wait(g.side, g.event, 0);
-}
-static int do_wait_there(void)
-{
-    return cu.wait(g.there_stream, g.event, 0);
-}
-static int do_record_there(void)
-{
-    return cu.record(g.there_event, g.there_stream);
-}
-
-static int do_query(void)
+static int query(void)
 {
     int result = cu.query(g.event);
     return result == 600 /* not ready */ ? 0 : result;
 }
 
-static int do_is_capturing(void)
-{
-    int is_capturing;
-    return cu.capturing(g.stream, &is_capturing);
-}
-
-static int do_push_and_pop(void)
+static int push_and_pop(void)
 {
     handle popped;
     int result = cu.push(g.there);
@@ -170,45 +130,36 @@ static int launch(handle kernel)
     return cu.launch(kernel, 1, 1, 1, 32, 1, 1, 0, g.stream, arguments, NULL);
 }
 
-static int do_launch_small(void)
-{
-    return launch(g.small);
-}
-static int do_launch_large(void)
-{
-    return launch(g.large);
-}
-static int do_copy(void)
-{
-    return cu.copy(g.to, g.from, N_BYTES, g.stream);
-}
-static int do_clear(void)
-{
-    return cu.clear(g.to, 0, N_BYTES, g.stream);
-}
+/* name, what it is called in the output, the call */
+#define CALL_MAP(X)                                                                    \
+    X(record, "cuEventRecord", cu.record(g.event, g.stream))                           \
+    X(record_there, "cuEventRecord, the other context's",                              \
+      cu.record(g.there_event, g.there_stream))                                        \
+    X(wait, "cuStreamWaitEvent", cu.wait(g.side, g.event, 0))                          \
+    X(wait_there, "cuStreamWaitEvent, across contexts",                                \
+      cu.wait(g.there_stream, g.event, 0))                                             \
+    X(query, "cuEventQuery", query())                                                  \
+    X(capturing, "cuStreamIsCapturing", cu.capturing(g.stream, &g.is_capturing))       \
+    X(push, "cuCtxPushCurrent and cuCtxPopCurrent", push_and_pop())                    \
+    X(small, "cuLaunchKernel, 64 bytes of arguments", launch(g.small))                 \
+    X(large, "cuLaunchKernel, 4000 bytes of arguments", launch(g.large))               \
+    X(copy, "cuMemcpyDtoDAsync, 4 KiB", cu.copy(g.to, g.from, N_BYTES, g.stream))      \
+    X(copy_peer, "cuMemcpyPeerAsync, 4 KiB, across contexts",                          \
+      cu.copy_peer(g.there_to, g.there, g.from, g.here, N_BYTES, g.stream))            \
+    X(clear, "cuMemsetD8Async, 4 KiB", cu.clear(g.to, 0, N_BYTES, g.stream))
 
-static int do_copy_peer(void)
-{
-    return cu.copy_peer(g.there_to, g.there, g.from, g.here, N_BYTES, g.stream);
-}
+#define FUNCTION(name, words, call)                                                    \
+    static int do_##name(void)                                                         \
+    {                                                                                  \
+        return call;                                                                   \
+    }
+CALL_MAP(FUNCTION)
 
+#define ROW(name, words, call) {words, do_##name},
 static const struct {
     const char *name;
     int (*call)(void);
-} calls[] = {
-    {"cuEventRecord", do_record},
-    {"cuEventRecord, the other context's", do_record_there},
-    {"cuStreamWaitEvent", do_wait},
-    {"cuStreamWaitEvent, across contexts", do_wait_there},
-    {"cuEventQuery", do_query},
-    {"cuStreamIsCapturing", do_is_capturing},
-    {"cuCtxPushCurrent and cuCtxPopCurrent", do_push_and_pop},
-    {"cuLaunchKernel, 64 bytes of arguments", do_launch_small},
-    {"cuLaunchKernel, 4000 bytes of arguments", do_launch_large},
-    {"cuMemcpyDtoDAsync, 4 KiB", do_copy},
-    {"cuMemcpyPeerAsync, 4 KiB, across contexts", do_copy_peer},
-    {"cuMemsetD8Async, 4 KiB", do_clear},
-};
+} calls[] = {CALL_MAP(ROW)};
 
 static int64_t now_ns(void)
 {
