@@ -38,11 +38,6 @@ def shared_names() -> list[str]:
     return [name for name in names if not _RECORDER.fullmatch(name)]
 
 
-def new_mappings(before: list[str]) -> list[str]:
-    """Return those of Paceline's memory that were not there before."""
-    return [line for line in shared_mappings() if line not in before]
-
-
 def new_descriptors(before: dict[int, str]) -> dict[int, str]:
     """Return the descriptors that are open and were not, or were something else."""
     return {fd: link for fd, link in descriptors().items() if before.get(fd) != link}

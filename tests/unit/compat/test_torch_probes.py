@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 import weakref
 
 import pytest
@@ -31,16 +30,10 @@ def without_exchange(monkeypatch):
 # ---- tensors ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        3,
-        None,
-        torch.ones(2, device="meta"),
-        torch.eye(2).to_sparse(),
-    ],
-    ids=["number", "None", "meta", "sparse"],
-)
+NO_MEMORY = [3, None, torch.ones(2, device="meta"), torch.eye(2).to_sparse()]
+
+
+@pytest.mark.parametrize("bad", NO_MEMORY, ids=["number", "None", "meta", "sparse"])
 def test_what_no_capsule_holds_is_a_type_error_that_names_it(without_exchange, bad):
     world = make_world()
     with pytest.raises(TypeError, match="is no strided tensor in memory: "):
@@ -97,42 +90,44 @@ def test_holders_of_memory_are_tensors_and_what_graphs_have_saved():
 # ---- what a thread has --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_shown", [True, False], ids=["shown", "hidden"])
-def test_hooks_on_saved_tensors_are_seen_and_not_called(monkeypatch, is_shown):
-    if not is_shown:
+@pytest.fixture(params=[True, False], ids=["shown", "hidden"])
+def top_hooks(request, monkeypatch):
+    """Whether this torch shows the hooks on saved tensors, and as if it did not."""
+    if not request.param:
         monkeypatch.setattr(torch_modes, "_top_hooks", None)
+
+
+def save():
+    return torch.ones(2, requires_grad=True).sin()
+
+
+FORBIDDEN = "forbidden here"
+
+
+def test_hooks_on_saved_tensors_are_seen_and_not_called(top_hooks):
     called = []
     assert not torch_modes.has_saved_tensors_hooks()
     with saved_tensors_hooks(called.append, called.append):
         assert torch_modes.has_saved_tensors_hooks()
         assert called == []
-        y = torch.ones(2, requires_grad=True).sin()
-        assert y.grad_fn is not None
+        assert save().grad_fn is not None
         assert len(called) == 1, "they are on as before"
     assert not torch_modes.has_saved_tensors_hooks()
-    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden here"):
+    with torch.autograd.graph.disable_saved_tensors_hooks(FORBIDDEN):
         assert torch_modes.has_saved_tensors_hooks()
-        with pytest.raises(RuntimeError, match="forbidden here"):
+        with pytest.raises(RuntimeError, match=FORBIDDEN):
             saved_tensors_hooks(called.append, called.append).__enter__()
     with saved_tensors_hooks(called.append, called.append):
         pass
 
 
-@pytest.mark.parametrize("is_shown", [True, False], ids=["shown", "hidden"])
-def test_a_call_without_hooks_on_saved_tensors_leaves_them_as_they_were(
-    monkeypatch, is_shown
-):
-    if not is_shown:
-        monkeypatch.setattr(torch_modes, "_top_hooks", None)
+def test_a_call_without_hooks_on_saved_tensors_leaves_them_as_they_were(top_hooks):
     called = []
 
     def record(name):
         return saved_tensors_hooks(
             lambda tensor: called.append(name) or tensor, lambda tensor: tensor
         )
-
-    def save():
-        return torch.ones(2, requires_grad=True).sin()
 
     with record("outer"):
         with record("inner"):
@@ -144,7 +139,7 @@ def test_a_call_without_hooks_on_saved_tensors_leaves_them_as_they_were(
         save()
     save()
     assert called == ["inner", "outer"]
-    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden here"):
+    with torch.autograd.graph.disable_saved_tensors_hooks(FORBIDDEN):
         torch_modes.without_saved_tensors_hooks(save)
         assert torch_modes.has_saved_tensors_hooks()
 
@@ -164,23 +159,10 @@ def test_modes_of_calls_are_listed_from_the_outermost():
 # ---- groups -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def meshes():
-    """Return a mesh of one process, and its slice."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            whole = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-            yield whole, whole["a"]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_slice_of_a_mesh_is_told_from_a_whole_one(meshes):
-    whole, part = meshes
+def test_a_slice_of_a_mesh_is_told_from_a_whole_one(alone):
+    whole = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     assert not torch_groups.is_mesh_slice(whole)
-    assert torch_groups.is_mesh_slice(part)
+    assert torch_groups.is_mesh_slice(whole["a"])
 
 
 # ---- compiled autograd --------------------------------------------------------------
