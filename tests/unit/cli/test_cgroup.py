@@ -17,7 +17,25 @@ def make(root, files):
 
 V2 = {"proc/self/cgroup": "0::/user/job"}
 V1 = {"proc/self/cgroup": "7:cpu,cpuacct:/job\n5:memory:/job\n3:pids:/job\n0::/job"}
-FS = "sys/fs/cgroup"
+ROOT = {"proc/self/cgroup": "0::/"}
+OUTSIDE = {"proc/self/cgroup": "0::/../x"}
+
+
+def of(groups, folder="", **files):
+    """Return the files of a group, whose names have dots for double underscores."""
+    place = "/".join(filter(None, ["sys/fs/cgroup", folder]))
+    return {
+        **groups,
+        **{f"{place}/{k.replace('__', '.')}": v for k, v in files.items()},
+    }
+
+
+def quota_of(folder, us):
+    period = {"cpu__cfs_period_us": "100000"}
+    return of(V1, folder, cpu__cfs_quota_us=us, **period)
+
+
+JOB, USER, MEMORY = "user/job", "user", "memory/job"
 
 
 @pytest.mark.parametrize(
@@ -25,84 +43,48 @@ FS = "sys/fs/cgroup"
     [
         ({}, None),
         (V2, None),
-        ({**V2, f"{FS}/user/job/cpu.max": "max 100000"}, None),
-        ({**V2, f"{FS}/user/job/cpu.max": "150000 100000"}, 1.5),
-        ({**V2, f"{FS}/user/cpu.max": "50000 100000"}, 0.5),
+        (of(V2, JOB, cpu__max="max 100000"), None),
+        (of(V2, JOB, cpu__max="150000 100000"), 1.5),
+        (of(V2, USER, cpu__max="50000 100000"), 0.5),
         (
-            {
-                **V2,
-                f"{FS}/user/job/cpu.max": "400000 100000",
-                f"{FS}/user/cpu.max": "200000 100000",
-            },
+            of(V2, JOB, cpu__max="400000 100000")
+            | of(V2, USER, cpu__max="200000 100000"),
             2.0,
         ),
-        ({"proc/self/cgroup": "0::/", f"{FS}/cpu.max": "300000 100000"}, 3.0),
-        ({"proc/self/cgroup": "0::/../x", f"{FS}/cpu.max": "300000 100000"}, 3.0),
-        ({**V2, f"{FS}/user/job/cpu.max": "nonsense"}, None),
-        (
-            {
-                **V1,
-                f"{FS}/cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
-                f"{FS}/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
-            },
-            2.5,
-        ),
-        (
-            {  # in a container, whose group is what is mounted
-                **V1,
-                f"{FS}/cpu/cpu.cfs_quota_us": "50000",
-                f"{FS}/cpu/cpu.cfs_period_us": "100000",
-            },
-            0.5,
-        ),
-        (
-            {
-                **V1,
-                f"{FS}/cpu/job/cpu.cfs_quota_us": "-1",
-                f"{FS}/cpu/job/cpu.cfs_period_us": "100000",
-            },
-            None,
-        ),
+        (of(ROOT, cpu__max="300000 100000"), 3.0),
+        (of(OUTSIDE, cpu__max="300000 100000"), 3.0),
+        (of(V2, JOB, cpu__max="nonsense"), None),
+        (quota_of("cpu,cpuacct/job", "250000"), 2.5),
+        (quota_of("cpu", "50000"), 0.5),  # in a container, whose group is mounted
+        (quota_of("cpu/job", "-1"), None),
     ],
 )
 def test_the_tightest_quota_of_cores_counts(tmp_path, files, quota):
     assert _cgroup.cpu_quota(make(tmp_path, files)) == quota
 
 
+CACHED = "anon 400\ninactive_file 300"
+FULL = {"memory__max": "1000", "memory__current": "700", "memory__stat": CACHED}
+OF_1 = {
+    "memory__limit_in_bytes": "5000",
+    "memory__usage_in_bytes": "3000",
+    "memory__stat": "total_inactive_file 1000",
+}
+
+
 @pytest.mark.parametrize(
     ("files", "usage"),
     [
         (V2, None),
-        ({**V2, f"{FS}/user/job/memory.max": "max"}, None),
+        (of(V2, JOB, memory__max="max"), None),
+        (of(V2, JOB, **FULL), Usage(1000, 400)),
         (
-            {
-                **V2,
-                f"{FS}/user/job/memory.max": "1000",
-                f"{FS}/user/job/memory.current": "700",
-                f"{FS}/user/job/memory.stat": "anon 400\ninactive_file 300",
-            },
-            Usage(1000, 400),
-        ),
-        (
-            {
-                **V2,
-                f"{FS}/user/job/memory.max": "1000",
-                f"{FS}/user/job/memory.current": "10",
-                f"{FS}/user/memory.max": "2000",
-                f"{FS}/user/memory.current": "1900",
-            },
+            of(V2, JOB, memory__max="1000", memory__current="10")
+            | of(V2, USER, memory__max="2000", memory__current="1900"),
             Usage(2000, 1900),
         ),
-        ({**V1, f"{FS}/memory/job/memory.limit_in_bytes": NO_LIMIT}, None),
-        (
-            {
-                **V1,
-                f"{FS}/memory/job/memory.limit_in_bytes": "5000",
-                f"{FS}/memory/job/memory.usage_in_bytes": "3000",
-                f"{FS}/memory/job/memory.stat": "total_inactive_file 1000",
-            },
-            Usage(5000, 2000),
-        ),
+        (of(V1, MEMORY, memory__limit_in_bytes=NO_LIMIT), None),
+        (of(V1, MEMORY, **OF_1), Usage(5000, 2000)),
     ],
 )
 def test_the_limit_of_memory_with_the_least_left_counts(tmp_path, files, usage):
@@ -111,8 +93,8 @@ def test_the_limit_of_memory_with_the_least_left_counts(tmp_path, files, usage):
 
 def test_the_limit_of_tasks_is_read_in_both_versions(tmp_path):
     for name, files, folder in (("2", V2, "user/job"), ("1", V1, "pids/job")):
-        limits = {f"{FS}/{folder}/pids.max": 100, f"{FS}/{folder}/pids.current": 90}
-        root = make(tmp_path / name, {**files, **limits})
+        limits = of(files, folder, pids__max=100, pids__current=90)
+        root = make(tmp_path / name, limits)
         assert _cgroup.tasks(root).free == 10
     assert _cgroup.tasks(tmp_path / "none") is None
 
