@@ -48,18 +48,18 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 # ---- ways to start a program ---------------------------------------------------------
 
+OURS: dict[Library, list[str]] = {"torch": [], "paceline": ["-m", "paceline"]}
+
 
 def alone(library: Library, program: Path, args: list[str]) -> list[str]:
     """Start one process: the program itself starts the other ranks."""
-    ours = ["-m", "paceline"] if library == "paceline" else []
-    return [sys.executable, *ours, str(program), *args]
+    return [sys.executable, *OURS[library], str(program), *args]
 
 
 def by_torchrun(library: Library, program: Path, args: list[str]) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(N_RANKS)]
-    ours = ["-m", "paceline"] if library == "paceline" else []
-    return [*command, *ours, str(program), *args]
+    return [*command, *OURS[library], str(program), *args]
 
 
 # With --cpu it starts one process, whatever the number; the programs say cpu=True.
@@ -70,14 +70,12 @@ ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 
 def by_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
     """Start two ranks by accelerate, whose module is ours."""
-    ours = ["-m", "paceline"] if library == "paceline" else []
-    return [sys.executable, "-m", *ACCELERATE, *ours, str(program), *args]
+    return [sys.executable, "-m", *ACCELERATE, *OURS[library], str(program), *args]
 
 
 def with_accelerate(library: Library, program: Path, args: list[str]) -> list[str]:
     """Start accelerate itself as our module, and it the ranks."""
-    ours = ["-m", "paceline"] if library == "paceline" else []
-    return [sys.executable, *ours, "-m", *ACCELERATE, str(program), *args]
+    return [sys.executable, *OURS[library], "-m", *ACCELERATE, str(program), *args]
 
 
 # ---- a run ---------------------------------------------------------------------------
@@ -99,22 +97,11 @@ def run(
     *args: str,
     has_install_line: bool = False,
 ) -> Run:
-    """Run a program to its end; fail unless the run is good.
+    """Run a program of `programs/` to its end; fail unless the run is good.
 
-    Parameters
-    ----------
-    library : {"torch", "paceline"}
-    launch : callable
-        How it is started.
-    program : str
-        The name of a file in `programs/`.
-    folder : Path
-        For what the program writes; made anew.
-    *args : str
-        For the program, after ``--out folder``.
-    has_install_line : bool
-        Whether Paceline comes by a first line, as in a notebook, and not by the
-        command.
+    The folder, for what the program writes, is made anew; the program's arguments come
+    after ``--out folder``.  With `has_install_line` Paceline comes by a first line, as
+    in a notebook, and not by the command.
     """
     path = HERE / "programs" / program
     started: Library = library
