@@ -44,7 +44,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import (
     connection,
@@ -312,10 +312,7 @@ class Ranks:
     def hear(self, rank: int) -> Any:
         """Return the next thing that a rank says by `tell()`.
 
-        Raises
-        ------
-        RanksFailedError
-            If the rank ends or reports before it says anything more.
+        Raise `RanksFailedError` if the rank ends or reports before it says anything.
         """
         while not self._heard[rank]:
             if rank in self._outcomes:
@@ -373,9 +370,7 @@ class Ranks:
     def _report(self, outcome: Outcome) -> None:
         path = Path(self._jobs[outcome.rank].output)
         output = path.read_text(errors="replace") if path.exists() else ""
-        self._outcomes[outcome.rank] = Outcome(
-            outcome.rank, outcome.value, outcome.error, outcome.exitcode, output
-        )
+        self._outcomes[outcome.rank] = replace(outcome, output=output)
 
     def _end(self) -> None:
         for pipe in self._pipes:
@@ -431,37 +426,18 @@ def start_ranks(
 ) -> Ranks:
     """Start `function(rank, n_ranks, *args)` on each rank; return handles.
 
-    Parameters
-    ----------
-    function : callable
-        At the top level of a module that ranks can import.
-    n_ranks : int
-    *args
-        Picklable.
-    timeout : float
-        Seconds for the whole run.
-    rendezvous : {"file", "tcp", "none"}
-        The store of the default process group: a file, a TCPStore that rank 0 hosts, or
-        no process group at all.
-    group_timeout : float
-        The timeout, in seconds, given to `init_process_group`.
-    env : mapping, optional
-        Set in each rank before anything else.
+    The function is at the top level of a module that ranks can import, its arguments
+    are picklable, and `timeout` is seconds for the whole run.  The store of the default
+    process group is a file, a TCPStore that rank 0 hosts ("tcp"), or there is no group
+    ("none"); `group_timeout` is the group's.  Each rank has `env` set before anything
+    else.
     """
     folder = tempfile.mkdtemp(prefix="ranks-")
     pickled = pickle.dumps((function, args))
+    per_host = int(os.environ.get("TEST_RANKS_PER_HOST", "0"))
+    times, given = (group_timeout, timeout), dict(env or {})
     jobs = [
-        _Job(
-            rank,
-            n_ranks,
-            folder,
-            rendezvous,
-            group_timeout,
-            timeout,
-            dict(env or {}),
-            int(os.environ.get("TEST_RANKS_PER_HOST", "0")),
-            pickled,
-        )
+        _Job(rank, n_ranks, folder, rendezvous, *times, given, per_host, pickled)
         for rank in range(n_ranks)
     ]
     return Ranks(jobs, folder, timeout)
@@ -472,16 +448,9 @@ def run_ranks(
 ) -> list[Outcome]:
     """Run `function(rank, n_ranks, *args)` on each rank; options as `start_ranks()`.
 
-    Returns
-    -------
-    list of Outcome
-        By rank: `.value`, or `.error` (`.kind`, `.message`, `.traceback`), or
-        `.exitcode`.
-
-    Raises
-    ------
-    RanksTimeoutError
-        With every rank's stack, if they are not done in time.
+    Return an Outcome by rank: `.value`, or `.error` (`.kind`, `.message`,
+    `.traceback`), or `.exitcode`.  Raise `RanksTimeoutError`, with every rank's stack,
+    if they are not done in time.
     """
     with start_ranks(function, n_ranks, *args, **options) as ranks:
         return ranks.wait()

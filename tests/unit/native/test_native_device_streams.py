@@ -215,32 +215,24 @@ def strided_params(memory, shape):
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (40, 30)])
-def test_a_copy_in_other_strides_lives_until_it_is_copied(stream, memory, shape):
+@pytest.mark.parametrize("came_before", [False, True], ids=["in it", "before it"])
+def test_a_copy_in_other_strides_lives_until_the_step_has_copied_it(
+    stream, memory, shape, came_before
+):
     param, other = params = strided_params(memory, shape)
     reducer = make_device_reducer(params)
     reducer.set_comm_hook(Carrier(stream, reducer, param.numel() + 5), MIB, MIB)
     for n in (1, 2, 3):
         param.grad = torch.full(shape[::-1], float(n)).t()
         other.grad = None
-        sum((p * n).sum() for p in params).backward()
+        losses = [(p * n).sum() for p in params]
+        if came_before:
+            reducer.sync = False
+            losses.pop(0).backward()
+            reducer.sync = True
+        sum(losses).backward()
         wait_for(stream)
         assert param.grad.stride() == (1, shape[0])
-        assert param.grad.unique().tolist() == [4.0 * n]
-        assert memory.n_freed == len(memory.blocks) == n
-    assert reducer.step == 3
-
-
-def test_a_copy_of_what_came_before_the_step_lives_until_it_is_copied(stream, memory):
-    param, other = params = strided_params(memory, (40, 30))
-    reducer = make_device_reducer(params)
-    reducer.set_comm_hook(Carrier(stream, reducer, param.numel() + 5), MIB, MIB)
-    for n in (1, 2, 3):
-        param.grad = torch.full((30, 40), float(n)).t()
-        reducer.sync = False
-        (param * n).sum().backward()
-        reducer.sync = True
-        (other * n).sum().backward()
-        wait_for(stream)
         assert param.grad.unique().tolist() == [4.0 * n]
         assert memory.n_freed == len(memory.blocks) == n
     assert reducer.step == 3

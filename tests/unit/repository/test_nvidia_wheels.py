@@ -81,10 +81,15 @@ def fetch(folder: Path, requirement: str) -> Path:
     return folder
 
 
+def printed_by(*command, **options) -> str:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, **options
+    ).stdout
+
+
 def test_the_maps_are_read_whole():
     required, optional = names_of("REQUIRED"), names_of("OPTIONAL")
-    assert required[0] == "GetVersion"
-    assert required[-1] == "GroupEnd"
+    assert (required[0], required[-1]) == ("GetVersion", "GroupEnd")
     assert set(optional) == set(SINCE)
 
 
@@ -99,14 +104,9 @@ def test_functions_config_and_numbers_of_nccl(tmp_path, version):
         "n = ctypes.CDLL(sys.argv[1]); print(_native.nccl_version(sys.argv[1]));"
         "print(*[w for w in sys.argv[2:] if not hasattr(n, 'nccl' + w)])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ask, library, *wanted],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     major, minor, patch = (int(n) for n in version.split("."))
-    assert done.stdout.split() == [str(major * 10000 + minor * 100 + patch)]
+    found = printed_by(sys.executable, "-c", ask, library, *wanted).split()
+    assert found == [str(major * 10000 + minor * 100 + patch)]
     prototypes = Path(__file__).with_name("test_nccl_prototypes.py")
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", prototypes],
@@ -134,16 +134,10 @@ def compile_kernels(tmp_path_factory):
 @pytest.mark.parametrize("requirement", NVRTCS)
 def test_kernels_compile_for_every_device(tmp_path, requirement, compile_kernels):
     site = fetch(tmp_path, requirement)
-    found = [
-        path
-        for path in site.glob("nvidia/*/lib/libnvrtc.so.*")
-        if not re.search("builtins|alt", path.name)
-    ]
-    env = {
-        **os.environ,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "LD_LIBRARY_PATH": str(found[0].parent),
-    }
+    paths = site.glob("nvidia/*/lib/libnvrtc.so.*")
+    found = [path for path in paths if not re.search("builtins|alt", path.name)]
+    given = {"XDG_CACHE_HOME": tmp_path / "cache", "LD_LIBRARY_PATH": found[0].parent}
+    env = {**os.environ, **given}
     said = {}
     for compute in NVRTCS[requirement]:
         for has_large in ("0", "1"):
