@@ -65,18 +65,18 @@ class Entry:
     def host_step(self) -> list[float]:
         """Microseconds of the host for forward with loss, backward, and the rest."""
         x, y = self.next_batch()
+        now = time.perf_counter_ns
         self.world.synchronize()
-        marks = [time.perf_counter_ns()]
+        begin = now()
         self.optimizer.zero_grad()
-        marks.append(time.perf_counter_ns())
+        cleared = now()
         loss = self.spec.loss(self.model(x), y)
-        marks.append(time.perf_counter_ns())
+        lost = now()
         loss.backward()
-        marks.append(time.perf_counter_ns())
+        back = now()
         self.optimizer.step()
-        marks.append(time.perf_counter_ns())
-        spans = [(b - a) / 1e3 for a, b in itertools.pairwise(marks)]
-        return [spans[1], spans[2], spans[0] + spans[3]]
+        rest = cleared - begin + now() - back
+        return [(lost - cleared) / 1e3, (back - lost) / 1e3, rest / 1e3]
 
     def block_us(self, n: int) -> float:
         """Microseconds a step, of n steps until the device has done them."""
@@ -154,9 +154,8 @@ def host_time(world: World, name: str) -> dict[str, Any]:
     over: dict[str, list[float]] = {}
     for entry_name, rows in found.items():
         columns = [round(median(c), 1) for c in zip(*rows, strict=True)]
-        figures[entry_name] = dict(
-            zip(("forward", "backward", "rest"), columns, strict=True)
-        )
+        parts = ("forward", "backward", "rest")
+        figures[entry_name] = dict(zip(parts, columns, strict=True))
         pairs = zip(rows, found["none"], strict=True)
         over[entry_name] = [sum(mine) - sum(plain) for mine, plain in pairs]
     lines = []
@@ -165,7 +164,7 @@ def host_time(world: World, name: str) -> dict[str, Any]:
         figures[entry_name]["overhead_us_per_parameter"] = listed(each)
         step_us = median(over[entry_name])
         words = (
-            f"{entry_name}: host overhead {step_us:.0f} us a step, {each} a parameter"
+            f"{entry_name}: overhead of the host {step_us:.0f} us, {each} a parameter"
         )
         lines.append(f"{name}, {n_params} parameters, {world.size} ranks, {words}")
     over["torch"] = [max(us, 1e-3) for us in over["torch"]]

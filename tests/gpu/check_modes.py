@@ -63,17 +63,9 @@ def train_captured(
     return [p.detach().clone() for p in module.parameters()]
 
 
-def train_eagerly(
-    world: World, module: nn.Module, spec: models.ModelSpec, rows: list[Any]
-) -> list[Tensor]:
-    model = world.ours(module)
-    return take_steps(model, rows, plain_step(spec.loss)).parameters
-
-
 def on_device(world: World, spec: models.ModelSpec, n: int) -> list[Any]:
-    return [
-        tuple(t.to(world.device) for t in row) for row in batches_of(world, spec, n)
-    ]
+    rows = batches_of(world, spec, n)
+    return [tuple(t.to(world.device) for t in row) for row in rows]
 
 
 def graph_of(world: World, name: str) -> None:
@@ -81,7 +73,8 @@ def graph_of(world: World, name: str) -> None:
     rows = on_device(world, spec, N_WARM_UP + N_REPLAYS)
     torch.manual_seed(1)
     module = spec.build().to(world.device)
-    eager = train_eagerly(world, copy.deepcopy(module), spec, rows)
+    model = world.ours(copy.deepcopy(module))
+    eager = take_steps(model, rows, plain_step(spec.loss)).parameters
     replayed = train_captured(world, module, spec, rows)
     for number, (a, b) in enumerate(zip(replayed, eager, strict=True)):
         assert_near(a, b, False, f"parameter {number} after {N_REPLAYS} replays")
@@ -218,22 +211,24 @@ def a_device_that_is_far_behind(world: World) -> None:
     model = world.ours(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     busy = torch.randn(4096, 4096, device=world.device)
-    sums = []
+    ones = torch.ones(1, 1024, device=world.device)
     rows = [world.integers(4, 1024, seed=n) * world.size for n in range(12)]
+
+    def step(x: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        F.linear(model(x), ones).sum().backward()
+        optimizer.step()
+        return [p.grad.double().sum() for p in model.parameters()]
+
+    sums, again = [], []
     for x in rows:
         for _ in range(4):
             busy = (busy @ busy).clamp(-1, 1)
-        optimizer.zero_grad()
-        F.linear(model(x), torch.ones(1, 1024, device=world.device)).sum().backward()
-        optimizer.step()
-        sums.append([p.grad.double().sum() for p in model.parameters()])
+        sums.append(step(x))
     world.synchronize()
-    again = []
     for x in rows:
-        optimizer.zero_grad()
-        F.linear(model(x), torch.ones(1, 1024, device=world.device)).sum().backward()
+        again.append(step(x))
         world.synchronize()
-        again.append([p.grad.double().sum() for p in model.parameters()])
     for step, (a, b) in enumerate(zip(sums, again, strict=True)):
         for mine, right in zip(a, b, strict=True):
             far = abs(float(mine - right)) / max(1.0, abs(float(right)))

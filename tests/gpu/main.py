@@ -90,9 +90,8 @@ def expand(
     wanted = set()
     for name in names:
         if name not in BY_NAME and name not in GROUPS:
-            parser.error(
-                f"no part {name!r}; there are {', '.join([*BY_NAME, *GROUPS])}"
-            )
+            known = ", ".join([*BY_NAME, *GROUPS])
+            parser.error(f"no part {name!r}; there are {known}")
         wanted.update(GROUPS.get(name, [name]))
     is_installed = is_fake and importlib.util.find_spec("paceline") is not None
     if wanted != {"first"} and not (is_installed and not wanted & {"first", "kernels"}):

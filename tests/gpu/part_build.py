@@ -58,8 +58,8 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc", path=path)
 
 
-def run_command(command: list[str], cwd: Path, **env: str) -> None:
-    """Run a command; its output is the error's where it fails."""
+def run_command(command: list[str], cwd: Path, **env: str) -> str:
+    """Return what a command prints; that is the error's where it fails."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -73,6 +73,7 @@ def run_command(command: list[str], cwd: Path, **env: str) -> None:
     if done.returncode != 0:
         words = f"{' '.join(command)}: status {done.returncode}\n{done.stdout[-6000:]}"
         raise RuntimeError(words)
+    return done.stdout
 
 
 def build(kind: str, has_fatbin: bool) -> dict[str, Any]:
@@ -127,18 +128,8 @@ def extension(kind: str) -> Path:
 
 def in_fresh_python(kind: str, code: str) -> str:
     """What a Python prints that imports one of the builds."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(SITES[kind])},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"status {done.returncode}: {done.stdout}{done.stderr}")
-    return done.stdout
+    command = [sys.executable, "-c", code]
+    return run_command(command, Path("/"), PYTHONPATH=str(SITES[kind]))
 
 
 def sizes() -> dict[str, Any]:
@@ -159,9 +150,7 @@ def imports(kinds: Iterable[str] = SITES) -> dict[str, Any]:
     code = "import paceline, ctypes; from paceline import _native; print(_native.isa())"
     found = {kind: in_fresh_python(kind, code).strip() for kind in kinds}
     for kind in kinds:
-        needed = subprocess.run(
-            ["ldd", str(extension(kind))], capture_output=True, text=True, check=False
-        ).stdout
+        needed = run_command(["ldd", str(extension(kind))], ROOT)
         assert "cuda" not in needed, f"linked against CUDA:\n{needed}"
         assert "nccl" not in needed, f"linked against NCCL:\n{needed}"
     return {"isa": found}
@@ -178,12 +167,7 @@ def architectures() -> dict[str, Any]:
     images = list((BUILT / "tree-default").rglob("*.fatbin"))
     if not images:
         raise Skip("the build keeps no file *.fatbin")
-    listed = subprocess.run(
-        [tool, "--list-elf", "--list-ptx", str(images[0])],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    listed = run_command([tool, "--list-elf", "--list-ptx", str(images[0])], ROOT)
     missing = [sm for sm in ARCHITECTURES if f"sm_{sm}" not in listed]
     assert not missing, f"no machine code for {missing} in\n{listed}"
     return {"fatbin_bytes": images[0].stat().st_size, "listed": listed.split()}

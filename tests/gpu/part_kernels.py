@@ -28,6 +28,10 @@ WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 SIZES = [0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 255, 1000, 4096, 4097, 100_003]
 OFFSETS = [0, 1, 2, 3, 4, 8]
 RATIOS = [(1, 3), (2, 1), (7, 64)]
+CHECKS = """
+origin copies additions scales sums sums_in_place checksums refreshes many_tensors
+tensors_of_all_sizes_at_once behind_other_work on_another_stream large_tensors
+"""
 GUARD = 64  # elements on either side that nobody may touch
 
 
@@ -115,21 +119,7 @@ class Stand:
         self.kernels.synchronize(self.stream)
 
     def checks(self) -> Names:
-        for name in (
-            "origin",
-            "copies",
-            "additions",
-            "scales",
-            "sums",
-            "sums_in_place",
-            "checksums",
-            "refreshes",
-            "many_tensors",
-            "tensors_of_all_sizes_at_once",
-            "behind_other_work",
-            "on_another_stream",
-            "large_tensors",
-        ):
+        for name in CHECKS.split():
             yield f"{self.kind}.{name}", partial(getattr(self, name))
 
     # ---- the checks -----------------------------------------------------------------
