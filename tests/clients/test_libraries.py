@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from launches import (
     DEADLINE_SECONDS,
     HERE,
-    Launch,
     Run,
     alone,
     by_accelerate,
@@ -58,9 +55,7 @@ def port_for(program: str) -> list[str]:
         pytest.param(TRAINER, "train", ["--short"], marks=lightning),
     ],
 )
-def test_a_short_training_has_our_wrapper_on_both_ranks(
-    tmp_path: Path, program: str, title: str, args: list[str]
-) -> None:
+def test_a_short_training_has_our_wrapper_on_both_ranks(tmp_path, program, title, args):
     args = [*args, *port_for(program)]
     is_notebook = program == NOTEBOOK
     folder = tmp_path / "out"
@@ -69,9 +64,7 @@ def test_a_short_training_has_our_wrapper_on_both_ranks(
 
 
 @transformers
-def test_the_trainers_own_data_parallel_trains_as_the_plain_model(
-    tmp_path: Path,
-) -> None:
+def test_the_trainers_own_data_parallel_trains_as_the_plain_model(tmp_path):
     transformers_or_skip()
     program = HERE / "programs" / "transformers_data_parallel.py"
     (tmp_path / "watch").mkdir()
@@ -107,8 +100,8 @@ OF_GPT = ("optimizer.pt", "scheduler.pt", "model.safetensors")
     ],
 )
 def test_a_library_trains_alike_and_resumes_from_a_checkpoint_of_torch(
-    tmp_path: Path, launch: Launch, program: str, saved: list[str]
-) -> None:
+    tmp_path, launch, program, saved
+):
     if program == GPT:
         transformers_or_skip()
     args = port_for(program)
@@ -122,7 +115,7 @@ def test_a_library_trains_alike_and_resumes_from_a_checkpoint_of_torch(
 
 @pytest.mark.long
 @accelerate
-def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None:
+def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path):
     ours = run("paceline", by_accelerate, LOOP, tmp_path / "ours")
     resume = ("--resume", ours.path)
     plain = run("torch", by_accelerate, LOOP, tmp_path / "torch", *resume)
@@ -136,7 +129,7 @@ def test_a_loop_with_accelerate_trains_and_resumes_alike(tmp_path: Path) -> None
 
 @pytest.mark.long
 @accelerate
-def test_a_function_in_a_notebook_trains_alike(tmp_path: Path) -> None:
+def test_a_function_in_a_notebook_trains_alike(tmp_path):
     runs = []
     for library in ("torch", "paceline"):
         args, folder = port_for(NOTEBOOK), tmp_path / library
@@ -151,9 +144,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.long
 @lightning
-def test_the_script_that_lightning_runs_again_trains_alike(
-    plain: Run, tmp_path: Path
-) -> None:
+def test_the_script_that_lightning_runs_again_trains_alike(plain, tmp_path):
     ours = run("paceline", alone, TRAINER, tmp_path / "ours")
     check_equal(plain, ours)
     check_saved(plain, ours, "kept/epoch=0.ckpt", "kept/epoch=1.ckpt")
@@ -163,8 +154,8 @@ def test_the_script_that_lightning_runs_again_trains_alike(
 @lightning
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
 def test_lightnings_spawned_and_forked_ranks_go_on_from_a_checkpoint_of_torch(
-    plain: Run, tmp_path: Path, strategy: str
-) -> None:
+    plain, tmp_path, strategy
+):
     args = ("--strategy", strategy, "--resume", plain.path)
     is_notebook = strategy == "ddp_notebook"
     folder = tmp_path / strategy

@@ -39,17 +39,13 @@ def hard() -> int:
     return found
 
 
-def test_a_limit_that_suffices_is_left_as_it_is(
-    leave_room: Callable[[int], int],
-) -> None:
+def test_a_limit_that_suffices_is_left_as_it_is(leave_room):
     soft = leave_room(MANY)
     open_files.make_room(10)
     assert limits()[0] == soft
 
 
-def test_the_soft_limit_is_raised_by_what_lacks(
-    leave_room: Callable[[int], int],
-) -> None:
+def test_the_soft_limit_is_raised_by_what_lacks(leave_room):
     soft = leave_room(MANY)
     hard = limits()[1]
     open_files.make_room(2 * MANY)
@@ -61,17 +57,13 @@ def test_the_soft_limit_is_raised_by_what_lacks(
         os.close(descriptor)
 
 
-def test_a_hard_limit_that_just_suffices_is_used_whole(
-    leave_room: Callable[[int], int], hard: int
-) -> None:
+def test_a_hard_limit_that_just_suffices_is_used_whole(leave_room, hard):
     soft = leave_room(MANY)
     open_files.make_room(hard - (soft - MANY) - 1)  # but the listing's own
     assert limits() == (hard, hard)
 
 
-def test_without_proc_limits_are_left_as_they_are(
-    leave_room: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_proc_limits_are_left_as_they_are(leave_room, monkeypatch):
     def fail(path: str) -> list[str]:
         raise FileNotFoundError(2, "No such file or directory", path)
 
@@ -81,9 +73,7 @@ def test_without_proc_limits_are_left_as_they_are(
     assert limits()[0] == soft
 
 
-def test_a_hard_limit_without_room_is_one_error(
-    leave_room: Callable[[int], int], hard: int
-) -> None:
+def test_a_hard_limit_without_room_is_one_error(leave_room, hard):
     soft = leave_room(MANY)
     with pytest.raises(OSError, match=rf"its limit is {hard}: raise it \(ulimit -Hn"):
         open_files.make_room(hard)

@@ -26,7 +26,7 @@ def new_store() -> dist.Store:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_ranks_agree_on_a_new_prefix_each_time(size: int) -> None:
+def test_ranks_agree_on_a_new_prefix_each_time(size):
     store = new_store()
     seen = set()
     for attempt in range(20):
@@ -37,7 +37,7 @@ def test_ranks_agree_on_a_new_prefix_each_time(size: int) -> None:
     assert len(seen) == 20
 
 
-def test_what_ranks_left_who_died_on_the_way_is_not_believed() -> None:
+def test_what_ranks_left_who_died_on_the_way_is_not_believed():
     store = new_store()
     with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not come"):
         agree_on_prefix(store, 0, 3, 0.05)
@@ -48,7 +48,7 @@ def test_what_ranks_left_who_died_on_the_way_is_not_believed() -> None:
     assert len(set(agree(store, 3, [0, 1, 2]))) == 1
 
 
-def test_a_world_may_shrink_and_grow() -> None:
+def test_a_world_may_shrink_and_grow():
     store = new_store()
     found = [agree(store, size, list(range(size))) for size in (3, 1, 2, 4)]
     assert all(len(set(of)) == 1 for of in found)

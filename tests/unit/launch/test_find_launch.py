@@ -90,7 +90,7 @@ def check_found(launches: Launches) -> None:
 # ---- torchrun, and variables of one's own --------------------------------------------
 
 
-def test_torchrun_and_own_variables_say_all_of_a_launch() -> None:
+def test_torchrun_and_own_variables_say_all_of_a_launch():
     own = without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     check_found(
         [
@@ -105,14 +105,14 @@ def test_torchrun_and_own_variables_say_all_of_a_launch() -> None:
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_one_missing_variable_is_named(name: str) -> None:
+def test_one_missing_variable_is_named(name):
     present = without(TORCHRUN, name, "TORCHELASTIC_RUN_ID")
     assert len(present) == 5
     check_refused(present, f"set, but not {name}:", *map("=".join, present.items()))
 
 
 @pytest.mark.parametrize("name", without(TORCHRUN, "TORCHELASTIC_RUN_ID"))
-def test_one_variable_alone_is_refused(name: str) -> None:
+def test_one_variable_alone_is_refused(name):
     missing = [n for n in ("RANK", "WORLD_SIZE", *MASTER) if n != name]
     check_refused({name: TORCHRUN[name]}, f"{name}=", ", ".join(missing), "unset")
 
@@ -127,12 +127,12 @@ WRONG_NUMBERS = {
 
 
 @pytest.mark.parametrize("name", WRONG_NUMBERS)
-def test_a_wrong_number_is_named_with_its_value(name: str) -> None:
+def test_a_wrong_number_is_named_with_its_value(name):
     for value in WRONG_NUMBERS[name]:
         check_refused({**TORCHRUN, name: value}, f"{name} is ", value)
 
 
-def test_numbers_have_their_limits() -> None:
+def test_numbers_have_their_limits():
     for port in (1, 65535):
         launch = find_launch({**TORCHRUN, "MASTER_PORT": str(port)})
         assert launch.master_port == port
@@ -147,7 +147,7 @@ def test_numbers_have_their_limits() -> None:
 # ---- SLURM ---------------------------------------------------------------------------
 
 
-def test_the_step_counts_before_its_allocation() -> None:
+def test_the_step_counts_before_its_allocation():
     names = ["SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"]
     launch = find_launch(without(SRUN, *names))
     assert (launch.world_size, launch.local_world_size) == (8, 2)
@@ -156,7 +156,7 @@ def test_the_step_counts_before_its_allocation() -> None:
         assert find_launch(less) == SRUN_LAUNCH
 
 
-def test_the_oldest_names_of_slurm_will_do() -> None:
+def test_the_oldest_names_of_slurm_will_do():
     new = [name for name in SRUN if name.startswith(("SLURM_STEP_", "SLURM_JOB_"))]
     launch = find_launch(without(SRUN, *new, "SLURM_NTASKS"))
     assert (launch.rank, launch.world_size, launch.master_addr) == (4, 8, "login")
@@ -164,21 +164,21 @@ def test_the_oldest_names_of_slurm_will_do() -> None:
 
 
 @pytest.mark.parametrize("variables", [ALLOCATION, BATCH])
-def test_what_srun_did_not_start_is_alone(variables: dict[str, str]) -> None:
+def test_what_srun_did_not_start_is_alone(variables):
     launch = find_launch(variables)
     assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
     assert launch.note == "SLURM_NTASKS is 8, but srun did not start this process"
     assert not find_launch({**variables, "SLURM_NTASKS": "1"}).note
 
 
-def test_a_shell_that_salloc_starts_as_a_step_is_alone() -> None:
+def test_a_shell_that_salloc_starts_as_a_step_is_alone():
     step = {"SLURM_STEP_ID": "4294967290", "SLURM_STEPID": "4294967290"}
     shell = {**BATCH, **step, "SLURM_PTY_PORT": "34533"}
     for environ in (shell, {**shell, "SLURM_STEP_NUM_TASKS": "1"}):
         assert find_launch(environ).launcher == "none"
 
 
-def test_a_shell_of_srun_with_several_tasks_is_refused() -> None:
+def test_a_shell_of_srun_with_several_tasks_is_refused():
     named = {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "34277"}
     shell = {**SRUN, "SLURM_STEP_ID": "0", **named}
     check_refused(shell, "--pty", "SLURM_STEP_NUM_TASKS=5", "RANK=0", "WORLD_SIZE=1")
@@ -192,7 +192,7 @@ def test_a_shell_of_srun_with_several_tasks_is_refused() -> None:
     assert find_launch(told).launcher == "environment"
 
 
-def test_a_task_without_a_step_is_refused() -> None:
+def test_a_task_without_a_step_is_refused():
     environ = without({**SRUN, "SLURM_PROCID": "1"}, "SLURM_STEP_ID", "SLURM_STEPID")
     check_refused(environ, "SLURM_PROCID=1", "SLURM_STEP_ID")
 
@@ -207,12 +207,12 @@ def test_a_task_without_a_step_is_refused() -> None:
         "SLURM_JOB_ID SLURM_JOBID",
     ],
 )
-def test_a_missing_variable_of_srun_is_named(names: str) -> None:
+def test_a_missing_variable_of_srun_is_named(names):
     first = names.split()[0]
     check_refused(without(SRUN, *names.split()), first, "srun", "MASTER_")
 
 
-def test_the_users_master_counts_with_srun() -> None:
+def test_the_users_master_counts_with_srun():
     names = [n for n in SRUN if "NODELIST" in n or n.startswith("SLURM_JOB")]
     launch = find_launch({**without(SRUN, *names), **MASTER})
     assert (launch.master_addr, launch.master_port) == ("head", 1234)
@@ -220,14 +220,14 @@ def test_the_users_master_counts_with_srun() -> None:
     assert (launch.master_addr, launch.master_port) == ("node003", 1234)
 
 
-def test_a_step_of_one_task_needs_no_master() -> None:
+def test_a_step_of_one_task_needs_no_master():
     environ = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     launch = find_launch(environ)
     assert (launch.launcher, launch.world_size) == ("slurm", 1)
     assert launch.master_addr is None
 
 
-def test_jobs_and_steps_of_one_host_have_ports_of_their_own() -> None:
+def test_jobs_and_steps_of_one_host_have_ports_of_their_own():
     ports = [
         find_launch({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
         for job in range(4_000_000, 4_000_100)
@@ -238,7 +238,7 @@ def test_jobs_and_steps_of_one_host_have_ports_of_their_own() -> None:
     assert 12000 <= min(numbers) <= max(numbers) < 32000
 
 
-def test_only_counts_of_this_node_in_a_whole_list_are_taken() -> None:
+def test_only_counts_of_this_node_in_a_whole_list_are_taken():
     for value in ("2(x2)", "2(x2),2", "2(x2,1", "", "2,2,1,0,"):
         environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value}
         environ.pop("SLURM_TASKS_PER_NODE")
@@ -263,7 +263,7 @@ def test_only_counts_of_this_node_in_a_whole_list_are_taken() -> None:
         ("gpu-01.example.org", "gpu-01.example.org"),
     ],
 )
-def test_the_first_host_is_that_of_scontrol(nodes: str, first: str) -> None:
+def test_the_first_host_is_that_of_scontrol(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -271,7 +271,7 @@ NO_NODES = ["", "n[1-2", "n1-2]", "n[a-b]", "n[]", "n[1-]", "n[[1]]"]
 
 
 @pytest.mark.parametrize("nodes", [*NO_NODES, "a,,b", ",a", "a,", "a b"])
-def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+def test_what_is_no_list_of_nodes_is_refused(nodes):
     with pytest.raises(ValueError, match="MASTER_ADDR"):
         first_host(nodes)
 
@@ -279,7 +279,7 @@ def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
 # ---- MPI -----------------------------------------------------------------------------
 
 
-def test_open_mpi_on_one_host_needs_no_master() -> None:
+def test_open_mpi_on_one_host_needs_no_master():
     launch = find_launch(OPEN_MPI)
     assert launch == Launch("openmpi", 1, 2, 1, 2, "127.0.0.1", launch.master_port)
     assert launch.master_port is not None
@@ -292,7 +292,7 @@ def test_open_mpi_on_one_host_needs_no_master() -> None:
     assert find_launch(version_4).master_port != 29500
 
 
-def test_mpich_on_one_host_needs_no_master() -> None:
+def test_mpich_on_one_host_needs_no_master():
     assert find_launch(MPICH) == Launch("mpich", 1, 2, 1, 2, "127.0.0.1", 29500)
     one = {"PMI_RANK": "0", "PMI_SIZE": "1"}
     assert find_launch(one) == Launch("mpich", 0, 1)
@@ -302,7 +302,7 @@ def test_mpich_on_one_host_needs_no_master() -> None:
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
-def test_mpirun_over_several_hosts_needs_a_master(variables: dict[str, str]) -> None:
+def test_mpirun_over_several_hosts_needs_a_master(variables):
     size = next(name for name in variables if name.endswith("_SIZE"))
     environ = {**variables, size: "4"}
     check_refused(environ, f"{size}=4", "MASTER_ADDR", "MASTER_PORT")
@@ -312,7 +312,7 @@ def test_mpirun_over_several_hosts_needs_a_master(variables: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, MPICH])
-def test_ranks_that_may_be_elsewhere_need_a_master(variables: dict[str, str]) -> None:
+def test_ranks_that_may_be_elsewhere_need_a_master(variables):
     names = [name for name in variables if "LOCAL" in name]
     environ = without(variables, *names)
     check_refused(environ, "MASTER_ADDR")
@@ -324,7 +324,7 @@ def test_ranks_that_may_be_elsewhere_need_a_master(variables: dict[str, str]) ->
 @pytest.mark.parametrize(
     "name", ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]
 )
-def test_half_of_an_mpirun_is_refused(name: str) -> None:
+def test_half_of_an_mpirun_is_refused(name):
     variables = OPEN_MPI if name in OPEN_MPI else MPICH
     check_refused(without(variables, name), name, "mpirun")
     check_refused({**variables, name: "x"}, name, "'x'")
@@ -341,7 +341,7 @@ def config(kind: object, index: object, cluster: object = CLUSTER) -> dict[str, 
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
-def test_the_chief_is_first_and_workers_follow_it_and_evaluators_are_outside() -> None:
+def test_the_chief_is_first_and_workers_follow_it_and_evaluators_are_outside():
     one = {"chief": ["a:1"]}
     near = {**CLUSTER, "evaluator": ["c:1", "a:9", "a:8"]}
     one_host = {"worker": ["a:1"], "evaluator": ["a:2"]}
@@ -367,13 +367,13 @@ def test_the_chief_is_first_and_workers_follow_it_and_evaluators_are_outside() -
     check_refused(alone, "neither a chief nor a worker")
 
 
-def test_the_users_master_counts_with_a_cluster() -> None:
+def test_the_users_master_counts_with_a_cluster():
     launch = find_launch({**config("worker", 0), **MASTER})
     assert (launch.master_addr, launch.master_port) == ("head", 1234)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"environment": "cloud"}', '{"cluster": {}}'])
-def test_a_config_without_a_cluster_is_no_launch(text: str) -> None:
+def test_a_config_without_a_cluster_is_no_launch(text):
     assert find_launch({"TF_CONFIG": text}) == ALONE
 
 
@@ -390,7 +390,7 @@ def test_a_config_without_a_cluster_is_no_launch(text: str) -> None:
         (json.dumps({"cluster": ["a:1"], "task": {}}), "cluster is ['a:1']"),
     ],
 )
-def test_a_malformed_config_is_refused(text: str, words: str) -> None:
+def test_a_malformed_config_is_refused(text, words):
     check_refused({"TF_CONFIG": text}, "TF_CONFIG", words, '"task"')
 
 
@@ -411,7 +411,7 @@ def test_a_malformed_config_is_refused(text: str, words: str) -> None:
         ("evaluator", -1, "index is -1"),
     ],
 )
-def test_a_wrong_task_is_refused(kind: object, index: object, words: str) -> None:
+def test_a_wrong_task_is_refused(kind, index, words):
     check_refused(config(kind, index), "TF_CONFIG", words)
 
 
@@ -433,14 +433,14 @@ def test_a_wrong_task_is_refused(kind: object, index: object, words: str) -> Non
         ({**CLUSTER, "worker": ["b:65536"]}, "'b:65536' is no host:port"),
     ],
 )
-def test_a_wrong_cluster_is_refused(cluster: object, words: str) -> None:
+def test_a_wrong_cluster_is_refused(cluster, words):
     check_refused(config("worker", 0, cluster), "TF_CONFIG", words)
 
 
 # ---- several launchers ---------------------------------------------------------------
 
 
-def test_the_first_complete_launcher_counts() -> None:
+def test_the_first_complete_launcher_counts():
     order = {
         "torchrun": TORCHRUN,
         "openmpi": OPEN_MPI,
@@ -456,7 +456,7 @@ def test_the_first_complete_launcher_counts() -> None:
     assert find_launch(environ).launcher == "torchrun"
 
 
-def test_srun_that_speaks_mpis_protocol_is_srun() -> None:
+def test_srun_that_speaks_mpis_protocol_is_srun():
     same = {"PMI_RANK": "4", "PMI_SIZE": "5"}
     assert find_launch({**SRUN, **same}) == SRUN_LAUNCH
     # Hydra's daemons are tasks of srun, and number their children themselves.
@@ -467,7 +467,7 @@ def test_srun_that_speaks_mpis_protocol_is_srun() -> None:
     assert find_launch(in_batch).launcher == "mpich"
 
 
-def test_own_variables_that_agree_are_let_pass() -> None:
+def test_own_variables_that_agree_are_let_pass():
     agreeing = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "MASTER_PORT": "7"}
     launch = find_launch({**SRUN, **agreeing})
     assert (launch.launcher, launch.master_port) == ("slurm", 7)
@@ -478,5 +478,5 @@ def test_own_variables_that_agree_are_let_pass() -> None:
 @pytest.mark.parametrize(
     "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
 )
-def test_own_variables_that_disagree_are_named(name: str) -> None:
+def test_own_variables_that_disagree_are_named(name):
     check_refused({**SRUN, name: "3"}, f"{name} is 3", "slurm", f"unset {name}")

@@ -70,9 +70,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 # ---- devices -------------------------------------------------------------------------
 
 
-def test_a_world_of_one_takes_the_first_gpu_and_torchs_timeout(
-    gpus: Gpus, environ: dict[str, str]
-) -> None:
+def test_a_world_of_one_takes_the_first_gpu_and_torchs_timeout(gpus, environ):
     environ.update(ONE_OF_MPI)
     world = paceline.init()
     assert world.device == torch.device("cuda", 0)
@@ -81,9 +79,7 @@ def test_a_world_of_one_takes_the_first_gpu_and_torchs_timeout(
     assert "timeout" not in gpus.options
 
 
-def test_the_gpu_is_chosen_before_others_wait(
-    gpus: Gpus, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gpu_is_chosen_before_others_wait(gpus, environ, monkeypatch):
     environ.update(RANK="2", WORLD_SIZE="4", LOCAL_RANK="2")
     environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     with pytest.raises(RuntimeError, match="local rank 2 has no GPU: torch sees 2"):
@@ -100,9 +96,7 @@ def test_the_gpu_is_chosen_before_others_wait(
         paceline.init()
 
 
-def test_the_one_visible_gpu_is_each_ranks_own(
-    gpus: Gpus, environ: dict[str, str]
-) -> None:
+def test_the_one_visible_gpu_is_each_ranks_own(gpus, environ):
     assert init_module._choose_device(True, 1) == torch.device("cuda", 1)
     gpus.n_gpus = 1
     with pytest.raises(RuntimeError, match="at most 1 ranks a host"):
@@ -115,7 +109,7 @@ def test_the_one_visible_gpu_is_each_ranks_own(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
-def test_a_backend_of_the_cpu_leaves_gpus_alone(gpus: Gpus, backend: str) -> None:
+def test_a_backend_of_the_cpu_leaves_gpus_alone(gpus, backend):
     assert paceline.init(backend=backend).device == CPU
     assert paceline.init().device == CPU
     assert gpus.backends == [backend]
@@ -123,7 +117,7 @@ def test_a_backend_of_the_cpu_leaves_gpus_alone(gpus: Gpus, backend: str) -> Non
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "NCCL", "cuda:gloo"])
-def test_a_backend_of_gpus_needs_one(gpus: Gpus, backend: str) -> None:
+def test_a_backend_of_gpus_needs_one(gpus, backend):
     assert paceline.init(backend=backend).device == torch.device("cuda", 0)
     dist.destroy_process_group()
     gpus.n_gpus = 0
@@ -133,9 +127,7 @@ def test_a_backend_of_gpus_needs_one(gpus: Gpus, backend: str) -> None:
     assert gpus.backends[-1] == "gloo"  # which carries all then
 
 
-def test_an_evaluator_takes_a_gpu_that_no_rank_has(
-    gpus: Gpus, environ: dict[str, str]
-) -> None:
+def test_an_evaluator_takes_a_gpu_that_no_rank_has(gpus, environ):
     environ["TF_CONFIG"] = EVALUATOR
     assert paceline.init() == paceline.World(
         -1, 1, 1, torch.device("cuda", 1), "tf_config"
@@ -151,12 +143,12 @@ def test_an_evaluator_takes_a_gpu_that_no_rank_has(
 
 
 @pytest.mark.parametrize("timeout", [5, 5.0, timedelta(seconds=5)])
-def test_a_timeout_may_be_a_number_of_seconds(gpus: Gpus, timeout: Any) -> None:
+def test_a_timeout_may_be_a_number_of_seconds(gpus, timeout):
     paceline.init(timeout=timeout)
     assert gpus.options["timeout"] == timedelta(seconds=5)
 
 
-def test_what_is_missing_is_set_and_nothing_changed(environ: dict[str, str]) -> None:
+def test_what_is_missing_is_set_and_nothing_changed(environ):
     environ.update(ONE_OF_MPI, MASTER_ADDR="head", LOCAL_RANK="")
     before = dict(environ)
     world = paceline.init()
@@ -165,7 +157,7 @@ def test_what_is_missing_is_set_and_nothing_changed(environ: dict[str, str]) -> 
     assert environ == {**before, **added}
 
 
-def test_a_second_world_is_found_as_the_first_was(environ: dict[str, str]) -> None:
+def test_a_second_world_is_found_as_the_first_was(environ):
     environ.update(ONE_OF_MPI)
     world = paceline.init()
     for _ in range(2):
@@ -176,7 +168,7 @@ def test_a_second_world_is_found_as_the_first_was(environ: dict[str, str]) -> No
         paceline.init()
 
 
-def test_a_world_of_one_has_local_rank_0(environ: dict[str, str]) -> None:
+def test_a_world_of_one_has_local_rank_0(environ):
     environ.update(RANK="0", WORLD_SIZE="1")
     make_group(0, 1)
     for _ in range(2):
@@ -185,9 +177,7 @@ def test_a_world_of_one_has_local_rank_0(environ: dict[str, str]) -> None:
     assert environ["LOCAL_RANK"] == "0"
 
 
-def test_a_failure_leaves_no_trace(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_leaves_no_trace(environ, monkeypatch):
     environ.update(ONE_OF_MPI, RANK="0")
     before = dict(environ)
 
@@ -203,8 +193,8 @@ def test_a_failure_leaves_no_trace(
 
 
 def test_rank_0_prints_one_line_to_stderr_and_sets_nothing_without_a_launcher(
-    environ: dict[str, str], capfd: pytest.CaptureFixture[str]
-) -> None:
+    environ, capfd
+):
     environ.update(SLURM_NTASKS="4")
     before = dict(environ)
     paceline.init()
@@ -229,7 +219,7 @@ def make_group(rank: int, size: int) -> None:
     )
 
 
-def test_a_world_that_is_there_is_described(environ: dict[str, str]) -> None:
+def test_a_world_that_is_there_is_described(environ):
     make_group(0, 1)
     assert paceline.init() == paceline.World(0, 1, 0, CPU, "none")
     assert paceline.init(backend="gloo", timeout=1).rank == 0
@@ -241,7 +231,7 @@ def test_a_world_that_is_there_is_described(environ: dict[str, str]) -> None:
     assert paceline.init() == paceline.World(0, 1, 3, CPU, "unknown")
 
 
-def test_a_world_of_others_has_no_known_launcher(environ: dict[str, str]) -> None:
+def test_a_world_of_others_has_no_known_launcher(environ):
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     make_group(1, 3)
     assert paceline.init() == paceline.World(1, 3, -1, CPU, "unknown")
@@ -259,7 +249,7 @@ def on_gpu_1(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_gpu_1")
-def test_a_world_on_gpus_is_described() -> None:
+def test_a_world_on_gpus_is_described():
     make_group(0, 1)
     for backend in (None, "nccl", "NCCL", "gloo", "cuda:nccl,cpu:gloo"):
         assert paceline.init(backend=backend).device == torch.device("cuda", 1)
@@ -268,13 +258,13 @@ def test_a_world_on_gpus_is_described() -> None:
 
 
 @pytest.mark.usefixtures("on_gpu_1")
-def test_a_gpu_tells_the_local_rank_where_nothing_else_does() -> None:
+def test_a_gpu_tells_the_local_rank_where_nothing_else_does():
     pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     make_group(1, 3)
     assert paceline.init().local_rank == 1
 
 
-def test_a_world_cannot_be_changed() -> None:
+def test_a_world_cannot_be_changed():
     world = paceline.init()
     with pytest.raises(AttributeError):
         world.rank = 1  # type: ignore[misc]

@@ -76,9 +76,7 @@ def fail_by_a_class_with_a_lock() -> None:
         (fail_by_a_local_class, "Own", "mine"),
     ],
 )
-def test_an_exception_arrives_as_it_was_raised(
-    call: Callable[[], Any], name: str, words: str
-) -> None:
+def test_an_exception_arrives_as_it_was_raised(call, name, words):
     error, its_name, text = travelled(call)
     assert type(error).__name__ == its_name == name
     assert words in str(error)
@@ -88,13 +86,13 @@ def test_an_exception_arrives_as_it_was_raised(
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
-def test_a_group_arrives_with_what_it_holds() -> None:
+def test_a_group_arrives_with_what_it_holds():
     group = vars(builtins)["ExceptionGroup"]
     error, _, _ = travelled(lambda: fail(group("two", [ValueError(1)])))
     assert repr(error) == "ExceptionGroup('two', [ValueError(1)])"
 
 
-def test_attributes_arrive_but_for_those_that_do_not_pickle() -> None:
+def test_attributes_arrive_but_for_those_that_do_not_pickle():
     error, _, _ = travelled(lambda: fail(Detailed("odd", code=7)))
     assert isinstance(error, Detailed)
     assert error.code == 7
@@ -112,9 +110,7 @@ def test_attributes_arrive_but_for_those_that_do_not_pickle() -> None:
         (lambda: fail(KeyboardInterrupt()), "KeyboardInterrupt"),
     ],
 )
-def test_what_cannot_be_raised_here_arrives_as_its_traceback(
-    call: Callable[[], Any], name: str
-) -> None:
+def test_what_cannot_be_raised_here_arrives_as_its_traceback(call, name):
     error, its_name, text = travelled(call)
     assert (error, its_name) == (None, name)
     assert name in text.splitlines()[-1]

@@ -240,7 +240,7 @@ def normal(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
-def test_every_block_of_a_page_runs(jobs: Jobs, page: Path) -> None:
+def test_every_block_of_a_page_runs(jobs, page):
     output = ""
     for job in jobs_of(jobs, page):
         done = jobs[job].result()
@@ -254,7 +254,7 @@ def test_every_block_of_a_page_runs(jobs: Jobs, page: Path) -> None:
             assert normal(block.text) in normal(output), output
 
 
-def test_every_diff_runs_before_and_after(jobs: Jobs) -> None:
+def test_every_diff_runs_before_and_after(jobs):
     (job,) = (job for job in jobs if job.command == "python _diffs.py")
     done = jobs[job].result()
     assert done.returncode == 0, done.stderr
@@ -262,7 +262,7 @@ def test_every_diff_runs_before_and_after(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
-def test_every_command_is_run_or_has_a_reason(page: Path) -> None:
+def test_every_command_is_run_or_has_a_reason(page):
     for command in commands_of(page):
         if not RUN.match(command):
             reason, check = NOT_RUN[shlex.split(command)[0]]
@@ -270,28 +270,26 @@ def test_every_command_is_run_or_has_a_reason(page: Path) -> None:
             check(command)
 
 
-def test_every_reason_has_a_command() -> None:
+def test_every_reason_has_a_command():
     commands = [c for page in RUN_PAGES for c in commands_of(page) if not RUN.match(c)]
     assert {shlex.split(command)[0] for command in commands} == set(NOT_RUN)
 
 
 @pytest.mark.parametrize("page", RUN_PAGES, ids=name_of)
-def test_every_script_is_started_on_its_page(page: Path) -> None:
+def test_every_script_is_started_on_its_page(page):
     commands = [command for command in commands_of(page) if RUN.match(command)]
     started = {name for c in commands for name in documents.scripts_in(c)}
     assert started == set(documents.scripts_of(page))
 
 
-def test_every_block_has_a_language_that_is_checked() -> None:
+def test_every_block_has_a_language_that_is_checked():
     blocks = [block for page in RUN_PAGES for block in documents.blocks_of(page)]
     run_or_compared = {"python", "sh", "diff", "text"}
     of_other_tests = {"yaml", "console"}  # test_kubernetes.py, test_watching.py
     assert {b.language for b in blocks} == run_or_compared | of_other_tests
 
 
-def test_the_doctor_prints_what_its_page_shows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_prints_what_its_page_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     checks = {check.name: check for check in table.CHECKS}
     found = {
@@ -308,7 +306,7 @@ def test_the_doctor_prints_what_its_page_shows(
 
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=name_of)
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_every_link_leads_somewhere(page):
     for link in documents.links_of(page):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -318,14 +316,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert anchor in documents.anchors_of(target), f"{name_of(page)}: {link}"
 
 
-def test_the_readme_links_every_document_once() -> None:
+def test_the_readme_links_every_document_once():
     links = [link.partition("#")[0] for link in documents.links_of(README)]
     for page in sorted((ROOT / "docs").glob("*.md")):
         assert links.count(name_of(page)) == 1, name_of(page)
 
 
 @pytest.mark.parametrize("page", documents.PAGES, ids=name_of)
-def test_every_path_and_target_in_the_text_exists(page: Path) -> None:
+def test_every_path_and_target_in_the_text_exists(page):
     words = re.findall(r"`([^`\n]+)`", documents.prose_of(page))
     for path in (w for word in words for w in word.split()):
         if not re.match(r"(tests|docs|csrc|python|notebooks|requirements)/", path):
@@ -340,7 +338,7 @@ def test_every_path_and_target_in_the_text_exists(page: Path) -> None:
             check_target(word)
 
 
-def test_every_variable_is_documented_and_known() -> None:
+def test_every_variable_is_documented_and_known():
     pages = {page: page.read_text(encoding="utf-8") for page in documents.PAGES}
     for name in software.VARIABLES:
         own = pages[ROOT / "docs" / "environment.md"]
@@ -350,7 +348,7 @@ def test_every_variable_is_documented_and_known() -> None:
         assert not unknown, f"{name_of(page)}: {unknown}"
 
 
-def test_every_public_name_is_in_the_documents() -> None:
+def test_every_public_name_is_in_the_documents():
     text = "\n".join(page.read_text(encoding="utf-8") for page in RUN_PAGES)
     missing = [n for n in paceline.__all__ if not re.search(rf"\b{n}\b", text)]
     assert missing == ["__version__"]
@@ -362,23 +360,21 @@ FIGURE = r"\d+\.\d+ \[\d+\.\d+, \d+\.\d+\]"
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
-def test_every_ratio_is_in_the_results(name: str) -> None:
+def test_every_ratio_is_in_the_results(name):
     results = "\n".join(path.read_text() for path in RESULTS.glob("*.txt"))
     ratios = re.findall(FIGURE, (ROOT / name).read_text(encoding="utf-8"))
     assert len(ratios) >= 10
     assert not [ratio for ratio in ratios if ratio not in results]
 
 
-def test_the_picture_has_the_ratios_of_the_readme() -> None:
+def test_the_picture_has_the_ratios_of_the_readme():
     picture = (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8")
     rows = re.findall(rf"^\|[^|]+\| ({FIGURE}) \|", README.read_text(), re.MULTILINE)
     drawn = re.findall(r">(\d\.\d\d) times as fast<", picture)
     assert [row.split()[0] for row in rows] == drawn
 
 
-def test_the_package_describes_itself_without_links_to_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_package_describes_itself_without_links_to_files(monkeypatch):
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     text = runpy.run_path("setup.py")["long_description"]()

@@ -95,7 +95,7 @@ class Run:
         return {row["check"]: row["result"] for row in self.part(name)["checks"]}
 
 
-def test_parts_that_pass_give_status_zero(tmp_path: Path) -> None:
+def test_parts_that_pass_give_status_zero(tmp_path):
     run = Run(tmp_path, "memory")
     assert run.done.returncode == 0, run.output
     assert run.checks("build")["imports"] == "passed"
@@ -106,18 +106,14 @@ def test_parts_that_pass_give_status_zero(tmp_path: Path) -> None:
     assert run.results["machine"]["packages"]["torch"] != "missing"
 
 
-def test_what_is_found_first_needs_no_build_and_is_written_at_once(
-    tmp_path: Path,
-) -> None:
+def test_what_is_found_first_needs_no_build_and_is_written_at_once(tmp_path):
     run = Run(tmp_path, "first")
     assert run.done.returncode == 0, run.output
     assert list(run.results["parts"]) == ["first"]
     assert run.checks("first") == {"early": "passed", "seen_in_the_file": "passed"}
 
 
-def test_a_failed_check_is_named_and_kept_and_no_matter_of_a_later_call(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_check_is_named_and_kept_and_no_matter_of_a_later_call(tmp_path):
     run = Run(tmp_path, "kernels")
     assert run.done.returncode == 1
     assert run.checks("kernels") == {"good_check": "passed", "bad_check": "failed"}
@@ -129,9 +125,7 @@ def test_a_failed_check_is_named_and_kept_and_no_matter_of_a_later_call(
     assert run.part("memory")["result"] == "passed"
 
 
-def test_parts_that_hang_or_die_are_ended_and_leave_what_they_have_found(
-    tmp_path: Path,
-) -> None:
+def test_parts_that_hang_or_die_are_ended_and_leave_what_they_have_found(tmp_path):
     run = Run(tmp_path, "--limit", "2", "alone", "nccl", "memory")
     assert run.done.returncode == 1
     assert run.part("alone")["why"] == "stopped after 2 s"
@@ -143,14 +137,14 @@ def test_parts_that_hang_or_die_are_ended_and_leave_what_they_have_found(
     assert run.part("memory")["result"] == "passed"
 
 
-def test_what_no_time_is_left_for_is_named(tmp_path: Path) -> None:
+def test_what_no_time_is_left_for_is_named(tmp_path):
     run = Run(tmp_path, "--within", "5", "memory")
     assert run.done.returncode == 1
     left = {"result": "not run", "why": "no time was left", "checks": []}
     assert run.part("memory") == left
 
 
-def test_an_unknown_part_is_refused_with_the_names_of_all(tmp_path: Path) -> None:
+def test_an_unknown_part_is_refused_with_the_names_of_all(tmp_path):
     done = subprocess.run(
         [FOLDER / "run.sh", "dance"],
         env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path)},
@@ -178,7 +172,7 @@ print(kernels_library.layout())
 
 
 @needs_gcc
-def test_what_shows_the_kernels_to_ctypes_fits_their_headers() -> None:
+def test_what_shows_the_kernels_to_ctypes_fits_their_headers():
     root = FOLDER.parents[1]
     flags = (root / "csrc/compile_flags.txt").read_text().split()
     source = FOLDER / "shim.c"
@@ -264,7 +258,7 @@ sys.exit(0 if good else 7)
 
 
 @needs_gcc
-def test_checks_on_ranks_go_on_after_a_failure(tmp_path: Path) -> None:
+def test_checks_on_ranks_go_on_after_a_failure(tmp_path):
     (tmp_path / "stub_checks.py").write_text(CHECKS)
     (tmp_path / "stub_world.py").write_text(WORLD)
     record = tmp_path / "record"
@@ -317,7 +311,7 @@ print(json.dumps([names, [c.name for c in parts.named(first)]]))
 """
 
 
-def test_checks_have_names_of_their_own_and_the_first_are_among_them() -> None:
+def test_checks_have_names_of_their_own_and_the_first_are_among_them():
     done = subprocess.run(
         [sys.executable, "-c", NAMES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -330,7 +324,7 @@ def test_checks_have_names_of_their_own_and_the_first_are_among_them() -> None:
     assert set(first) <= set(names)
 
 
-def test_simulated_devices_take_the_package_that_is_installed(tmp_path: Path) -> None:
+def test_simulated_devices_take_the_package_that_is_installed(tmp_path):
     run = Run(tmp_path, "--fake", "memory")
     assert run.done.returncode == 0, run.output
     assert list(run.results["parts"]) == ["memory"]

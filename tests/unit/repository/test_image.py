@@ -31,12 +31,12 @@ def instructions() -> list[str]:
     return [line for line in text.replace("\\\n", " ").splitlines() if line]
 
 
-def test_the_entrypoint_is_an_executable_script_of_bash() -> None:
+def test_the_entrypoint_is_an_executable_script_of_bash():
     assert ENTRYPOINT.stat().st_mode & 0o111 == 0o111
     subprocess.run(["bash", "-n", str(ENTRYPOINT)], check=True)
 
 
-def test_the_help_names_every_command() -> None:
+def test_the_help_names_every_command():
     done = start("help")
     assert done.returncode == 0
     cases = ENTRYPOINT.read_text().partition("case $command in")[2]
@@ -45,7 +45,7 @@ def test_the_help_names_every_command() -> None:
     assert [c for c in commands if f"  {c}" not in done.stdout] == []
 
 
-def test_any_other_command_runs_as_it_stands() -> None:
+def test_any_other_command_runs_as_it_stands():
     done = start("printf", "%s|", "two words", "-n")
     assert (done.returncode, done.stdout) == (0, "two words|-n|")
     assert start("sh", "-c", "exit 7").returncode == 7
@@ -59,15 +59,13 @@ def test_any_other_command_runs_as_it_stands() -> None:
         (("ssh", "now"), "ssh takes no words: now"),
     ],
 )
-def test_a_wrong_call_says_what_is_missing(
-    words: tuple[str, ...], message: str
-) -> None:
+def test_a_wrong_call_says_what_is_missing(words, message):
     done = start(*words)
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_sshd_lets_in_the_user_by_key_alone() -> None:
+def test_sshd_lets_in_the_user_by_key_alone():
     lines = SSHD_CONFIG.read_text().splitlines()
     options = dict(line.split(None, 1) for line in lines if line and line[0] != "#")
     assert options["AuthenticationMethods"] == "publickey"
@@ -82,7 +80,7 @@ def test_sshd_lets_in_the_user_by_key_alone() -> None:
         assert options[name] == "no", name
 
 
-def test_the_image_has_no_token_password_or_key() -> None:
+def test_the_image_has_no_token_password_or_key():
     for path in (DOCKERFILE, ENTRYPOINT):
         text = path.read_text()
         given = re.findall(r"(?i)\b\w*(?:token|password)[=:]\s*['\"]?\w+", text)
@@ -91,14 +89,14 @@ def test_the_image_has_no_token_password_or_key() -> None:
     assert any("rm -rf" in i and "/etc/ssh/ssh_host_*" in i for i in instructions())
 
 
-def test_the_container_runs_as_its_user() -> None:
+def test_the_container_runs_as_its_user():
     users = [line for line in instructions() if line.startswith("USER ")]
     assert users == ["USER root", "USER root", "USER user"]
     after = instructions()[instructions().index("USER user") :]
     assert not [line for line in after if line.startswith("RUN ")]
 
 
-def test_what_the_dockerfile_copies_is_there_and_sent() -> None:
+def test_what_the_dockerfile_copies_is_there_and_sent():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for line in instructions():
         words = line.split()
@@ -109,7 +107,7 @@ def test_what_the_dockerfile_copies_is_there_and_sent() -> None:
             assert source not in ignored
 
 
-def test_the_base_and_the_pinned_torch_are_one_version() -> None:
+def test_the_base_and_the_pinned_torch_are_one_version():
     constraints = (ROOT / "requirements" / "constraints.txt").read_text()
     pinned = re.search(r"^torch==(.*)$", constraints, re.MULTILINE)
     assert pinned is not None

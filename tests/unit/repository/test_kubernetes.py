@@ -33,19 +33,19 @@ def template_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 @pytest.mark.parametrize("kind", ["Service", "Job"])
-def test_a_manifest_is_what_the_api_takes(kind: str, version: str) -> None:
+def test_a_manifest_is_what_the_api_takes(kind, version):
     validate.validate(manifests()[kind], version, strict=True)
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
-def test_a_field_that_is_misspelt_is_found(version: str) -> None:
+def test_a_field_that_is_misspelt_is_found(version):
     job = manifests()["Job"]
     job["spec"]["completionsMode"] = job["spec"].pop("completionMode")
     with pytest.raises(validate.ValidationError, match="completionsMode"):
         validate.validate(job, version, strict=True)
 
 
-def test_the_operators_job_has_a_template_of_the_api() -> None:
+def test_the_operators_job_has_a_template_of_the_api():
     job = manifests()["PyTorchJob"]
     assert job["apiVersion"] == "kubeflow.org/v1"
     assert set(job["spec"]) <= JOB_FIELDS
@@ -62,7 +62,7 @@ def test_the_operators_job_has_a_template_of_the_api() -> None:
     assert template_of("PyTorchJob")["spec"]["containers"][0]["name"] == "pytorch"
 
 
-def test_the_job_and_its_service_find_one_another() -> None:
+def test_the_job_and_its_service_find_one_another():
     service, job = (manifests()[kind] for kind in ("Service", "Job"))
     name = job["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name}
@@ -78,7 +78,7 @@ def test_the_job_and_its_service_find_one_another() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Job", "PyTorchJob"])
-def test_what_is_mounted_is_there(kind: str) -> None:
+def test_what_is_mounted_is_there(kind):
     spec = template_of(kind)["spec"]
     mounted = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["volumes"]}

@@ -13,7 +13,7 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 CELL_SECONDS = 150
 
 
-def test_there_are_notebooks() -> None:
+def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
@@ -23,7 +23,7 @@ RUN = [*FIRST, *(pytest.param(path, marks=pytest.mark.long) for path in OTHERS)]
 
 @pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
-def test_notebook_runs_without_an_error(path: Path, tmp_path: Path) -> None:
+def test_notebook_runs_without_an_error(path, tmp_path):
     import nbclient
     import nbformat
 
@@ -39,7 +39,7 @@ def test_notebook_runs_without_an_error(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif("nbformat" in MISSING, reason="not installed: nbformat")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_stored_without_outputs(path: Path) -> None:
+def test_notebook_is_stored_without_outputs(path):
     import nbformat
 
     cells = nbformat.read(path, as_version=4).cells
