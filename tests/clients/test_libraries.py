@@ -66,9 +66,9 @@ def test_a_short_training_has_our_wrapper_on_both_ranks(tmp_path, program, title
 @transformers
 def test_the_trainers_own_data_parallel_trains_as_the_plain_model(tmp_path):
     transformers_or_skip()
-    program = HERE / "programs" / "transformers_data_parallel.py"
     (tmp_path / "watch").mkdir()
-    command = alone("paceline", program, ["--out", str(tmp_path / "run")])
+    args = ["--out", str(tmp_path / "run"), "--replicas"]
+    command = alone("paceline", HERE / "programs" / GPT, args)
     process, mark = start(command, tmp_path)
     try:
         code = process.wait(DEADLINE_SECONDS)

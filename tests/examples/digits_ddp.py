@@ -37,7 +37,7 @@ from digits import (
     largest_difference,
     load_data,
 )
-from digits_report import Outcome, Progress, Side, judge, plot, report
+from digits_report import Outcome, Side, judge, plot, report, show_epoch
 from torch import nn
 
 LR = 0.05
@@ -108,16 +108,17 @@ def run_rank(rank: int, options: Options, folder: str) -> None:
 
     turn = 0
     names = ("torch", "paceline")
-    with Progress(options.epochs, names, show=rank == 0) as progress:
-        for epoch in range(options.epochs):
-            share = [*batches_of_epoch(train_x, train_y, epoch, rank, options.ranks)]
-            for start in range(0, len(share), BLOCK):
-                turn += 1
-                for run in (theirs, ours) if turn % 2 else (ours, theirs):
-                    dist.barrier()
-                    for images, labels in share[start : start + BLOCK]:
-                        run.step(images, labels)
-            progress.epoch_done(epoch, theirs.losses[-1], ours.losses[-1])
+    for epoch in range(options.epochs):
+        share = [*batches_of_epoch(train_x, train_y, epoch, rank, options.ranks)]
+        for start in range(0, len(share), BLOCK):
+            turn += 1
+            for run in (theirs, ours) if turn % 2 else (ours, theirs):
+                dist.barrier()
+                for images, labels in share[start : start + BLOCK]:
+                    run.step(images, labels)
+        if rank == 0:
+            losses = dict(zip(names, (theirs.losses[-1], ours.losses[-1]), strict=True))
+            show_epoch(epoch, options.epochs, **losses)
 
     # Over the ranks: the loss of whole batches, and step times.  One rank's clock alone
     # would mislead, since a rank that was late finds the others waiting next time.

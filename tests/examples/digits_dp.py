@@ -27,7 +27,7 @@ from digits import (
     largest_difference,
     load_data,
 )
-from digits_report import Outcome, Progress, Side, judge, plot, report
+from digits_report import Outcome, Side, judge, plot, report, show_epoch
 from torch import Tensor, nn
 
 # The sums over a half of the batch are rounded otherwise than the sum over the whole.
@@ -108,15 +108,14 @@ dp = paceline.DataParallel(model, devices)  # <- one line
 ours = Run(dp, LR)
 
 turn = 0
-with Progress(epochs, ("plain", "paceline"), show=True) as progress:
-    for epoch in range(epochs):
-        batches = [*batches_of_epoch(train_x, train_y, epoch)]
-        for start in range(0, len(batches), BLOCK):
-            turn += 1
-            for run in (plain, ours) if turn % 2 else (ours, plain):
-                for images, labels in batches[start : start + BLOCK]:
-                    run.step(images, labels)
-        progress.epoch_done(epoch, plain.losses[-1], ours.losses[-1])
+for epoch in range(epochs):
+    batches = [*batches_of_epoch(train_x, train_y, epoch)]
+    for start in range(0, len(batches), BLOCK):
+        turn += 1
+        for run in (plain, ours) if turn % 2 else (ours, plain):
+            for images, labels in batches[start : start + BLOCK]:
+                run.step(images, labels)
+    show_epoch(epoch, epochs, plain=plain.losses[-1], paceline=ours.losses[-1])
 
 # Saved without the prefix "module.", the file fits the bare model.
 checkpoint = options.out / "digits_dp.pt"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from tqdm import tqdm
 
 WARM_UP = 11  # the first steps are not timed: memory and threads are still settling
 COLOURS = "#d55e00", "#0072b2"  # theirs and ours, told apart by everybody
@@ -56,37 +53,10 @@ class Outcome:
         return tuple(both[:, min(WARM_UP, both.shape[1] // 2) :])
 
 
-class Progress:
-    """A progress bar on a terminal, one plain line an epoch elsewhere."""
-
-    def __init__(self, epochs: int, names: tuple[str, str], *, show: bool) -> None:
-        self.names = names
-        self.show = show
-        self.epochs = epochs
-        on_terminal = show and sys.stderr.isatty()
-        self.bar = tqdm(total=epochs, unit="epoch") if on_terminal else None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def epoch_done(self, epoch: int, *losses: float) -> None:
-        """Show the last loss of both, as this process, the first rank, saw it."""
-        said = {name: f"{x:.4f}" for name, x in zip(self.names, losses, strict=True)}
-        if self.bar is not None:
-            self.bar.set_postfix(said)
-            self.bar.update()
-        elif self.show:
-            words = ", ".join(f"{name} {loss}" for name, loss in said.items())
-            print(f"epoch {epoch + 1:2d}/{self.epochs}  loss: {words}", flush=True)
+def show_epoch(epoch: int, epochs: int, **losses: float) -> None:
+    """Show the last loss of both, as this process, the first rank, saw it."""
+    words = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    print(f"epoch {epoch + 1:2d}/{epochs}  loss: {words}", flush=True)
 
 
 def report(outcome: Outcome) -> None:

@@ -1,4 +1,8 @@
-"""transformers' Trainer: accumulation, evaluation, checkpoints of both meanings."""
+"""transformers' Trainer: accumulation, evaluation, checkpoints of both meanings.
+
+With --replicas it finds two devices, and wraps by nn.DataParallel itself: it trains the
+same model on the same batches plainly and wrapped, and prints how.
+"""
 
 import argparse
 import os
@@ -26,7 +30,7 @@ def sentences(n):
     return [{"input_ids": row, "labels": row.clone()} for row in words]
 
 
-def make_gpt():
+def make_gpt(**options):
     set_seed(7)
     config = GPT2Config(
         vocab_size=N_WORDS,
@@ -36,6 +40,7 @@ def make_gpt():
         n_head=2,
         bos_token_id=0,
         eos_token_id=0,
+        **options,
     )
     return GPT2LMHeadModel(config)
 
@@ -66,13 +71,17 @@ def arguments(folder, **options):
     return TrainingArguments(
         output_dir=folder,
         use_cpu=True,
-        per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
         learning_rate=0.01,
         logging_steps=1,
         disable_tqdm=True,
         report_to=[],
-        **{"save_strategy": "no", "max_steps": 4, **options},
+        **{
+            "per_device_train_batch_size": 4,
+            "save_strategy": "no",
+            "max_steps": 4,
+            **options,
+        },
     )
 
 
@@ -132,11 +141,35 @@ def train_with_unused_parameters(out):
     return told_by(trainer)
 
 
+def train_on_devices(out, n_devices):
+    """Return how the Trainer has wrapped, and what it logged and learned."""
+    options = arguments(
+        out, per_device_train_batch_size=8 // n_devices, gradient_accumulation_steps=2
+    )
+    options._n_gpu = n_devices  # as where torch finds two GPUs
+    model = make_gpt(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).double()
+    trainer = Trainer(model=model, args=options, train_dataset=sentences(96))
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return trainer.model_wrapped, [losses, list(trainer.model.parameters())]
+
+
+def compare_replicas(out):
+    os.environ["PACELINE_CPU_REPLICAS"] = "2"
+    (_, theirs), (wrapped, mine) = (train_on_devices(out, n) for n in (1, 2))
+    torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    print("alike by", type(wrapped).__module__, len(wrapped.device_ids))
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--resume")
+    parser.add_argument("--replicas", action="store_true")
     args = parser.parse_args()
+    if args.replicas:
+        compare_replicas(args.out)
+        return
     told = {"train": train(args.out, None)}
     if args.resume:
         told["resumed"] = train(args.out, args.resume)

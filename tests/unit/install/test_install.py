@@ -255,15 +255,6 @@ def test_composable_replicate_makes_ours_though_it_was_imported_before():
     assert names["DistributedDataParallel"] is TorchDDP
 
 
-def test_wrappers_pass_the_checks_by_type(installed, alone):
-    both = (torch.nn.parallel.DataParallel, torch.nn.parallel.DistributedDataParallel)
-    for kind, theirs in zip(both, (TorchDP, TorchDDP), strict=True):
-        wrapper = kind(torch.nn.Linear(2, 1))
-        assert type(wrapper) in both
-        assert isinstance(wrapper, both)
-        assert isinstance(wrapper, theirs)
-
-
 def test_a_wrapper_of_torch_made_before_goes_on(alone):
     dp, ddp = TorchDP(torch.nn.Linear(2, 1)), TorchDDP(torch.nn.Linear(2, 1))
     x = torch.ones(1, 2)
@@ -275,38 +266,6 @@ def test_a_wrapper_of_torch_made_before_goes_on(alone):
         with ddp.join():
             ddp(x).sum().backward()
         assert ddp.module.bias.grad.item() == 2
-
-
-def test_torch_finds_the_module_inside_of_ours(installed, alone):
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-    assert sorted(get_model_state_dict(ddp)) == ["bias", "weight"]
-
-
-# ---- what it does on the CPU --------------------------------------------------------
-
-
-def test_data_parallel_calls_the_module_plainly(installed, monkeypatch):
-    monkeypatch.delenv("PACELINE_CPU_REPLICAS", raising=False)
-    calls = []
-
-    class Model(torch.nn.Module):
-        def forward(self, *args, **kwargs):
-            calls.append((args, kwargs))
-            return args
-
-    module = Model()
-    for device_ids in (None, [], [0], [0, 1]):
-        wrapper = torch.nn.DataParallel(module, device_ids)
-        x, other = torch.ones(3, 2), object()
-        output = wrapper(x, other, key=x)
-        assert output[0] is x
-        assert output[1] is other
-        assert calls.pop()[1]["key"] is x
-        assert wrapper.device_ids == []
-        assert list(wrapper.children()) == [module]
-    assert calls == []
 
 
 def test_the_function_takes_the_arguments_of_torch_and_the_class_a_type(installed):
