@@ -82,17 +82,9 @@ ALL = [
         LastOfLSTM,
         classes(16, 50, 64, n_classes=10),
     ),
+    spec("transformer", f"{FORMER}, 2 rows", models.Transformer, models.tokens(2, 32)),
     spec(
-        "transformer",
-        f"{FORMER}, 2 rows",
-        models.Transformer,
-        models.tokens(2, 32),
-    ),
-    spec(
-        "transformer-8",
-        f"{FORMER}, 8 rows",
-        models.Transformer,
-        models.tokens(8, 32),
+        "transformer-8", f"{FORMER}, 8 rows", models.Transformer, models.tokens(8, 32)
     ),
     spec(
         "gru-cells",
@@ -107,10 +99,7 @@ ALL = [
         classes(32, 64, n_classes=10),
     ),
     spec(
-        "deep",
-        "200 layers of 16, 32 rows",
-        build_deep,
-        classes(32, 16, n_classes=10),
+        "deep", "200 layers of 16, 32 rows", build_deep, classes(32, 16, n_classes=10)
     ),
 ]
 BY_NAME = {entry.name: entry for entry in ALL}

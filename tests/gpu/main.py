@@ -54,7 +54,7 @@ BY_NAME = {part.name: part for part in PARTS}
 GROUPS = {
     "all": [part.name for part in PARTS if part.name != "rehearsal"],
     "correctness": [
-        *("kernels", "alone", "nccl", "shared", "contexts", "replicas", "failures"),
+        *("kernels", "alone", "nccl", "shared", "contexts", "replicas", "failures")
     ],
 }
 

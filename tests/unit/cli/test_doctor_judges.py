@@ -216,12 +216,7 @@ test_little_memory_is_a_warning = judged(
     partial(memory.Memory, total=64 * GIB, available=60 * GIB, limit=None),
     ({}, "ok", "60 GiB available of 64 GiB"),
     ({"available": 500 * MIB}, "warning", "500 MiB available"),
-    (
-        {"limit": _cgroup.Usage(8 * GIB, GIB)},
-        "ok",
-        "allows 8 GiB",
-        "7 GiB are free",
-    ),
+    ({"limit": _cgroup.Usage(8 * GIB, GIB)}, "ok", "allows 8 GiB", "7 GiB are free"),
     ({"limit": _cgroup.Usage(GIB, 600 * MIB)}, "warning", "docker run --memory"),
     ({"limit": _cgroup.Usage(99 * GIB, GIB)}, "ok"),
     ({"total": 0, "available": 0}, "warning", "/proc/meminfo"),

@@ -125,11 +125,7 @@ def test_a_module_on_one_gpu_is_taken():
             NotImplementedError,
             r"'p1' is a .* on device cuda:1, and 'p0' is on cuda:0: .*to\('cuda:0'\)",
         ),
-        (
-            model(FIRST, CPU),
-            ValueError,
-            r"same type of devices.*\['cpu', 'cuda'\]",
-        ),
+        (model(FIRST, CPU), ValueError, r"same type of devices.*\['cpu', 'cuda'\]"),
         (
             model(FIRST, buffer=CPU),
             NotImplementedError,

@@ -1,6 +1,5 @@
 """The probes of torch, each in the way of this torch and in that of one without."""
 
-import subprocess
 import sys
 import weakref
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from natives import make_reducer, make_world, torch_core
 from paceline._compat import torch_groups, torch_modes
+from support.programs import run_python
 from torch.autograd.graph import saved_tensors_hooks
 
 
@@ -230,9 +230,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     assert done.stderr == ""
-    assert (
-        done.stdout.strip()
-        == "paceline needs torch 2.4 or newer, and this is 2.3.1+cpu"
-    )
+    told = "paceline needs torch 2.4 or newer, and this is 2.3.1+cpu"
+    assert done.stdout.strip() == told

@@ -5,8 +5,6 @@ import gc
 import inspect
 import pickle
 import re
-import subprocess
-import sys
 import warnings
 import weakref
 
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 from paceline import DistributedDataParallel
 from support.prints import without_gloo
+from support.programs import run_python
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -199,13 +198,7 @@ def test_pickles_train_in_a_process_that_has_made_no_wrapper(alone, tmp_path):
     wrapped = paceline.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])
     data = tmp_path / "wrappers.pkl"
     data.write_bytes(pickle.dumps({"hooked": hooked, "dp": wrapped}))
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(data)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_python(FRESH, data, check=False)
     told = without_gloo(done.stdout)
     assert told.split("\n")[:2] == ["hooked True", "dp True"], done.stderr
 

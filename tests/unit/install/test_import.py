@@ -16,22 +16,15 @@ import paceline
 import pytest
 import torch
 from paceline import _native
+from support.programs import run_python
 
 FOREIGN = ("torch", "cuda", "nccl", "nvrtc", "c10", "stdc++", "mpi", "python")
 
 
-def run(code, env=None, cwd="/"):
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    return result.stdout.strip()
+def run(code, env=None):
+    done = run_python(code, env=env, cwd="/")
+    assert done.stderr == ""
+    return done.stdout.strip()
 
 
 HEAVY = "[m for m in ('torch', 'numpy', 'cloudpickle') if m in sys.modules]"

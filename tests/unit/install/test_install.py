@@ -6,7 +6,6 @@ import importlib
 import io
 import os
 import pickle
-import subprocess
 import sys
 import types
 import unittest.mock
@@ -18,6 +17,7 @@ import paceline
 import pytest
 import torch
 from paceline._install import rebind
+from support.programs import run_python
 from torch.nn.parallel import DataParallel as TorchDP
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -60,17 +60,9 @@ def everything():
     }
 
 
-def run(code, env=None, flags=()):
-    result = subprocess.run(
-        [sys.executable, *flags, "-c", code],
-        env=env,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.split("\n")[:-1], result.stderr
+def run(code, flags=()):
+    done = run_python(code, flags=flags, cwd="/")
+    return done.stdout.split("\n")[:-1], done.stderr
 
 
 # ---- the names ----------------------------------------------------------------------

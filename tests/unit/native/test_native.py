@@ -2,8 +2,6 @@
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -14,6 +12,7 @@ from natives import MIB, make_reducer, make_world, watched_net
 from paceline import _native
 from paceline._compat import torch_core
 from paceline._ddp.model_spec import watch
+from support.programs import run_python
 from torch import nn
 
 # ---- bad arguments ------------------------------------------------------------------
@@ -392,13 +391,7 @@ def test_what_cannot_be_watched_is_named(given, words):
 
 
 def run(code, **env):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return run_python(code, env={**os.environ, **env}, check=False)
 
 
 ASK_ISA = "from paceline import _native; print(_native.isa())"

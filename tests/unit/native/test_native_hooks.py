@@ -295,20 +295,6 @@ def backward_through(*calls):
     y.backward()
 
 
-def test_means_are_written_where_the_gradients_are():
-    homes = [Home([1.0, 2.0, 3.0]), Home(None)]
-    grad = homes[0].grad
-    reducer, params = doubled(*homes)
-    params[1].grad = torch.ones(3)
-    backward_through(lambda: reducer.arrive_in_context(0, 5))
-    assert homes[0].grad is grad
-    assert grad.tolist() == [2.0, 4.0, 6.0]
-    assert homes[1].grad is None
-    assert [p.grad is None for p in params] == [True, False]
-    assert params[1].grad.tolist() == [1.0] * 3
-    assert reducer.ready_counts == b"\1\0"
-
-
 def test_two_backwards_at_once_are_refused():
     reducer, (p,) = doubled(Home([1.0] * 3))
     with pytest.raises(RuntimeError, match="one after the other"):

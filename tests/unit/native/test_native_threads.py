@@ -3,14 +3,13 @@
 import gc
 import os
 import queue
-import subprocess
-import sys
 import sysconfig
 
 import pytest
 import torch
 from natives import MIB, make_world
 from paceline import _native
+from support.programs import run_python
 from support.threads import in_threads
 from torch import nn
 
@@ -141,6 +140,5 @@ def test_a_python_without_gil_has_one_but_where_it_is_told_not_to(given, is_enab
     code = "import paceline, sys; paceline.DataParallel; print(sys._is_gil_enabled())"
     env = {k: v for k, v in os.environ.items() if k != "PYTHON_GIL"}
     env |= {} if given is None else {"PYTHON_GIL": given}
-    command = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", code]
-    ran = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    ran = run_python(code, flags=["-W", "ignore::RuntimeWarning"], env=env)
     assert ran.stdout.split() == [is_enabled]

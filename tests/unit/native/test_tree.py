@@ -4,8 +4,6 @@ import collections
 import dataclasses
 import functools
 import gc
-import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -15,6 +13,7 @@ from paceline import _native
 from paceline._compat import torch_core
 from paceline._compat.packed_sequence import Replicated
 from support.leaks import assert_leaves_nothing
+from support.programs import run_python
 from torch.nn.utils.rnn import pack_sequence
 from values import (
     Attributed,
@@ -206,7 +205,7 @@ torch_core.attach()
 tree, leaves = _native.flatten(collections.OrderedDict(a=torch.ones(2)))
 assert len(leaves) == 1
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)
 
 
 def test_a_tree_in_a_cycle_is_collected():

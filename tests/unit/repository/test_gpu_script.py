@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.processes import wait_until_gone
+from support.programs import run_python
 
 FOLDER = Path(__file__).parents[2] / "gpu"
 
@@ -73,14 +74,8 @@ class Run:
     def __init__(self, folder: Path, *words: str) -> None:
         stub = folder / "stub.py"
         stub.write_text(STUB)
-        self.done = subprocess.run(
-            [sys.executable, "-c", MAIN, str(stub), *words],
-            env={**os.environ, "OUT": str(folder / "out")},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        env = {**os.environ, "OUT": str(folder / "out")}
+        self.done = run_python(MAIN, stub, *words, env=env, check=False)
         self.output = self.done.stdout
         files = sorted((folder / "out").iterdir())
         assert [path.suffix for path in files] == [".json", ".txt"], self.done.stderr
@@ -176,7 +171,7 @@ def test_what_shows_the_kernels_to_ctypes_fits_their_headers():
     root = FOLDER.parents[1]
     flags = (root / "csrc/compile_flags.txt").read_text().split()
     source = FOLDER / "shim.c"
-    layout = subprocess.check_output([sys.executable, "-c", LAYOUT], text=True).strip()
+    layout = run_python(LAYOUT).stdout.strip()
     assert "sizeof(pl_rank_ranges)" in layout
     done = subprocess.run(
         ["gcc", *flags, f"-DLAYOUT={layout}", "-Werror", "-fsyntax-only", source],
@@ -262,20 +257,14 @@ def test_checks_on_ranks_go_on_after_a_failure(tmp_path):
     (tmp_path / "stub_checks.py").write_text(CHECKS)
     (tmp_path / "stub_world.py").write_text(WORLD)
     record = tmp_path / "record"
-    done = subprocess.run(
-        [sys.executable, "-c", SESSION],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-            "PACELINE_GPU_FAKE": "1",
-            "PACELINE_GPU_WORLD": "stub_world",
-            "PACELINE_GPU_RECORD": str(record),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "PACELINE_GPU_FAKE": "1",
+        "PACELINE_GPU_WORLD": "stub_world",
+        "PACELINE_GPU_RECORD": str(record),
+    }
+    done = run_python(SESSION, env=env, timeout=240, check=False)
     rows = [json.loads(line) for line in record.read_text().splitlines()]
     assert {row["check"]: row["result"] for row in rows} == {
         "all_goes_well[1]": "passed",
@@ -312,13 +301,8 @@ print(json.dumps([names, [c.name for c in parts.named(first)]]))
 
 
 def test_checks_have_names_of_their_own_and_the_first_are_among_them():
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    paths = os.pathsep.join(p for p in sys.path if p)
+    done = run_python(NAMES, env={**os.environ, "PYTHONPATH": paths})
     names, first = json.loads(done.stdout)
     assert len(names) == len(set(names)) > 90
     assert set(first) <= set(names)

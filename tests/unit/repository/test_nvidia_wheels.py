@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.programs import run_python
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY_HEADER = (ROOT / "csrc" / "nccl" / "nccl_library.h").read_text()
@@ -81,12 +82,6 @@ def fetch(folder: Path, requirement: str) -> Path:
     return folder
 
 
-def printed_by(*command, **options) -> str:
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, **options
-    ).stdout
-
-
 def test_the_maps_are_read_whole():
     required, optional = names_of("REQUIRED"), names_of("OPTIONAL")
     assert (required[0], required[-1]) == ("GetVersion", "GroupEnd")
@@ -105,7 +100,7 @@ def test_functions_config_and_numbers_of_nccl(tmp_path, version):
         "print(*[w for w in sys.argv[2:] if not hasattr(n, 'nccl' + w)])"
     )
     major, minor, patch = (int(n) for n in version.split("."))
-    found = printed_by(sys.executable, "-c", ask, library, *wanted).split()
+    found = run_python(ask, library, *wanted).stdout.split()
     assert found == [str(major * 10000 + minor * 100 + patch)]
     prototypes = Path(__file__).with_name("test_nccl_prototypes.py")
     subprocess.run(
