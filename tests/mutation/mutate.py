@@ -43,21 +43,12 @@ FLAGS = f"-O1 -w -include {HERE}/switch.h"
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 
 # What exercises the CPU path quickly.
-PARITY_FILES = [
-    "ddp/test_accumulation.py",
-    "ddp/test_models.py",
-    "ddp/test_cuda_as_on_the_cpu.py",
-    "ddp/test_comm_hooks.py",
-    "ddp/test_gradients.py",
-    "ddp/test_join.py",
-    "ddp/test_sparse.py",
-    "dp/test_data_parallel_as_torch.py",
-    "dp/test_data_parallel_calls.py",
-    "dp/test_data_parallel_errors.py",
-    "dp/test_data_parallel_programs.py",
-    "dp/test_data_parallel_randoms.py",
-    "dp/test_data_parallel_state.py",
-]
+PARITY_FILES = """
+ddp/test_accumulation ddp/test_models ddp/test_cuda_as_on_the_cpu ddp/test_comm_hooks
+ddp/test_gradients ddp/test_join ddp/test_sparse dp/test_data_parallel_as_torch
+dp/test_data_parallel_calls dp/test_data_parallel_errors dp/test_data_parallel_programs
+dp/test_data_parallel_randoms dp/test_data_parallel_state
+"""
 
 
 def files_of(level: str, *, is_whole: bool) -> list[str]:
@@ -68,7 +59,7 @@ def files_of(level: str, *, is_whole: bool) -> list[str]:
     elif level == "native":
         found = list((ROOT / "tests/unit/native").glob("test_*.py"))
     else:
-        found = [ROOT / "tests/parity" / name for name in PARITY_FILES]
+        found = [ROOT / f"tests/parity/{name}.py" for name in PARITY_FILES.split()]
         if is_whole:
             found += (ROOT / "tests/parity/dp").glob("test_data_parallel_*.py")
             found += (ROOT / "tests").rglob("test_cuda*.py")

@@ -94,6 +94,14 @@ def forward_twice_without_sync(accelerator):
     return {"losses": losses, "weights": weights_of(accelerator, model)}
 
 
+def step(accelerator, model, optimizer, images, labels):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(images), labels)
+    accelerator.backward(loss)
+    optimizer.step()
+    return loss.item()
+
+
 def join_uneven(accelerator):
     """Let rank 1 have a batch fewer than rank 0, by torch's Join.
 
@@ -102,14 +110,9 @@ def join_uneven(accelerator):
     model, optimizer, _, _ = make_all(accelerator, nn.LayerNorm)
     rank = accelerator.process_index
     part = Subset(digits(), range(rank, 90 - 20 * rank, 2))
-    losses = []
+    loader = DataLoader(part, batch_size=16)
     with Join([model]):
-        for images, labels in DataLoader(part, batch_size=16):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
+        losses = [step(accelerator, model, optimizer, *batch) for batch in loader]
     return {"losses": losses, "weights": weights_of(accelerator, model)}
 
 
@@ -121,13 +124,8 @@ def compress():
     )
     accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
     model, optimizer, loader, _ = make_all(accelerator)
-    losses = []
-    for images, labels in itertools.islice(loader, 5):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
+    batches = itertools.islice(loader, 5)
+    losses = [step(accelerator, model, optimizer, *batch) for batch in batches]
     return {"losses": losses, "weights": weights_of(accelerator, model)}
 
 

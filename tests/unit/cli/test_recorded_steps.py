@@ -244,24 +244,6 @@ def test_the_place_is_the_variables_or_memory(monkeypatch, tmp_path):
     assert _environment.recorder_folder() is None
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_forked_child_leaves_its_parents_file_alone(folder):
-    model = wrap()
-    step(model)
-    (recording,) = _recorder.open_all(folder)
-    before = recording.steps(), recording.now
-    child = os.fork()
-    if child == 0:
-        step(model.module)
-        model._session.world.leave()
-        del model
-        os._exit(0 if len(names(folder)) == 1 else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert (recording.steps(), recording.now) == before
-    step(model)
-    assert len(recording.steps()) == 2
-
-
 def test_names_that_are_too_long_are_cut(folder):
     recorder = start(model="N" * 5000)
     (recording,) = _recorder.open_all(folder)

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import random
 import re
-import struct
+import shutil
 import subprocess
 import sys
 import threading
@@ -74,44 +74,14 @@ def test_everything_can_be_imported_by_star():
 # ---- what the native module needs ---------------------------------------------------
 
 
-def needed_libraries(path):
-    """Return the DT_NEEDED entries of a 64-bit ELF file."""
-    data = Path(path).read_bytes()
-    assert data[:5] == b"\x7fELF\x02"
-    order = "<" if data[5] == 1 else ">"
-    (sections_at,) = struct.unpack_from(order + "Q", data, 0x28)
-    entry_bytes, n_sections = struct.unpack_from(order + "HH", data, 0x3A)
-    sections = [
-        struct.unpack_from(order + "IIQQQQIIQQ", data, sections_at + i * entry_bytes)
-        for i in range(n_sections)
-    ]
-    needed = []
-    for _, kind, _, _, offset, n_bytes, link, _, _, _ in sections:
-        if kind != 6:  # SHT_DYNAMIC
-            continue
-        names_at = sections[link][4]
-        for at in range(offset, offset + n_bytes, 16):
-            tag, value = struct.unpack_from(order + "qQ", data, at)
-            if tag == 1:  # DT_NEEDED
-                end = data.index(b"\0", names_at + value)
-                needed.append(data[names_at + value : end].decode())
-    return needed
-
-
 def test_the_native_module_needs_the_c_library_alone():
-    needed = needed_libraries(_native.__file__)
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf is not there")
+    command = ["readelf", "-d", _native.__file__]
+    words = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", words)
     assert any(name.startswith("libc.") for name in needed), needed
     assert not [name for name in needed if any(word in name for word in FOREIGN)]
-
-
-def test_the_reader_of_needed_libraries_sees_what_the_system_tool_sees():
-    if not any(os.access(f"{d}/readelf", os.X_OK) for d in os.get_exec_path()):
-        pytest.skip("readelf is not there")
-    command = ["readelf", "-d", torch._C.__file__]
-    words = subprocess.run(command, capture_output=True, text=True).stdout
-    tool = re.findall(r"NEEDED.*\[(.*)\]", words)
-    assert tool
-    assert needed_libraries(torch._C.__file__) == tool
 
 
 def test_no_cuda_library_is_loaded_by_wrapping(tmp_path):

@@ -1,7 +1,5 @@
 """The native module's reducer on a device: one rank, on the fake of CUDA."""
 
-import gc
-import os
 import sys
 import threading
 import time
@@ -26,6 +24,7 @@ from natives_on_device import (
 from paceline import _native
 from paceline._compat import torch_core, torch_cuda
 from support import fake_gpus
+from support.leaks import assert_leaves_nothing
 
 
 @pytest.fixture
@@ -327,37 +326,8 @@ def test_hundreds_of_devices_worlds_and_reducers_leave_nothing(stream):
         params[1].grad = None
         del reducer
 
-    def counts():
-        gc.collect()
-        kinds = (_native.Device, _native.World, _native.Reducer)
-        return [sys.getrefcount(kind) for kind in kinds], len(gc.get_objects())
-
-    for _ in range(3):
-        make()
+    assert_leaves_nothing(make, n=200)
     assert fake().fake_live_objects() == 0
-    kinds, n_objects = counts()
-    for _ in range(200):
-        make()
-    assert counts()[0] == kinds
-    assert counts()[1] < n_objects + 100  # Python itself makes some now and then
-    assert fake().fake_live_objects() == 0
-
-
-def test_a_forked_child_leaves_the_device_alone(stream):
-    params = parameters(3, 1000)
-    things = [make_device_reducer(params)]
-    step(params)
-    before = count("cuMemFree")
-    child = os.fork()
-    if child == 0:
-        _native.after_fork_in_child()
-        things.clear()
-        params[1].grad = None
-        gc.collect()
-        os._exit(int(count("cuMemFree") != before))
-    assert os.waitpid(child, 0)[1] == 0
-    step(params, 3)
-    assert params[1].grad.unique().tolist() == [3.0]
 
 
 # ---- capture ------------------------------------------------------------------------
