@@ -52,7 +52,6 @@ def read(text: str) -> tuple[str, list[Model]]:
 
 
 def draw(head: str, models: list[Model], path: Path) -> None:
-    """Write the picture, with its text as text."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # after use(): it picks the backend
 

@@ -180,7 +180,6 @@ def as_text(results: Figures) -> str:
 
 
 def plot(results: Figures, path: Path) -> None:
-    """Draw step times relative to no communication."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # after use(): it picks the backend
 

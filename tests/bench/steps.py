@@ -99,7 +99,6 @@ class Entry:
         return [g for g in found if g is not None]
 
     def follow(self, other: Entry) -> None:
-        """Go on from the parameters of another."""
         with torch.no_grad():
             pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)
             for ours, theirs in pairs:

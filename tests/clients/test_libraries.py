@@ -40,7 +40,6 @@ TRAINER, FABRIC, GPT = (
 
 
 def port_for(program: str) -> list[str]:
-    """Return the argument for programs that meet at a port."""
     return ["--port", str(free_port())] if program in (NOTEBOOK, IGNITE) else []
 
 

@@ -29,7 +29,6 @@ class Run:
         self.step_seconds: list[float] = []
 
     def step(self, images: Tensor, labels: Tensor) -> None:
-        """One training step, timed as a whole."""
         begin = time.perf_counter()
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(images), labels)

@@ -45,8 +45,6 @@ LR = 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asked for."""
-
     ranks: int
     epochs: int
     least_accuracy: float

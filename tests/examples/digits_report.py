@@ -37,7 +37,6 @@ class Outcome:
 
     @classmethod
     def load(cls, saved: dict[str, Any]) -> Outcome:
-        """Make it again from what asdict() made of it."""
         sides = Side(**saved.pop("theirs")), Side(**saved.pop("ours"))
         return cls(*sides, **saved)
 
@@ -60,7 +59,6 @@ def show_epoch(epoch: int, epochs: int, **losses: float) -> None:
 
 
 def report(outcome: Outcome) -> None:
-    """Print accuracy, agreement and step times."""
     theirs, ours = outcome.theirs, outcome.ours
     print(f"\n{outcome.title}, {len(theirs.loss)} steps each")
     print(f"{'':16}{theirs.name:>10}{ours.name:>11}   {theirs.name}/{ours.name}")
@@ -96,7 +94,6 @@ def judge(outcome: Outcome, least_accuracy: float) -> list[str]:
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Draw both loss curves and the distribution of both step times."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # after use(): it picks the backend
 

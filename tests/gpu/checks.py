@@ -112,7 +112,6 @@ def record(
 
 
 def run_here(checks: Iterable[tuple[str, Callable[[], Figures | None]]]) -> bool:
-    """Run checks in this process; whether all that ran have passed."""
     good = True
     for name, function in checks:
         if not is_wanted(name):

@@ -121,7 +121,6 @@ class Running:
             log.say(line.decode(errors="replace"))
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within so many seconds."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:

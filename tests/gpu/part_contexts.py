@@ -78,7 +78,6 @@ class Member:
         call("cuCtxPopCurrent", ctypes.byref(ctypes.c_void_p()))
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of this context's memory, which is never freed."""
         like = torch.empty(shape, dtype=dtype)
         address = ctypes.c_uint64()
         with self:

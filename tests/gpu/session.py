@@ -119,7 +119,6 @@ class Session:
             time.sleep(POLL_SECONDS)
 
     def outputs(self) -> str:
-        """The end of what each rank has printed."""
         words = []
         for rank in range(self.size):
             text = (self.folder / f"output.{rank}").read_text(errors="replace").strip()
@@ -130,7 +129,6 @@ class Session:
         return "\n".join(words)
 
     def end(self) -> None:
-        """Kill what still runs."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -192,7 +190,6 @@ def run_on_ranks(checks: list[Check], sizes: tuple[int, ...], until: float) -> b
 
 
 def together(checks: list[Check]) -> list[Check]:
-    """The first checks that can share processes."""
     if checks[0].fresh or checks[0].dying:
         return checks[:1]
     n = 1

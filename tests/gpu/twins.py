@@ -87,8 +87,6 @@ def assert_near(
 
 
 def plain_step(loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
-    """A step in full precision."""
-
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
         optimizer.zero_grad()
         loss(model(batch[0]), batch[1]).backward()
@@ -160,7 +158,6 @@ def pairs_of(
 
 
 def same(a: Outcome, b: Outcome) -> bool:
-    """Whether two outcomes have the same bits."""
     rows = zip([*a.gradients, a.parameters], [*b.gradients, b.parameters], strict=True)
     return all(
         x is y if x is None or y is None else equal(x, y)

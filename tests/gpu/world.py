@@ -36,8 +36,6 @@ Session.needs_reducer = property(  # type: ignore[method-assign]
 
 @dataclass
 class World:
-    """One rank among the others."""
-
     rank: int
     size: int
     device: torch.device
@@ -87,7 +85,6 @@ class World:
         return model
 
     def theirs(self, module: nn.Module, **options: Any) -> nn.Module:
-        """Wrap a module in torch's class."""
         wrapped = nn.parallel.DistributedDataParallel(module.to(self.device), **options)
         assert not isinstance(wrapped, paceline.DistributedDataParallel)
         return wrapped
@@ -148,17 +145,14 @@ class World:
     # ---- the others -----------------------------------------------------------------
 
     def all(self, value: Any) -> list[Any]:
-        """Everybody's value, on every rank."""
         rows: list[Any] = [None] * self.size
         dist.all_gather_object(rows, value, group=self.words)
         return rows
 
     def meet(self) -> None:
-        """Wait for everybody, on the host."""
         self.all(None)
 
     def synchronize(self) -> None:
-        """Wait for the device."""
         if is_fake():
             simulated().synchronize()
         if self.device.type == "cuda":

@@ -131,7 +131,6 @@ def check_test_names(path: str, text: str) -> Found:
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name has one underscore in front."""
     return name.startswith("_") and not name.startswith("__")
 
 
@@ -215,12 +214,10 @@ TABLE: list[tuple[str, str, list[Check]]] = [
 
 
 def texts(root: Path, glob: str) -> dict[str, str]:
-    """Return the texts of files, by their paths under a root."""
     return {p.relative_to(root).as_posix(): p.read_text() for p in root.glob(glob)}
 
 
 def find_circles(root: Path) -> Iterator[str]:
-    """Say which files include or import one another."""
     for part in dependence.include_circles(texts(root / "csrc", "**/*.[ch]")):
         yield f"csrc: circle: {' '.join(part)}"
     for part in dependence.import_circles(texts(root / "python/paceline", "**/*.py")):

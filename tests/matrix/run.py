@@ -195,7 +195,6 @@ def pinned_torch() -> str:
 
 
 def table() -> str:
-    """Return the page: a line a row, what failed, and why tests were skipped."""
     text = HEAD.format(pinned=pinned_torch())
     results = {}
     for name in ROWS:

@@ -53,7 +53,6 @@ def mutants_at(path: str, source: str, places: Iterable[Place]) -> list[Mutant]:
 
 
 def instrumented(source: str, mutants: Iterable[tuple[int, Mutant]]) -> str:
-    """Return a source with some mutants built in, each under its number."""
     pieces = []
     for number, mutant in mutants:
         for start, end, before, behind in mutant.edits:

@@ -148,7 +148,6 @@ def bodies(code: str) -> Iterator[tuple[str, str, int, int]]:
 
 
 def calls(code: str, first: int, last: int) -> Iterator[Call]:
-    """Yield the calls between two positions, nested ones too."""
     for match in CALL.finditer(code, first, last):
         if match[2] in KEYWORDS:
             continue
@@ -165,7 +164,6 @@ def calls(code: str, first: int, last: int) -> Iterator[Call]:
 
 
 def trimmed(code: str, span: tuple[int, int]) -> tuple[int, int]:
-    """Return the span without the spaces at its ends."""
     start, end = span
     while start < end and code[start].isspace():
         start += 1
@@ -327,16 +325,11 @@ def context(source: str, code: str, at: int) -> str:
             break
     while start > 0 and re.match(r"[\w>.\-\]\[]", code[start - 1]):
         start -= 1
-    depth, end = 0, at
-    while True:
-        depth += (code[end] in "([{") - (code[end] in ")]}")
-        end += 1
-        if depth < 0:
-            return source[start:end] + f" [{source[at : word_end(code, at)]}]"
+    end = closing(code, at) + 1
+    return source[start:end] + f" [{source[at : word_end(code, at)]}]"
 
 
 def word_end(code: str, at: int) -> int:
-    """Return the end of the argument that begins at a position."""
     depth, end = 0, at
     while True:
         depth += (code[end] in "([{") - (code[end] in ")]}")

@@ -64,6 +64,7 @@ test_an_extension_that_does_not_load_is_a_problem = judged(
     ({"isa_error": "ValueError: 'x'"}, "problem", "'x'", "Unset PACELINE_ISA"),
 )
 
+IS_29 = {"version": "2.9.0"}
 test_a_torch_that_is_missing_or_old_is_a_problem = judged(
     software.judge_torch,
     software.Torch,
@@ -73,16 +74,10 @@ test_a_torch_that_is_missing_or_old_is_a_problem = judged(
     ({"version": "2.3.1"}, "problem", "older than 2.4", "torch>=2.4"),
     ({"version": "1.13.1"}, "problem", "older than 2.4"),
     ({"error": "ModuleNotFoundError: x"}, "problem", "x", "pip install"),
-    (
-        {"version": "2.9.0", "error": "OSError: libcudart.so.13"},
-        "problem",
-        "torch 2.9.0",
-        "libcudart.so.13",
-        "cannot be imported",
-    ),
-    ({"version": "2.9.0", "attach_error": "AttributeError: y"}, "problem", "y"),
-    ({"version": "2.9.0", "missing": ("numpy: z",)}, "problem", "numpy: z"),
-    ({"version": "2.9.0", "has_groups": False}, "problem", "torch.distributed"),
+    ({**IS_29, "error": "OSError: libx"}, "problem", "torch 2.9.0", "libx", "imported"),
+    ({**IS_29, "attach_error": "AttributeError: y"}, "problem", "y"),
+    ({**IS_29, "missing": ("numpy: z",)}, "problem", "numpy: z"),
+    ({**IS_29, "has_groups": False}, "problem", "torch.distributed"),
     ({"version": "unknown"}, "ok"),
 )
 
@@ -95,6 +90,7 @@ def threads(n_threads=8, n_bound=None, binding=(), **of_cores):
     return software.Threads(n_threads, found, n_bound, binding)
 
 
+BINDING = {"binding": ("OMP_PROC_BIND=true",)}
 test_threads_are_compared_with_cores_and_binding = judged(
     software.judge_threads,
     threads,
@@ -104,12 +100,7 @@ test_threads_are_compared_with_cores_and_binding = judged(
     ({"quota": 2.5}, "warning", "2.5 cores", "OMP_NUM_THREADS=2"),
     ({"quota": 0.5}, "warning", "OMP_NUM_THREADS=1"),
     ({"n_threads": 2, "quota": 2.0}, "ok"),
-    (
-        {"n_bound": 1, "binding": ("OMP_PROC_BIND=true",)},
-        "warning",
-        "OMP_PROC_BIND=true",
-        "bound to 1 of 8 cores",
-    ),
+    ({"n_bound": 1, **BINDING}, "warning", "OMP_PROC_BIND=true", "bound to 1 of 8 cor"),
     ({"binding": ("OMP_PLACES=cores",)}, "ok", "OMP_PLACES=cores"),
 )
 
@@ -286,36 +277,20 @@ def test_every_wrong_element_is_counted():
 
 ABSENT = f"NotImplementedError: {gpus.NO_DRIVER}libcuda.so.1: cannot open)"
 BROKEN = "NotImplementedError: the CUDA driver does not start: unknown error"
+GONE, ONE = {"error": ABSENT, "build": "CPU"}, {"n_cards": 1}
+STUCK = {"error": BROKEN, "build": "CUDA 13.0"}
 
 test_driver_cards_and_torch_are_compared = judged(
     gpus.judge_driver,
     gpus.Driver,
-    ({"error": ABSENT, "build": "CPU"}, "ok", "no NVIDIA card"),
-    ({"error": ABSENT, "build": "CUDA 13.0"}, "ok", "no NVIDIA card"),
-    (
-        {"error": ABSENT, "build": "CUDA 13.0", "n_cards": 2},
-        "problem",
-        "2 NVIDIA cards",
-        "--gpus all",
-    ),
-    (
-        {"error": ABSENT, "build": "CPU", "n_cards": 1},
-        "warning",
-        "1 NVIDIA card on",
-        "a CUDA torch",
-    ),
+    (GONE, "ok", "no NVIDIA card"),
+    ({**GONE, "build": "CUDA 13.0"}, "ok", "no NVIDIA card"),
+    ({**GONE, **ONE, "build": "CUDA 13.0"}, "problem", "1 NVIDIA card", "--gpus all"),
+    ({**GONE, **ONE}, "warning", "1 NVIDIA card on", "a CUDA torch"),
     ({"error": ABSENT, "is_named": True}, "problem", "PACELINE_LIBCUDA"),
-    ({"error": BROKEN, "build": "CUDA 13.0"}, "warning", "nvidia-smi"),
-    (
-        {"error": BROKEN, "build": "CUDA 13.0", "n_cards": 1, "visible": ""},
-        "warning",
-        "hides all GPUs",
-    ),
-    (
-        {"error": BROKEN, "build": "CUDA 13.0", "n_cards": 1, "visible": "0"},
-        "problem",
-        "does not start",
-    ),
+    (STUCK, "warning", "nvidia-smi"),
+    ({**STUCK, **ONE, "visible": ""}, "warning", "hides all GPUs"),
+    ({**STUCK, **ONE, "visible": "0"}, "problem", "does not start"),
     ({"version": 13000, "build": "CUDA 13.0"}, "ok", "serves CUDA 13.0"),
     ({"version": 13020, "build": "CUDA 12.8"}, "ok", "serves CUDA 13.2"),
     ({"version": 12080, "build": "CUDA 12.9"}, "ok"),

@@ -394,47 +394,39 @@ def test_a_malformed_config_is_refused(text, words):
     check_refused({"TF_CONFIG": text}, "TF_CONFIG", words, '"task"')
 
 
-@pytest.mark.parametrize(
-    ("kind", "index", "words"),
-    [
-        ("boss", 0, "'boss'"),
-        ("ps", 0, "parameter server"),
-        (None, 0, "type is None"),
-        (["worker"], 0, "type is ['worker']"),
-        ("worker", 3, "worker 3"),
-        ("chief", 1, "chief 1"),
-        ("worker", -1, "index is -1"),
-        ("worker", None, "index is None"),
-        ("worker", True, "index is True"),
-        ("worker", 1.0, "index is 1.0"),
-        ("worker", "x", "index is 'x'"),
-        ("evaluator", -1, "index is -1"),
-    ],
-)
-def test_a_wrong_task_is_refused(kind, index, words):
-    check_refused(config(kind, index), "TF_CONFIG", words)
+WRONG_TASKS = [
+    (config("boss", 0), "'boss'"),
+    (config("ps", 0), "parameter server"),
+    (config(None, 0), "type is None"),
+    (config(["worker"], 0), "type is ['worker']"),
+    (config("worker", 3), "worker 3"),
+    (config("chief", 1), "chief 1"),
+    *[(config("worker", i), f"index is {i!r}") for i in (-1, None, True, 1.0, "x")],
+    (config("evaluator", -1), "index is -1"),
+]
+NO_ADDRESSES = ["b", ":2", "b:0", "b:65536"]
+WRONG_CLUSTERS = [
+    ({"ps": ["p:1"]}, "parameter server"),
+    ({"ps": []}, "parameter server"),
+    ({"boss": ["p:1"]}, "'boss'"),
+    ({"chief": ["a:1", "c:1"]}, "more than one chief"),
+    ({"chief": ["b:2"]}, "b:2 is there 2 times"),
+    ({"worker": ["b:2", "b:2"]}, "b:2 is there 2 times"),
+    ({"worker": "b:2"}, "worker is 'b:2'"),
+    ({"worker": [2]}, "worker is [2]"),
+    *[({"worker": [bad]}, f"{bad!r} is no host:port") for bad in NO_ADDRESSES],
+    ({"evaluator": ["c"]}, "'c' is no host:port"),
+]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "words"),
-    [
-        ({**CLUSTER, "ps": ["p:1"]}, "parameter server"),
-        ({**CLUSTER, "ps": []}, "parameter server"),
-        ({**CLUSTER, "boss": ["p:1"]}, "'boss'"),
-        ({**CLUSTER, "chief": ["a:1", "c:1"]}, "more than one chief"),
-        ({**CLUSTER, "chief": ["b:2"]}, "b:2 is there 2 times"),
-        ({**CLUSTER, "worker": ["b:2", "b:2"]}, "b:2 is there 2 times"),
-        ({**CLUSTER, "worker": "b:2"}, "worker is 'b:2'"),
-        ({**CLUSTER, "worker": [2]}, "worker is [2]"),
-        ({**CLUSTER, "worker": ["b"]}, "'b' is no host:port"),
-        ({**CLUSTER, "evaluator": ["c"]}, "'c' is no host:port"),
-        ({**CLUSTER, "worker": [":2"]}, "':2' is no host:port"),
-        ({**CLUSTER, "worker": ["b:0"]}, "'b:0' is no host:port"),
-        ({**CLUSTER, "worker": ["b:65536"]}, "'b:65536' is no host:port"),
-    ],
-)
-def test_a_wrong_cluster_is_refused(cluster, words):
-    check_refused(config("worker", 0, cluster), "TF_CONFIG", words)
+@pytest.mark.parametrize(("environ", "words"), WRONG_TASKS)
+def test_a_wrong_task_is_refused(environ, words):
+    check_refused(environ, "TF_CONFIG", words)
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_CLUSTERS)
+def test_a_wrong_cluster_is_refused(changes, words):
+    check_refused(config("worker", 0, {**CLUSTER, **changes}), "TF_CONFIG", words)
 
 
 # ---- several launchers ---------------------------------------------------------------
