@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from sklearn.datasets import load_digits
@@ -36,6 +36,20 @@ class Run:
         self.optimizer.step()
         self.step_seconds.append(time.perf_counter() - begin)
         self.losses.append(loss.item())
+
+
+def take_turns(
+    runs: tuple[Run, Run],
+    batches: list[tuple[Tensor, Tensor]],
+    meet: Callable[[], object] = lambda: None,
+) -> None:
+    """Let two trainings take blocks of steps in turn, beginning with either in turn."""
+    for start in range(0, len(batches), BLOCK):
+        first = len(runs[0].losses) // BLOCK % 2
+        for run in runs[::-1] if first else runs:
+            meet()
+            for images, labels in batches[start : start + BLOCK]:
+                run.step(images, labels)
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:

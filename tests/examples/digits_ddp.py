@@ -29,13 +29,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from digits import (
     BATCH,
-    BLOCK,
     SEED,
     Run,
     accuracy,
     batches_of_epoch,
     largest_difference,
     load_data,
+    take_turns,
 )
 from digits_report import Outcome, Side, judge, plot, report, show_epoch
 from torch import nn
@@ -104,16 +104,10 @@ def run_rank(rank: int, options: Options, folder: str) -> None:
     theirs = Run(torch.nn.parallel.DistributedDataParallel(build_model()), LR)
     ours = Run(paceline.DistributedDataParallel(build_model()), LR)  # <- one name
 
-    turn = 0
     names = ("torch", "paceline")
     for epoch in range(options.epochs):
         share = [*batches_of_epoch(train_x, train_y, epoch, rank, options.ranks)]
-        for start in range(0, len(share), BLOCK):
-            turn += 1
-            for run in (theirs, ours) if turn % 2 else (ours, theirs):
-                dist.barrier()
-                for images, labels in share[start : start + BLOCK]:
-                    run.step(images, labels)
+        take_turns((theirs, ours), share, dist.barrier)
         if rank == 0:
             losses = dict(zip(names, (theirs.losses[-1], ours.losses[-1]), strict=True))
             show_epoch(epoch, options.epochs, **losses)

@@ -19,13 +19,13 @@ import paceline
 import torch
 from digits import (
     BATCH,
-    BLOCK,
     SEED,
     Run,
     accuracy,
     batches_of_epoch,
     largest_difference,
     load_data,
+    take_turns,
 )
 from digits_report import Outcome, Side, judge, plot, report, show_epoch
 from torch import Tensor, nn
@@ -107,14 +107,8 @@ model = build_model().to(device)
 dp = paceline.DataParallel(model, devices)  # <- one line
 ours = Run(dp, LR)
 
-turn = 0
 for epoch in range(epochs):
-    batches = [*batches_of_epoch(train_x, train_y, epoch)]
-    for start in range(0, len(batches), BLOCK):
-        turn += 1
-        for run in (plain, ours) if turn % 2 else (ours, plain):
-            for images, labels in batches[start : start + BLOCK]:
-                run.step(images, labels)
+    take_turns((plain, ours), [*batches_of_epoch(train_x, train_y, epoch)])
     show_epoch(epoch, epochs, plain=plain.losses[-1], paceline=ours.losses[-1])
 
 # Saved without the prefix "module.", the file fits the bare model.

@@ -23,50 +23,34 @@ DTYPES = {name: number for number, name in enumerate(NAMES.split())}  # PL_DTYPE
 SUM, MEAN = 0, 1
 
 
-class Move(ctypes.Structure):
-    """pl_move."""
-
-    _fields_ = [
-        ("to", c_void_p),
-        ("source", c_void_p),
-        ("dtype", c_int),
-        ("n_elems", c_size_t),
-    ]
+def structure(name: str, **fields: Any) -> Any:
+    """Make a structure of C, whose member `from` is called `source`."""
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 
-class RankRanges(ctypes.Structure):
-    """pl_rank_ranges."""
-
-    _fields_ = [
-        ("to", c_void_p),
-        ("source", c_void_p),
-        ("stride_bytes", c_size_t),
-        ("n_ranks", c_int),
-        ("dtype", c_int),
-        ("reduction", c_int),
-        ("n_elems", c_size_t),
-    ]
-
-
-class Piece(ctypes.Structure):
-    """pli_piece."""
-
-    _fields_ = [
-        ("to", c_void_p),
-        ("source", c_void_p),
-        ("n_bytes", c_size_t),
-        ("offset", c_size_t),
-        ("segment", ctypes.c_uint),
-    ]
+PLACES = {"to": c_void_p, "source": c_void_p}
+Move = structure("pl_move", **PLACES, dtype=c_int, n_elems=c_size_t)
+RankRanges = structure(
+    "pl_rank_ranges",
+    **PLACES,
+    stride_bytes=c_size_t,
+    n_ranks=c_int,
+    dtype=c_int,
+    reduction=c_int,
+    n_elems=c_size_t,
+)
+Piece = structure(
+    "pli_piece", **PLACES, n_bytes=c_size_t, offset=c_size_t, segment=ctypes.c_uint
+)
 
 
 def layout() -> str:
     """Assertions of C that its structures are those above; for shim.c."""
     words = []
-    structures = {"pl_move": Move, "pl_rank_ranges": RankRanges, "pli_piece": Piece}
-    for name, kind in structures.items():
+    for kind in (Move, RankRanges, Piece):
+        name = kind.__name__
         words.append(f"sizeof({name}) == {ctypes.sizeof(kind)}")
-        for field, *_ in kind._fields_:
+        for field, _ in kind._fields_:
             member = "from" if field == "source" else field
             words.append(f"offsetof({name}, {member}) == {getattr(kind, field).offset}")
     return ";".join(f'_Static_assert({each}, "{each}")' for each in words)
@@ -74,6 +58,10 @@ def layout() -> str:
 
 def dtype_of(tensor: Any) -> int:
     return DTYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def address(tensor: Any) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 IMAGE = ROOT / "csrc/backend/kernels_image.c"  # where the kernels are embedded
@@ -145,12 +133,7 @@ class Kernels:
     def moves(pairs: Sequence[tuple[Any, Any]]) -> Any:
         """Moves from pairs of tensors, (to, from); from None: zeros."""
         rows = [
-            Move(
-                to.data_ptr(),
-                source.data_ptr() if source is not None else None,
-                dtype_of(to),
-                to.numel(),
-            )
+            Move(address(to), address(source), dtype_of(to), to.numel())
             for to, source in pairs
         ]
         return (Move * len(rows))(*rows)
@@ -185,13 +168,7 @@ class Kernels:
     def pieces(rows: Sequence[tuple[Any, Any, int, int]]) -> Any:
         """Pieces of (to, from, offset, segment); `to` may be None."""
         made = [
-            Piece(
-                to.data_ptr() if to is not None else None,
-                source.data_ptr(),
-                source.nbytes,
-                offset,
-                segment,
-            )
+            Piece(address(to), address(source), source.nbytes, offset, segment)
             for to, source, offset, segment in rows
         ]
         return (Piece * len(made))(*made)

@@ -13,10 +13,7 @@ MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 CELL_SECONDS = 150
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
-
-
+assert NOTEBOOKS
 FIRST, OTHERS = NOTEBOOKS[:1], NOTEBOOKS[1:]
 RUN = [*FIRST, *(pytest.param(path, marks=pytest.mark.long) for path in OTHERS)]
 
