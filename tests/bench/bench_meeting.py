@@ -51,10 +51,8 @@ def meet(world: Any, n: int) -> tuple[float, float, float]:
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     for _ in range(n):
         world.wait(world.issue("all-reduce", "uint8", "max", 0, N_BYTES))
-    seconds, after = (
-        time.perf_counter() - began,
-        resource.getrusage(resource.RUSAGE_SELF),
-    )
+    seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_SELF)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     slept = after.ru_nvcsw - before.ru_nvcsw
     return seconds / n * 1e6, cpu / n * 1e6, slept / n

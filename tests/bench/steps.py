@@ -19,10 +19,8 @@ How the contestants are made equal
   upper bounds.
 - The garbage collector runs as it does for users.
 
-With --apart, the processes hold one contestant, which takes all turns, as many and as
-long as above; the check of gradients is left to other processes.  Ratios to `none` are
-no bounds then: its heap is another one, and its faults may be more than the others'.
-`bench_ddp.py` says which question is answered by which way.
+With --apart ratios to `none` are no bounds: its heap is another one, and its faults may
+be more than the others'.  `bench_ddp.py` says which question is answered by which way.
 
 Every figure is a mean over the ranks.  Wall time is taken for each step.  One rank's
 clock alone would flatter whoever communicates: a rank that is woken late finds its

@@ -5,6 +5,7 @@ others it may include or import besides itself; what is in no table is an error.
 """
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterable, Iterator
 
@@ -151,36 +152,17 @@ def check_imports(path: str, text: str) -> Found:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected parts of a graph that have more than one member."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    open_: list[str] = []
-    found = []
-
-    def visit(name: str) -> None:
-        order[name] = low[name] = len(order)
-        open_.append(name)
-        for other in sorted(edges.get(name, ())):
-            if other not in order:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in open_:
-                low[name] = min(low[name], order[other])
-        if low[name] == order[name]:
-            at = open_.index(name)
-            part = open_[at:]
-            del open_[at:]
-            if len(part) > 1:
-                found.append(sorted(part))
-
-    for name in sorted(edges):
-        if name not in order:
-            visit(name)
-    return found
+    """Return a circle of a graph, if there is any."""
+    others = {name: targets - {name} for name, targets in edges.items()}
+    try:
+        graphlib.TopologicalSorter(others).prepare()
+    except graphlib.CycleError as error:
+        return [sorted(set(error.args[1]))]
+    return []
 
 
 def include_circles(texts: dict[str, str]) -> list[list[str]]:
-    """Return the circles of includes among files of csrc/, given by path."""
+    """Return a circle of includes among files of csrc/, given by path."""
     edges = {
         path: {target_of(path, n) for _, quote, n in includes(text) if quote == '"'}
         for path, text in texts.items()
@@ -189,7 +171,7 @@ def include_circles(texts: dict[str, str]) -> list[list[str]]:
 
 
 def import_circles(texts: dict[str, str]) -> list[list[str]]:
-    """Return the circles of imports among modules of paceline, given by path.
+    """Return a circle of imports among modules of paceline, given by path.
 
     Imports for type hints alone do not count: they are not run.
     """

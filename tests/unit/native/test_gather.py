@@ -120,6 +120,9 @@ def test_a_dataclass_is_joined_without_its_constructor():
     assert parts[0].x is A
 
 
+WITH_LOSS, WITHOUT = Classified(loss=A, logits=A), Classified(logits=B)
+OTHER = {"l": [rows(2, 3)]}
+AT = r"output\['l'\]\[0\] has shape \(3, 2\) on replica 0 and \(2, 3\) on replica 1"
 DIFFERENT = {
     "type": ((A,), (None,), TypeError, r"output\[0\] is of type .*Tensor .* None on"),
     "none": (None, 3, TypeError, "output is None on replica 0 and of type int"),
@@ -127,21 +130,11 @@ DIFFERENT = {
     "array": (A, B.numpy(), TypeError, "numpy.ndarray on replica 1"),
     "keys": ({"x": {"a": A}}, {"x": {"b": B}}, ValueError, r"output\['x'\] has the k"),
     "fewer": ({"a": A, "b": A}, {"a": B}, ValueError, r"\['a', 'b'\] on replica 0"),
-    "output": (
-        Classified(loss=A, logits=A),
-        Classified(logits=B),
-        ValueError,
-        r"\['logits'\] on replica 1",
-    ),
+    "output": (WITH_LOSS, WITHOUT, ValueError, r"\['logits'\] on replica 1"),
     "length": ((A, A), (B,), ValueError, "2 entries on replica 0 and 1 on replica 1"),
     "list": ([A], [B, B, B], ValueError, "override gather"),
     "context": (Box(A, 1), Box(B, 2), ValueError, "context 1 on replica 0 and 2"),
-    "shape": (
-        {"l": [A]},
-        {"l": [rows(2, 3)]},
-        ValueError,
-        r"output\['l'\]\[0\] has shape \(3, 2\) on replica 0 and \(2, 3\) on replica 1",
-    ),
+    "shape": ({"l": [A]}, OTHER, ValueError, AT),
     "dims": (A, rows(2), ValueError, r"\(3, 2\) on replica 0 and \(2,\) on replica 1"),
     "scalar": (A, torch.tensor(1.0), ValueError, r"and \(\) on replica 1"),
     "array shape": (A.numpy(), np.ones((2, 3)), ValueError, "pad them"),

@@ -186,22 +186,15 @@ def test_a_bad_tensor_is_named_when_a_reducer_is_measured_and_made(what):
     )
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "words"),
-    [
-        (0, 0, ["bucket_bytes", "0"]),
-        (0, -5, ["bucket_bytes", "-5"]),
-        (1, 0, ["last_bytes", "0"]),
-        (2, -1, ["view_bytes", "-1"]),
-    ],
-)
-def test_a_bad_size_of_a_reducer_is_named_with_its_value(at, value, words):
-    sizes = [MIB, MIB, 1]
-    sizes[at] = value
-    messages = [raised_by(make_reducer, sizes=sizes)]
-    if at < 2:
-        messages.append(raised_by(_native.measure, [PARAM], [], *sizes[:2]))
-    assert_named(words, *messages)
+def test_a_bad_size_of_a_reducer_is_named_with_its_value():
+    names = ("bucket_bytes", "last_bytes", "view_bytes")
+    for at, value in ((0, 0), (0, -5), (1, 0), (2, -1)):
+        sizes = [MIB, MIB, 1]
+        sizes[at] = value
+        words = [names[at], str(value)]
+        assert_named(words, raised_by(make_reducer, sizes=sizes))
+        if at < 2:
+            assert_named(words, raised_by(_native.measure, [PARAM], [], *sizes[:2]))
 
 
 @pytest.mark.parametrize(
