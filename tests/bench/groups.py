@@ -57,7 +57,6 @@ def prepare_environment(malloc: str) -> None:
 
 
 def run_group(job: Job) -> Figures:
-    """Run a job in `job.ranks` new processes; return rank 0's figures."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         limit = job.limit_seconds
         run = paceline.launch(

@@ -99,7 +99,6 @@ def draw_model(axes: Any, row: int, model: Model) -> None:
 
 
 def note_of(head: str) -> str:
-    """Return the machine, the versions and the ranks in one line."""
     machine, software, mode = head.splitlines()[:3]
     cpu = ", ".join(machine.split(", ")[:2])
     torch = re.search(r"torch [\d.]+", software)

@@ -78,7 +78,6 @@ def batches_of_epoch(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of the images that are classified rightly."""
     model.eval()
     return (model(images).argmax(1) == labels).float().mean().item()
 

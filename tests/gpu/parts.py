@@ -36,7 +36,6 @@ FIRST_TOGETHER = """check_models.model_digits check_gradients.sizes_and_types
 
 
 def run(name: str, seconds: float) -> bool:
-    """Run a part; whether all of its checks were well."""
     until = time.monotonic() + seconds - 15
     if name in ON_RANKS:
         modules, sizes = ON_RANKS[name]

@@ -45,7 +45,6 @@ def say(text: str) -> None:
 
 
 def buildah(*words: str) -> str:
-    """Run buildah on the store of build/image; return what it prints."""
     command = ["buildah", *STORE, *words]
     return subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT

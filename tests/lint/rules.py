@@ -68,7 +68,6 @@ def line_of(text: str, position: int) -> int:
 
 
 def check_file_size(path: str, text: str) -> Found:
-    """At most 500 lines a file."""
     n_lines = text.count("\n")
     if n_lines > MAX_FILE_LINES:
         yield 1, "file-size", f"{n_lines} lines, {MAX_FILE_LINES} allowed"

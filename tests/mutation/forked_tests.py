@@ -85,7 +85,6 @@ class Watch:
 
 
 def _run(request: dict[str, Any], found: Path) -> None:
-    """Run tests in this process, and end it."""
     os.setpgid(0, 0)
     with found.with_suffix(".said").open("w") as said:
         for fd in (1, 2):

@@ -117,7 +117,6 @@ def join_uneven(accelerator):
 
 
 def compress():
-    """Send gradients as 16-bit numbers."""
     hook = DDPCommunicationHookType.FP16
     options = DistributedDataParallelKwargs(
         comm_hook=hook, gradient_as_bucket_view=True
