@@ -1,34 +1,60 @@
-/* check.h - all that a C test needs: checks that no build flag turns off.
+/* check.h - all that a C test needs: tests that run by themselves, and checks that no
+ * build flag turns off.
  *
- *     static void a_sentence_that_holds(void)
+ *     TEST(a_sentence_that_holds)
  *     {
  *         CHECK(1 + 1 == 2);
  *         if (!CHECK_OK(pl_something(&thing)))
  *             return;
+ *         CHECK_FAILS(pl_something(NULL), PL_EINVAL, "give a thing", "not NULL");
  *     }
  *
- *     int main(void)
- *     {
- *         RUN(a_sentence_that_holds);
- *         return check_report();
- *     }
- *
- * A failed check is printed and counted, and the test goes on; a check is true
- * where it passed, so a test that cannot go on can return.  Any thread may check.
+ * The tests of a program run in the order of its text, from the main() that this file
+ * has; a program that defines CHECK_OWN_MAIN first writes its own and calls
+ * check_run_tests() there.  A failed check is printed and counted, and the test goes
+ * on; a check is true where it passed, so a test that cannot go on can return.  Any
+ * thread may check.
  */
 #ifndef PLT_CHECK_H
 #define PLT_CHECK_H
 
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "include/paceline.h"
 
 enum { CHECK_MAX_PRINTED = 10 }; /* of one test: a broken loop fails thousands */
 
+typedef struct check_test {
+    const char *name;
+    void (*run)(void);
+    struct check_test *next;
+} check_test;
+
+static check_test *check_first;
+static check_test **check_end = &check_first;
 static atomic_int check_n_failures; /* in the test that runs */
-static int check_n_passed;
-static int check_n_failed;
+
+#define TEST(name)                                                                     \
+    static void name(void);                                                            \
+    __attribute__((constructor)) static void check_add_##name(void)                    \
+    {                                                                                  \
+        static check_test test = {#name, name, NULL};                                  \
+        *check_end = &test;                                                            \
+        check_end = &test.next;                                                        \
+    }                                                                                  \
+    static void name(void)
+
+/* A test whose body has a parameter: the statement calls name##_by with one. */
+#define TEST_BY(name, parameter, statement)                                            \
+    static void name##_by(parameter);                                                  \
+    TEST(name)                                                                         \
+    {                                                                                  \
+        statement;                                                                     \
+    }                                                                                  \
+    static void name##_by(parameter)
 
 static inline int check_that(int is_true, const char *words, const char *more,
                              const char *file, int line)
@@ -58,28 +84,62 @@ static inline int check_ok(pl_status st, const char *words, const char *file, in
     return 0;
 }
 
-static inline void check_run(void (*test)(void), const char *name)
+/* Whether a call has failed with a status and with a message that has all the words,
+ * of which NULL is behind the last. */
+static inline int check_fails(pl_status st, const char *call, const char *file,
+                              int line, pl_status expected, ...)
 {
-    atomic_store(&check_n_failures, 0);
-    test();
-    const int n = atomic_load(&check_n_failures);
-    if (n == 0) {
-        check_n_passed++;
-    } else {
-        check_n_failed++;
-        (void)fprintf(stderr, "FAILED %s: %d checks\n", name, n);
+    va_list all;
+    int is_so = check_that(st == expected, call, " failed otherwise:", file, line);
+    if (!is_so)
+        CHECK_MORE("%s: %s", pl_status_text(st), pl_error_message());
+    va_start(all, expected);
+    for (const char *words; is_so && (words = va_arg(all, const char *)) != NULL;) {
+        is_so = strstr(pl_error_message(), words) != NULL;
+        if (!check_that(is_so, call, " failed in other words:", file, line))
+            CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
     }
+    va_end(all);
+    return is_so;
 }
 
-/* Prints the count, and gives main's exit status. */
-static inline int check_report(void)
+/* Returns main's exit status. */
+static inline int check_run_tests(void)
 {
-    (void)printf("%d passed, %d failed\n", check_n_passed, check_n_failed);
-    return check_n_failed == 0 ? 0 : 1;
+    int n_passed = 0;
+    int n_failed = 0;
+    for (const check_test *test = check_first; test != NULL; test = test->next) {
+        atomic_store(&check_n_failures, 0);
+        test->run();
+        const int n = atomic_load(&check_n_failures);
+        if (n > 0)
+            (void)fprintf(stderr, "FAILED %s: %d checks\n", test->name, n);
+        n_passed += n == 0;
+        n_failed += n > 0;
+    }
+    (void)printf("%d passed, %d failed\n", n_passed, n_failed);
+    return n_failed == 0 ? 0 : 1;
 }
 
 #define CHECK(cond) check_that((cond) ? 1 : 0, #cond, " is false", __FILE__, __LINE__)
 #define CHECK_OK(status) check_ok((status), #status, __FILE__, __LINE__)
-#define RUN(test) check_run((test), #test)
+
+/* A status, and words of the message. */
+#define CHECK_FAILS(call, ...)                                                         \
+    check_fails((call), #call, __FILE__, __LINE__, __VA_ARGS__, (const char *)NULL)
+/* The message of this thread's last failure has all these words. */
+#define CHECK_SAYS(...)                                                                \
+    check_fails(PL_OK, "the last call", __FILE__, __LINE__, PL_OK, __VA_ARGS__,        \
+                (const char *)NULL)
+
+#ifndef CHECK_OWN_MAIN
+static char **check_words; /* of the command line; NULL: none */
+
+int main(int n_words, char **words)
+{
+    check_words = n_words > 1 ? words + 1 : NULL;
+    return check_run_tests();
+}
+#endif
 
 #endif

@@ -245,14 +245,13 @@ static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *sel
     gpu_ranks_end(all);
 }
 
-/* Runs a test with ranks of one host, each on a host of its own, and two on each. */
-static inline void gpu_ranks_check_run(void (*test)(void), const char *name)
-{
-    for (gpu_ranks_per_host = 0; gpu_ranks_per_host <= 2; gpu_ranks_per_host++)
-        check_run(test, name);
-    gpu_ranks_per_host = 0;
-}
-#define RUN_ON_HOSTS(test) gpu_ranks_check_run(test, #test)
+/* A test with ranks of one host, each on a host of its own, and two on each. */
+#define TEST_ON_HOSTS(name)                                                            \
+    TEST_BY(name, void, {                                                              \
+        for (gpu_ranks_per_host = 0; gpu_ranks_per_host <= 2; gpu_ranks_per_host++)    \
+            name##_by();                                                               \
+        gpu_ranks_per_host = 0;                                                        \
+    })
 
 /* ---- operations ----------------------------------------------------------------- */
 

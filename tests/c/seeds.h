@@ -10,20 +10,24 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "check.h"
+
 typedef struct seeds {
     uint64_t n, first, last; /* `last` is among them */
-    int is_usual;            /* nothing was asked for */
 } seeds;
 
-static inline seeds seeds_of(int n_words, char **words, uint64_t usual)
+static inline seeds seeds_of(uint64_t usual)
 {
-    seeds it = {.n = usual, .first = 1, .is_usual = n_words < 2};
-    if (n_words > 1)
-        it.n = strtoull(words[1], NULL, 10);
-    if (n_words > 2)
-        it.first = strtoull(words[2], NULL, 10);
+    seeds it = {.n = usual, .first = 1};
+    if (check_words != NULL)
+        it.n = strtoull(check_words[0], NULL, 10);
+    if (check_words != NULL && check_words[1] != NULL)
+        it.first = strtoull(check_words[1], NULL, 10);
     it.last = it.first + it.n - 1;
     return it;
 }
+
+#define EACH_SEED(seed, usual)                                                         \
+    for (uint64_t seed = seeds_of(usual).first; seed <= seeds_of(usual).last; seed++)
 
 #endif

@@ -86,7 +86,7 @@ static void send_on_the_cpu(rank_job *job)
                        job->rank, i, drawn.n_bytes[i]);
 }
 
-static void ranges_reach_every_rank(void)
+TEST(ranges_reach_every_rank)
 {
     for (uint64_t seed = 1; seed <= 60; seed++) {
         const int world_size = 1 + (int)(seed % 4);
@@ -105,7 +105,7 @@ static void send_from_nobody(rank_job *job)
     CHECK(error_has("root 2 is none of the 2 ranks"));
 }
 
-static void a_root_that_is_no_rank_is_refused(void)
+TEST(a_root_that_is_no_rank_is_refused)
 {
     ranks_run_world(2, 64, send_from_nobody, NULL, 1);
 }
@@ -162,7 +162,7 @@ static void send_on_a_device(gpu_rank *self)
     ops->free(self->backend, memory);
 }
 
-static void ranges_on_a_device_reach_every_rank(void)
+TEST(ranges_on_a_device_reach_every_rank)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         gpu_ranks all =
@@ -172,12 +172,4 @@ static void ranges_on_a_device_reach_every_rank(void)
         all.context = &it;
         gpu_ranks_run_world(&all, send_on_a_device);
     }
-}
-
-int main(void)
-{
-    RUN(ranges_reach_every_rank);
-    RUN(a_root_that_is_no_rank_is_refused);
-    RUN(ranges_on_a_device_reach_every_rank);
-    return check_report();
 }

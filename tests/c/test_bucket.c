@@ -8,7 +8,7 @@
 static const char *const texts[PL_N_BUCKET_PHASES] = {"filling", "ready", "posted",
                                                       "reduced"};
 
-static void a_bucket_moves_to_the_next_phase_of_the_ring_and_nowhere_else(void)
+TEST(a_bucket_moves_to_the_next_phase_of_the_ring_and_nowhere_else)
 {
     for (int from = 0; from < PL_N_BUCKET_PHASES; from++) {
         for (int to = 0; to < PL_N_BUCKET_PHASES; to++) {
@@ -25,7 +25,7 @@ static void a_bucket_moves_to_the_next_phase_of_the_ring_and_nowhere_else(void)
     }
 }
 
-static void a_refused_move_names_the_bucket_and_both_phases(void)
+TEST(a_refused_move_names_the_bucket_and_both_phases)
 {
     for (int from = 0; from < PL_N_BUCKET_PHASES; from++) {
         char words[80];
@@ -37,7 +37,7 @@ static void a_refused_move_names_the_bucket_and_both_phases(void)
     }
 }
 
-static void a_bucket_goes_round_any_number_of_steps(void)
+TEST(a_bucket_goes_round_any_number_of_steps)
 {
     pl_bucket_phase phase = PL_BUCKET_FILLING;
     for (int step = 0; step < 100; step++) {
@@ -46,12 +46,4 @@ static void a_bucket_goes_round_any_number_of_steps(void)
         CHECK_OK(pl_bucket_move(&phase, PL_BUCKET_REDUCED, 0));
         CHECK_OK(pl_bucket_move(&phase, PL_BUCKET_FILLING, 0));
     }
-}
-
-int main(void)
-{
-    RUN(a_bucket_moves_to_the_next_phase_of_the_ring_and_nowhere_else);
-    RUN(a_refused_move_names_the_bucket_and_both_phases);
-    RUN(a_bucket_goes_round_any_number_of_steps);
-    return check_report();
 }

@@ -207,7 +207,7 @@ static int is_allowed(pl_dtype dtype, pl_reduction reduction)
     return reduction == PL_MAX ? is_integer : !is_integer;
 }
 
-static void every_table_gives_the_bits_of_the_naive_reference(void)
+TEST(every_table_gives_the_bits_of_the_naive_reference)
 {
     static const int n_ins[] = {1, 2, 3, 4, 5, 64};
     static const size_t sizes[] = {0, 1, 3, 15, 16, 17, 63, 64, 65, 1000, 4097};
@@ -231,10 +231,12 @@ static void every_table_gives_the_bits_of_the_naive_reference(void)
     bench_destroy(&b);
 }
 
-static void a_table_has_a_function_where_type_and_reduction_go_together(void)
+TEST(a_table_has_a_function_where_type_and_reduction_go_together)
 {
     for (int i = 0; i < PLI_N_ISAS; i++) {
         const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
+        (void)printf("%s: %s\n", pli_isa_text((pli_isa)i),
+                     table != NULL ? "tested" : "not on this machine");
         if (table == NULL)
             continue;
         CHECK(table->isa == (pli_isa)i);
@@ -265,7 +267,7 @@ static void check_halves_survive(const pli_sum_table *table, pl_dtype dtype, int
                            dtype) < 0);
 }
 
-static void every_16_bit_float_widens_and_rounds_back_to_itself(void)
+TEST(every_16_bit_float_widens_and_rounds_back_to_itself)
 {
     for (int i = 0; i < PLI_N_ISAS; i++) {
         const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
@@ -310,7 +312,7 @@ static void check_halves_round(bench *b, pl_dtype dtype, pl_reduction reduction)
     }
 }
 
-static void ties_of_16_bit_floats_go_to_even_and_near_ties_do_not(void)
+TEST(ties_of_16_bit_floats_go_to_even_and_near_ties_do_not)
 {
     bench b;
     bench_create(&b);
@@ -329,7 +331,7 @@ typedef struct example {
 } example;
 
 /* Worked out by hand, so that the reference is not its own judge. */
-static void known_sums_of_16_bit_floats_come_out(void)
+TEST(known_sums_of_16_bit_floats_come_out)
 {
     static const example examples[] = {
         {PL_F16, PL_SUM, {0x3c00, 0x1000}, 0x3c00}, /* 1 + 2^-11: a tie, down */
@@ -383,7 +385,7 @@ static void known_sums_of_16_bit_floats_come_out(void)
 }
 
 /* A thousand is enough for whole steps, and leaves some of less than one. */
-static void means_of_the_largest_numbers_are_those_numbers(void)
+TEST(means_of_the_largest_numbers_are_those_numbers)
 {
     enum { N = 1001 };
     static float f32[N];
@@ -418,7 +420,7 @@ static void means_of_the_largest_numbers_are_those_numbers(void)
 }
 
 /* 2^24 + 1 + 1 is 2^24 from the left, and 2^24 + 2 from the right. */
-static void floats_are_added_in_rank_order(void)
+TEST(floats_are_added_in_rank_order)
 {
     for (int i = 0; i < PLI_N_ISAS; i++) {
         const pli_sum_table *table = pli_sum_table_of((pli_isa)i);
@@ -438,7 +440,7 @@ static void floats_are_added_in_rank_order(void)
     }
 }
 
-static void the_best_table_is_the_last_that_there_is(void)
+TEST(the_best_table_is_the_last_that_there_is)
 {
     const pli_sum_table *best = pli_sum_table_best();
     CHECK(pli_sum_table_of(PLI_ISA_PLAIN) != NULL);
@@ -450,7 +452,7 @@ static void the_best_table_is_the_last_that_there_is(void)
         CHECK(pli_sum_table_of((pli_isa)i) == NULL);
 }
 
-static void the_words_of_instruction_sets_parse_and_others_do_not(void)
+TEST(the_words_of_instruction_sets_parse_and_others_do_not)
 {
     static const char *const bad[] = {"", "AVX2", "avx", "avx2 ", "avx5120", "best"};
     for (int i = 0; i < PLI_N_ISAS; i++) {
@@ -466,21 +468,4 @@ static void the_words_of_instruction_sets_parse_and_others_do_not(void)
         for (int i = 0; i < PLI_N_ISAS; i++)
             CHECK(strstr(pl_error_message(), pli_isa_text((pli_isa)i)) != NULL);
     }
-}
-
-int main(void)
-{
-    for (int i = 0; i < PLI_N_ISAS; i++)
-        (void)printf("%s: %s\n", pli_isa_text((pli_isa)i),
-                     pli_sum_table_of((pli_isa)i) ? "tested" : "not on this machine");
-    RUN(the_words_of_instruction_sets_parse_and_others_do_not);
-    RUN(the_best_table_is_the_last_that_there_is);
-    RUN(a_table_has_a_function_where_type_and_reduction_go_together);
-    RUN(known_sums_of_16_bit_floats_come_out);
-    RUN(every_16_bit_float_widens_and_rounds_back_to_itself);
-    RUN(ties_of_16_bit_floats_go_to_even_and_near_ties_do_not);
-    RUN(means_of_the_largest_numbers_are_those_numbers);
-    RUN(floats_are_added_in_rank_order);
-    RUN(every_table_gives_the_bits_of_the_naive_reference);
-    return check_report();
 }

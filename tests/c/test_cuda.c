@@ -126,7 +126,7 @@ static int y_is_x(const bench *self, pl_stream *stream)
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static void a_device_has_one_backend_and_its_users_are_counted(void)
+TEST(a_device_has_one_backend_and_its_users_are_counted)
 {
     pl_backend *first = NULL, *second = NULL, *other = NULL;
     start_over(FAKE_EARLY);
@@ -157,7 +157,7 @@ static void a_device_has_one_backend_and_its_users_are_counted(void)
     nothing_is_left();
 }
 
-static void a_device_out_of_range_is_named_with_how_many_there_are(void)
+TEST(a_device_out_of_range_is_named_with_how_many_there_are)
 {
     pl_backend *backend = NULL;
     start_over(FAKE_EARLY);
@@ -170,7 +170,7 @@ static void a_device_out_of_range_is_named_with_how_many_there_are(void)
     nothing_is_left();
 }
 
-static void a_machine_without_a_device_is_told_so(void)
+TEST(a_machine_without_a_device_is_told_so)
 {
     pl_backend *backend = NULL;
     fake_options options = fake_defaults();
@@ -204,7 +204,7 @@ static const char *const at_construction[] = {
     "cuModuleGetFunction",
 };
 
-static void a_construction_that_fails_anywhere_leaves_nothing_behind(void)
+TEST(a_construction_that_fails_anywhere_leaves_nothing_behind)
 {
     const size_t n = sizeof at_construction / sizeof at_construction[0];
     for (size_t i = 0; i < n; i++) {
@@ -226,7 +226,7 @@ static void a_construction_that_fails_anywhere_leaves_nothing_behind(void)
     }
 }
 
-static void a_construction_without_memory_leaves_nothing_behind(void)
+TEST(a_construction_without_memory_leaves_nothing_behind)
 {
     for (long nth = 1; nth < 100; nth++) {
         pl_backend *backend = NULL;
@@ -250,7 +250,7 @@ static void a_construction_without_memory_leaves_nothing_behind(void)
 
 /* ---- memory --------------------------------------------------------------------- */
 
-static void memory_comes_aligned_and_is_given_back(void)
+TEST(memory_comes_aligned_and_is_given_back)
 {
     bench self;
     void *some = NULL, *none = NULL;
@@ -269,7 +269,7 @@ static void memory_comes_aligned_and_is_given_back(void)
     bench_close(&self);
 }
 
-static void more_memory_than_there_is_is_refused_with_both_sizes(void)
+TEST(more_memory_than_there_is_is_refused_with_both_sizes)
 {
     pl_backend *backend = NULL;
     void *memory = NULL;
@@ -291,7 +291,7 @@ static void more_memory_than_there_is_is_refused_with_both_sizes(void)
     nothing_is_left();
 }
 
-static void a_read_is_done_when_it_returns_in_pinned_memory_too(void)
+TEST(a_read_is_done_when_it_returns_in_pinned_memory_too)
 {
     bench self;
     void *pinned = NULL;
@@ -312,7 +312,7 @@ static void a_read_is_done_when_it_returns_in_pinned_memory_too(void)
 
 /* ---- order ---------------------------------------------------------------------- */
 
-static void an_event_orders_one_stream_behind_another(void)
+TEST(an_event_orders_one_stream_behind_another)
 {
     for (int is_waited_for = 0; is_waited_for <= 1; is_waited_for++) {
         bench self;
@@ -333,7 +333,7 @@ static void an_event_orders_one_stream_behind_another(void)
     }
 }
 
-static void an_event_says_whether_it_is_done_and_never_waits(void)
+TEST(an_event_says_whether_it_is_done_and_never_waits)
 {
     bench self;
     pl_event *event = NULL;
@@ -363,7 +363,7 @@ static void an_event_says_whether_it_is_done_and_never_waits(void)
     bench_close(&self);
 }
 
-static void the_side_stream_waits_for_nobody_it_was_not_told_to(void)
+TEST(the_side_stream_waits_for_nobody_it_was_not_told_to)
 {
     bench self;
     if (bench_open(&self, FAKE_LATE)) {
@@ -398,7 +398,7 @@ static void *use_without_a_context(void *context)
     return NULL;
 }
 
-static void any_thread_may_call_whatever_context_is_current_there(void)
+TEST(any_thread_may_call_whatever_context_is_current_there)
 {
     bench self;
     pl_backend *other = NULL;
@@ -422,7 +422,7 @@ static void any_thread_may_call_whatever_context_is_current_there(void)
     bench_close(&self);
 }
 
-static void what_every_step_does_allocates_and_asks_nothing(void)
+TEST(what_every_step_does_allocates_and_asks_nothing)
 {
     static const char *const never[] = {
         "cuCtxPushCurrent",  "cuMemAlloc",          "cuMemFree",
@@ -455,7 +455,7 @@ static void what_every_step_does_allocates_and_asks_nothing(void)
     bench_close(&self);
 }
 
-static void a_call_that_fails_says_what_and_leaves_the_context_as_it_was(void)
+TEST(a_call_that_fails_says_what_and_leaves_the_context_as_it_was)
 {
     static const struct {
         const char *function, *words;
@@ -502,7 +502,7 @@ static void a_call_that_fails_says_what_and_leaves_the_context_as_it_was(void)
     }
 }
 
-static void a_call_that_cannot_enter_the_context_fails_and_does_nothing(void)
+TEST(a_call_that_cannot_enter_the_context_fails_and_does_nothing)
 {
     static const char *const table[] = {"cuCtxGetCurrent", "cuCtxPushCurrent",
                                         "cuThreadExchangeStreamCaptureMode"};
@@ -546,7 +546,7 @@ static void *look_while_another_captures(void *context)
     return NULL;
 }
 
-static void a_capture_takes_what_its_stream_is_given_and_disturbs_nobody(void)
+TEST(a_capture_takes_what_its_stream_is_given_and_disturbs_nobody)
 {
     bench self;
     pthread_t thread;
@@ -582,7 +582,7 @@ static void a_capture_takes_what_its_stream_is_given_and_disturbs_nobody(void)
     bench_close(&self);
 }
 
-static void a_scope_leaves_the_threads_own_capture_mode_as_it_was(void)
+TEST(a_scope_leaves_the_threads_own_capture_mode_as_it_was)
 {
     bench self;
     pli_cuda_scope outer, inner;
@@ -611,7 +611,7 @@ static int y_equals(const bench *self, const float *wanted)
            CHECK(memcmp(y, wanted, sizeof y) == 0);
 }
 
-static void every_move_is_made_on_the_stream_that_is_named(void)
+TEST(every_move_is_made_on_the_stream_that_is_named)
 {
     bench self;
     float wanted[N];
@@ -647,7 +647,7 @@ static void every_move_is_made_on_the_stream_that_is_named(void)
     bench_close(&self);
 }
 
-static void a_refresh_and_its_checksums_are_on_the_stream_that_is_named(void)
+TEST(a_refresh_and_its_checksums_are_on_the_stream_that_is_named)
 {
     enum { N_SUMS = 2 };
     bench self;
@@ -675,7 +675,7 @@ static void a_refresh_and_its_checksums_are_on_the_stream_that_is_named(void)
 
 /* ---- a forked child ------------------------------------------------------------- */
 
-static void a_forked_child_is_told_and_leaves_the_parents_device_alone(void)
+TEST(a_forked_child_is_told_and_leaves_the_parents_device_alone)
 {
     bench self;
     pl_event *event = NULL;
@@ -701,29 +701,4 @@ static void a_forked_child_is_told_and_leaves_the_parents_device_alone(void)
         it->ops->event_destroy(it, event);
     }
     bench_close(&self);
-}
-
-int main(void)
-{
-    RUN(a_device_has_one_backend_and_its_users_are_counted);
-    RUN(a_device_out_of_range_is_named_with_how_many_there_are);
-    RUN(a_machine_without_a_device_is_told_so);
-    RUN(a_construction_that_fails_anywhere_leaves_nothing_behind);
-    RUN(a_construction_without_memory_leaves_nothing_behind);
-    RUN(memory_comes_aligned_and_is_given_back);
-    RUN(more_memory_than_there_is_is_refused_with_both_sizes);
-    RUN(a_read_is_done_when_it_returns_in_pinned_memory_too);
-    RUN(an_event_orders_one_stream_behind_another);
-    RUN(an_event_says_whether_it_is_done_and_never_waits);
-    RUN(the_side_stream_waits_for_nobody_it_was_not_told_to);
-    RUN(any_thread_may_call_whatever_context_is_current_there);
-    RUN(what_every_step_does_allocates_and_asks_nothing);
-    RUN(a_call_that_fails_says_what_and_leaves_the_context_as_it_was);
-    RUN(a_call_that_cannot_enter_the_context_fails_and_does_nothing);
-    RUN(a_capture_takes_what_its_stream_is_given_and_disturbs_nobody);
-    RUN(a_scope_leaves_the_threads_own_capture_mode_as_it_was);
-    RUN(every_move_is_made_on_the_stream_that_is_named);
-    RUN(a_refresh_and_its_checksums_are_on_the_stream_that_is_named);
-    RUN(a_forked_child_is_told_and_leaves_the_parents_device_alone);
-    return check_report();
 }

@@ -12,8 +12,6 @@
 
 enum { N_SEEDS = 400, N_CALLS = 16, MOST_MOVES = 4, MOST_SEGMENTS = 8 };
 
-static seeds drawn;
-
 /* ---- calls that are drawn ------------------------------------------------------- */
 
 /* A member reads, and writes anew, what a call reads or writes. */
@@ -279,19 +277,19 @@ static void run_drawn(uint64_t seed, fake_schedule schedule)
 /* Up to the first that fails. */
 static void run_drawn_programs(fake_schedule schedule)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         run_drawn(seed, schedule);
         if (atomic_load(&check_n_failures) > 0)
             break;
     }
 }
 
-static void drawn_calls_happen_in_the_order_of_their_streams_however_late(void)
+TEST(drawn_calls_happen_in_the_order_of_their_streams_however_late)
 {
     run_drawn_programs(FAKE_LATE);
 }
 
-static void drawn_calls_happen_in_the_order_of_their_streams_at_any_time(void)
+TEST(drawn_calls_happen_in_the_order_of_their_streams_at_any_time)
 {
     run_drawn_programs(FAKE_RANDOM);
 }
@@ -305,7 +303,7 @@ static scene_options options_of(int n, fake_schedule schedule)
 }
 
 /* More tensors than one launch is given at once. */
-static void a_segment_may_be_of_hundreds_of_tensors(void)
+TEST(a_segment_may_be_of_hundreds_of_tensors)
 {
     enum { N = 150 };
     const scene_options options = options_of(3, FAKE_LATE);
@@ -351,7 +349,7 @@ static void move_the_ring(uint64_t seed)
     scene_close(it);
 }
 
-static void a_ring_that_moves_waits_for_who_reads_the_last_one(void)
+TEST(a_ring_that_moves_waits_for_who_reads_the_last_one)
 {
     for (uint64_t seed = 1; seed <= 20; seed++)
         move_the_ring(seed);
@@ -388,7 +386,7 @@ static void check_sum(scene *it, pl_dtype dtype, int n_rows, size_t n_elems)
                    n_elems, at);
 }
 
-static void rows_of_any_float_are_summed_in_their_order_and_rounded_once(void)
+TEST(rows_of_any_float_are_summed_in_their_order_and_rounded_once)
 {
     static const size_t n_bytes[] = {0, 16, 48, 64, 192, 208, 1008};
     for (int n_rows = 1; n_rows < SCENE_MOST; n_rows++) {
@@ -404,7 +402,7 @@ static void rows_of_any_float_are_summed_in_their_order_and_rounded_once(void)
 }
 
 /* A member computes on while another one's stream is far behind. */
-static void members_do_not_wait_for_one_another(void)
+TEST(members_do_not_wait_for_one_another)
 {
     const scene_options options = options_of(3, FAKE_LATE);
     scene *it = scene_open(&options);
@@ -478,7 +476,7 @@ static void refresh_pair(scene *it, const pair *p, size_t n_copied, size_t n_fet
 
 enum { SUMS = 2 * 8, PAIR = 64 + 100, BLOCKS = 96 + 100 };
 
-static void only_what_has_changed_travels(void)
+TEST(only_what_has_changed_travels)
 {
     const scene_options options = options_of(3, FAKE_LATE);
     pair p;
@@ -495,7 +493,7 @@ static void only_what_has_changed_travels(void)
     scene_close(it);
 }
 
-static void all_travels_where_kernels_cannot_read_the_model(void)
+TEST(all_travels_where_kernels_cannot_read_the_model)
 {
     static const struct {
         int peers, unshares, n_far; /* members that are on another device */
@@ -522,7 +520,7 @@ static void all_travels_where_kernels_cannot_read_the_model(void)
 }
 
 /* What member 0 can read of the other one's memory does not matter. */
-static void all_travels_where_a_device_has_too_many_peers(void)
+TEST(all_travels_where_a_device_has_too_many_peers)
 {
     for (int nth = 1; nth <= 2; nth++) {
         const scene_options options = options_of(2, FAKE_LATE);
@@ -536,7 +534,7 @@ static void all_travels_where_a_device_has_too_many_peers(void)
     }
 }
 
-static void sums_without_room_are_refused(void)
+TEST(sums_without_room_are_refused)
 {
     const scene_options options = options_of(3, FAKE_LATE);
     for (int k = 0; k < 3; k++) {
@@ -555,7 +553,7 @@ static void sums_without_room_are_refused(void)
 }
 
 /* More tensors than one launch takes, of which each fifth has a byte. */
-static void a_refresh_may_be_of_thousands_of_tensors(void)
+TEST(a_refresh_may_be_of_thousands_of_tensors)
 {
     enum { N = 2100, EACH = 5 };
     const scene_options options = options_of(2, FAKE_LATE);
@@ -575,7 +573,7 @@ static void a_refresh_may_be_of_thousands_of_tensors(void)
 }
 
 /* Memory may be freed when member 0's stream has come to it. */
-static void a_broadcast_is_over_with_member_0s_stream(void)
+TEST(a_broadcast_is_over_with_member_0s_stream)
 {
     scene_options options = options_of(3, FAKE_LATE);
     options.own_streams = 7;
@@ -592,7 +590,7 @@ static void a_broadcast_is_over_with_member_0s_stream(void)
 }
 
 /* The host is given no reason to wait, and nothing is allocated. */
-static void a_step_neither_waits_nor_allocates(void)
+TEST(a_step_neither_waits_nor_allocates)
 {
     static const char *const never[] = {"cuStreamSynchronize",
                                         "cuEventSynchronize",
@@ -647,7 +645,7 @@ static void *call_often(void *context)
     return NULL;
 }
 
-static void threads_may_call_at_the_same_time(void)
+TEST(threads_may_call_at_the_same_time)
 {
     for (uint64_t seed = 1; seed <= 20; seed++) {
         scene_options options = options_of(SCENE_MOST, FAKE_LATE);
@@ -669,24 +667,4 @@ static void threads_may_call_at_the_same_time(void)
         scene_compare(it);
         scene_close(it);
     }
-}
-
-int main(int n_words, char **words)
-{
-    drawn = seeds_of(n_words, words, N_SEEDS);
-    RUN(drawn_calls_happen_in_the_order_of_their_streams_however_late);
-    RUN(drawn_calls_happen_in_the_order_of_their_streams_at_any_time);
-    RUN(a_segment_may_be_of_hundreds_of_tensors);
-    RUN(a_ring_that_moves_waits_for_who_reads_the_last_one);
-    RUN(rows_of_any_float_are_summed_in_their_order_and_rounded_once);
-    RUN(members_do_not_wait_for_one_another);
-    RUN(only_what_has_changed_travels);
-    RUN(all_travels_where_kernels_cannot_read_the_model);
-    RUN(all_travels_where_a_device_has_too_many_peers);
-    RUN(sums_without_room_are_refused);
-    RUN(a_refresh_may_be_of_thousands_of_tensors);
-    RUN(a_broadcast_is_over_with_member_0s_stream);
-    RUN(a_step_neither_waits_nor_allocates);
-    RUN(threads_may_call_at_the_same_time);
-    return check_report();
 }

@@ -194,23 +194,23 @@ static void check_failures(scene_devices devices, int is_passed)
     }
 }
 
-static void a_call_that_fails_anywhere_leaves_nothing_behind(void)
+TEST(a_call_that_fails_anywhere_leaves_nothing_behind)
 {
     check_failures(SCENE_APART, 0);
 }
 
-static void a_call_that_fails_among_members_leaves_nothing_behind(void)
+TEST(a_call_that_fails_among_members_leaves_nothing_behind)
 {
     check_failures(SCENE_APART, 1);
 }
 
-static void a_call_that_fails_on_one_device_leaves_nothing_behind(void)
+TEST(a_call_that_fails_on_one_device_leaves_nothing_behind)
 {
     check_failures(SCENE_ONE, 0);
     check_failures(SCENE_ONE, 1);
 }
 
-static void what_fails_first_is_what_is_said(void)
+TEST(what_fails_first_is_what_is_said)
 {
     const scene_options options = options_of(SCENE_APART);
     for (int call = 0; call < 3; call++)
@@ -241,7 +241,7 @@ static int make_group(const char *name, int nth)
     return n;
 }
 
-static void a_group_that_cannot_be_made_leaves_nothing_behind(void)
+TEST(a_group_that_cannot_be_made_leaves_nothing_behind)
 {
     static const char *const names[] = {
         "cuEventCreate",   "cuDeviceGet",      "cuDeviceCanAccessPeer",
@@ -254,7 +254,7 @@ static void a_group_that_cannot_be_made_leaves_nothing_behind(void)
     }
 }
 
-static void a_group_without_memory_is_not_made(void)
+TEST(a_group_without_memory_is_not_made)
 {
     const scene_options options = options_of(SCENE_APART);
     scene *it = scene_open_without_group(&options);
@@ -269,7 +269,7 @@ static void a_group_without_memory_is_not_made(void)
 
 /* Torch may have given access already; and a device has it to so many others at most.
  */
-static void access_that_is_there_or_cannot_be_is_no_failure(void)
+TEST(access_that_is_there_or_cannot_be_is_no_failure)
 {
     const scene_options options = options_of(SCENE_APART);
     for (int code = 704; code <= 711; code += 7) {
@@ -286,7 +286,7 @@ static void access_that_is_there_or_cannot_be_is_no_failure(void)
 
 /* ---- a caller fails ------------------------------------------------------------- */
 
-static void groups_of_no_device_or_of_too_many_are_refused(void)
+TEST(groups_of_no_device_or_of_too_many_are_refused)
 {
     pl_backend *backends[PL_MAX_RANKS + 1];
     const scene_options options = options_of(SCENE_ONE);
@@ -303,7 +303,7 @@ static void groups_of_no_device_or_of_too_many_are_refused(void)
     scene_close(it);
 }
 
-static void too_many_rows_and_none_are_refused(void)
+TEST(too_many_rows_and_none_are_refused)
 {
     const scene_options options = options_of(SCENE_APART);
     scene *it = scene_open(&options);
@@ -335,7 +335,7 @@ static void too_many_rows_and_none_are_refused(void)
     scene_close(it);
 }
 
-static void a_packed_segment_that_no_slot_holds_is_refused(void)
+TEST(a_packed_segment_that_no_slot_holds_is_refused)
 {
     const scene_options options = options_of(SCENE_APART);
     scene *it = scene_open(&options);
@@ -355,7 +355,7 @@ static void a_packed_segment_that_no_slot_holds_is_refused(void)
 /* ---- life ----------------------------------------------------------------------- */
 
 /* Peer access is asked for both ways between any two members. */
-static void devices_are_given_access_where_they_can(void)
+TEST(devices_are_given_access_where_they_can)
 {
     static const struct {
         scene_devices devices;
@@ -376,7 +376,7 @@ static void devices_are_given_access_where_they_can(void)
     }
 }
 
-static void a_group_keeps_its_devices(void)
+TEST(a_group_keeps_its_devices)
 {
     pl_backend *members[2] = {NULL, NULL};
     pli_device_group *group = NULL;
@@ -399,7 +399,7 @@ static void a_group_keeps_its_devices(void)
 
 /* ---- one member ----------------------------------------------------------------- */
 
-static void a_group_of_one_moves_nothing(void)
+TEST(a_group_of_one_moves_nothing)
 {
     scene_options options = options_of(SCENE_APART);
     options.n = 1;
@@ -416,22 +416,4 @@ static void a_group_of_one_moves_nothing(void)
     said("1 rows of gradients: give 1 to 0");
     scene_compare(it);
     scene_close(it);
-}
-
-int main(void)
-{
-    RUN(a_call_that_fails_anywhere_leaves_nothing_behind);
-    RUN(a_call_that_fails_among_members_leaves_nothing_behind);
-    RUN(a_call_that_fails_on_one_device_leaves_nothing_behind);
-    RUN(what_fails_first_is_what_is_said);
-    RUN(a_group_that_cannot_be_made_leaves_nothing_behind);
-    RUN(a_group_without_memory_is_not_made);
-    RUN(access_that_is_there_or_cannot_be_is_no_failure);
-    RUN(groups_of_no_device_or_of_too_many_are_refused);
-    RUN(too_many_rows_and_none_are_refused);
-    RUN(a_packed_segment_that_no_slot_holds_is_refused);
-    RUN(devices_are_given_access_where_they_can);
-    RUN(a_group_keeps_its_devices);
-    RUN(a_group_of_one_moves_nothing);
-    return check_report();
 }

@@ -59,7 +59,7 @@ static void check_broadcast(size_t passed_bytes, unsigned large_to, unsigned pac
     scene_close(it);
 }
 
-static void large_segments_go_from_member_to_member(void)
+TEST(large_segments_go_from_member_to_member)
 {
     enum { BOTH = BYTES + 160 };
     check_broadcast(160, 0xe, 0xe,
@@ -70,13 +70,13 @@ static void large_segments_go_from_member_to_member(void)
     check_broadcast(BYTES + 1, 0xe, 0xe, (int64_t[N][N]){{0, BOTH, BOTH, BOTH}});
 }
 
-static void only_members_that_get_a_segment_pass_it_on(void)
+TEST(only_members_that_get_a_segment_pass_it_on)
 {
     check_broadcast(1, 0xa, 0xc,
                     (int64_t[N][N]){{0, BYTES, 160}, {0, 0, 0, BYTES}, {0, 0, 0, 160}});
 }
 
-static void thresholds_are_what_a_link_takes_for_more_than_its_latency(void)
+TEST(thresholds_are_what_a_link_takes_for_more_than_its_latency)
 {
     const scene_options options = options_of(0, 0);
     scene *it = scene_open(&options);
@@ -116,7 +116,7 @@ static void check_sum(size_t shard_bytes, int n_rows, int64_t expected[N][N])
     scene_close(it);
 }
 
-static void members_share_what_is_added_up(void)
+TEST(members_share_what_is_added_up)
 {
     enum { THIRD = BYTES / 3, HALF = BYTES / 2 };
     check_sum(1, 3,
@@ -130,7 +130,7 @@ static void members_share_what_is_added_up(void)
 
 /* The first of them, where there is too little for all.  Rooms have place for so much
  * that it is one piece. */
-static void short_rows_are_cut_into_fewer_shards(void)
+TEST(short_rows_are_cut_into_fewer_shards)
 {
     enum { ROOM = 3 * BYTES, HALF = BYTES / 2, THIRD = BYTES / 3 };
     static const struct {
@@ -182,7 +182,7 @@ static int is_behind(const scene *it, int member)
     return cuStreamQuery(it->members[member].stream) == CUDA_ERROR_NOT_READY;
 }
 
-static void members_wait_for_those_alone_that_have_a_part(void)
+TEST(members_wait_for_those_alone_that_have_a_part)
 {
     const scene_options options = options_of(1, 1);
     scene *it = scene_open(&options);
@@ -200,7 +200,7 @@ static void members_wait_for_those_alone_that_have_a_part(void)
 
 /* The last of a chain goes on without those before it, but for what it takes of them.
  */
-static void whom_nobody_takes_from_waits_for_nobody_behind(void)
+TEST(whom_nobody_takes_from_waits_for_nobody_behind)
 {
     const scene_options options = options_of(1, 1);
     scene *it = scene_open(&options);
@@ -211,16 +211,4 @@ static void whom_nobody_takes_from_waits_for_nobody_behind(void)
     CHECK(is_behind(it, 1));
     scene_compare(it);
     scene_close(it);
-}
-
-int main(void)
-{
-    RUN(large_segments_go_from_member_to_member);
-    RUN(only_members_that_get_a_segment_pass_it_on);
-    RUN(thresholds_are_what_a_link_takes_for_more_than_its_latency);
-    RUN(members_share_what_is_added_up);
-    RUN(short_rows_are_cut_into_fewer_shards);
-    RUN(members_wait_for_those_alone_that_have_a_part);
-    RUN(whom_nobody_takes_from_waits_for_nobody_behind);
-    return check_report();
 }

@@ -32,7 +32,7 @@ static const char *beside_the_fake(const char *detour, const char *name)
     return path;
 }
 
-static void a_driver_is_opened_once_a_process_and_path(void)
+TEST(a_driver_is_opened_once_a_process_and_path)
 {
     const pli_driver *first = NULL, *second = NULL, *other = NULL;
     fake_reset(NULL);
@@ -48,7 +48,7 @@ static void a_driver_is_opened_once_a_process_and_path(void)
     CHECK(fake_errors() == 0);
 }
 
-static void the_environment_names_the_driver_where_nobody_else_does(void)
+TEST(the_environment_names_the_driver_where_nobody_else_does)
 {
     const pli_driver *named = NULL, *found = NULL;
     fake_reset(NULL);
@@ -63,7 +63,7 @@ static void the_environment_names_the_driver_where_nobody_else_does(void)
     CHECK(pli_config_libcuda() == NULL);
 }
 
-static void where_there_is_no_driver_words_say_what_to_do(void)
+TEST(where_there_is_no_driver_words_say_what_to_do)
 {
     const pli_driver *driver = NULL;
     CHECK(pli_driver_open("/nowhere/libcuda.so.1", &driver) == PL_EUNSUPPORTED);
@@ -76,7 +76,7 @@ static void where_there_is_no_driver_words_say_what_to_do(void)
     CHECK(driver == NULL);
 }
 
-static void a_driver_that_lacks_a_function_is_too_old(void)
+TEST(a_driver_that_lacks_a_function_is_too_old)
 {
     const pli_driver *driver = NULL;
     fake_options options = fake_defaults();
@@ -93,7 +93,7 @@ static void a_driver_that_lacks_a_function_is_too_old(void)
     CHECK_OK(pli_driver_open(path, &driver));
 }
 
-static void a_driver_that_does_not_start_says_why(void)
+TEST(a_driver_that_does_not_start_says_why)
 {
     const pli_driver *driver = NULL;
     fake_reset(NULL);
@@ -138,7 +138,7 @@ static void check_form(void *library, const char *name, const void *field)
         CHECK_MORE("%s is not %s", name, symbol);
 }
 
-static void of_each_function_the_form_is_taken_that_our_prototype_means(void)
+TEST(of_each_function_the_form_is_taken_that_our_prototype_means)
 {
     /* by the first form of cuGetProcAddress, and from before there was one */
     const char *const names[] = {"libplold_asked.so", "libplold_plain.so"};
@@ -159,7 +159,7 @@ static void of_each_function_the_form_is_taken_that_our_prototype_means(void)
     }
 }
 
-static void results_become_codes_of_ours_with_the_drivers_text(void)
+TEST(results_become_codes_of_ours_with_the_drivers_text)
 {
     const pli_driver *driver = NULL;
     fake_reset(NULL);
@@ -178,7 +178,7 @@ static void results_become_codes_of_ours_with_the_drivers_text(void)
     said("(CUDA error 12345)");
 }
 
-static void no_memory_for_the_table_is_an_error_and_no_leak(void)
+TEST(no_memory_for_the_table_is_an_error_and_no_leak)
 {
     const pli_driver *driver = NULL;
     fake_reset(NULL);
@@ -190,7 +190,7 @@ static void no_memory_for_the_table_is_an_error_and_no_leak(void)
     CHECK_OK(pli_driver_open(path, &driver));
 }
 
-static void a_forked_child_is_told_to_start_otherwise(void)
+TEST(a_forked_child_is_told_to_start_otherwise)
 {
     const pli_driver *driver = NULL;
     fake_reset(NULL);
@@ -209,18 +209,4 @@ static void a_forked_child_is_told_to_start_otherwise(void)
     }
     int status = -1;
     CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0);
-}
-
-int main(void)
-{
-    RUN(a_driver_is_opened_once_a_process_and_path);
-    RUN(the_environment_names_the_driver_where_nobody_else_does);
-    RUN(where_there_is_no_driver_words_say_what_to_do);
-    RUN(a_driver_that_lacks_a_function_is_too_old);
-    RUN(a_driver_that_does_not_start_says_why);
-    RUN(of_each_function_the_form_is_taken_that_our_prototype_means);
-    RUN(results_become_codes_of_ours_with_the_drivers_text);
-    RUN(no_memory_for_the_table_is_an_error_and_no_leak);
-    RUN(a_forked_child_is_told_to_start_otherwise);
-    return check_report();
 }

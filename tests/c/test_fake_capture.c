@@ -46,7 +46,7 @@ static void replay(uint64_t seed, fake_schedule schedule)
     gpu_close(&it);
 }
 
-static void a_graph_does_again_what_was_captured(void)
+TEST(a_graph_does_again_what_was_captured)
 {
     for (uint64_t seed = 0; seed < 50; seed++) {
         replay(seed, FAKE_RANDOM);
@@ -130,7 +130,7 @@ static CUresult merge_two(gpu *it)
     return result;
 }
 
-static void what_a_capture_forbids_invalidates_it(void)
+TEST(what_a_capture_forbids_invalidates_it)
 {
     invalidates(allocate, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     invalidates(give_back, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -142,7 +142,7 @@ static void what_a_capture_forbids_invalidates_it(void)
     invalidates(merge_two, CUDA_ERROR_STREAM_CAPTURE_MERGE);
 }
 
-static void a_stream_that_is_not_joined_spoils_the_capture(void)
+TEST(a_stream_that_is_not_joined_spoils_the_capture)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
@@ -163,7 +163,7 @@ static void a_stream_that_is_not_joined_spoils_the_capture(void)
     gpu_close(&it);
 }
 
-static void the_legacy_stream_is_forbidden_beside_a_blocking_one(void)
+TEST(the_legacy_stream_is_forbidden_beside_a_blocking_one)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
@@ -223,7 +223,7 @@ static CUresult query_beside(int capture_mode, int thread_mode)
     return self.result;
 }
 
-static void other_threads_are_bound_by_the_modes(void)
+TEST(other_threads_are_bound_by_the_modes)
 {
     const CUresult forbidden = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     CHECK(query_beside(CU_STREAM_CAPTURE_MODE_GLOBAL, 0) == forbidden);
@@ -243,7 +243,7 @@ static void *end_in_a_thread(void *memory)
     return NULL;
 }
 
-static void a_capture_ends_where_it_began(void)
+TEST(a_capture_ends_where_it_began)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     other self = {&it, 0, CUDA_SUCCESS};
@@ -261,7 +261,7 @@ static void a_capture_ends_where_it_began(void)
 }
 
 /* In a relaxed thread allocation and release go on beside the capture. */
-static void a_relaxed_thread_may_allocate(void)
+TEST(a_relaxed_thread_may_allocate)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
@@ -279,7 +279,7 @@ static void a_relaxed_thread_may_allocate(void)
 }
 
 /* The graph writes to memory that is there no more. */
-static void a_replay_on_freed_memory_is_seen(void)
+TEST(a_replay_on_freed_memory_is_seen)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
@@ -297,17 +297,4 @@ static void a_replay_on_freed_memory_is_seen(void)
     CHECK(cuGraphExecDestroy(exec) == CUDA_SUCCESS);
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     gpu_close(&it);
-}
-
-int main(void)
-{
-    RUN(a_graph_does_again_what_was_captured);
-    RUN(what_a_capture_forbids_invalidates_it);
-    RUN(a_stream_that_is_not_joined_spoils_the_capture);
-    RUN(the_legacy_stream_is_forbidden_beside_a_blocking_one);
-    RUN(other_threads_are_bound_by_the_modes);
-    RUN(a_capture_ends_where_it_began);
-    RUN(a_relaxed_thread_may_allocate);
-    RUN(a_replay_on_freed_memory_is_seen);
-    return check_report();
 }

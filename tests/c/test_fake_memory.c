@@ -2,7 +2,7 @@
  */
 #include "fake_gpu.h"
 
-static void nccl_frees_memory_under_what_is_in_flight(void)
+TEST(nccl_frees_memory_under_what_is_in_flight)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     void *memory = NULL;
@@ -21,7 +21,7 @@ static void nccl_frees_memory_under_what_is_in_flight(void)
     gpu_close(&it);
 }
 
-static void memory_is_not_deregistered_under_a_collective(void)
+TEST(memory_is_not_deregistered_under_a_collective)
 {
     gpu it = gpu_open(1, FAKE_LATE);
     ncclUniqueId id;
@@ -46,7 +46,7 @@ static void memory_is_not_deregistered_under_a_collective(void)
     gpu_close(&it);
 }
 
-static void what_others_have_taken_cannot_be_allocated(void)
+TEST(what_others_have_taken_cannot_be_allocated)
 {
     fake_options options = fake_defaults();
     CUcontext context = NULL;
@@ -76,7 +76,7 @@ static void what_others_have_taken_cannot_be_allocated(void)
 }
 
 /* Two devices of one process, and a kernel of the first that writes to the second's. */
-static void a_kernel_touches_a_peers_memory_with_access_alone(void)
+TEST(a_kernel_touches_a_peers_memory_with_access_alone)
 {
     for (int how = 0; how < 4; how++) {
         fake_options options = fake_defaults();
@@ -123,7 +123,7 @@ static void a_kernel_touches_a_peers_memory_with_access_alone(void)
     fake_reset(NULL);
 }
 
-static void a_copy_names_whose_memory_it_is(void)
+TEST(a_copy_names_whose_memory_it_is)
 {
     for (int peers = 0; peers < 2; peers++) {
         fake_options options = fake_defaults();
@@ -156,14 +156,4 @@ static void a_copy_names_whose_memory_it_is(void)
         CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
         gpu_close(&it);
     }
-}
-
-int main(void)
-{
-    RUN(nccl_frees_memory_under_what_is_in_flight);
-    RUN(memory_is_not_deregistered_under_a_collective);
-    RUN(a_kernel_touches_a_peers_memory_with_access_alone);
-    RUN(a_copy_names_whose_memory_it_is);
-    RUN(what_others_have_taken_cannot_be_allocated);
-    return check_report();
 }

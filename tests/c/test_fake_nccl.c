@@ -55,7 +55,7 @@ static int threads_wrong(uint64_t seed, fake_schedule schedule, int has_wait)
     return n_wrong;
 }
 
-static void ranks_as_threads_have_the_mean(void)
+TEST(ranks_as_threads_have_the_mean)
 {
     for (uint64_t seed = 0; seed < N_SEEDS; seed++) {
         CHECK(threads_wrong(seed, FAKE_RANDOM, 1) == 0);
@@ -64,7 +64,7 @@ static void ranks_as_threads_have_the_mean(void)
     }
 }
 
-static void a_collective_that_does_not_wait_is_wrong(void)
+TEST(a_collective_that_does_not_wait_is_wrong)
 {
     int n_wrong = 0;
     for (uint64_t seed = 0; seed < N_SEEDS; seed++)
@@ -132,7 +132,7 @@ static void all_reduce_each(rank *ranks, int n, row type, ncclRedOp_t op)
     }
 }
 
-static void every_type_is_reduced_by_every_operation(void)
+TEST(every_type_is_reduced_by_every_operation)
 {
     rank ranks[2];
     const fake_options options = ranks_options(1, FAKE_RANDOM);
@@ -144,7 +144,7 @@ static void every_type_is_reduced_by_every_operation(void)
 }
 
 /* Each rank's part of a reduce-scatter, gathered again, is the all-reduce. */
-static void scattered_and_gathered_is_all_reduced(void)
+TEST(scattered_and_gathered_is_all_reduced)
 {
     enum { N_RANKS = 3, PART = 4, ALL = N_RANKS * PART };
     rank ranks[N_RANKS];
@@ -178,7 +178,7 @@ static void scattered_and_gathered_is_all_reduced(void)
 }
 
 /* What a group does has no order within it: so two groups. */
-static void a_root_receives_and_sends(void)
+TEST(a_root_receives_and_sends)
 {
     enum { N_RANKS = 3 };
     rank ranks[N_RANKS];
@@ -210,7 +210,7 @@ static void a_root_receives_and_sends(void)
 }
 
 /* Everyone sends its number to everyone, itself too. */
-static void pairs_send_and_receive_in_a_group(void)
+TEST(pairs_send_and_receive_in_a_group)
 {
     enum { N_RANKS = 3 };
     rank ranks[N_RANKS];
@@ -242,7 +242,7 @@ static void pairs_send_and_receive_in_a_group(void)
     ranks_end(ranks, N_RANKS);
 }
 
-static void a_reduction_may_scale_first(void)
+TEST(a_reduction_may_scale_first)
 {
     rank ranks[2];
     float out[RANK_N];
@@ -271,7 +271,7 @@ static void a_reduction_may_scale_first(void)
 
 /* ---- what it holds against a program -------------------------------------------- */
 
-static void ranks_that_differ_are_seen(void)
+TEST(ranks_that_differ_are_seen)
 {
     rank ranks[2];
     float out[RANK_N];
@@ -299,7 +299,7 @@ static void abort_all(rank *ranks, int n)
     ranks_check_clean();
 }
 
-static void a_peer_that_never_comes_is_a_deadlock(void)
+TEST(a_peer_that_never_comes_is_a_deadlock)
 {
     rank ranks[2];
     const fake_options options = ranks_options(1, FAKE_LATE);
@@ -357,18 +357,18 @@ static CUresult cross(int is_on_two_streams, int n_slots)
     return result;
 }
 
-static void crossed_communicators_are_a_deadlock(void)
+TEST(crossed_communicators_are_a_deadlock)
 {
     CHECK(cross(0, 4) == CUDA_ERROR_LAUNCH_TIMEOUT);
 }
 
-static void slots_that_are_taken_are_a_deadlock(void)
+TEST(slots_that_are_taken_are_a_deadlock)
 {
     CHECK(cross(1, 2) == CUDA_SUCCESS);
     CHECK(cross(1, 1) == CUDA_ERROR_LAUNCH_TIMEOUT);
 }
 
-static void a_resident_collective_has_its_slot(void)
+TEST(a_resident_collective_has_its_slot)
 {
     rank ranks[2];
     fake_options options = ranks_options(1, FAKE_EARLY);
@@ -383,7 +383,7 @@ static void a_resident_collective_has_its_slot(void)
     ranks_end(ranks, 2);
 }
 
-static void memory_of_a_collective_is_looked_at(void)
+TEST(memory_of_a_collective_is_looked_at)
 {
     rank ranks[2];
     const fake_options options = ranks_options(1, FAKE_EARLY);
@@ -401,7 +401,7 @@ static void memory_of_a_collective_is_looked_at(void)
     ranks_end(ranks, 2);
 }
 
-static void registered_memory_is_registered_everywhere(void)
+TEST(registered_memory_is_registered_everywhere)
 {
     rank ranks[2];
     void *handle = NULL;
@@ -427,7 +427,7 @@ static void registered_memory_is_registered_everywhere(void)
     ranks_end(ranks, 2);
 }
 
-static void two_ranks_do_not_share_a_device(void)
+TEST(two_ranks_do_not_share_a_device)
 {
     ncclUniqueId id;
     ncclComm_t comms[2] = {NULL, NULL};
@@ -448,24 +448,4 @@ static void two_ranks_do_not_share_a_device(void)
     CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
     CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
     ranks_check_clean();
-}
-
-int main(void)
-{
-    RUN(ranks_as_threads_have_the_mean);
-    RUN(a_collective_that_does_not_wait_is_wrong);
-    RUN(every_type_is_reduced_by_every_operation);
-    RUN(scattered_and_gathered_is_all_reduced);
-    RUN(a_root_receives_and_sends);
-    RUN(pairs_send_and_receive_in_a_group);
-    RUN(a_reduction_may_scale_first);
-    RUN(ranks_that_differ_are_seen);
-    RUN(a_peer_that_never_comes_is_a_deadlock);
-    RUN(crossed_communicators_are_a_deadlock);
-    RUN(slots_that_are_taken_are_a_deadlock);
-    RUN(a_resident_collective_has_its_slot);
-    RUN(memory_of_a_collective_is_looked_at);
-    RUN(registered_memory_is_registered_everywhere);
-    RUN(two_ranks_do_not_share_a_device);
-    return check_report();
 }

@@ -39,13 +39,13 @@ static CUresult end_first(ncclResult_t (*end)(ncclComm_t comm))
     return result;
 }
 
-static void what_a_proxy_has_not_sent_is_lost_with_an_abort(void)
+TEST(what_a_proxy_has_not_sent_is_lost_with_an_abort)
 {
     CHECK(end_first(ncclCommAbort) != CUDA_SUCCESS);
     CHECK(end_first(ncclCommDestroy) == CUDA_SUCCESS);
 }
 
-static void operations_over_proxies_have_their_outcome(void)
+TEST(operations_over_proxies_have_their_outcome)
 {
     static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
     for (uint64_t seed = 0; seed < 30; seed++) {
@@ -92,7 +92,7 @@ static ncclResult_t make_alone(const ncclConfig_t *config, int version)
     return made;
 }
 
-static void a_config_counts_as_far_as_its_version_goes(void)
+TEST(a_config_counts_as_far_as_its_version_goes)
 {
     ncclConfig_t config = {.size = sizeof config,
                            .magic = NCCL_API_MAGIC,
@@ -110,7 +110,7 @@ static void a_config_counts_as_far_as_its_version_goes(void)
     CHECK(make_alone(&config, 22809) == ncclSuccess);
 }
 
-static void the_environment_overrules_a_config(void)
+TEST(the_environment_overrules_a_config)
 {
     ncclConfig_t config = {
         .size = 24, .magic = NCCL_API_MAGIC, .version = 21400, .blocking = 0};
@@ -163,7 +163,7 @@ static CUresult launch_beside_a_capture(int blocking)
     return result;
 }
 
-static void a_thread_of_nccls_has_a_capture_mode_of_its_own(void)
+TEST(a_thread_of_nccls_has_a_capture_mode_of_its_own)
 {
     CHECK(launch_beside_a_capture(1) == CUDA_SUCCESS);
     CHECK(launch_beside_a_capture(0) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
@@ -171,7 +171,7 @@ static void a_thread_of_nccls_has_a_capture_mode_of_its_own(void)
 
 /* ---- queues --------------------------------------------------------------------- */
 
-static void a_queue_that_is_full_keeps_the_caller(void)
+TEST(a_queue_that_is_full_keeps_the_caller)
 {
     rank ranks[2];
     fake_options options = ranks_options(1, FAKE_EARLY);
@@ -189,15 +189,4 @@ static void a_queue_that_is_full_keeps_the_caller(void)
         rank_free(&ranks[r]);
     }
     ranks_check_clean();
-}
-
-int main(void)
-{
-    RUN(what_a_proxy_has_not_sent_is_lost_with_an_abort);
-    RUN(operations_over_proxies_have_their_outcome);
-    RUN(a_config_counts_as_far_as_its_version_goes);
-    RUN(the_environment_overrules_a_config);
-    RUN(a_thread_of_nccls_has_a_capture_mode_of_its_own);
-    RUN(a_queue_that_is_full_keeps_the_caller);
-    return check_report();
 }

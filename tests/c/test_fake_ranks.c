@@ -159,7 +159,7 @@ static void run(const plan *what)
     (void)munmap(all, sizeof *all);
 }
 
-static void ranks_as_processes_have_the_mean(void)
+TEST(ranks_as_processes_have_the_mean)
 {
     for (uint64_t seed = 0; seed < 6; seed++) {
         plan what = {ranks_options(seed, (fake_schedule)(seed % 3)), 1, N_STEPS, -1};
@@ -173,7 +173,7 @@ static void ranks_as_processes_have_the_mean(void)
     }
 }
 
-static void a_killed_rank_leaves_the_others_waiting_until_they_abort(void)
+TEST(a_killed_rank_leaves_the_others_waiting_until_they_abort)
 {
     for (uint64_t seed = 0; seed < 3; seed++) {
         const plan what = {ranks_options(seed, (fake_schedule)seed), 1, 1, 1};
@@ -192,7 +192,7 @@ static void *abort_later(void *memory)
 }
 
 /* The host waits in one thread while another aborts. */
-static void an_abort_ends_what_runs_and_what_is_queued(void)
+TEST(an_abort_ends_what_runs_and_what_is_queued)
 {
     rank ranks[2];
     pthread_t thread;
@@ -247,7 +247,7 @@ static int slow_and_hasty(uint64_t seed, int has_patience)
     return out[0] != 1.0f;
 }
 
-static void a_call_in_progress_is_not_in_the_stream(void)
+TEST(a_call_in_progress_is_not_in_the_stream)
 {
     int n_wrong = 0;
     for (uint64_t seed = 0; seed < 50; seed++) {
@@ -258,7 +258,7 @@ static void a_call_in_progress_is_not_in_the_stream(void)
 }
 
 /* A step of a communicator is captured and replayed on every rank. */
-static void a_captured_collective_is_replayed(void)
+TEST(a_captured_collective_is_replayed)
 {
     rank ranks[2];
     CUgraph graphs[2];
@@ -296,7 +296,7 @@ static void a_captured_collective_is_replayed(void)
 }
 
 /* An error of the network's is told, and what is in flight waits for the abort. */
-static void a_broken_rank_is_told_and_waits_for_its_abort(void)
+TEST(a_broken_rank_is_told_and_waits_for_its_abort)
 {
     rank ranks[2];
     ncclResult_t error = ncclSuccess;
@@ -322,7 +322,7 @@ static void a_broken_rank_is_told_and_waits_for_its_abort(void)
 
 /* With connections made by the first call, that blocks the host until all are there:
  * one thread for two ranks cannot do it but in a group. */
-static void a_first_collective_blocks_the_host_for_its_peers(void)
+TEST(a_first_collective_blocks_the_host_for_its_peers)
 {
     rank ranks[2];
     fake_options options = ranks_options(1, FAKE_EARLY);
@@ -340,7 +340,7 @@ static void a_first_collective_blocks_the_host_for_its_peers(void)
 }
 
 /* The driver is lost in a child that was forked behind cuInit(). */
-static void a_forked_child_has_no_driver(void)
+TEST(a_forked_child_has_no_driver)
 {
     int how = 0;
     CUcontext context = NULL;
@@ -354,17 +354,4 @@ static void a_forked_child_has_no_driver(void)
                                                                                   : 1);
     (void)waitpid(pid, &how, 0);
     CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0);
-}
-
-int main(void)
-{
-    RUN(ranks_as_processes_have_the_mean);
-    RUN(a_killed_rank_leaves_the_others_waiting_until_they_abort);
-    RUN(an_abort_ends_what_runs_and_what_is_queued);
-    RUN(a_call_in_progress_is_not_in_the_stream);
-    RUN(a_captured_collective_is_replayed);
-    RUN(a_broken_rank_is_told_and_waits_for_its_abort);
-    RUN(a_first_collective_blocks_the_host_for_its_peers);
-    RUN(a_forked_child_has_no_driver);
-    return check_report();
 }

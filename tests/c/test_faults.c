@@ -123,19 +123,19 @@ static pl_status make_and_retire_window(void)
     return st;
 }
 
-static void plans_survive_the_failure_of_any_allocation(void)
+TEST(plans_survive_the_failure_of_any_allocation)
 {
     CHECK(fail_each(PLI_FAULT_ALLOC, make_plans) == 16);
 }
 
-static void worlds_survive_the_failure_of_any_allocation(void)
+TEST(worlds_survive_the_failure_of_any_allocation)
 {
     CHECK(fail_each(PLI_FAULT_ALLOC, make_local_world) == 9);
     CHECK(fail_each(PLI_FAULT_ALLOC, make_shm_world) >= 5);
     CHECK(fail_each(PLI_FAULT_ALLOC, make_and_retire_window) >= 7);
 }
 
-static void worlds_survive_the_failure_of_any_system_call(void)
+TEST(worlds_survive_the_failure_of_any_system_call)
 {
     CHECK(fail_each(PLI_FAULT_SYSCALL, make_local_world) == 4);
     CHECK(fail_each(PLI_FAULT_SYSCALL, make_shm_world) >= 5);
@@ -285,12 +285,12 @@ static pl_status recover_and_go_on(void)
     return st;
 }
 
-static void reducers_survive_the_failure_of_any_allocation(void)
+TEST(reducers_survive_the_failure_of_any_allocation)
 {
     CHECK(fail_each(PLI_FAULT_ALLOC, make_reducers) > 20);
 }
 
-static void after_a_step_in_which_an_allocation_failed_the_next_goes_well(void)
+TEST(after_a_step_in_which_an_allocation_failed_the_next_goes_well)
 {
     CHECK(fail_each(PLI_FAULT_ALLOC, run_steps) > 40);
     CHECK(fail_each(PLI_FAULT_ALLOC, recover_and_go_on) > 40);
@@ -353,7 +353,7 @@ static int fail_one(const order *what)
     return is_hit;
 }
 
-static void no_rank_hangs_when_a_call_of_another_fails_in_construction(void)
+TEST(no_rank_hangs_when_a_call_of_another_fails_in_construction)
 {
     for (int kind = 0; kind < PLI_N_FAULTS; kind++) {
         for (int rank = 0; rank < N_PROCESSES; rank += 2) {
@@ -363,16 +363,4 @@ static void no_rank_hangs_when_a_call_of_another_fails_in_construction(void)
             CHECK(what.n > 3);
         }
     }
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(plans_survive_the_failure_of_any_allocation);
-    RUN(worlds_survive_the_failure_of_any_allocation);
-    RUN(worlds_survive_the_failure_of_any_system_call);
-    RUN(reducers_survive_the_failure_of_any_allocation);
-    RUN(after_a_step_in_which_an_allocation_failed_the_next_goes_well);
-    RUN(no_rank_hangs_when_a_call_of_another_fails_in_construction);
-    return check_report();
 }

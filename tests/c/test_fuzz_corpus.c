@@ -4,6 +4,7 @@
  * A child reads them, and leaves the name of the one that it is at where its parent
  * says it when the child has failed.
  */
+#define CHECK_OWN_MAIN
 #include <dirent.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -34,15 +35,13 @@ static char *corpus_path; /* of the input that is read; shared with the parent *
 static void run_file(corpus_target target)
 {
     static uint8_t data[CORPUS_MOST_BYTES];
-    const int n_failed = check_n_failed;
     FILE *file = fopen(corpus_path, "rb");
     if (!CHECK(file != NULL))
         return;
     const size_t n = fread(data, 1, sizeof data, file);
     (void)fclose(file);
-    CHECK(target(data, n) == 0);
-    if (check_n_failed > n_failed)
-        (void)fprintf(stderr, "by %s\n", corpus_path);
+    if (!CHECK(target(data, n) == 0))
+        CHECK_MORE("by %s", corpus_path);
 }
 
 static void run_corpus(const char *name, corpus_target target)
@@ -65,22 +64,22 @@ static void run_corpus(const char *name, corpus_target target)
     corpus_n_files += n_files;
 }
 
-static void a_segment_of_another_rank_breaks_none(void)
+TEST(a_segment_of_another_rank_breaks_none)
 {
     run_corpus("segment", fuzz_segment);
 }
 
-static void strangers_break_no_handshake(void)
+TEST(strangers_break_no_handshake)
 {
     run_corpus("handshake", fuzz_handshake);
 }
 
-static void what_other_hosts_send_breaks_no_leader(void)
+TEST(what_other_hosts_send_breaks_no_leader)
 {
     run_corpus("hosts", fuzz_hosts);
 }
 
-static void rows_of_another_rank_break_no_exchange(void)
+TEST(rows_of_another_rank_break_no_exchange)
 {
     run_corpus("rows", fuzz_rows);
 }
@@ -88,12 +87,8 @@ static void rows_of_another_rank_break_no_exchange(void)
 static int run_all(void)
 {
     (void)alarm(CORPUS_ALARM_S);
-    RUN(a_segment_of_another_rank_breaks_none);
-    RUN(strangers_break_no_handshake);
-    RUN(what_other_hosts_send_breaks_no_leader);
-    RUN(rows_of_another_rank_break_no_exchange);
     (void)printf("%d inputs read\n", corpus_n_files);
-    return check_report();
+    return check_run_tests();
 }
 
 int main(void)

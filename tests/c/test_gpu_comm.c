@@ -54,7 +54,7 @@ static void run_random_steps(gpu_rank *self)
     }
 }
 
-static void operations_have_their_outcome_in_any_order_of_things(void)
+TEST_ON_HOSTS(operations_have_their_outcome_in_any_order_of_things)
 {
     for (uint64_t seed = 1; seed <= (IS_SANITIZED ? 12 : 24); seed++)
         for (int s = 0; s < N_SCHEDULES; s++) {
@@ -129,7 +129,7 @@ static void add_up_in_f32(gpu_rank *self)
     }
 }
 
-static void short_floats_are_added_in_float32_and_rounded_once(void)
+TEST(short_floats_are_added_in_float32_and_rounded_once)
 {
     static const size_t sizes[] = {0, 1, 31, 64, 65, 96, 128, 255, 1000, 8192};
     for (uint64_t seed = 1; seed <= 40; seed++) {
@@ -144,7 +144,7 @@ static void short_floats_are_added_in_float32_and_rounded_once(void)
     }
 }
 
-static void other_operations_are_as_ever_with_sums_in_float32(void)
+TEST(other_operations_are_as_ever_with_sums_in_float32)
 {
     for (uint64_t seed = 101; seed <= 118; seed++) {
         gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 3), seed, schedules[seed % 3]);
@@ -227,7 +227,7 @@ static void keep_and_renew(gpu_rank *self)
     }
 }
 
-static void memory_that_is_held_stays_and_what_is_given_back_is_used_again(void)
+TEST(memory_that_is_held_stays_and_what_is_given_back_is_used_again)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, schedules[seed % 3]);
@@ -255,7 +255,7 @@ static void steps_need_no_allocation(gpu_rank *self)
     (void)gpu_agree_on_end(self); /* before another rank ends its world */
 }
 
-static void a_step_neither_allocates_nor_waits_for_the_device(void)
+TEST_ON_HOSTS(a_step_neither_allocates_nor_waits_for_the_device)
 {
     gpu_ranks all = gpu_ranks_of(1, 1, FAKE_EARLY);
     gpu_ranks_run_world(&all, steps_need_no_allocation);
@@ -288,7 +288,7 @@ static void issue_bad_ops(gpu_rank *self)
     (void)one_step(self, 3); /* and all is well */
 }
 
-static void what_no_device_can_do_is_refused_and_changes_nothing(void)
+TEST(what_no_device_can_do_is_refused_and_changes_nothing)
 {
     for (int n = 1; n <= 2; n++) {
         gpu_ranks all = gpu_ranks_of(n, 1, FAKE_RANDOM);
@@ -296,7 +296,7 @@ static void what_no_device_can_do_is_refused_and_changes_nothing(void)
     }
 }
 
-static void a_base_without_room_for_the_words_is_refused(void)
+TEST(a_base_without_room_for_the_words_is_refused)
 {
     pl_comm *base = NULL;
     pl_comm *comm = NULL;
@@ -324,7 +324,7 @@ static void a_base_without_room_for_the_words_is_refused(void)
 
 /* ---- what only newer versions of NCCL have -------------------------------------- */
 
-static void older_versions_of_nccl_do_as_well(void)
+TEST(older_versions_of_nccl_do_as_well)
 {
     for (uint64_t seed = 1; seed <= 16; seed++) {
         gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
@@ -395,7 +395,7 @@ static void capture_and_replay(gpu_rank *self)
     pli_cuda_leave(self->backend, &scope);
 }
 
-static void steps_can_be_captured_and_replayed(void)
+TEST_ON_HOSTS(steps_can_be_captured_and_replayed)
 {
     for (uint64_t seed = 1; seed <= 6; seed++) {
         gpu_ranks all =
@@ -428,7 +428,7 @@ static void replay_while_a_host_goes(gpu_rank *self)
     pli_cuda_leave(self->backend, &scope);
 }
 
-static void who_waits_in_a_replay_is_let_go_where_another_host_goes(void)
+TEST(who_waits_in_a_replay_is_let_go_where_another_host_goes)
 {
     for (gpu_ranks_per_host = 1; gpu_ranks_per_host <= 2; gpu_ranks_per_host++) {
         gpu_ranks all = gpu_ranks_of(1 + gpu_ranks_per_host, 1, FAKE_LATE);
@@ -467,7 +467,7 @@ static void go_before_the_graph(gpu_rank *self)
     end_before_the_graph(self, 0);
 }
 
-static void a_world_ends_whose_operations_a_graph_still_holds(void)
+TEST(a_world_ends_whose_operations_a_graph_still_holds)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
@@ -496,7 +496,7 @@ static void end_while_the_watchdog_looks(gpu_rank *self)
     }
 }
 
-static void a_rank_that_ends_well_has_failed_no_step_of_the_others(void)
+TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 {
     atomic_int n_ended = 0;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
@@ -533,29 +533,11 @@ static void end_at_once(gpu_rank *self)
     self->backend->ops->free(self->backend, out);
 }
 
-static void a_world_that_ends_well_has_done_its_last_step(void)
+TEST_ON_HOSTS(a_world_that_ends_well_has_done_its_last_step)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed,
                                      seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE);
         gpu_ranks_run_world(&all, end_at_once);
     }
-}
-
-int main(void)
-{
-    RUN_ON_HOSTS(operations_have_their_outcome_in_any_order_of_things);
-    RUN(short_floats_are_added_in_float32_and_rounded_once);
-    RUN(other_operations_are_as_ever_with_sums_in_float32);
-    RUN(memory_that_is_held_stays_and_what_is_given_back_is_used_again);
-    RUN_ON_HOSTS(a_step_neither_allocates_nor_waits_for_the_device);
-    RUN(what_no_device_can_do_is_refused_and_changes_nothing);
-    RUN(a_base_without_room_for_the_words_is_refused);
-    RUN(older_versions_of_nccl_do_as_well);
-    RUN_ON_HOSTS(steps_can_be_captured_and_replayed);
-    RUN(who_waits_in_a_replay_is_let_go_where_another_host_goes);
-    RUN(a_world_ends_whose_operations_a_graph_still_holds);
-    RUN_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others);
-    RUN_ON_HOSTS(a_world_that_ends_well_has_done_its_last_step);
-    return check_report();
 }

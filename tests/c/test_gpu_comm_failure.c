@@ -86,7 +86,7 @@ static int fail_nth(const char *function, int n, int code)
     return is_hit;
 }
 
-static void every_call_of_the_driver_and_of_nccl_may_fail(void)
+TEST(every_call_of_the_driver_and_of_nccl_may_fail)
 {
     static const struct {
         const char *name;
@@ -146,7 +146,7 @@ static void fail_each_of_ours(enum pli_fault_kind kind)
     }
 }
 
-static void every_allocation_and_system_call_may_fail(void)
+TEST(every_allocation_and_system_call_may_fail)
 {
     fail_each_of_ours(PLI_FAULT_ALLOC);
     fail_each_of_ours(PLI_FAULT_SYSCALL);
@@ -206,7 +206,7 @@ static void fail_and_go_on(gpu_rank *self)
     }
 }
 
-static void a_step_that_fails_is_left_behind_by_all(void)
+TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
 {
     for (uint64_t seed = 1; seed <= 18; seed++) {
         gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed, schedules[seed % 3]);
@@ -231,7 +231,7 @@ static void fail_behind_a_good_step(gpu_rank *self)
     }
 }
 
-static void the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next(void)
+TEST_ON_HOSTS(the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 2), seed, FAKE_LATE);
@@ -255,7 +255,7 @@ static void give_up_and_fail_again(gpu_rank *self)
         CHECK_OK(try_step(self, 2));
 }
 
-static void a_recovery_that_fails_can_be_tried_again(void)
+TEST_ON_HOSTS(a_recovery_that_fails_can_be_tried_again)
 {
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
     gpu_ranks_run_world(&all, give_up_and_fail_again);
@@ -296,7 +296,7 @@ static void wait_for_one_that_never_comes(gpu_rank *self)
         CHECK_OK(try_step(self, 8));
 }
 
-static void who_waits_on_the_device_is_let_go_at_the_deadline(void)
+TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         atomic_int is_over = 0;
@@ -325,7 +325,7 @@ static void sleep_while_another_fails(gpu_rank *self)
     CHECK_OK(leave_behind(self));
 }
 
-static void who_waits_on_the_device_is_let_go_where_another_rank_fails(void)
+TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_where_another_rank_fails)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
@@ -351,7 +351,7 @@ static void sleep_while_another_host_goes(gpu_rank *self)
     CHECK(leave_behind(self) == PL_EPEER);
 }
 
-static void who_waits_on_the_device_is_let_go_where_another_host_goes(void)
+TEST(who_waits_on_the_device_is_let_go_where_another_host_goes)
 {
     for (gpu_ranks_per_host = 1; gpu_ranks_per_host <= 2; gpu_ranks_per_host++) {
         gpu_ranks all = gpu_ranks_of(1 + gpu_ranks_per_host, 1, FAKE_LATE);
@@ -373,7 +373,7 @@ static void meet_an_error_of_nccls(gpu_rank *self)
     say(self, st);
 }
 
-static void an_error_that_nccl_has_later_ends_the_step_on_all_ranks(void)
+TEST_ON_HOSTS(an_error_that_nccl_has_later_ends_the_step_on_all_ranks)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_EARLY);
@@ -404,7 +404,7 @@ static void issue_what_others_do_not(gpu_rank *self)
     CHECK(error_has("another operation"));
 }
 
-static void ranks_that_issue_other_operations_on_the_device_are_told(void)
+TEST_ON_HOSTS(ranks_that_issue_other_operations_on_the_device_are_told)
 {
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
     gpu_rank ranks[GPUS_MOST];
@@ -423,7 +423,7 @@ static void share_one_device(gpu_rank *self)
     CHECK(0);
 }
 
-static void two_ranks_on_one_device_are_told_what_to_do(void)
+TEST_ON_HOSTS(two_ranks_on_one_device_are_told_what_to_do)
 {
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
     gpu_rank ranks[GPUS_MOST];
@@ -458,7 +458,7 @@ static void end_in_the_middle_of_a_step(gpu_rank *self)
     CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS / 3);
 }
 
-static void a_world_ends_though_its_step_never_will(void)
+TEST_ON_HOSTS(a_world_ends_though_its_step_never_will)
 {
     for (uint64_t seed = 1; seed <= 6; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
@@ -479,7 +479,7 @@ static void end_early_with_the_device_behind(gpu_rank *self)
     }
 }
 
-static void who_ends_early_does_its_part_of_the_last_step(void)
+TEST_ON_HOSTS(who_ends_early_does_its_part_of_the_last_step)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
@@ -507,27 +507,8 @@ static void fork_in_the_middle(gpu_rank *self)
     CHECK_OK(try_step(self, 2));
 }
 
-static void a_forked_child_touches_nothing(void)
+TEST_ON_HOSTS(a_forked_child_touches_nothing)
 {
     gpu_ranks all = gpu_ranks_of(1, 1, FAKE_LATE);
     gpu_ranks_run_world(&all, fork_in_the_middle);
-}
-
-int main(void)
-{
-    RUN(every_call_of_the_driver_and_of_nccl_may_fail);
-    RUN(every_allocation_and_system_call_may_fail);
-    RUN_ON_HOSTS(a_step_that_fails_is_left_behind_by_all);
-    RUN_ON_HOSTS(the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next);
-    RUN_ON_HOSTS(a_recovery_that_fails_can_be_tried_again);
-    RUN_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline);
-    RUN_ON_HOSTS(who_waits_on_the_device_is_let_go_where_another_rank_fails);
-    RUN(who_waits_on_the_device_is_let_go_where_another_host_goes);
-    RUN_ON_HOSTS(an_error_that_nccl_has_later_ends_the_step_on_all_ranks);
-    RUN_ON_HOSTS(ranks_that_issue_other_operations_on_the_device_are_told);
-    RUN_ON_HOSTS(two_ranks_on_one_device_are_told_what_to_do);
-    RUN_ON_HOSTS(a_world_ends_though_its_step_never_will);
-    RUN_ON_HOSTS(who_ends_early_does_its_part_of_the_last_step);
-    RUN_ON_HOSTS(a_forked_child_touches_nothing);
-    return check_report();
 }

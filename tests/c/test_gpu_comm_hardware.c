@@ -57,7 +57,7 @@ static void wait_inside(gpu_rank *self)
 }
 
 /* Nothing that a step does is tried before but all-reduces and broadcasts. */
-static void a_call_that_does_not_come_back_is_given_up_at_the_deadline(void)
+TEST(a_call_that_does_not_come_back_is_given_up_at_the_deadline)
 {
     for (uint64_t seed = 1; seed <= 2; seed++) {
         kept_inside it = {.n_ops = 1, .op = mean};
@@ -69,7 +69,7 @@ static void a_call_that_does_not_come_back_is_given_up_at_the_deadline(void)
     }
 }
 
-static void a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline(void)
+TEST(a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline)
 {
     for (uint64_t seed = 1; seed <= 2; seed++) {
         kept_inside it = {.n_ops = 100, .op = mean};
@@ -89,7 +89,7 @@ static void issue_many(gpu_rank *self)
     CHECK_OK(gpu_agree_on_end(self));
 }
 
-static void a_full_queue_is_waited_for(void)
+TEST(a_full_queue_is_waited_for)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
@@ -115,7 +115,7 @@ static void deregister(gpu_rank *self)
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
-static void a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline(void)
+TEST(a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline)
 {
     for (uint64_t seed = 2; seed <= 3;
          seed++) { /* one that blocks, one that does not */
@@ -131,7 +131,7 @@ static void take_a_step(gpu_rank *self)
     CHECK_OK(step_once(self));
 }
 
-static void a_healthy_end_waits_for_no_proxy_beyond_the_deadline(void)
+TEST(a_healthy_end_waits_for_no_proxy_beyond_the_deadline)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
@@ -171,7 +171,7 @@ static void *come_alone(void *memory)
     return NULL;
 }
 
-static void a_thread_that_is_left_behind_takes_nothing_of_its_maker(void)
+TEST(a_thread_that_is_left_behind_takes_nothing_of_its_maker)
 {
     for (int blocks = 0; blocks < 2; blocks++) {
         char id[PLI_NCCL_ID_BYTES];
@@ -243,7 +243,7 @@ static void connect_nothing_in_steps(gpu_rank *self)
     CHECK(fake_connections() == n_before);
 }
 
-static void a_step_connects_nothing(void)
+TEST(a_step_connects_nothing)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         atomic_int n_here = 0;
@@ -271,7 +271,7 @@ static void prepare_alone(gpu_rank *self)
     }
 }
 
-static void a_trial_that_is_given_up_is_told_by_its_reason(void)
+TEST(a_trial_that_is_given_up_is_told_by_its_reason)
 {
     for (int blocks = 0; blocks < 2; blocks++) {
         atomic_int n_here = 0;
@@ -310,7 +310,7 @@ static void copy_out_and_prepare(gpu_rank *self)
     self->backend->ops->free(self->backend, out);
 }
 
-static void a_trial_comes_behind_what_the_stream_still_reads(void)
+TEST(a_trial_comes_behind_what_the_stream_still_reads)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
@@ -348,7 +348,7 @@ static int fail_trial(gpu_ranks *all, void (*run)(gpu_rank *self), pl_status st,
 }
 
 /* Ways that every world has fit, those of steps do not; or none does. */
-static void memory_that_a_connection_lacks_is_missed_at_construction(void)
+TEST(memory_that_a_connection_lacks_is_missed_at_construction)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
@@ -363,7 +363,7 @@ static void memory_that_a_connection_lacks_is_missed_at_construction(void)
     }
 }
 
-static void numbers_that_are_wrong_are_found_at_construction(void)
+TEST(numbers_that_are_wrong_are_found_at_construction)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, FAKE_RANDOM);
@@ -378,7 +378,7 @@ static void numbers_that_are_wrong_are_found_at_construction(void)
 
 /* ---- one card ------------------------------------------------------------------- */
 
-static void ranks_on_one_card_are_told_what_to_do_by_every_nccl(void)
+TEST(ranks_on_one_card_are_told_what_to_do_by_every_nccl)
 {
     static const struct {
         int nccl, is_shared, one_bus;
@@ -393,7 +393,7 @@ static void ranks_on_one_card_are_told_what_to_do_by_every_nccl(void)
 }
 
 /* Since 2.30 parts of a card are GPUs of their own. */
-static void parts_of_one_card_take_a_rank_each(void)
+TEST(parts_of_one_card_take_a_rank_each)
 {
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     all.fake.nccl = 23007;
@@ -421,7 +421,7 @@ static void end_first(gpu_rank *self)
     gpu_check(self, &mean, 5);
 }
 
-static void who_ends_well_has_sent_all_that_its_peers_wait_for(void)
+TEST(who_ends_well_has_sent_all_that_its_peers_wait_for)
 {
     static const int versions[] = {21000, 21304, 21805, 22602, 22809};
     for (uint64_t seed = 1; seed <= 10; seed++) {
@@ -440,7 +440,7 @@ static void step_and_end(gpu_rank *self)
     CHECK_OK(step_once(self));
 }
 
-static void a_flush_that_takes_too_long_is_given_up(void)
+TEST(a_flush_that_takes_too_long_is_given_up)
 {
     for (int blocks = 0; blocks < 2; blocks++) {
         gpu_ranks all = gpu_ranks_of(2, 1, FAKE_EARLY);
@@ -452,7 +452,7 @@ static void a_flush_that_takes_too_long_is_given_up(void)
 
 /* ---- the environment ------------------------------------------------------------ */
 
-static void nccls_own_variable_overrules_what_is_asked_for(void)
+TEST(nccls_own_variable_overrules_what_is_asked_for)
 {
     static const char *const words[] = {"0", "1"};
     for (uint64_t seed = 1; seed <= 4; seed++) {
@@ -466,25 +466,4 @@ static void nccls_own_variable_overrules_what_is_asked_for(void)
         gpu_ranks_run_world(&all, wait_inside);
         (void)unsetenv("NCCL_COMM_BLOCKING");
     }
-}
-
-int main(void)
-{
-    RUN(a_call_that_does_not_come_back_is_given_up_at_the_deadline);
-    RUN(a_launch_that_finds_the_queue_full_is_given_up_at_the_deadline);
-    RUN(a_full_queue_is_waited_for);
-    RUN(a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline);
-    RUN(a_healthy_end_waits_for_no_proxy_beyond_the_deadline);
-    RUN(a_thread_that_is_left_behind_takes_nothing_of_its_maker);
-    RUN(a_step_connects_nothing);
-    RUN(a_trial_that_is_given_up_is_told_by_its_reason);
-    RUN(a_trial_comes_behind_what_the_stream_still_reads);
-    RUN(memory_that_a_connection_lacks_is_missed_at_construction);
-    RUN(numbers_that_are_wrong_are_found_at_construction);
-    RUN(ranks_on_one_card_are_told_what_to_do_by_every_nccl);
-    RUN(parts_of_one_card_take_a_rank_each);
-    RUN(who_ends_well_has_sent_all_that_its_peers_wait_for);
-    RUN(a_flush_that_takes_too_long_is_given_up);
-    RUN(nccls_own_variable_overrules_what_is_asked_for);
-    return check_report();
 }

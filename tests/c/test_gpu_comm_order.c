@@ -18,8 +18,6 @@ enum {
     N_SCHEDULES = 3
 };
 
-static seeds drawn;
-
 static const fake_schedule schedules[N_SCHEDULES] = {FAKE_RANDOM, FAKE_EARLY,
                                                      FAKE_LATE};
 
@@ -210,10 +208,10 @@ static void run_steps(gpu_rank *self)
     sheets_close(self, &it);
 }
 
-static void results_reach_whoever_waits_for_them_in_any_order_of_things(void)
+TEST(results_reach_whoever_waits_for_them_in_any_order_of_things)
 {
     static const pl_dtype dtypes[] = {PL_F32, PL_BF16, PL_F32, PL_F16};
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
+    EACH_SEED (seed, N_SEEDS)
         for (int s = 0; s < N_SCHEDULES; s++)
             for (int by = 0; by < N_ORDERINGS; by++) {
                 plan what = {.dtype = dtypes[seed % 4], .by = (ordering)by};
@@ -267,9 +265,9 @@ static void run_failing(gpu_rank *self)
     sheets_close(self, &it);
 }
 
-static void what_a_failed_step_has_left_does_not_touch_the_next(void)
+TEST(what_a_failed_step_has_left_does_not_touch_the_next)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
+    EACH_SEED (seed, N_SEEDS)
         for (int s = 0; s < N_SCHEDULES; s++) {
             plan what = {.dtype = seed % 2 == 0 ? PL_BF16 : PL_F32, .by = BY_ORDER};
             gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 2), seed, schedules[s]);
@@ -348,9 +346,9 @@ static void run_captured(gpu_rank *self)
     }
 }
 
-static void a_step_is_captured_whole_and_replayed_between_others(void)
+TEST(a_step_is_captured_whole_and_replayed_between_others)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++)
+    EACH_SEED (seed, N_SEEDS)
         for (int s = 0; s < N_SCHEDULES; s++)
             for (int by = 0; by < N_ORDERINGS; by++) {
                 plan what = {.dtype = PL_F32, .by = (ordering)by};
@@ -358,13 +356,4 @@ static void a_step_is_captured_whole_and_replayed_between_others(void)
                 all.context = &what;
                 gpu_ranks_run_world(&all, run_captured);
             }
-}
-
-int main(int n_words, char **words)
-{
-    drawn = seeds_of(n_words, words, N_SEEDS);
-    RUN(results_reach_whoever_waits_for_them_in_any_order_of_things);
-    RUN(what_a_failed_step_has_left_does_not_touch_the_next);
-    RUN(a_step_is_captured_whole_and_replayed_between_others);
-    return check_report();
 }

@@ -89,7 +89,7 @@ static void do_five_steps(child *self)
     worker_close(&it, self);
 }
 
-static void worlds_of_processes_have_the_means(void)
+TEST(worlds_of_processes_have_the_means)
 {
     for (uint64_t seed = 1; seed <= 9; seed++) {
         board *all = board_create(1 + (int)(seed % 3), seed);
@@ -117,7 +117,7 @@ static void step_until_it_fails(child *self)
     worker_close(&it, self);
 }
 
-static void a_rank_that_is_killed_is_named_by_all(void)
+TEST(a_rank_that_is_killed_is_named_by_all)
 {
     for (uint64_t seed = 1; seed <= 9; seed++) {
         draw random = draw_of(seed);
@@ -173,7 +173,7 @@ static void wait_on_the_device(child *self)
     worker_close(&it, self);
 }
 
-static void who_waits_on_the_device_is_let_go_where_a_rank_is_killed(void)
+TEST(who_waits_on_the_device_is_let_go_where_a_rank_is_killed)
 {
     board *all = board_create(2, 4);
     all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
@@ -223,7 +223,7 @@ static void replay(child *self)
     worker_close(&it, self);
 }
 
-static void who_waits_in_a_replay_is_let_go_where_a_rank_is_killed(void)
+TEST(who_waits_in_a_replay_is_let_go_where_a_rank_is_killed)
 {
     board *all = board_create(2, 4);
     all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
@@ -237,7 +237,7 @@ static void who_waits_in_a_replay_is_let_go_where_a_rank_is_killed(void)
     board_destroy(all);
 }
 
-static void a_rank_that_stands_still_is_noticed_at_the_deadline(void)
+TEST(a_rank_that_stands_still_is_noticed_at_the_deadline)
 {
     board *all = board_create(2, 2);
     all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
@@ -368,7 +368,7 @@ static void run_over_group(int world_size, uint64_t seed, void (*run)(gpu_rank *
     gpu_ranks_end(&all);
 }
 
-static void a_group_comm_serves_as_the_base_of_a_gpu_world(void)
+TEST(a_group_comm_serves_as_the_base_of_a_gpu_world)
 {
     for (uint64_t seed = 1; seed <= 6; seed++)
         run_over_group(2 + (int)(seed % 2), seed, step_and_fail, 0);
@@ -385,26 +385,13 @@ static void fail_before_the_means(gpu_rank *self)
     gpu_check(self, &mean, 1);
 }
 
-static void means_of_a_step_that_is_over_outlive_a_failure_over_a_group(void)
+TEST(means_of_a_step_that_is_over_outlive_a_failure_over_a_group)
 {
     for (uint64_t seed = 1; seed <= 6; seed++)
         run_over_group(2 + (int)(seed % 2), seed, fail_before_the_means, 0);
 }
 
-static void ranks_over_a_group_are_told_who_could_not_begin(void)
+TEST(ranks_over_a_group_are_told_who_could_not_begin)
 {
     run_over_group(3, 1, step_and_fail, 3);
-}
-
-int main(void)
-{
-    RUN(worlds_of_processes_have_the_means);
-    RUN(a_rank_that_is_killed_is_named_by_all);
-    RUN(who_waits_on_the_device_is_let_go_where_a_rank_is_killed);
-    RUN(who_waits_in_a_replay_is_let_go_where_a_rank_is_killed);
-    RUN(a_rank_that_stands_still_is_noticed_at_the_deadline);
-    RUN(a_group_comm_serves_as_the_base_of_a_gpu_world);
-    RUN(means_of_a_step_that_is_over_outlive_a_failure_over_a_group);
-    RUN(ranks_over_a_group_are_told_who_could_not_begin);
-    return check_report();
 }

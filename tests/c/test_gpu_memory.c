@@ -78,7 +78,7 @@ static void end_in_anothers_capture(gpu_rank *self)
     CHECK(cuStreamDestroy(other) == 0);
 }
 
-static void a_world_that_ends_in_a_capture_does_not_spoil_it(void)
+TEST(a_world_that_ends_in_a_capture_does_not_spoil_it)
 {
     for (uint64_t seed = 1; seed <= 6; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM);
@@ -111,7 +111,7 @@ static void drop_what_is_in_flight(gpu_rank *self)
     CHECK_OK(gpu_agree_on_end(self));
 }
 
-static void memory_is_deregistered_and_freed_behind_its_last_operation(void)
+TEST(memory_is_deregistered_and_freed_behind_its_last_operation)
 {
     for (uint64_t seed = 1; seed <= 9; seed++) {
         gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, FAKE_LATE);
@@ -164,7 +164,7 @@ static void follow_a_capture(gpu_rank *self)
     pli_cuda_leave(self->backend, &scope);
 }
 
-static void what_a_failed_step_left_comes_before_the_end(void)
+TEST(what_a_failed_step_left_comes_before_the_end)
 {
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
     gpu_ranks_run_world(&all, end_behind_a_failed_step);
@@ -191,7 +191,7 @@ static void drop_a_view_that_is_read(gpu_rank *self)
     CHECK(fake_bytes_in_use(self->rank) == 0);
 }
 
-static void a_view_that_outlives_its_world_is_freed_behind_its_reader(void)
+TEST(a_view_that_outlives_its_world_is_freed_behind_its_reader)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         gpu_ranks all = gpu_ranks_of(2, seed, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM);
@@ -222,7 +222,7 @@ static void order_many_streams(gpu_rank *self)
     pli_cuda_leave(self->backend, &scope);
 }
 
-static void memory_is_freed_behind_the_newest_readers(void)
+TEST(memory_is_freed_behind_the_newest_readers)
 {
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
     gpu_ranks_run_world(&all, order_many_streams);
@@ -245,7 +245,7 @@ static void destroy_a_reader(gpu_rank *self)
     CHECK(fake_bytes_in_use(self->rank) == 0);
 }
 
-static void a_reader_that_has_gone_does_not_keep_the_memory(void)
+TEST(a_reader_that_has_gone_does_not_keep_the_memory)
 {
     gpu_ranks all = gpu_ranks_of(1, 1, FAKE_LATE);
     all.fake.quiet = 1;
@@ -309,7 +309,7 @@ static void bench_close(bench *self)
 
 enum { ARENA = 1 << 20 };
 
-static void caches_are_emptied_once_where_there_is_no_memory(void)
+TEST(caches_are_emptied_once_where_there_is_no_memory)
 {
     bench it;
     pli_block *block = NULL;
@@ -354,7 +354,7 @@ static int n_of_nccl(int version, size_t n_bytes)
     return n;
 }
 
-static void small_arenas_are_not_of_an_nccl_that_rounds_far_up(void)
+TEST(small_arenas_are_not_of_an_nccl_that_rounds_far_up)
 {
     CHECK(n_of_nccl(22105, ARENA) == 0);
     CHECK(n_of_nccl(22602, ARENA) == 0);
@@ -362,7 +362,7 @@ static void small_arenas_are_not_of_an_nccl_that_rounds_far_up(void)
     CHECK(n_of_nccl(22703, ARENA) == 1);
 }
 
-static void new_memory_is_zeros(void)
+TEST(new_memory_is_zeros)
 {
     bench it;
     pli_block *block = NULL;
@@ -383,18 +383,4 @@ static void new_memory_is_zeros(void)
     if (block != NULL)
         block->ref.release(&block->ref);
     bench_close(&it);
-}
-
-int main(void)
-{
-    RUN(a_world_that_ends_in_a_capture_does_not_spoil_it);
-    RUN(memory_is_deregistered_and_freed_behind_its_last_operation);
-    RUN(what_a_failed_step_left_comes_before_the_end);
-    RUN(a_view_that_outlives_its_world_is_freed_behind_its_reader);
-    RUN(memory_is_freed_behind_the_newest_readers);
-    RUN(a_reader_that_has_gone_does_not_keep_the_memory);
-    RUN(caches_are_emptied_once_where_there_is_no_memory);
-    RUN(small_arenas_are_not_of_an_nccl_that_rounds_far_up);
-    RUN(new_memory_is_zeros);
-    return check_report();
 }

@@ -177,7 +177,7 @@ static void reduce_and_send(rank_job *job)
     }
 }
 
-static void operations_are_carried_in_their_order_to_every_rank(void)
+TEST(operations_are_carried_in_their_order_to_every_rank)
 {
     for (int world_size = 1; world_size <= 4; world_size++)
         group_comms_run(world_size, ARENA_BYTES, reduce_and_send, NULL, 1);
@@ -200,7 +200,7 @@ static void tell_of_itself(rank_job *job)
     pl_comm_leave(job->comm);
 }
 
-static void a_group_comm_has_its_own_rank_and_the_arena_of_its_base(void)
+TEST(a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
 {
     group_comms_run(3, ARENA_BYTES, tell_of_itself, NULL, 1);
 }
@@ -217,7 +217,7 @@ static void train(rank_job *job)
     trainer_destroy(&self);
 }
 
-static void reducers_over_groups_have_exact_means(void)
+TEST(reducers_over_groups_have_exact_means)
 {
     for (int world_size = 1; world_size <= 3; world_size++) {
         for (uint64_t seed = 1; seed <= 3; seed++) {
@@ -242,7 +242,7 @@ static void delay(rank_job *job)
     CHECK_OK(wait_through(job->comm, ticket));
 }
 
-static void group_callbacks_may_ask_for_more_time(void)
+TEST(group_callbacks_may_ask_for_more_time)
 {
     group_comms_run(2, ARENA_BYTES, delay, NULL, 1);
 }
@@ -283,7 +283,7 @@ static void fail_to_issue(rank_job *job)
     check_failed(job, "the bridge is up");
 }
 
-static void an_operation_that_cannot_begin_is_the_end_of_the_group_comm(void)
+TEST(an_operation_that_cannot_begin_is_the_end_of_the_group_comm)
 {
     group_comms_run(2, ARENA_BYTES, fail_to_issue, NULL, 1);
 }
@@ -301,7 +301,7 @@ static void fail_to_wait(rank_job *job)
     check_failed(job, "the ferry has sunk");
 }
 
-static void an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm(void)
+TEST(an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm)
 {
     group_comms_run(2, ARENA_BYTES, fail_to_wait, NULL, 1);
 }
@@ -318,7 +318,7 @@ static void give_up(rank_job *job)
     CHECK(ferries[job->rank]->n_issued == 0);
 }
 
-static void what_is_aborted_stays_so_in_its_own_words(void)
+TEST(what_is_aborted_stays_so_in_its_own_words)
 {
     group_comms_run(2, ARENA_BYTES, give_up, NULL, 1);
 }
@@ -370,7 +370,7 @@ static void fail_steps_with_extra(rank_job *job)
     fail_steps(job, 8);
 }
 
-static void a_step_that_fails_before_its_first_operation_has_not_begun(void)
+TEST(a_step_that_fails_before_its_first_operation_has_not_begun)
 {
     group_comms_run(2, ARENA_BYTES * 2, fail_steps_without_extra, NULL, 1);
     group_comms_run(2, ARENA_BYTES * 2, fail_steps_with_extra, NULL, 1);
@@ -387,14 +387,14 @@ static void be_refused(rank_job *job)
     reduce_and_send(job); /* nothing has failed */
 }
 
-static void a_bad_call_is_refused_and_the_group_comm_stays_usable(void)
+TEST(a_bad_call_is_refused_and_the_group_comm_stays_usable)
 {
     group_comms_run(2, ARENA_BYTES, be_refused, NULL, 1);
 }
 
 /* ---- life ----------------------------------------------------------------------- */
 
-static void what_makes_no_group_comm_leaves_the_base_to_its_owner(void)
+TEST(what_makes_no_group_comm_leaves_the_base_to_its_owner)
 {
     static const int bad[][2] = {{0, 0}, {1, 1}, {-1, 2}, {0, PLI_MAX_GROUP_RANKS + 1}};
     pl_comm *pair[2] = {NULL};
@@ -431,7 +431,7 @@ static void what_makes_no_group_comm_leaves_the_base_to_its_owner(void)
     pl_comm_destroy(pair[1]);
 }
 
-static void a_window_shows_the_arena_of_the_base(void)
+TEST(a_window_shows_the_arena_of_the_base)
 {
     static const int nobody[1] = {0};
     char address[PLI_ADDRESS_BYTES];
@@ -465,20 +465,4 @@ static void a_window_shows_the_arena_of_the_base(void)
     pli_window_release(window);
     pli_listener_destroy(listener);
     pl_comm_destroy(group_comm);
-}
-
-int main(void)
-{
-    RUN(operations_are_carried_in_their_order_to_every_rank);
-    RUN(a_group_comm_has_its_own_rank_and_the_arena_of_its_base);
-    RUN(reducers_over_groups_have_exact_means);
-    RUN(group_callbacks_may_ask_for_more_time);
-    RUN(an_operation_that_cannot_begin_is_the_end_of_the_group_comm);
-    RUN(an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm);
-    RUN(what_is_aborted_stays_so_in_its_own_words);
-    RUN(a_step_that_fails_before_its_first_operation_has_not_begun);
-    RUN(a_bad_call_is_refused_and_the_group_comm_stays_usable);
-    RUN(what_makes_no_group_comm_leaves_the_base_to_its_owner);
-    RUN(a_window_shows_the_arena_of_the_base);
-    return check_report();
 }

@@ -49,7 +49,7 @@ static void come_among_strangers(child *self)
     }
 }
 
-static void connections_that_say_nothing_do_not_hold_up_the_ranks(void)
+TEST(connections_that_say_nothing_do_not_hold_up_the_ranks)
 {
     board *all = board_create(2, 1);
     processes_start(all, come_among_strangers);
@@ -112,7 +112,7 @@ static int end_meeting(meeting *it)
     return WIFEXITED(how) ? WEXITSTATUS(how) : -1;
 }
 
-static void a_signal_at_any_call_loses_no_rank(void)
+TEST(a_signal_at_any_call_loses_no_rank)
 {
     long n_calls = 0;
     for (long n = 1; n == 1 || n <= n_calls; n++) {
@@ -130,7 +130,7 @@ static void a_signal_at_any_call_loses_no_rank(void)
     }
 }
 
-static void a_rank_of_another_user_is_refused_in_words(void)
+TEST(a_rank_of_another_user_is_refused_in_words)
 {
     meeting it;
     if (geteuid() != 0 || !begin_meeting(&it)) /* only root can be another */
@@ -142,7 +142,7 @@ static void a_rank_of_another_user_is_refused_in_words(void)
     CHECK(end_meeting(&it) == OF_ANOTHER_USER);
 }
 
-static void a_rank_that_cannot_be_accepted_is_not_left_waiting(void)
+TEST(a_rank_that_cannot_be_accepted_is_not_left_waiting)
 {
     meeting it;
     struct rlimit before;
@@ -168,7 +168,7 @@ static void a_rank_that_cannot_be_accepted_is_not_left_waiting(void)
     pli_listener_destroy(it.listener);
 }
 
-static void words_are_cut_between_characters(void)
+TEST(words_are_cut_between_characters)
 {
     char text[8];
     pli_text_print(text, sizeof text, "abcdef%s", "\xc3\xbc!");
@@ -186,15 +186,4 @@ static void words_are_cut_between_characters(void)
                                5),
                  "\xc3\xbc"
                  "abc") == 0);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(connections_that_say_nothing_do_not_hold_up_the_ranks);
-    RUN(a_signal_at_any_call_loses_no_rank);
-    RUN(a_rank_of_another_user_is_refused_in_words);
-    RUN(a_rank_that_cannot_be_accepted_is_not_left_waiting);
-    RUN(words_are_cut_between_characters);
-    return check_report();
 }

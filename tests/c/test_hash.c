@@ -22,7 +22,7 @@ static int all_differ(uint64_t *hashes, size_t n)
     return 1;
 }
 
-static void each_byte_changes_the_hash(void)
+TEST(each_byte_changes_the_hash)
 {
     static unsigned char bytes[N_BYTES], copy[N_BYTES];
     static uint64_t hashes[N_BYTES + 1];
@@ -38,7 +38,7 @@ static void each_byte_changes_the_hash(void)
     CHECK(all_differ(hashes, N_BYTES + 1));
 }
 
-static void each_length_has_a_hash_of_its_own(void)
+TEST(each_length_has_a_hash_of_its_own)
 {
     static const unsigned char zeros[200];
     uint64_t hashes[sizeof zeros + 1];
@@ -48,7 +48,7 @@ static void each_length_has_a_hash_of_its_own(void)
 }
 
 /* A bit that were set outside these bounds is 8 deviations away. */
-static void each_bit_is_drawn_evenly(void)
+TEST(each_bit_is_drawn_evenly)
 {
     int n_set[MOST_BITS] = {0};
     for (uint64_t i = 0; i < N_NUMBERS; i++) {
@@ -59,12 +59,4 @@ static void each_bit_is_drawn_evenly(void)
     for (int bit = 0; bit < MOST_BITS; bit++)
         if (!CHECK(abs(n_set[bit] - N_NUMBERS / 2) < 253))
             CHECK_MORE("bit %d: %d of %d", bit, n_set[bit], N_NUMBERS);
-}
-
-int main(void)
-{
-    RUN(each_byte_changes_the_hash);
-    RUN(each_length_has_a_hash_of_its_own);
-    RUN(each_bit_is_drawn_evenly);
-    return check_report();
 }

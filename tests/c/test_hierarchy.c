@@ -61,7 +61,7 @@ static void do_each_kind(rank_job *job)
     }
 }
 
-static void every_rank_of_every_host_gets_the_result(void)
+TEST(every_rank_of_every_host_gets_the_result)
 {
     for (size_t k = 0; k < N_WORLDS; k++) {
         const hosts it = world_of(k);
@@ -86,7 +86,7 @@ static void average_large_halves(rank_job *job)
         CHECK(range[i] == largest);
 }
 
-static void a_mean_over_unequal_hosts_does_not_overflow(void)
+TEST(a_mean_over_unequal_hosts_does_not_overflow)
 {
     const hosts it = {
         .n_hosts = 2, .n_ranks = {6, 1}, .deadline_ns = RANKS_DEADLINE_NS};
@@ -144,7 +144,7 @@ static void do_many(rank_job *job)
     }
 }
 
-static void operations_in_flight_do_not_disturb_one_another(void)
+TEST(operations_in_flight_do_not_disturb_one_another)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 16 : 64;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
@@ -166,7 +166,7 @@ static void train(rank_job *job)
     trainer_destroy(&self);
 }
 
-static void reducers_have_exact_means(void)
+TEST(reducers_have_exact_means)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 8 : 32;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
@@ -180,7 +180,7 @@ static void reducers_have_exact_means(void)
 }
 
 /* Ranks that lag: the deadline is of silence, and no rank is silent. */
-static void a_rank_that_is_slow_fails_nobody(void)
+TEST(a_rank_that_is_slow_fails_nobody)
 {
     hosts world = world_of(1);
     model it = model_of(7, hosts_world_size(&world), 6);
@@ -235,7 +235,7 @@ static void be_refused(rank_job *job)
     }
 }
 
-static void a_bad_call_is_refused_and_the_world_stays_usable(void)
+TEST(a_bad_call_is_refused_and_the_world_stays_usable)
 {
     const hosts it = world_of(1);
     hosts_run(&it, 1 << 16, be_refused, NULL, 1);
@@ -322,7 +322,7 @@ static void fail_and_go_on(rank_job *job)
     CHECK(do_step(job, 7, N_RANGES));
 }
 
-static void a_failed_step_is_left_behind_on_every_host(void)
+TEST(a_failed_step_is_left_behind_on_every_host)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 16 : 64;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
@@ -348,7 +348,7 @@ static void fail_between_steps(rank_job *job)
     }
 }
 
-static void a_step_that_fails_at_its_beginning_is_left_behind(void)
+TEST(a_step_that_fails_at_its_beginning_is_left_behind)
 {
     for (size_t k = 0; k < 3 * N_WORLDS; k++) {
         const hosts it = world_of(k);
@@ -403,7 +403,7 @@ static void be_interrupted(rank_job *job)
     CHECK(has_begun || !all->went_on[job->rank]);
 }
 
-static void no_host_takes_a_step_that_another_does_not(void)
+TEST(no_host_takes_a_step_that_another_does_not)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 40 : 400;
     unsigned n_went_on = 0;
@@ -453,7 +453,7 @@ static void see_the_end_late(rank_job *job)
     CHECK(recovery == PL_RECOVERED && do_step(job, 3, N_RANGES));
 }
 
-static void a_step_that_is_over_is_so_for_who_looks_later(void)
+TEST(a_step_that_is_over_is_so_for_who_looks_later)
 {
     for (int n_ranks = 1; n_ranks <= 2; n_ranks++) {
         const hosts it = {.n_hosts = 2,
@@ -493,7 +493,7 @@ static void go_while_recovering(rank_job *job)
     check_stays_failed(job);
 }
 
-static void a_host_that_goes_while_others_recover_ends_the_world(void)
+TEST(a_host_that_goes_while_others_recover_ends_the_world)
 {
     for (size_t k = 0; k < 2 * N_WORLDS; k++) {
         hosts it = world_of(k);
@@ -524,7 +524,7 @@ static void go_early(rank_job *job)
     check_stays_failed(job);
 }
 
-static void a_host_that_leaves_early_is_named(void)
+TEST(a_host_that_leaves_early_is_named)
 {
     for (size_t k = 0; k < N_WORLDS; k++) {
         hosts it = world_of(k);
@@ -547,7 +547,7 @@ static void leave_at_once(rank_job *job)
     pl_comm_leave(job->comm);
 }
 
-static void a_host_that_leaves_after_its_part_fails_nobody(void)
+TEST(a_host_that_leaves_after_its_part_fails_nobody)
 {
     for (size_t k = 0; k < 4 * N_WORLDS; k++) {
         const hosts it = world_of(k);
@@ -567,7 +567,7 @@ static void differ(rank_job *job)
     CHECK(error_has("another operation"));
 }
 
-static void another_operation_on_another_host_is_an_error_on_all(void)
+TEST(another_operation_on_another_host_is_an_error_on_all)
 {
     for (size_t k = 0; k < N_WORLDS; k++) {
         const hosts it = world_of(k);
@@ -591,7 +591,7 @@ static void stall(rank_job *job)
     CHECK(error_has("host") && error_has("kept this rank waiting"));
 }
 
-static void a_host_that_does_not_come_is_named_at_the_deadline(void)
+TEST(a_host_that_does_not_come_is_named_at_the_deadline)
 {
     for (size_t k = 0; k < N_WORLDS; k++) {
         hosts it = world_of(k);
@@ -626,7 +626,7 @@ static void fall_silent(rank_job *job)
         CHECK_MORE("rank %d: %s", job->rank, pl_error_message());
 }
 
-static void who_waits_for_a_silent_host_is_not_blamed_for_it(void)
+TEST(who_waits_for_a_silent_host_is_not_blamed_for_it)
 {
     for (int narrow = 0; narrow < 2; narrow++) {
         silence it = {.world = {.n_hosts = 3,
@@ -639,7 +639,7 @@ static void who_waits_for_a_silent_host_is_not_blamed_for_it(void)
 
 /* ---- making one ----------------------------------------------------------------- */
 
-static void what_makes_no_hierarchy_leaves_its_parts_to_their_owner(void)
+TEST(what_makes_no_hierarchy_leaves_its_parts_to_their_owner)
 {
     const int n_ranks[] = {1, 1};
     pl_comm *inner = NULL;
@@ -656,26 +656,4 @@ static void what_makes_no_hierarchy_leaves_its_parts_to_their_owner(void)
     CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("hosts have"));
     CHECK(out == NULL);
     pl_comm_destroy(inner);
-}
-
-int main(void)
-{
-    RUN(every_rank_of_every_host_gets_the_result);
-    RUN(a_mean_over_unequal_hosts_does_not_overflow);
-    RUN(operations_in_flight_do_not_disturb_one_another);
-    RUN(reducers_have_exact_means);
-    RUN(a_rank_that_is_slow_fails_nobody);
-    RUN(a_bad_call_is_refused_and_the_world_stays_usable);
-    RUN(a_failed_step_is_left_behind_on_every_host);
-    RUN(a_step_that_fails_at_its_beginning_is_left_behind);
-    RUN(no_host_takes_a_step_that_another_does_not);
-    RUN(a_step_that_is_over_is_so_for_who_looks_later);
-    RUN(a_host_that_goes_while_others_recover_ends_the_world);
-    RUN(a_host_that_leaves_early_is_named);
-    RUN(a_host_that_leaves_after_its_part_fails_nobody);
-    RUN(another_operation_on_another_host_is_an_error_on_all);
-    RUN(a_host_that_does_not_come_is_named_at_the_deadline);
-    RUN(who_waits_for_a_silent_host_is_not_blamed_for_it);
-    RUN(what_makes_no_hierarchy_leaves_its_parts_to_their_owner);
-    return check_report();
 }

@@ -90,7 +90,7 @@ static void tell_others(rank_job *job)
     check_recovers(job);
 }
 
-static void other_hosts_know_why_before_the_rank_goes_on(void)
+TEST(other_hosts_know_why_before_the_rank_goes_on)
 {
     static const hosts worlds[] = {{.n_hosts = 2, .n_ranks = {1, 1}},
                                    {.n_hosts = 2, .n_ranks = {2, 2}},
@@ -132,7 +132,7 @@ static void only_ask(rank_job *job)
     check_recovers(job);
 }
 
-static void who_only_asks_has_others_know(void)
+TEST(who_only_asks_has_others_know)
 {
     const hosts world = {
         .n_hosts = 3, .n_ranks = {1, 1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
@@ -162,18 +162,10 @@ static void ask_before_the_end_is_seen(rank_job *job)
     check_recovers(job);
 }
 
-static void a_step_that_others_have_taken_is_not_given_up(void)
+TEST(a_step_that_others_have_taken_is_not_given_up)
 {
     const hosts world = {
         .n_hosts = 2, .n_ranks = {1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
     scene it = {.culprit = 0};
     hosts_run(&world, 1 << 16, ask_before_the_end_is_seen, &it, 1);
-}
-
-int main(void)
-{
-    RUN(other_hosts_know_why_before_the_rank_goes_on);
-    RUN(who_only_asks_has_others_know);
-    RUN(a_step_that_others_have_taken_is_not_given_up);
-    return check_report();
 }

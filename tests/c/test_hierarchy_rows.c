@@ -77,7 +77,7 @@ static void be_interrupted(rank_job *job)
                               exchange_rows(job, all->n_rows, 0) == PL_OK;
 }
 
-static void no_host_takes_rows_that_another_does_not(void)
+TEST(no_host_takes_rows_that_another_does_not)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 40 : 200;
     unsigned n_went_on = 0;
@@ -98,10 +98,4 @@ static void no_host_takes_rows_that_another_does_not(void)
         n_went_on += (unsigned)all.went_on[other];
     }
     printf("%u worlds went on\n", n_went_on);
-}
-
-int main(void)
-{
-    RUN(no_host_takes_rows_that_another_does_not);
-    return check_report();
 }

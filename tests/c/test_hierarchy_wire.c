@@ -75,7 +75,7 @@ static pl_op op_at(size_t k)
     return k < N_BUCKETS ? bucket : flags;
 }
 
-static void a_step_sends_each_bucket_once_and_a_head_with_it(void)
+TEST(a_step_sends_each_bucket_once_and_a_head_with_it)
 {
     scene it;
     if (!scene_init(&it))
@@ -137,7 +137,7 @@ static size_t bytes_sent_for(int n_hosts, size_t n_bytes, size_t n_messages)
 
 /* 2 S (n - 1) / n of S bytes a host is the least that n hosts can send.  They send more
  * where a second round would cost more than the bytes that it saves. */
-static void hosts_send_no_more_than_they_must(void)
+TEST(hosts_send_no_more_than_they_must)
 {
     const size_t least_saved = 1 << 16;
     for (size_t n = 2; n <= 10; n++) {
@@ -178,7 +178,7 @@ static void recover_from(pli_link_stream stream, uint64_t number, uint64_t n_byt
     scene_fini(&it);
 }
 
-static void a_head_that_no_host_sends_ends_the_world_at_once(void)
+TEST(a_head_that_no_host_sends_ends_the_world_at_once)
 {
     const uint64_t mark = UINT64_C(1) << PLI_EPOCH_SHIFT;
     for (pli_link_stream s = PLI_LINK_DATA; s < PLI_N_LINK_STREAMS; s++) {
@@ -190,12 +190,4 @@ static void a_head_that_no_host_sends_ends_the_world_at_once(void)
         recover_from(s, mark, UINT64_C(1) << 40);
         recover_from(s, mark + 1, 0);
     }
-}
-
-int main(void)
-{
-    RUN(a_step_sends_each_bucket_once_and_a_head_with_it);
-    RUN(hosts_send_no_more_than_they_must);
-    RUN(a_head_that_no_host_sends_ends_the_world_at_once);
-    return check_report();
 }

@@ -5,6 +5,7 @@
  * are compared whole, so that a write to any wrong place is seen.  Two NaNs are equal,
  * whatever their payload.
  */
+#define CHECK_OWN_MAIN
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,15 +171,12 @@ static void run_trial(operation op, const trial *t)
     for (const type it##_all[] = __VA_ARGS__, *it = it##_all;                          \
          it < it##_all + sizeof it##_all / sizeof it##_all[0]; it++)
 
-static void bytes_are_copied_from_any_address_to_any_other(void)
+TEST(bytes_are_copied_from_any_address_to_any_other)
 {
     draw(PL_U8);
-    FOR_EACH(size_t, n, {1, 3, 15, 16, 17, 100, 16384, 32768, 32769, 70001})
-    {
-        FOR_EACH(size_t, to, {0, 1, 2, 4, 5, 8, 15})
-        {
-            FOR_EACH(size_t, from, {0, 1, 2, 4, 5, 8, 15})
-            {
+    FOR_EACH (size_t, n, {1, 3, 15, 16, 17, 100, 16384, 32768, 32769, 70001}) {
+        FOR_EACH (size_t, to, {0, 1, 2, 4, 5, 8, 15}) {
+            FOR_EACH (size_t, from, {0, 1, 2, 4, 5, 8, 15}) {
                 run_trial(OP_COPY, &(trial){.to = TO_AT + *to,
                                             .from = FROM_AT + *from,
                                             .n_elems = *n,
@@ -192,15 +190,13 @@ static void bytes_are_copied_from_any_address_to_any_other(void)
     }
 }
 
-static void tensors_of_every_type_are_copied_and_added(void)
+TEST(tensors_of_every_type_are_copied_and_added)
 {
     for (int d = 0; d < PL_N_DTYPES; d++) {
         const size_t word_bytes = (size_t)naive_bytes(words[d]);
         draw((pl_dtype)d);
-        FOR_EACH(size_t, n, {0, 1, 3, 5, 255, 4096, 4097, 8193, 20000})
-        {
-            FOR_EACH(size_t, shift, {0, 1, 3, 16, 17})
-            {
+        FOR_EACH (size_t, n, {0, 1, 3, 5, 255, 4096, 4097, 8193, 20000}) {
+            FOR_EACH (size_t, shift, {0, 1, 3, 16, 17}) {
                 const trial t = {.to = TO_AT + *shift % 4 * word_bytes,
                                  .from = FROM_AT + *shift / 4 * word_bytes,
                                  .n_elems = *n,
@@ -212,14 +208,12 @@ static void tensors_of_every_type_are_copied_and_added(void)
     }
 }
 
-static void tensors_of_every_type_are_scaled(void)
+TEST(tensors_of_every_type_are_scaled)
 {
     for (int d = PL_F16; d < PL_N_DTYPES; d++) {
         draw((pl_dtype)d);
-        FOR_EACH(size_t, n, {0, 1, 5, 257, 8193})
-        {
-            FOR_EACH(int, numerator, {1, 2, 3, 1000})
-            {
+        FOR_EACH (size_t, n, {0, 1, 5, 257, 8193}) {
+            FOR_EACH (int, numerator, {1, 2, 3, 1000}) {
                 const trial t = {.to = TO_AT + *n % 2 * pl_dtype_bytes((pl_dtype)d),
                                  .from = FROM_AT,
                                  .n_elems = *n,
@@ -243,20 +237,17 @@ static void draw_halves(unsigned base, unsigned n, unsigned next)
 
 /* A float added to the next, or times 3/2, lies half way between two; 1001/1000 of it
  * next to where it was. */
-static void every_16_bit_float_is_rounded_to_even(void)
+TEST(every_16_bit_float_is_rounded_to_even)
 {
     enum { N = 16384 };
-    FOR_EACH(pl_dtype, half, {PL_F16, PL_BF16})
-    {
+    FOR_EACH (pl_dtype, half, {PL_F16, PL_BF16}) {
         for (unsigned base = 0; base < 65536; base += N) {
             trial t = {.to = TO_AT, .from = FROM_AT, .n_elems = N, .dtype = *half};
-            FOR_EACH(unsigned, next, {1, 2, 3, 0x7f, 0x3ff, 0x8001, 0x8400})
-            {
+            FOR_EACH (unsigned, next, {1, 2, 3, 0x7f, 0x3ff, 0x8001, 0x8400}) {
                 draw_halves(base, N, *next);
                 run_trial(OP_ADD, &t);
             }
-            FOR_EACH(int, numerator, {500, 1001, 1500, 3000, 0x7fffffff})
-            {
+            FOR_EACH (int, numerator, {500, 1001, 1500, 3000, 0x7fffffff}) {
                 t.ratio[0] = *numerator;
                 t.ratio[1] = 1000;
                 run_trial(OP_SCALE, &t);
@@ -266,7 +257,7 @@ static void every_16_bit_float_is_rounded_to_even(void)
 }
 
 /* Worked out by hand, so that no reference is its own judge. */
-static void known_numbers_are_rounded_as_they_must_be(void)
+TEST(known_numbers_are_rounded_as_they_must_be)
 {
     static const struct {
         pl_dtype dtype;
@@ -315,7 +306,7 @@ static void known_numbers_are_rounded_as_they_must_be(void)
 
 /* ---- ranges ---------------------------------------------------------------------- */
 
-static void what_is_no_float_is_not_summed(void)
+TEST(what_is_no_float_is_not_summed)
 {
     static const pl_dtype none[] = {PL_U8, PL_I8, PL_I16, PL_I32, PL_I64};
     uint64_t memory[4] = {0};
@@ -331,18 +322,15 @@ static void what_is_no_float_is_not_summed(void)
     }
 }
 
-static void slots_of_several_ranks_are_summed_in_rank_order(void)
+TEST(slots_of_several_ranks_are_summed_in_rank_order)
 {
     for (int d = PL_F16; d < PL_N_DTYPES; d++) {
         const size_t elem_bytes = pl_dtype_bytes((pl_dtype)d);
         const size_t word_bytes = (size_t)naive_bytes(words[d]);
         draw((pl_dtype)d);
-        FOR_EACH(size_t, n, {0, 1, 5, 1025, 4099})
-        {
-            FOR_EACH(int, n_ranks, {1, 2, 3, 4, 5, 7})
-            {
-                FOR_EACH(size_t, shift, {0, 1, 4, 5, 16, 20, 21})
-                {
+        FOR_EACH (size_t, n, {0, 1, 5, 1025, 4099}) {
+            FOR_EACH (int, n_ranks, {1, 2, 3, 4, 5, 7}) {
+                FOR_EACH (size_t, shift, {0, 1, 4, 5, 16, 20, 21}) {
                     trial t = {.to = TO_AT + *shift % 4 * word_bytes,
                                .from = FROM_AT + *shift / 4 % 4 * word_bytes,
                                .n_elems = *n,
@@ -387,18 +375,15 @@ static uint64_t checksum(const unsigned char *from, size_t n_bytes, size_t offse
     return sums[1] - 2;
 }
 
-static void a_checksum_depends_on_bytes_and_place_but_not_on_the_address(void)
+TEST(a_checksum_depends_on_bytes_and_place_but_not_on_the_address)
 {
     unsigned char *const arena = bench.arenas[FAST];
     draw(PL_U8);
-    FOR_EACH(size_t, n,
-             {0, 1, 7, 8, 9, 15, 16, 17, 31, 100, 16384, 32768, 32769, 70001})
-    {
-        FOR_EACH(size_t, offset, {0, 64, 1 << 20, (size_t)1 << 34})
-        {
+    FOR_EACH (size_t, n,
+              {0, 1, 7, 8, 9, 15, 16, 17, 31, 100, 16384, 32768, 32769, 70001}) {
+        FOR_EACH (size_t, offset, {0, 64, 1 << 20, (size_t)1 << 34}) {
             const uint64_t expected = naive_checksum(bench.drawn, *n, *offset);
-            FOR_EACH(size_t, shift, {0, 1, 2, 4, 5, 8, 12, 15, 16})
-            {
+            FOR_EACH (size_t, shift, {0, 1, 2, 4, 5, 8, 12, 15, 16}) {
                 memcpy(arena + *shift, bench.drawn, *n);
                 CHECK(checksum(arena + *shift, *n, *offset) == expected);
             }
@@ -408,7 +393,7 @@ static void a_checksum_depends_on_bytes_and_place_but_not_on_the_address(void)
     }
 }
 
-static void a_checksum_shows_every_bit_that_changes(void)
+TEST(a_checksum_shows_every_bit_that_changes)
 {
     enum { N = 200 };
     unsigned char bytes[N];
@@ -426,7 +411,7 @@ static void a_checksum_shows_every_bit_that_changes(void)
 }
 
 /* A tensor's checksum is that of its parts; 1,500 are two launches. */
-static void the_pieces_of_a_segment_are_added_up(void)
+TEST(the_pieces_of_a_segment_are_added_up)
 {
     enum { N = 1500 };
     static pli_piece pieces[N];
@@ -440,27 +425,25 @@ static void the_pieces_of_a_segment_are_added_up(void)
     CHECK(sums[0] == 0 && sums[1] == checksum(bench.drawn, 64 * (size_t)N, 0));
 }
 
-static void a_place_that_no_span_can_name_is_refused(void)
+TEST(a_place_that_no_span_can_name_is_refused)
 {
     unsigned char byte = 0;
     uint64_t sum = 0;
-    FOR_EACH(size_t, offset, {(size_t)1 << 35, 4})
-    {
+    FOR_EACH (size_t, offset, {(size_t)1 << 35, 4}) {
         const pli_piece piece = {NULL, &byte, 1, *offset, 0};
         CHECK(pli_kernels_checksum(bench.kernels, &piece, 1, &sum, NULL) == PL_EINVAL);
     }
     CHECK(checksum(&byte, 1, ((size_t)1 << 35) - 8) != 0);
 }
 
-static void segments_whose_checksums_differ_are_copied(void)
+TEST(segments_whose_checksums_differ_are_copied)
 {
     enum { N = 40000 };
     unsigned char *const arena = bench.arenas[FAST];
     const uint64_t sums[] = {5, 6, 7}, wanted[] = {5, 60, 7};
     const unsigned long long n_before = host_kernel_fetched();
     draw(PL_U8);
-    FOR_EACH(size_t, shift, {0, 1, 4})
-    {
+    FOR_EACH (size_t, shift, {0, 1, 4}) {
         pli_piece pieces[4];
         arenas_begin();
         for (size_t i = 0; i < 4; i++)
@@ -476,7 +459,7 @@ static void segments_whose_checksums_differ_are_copied(void)
 
 /* ---- all of it ------------------------------------------------------------------ */
 
-static void every_branch_of_every_kernel_was_taken(void)
+TEST(every_branch_of_every_kernel_was_taken)
 {
     const char *name = NULL;
     int is_taken = 0;
@@ -494,20 +477,8 @@ int main(void)
     return 0;
 #endif
     if (!bench_create())
-        return check_report();
-    RUN(bytes_are_copied_from_any_address_to_any_other);
-    RUN(tensors_of_every_type_are_copied_and_added);
-    RUN(tensors_of_every_type_are_scaled);
-    RUN(every_16_bit_float_is_rounded_to_even);
-    RUN(known_numbers_are_rounded_as_they_must_be);
-    RUN(what_is_no_float_is_not_summed);
-    RUN(slots_of_several_ranks_are_summed_in_rank_order);
-    RUN(a_checksum_depends_on_bytes_and_place_but_not_on_the_address);
-    RUN(a_checksum_shows_every_bit_that_changes);
-    RUN(the_pieces_of_a_segment_are_added_up);
-    RUN(a_place_that_no_span_can_name_is_refused);
-    RUN(segments_whose_checksums_differ_are_copied);
-    RUN(every_branch_of_every_kernel_was_taken);
+        return 1;
+    const int result = check_run_tests();
     bench_destroy();
-    return check_report();
+    return result;
 }

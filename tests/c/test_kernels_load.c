@@ -1,4 +1,5 @@
 /* test_kernels_load.c - where kernels come from, and how work is cut into launches. */
+#define CHECK_OWN_MAIN
 #include <dirent.h>
 #include <limits.h>
 #include <stdlib.h>
@@ -75,7 +76,7 @@ static void unload(pli_kernels *kernels)
 
 /* ---- loading -------------------------------------------------------------------- */
 
-static void the_fatbin_is_taken_where_the_driver_takes_it(void)
+TEST(the_fatbin_is_taken_where_the_driver_takes_it)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -85,7 +86,7 @@ static void the_fatbin_is_taken_where_the_driver_takes_it(void)
     unload(kernels);
 }
 
-static void an_old_driver_has_the_kernels_compiled_for_its_device(void)
+TEST(an_old_driver_has_the_kernels_compiled_for_its_device)
 {
     static const int misfits[] = {200, 209, 218, 221, 222, 223, 300, 801};
     for (size_t i = 0; i < sizeof misfits / sizeof misfits[0]; i++) {
@@ -100,7 +101,7 @@ static void an_old_driver_has_the_kernels_compiled_for_its_device(void)
     }
 }
 
-static void a_driver_of_small_parameters_is_given_no_kernels_of_large_ones(void)
+TEST(a_driver_of_small_parameters_is_given_no_kernels_of_large_ones)
 {
     pli_driver driver = kernel_driver;
     pli_kernels *kernels = NULL;
@@ -113,7 +114,7 @@ static void a_driver_of_small_parameters_is_given_no_kernels_of_large_ones(void)
                  "fake cubin for --gpu-architecture=sm_86, small parameters") == 0);
 }
 
-static void an_old_compiler_makes_ptx_for_the_newest_device_it_knows(void)
+TEST(an_old_compiler_makes_ptx_for_the_newest_device_it_knows)
 {
     start_over();
     fake_nvrtc_reset(90);
@@ -122,7 +123,7 @@ static void an_old_compiler_makes_ptx_for_the_newest_device_it_knows(void)
     CHECK(strcmp(driver_said.image, "fake PTX for --gpu-architecture=compute_90") == 0);
 }
 
-static void a_failure_that_is_no_misfit_is_told_as_it_is(void)
+TEST(a_failure_that_is_no_misfit_is_told_as_it_is)
 {
     start_over();
     driver_said.load_results[0] = PLI_CU_OUT_OF_MEMORY;
@@ -137,7 +138,7 @@ static void a_failure_that_is_no_misfit_is_told_as_it_is(void)
 }
 
 /* Every way in which it cannot be helped ends in the same words of advice. */
-static void without_any_kernels_one_error_says_what_to_do(void)
+TEST(without_any_kernels_one_error_says_what_to_do)
 {
     static const char *const failing[] = {"nvrtcCreateProgram", "nvrtcCompileProgram",
                                           "nvrtcGetCUBINSize", "nvrtcGetCUBIN",
@@ -157,7 +158,7 @@ static void without_any_kernels_one_error_says_what_to_do(void)
     }
 }
 
-static void a_compiler_that_knows_no_fitting_device_is_an_error(void)
+TEST(a_compiler_that_knows_no_fitting_device_is_an_error)
 {
     static const char *const failing[] = {
         "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs", "nvrtcGetPTXSize",
@@ -173,7 +174,7 @@ static void a_compiler_that_knows_no_fitting_device_is_an_error(void)
     said("capability 7.0");
 }
 
-static void a_kernel_that_is_missing_is_named(void)
+TEST(a_kernel_that_is_missing_is_named)
 {
     start_over();
     driver_said.missing = "pl_sum";
@@ -184,7 +185,7 @@ static void a_kernel_that_is_missing_is_named(void)
     said("pl_add_small");
 }
 
-static void no_allocation_that_fails_leaves_anything_behind(void)
+TEST(no_allocation_that_fails_leaves_anything_behind)
 {
     long n = 1;
     for (;; n++) {
@@ -216,7 +217,7 @@ static int n_compiled_for(int compute)
     return fake_nvrtc_compiled() - n_before;
 }
 
-static void what_was_compiled_once_is_loaded_from_then_on(void)
+TEST(what_was_compiled_once_is_loaded_from_then_on)
 {
     char path[PATH_MAX];
     start_over();
@@ -247,7 +248,7 @@ static void overwrite(const char *path, long at)
     }
 }
 
-static void a_file_that_is_not_as_it_was_written_is_compiled_anew(void)
+TEST(a_file_that_is_not_as_it_was_written_is_compiled_anew)
 {
     char path[PATH_MAX];
     for (int how = 0; how < 7; how++) {
@@ -275,7 +276,7 @@ static void a_file_that_is_not_as_it_was_written_is_compiled_anew(void)
 }
 
 /* Root may write everywhere: for it a file is in the folder's place. */
-static void a_folder_that_cannot_be_used_is_done_without(void)
+TEST(a_folder_that_cannot_be_used_is_done_without)
 {
     char folder[PATH_MAX];
     start_over();
@@ -361,7 +362,7 @@ static void check_launches(pli_kernels *kernels, size_t n, int n_launches)
     free(self);
 }
 
-static void a_thousand_tensors_are_one_launch(void)
+TEST(a_thousand_tensors_are_one_launch)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -379,7 +380,7 @@ static void a_thousand_tensors_are_one_launch(void)
     unload(kernels);
 }
 
-static void small_parameters_do_where_there_are_no_large_ones(void)
+TEST(small_parameters_do_where_there_are_no_large_ones)
 {
     start_over();
     driver_said.missing = "pl_scale_large";
@@ -397,7 +398,7 @@ static void small_parameters_do_where_there_are_no_large_ones(void)
     unload(kernels);
 }
 
-static void what_has_nothing_to_do_is_not_launched(void)
+TEST(what_has_nothing_to_do_is_not_launched)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -422,7 +423,7 @@ static void what_has_nothing_to_do_is_not_launched(void)
 
 /* 2^24 + 1 + 2 is 2^24 + 2 in this order, and 2^24 + 4 or + 3 in no order that there
  * is. */
-static void additions_to_one_place_keep_their_order(void)
+TEST(additions_to_one_place_keep_their_order)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -441,7 +442,7 @@ static void additions_to_one_place_keep_their_order(void)
 }
 
 /* No memory of that size is touched: the launches do nothing. */
-static void more_blocks_than_a_grid_can_have_are_launched_apart(void)
+TEST(more_blocks_than_a_grid_can_have_are_launched_apart)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -458,7 +459,7 @@ static void more_blocks_than_a_grid_can_have_are_launched_apart(void)
     unload(kernels);
 }
 
-static void a_launch_that_fails_says_what_it_was_for(void)
+TEST(a_launch_that_fails_says_what_it_was_for)
 {
     start_over();
     pli_kernels *kernels = load(90, PL_OK);
@@ -482,24 +483,7 @@ int main(void)
 {
     if (!begin_cache())
         return 1;
-    RUN(the_fatbin_is_taken_where_the_driver_takes_it);
-    RUN(an_old_driver_has_the_kernels_compiled_for_its_device);
-    RUN(a_driver_of_small_parameters_is_given_no_kernels_of_large_ones);
-    RUN(an_old_compiler_makes_ptx_for_the_newest_device_it_knows);
-    RUN(a_failure_that_is_no_misfit_is_told_as_it_is);
-    RUN(without_any_kernels_one_error_says_what_to_do);
-    RUN(a_compiler_that_knows_no_fitting_device_is_an_error);
-    RUN(a_kernel_that_is_missing_is_named);
-    RUN(no_allocation_that_fails_leaves_anything_behind);
-    RUN(what_was_compiled_once_is_loaded_from_then_on);
-    RUN(a_file_that_is_not_as_it_was_written_is_compiled_anew);
-    RUN(a_folder_that_cannot_be_used_is_done_without);
-    RUN(a_thousand_tensors_are_one_launch);
-    RUN(small_parameters_do_where_there_are_no_large_ones);
-    RUN(what_has_nothing_to_do_is_not_launched);
-    RUN(additions_to_one_place_keep_their_order);
-    RUN(more_blocks_than_a_grid_can_have_are_launched_apart);
-    RUN(a_launch_that_fails_says_what_it_was_for);
+    const int result = check_run_tests();
     end_cache();
-    return check_report();
+    return result;
 }

@@ -58,7 +58,7 @@ static void check_pack(const pli_layout *layout)
 
 /* ---- density -------------------------------------------------------------------- */
 
-static void density_is_told_of_any_order_of_dimensions(void)
+TEST(density_is_told_of_any_order_of_dimensions)
 {
     static const struct {
         pli_dim dims[3];
@@ -118,7 +118,7 @@ static void draw_dims(draw *random, pli_dim *dims, int n_dims)
     }
 }
 
-static void elements_of_any_dtype_and_rank_are_packed_in_order(void)
+TEST(elements_of_any_dtype_and_rank_are_packed_in_order)
 {
     for (uint64_t seed = 1; seed <= 3000; seed++) {
         draw random = draw_of(seed);
@@ -134,7 +134,7 @@ static void elements_of_any_dtype_and_rank_are_packed_in_order(void)
     }
 }
 
-static void the_most_dimensions_are_walked(void)
+TEST(the_most_dimensions_are_walked)
 {
     pli_dim dims[PLI_MAX_DIMS];
     for (int d = 0; d < PLI_MAX_DIMS; d++)
@@ -160,7 +160,7 @@ static pli_layout layout_of(pl_dtype dtype, int64_t rows, int64_t columns)
     return layout;
 }
 
-static void unpacking_puts_each_element_back_and_nothing_else(void)
+TEST(unpacking_puts_each_element_back_and_nothing_else)
 {
     for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
         const size_t n = pl_dtype_bytes((pl_dtype)dtype);
@@ -182,7 +182,7 @@ static void unpacking_puts_each_element_back_and_nothing_else(void)
     }
 }
 
-static void dense_tensors_are_packed_as_they_lie(void)
+TEST(dense_tensors_are_packed_as_they_lie)
 {
     pli_layout layout = layout_of(PL_F32, 3, 4);
     layout.dims[0].stride = 1;
@@ -197,7 +197,7 @@ static void dense_tensors_are_packed_as_they_lie(void)
     CHECK(memory[48] == 0);
 }
 
-static void layouts_are_equal_where_they_put_the_same_at_the_same_places(void)
+TEST(layouts_are_equal_where_they_put_the_same_at_the_same_places)
 {
     const pli_layout first = layout_of(PL_F32, 3, 1);
     pli_layout other = first;
@@ -218,7 +218,7 @@ static void layouts_are_equal_where_they_put_the_same_at_the_same_places(void)
     CHECK(!pli_layout_equal(&first, &other));
 }
 
-static void a_copy_of_a_layout_is_its_own_or_fails(void)
+TEST(a_copy_of_a_layout_is_its_own_or_fails)
 {
     const pli_layout layout = layout_of(PL_BF16, 3, 4);
     pli_layout *copy = NULL;
@@ -231,16 +231,4 @@ static void a_copy_of_a_layout_is_its_own_or_fails(void)
     CHECK(pli_layout_copy(&layout, &copy) == PL_ENOMEM);
     pli_fault_arm(PLI_FAULT_ALLOC, 0);
     CHECK(copy == NULL);
-}
-
-int main(void)
-{
-    RUN(density_is_told_of_any_order_of_dimensions);
-    RUN(elements_of_any_dtype_and_rank_are_packed_in_order);
-    RUN(the_most_dimensions_are_walked);
-    RUN(unpacking_puts_each_element_back_and_nothing_else);
-    RUN(dense_tensors_are_packed_as_they_lie);
-    RUN(layouts_are_equal_where_they_put_the_same_at_the_same_places);
-    RUN(a_copy_of_a_layout_is_its_own_or_fails);
-    return check_report();
 }

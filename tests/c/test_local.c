@@ -72,14 +72,14 @@ static void do_a_large_size(rank_job *job)
     }
 }
 
-static void every_kind_dtype_and_reduction_is_exact_in_worlds_of_1_to_8(void)
+TEST(every_kind_dtype_and_reduction_is_exact_in_worlds_of_1_to_8)
 {
     for (int i = 0; i < N_WORLD_SIZES; i++)
         ranks_run_world(world_sizes[i], ops_arena_bytes(8 * 1000 + 5), do_small_sizes,
                         NULL, 1);
 }
 
-static void large_ranges_of_odd_sizes_are_exact(void)
+TEST(large_ranges_of_odd_sizes_are_exact)
 {
     for (int i = 0; i < N_WORLD_SIZES; i++)
         ranks_run_world(world_sizes[i], ops_arena_bytes(8 * N_LARGE + 5),
@@ -101,7 +101,7 @@ static void do_barriers(rank_job *job)
     }
 }
 
-static void no_rank_passes_a_barrier_before_all_have_come(void)
+TEST(no_rank_passes_a_barrier_before_all_have_come)
 {
     for (int i = 0; i < N_WORLD_SIZES; i++) {
         atomic_int n_arrived = 0;
@@ -159,7 +159,7 @@ static void do_many_at_once(rank_job *job)
         wait_and_check(job, seed, k, tickets);
 }
 
-static void operations_in_flight_come_out_exact_however_the_ranks_dawdle(void)
+TEST(operations_in_flight_come_out_exact_however_the_ranks_dawdle)
 {
     for (uint64_t seed = 1; seed <= 3; seed++)
         for (int i = 0; i < N_WORLD_SIZES; i++)
@@ -168,7 +168,7 @@ static void operations_in_flight_come_out_exact_however_the_ranks_dawdle(void)
 }
 
 /* Both ranks on this one thread: nothing here waits. */
-static void as_many_operations_as_the_ring_holds_are_in_flight_and_no_more(void)
+TEST(as_many_operations_as_the_ring_holds_are_in_flight_and_no_more)
 {
     enum { RING_OPS = 1024 };
     const pl_op barrier = {.kind = PL_BARRIER};
@@ -195,7 +195,7 @@ static void as_many_operations_as_the_ring_holds_are_in_flight_and_no_more(void)
     pl_comm_destroy(comms[1]);
 }
 
-static void a_wait_gives_control_back_after_its_slice(void)
+TEST(a_wait_gives_control_back_after_its_slice)
 {
     const pl_op barrier = {.kind = PL_BARRIER};
     pl_comm *comms[2] = {NULL, NULL};
@@ -220,7 +220,7 @@ static void *do_part_late(void *comm)
     return NULL;
 }
 
-static void a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest(void)
+TEST(a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest)
 {
     const pl_op end = {.kind = PL_BARRIER, .ends_step = 1};
     pl_comm *comms[2] = {NULL, NULL};
@@ -259,7 +259,7 @@ static void check_bad_ops(pl_comm *comm, const bad_op *bad, size_t n)
     }
 }
 
-static void an_operation_that_makes_no_sense_is_refused_and_harms_nothing(void)
+TEST(an_operation_that_makes_no_sense_is_refused_and_harms_nothing)
 {
     /* the arena is one page or more; 1 MiB leaves it on any machine */
     static const bad_op bad[] = {
@@ -301,7 +301,7 @@ static void an_operation_that_makes_no_sense_is_refused_and_harms_nothing(void)
     }
 }
 
-static void a_world_that_cannot_be_is_refused(void)
+TEST(a_world_that_cannot_be_is_refused)
 {
     static const int bad_sizes[] = {0, -1, PL_MAX_RANKS + 1, INT_MAX, INT_MIN};
     static const size_t bad_bytes[] = {SIZE_MAX, SIZE_MAX - 10, SIZE_MAX / 2 + 1,
@@ -320,7 +320,7 @@ static void a_world_that_cannot_be_is_refused(void)
     }
 }
 
-static void a_world_has_as_many_ranks_as_the_limit_says(void)
+TEST(a_world_has_as_many_ranks_as_the_limit_says)
 {
     pl_comm *comms[PL_MAX_RANKS] = {NULL};
     if (!CHECK_OK(pl_local_create(PL_MAX_RANKS, 100, RANKS_DEADLINE_NS, comms)))
@@ -337,20 +337,4 @@ static void a_world_has_as_many_ranks_as_the_limit_says(void)
         pl_comm_destroy(comms[r]);
     pl_comm_destroy(NULL);
     pl_comm_abort(NULL, "nobody hears this");
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(every_kind_dtype_and_reduction_is_exact_in_worlds_of_1_to_8);
-    RUN(large_ranges_of_odd_sizes_are_exact);
-    RUN(no_rank_passes_a_barrier_before_all_have_come);
-    RUN(operations_in_flight_come_out_exact_however_the_ranks_dawdle);
-    RUN(as_many_operations_as_the_ring_holds_are_in_flight_and_no_more);
-    RUN(a_wait_gives_control_back_after_its_slice);
-    RUN(a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest);
-    RUN(an_operation_that_makes_no_sense_is_refused_and_harms_nothing);
-    RUN(a_world_that_cannot_be_is_refused);
-    RUN(a_world_has_as_many_ranks_as_the_limit_says);
-    return check_report();
 }

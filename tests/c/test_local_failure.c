@@ -88,7 +88,7 @@ static void do_another_operation(rank_job *job)
     CHECK(pl_comm_progress(job->comm) == PL_EMISMATCH);
 }
 
-static void an_operation_unlike_the_others_fails_all_and_names_its_rank(void)
+TEST(an_operation_unlike_the_others_fails_all_and_names_its_rank)
 {
     for (int world_size = 2; world_size <= 4; world_size++)
         for (int variant = 0; variant < 6; variant++)
@@ -174,14 +174,14 @@ static void do_rounds(rank_job *job)
         do_round(job, round);
 }
 
-static void an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on(void)
+TEST(an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on)
 {
     for (int world_size = 1; world_size <= 4; world_size++)
         ranks_run_world(world_size, N_OPS * 1024, do_rounds, NULL,
                         (uint64_t)world_size);
 }
 
-static void words_that_come_after_the_abort_are_waited_for(void)
+TEST(words_that_come_after_the_abort_are_waited_for)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -208,7 +208,7 @@ static void words_that_come_after_the_abort_are_waited_for(void)
     destroy_all(2, comms);
 }
 
-static void words_too_long_for_their_room_keep_their_end(void)
+TEST(words_too_long_for_their_room_keep_their_end)
 {
     static char words[3 * PLI_MESSAGE_BYTES];
     pl_comm *comms[2] = {NULL};
@@ -225,7 +225,7 @@ static void words_too_long_for_their_room_keep_their_end(void)
     destroy_all(2, comms);
 }
 
-static void what_an_aborting_rank_left_undone_is_not_done_by_its_recovery(void)
+TEST(what_an_aborting_rank_left_undone_is_not_done_by_its_recovery)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -243,7 +243,7 @@ static void what_an_aborting_rank_left_undone_is_not_done_by_its_recovery(void)
     destroy_all(2, comms);
 }
 
-static void what_all_had_done_before_a_rank_aborted_stays_done(void)
+TEST(what_all_had_done_before_a_rank_aborted_stays_done)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -268,7 +268,7 @@ static void what_all_had_done_before_a_rank_aborted_stays_done(void)
     destroy_all(2, comms);
 }
 
-static void nothing_is_issued_while_the_world_recovers(void)
+TEST(nothing_is_issued_while_the_world_recovers)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -284,7 +284,7 @@ static void nothing_is_issued_while_the_world_recovers(void)
     destroy_all(2, comms);
 }
 
-static void a_recovery_that_is_aborted_is_begun_anew(void)
+TEST(a_recovery_that_is_aborted_is_begun_anew)
 {
     pl_comm *comms[3] = {NULL};
     pl_recovery recovery = PL_NOTHING_FAILED;
@@ -301,7 +301,7 @@ static void a_recovery_that_is_aborted_is_begun_anew(void)
     destroy_all(3, comms);
 }
 
-static void patience_with_a_rank_begins_anew_when_the_world_recovers(void)
+TEST(patience_with_a_rank_begins_anew_when_the_world_recovers)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -348,14 +348,14 @@ static void do_and_leave(rank_job *job)
     CHECK(pl_comm_recover(job->comm, 0, &recovery) == PL_EPEER);
 }
 
-static void a_rank_that_leaves_is_named_to_those_who_wait_for_it(void)
+TEST(a_rank_that_leaves_is_named_to_those_who_wait_for_it)
 {
     for (int world_size = 2; world_size <= 4; world_size++)
         for (int leaver = 0; leaver < world_size; leaver++)
             ranks_run_world(world_size, 0, do_and_leave, &leaver, 9);
 }
 
-static void a_rank_that_left_is_named_though_another_is_slower(void)
+TEST(a_rank_that_left_is_named_though_another_is_slower)
 {
     pl_comm *comms[3] = {NULL};
     pl_ticket ticket = 0;
@@ -370,7 +370,7 @@ static void a_rank_that_left_is_named_though_another_is_slower(void)
     destroy_all(3, comms);
 }
 
-static void a_rank_that_did_its_part_may_leave_in_peace(void)
+TEST(a_rank_that_did_its_part_may_leave_in_peace)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -384,7 +384,7 @@ static void a_rank_that_did_its_part_may_leave_in_peace(void)
     pl_comm_destroy(comms[0]);
 }
 
-static void a_rank_that_never_comes_is_named_after_the_deadline(void)
+TEST(a_rank_that_never_comes_is_named_after_the_deadline)
 {
     for (int world_size = 2; world_size <= 4; world_size++) {
         pl_comm *comms[4] = {NULL};
@@ -407,7 +407,7 @@ static void a_rank_that_never_comes_is_named_after_the_deadline(void)
     }
 }
 
-static void not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for(void)
+TEST(not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for)
 {
     pl_comm *comms[3] = {NULL};
     pl_ticket tickets[3] = {0};
@@ -424,7 +424,7 @@ static void not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for(voi
     destroy_all(3, comms);
 }
 
-static void a_slow_rank_that_shows_life_is_not_given_up(void)
+TEST(a_slow_rank_that_shows_life_is_not_given_up)
 {
     pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
@@ -442,7 +442,7 @@ static void a_slow_rank_that_shows_life_is_not_given_up(void)
 }
 
 /* Another thread may have failed the step just before this one forgets its words. */
-static void words_of_a_failure_are_not_forgotten_before_they_are_read(void)
+TEST(words_of_a_failure_are_not_forgotten_before_they_are_read)
 {
     pl_comm *comms[PL_MAX_RANKS] = {NULL};
     if (!CHECK_OK(pl_local_create(2, 64, RANKS_DEADLINE_NS, comms)))
@@ -455,26 +455,4 @@ static void words_of_a_failure_are_not_forgotten_before_they_are_read(void)
     CHECK(pl_comm_progress(comms[1]) == PL_EPEER && error_has("for good"));
     for (int r = 0; r < 2; r++)
         pl_comm_destroy(comms[r]);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(an_operation_unlike_the_others_fails_all_and_names_its_rank);
-    RUN(an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on);
-    RUN(words_that_come_after_the_abort_are_waited_for);
-    RUN(words_of_a_failure_are_not_forgotten_before_they_are_read);
-    RUN(words_too_long_for_their_room_keep_their_end);
-    RUN(what_an_aborting_rank_left_undone_is_not_done_by_its_recovery);
-    RUN(what_all_had_done_before_a_rank_aborted_stays_done);
-    RUN(nothing_is_issued_while_the_world_recovers);
-    RUN(a_recovery_that_is_aborted_is_begun_anew);
-    RUN(patience_with_a_rank_begins_anew_when_the_world_recovers);
-    RUN(a_rank_that_leaves_is_named_to_those_who_wait_for_it);
-    RUN(a_rank_that_left_is_named_though_another_is_slower);
-    RUN(a_rank_that_did_its_part_may_leave_in_peace);
-    RUN(a_rank_that_never_comes_is_named_after_the_deadline);
-    RUN(not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for);
-    RUN(a_slow_rank_that_shows_life_is_not_given_up);
-    return check_report();
 }

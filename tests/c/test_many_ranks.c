@@ -35,7 +35,7 @@ static void do_each_kind(rank_job *job)
     }
 }
 
-static void operations_of_hundreds_of_ranks_are_exact(void)
+TEST(operations_of_hundreds_of_ranks_are_exact)
 {
     ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), do_each_kind, NULL, 1);
 }
@@ -63,7 +63,7 @@ static void check_bits(const char *results, int n_ranks)
             CHECK_MORE("ranks 0 and %d of %d have other means", r, n_ranks);
 }
 
-static void means_have_the_same_bits_on_hundreds_of_ranks(void)
+TEST(means_have_the_same_bits_on_hundreds_of_ranks)
 {
     char *results = calloc(N_THREADS, sizeof(float[N_BIT_ELEMS]));
     ranks_run_world(N_THREADS, sizeof(float[N_BIT_ELEMS]), average, results, 1);
@@ -106,7 +106,7 @@ static void fail_and_go_on(rank_job *job)
     CHECK(recovery == PL_RECOVERED && reduce_well(job, 3));
 }
 
-static void the_last_of_hundreds_of_ranks_is_named_when_it_fails(void)
+TEST(the_last_of_hundreds_of_ranks_is_named_when_it_fails)
 {
     ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), fail_and_go_on, NULL, 1);
 }
@@ -124,7 +124,7 @@ static void differ(rank_job *job)
           (job->rank == culprit || blames(pl_error_message(), job->rank, culprit)));
 }
 
-static void one_of_hundreds_that_runs_another_operation_is_named(void)
+TEST(one_of_hundreds_that_runs_another_operation_is_named)
 {
     ranks_run_world(N_THREADS, 4096, differ, NULL, 1);
 }
@@ -140,7 +140,7 @@ static void reduce_until_it_fails(child *self)
     await_flag(&self->board->is_stopped);
 }
 
-static void a_killed_process_of_hundreds_is_named_by_all(void)
+TEST(a_killed_process_of_hundreds_is_named_by_all)
 {
     const int culprit = N_PROCESSES - 1;
     board *all = board_create(N_PROCESSES, 1);
@@ -170,7 +170,7 @@ static hosts even_hosts(int n_hosts, int n_ranks)
     return it;
 }
 
-static void hundreds_of_ranks_on_several_hosts_agree_to_the_bit(void)
+TEST(hundreds_of_ranks_on_several_hosts_agree_to_the_bit)
 {
     const hosts it = IS_SANITIZED ? even_hosts(3, 8) : even_hosts(4, 70);
     const int n_ranks = hosts_world_size(&it);
@@ -180,7 +180,7 @@ static void hundreds_of_ranks_on_several_hosts_agree_to_the_bit(void)
     free(results);
 }
 
-static void the_last_rank_of_the_last_host_is_named_when_it_fails(void)
+TEST(the_last_rank_of_the_last_host_is_named_when_it_fails)
 {
     const hosts it = IS_SANITIZED ? even_hosts(3, 8) : even_hosts(4, 70);
     int n_here = it.n_ranks[0];
@@ -267,7 +267,7 @@ static void sum_over(int n_hosts, int n_ranks)
     free(comms);
 }
 
-static void worlds_of_4096_ranks_sum_up_all_of_them(void)
+TEST(worlds_of_4096_ranks_sum_up_all_of_them)
 {
     if (IS_SANITIZED) {
         sum_over(4, 16);
@@ -275,18 +275,4 @@ static void worlds_of_4096_ranks_sum_up_all_of_them(void)
     }
     sum_over(16, 256);
     sum_over(HOSTS_MOST, 4096 / HOSTS_MOST); /* more than 64 hosts */
-}
-
-int main(void)
-{
-    (void)alarm(200);
-    RUN(operations_of_hundreds_of_ranks_are_exact);
-    RUN(means_have_the_same_bits_on_hundreds_of_ranks);
-    RUN(the_last_of_hundreds_of_ranks_is_named_when_it_fails);
-    RUN(one_of_hundreds_that_runs_another_operation_is_named);
-    RUN(a_killed_process_of_hundreds_is_named_by_all);
-    RUN(hundreds_of_ranks_on_several_hosts_agree_to_the_bit);
-    RUN(the_last_rank_of_the_last_host_is_named_when_it_fails);
-    RUN(worlds_of_4096_ranks_sum_up_all_of_them);
-    return check_report();
 }

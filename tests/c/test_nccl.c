@@ -9,7 +9,7 @@ static void said(const char *words)
 
 /* ---- the library ---------------------------------------------------------------- */
 
-static void a_library_is_found_by_its_path(void)
+TEST(a_library_is_found_by_its_path)
 {
     pli_nccl_library *library = NULL;
     fake_reset(NULL);
@@ -25,7 +25,7 @@ static void a_library_is_found_by_its_path(void)
     pli_nccl_library_release(NULL);
 }
 
-static void the_environment_comes_before_all_else(void)
+TEST(the_environment_comes_before_all_else)
 {
     pli_nccl_library *library = NULL;
     fake_reset(NULL);
@@ -43,7 +43,7 @@ static void the_environment_comes_before_all_else(void)
     (void)unsetenv("PACELINE_LIBNCCL");
 }
 
-static void one_that_is_too_old_is_refused_by_its_version(void)
+TEST(one_that_is_too_old_is_refused_by_its_version)
 {
     static const struct {
         int version;
@@ -186,7 +186,7 @@ static void meet_and_sum(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-static void ranks_meet_and_add(void)
+TEST(ranks_meet_and_add)
 {
     for (uint64_t seed = 1; seed <= 12; seed++) {
         meeting it;
@@ -209,7 +209,7 @@ static void leave_in_no_time(gpu_rank *self)
 }
 
 /* The thread that flushes may come to it when the communicator is no more. */
-static void a_flush_that_is_given_up_before_it_began_is_not_made(void)
+TEST(a_flush_that_is_given_up_before_it_began_is_not_made)
 {
     const uint64_t n_seeds = IS_SANITIZED ? 10 : 40;
     for (uint64_t seed = 1; seed <= n_seeds; seed++) {
@@ -220,7 +220,7 @@ static void a_flush_that_is_given_up_before_it_began_is_not_made(void)
     }
 }
 
-static void calls_block_where_nobody_wants_another_way(void)
+TEST(calls_block_where_nobody_wants_another_way)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_LATE);
@@ -234,7 +234,7 @@ static void calls_block_where_nobody_wants_another_way(void)
     CHECK(fake_launch_threads() > 0);
 }
 
-static void nccl_2_26_is_called_by_calls_that_block(void)
+TEST(nccl_2_26_is_called_by_calls_that_block)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
@@ -264,7 +264,7 @@ static void wait_for_nobody(gpu_rank *self)
     CHECK(nccl == NULL);
 }
 
-static void who_waits_for_a_rank_that_does_not_come_gives_up(void)
+TEST(who_waits_for_a_rank_that_does_not_come_gives_up)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
@@ -292,7 +292,7 @@ static void give_up_too_late(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-static void what_has_been_made_for_one_that_gives_up_is_aborted(void)
+TEST(what_has_been_made_for_one_that_gives_up_is_aborted)
 {
     for (int blocks = 0; blocks < 2; blocks++) {
         meeting it;
@@ -347,7 +347,7 @@ static void enqueue_until_aborted(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-static void an_abort_from_another_thread_ends_all_that_runs(void)
+TEST(an_abort_from_another_thread_ends_all_that_runs)
 {
     for (uint64_t seed = 1; seed <= 15; seed++) {
         meeting it;
@@ -394,7 +394,7 @@ static void use_memory(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-static void memory_is_nccls_where_it_has_some(void)
+TEST(memory_is_nccls_where_it_has_some)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
@@ -425,26 +425,9 @@ static void meet_errors(gpu_rank *self)
     pli_nccl_destroy(nccl);
 }
 
-static void errors_are_told_in_nccls_own_words(void)
+TEST(errors_are_told_in_nccls_own_words)
 {
     meeting it;
     gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
     run_ranks(&all, &it, meet_errors);
-}
-
-int main(void)
-{
-    RUN(a_library_is_found_by_its_path);
-    RUN(the_environment_comes_before_all_else);
-    RUN(one_that_is_too_old_is_refused_by_its_version);
-    RUN(ranks_meet_and_add);
-    RUN(a_flush_that_is_given_up_before_it_began_is_not_made);
-    RUN(calls_block_where_nobody_wants_another_way);
-    RUN(nccl_2_26_is_called_by_calls_that_block);
-    RUN(who_waits_for_a_rank_that_does_not_come_gives_up);
-    RUN(what_has_been_made_for_one_that_gives_up_is_aborted);
-    RUN(an_abort_from_another_thread_ends_all_that_runs);
-    RUN(memory_is_nccls_where_it_has_some);
-    RUN(errors_are_told_in_nccls_own_words);
-    return check_report();
 }

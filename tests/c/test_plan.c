@@ -128,7 +128,7 @@ static void check_plan(const pl_param *params, size_t n, const uint32_t *order,
 
 /* ---- by hand -------------------------------------------------------------------- */
 
-static void one_parameter_is_one_bucket(void)
+TEST(one_parameter_is_one_bucket)
 {
     for (int d = 0; d < PL_N_DTYPES; d++) {
         const pl_param param = {.n_elems = 1, .dtype = (pl_dtype)d};
@@ -139,7 +139,7 @@ static void one_parameter_is_one_bucket(void)
     }
 }
 
-static void a_parameter_larger_than_the_cap_has_a_bucket_of_its_own(void)
+TEST(a_parameter_larger_than_the_cap_has_a_bucket_of_its_own)
 {
     const pl_plan_caps caps = {.bucket_bytes = 1024, .last_bytes = 512};
     const pl_param params[] = {
@@ -156,7 +156,7 @@ static void a_parameter_larger_than_the_cap_has_a_bucket_of_its_own(void)
     pl_plan_destroy(plan);
 }
 
-static void the_last_bucket_is_small_and_the_rest_is_cut_from_the_end(void)
+TEST(the_last_bucket_is_small_and_the_rest_is_cut_from_the_end)
 {
     const pl_plan_caps caps = {.bucket_bytes = 256, .last_bytes = 64};
     pl_param params[12];
@@ -176,7 +176,7 @@ static void the_last_bucket_is_small_and_the_rest_is_cut_from_the_end(void)
     pl_plan_destroy(plan);
 }
 
-static void a_thousand_tiny_parameters_share_the_buckets(void)
+TEST(a_thousand_tiny_parameters_share_the_buckets)
 {
     static pl_param params[MAX_PARAMS];
     const pl_plan_caps caps = {.bucket_bytes = 100 * PL_CACHE_LINE,
@@ -189,7 +189,7 @@ static void a_thousand_tiny_parameters_share_the_buckets(void)
     CHECK(pl_plan_bytes(params, MAX_PARAMS) == (size_t)MAX_PARAMS * PL_CACHE_LINE);
 }
 
-static void caps_of_nothing_give_a_bucket_to_each_parameter(void)
+TEST(caps_of_nothing_give_a_bucket_to_each_parameter)
 {
     const pl_plan_caps caps = {.bucket_bytes = 0, .last_bytes = 0};
     const pl_param params[] = {{3, PL_F32}, {3, PL_F64}, {3, PL_F32}, {3, PL_F64}};
@@ -198,7 +198,7 @@ static void caps_of_nothing_give_a_bucket_to_each_parameter(void)
     CHECK(n_buckets == 4);
 }
 
-static void dtypes_do_not_share_buckets_but_are_issued_as_they_end(void)
+TEST(dtypes_do_not_share_buckets_but_are_issued_as_they_end)
 {
     const pl_param params[] = {
         {5, PL_F32}, {5, PL_BF16}, {5, PL_F32}, {5, PL_BF16}, {5, PL_F64}};
@@ -216,7 +216,7 @@ static void dtypes_do_not_share_buckets_but_are_issued_as_they_end(void)
     pl_plan_destroy(plan);
 }
 
-static void parameters_without_elements_take_no_bytes(void)
+TEST(parameters_without_elements_take_no_bytes)
 {
     const pl_param params[] = {{0, PL_F32}, {5, PL_F32}, {0, PL_F32}, {0, PL_F16}};
     size_t n_buckets = 0;
@@ -225,7 +225,7 @@ static void parameters_without_elements_take_no_bytes(void)
     CHECK(n_buckets == 2);
 }
 
-static void an_order_that_is_no_permutation_is_refused(void)
+TEST(an_order_that_is_no_permutation_is_refused)
 {
     static const uint32_t orders[][3] = {{0, 0, 1}, {0, 1, 3},          {3, 2, 1},
                                          {1, 1, 1}, {0, 1, UINT32_MAX}, {2, 0, 2}};
@@ -238,7 +238,7 @@ static void an_order_that_is_no_permutation_is_refused(void)
     }
 }
 
-static void a_plan_of_nothing_is_refused_and_nothing_is_destroyed(void)
+TEST(a_plan_of_nothing_is_refused_and_nothing_is_destroyed)
 {
     const pl_param param = {1, PL_F32};
     pl_plan *plan = NULL;
@@ -289,7 +289,7 @@ static void check_plan_of_each(const pl_param *params, size_t n, const uint32_t 
     pl_plan_destroy(plan);
 }
 
-static void buckets_with_a_cap_each_are_cut_from_the_beginning(void)
+TEST(buckets_with_a_cap_each_are_cut_from_the_beginning)
 {
     static const size_t each[] = {64, 192, 128};
     static const size_t expected[] = {1, 3, 2, 2, 2, 1}; /* the last cap goes on */
@@ -308,7 +308,7 @@ static void buckets_with_a_cap_each_are_cut_from_the_beginning(void)
     pl_plan_destroy(plan);
 }
 
-static void every_dtype_begins_with_the_first_cap(void)
+TEST(every_dtype_begins_with_the_first_cap)
 {
     static const size_t each[] = {64, 1 << 20};
     const pl_plan_caps caps = {.each = each, .n_each = 2};
@@ -319,7 +319,7 @@ static void every_dtype_begins_with_the_first_cap(void)
     CHECK(n_buckets == 4); /* one and two, of either */
 }
 
-static void a_parameter_larger_than_its_cap_takes_that_cap_alone(void)
+TEST(a_parameter_larger_than_its_cap_takes_that_cap_alone)
 {
     static const size_t each[] = {64, 128};
     const pl_plan_caps caps = {.each = each, .n_each = 2};
@@ -345,7 +345,7 @@ static void draw_params(draw *random, pl_param *params, size_t n)
             .dtype = (pl_dtype)((draw_below(random, n_dtypes) * 3) % PL_N_DTYPES)};
 }
 
-static void every_plan_drawn_at_random_keeps_its_promises(void)
+TEST(every_plan_drawn_at_random_keeps_its_promises)
 {
     static pl_param params[MAX_PARAMS];
     static uint32_t order[MAX_PARAMS];
@@ -366,7 +366,7 @@ static void every_plan_drawn_at_random_keeps_its_promises(void)
     }
 }
 
-static void every_plan_with_caps_drawn_at_random_keeps_its_promises(void)
+TEST(every_plan_with_caps_drawn_at_random_keeps_its_promises)
 {
     static pl_param params[MAX_PARAMS];
     static uint32_t order[MAX_PARAMS];
@@ -388,7 +388,7 @@ static void every_plan_with_caps_drawn_at_random_keeps_its_promises(void)
     }
 }
 
-static void two_plans_of_the_same_input_are_the_same(void)
+TEST(two_plans_of_the_same_input_are_the_same)
 {
     static pl_param params[100];
     static uint32_t order[100];
@@ -408,24 +408,4 @@ static void two_plans_of_the_same_input_are_the_same(void)
     CHECK(memcmp(plans[0]->members, plans[1]->members, 100 * sizeof(uint32_t)) == 0);
     pl_plan_destroy(plans[0]);
     pl_plan_destroy(plans[1]);
-}
-
-int main(void)
-{
-    RUN(one_parameter_is_one_bucket);
-    RUN(a_parameter_larger_than_the_cap_has_a_bucket_of_its_own);
-    RUN(the_last_bucket_is_small_and_the_rest_is_cut_from_the_end);
-    RUN(a_thousand_tiny_parameters_share_the_buckets);
-    RUN(caps_of_nothing_give_a_bucket_to_each_parameter);
-    RUN(dtypes_do_not_share_buckets_but_are_issued_as_they_end);
-    RUN(parameters_without_elements_take_no_bytes);
-    RUN(an_order_that_is_no_permutation_is_refused);
-    RUN(a_plan_of_nothing_is_refused_and_nothing_is_destroyed);
-    RUN(buckets_with_a_cap_each_are_cut_from_the_beginning);
-    RUN(every_dtype_begins_with_the_first_cap);
-    RUN(a_parameter_larger_than_its_cap_takes_that_cap_alone);
-    RUN(every_plan_with_caps_drawn_at_random_keeps_its_promises);
-    RUN(every_plan_drawn_at_random_keeps_its_promises);
-    RUN(two_plans_of_the_same_input_are_the_same);
-    return check_report();
 }

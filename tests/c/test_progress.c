@@ -88,7 +88,7 @@ static void wait_in_own_order(rank_job *job)
     }
 }
 
-static void worlds_waited_for_in_opposite_orders_all_go_on(void)
+TEST(worlds_waited_for_in_opposite_orders_all_go_on)
 {
     for (int world_size = 2; world_size <= 4; world_size++) {
         worlds all;
@@ -99,7 +99,7 @@ static void worlds_waited_for_in_opposite_orders_all_go_on(void)
     }
 }
 
-static void who_waits_in_one_world_does_its_part_in_the_other(void)
+TEST(who_waits_in_one_world_does_its_part_in_the_other)
 {
     worlds all;
     pl_ticket tickets[2] = {0};
@@ -114,7 +114,7 @@ static void who_waits_in_one_world_does_its_part_in_the_other(void)
     destroy_worlds(&all);
 }
 
-static void the_failure_of_one_world_is_not_the_others(void)
+TEST(the_failure_of_one_world_is_not_the_others)
 {
     worlds all;
     pl_ticket ticket = 0;
@@ -132,7 +132,7 @@ static void the_failure_of_one_world_is_not_the_others(void)
 
 /* ---- joining and leaving -------------------------------------------------------- */
 
-static void worlds_join_and_leave_in_any_order(void)
+TEST(worlds_join_and_leave_in_any_order)
 {
     worlds all;
     if (!create_worlds(&all, MAX_WORLDS, 1))
@@ -153,7 +153,7 @@ static void worlds_join_and_leave_in_any_order(void)
     destroy_worlds(&all);
 }
 
-static void no_progress_at_all_is_allowed(void)
+TEST(no_progress_at_all_is_allowed)
 {
     CHECK_OK(pli_progress_join(NULL, NULL));
     pli_progress_leave(NULL, NULL);
@@ -220,7 +220,7 @@ static void run_by_number(rank_job *job)
     runs[number](job);
 }
 
-static void threads_of_a_rank_work_wait_and_recover_beside_each_other(void)
+TEST(threads_of_a_rank_work_wait_and_recover_beside_each_other)
 {
     worlds all;
     pl_comm *nobody[6] = {NULL};
@@ -229,16 +229,4 @@ static void threads_of_a_rank_work_wait_and_recover_beside_each_other(void)
     atomic_store(&is_over, 0);
     ranks_run(6, nobody, run_by_number, &all, 4);
     destroy_worlds(&all);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(worlds_waited_for_in_opposite_orders_all_go_on);
-    RUN(who_waits_in_one_world_does_its_part_in_the_other);
-    RUN(the_failure_of_one_world_is_not_the_others);
-    RUN(worlds_join_and_leave_in_any_order);
-    RUN(no_progress_at_all_is_allowed);
-    RUN(threads_of_a_rank_work_wait_and_recover_beside_each_other);
-    return check_report();
 }

@@ -1,6 +1,7 @@
 /* test_recorder.c - the file of the last steps: what a reader sees of it while it is
  * written, after that, and when the writer is gone.
  */
+#define CHECK_OWN_MAIN
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
@@ -93,7 +94,7 @@ static void take_step(pli_recorder *recorder, uint64_t step)
     pli_recorder_activity(recorder, PL_IDLE, step);
 }
 
-static void a_step_is_there_once_it_has_ended(void)
+TEST(a_step_is_there_once_it_has_ended)
 {
     copied found;
     pli_recorder *recorder = create();
@@ -117,7 +118,7 @@ static void a_step_is_there_once_it_has_ended(void)
     CHECK(!is_linked());
 }
 
-static void the_last_steps_are_kept(void)
+TEST(the_last_steps_are_kept)
 {
     copied found;
     pli_recorder *recorder = create();
@@ -132,7 +133,7 @@ static void the_last_steps_are_kept(void)
     pli_recorder_destroy(recorder);
 }
 
-static void a_step_that_fails_is_never_shown(void)
+TEST(a_step_that_fails_is_never_shown)
 {
     copied found;
     pli_recorder *recorder = create();
@@ -147,7 +148,7 @@ static void a_step_that_fails_is_never_shown(void)
     pli_recorder_destroy(recorder);
 }
 
-static void a_forward_without_a_backward_is_a_step_when_the_next_begins(void)
+TEST(a_forward_without_a_backward_is_a_step_when_the_next_begins)
 {
     copied found;
     pli_recorder *recorder = create();
@@ -163,7 +164,7 @@ static void a_forward_without_a_backward_is_a_step_when_the_next_begins(void)
     pli_recorder_destroy(recorder);
 }
 
-static void a_wait_does_not_count_the_work_done_in_it(void)
+TEST(a_wait_does_not_count_the_work_done_in_it)
 {
     pli_recorder *recorder = create();
     const pli_recorder_file *file = map();
@@ -187,7 +188,7 @@ static void a_wait_does_not_count_the_work_done_in_it(void)
     pli_recorder_destroy(recorder);
 }
 
-static void more_buckets_than_have_room_are_counted(void)
+TEST(more_buckets_than_have_room_are_counted)
 {
     pli_recorder *recorder = create();
     const pli_recorder_file *file = map();
@@ -213,7 +214,7 @@ static void *write_steps(void *recorder)
 }
 
 /* The reader looks at the records that are written next. */
-static void no_reader_sees_half_a_step(void)
+TEST(no_reader_sees_half_a_step)
 {
     copied found;
     pthread_t writer;
@@ -240,7 +241,7 @@ done:
     pli_recorder_destroy(recorder);
 }
 
-static void a_forked_child_neither_writes_nor_removes(void)
+TEST(a_forked_child_neither_writes_nor_removes)
 {
     copied found;
     int status = -1;
@@ -265,7 +266,7 @@ static void a_forked_child_neither_writes_nor_removes(void)
     CHECK(!is_linked());
 }
 
-static void a_child_of_a_fork_may_have_one_of_its_own(void)
+TEST(a_child_of_a_fork_may_have_one_of_its_own)
 {
     int status = -1;
     pli_recorder *parents = create();
@@ -285,7 +286,7 @@ static void a_child_of_a_fork_may_have_one_of_its_own(void)
 }
 
 /* In the middle of a step: what had ended stays readable, the rest is not shown. */
-static void a_writer_that_is_killed_leaves_whole_steps(void)
+TEST(a_writer_that_is_killed_leaves_whole_steps)
 {
     copied found;
     int status = 0;
@@ -307,7 +308,7 @@ static void a_writer_that_is_killed_leaves_whole_steps(void)
     (void)unlink(path);
 }
 
-static void the_file_is_the_users_alone_and_new(void)
+TEST(the_file_is_the_users_alone_and_new)
 {
     struct stat status;
     pli_recorder *recorder = create();
@@ -324,7 +325,7 @@ static void the_file_is_the_users_alone_and_new(void)
     pli_recorder_destroy(recorder);
 }
 
-static void what_fails_leaves_no_file(void)
+TEST(what_fails_leaves_no_file)
 {
     char who[PLI_RECORDER_WHO_BYTES + 1];
     pli_recorder *recorder = NULL;
@@ -345,7 +346,7 @@ static void what_fails_leaves_no_file(void)
     }
 }
 
-static void without_a_recorder_nothing_is_recorded(void)
+TEST(without_a_recorder_nothing_is_recorded)
 {
     take_step(NULL, 1);
     pli_recorder_part_begins(NULL, 1);
@@ -359,19 +360,7 @@ static void without_a_recorder_nothing_is_recorded(void)
 int main(void)
 {
     choose_path();
-    RUN(a_step_is_there_once_it_has_ended);
-    RUN(the_last_steps_are_kept);
-    RUN(a_step_that_fails_is_never_shown);
-    RUN(a_forward_without_a_backward_is_a_step_when_the_next_begins);
-    RUN(a_wait_does_not_count_the_work_done_in_it);
-    RUN(more_buckets_than_have_room_are_counted);
-    RUN(no_reader_sees_half_a_step);
-    RUN(a_forked_child_neither_writes_nor_removes);
-    RUN(a_child_of_a_fork_may_have_one_of_its_own);
-    RUN(a_writer_that_is_killed_leaves_whole_steps);
-    RUN(the_file_is_the_users_alone_and_new);
-    RUN(what_fails_leaves_no_file);
-    RUN(without_a_recorder_nothing_is_recorded);
+    const int result = check_run_tests();
     (void)rmdir(folder);
-    return check_report();
+    return result;
 }

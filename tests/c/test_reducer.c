@@ -105,7 +105,7 @@ static void step_in_order(const pair *it, const uint32_t *order)
 
 /* ---- learning ------------------------------------------------------------------- */
 
-static void the_second_step_lays_buckets_out_in_the_order_of_rank_0(void)
+TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
 {
     static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
     pair it;
@@ -125,7 +125,7 @@ static void the_second_step_lays_buckets_out_in_the_order_of_rank_0(void)
     pair_destroy(&it);
 }
 
-static void the_parameters_that_no_gradient_came_for_are_counted(void)
+TEST(the_parameters_that_no_gradient_came_for_are_counted)
 {
     pair it;
     if (!pair_create(&it))
@@ -149,7 +149,7 @@ static void learn(const pair *it)
     step_in_order(it, order);
 }
 
-static void a_gradient_behind_its_bucket_is_late_and_the_bucket_stays(void)
+TEST(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays)
 {
     pair it;
     if (!pair_create(&it))
@@ -196,7 +196,7 @@ static void write_late(const pair *it, int rank, const float *value, pl_write_mo
                                    mode));
 }
 
-static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
+TEST(what_is_late_is_added_to_the_mean_or_takes_its_place)
 {
     static const float extra = 64;
     static const float total = 65;
@@ -221,7 +221,7 @@ static void what_is_late_is_added_to_the_mean_or_takes_its_place(void)
     }
 }
 
-static void a_held_bucket_waits_for_the_close(void)
+TEST(a_held_bucket_waits_for_the_close)
 {
     pair it;
     if (!pair_create(&it))
@@ -243,7 +243,7 @@ static void a_held_bucket_waits_for_the_close(void)
 
 /* ---- settling ------------------------------------------------------------------- */
 
-static void a_parameter_without_gradient_contributes_what_it_is_settled_with(void)
+TEST(a_parameter_without_gradient_contributes_what_it_is_settled_with)
 {
     const float data[N_ELEMS] = {4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
     pair it;
@@ -272,7 +272,7 @@ static void a_parameter_without_gradient_contributes_what_it_is_settled_with(voi
     pair_destroy(&it);
 }
 
-static void nothing_delivered_counts_as_zeros_and_as_not_used(void)
+TEST(nothing_delivered_counts_as_zeros_and_as_not_used)
 {
     pl_ready_result result = PL_LATE;
     pair it;
@@ -292,7 +292,7 @@ static void nothing_delivered_counts_as_zeros_and_as_not_used(void)
     pair_destroy(&it);
 }
 
-static void a_mean_is_sparse_where_no_rank_has_a_dense_gradient(void)
+TEST(a_mean_is_sparse_where_no_rank_has_a_dense_gradient)
 {
     pair it;
     if (pair_create(&it)) {
@@ -338,7 +338,7 @@ static void check_idle_refusals(pl_reducer *idle)
     CHECK(result == PL_LATE); /* written on success alone */
 }
 
-static void a_call_out_of_place_is_refused_and_changes_nothing(void)
+TEST(a_call_out_of_place_is_refused_and_changes_nothing)
 {
     const float data[N_ELEMS] = {0};
     pl_ready_result result = PL_LATE;
@@ -369,7 +369,7 @@ static void a_call_out_of_place_is_refused_and_changes_nothing(void)
     pair_destroy(&it);
 }
 
-static void an_amendment_is_waited_for_after_its_close_and_not_before(void)
+TEST(an_amendment_is_waited_for_after_its_close_and_not_before)
 {
     static const float extra = 64;
     pair it;
@@ -386,7 +386,7 @@ static void an_amendment_is_waited_for_after_its_close_and_not_before(void)
     pair_destroy(&it);
 }
 
-static void an_arena_too_small_or_no_parameter_makes_no_reducer(void)
+TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
 {
     static const pl_reducer_spec nothing = {.params = params, .n_params = 0};
     pl_reducer *reducer = NULL;
@@ -405,7 +405,7 @@ static void an_arena_too_small_or_no_parameter_makes_no_reducer(void)
     pair_destroy(&it);
 }
 
-static void a_failed_step_forgets_all_that_was_learned(void)
+TEST(a_failed_step_forgets_all_that_was_learned)
 {
     static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
     pair it;
@@ -431,7 +431,7 @@ static void a_failed_step_forgets_all_that_was_learned(void)
     pair_destroy(&it);
 }
 
-static void a_rank_that_was_not_told_is_told_before_its_next_step(void)
+TEST(a_rank_that_was_not_told_is_told_before_its_next_step)
 {
     static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
     pair it;
@@ -449,23 +449,4 @@ static void a_rank_that_was_not_told_is_told_before_its_next_step(void)
     for (int r = 0; r < N_RANKS; r++)
         CHECK_OK(pl_reducer_recover(it.reducers[r], 0)); /* nothing has failed */
     pair_destroy(&it);
-}
-
-int main(void)
-{
-    (void)alarm(60);
-    RUN(the_second_step_lays_buckets_out_in_the_order_of_rank_0);
-    RUN(the_parameters_that_no_gradient_came_for_are_counted);
-    RUN(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays);
-    RUN(what_is_late_is_added_to_the_mean_or_takes_its_place);
-    RUN(a_held_bucket_waits_for_the_close);
-    RUN(a_parameter_without_gradient_contributes_what_it_is_settled_with);
-    RUN(nothing_delivered_counts_as_zeros_and_as_not_used);
-    RUN(a_mean_is_sparse_where_no_rank_has_a_dense_gradient);
-    RUN(a_call_out_of_place_is_refused_and_changes_nothing);
-    RUN(an_amendment_is_waited_for_after_its_close_and_not_before);
-    RUN(an_arena_too_small_or_no_parameter_makes_no_reducer);
-    RUN(a_failed_step_forgets_all_that_was_learned);
-    RUN(a_rank_that_was_not_told_is_told_before_its_next_step);
-    return check_report();
 }

@@ -141,7 +141,7 @@ static void step_in_order(pair *it, const uint32_t *order)
 
 static const uint32_t upward[N_PARAMS] = {0, 1, 2, 3, 4, 5};
 
-static void nothing_is_posted_before_the_close_of_the_first_step(void)
+TEST(nothing_is_posted_before_the_close_of_the_first_step)
 {
     pl_ready_result result = PL_LATE;
     pair it;
@@ -158,7 +158,7 @@ static void nothing_is_posted_before_the_close_of_the_first_step(void)
     pair_destroy(&it);
 }
 
-static void whole_buckets_are_posted_in_order_as_they_fill(void)
+TEST(whole_buckets_are_posted_in_order_as_they_fill)
 {
     pl_ready_result result = PL_LATE;
     pair it;
@@ -181,7 +181,7 @@ static void whole_buckets_are_posted_in_order_as_they_fill(void)
     pair_destroy(&it);
 }
 
-static void the_world_moves_no_gradient_of_a_carriers(void)
+TEST(the_world_moves_no_gradient_of_a_carriers)
 {
     pair it;
     if (!pair_create(&it))
@@ -192,7 +192,7 @@ static void the_world_moves_no_gradient_of_a_carriers(void)
     pair_destroy(&it);
 }
 
-static void a_gradient_behind_its_bucket_is_late_on_every_rank(void)
+TEST(a_gradient_behind_its_bucket_is_late_on_every_rank)
 {
     pl_ready_result result = PL_COPIED;
     pair it;
@@ -217,7 +217,7 @@ static void a_gradient_behind_its_bucket_is_late_on_every_rank(void)
     pair_destroy(&it);
 }
 
-static void a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned(void)
+TEST(a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned)
 {
     static const uint32_t order[N_PARAMS] = {4, 1, 3, 0, 2, 5};
     pair it;
@@ -241,7 +241,7 @@ static void a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned(void)
     pair_destroy(&it);
 }
 
-static void a_carrier_has_caps_of_its_own(void)
+TEST(a_carrier_has_caps_of_its_own)
 {
     size_t each[2] = {64, 128};
     const pl_plan_caps caps = {.each = each, .n_each = 2};
@@ -260,7 +260,7 @@ static void a_carrier_has_caps_of_its_own(void)
     pair_destroy(&it);
 }
 
-static void a_carrier_is_refused_while_a_step_is_under_way_or_has_failed(void)
+TEST(a_carrier_is_refused_while_a_step_is_under_way_or_has_failed)
 {
     pair it;
     if (!pair_create(&it))
@@ -275,7 +275,7 @@ static void a_carrier_is_refused_while_a_step_is_under_way_or_has_failed(void)
     pair_destroy(&it);
 }
 
-static void a_carrier_that_cannot_be_set_changes_nothing(void)
+TEST(a_carrier_that_cannot_be_set_changes_nothing)
 {
     static const size_t each[] = {64};
     const pl_plan_caps caps = {.each = each, .n_each = 1};
@@ -301,7 +301,7 @@ static void a_carrier_that_cannot_be_set_changes_nothing(void)
     pair_destroy(&it);
 }
 
-static void what_a_carrier_refuses_fails_the_step(void)
+TEST(what_a_carrier_refuses_fails_the_step)
 {
     pl_ready_result result = PL_LATE;
     pair it;
@@ -332,7 +332,7 @@ static void what_a_carrier_refuses_fails_the_step(void)
 
 /* ---- ranks that are gone, for whoever waits by other means ---------------------- */
 
-static void a_look_shows_who_has_failed_or_left(void)
+TEST(a_look_shows_who_has_failed_or_left)
 {
     pl_recovery recovery = PL_NOTHING_FAILED;
     pair it;
@@ -351,20 +351,4 @@ static void a_look_shows_who_has_failed_or_left(void)
     CHECK(pli_comm_check_peers(it.comms[0]) == PL_EPEER);
     CHECK(blames(pl_error_message(), 0, 1) && error_has("has left"));
     pair_destroy(&it);
-}
-
-int main(void)
-{
-    (void)alarm(60);
-    RUN(nothing_is_posted_before_the_close_of_the_first_step);
-    RUN(whole_buckets_are_posted_in_order_as_they_fill);
-    RUN(the_world_moves_no_gradient_of_a_carriers);
-    RUN(a_gradient_behind_its_bucket_is_late_on_every_rank);
-    RUN(a_carrier_lays_buckets_out_anew_and_keeps_what_was_learned);
-    RUN(a_carrier_has_caps_of_its_own);
-    RUN(a_carrier_is_refused_while_a_step_is_under_way_or_has_failed);
-    RUN(a_carrier_that_cannot_be_set_changes_nothing);
-    RUN(what_a_carrier_refuses_fails_the_step);
-    RUN(a_look_shows_who_has_failed_or_left);
-    return check_report();
 }

@@ -9,8 +9,6 @@
 
 enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
 
-static seeds drawn;
-
 /* ---- worlds --------------------------------------------------------------------- */
 
 typedef struct lesson {
@@ -121,38 +119,38 @@ static lesson lesson_of(uint64_t seed, size_t n_params)
                     .train = train};
 }
 
-static void means_are_exact_on_any_number_of_streams(void)
+TEST(means_are_exact_on_any_number_of_streams)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(seed, 1 + seed * 7 % STEPS_MAX_PARAMS);
         run_lesson(&what);
     }
 }
 
-static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
+TEST(parameters_that_some_ranks_or_all_leave_out_count_as_zeros)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(10000 + seed, 25);
         what.it.percent_unused = 50;
         run_lesson(&what);
     }
 }
 
-static void gradients_that_come_again_are_added_or_replaced_also_where_late(void)
+TEST(gradients_that_come_again_are_added_or_replaced_also_where_late)
 {
     atomic_store(&n_late_verdicts, 0);
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(20000 + seed, 30);
         what.it.percent_twice = 30;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_late_verdicts) > 0 || drawn.n < SEEDS);
+    CHECK(atomic_load(&n_late_verdicts) > 0 || seeds_of(SEEDS).n < SEEDS);
 }
 
-static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
+TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
 {
     atomic_store(&n_renewals, 0);
-    for (uint64_t seed = drawn.first; seed <= drawn.last + drawn.n; seed++) {
+    EACH_SEED (seed, 2 * SEEDS) {
         lesson what = lesson_of(30000 + seed, 1 + seed % STEPS_MAX_PARAMS);
         what.it.percent_unused = 20;
         what.it.percent_twice = 25;
@@ -162,7 +160,7 @@ static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
             what.it.params[i].n_elems = 0;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_renewals) > 0 || drawn.n < SEEDS);
+    CHECK(atomic_load(&n_renewals) > 0 || seeds_of(SEEDS).n < SEEDS);
 }
 
 /* ---- ranks that run out of gradients -------------------------------------------- */
@@ -215,9 +213,9 @@ static void train_unevenly(gpu_rank *self, const lesson *what)
     }
 }
 
-static void ranks_that_stand_in_count_as_zeros_or_not_at_all(void)
+TEST(ranks_that_stand_in_count_as_zeros_or_not_at_all)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(40000 + seed, 20);
         draw random = draw_of(seed);
         what.train = train_unevenly;
@@ -284,7 +282,7 @@ static void train_steadily(gpu_rank *self, const lesson *what)
                        forbidden[k]);
 }
 
-static void a_steady_step_allocates_nothing_and_waits_for_nothing(void)
+TEST(a_steady_step_allocates_nothing_and_waits_for_nothing)
 {
     for (uint64_t seed = 1; seed <= 4; seed++) {
         lesson what = lesson_of(50000 + seed, 30);
@@ -333,9 +331,9 @@ static void train_by_graph(gpu_rank *self, const lesson *what)
     CHECK(cuGraphDestroy(graph) == 0);
 }
 
-static void a_captured_step_has_exact_means_in_each_replay(void)
+TEST(a_captured_step_has_exact_means_in_each_replay)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(70000 + seed, 30);
         /* nothing may be late: all at the end, or all as it comes, once */
         what.it.percent_twice = seed % 2 == 0 ? 20 : 0;
@@ -389,9 +387,9 @@ static void train_with_accidents(gpu_rank *self, const lesson *what)
     }
 }
 
-static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
+TEST(after_a_step_that_failed_anywhere_the_next_is_exact)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(60000 + seed, 1 + seed % STEPS_MAX_PARAMS);
         what.it.percent_unused = 10;
         what.it.percent_twice = 30;
@@ -399,19 +397,4 @@ static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
         what.train = train_with_accidents;
         run_lesson(&what);
     }
-}
-
-int main(int n_words, char **words)
-{
-    drawn = seeds_of(n_words, words, SEEDS);
-    (void)alarm(drawn.is_usual ? 240 : 0);
-    RUN(means_are_exact_on_any_number_of_streams);
-    RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
-    RUN(gradients_that_come_again_are_added_or_replaced_also_where_late);
-    RUN(everything_at_once_comes_out_exact_with_ranks_that_dawdle);
-    RUN(ranks_that_stand_in_count_as_zeros_or_not_at_all);
-    RUN(a_steady_step_allocates_nothing_and_waits_for_nothing);
-    RUN(a_captured_step_has_exact_means_in_each_replay);
-    RUN(after_a_step_that_failed_anywhere_the_next_is_exact);
-    return check_report();
 }

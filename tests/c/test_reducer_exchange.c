@@ -247,7 +247,7 @@ static void run_problem(problem *it, void (*run)(rank_job *job))
 
 /* ---- tests ---------------------------------------------------------------------- */
 
-static void means_of_rows_are_exact_in_worlds_of_1_to_5(void)
+TEST(means_of_rows_are_exact_in_worlds_of_1_to_5)
 {
     for (uint64_t seed = 1; seed <= 40; seed++) {
         problem it = problem_of(seed, 1 + (int)(seed % 5));
@@ -256,7 +256,7 @@ static void means_of_rows_are_exact_in_worlds_of_1_to_5(void)
     }
 }
 
-static void a_table_that_one_rank_has_whole_is_whole_on_all(void)
+TEST(a_table_that_one_rank_has_whole_is_whole_on_all)
 {
     for (uint64_t seed = 50; seed < 80; seed++) {
         problem it = problem_of(seed, 1 + (int)(seed % 4));
@@ -265,7 +265,7 @@ static void a_table_that_one_rank_has_whole_is_whole_on_all(void)
     }
 }
 
-static void a_row_may_be_longer_than_a_segment_and_a_table_than_the_staging(void)
+TEST(a_row_may_be_longer_than_a_segment_and_a_table_than_the_staging)
 {
     problem it = problem_of(3, 3);
     it.n_tables = 2;
@@ -276,7 +276,7 @@ static void a_row_may_be_longer_than_a_segment_and_a_table_than_the_staging(void
         run_problem(&it, average);
 }
 
-static void tables_without_rows_or_columns_have_no_means(void)
+TEST(tables_without_rows_or_columns_have_no_means)
 {
     problem it = problem_of(4, 2);
     it.n_tables = 3;
@@ -314,7 +314,7 @@ static void fail_between(rank_job *job)
     average(job); /* the next exchange finds nothing of this one */
 }
 
-static void who_fails_between_two_rounds_fails_the_exchange_on_every_rank(void)
+TEST(who_fails_between_two_rounds_fails_the_exchange_on_every_rank)
 {
     for (uint64_t seed = 130; seed < 150; seed++) {
         problem it = problem_of(seed, 2 + (int)(seed % 3));
@@ -355,7 +355,7 @@ static void refuse_rows(pl_comm *comm)
     CHECK(exchange == NULL);
 }
 
-static void rows_that_no_table_has_are_refused(void)
+TEST(rows_that_no_table_has_are_refused)
 {
     pl_comm *comm = NULL;
     if (!CHECK_OK(pl_local_create(1, 8192, RANKS_DEADLINE_NS, &comm)))
@@ -364,7 +364,7 @@ static void rows_that_no_table_has_are_refused(void)
     pl_comm_destroy(comm);
 }
 
-static void means_before_rows_are_found_are_refused(void)
+TEST(means_before_rows_are_found_are_refused)
 {
     const problem it = problem_of(160, 1);
     pl_comm *comm = NULL;
@@ -379,7 +379,7 @@ static void means_before_rows_are_found_are_refused(void)
     side_drop(&self);
 }
 
-static void exchanges_survive_the_failure_of_any_allocation(void)
+TEST(exchanges_survive_the_failure_of_any_allocation)
 {
     problem it = problem_of(170, 1);
     pl_comm *comm = NULL;
@@ -405,18 +405,4 @@ static void exchanges_survive_the_failure_of_any_allocation(void)
     CHECK(n_failed == 13);
     pl_comm_destroy(comm);
     side_drop(&self);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(means_of_rows_are_exact_in_worlds_of_1_to_5);
-    RUN(a_table_that_one_rank_has_whole_is_whole_on_all);
-    RUN(a_row_may_be_longer_than_a_segment_and_a_table_than_the_staging);
-    RUN(tables_without_rows_or_columns_have_no_means);
-    RUN(who_fails_between_two_rounds_fails_the_exchange_on_every_rank);
-    RUN(rows_that_no_table_has_are_refused);
-    RUN(means_before_rows_are_found_are_refused);
-    RUN(exchanges_survive_the_failure_of_any_allocation);
-    return check_report();
 }

@@ -143,7 +143,7 @@ static void run_lesson(lesson *what)
         pl_comm_destroy(comms[r]);
 }
 
-static void ranks_that_stand_in_count_as_zeros(void)
+TEST(ranks_that_stand_in_count_as_zeros)
 {
     for (uint64_t seed = 1; seed <= 24; seed++) {
         lesson what = lesson_of(seed, 1 + (int)(seed % 4), 1 + seed);
@@ -152,7 +152,7 @@ static void ranks_that_stand_in_count_as_zeros(void)
     }
 }
 
-static void they_amend_with_nothing_what_comes_late_to_others(void)
+TEST(they_amend_with_nothing_what_comes_late_to_others)
 {
     for (uint64_t seed = 100; seed < 116; seed++) {
         lesson what = lesson_of(seed, 2 + (int)(seed % 3), 30);
@@ -162,7 +162,7 @@ static void they_amend_with_nothing_what_comes_late_to_others(void)
     }
 }
 
-static void means_over_the_active_ranks_are_exact_where_they_can_be(void)
+TEST(means_over_the_active_ranks_are_exact_where_they_can_be)
 {
     for (uint64_t seed = 200; seed < 224; seed++) {
         lesson what = lesson_of(seed, 2 + (int)(seed % 3), 30);
@@ -173,7 +173,7 @@ static void means_over_the_active_ranks_are_exact_where_they_can_be(void)
     }
 }
 
-static void a_rank_with_gradients_does_not_stand_in(void)
+TEST(a_rank_with_gradients_does_not_stand_in)
 {
     model it = model_of(5, 1, 2);
     const pl_reducer_spec spec = spec_of(&it);
@@ -194,7 +194,7 @@ static void a_rank_with_gradients_does_not_stand_in(void)
 
 /* ---- the arithmetic ------------------------------------------------------------- */
 
-static void scaling_rounds_once_to_nearest_even(void)
+TEST(scaling_rounds_once_to_nearest_even)
 {
     const pl_dtype dtypes[] = {PL_BF16, PL_F16};
     pl_backend *backend = NULL;
@@ -238,15 +238,4 @@ static void scaling_rounds_once_to_nearest_even(void)
     CHECK_OK(backend->ops->scale(backend, &move, 1, 4, 3, NULL));
     CHECK(third[0] == 4.0F && third[1] == 4.0F / 3.0F && third[2] == -20.0F / 3.0F);
     pli_backend_destroy(backend);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(ranks_that_stand_in_count_as_zeros);
-    RUN(they_amend_with_nothing_what_comes_late_to_others);
-    RUN(means_over_the_active_ranks_are_exact_where_they_can_be);
-    RUN(a_rank_with_gradients_does_not_stand_in);
-    RUN(scaling_rounds_once_to_nearest_even);
-    return check_report();
 }

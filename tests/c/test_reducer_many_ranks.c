@@ -143,7 +143,7 @@ static pl_status step(const peers *self, double value)
     return st;
 }
 
-static void steps_of_thousands_of_ranks_are_steps(void)
+TEST(steps_of_thousands_of_ranks_are_steps)
 {
     pl_backend *backend = NULL;
     peers all;
@@ -165,7 +165,7 @@ static void steps_of_thousands_of_ranks_are_steps(void)
     pl_comm_destroy(all.comm);
 }
 
-static void a_reducer_without_room_for_all_ranks_is_refused(void)
+TEST(a_reducer_without_room_for_all_ranks_is_refused)
 {
     pl_backend *backend = NULL;
     pl_reducer_spec few = spec;
@@ -182,7 +182,7 @@ static void a_reducer_without_room_for_all_ranks_is_refused(void)
 
 /* ---- rows ----------------------------------------------------------------------- */
 
-static void rows_of_thousands_of_ranks_are_found(void)
+TEST(rows_of_thousands_of_ranks_are_found)
 {
     int64_t row = RANK;
     float value = 1;
@@ -213,7 +213,7 @@ static void rows_of_thousands_of_ranks_are_found(void)
 
 /* ---- agreement of GPU worlds ---------------------------------------------------- */
 
-static void thousands_of_ranks_agree_to_make_a_world(void)
+TEST(thousands_of_ranks_agree_to_make_a_world)
 {
     peers all;
     if (!peers_create(pli_gpu_board_bytes(N_RANKS), &all))
@@ -229,7 +229,7 @@ static void thousands_of_ranks_agree_to_make_a_world(void)
 
 /* ---- sums ----------------------------------------------------------------------- */
 
-static void ranges_of_thousands_of_ranks_are_summed_on_a_device(void)
+TEST(ranges_of_thousands_of_ranks_are_summed_on_a_device)
 {
     static float rows[N_RANKS][N_ELEMS];
     float means[N_ELEMS] = {0};
@@ -252,15 +252,4 @@ static void ranges_of_thousands_of_ranks_are_summed_on_a_device(void)
     ranges.n_ranks = 0;
     CHECK(pli_kernels_sum(kernels, &ranges, NULL) == PL_EINVAL);
     pli_kernels_unload(kernels);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(steps_of_thousands_of_ranks_are_steps);
-    RUN(a_reducer_without_room_for_all_ranks_is_refused);
-    RUN(rows_of_thousands_of_ranks_are_found);
-    RUN(thousands_of_ranks_agree_to_make_a_world);
-    RUN(ranges_of_thousands_of_ranks_are_summed_on_a_device);
-    return check_report();
 }

@@ -7,8 +7,6 @@
 
 enum { N_STEPS = 7, N_SEEDS = 12, N_PARAMS = 24 };
 
-static seeds drawn;
-
 typedef struct lesson {
     model it;
     pli_nccl_library *nccl;
@@ -118,9 +116,9 @@ static int settle_first(gpu_rank *self, uint64_t step)
     return gpu_end(self);
 }
 
-static void what_was_settled_is_packed_behind_the_stream_that_settled_it(void)
+TEST(what_was_settled_is_packed_behind_the_stream_that_settled_it)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         lesson what = {.it = model_of(seed, 1 + (int)(seed % 2), N_PARAMS),
                        .step = settle_first};
         run_lesson(&what, seed % 3 == 0 ? FAKE_LATE : FAKE_RANDOM);
@@ -163,9 +161,9 @@ static int rescale_at_once(gpu_rank *self, uint64_t step)
     return finish_and_rescale(self, step, step == 1 ? last + 1 : last);
 }
 
-static void means_are_rescaled_behind_the_operations_that_make_them(void)
+TEST(means_are_rescaled_behind_the_operations_that_make_them)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         const int world_size = 2 + (int)(seed % 2);
         lesson what = {.it = model_of(seed, world_size, N_PARAMS),
                        .step = rescale_at_once};
@@ -257,9 +255,9 @@ static int fail_twice_and_go_on(gpu_rank *self, uint64_t step)
                          : fail_in_between(self, step, last_but(self, step % 3 / 2));
 }
 
-static void slots_are_written_behind_what_a_failed_step_wrote_there(void)
+TEST(slots_are_written_behind_what_a_failed_step_wrote_there)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         lesson what = {.it = model_of(seed, 1, N_PARAMS), .step = fail_twice_and_go_on};
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
     }
@@ -283,9 +281,9 @@ static int fail_and_leave(gpu_rank *self, uint64_t step)
     return 0;
 }
 
-static void memory_stays_until_what_a_failed_step_writes_is_there(void)
+TEST(memory_stays_until_what_a_failed_step_writes_is_there)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         lesson what = {.it = model_of(seed, 2, N_PARAMS), .step = fail_and_leave};
         atomic_store(&n_marked, 0);
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
@@ -331,9 +329,9 @@ static int replace_elsewhere(gpu_rank *self, uint64_t step)
     return gpu_end(self);
 }
 
-static void a_total_replaces_what_another_stream_has_written(void)
+TEST(a_total_replaces_what_another_stream_has_written)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         lesson what = {.it = model_of(seed, 1 + (int)(seed % 2), N_PARAMS),
                        .step = replace_elsewhere};
         what.it.percent_twice = 100;
@@ -399,22 +397,10 @@ static int fire_late(gpu_rank *self, uint64_t step)
     return gpu_end(self) && !is_late; /* from now on two gradients are expected */
 }
 
-static void what_is_late_is_copied_behind_the_stream_that_made_it(void)
+TEST(what_is_late_is_copied_behind_the_stream_that_made_it)
 {
-    for (uint64_t seed = drawn.first; seed <= drawn.last; seed++) {
+    EACH_SEED (seed, N_SEEDS) {
         lesson what = {.it = model_of(seed, 1, N_PARAMS), .step = fire_late};
         run_lesson(&what, seed % 3 == 0 ? FAKE_RANDOM : FAKE_LATE);
     }
-}
-
-int main(int n_words, char **words)
-{
-    drawn = seeds_of(n_words, words, N_SEEDS);
-    RUN(what_is_late_is_copied_behind_the_stream_that_made_it);
-    RUN(a_total_replaces_what_another_stream_has_written);
-    RUN(slots_are_written_behind_what_a_failed_step_wrote_there);
-    RUN(memory_stays_until_what_a_failed_step_writes_is_there);
-    RUN(what_was_settled_is_packed_behind_the_stream_that_settled_it);
-    RUN(means_are_rescaled_behind_the_operations_that_make_them);
-    return check_report();
 }

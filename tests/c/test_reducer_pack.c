@@ -6,7 +6,7 @@
 
 /* Events in the order in which they are made: between 1, aside 2, buckets 3 and 4. */
 
-static void a_bucket_is_packed_by_one_launch_when_its_last_gradient_comes(void)
+TEST(a_bucket_is_packed_by_one_launch_when_its_last_gradient_comes)
 {
     gradient data[N_PARAMS];
     pair it;
@@ -35,7 +35,7 @@ static void a_bucket_is_packed_by_one_launch_when_its_last_gradient_comes(void)
     pair_destroy(&it);
 }
 
-static void a_bucket_that_is_ready_is_packed_when_its_turn_comes(void)
+TEST(a_bucket_that_is_ready_is_packed_when_its_turn_comes)
 {
     gradient data[N_PARAMS];
     pair it;
@@ -57,7 +57,7 @@ static void a_bucket_that_is_ready_is_packed_when_its_turn_comes(void)
     pair_destroy(&it);
 }
 
-static void the_close_packs_the_rest_with_zeros_where_there_is_nothing(void)
+TEST(the_close_packs_the_rest_with_zeros_where_there_is_nothing)
 {
     gradient data;
     pair it;
@@ -77,7 +77,7 @@ static void the_close_packs_the_rest_with_zeros_where_there_is_nothing(void)
     pair_destroy(&it);
 }
 
-static void what_is_in_its_slot_is_not_moved_but_waited_for(void)
+TEST(what_is_in_its_slot_is_not_moved_but_waited_for)
 {
     gradient data;
     pair it;
@@ -99,7 +99,7 @@ static void what_is_in_its_slot_is_not_moved_but_waited_for(void)
     pair_destroy(&it);
 }
 
-static void what_is_added_is_added_at_once_behind_what_was_held(void)
+TEST(what_is_added_is_added_at_once_behind_what_was_held)
 {
     gradient data, more;
     pair it;
@@ -125,7 +125,7 @@ static void what_is_added_is_added_at_once_behind_what_was_held(void)
     pair_destroy(&it);
 }
 
-static void what_replaces_comes_behind_what_another_stream_wrote(void)
+TEST(what_replaces_comes_behind_what_another_stream_wrote)
 {
     gradient data, total;
     pair it;
@@ -154,7 +154,7 @@ static void what_replaces_comes_behind_what_another_stream_wrote(void)
     pair_destroy(&it);
 }
 
-static void a_late_gradient_is_moved_between_its_stream_and_the_steps(void)
+TEST(a_late_gradient_is_moved_between_its_stream_and_the_steps)
 {
     gradient data[N_PARAMS], late;
     pair it;
@@ -193,7 +193,7 @@ static void a_late_gradient_is_moved_between_its_stream_and_the_steps(void)
     pair_destroy(&it);
 }
 
-static void a_stream_is_ordered_once_behind_the_same_means(void)
+TEST(a_stream_is_ordered_once_behind_the_same_means)
 {
     pair it;
     if (!learn(&it))
@@ -216,7 +216,7 @@ static void a_stream_is_ordered_once_behind_the_same_means(void)
     pair_destroy(&it);
 }
 
-static void host_memory_of_another_size_than_the_header_is_refused(void)
+TEST(host_memory_of_another_size_than_the_header_is_refused)
 {
     pl_reducer *reducer = NULL;
     pair it;
@@ -230,7 +230,7 @@ static void host_memory_of_another_size_than_the_header_is_refused(void)
     pair_destroy(&it);
 }
 
-static void rows_in_device_memory_are_not_exchanged(void)
+TEST(rows_in_device_memory_are_not_exchanged)
 {
     pl_exchange *exchange = NULL;
     pair it;
@@ -242,20 +242,4 @@ static void rows_in_device_memory_are_not_exchanged(void)
     CHECK(error_has("average them densely"));
     CHECK(exchange == NULL);
     pair_destroy(&it);
-}
-
-int main(void)
-{
-    (void)alarm(60);
-    RUN(a_bucket_is_packed_by_one_launch_when_its_last_gradient_comes);
-    RUN(a_bucket_that_is_ready_is_packed_when_its_turn_comes);
-    RUN(the_close_packs_the_rest_with_zeros_where_there_is_nothing);
-    RUN(what_is_in_its_slot_is_not_moved_but_waited_for);
-    RUN(what_is_added_is_added_at_once_behind_what_was_held);
-    RUN(what_replaces_comes_behind_what_another_stream_wrote);
-    RUN(a_late_gradient_is_moved_between_its_stream_and_the_steps);
-    RUN(a_stream_is_ordered_once_behind_the_same_means);
-    RUN(host_memory_of_another_size_than_the_header_is_refused);
-    RUN(rows_in_device_memory_are_not_exchanged);
-    return check_report();
 }

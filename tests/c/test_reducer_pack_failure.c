@@ -1,7 +1,7 @@
 /* test_reducer_pack_failure.c - moves put off in steps that fail, at any call. */
 #include "tracer.h"
 
-static void after_a_failed_step_the_next_comes_behind_what_it_has_enqueued(void)
+TEST(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued)
 {
     gradient data[N_PARAMS];
     pair it;
@@ -106,7 +106,7 @@ static int fail_once(int nth)
     return has_failed;
 }
 
-static void any_call_that_fails_fails_the_step_and_the_next_is_exact(void)
+TEST(any_call_that_fails_fails_the_step_and_the_next_is_exact)
 {
     int n = 1;
     while (fail_once(n))
@@ -114,7 +114,7 @@ static void any_call_that_fails_fails_the_step_and_the_next_is_exact(void)
     CHECK(n > 20);
 }
 
-static void a_reducer_without_its_events_is_not_made_and_leaves_none(void)
+TEST(a_reducer_without_its_events_is_not_made_and_leaves_none)
 {
     pl_reducer *reducer = NULL;
     pl_status st = PL_ESYS;
@@ -132,13 +132,4 @@ static void a_reducer_without_its_events_is_not_made_and_leaves_none(void)
     pl_reducer_destroy(reducer);
     first->fail_at = 0;
     pair_destroy(&it);
-}
-
-int main(void)
-{
-    (void)alarm(60);
-    RUN(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued);
-    RUN(any_call_that_fails_fails_the_step_and_the_next_is_exact);
-    RUN(a_reducer_without_its_events_is_not_made_and_leaves_none);
-    return check_report();
 }

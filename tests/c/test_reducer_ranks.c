@@ -37,7 +37,7 @@ static void train(rank_job *job)
     trainer_destroy(&self);
 }
 
-static void means_are_exact_in_worlds_of_1_to_4(void)
+TEST(means_are_exact_in_worlds_of_1_to_4)
 {
     for (int world_size = 1; world_size <= 4; world_size++) {
         for (uint64_t seed = 1; seed <= 5; seed++) {
@@ -48,7 +48,7 @@ static void means_are_exact_in_worlds_of_1_to_4(void)
     CHECK(atomic_load(&n_late_verdicts) == 0);
 }
 
-static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
+TEST(parameters_that_some_ranks_or_all_leave_out_count_as_zeros)
 {
     for (int world_size = 1; world_size <= 4; world_size++) {
         model it = model_of(20 + (uint64_t)world_size, world_size, 25);
@@ -57,7 +57,7 @@ static void parameters_that_some_ranks_or_all_leave_out_count_as_zeros(void)
     }
 }
 
-static void gradients_that_come_twice_are_added_also_where_they_come_late(void)
+TEST(gradients_that_come_twice_are_added_also_where_they_come_late)
 {
     atomic_store(&n_late_verdicts, 0);
     for (int world_size = 1; world_size <= 4; world_size++) {
@@ -68,7 +68,7 @@ static void gradients_that_come_twice_are_added_also_where_they_come_late(void)
     CHECK(atomic_load(&n_late_verdicts) > 10);
 }
 
-static void parameters_without_elements_are_never_late(void)
+TEST(parameters_without_elements_are_never_late)
 {
     for (int world_size = 1; world_size <= 4; world_size++) {
         model it = model_of(80 + (uint64_t)world_size, world_size, 30);
@@ -80,7 +80,7 @@ static void parameters_without_elements_are_never_late(void)
     }
 }
 
-static void buckets_that_are_held_take_all_that_comes(void)
+TEST(buckets_that_are_held_take_all_that_comes)
 {
     atomic_store(&n_late_verdicts, 0);
     for (int world_size = 1; world_size <= 4; world_size++) {
@@ -92,7 +92,7 @@ static void buckets_that_are_held_take_all_that_comes(void)
     CHECK(atomic_load(&n_late_verdicts) == 0);
 }
 
-static void everything_at_once_comes_out_exact_with_ranks_that_dawdle(void)
+TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
 {
     for (uint64_t seed = 100; seed < 124; seed++) {
         model it = model_of(seed, 1 + (int)(seed % 4), 1 + seed % STEPS_MAX_PARAMS);
@@ -150,7 +150,7 @@ static void train_with_accidents(rank_job *job)
     trainer_destroy(&self);
 }
 
-static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
+TEST(after_a_step_that_failed_anywhere_the_next_is_exact)
 {
     for (uint64_t seed = 200; seed < 212; seed++) {
         model it = model_of(seed, 2 + (int)(seed % 3), 1 + seed % STEPS_MAX_PARAMS);
@@ -159,17 +159,4 @@ static void after_a_step_that_failed_anywhere_the_next_is_exact(void)
         it.rest_ns = seed % 2 == 0 ? 20000 : 0;
         run_model(&it, train_with_accidents, &it);
     }
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(means_are_exact_in_worlds_of_1_to_4);
-    RUN(parameters_that_some_ranks_or_all_leave_out_count_as_zeros);
-    RUN(gradients_that_come_twice_are_added_also_where_they_come_late);
-    RUN(parameters_without_elements_are_never_late);
-    RUN(buckets_that_are_held_take_all_that_comes);
-    RUN(everything_at_once_comes_out_exact_with_ranks_that_dawdle);
-    RUN(after_a_step_that_failed_anywhere_the_next_is_exact);
-    return check_report();
 }

@@ -5,7 +5,7 @@
 
 /* ---- split ---------------------------------------------------------------------- */
 
-static void the_larger_parts_come_first(void)
+TEST(the_larger_parts_come_first)
 {
     static const struct {
         int64_t n_rows, n_replicas;
@@ -27,7 +27,7 @@ static void the_larger_parts_come_first(void)
     }
 }
 
-static void every_row_is_in_one_part_and_no_part_is_empty(void)
+TEST(every_row_is_in_one_part_and_no_part_is_empty)
 {
     for (int64_t n_rows = 1; n_rows <= 70; n_rows++)
         for (int64_t n_replicas = 1; n_replicas <= 8; n_replicas++) {
@@ -44,7 +44,7 @@ static void every_row_is_in_one_part_and_no_part_is_empty(void)
         }
 }
 
-static void a_batch_without_rows_is_one_part(void)
+TEST(a_batch_without_rows_is_one_part)
 {
     const pli_rows rows = pli_split_rows(0, pli_split_parts(0, 4), 0);
     CHECK(pli_split_parts(0, 4) == 1);
@@ -53,7 +53,7 @@ static void a_batch_without_rows_is_one_part(void)
 
 /* ---- shapes --------------------------------------------------------------------- */
 
-static void dimensions_are_counted_from_either_end(void)
+TEST(dimensions_are_counted_from_either_end)
 {
     const pli_shape shape = {.n_dims = 3, .sizes = {2, 3, 4}};
     const pli_shape scalar = {.n_dims = 0};
@@ -65,7 +65,7 @@ static void dimensions_are_counted_from_either_end(void)
     CHECK(pli_shape_dim(&nested, 0) == -1);
 }
 
-static void shapes_join_where_one_dimension_differs(void)
+TEST(shapes_join_where_one_dimension_differs)
 {
     const pli_shape first = {.n_dims = 2, .sizes = {2, 3}};
     const pli_shape fewer = {.n_dims = 2, .sizes = {1, 3}};
@@ -77,14 +77,4 @@ static void shapes_join_where_one_dimension_differs(void)
     CHECK(!pli_shape_joins(&first, &longer, 0));
     CHECK(!pli_shape_joins(&first, &scalar, -1));
     CHECK(pli_shape_joins(&scalar, &scalar, -1));
-}
-
-int main(void)
-{
-    RUN(the_larger_parts_come_first);
-    RUN(every_row_is_in_one_part_and_no_part_is_empty);
-    RUN(a_batch_without_rows_is_one_part);
-    RUN(dimensions_are_counted_from_either_end);
-    RUN(shapes_join_where_one_dimension_differs);
-    return check_report();
 }

@@ -30,7 +30,7 @@ static void reduce_often(child *self)
     }
 }
 
-static void processes_reduce_exactly_in_worlds_of_1_to_4(void)
+TEST(processes_reduce_exactly_in_worlds_of_1_to_4)
 {
     for (int world_size = 1; world_size <= 4; world_size++)
         run_world(world_size, (uint64_t)world_size, reduce_often);
@@ -58,7 +58,7 @@ static void do_every_kind(child *self)
     }
 }
 
-static void processes_do_every_kind_of_operation(void)
+TEST(processes_do_every_kind_of_operation)
 {
     for (int world_size = 2; world_size <= 4; world_size++)
         run_world(world_size, 7, do_every_kind);
@@ -83,7 +83,7 @@ static void join_and_leave_often(child *self)
     }
 }
 
-static void worlds_made_one_after_another_leave_no_descriptor_and_no_mapping(void)
+TEST(worlds_made_one_after_another_leave_no_descriptor_and_no_mapping)
 {
     run_world(3, 1, join_and_leave_often);
 }
@@ -115,7 +115,7 @@ static void abort_and_go_on(child *self)
     }
 }
 
-static void processes_go_on_after_an_aborted_step(void)
+TEST(processes_go_on_after_an_aborted_step)
 {
     run_world(3, 2, abort_and_go_on);
 }
@@ -145,7 +145,7 @@ static void have_children_that_end(child *self)
     }
 }
 
-static void children_of_a_rank_come_and_go_without_a_word_to_the_world(void)
+TEST(children_of_a_rank_come_and_go_without_a_word_to_the_world)
 {
     run_world(2, 3, have_children_that_end);
 }
@@ -171,7 +171,7 @@ static void ask_for_different_arenas(child *self)
     CHECK(n_shared_mappings() == 0);
 }
 
-static void ranks_that_ask_for_different_arenas_make_no_world(void)
+TEST(ranks_that_ask_for_different_arenas_make_no_world)
 {
     for (int world_size = 2; world_size <= 4; world_size++)
         run_world(world_size, 1, ask_for_different_arenas);
@@ -182,7 +182,7 @@ static int yes(void *context)
     return ++*(int *)context > 3;
 }
 
-static void an_interrupt_ends_the_wait_for_the_others(void)
+TEST(an_interrupt_ends_the_wait_for_the_others)
 {
     static const int nobody[2] = {0, 0};
     char address[PLI_ADDRESS_BYTES];
@@ -209,7 +209,7 @@ static void an_interrupt_ends_the_wait_for_the_others(void)
     CHECK(n_open_descriptors() == n_descriptors);
 }
 
-static void ranks_that_never_come_end_the_wait_at_the_deadline(void)
+TEST(ranks_that_never_come_end_the_wait_at_the_deadline)
 {
     static const int nobody[2] = {0, 0};
     char address[PLI_ADDRESS_BYTES];
@@ -227,18 +227,4 @@ static void ranks_that_never_come_end_the_wait_at_the_deadline(void)
     CHECK(error_has("not every rank came"));
     CHECK(pli_now_ns() - begin >= 100 * PLI_MS);
     pli_listener_destroy(listener);
-}
-
-int main(void)
-{
-    (void)alarm(120);
-    RUN(processes_reduce_exactly_in_worlds_of_1_to_4);
-    RUN(processes_do_every_kind_of_operation);
-    RUN(worlds_made_one_after_another_leave_no_descriptor_and_no_mapping);
-    RUN(processes_go_on_after_an_aborted_step);
-    RUN(children_of_a_rank_come_and_go_without_a_word_to_the_world);
-    RUN(ranks_that_ask_for_different_arenas_make_no_world);
-    RUN(an_interrupt_ends_the_wait_for_the_others);
-    RUN(ranks_that_never_come_end_the_wait_at_the_deadline);
-    return check_report();
 }

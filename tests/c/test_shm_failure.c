@@ -71,13 +71,13 @@ static void kill_one(uint64_t seed, int is_joined)
     board_destroy(all);
 }
 
-static void a_rank_killed_while_it_works_is_named_by_all_at_once(void)
+TEST(a_rank_killed_while_it_works_is_named_by_all_at_once)
 {
     for (uint64_t seed = 1; seed <= 40; seed++)
         kill_one(seed, 1);
 }
 
-static void a_rank_killed_while_the_world_is_made_is_named_by_all_at_once(void)
+TEST(a_rank_killed_while_the_world_is_made_is_named_by_all_at_once)
 {
     for (uint64_t seed = 1001; seed <= 1080; seed++)
         kill_one(seed, 0);
@@ -103,7 +103,7 @@ static void have_a_child_that_stays(child *self)
     child_report(self, st);
 }
 
-static void a_killed_rank_is_noticed_though_its_children_live(void)
+TEST(a_killed_rank_is_noticed_though_its_children_live)
 {
     board *all = board_create(2, 1);
     processes_start(all, have_a_child_that_stays);
@@ -149,7 +149,7 @@ static void say_goodbye(child *self)
     child_report(self, st);
 }
 
-static void a_rank_that_goes_is_named_to_those_who_wait_for_it(void)
+TEST(a_rank_that_goes_is_named_to_those_who_wait_for_it)
 {
     static const child_fn ways[] = {go_without_a_word, say_goodbye, say_goodbye};
     for (int way = 0; way < 3; way++) {
@@ -165,7 +165,7 @@ static void a_rank_that_goes_is_named_to_those_who_wait_for_it(void)
 
 /* ---- stopped -------------------------------------------------------------------- */
 
-static void a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before(void)
+TEST(a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before)
 {
     for (uint64_t seed = 1; seed <= 3; seed++) {
         const int culprit = (int)seed % 3;
@@ -187,7 +187,7 @@ static void a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before(vo
     }
 }
 
-static void a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for(void)
+TEST(a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for)
 {
     board *all = board_create(2, 1);
     all->deadline_ns = 2000 * PLI_MS;
@@ -210,16 +210,4 @@ static void a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for(void
     processes_end(all, 1);
     check_reports(all, 1, PL_EPEER, pli_now_ns(), SOON_NS);
     board_destroy(all);
-}
-
-int main(void)
-{
-    (void)alarm(150);
-    RUN(a_rank_killed_while_it_works_is_named_by_all_at_once);
-    RUN(a_rank_killed_while_the_world_is_made_is_named_by_all_at_once);
-    RUN(a_killed_rank_is_noticed_though_its_children_live);
-    RUN(a_rank_that_goes_is_named_to_those_who_wait_for_it);
-    RUN(a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before);
-    RUN(a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for);
-    return check_report();
 }

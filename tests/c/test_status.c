@@ -13,7 +13,7 @@
 
 /* ---- codes and words ------------------------------------------------------------ */
 
-static void every_code_has_a_text_of_its_own(void)
+TEST(every_code_has_a_text_of_its_own)
 {
     static const pl_status codes[] = {
 #define CODE(name, number, text, exception) name,
@@ -34,7 +34,7 @@ static void every_code_has_a_text_of_its_own(void)
     CHECK(strcmp(pl_status_text((pl_status)-1), "unknown status") == 0);
 }
 
-static void a_failure_leaves_its_words_and_returns_its_code(void)
+TEST(a_failure_leaves_its_words_and_returns_its_code)
 {
     CHECK(pli_fail(PL_EMISMATCH, "rank %d of %s", 3, "four") == PL_EMISMATCH);
     CHECK(strcmp(pl_error_message(), "rank 3 of four") == 0);
@@ -42,7 +42,7 @@ static void a_failure_leaves_its_words_and_returns_its_code(void)
     CHECK(strcmp(pl_error_message(), "") == 0);
 }
 
-static void a_failed_system_call_appends_the_text_of_errno(void)
+TEST(a_failed_system_call_appends_the_text_of_errno)
 {
     errno = ENOENT;
     CHECK(pli_fail_errno("cannot open %s", "it") == PL_ESYS);
@@ -52,7 +52,7 @@ static void a_failed_system_call_appends_the_text_of_errno(void)
     CHECK(strcmp(pl_error_message(), "cannot map: Cannot allocate memory") == 0);
 }
 
-static void words_that_are_too_long_are_cut_and_not_overrun(void)
+TEST(words_that_are_too_long_are_cut_and_not_overrun)
 {
     static char endless[20000];
     memset(endless, 'x', sizeof endless - 1);
@@ -75,7 +75,7 @@ static void *fail_elsewhere(void *unused)
     return NULL;
 }
 
-static void each_thread_has_an_error_message_of_its_own(void)
+TEST(each_thread_has_an_error_message_of_its_own)
 {
     pthread_t thread;
     CHECK(pli_fail(PL_EINVAL, "ours") == PL_EINVAL);
@@ -87,7 +87,7 @@ static void each_thread_has_an_error_message_of_its_own(void)
 
 /* ---- dtypes --------------------------------------------------------------------- */
 
-static void every_dtype_has_its_bytes_and_its_name(void)
+TEST(every_dtype_has_its_bytes_and_its_name)
 {
     static const struct {
         pl_dtype dtype;
@@ -108,7 +108,7 @@ static void every_dtype_has_its_bytes_and_its_name(void)
     }
 }
 
-static void a_number_that_is_no_dtype_has_no_bytes(void)
+TEST(a_number_that_is_no_dtype_has_no_bytes)
 {
     static const int strangers[] = {-1, PL_N_DTYPES, PL_N_DTYPES + 1, 1000};
     for (size_t i = 0; i < sizeof strangers / sizeof strangers[0]; i++) {
@@ -119,7 +119,7 @@ static void a_number_that_is_no_dtype_has_no_bytes(void)
 
 /* ---- memory --------------------------------------------------------------------- */
 
-static void memory_comes_zeroed_and_on_a_cache_line(void)
+TEST(memory_comes_zeroed_and_on_a_cache_line)
 {
     for (size_t n = 0; n < 300; n++) {
         unsigned char *memory = NULL;
@@ -134,7 +134,7 @@ static void memory_comes_zeroed_and_on_a_cache_line(void)
     pli_free(NULL);
 }
 
-static void more_memory_than_there_can_be_is_refused_by_its_purpose(void)
+TEST(more_memory_than_there_can_be_is_refused_by_its_purpose)
 {
     static const size_t pairs[][2] = {{SIZE_MAX, 2},
                                       {2, SIZE_MAX},
@@ -149,7 +149,7 @@ static void more_memory_than_there_can_be_is_refused_by_its_purpose(void)
     }
 }
 
-static void an_ordered_fault_hits_the_nth_allocation_alone(void)
+TEST(an_ordered_fault_hits_the_nth_allocation_alone)
 {
     pli_fault_arm(PLI_FAULT_ALLOC, 3);
     for (int i = 1; i <= 5; i++) {
@@ -166,7 +166,7 @@ static void an_ordered_fault_hits_the_nth_allocation_alone(void)
 
 /* ---- the environment ------------------------------------------------------------ */
 
-static void a_timeout_that_is_a_positive_number_of_seconds_is_taken(void)
+TEST(a_timeout_that_is_a_positive_number_of_seconds_is_taken)
 {
     static const struct {
         const char *word;
@@ -191,7 +191,7 @@ static void a_timeout_that_is_a_positive_number_of_seconds_is_taken(void)
     CHECK(ns == 8);
 }
 
-static void a_timeout_that_is_not_is_refused_and_quoted(void)
+TEST(a_timeout_that_is_not_is_refused_and_quoted)
 {
     static const char *const bad[] = {
         "0",   "-1",  "abc", "1s", "1 ",   "nan", "-nan", "inf",   "1e10",
@@ -210,7 +210,7 @@ static void a_timeout_that_is_not_is_refused_and_quoted(void)
     (void)unsetenv("PACELINE_TIMEOUT");
 }
 
-static void the_instruction_set_is_the_one_that_is_asked_for(void)
+TEST(the_instruction_set_is_the_one_that_is_asked_for)
 {
     const pli_sum_table *sums = NULL;
     pl_backend *backend = NULL;
@@ -228,22 +228,4 @@ static void the_instruction_set_is_the_one_that_is_asked_for(void)
     CHECK(pli_config_isa() == NULL);
     CHECK_OK(pli_cpu_sums(&sums));
     CHECK(sums == pli_sum_table_best());
-}
-
-int main(void)
-{
-    RUN(every_code_has_a_text_of_its_own);
-    RUN(a_failure_leaves_its_words_and_returns_its_code);
-    RUN(a_failed_system_call_appends_the_text_of_errno);
-    RUN(words_that_are_too_long_are_cut_and_not_overrun);
-    RUN(each_thread_has_an_error_message_of_its_own);
-    RUN(every_dtype_has_its_bytes_and_its_name);
-    RUN(a_number_that_is_no_dtype_has_no_bytes);
-    RUN(memory_comes_zeroed_and_on_a_cache_line);
-    RUN(more_memory_than_there_can_be_is_refused_by_its_purpose);
-    RUN(an_ordered_fault_hits_the_nth_allocation_alone);
-    RUN(a_timeout_that_is_a_positive_number_of_seconds_is_taken);
-    RUN(a_timeout_that_is_not_is_refused_and_quoted);
-    RUN(the_instruction_set_is_the_one_that_is_asked_for);
-    return check_report();
 }

@@ -61,7 +61,7 @@ static int n_threads(void)
     return n;
 }
 
-static void each_that_has_joined_is_looked_at(void)
+TEST(each_that_has_joined_is_looked_at)
 {
     ward wards[9] = {0};
     pli_watchdog *watchdog = NULL;
@@ -86,7 +86,7 @@ static void each_that_has_joined_is_looked_at(void)
     pli_watchdog_destroy(NULL);
 }
 
-static void who_leaves_waits_for_the_look_that_is_under_way(void)
+TEST(who_leaves_waits_for_the_look_that_is_under_way)
 {
     for (int k = 0; k < 5; k++) {
         ward slow = {.rest_ns = 30 * PLI_MS};
@@ -116,7 +116,7 @@ static void *come_and_go(void *memory)
     return NULL;
 }
 
-static void any_thread_joins_and_leaves_at_any_time(void)
+TEST(any_thread_joins_and_leaves_at_any_time)
 {
     pthread_t threads[4];
     pli_watchdog *watchdog = NULL;
@@ -130,7 +130,7 @@ static void any_thread_joins_and_leaves_at_any_time(void)
     pli_watchdog_destroy(watchdog);
 }
 
-static void signals_are_not_for_its_thread(void)
+TEST(signals_are_not_for_its_thread)
 {
     ward it = {0};
     pli_watchdog *watchdog = NULL;
@@ -144,7 +144,7 @@ static void signals_are_not_for_its_thread(void)
     pli_watchdog_destroy(watchdog);
 }
 
-static void a_forked_child_may_forget_it_and_begin_anew(void)
+TEST(a_forked_child_may_forget_it_and_begin_anew)
 {
     ward it = {.rest_ns = 5 * PLI_MS};
     pli_watchdog *watchdog = NULL;
@@ -175,7 +175,7 @@ static void a_forked_child_may_forget_it_and_begin_anew(void)
     pli_watchdog_destroy(watchdog);
 }
 
-static void a_watchdog_without_memory_or_thread_says_so(void)
+TEST(a_watchdog_without_memory_or_thread_says_so)
 {
     ward it = {0};
     pli_watchdog *watchdog = NULL;
@@ -193,15 +193,4 @@ static void a_watchdog_without_memory_or_thread_says_so(void)
     CHECK_OK(pli_watchdog_join(watchdog, check, &it));
     leave(watchdog, &it);
     pli_watchdog_destroy(watchdog);
-}
-
-int main(void)
-{
-    RUN(each_that_has_joined_is_looked_at);
-    RUN(who_leaves_waits_for_the_look_that_is_under_way);
-    RUN(any_thread_joins_and_leaves_at_any_time);
-    RUN(signals_are_not_for_its_thread);
-    RUN(a_forked_child_may_forget_it_and_begin_anew);
-    RUN(a_watchdog_without_memory_or_thread_says_so);
-    return check_report();
 }

@@ -37,7 +37,7 @@ static char *arena_of(pl_comm *comm)
     return (char *)pli_comm_arena(comm) + AT;
 }
 
-static void a_window_shows_the_arena_and_writes_to_it(void)
+TEST(a_window_shows_the_arena_and_writes_to_it)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -55,7 +55,7 @@ static void a_window_shows_the_arena_and_writes_to_it(void)
     pl_comm_destroy(comm);
 }
 
-static void views_are_counted_by_slot(void)
+TEST(views_are_counted_by_slot)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -79,7 +79,7 @@ static void views_are_counted_by_slot(void)
     pl_comm_destroy(comm);
 }
 
-static void a_retired_window_keeps_its_values_at_its_address(void)
+TEST(a_retired_window_keeps_its_values_at_its_address)
 {
     pl_comm *comm = NULL;
     pli_window *old = NULL;
@@ -112,7 +112,7 @@ static void a_retired_window_keeps_its_values_at_its_address(void)
     CHECK(n_lone_mappings() == 0);
 }
 
-static void a_window_that_nobody_sees_is_not_copied(void)
+TEST(a_window_that_nobody_sees_is_not_copied)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -127,7 +127,7 @@ static void a_window_that_nobody_sees_is_not_copied(void)
     pl_comm_destroy(comm);
 }
 
-static void a_window_lives_as_long_as_its_last_view_even_without_its_world(void)
+TEST(a_window_lives_as_long_as_its_last_view_even_without_its_world)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -151,7 +151,7 @@ static void a_window_lives_as_long_as_its_last_view_even_without_its_world(void)
     pli_window_release(NULL);
 }
 
-static void a_window_beyond_what_there_is_is_refused(void)
+TEST(a_window_beyond_what_there_is_is_refused)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -177,7 +177,7 @@ static long n_virtual_pages(void)
     return n_pages;
 }
 
-static void a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena(void)
+TEST(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -210,7 +210,7 @@ static void *see_and_unsee(void *memory)
     return NULL;
 }
 
-static void views_come_and_go_on_any_thread(void)
+TEST(views_come_and_go_on_any_thread)
 {
     pl_comm *comm = NULL;
     pli_window *window = NULL;
@@ -269,7 +269,7 @@ static void *memory_of_half(pl_comm *comm, size_t offset_bytes)
     return it->each[it->now].memory + offset_bytes;
 }
 
-static void on_a_device_old_memory_stays_with_its_views_and_the_world_has_other(void)
+TEST(on_a_device_old_memory_stays_with_its_views_and_the_world_has_other)
 {
     static const pl_comm_ops ops = {.name = "halves",
                                     .memory = memory_of_half,
@@ -296,19 +296,4 @@ static void on_a_device_old_memory_stays_with_its_views_and_the_world_has_other(
     CHECK(it.each[0].n_shares == 0 && it.each[1].n_shares == 1);
     pli_window_release(new);
     CHECK(it.each[1].n_shares == 0);
-}
-
-int main(void)
-{
-    (void)alarm(60);
-    RUN(a_window_shows_the_arena_and_writes_to_it);
-    RUN(views_are_counted_by_slot);
-    RUN(a_retired_window_keeps_its_values_at_its_address);
-    RUN(a_window_that_nobody_sees_is_not_copied);
-    RUN(a_window_lives_as_long_as_its_last_view_even_without_its_world);
-    RUN(a_window_beyond_what_there_is_is_refused);
-    RUN(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena);
-    RUN(views_come_and_go_on_any_thread);
-    RUN(on_a_device_old_memory_stays_with_its_views_and_the_world_has_other);
-    return check_report();
 }
