@@ -39,12 +39,6 @@ static void nothing_is_left(void)
     CHECK(fake_errors() == 0);
 }
 
-static void said(const char *words)
-{
-    if (!CHECK(strstr(pl_error_message(), words) != NULL))
-        CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
-}
-
 /* ---- one device with two streams of a user's ------------------------------------ */
 
 typedef struct bench {
@@ -161,11 +155,9 @@ TEST(a_device_out_of_range_is_named_with_how_many_there_are)
 {
     pl_backend *backend = NULL;
     start_over(FAKE_EARLY);
-    CHECK(open_device(2, &backend) == PL_EINVAL);
-    said("device 2 is out of range");
-    said("2 devices");
-    CHECK(open_device(-1, &backend) == PL_EINVAL);
-    said("device -1 is out of range");
+    CHECK_FAILS(open_device(2, &backend), PL_EINVAL, "device 2 is out of range",
+                "2 devices");
+    CHECK_FAILS(open_device(-1, &backend), PL_EINVAL, "device -1 is out of range");
     CHECK(backend == NULL);
     nothing_is_left();
 }
@@ -177,15 +169,13 @@ TEST(a_machine_without_a_device_is_told_so)
     options.devices = 0;
     fake_reset(&options);
     fake_fail("cuInit", 1, CUDA_ERROR_NO_DEVICE);
-    CHECK(open_device(0, &backend) == PL_EUNSUPPORTED);
-    said("sees no device");
-    said("CUDA_VISIBLE_DEVICES");
+    CHECK_FAILS(open_device(0, &backend), PL_EUNSUPPORTED, "sees no device",
+                "CUDA_VISIBLE_DEVICES");
     CHECK(backend == NULL);
     start_over(FAKE_EARLY);
     fake_fail("cuInit", 1, CUDA_ERROR_UNKNOWN);
-    CHECK(open_device(0, &backend) == PL_EUNSUPPORTED);
-    said("CUDA error 999");
-    said("nvidia-smi");
+    CHECK_FAILS(open_device(0, &backend), PL_EUNSUPPORTED, "CUDA error 999",
+                "nvidia-smi");
     nothing_is_left();
 }
 
@@ -220,7 +210,7 @@ TEST(a_construction_that_fails_anywhere_leaves_nothing_behind)
             }
             char words[32];
             (void)snprintf(words, sizeof words, "CUDA error %d", code);
-            said(words);
+            CHECK_SAYS(words);
             nothing_is_left();
         }
     }
@@ -277,14 +267,12 @@ TEST(more_memory_than_there_is_is_refused_with_both_sizes)
     options.capacity = 1 << 20;
     fake_reset(&options);
     if (CHECK_OK(open_device(0, &backend))) {
-        CHECK(backend->ops->alloc(backend, 3 << 20, &memory) == PL_ENOMEM);
+        CHECK_FAILS(backend->ops->alloc(backend, 3 << 20, &memory), PL_ENOMEM,
+                    "device 0 is out of memory", "3145728 bytes", "of its 1048576");
         CHECK(memory == NULL);
-        said("device 0 is out of memory");
-        said("3145728 bytes");
-        said("of its 1048576");
         fake_fail("cuMemAlloc", 1, CUDA_ERROR_ILLEGAL_ADDRESS);
-        CHECK(backend->ops->alloc(backend, 64, &memory) == PL_ESYS);
-        said("allocating device memory");
+        CHECK_FAILS(backend->ops->alloc(backend, 64, &memory), PL_ESYS,
+                    "allocating device memory");
         CHECK(memory == NULL);
     }
     pli_backend_destroy(backend);
@@ -354,8 +342,8 @@ TEST(an_event_says_whether_it_is_done_and_never_waits)
         CHECK(is_done == 1);
         is_done = 7;
         fake_fail("cuEventQuery", 1, CUDA_ERROR_LAUNCH_FAILED);
-        CHECK(backend->ops->event_is_done(backend, event, &is_done) == PL_ESYS);
-        said("CUDA error 719");
+        CHECK_FAILS(backend->ops->event_is_done(backend, event, &is_done), PL_ESYS,
+                    "CUDA error 719");
         CHECK(is_done == 7);
         backend->ops->event_destroy(backend, event);
         backend->ops->event_destroy(backend, NULL);
@@ -490,8 +478,7 @@ TEST(a_call_that_fails_says_what_and_leaves_the_context_as_it_was)
             };
             for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
                 CHECK(all[k] == (k == i ? PL_ESYS : PL_OK));
-            said(table[i].words);
-            said("CUDA error 719");
+            CHECK_SAYS(table[i].words, "CUDA error 719");
             CHECK((other == NULL) == (i == 5));
             CHECK(is_capturing == (i == 6 ? 7 : 0));
             CHECK(fake_context_depth() == 0);

@@ -542,9 +542,9 @@ TEST(sums_without_room_are_refused)
         scene *it = scene_open(&options);
         make_pair(it, &p);
         it->sums[k].n_bytes = k == 0 ? 15 : 31;
-        CHECK(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
-                                       it->sums) == PL_EINVAL);
-        CHECK(strstr(pl_error_message(), "have no room for 2 checksums") != NULL);
+        CHECK_FAILS(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
+                                             it->sums),
+                    PL_EINVAL, "have no room for 2 checksums");
         it->sums[k].n_bytes++;
         CHECK_OK(pli_device_group_refresh(it->group, it->streams, p.all, 2, it->ring,
                                           it->sums));

@@ -15,12 +15,6 @@ static scene_options options_of(scene_devices devices)
                            .peers = 1};
 }
 
-static void said(const char *words)
-{
-    if (!CHECK(strstr(pl_error_message(), words) != NULL))
-        CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
-}
-
 /* ---- calls, and what they do in the mirrors ------------------------------------- */
 
 /* Packed segments, more of them than a ring has slots, and a large tensor. */
@@ -160,9 +154,7 @@ static void fail_at(const scene_options *options, int call, int function, int nt
         fake_fail("cuStreamSynchronize", 1, CUDA_ERROR_LAUNCH_FAILED);
     const pl_status st = calls[call](it);
     if (st != PL_OK) {
-        CHECK(st == PL_ESYS);
-        said("CUDA error 999");
-        said(functions[function].words);
+        CHECK_FAILS(st, PL_ESYS, "CUDA error 999", functions[function].words);
     }
     /* Who leaves a scope has nobody to tell. */
     if (!CHECK(st != PL_OK || (function == LEAVES && nth % 2 == 0)))
@@ -228,8 +220,7 @@ static int make_group(const char *name, int nth)
     const int before = fake_count(name);
     if (nth > 0) {
         fake_fail(name, nth, CUDA_ERROR_UNKNOWN);
-        CHECK(scene_make_group(it) == PL_ESYS);
-        said("CUDA error 999");
+        CHECK_FAILS(scene_make_group(it), PL_ESYS, "CUDA error 999");
         CHECK(it->group == NULL);
         CHECK(fake_live(FAKE_EVENTS) == 0);
     }
@@ -263,7 +254,7 @@ TEST(a_group_without_memory_is_not_made)
     CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 1);
     pli_fault_arm(PLI_FAULT_ALLOC, 0);
     CHECK(it->group == NULL);
-    said("a group of devices");
+    CHECK_SAYS("a group of devices");
     scene_close(it);
 }
 
@@ -293,10 +284,10 @@ TEST(groups_of_no_device_or_of_too_many_are_refused)
     scene *it = scene_open_without_group(&options);
     for (int k = 0; k <= PL_MAX_RANKS; k++)
         backends[k] = it->members[0].backend;
-    CHECK(pli_device_group_create(backends, 0, &it->group) == PL_EINVAL);
-    said("a group of 0 devices: give 1 to 1024");
-    CHECK(pli_device_group_create(backends, PL_MAX_RANKS + 1, &it->group) == PL_EINVAL);
-    said("a group of 1025 devices");
+    CHECK_FAILS(pli_device_group_create(backends, 0, &it->group), PL_EINVAL,
+                "a group of 0 devices: give 1 to 1024");
+    CHECK_FAILS(pli_device_group_create(backends, PL_MAX_RANKS + 1, &it->group),
+                PL_EINVAL, "a group of 1025 devices");
     CHECK(it->group == NULL);
     CHECK_OK(pli_device_group_create(backends, PL_MAX_RANKS, &it->group));
     CHECK(it->group->n_members == PL_MAX_RANKS);
@@ -312,24 +303,21 @@ TEST(too_many_rows_and_none_are_refused)
     const pl_move whole = {scene_at(it, 0, 0), NULL, PL_I32, 4};
     pli_room rooms[] = {it->rooms[0], it->rooms[1], it->rooms[2]};
     for (int n = 0; n <= 3; n += 3) {
-        CHECK(pli_device_group_sum(it->group, it->streams, rows, n, &to, rooms) ==
-              PL_EINVAL);
-        said("rows of gradients: give 1 to 2");
+        CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, n, &to, rooms),
+                    PL_EINVAL, "rows of gradients: give 1 to 2");
     }
     CHECK(pli_device_group_sum(it->group, it->streams, rows, 2, &whole, rooms) ==
           PL_EINVAL);
     rooms[2].memory = NULL; /* is not needed */
     rooms[1].n_bytes = 2 * PL_CACHE_LINE - 1;
-    CHECK(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms) ==
-          PL_EINVAL);
-    said("127 bytes of member 1 have no room for 2 rows");
+    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms),
+                PL_EINVAL, "127 bytes of member 1 have no room for 2 rows");
     rooms[1].n_bytes++;
     CHECK_OK(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms));
     memset(it->members[0].is_known, 0, 16);
     it->group->shard_bytes = 8; /* now it is */
-    CHECK(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms) ==
-          PL_EINVAL);
-    said("0 bytes of member 2 have no room for 2 rows");
+    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms),
+                PL_EINVAL, "0 bytes of member 2 have no room for 2 rows");
     CHECK_OK(sum_two(it));
     scene_compare(it);
     scene_close(it);
@@ -343,9 +331,9 @@ TEST(a_packed_segment_that_no_slot_holds_is_refused)
     const pl_move moves[] = {{NULL, scene_at(it, 0, 0), PL_F32, 24},
                              {(char *)NULL + 96, scene_at(it, 0, 200), PL_F32, 25}};
     const pli_segment segments[] = {{moves, 1, 96, targets}, {moves, 2, 196, targets}};
-    CHECK(pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring) ==
-          PL_EINVAL);
-    said("a segment of 196 bytes does not fit into a slot of 192");
+    CHECK_FAILS(
+        pli_device_group_broadcast(it->group, it->streams, segments, 2, it->ring),
+        PL_EINVAL, "a segment of 196 bytes does not fit into a slot of 192");
     scene_mirror_copy(it, 1, 0, 0, 0, 96);
     scene_mirror_copy(it, 2, 0, 0, 0, 96);
     scene_compare(it);
@@ -411,9 +399,8 @@ TEST(a_group_of_one_moves_nothing)
     const pl_move to = {scene_at(it, 0, 512), NULL, PL_F32, 4};
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
     CHECK_OK(copy(it, 0, 0));
-    CHECK(pli_device_group_sum(it->group, it->streams, &row, 1, &to, it->rooms) ==
-          PL_EINVAL);
-    said("1 rows of gradients: give 1 to 0");
+    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, &row, 1, &to, it->rooms),
+                PL_EINVAL, "1 rows of gradients: give 1 to 0");
     scene_compare(it);
     scene_close(it);
 }

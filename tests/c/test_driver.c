@@ -13,12 +13,6 @@
 #include "core/alloc.h"
 #include "core/config.h"
 
-static void said(const char *words)
-{
-    if (!CHECK(strstr(pl_error_message(), words) != NULL))
-        CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
-}
-
 /* The path of a library beside the fake's, by way of `detour`, which makes it one that
  * was not opened before. */
 static const char *beside_the_fake(const char *detour, const char *name)
@@ -66,13 +60,11 @@ TEST(the_environment_names_the_driver_where_nobody_else_does)
 TEST(where_there_is_no_driver_words_say_what_to_do)
 {
     const pli_driver *driver = NULL;
-    CHECK(pli_driver_open("/nowhere/libcuda.so.1", &driver) == PL_EUNSUPPORTED);
-    said("no CUDA driver");
-    said("/nowhere/libcuda.so.1");
-    said("--gpus all");
-    said("PACELINE_LIBCUDA");
-    CHECK(pli_driver_open("libm.so.6", &driver) == PL_EUNSUPPORTED);
-    said("libm.so.6 is no CUDA driver");
+    CHECK_FAILS(pli_driver_open("/nowhere/libcuda.so.1", &driver), PL_EUNSUPPORTED,
+                "no CUDA driver", "/nowhere/libcuda.so.1", "--gpus all",
+                "PACELINE_LIBCUDA");
+    CHECK_FAILS(pli_driver_open("libm.so.6", &driver), PL_EUNSUPPORTED,
+                "libm.so.6 is no CUDA driver");
     CHECK(driver == NULL);
 }
 
@@ -84,10 +76,8 @@ TEST(a_driver_that_lacks_a_function_is_too_old)
     fake_reset(&options);
     fake_hide("cuStreamIsCapturing");
     const char *const path = beside_the_fake("././", NULL);
-    CHECK(pli_driver_open(path, &driver) == PL_EUNSUPPORTED);
-    said("too old");
-    said("CUDA 10.1");
-    said("cuStreamIsCapturing");
+    CHECK_FAILS(pli_driver_open(path, &driver), PL_EUNSUPPORTED, "too old", "CUDA 10.1",
+                "cuStreamIsCapturing");
     CHECK(driver == NULL);
     fake_reset(NULL); /* a newer one was installed */
     CHECK_OK(pli_driver_open(path, &driver));
@@ -98,11 +88,11 @@ TEST(a_driver_that_does_not_start_says_why)
     const pli_driver *driver = NULL;
     fake_reset(NULL);
     fake_fail("cuInit", 1, CUDA_ERROR_NO_DEVICE);
-    CHECK(pli_driver_open(fake_path(), &driver) == PL_EUNSUPPORTED);
-    said("sees no device");
+    CHECK_FAILS(pli_driver_open(fake_path(), &driver), PL_EUNSUPPORTED,
+                "sees no device");
     fake_fail("cuInit", 1, CUDA_ERROR_UNKNOWN);
-    CHECK(pli_driver_open(fake_path(), &driver) == PL_EUNSUPPORTED);
-    said("CUDA error 999");
+    CHECK_FAILS(pli_driver_open(fake_path(), &driver), PL_EUNSUPPORTED,
+                "CUDA error 999");
     CHECK(driver == NULL);
     CHECK_OK(pli_driver_open(fake_path(), &driver));
 }
@@ -166,16 +156,13 @@ TEST(results_become_codes_of_ours_with_the_drivers_text)
     if (!CHECK_OK(pli_driver_open(fake_path(), &driver)))
         return;
     CHECK_OK(pli_driver_check(driver, 0, "anything"));
-    CHECK(pli_driver_check(driver, CUDA_ERROR_OUT_OF_MEMORY, "taking") == PL_ENOMEM);
-    said("taking: ");
-    said("(CUDA error 2)");
-    CHECK(pli_driver_check(driver, CUDA_ERROR_ILLEGAL_ADDRESS, "doing") == PL_ESYS);
-    said("doing: ");
-    said("(CUDA error 700)");
+    CHECK_FAILS(pli_driver_check(driver, CUDA_ERROR_OUT_OF_MEMORY, "taking"), PL_ENOMEM,
+                "taking: ", "(CUDA error 2)");
+    CHECK_FAILS(pli_driver_check(driver, CUDA_ERROR_ILLEGAL_ADDRESS, "doing"), PL_ESYS,
+                "doing: ", "(CUDA error 700)");
     fake_fail("cuGetErrorString", 1, CUDA_ERROR_INVALID_VALUE);
-    CHECK(pli_driver_check(driver, 12345, "doing") == PL_ESYS);
-    said("no text");
-    said("(CUDA error 12345)");
+    CHECK_FAILS(pli_driver_check(driver, 12345, "doing"), PL_ESYS, "no text",
+                "(CUDA error 12345)");
 }
 
 TEST(no_memory_for_the_table_is_an_error_and_no_leak)

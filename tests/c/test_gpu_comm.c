@@ -268,8 +268,8 @@ static void issue_bad_ops(gpu_rank *self)
     pl_ticket ticket = 0;
     pl_op op = whole;
     op.offset_bytes = GPUS_HOST_BYTES - 64;
-    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
-    CHECK(error_has("partly on the host"));
+    CHECK_FAILS(pl_comm_issue(self->comm, &op, &ticket), PL_EINVAL,
+                "partly on the host");
     op = whole;
     op.reduction = PL_MAX;
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
@@ -279,8 +279,7 @@ static void issue_bad_ops(gpu_rank *self)
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
     op.reduction = PL_SUM;
     op.dtype = PL_I16;
-    CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
-    CHECK(error_has("int16"));
+    CHECK_FAILS(pl_comm_issue(self->comm, &op, &ticket), PL_EINVAL, "int16");
     op = whole;
     op.n_elems = GPUS_BYTES;
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
@@ -422,7 +421,7 @@ static void replay_while_a_host_goes(gpu_rank *self)
     } else {
         CHECK(cuGraphLaunch(exec, user_stream(self)) == 0);
         CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2)); /* it is aborted */
-        CHECK(pl_comm_progress(self->comm) == PL_EPEER && error_has("died or left"));
+        CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "died or left");
     }
     CHECK(cuGraphExecDestroy(exec) == 0);
     pli_cuda_leave(self->backend, &scope);

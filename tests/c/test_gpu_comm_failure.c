@@ -316,8 +316,7 @@ static void sleep_while_another_fails(gpu_rank *self)
         CHECK_OK(gpu_issue_op(self, &mean, &ticket));
         CHECK_OK(pli_comm_order(self->comm, self->stream));
         CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS));
-        CHECK(pl_comm_progress(self->comm) == PL_EPEER);
-        CHECK(error_has("no more"));
+        CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "no more");
     } else {
         pli_sleep_ns(20 * PLI_MS);
         pl_comm_abort(self->comm, "no more");
@@ -345,9 +344,7 @@ static void sleep_while_another_host_goes(gpu_rank *self)
     CHECK_OK(gpu_issue_op(self, &mean, &ticket));
     CHECK_OK(pli_comm_order(self->comm, self->stream));
     CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2));
-    CHECK(pl_comm_progress(self->comm) == PL_EPEER);
-    if (!CHECK(error_has("died or left")))
-        CHECK_MORE("rank %d: %s", self->rank, pl_error_message());
+    CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "died or left");
     CHECK(leave_behind(self) == PL_EPEER);
 }
 
@@ -401,7 +398,7 @@ static void issue_what_others_do_not(gpu_rank *self)
     say(self, gpu_agree_on_end(self));
     CHECK(self->made == PL_EMISMATCH ||
           (gpu_ranks_are_apart(self->all) && self->made == PL_EPEER));
-    CHECK(error_has("another operation"));
+    CHECK_SAYS("another operation");
 }
 
 TEST_ON_HOSTS(ranks_that_issue_other_operations_on_the_device_are_told)

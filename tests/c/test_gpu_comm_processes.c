@@ -338,10 +338,9 @@ static void step_and_fail(gpu_rank *self)
         gpu_check(self, &mean, step);
     }
     pl_comm_abort(self->comm, "no more of this");
-    CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
-    CHECK(error_has("no more of this"));
-    CHECK(pl_comm_recover(self->comm, RANKS_SLICE_NS, &how) == PL_EPEER);
-    CHECK(error_has("wrap the model anew"));
+    CHECK_FAILS(gpu_issue_op(self, &mean, &ticket), PL_EPEER, "no more of this");
+    CHECK_FAILS(pl_comm_recover(self->comm, RANKS_SLICE_NS, &how), PL_EPEER,
+                "wrap the model anew");
 }
 
 static void run_over_group(int world_size, uint64_t seed, void (*run)(gpu_rank *self),

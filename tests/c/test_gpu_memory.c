@@ -324,10 +324,8 @@ TEST(caches_are_emptied_once_where_there_is_no_memory)
     bench_close(&it);
     if (!bench_open(&it, &fake, ARENA, count_and_keep))
         return;
-    CHECK(pli_pool_take(it.pool, &block) == PL_ENOMEM);
-    CHECK(error_has("device 0 is out of memory"));
-    CHECK(error_has("1048576 bytes"));
-    CHECK(error_has("after torch.cuda.empty_cache()"));
+    CHECK_FAILS(pli_pool_take(it.pool, &block), PL_ENOMEM, "device 0 is out of memory",
+                "1048576 bytes", "after torch.cuda.empty_cache()");
     CHECK(atomic_load(&n_emptied) == 1);
     bench_close(&it);
     if (!bench_open(&it, &fake, ARENA, NULL))

@@ -257,13 +257,12 @@ static void check_failed(rank_job *job, const char *words)
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EPEER);
     CHECK(ticket == 77); /* written on success alone */
-    CHECK(error_has(words) && error_has("wrap the model anew on every rank"));
+    CHECK_SAYS(words, "wrap the model anew on every rank");
     CHECK(blames(pl_error_message(), job->world_size, job->rank));
-    CHECK(pl_comm_wait(job->comm, 0, 0) == PL_EPEER && error_has(words));
-    CHECK(pl_comm_progress(job->comm) == PL_EPEER && error_has(words));
-    CHECK(pli_comm_check_peers(job->comm) == PL_EPEER && error_has(words));
-    CHECK(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery) == PL_EPEER);
-    CHECK(error_has(words));
+    CHECK_FAILS(pl_comm_wait(job->comm, 0, 0), PL_EPEER, words);
+    CHECK_FAILS(pl_comm_progress(job->comm), PL_EPEER, words);
+    CHECK_FAILS(pli_comm_check_peers(job->comm), PL_EPEER, words);
+    CHECK_FAILS(pl_comm_recover(job->comm, RANKS_SLICE_NS, &recovery), PL_EPEER, words);
     CHECK(recovery == PL_NOTHING_FAILED);
     CHECK(ferries[job->rank]->n_drops == 1);
 }
@@ -275,8 +274,7 @@ static void fail_to_issue(rank_job *job)
     ferries[job->rank]->fail_issue = 2;
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK_OK(wait_through(job->comm, ticket));
-    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_ESYS);
-    CHECK(error_has("the bridge is up"));
+    CHECK_FAILS(pl_comm_issue(job->comm, &op, &ticket), PL_ESYS, "the bridge is up");
     CHECK(ticket == 1);
     check_failed(job, "the bridge is up");
     pl_comm_abort(job->comm, "something that came of it"); /* the first words stay */
@@ -296,8 +294,7 @@ static void fail_to_wait(rank_job *job)
     for (int k = 0; k < 3; k++)
         CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK_OK(wait_through(job->comm, 1));
-    CHECK(wait_through(job->comm, ticket) == PL_ESYS);
-    CHECK(error_has("the ferry has sunk"));
+    CHECK_FAILS(wait_through(job->comm, ticket), PL_ESYS, "the ferry has sunk");
     check_failed(job, "the ferry has sunk");
 }
 
@@ -381,8 +378,7 @@ static void be_refused(rank_job *job)
     const pl_op too_long = mean_of(ARENA_BYTES);
     pl_ticket ticket = 0;
     CHECK(pl_comm_issue(job->comm, &too_long, &ticket) == PL_EINVAL);
-    CHECK(pl_comm_wait(job->comm, 1, 0) == PL_EINVAL);
-    CHECK(error_has("ticket 1 of 0 operations"));
+    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1 of 0 operations");
     CHECK(ferries[job->rank]->n_drops == 0);
     reduce_and_send(job); /* nothing has failed */
 }
@@ -410,14 +406,14 @@ TEST(what_makes_no_group_comm_leaves_the_base_to_its_owner)
                                                     .issue = ferry_issue,
                                                     .wait = ferry_wait,
                                                     .drop = ferry_drop}};
-    CHECK(pli_group_comm_create(&options, &group_comm) == PL_EINVAL);
-    CHECK(error_has("base has 2 ranks"));
+    CHECK_FAILS(pli_group_comm_create(&options, &group_comm), PL_EINVAL,
+                "base has 2 ranks");
     options.base = base;
     for (size_t k = 0; k < sizeof bad / sizeof bad[0]; k++) {
         options.rank = bad[k][0];
         options.world_size = bad[k][1];
-        CHECK(pli_group_comm_create(&options, &group_comm) == PL_EINVAL);
-        CHECK(error_has("a world has 1 to 4096 ranks"));
+        CHECK_FAILS(pli_group_comm_create(&options, &group_comm), PL_EINVAL,
+                    "a world has 1 to 4096 ranks");
     }
     options.rank = 0;
     options.world_size = 2;

@@ -136,8 +136,8 @@ TEST(a_rank_of_another_user_is_refused_in_words)
     if (geteuid() != 0 || !begin_meeting(&it)) /* only root can be another */
         return;
     CHECK(seteuid(12345) == 0);
-    CHECK(accept_rank_1(&it) == PL_ESYS);
-    CHECK(error_has("rank 0 runs as user 12345 and rank 1 as user 0"));
+    CHECK_FAILS(accept_rank_1(&it), PL_ESYS,
+                "rank 0 runs as user 12345 and rank 1 as user 0");
     CHECK(seteuid(0) == 0);
     CHECK(end_meeting(&it) == OF_ANOTHER_USER);
 }
@@ -156,14 +156,14 @@ TEST(a_rank_that_cannot_be_accepted_is_not_left_waiting)
     (void)close(lowest);
     const struct rlimit none_left = {(rlim_t)lowest, before.rlim_max};
     CHECK(setrlimit(RLIMIT_NOFILE, &none_left) == 0);
-    CHECK(pli_shm_create(&options, it.listener, NULL, &comm) == PL_ESYS);
-    CHECK(error_has("cannot accept another rank's connection"));
+    CHECK_FAILS(pli_shm_create(&options, it.listener, NULL, &comm), PL_ESYS,
+                "cannot accept another rank's connection");
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
     int how = 0;
     CHECK(waitpid(it.pids[1], &how, 0) == it.pids[1]); /* with the listener at hand */
     CHECK(WIFEXITED(how) && WEXITSTATUS(how) == NOT_ACCEPTED);
-    CHECK(pli_shm_create(&options, it.listener, NULL, &comm) == PL_EINVAL);
-    CHECK(error_has("this listener has had its world"));
+    CHECK_FAILS(pli_shm_create(&options, it.listener, NULL, &comm), PL_EINVAL,
+                "this listener has had its world");
     pli_watch_fini(&it.watch);
     pli_listener_destroy(it.listener);
 }

@@ -206,18 +206,17 @@ static void be_refused(rank_job *job)
     pl_op op = mean_of(10);
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_RECOVERED;
-    CHECK(pl_comm_wait(job->comm, 1, 0) == PL_EINVAL && error_has("ticket 1 of 0"));
+    CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1 of 0");
     op.kind = PL_REDUCE;
     CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EUNSUPPORTED);
     op = mean_of(10);
     op.dtype = PL_I32;
-    CHECK(pl_comm_issue(job->comm, &op, &ticket) == PL_EINVAL);
-    CHECK(error_has("cannot be reduced"));
+    CHECK_FAILS(pl_comm_issue(job->comm, &op, &ticket), PL_EINVAL, "cannot be reduced");
     op = mean_of(10);
     op.is_followed = 1;
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
-    CHECK(pl_comm_wait(job->comm, ticket, 0) == PL_EINVAL);
-    CHECK(error_has("before what follows it was issued"));
+    CHECK_FAILS(pl_comm_wait(job->comm, ticket, 0), PL_EINVAL,
+                "before what follows it was issued");
     op.is_followed = 0;
     op.offset_bytes += 4096;
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
@@ -519,7 +518,7 @@ static void go_early(rank_job *job)
     }
     if (pl_comm_issue(job->comm, &op, &ticket) == PL_OK)
         CHECK(wait_through(job->comm, ticket) == PL_EPEER);
-    CHECK(error_has("host"));
+    CHECK_SAYS("host");
     CHECK(error_has("the dog ate it") == it->is_narrow);
     check_stays_failed(job);
 }
@@ -564,7 +563,7 @@ static void differ(rank_job *job)
     if (st == PL_OK)
         st = wait_through(job->comm, ticket);
     CHECK(st == PL_EMISMATCH || st == PL_EPEER);
-    CHECK(error_has("another operation"));
+    CHECK_SAYS("another operation");
 }
 
 TEST(another_operation_on_another_host_is_an_error_on_all)
@@ -588,7 +587,7 @@ static void stall(rank_job *job)
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     const pl_status st = wait_through(job->comm, ticket);
     CHECK(job->rank == 0 ? st == PL_ETIMEOUT : st == PL_EPEER);
-    CHECK(error_has("host") && error_has("kept this rank waiting"));
+    CHECK_SAYS("host", "kept this rank waiting");
 }
 
 TEST(a_host_that_does_not_come_is_named_at_the_deadline)
@@ -648,12 +647,12 @@ TEST(what_makes_no_hierarchy_leaves_its_parts_to_their_owner)
         return;
     pli_hierarchy_options options = {
         .world_size = 2, .n_hosts = 2, .n_ranks = n_ranks, .inner = inner, .n_ops = 4};
-    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("links"));
+    CHECK_FAILS(pli_hierarchy_create(&options, &out), PL_EINVAL, "links");
     options.n_hosts = 1;
-    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("1 hosts"));
+    CHECK_FAILS(pli_hierarchy_create(&options, &out), PL_EINVAL, "1 hosts");
     options.n_hosts = 2;
     options.world_size = 3;
-    CHECK(pli_hierarchy_create(&options, &out) == PL_EINVAL && error_has("hosts have"));
+    CHECK_FAILS(pli_hierarchy_create(&options, &out), PL_EINVAL, "hosts have");
     CHECK(out == NULL);
     pl_comm_destroy(inner);
 }

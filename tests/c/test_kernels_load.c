@@ -49,12 +49,6 @@ static void start_over(void)
     fake_nvrtc_reset(120);
 }
 
-static void said(const char *words)
-{
-    if (!CHECK(strstr(pl_error_message(), words) != NULL))
-        CHECK_MORE("'%s' is not in: %s", words, pl_error_message());
-}
-
 /* Loads for a device of `compute`; NULL where that fails. */
 static pli_kernels *load(int compute, pl_status expected)
 {
@@ -133,7 +127,7 @@ TEST(a_failure_that_is_no_misfit_is_told_as_it_is)
     driver_said.load_results[0] = MISFIT;
     driver_said.load_results[1] = 700;
     unload(load(90, PL_ESYS));
-    said("loading what NVRTC made");
+    CHECK_SAYS("loading what NVRTC made");
     CHECK(driver_said.n_loads == 2);
 }
 
@@ -149,12 +143,12 @@ TEST(without_any_kernels_one_error_says_what_to_do)
         driver_said.load_results[1] = MISFIT;
         fake_nvrtc_fail(failing[i], COMPILATION);
         unload(load(90, PL_EUNSUPPORTED));
-        said("the driver serves CUDA 13.0");
-        said("words of the driver (CUDA error 222)");
-        said(i < 4 ? "NVRTC" : "loading what NVRTC made");
-        said("install a driver for CUDA 13 or later");
+        CHECK_SAYS("the driver serves CUDA 13.0",
+                   "words of the driver (CUDA error 222)",
+                   i < 4 ? "NVRTC" : "loading what NVRTC made",
+                   "install a driver for CUDA 13 or later");
         if (i == 1)
-            said("kernels.cu(1): what is this");
+            CHECK_SAYS("kernels.cu(1): what is this");
     }
 }
 
@@ -169,9 +163,9 @@ TEST(a_compiler_that_knows_no_fitting_device_is_an_error)
         fake_nvrtc_fail(failing[i], COMPILATION);
         driver_said.load_results[0] = MISFIT;
         unload(load(i < 4 ? 120 : 70, PL_EUNSUPPORTED));
-        said("install a driver for CUDA 13 or later");
+        CHECK_SAYS("install a driver for CUDA 13 or later");
     }
-    said("capability 7.0");
+    CHECK_SAYS("capability 7.0");
 }
 
 TEST(a_kernel_that_is_missing_is_named)
@@ -179,10 +173,10 @@ TEST(a_kernel_that_is_missing_is_named)
     start_over();
     driver_said.missing = "pl_sum";
     unload(load(90, PL_ESYS));
-    said("pl_sum");
+    CHECK_SAYS("pl_sum");
     driver_said.missing = "pl_add_small";
     unload(load(90, PL_ESYS));
-    said("pl_add_small");
+    CHECK_SAYS("pl_add_small");
 }
 
 TEST(no_allocation_that_fails_leaves_anything_behind)
@@ -466,15 +460,14 @@ TEST(a_launch_that_fails_says_what_it_was_for)
     tensors *self = tensors_create();
     const pl_rank_ranges ranges = {self->to, self->from, 12, 2, PL_F32, PL_SUM, 3};
     driver_said.launch_result = 700;
-    CHECK(pli_kernels_copy(kernels, self->moves, MANY, NULL) == PL_ESYS);
-    said("copying tensors: words of the driver (CUDA error 700)");
+    CHECK_FAILS(pli_kernels_copy(kernels, self->moves, MANY, NULL), PL_ESYS,
+                "copying tensors: words of the driver (CUDA error 700)");
     CHECK(driver_said.n_launches == 1);
-    CHECK(pli_kernels_add(kernels, self->moves, 2, NULL) == PL_ESYS);
-    said("adding tensors");
-    CHECK(pli_kernels_scale(kernels, self->moves, 2, 1, 2, NULL) == PL_ESYS);
-    said("scaling tensors");
-    CHECK(pli_kernels_sum(kernels, &ranges, NULL) == PL_ESYS);
-    said("summing ranges");
+    CHECK_FAILS(pli_kernels_add(kernels, self->moves, 2, NULL), PL_ESYS,
+                "adding tensors");
+    CHECK_FAILS(pli_kernels_scale(kernels, self->moves, 2, 1, 2, NULL), PL_ESYS,
+                "scaling tensors");
+    CHECK_FAILS(pli_kernels_sum(kernels, &ranges, NULL), PL_ESYS, "summing ranges");
     free(self);
     unload(kernels);
 }

@@ -194,8 +194,8 @@ TEST(words_that_come_after_the_abort_are_waited_for)
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
     CHECK(!error_has("failure message"));
     pli_comm_set_failure_message(comms[0], "ZeroDivisionError");
-    CHECK(wait_through(comms[1], ticket) == PL_EPEER);
-    CHECK(error_has("Its own failure message:\nZeroDivisionError"));
+    CHECK_FAILS(wait_through(comms[1], ticket), PL_EPEER,
+                "Its own failure message:\nZeroDivisionError");
     recover_all(2, comms);
     pl_comm_abort(comms[1], NULL);
     pl_recovery recovery;
@@ -219,8 +219,7 @@ TEST(words_too_long_for_their_room_keep_their_end)
     if (!create(2, RANKS_DEADLINE_NS, comms))
         return;
     pl_comm_abort(comms[0], words);
-    CHECK(pl_comm_issue(comms[1], &barrier, &ticket) == PL_EPEER);
-    CHECK(error_has("...end!"));
+    CHECK_FAILS(pl_comm_issue(comms[1], &barrier, &ticket), PL_EPEER, "...end!");
     CHECK(!error_has("begin"));
     destroy_all(2, comms);
 }
@@ -343,7 +342,7 @@ static void do_and_leave(rank_job *job)
     CHECK(st == PL_EPEER);
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
     CHECK(blames(pl_error_message(), job->rank, leaver));
-    CHECK(error_has("has left"));
+    CHECK_SAYS("has left");
     pl_recovery recovery;
     CHECK(pl_comm_recover(job->comm, 0, &recovery) == PL_EPEER);
 }
@@ -401,8 +400,8 @@ TEST(a_rank_that_never_comes_is_named_after_the_deadline)
         }
         CHECK(pli_now_ns() - begin >= 150 * PLI_MS);
         CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
-        CHECK(pl_comm_issue(comms[silent], &barrier, &ticket) == PL_ETIMEOUT);
-        CHECK(error_has("rank"));
+        CHECK_FAILS(pl_comm_issue(comms[silent], &barrier, &ticket), PL_ETIMEOUT,
+                    "rank");
         destroy_all(world_size, comms);
     }
 }
@@ -449,10 +448,10 @@ TEST(words_of_a_failure_are_not_forgotten_before_they_are_read)
         return;
     pl_comm_abort(comms[0], "the dog ate it");
     pli_comm_set_failure_message(comms[0], NULL);
-    CHECK(pl_comm_progress(comms[1]) == PL_EPEER && error_has("the dog ate it"));
+    CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "the dog ate it");
     comms[0]->ops->end(comms[0], "for good");
     pli_comm_set_failure_message(comms[0], NULL);
-    CHECK(pl_comm_progress(comms[1]) == PL_EPEER && error_has("for good"));
+    CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "for good");
     for (int r = 0; r < 2; r++)
         pl_comm_destroy(comms[r]);
 }

@@ -1,12 +1,6 @@
 /* test_nccl.c - the library found, and one communicator: made, used, aborted, ended. */
 #include "gpu_ranks.h"
 
-static void said(const char *words)
-{
-    if (!CHECK(error_has(words)))
-        CHECK_MORE("'%s' is not in '%s'", words, pl_error_message());
-}
-
 /* ---- the library ---------------------------------------------------------------- */
 
 TEST(a_library_is_found_by_its_path)
@@ -30,16 +24,13 @@ TEST(the_environment_comes_before_all_else)
     pli_nccl_library *library = NULL;
     fake_reset(NULL);
     (void)setenv("PACELINE_LIBNCCL", "/nowhere/libnccl.so.2", 1);
-    CHECK(pli_nccl_library_open(fake_path(), &library) == PL_EUNSUPPORTED);
-    said("/nowhere/libnccl.so.2");
-    said("PACELINE_LIBNCCL");
-    said("nvidia-nccl");
+    CHECK_FAILS(pli_nccl_library_open(fake_path(), &library), PL_EUNSUPPORTED,
+                "/nowhere/libnccl.so.2", "PACELINE_LIBNCCL", "nvidia-nccl");
     (void)setenv("PACELINE_LIBNCCL", fake_path(), 1);
     if (CHECK_OK(pli_nccl_library_open("/nowhere/else", &library)))
         pli_nccl_library_release(library);
     (void)setenv("PACELINE_LIBNCCL", "libm.so.6", 1); /* it is none */
-    CHECK(pli_nccl_library_open(NULL, &library) == PL_EUNSUPPORTED);
-    said("has no nccl");
+    CHECK_FAILS(pli_nccl_library_open(NULL, &library), PL_EUNSUPPORTED, "has no nccl");
     (void)unsetenv("PACELINE_LIBNCCL");
 }
 
@@ -57,7 +48,7 @@ TEST(one_that_is_too_old_is_refused_by_its_version)
         const pl_status st = pli_nccl_library_open(fake_path(), &library);
         CHECK(st == (all[k].text != NULL ? PL_EUNSUPPORTED : PL_OK));
         if (all[k].text != NULL)
-            said(all[k].text);
+            CHECK_SAYS(all[k].text);
         pli_nccl_library_release(library);
     }
     fake_reset(NULL);
@@ -253,8 +244,8 @@ static void wait_for_nobody(gpu_rank *self)
     if (self->rank == 1)
         return;
     if (self->all->deadline_ns < RANKS_DEADLINE_NS) {
-        CHECK(make(self, self->all->deadline_ns, &nccl) == PL_ETIMEOUT);
-        said("meeting the other ranks");
+        CHECK_FAILS(make(self, self->all->deadline_ns, &nccl), PL_ETIMEOUT,
+                    "meeting the other ranks");
     } else {
         atomic_store(&it->is_refused, 1);
         CHECK(make(self, RANKS_DEADLINE_NS, &nccl) != PL_OK);
@@ -335,8 +326,7 @@ static void enqueue_until_aborted(gpu_rank *self)
             st = pli_nccl_enqueue(nccl, &op, memory, self->stream);
             pli_sleep_ns(100000);
         }
-        CHECK(st == PL_EPEER);
-        said("aborted");
+        CHECK_FAILS(st, PL_EPEER, "aborted");
         (void)pthread_join(thread, NULL);
         CHECK(pli_nccl_check(nccl) == PL_EPEER);
         CHECK(pli_nccl_register(nccl, &(pli_nccl_memory){.is_of_nccl = 1}) == NULL);
@@ -419,7 +409,7 @@ static void meet_errors(gpu_rank *self)
     for (size_t k = 0; self->rank == 0 && k < sizeof errors / sizeof errors[0]; k++) {
         fake_fail("ncclCommGetAsyncError", 1, errors[k].code);
         CHECK(pli_nccl_check(nccl) == errors[k].status);
-        said(ncclGetErrorString((ncclResult_t)errors[k].code));
+        CHECK_SAYS(ncclGetErrorString((ncclResult_t)errors[k].code));
         CHECK_OK(pli_nccl_check(nccl));
     }
     pli_nccl_destroy(nccl);

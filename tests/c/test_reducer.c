@@ -395,8 +395,8 @@ TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
     if (!pair_create(&it) ||
         !CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
         return;
-    CHECK(pl_reducer_create(&spec, small, it.backend, &reducer) == PL_EINVAL);
-    CHECK(error_has("too small for 4 parameters"));
+    CHECK_FAILS(pl_reducer_create(&spec, small, it.backend, &reducer), PL_EINVAL,
+                "too small for 4 parameters");
     CHECK(pl_reducer_create(&nothing, it.comms[0], it.backend, &reducer) == PL_EINVAL);
     CHECK(reducer == NULL);
     pl_reducer_destroy(NULL);
@@ -417,8 +417,8 @@ TEST(a_failed_step_forgets_all_that_was_learned)
         begin(&it);
         CHECK(mark_ready(&it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
         pl_reducer_fail(it.reducers[0], "an exception in backward");
-        CHECK(pl_reducer_close(it.reducers[1]) == PL_EPEER);
-        CHECK(error_has("an exception in backward"));
+        CHECK_FAILS(pl_reducer_close(it.reducers[1]), PL_EPEER,
+                    "an exception in backward");
         pl_reducer_fail(it.reducers[1], NULL);
         CHECK(pl_reducer_begin(it.reducers[0]) == PL_ESTATE);
         CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
@@ -441,8 +441,8 @@ TEST(a_rank_that_was_not_told_is_told_before_its_next_step)
     CHECK_OK(pl_reducer_begin(it.reducers[0]));
     pl_reducer_fail(it.reducers[0], "before the other rank had begun");
     CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
-    CHECK(pl_reducer_recover(it.reducers[1], 0) == PL_EPEER);
-    CHECK(error_has("before the other rank had begun"));
+    CHECK_FAILS(pl_reducer_recover(it.reducers[1], 0), PL_EPEER,
+                "before the other rank had begun");
     CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
     CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
     step_in_order(&it, order);

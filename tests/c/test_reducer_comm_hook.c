@@ -266,8 +266,7 @@ TEST(a_carrier_is_refused_while_a_step_is_under_way_or_has_failed)
     if (!pair_create(&it))
         return;
     begin(&it);
-    CHECK(set(&it.ranks[0], &three_each) == PL_ESTATE);
-    CHECK(error_has("while a step is under way"));
+    CHECK_FAILS(set(&it.ranks[0], &three_each), PL_ESTATE, "while a step is under way");
     CHECK(pl_reducer_plan(it.ranks[0].reducer)->n_buckets == 3);
     pl_reducer_fail(it.ranks[0].reducer, "no reason");
     CHECK(set(&it.ranks[0], &three_each) == PL_ESTATE);
@@ -313,13 +312,13 @@ TEST(what_a_carrier_refuses_fails_the_step)
     begin(&it);
     for (size_t i = 0; i < 3; i++)
         CHECK_OK(mark_ready(&it.ranks[0], i, &result));
-    CHECK(mark_ready(&it.ranks[0], 3, &result) == PL_ESTATE);
-    CHECK(error_has("bucket 1 is not wanted"));
+    CHECK_FAILS(mark_ready(&it.ranks[0], 3, &result), PL_ESTATE,
+                "bucket 1 is not wanted");
     pl_reducer_fail(it.ranks[0].reducer, "bucket 1 is not wanted");
     for (size_t i = 0; i < N_PARAMS; i++)
         (void)!mark_ready(&it.ranks[1], i, &result);
-    CHECK(pl_reducer_close(it.ranks[1].reducer) == PL_EPEER);
-    CHECK(error_has("bucket 1 is not wanted"));
+    CHECK_FAILS(pl_reducer_close(it.ranks[1].reducer), PL_EPEER,
+                "bucket 1 is not wanted");
     pl_reducer_fail(it.ranks[1].reducer, NULL);
     it.ranks[0].fail_at = SIZE_MAX;
     CHECK(pl_reducer_recover(it.ranks[0].reducer, 0) == PL_EAGAIN);

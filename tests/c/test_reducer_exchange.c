@@ -304,7 +304,7 @@ static void fail_between(rank_job *job)
             give_room(&self, exchange);
             st = mean_through(exchange);
         }
-        CHECK(st == PL_EPEER && error_has("no memory for the means;"));
+        CHECK_FAILS(st, PL_EPEER, "no memory for the means;");
         CHECK(blames(pl_error_message(), job->rank, it->culprit));
         pl_comm_abort(job->comm, NULL);
     }
@@ -338,20 +338,18 @@ static void refuse_rows(pl_comm *comm)
                              .rows = &rows,
                              .n_tables = 1};
     pl_exchange *exchange = NULL;
-    CHECK(pl_exchange_create(&spec, &exchange) == PL_EINVAL);
-    CHECK(error_has("row 2 of table 0 comes after row 2"));
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
+                "row 2 of table 0 comes after row 2");
     rows.indices = indices + 1;
-    CHECK(pl_exchange_create(&spec, &exchange) == PL_EINVAL);
-    CHECK(error_has("row 5 is given of table 0, which has 5"));
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
+                "row 5 is given of table 0, which has 5");
     indices[1] = -1;
-    CHECK(pl_exchange_create(&spec, &exchange) == PL_EINVAL);
-    CHECK(error_has("row -1 is given"));
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "row -1 is given");
     rows.indices = NULL;
-    CHECK(pl_exchange_create(&spec, &exchange) == PL_EINVAL);
-    CHECK(error_has("5 rows, and 2 are given as all"));
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL,
+                "5 rows, and 2 are given as all");
     spec.staging_bytes = LEAST_STAGING - 1;
-    CHECK(pl_exchange_create(&spec, &exchange) == PL_EINVAL);
-    CHECK(error_has("too small"));
+    CHECK_FAILS(pl_exchange_create(&spec, &exchange), PL_EINVAL, "too small");
     CHECK(exchange == NULL);
 }
 

@@ -223,9 +223,9 @@ TEST(host_memory_of_another_size_than_the_header_is_refused)
     if (!pair_create(&it))
         return;
     it.ranks[0].comm.host_bytes += 64;
-    CHECK(pl_reducer_create(&spec, &it.ranks[0].comm, &it.ranks[0].backend, &reducer) ==
-          PL_EINVAL);
-    CHECK(error_has("of a reducer's header"));
+    CHECK_FAILS(
+        pl_reducer_create(&spec, &it.ranks[0].comm, &it.ranks[0].backend, &reducer),
+        PL_EINVAL, "of a reducer's header");
     CHECK(reducer == NULL);
     pair_destroy(&it);
 }
@@ -238,8 +238,8 @@ TEST(rows_in_device_memory_are_not_exchanged)
         return;
     const pl_exchange_spec rows = {.comm = &it.ranks[0].comm,
                                    .staging_bytes = PLI_EXCHANGE_BYTES};
-    CHECK(pl_exchange_create(&rows, &exchange) == PL_EUNSUPPORTED);
-    CHECK(error_has("average them densely"));
+    CHECK_FAILS(pl_exchange_create(&rows, &exchange), PL_EUNSUPPORTED,
+                "average them densely");
     CHECK(exchange == NULL);
     pair_destroy(&it);
 }

@@ -106,7 +106,7 @@ static void abort_and_go_on(child *self)
         } else {
             CHECK(child_reduce(self, 0) == PL_EPEER);
             CHECK(blames(pl_error_message(), self->rank, culprit));
-            CHECK(error_has(words));
+            CHECK_SAYS(words);
         }
         CHECK_OK(recover_through(self->comm, &recovery));
         CHECK(recovery == PL_RECOVERED);
@@ -159,13 +159,13 @@ static void ask_for_different_arenas(child *self)
         child other = *self;
         mine.arena_bytes = 2 * self->board->arena_bytes;
         other.board = &mine;
-        CHECK(child_join(&other) == PL_EMISMATCH);
-        CHECK(error_has("the ranks ask for different shared memory"));
+        CHECK_FAILS(child_join(&other), PL_EMISMATCH,
+                    "the ranks ask for different shared memory");
     } else {
         CHECK(child_join(self) == PL_EPEER);
         if (!CHECK(blames(pl_error_message(), self->rank, self->board->world_size - 1)))
             CHECK_MORE("%s", pl_error_message());
-        CHECK(error_has("during construction"));
+        CHECK_SAYS("during construction");
     }
     CHECK(n_open_descriptors() == self->n_descriptors);
     CHECK(n_shared_mappings() == 0);
@@ -223,8 +223,8 @@ TEST(ranks_that_never_come_end_the_wait_at_the_deadline)
     const int64_t begin = pli_now_ns();
     if (!CHECK_OK(pli_listener_create(address, &listener)))
         return;
-    CHECK(pli_shm_create(&options, listener, NULL, &comm) == PL_ETIMEOUT);
-    CHECK(error_has("not every rank came"));
+    CHECK_FAILS(pli_shm_create(&options, listener, NULL, &comm), PL_ETIMEOUT,
+                "not every rank came");
     CHECK(pli_now_ns() - begin >= 100 * PLI_MS);
     pli_listener_destroy(listener);
 }

@@ -128,7 +128,7 @@ static void go_without_a_word(child *self)
             _exit(0);
         st = child_reduce(self, n);
     }
-    CHECK(error_has("died"));
+    CHECK_SAYS("died");
     child_report(self, st);
 }
 
@@ -144,8 +144,7 @@ static void say_goodbye(child *self)
         }
         st = child_reduce(self, n);
     }
-    CHECK(error_has("has left"));
-    CHECK(error_has("every rank needs the same number of steps"));
+    CHECK_SAYS("has left", "every rank needs the same number of steps");
     child_report(self, st);
 }
 
