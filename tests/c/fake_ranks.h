@@ -55,6 +55,21 @@ static inline void rank_leave(void)
     CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
 }
 
+/* Leaves the context of the rank before `it`, and enters its own. */
+static inline rank *rank_turn(rank *it, const rank *first, const rank *end)
+{
+    if (it > first)
+        rank_leave();
+    if (it < end)
+        rank_enter(it);
+    return it;
+}
+
+/* Each rank in its turn, in its own context; not to be left before its end. */
+#define EACH_RANK(it, ranks, n)                                                        \
+    for (rank *it = rank_turn(ranks, ranks, (ranks) + (n)); it < (ranks) + (n);        \
+         it = rank_turn(it + 1, ranks, (ranks) + (n)))
+
 /* The communicator must have ended. */
 static inline void rank_free(rank *it)
 {
@@ -88,11 +103,8 @@ static inline void ranks_make(rank *ranks, int n, const fake_options *options)
     for (int r = 0; r < n; r++)
         ranks[r] = rank_make(r, n, &id);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < n; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(ncclCommInitRank(&ranks[r].comm, n, id, r) == ncclSuccess);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, n)
+        CHECK(ncclCommInitRank(&it->comm, n, id, it->rank) == ncclSuccess);
     CHECK(ncclGroupEnd() == ncclSuccess);
 }
 
@@ -102,6 +114,16 @@ static inline void ranks_check_clean(void)
         CHECK_MORE("%s", fake_error(0));
     CHECK(fake_live_objects() == 0);
     CHECK(fake_pending() == 0);
+}
+
+/* What waits ends with garbage: it cannot be ended otherwise. */
+static inline void ranks_abort(rank *ranks, int n)
+{
+    for (int r = 0; r < n; r++)
+        CHECK(ncclCommAbort(ranks[r].comm) == ncclSuccess);
+    for (int r = 0; r < n; r++)
+        rank_free(&ranks[r]);
+    ranks_check_clean();
 }
 
 static inline void ranks_end(rank *ranks, int n)
@@ -159,6 +181,14 @@ static inline int rank_wrong_means(const rank *it, CUstream stream)
     return n_wrong;
 }
 
+/* Of the first elements of its memory, in place, on the side stream. */
+static inline ncclResult_t rank_reduce(const rank *it, size_t n, ncclDataType_t dtype,
+                                       ncclRedOp_t op)
+{
+    return ncclAllReduce(rank_memory(it), rank_memory(it), n, dtype, op, it->comm,
+                         it->side);
+}
+
 /* Values from the compute stream are averaged on the side stream. */
 static inline ncclResult_t rank_average(const rank *it, int has_wait)
 {
@@ -166,8 +196,7 @@ static inline ncclResult_t rank_average(const rank *it, int has_wait)
     CHECK(cuEventRecord(it->ready, it->compute) == CUDA_SUCCESS);
     if (has_wait)
         CHECK(cuStreamWaitEvent(it->side, it->ready, 0) == CUDA_SUCCESS);
-    return ncclAllReduce(rank_memory(it), rank_memory(it), RANK_N, ncclFloat32, ncclAvg,
-                         it->comm, it->side);
+    return rank_reduce(it, RANK_N, ncclFloat32, ncclAvg);
 }
 
 #endif

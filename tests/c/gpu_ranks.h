@@ -129,8 +129,8 @@ static inline void gpu_ranks_await_threads(void)
 static inline void gpu_ranks_end(gpu_ranks *all)
 {
     static const char *const kinds[FAKE_N_KINDS] = {
-        "contexts", "streams", "events", "allocations",   "pinned", "modules",
-        "graphs",   "execs",   "comms",  "registrations", "red ops"};
+        "contexts", "streams", "events", "allocations", "pinned",
+        "modules",  "graphs",  "execs",  "comms",       "registrations"};
     pli_watchdog_destroy(all->watchdog);
     pli_nccl_library_release(all->library);
     gpu_ranks_await_threads();

@@ -88,16 +88,9 @@ enum { N_ROWS = sizeof rows / sizeof rows[0] };
 
 static int expected(const rank *it, int op, int i)
 {
-    int value = rank_value(it, 0, i);
-    for (int r = 1; r < it->n_ranks; r++) {
-        const int other = rank_value(it, r, i);
-        if (op == ncclSum || op == ncclAvg)
-            value += other;
-        else if (op == ncclProd)
-            value *= other;
-        else if (op == ncclMax ? other > value : other < value)
-            value = other;
-    }
+    int value = 0;
+    for (int r = 0; r < it->n_ranks; r++)
+        value += rank_value(it, r, i);
     return op == ncclAvg ? value / it->n_ranks : value;
 }
 
@@ -116,30 +109,25 @@ static void check_elements(const rank *it, pl_dtype dtype, int op, int first, in
 static void all_reduce_each(rank *ranks, int n, row type, ncclRedOp_t op)
 {
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < n; r++) {
-        rank_enter(&ranks[r]);
-        rank_fill(&ranks[r], type.dtype, 12, ranks[r].side);
-        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]), 12,
-                            type.nccl, op, ranks[r].comm,
-                            ranks[r].side) == ncclSuccess);
-        rank_leave();
+    EACH_RANK (it, ranks, n) {
+        rank_fill(it, type.dtype, 12, it->side);
+        CHECK(rank_reduce(it, 12, type.nccl, op) == ncclSuccess);
     }
     CHECK(ncclGroupEnd() == ncclSuccess);
-    for (int r = 0; r < n; r++) {
-        rank_enter(&ranks[r]);
-        check_elements(&ranks[r], type.dtype, (int)op, 0, 12);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, n)
+        check_elements(it, type.dtype, (int)op, 0, 12);
 }
 
-TEST(every_type_is_reduced_by_every_operation)
+TEST(every_type_is_summed_and_every_float_averaged)
 {
     rank ranks[2];
     const fake_options options = ranks_options(1, FAKE_RANDOM);
     ranks_make(ranks, 2, &options);
-    for (int t = 0; t < N_ROWS; t++)
-        for (int op = ncclSum; op <= ncclAvg; op++)
-            all_reduce_each(ranks, 2, rows[t], (ncclRedOp_t)op);
+    for (int t = 0; t < N_ROWS; t++) {
+        all_reduce_each(ranks, 2, rows[t], ncclSum);
+        if (!value_is_integer(rows[t].dtype))
+            all_reduce_each(ranks, 2, rows[t], ncclAvg);
+    }
     ranks_end(ranks, 2);
 }
 
@@ -151,29 +139,23 @@ TEST(scattered_and_gathered_is_all_reduced)
     const fake_options options = ranks_options(2, FAKE_LATE);
     ranks_make(ranks, N_RANKS, &options);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        const rank *it = &ranks[r];
-        rank_enter(it);
+    EACH_RANK (it, ranks, N_RANKS) {
         float *all = rank_memory(it);
-        float *part = all + (size_t)r * PART;
+        float *part = all + (size_t)it->rank * PART;
         rank_fill(it, PL_F32, ALL, it->side);
         CHECK(ncclReduceScatter(all, part, PART, ncclFloat32, ncclSum, it->comm,
                                 it->side) == ncclSuccess);
-        rank_leave();
     }
     CHECK(ncclGroupEnd() == ncclSuccess);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        float *all = rank_memory(&ranks[r]);
-        CHECK(ncclAllGather(all + (size_t)r * PART, all, PART, ncclFloat32,
-                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    EACH_RANK (it, ranks, N_RANKS) {
+        float *all = rank_memory(it);
+        CHECK(ncclAllGather(all + (size_t)it->rank * PART, all, PART, ncclFloat32,
+                            it->comm, it->side) == ncclSuccess);
     }
     CHECK(ncclGroupEnd() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        rank_enter(&ranks[r]);
-        check_elements(&ranks[r], PL_F32, ncclSum, 0, ALL);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, N_RANKS)
+        check_elements(it, PL_F32, ncclSum, 0, ALL);
     ranks_end(ranks, N_RANKS);
 }
 
@@ -186,25 +168,20 @@ TEST(a_root_receives_and_sends)
     const fake_options options = ranks_options(3, FAKE_RANDOM);
     ranks_make(ranks, N_RANKS, &options);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        const rank *it = &ranks[r];
-        rank_enter(it);
+    EACH_RANK (it, ranks, N_RANKS) {
         rank_fill(it, PL_I32, RANK_N, it->side);
         CHECK(ncclReduce(rank_memory(it), rank_memory(it), RANK_N, ncclInt32, ncclSum,
                          1, it->comm, it->side) == ncclSuccess);
-        rank_leave();
     }
     CHECK(ncclGroupEnd() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]), RANK_N / 2,
-                            ncclInt32, 1, ranks[r].comm, ranks[r].side) == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        rank_enter(&ranks[r]);
-        check_elements(&ranks[r], PL_I32, ncclSum, 0, r == 1 ? RANK_N : RANK_N / 2);
-        rank_read(&ranks[r], out, sizeof out, ranks[r].side);
-        if (r != 1)
-            CHECK(out[RANK_N - 1] == rank_value(&ranks[r], r, RANK_N - 1));
-        rank_leave();
+    EACH_RANK (it, ranks, N_RANKS)
+        CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), RANK_N / 2, ncclInt32, 1,
+                            it->comm, it->side) == ncclSuccess);
+    EACH_RANK (it, ranks, N_RANKS) {
+        check_elements(it, PL_I32, ncclSum, 0, it->rank == 1 ? RANK_N : RANK_N / 2);
+        rank_read(it, out, sizeof out, it->side);
+        if (it->rank != 1)
+            CHECK(out[RANK_N - 1] == rank_value(it, it->rank, RANK_N - 1));
     }
     ranks_end(ranks, N_RANKS);
 }
@@ -218,55 +195,23 @@ TEST(pairs_send_and_receive_in_a_group)
     const fake_options options = ranks_options(4, FAKE_RANDOM);
     ranks_make(ranks, N_RANKS, &options);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        const rank *it = &ranks[r];
+    EACH_RANK (it, ranks, N_RANKS) {
         int *all = rank_memory(it);
-        rank_enter(it);
-        CHECK(cuMemsetD8Async(it->memory, (unsigned char)r, 4, it->side) ==
+        CHECK(cuMemsetD8Async(it->memory, (unsigned char)it->rank, 4, it->side) ==
               CUDA_SUCCESS);
         for (int p = 0; p < N_RANKS; p++) {
             CHECK(ncclSend(all, 1, ncclInt32, p, it->comm, it->side) == ncclSuccess);
             CHECK(ncclRecv(all + 1 + p, 1, ncclInt32, p, it->comm, it->side) ==
                   ncclSuccess);
         }
-        rank_leave();
     }
     CHECK(ncclGroupEnd() == ncclSuccess);
-    for (int r = 0; r < N_RANKS; r++) {
-        rank_enter(&ranks[r]);
-        rank_read(&ranks[r], out, sizeof out, ranks[r].side);
+    EACH_RANK (it, ranks, N_RANKS) {
+        rank_read(it, out, sizeof out, it->side);
         for (int p = 0; p < N_RANKS; p++)
             CHECK(out[1 + p] == p * 0x01010101);
-        rank_leave();
     }
     ranks_end(ranks, N_RANKS);
-}
-
-TEST(a_reduction_may_scale_first)
-{
-    rank ranks[2];
-    float out[RANK_N];
-    const float scale = 0.5f;
-    const fake_options options = ranks_options(5, FAKE_EARLY);
-    ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++) {
-        ncclRedOp_t op = ncclSum;
-        rank_enter(&ranks[r]);
-        rank_fill(&ranks[r], PL_F32, RANK_N, ranks[r].side);
-        CHECK(ncclRedOpCreatePreMulSum(&op, (void *)(uintptr_t)&scale, ncclFloat32,
-                                       ncclScalarHostImmediate,
-                                       ranks[r].comm) == ncclSuccess);
-        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]), RANK_N,
-                            ncclFloat32, op, ranks[r].comm,
-                            ranks[r].side) == ncclSuccess);
-        CHECK(ncclRedOpDestroy(op, ranks[r].comm) == ncclSuccess);
-        rank_leave();
-    }
-    rank_enter(&ranks[1]);
-    rank_read(&ranks[1], out, sizeof out, ranks[1].side);
-    CHECK(out[0] == (float)expected(&ranks[1], ncclSum, 0) / 2);
-    rank_leave();
-    ranks_end(ranks, 2);
 }
 
 /* ---- what it holds against a program -------------------------------------------- */
@@ -277,26 +222,15 @@ TEST(ranks_that_differ_are_seen)
     float out[RANK_N];
     const fake_options options = ranks_options(1, FAKE_EARLY);
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++)
-        CHECK(ncclAllReduce(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
-                            (size_t)(10 + r), ncclFloat32, ncclSum, ranks[r].comm,
-                            ranks[r].side) == ncclSuccess);
+    EACH_RANK (it, ranks, 2)
+        CHECK(rank_reduce(it, 10 + (size_t)it->rank, ncclFloat32, ncclSum) ==
+              ncclSuccess);
     ranks_expect_error("collective 0 differs");
     rank_enter(&ranks[0]);
     rank_read(&ranks[0], out, sizeof out, ranks[0].side);
     CHECK(out[0] < -300.0f); /* garbage */
     rank_leave();
     ranks_end(ranks, 2);
-}
-
-/* Ends both with garbage, for what waits cannot be ended otherwise. */
-static void abort_all(rank *ranks, int n)
-{
-    for (int r = 0; r < n; r++)
-        CHECK(ncclCommAbort(ranks[r].comm) == ncclSuccess);
-    for (int r = 0; r < n; r++)
-        rank_free(&ranks[r]);
-    ranks_check_clean();
 }
 
 TEST(a_peer_that_never_comes_is_a_deadlock)
@@ -309,20 +243,17 @@ TEST(a_peer_that_never_comes_is_a_deadlock)
     CHECK(cuStreamSynchronize(ranks[0].side) == CUDA_ERROR_LAUNCH_TIMEOUT);
     ranks_expect_error("which never comes");
     rank_leave();
-    abort_all(ranks, 2);
+    ranks_abort(ranks, 2);
 }
 
 /* A second communicator over the same two ranks. */
-static void make_second(const rank *ranks, ncclComm_t second[2])
+static void make_second(rank *ranks, ncclComm_t second[2])
 {
     ncclUniqueId id;
     CHECK(ncclGetUniqueId(&id) == ncclSuccess);
     CHECK(ncclGroupStart() == ncclSuccess);
-    for (int r = 0; r < 2; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(ncclCommInitRank(&second[r], 2, id, r) == ncclSuccess);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, 2)
+        CHECK(ncclCommInitRank(&second[it->rank], 2, id, it->rank) == ncclSuccess);
     CHECK(ncclGroupEnd() == ncclSuccess);
 }
 
@@ -353,7 +284,7 @@ static CUresult cross(int is_on_two_streams, int n_slots)
         ranks_expect_error("a deadlock");
     for (int r = 0; r < 2; r++)
         CHECK(ncclCommAbort(second[r]) == ncclSuccess);
-    abort_all(ranks, 2);
+    ranks_abort(ranks, 2);
     return result;
 }
 
@@ -374,29 +305,27 @@ TEST(a_resident_collective_has_its_slot)
     fake_options options = ranks_options(1, FAKE_EARLY);
     options.slots = 1;
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(rank_average(&ranks[r], 1) == ncclSuccess);
-        CHECK((fake_pending() > 0) == (r == 0));
-        rank_leave();
+    EACH_RANK (it, ranks, 2) {
+        CHECK(rank_average(it, 1) == ncclSuccess);
+        CHECK((fake_pending() > 0) == (it->rank == 0));
     }
     ranks_end(ranks, 2);
 }
 
 TEST(memory_of_a_collective_is_looked_at)
 {
+    const size_t n_bytes = (size_t)RANK_BYTES * MAX_RANKS;
     rank ranks[2];
     const fake_options options = ranks_options(1, FAKE_EARLY);
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++)
-        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
-                            (size_t)RANK_BYTES * MAX_RANKS + (size_t)r, ncclInt8, 0,
-                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    EACH_RANK (it, ranks, 2)
+        CHECK(ncclBroadcast(rank_memory(it), rank_memory(it),
+                            n_bytes + (size_t)it->rank, ncclInt8, 0, it->comm,
+                            it->side) == ncclSuccess);
     ranks_expect_error("differs");
-    for (int r = 0; r < 2; r++)
-        CHECK(ncclBroadcast(rank_memory(&ranks[r]), rank_memory(&ranks[r]),
-                            (size_t)RANK_BYTES * MAX_RANKS + 1, ncclInt8, 0,
-                            ranks[r].comm, ranks[r].side) == ncclSuccess);
+    EACH_RANK (it, ranks, 2)
+        CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), n_bytes + 1, ncclInt8, 0,
+                            it->comm, it->side) == ncclSuccess);
     ranks_expect_error("are not within the allocation");
     ranks_end(ranks, 2);
 }
@@ -408,14 +337,9 @@ TEST(registered_memory_is_registered_everywhere)
     void *memory[2];
     const fake_options options = ranks_options(1, FAKE_EARLY);
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(ncclMemAlloc(&memory[r], 64) == ncclSuccess);
-        if (r == 0)
-            CHECK(ncclCommRegister(ranks[r].comm, memory[r], 64, &handle) ==
-                  ncclSuccess);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, 2)
+        CHECK(ncclMemAlloc(&memory[it->rank], 64) == ncclSuccess);
+    CHECK(ncclCommRegister(ranks[0].comm, memory[0], 64, &handle) == ncclSuccess);
     for (int r = 0; r < 2; r++)
         CHECK(ncclAllReduce(memory[r], memory[r], 1, ncclFloat32, ncclSum,
                             ranks[r].comm, ranks[r].side) == ncclSuccess);

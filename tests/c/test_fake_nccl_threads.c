@@ -16,11 +16,8 @@ static CUresult end_first(ncclResult_t (*end)(ncclComm_t comm))
     options.net = 1;
     options.patience_ms = 500;
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(rank_average(&ranks[r], 1) == ncclSuccess);
-        rank_leave();
-    }
+    EACH_RANK (it, ranks, 2)
+        CHECK(rank_average(it, 1) == ncclSuccess);
     rank_enter(&ranks[0]);
     CHECK(cuStreamSynchronize(ranks[0].side) == CUDA_SUCCESS);
     CHECK(end(ranks[0].comm) == ncclSuccess);
@@ -54,16 +51,10 @@ TEST(operations_over_proxies_have_their_outcome)
         options.net = 1;
         ranks_make(ranks, 3, &options);
         for (int k = 0; k < 3; k++) {
-            for (int r = 0; r < 3; r++) {
-                rank_enter(&ranks[r]);
-                CHECK(rank_average(&ranks[r], 1) == ncclSuccess);
-                rank_leave();
-            }
-            for (int r = 0; r < 3; r++) {
-                rank_enter(&ranks[r]);
-                CHECK(rank_wrong_means(&ranks[r], ranks[r].side) == 0);
-                rank_leave();
-            }
+            EACH_RANK (it, ranks, 3)
+                CHECK(rank_average(it, 1) == ncclSuccess);
+            EACH_RANK (it, ranks, 3)
+                CHECK(rank_wrong_means(it, it->side) == 0);
         }
         ranks_end(ranks, 3);
     }
@@ -142,14 +133,12 @@ static CUresult launch_beside_a_capture(int blocking)
     while (state == ncclInProgress)
         CHECK(ncclCommGetAsyncError(it.comm, &state) == ncclSuccess);
     CHECK(cuStreamBeginCapture(it.side, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) == 0);
-    (void)ncclAllReduce(rank_memory(&it), rank_memory(&it), 1, ncclFloat32, ncclSum,
-                        it.comm, it.side);
+    (void)rank_reduce(&it, 1, ncclFloat32, ncclSum);
     CHECK(cuStreamEndCapture(it.side, &graphs[0]) == 0);
     CUgraphExec exec = NULL;
     CHECK(cuGraphInstantiate(&exec, graphs[0], 0) == 0);
     CHECK(cuStreamBeginCapture(it.compute, CU_STREAM_CAPTURE_MODE_GLOBAL) == 0);
-    (void)ncclAllReduce(rank_memory(&it), rank_memory(&it), 1, ncclFloat32, ncclSum,
-                        it.comm, it.side);
+    (void)rank_reduce(&it, 1, ncclFloat32, ncclSum);
     const CUresult result = cuStreamEndCapture(it.compute, &graphs[1]);
     CHECK((fake_launch_threads() > 0) == !blocking);
     CHECK(cuGraphExecDestroy(exec) == 0);
@@ -184,9 +173,5 @@ TEST(a_queue_that_is_full_keeps_the_caller)
     CHECK(rank_average(&ranks[0], 1) != ncclSuccess);
     ranks_expect_error("no room in the device's queue");
     rank_leave();
-    for (int r = 0; r < 2; r++) {
-        CHECK(ncclCommAbort(ranks[r].comm) == ncclSuccess);
-        rank_free(&ranks[r]);
-    }
-    ranks_check_clean();
+    ranks_abort(ranks, 2);
 }

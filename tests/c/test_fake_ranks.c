@@ -206,8 +206,7 @@ TEST(an_abort_ends_what_runs_and_what_is_queued)
     (void)pthread_join(thread, NULL);
     CHECK(fake_pending() == 0);
     rank_leave();
-    CHECK(ncclAllReduce(rank_memory(&ranks[0]), rank_memory(&ranks[0]), 1, ncclFloat32,
-                        ncclSum, ranks[0].comm, ranks[0].side) == ncclInvalidArgument);
+    CHECK(rank_reduce(&ranks[0], 1, ncclFloat32, ncclSum) == ncclInvalidArgument);
     ranks_expect_error("was used after its end");
     CHECK(ncclCommAbort(ranks[1].comm) == ncclSuccess);
     for (int r = 0; r < 2; r++)
@@ -265,28 +264,20 @@ TEST(a_captured_collective_is_replayed)
     CUgraphExec execs[2];
     const fake_options options = ranks_options(1, FAKE_RANDOM);
     ranks_make(ranks, 2, &options);
-    for (int r = 0; r < 2; r++) {
-        const rank *it = &ranks[r];
-        rank_enter(it);
+    EACH_RANK (it, ranks, 2) {
         CHECK(cuStreamBeginCapture(it->side, 0) == CUDA_SUCCESS);
-        CHECK(ncclAllReduce(rank_memory(it), rank_memory(it), RANK_N, ncclFloat32,
-                            ncclAvg, it->comm, it->side) == ncclSuccess);
-        CHECK(cuStreamEndCapture(it->side, &graphs[r]) == CUDA_SUCCESS);
-        CHECK(cuGraphInstantiate(&execs[r], graphs[r], 0) == CUDA_SUCCESS);
-        rank_leave();
+        CHECK(rank_reduce(it, RANK_N, ncclFloat32, ncclAvg) == ncclSuccess);
+        CHECK(cuStreamEndCapture(it->side, &graphs[it->rank]) == CUDA_SUCCESS);
+        CHECK(cuGraphInstantiate(&execs[it->rank], graphs[it->rank], 0) ==
+              CUDA_SUCCESS);
     }
     for (int i = 0; i < 3; i++) {
-        for (int r = 0; r < 2; r++) {
-            rank_enter(&ranks[r]);
-            rank_fill(&ranks[r], PL_F32, RANK_N, ranks[r].side);
-            CHECK(cuGraphLaunch(execs[r], ranks[r].side) == CUDA_SUCCESS);
-            rank_leave();
+        EACH_RANK (it, ranks, 2) {
+            rank_fill(it, PL_F32, RANK_N, it->side);
+            CHECK(cuGraphLaunch(execs[it->rank], it->side) == CUDA_SUCCESS);
         }
-        for (int r = 0; r < 2; r++) {
-            rank_enter(&ranks[r]);
-            CHECK(rank_wrong_means(&ranks[r], ranks[r].side) == 0);
-            rank_leave();
-        }
+        EACH_RANK (it, ranks, 2)
+            CHECK(rank_wrong_means(it, it->side) == 0);
     }
     for (int r = 0; r < 2; r++) {
         CHECK(cuGraphExecDestroy(execs[r]) == CUDA_SUCCESS);
@@ -303,12 +294,10 @@ TEST(a_broken_rank_is_told_and_waits_for_its_abort)
     fake_options options = ranks_options(1, FAKE_EARLY);
     ranks_make(ranks, 2, &options);
     fake_break(1, ncclRemoteError);
-    for (int r = 0; r < 2; r++) {
-        rank_enter(&ranks[r]);
-        CHECK(rank_average(&ranks[r], 1) == ncclSuccess);
-        CHECK(ncclCommGetAsyncError(ranks[r].comm, &error) == ncclSuccess);
-        CHECK(error == (r == 1 ? ncclRemoteError : ncclSuccess));
-        rank_leave();
+    EACH_RANK (it, ranks, 2) {
+        CHECK(rank_average(it, 1) == ncclSuccess);
+        CHECK(ncclCommGetAsyncError(it->comm, &error) == ncclSuccess);
+        CHECK(error == (it->rank == 1 ? ncclRemoteError : ncclSuccess));
     }
     CHECK(fake_pending() == 2);
     for (int r = 0; r < 2; r++) {

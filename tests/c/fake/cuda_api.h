@@ -28,7 +28,6 @@ enum {
     CUDA_ERROR_INVALID_VALUE = 1,
     CUDA_ERROR_OUT_OF_MEMORY = 2,
     CUDA_ERROR_NOT_INITIALIZED = 3,
-    CUDA_ERROR_DEINITIALIZED = 4,
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_INVALID_IMAGE = 200,
@@ -43,7 +42,6 @@ enum {
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
     CUDA_ERROR_LAUNCH_TIMEOUT = 702,
     CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED = 704,
-    CUDA_ERROR_PEER_ACCESS_NOT_ENABLED = 705,
     CUDA_ERROR_MISALIGNED_ADDRESS = 716,
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_LAUNCH_FAILED = 719,
@@ -62,8 +60,6 @@ enum {
 enum {
     CU_STREAM_DEFAULT = 0,
     CU_STREAM_NON_BLOCKING = 1,
-    CU_EVENT_DEFAULT = 0,
-    CU_EVENT_BLOCKING_SYNC = 1,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_STREAM_CAPTURE_MODE_GLOBAL = 0,
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
@@ -86,24 +82,17 @@ enum {
     X(cuInit, 2000, 2000, , (unsigned flags))                                          \
     X(cuDriverGetVersion, 2020, 2020, , (int *out))                                    \
     X(cuGetErrorString, 6000, 6000, , (CUresult error, const char **out))              \
-    X(cuGetErrorName, 6000, 6000, , (CUresult error, const char **out))                \
     X(cuDeviceGetCount, 2000, 2000, , (int *out))                                      \
     X(cuDeviceGet, 2000, 2000, , (CUdevice * out, int ordinal))                        \
-    X(cuDeviceGetName, 2000, 2000, , (char *out, int n_bytes, CUdevice device))        \
     X(cuDeviceGetAttribute, 2000, 2000, , (int *out, int attribute, CUdevice device))  \
     X(cuDeviceCanAccessPeer, 4000, 4000, , (int *out, CUdevice device, CUdevice peer)) \
     X(cuDevicePrimaryCtxRetain, 7000, 7000, , (CUcontext * out, CUdevice device))      \
     X(cuDevicePrimaryCtxRelease, 7000, 11000, _v2, (CUdevice device))                  \
-    X(cuDevicePrimaryCtxGetState, 7000, 7000, ,                                        \
-      (CUdevice device, unsigned *flags, int *is_active))                              \
     X(cuCtxPushCurrent, 2000, 4000, _v2, (CUcontext context))                          \
     X(cuCtxPopCurrent, 2000, 4000, _v2, (CUcontext * out))                             \
     X(cuCtxGetCurrent, 4000, 4000, , (CUcontext * out))                                \
-    X(cuCtxSetCurrent, 4000, 4000, , (CUcontext context))                              \
-    X(cuCtxGetDevice, 2000, 2000, , (CUdevice * out))                                  \
     X(cuCtxSynchronize, 2000, 2000, , (void))                                          \
     X(cuCtxEnablePeerAccess, 4000, 4000, , (CUcontext peer, unsigned flags))           \
-    X(cuCtxDisablePeerAccess, 4000, 4000, , (CUcontext peer))                          \
     X(cuCtxGetStreamPriorityRange, 5050, 5050, , (int *least, int *greatest))          \
     X(cuStreamCreate, 2000, 2000, , (CUstream * out, unsigned flags))                  \
     X(cuStreamCreateWithPriority, 5050, 5050, ,                                        \
@@ -137,16 +126,11 @@ enum {
     X(cuMemHostRegister, 4000, 6050, _v2,                                              \
       (void *memory, size_t n_bytes, unsigned flags))                                  \
     X(cuMemHostUnregister, 4000, 4000, , (void *memory))                               \
-    X(cuMemcpyHtoD, 2000, 3020, _v2,                                                   \
-      (CUdeviceptr to, const void *from, size_t n_bytes))                              \
-    X(cuMemcpyDtoH, 2000, 3020, _v2, (void *to, CUdeviceptr from, size_t n_bytes))     \
     X(cuMemcpyHtoDAsync, 2000, 3020, _v2,                                              \
       (CUdeviceptr to, const void *from, size_t n_bytes, CUstream stream))             \
     X(cuMemcpyDtoHAsync, 2000, 3020, _v2,                                              \
       (void *to, CUdeviceptr from, size_t n_bytes, CUstream stream))                   \
     X(cuMemcpyDtoDAsync, 3000, 3020, _v2,                                              \
-      (CUdeviceptr to, CUdeviceptr from, size_t n_bytes, CUstream stream))             \
-    X(cuMemcpyAsync, 4000, 4000, ,                                                     \
       (CUdeviceptr to, CUdeviceptr from, size_t n_bytes, CUstream stream))             \
     X(cuMemcpyPeerAsync, 4000, 4000, ,                                                 \
       (CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, \
@@ -180,8 +164,6 @@ FAKE_CUDA_MAP(FAKE_CUDA_DECLARE)
 #define cuMemFree cuMemFree_v2
 #define cuMemGetInfo cuMemGetInfo_v2
 #define cuMemHostRegister cuMemHostRegister_v2
-#define cuMemcpyHtoD cuMemcpyHtoD_v2
-#define cuMemcpyDtoH cuMemcpyDtoH_v2
 #define cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2
 #define cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2
 #define cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2

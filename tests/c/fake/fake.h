@@ -43,7 +43,6 @@ typedef struct fake_options {
     int nccl;            /* ncclGetVersion: 22809 */
     int compute;         /* the capability: 90 */
     int slots;           /* of each device; a kernel takes one while it is executed */
-    int nccl_slots;      /* that a launch of NCCL's takes until its peers' have come */
     int protect;         /* 1: the host may not touch device memory */
     int pump;            /* 1: a thread executes operations at random times */
     int foreign;         /* 1: addresses that are not of device memory are fine too; 2:
@@ -54,7 +53,6 @@ typedef struct fake_options {
     int64_t granularity; /* NCCL's memory takes multiples of it: 0, or as NCCL 2.19 to
                             2.24 where there is NVLS */
     int patience_ms;     /* how long the host waits for what nobody has enqueued */
-    int module_error;    /* what cuModuleLoadData returns for a fatbin; 0: it works */
     int polls;           /* of ncclCommGetAsyncError with ncclInProgress, at the most */
     int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
                             seed */
@@ -138,7 +136,6 @@ typedef enum fake_kind {
     FAKE_EXECS,
     FAKE_COMMS,
     FAKE_REGISTRATIONS, /* and windows */
-    FAKE_RED_OPS,
     FAKE_N_KINDS
 } fake_kind;
 
@@ -167,9 +164,6 @@ FAKE_API int fake_launch_threads(void);
 
 /* Operations that were enqueued and are not done. */
 FAKE_API int fake_pending(void);
-
-/* Writes the queues of all streams to stderr. */
-FAKE_API void fake_dump(void);
 
 /* ---- what happens --------------------------------------------------------------- */
 

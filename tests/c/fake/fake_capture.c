@@ -179,13 +179,11 @@ CUresult cuStreamIsCapturing(CUstream handle, int *out)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamIsCapturing);
-    int result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS)
-        result = check_implicit(stream, NULL);
-    if (result == CUDA_SUCCESS)
-        *out = stream->capture != NULL ? stream->capture->status
-                                       : CU_STREAM_CAPTURE_STATUS_NONE;
-    return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
+    FAKE_TRY(check_implicit(stream, NULL));
+    *out = stream->capture != NULL ? stream->capture->status
+                                   : CU_STREAM_CAPTURE_STATUS_NONE;
+    return fk_leave(CUDA_SUCCESS);
 }
 
 /* ---- from the beginning to the end ---------------------------------------------- */
@@ -194,9 +192,7 @@ CUresult cuStreamBeginCapture(CUstream handle, int mode)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamBeginCapture);
-    const int result = fk_stream(handle, &stream);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
     if (mode < CU_STREAM_CAPTURE_MODE_GLOBAL || mode > CU_STREAM_CAPTURE_MODE_RELAXED)
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
     if (stream == &fk.contexts[stream->device].legacy)
@@ -248,9 +244,8 @@ CUresult cuStreamEndCapture(CUstream handle, CUgraph *out)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamEndCapture);
-    int result = fk_stream(handle, &stream);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    int result = CUDA_SUCCESS;
+    FAKE_TRY(fk_stream(handle, &stream));
     fk_capture *capture = stream->capture;
     *out = NULL;
     if (capture == NULL)

@@ -136,13 +136,7 @@ void fake_fail(const char *name, int nth, int code)
     unlock();
 }
 
-int fake_count(const char *name)
-{
-    lock();
-    const int n = find_function(name)->n_calls;
-    unlock();
-    return n;
-}
+FAKE_GETTER(int, fake_count, (const char *name), find_function(name)->n_calls)
 
 void fake_hide(const char *name)
 {
@@ -154,13 +148,7 @@ void fake_hide(const char *name)
 
 /* ---- errors, and what there is -------------------------------------------------- */
 
-int fake_errors(void)
-{
-    lock();
-    const int n = n_errors;
-    unlock();
-    return n;
-}
+FAKE_GETTER(int, fake_errors, (void), n_errors)
 
 const char *fake_error(int i)
 {
@@ -191,13 +179,7 @@ void fk_object_kill(fk_object *object)
         fk.n_live[object->kind]--;
 }
 
-int fake_live(fake_kind kind)
-{
-    lock();
-    const int n = fk.n_live[kind];
-    unlock();
-    return n;
-}
+FAKE_GETTER(int, fake_live, (fake_kind kind), fk.n_live[kind])
 
 int fake_live_objects(void)
 {
@@ -209,21 +191,7 @@ int fake_live_objects(void)
     return n;
 }
 
-int fake_pending(void)
-{
-    lock();
-    const int n = fk.n_pending;
-    unlock();
-    return n;
-}
-
-void fake_dump(void)
-{
-    lock();
-    fk_print_queues();
-    unlock();
-}
-
+FAKE_GETTER(int, fake_pending, (void), fk.n_pending)
 const char *fake_path(void)
 {
     static Dl_info where;
@@ -245,55 +213,34 @@ static int schedule_of(const char *text)
 
 static int set_option(fake_options *it, const char *name, const char *text)
 {
-    const struct {
+#define OPTION(name)                                                                   \
+    {                                                                                  \
+        #name, offsetof(fake_options, name), sizeof it->name                           \
+    }
+    static const struct {
         const char *name;
-        int *at;
-    } ints[] = {{"devices", &it->devices},
-                {"driver", &it->driver},
-                {"nccl", &it->nccl},
-                {"compute", &it->compute},
-                {"slots", &it->slots},
-                {"nccl_slots", &it->nccl_slots},
-                {"protect", &it->protect},
-                {"pump", &it->pump},
-                {"foreign", &it->foreign},
-                {"patience_ms", &it->patience_ms},
-                {"module_error", &it->module_error},
-                {"polls", &it->polls},
-                {"alloc_waits", &it->alloc_waits},
-                {"lazy_connect", &it->lazy_connect},
-                {"peers", &it->peers},
-                {"net", &it->net},
-                {"proxy_blocks", &it->proxy_blocks},
-                {"abort_ms", &it->abort_ms},
-                {"queue_depth", &it->queue_depth},
-                {"one_bus", &it->one_bus},
-                {"share_device", &it->share_device},
-                {"quiet", &it->quiet},
-                {"blocking", &it->blocking}};
-    for (size_t i = 0; i < sizeof ints / sizeof ints[0]; i++) {
-        if (strcmp(name, ints[i].name) == 0) {
-            *ints[i].at = atoi(text);
+        size_t at, n_bytes;
+    } numbers[] = {OPTION(seed),         OPTION(devices),       OPTION(driver),
+                   OPTION(nccl),         OPTION(compute),       OPTION(slots),
+                   OPTION(protect),      OPTION(pump),          OPTION(foreign),
+                   OPTION(capacity),     OPTION(taken),         OPTION(granularity),
+                   OPTION(patience_ms),  OPTION(polls),         OPTION(alloc_waits),
+                   OPTION(lazy_connect), OPTION(connect_bytes), OPTION(net),
+                   OPTION(proxy_blocks), OPTION(abort_ms),      OPTION(queue_depth),
+                   OPTION(peers),        OPTION(corrupt_bytes), OPTION(share_device),
+                   OPTION(one_bus),      OPTION(quiet),         OPTION(blocking)};
+#undef OPTION
+    const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        if (strcmp(name, numbers[i].name) == 0) {
+            memcpy((char *)it + numbers[i].at, &value, numbers[i].n_bytes);
             return 1;
         }
     }
-    if (strcmp(name, "seed") == 0)
-        it->seed = strtoull(text, NULL, 10);
-    else if (strcmp(name, "capacity") == 0)
-        it->capacity = strtoll(text, NULL, 10);
-    else if (strcmp(name, "taken") == 0)
-        it->taken = strtoll(text, NULL, 10);
-    else if (strcmp(name, "granularity") == 0)
-        it->granularity = strtoll(text, NULL, 10);
-    else if (strcmp(name, "corrupt_bytes") == 0)
-        it->corrupt_bytes = strtoll(text, NULL, 10);
-    else if (strcmp(name, "connect_bytes") == 0)
-        it->connect_bytes = strtoll(text, NULL, 10);
-    else if (strcmp(name, "schedule") == 0 && schedule_of(text) >= 0)
-        it->schedule = (fake_schedule)schedule_of(text);
-    else
-        return 0;
-    return 1;
+    const int schedule = strcmp(name, "schedule") == 0 ? schedule_of(text) : -1;
+    if (schedule >= 0)
+        it->schedule = (fake_schedule)schedule;
+    return schedule >= 0;
 }
 
 int fake_parse(const char *text, fake_options *out)
@@ -393,7 +340,6 @@ __attribute__((constructor)) static void load(void)
                               .nccl = 22809,
                               .compute = 90,
                               .slots = 4,
-                              .nccl_slots = 1,
                               .capacity = INT64_C(1) << 32,
                               .patience_ms = 20000,
                               .polls = 3,

@@ -22,18 +22,14 @@ CUresult cuMemAlloc(CUdeviceptr *out, size_t n_bytes)
     CUcontext context = NULL;
     void *memory = NULL;
     FAKE_CALL(cuMemAlloc);
-    int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_unsafe("cuMemAlloc");
-    if (result == CUDA_SUCCESS && n_bytes == 0)
-        result = CUDA_ERROR_INVALID_VALUE;
-    if (result == CUDA_SUCCESS)
-        result = maybe_wait(context->device);
-    if (result == CUDA_SUCCESS)
-        result = fk_alloc(context->device, n_bytes, 0, &memory);
-    if (result == CUDA_SUCCESS)
-        *out = (CUdeviceptr)(uintptr_t)memory;
-    return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
+    FAKE_TRY(fk_forbid_unsafe("cuMemAlloc"));
+    if (n_bytes == 0)
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    FAKE_TRY(maybe_wait(context->device));
+    FAKE_TRY(fk_alloc(context->device, n_bytes, 0, &memory));
+    *out = (CUdeviceptr)(uintptr_t)memory;
+    return fk_leave(CUDA_SUCCESS);
 }
 
 /* Waits for all that its device has. */
@@ -42,9 +38,7 @@ CUresult cuMemFree(CUdeviceptr memory)
     FAKE_CALL(cuMemFree);
     if (memory == 0)
         return fk_leave(CUDA_SUCCESS);
-    int result = fk_forbid_unsafe("cuMemFree");
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_forbid_unsafe("cuMemFree"));
     const int device = fk_device_of(pointer_of(memory));
     if (device >= 0)
         (void)fk_wait_device(device, "cuMemFree");
@@ -55,9 +49,7 @@ CUresult cuMemGetInfo(size_t *available, size_t *total)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuMemGetInfo);
-    const int result = fk_need_context(&context);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
     *total = (size_t)fk.options.capacity;
     *available = (size_t)(fk.options.capacity - fk.options.taken - context->n_bytes);
     return fk_leave(CUDA_SUCCESS);
@@ -68,11 +60,8 @@ CUresult cuMemHostAlloc(void **out, size_t n_bytes, unsigned flags)
     CUcontext context = NULL;
     FAKE_CALL(cuMemHostAlloc);
     (void)flags;
-    int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_unsafe("cuMemHostAlloc");
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
+    FAKE_TRY(fk_forbid_unsafe("cuMemHostAlloc"));
     void *memory = aligned_alloc(4096, (n_bytes + 4095) / 4096 * 4096);
     if (memory == NULL)
         return fk_leave(CUDA_ERROR_OUT_OF_MEMORY);
@@ -92,9 +81,7 @@ static int wait_all_devices(const char *who)
 CUresult cuMemFreeHost(void *memory)
 {
     FAKE_CALL(cuMemFreeHost);
-    const int result = fk_forbid_unsafe("cuMemFreeHost");
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_forbid_unsafe("cuMemFreeHost"));
     (void)wait_all_devices("cuMemFreeHost");
     return fk_leave(fk_unpin(memory, 1));
 }
@@ -104,10 +91,9 @@ CUresult cuMemHostRegister(void *memory, size_t n_bytes, unsigned flags)
     CUcontext context = NULL;
     FAKE_CALL(cuMemHostRegister);
     (void)flags;
-    const int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        fk_pin(memory, n_bytes, 0);
-    return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
+    fk_pin(memory, n_bytes, 0);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 CUresult cuMemHostUnregister(void *memory)
@@ -125,7 +111,6 @@ typedef struct copy {
     size_t n_bytes;
     int is_to_device;
     int is_from_device;
-    int is_host_waiting;
     const char *what;
 } copy;
 
@@ -135,8 +120,6 @@ static int enqueue_copy(const copy *it, CUstream handle)
 {
     CUstream stream = NULL;
     int result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS && it->is_host_waiting)
-        result = fk_forbid_unsafe(it->what);
     if (result != CUDA_SUCCESS || it->n_bytes == 0)
         return result;
     fk_op *op = fk_op_new(FK_COPY, stream->device, it->what);
@@ -150,8 +133,7 @@ static int enqueue_copy(const copy *it, CUstream handle)
         op->staged = fk_new(it->n_bytes);
         memcpy(op->staged, it->from, it->n_bytes);
     }
-    const int waits = it->is_host_waiting ||
-                      (!it->is_to_device && !fk_is_pinned(it->to) && !is_captured);
+    const int waits = !it->is_to_device && !fk_is_pinned(it->to) && !is_captured;
     (void)fk_op_hold(op);
     result = fk_enqueue(op, stream);
     if (result == CUDA_SUCCESS && waits)
@@ -159,33 +141,18 @@ static int enqueue_copy(const copy *it, CUstream handle)
     fk_op_drop(op);
     return result;
 }
-
-CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t n_bytes)
-{
-    FAKE_CALL(cuMemcpyHtoD);
-    const copy it = {pointer_of(to), from, n_bytes, 1, 0, 1, "cuMemcpyHtoD"};
-    return fk_leave(enqueue_copy(&it, NULL));
-}
-
-CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t n_bytes)
-{
-    FAKE_CALL(cuMemcpyDtoH);
-    const copy it = {to, pointer_of(from), n_bytes, 0, 1, 1, "cuMemcpyDtoH"};
-    return fk_leave(enqueue_copy(&it, NULL));
-}
-
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n_bytes,
                            CUstream stream)
 {
     FAKE_CALL(cuMemcpyHtoDAsync);
-    const copy it = {pointer_of(to), from, n_bytes, 1, 0, 0, "cuMemcpyHtoDAsync"};
+    const copy it = {pointer_of(to), from, n_bytes, 1, 0, "cuMemcpyHtoDAsync"};
     return fk_leave(enqueue_copy(&it, stream));
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n_bytes, CUstream stream)
 {
     FAKE_CALL(cuMemcpyDtoHAsync);
-    const copy it = {to, pointer_of(from), n_bytes, 0, 1, 0, "cuMemcpyDtoHAsync"};
+    const copy it = {to, pointer_of(from), n_bytes, 0, 1, "cuMemcpyDtoHAsync"};
     return fk_leave(enqueue_copy(&it, stream));
 }
 
@@ -193,7 +160,7 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
                            CUstream stream)
 {
     FAKE_CALL(cuMemcpyDtoDAsync);
-    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1, 0,
+    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1,
                      "cuMemcpyDtoDAsync"};
     return fk_leave(enqueue_copy(&it, stream));
 }
@@ -216,7 +183,7 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr fro
                            CUcontext from_context, size_t n_bytes, CUstream stream)
 {
     FAKE_CALL(cuMemcpyPeerAsync);
-    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1, 0,
+    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1,
                      "cuMemcpyPeerAsync"};
     if (!is_of(to_context, to, "to") || !is_of(from_context, from, "from"))
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
@@ -224,37 +191,17 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr fro
     return fk_leave(enqueue_copy(&it, stream));
 }
 
-int64_t fake_sent_bytes(int device, int to)
-{
-    (void)pthread_mutex_lock(&fk.lock);
-    const int64_t n_bytes = fk.contexts[device].sent_bytes[to];
-    (void)pthread_mutex_unlock(&fk.lock);
-    return n_bytes;
-}
-
-/* By unified addresses: which side is a device's shows in the address. */
-CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
-                       CUstream stream)
-{
-    FAKE_CALL(cuMemcpyAsync);
-    const copy it = {pointer_of(to),
-                     pointer_of(from),
-                     n_bytes,
-                     fk_is_device_memory(pointer_of(to)),
-                     fk_is_device_memory(pointer_of(from)),
-                     0,
-                     "cuMemcpyAsync"};
-    return fk_leave(enqueue_copy(&it, stream));
-}
+FAKE_GETTER(int64_t, fake_sent_bytes, (int device, int to),
+            fk.contexts[device].sent_bytes[to])
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n_bytes,
                          CUstream handle)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuMemsetD8Async);
-    const int result = fk_stream(handle, &stream);
-    if (result != CUDA_SUCCESS || n_bytes == 0)
-        return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
+    if (n_bytes == 0)
+        return fk_leave(CUDA_SUCCESS);
     fk_op *op = fk_op_new(FK_FILL, stream->device, "cuMemsetD8Async");
     op->to = pointer_of(to);
     op->value = value;

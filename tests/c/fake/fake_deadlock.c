@@ -14,11 +14,6 @@ static struct {
     int n_slots[FK_MAX_DEVICES];
 } play;
 
-static int n_slots_of(const fk_op *op)
-{
-    return op->kind == FK_LAUNCH ? fk_launch_slots(op) : op->kind == FK_KERNEL;
-}
-
 static int can_finish(const fk_op *op)
 {
     const fk_launch *launch = op->launch;
@@ -33,7 +28,7 @@ static int can_finish(const fk_op *op)
 static void finish(fk_op *op)
 {
     if (op->imagined == FK_RESIDENT) {
-        play.n_slots[op->device] += n_slots_of(op);
+        play.n_slots[op->device] += fk_slots_needed(op);
         while (play.starving.n > 0)
             fk_list_add(&play.to_begin, play.starving.ops[--play.starving.n]);
     }
@@ -63,7 +58,7 @@ static void finish_with_peers(fk_op *op)
 
 static void begin(fk_op *op)
 {
-    const int n_slots = n_slots_of(op);
+    const int n_slots = fk_slots_needed(op);
     if (op->imagined == FK_QUEUED) {
         if (n_slots > play.n_slots[op->device]) {
             fk_list_add(&play.starving, op);

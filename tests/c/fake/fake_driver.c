@@ -76,45 +76,20 @@ CUresult cuCtxGetCurrent(CUcontext *out)
     *out = fk_current();
     return fk_leave(CUDA_SUCCESS);
 }
-
-CUresult cuCtxSetCurrent(CUcontext context)
-{
-    FAKE_CALL(cuCtxSetCurrent);
-    freshen_stack();
-    if (stack.depth > 0)
-        stack.depth--;
-    return fk_leave(context != NULL ? push(context) : CUDA_SUCCESS);
-}
-
-CUresult cuCtxGetDevice(CUdevice *out)
-{
-    CUcontext context = NULL;
-    FAKE_CALL(cuCtxGetDevice);
-    const int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        *out = context->device;
-    return fk_leave(result);
-}
-
 CUresult cuCtxSynchronize(void)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuCtxSynchronize);
-    int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_beside_captures(context->device, "cuCtxSynchronize");
-    if (result == CUDA_SUCCESS)
-        result = fk_wait_device(context->device, "cuCtxSynchronize");
-    return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
+    FAKE_TRY(fk_forbid_beside_captures(context->device, "cuCtxSynchronize"));
+    return fk_leave(fk_wait_device(context->device, "cuCtxSynchronize"));
 }
 
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuCtxGetStreamPriorityRange);
-    const int result = fk_need_context(&context);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
     if (least != NULL)
         *least = 0;
     if (greatest != NULL)
@@ -162,27 +137,14 @@ CUresult cuDeviceGetCount(int *out)
 CUresult cuDeviceGet(CUdevice *out, int ordinal)
 {
     FAKE_CALL(cuDeviceGet);
-    const int result = check_device(ordinal);
-    if (result == CUDA_SUCCESS)
-        *out = ordinal;
-    return fk_leave(result);
+    FAKE_TRY(check_device(ordinal));
+    *out = ordinal;
+    return fk_leave(CUDA_SUCCESS);
 }
-
-CUresult cuDeviceGetName(char *out, int n_bytes, CUdevice device)
-{
-    FAKE_CALL(cuDeviceGetName);
-    const int result = check_device(device);
-    if (result == CUDA_SUCCESS)
-        (void)snprintf(out, (size_t)n_bytes, "Fake GPU %d", device);
-    return fk_leave(result);
-}
-
 CUresult cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
 {
     FAKE_CALL(cuDeviceGetAttribute);
-    int result = check_device(device);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check_device(device));
     switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
         *out = fk.options.slots;
@@ -197,15 +159,13 @@ CUresult cuDeviceGetAttribute(int *out, int attribute, CUdevice device)
         *out = 1;
         break;
     }
-    return fk_leave(result);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
 {
     FAKE_CALL(cuDevicePrimaryCtxRetain);
-    const int result = check_device(device);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check_device(device));
     fk.contexts[device].n_retained++;
     fk.n_live[FAKE_CONTEXTS]++;
     *out = &fk.contexts[device];
@@ -215,92 +175,52 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
 CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 {
     FAKE_CALL(cuDevicePrimaryCtxRelease);
-    const int result = check_device(device);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check_device(device));
     if (fk.contexts[device].n_retained == 0)
         return fk_leave(CUDA_ERROR_INVALID_CONTEXT);
     fk.contexts[device].n_retained--;
     fk.n_live[FAKE_CONTEXTS]--;
     return fk_leave(CUDA_SUCCESS);
 }
-
-CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active)
-{
-    FAKE_CALL(cuDevicePrimaryCtxGetState);
-    const int result = check_device(device);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
-    *flags = 0;
-    *is_active = fk.contexts[device].n_retained > 0;
-    return fk_leave(CUDA_SUCCESS);
-}
-
 /* ---- names ---------------------------------------------------------------------- */
 
 static const struct {
     int code;
-    const char *name;
     const char *words;
 } texts[] = {
-    {CUDA_SUCCESS, "CUDA_SUCCESS", "no error"},
-    {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {CUDA_ERROR_NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {CUDA_ERROR_NO_DEVICE, "CUDA_ERROR_NO_DEVICE",
-     "no CUDA-capable device is detected"},
-    {CUDA_ERROR_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {CUDA_ERROR_INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE",
-     "device kernel image is invalid"},
-    {CUDA_ERROR_INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT",
-     "invalid device context"},
-    {CUDA_ERROR_NO_BINARY_FOR_GPU, "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    {CUDA_SUCCESS, "no error"},
+    {CUDA_ERROR_INVALID_VALUE, "invalid argument"},
+    {CUDA_ERROR_OUT_OF_MEMORY, "out of memory"},
+    {CUDA_ERROR_NOT_INITIALIZED, "initialization error"},
+    {CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected"},
+    {CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal"},
+    {CUDA_ERROR_INVALID_IMAGE, "device kernel image is invalid"},
+    {CUDA_ERROR_INVALID_CONTEXT, "invalid device context"},
+    {CUDA_ERROR_NO_BINARY_FOR_GPU,
      "no kernel image is available for execution on the device"},
-    {CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+    {CUDA_ERROR_UNSUPPORTED_PTX_VERSION,
      "the provided PTX was compiled with an unsupported toolchain."},
-    {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
-    {CUDA_ERROR_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
-    {CUDA_ERROR_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS",
-     "an illegal memory access was encountered"},
-    {CUDA_ERROR_LAUNCH_TIMEOUT, "CUDA_ERROR_LAUNCH_TIMEOUT",
-     "the launch timed out and was terminated"},
-    {CUDA_ERROR_MISALIGNED_ADDRESS, "CUDA_ERROR_MISALIGNED_ADDRESS",
-     "misaligned address"},
-    {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+    {CUDA_ERROR_INVALID_HANDLE, "invalid resource handle"},
+    {CUDA_ERROR_NOT_FOUND, "named symbol not found"},
+    {CUDA_ERROR_NOT_READY, "device not ready"},
+    {CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered"},
+    {CUDA_ERROR_LAUNCH_TIMEOUT, "the launch timed out and was terminated"},
+    {CUDA_ERROR_MISALIGNED_ADDRESS, "misaligned address"},
+    {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
      "operation not permitted when stream is capturing"},
-    {CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+    {CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
      "operation failed due to a previous error during capture"},
 };
 
-static int text_of(CUresult error, const char **name, const char **words)
-{
-    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
-        if (texts[i].code == error) {
-            *name = texts[i].name;
-            *words = texts[i].words;
-            return CUDA_SUCCESS;
-        }
-    }
-    *name = NULL;
-    *words = NULL;
-    return CUDA_ERROR_INVALID_VALUE;
-}
-
 CUresult cuGetErrorString(CUresult error, const char **out)
 {
-    const char *name = NULL;
     FAKE_CALL(cuGetErrorString);
-    return fk_leave(text_of(error, &name, out));
+    *out = NULL;
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
+        if (texts[i].code == error)
+            *out = texts[i].words;
+    return fk_leave(*out != NULL ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
-
-CUresult cuGetErrorName(CUresult error, const char **out)
-{
-    const char *words = NULL;
-    FAKE_CALL(cuGetErrorName);
-    return fk_leave(text_of(error, out, &words));
-}
-
 /* ---- functions by name ---------------------------------------------------------- */
 
 typedef void (*any_fn)(void);

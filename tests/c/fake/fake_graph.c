@@ -55,11 +55,8 @@ CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph graph, uint64_t flags)
 {
     FAKE_CALL(cuGraphInstantiate);
     (void)flags;
-    int result = check((const fk_object *)graph, "cuGraphInstantiate");
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_unsafe("cuGraphInstantiate");
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check((const fk_object *)graph, "cuGraphInstantiate"));
+    FAKE_TRY(fk_forbid_unsafe("cuGraphInstantiate"));
     CUgraphExec exec = fk_new(sizeof *exec);
     hold_nodes(&exec->nodes, &graph->nodes);
     fk_object_add(&exec->object, FAKE_EXECS);
@@ -70,27 +67,23 @@ CUresult cuGraphInstantiate(CUgraphExec *out, CUgraph graph, uint64_t flags)
 CUresult cuGraphDestroy(CUgraph graph)
 {
     FAKE_CALL(cuGraphDestroy);
-    const int result = check((const fk_object *)graph, "cuGraphDestroy");
-    if (result == CUDA_SUCCESS) {
-        count_launches(&graph->nodes, -1);
-        fk_nodes_drop(&graph->nodes);
-        fk_object_kill(&graph->object);
-    }
-    return fk_leave(result);
+    FAKE_TRY(check((const fk_object *)graph, "cuGraphDestroy"));
+    count_launches(&graph->nodes, -1);
+    fk_nodes_drop(&graph->nodes);
+    fk_object_kill(&graph->object);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 CUresult cuGraphExecDestroy(CUgraphExec exec)
 {
     FAKE_CALL(cuGraphExecDestroy);
-    const int result = check((const fk_object *)exec, "cuGraphExecDestroy");
-    if (result == CUDA_SUCCESS) {
-        count_launches(&exec->nodes, -1);
-        fk_nodes_drop(&exec->nodes);
-        fk_op_drop(exec->last);
-        exec->last = NULL;
-        fk_object_kill(&exec->object);
-    }
-    return fk_leave(result);
+    FAKE_TRY(check((const fk_object *)exec, "cuGraphExecDestroy"));
+    count_launches(&exec->nodes, -1);
+    fk_nodes_drop(&exec->nodes);
+    fk_op_drop(exec->last);
+    exec->last = NULL;
+    fk_object_kill(&exec->object);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 /* ---- launches ------------------------------------------------------------------- */
@@ -143,22 +136,19 @@ CUresult cuGraphLaunch(CUgraphExec exec, CUstream handle)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuGraphLaunch);
-    int result = check((const fk_object *)exec, "cuGraphLaunch");
-    if (result == CUDA_SUCCESS)
-        result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS && stream->capture != NULL) {
+    FAKE_TRY(check((const fk_object *)exec, "cuGraphLaunch"));
+    FAKE_TRY(fk_stream(handle, &stream));
+    if (stream->capture != NULL) {
         fk_error("the fake has no graphs within graphs");
-        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        return fk_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     }
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
     for (size_t i = 0; i < exec->nodes.n; i++)
         if (exec->nodes.ops[i]->kind == FK_LAUNCH)
             fk_launch_check(exec->nodes.ops[i]);
     fk_op *before = fk_op_hold(fk_op_new(FK_MARK, stream->device, "a graph's begin"));
     fk_op *after = fk_op_hold(fk_op_new(FK_MARK, stream->device, "a graph's end"));
     fk_op_depend(before, exec->last);
-    result = fk_enqueue(before, stream);
+    int result = fk_enqueue(before, stream);
     if (result == CUDA_SUCCESS) {
         submit(&exec->nodes, before, after);
         result = fk_enqueue(after, stream);

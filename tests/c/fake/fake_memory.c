@@ -55,14 +55,22 @@ static size_t round_up(size_t n, size_t to)
 
 /* ---- looking -------------------------------------------------------------------- */
 
-/* The allocation that has the address, or the one below it. */
-static allocation *find(const char *at)
+static int is_device_memory(const void *at)
 {
+    return region != NULL && (const char *)at >= region &&
+           (const char *)at < region + REGION_BYTES;
+}
+
+/* The allocation that has the address, or the one below it; NULL: none's. */
+static allocation *find(const void *at)
+{
+    if (!is_device_memory(at))
+        return NULL;
     size_t low = 0;
     size_t high = n_allocations;
     while (low < high) {
         const size_t middle = (low + high) / 2;
-        if (allocations[middle].pages <= at)
+        if (allocations[middle].pages <= (const char *)at)
             low = middle + 1;
         else
             high = middle;
@@ -70,18 +78,12 @@ static allocation *find(const char *at)
     return low > 0 ? &allocations[low - 1] : NULL;
 }
 
-int fk_is_device_memory(const void *at)
-{
-    return region != NULL && (const char *)at >= region &&
-           (const char *)at < region + REGION_BYTES;
-}
-
 int fk_check_range(const void *at, size_t n_bytes, const char *what)
 {
     const char *first = at;
     if (n_bytes == 0)
         return 1;
-    if (!fk_is_device_memory(at)) {
+    if (!is_device_memory(at)) {
         if (!fk.options.foreign)
             fk_error("%s: %p is not device memory", what, at);
         return fk.options.foreign;
@@ -119,7 +121,7 @@ int fk_check_copy(const fk_op *op)
 static void on_fault(int number, siginfo_t *info, void *context)
 {
     char *at = info->si_addr;
-    if (!fk_is_device_memory(at)) {
+    if (!is_device_memory(at)) {
         if ((old_action.sa_flags & SA_SIGINFO) != 0 && old_action.sa_sigaction != NULL)
             old_action.sa_sigaction(number, info, context);
         else
@@ -244,7 +246,7 @@ static void check_slack(const allocation *it)
 
 int fk_free(void *memory, int is_nccl)
 {
-    allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    allocation *it = find(memory);
     if (it == NULL || it->base != memory) {
         fk_error("%p was freed, which is no allocation", memory);
         return CUDA_ERROR_INVALID_VALUE;
@@ -283,7 +285,7 @@ static int touches(const fk_op *op, const char *low, const char *high)
 
 const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
 {
-    const allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    const allocation *it = find(memory);
     for (const fk_op *op = fk.first; op != NULL && it != NULL; op = op->next)
         if ((op->kind == FK_LAUNCH || !is_of_nccl) &&
             touches(op, it->base, it->base + it->n_bytes))
@@ -293,14 +295,14 @@ const fk_op *fk_in_flight(const void *memory, int is_of_nccl)
 
 int fk_device_of(const void *memory)
 {
-    const allocation *it = fk_is_device_memory(memory) ? find(memory) : NULL;
+    const allocation *it = find(memory);
     return it != NULL ? it->device : -1;
 }
 
 int fk_owner_of(const void *at)
 {
     const char *byte = at;
-    const allocation *it = fk_is_device_memory(at) ? find(byte) : NULL;
+    const allocation *it = find(byte);
     return it != NULL && !it->is_dead && byte >= it->base &&
                    byte < it->base + it->n_bytes
                ? it->device
@@ -325,15 +327,13 @@ CUresult cuPointerGetAttribute(void *out, int attribute, CUdeviceptr memory)
     CUcontext context = NULL;
     const void *at = (const void *)(uintptr_t)memory;
     FAKE_CALL(cuPointerGetAttribute);
-    int result = fk_need_context(&context);
+    FAKE_TRY(fk_need_context(&context));
     const int is_known = fk_owner_of(at) >= 0 || fk.options.foreign;
     const int is_legacy = fk_is_shared(at);
-    if (result == CUDA_SUCCESS &&
-        (attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE || !is_known))
-        result = CUDA_ERROR_INVALID_VALUE;
-    if (result == CUDA_SUCCESS)
-        memcpy(out, &is_legacy, sizeof is_legacy);
-    return fk_leave(result);
+    if (attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE || !is_known)
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    memcpy(out, &is_legacy, sizeof is_legacy);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 void fake_empty_caches(void)
@@ -343,13 +343,7 @@ void fake_empty_caches(void)
     (void)pthread_mutex_unlock(&fk.lock);
 }
 
-int64_t fake_bytes_in_use(int device)
-{
-    (void)pthread_mutex_lock(&fk.lock);
-    const int64_t n = fk.contexts[device].n_bytes;
-    (void)pthread_mutex_unlock(&fk.lock);
-    return n;
-}
+FAKE_GETTER(int64_t, fake_bytes_in_use, (int device), fk.contexts[device].n_bytes)
 
 void fk_memory_reset(void)
 {

@@ -3,8 +3,11 @@
 
 #include "host_kernels.h"
 
-const fk_kernel *fk_host_kernel(const char *name)
+static const fk_kernel *find_kernel(const char *name)
 {
+    for (const fk_kernel *it = fk.kernels; it != NULL; it = it->next)
+        if (strcmp(it->name, name) == 0)
+            return it;
     const host_kernel *found = host_kernel_find(name);
     if (found == NULL)
         return NULL;
@@ -17,14 +20,6 @@ const fk_kernel *fk_host_kernel(const char *name)
     it->next = fk.kernels;
     fk.kernels = it;
     return it;
-}
-
-static const fk_kernel *find_kernel(const char *name)
-{
-    for (const fk_kernel *it = fk.kernels; it != NULL; it = it->next)
-        if (strcmp(it->name, name) == 0)
-            return it;
-    return fk_host_kernel(name);
 }
 
 void fake_register_kernel(const char *name, size_t n_args, const size_t *arg_bytes,
@@ -55,20 +50,16 @@ static int check_image(const char *image)
                    : CUDA_ERROR_NO_BINARY_FOR_GPU;
     if (sscanf(image, "fake PTX for --gpu-architecture=compute_%d", &arch) == 1)
         return arch <= compute ? CUDA_SUCCESS : CUDA_ERROR_NO_BINARY_FOR_GPU;
-    return fk.options.module_error;
+    return CUDA_SUCCESS;
 }
 
 CUresult cuModuleLoadData(CUmodule *out, const void *image)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuModuleLoadData);
-    int result = fk_need_context(&context);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_unsafe("cuModuleLoadData");
-    if (result == CUDA_SUCCESS)
-        result = check_image(image);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
+    FAKE_TRY(fk_forbid_unsafe("cuModuleLoadData"));
+    FAKE_TRY(check_image(image));
     CUmodule module = fk_new(sizeof *module);
     module->device = context->device;
     fk_object_add(&module->object, FAKE_MODULES);
@@ -81,12 +72,10 @@ CUresult cuModuleUnload(CUmodule module)
     FAKE_CALL(cuModuleUnload);
     if (module == NULL || module->object.is_dead)
         return fk_leave(CUDA_ERROR_INVALID_HANDLE);
-    const int result = fk_forbid_unsafe("cuModuleUnload");
-    if (result == CUDA_SUCCESS) {
-        (void)fk_wait_device(module->device, "cuModuleUnload");
-        fk_object_kill(&module->object);
-    }
-    return fk_leave(result);
+    FAKE_TRY(fk_forbid_unsafe("cuModuleUnload"));
+    (void)fk_wait_device(module->device, "cuModuleUnload");
+    fk_object_kill(&module->object);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
@@ -202,16 +191,13 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
     const unsigned block[3] = {block_x, block_y, block_z};
     CUstream stream = NULL;
     FAKE_CALL(cuLaunchKernel);
-    int result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS)
-        result = check_launch(function, grid, block, arguments);
-    if (result == CUDA_SUCCESS && (extra != NULL || shared_bytes > 49152))
-        result = CUDA_ERROR_INVALID_VALUE;
-    if (result == CUDA_SUCCESS && (function->module->device != stream->device ||
-                                   fk_current()->device != stream->device))
-        result = CUDA_ERROR_INVALID_HANDLE;
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
+    FAKE_TRY(check_launch(function, grid, block, arguments));
+    if (extra != NULL || shared_bytes > 49152)
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    if (function->module->device != stream->device ||
+        fk_current()->device != stream->device)
+        return fk_leave(CUDA_ERROR_INVALID_HANDLE);
     fk_op *op = fk_op_new(FK_KERNEL, stream->device, function->kernel->name);
     op->kernel = function->kernel;
     memcpy(op->grid, grid, sizeof grid);

@@ -201,9 +201,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int n_ranks, ncclUniqueId i
 {
     FAKE_CALL(ncclCommInitRankConfig);
     ncclConfig_t full = no_config();
-    const int result = read_config(config, &full);
-    if (result != ncclSuccess)
-        return fk_leave(result);
+    FAKE_TRY(read_config(config, &full));
     return fk_leave(init_rank(out, n_ranks, &id, rank, blocks(&full)));
 }
 
@@ -245,9 +243,7 @@ static int check_comm(const ncclComm_t comm, const char *what)
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
 {
     FAKE_CALL(ncclCommGetAsyncError);
-    const int result = check_comm(comm, "ncclCommGetAsyncError");
-    if (result != ncclSuccess)
-        return fk_leave(result);
+    FAKE_TRY(check_comm(comm, "ncclCommGetAsyncError"));
     *out = comm->error;
     if (comm->error == ncclSuccess && !comm->is_ready) {
         *out = ncclInProgress;
@@ -261,30 +257,15 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *out)
     return fk_leave(ncclSuccess);
 }
 
-#define ASK(name, value)                                                               \
-    ncclResult_t name(const ncclComm_t comm, int *out)                                 \
-    {                                                                                  \
-        FAKE_CALL(name);                                                               \
-        const int result = check_comm(comm, #name);                                    \
-        if (result == ncclSuccess)                                                     \
-            *out = comm->value;                                                        \
-        return fk_leave(result);                                                       \
-    }
-ASK(ncclCommCount, n_ranks)
-ASK(ncclCommUserRank, rank)
-ASK(ncclCommCuDevice, device)
-
 /* ---- ending --------------------------------------------------------------------- */
 
-/* Its registrations and reductions end with it. */
+/* Its registrations end with it. */
 static void end_comm(ncclComm_t comm)
 {
     fk_leave_world(comm);
     fk_disconnect(comm);
     fk_proxy_drop(comm);
     fk_drop_registrations(comm);
-    for (int i = 0; i < FK_MAX_RED_OPS; i++)
-        fk.n_live[FAKE_RED_OPS] -= comm->red_ops[i].is_made;
     fk_op_drop(comm->last);
     comm->last = NULL;
     fk_object_kill(&comm->object);
@@ -306,9 +287,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     (void)usleep((unsigned)fk.options.abort_ms * 1000);
     FAKE_CALL(ncclCommAbort);
-    const int result = check_comm(comm, "ncclCommAbort");
-    if (result != ncclSuccess)
-        return fk_leave(result);
+    FAKE_TRY(check_comm(comm, "ncclCommAbort"));
     comm->is_aborted = 1;
     fk_proxy_drop(comm);
     (void)fk_finish_slow(comm);
@@ -345,9 +324,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm)
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     FAKE_CALL(ncclCommDestroy);
-    const int result = finish(comm, "ncclCommDestroy");
-    if (result != ncclSuccess)
-        return fk_leave(result);
+    FAKE_TRY(finish(comm, "ncclCommDestroy"));
     end_comm(comm);
     return fk_leave(ncclSuccess);
 }
@@ -365,8 +342,9 @@ static int add_task(ncclComm_t comm, CUstream handle, const fk_task *task,
         fk_error("%s: communicator %d is not ready", what, comm->object.id);
         return ncclInvalidArgument;
     }
-    if (fk_dtype_bytes(task->dtype) == 0 || task->op < 0 ||
-        task->op >= ncclNumOps + FK_MAX_RED_OPS || task->peer < 0 ||
+    if (fk_dtype_bytes(task->dtype) == 0 ||
+        (task->op != ncclSum && task->op != ncclAvg) ||
+        (task->op == ncclAvg && task->dtype < ncclFloat16) || task->peer < 0 ||
         task->peer >= comm->n_ranks)
         return ncclInvalidArgument;
     if (handle == NULL || handle == CU_STREAM_LEGACY)

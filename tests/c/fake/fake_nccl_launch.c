@@ -7,12 +7,6 @@
 
 #include "nccl_state.h"
 
-int fk_launch_slots(const fk_op *op)
-{
-    (void)op;
-    return fk.options.nccl_slots;
-}
-
 void fk_launch_free(fk_launch *launch)
 {
     if (launch != NULL)
@@ -260,15 +254,9 @@ void fk_launch_print(const fk_op *op, FILE *to)
                       (int)launch->tasks[i].number, launch->tasks[i].count);
 }
 
-int fake_connections(void)
-{
-    return fk.n_connections;
-}
+FAKE_GETTER(int, fake_connections, (void), fk.n_connections)
 
-int fake_launch_threads(void)
-{
-    return fk.n_launch_threads;
-}
+FAKE_GETTER(int, fake_launch_threads, (void), fk.n_launch_threads)
 
 /* ---- calls ---------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-/* fake_nccl_memory.c - memory of NCCL's, registrations, reductions that scale. */
+/* fake_nccl_memory.c - memory of NCCL's, and registrations. */
 #include "nccl_state.h"
 
 typedef struct registration {
@@ -101,68 +101,4 @@ ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle)
     if (comm != NULL && fk_proxy_block(comm, 1, "ncclCommDeregister") != ncclSuccess)
         return fk_leave(ncclInternalError);
     return fk_leave(drop_registration(comm, handle));
-}
-
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *memory, size_t n_bytes,
-                                    ncclWindow_t *out, int flags)
-{
-    void *handle = NULL;
-    FAKE_CALL(ncclCommWindowRegister);
-    (void)flags;
-    const int result = add_registration(comm, memory, n_bytes, &handle);
-    if (result == ncclSuccess)
-        *out = handle;
-    return fk_leave(result);
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
-{
-    FAKE_CALL(ncclCommWindowDeregister);
-    return fk_leave(drop_registration(comm, window));
-}
-
-/* ---- reductions that scale ------------------------------------------------------ */
-
-static double scalar_of(const void *scalar, ncclDataType_t dtype)
-{
-    float f32 = 0;
-    double f64 = 0;
-    if (dtype == ncclFloat64) {
-        memcpy(&f64, scalar, sizeof f64);
-        return f64;
-    }
-    memcpy(&f32, scalar, sizeof f32);
-    return (double)f32;
-}
-
-/* The fake has float32 and float64 alone, from the host. */
-ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *out, void *scalar,
-                                      ncclDataType_t dtype, ncclScalarResidence_t where,
-                                      ncclComm_t comm)
-{
-    FAKE_CALL(ncclRedOpCreatePreMulSum);
-    if (comm == NULL || comm->object.is_dead || where != ncclScalarHostImmediate ||
-        (dtype != ncclFloat32 && dtype != ncclFloat64))
-        return fk_leave(ncclInvalidArgument);
-    for (int i = 0; i < FK_MAX_RED_OPS; i++) {
-        fk_red_op *it = &comm->red_ops[i];
-        if (it->is_made)
-            continue;
-        *it = (fk_red_op){1, dtype, scalar_of(scalar, dtype)};
-        fk.n_live[FAKE_RED_OPS]++;
-        *out = (ncclRedOp_t)(ncclNumOps + i);
-        return fk_leave(ncclSuccess);
-    }
-    return fk_leave(ncclInternalError);
-}
-
-ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm)
-{
-    FAKE_CALL(ncclRedOpDestroy);
-    const int i = (int)op - ncclNumOps;
-    if (comm == NULL || i < 0 || i >= FK_MAX_RED_OPS || !comm->red_ops[i].is_made)
-        return fk_leave(ncclInvalidArgument);
-    comm->red_ops[i].is_made = 0;
-    fk.n_live[FAKE_RED_OPS]--;
-    return fk_leave(ncclSuccess);
 }

@@ -100,10 +100,8 @@ static const char *post_data(const ncclComm_t comm, int rank, const fk_post *pos
 /* A scale by which each rank's values are multiplied, as NCCL does for floats. */
 static double scale_of(const ncclComm_t comm, const fk_task *task)
 {
-    if (task->op == ncclAvg && task->dtype >= ncclFloat16)
+    if (task->op == ncclAvg)
         return fk_round(1.0 / comm->n_ranks, task->dtype);
-    if (task->op >= ncclNumOps && task->op < ncclNumOps + FK_MAX_RED_OPS)
-        return comm->red_ops[task->op - ncclNumOps].scale;
     return 1.0;
 }
 
@@ -198,17 +196,14 @@ static int all_fit(const ncclComm_t comm, const fk_task *task)
 static void reduce(const ncclComm_t comm, const fk_task *task, size_t first)
 {
     const size_t width = fk_dtype_bytes(task->dtype);
-    const int op = task->op <= ncclMin ? task->op : ncclSum;
     for (int r = 0; r < comm->n_ranks; r++) {
         const fk_post *post = coll_post(comm, r, task->number);
         const char *from = post_data(comm, r, post) + first * width;
         if (r == 0)
             memcpy(task->to, from, task->count * width);
         else
-            fk_combine(task->to, from, task->count, task->dtype, op);
+            fk_add(task->to, from, task->count, task->dtype);
     }
-    if (task->op == ncclAvg && task->dtype < ncclFloat16)
-        fk_divide(task->to, task->count, task->dtype, comm->n_ranks);
 }
 
 static void take(const ncclComm_t comm, const fk_task *task)

@@ -42,9 +42,7 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuCtxEnablePeerAccess);
-    const int result = fk_need_context(&context);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
     if (flags != 0)
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
     if (peer == NULL || peer->n_retained == 0 || peer == context)
@@ -54,20 +52,5 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
     if (fk_has_access(context->device, peer->device))
         return fk_leave(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     context->peers |= 1U << peer->device;
-    return fk_leave(CUDA_SUCCESS);
-}
-
-CUresult cuCtxDisablePeerAccess(CUcontext peer)
-{
-    CUcontext context = NULL;
-    FAKE_CALL(cuCtxDisablePeerAccess);
-    const int result = fk_need_context(&context);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
-    if (peer == NULL || peer == context)
-        return fk_leave(CUDA_ERROR_INVALID_CONTEXT);
-    if (!fk_has_access(context->device, peer->device))
-        return fk_leave(CUDA_ERROR_PEER_ACCESS_NOT_ENABLED);
-    context->peers &= ~(1U << peer->device);
     return fk_leave(CUDA_SUCCESS);
 }

@@ -132,7 +132,7 @@ static void release_dependents(fk_op *op)
 void fk_op_done(fk_op *op)
 {
     if (op->state == FK_RESIDENT) {
-        fk.contexts[op->device].n_slots_taken -= fk_launch_slots(op);
+        fk.contexts[op->device].n_slots_taken--;
         fk_list_remove(&fk.residents, op);
         fk_launch_done(op);
     }
@@ -195,21 +195,14 @@ static void begin(fk_op *op)
     fk_memory_open();
     op->state = FK_RESIDENT;
     fk_list_add(&fk.residents, op);
-    fk.contexts[op->device].n_slots_taken += fk_launch_slots(op);
+    fk.contexts[op->device].n_slots_taken++;
     fk_launch_begin(op);
     fk_moved();
 }
 
-static int n_slots_needed(const fk_op *op)
-{
-    if (op->kind == FK_LAUNCH)
-        return fk_launch_slots(op);
-    return op->kind == FK_KERNEL ? 1 : 0;
-}
-
 static int can_begin(const fk_op *op)
 {
-    return fk.contexts[op->device].n_slots_taken + n_slots_needed(op) <=
+    return fk.contexts[op->device].n_slots_taken + fk_slots_needed(op) <=
            fk.options.slots;
 }
 

@@ -106,9 +106,7 @@ CUresult cuStreamDestroy(CUstream handle)
     if (handle == NULL || handle == CU_STREAM_LEGACY || handle == CU_STREAM_PER_THREAD)
         return fk_leave(CUDA_ERROR_INVALID_HANDLE);
     CUstream stream = NULL;
-    const int result = fk_stream(handle, &stream);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
     if (stream->capture != NULL)
         fk_error("stream %d was destroyed while it is captured", stream->object.id);
     fk_object_kill(&stream->object);
@@ -119,24 +117,18 @@ CUresult cuStreamSynchronize(CUstream handle)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamSynchronize);
-    int result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_captured(stream, "cuStreamSynchronize");
-    if (result == CUDA_SUCCESS)
-        result = fk_wait_stream(stream, "cuStreamSynchronize");
-    return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
+    FAKE_TRY(fk_forbid_captured(stream, "cuStreamSynchronize"));
+    return fk_leave(fk_wait_stream(stream, "cuStreamSynchronize"));
 }
 
 CUresult cuStreamQuery(CUstream handle)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamQuery);
-    int result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_captured(stream, "cuStreamQuery");
-    if (result == CUDA_SUCCESS)
-        result = fk_query(stream->tail);
-    return fk_leave(result);
+    FAKE_TRY(fk_stream(handle, &stream));
+    FAKE_TRY(fk_forbid_captured(stream, "cuStreamQuery"));
+    return fk_leave(fk_query(stream->tail));
 }
 
 /* ---- events --------------------------------------------------------------------- */
@@ -156,9 +148,7 @@ CUresult cuEventCreate(CUevent *out, unsigned flags)
 {
     CUcontext context = NULL;
     FAKE_CALL(cuEventCreate);
-    const int result = fk_need_context(&context);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(fk_need_context(&context));
     if (flags > 7)
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
     CUevent event = fk_new(sizeof *event);
@@ -172,29 +162,24 @@ CUresult cuEventCreate(CUevent *out, unsigned flags)
 CUresult cuEventDestroy(CUevent event)
 {
     FAKE_CALL(cuEventDestroy);
-    const int result = check_event(event);
-    if (result == CUDA_SUCCESS) {
-        fk_op_drop(event->record);
-        event->record = NULL;
-        fk_object_kill(&event->object);
-    }
-    return fk_leave(result);
+    FAKE_TRY(check_event(event));
+    fk_op_drop(event->record);
+    event->record = NULL;
+    fk_object_kill(&event->object);
+    return fk_leave(CUDA_SUCCESS);
 }
 
 CUresult cuEventRecord(CUevent event, CUstream handle)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuEventRecord);
-    int result = check_event(event);
-    if (result == CUDA_SUCCESS)
-        result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS && stream->device != event->device)
-        result = CUDA_ERROR_INVALID_HANDLE;
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check_event(event));
+    FAKE_TRY(fk_stream(handle, &stream));
+    if (stream->device != event->device)
+        return fk_leave(CUDA_ERROR_INVALID_HANDLE);
     fk_op *op = fk_op_hold(fk_op_new(FK_MARK, stream->device, "cuEventRecord"));
     op->event_id = event->object.id;
-    result = fk_enqueue(op, stream);
+    const int result = fk_enqueue(op, stream);
     if (result != CUDA_SUCCESS) {
         fk_op_drop(op);
         return fk_leave(result);
@@ -208,16 +193,13 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags)
 {
     CUstream stream = NULL;
     FAKE_CALL(cuStreamWaitEvent);
-    int result = check_event(event);
-    if (result == CUDA_SUCCESS)
-        result = fk_stream(handle, &stream);
-    if (result == CUDA_SUCCESS && flags > 1)
-        result = CUDA_ERROR_INVALID_VALUE;
-    if (result != CUDA_SUCCESS || event->record == NULL)
-        return fk_leave(result);
-    result = fk_join_capture(stream, event->record);
-    if (result != CUDA_SUCCESS)
-        return fk_leave(result);
+    FAKE_TRY(check_event(event));
+    FAKE_TRY(fk_stream(handle, &stream));
+    if (flags > 1)
+        return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    if (event->record == NULL)
+        return fk_leave(CUDA_SUCCESS);
+    FAKE_TRY(fk_join_capture(stream, event->record));
     fk_op *op = fk_op_new(FK_MARK, stream->device, "cuStreamWaitEvent");
     op->event_id = event->object.id;
     fk_op_depend(op, event->record);
@@ -227,21 +209,17 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags)
 CUresult cuEventQuery(CUevent event)
 {
     FAKE_CALL(cuEventQuery);
-    int result = check_event(event);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_captured_event(event, "cuEventQuery");
-    if (result == CUDA_SUCCESS)
-        result = fk_query(event->record);
-    return fk_leave(result);
+    FAKE_TRY(check_event(event));
+    FAKE_TRY(fk_forbid_captured_event(event, "cuEventQuery"));
+    return fk_leave(fk_query(event->record));
 }
 
 CUresult cuEventSynchronize(CUevent event)
 {
     FAKE_CALL(cuEventSynchronize);
-    int result = check_event(event);
-    if (result == CUDA_SUCCESS)
-        result = fk_forbid_captured_event(event, "cuEventSynchronize");
-    if (result == CUDA_SUCCESS && event->record != NULL)
-        result = fk_wait_for(event->record, "cuEventSynchronize");
-    return fk_leave(result);
+    FAKE_TRY(check_event(event));
+    FAKE_TRY(fk_forbid_captured_event(event, "cuEventSynchronize"));
+    if (event->record != NULL)
+        FAKE_TRY(fk_wait_for(event->record, "cuEventSynchronize"));
+    return fk_leave(CUDA_SUCCESS);
 }

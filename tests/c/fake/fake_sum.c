@@ -86,20 +86,6 @@ static int is_float(ncclDataType_t dtype)
     return dtype >= ncclFloat16;
 }
 
-static double combine_floats(double a, double b, int op)
-{
-    switch (op) {
-    case ncclProd:
-        return a * b;
-    case ncclMax:
-        return a < b || isnan(b) ? b : a;
-    case ncclMin:
-        return a > b || isnan(b) ? b : a;
-    default:
-        return a + b;
-    }
-}
-
 static int64_t load_int(const char *at, ncclDataType_t dtype)
 {
     int64_t value = 0;
@@ -109,32 +95,17 @@ static int64_t load_int(const char *at, ncclDataType_t dtype)
     return dtype == ncclInt32 ? (int32_t)value : value;
 }
 
-static int64_t combine_ints(int64_t a, int64_t b, ncclDataType_t dtype, int op)
-{
-    const int is_less = dtype == ncclUint64 ? (uint64_t)a < (uint64_t)b : a < b;
-    switch (op) {
-    case ncclProd:
-        return (int64_t)((uint64_t)a * (uint64_t)b);
-    case ncclMax:
-        return is_less ? b : a;
-    case ncclMin:
-        return is_less ? a : b;
-    default:
-        return (int64_t)((uint64_t)a + (uint64_t)b);
-    }
-}
-
-void fk_combine(void *to, const void *from, size_t n, ncclDataType_t dtype, int op)
+void fk_add(void *to, const void *from, size_t n, ncclDataType_t dtype)
 {
     const size_t step = fk_dtype_bytes(dtype);
     char *a = to;
     const char *b = from;
     for (size_t i = 0; i < n; i++, a += step, b += step) {
         if (is_float(dtype)) {
-            store(a, dtype, combine_floats(load(a, dtype), load(b, dtype), op));
+            store(a, dtype, load(a, dtype) + load(b, dtype));
         } else {
-            const int64_t value =
-                combine_ints(load_int(a, dtype), load_int(b, dtype), dtype, op);
+            const uint64_t value =
+                (uint64_t)load_int(a, dtype) + (uint64_t)load_int(b, dtype);
             memcpy(a, &value, step);
         }
     }
@@ -144,22 +115,6 @@ void fk_scale(void *to, size_t n, ncclDataType_t dtype, double scale)
 {
     const size_t step = fk_dtype_bytes(dtype);
     char *at = to;
-    for (size_t i = 0; i < n; i++, at += step) {
-        if (is_float(dtype)) {
-            store(at, dtype, load(at, dtype) * scale);
-        } else {
-            const int64_t value = load_int(at, dtype) * (int64_t)scale;
-            memcpy(at, &value, step);
-        }
-    }
-}
-
-void fk_divide(void *to, size_t n, ncclDataType_t dtype, int by)
-{
-    const size_t step = fk_dtype_bytes(dtype);
-    char *at = to;
-    for (size_t i = 0; i < n; i++, at += step) {
-        const int64_t value = load_int(at, dtype) / by;
-        memcpy(at, &value, step);
-    }
+    for (size_t i = 0; i < n; i++, at += step)
+        store(at, dtype, load(at, dtype) * scale);
 }

@@ -8,7 +8,6 @@
 #include "cuda_api.h"
 
 typedef struct ncclComm *ncclComm_t;
-typedef struct ncclWindow *ncclWindow_t;
 
 enum { NCCL_UNIQUE_ID_BYTES = 128 };
 typedef struct ncclUniqueId {
@@ -27,15 +26,8 @@ typedef enum ncclResult {
     ncclTimeout = 8, /* 2.32 */
 } ncclResult_t;
 
-typedef enum ncclRedOp {
-    ncclSum = 0,
-    ncclProd = 1,
-    ncclMax = 2,
-    ncclMin = 3,
-    ncclAvg = 4,
-    ncclNumOps = 5,
-    ncclMaxRedOp = 0x7fffffff
-} ncclRedOp_t;
+/* Those that the library asks for. */
+typedef enum ncclRedOp { ncclSum = 0, ncclAvg = 4 } ncclRedOp_t;
 
 typedef enum ncclDataType {
     ncclInt8 = 0,
@@ -50,11 +42,6 @@ typedef enum ncclDataType {
     ncclBfloat16 = 9,
 } ncclDataType_t;
 
-typedef enum ncclScalarResidence {
-    ncclScalarDevice = 0,
-    ncclScalarHostImmediate = 1
-} ncclScalarResidence_t;
-
 /* As far as 2.18 had it. */
 typedef struct ncclConfig {
     size_t size;
@@ -68,7 +55,6 @@ typedef struct ncclConfig {
     int splitShare;
 } ncclConfig_t;
 
-enum { NCCL_WIN_DEFAULT = 0, NCCL_WIN_COLL_SYMMETRIC = 1 };
 #define NCCL_CONFIG_UNDEF_INT INT32_MIN
 #define NCCL_API_MAGIC 0xcafebeefu
 
@@ -85,9 +71,6 @@ enum { NCCL_WIN_DEFAULT = 0, NCCL_WIN_COLL_SYMMETRIC = 1 };
     X(ncclCommAbort, 2400, (ncclComm_t comm))                                          \
     X(ncclCommDestroy, 2000, (ncclComm_t comm))                                        \
     X(ncclCommFinalize, 21400, (ncclComm_t comm))                                      \
-    X(ncclCommCount, 2000, (const ncclComm_t comm, int *out))                          \
-    X(ncclCommUserRank, 2000, (const ncclComm_t comm, int *out))                       \
-    X(ncclCommCuDevice, 2000, (const ncclComm_t comm, int *out))                       \
     X(ncclAllReduce, 2000,                                                             \
       (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
        ncclComm_t comm, CUstream stream))                                              \
@@ -115,14 +98,7 @@ enum { NCCL_WIN_DEFAULT = 0, NCCL_WIN_COLL_SYMMETRIC = 1 };
     X(ncclMemFree, 21900, (void *memory))                                              \
     X(ncclCommRegister, 21900,                                                         \
       (const ncclComm_t comm, void *memory, size_t n_bytes, void **out))               \
-    X(ncclCommDeregister, 21900, (const ncclComm_t comm, void *handle))                \
-    X(ncclCommWindowRegister, 22700,                                                   \
-      (ncclComm_t comm, void *memory, size_t n_bytes, ncclWindow_t *out, int flags))   \
-    X(ncclCommWindowDeregister, 22700, (ncclComm_t comm, ncclWindow_t window))         \
-    X(ncclRedOpCreatePreMulSum, 21100,                                                 \
-      (ncclRedOp_t * out, void *scalar, ncclDataType_t dtype,                          \
-       ncclScalarResidence_t where, ncclComm_t comm))                                  \
-    X(ncclRedOpDestroy, 21100, (ncclRedOp_t op, ncclComm_t comm))
+    X(ncclCommDeregister, 21900, (const ncclComm_t comm, void *handle))
 
 #define FAKE_NCCL_DECLARE(name, since, arguments)                                      \
     FAKE_EXPORT ncclResult_t name arguments;

@@ -14,7 +14,6 @@
 enum {
     FK_RING_COLLS = 1024, /* posts of one rank that may be there at a time */
     FK_RING_PAIRS = 64,
-    FK_MAX_RED_OPS = 16,
 };
 #define FK_DATA_BYTES ((size_t)1 << 30) /* of a rank */
 
@@ -34,7 +33,7 @@ typedef struct fk_task {
     void *to;
     size_t count; /* as the call has it */
     ncclDataType_t dtype;
-    int op;          /* ncclRedOp_t, or of ncclRedOpCreatePreMulSum */
+    int op;          /* ncclRedOp_t */
     int peer;        /* or the root */
     uint64_t number; /* among its rank's collectives, or those of the pair */
     int is_done;
@@ -93,12 +92,6 @@ typedef struct fk_chunk {
     fk_post *post;
 } fk_chunk;
 
-typedef struct fk_red_op {
-    int is_made;
-    ncclDataType_t dtype;
-    double scale;
-} fk_red_op;
-
 struct ncclComm {
     fk_object object;
     fk_world *world;
@@ -124,7 +117,6 @@ struct ncclComm {
     fk_op *last;      /* its launches are executed in their order; counted */
     fk_chunk *chunks;
     size_t n_chunks;
-    fk_red_op red_ops[FK_MAX_RED_OPS];
 };
 
 /* ---- fake_nccl_world.c ---------------------------------------------------------- */
@@ -180,10 +172,9 @@ int fk_proxy_block(ncclComm_t comm, int bit, const char *what);
 
 /* ---- fake_sum.c ----------------------------------------------------------------- */
 
-/* to = to op from, in the dtype, rounded at once; `op` of Sum .. Min. */
-void fk_combine(void *to, const void *from, size_t n, ncclDataType_t dtype, int op);
-void fk_scale(void *to, size_t n, ncclDataType_t dtype, double scale);
+/* to = to + from, in the dtype, rounded at once. */
+void fk_add(void *to, const void *from, size_t n, ncclDataType_t dtype);
+void fk_scale(void *to, size_t n, ncclDataType_t dtype, double scale); /* of floats */
 double fk_round(double value, ncclDataType_t dtype);
-void fk_divide(void *to, size_t n, ncclDataType_t dtype, int by);
 
 #endif

@@ -199,6 +199,25 @@ int fk_leave(int result);
             return fault;                                                              \
     } while (0)
 
+/* Leaves the public function with what a part of it has returned, where that is not 0.
+ */
+#define FAKE_TRY(call)                                                                 \
+    do {                                                                               \
+        const int failed = (call);                                                     \
+        if (failed != 0)                                                               \
+            return fk_leave(failed);                                                   \
+    } while (0)
+
+/* A function of a test's that does or gives one thing under the lock. */
+#define FAKE_GETTER(type, function, parameters, value)                                 \
+    type function parameters                                                           \
+    {                                                                                  \
+        (void)pthread_mutex_lock(&fk.lock);                                            \
+        const type found = (value);                                                    \
+        (void)pthread_mutex_unlock(&fk.lock);                                          \
+        return found;                                                                  \
+    }
+
 uint64_t fk_draw(void);
 unsigned fk_below(unsigned n);
 void fk_error(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -220,7 +239,6 @@ int fk_is_shared(const void *at);
 /* Whether a range lies within one live allocation; says an error where not. */
 int fk_check_range(const void *at, size_t n_bytes, const char *what);
 int fk_check_copy(const fk_op *op);
-int fk_is_device_memory(const void *at);
 int fk_device_of(const void *memory); /* -1: none's */
 int fk_owner_of(const void *at);      /* of what is allocated; -1: none's */
 int fk_is_pinned(const void *at);
@@ -237,11 +255,16 @@ void fk_memory_reset(void);
 
 /* ---- fake_module.c -------------------------------------------------------------- */
 
-const fk_kernel *fk_host_kernel(const char *name); /* NULL: none */
 size_t fk_args_bytes(const fk_kernel *kernel);
 int fk_kernel_may_run(const fk_op *op);
 void fk_kernel_check(const fk_op *op); /* what it did when it was executed */
 int fk_kernel_touches(const fk_op *op, const char *low, const char *high);
+
+/* A kernel's, and a launch's of NCCL until its peers' have come. */
+static inline int fk_slots_needed(const fk_op *op)
+{
+    return op->kind == FK_KERNEL || op->kind == FK_LAUNCH;
+}
 
 /* ---- fake_schedule.c ------------------------------------------------------------ */
 
@@ -327,7 +350,6 @@ int fk_launch_touches(const fk_op *op, const char *low, const char *high);
 int fk_launch_poll(fk_op *op); /* 1 where something has come; it may be done now */
 void fk_launch_done(fk_op *op);
 void fk_launch_need(const fk_op *op, fk_list *list); /* marks its peers' */
-int fk_launch_slots(const fk_op *op);
 void fk_launch_number(fk_op *op);
 void fk_launch_free(fk_launch *launch);
 int fk_launch_is_wanted(const fk_op *op); /* by another process */
