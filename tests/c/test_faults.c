@@ -8,7 +8,7 @@
 #include "core/alloc.h"
 #include "core/plan.h"
 #include "processes.h"
-#include "steps.h"
+#include "reducer_pair.h"
 
 enum { MAX_CALLS = 500 };
 
@@ -144,39 +144,10 @@ TEST(worlds_survive_the_failure_of_any_system_call)
 
 /* ---- steps of a reducer --------------------------------------------------------- */
 
-typedef struct pair {
-    pl_comm *comms[2];
-    pl_backend *backend;
-    pl_reducer *reducers[2];
-} pair;
-
-static void pair_destroy(pair *it)
-{
-    for (int r = 0; r < 2; r++) {
-        pl_reducer_destroy(it->reducers[r]);
-        pl_comm_destroy(it->comms[r]);
-    }
-    pli_backend_destroy(it->backend);
-}
-
-static pl_status pair_create(pair *out)
-{
-    *out = (pair){.backend = NULL};
-    pl_status st = pli_cpu_backend_create(&out->backend);
-    if (st == PL_OK)
-        st = pl_local_create(2, pl_reducer_arena_bytes(&spec), RANKS_DEADLINE_NS,
-                             out->comms);
-    for (int r = 0; r < 2 && st == PL_OK; r++)
-        st = pl_reducer_create(&spec, out->comms[r], out->backend, &out->reducers[r]);
-    if (st != PL_OK)
-        pair_destroy(out);
-    return st;
-}
-
 static pl_status make_reducers(void)
 {
     pair it;
-    const pl_status st = pair_create(&it);
+    const pl_status st = pair_create(&spec, &it);
     if (st == PL_OK)
         pair_destroy(&it);
     return st;
@@ -228,7 +199,7 @@ static pl_status one_step(const pair *it, int is_late)
 }
 
 /* Both ranks leave the failed step behind; a failure on the way is overcome. */
-static pl_status recover_both(const pair *it)
+static pl_status recover_each(const pair *it)
 {
     pl_status first = PL_OK;
     pl_status st[2] = {PL_EAGAIN, PL_EAGAIN};
@@ -249,7 +220,7 @@ static pl_status recover_both(const pair *it)
 static pl_status run_steps(void)
 {
     pair it;
-    pl_status st = pair_create(&it);
+    pl_status st = pair_create(&spec, &it);
     if (st != PL_OK)
         return st;
     st = one_step(&it, 0);
@@ -258,7 +229,7 @@ static pl_status run_steps(void)
     if (st != PL_OK) {
         char words[256];
         (void)snprintf(words, sizeof words, "%s", pl_error_message());
-        CHECK_OK(recover_both(&it));
+        CHECK_OK(recover_each(&it));
         CHECK_OK(one_step(&it, 0));
         CHECK_OK(one_step(&it, 1));
         (void)pli_fail(st, "%s", words);
@@ -270,12 +241,12 @@ static pl_status run_steps(void)
 static pl_status recover_and_go_on(void)
 {
     pair it;
-    pl_status st = pair_create(&it);
+    pl_status st = pair_create(&spec, &it);
     if (st != PL_OK)
         return st;
     st = one_step(&it, 0);
     if (st == PL_OK) {
-        st = recover_both(&it);
+        st = recover_each(&it);
         if (st != PL_OK) {
             CHECK_OK(one_step(&it, 0));
             CHECK_OK(one_step(&it, 1));

@@ -4,15 +4,9 @@
  * One thread plays both ranks, so that everything happens in the order written here.
  * Steps of many ranks at random are test_reducer_ranks.c's.
  */
-#include "steps.h"
+#include "reducer_pair.h"
 
 enum { N_RANKS = 2, N_PARAMS = 4, N_ELEMS = 16 }; /* a cache line of float32 each */
-
-typedef struct pair {
-    pl_comm *comms[N_RANKS];
-    pl_backend *backend;
-    pl_reducer *reducers[N_RANKS];
-} pair;
 
 /* Buckets of two parameters each: 3 2 | 1 0 at first. */
 static const pl_param params[N_PARAMS] = {
@@ -21,28 +15,8 @@ static const pl_reducer_spec spec = {.params = params,
                                      .n_params = N_PARAMS,
                                      .caps = {.bucket_bytes = 128, .last_bytes = 128}};
 
-static int pair_create(pair *out)
-{
-    *out = (pair){.backend = NULL};
-    if (!CHECK_OK(pli_cpu_backend_create(&out->backend)) ||
-        !CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
-                                  RANKS_DEADLINE_NS, out->comms)))
-        return 0;
-    for (int r = 0; r < N_RANKS; r++)
-        if (!CHECK_OK(pl_reducer_create(&spec, out->comms[r], out->backend,
-                                        &out->reducers[r])))
-            return 0;
-    return 1;
-}
-
-static void pair_destroy(pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++) {
-        pl_reducer_destroy(it->reducers[r]);
-        pl_comm_destroy(it->comms[r]);
-    }
-    pli_backend_destroy(it->backend);
-}
+/* A test with a pair of such reducers. */
+#define PAIR_TEST(name) TEST_BY(name, pair *it, pair_run(&spec, name##_by))
 
 static pl_ready_result mark_ready(const pair *it, int rank, size_t param, float value,
                                   pl_write_mode mode)
@@ -59,40 +33,16 @@ static pl_ready_result mark_ready(const pair *it, int rank, size_t param, float 
 static int holds(const pair *it, size_t param, float value)
 {
     int is_held = 1;
-    for (int r = 0; r < N_RANKS; r++) {
-        const char *slot = (const char *)pli_comm_arena(it->comms[r]) +
-                           pl_reducer_slot_offset(it->reducers[r], param);
+    for (int r = 0; r < N_RANKS; r++)
         for (size_t i = 0; i < N_ELEMS; i++)
-            is_held &= ((const float *)(const void *)slot)[i] == value;
-    }
+            is_held &= pair_slot(it, r, param)[i] == value;
     return is_held;
-}
-
-static void begin(const pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_begin(it->reducers[r]));
-}
-
-static void close_and_wait(const pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_close(it->reducers[r]));
-    CHECK_OK(pl_comm_progress(it->comms[1]));
-    CHECK_OK(pl_reducer_wait(it->reducers[0], RANKS_SLICE_NS));
-    CHECK_OK(pl_reducer_wait(it->reducers[1], RANKS_SLICE_NS));
-}
-
-static void end(const pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_end(it->reducers[r]));
 }
 
 /* Every parameter once on both ranks, in the order given for rank 0. */
 static void step_in_order(const pair *it, const uint32_t *order)
 {
-    begin(it);
+    begin_both(it);
     for (size_t k = 0; k < N_PARAMS; k++) {
         CHECK(mark_ready(it, 0, order[k], 1, PL_REPLACE) == PL_COPIED);
         CHECK(mark_ready(it, 1, N_PARAMS - 1 - k, 3, PL_REPLACE) == PL_COPIED);
@@ -100,45 +50,37 @@ static void step_in_order(const pair *it, const uint32_t *order)
     close_and_wait(it);
     for (size_t i = 0; i < N_PARAMS; i++)
         CHECK(holds(it, i, 2));
-    end(it);
+    end_both(it);
 }
 
 /* ---- learning ------------------------------------------------------------------- */
 
-TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
+PAIR_TEST(the_second_step_lays_buckets_out_in_the_order_of_rank_0)
 {
     static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
-    pair it;
-    if (!pair_create(&it))
-        return;
-    step_in_order(&it, order);
-    CHECK(pl_reducer_generation(it.reducers[1]) == 0);
-    CHECK(pl_reducer_plan(it.reducers[1])->members[0] == 3);
-    step_in_order(&it, order);
+    step_in_order(it, order);
+    CHECK(pl_reducer_generation(it->reducers[1]) == 0);
+    CHECK(pl_reducer_plan(it->reducers[1])->members[0] == 3);
+    step_in_order(it, order);
     for (int r = 0; r < N_RANKS; r++) {
-        const pl_plan *plan = pl_reducer_plan(it.reducers[r]);
-        CHECK(pl_reducer_generation(it.reducers[r]) == 1);
+        const pl_plan *plan = pl_reducer_plan(it->reducers[r]);
+        CHECK(pl_reducer_generation(it->reducers[r]) == 1);
         CHECK(memcmp(plan->members, order, sizeof order) == 0);
     }
-    step_in_order(&it, order);
-    CHECK(pl_reducer_generation(it.reducers[0]) == 1);
-    pair_destroy(&it);
+    step_in_order(it, order);
+    CHECK(pl_reducer_generation(it->reducers[0]) == 1);
 }
 
-TEST(the_parameters_that_no_gradient_came_for_are_counted)
+PAIR_TEST(the_parameters_that_no_gradient_came_for_are_counted)
 {
-    pair it;
-    if (!pair_create(&it))
-        return;
-    begin(&it);
+    begin_both(it);
     for (size_t i = 0; i < N_PARAMS; i++) {
-        CHECK(pl_reducer_n_not_ready(it.reducers[0]) == N_PARAMS - i);
-        CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
-        CHECK(mark_ready(&it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice is once */
+        CHECK(pl_reducer_n_not_ready(it->reducers[0]) == N_PARAMS - i);
+        CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(it, 0, i, 1, PL_ADD) == PL_COPIED); /* twice is once */
     }
-    CHECK(pl_reducer_n_not_ready(it.reducers[0]) == 0);
-    CHECK(pl_reducer_n_not_ready(it.reducers[1]) == N_PARAMS);
-    pair_destroy(&it);
+    CHECK(pl_reducer_n_not_ready(it->reducers[0]) == 0);
+    CHECK(pl_reducer_n_not_ready(it->reducers[1]) == N_PARAMS);
 }
 
 /* ---- late gradients ------------------------------------------------------------- */
@@ -149,36 +91,32 @@ static void learn(const pair *it)
     step_in_order(it, order);
 }
 
-TEST(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays)
+PAIR_TEST(a_gradient_behind_its_bucket_is_late_and_the_bucket_stays)
 {
-    pair it;
-    if (!pair_create(&it))
-        return;
-    learn(&it);
-    begin(&it);
-    CHECK(mark_ready(&it, 0, 3, 1, PL_REPLACE) == PL_COPIED);
-    CHECK(mark_ready(&it, 0, 3, 1, PL_ADD) == PL_COPIED); /* 2 is yet to come */
-    CHECK(mark_ready(&it, 0, 2, 1, PL_REPLACE) == PL_COPIED);
-    CHECK(mark_ready(&it, 0, 2, 64, PL_ADD) == PL_LATE);
-    CHECK(mark_ready(&it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
+    learn(it);
+    begin_both(it);
+    CHECK(mark_ready(it, 0, 3, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(it, 0, 3, 1, PL_ADD) == PL_COPIED); /* 2 is yet to come */
+    CHECK(mark_ready(it, 0, 2, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(it, 0, 2, 64, PL_ADD) == PL_LATE);
+    CHECK(mark_ready(it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
     for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(mark_ready(&it, 1, i, 1, PL_REPLACE) == PL_COPIED);
-    CHECK(mark_ready(&it, 0, 0, 1, PL_REPLACE) == PL_COPIED);
-    close_and_wait(&it);
-    CHECK(holds(&it, 3, 1.5F) && holds(&it, 2, 1) && holds(&it, 1, 1));
+        CHECK(mark_ready(it, 1, i, 1, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(it, 0, 0, 1, PL_REPLACE) == PL_COPIED);
+    close_and_wait(it);
+    CHECK(holds(it, 3, 1.5F) && holds(it, 2, 1) && holds(it, 1, 1));
     for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pl_reducer_n_late(it.reducers[r]) == 1);
-        CHECK(pl_reducer_is_late(it.reducers[r], 2));
-        CHECK(pl_reducer_ready_count(it.reducers[r], 2) == (r == 0 ? 2 : 1));
+        CHECK(pl_reducer_n_late(it->reducers[r]) == 1);
+        CHECK(pl_reducer_is_late(it->reducers[r], 2));
+        CHECK(pl_reducer_ready_count(it->reducers[r], 2) == (r == 0 ? 2 : 1));
     }
-    pair_destroy(&it);
 }
 
 /* Parameter 2 is late on rank 0 with 64, and has a mean of 1. */
 static void come_late(const pair *it)
 {
     learn(it);
-    begin(it);
+    begin_both(it);
     for (size_t i = N_PARAMS; i-- > 0;) {
         CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
         CHECK(mark_ready(it, 1, i, 1, PL_REPLACE) == PL_COPIED);
@@ -203,7 +141,7 @@ TEST(what_is_late_is_added_to_the_mean_or_takes_its_place)
     static const float one = 1;
     for (int is_added = 0; is_added < 2; is_added++) {
         pair it;
-        if (!pair_create(&it))
+        if (!CHECK_OK(pair_create(&spec, &it)))
             return;
         come_late(&it);
         write_late(&it, 0, is_added ? &extra : &total, is_added ? PL_ADD : PL_REPLACE);
@@ -211,9 +149,9 @@ TEST(what_is_late_is_added_to_the_mean_or_takes_its_place)
         close_and_wait(&it);
         CHECK(holds(&it, 2, 33) && holds(&it, 3, 1) && holds(&it, 1, 1));
         CHECK(pl_reducer_n_late(it.reducers[0]) == 0);
-        end(&it);
+        end_both(&it);
         /* It has been learned: twice is not late again. */
-        begin(&it);
+        begin_both(&it);
         for (size_t i = N_PARAMS; i-- > 0;)
             CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
         CHECK(mark_ready(&it, 0, 2, 64, PL_ADD) == PL_COPIED);
@@ -221,105 +159,90 @@ TEST(what_is_late_is_added_to_the_mean_or_takes_its_place)
     }
 }
 
-TEST(a_held_bucket_waits_for_the_close)
+PAIR_TEST(a_held_bucket_waits_for_the_close)
 {
-    pair it;
-    if (!pair_create(&it))
-        return;
-    learn(&it);
-    begin(&it);
-    pl_reducer_defer_bucket(it.reducers[0], 2);
+    learn(it);
+    begin_both(it);
+    pl_reducer_defer_bucket(it->reducers[0], 2);
     for (size_t i = N_PARAMS; i-- > 0;) {
-        CHECK(mark_ready(&it, 0, i, 1, PL_REPLACE) == PL_COPIED);
-        CHECK(mark_ready(&it, 1, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(it, 0, i, 1, PL_REPLACE) == PL_COPIED);
+        CHECK(mark_ready(it, 1, i, 1, PL_REPLACE) == PL_COPIED);
     }
     for (size_t i = 0; i < N_PARAMS; i++) /* the bucket behind waits too */
-        CHECK(mark_ready(&it, 0, i, 2, PL_ADD) == PL_COPIED);
-    close_and_wait(&it);
+        CHECK(mark_ready(it, 0, i, 2, PL_ADD) == PL_COPIED);
+    close_and_wait(it);
     for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(holds(&it, i, 2));
-    pair_destroy(&it);
+        CHECK(holds(it, i, 2));
 }
 
 /* ---- settling ------------------------------------------------------------------- */
 
-TEST(a_parameter_without_gradient_contributes_what_it_is_settled_with)
+PAIR_TEST(a_parameter_without_gradient_contributes_what_it_is_settled_with)
 {
     const float data[N_ELEMS] = {4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4};
-    pair it;
-    if (!pair_create(&it))
-        return;
-    begin(&it);
-    pl_reducer *one = it.reducers[1];
-    CHECK(mark_ready(&it, 0, 0, 2, PL_REPLACE) == PL_COPIED);
-    CHECK(mark_ready(&it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
+    begin_both(it);
+    pl_reducer *one = it->reducers[1];
+    CHECK(mark_ready(it, 0, 0, 2, PL_REPLACE) == PL_COPIED);
+    CHECK(mark_ready(it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
     for (size_t i = 2; i < N_PARAMS; i++)
         CHECK_OK(
-            pl_reducer_mark_unused(it.reducers[0], i, NULL, PL_REPLACE, PL_UNUSED));
+            pl_reducer_mark_unused(it->reducers[0], i, NULL, PL_REPLACE, PL_UNUSED));
     CHECK_OK(pl_reducer_mark_unused(one, 0, NULL, PL_REPLACE, PL_UNUSED));
     CHECK_OK(pl_reducer_mark_unused(one, 1, data, PL_REPLACE, PL_UNUSED));
     CHECK_OK(pl_reducer_mark_unused(one, 2, data, PL_REPLACE, PL_USED));
     CHECK_OK(pl_reducer_mark_unused(one, 3, data, PL_REPLACE, PL_UNUSED));
-    close_and_wait(&it);
-    CHECK(holds(&it, 0, 1) && holds(&it, 1, 3) && holds(&it, 2, 2));
+    close_and_wait(it);
+    CHECK(holds(it, 0, 1) && holds(it, 1, 3) && holds(it, 2, 2));
     for (int r = 0; r < N_RANKS; r++) {
-        CHECK(pl_reducer_is_used(it.reducers[r], 0));
-        CHECK(pl_reducer_is_used(it.reducers[r], 1));
-        CHECK(pl_reducer_is_used(it.reducers[r], 2));
-        CHECK(!pl_reducer_is_used(it.reducers[r], 3));
+        CHECK(pl_reducer_is_used(it->reducers[r], 0));
+        CHECK(pl_reducer_is_used(it->reducers[r], 1));
+        CHECK(pl_reducer_is_used(it->reducers[r], 2));
+        CHECK(!pl_reducer_is_used(it->reducers[r], 3));
     }
-    end(&it);
-    pair_destroy(&it);
+    end_both(it);
 }
 
-TEST(nothing_delivered_counts_as_zeros_and_as_not_used)
+PAIR_TEST(nothing_delivered_counts_as_zeros_and_as_not_used)
 {
     pl_ready_result result = PL_LATE;
-    pair it;
-    if (!pair_create(&it))
-        return;
-    begin(&it);
-    CHECK(mark_ready(&it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
+    begin_both(it);
+    CHECK(mark_ready(it, 0, 1, 2, PL_REPLACE) == PL_COPIED);
     for (int r = 0; r < N_RANKS; r++)
         CHECK_OK(
-            pl_reducer_mark_ready(it.reducers[r], 0, NULL, PL_REPLACE, NULL, &result));
+            pl_reducer_mark_ready(it->reducers[r], 0, NULL, PL_REPLACE, NULL, &result));
     CHECK(result == PL_COPIED);
-    CHECK_OK(pl_reducer_mark_ready(it.reducers[1], 1, NULL, PL_REPLACE, NULL, &result));
-    close_and_wait(&it);
-    CHECK(holds(&it, 0, 0) && holds(&it, 1, 1));
-    CHECK(!pl_reducer_is_used(it.reducers[0], 0));
-    CHECK(pl_reducer_is_used(it.reducers[1], 1));
-    pair_destroy(&it);
+    CHECK_OK(
+        pl_reducer_mark_ready(it->reducers[1], 1, NULL, PL_REPLACE, NULL, &result));
+    close_and_wait(it);
+    CHECK(holds(it, 0, 0) && holds(it, 1, 1));
+    CHECK(!pl_reducer_is_used(it->reducers[0], 0));
+    CHECK(pl_reducer_is_used(it->reducers[1], 1));
 }
 
-TEST(a_mean_is_sparse_where_no_rank_has_a_dense_gradient)
+PAIR_TEST(a_mean_is_sparse_where_no_rank_has_a_dense_gradient)
 {
-    pair it;
-    if (pair_create(&it)) {
-        begin(&it);
-        for (int r = 0; r < N_RANKS; r++) {
-            pl_reducer *self = it.reducers[r];
-            (void)mark_ready(&it, r, 0, 2, PL_REPLACE);
-            (void)mark_ready(&it, r, 1, 2, PL_REPLACE);
-            CHECK_OK(pl_reducer_mark_unused(self, 2, NULL, PL_REPLACE,
-                                            r == 0 ? PL_USED : PL_UNUSED));
-            CHECK_OK(pl_reducer_mark_unused(self, 3, NULL, PL_REPLACE, PL_UNUSED));
-            for (size_t i = r == 0 ? 0 : 1; i < N_PARAMS; i++)
-                pl_reducer_set_sparse(self, i, 1 + (unsigned)(i == 1 && r == 1));
-        }
-        close_and_wait(&it);
-        for (int r = 0; r < N_RANKS; r++) {
-            static const unsigned n_dims[N_PARAMS] = {0, 2, 1, 0};
-            for (size_t i = 0; i < N_PARAMS; i++)
-                CHECK(pl_reducer_sparse_dims(it.reducers[r], i) == n_dims[i]);
-            CHECK(pl_reducer_is_used(it.reducers[r], 0));
-            CHECK(pl_reducer_is_used(it.reducers[r], 2));
-            CHECK(!pl_reducer_is_used(it.reducers[r], 3));
-        }
-        CHECK(holds(&it, 0, 2) && holds(&it, 1, 2));
-        end(&it);
+    begin_both(it);
+    for (int r = 0; r < N_RANKS; r++) {
+        pl_reducer *self = it->reducers[r];
+        (void)mark_ready(it, r, 0, 2, PL_REPLACE);
+        (void)mark_ready(it, r, 1, 2, PL_REPLACE);
+        CHECK_OK(pl_reducer_mark_unused(self, 2, NULL, PL_REPLACE,
+                                        r == 0 ? PL_USED : PL_UNUSED));
+        CHECK_OK(pl_reducer_mark_unused(self, 3, NULL, PL_REPLACE, PL_UNUSED));
+        for (size_t i = r == 0 ? 0 : 1; i < N_PARAMS; i++)
+            pl_reducer_set_sparse(self, i, 1 + (unsigned)(i == 1 && r == 1));
     }
-    pair_destroy(&it);
+    close_and_wait(it);
+    for (int r = 0; r < N_RANKS; r++) {
+        static const unsigned n_dims[N_PARAMS] = {0, 2, 1, 0};
+        for (size_t i = 0; i < N_PARAMS; i++)
+            CHECK(pl_reducer_sparse_dims(it->reducers[r], i) == n_dims[i]);
+        CHECK(pl_reducer_is_used(it->reducers[r], 0));
+        CHECK(pl_reducer_is_used(it->reducers[r], 2));
+        CHECK(!pl_reducer_is_used(it->reducers[r], 3));
+    }
+    CHECK(holds(it, 0, 2) && holds(it, 1, 2));
+    end_both(it);
 }
 
 /* ---- calls out of place --------------------------------------------------------- */
@@ -338,16 +261,13 @@ static void check_idle_refusals(pl_reducer *idle)
     CHECK(result == PL_LATE); /* written on success alone */
 }
 
-TEST(a_call_out_of_place_is_refused_and_changes_nothing)
+PAIR_TEST(a_call_out_of_place_is_refused_and_changes_nothing)
 {
     const float data[N_ELEMS] = {0};
     pl_ready_result result = PL_LATE;
-    pair it;
-    if (!pair_create(&it))
-        return;
-    pl_reducer *one = it.reducers[0];
+    pl_reducer *one = it->reducers[0];
     check_idle_refusals(one);
-    begin(&it);
+    begin_both(it);
     CHECK(pl_reducer_is_active(one));
     CHECK(pl_reducer_begin(one) == PL_ESTATE);
     CHECK(pl_reducer_wait(one, 0) == PL_ESTATE);
@@ -359,94 +279,77 @@ TEST(a_call_out_of_place_is_refused_and_changes_nothing)
     CHECK(pl_reducer_mark_unused(one, 0, NULL, PL_REPLACE, PL_USED) == PL_ESTATE);
     CHECK(pl_reducer_wait(one, 0) == PL_EAGAIN);
     CHECK(pl_reducer_end(one) == PL_ESTATE);
-    CHECK_OK(pl_reducer_close(it.reducers[1]));
-    CHECK_OK(pl_comm_progress(it.comms[1]));
+    CHECK_OK(pl_reducer_close(it->reducers[1]));
+    CHECK_OK(pl_comm_progress(it->comms[1]));
     CHECK_OK(pl_reducer_wait(one, RANKS_SLICE_NS));
     CHECK(pl_reducer_write_late(one, 0, NULL, PL_ADD) == PL_ESTATE); /* not late */
-    CHECK_OK(pl_reducer_wait(it.reducers[1], RANKS_SLICE_NS));
-    end(&it);
+    CHECK_OK(pl_reducer_wait(it->reducers[1], RANKS_SLICE_NS));
+    end_both(it);
     check_idle_refusals(one);
-    pair_destroy(&it);
 }
 
-TEST(an_amendment_is_waited_for_after_its_close_and_not_before)
+PAIR_TEST(an_amendment_is_waited_for_after_its_close_and_not_before)
 {
     static const float extra = 64;
-    pair it;
-    if (!pair_create(&it))
-        return;
-    come_late(&it);
+    come_late(it);
     for (int r = 0; r < N_RANKS; r++)
-        write_late(&it, r, &extra, PL_ADD);
-    CHECK(pl_reducer_wait(it.reducers[0], 0) == PL_ESTATE);
-    CHECK(pl_reducer_end(it.reducers[0]) == PL_ESTATE);
-    close_and_wait(&it);
-    CHECK(holds(&it, 2, 65));
-    end(&it);
-    pair_destroy(&it);
+        write_late(it, r, &extra, PL_ADD);
+    CHECK(pl_reducer_wait(it->reducers[0], 0) == PL_ESTATE);
+    CHECK(pl_reducer_end(it->reducers[0]) == PL_ESTATE);
+    close_and_wait(it);
+    CHECK(holds(it, 2, 65));
+    end_both(it);
 }
 
-TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
+PAIR_TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
 {
     static const pl_reducer_spec nothing = {.params = params, .n_params = 0};
     pl_reducer *reducer = NULL;
-    pair it;
     pl_comm *small = NULL;
-    if (!pair_create(&it) ||
-        !CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
+    if (!CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
         return;
-    CHECK_FAILS(pl_reducer_create(&spec, small, it.backend, &reducer), PL_EINVAL,
+    CHECK_FAILS(pl_reducer_create(&spec, small, it->backend, &reducer), PL_EINVAL,
                 "too small for 4 parameters");
-    CHECK(pl_reducer_create(&nothing, it.comms[0], it.backend, &reducer) == PL_EINVAL);
+    CHECK(pl_reducer_create(&nothing, it->comms[0], it->backend, &reducer) ==
+          PL_EINVAL);
     CHECK(reducer == NULL);
     pl_reducer_destroy(NULL);
     pli_backend_destroy(NULL);
     pl_comm_destroy(small);
-    pair_destroy(&it);
 }
 
-TEST(a_failed_step_forgets_all_that_was_learned)
+PAIR_TEST(a_failed_step_forgets_all_that_was_learned)
 {
     static const uint32_t order[N_PARAMS] = {1, 3, 0, 2};
-    pair it;
-    if (!pair_create(&it))
-        return;
     for (int round = 0; round < 3; round++) {
-        step_in_order(&it, order);
-        step_in_order(&it, order);
-        begin(&it);
-        CHECK(mark_ready(&it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
-        pl_reducer_fail(it.reducers[0], "an exception in backward");
-        CHECK_FAILS(pl_reducer_close(it.reducers[1]), PL_EPEER,
+        step_in_order(it, order);
+        step_in_order(it, order);
+        begin_both(it);
+        CHECK(mark_ready(it, 0, 1, 1, PL_REPLACE) == PL_COPIED);
+        pl_reducer_fail(it->reducers[0], "an exception in backward");
+        CHECK_FAILS(pl_reducer_close(it->reducers[1]), PL_EPEER,
                     "an exception in backward");
-        pl_reducer_fail(it.reducers[1], NULL);
-        CHECK(pl_reducer_begin(it.reducers[0]) == PL_ESTATE);
-        CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
-        CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
-        CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
-        CHECK(pl_reducer_plan(it.reducers[0])->members[0] == 3);
-        CHECK(pl_reducer_generation(it.reducers[0]) == 2u * (unsigned)(round + 1));
+        pl_reducer_fail(it->reducers[1], NULL);
+        CHECK(pl_reducer_begin(it->reducers[0]) == PL_ESTATE);
+        recover_both(it);
+        CHECK(pl_reducer_plan(it->reducers[0])->members[0] == 3);
+        CHECK(pl_reducer_generation(it->reducers[0]) == 2u * (unsigned)(round + 1));
     }
-    step_in_order(&it, order);
-    pair_destroy(&it);
+    step_in_order(it, order);
 }
 
-TEST(a_rank_that_was_not_told_is_told_before_its_next_step)
+PAIR_TEST(a_rank_that_was_not_told_is_told_before_its_next_step)
 {
     static const uint32_t order[N_PARAMS] = {3, 2, 1, 0};
-    pair it;
-    if (!pair_create(&it))
-        return;
-    step_in_order(&it, order);
-    CHECK_OK(pl_reducer_begin(it.reducers[0]));
-    pl_reducer_fail(it.reducers[0], "before the other rank had begun");
-    CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
-    CHECK_FAILS(pl_reducer_recover(it.reducers[1], 0), PL_EPEER,
+    step_in_order(it, order);
+    CHECK_OK(pl_reducer_begin(it->reducers[0]));
+    pl_reducer_fail(it->reducers[0], "before the other rank had begun");
+    CHECK(pl_reducer_recover(it->reducers[0], 0) == PL_EAGAIN);
+    CHECK_FAILS(pl_reducer_recover(it->reducers[1], 0), PL_EPEER,
                 "before the other rank had begun");
-    CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
-    CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
-    step_in_order(&it, order);
+    CHECK_OK(pl_reducer_recover(it->reducers[1], RANKS_SLICE_NS));
+    CHECK_OK(pl_reducer_recover(it->reducers[0], RANKS_SLICE_NS));
+    step_in_order(it, order);
     for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_recover(it.reducers[r], 0)); /* nothing has failed */
-    pair_destroy(&it);
+        CHECK_OK(pl_reducer_recover(it->reducers[r], 0)); /* nothing has failed */
 }

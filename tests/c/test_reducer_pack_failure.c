@@ -1,44 +1,37 @@
 /* test_reducer_pack_failure.c - moves put off in steps that fail, at any call. */
 #include "tracer.h"
 
-TEST(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued)
+TRACED_TEST(after_a_failed_step_the_next_comes_behind_what_it_has_enqueued)
 {
     gradient data[N_PARAMS];
-    pair it;
-    if (!learn(&it))
-        return;
+    learn(it);
     for (size_t i = 0; i < N_PARAMS; i++)
         fill(data[i], 1);
-    (void)mark_ready(&it, 0, 3, data[3], PL_REPLACE, 1);
-    (void)mark_ready(&it, 0, 2, data[2], PL_REPLACE, 1);
-    (void)mark_ready(&it, 0, 1, data[1], PL_REPLACE, 2); /* deferred when it fails */
-    forget_trace(&it);
-    pl_reducer_fail(it.reducers[0], "a bad day");
-    CHECK(asked(&it, "r2e5 r1e6 "));
+    (void)mark_ready(it, 0, 3, data[3], PL_REPLACE, 1);
+    (void)mark_ready(it, 0, 2, data[2], PL_REPLACE, 1);
+    (void)mark_ready(it, 0, 1, data[1], PL_REPLACE, 2); /* deferred when it fails */
+    forget_trace();
+    pl_reducer_fail(it->reducers[0], "a bad day");
+    CHECK(asked("r2e5 r1e6 "));
     fill(data[1], 77);
-    pl_reducer_fail(it.reducers[1], NULL);
-    CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
-    CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
-    CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
-    CHECK(!pl_reducer_is_learned(it.reducers[0]));
-    forget_trace(&it);
-    begin(&it);
+    pl_reducer_fail(it->reducers[1], NULL);
+    recover_both(it);
+    CHECK(!pl_reducer_is_learned(it->reducers[0]));
+    forget_trace();
+    begin_both(it);
     fill(data[1], 1);
     for (size_t i = N_PARAMS; i-- > 0;)
-        CHECK(mark_ready(&it, 0, i, data[i], PL_REPLACE, 3) == PL_DEFERRED);
-    all_ready_of_rank_1(&it);
-    close_wait_and_order(&it);
-    CHECK(asked(&it, "r3e1 w9e1 w9e5 w9e6 c9:2 r9e3 w3e3 i3 "
-                     "r3e1 w9e1 w9e5 w9e6 c9:2 r9e4 w3e4 i4 r9e2 i2 h h o9 "));
-    for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(holds(&it, i, 2));
-    end(&it);
-    begin(&it); /* and then no longer */
-    for (size_t i = N_PARAMS; i-- > 0;)
-        (void)mark_ready(&it, 0, i, data[i], PL_REPLACE, 3);
-    CHECK(asked(&it, "c3:2 r3e3 i3 c3:2 r3e4 i4 "));
-    CHECK(pl_reducer_is_learned(it.reducers[0]));
-    pair_destroy(&it);
+        CHECK(mark_ready(it, 0, i, data[i], PL_REPLACE, 3) == PL_DEFERRED);
+    all_ready_of_rank_1(it);
+    close_wait_and_order(it);
+    CHECK(asked("r3e1 w9e1 w9e5 w9e6 c9:2 r9e3 w3e3 i3 "
+                "r3e1 w9e1 w9e5 w9e6 c9:2 r9e4 w3e4 i4 r9e2 i2 h h o9 "));
+    CHECK(all_hold(it, 2));
+    end_both(it);
+    begin_both(it); /* and then no longer */
+    all_ready_of_rank_0(it, data, 3);
+    CHECK(asked("c3:2 r3e3 i3 c3:2 r3e4 i4 "));
+    CHECK(pl_reducer_is_learned(it->reducers[0]));
 }
 
 /* A step with two streams, more than one gradient for a parameter, and a late one;
@@ -58,7 +51,7 @@ static pl_status busy_step(pair *it, gradient *data)
         st = pl_reducer_close(one);
     (void)!pl_reducer_close(it->reducers[1]);
     for (int round = 0; round < 2 && st == PL_OK; round++) {
-        CHECK_OK(pl_comm_progress(it->ranks[1].local));
+        CHECK_OK(pl_comm_progress(it->comms[1]));
         st = pl_reducer_wait(one, RANKS_SLICE_NS);
         (void)!pl_reducer_wait(it->reducers[1], RANKS_SLICE_NS);
         if (round == 1 || pl_reducer_n_late(one) == 0 || st != PL_OK)
@@ -72,56 +65,50 @@ static pl_status busy_step(pair *it, gradient *data)
     return st == PL_OK ? pl_reducer_order(one) : st;
 }
 
-/* 0 where all of the step came before the nth call. */
-static int fail_once(int nth)
+static int nth_to_fail; /* of the backend's calls; 0: all of the step came before it */
+
+static void fail_once(pair *it)
 {
     gradient data[N_PARAMS];
-    pair it;
-    if (!learn(&it))
-        return 0;
-    all_ready_of_rank_1(&it); /* the step that has begun */
-    CHECK_OK(pl_reducer_shadow_step(it.reducers[0], PL_SHADOWING));
-    close_wait_and_order(&it);
-    end(&it);
+    learn(it);
+    all_ready_of_rank_1(it); /* the step that has begun */
+    CHECK_OK(pl_reducer_shadow_step(it->reducers[0], PL_SHADOWING));
+    close_wait_and_order(it);
+    end_both(it);
     for (size_t i = 0; i < N_PARAMS; i++)
         fill(data[i], 1);
-    CHECK_OK(pl_reducer_begin(it.reducers[1]));
-    it.ranks[0].fail_at = nth;
-    const pl_status st = busy_step(&it, data);
-    const int has_failed = it.ranks[0].fail_at == 0;
-    it.ranks[0].fail_at = 0;
+    CHECK_OK(pl_reducer_begin(it->reducers[1]));
+    tracers[0].fail_at = nth_to_fail;
+    const pl_status st = busy_step(it, data);
+    const int has_failed = tracers[0].fail_at == 0;
+    tracers[0].fail_at = 0;
     CHECK(st == (has_failed ? PL_ESYS : PL_OK));
     if (has_failed) {
         for (int r = 0; r < N_RANKS; r++)
-            pl_reducer_fail(it.reducers[r], NULL);
-        CHECK(pl_reducer_recover(it.reducers[0], 0) == PL_EAGAIN);
-        CHECK_OK(pl_reducer_recover(it.reducers[1], RANKS_SLICE_NS));
-        CHECK_OK(pl_reducer_recover(it.reducers[0], RANKS_SLICE_NS));
-        CHECK_OK(pl_reducer_begin(it.reducers[1]));
-        CHECK_OK(busy_step(&it, data));
+            pl_reducer_fail(it->reducers[r], NULL);
+        recover_both(it);
+        CHECK_OK(pl_reducer_begin(it->reducers[1]));
+        CHECK_OK(busy_step(it, data));
     }
     for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(holds(&it, i, i == 2 ? 2.5F : 2));
-    pair_destroy(&it);
-    return has_failed;
+        CHECK(holds(it, i, i == 2 ? 2.5F : 2));
+    nth_to_fail = has_failed ? nth_to_fail + 1 : 0;
 }
 
 TEST(any_call_that_fails_fails_the_step_and_the_next_is_exact)
 {
-    int n = 1;
-    while (fail_once(n))
-        n++;
+    int n = 0;
+    for (nth_to_fail = 1; nth_to_fail > n; n++)
+        traced_run(fail_once);
     CHECK(n > 20);
 }
 
-TEST(a_reducer_without_its_events_is_not_made_and_leaves_none)
+TRACED_TEST(a_reducer_without_its_events_is_not_made_and_leaves_none)
 {
+    (void)it;
     pl_reducer *reducer = NULL;
     pl_status st = PL_ESYS;
-    pair it;
-    if (!pair_create(&it))
-        return;
-    tracer *first = &it.ranks[0];
+    tracer *first = &tracers[0];
     const size_t n_events = first->n_live_events;
     for (int n = 1; st == PL_ESYS; n++) {
         first->fail_at = n;
@@ -131,5 +118,4 @@ TEST(a_reducer_without_its_events_is_not_made_and_leaves_none)
     }
     pl_reducer_destroy(reducer);
     first->fail_at = 0;
-    pair_destroy(&it);
 }

@@ -16,7 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "steps.h"
+#include "reducer_pair.h"
 
 enum { TRACE_BYTES = 1024, N_RANKS = 2, N_PARAMS = 4, N_ELEMS = 16 };
 
@@ -242,10 +242,7 @@ static const pl_comm_ops trace_comm_ops = {
 
 /* ---- two ranks ------------------------------------------------------------------ */
 
-typedef struct pair {
-    tracer ranks[N_RANKS];
-    pl_reducer *reducers[N_RANKS];
-} pair;
+static tracer tracers[N_RANKS]; /* of the pair that there is */
 
 /* Buckets of two parameters each: 3 2 | 1 0. */
 static const pl_param params[N_PARAMS] = {
@@ -255,26 +252,27 @@ static const pl_reducer_spec spec = {.params = params,
                                      .extra_bytes = 8,
                                      .caps = {.bucket_bytes = 128, .last_bytes = 128}};
 
-static inline int pair_create(pair *out)
+static inline int traced_create(pair *out)
 {
-    pl_comm *locals[N_RANKS];
-    memset(out, 0, sizeof *out);
-    if (!CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
-                                  RANKS_DEADLINE_NS, locals)))
+    memset(tracers, 0, sizeof tracers);
+    *out = (pair){.backend = NULL};
+    if (!CHECK_OK(pli_cpu_backend_create(&out->backend)) ||
+        !CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
+                                  RANKS_DEADLINE_NS, out->comms)))
         return 0;
     for (int r = 0; r < N_RANKS; r++) {
-        tracer *it = &out->ranks[r];
-        it->local = locals[r];
+        tracer *it = &tracers[r];
+        it->cpu = out->backend;
+        it->local = out->comms[r];
         it->backend.ops = &trace_backend_ops;
         it->comm = (pl_comm){.ops = &trace_comm_ops,
                              .rank = r,
                              .world_size = N_RANKS,
-                             .arena_bytes = pl_comm_arena_bytes(locals[r]),
+                             .arena_bytes = pl_comm_arena_bytes(it->local),
                              .host_bytes = pl_reducer_header_bytes(&spec),
                              .backend = &it->backend,
                              .chunk_bytes = SIZE_MAX};
-        if (!CHECK_OK(pli_cpu_backend_create(&it->cpu)) ||
-            !CHECK_OK(
+        if (!CHECK_OK(
                 pl_reducer_create(&spec, &it->comm, &it->backend, &out->reducers[r])))
             return 0;
         pl_reducer_set_stream(out->reducers[r], stream(9));
@@ -282,31 +280,33 @@ static inline int pair_create(pair *out)
     return 1;
 }
 
-static inline void pair_destroy(pair *it)
+static inline void traced_run(void (*run)(pair *it))
 {
-    for (int r = 0; r < N_RANKS; r++) {
-        pl_reducer_destroy(it->reducers[r]);
-        CHECK(it->ranks[r].n_live_events == 0);
-        CHECK(it->ranks[r].n_live_allocs == 0);
-        pl_comm_destroy(it->ranks[r].local);
-        pli_backend_destroy(it->ranks[r].cpu);
-    }
+    pair it;
+    if (!traced_create(&it))
+        return;
+    run(&it);
+    pair_destroy(&it);
+    for (int r = 0; r < N_RANKS; r++)
+        CHECK(tracers[r].n_live_events == 0 && tracers[r].n_live_allocs == 0);
 }
 
-static inline void forget_trace(pair *it)
+/* A test with such a pair. */
+#define TRACED_TEST(name) TEST_BY(name, pair *it, traced_run(name##_by))
+
+static inline void forget_trace(void)
 {
-    it->ranks[0].n_bytes = 0;
-    it->ranks[0].text[0] = 0;
+    tracers[0].n_bytes = 0;
+    tracers[0].text[0] = 0;
 }
 
 /* What rank 0 has asked for since this was last called. */
-static inline int asked(pair *it, const char *text)
+static inline int asked(const char *text)
 {
-    tracer *first = &it->ranks[0];
-    const int is_so = strcmp(first->text, text) == 0;
+    const int is_so = strcmp(tracers[0].text, text) == 0;
     if (!is_so)
-        CHECK_MORE("asked for \"%s\", not for \"%s\"", first->text, text);
-    forget_trace(it);
+        CHECK_MORE("asked for \"%s\", not for \"%s\"", tracers[0].text, text);
+    forget_trace();
     return is_so;
 }
 
@@ -330,25 +330,13 @@ static inline pl_ready_result mark_ready(const pair *it, int rank, size_t param,
 /* Rank 1 has these for every parameter. */
 static const gradient threes = {3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3};
 
-static inline float *slot_of(pair *it, int rank, size_t param)
-{
-    return (float *)pli_comm_memory(&it->ranks[rank].comm,
-                                    pl_reducer_slot_offset(it->reducers[rank], param));
-}
-
-static inline int holds(pair *it, size_t param, float value)
+static inline int holds(const pair *it, size_t param, float value)
 {
     int is_held = 1;
     for (int r = 0; r < N_RANKS; r++)
         for (size_t i = 0; i < N_ELEMS; i++)
-            is_held &= slot_of(it, r, param)[i] == value;
+            is_held &= pair_slot(it, r, param)[i] == value;
     return is_held;
-}
-
-static inline void begin(pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_begin(it->reducers[r]));
 }
 
 static inline void all_ready_of_rank_1(const pair *it)
@@ -357,47 +345,43 @@ static inline void all_ready_of_rank_1(const pair *it)
         (void)mark_ready(it, 1, i, threes, PL_REPLACE, 1);
 }
 
-static inline void close_and_wait(pair *it)
-{
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_close(it->reducers[r]));
-    CHECK_OK(pl_comm_progress(it->ranks[1].local));
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_wait(it->reducers[r], RANKS_SLICE_NS));
-}
-
-static inline void close_wait_and_order(pair *it)
+static inline void close_wait_and_order(const pair *it)
 {
     close_and_wait(it);
     for (int r = 0; r < N_RANKS; r++)
         CHECK_OK(pl_reducer_order(it->reducers[r]));
 }
 
-static inline void end(pair *it)
+/* Whether all parameters hold a value. */
+static inline int all_hold(const pair *it, float value)
 {
-    for (int r = 0; r < N_RANKS; r++)
-        CHECK_OK(pl_reducer_end(it->reducers[r]));
+    int are_held = 1;
+    for (size_t i = 0; i < N_PARAMS; i++)
+        are_held &= holds(it, i, value);
+    return are_held;
 }
 
-/* A step on stream 1, so that the order is learned: 3 2 | 1 0. */
-static inline int learn(pair *it)
+/* Gradients of ones, which rank 0 has on a stream, in the order of buckets. */
+static inline void all_ready_of_rank_0(const pair *it, gradient *data, int on)
 {
-    gradient data[N_PARAMS];
-    if (!pair_create(it))
-        return 0;
-    begin(it);
     for (size_t i = N_PARAMS; i-- > 0;) {
         fill(data[i], 1);
-        (void)mark_ready(it, 0, i, data[i], PL_REPLACE, 1);
+        (void)mark_ready(it, 0, i, data[i], PL_REPLACE, on);
     }
+}
+
+/* A step on stream 1, so that the order is learned, and the next begins: 3 2 | 1 0. */
+static inline void learn(const pair *it)
+{
+    gradient data[N_PARAMS];
+    begin_both(it);
+    all_ready_of_rank_0(it, data, 1);
     all_ready_of_rank_1(it);
     close_wait_and_order(it);
-    for (size_t i = 0; i < N_PARAMS; i++)
-        CHECK(holds(it, i, 2));
-    end(it);
-    begin(it);
-    forget_trace(it);
-    return 1;
+    CHECK(all_hold(it, 2));
+    end_both(it);
+    begin_both(it);
+    forget_trace();
 }
 
 #endif

@@ -1,0 +1,83 @@
+/* reducer_pair.h - two ranks with a reducer each, both of them played by one thread, so
+ * that everything happens in the order in which a test has it. */
+#ifndef PLT_REDUCER_PAIR_H
+#define PLT_REDUCER_PAIR_H
+
+#include "ranks.h"
+#include "reducer/reducer.h"
+
+typedef struct pair {
+    pl_comm *comms[2];
+    pl_backend *backend;
+    pl_reducer *reducers[2];
+} pair;
+
+static inline void pair_destroy(pair *it)
+{
+    for (int r = 0; r < 2; r++) {
+        pl_reducer_destroy(it->reducers[r]);
+        pl_comm_destroy(it->comms[r]);
+    }
+    pli_backend_destroy(it->backend);
+}
+
+static inline pl_status pair_create(const pl_reducer_spec *spec, pair *out)
+{
+    pl_status st = PL_OK;
+    *out = (pair){.backend = NULL};
+    PL_TRY(pli_cpu_backend_create(&out->backend));
+    PL_TRY(pl_local_create(2, pl_reducer_arena_bytes(spec), RANKS_DEADLINE_NS,
+                           out->comms));
+    for (int r = 0; r < 2; r++)
+        PL_TRY(pl_reducer_create(spec, out->comms[r], out->backend, &out->reducers[r]));
+done:
+    if (st != PL_OK)
+        pair_destroy(out);
+    return st;
+}
+
+static inline void pair_run(const pl_reducer_spec *spec, void (*run)(pair *it))
+{
+    pair it;
+    if (!CHECK_OK(pair_create(spec, &it)))
+        return;
+    run(&it);
+    pair_destroy(&it);
+}
+
+static inline void begin_both(const pair *it)
+{
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(pl_reducer_begin(it->reducers[r]));
+}
+
+static inline void close_and_wait(const pair *it)
+{
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(pl_reducer_close(it->reducers[r]));
+    CHECK_OK(pl_comm_progress(it->comms[1]));
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(pl_reducer_wait(it->reducers[r], RANKS_SLICE_NS));
+}
+
+static inline void end_both(const pair *it)
+{
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(pl_reducer_end(it->reducers[r]));
+}
+
+/* After rank 0 has failed, and rank 1 was told. */
+static inline void recover_both(const pair *it)
+{
+    CHECK(pl_reducer_recover(it->reducers[0], 0) == PL_EAGAIN);
+    CHECK_OK(pl_reducer_recover(it->reducers[1], RANKS_SLICE_NS));
+    CHECK_OK(pl_reducer_recover(it->reducers[0], RANKS_SLICE_NS));
+}
+
+static inline float *pair_slot(const pair *it, int rank, size_t param)
+{
+    return (float *)pli_comm_memory(it->comms[rank],
+                                    pl_reducer_slot_offset(it->reducers[rank], param));
+}
+
+#endif
