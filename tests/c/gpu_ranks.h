@@ -332,10 +332,8 @@ static inline int gpu_await_stream(gpu_rank *self, int64_t most_ns)
 static inline pl_status gpu_agree_on_end(gpu_rank *self)
 {
     pl_status st = PL_OK;
-    pl_ticket ticket = 0;
     const pl_op op = {.kind = PL_BARRIER, .ends_step = 1};
-    PL_TRY(pl_comm_issue(self->comm, &op, &ticket));
-    PL_TRY(wait_through(self->comm, ticket));
+    PL_TRY(do_op(self->comm, &op));
     PL_TRY(pli_comm_order(self->comm, self->stream));
 done:
     return st;

@@ -9,8 +9,7 @@
 
 #include <stdio.h>
 
-#include "check.h"
-#include "comm/comm.h"
+#include "ranks.h"
 #include "values.h"
 
 enum { OPS_GUARD_BYTES = 64, OPS_GUARD = 0xa5 };
@@ -103,6 +102,16 @@ static inline void ops_check(pl_comm *comm, const pl_op *op, unsigned seed)
         CHECK_MORE("%s of %zu %s, reduction %d, rank %d of %d: %zu wrong",
                    pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
                    (int)op->reduction, comm->rank, comm->world_size, n_wrong);
+}
+
+/* Fills, does the operation, and checks what has come of it. */
+static inline pl_status ops_run(pl_comm *comm, const pl_op *op, unsigned seed)
+{
+    ops_fill(comm, op, seed);
+    const pl_status st = do_op(comm, op);
+    if (st == PL_OK)
+        ops_check(comm, op, seed);
+    return st;
 }
 
 /* Whether the reduction is one of the dtype's. */

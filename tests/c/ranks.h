@@ -73,12 +73,34 @@ static inline void ranks_run_world(int world_size, size_t arena_bytes,
         pl_comm_destroy(comms[r]);
 }
 
+/* Runs a test on one thread, which plays all ranks of a world. */
+static inline void ranks_play(int world_size, int64_t deadline_ns,
+                              void (*run)(pl_comm **comms))
+{
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    if (CHECK_OK(pl_local_create(world_size, 4096, deadline_ns, comms)))
+        run(comms);
+    for (int r = 0; r < world_size; r++)
+        pl_comm_destroy(comms[r]); /* NULL: the test has destroyed it */
+}
+
+#define PLAYED_TEST(world_size, deadline_ns, name)                                     \
+    TEST_BY(name, pl_comm **comms, ranks_play(world_size, deadline_ns, name##_by))
+
 static inline pl_status wait_through(pl_comm *comm, pl_ticket ticket)
 {
     pl_status st = PL_EAGAIN;
     while (st == PL_EAGAIN)
         st = pl_comm_wait(comm, ticket, RANKS_SLICE_NS);
     return st;
+}
+
+/* Issues an operation, and waits for its end. */
+static inline pl_status do_op(pl_comm *comm, const pl_op *op)
+{
+    pl_ticket ticket = 0;
+    const pl_status st = pl_comm_issue(comm, op, &ticket);
+    return st == PL_OK ? wait_through(comm, ticket) : st;
 }
 
 static inline pl_status recover_through(pl_comm *comm, pl_recovery *out)

@@ -151,10 +151,8 @@ done:
 static pl_status agree(gpu_rank *self)
 {
     pl_status st = PL_OK;
-    pl_ticket ticket = 0;
     const pl_op op = {.kind = PL_BARRIER};
-    PL_TRY(pl_comm_issue(self->comm, &op, &ticket));
-    PL_TRY(wait_through(self->comm, ticket));
+    PL_TRY(do_op(self->comm, &op));
 done:
     return st;
 }

@@ -45,17 +45,13 @@ static void do_each_kind(rank_job *job)
                             .root = (int)(seed % (unsigned)job->world_size),
                             .offset_bytes = 2 * OPS_GUARD_BYTES,
                             .n_elems = n};
-                pl_ticket ticket = 0;
                 if (op.kind == PL_ALL_GATHER)
                     op.n_elems = n / (size_t)job->world_size * (size_t)job->world_size;
                 if (!ops_is_allowed(op.dtype, op.reduction))
                     op.reduction = PL_SUM;
                 seed++;
-                ops_fill(job->comm, &op, seed);
-                if (!CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) ||
-                    !CHECK_OK(wait_through(job->comm, ticket)))
+                if (!CHECK_OK(ops_run(job->comm, &op, seed)))
                     return;
-                ops_check(job->comm, &op, seed);
             }
         }
     }
@@ -77,11 +73,9 @@ static void average_large_halves(rank_job *job)
         .kind = PL_ALL_REDUCE, .reduction = PL_MEAN, .dtype = PL_F16, .n_elems = 100};
     const uint16_t largest = 0x7b00; /* 57344 */
     uint16_t *range = pli_comm_arena(job->comm);
-    pl_ticket ticket = 0;
     for (size_t i = 0; i < op.n_elems; i++)
         range[i] = largest;
-    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
-    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK_OK(do_op(job->comm, &op));
     for (size_t i = 0; i < op.n_elems; i++)
         CHECK(range[i] == largest);
 }
@@ -386,12 +380,9 @@ static void be_interrupted(rank_job *job)
         pl_comm_abort(job->comm, "the dog ate it");
     } else {
         pl_op op = mean_of(17 + draw_below(&shared, 3) * (large_elems / 2));
-        pl_ticket ticket = 0;
         op.ends_step = 1;
         draw_rest(&job->random, PLI_MS / 2);
-        pl_status st = pl_comm_issue(job->comm, &op, &ticket);
-        if (st == PL_OK)
-            st = wait_through(job->comm, ticket);
+        pl_status st = do_op(job->comm, &op);
         all->has_ended[job->rank] = st == PL_OK;
         if (st == PL_OK) {
             CHECK(!do_step(job, 2, 2));
@@ -481,11 +472,8 @@ static void go_while_recovering(rank_job *job)
     }
     pl_status st = recover_through(job->comm, &recovery);
     if (st == PL_OK) { /* one that waits for its leader in what it issues next */
-        pl_ticket ticket = 0;
         const pl_op op = mean_of(10);
-        st = pl_comm_issue(job->comm, &op, &ticket);
-        if (st == PL_OK)
-            st = wait_through(job->comm, ticket);
+        st = do_op(job->comm, &op);
     }
     if (!CHECK(st == PL_EPEER))
         CHECK_MORE("rank %d: %d %s", job->rank, (int)st, pl_error_message());
@@ -507,8 +495,7 @@ static void go_early(rank_job *job)
     const hosts *it = job->context;
     const int first_of_last = job->world_size - it->n_ranks[it->n_hosts - 1];
     pl_ticket ticket = 0;
-    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
-    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK_OK(do_op(job->comm, &op));
     if (job->rank >= first_of_last) {
         draw_rest(&job->random, 20 * PLI_MS);
         if (it->is_narrow)
@@ -558,10 +545,7 @@ static void differ(rank_job *job)
 {
     const int odd = *(const int *)job->context;
     const pl_op op = mean_of(job->rank >= odd ? 501 : 500);
-    pl_ticket ticket = 0;
-    pl_status st = pl_comm_issue(job->comm, &op, &ticket);
-    if (st == PL_OK)
-        st = wait_through(job->comm, ticket);
+    pl_status st = do_op(job->comm, &op);
     CHECK(st == PL_EMISMATCH || st == PL_EPEER);
     CHECK_SAYS("another operation");
 }

@@ -119,9 +119,7 @@ static void average_one_range(rank_job *job)
                       .reduction = PL_MEAN,
                       .dtype = PL_F32,
                       .n_elems = *(const size_t *)job->context / sizeof(float)};
-    pl_ticket ticket = 0;
-    if (CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)))
-        CHECK_OK(wait_through(job->comm, ticket));
+    CHECK_OK(do_op(job->comm, &op));
 }
 
 /* What all hosts send for one range, without heads. */

@@ -25,13 +25,9 @@ static size_t n_elems_of(pl_op_kind kind, size_t n, int world_size)
 
 static void do_one(rank_job *job, pl_op op, unsigned seed)
 {
-    pl_ticket ticket = 0;
     op.offset_bytes = OPS_GUARD_BYTES + pl_dtype_bytes(op.dtype) * (seed % 5);
     op.root = (int)(seed % (unsigned)job->world_size);
-    ops_fill(job->comm, &op, seed);
-    if (CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) &&
-        CHECK_OK(wait_through(job->comm, ticket)))
-        ops_check(job->comm, &op, seed);
+    CHECK_OK(ops_run(job->comm, &op, seed));
 }
 
 static void do_every_kind_on(rank_job *job, pl_dtype dtype, size_t n, unsigned *seed)
@@ -168,14 +164,12 @@ TEST(operations_in_flight_come_out_exact_however_the_ranks_dawdle)
 }
 
 /* Both ranks on this one thread: nothing here waits. */
-TEST(as_many_operations_as_the_ring_holds_are_in_flight_and_no_more)
+PLAYED_TEST(2, RANKS_DEADLINE_NS,
+            as_many_operations_as_the_ring_holds_are_in_flight_and_no_more)
 {
     enum { RING_OPS = 1024 };
     const pl_op barrier = {.kind = PL_BARRIER};
-    pl_comm *comms[2] = {NULL, NULL};
     pl_ticket ticket = 0;
-    if (!CHECK_OK(pl_local_create(2, 0, RANKS_DEADLINE_NS, comms)))
-        return;
     for (int round = 0; round < 3; round++) {
         for (int k = 0; k < RING_OPS; k++)
             CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
@@ -191,17 +185,12 @@ TEST(as_many_operations_as_the_ring_holds_are_in_flight_and_no_more)
         CHECK_OK(wait_through(comms[0], ticket));
         CHECK_OK(wait_through(comms[1], ticket));
     }
-    pl_comm_destroy(comms[0]);
-    pl_comm_destroy(comms[1]);
 }
 
-TEST(a_wait_gives_control_back_after_its_slice)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, a_wait_gives_control_back_after_its_slice)
 {
     const pl_op barrier = {.kind = PL_BARRIER};
-    pl_comm *comms[2] = {NULL, NULL};
     pl_ticket ticket = 0;
-    if (!CHECK_OK(pl_local_create(2, 0, RANKS_DEADLINE_NS, comms)))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     for (int k = 0; k < 5; k++) {
         const int64_t begin = pli_now_ns();
@@ -209,8 +198,6 @@ TEST(a_wait_gives_control_back_after_its_slice)
         CHECK(pli_now_ns() - begin >= 20 * PLI_MS);
         CHECK(pli_now_ns() - begin < 2000 * PLI_MS);
     }
-    pl_comm_destroy(comms[0]);
-    pl_comm_destroy(comms[1]);
 }
 
 static void *do_part_late(void *comm)
@@ -220,14 +207,12 @@ static void *do_part_late(void *comm)
     return NULL;
 }
 
-TEST(a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest)
+PLAYED_TEST(2, RANKS_DEADLINE_NS,
+            a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest)
 {
     const pl_op end = {.kind = PL_BARRIER, .ends_step = 1};
-    pl_comm *comms[2] = {NULL, NULL};
     pl_ticket ticket = 0;
     pthread_t late;
-    if (!CHECK_OK(pl_local_create(2, 0, RANKS_DEADLINE_NS, comms)))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &end, &ticket));
     CHECK(pl_comm_wait(comms[0], ticket, PLI_MS) == PL_EAGAIN);
     CHECK_OK(pl_comm_issue(comms[1], &end, &ticket));
@@ -237,8 +222,6 @@ TEST(a_rank_that_has_done_its_part_of_a_steps_end_waits_for_the_rest)
         CHECK_OK(pl_comm_wait(comms[0], ticket, PLI_MS));
         CHECK(pthread_join(late, NULL) == 0);
     }
-    pl_comm_destroy(comms[0]);
-    pl_comm_destroy(comms[1]);
 }
 
 /* ---- bad arguments -------------------------------------------------------------- */
@@ -257,7 +240,8 @@ static void check_bad_ops(pl_comm *comm, const bad_op *bad, size_t n)
     }
 }
 
-TEST(an_operation_that_makes_no_sense_is_refused_and_harms_nothing)
+PLAYED_TEST(3, RANKS_DEADLINE_NS,
+            an_operation_that_makes_no_sense_is_refused_and_harms_nothing)
 {
     /* the arena is one page or more; 1 MiB leaves it on any machine */
     static const bad_op bad[] = {
@@ -284,19 +268,14 @@ TEST(an_operation_that_makes_no_sense_is_refused_and_harms_nothing)
         {{.kind = PL_ALL_GATHER, .dtype = PL_F32, .n_elems = 2}, "over 3 ranks"},
     };
     const pl_op good = {.dtype = PL_F32, .n_elems = 3};
-    pl_comm *comms[3] = {NULL};
     pl_ticket ticket = 0;
-    if (!CHECK_OK(pl_local_create(3, 4096, RANKS_DEADLINE_NS, comms)))
-        return;
     check_bad_ops(comms[1], bad, sizeof bad / sizeof bad[0]);
     for (int r = 0; r < 3; r++)
         CHECK_OK(pl_comm_issue(comms[r], &good, &ticket));
     for (int r = 0; r < 3; r++)
         CHECK_OK(pl_comm_progress(comms[r]));
-    for (int r = 0; r < 3; r++) {
+    for (int r = 0; r < 3; r++)
         CHECK_OK(wait_through(comms[r], ticket));
-        pl_comm_destroy(comms[r]);
-    }
 }
 
 TEST(a_world_that_cannot_be_is_refused)

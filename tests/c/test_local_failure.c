@@ -10,17 +10,6 @@
 
 static const pl_op barrier = {.kind = PL_BARRIER};
 
-static int create(int world_size, int64_t deadline_ns, pl_comm **out)
-{
-    return CHECK_OK(pl_local_create(world_size, 4096, deadline_ns, out));
-}
-
-static void destroy_all(int world_size, pl_comm **comms)
-{
-    for (int r = 0; r < world_size; r++)
-        pl_comm_destroy(comms[r]);
-}
-
 /* All of a world's ranks on this thread: issues, does every part, checks. */
 static void do_exact_all_reduce(int world_size, pl_comm **comms, unsigned seed)
 {
@@ -73,8 +62,7 @@ static void do_another_operation(rank_job *job)
         op.n_elems = variant == 5 ? 11 : op.n_elems;
     }
     draw_rest(&job->random, 500000);
-    CHECK_OK(pl_comm_issue(job->comm, &common, &ticket));
-    CHECK_OK(wait_through(job->comm, ticket));
+    CHECK_OK(do_op(job->comm, &common));
     draw_rest(&job->random, 500000);
     CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
     CHECK(wait_through(job->comm, ticket) == PL_EMISMATCH);
@@ -150,7 +138,6 @@ static void do_round(rank_job *job, int round)
                       .dtype = PL_BF16,
                       .offset_bytes = OPS_GUARD_BYTES,
                       .n_elems = 100};
-    pl_ticket ticket = 0;
     pl_recovery recovery = PL_NOTHING_FAILED;
     CHECK(run_into_failure(job, &plan) == PL_EPEER);
     if (job->rank != plan.culprit && job->rank != plan.second) {
@@ -162,10 +149,7 @@ static void do_round(rank_job *job, int round)
     draw_rest(&job->random, 200000);
     CHECK_OK(recover_through(job->comm, &recovery));
     CHECK(recovery == PL_RECOVERED);
-    ops_fill(job->comm, &op, (unsigned)round);
-    CHECK_OK(pl_comm_issue(job->comm, &op, &ticket));
-    CHECK_OK(wait_through(job->comm, ticket));
-    ops_check(job->comm, &op, (unsigned)round);
+    CHECK_OK(ops_run(job->comm, &op, (unsigned)round));
 }
 
 static void do_rounds(rank_job *job)
@@ -181,12 +165,9 @@ TEST(an_aborted_step_reaches_all_with_its_words_and_the_world_goes_on)
                         (uint64_t)world_size);
 }
 
-TEST(words_that_come_after_the_abort_are_waited_for)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, words_that_come_after_the_abort_are_waited_for)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     pl_comm_abort(comms[0], NULL);
     const int64_t begin = pli_now_ns();
@@ -205,32 +186,25 @@ TEST(words_that_come_after_the_abort_are_waited_for)
     CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_EPEER);
     CHECK(!error_has("failure message"));
     CHECK(pli_now_ns() - again < 300 * PLI_MS);
-    destroy_all(2, comms);
 }
 
-TEST(words_too_long_for_their_room_keep_their_end)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, words_too_long_for_their_room_keep_their_end)
 {
     static char words[3 * PLI_MESSAGE_BYTES];
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     memset(words, '.', sizeof words - 1);
     memcpy(words, "begin", 5);
     memcpy(words + sizeof words - 5, "end!", 5);
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     pl_comm_abort(comms[0], words);
     CHECK_FAILS(pl_comm_issue(comms[1], &barrier, &ticket), PL_EPEER, "...end!");
     CHECK(!error_has("begin"));
-    destroy_all(2, comms);
 }
 
-TEST(what_an_aborting_rank_left_undone_is_not_done_by_its_recovery)
+PLAYED_TEST(2, RANKS_DEADLINE_NS,
+            what_an_aborting_rank_left_undone_is_not_done_by_its_recovery)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_NOTHING_FAILED;
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     CHECK_OK(pl_comm_progress(comms[1])); /* and rank 0 does not do its part */
@@ -239,16 +213,12 @@ TEST(what_an_aborting_rank_left_undone_is_not_done_by_its_recovery)
     CHECK(wait_through(comms[1], ticket) == PL_EPEER);
     recover_all(2, comms);
     do_exact_all_reduce(2, comms, 1);
-    destroy_all(2, comms);
 }
 
-TEST(what_all_had_done_before_a_rank_aborted_stays_done)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, what_all_had_done_before_a_rank_aborted_stays_done)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_NOTHING_FAILED;
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     for (int has_recovered = 0; has_recovered < 2; has_recovered++) {
         CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
         CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
@@ -264,31 +234,23 @@ TEST(what_all_had_done_before_a_rank_aborted_stays_done)
     do_exact_all_reduce(2, comms, 1);
     CHECK_OK(pl_comm_recover(comms[0], 0, &recovery));
     CHECK(recovery == PL_NOTHING_FAILED);
-    destroy_all(2, comms);
 }
 
-TEST(nothing_is_issued_while_the_world_recovers)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, nothing_is_issued_while_the_world_recovers)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_NOTHING_FAILED;
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     pl_comm_abort(comms[0], "stop");
     CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
     CHECK(pl_comm_issue(comms[0], &barrier, &ticket) == PL_ESTATE);
     CHECK(pl_comm_issue(comms[1], &barrier, &ticket) == PL_EPEER);
     recover_all(2, comms);
     do_exact_all_reduce(2, comms, 1);
-    destroy_all(2, comms);
 }
 
-TEST(a_recovery_that_is_aborted_is_begun_anew)
+PLAYED_TEST(3, RANKS_DEADLINE_NS, a_recovery_that_is_aborted_is_begun_anew)
 {
-    pl_comm *comms[3] = {NULL};
     pl_recovery recovery = PL_NOTHING_FAILED;
-    if (!create(3, RANKS_DEADLINE_NS, comms))
-        return;
     for (int round = 0; round < 5; round++) {
         pl_comm_abort(comms[0], "first");
         CHECK(pl_comm_recover(comms[0], 0, &recovery) == PL_EAGAIN);
@@ -297,16 +259,12 @@ TEST(a_recovery_that_is_aborted_is_begun_anew)
         recover_all(3, comms);
         do_exact_all_reduce(3, comms, (unsigned)round);
     }
-    destroy_all(3, comms);
 }
 
-TEST(patience_with_a_rank_begins_anew_when_the_world_recovers)
+PLAYED_TEST(2, 200 * PLI_MS, patience_with_a_rank_begins_anew_when_the_world_recovers)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
     pl_recovery recovery = PL_NOTHING_FAILED;
-    if (!create(2, 200 * PLI_MS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     CHECK(pl_comm_wait(comms[0], ticket, 0) == PL_EAGAIN);
     pl_comm_abort(comms[0], "the user pressed a key");
@@ -315,19 +273,16 @@ TEST(patience_with_a_rank_begins_anew_when_the_world_recovers)
     CHECK_OK(recover_through(comms[1], &recovery));
     CHECK_OK(recover_through(comms[0], &recovery));
     do_exact_all_reduce(2, comms, 1);
-    destroy_all(2, comms);
 }
 
 /* ---- ranks that leave, and ranks that dawdle ------------------------------------ */
 
 static void do_and_leave(rank_job *job)
 {
-    pl_ticket ticket = 0;
     const int leaver = *(const int *)job->context;
     for (int k = 0; k < 5; k++) {
         draw_rest(&job->random, 200000);
-        CHECK_OK(pl_comm_issue(job->comm, &barrier, &ticket));
-        CHECK_OK(wait_through(job->comm, ticket));
+        CHECK_OK(do_op(job->comm, &barrier));
     }
     if (job->rank == leaver) {
         draw_rest(&job->random, 1000000);
@@ -336,9 +291,7 @@ static void do_and_leave(rank_job *job)
         return;
     }
     const int64_t begin = pli_now_ns();
-    pl_status st = pl_comm_issue(job->comm, &barrier, &ticket);
-    if (st == PL_OK)
-        st = wait_through(job->comm, ticket);
+    pl_status st = do_op(job->comm, &barrier);
     CHECK(st == PL_EPEER);
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
     CHECK(blames(pl_error_message(), job->rank, leaver));
@@ -354,64 +307,54 @@ TEST(a_rank_that_leaves_is_named_to_those_who_wait_for_it)
             ranks_run_world(world_size, 0, do_and_leave, &leaver, 9);
 }
 
-TEST(a_rank_that_left_is_named_though_another_is_slower)
+PLAYED_TEST(3, RANKS_DEADLINE_NS, a_rank_that_left_is_named_though_another_is_slower)
 {
-    pl_comm *comms[3] = {NULL};
     pl_ticket ticket = 0;
-    if (!create(3, RANKS_DEADLINE_NS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     pl_comm_leave(comms[2]); /* while rank 1 computes on */
     const int64_t begin = pli_now_ns();
     CHECK(wait_through(comms[0], ticket) == PL_EPEER);
     CHECK(blames(pl_error_message(), 0, 2));
     CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
-    destroy_all(3, comms);
 }
 
-TEST(a_rank_that_did_its_part_may_leave_in_peace)
+PLAYED_TEST(2, RANKS_DEADLINE_NS, a_rank_that_did_its_part_may_leave_in_peace)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
-    if (!create(2, RANKS_DEADLINE_NS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     CHECK_OK(pl_comm_progress(comms[1]));
     pl_comm_destroy(comms[1]);
+    comms[1] = NULL;
     CHECK_OK(wait_through(comms[0], ticket));
-    pl_comm_destroy(comms[0]);
+}
+
+static void wait_for_the_last(pl_comm **comms)
+{
+    pl_ticket ticket = 0;
+    const int silent = pl_comm_world_size(comms[0]) - 1;
+    for (int r = 0; r < silent; r++)
+        CHECK_OK(pl_comm_issue(comms[r], &barrier, &ticket));
+    const int64_t begin = pli_now_ns();
+    for (int r = 0; r < silent; r++) {
+        CHECK(wait_through(comms[r], ticket) == PL_ETIMEOUT);
+        CHECK(blames(pl_error_message(), r, silent));
+    }
+    CHECK(pli_now_ns() - begin >= 150 * PLI_MS);
+    CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
+    CHECK_FAILS(pl_comm_issue(comms[silent], &barrier, &ticket), PL_ETIMEOUT, "rank");
 }
 
 TEST(a_rank_that_never_comes_is_named_after_the_deadline)
 {
-    for (int world_size = 2; world_size <= 4; world_size++) {
-        pl_comm *comms[4] = {NULL};
-        pl_ticket ticket = 0;
-        const int silent = world_size - 1;
-        if (!create(world_size, 150 * PLI_MS, comms))
-            return;
-        for (int r = 0; r < silent; r++)
-            CHECK_OK(pl_comm_issue(comms[r], &barrier, &ticket));
-        const int64_t begin = pli_now_ns();
-        for (int r = 0; r < silent; r++) {
-            CHECK(wait_through(comms[r], ticket) == PL_ETIMEOUT);
-            CHECK(blames(pl_error_message(), r, silent));
-        }
-        CHECK(pli_now_ns() - begin >= 150 * PLI_MS);
-        CHECK(pli_now_ns() - begin < 3000 * PLI_MS);
-        CHECK_FAILS(pl_comm_issue(comms[silent], &barrier, &ticket), PL_ETIMEOUT,
-                    "rank");
-        destroy_all(world_size, comms);
-    }
+    for (int world_size = 2; world_size <= 4; world_size++)
+        ranks_play(world_size, 150 * PLI_MS, wait_for_the_last);
 }
 
-TEST(not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for)
+PLAYED_TEST(3, 150 * PLI_MS,
+            not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for)
 {
-    pl_comm *comms[3] = {NULL};
     pl_ticket tickets[3] = {0};
-    if (!create(3, 150 * PLI_MS, comms))
-        return;
     /* Rank 0 is three operations ahead, rank 1 waits in the first, for rank 2. */
     for (int k = 0; k < 3; k++)
         CHECK_OK(pl_comm_issue(comms[0], &barrier, &tickets[k]));
@@ -420,15 +363,11 @@ TEST(not_the_rank_that_waits_itself_is_named_but_the_one_it_waits_for)
     CHECK(blames(pl_error_message(), 0, 2));
     CHECK(wait_through(comms[1], tickets[0]) == PL_ETIMEOUT);
     CHECK(blames(pl_error_message(), 1, 2));
-    destroy_all(3, comms);
 }
 
-TEST(a_slow_rank_that_shows_life_is_not_given_up)
+PLAYED_TEST(2, 400 * PLI_MS, a_slow_rank_that_shows_life_is_not_given_up)
 {
-    pl_comm *comms[2] = {NULL};
     pl_ticket ticket = 0;
-    if (!create(2, 400 * PLI_MS, comms))
-        return;
     CHECK_OK(pl_comm_issue(comms[0], &barrier, &ticket));
     for (uint64_t step = 1; step <= 6; step++) {
         CHECK(pl_comm_wait(comms[0], ticket, 120 * PLI_MS) == PL_EAGAIN);
@@ -437,21 +376,16 @@ TEST(a_slow_rank_that_shows_life_is_not_given_up)
     CHECK_OK(pl_comm_issue(comms[1], &barrier, &ticket));
     CHECK_OK(pl_comm_progress(comms[1]));
     CHECK_OK(wait_through(comms[0], ticket));
-    destroy_all(2, comms);
 }
 
 /* Another thread may have failed the step just before this one forgets its words. */
-TEST(words_of_a_failure_are_not_forgotten_before_they_are_read)
+PLAYED_TEST(2, RANKS_DEADLINE_NS,
+            words_of_a_failure_are_not_forgotten_before_they_are_read)
 {
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    if (!CHECK_OK(pl_local_create(2, 64, RANKS_DEADLINE_NS, comms)))
-        return;
     pl_comm_abort(comms[0], "the dog ate it");
     pli_comm_set_failure_message(comms[0], NULL);
     CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "the dog ate it");
     comms[0]->ops->end(comms[0], "for good");
     pli_comm_set_failure_message(comms[0], NULL);
     CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "for good");
-    for (int r = 0; r < 2; r++)
-        pl_comm_destroy(comms[r]);
 }

@@ -26,12 +26,8 @@ static void do_each_kind(rank_job *job)
                           .root = job->world_size - 1,
                           .offset_bytes = 2 * OPS_GUARD_BYTES,
                           .n_elems = N_ELEMS};
-        pl_ticket ticket = 0;
-        ops_fill(job->comm, &op, seed);
-        if (!CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) ||
-            !CHECK_OK(wait_through(job->comm, ticket)))
+        if (!CHECK_OK(ops_run(job->comm, &op, seed)))
             return;
-        ops_check(job->comm, &op, seed);
     }
 }
 
@@ -46,11 +42,9 @@ static void average(rank_job *job)
     char *results = job->context;
     float *range = pli_comm_arena(job->comm);
     const pl_op op = {.dtype = PL_F32, .reduction = PL_MEAN, .n_elems = N_BIT_ELEMS};
-    pl_ticket ticket = 0;
     for (size_t i = 0; i < N_BIT_ELEMS; i++)
         range[i] = 1.0F / (float)(1 + (size_t)job->rank * 7919 % (i + 13));
-    if (CHECK_OK(pl_comm_issue(job->comm, &op, &ticket)) &&
-        CHECK_OK(wait_through(job->comm, ticket)))
+    if (CHECK_OK(do_op(job->comm, &op)))
         memcpy(results + (size_t)job->rank * sizeof(float[N_BIT_ELEMS]), range,
                sizeof(float[N_BIT_ELEMS]));
 }
@@ -75,13 +69,7 @@ static int reduce_well(rank_job *job, unsigned seed)
 {
     const pl_op op = {
         .dtype = PL_F32, .offset_bytes = 2 * OPS_GUARD_BYTES, .n_elems = N_ELEMS};
-    pl_ticket ticket = 0;
-    ops_fill(job->comm, &op, seed);
-    if (pl_comm_issue(job->comm, &op, &ticket) != PL_OK ||
-        wait_through(job->comm, ticket) != PL_OK)
-        return 0;
-    ops_check(job->comm, &op, seed);
-    return 1;
+    return ops_run(job->comm, &op, seed) == PL_OK;
 }
 
 /* The last rank gives a step up; then all go on.  The context: how many ranks each host
@@ -116,10 +104,7 @@ static void differ(rank_job *job)
 {
     const int culprit = job->world_size - 1;
     const pl_op op = {.dtype = PL_F32, .n_elems = job->rank == culprit ? 3 : 4};
-    pl_ticket ticket = 0;
-    pl_status st = pl_comm_issue(job->comm, &op, &ticket);
-    if (st == PL_OK)
-        st = wait_through(job->comm, ticket);
+    pl_status st = do_op(job->comm, &op);
     CHECK(st == PL_EMISMATCH &&
           (job->rank == culprit || blames(pl_error_message(), job->rank, culprit)));
 }

@@ -181,8 +181,7 @@ static void fail_and_recover(rank_job *job)
             CHECK(wait_through(comm, ticket) == PL_EPEER);
         CHECK_OK(recover_through(comm, &recovery));
         CHECK(recovery == PL_RECOVERED);
-        CHECK_OK(pl_comm_issue(comm, &barrier, &ticket));
-        CHECK_OK(wait_through(comm, ticket));
+        CHECK_OK(do_op(comm, &barrier));
     }
     atomic_fetch_add(&is_over, 1);
 }

@@ -49,12 +49,8 @@ static void do_every_kind(child *self)
                           .root = (int)seed % world_size,
                           .offset_bytes = OPS_GUARD_BYTES,
                           .n_elems = (size_t)world_size * (seed % 50)};
-        pl_ticket ticket = 0;
-        ops_fill(self->comm, &op, seed);
-        if (!CHECK_OK(pl_comm_issue(self->comm, &op, &ticket)) ||
-            !CHECK_OK(wait_through(self->comm, ticket)))
+        if (!CHECK_OK(ops_run(self->comm, &op, seed)))
             return;
-        ops_check(self->comm, &op, seed);
     }
 }
 
