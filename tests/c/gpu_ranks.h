@@ -253,6 +253,26 @@ static inline void gpu_ranks_run_world(gpu_ranks *all, void (*run)(gpu_rank *sel
         gpu_ranks_per_host = 0;                                                        \
     })
 
+enum { N_SCHEDULES = 3 };
+static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
+
+/* A test that each rank runs, in so many worlds; their size and schedule may follow
+ * from their `seed`, which begins at 1. */
+#define GPU_WORLDS(n_worlds, world_size, schedule, run)                                \
+    for (uint64_t seed = 1; seed <= (n_worlds); seed++) {                              \
+        gpu_ranks all = gpu_ranks_of((int)(world_size), seed, schedule);               \
+        gpu_ranks_run_world(&all, run);                                                \
+    }
+#define GPU_TEST(n_worlds, world_size, schedule, name)                                 \
+    TEST_BY(name, gpu_rank *self, GPU_WORLDS(n_worlds, world_size, schedule, name##_by))
+#define GPU_TEST_ON_HOSTS(n_worlds, world_size, schedule, name)                        \
+    static void name##_on(gpu_rank *self);                                             \
+    TEST_ON_HOSTS(name)                                                                \
+    {                                                                                  \
+        GPU_WORLDS(n_worlds, world_size, schedule, name##_on)                          \
+    }                                                                                  \
+    static void name##_on(gpu_rank *self)
+
 /* ---- operations ----------------------------------------------------------------- */
 
 /* Writes this rank's range, and guards on both sides, on the user's stream. */

@@ -6,9 +6,6 @@
 
 #include "backend/cpu_sum.h"
 
-static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
-enum { N_SCHEDULES = 3 };
-
 /* ---- numbers -------------------------------------------------------------------- */
 
 static pl_op draw_op(draw *it, int world_size)
@@ -184,7 +181,8 @@ static void check_kept(gpu_rank *self, const void *at, unsigned seed)
             return;
 }
 
-static void keep_and_renew(gpu_rank *self)
+GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
+         memory_that_is_held_stays_and_what_is_given_back_is_used_again)
 {
     pli_memory_ref *holds[5] = {NULL};
     const void *at[5] = {NULL};
@@ -227,15 +225,7 @@ static void keep_and_renew(gpu_rank *self)
     }
 }
 
-TEST(memory_that_is_held_stays_and_what_is_given_back_is_used_again)
-{
-    for (uint64_t seed = 1; seed <= 12; seed++) {
-        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, schedules[seed % 3]);
-        gpu_ranks_run_world(&all, keep_and_renew);
-    }
-}
-
-static void steps_need_no_allocation(gpu_rank *self)
+GPU_TEST_ON_HOSTS(1, 1, FAKE_EARLY, a_step_neither_allocates_nor_waits_for_the_device)
 {
     static const char *const names[] = {"cuMemAlloc", "ncclMemAlloc", "cuMemFree",
                                         "cuEventCreate", "cuStreamSynchronize"};
@@ -253,12 +243,6 @@ static void steps_need_no_allocation(gpu_rank *self)
     for (int k = 0; k < 5; k++)
         CHECK(fake_count(names[k]) == before[k]);
     (void)gpu_agree_on_end(self); /* before another rank ends its world */
-}
-
-TEST_ON_HOSTS(a_step_neither_allocates_nor_waits_for_the_device)
-{
-    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_EARLY);
-    gpu_ranks_run_world(&all, steps_need_no_allocation);
 }
 
 /* ---- checks --------------------------------------------------------------------- */
@@ -510,7 +494,8 @@ TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 
 /* Nothing waits on the host for the last step before its world ends: what the user's
  * stream copies out of the world's memory is of that stream's turn, much later. */
-static void end_at_once(gpu_rank *self)
+GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
+                  a_world_that_ends_well_has_done_its_last_step)
 {
     pl_ticket ticket = 0;
     void *out = NULL;
@@ -530,13 +515,4 @@ static void end_at_once(gpu_rank *self)
     if (is_well)
         check_kept(self, out, 7);
     self->backend->ops->free(self->backend, out);
-}
-
-TEST_ON_HOSTS(a_world_that_ends_well_has_done_its_last_step)
-{
-    for (uint64_t seed = 1; seed <= 12; seed++) {
-        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 4), seed,
-                                     seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE);
-        gpu_ranks_run_world(&all, end_at_once);
-    }
 }

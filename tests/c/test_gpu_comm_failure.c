@@ -5,8 +5,6 @@
 
 #include <sys/wait.h>
 
-static const fake_schedule schedules[] = {FAKE_RANDOM, FAKE_EARLY, FAKE_LATE};
-
 static const pl_op mean = {.kind = PL_ALL_REDUCE,
                            .reduction = PL_MEAN,
                            .dtype = PL_F32,
@@ -216,7 +214,8 @@ TEST_ON_HOSTS(a_step_that_fails_is_left_behind_by_all)
 }
 
 /* The device is behind the host by one step, and the next one fails at once. */
-static void fail_behind_a_good_step(gpu_rank *self)
+GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
+                  the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next)
 {
     for (unsigned round = 0; round < 3; round++) {
         if (!gpu_fill(self, &mean, round) || !CHECK_OK(try_step(self, round)))
@@ -231,15 +230,7 @@ static void fail_behind_a_good_step(gpu_rank *self)
     }
 }
 
-TEST_ON_HOSTS(the_means_of_a_step_that_is_over_outlive_the_failure_of_the_next)
-{
-    for (uint64_t seed = 1; seed <= 12; seed++) {
-        gpu_ranks all = gpu_ranks_of(2 + (int)(seed % 2), seed, FAKE_LATE);
-        gpu_ranks_run_world(&all, fail_behind_a_good_step);
-    }
-}
-
-static void give_up_and_fail_again(gpu_rank *self)
+GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
 {
     /* The communicator that comes behind cannot be made, the first time. */
     if (self->rank == 0)
@@ -253,12 +244,6 @@ static void give_up_and_fail_again(gpu_rank *self)
         CHECK(blames(pl_error_message(), self->rank, 0));
     if (CHECK_OK(leave_behind(self)))
         CHECK_OK(try_step(self, 2));
-}
-
-TEST_ON_HOSTS(a_recovery_that_fails_can_be_tried_again)
-{
-    gpu_ranks all = gpu_ranks_of(3, 1, FAKE_RANDOM);
-    gpu_ranks_run_world(&all, give_up_and_fail_again);
 }
 
 /* ---- the watchdog --------------------------------------------------------------- */
@@ -308,7 +293,8 @@ TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_at_the_deadline)
 }
 
 /* Rank 0's host sleeps, its device waits; rank 1 fails, and says so. */
-static void sleep_while_another_fails(gpu_rank *self)
+GPU_TEST_ON_HOSTS(3, 2, schedules[seed % 3],
+                  who_waits_on_the_device_is_let_go_where_another_rank_fails)
 {
     pl_ticket ticket = 0;
     CHECK_OK(try_step(self, 1));
@@ -322,14 +308,6 @@ static void sleep_while_another_fails(gpu_rank *self)
         pl_comm_abort(self->comm, "no more");
     }
     CHECK_OK(leave_behind(self));
-}
-
-TEST_ON_HOSTS(who_waits_on_the_device_is_let_go_where_another_rank_fails)
-{
-    for (uint64_t seed = 1; seed <= 3; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
-        gpu_ranks_run_world(&all, sleep_while_another_fails);
-    }
 }
 
 /* The host of the last rank is done with the world, and goes; rank 0's sleeps. */
@@ -442,7 +420,7 @@ TEST_ON_HOSTS(two_ranks_on_one_device_are_told_what_to_do)
 
 /* ---- the end -------------------------------------------------------------------- */
 
-static void end_in_the_middle_of_a_step(gpu_rank *self)
+GPU_TEST_ON_HOSTS(6, 2, schedules[seed % 3], a_world_ends_though_its_step_never_will)
 {
     pl_ticket ticket = 0;
     CHECK_OK(try_step(self, 1));
@@ -455,16 +433,9 @@ static void end_in_the_middle_of_a_step(gpu_rank *self)
     CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS / 3);
 }
 
-TEST_ON_HOSTS(a_world_ends_though_its_step_never_will)
-{
-    for (uint64_t seed = 1; seed <= 6; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
-        gpu_ranks_run_world(&all, end_in_the_middle_of_a_step);
-    }
-}
-
 /* One rank is alone with its world while the other's lives on. */
-static void end_early_with_the_device_behind(gpu_rank *self)
+GPU_TEST_ON_HOSTS(12, 3, schedules[seed % 3],
+                  who_ends_early_does_its_part_of_the_last_step)
 {
     for (unsigned step = 1; step <= 3; step++) {
         if (!gpu_fill(self, &mean, step) || !CHECK_OK(try_step(self, step)))
@@ -476,15 +447,7 @@ static void end_early_with_the_device_behind(gpu_rank *self)
     }
 }
 
-TEST_ON_HOSTS(who_ends_early_does_its_part_of_the_last_step)
-{
-    for (uint64_t seed = 1; seed <= 12; seed++) {
-        gpu_ranks all = gpu_ranks_of(3, seed, schedules[seed % 3]);
-        gpu_ranks_run_world(&all, end_early_with_the_device_behind);
-    }
-}
-
-static void fork_in_the_middle(gpu_rank *self)
+GPU_TEST_ON_HOSTS(1, 1, FAKE_LATE, a_forked_child_touches_nothing)
 {
     int how = 0;
     CHECK_OK(try_step(self, 1));
@@ -502,10 +465,4 @@ static void fork_in_the_middle(gpu_rank *self)
     CHECK(waitpid(pid, &how, 0) == pid && WIFEXITED(how) && WEXITSTATUS(how) == 0);
     ref->release(ref);
     CHECK_OK(try_step(self, 2));
-}
-
-TEST_ON_HOSTS(a_forked_child_touches_nothing)
-{
-    gpu_ranks all = gpu_ranks_of(1, 1, FAKE_LATE);
-    gpu_ranks_run_world(&all, fork_in_the_middle);
 }

@@ -284,7 +284,7 @@ TEST(a_trial_that_is_given_up_is_told_by_its_reason)
 }
 
 /* What comes into the memory before the trial is read behind it by nobody. */
-static void copy_out_and_prepare(gpu_rank *self)
+GPU_TEST(4, 2, FAKE_LATE, a_trial_comes_behind_what_the_stream_still_reads)
 {
     void *out = NULL;
     pl_ticket ticket = 0;
@@ -306,14 +306,6 @@ static void copy_out_and_prepare(gpu_rank *self)
                          ops_expected(&mean, 3, self->all->world_size, self->rank, i))))
             break;
     self->backend->ops->free(self->backend, out);
-}
-
-TEST(a_trial_comes_behind_what_the_stream_still_reads)
-{
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, FAKE_LATE);
-        gpu_ranks_run_world(&all, copy_out_and_prepare);
-    }
 }
 
 static void prepare_in_vain(gpu_rank *self)

@@ -14,12 +14,8 @@ enum {
     N_OPS = 3,
     OP_ELEMS = 1000,
     OP_BYTES = OP_ELEMS * 4,
-    N_SEEDS = IS_SANITIZED ? 4 : 8,
-    N_SCHEDULES = 3
+    N_SEEDS = IS_SANITIZED ? 4 : 8
 };
-
-static const fake_schedule schedules[N_SCHEDULES] = {FAKE_RANDOM, FAKE_EARLY,
-                                                     FAKE_LATE};
 
 /* How a test has its results ordered. */
 typedef enum ordering { BY_ORDER, BY_DONE, N_ORDERINGS } ordering;

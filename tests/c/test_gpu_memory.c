@@ -91,7 +91,8 @@ TEST(a_world_that_ends_in_a_capture_does_not_spoil_it)
 
 /* Three gradients are kept, and dropped while the device is behind: their blocks are
  * more than the one that is kept as a spare. */
-static void drop_what_is_in_flight(gpu_rank *self)
+GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
+         memory_is_deregistered_and_freed_behind_its_last_operation)
 {
     pli_memory_ref *kept[3];
     for (int k = 0; k < 3; k++) {
@@ -109,14 +110,6 @@ static void drop_what_is_in_flight(gpu_rank *self)
         CHECK_OK(self->comm->ops->renew(self->comm));
     CHECK(fake_bytes_in_use(self->rank) == n_most / 2); /* one in use, one spare */
     CHECK_OK(gpu_agree_on_end(self));
-}
-
-TEST(memory_is_deregistered_and_freed_behind_its_last_operation)
-{
-    for (uint64_t seed = 1; seed <= 9; seed++) {
-        gpu_ranks all = gpu_ranks_of(1 + (int)(seed % 3), seed, FAKE_LATE);
-        gpu_ranks_run_world(&all, drop_what_is_in_flight);
-    }
 }
 
 static int is_behind(gpu_rank *self, int of_user)
@@ -172,7 +165,8 @@ TEST(what_a_failed_step_left_comes_before_the_end)
 }
 
 /* A view is read after its world has gone, and dropped while that is in flight. */
-static void drop_a_view_that_is_read(gpu_rank *self)
+GPU_TEST(4, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
+         a_view_that_outlives_its_world_is_freed_behind_its_reader)
 {
     void *out = NULL;
     const size_t n_bytes = whole.n_elems * pl_dtype_bytes(whole.dtype);
@@ -191,16 +185,8 @@ static void drop_a_view_that_is_read(gpu_rank *self)
     CHECK(fake_bytes_in_use(self->rank) == 0);
 }
 
-TEST(a_view_that_outlives_its_world_is_freed_behind_its_reader)
-{
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM);
-        gpu_ranks_run_world(&all, drop_a_view_that_is_read);
-    }
-}
-
 /* Of more streams than are known by name the newest are. */
-static void order_many_streams(gpu_rank *self)
+GPU_TEST(1, 2, FAKE_LATE, memory_is_freed_behind_the_newest_readers)
 {
     CUstream streams[2 * PLI_POOL_READERS];
     pli_cuda_scope scope;
@@ -220,12 +206,6 @@ static void order_many_streams(gpu_rank *self)
     for (int i = PLI_POOL_READERS; i < 2 * PLI_POOL_READERS; i++)
         CHECK(cuStreamDestroy(streams[i]) == 0);
     pli_cuda_leave(self->backend, &scope);
-}
-
-TEST(memory_is_freed_behind_the_newest_readers)
-{
-    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
-    gpu_ranks_run_world(&all, order_many_streams);
 }
 
 /* The user's stream is destroyed, which the world does not hear of. */

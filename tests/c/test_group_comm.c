@@ -126,6 +126,11 @@ static void group_comms_run(int world_size, size_t arena_bytes,
         ferry_fini(&all[r]);
 }
 
+/* A test that each of n ranks runs. */
+#define GROUP_TEST(n_ranks, name)                                                      \
+    TEST_BY(name, rank_job *job,                                                       \
+            group_comms_run(n_ranks, ARENA_BYTES, name##_by, NULL, 1))
+
 static pl_op mean_of(size_t n_elems)
 {
     return (pl_op){.kind = PL_ALL_REDUCE,
@@ -183,7 +188,7 @@ TEST(operations_are_carried_in_their_order_to_every_rank)
         group_comms_run(world_size, ARENA_BYTES, reduce_and_send, NULL, 1);
 }
 
-static void tell_of_itself(rank_job *job)
+GROUP_TEST(3, a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
 {
     pl_recovery recovery = PL_RECOVERED;
     const pl_comm *group_comm = job->comm;
@@ -198,11 +203,6 @@ static void tell_of_itself(rank_job *job)
     pli_comm_set_failure_message(job->comm, "nobody is told");
     pl_comm_leave(job->comm);
     pl_comm_leave(job->comm);
-}
-
-TEST(a_group_comm_has_its_own_rank_and_the_arena_of_its_base)
-{
-    group_comms_run(3, ARENA_BYTES, tell_of_itself, NULL, 1);
 }
 
 static void train(rank_job *job)
@@ -231,7 +231,7 @@ TEST(reducers_over_groups_have_exact_means)
     }
 }
 
-static void delay(rank_job *job)
+GROUP_TEST(2, group_callbacks_may_ask_for_more_time)
 {
     const pl_op op = mean_of(N_ELEMS);
     pl_ticket ticket = 0;
@@ -240,11 +240,6 @@ static void delay(rank_job *job)
     CHECK(pl_comm_wait(job->comm, ticket, 0) == PL_EAGAIN);
     CHECK(ferries[job->rank]->n_drops == 0);
     CHECK_OK(wait_through(job->comm, ticket));
-}
-
-TEST(group_callbacks_may_ask_for_more_time)
-{
-    group_comms_run(2, ARENA_BYTES, delay, NULL, 1);
 }
 
 /* ---- failures ------------------------------------------------------------------- */
@@ -267,7 +262,7 @@ static void check_failed(rank_job *job, const char *words)
     CHECK(ferries[job->rank]->n_drops == 1);
 }
 
-static void fail_to_issue(rank_job *job)
+GROUP_TEST(2, an_operation_that_cannot_begin_is_the_end_of_the_group_comm)
 {
     const pl_op op = mean_of(N_ELEMS);
     pl_ticket ticket = 0;
@@ -281,12 +276,7 @@ static void fail_to_issue(rank_job *job)
     check_failed(job, "the bridge is up");
 }
 
-TEST(an_operation_that_cannot_begin_is_the_end_of_the_group_comm)
-{
-    group_comms_run(2, ARENA_BYTES, fail_to_issue, NULL, 1);
-}
-
-static void fail_to_wait(rank_job *job)
+GROUP_TEST(2, an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm)
 {
     const pl_op op = mean_of(10);
     pl_ticket ticket = 0;
@@ -298,12 +288,7 @@ static void fail_to_wait(rank_job *job)
     check_failed(job, "the ferry has sunk");
 }
 
-TEST(an_operation_that_cannot_be_waited_for_is_the_end_of_the_group_comm)
-{
-    group_comms_run(2, ARENA_BYTES, fail_to_wait, NULL, 1);
-}
-
-static void give_up(rank_job *job)
+GROUP_TEST(2, what_is_aborted_stays_so_in_its_own_words)
 {
     if (job->rank == 1) {
         pl_comm_abort(job->comm, NULL);
@@ -313,11 +298,6 @@ static void give_up(rank_job *job)
         check_failed(job, "the dog ate it");
     }
     CHECK(ferries[job->rank]->n_issued == 0);
-}
-
-TEST(what_is_aborted_stays_so_in_its_own_words)
-{
-    group_comms_run(2, ARENA_BYTES, give_up, NULL, 1);
 }
 
 static void check_withdrawn(const pl_reducer *reducer, rank_job *job)
@@ -373,7 +353,7 @@ TEST(a_step_that_fails_before_its_first_operation_has_not_begun)
     group_comms_run(2, ARENA_BYTES * 2, fail_steps_with_extra, NULL, 1);
 }
 
-static void be_refused(rank_job *job)
+GROUP_TEST(2, a_bad_call_is_refused_and_the_group_comm_stays_usable)
 {
     const pl_op too_long = mean_of(ARENA_BYTES);
     pl_ticket ticket = 0;
@@ -381,11 +361,6 @@ static void be_refused(rank_job *job)
     CHECK_FAILS(pl_comm_wait(job->comm, 1, 0), PL_EINVAL, "ticket 1 of 0 operations");
     CHECK(ferries[job->rank]->n_drops == 0);
     reduce_and_send(job); /* nothing has failed */
-}
-
-TEST(a_bad_call_is_refused_and_the_group_comm_stays_usable)
-{
-    group_comms_run(2, ARENA_BYTES, be_refused, NULL, 1);
 }
 
 /* ---- life ----------------------------------------------------------------------- */

@@ -27,9 +27,23 @@ static hosts world_of(size_t k)
     return it;
 }
 
+/* In the first n worlds; the context is the world itself. */
+static void run_worlds(size_t n, size_t arena_bytes, void (*run)(rank_job *job))
+{
+    for (size_t k = 0; k < n; k++) {
+        hosts it = world_of(k);
+        hosts_run(&it, arena_bytes, run, &it, k);
+    }
+}
+
+/* A test that each rank runs. */
+#define HOSTS_TEST(n_worlds, arena_bytes, name)                                        \
+    TEST_BY(name, rank_job *job, run_worlds(n_worlds, arena_bytes, name##_by))
+
 /* ---- operations ----------------------------------------------------------------- */
 
-static void do_each_kind(rank_job *job)
+HOSTS_TEST(N_WORLDS, ops_arena_bytes(MOST_ELEMS),
+           every_rank_of_every_host_gets_the_result)
 {
     static const pl_op_kind kinds[] = {PL_ALL_REDUCE, PL_ALL_GATHER, PL_BROADCAST,
                                        PL_BARRIER};
@@ -54,14 +68,6 @@ static void do_each_kind(rank_job *job)
                     return;
             }
         }
-    }
-}
-
-TEST(every_rank_of_every_host_gets_the_result)
-{
-    for (size_t k = 0; k < N_WORLDS; k++) {
-        const hosts it = world_of(k);
-        hosts_run(&it, ops_arena_bytes(MOST_ELEMS), do_each_kind, NULL, 1);
     }
 }
 
@@ -327,7 +333,8 @@ TEST(a_failed_step_is_left_behind_on_every_host)
 }
 
 /* Failing between steps: what was waited for before has ended on every host. */
-static void fail_between_steps(rank_job *job)
+HOSTS_TEST(3 * N_WORLDS, N_RANGES *ops_arena_bytes(large_elems),
+           a_step_that_fails_at_its_beginning_is_left_behind)
 {
     for (unsigned step = 0; step < 6; step++) {
         pl_recovery recovery = PL_NOTHING_FAILED;
@@ -338,15 +345,6 @@ static void fail_between_steps(rank_job *job)
             CHECK(!do_step(job, step, 3));
         if (!CHECK_OK(recover_through(job->comm, &recovery)))
             return;
-    }
-}
-
-TEST(a_step_that_fails_at_its_beginning_is_left_behind)
-{
-    for (size_t k = 0; k < 3 * N_WORLDS; k++) {
-        const hosts it = world_of(k);
-        hosts_run(&it, N_RANGES * ops_arena_bytes(large_elems), fail_between_steps,
-                  NULL, k);
     }
 }
 
@@ -455,7 +453,8 @@ TEST(a_step_that_is_over_is_so_for_who_looks_later)
 }
 
 /* A host goes, while others recover: they learn it, and the world is over. */
-static void go_while_recovering(rank_job *job)
+HOSTS_TEST(2 * N_WORLDS, 2 * ops_arena_bytes(large_elems),
+           a_host_that_goes_while_others_recover_ends_the_world)
 {
     const hosts *it = job->context;
     pl_recovery recovery = PL_NOTHING_FAILED;
@@ -480,16 +479,8 @@ static void go_while_recovering(rank_job *job)
     check_stays_failed(job);
 }
 
-TEST(a_host_that_goes_while_others_recover_ends_the_world)
-{
-    for (size_t k = 0; k < 2 * N_WORLDS; k++) {
-        hosts it = world_of(k);
-        hosts_run(&it, 2 * ops_arena_bytes(large_elems), go_while_recovering, &it, k);
-    }
-}
-
 /* The last host goes after one operation, without a word or with an exception's. */
-static void go_early(rank_job *job)
+HOSTS_TEST(N_WORLDS, 1 << 16, a_host_that_leaves_early_is_named)
 {
     const pl_op op = mean_of(500);
     const hosts *it = job->context;
@@ -510,16 +501,8 @@ static void go_early(rank_job *job)
     check_stays_failed(job);
 }
 
-TEST(a_host_that_leaves_early_is_named)
-{
-    for (size_t k = 0; k < N_WORLDS; k++) {
-        hosts it = world_of(k);
-        hosts_run(&it, 1 << 16, go_early, &it, k);
-    }
-}
-
 /* Leaving is no failure for who has what it needs. */
-static void leave_at_once(rank_job *job)
+HOSTS_TEST(4 * N_WORLDS, 1 << 16, a_host_that_leaves_after_its_part_fails_nobody)
 {
     pl_op op = mean_of(5000);
     pl_ticket ticket = 0;
@@ -531,14 +514,6 @@ static void leave_at_once(rank_job *job)
     CHECK_OK(wait_through(job->comm, ticket));
     pl_comm_leave(job->comm);
     pl_comm_leave(job->comm);
-}
-
-TEST(a_host_that_leaves_after_its_part_fails_nobody)
-{
-    for (size_t k = 0; k < 4 * N_WORLDS; k++) {
-        const hosts it = world_of(k);
-        hosts_run(&it, 1 << 16, leave_at_once, NULL, k);
-    }
 }
 
 static void differ(rank_job *job)

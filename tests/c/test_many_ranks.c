@@ -15,9 +15,14 @@ enum {
     N_BIT_ELEMS = 4099
 };
 
+/* A test that each of many ranks runs. */
+#define MANY_TEST(arena_bytes, name)                                                   \
+    TEST_BY(name, rank_job *job,                                                       \
+            ranks_run_world(N_THREADS, arena_bytes, name##_by, NULL, 1))
+
 /* ---- one host, threads ---------------------------------------------------------- */
 
-static void do_each_kind(rank_job *job)
+MANY_TEST(ops_arena_bytes(N_ELEMS), operations_of_hundreds_of_ranks_are_exact)
 {
     static const pl_dtype dtypes[] = {PL_F64, PL_I32};
     for (unsigned seed = 0; seed < 2 * PL_N_OP_KINDS; seed++) {
@@ -29,11 +34,6 @@ static void do_each_kind(rank_job *job)
         if (!CHECK_OK(ops_run(job->comm, &op, seed)))
             return;
     }
-}
-
-TEST(operations_of_hundreds_of_ranks_are_exact)
-{
-    ranks_run_world(N_THREADS, ops_arena_bytes(N_ELEMS), do_each_kind, NULL, 1);
 }
 
 /* Values whose sum depends on the order; what came is the context's to compare. */
@@ -100,18 +100,13 @@ TEST(the_last_of_hundreds_of_ranks_is_named_when_it_fails)
 }
 
 /* The last rank issues something else. */
-static void differ(rank_job *job)
+MANY_TEST(4096, one_of_hundreds_that_runs_another_operation_is_named)
 {
     const int culprit = job->world_size - 1;
     const pl_op op = {.dtype = PL_F32, .n_elems = job->rank == culprit ? 3 : 4};
     pl_status st = do_op(job->comm, &op);
     CHECK(st == PL_EMISMATCH &&
           (job->rank == culprit || blames(pl_error_message(), job->rank, culprit)));
-}
-
-TEST(one_of_hundreds_that_runs_another_operation_is_named)
-{
-    ranks_run_world(N_THREADS, 4096, differ, NULL, 1);
 }
 
 /* ---- one host, processes -------------------------------------------------------- */

@@ -13,9 +13,16 @@ static void run_world(int world_size, uint64_t seed, child_fn run)
     board_destroy(all);
 }
 
+/* A test that each rank runs in a process of its own, in worlds of some sizes. */
+#define SHM_TEST(least, most, seed, name)                                              \
+    TEST_BY(name, child *self, {                                                       \
+        for (int world_size = least; world_size <= (most); world_size++)               \
+            run_world(world_size, seed, name##_by);                                    \
+    })
+
 /* ---- operations ----------------------------------------------------------------- */
 
-static void reduce_often(child *self)
+SHM_TEST(1, 4, (uint64_t)world_size, processes_reduce_exactly_in_worlds_of_1_to_4)
 {
     draw_rest(&self->random, 3 * PLI_MS);
     if (!CHECK_OK(child_join(self)))
@@ -30,13 +37,7 @@ static void reduce_often(child *self)
     }
 }
 
-TEST(processes_reduce_exactly_in_worlds_of_1_to_4)
-{
-    for (int world_size = 1; world_size <= 4; world_size++)
-        run_world(world_size, (uint64_t)world_size, reduce_often);
-}
-
-static void do_every_kind(child *self)
+SHM_TEST(2, 4, 7, processes_do_every_kind_of_operation)
 {
     const int world_size = self->board->world_size;
     if (!CHECK_OK(child_join(self)))
@@ -54,13 +55,7 @@ static void do_every_kind(child *self)
     }
 }
 
-TEST(processes_do_every_kind_of_operation)
-{
-    for (int world_size = 2; world_size <= 4; world_size++)
-        run_world(world_size, 7, do_every_kind);
-}
-
-static void join_and_leave_often(child *self)
+SHM_TEST(3, 3, 1, worlds_made_one_after_another_leave_no_descriptor_and_no_mapping)
 {
     for (int round = 0; round < 10; round++) {
         if (!CHECK_OK(child_join(self)))
@@ -79,14 +74,9 @@ static void join_and_leave_often(child *self)
     }
 }
 
-TEST(worlds_made_one_after_another_leave_no_descriptor_and_no_mapping)
-{
-    run_world(3, 1, join_and_leave_often);
-}
-
 /* ---- failing softly ------------------------------------------------------------- */
 
-static void abort_and_go_on(child *self)
+SHM_TEST(3, 3, 2, processes_go_on_after_an_aborted_step)
 {
     const int world_size = self->board->world_size;
     if (!CHECK_OK(child_join(self)))
@@ -111,15 +101,10 @@ static void abort_and_go_on(child *self)
     }
 }
 
-TEST(processes_go_on_after_an_aborted_step)
-{
-    run_world(3, 2, abort_and_go_on);
-}
-
 /* ---- processes of a rank's own -------------------------------------------------- */
 
 /* Like a worker of a data loader: a child of the rank ends while the ranks go on. */
-static void have_children_that_end(child *self)
+SHM_TEST(2, 2, 3, children_of_a_rank_come_and_go_without_a_word_to_the_world)
 {
     if (!CHECK_OK(child_join(self)))
         return;
@@ -141,14 +126,9 @@ static void have_children_that_end(child *self)
     }
 }
 
-TEST(children_of_a_rank_come_and_go_without_a_word_to_the_world)
-{
-    run_world(2, 3, have_children_that_end);
-}
-
 /* ---- construction that cannot be ------------------------------------------------ */
 
-static void ask_for_different_arenas(child *self)
+SHM_TEST(2, 4, 1, ranks_that_ask_for_different_arenas_make_no_world)
 {
     if (self->rank == self->board->world_size - 1) {
         board mine = *self->board;
@@ -165,12 +145,6 @@ static void ask_for_different_arenas(child *self)
     }
     CHECK(n_open_descriptors() == self->n_descriptors);
     CHECK(n_shared_mappings() == 0);
-}
-
-TEST(ranks_that_ask_for_different_arenas_make_no_world)
-{
-    for (int world_size = 2; world_size <= 4; world_size++)
-        run_world(world_size, 1, ask_for_different_arenas);
 }
 
 static int yes(void *context)
