@@ -96,6 +96,14 @@ static void bench_close(bench *self)
     nothing_is_left();
 }
 
+#define BENCH_TEST(schedule, name)                                                     \
+    TEST_BY(name, bench *self, {                                                       \
+        bench it;                                                                      \
+        if (bench_open(&it, schedule))                                                 \
+            name##_by(&it);                                                            \
+        bench_close(&it);                                                              \
+    })
+
 /* y = x on a stream */
 static int copy_on(const bench *self, pl_stream *stream)
 {
@@ -240,23 +248,19 @@ TEST(a_construction_without_memory_leaves_nothing_behind)
 
 /* ---- memory --------------------------------------------------------------------- */
 
-TEST(memory_comes_aligned_and_is_given_back)
+BENCH_TEST(FAKE_LATE, memory_comes_aligned_and_is_given_back)
 {
-    bench self;
     void *some = NULL, *none = NULL;
-    if (bench_open(&self, FAKE_LATE)) {
-        pl_backend *const backend = self.backend;
-        CHECK_OK(backend->ops->alloc(backend, 100, &some));
-        CHECK_OK(backend->ops->alloc(backend, 0, &none));
-        CHECK(some != NULL && (uintptr_t)some % PL_CACHE_LINE == 0);
-        CHECK(none != NULL && none != some);
-        CHECK(fake_live(FAKE_ALLOCATIONS) == 4);
-        backend->ops->free(backend, some);
-        backend->ops->free(backend, none);
-        backend->ops->free(backend, NULL);
-        CHECK(fake_live(FAKE_ALLOCATIONS) == 2);
-    }
-    bench_close(&self);
+    pl_backend *const backend = self->backend;
+    CHECK_OK(backend->ops->alloc(backend, 100, &some));
+    CHECK_OK(backend->ops->alloc(backend, 0, &none));
+    CHECK(some != NULL && (uintptr_t)some % PL_CACHE_LINE == 0);
+    CHECK(none != NULL && none != some);
+    CHECK(fake_live(FAKE_ALLOCATIONS) == 4);
+    backend->ops->free(backend, some);
+    backend->ops->free(backend, none);
+    backend->ops->free(backend, NULL);
+    CHECK(fake_live(FAKE_ALLOCATIONS) == 2);
 }
 
 TEST(more_memory_than_there_is_is_refused_with_both_sizes)
@@ -279,23 +283,20 @@ TEST(more_memory_than_there_is_is_refused_with_both_sizes)
     nothing_is_left();
 }
 
-TEST(a_read_is_done_when_it_returns_in_pinned_memory_too)
+BENCH_TEST(FAKE_LATE, a_read_is_done_when_it_returns_in_pinned_memory_too)
 {
-    bench self;
     void *pinned = NULL;
     pli_cuda_scope scope;
-    if (bench_open(&self, FAKE_LATE) &&
-        CHECK_OK(pli_cuda_enter(self.backend, &scope))) {
-        CHECK(cuMemHostAlloc(&pinned, N_BYTES, 0) == 0);
-        pli_cuda_leave(self.backend, &scope);
-        memset(pinned, 0, N_BYTES);
-        CHECK_OK(pli_cuda_read(self.backend, pinned, self.x, N_BYTES, self.a));
-        CHECK(((const float *)pinned)[N - 1] == (float)N);
-        CHECK_OK(pli_cuda_enter(self.backend, &scope));
-        CHECK(cuMemFreeHost(pinned) == 0);
-        pli_cuda_leave(self.backend, &scope);
-    }
-    bench_close(&self);
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CHECK(cuMemHostAlloc(&pinned, N_BYTES, 0) == 0);
+    pli_cuda_leave(self->backend, &scope);
+    memset(pinned, 0, N_BYTES);
+    CHECK_OK(pli_cuda_read(self->backend, pinned, self->x, N_BYTES, self->a));
+    CHECK(((const float *)pinned)[N - 1] == (float)N);
+    CHECK_OK(pli_cuda_enter(self->backend, &scope));
+    CHECK(cuMemFreeHost(pinned) == 0);
+    pli_cuda_leave(self->backend, &scope);
 }
 
 /* ---- order ---------------------------------------------------------------------- */
@@ -321,48 +322,41 @@ TEST(an_event_orders_one_stream_behind_another)
     }
 }
 
-TEST(an_event_says_whether_it_is_done_and_never_waits)
+BENCH_TEST(FAKE_LATE, an_event_says_whether_it_is_done_and_never_waits)
 {
-    bench self;
     pl_event *event = NULL;
     int is_done = 7;
-    if (bench_open(&self, FAKE_LATE) &&
-        CHECK_OK(self.backend->ops->event_create(self.backend, &event))) {
-        pl_backend *const backend = self.backend;
-        CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
-        CHECK(is_done == 1); /* never recorded */
-        (void)copy_on(&self, self.a);
-        CHECK_OK(backend->ops->event_record(backend, event, self.a));
-        fake_fail("cuEventQuery", 1, CUDA_ERROR_NOT_READY);
-        CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
-        CHECK(is_done == 0);
-        CHECK(fake_pending() > 0);
-        CHECK_OK(backend->ops->synchronize(backend, self.a));
-        CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
-        CHECK(is_done == 1);
-        is_done = 7;
-        fake_fail("cuEventQuery", 1, CUDA_ERROR_LAUNCH_FAILED);
-        CHECK_FAILS(backend->ops->event_is_done(backend, event, &is_done), PL_ESYS,
-                    "CUDA error 719");
-        CHECK(is_done == 7);
-        backend->ops->event_destroy(backend, event);
-        backend->ops->event_destroy(backend, NULL);
-    }
-    bench_close(&self);
+    if (!CHECK_OK(self->backend->ops->event_create(self->backend, &event)))
+        return;
+    pl_backend *const backend = self->backend;
+    CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
+    CHECK(is_done == 1); /* never recorded */
+    (void)copy_on(self, self->a);
+    CHECK_OK(backend->ops->event_record(backend, event, self->a));
+    fake_fail("cuEventQuery", 1, CUDA_ERROR_NOT_READY);
+    CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
+    CHECK(is_done == 0);
+    CHECK(fake_pending() > 0);
+    CHECK_OK(backend->ops->synchronize(backend, self->a));
+    CHECK_OK(backend->ops->event_is_done(backend, event, &is_done));
+    CHECK(is_done == 1);
+    is_done = 7;
+    fake_fail("cuEventQuery", 1, CUDA_ERROR_LAUNCH_FAILED);
+    CHECK_FAILS(backend->ops->event_is_done(backend, event, &is_done), PL_ESYS,
+                "CUDA error 719");
+    CHECK(is_done == 7);
+    backend->ops->event_destroy(backend, event);
+    backend->ops->event_destroy(backend, NULL);
 }
 
-TEST(the_side_stream_waits_for_nobody_it_was_not_told_to)
+BENCH_TEST(FAKE_LATE, the_side_stream_waits_for_nobody_it_was_not_told_to)
 {
-    bench self;
-    if (bench_open(&self, FAKE_LATE)) {
-        pl_backend *const backend = self.backend;
-        (void)copy_on(&self, pli_cuda_side_stream(backend));
-        CHECK_OK(backend->ops->synchronize(backend, NULL)); /* the legacy stream */
-        CHECK(y_is_x(&self, self.a) == 0);
-        CHECK_OK(backend->ops->synchronize(backend, pli_cuda_side_stream(backend)));
-        CHECK(y_is_x(&self, self.a) == 1);
-    }
-    bench_close(&self);
+    pl_backend *const backend = self->backend;
+    (void)copy_on(self, pli_cuda_side_stream(backend));
+    CHECK_OK(backend->ops->synchronize(backend, NULL)); /* the legacy stream */
+    CHECK(y_is_x(self, self->a) == 0);
+    CHECK_OK(backend->ops->synchronize(backend, pli_cuda_side_stream(backend)));
+    CHECK(y_is_x(self, self->a) == 1);
 }
 
 /* ---- threads and contexts ------------------------------------------------------- */
@@ -386,31 +380,29 @@ static void *use_without_a_context(void *context)
     return NULL;
 }
 
-TEST(any_thread_may_call_whatever_context_is_current_there)
+BENCH_TEST(FAKE_LATE, any_thread_may_call_whatever_context_is_current_there)
 {
-    bench self;
     pl_backend *other = NULL;
     pthread_t thread;
-    if (bench_open(&self, FAKE_LATE) && CHECK_OK(open_device(1, &other))) {
-        pli_cuda_scope outer, inner;
-        if (CHECK(pthread_create(&thread, NULL, use_without_a_context, &self) == 0))
-            (void)pthread_join(thread, NULL);
-        CHECK_OK(pli_cuda_enter(other, &outer));
-        CHECK(fake_context_depth() == 1);
-        (void)copy_on(&self, self.b);
-        CHECK(y_is_x(&self, self.b) == 1);
-        CHECK(fake_context_depth() == 1);
-        CHECK_OK(pli_cuda_enter(self.backend, &inner)); /* they nest */
-        CHECK(fake_context_depth() == 2);
-        pli_cuda_leave(self.backend, &inner);
-        pli_cuda_leave(other, &outer);
-        CHECK(fake_context_depth() == 0);
-    }
+    pli_cuda_scope outer, inner;
+    if (!CHECK_OK(open_device(1, &other)))
+        return;
+    if (CHECK(pthread_create(&thread, NULL, use_without_a_context, self) == 0))
+        (void)pthread_join(thread, NULL);
+    CHECK_OK(pli_cuda_enter(other, &outer));
+    CHECK(fake_context_depth() == 1);
+    (void)copy_on(self, self->b);
+    CHECK(y_is_x(self, self->b) == 1);
+    CHECK(fake_context_depth() == 1);
+    CHECK_OK(pli_cuda_enter(self->backend, &inner)); /* they nest */
+    CHECK(fake_context_depth() == 2);
+    pli_cuda_leave(self->backend, &inner);
+    pli_cuda_leave(other, &outer);
+    CHECK(fake_context_depth() == 0);
     pli_backend_destroy(other);
-    bench_close(&self);
 }
 
-TEST(what_every_step_does_allocates_and_asks_nothing)
+BENCH_TEST(FAKE_RANDOM, what_every_step_does_allocates_and_asks_nothing)
 {
     static const char *const never[] = {
         "cuCtxPushCurrent",  "cuMemAlloc",          "cuMemFree",
@@ -419,28 +411,25 @@ TEST(what_every_step_does_allocates_and_asks_nothing)
     };
     const size_t n = sizeof never / sizeof never[0];
     int before[sizeof never / sizeof never[0]];
-    bench self;
     pl_event *event = NULL;
     pli_cuda_scope scope;
-    if (bench_open(&self, FAKE_RANDOM) &&
-        CHECK_OK(self.backend->ops->event_create(self.backend, &event)) &&
-        CHECK_OK(pli_cuda_enter(self.backend, &scope))) { /* as torch has done */
-        for (size_t i = 0; i < n; i++)
-            before[i] = fake_count(never[i]);
-        pli_fault_arm(PLI_FAULT_ALLOC, 0);
-        for (int step = 0; step < 10; step++) {
-            (void)copy_on(&self, self.a);
-            CHECK_OK(self.backend->ops->event_record(self.backend, event, self.a));
-            CHECK_OK(self.backend->ops->event_wait(self.backend, event, self.b));
-        }
-        CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 0);
-        for (size_t i = 0; i < n; i++)
-            if (!CHECK(fake_count(never[i]) == before[i]))
-                CHECK_MORE("%s was called", never[i]);
-        pli_cuda_leave(self.backend, &scope);
-        self.backend->ops->event_destroy(self.backend, event);
+    if (!CHECK_OK(self->backend->ops->event_create(self->backend, &event)) ||
+        !CHECK_OK(pli_cuda_enter(self->backend, &scope))) /* as torch has done */
+        return;
+    for (size_t i = 0; i < n; i++)
+        before[i] = fake_count(never[i]);
+    pli_fault_arm(PLI_FAULT_ALLOC, 0);
+    for (int step = 0; step < 10; step++) {
+        (void)copy_on(self, self->a);
+        CHECK_OK(self->backend->ops->event_record(self->backend, event, self->a));
+        CHECK_OK(self->backend->ops->event_wait(self->backend, event, self->b));
     }
-    bench_close(&self);
+    CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 0);
+    for (size_t i = 0; i < n; i++)
+        if (!CHECK(fake_count(never[i]) == before[i]))
+            CHECK_MORE("%s was called", never[i]);
+    pli_cuda_leave(self->backend, &scope);
+    self->backend->ops->event_destroy(self->backend, event);
 }
 
 TEST(a_call_that_fails_says_what_and_leaves_the_context_as_it_was)
@@ -533,60 +522,53 @@ static void *look_while_another_captures(void *context)
     return NULL;
 }
 
-TEST(a_capture_takes_what_its_stream_is_given_and_disturbs_nobody)
+BENCH_TEST(FAKE_LATE, a_capture_takes_what_its_stream_is_given_and_disturbs_nobody)
 {
-    bench self;
     pthread_t thread;
     pli_cuda_scope scope;
     CUgraph graph = NULL;
     CUgraphExec exec = NULL;
     int is_capturing = 7;
-    if (bench_open(&self, FAKE_LATE) &&
-        CHECK_OK(pli_cuda_enter(self.backend, &scope))) {
-        CUstream const a = (CUstream)(void *)self.a;
-        pli_cuda_leave(self.backend, &scope);
-        CHECK_OK(pli_cuda_is_capturing(self.backend, self.a, &is_capturing));
-        CHECK(is_capturing == 0);
-        CHECK(cuStreamBeginCapture(a, CU_STREAM_CAPTURE_MODE_GLOBAL) == 0);
-        CHECK_OK(pli_cuda_is_capturing(self.backend, self.a, &is_capturing));
-        CHECK(is_capturing != 0);
-        CHECK_OK(pli_cuda_is_capturing(self.backend, self.b, &is_capturing));
-        CHECK(is_capturing == 0);
-        (void)copy_on(&self, self.a);
-        if (CHECK(pthread_create(&thread, NULL, look_while_another_captures, &self) ==
-                  0))
-            (void)pthread_join(thread, NULL);
-        CHECK(cuStreamEndCapture(a, &graph) == 0);
-        CHECK(y_is_x(&self, self.a) == 0);
-        CHECK_OK(pli_cuda_enter(self.backend, &scope));
-        CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
-        CHECK(cuGraphLaunch(exec, a) == 0);
-        CHECK(y_is_x(&self, self.a) == 1);
-        CHECK(cuGraphExecDestroy(exec) == 0);
-        CHECK(cuGraphDestroy(graph) == 0);
-        pli_cuda_leave(self.backend, &scope);
-    }
-    bench_close(&self);
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+        return;
+    CUstream const a = (CUstream)(void *)self->a;
+    pli_cuda_leave(self->backend, &scope);
+    CHECK_OK(pli_cuda_is_capturing(self->backend, self->a, &is_capturing));
+    CHECK(is_capturing == 0);
+    CHECK(cuStreamBeginCapture(a, CU_STREAM_CAPTURE_MODE_GLOBAL) == 0);
+    CHECK_OK(pli_cuda_is_capturing(self->backend, self->a, &is_capturing));
+    CHECK(is_capturing != 0);
+    CHECK_OK(pli_cuda_is_capturing(self->backend, self->b, &is_capturing));
+    CHECK(is_capturing == 0);
+    (void)copy_on(self, self->a);
+    if (CHECK(pthread_create(&thread, NULL, look_while_another_captures, self) == 0))
+        (void)pthread_join(thread, NULL);
+    CHECK(cuStreamEndCapture(a, &graph) == 0);
+    CHECK(y_is_x(self, self->a) == 0);
+    CHECK_OK(pli_cuda_enter(self->backend, &scope));
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
+    CHECK(cuGraphLaunch(exec, a) == 0);
+    CHECK(y_is_x(self, self->a) == 1);
+    CHECK(cuGraphExecDestroy(exec) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+    pli_cuda_leave(self->backend, &scope);
 }
 
-TEST(a_scope_leaves_the_threads_own_capture_mode_as_it_was)
+BENCH_TEST(FAKE_LATE, a_scope_leaves_the_threads_own_capture_mode_as_it_was)
 {
-    bench self;
     pli_cuda_scope outer, inner;
-    if (bench_open(&self, FAKE_LATE) &&
-        CHECK_OK(pli_cuda_enter(self.backend, &outer)) &&
-        CHECK_OK(pli_cuda_enter(self.backend, &inner))) {
-        int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        pli_cuda_leave(self.backend, &inner);
-        CHECK(self.driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
-        CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED); /* the outer scope's */
-        CHECK(self.driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
-        pli_cuda_leave(self.backend, &outer);
-        mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-        CHECK(self.driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
-        CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
-    }
-    bench_close(&self);
+    if (!CHECK_OK(pli_cuda_enter(self->backend, &outer)) ||
+        !CHECK_OK(pli_cuda_enter(self->backend, &inner)))
+        return;
+    int mode = CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    pli_cuda_leave(self->backend, &inner);
+    CHECK(self->driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED); /* the outer scope's */
+    CHECK(self->driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
+    pli_cuda_leave(self->backend, &outer);
+    mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+    CHECK(self->driver->cuThreadExchangeStreamCaptureMode(&mode) == 0);
+    CHECK(mode == CU_STREAM_CAPTURE_MODE_GLOBAL);
 }
 
 /* ---- moves ---------------------------------------------------------------------- */
@@ -598,94 +580,83 @@ static int y_equals(const bench *self, const float *wanted)
            CHECK(memcmp(y, wanted, sizeof y) == 0);
 }
 
-TEST(every_move_is_made_on_the_stream_that_is_named)
+BENCH_TEST(FAKE_LATE, every_move_is_made_on_the_stream_that_is_named)
 {
-    bench self;
     float wanted[N];
-    if (bench_open(&self, FAKE_LATE)) {
-        pl_backend *const it = self.backend;
-        const pl_move move = {
-            .to = self.y, .from = self.x, .dtype = PL_F32, .n_elems = N};
-        const pl_rank_ranges slots = {.to = self.y,
-                                      .from = self.x,
-                                      .stride_bytes = N_BYTES / 2,
-                                      .n_ranks = 2,
-                                      .dtype = PL_F32,
-                                      .reduction = PL_SUM,
-                                      .n_elems = N / 2};
-        CHECK_OK(it->ops->add(it, &move, 1, self.a));
-        CHECK_OK(it->ops->add(it, &move, 1, self.a));
-        CHECK_OK(it->ops->scale(it, &move, 1, 3, 2, self.a));
-        CHECK(y_is_x(&self, self.b) == 0);
-        for (int i = 0; i < N; i++)
-            wanted[i] = (float)(3 * (i + 1));
-        (void)y_equals(&self, wanted);
-        CHECK_OK(it->ops->sum(it, &slots, self.a));
-        for (int i = 0; i < N / 2; i++)
-            wanted[i] = (float)(2 * i + 2 + N / 2);
-        (void)y_equals(&self, wanted);
-        pl_rank_ranges only = slots;
-        only.n_ranks = 1;
-        CHECK_OK(it->ops->sum(it, &only, self.a));
-        for (int i = 0; i < N / 2; i++)
-            wanted[i] = (float)(i + 1);
-        (void)y_equals(&self, wanted);
-    }
-    bench_close(&self);
+    pl_backend *const it = self->backend;
+    const pl_move move = {
+        .to = self->y, .from = self->x, .dtype = PL_F32, .n_elems = N};
+    const pl_rank_ranges slots = {.to = self->y,
+                                  .from = self->x,
+                                  .stride_bytes = N_BYTES / 2,
+                                  .n_ranks = 2,
+                                  .dtype = PL_F32,
+                                  .reduction = PL_SUM,
+                                  .n_elems = N / 2};
+    CHECK_OK(it->ops->add(it, &move, 1, self->a));
+    CHECK_OK(it->ops->add(it, &move, 1, self->a));
+    CHECK_OK(it->ops->scale(it, &move, 1, 3, 2, self->a));
+    CHECK(y_is_x(self, self->b) == 0);
+    for (int i = 0; i < N; i++)
+        wanted[i] = (float)(3 * (i + 1));
+    (void)y_equals(self, wanted);
+    CHECK_OK(it->ops->sum(it, &slots, self->a));
+    for (int i = 0; i < N / 2; i++)
+        wanted[i] = (float)(2 * i + 2 + N / 2);
+    (void)y_equals(self, wanted);
+    pl_rank_ranges only = slots;
+    only.n_ranks = 1;
+    CHECK_OK(it->ops->sum(it, &only, self->a));
+    for (int i = 0; i < N / 2; i++)
+        wanted[i] = (float)(i + 1);
+    (void)y_equals(self, wanted);
 }
 
-TEST(a_refresh_and_its_checksums_are_on_the_stream_that_is_named)
+BENCH_TEST(FAKE_LATE, a_refresh_and_its_checksums_are_on_the_stream_that_is_named)
 {
     enum { N_SUMS = 2 };
-    bench self;
     uint64_t found[N_SUMS] = {0}, *sums = NULL;
     const size_t n_bytes = sizeof found;
-    if (bench_open(&self, FAKE_LATE)) {
-        pl_backend *const it = self.backend;
-        const pli_piece piece = {self.y, self.x, N_BYTES, 0, 0};
-        CHECK_OK(it->ops->alloc(it, n_bytes, (void **)&sums));
-        CHECK_OK(pli_cuda_write(it, sums, found, n_bytes, self.a));
-        CHECK_OK(pli_cuda_checksum(it, &piece, 1, sums, self.a));
-        CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self.b));
-        CHECK(found[0] == 0);
-        CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self.a));
-        CHECK(found[0] != 0 && found[1] == 0);
-        CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums, self.a));
-        CHECK(y_is_x(&self, self.a) == 0);
-        CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums + 1, self.a));
-        CHECK(y_is_x(&self, self.b) == 0);
-        CHECK(y_is_x(&self, self.a) == 1);
-        it->ops->free(it, sums);
-    }
-    bench_close(&self);
+    pl_backend *const it = self->backend;
+    const pli_piece piece = {self->y, self->x, N_BYTES, 0, 0};
+    CHECK_OK(it->ops->alloc(it, n_bytes, (void **)&sums));
+    CHECK_OK(pli_cuda_write(it, sums, found, n_bytes, self->a));
+    CHECK_OK(pli_cuda_checksum(it, &piece, 1, sums, self->a));
+    CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self->b));
+    CHECK(found[0] == 0);
+    CHECK_OK(pli_cuda_read(it, found, sums, n_bytes, self->a));
+    CHECK(found[0] != 0 && found[1] == 0);
+    CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums, self->a));
+    CHECK(y_is_x(self, self->a) == 0);
+    CHECK_OK(pli_cuda_refresh(it, &piece, 1, sums, sums + 1, self->a));
+    CHECK(y_is_x(self, self->b) == 0);
+    CHECK(y_is_x(self, self->a) == 1);
+    it->ops->free(it, sums);
 }
 
 /* ---- a forked child ------------------------------------------------------------- */
 
-TEST(a_forked_child_is_told_and_leaves_the_parents_device_alone)
+BENCH_TEST(FAKE_LATE, a_forked_child_is_told_and_leaves_the_parents_device_alone)
 {
-    bench self;
     pl_event *event = NULL;
-    if (bench_open(&self, FAKE_LATE) &&
-        CHECK_OK(self.backend->ops->event_create(self.backend, &event))) {
-        pl_backend *const it = self.backend;
-        const pid_t pid = fork();
-        if (pid == 0) {
-            pl_backend *again = NULL;
-            const int n_frees = fake_count("cuMemFree");
-            int is_well = open_device(0, &again) == PL_ESTATE && again == NULL;
-            is_well &= strstr(pl_error_message(), "spawn") != NULL;
-            it->ops->free(it, self.x);
-            it->ops->event_destroy(it, event);
-            pli_backend_destroy(it);
-            is_well &= fake_count("cuMemFree") == n_frees;
-            is_well &= fake_count("cuEventDestroy") == 0;
-            is_well &= fake_live(FAKE_CONTEXTS) == 1;
-            _exit(is_well ? 0 : 1);
-        }
-        int status = -1;
-        CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0);
+    if (!CHECK_OK(self->backend->ops->event_create(self->backend, &event)))
+        return;
+    pl_backend *const it = self->backend;
+    const pid_t pid = fork();
+    if (pid == 0) {
+        pl_backend *again = NULL;
+        const int n_frees = fake_count("cuMemFree");
+        int is_well = open_device(0, &again) == PL_ESTATE && again == NULL;
+        is_well &= strstr(pl_error_message(), "spawn") != NULL;
+        it->ops->free(it, self->x);
         it->ops->event_destroy(it, event);
+        pli_backend_destroy(it);
+        is_well &= fake_count("cuMemFree") == n_frees;
+        is_well &= fake_count("cuEventDestroy") == 0;
+        is_well &= fake_live(FAKE_CONTEXTS) == 1;
+        _exit(is_well ? 0 : 1);
     }
-    bench_close(&self);
+    int status = -1;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0);
+    it->ops->event_destroy(it, event);
 }

@@ -32,9 +32,8 @@ static void choose_path(void)
 
 static pli_recorder *create(void)
 {
-    pli_recorder *recorder = NULL;
-    return CHECK_OK(pli_recorder_create(path, "{\"rank\": 3}", &recorder)) ? recorder
-                                                                           : NULL;
+    pli_recorder *out = NULL;
+    return CHECK_OK(pli_recorder_create(path, "{\"rank\": 3}", &out)) ? out : NULL;
 }
 
 static const pli_recorder_file *map(void)
@@ -45,15 +44,31 @@ static const pli_recorder_file *map(void)
     return base == MAP_FAILED ? NULL : base;
 }
 
-static void unmap(const pli_recorder_file *file)
-{
-    (void)munmap((void *)(uintptr_t)file, sizeof *file);
-}
-
 static int is_linked(void)
 {
     return access(path, F_OK) == 0;
 }
+
+/* Of the test that runs, and its file as a reader has it. */
+static pli_recorder *recorder;
+static const pli_recorder_file *file;
+
+static void unmap(void)
+{
+    (void)munmap((void *)(uintptr_t)file, sizeof *file);
+}
+
+#define RECORDER_TEST(name)                                                            \
+    TEST_BY(name, void, {                                                              \
+        recorder = create();                                                           \
+        file = map();                                                                  \
+        if (CHECK(recorder != NULL && file != NULL)) {                                 \
+            name##_by();                                                               \
+            unmap();                                                                   \
+        }                                                                              \
+        pli_recorder_destroy(recorder);                                                \
+        CHECK(!is_linked());                                                           \
+    })
 
 /* What a reader takes of a record. */
 typedef struct copied {
@@ -82,25 +97,21 @@ static int read_record(const pli_record *record, copied *out)
 }
 
 /* One whose numbers all follow from its own. */
-static void take_step(pli_recorder *recorder, uint64_t step)
+static void take_step(pli_recorder *self, uint64_t step)
 {
-    pli_recorder_activity(recorder, PL_FORWARD, step);
-    pli_recorder_activity(recorder, PL_IDLE, step);
-    pli_recorder_activity(recorder, PL_BACKWARD, step);
-    pli_recorder_plan(recorder, (size_t)step, 7 * (size_t)step);
-    pli_recorder_ready(recorder, 0, 5 * (size_t)step);
-    pli_recorder_activity(recorder, PL_FINISHING, step);
-    pli_recorder_reduced(recorder);
-    pli_recorder_activity(recorder, PL_IDLE, step);
+    pli_recorder_activity(self, PL_FORWARD, step);
+    pli_recorder_activity(self, PL_IDLE, step);
+    pli_recorder_activity(self, PL_BACKWARD, step);
+    pli_recorder_plan(self, (size_t)step, 7 * (size_t)step);
+    pli_recorder_ready(self, 0, 5 * (size_t)step);
+    pli_recorder_activity(self, PL_FINISHING, step);
+    pli_recorder_reduced(self);
+    pli_recorder_activity(self, PL_IDLE, step);
 }
 
-TEST(a_step_is_there_once_it_has_ended)
+RECORDER_TEST(a_step_is_there_once_it_has_ended)
 {
     copied found;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
-    if (recorder == NULL || !CHECK(file != NULL))
-        return;
     CHECK(file->magic == PLI_RECORDER_MAGIC && file->version == PLI_RECORDER_VERSION);
     CHECK(strcmp(file->who, "{\"rank\": 3}") == 0);
     CHECK(!read_record(&file->records[5], &found));
@@ -113,46 +124,33 @@ TEST(a_step_is_there_once_it_has_ended)
     CHECK(found.begin > 0 && found.begin <= found.backward &&
           found.backward <= found.end);
     CHECK(file->activity == PL_IDLE && file->awaiting == PLI_RECORDER_NOBODY);
-    unmap(file);
-    pli_recorder_destroy(recorder);
-    CHECK(!is_linked());
 }
 
-TEST(the_last_steps_are_kept)
+RECORDER_TEST(the_last_steps_are_kept)
 {
     copied found;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     for (uint64_t step = 1; step <= 3 * N_KEPT + 7; step++)
         take_step(recorder, step);
     for (int i = 0; i < N_KEPT; i++) {
         CHECK(read_record(&file->records[i], &found));
         CHECK(found.step % N_KEPT == i && found.step > 2 * N_KEPT + 7);
     }
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-TEST(a_step_that_fails_is_never_shown)
+RECORDER_TEST(a_step_that_fails_is_never_shown)
 {
     copied found;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     pli_recorder_activity(recorder, PL_FORWARD, 1);
     pli_recorder_activity(recorder, PL_IDLE, 1);
     pli_recorder_activity(recorder, PL_BACKWARD, 1);
     take_step(recorder, 2);
     CHECK(!read_record(&file->records[1], &found));
     CHECK(read_record(&file->records[2], &found));
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-TEST(a_forward_without_a_backward_is_a_step_when_the_next_begins)
+RECORDER_TEST(a_forward_without_a_backward_is_a_step_when_the_next_begins)
 {
     copied found;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     for (uint64_t step = 1; step <= 2; step++) {
         pli_recorder_activity(recorder, PL_FORWARD, step);
         pli_recorder_activity(recorder, PL_IDLE, step);
@@ -160,14 +158,10 @@ TEST(a_forward_without_a_backward_is_a_step_when_the_next_begins)
     CHECK(read_record(&file->records[1], &found));
     CHECK(found.step == 1 && found.backward == 0 && found.end >= found.begin);
     CHECK(!read_record(&file->records[2], &found));
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-TEST(a_wait_does_not_count_the_work_done_in_it)
+RECORDER_TEST(a_wait_does_not_count_the_work_done_in_it)
 {
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     const pli_record *record = &file->records[1];
     pli_recorder_activity(recorder, PL_BACKWARD, 1);
     const int64_t begin = pli_recorder_wait_begins(recorder);
@@ -184,14 +178,10 @@ TEST(a_wait_does_not_count_the_work_done_in_it)
           record->reducing_ns);
     pli_recorder_wait_ends(recorder, begin, PLI_RECORDER_NOBODY);
     CHECK(record->awaited == 4);
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-TEST(more_buckets_than_have_room_are_counted)
+RECORDER_TEST(more_buckets_than_have_room_are_counted)
 {
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     const pli_record *record = &file->records[1];
     pli_recorder_activity(recorder, PL_BACKWARD, 1);
     pli_recorder_plan(recorder, 1000, 1);
@@ -202,25 +192,21 @@ TEST(more_buckets_than_have_room_are_counted)
     }
     CHECK(record->n_buckets == 1000);
     CHECK(file->records[2].sequence == 0 && file->records[2].step == 0);
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-static void *write_steps(void *recorder)
+static void *write_steps(void *none)
 {
     for (uint64_t step = 1; step <= N_STEPS; step++)
         take_step(recorder, step);
-    return NULL;
+    return none;
 }
 
 /* The reader looks at the records that are written next. */
-TEST(no_reader_sees_half_a_step)
+RECORDER_TEST(no_reader_sees_half_a_step)
 {
     copied found;
     pthread_t writer;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
-    if (!CHECK(pthread_create(&writer, NULL, write_steps, recorder) == 0))
+    if (!CHECK(pthread_create(&writer, NULL, write_steps, NULL) == 0))
         return;
     while (load(&file->step) < N_STEPS || load(&file->activity) != PL_IDLE) {
         for (int64_t ahead = 0; ahead < 3; ahead++) {
@@ -237,16 +223,12 @@ done:
     (void)pthread_join(writer, NULL);
     CHECK(read_record(&file->records[N_STEPS % N_KEPT], &found));
     CHECK(found.step == N_STEPS);
-    unmap(file);
-    pli_recorder_destroy(recorder);
 }
 
-TEST(a_forked_child_neither_writes_nor_removes)
+RECORDER_TEST(a_forked_child_neither_writes_nor_removes)
 {
     copied found;
     int status = -1;
-    pli_recorder *recorder = create();
-    const pli_recorder_file *file = map();
     take_step(recorder, 1);
     const pid_t child = fork();
     if (child == 0) {
@@ -261,28 +243,23 @@ TEST(a_forked_child_neither_writes_nor_removes)
     CHECK(!read_record(&file->records[2], &found));
     take_step(recorder, 2);
     CHECK(read_record(&file->records[2], &found));
-    unmap(file);
-    pli_recorder_destroy(recorder);
-    CHECK(!is_linked());
 }
 
-TEST(a_child_of_a_fork_may_have_one_of_its_own)
+RECORDER_TEST(a_child_of_a_fork_may_have_one_of_its_own)
 {
     int status = -1;
-    pli_recorder *parents = create();
     const pid_t child = fork();
     if (child == 0) {
         copied found;
         (void)unlink(path);
-        pli_recorder *recorder = create();
-        const pli_recorder_file *file = map();
-        take_step(recorder, 1);
-        const int is_good = recorder != NULL && read_record(&file->records[1], &found);
-        pli_recorder_destroy(recorder);
+        pli_recorder *own = create();
+        const pli_recorder_file *owns = map();
+        take_step(own, 1);
+        const int is_good = own != NULL && read_record(&owns->records[1], &found);
+        pli_recorder_destroy(own);
         _exit(is_good && !is_linked() ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
-    pli_recorder_destroy(parents);
 }
 
 /* In the middle of a step: what had ended stays readable, the rest is not shown. */
@@ -292,26 +269,25 @@ TEST(a_writer_that_is_killed_leaves_whole_steps)
     int status = 0;
     const pid_t child = fork();
     if (child == 0) {
-        pli_recorder *recorder = create();
+        recorder = create();
         take_step(recorder, 1);
         pli_recorder_activity(recorder, PL_FORWARD, 2);
         (void)raise(SIGKILL);
     }
     CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
-    const pli_recorder_file *file = map();
+    file = map();
     if (!CHECK(file != NULL))
         return;
     CHECK(read_record(&file->records[1], &found) && found.step == 1);
     CHECK(!read_record(&file->records[2], &found));
     CHECK(file->activity == PL_FORWARD && file->step == 2);
-    unmap(file);
+    unmap();
     (void)unlink(path);
 }
 
-TEST(the_file_is_the_users_alone_and_new)
+RECORDER_TEST(the_file_is_the_users_alone_and_new)
 {
     struct stat status;
-    pli_recorder *recorder = create();
     pli_recorder *second = NULL;
     CHECK(stat(path, &status) == 0 && (status.st_mode & 0777) == 0600);
     CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
@@ -322,27 +298,26 @@ TEST(the_file_is_the_users_alone_and_new)
     CHECK(pli_recorder_create(path, "{}", &second) == PL_ESYS && second == NULL);
     pli_recorder_unlink(recorder); /* what is there now is another's */
     CHECK(access(path, F_OK) == 0 && unlink(path) == 0);
-    pli_recorder_destroy(recorder);
 }
 
 TEST(what_fails_leaves_no_file)
 {
     char who[PLI_RECORDER_WHO_BYTES + 1];
-    pli_recorder *recorder = NULL;
+    pli_recorder *none = NULL;
     memset(who, ' ', sizeof who - 1);
     who[sizeof who - 1] = '\0';
-    CHECK(pli_recorder_create(path, who, &recorder) == PL_EINVAL && !is_linked());
+    CHECK(pli_recorder_create(path, who, &none) == PL_EINVAL && !is_linked());
     for (long n = 1; n <= 3; n++) {
         pli_fault_arm(PLI_FAULT_SYSCALL, n);
-        CHECK(pli_recorder_create(path, "{}", &recorder) != PL_OK);
+        CHECK(pli_recorder_create(path, "{}", &none) != PL_OK);
         pli_fault_arm(PLI_FAULT_SYSCALL, 0);
-        CHECK(recorder == NULL && !is_linked());
+        CHECK(none == NULL && !is_linked());
     }
     for (long n = 1; n <= 2; n++) {
         pli_fault_arm(PLI_FAULT_ALLOC, n);
-        CHECK(pli_recorder_create(path, "{}", &recorder) == PL_ENOMEM);
+        CHECK(pli_recorder_create(path, "{}", &none) == PL_ENOMEM);
         pli_fault_arm(PLI_FAULT_ALLOC, 0);
-        CHECK(recorder == NULL && !is_linked());
+        CHECK(none == NULL && !is_linked());
     }
 }
 

@@ -32,36 +32,46 @@ static int create_world(pl_comm **out)
     return is_made;
 }
 
-static char *arena_of(pl_comm *comm)
+/* A world, what a window shows of its arena, and the window, which the test releases.
+ */
+typedef struct scene {
+    pl_comm *comm;
+    char *arena;
+    pli_window *window;
+} scene;
+
+static int scene_open(scene *out)
 {
-    return (char *)pli_comm_arena(comm) + AT;
+    *out = (scene){0};
+    if (!create_world(&out->comm))
+        return 0;
+    out->arena = (char *)pli_comm_arena(out->comm) + AT;
+    return CHECK_OK(pli_window_create(out->comm, AT, N_BYTES, N_SLOTS, &out->window));
 }
 
-TEST(a_window_shows_the_arena_and_writes_to_it)
+#define WINDOW_TEST(name)                                                              \
+    TEST_BY(name, scene *it, {                                                         \
+        scene its;                                                                     \
+        if (scene_open(&its))                                                          \
+            name##_by(&its);                                                           \
+        pl_comm_destroy(its.comm);                                                     \
+        CHECK(n_lone_mappings() == 0);                                                 \
+    })
+
+WINDOW_TEST(a_window_shows_the_arena_and_writes_to_it)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
-    if (!create_world(&comm))
-        return;
-    char *arena = arena_of(comm);
-    if (!CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
-        return;
-    CHECK(window->base != arena);
-    memset(arena, 1, N_BYTES);
+    pli_window *const window = it->window;
+    CHECK(window->base != it->arena);
+    memset(it->arena, 1, N_BYTES);
     CHECK(window->base[0] == 1 && window->base[N_BYTES - 1] == 1);
     window->base[N_BYTES - 1] = 2;
-    CHECK(arena[N_BYTES - 1] == 2);
+    CHECK(it->arena[N_BYTES - 1] == 2);
     pli_window_release(window);
-    pl_comm_destroy(comm);
 }
 
-TEST(views_are_counted_by_slot)
+WINDOW_TEST(views_are_counted_by_slot)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
-        return;
+    pli_window *const window = it->window;
     CHECK(pli_window_n_views(window) == 0);
     pli_window_see(window, 0);
     pli_window_see(window, 3);
@@ -76,18 +86,13 @@ TEST(views_are_counted_by_slot)
     pli_window_unsee(window, 0);
     CHECK(pli_window_n_views(window) == 0);
     pli_window_release(window);
-    pl_comm_destroy(comm);
 }
 
-TEST(a_retired_window_keeps_its_values_at_its_address)
+WINDOW_TEST(a_retired_window_keeps_its_values_at_its_address)
 {
-    pl_comm *comm = NULL;
-    pli_window *old = NULL;
+    pli_window *const old = it->window;
     pli_window *new = NULL;
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &old)))
-        return;
-    char *arena = arena_of(comm);
+    char *arena = it->arena;
     const char *base = old->base;
     const int n_mappings = n_lone_mappings();
     memset(arena, 5, N_BYTES);
@@ -95,7 +100,7 @@ TEST(a_retired_window_keeps_its_values_at_its_address)
     CHECK_OK(pli_window_retire(old));
     CHECK(old->base == base);
     CHECK(n_lone_mappings() == n_mappings - 1);
-    if (!CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &new)))
+    if (!CHECK_OK(pli_window_create(it->comm, AT, N_BYTES, N_SLOTS, &new)))
         return;
     memset(arena, 6, N_BYTES);
     CHECK(base[0] == 5 && base[N_BYTES - 1] == 5);
@@ -108,39 +113,31 @@ TEST(a_retired_window_keeps_its_values_at_its_address)
     CHECK(base[1] == 5); /* the view holds it still */
     pli_window_unsee(old, 1);
     pli_window_release(new);
-    pl_comm_destroy(comm);
-    CHECK(n_lone_mappings() == 0);
 }
 
-TEST(a_window_that_nobody_sees_is_not_copied)
+WINDOW_TEST(a_window_that_nobody_sees_is_not_copied)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
-        return;
+    pli_window *const window = it->window;
     const int n_mappings = n_lone_mappings();
     CHECK_OK(pli_window_retire(window));
     CHECK(n_lone_mappings() == n_mappings);
     pli_window_release(window);
     CHECK(n_lone_mappings() == n_mappings - 1);
-    pl_comm_destroy(comm);
 }
 
 TEST(a_window_lives_as_long_as_its_last_view_even_without_its_world)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
+    scene it;
     const int n_descriptors = n_open_descriptors();
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
+    if (!scene_open(&it))
         return;
-    memset(arena_of(comm), 9, N_BYTES);
+    memset(it.arena, 9, N_BYTES);
+    pli_window *const window = it.window;
     const char *base = window->base;
     pli_window_see(window, 0);
     pli_window_see(window, 2);
     pli_window_release(window);
-    pl_comm_destroy(comm);
+    pl_comm_destroy(it.comm);
     CHECK(n_open_descriptors() == n_descriptors);
     CHECK(n_lone_mappings() == 1);
     CHECK(base[0] == 9 && base[N_BYTES - 1] == 9);
@@ -177,13 +174,9 @@ static long n_virtual_pages(void)
     return n_pages;
 }
 
-TEST(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena)
+WINDOW_TEST(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
-        return;
+    pli_window *const window = it->window;
     pli_window_see(window, 0);
     const long n_pages = n_virtual_pages();
     for (int round = 0; round < 1000; round++) {
@@ -192,11 +185,10 @@ TEST(a_window_that_cannot_be_retired_keeps_no_copy_and_shows_the_arena)
         pli_fault_arm(PLI_FAULT_SYSCALL, 0);
     }
     CHECK(n_virtual_pages() - n_pages < 1000);
-    *arena_of(comm) = 3;
+    *it->arena = 3;
     CHECK(window->base[0] == 3);
     pli_window_unsee(window, 0);
     pli_window_release(window);
-    pl_comm_destroy(comm);
 }
 
 static void *see_and_unsee(void *memory)
@@ -210,14 +202,10 @@ static void *see_and_unsee(void *memory)
     return NULL;
 }
 
-TEST(views_come_and_go_on_any_thread)
+WINDOW_TEST(views_come_and_go_on_any_thread)
 {
-    pl_comm *comm = NULL;
-    pli_window *window = NULL;
+    pli_window *const window = it->window;
     pthread_t threads[3];
-    if (!create_world(&comm) ||
-        !CHECK_OK(pli_window_create(comm, AT, N_BYTES, N_SLOTS, &window)))
-        return;
     for (int i = 0; i < 3; i++) {
         pli_window_see(window, 0);
         if (pthread_create(&threads[i], NULL, see_and_unsee, window) != 0)
@@ -227,8 +215,6 @@ TEST(views_come_and_go_on_any_thread)
     pli_window_release(window); /* the last thread frees it */
     for (int i = 0; i < 3; i++)
         (void)pthread_join(threads[i], NULL);
-    pl_comm_destroy(comm);
-    CHECK(n_lone_mappings() == 0);
 }
 
 /* ---- on a device ---------------------------------------------------------------- */
