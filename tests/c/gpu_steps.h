@@ -292,4 +292,67 @@ static inline int gpu_step(gpu_rank *self, uint64_t step)
     return gpu_end(self);
 }
 
+/* ---- worlds --------------------------------------------------------------------- */
+
+/* What each rank of a world does, with its device: train(), or so many times step(). */
+typedef struct lesson {
+    model it;
+    pli_nccl_library *nccl;
+    int divides_by_active;
+    void (*train)(gpu_rank *self, const struct lesson *what);
+    int (*step)(gpu_rank *self, uint64_t step);
+    uint64_t n_steps;
+    atomic_int n_late, n_renewed; /* of all ranks, when they are done */
+} lesson;
+
+static inline void lesson_rank(rank_job *job)
+{
+    lesson *what = job->context;
+    gpu_rank *self = malloc(sizeof *self);
+    if (self == NULL)
+        exit(2);
+    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
+        if (what->train != NULL)
+            what->train(self, what);
+        for (uint64_t step = 1; step <= what->n_steps; step++)
+            if (!what->step(self, step))
+                break;
+        atomic_fetch_add(&what->n_late, self->n_late);
+        atomic_fetch_add(&what->n_renewed, self->n_renewed);
+        gpu_rank_destroy(self);
+    }
+    free(self);
+}
+
+/* Runs it on a fake that is reset; make() makes the world that the GPUs' is built on.
+ */
+static inline void lesson_run(lesson *what, fake_options options,
+                              int (*make)(const model *it, size_t n_bytes,
+                                          pl_comm **out))
+{
+    const model *it = &what->it;
+    const pl_reducer_spec spec = spec_of(it);
+    pl_comm *comms[PL_MAX_RANKS] = {NULL};
+    options.seed = it->seed;
+    options.devices = it->world_size;
+    options.foreign = 1;
+    fake_reset(&options);
+    for (size_t k = 0; k < N_STEP_KERNELS; k++)
+        fake_register_kernel(step_kernels[k].name, 1, &step_kernels[k].n_bytes,
+                             step_kernels[k].run);
+    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &what->nccl)) ||
+        !make(it, pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES, comms))
+        return;
+    ranks_run(it->world_size, comms, lesson_rank, what, it->seed);
+    pli_nccl_library_release(what->nccl);
+    if (!CHECK(fake_errors() == 0))
+        for (int i = 0; fake_error(i) != NULL; i++)
+            CHECK_MORE("seed %d: %s", (int)it->seed, fake_error(i));
+    /* A communicator whose operations a graph had may end in a thread of its own. */
+    for (int i = 0; i < 5000 && fake_live_objects() > 0; i++)
+        pli_sleep_ns(PLI_MS);
+    if (!CHECK(fake_live_objects() == 0))
+        CHECK_MORE("seed %d: %d objects are left", (int)it->seed, fake_live_objects());
+}
+
 #endif

@@ -55,6 +55,14 @@ static inline pl_reducer_spec spec_of(const model *it)
                              .caps = it->caps};
 }
 
+/* Runs the model's ranks, as threads of one world. */
+static inline void run_model(const model *it, void (*run)(rank_job *job), void *context)
+{
+    const pl_reducer_spec spec = spec_of(it);
+    ranks_run_world(it->world_size, pl_reducer_arena_bytes(&spec), run, context,
+                    it->seed);
+}
+
 /* ---- what is drawn -------------------------------------------------------------- */
 
 static inline unsigned step_percent(const model *it, uint64_t step, int rank, size_t i,

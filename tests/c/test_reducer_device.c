@@ -11,55 +11,15 @@ enum { N_STEPS = 7, SEEDS = IS_SANITIZED ? 10 : 24 };
 
 /* ---- worlds --------------------------------------------------------------------- */
 
-typedef struct lesson {
-    model it;
-    pli_nccl_library *nccl;
-    int divides_by_active;
-    void (*train)(gpu_rank *self, const struct lesson *what);
-} lesson;
-
-static atomic_int n_late_verdicts;
-static atomic_int n_renewals;
-
-static void run_rank(rank_job *job)
-{
-    const lesson *what = job->context;
-    gpu_rank *self = malloc(sizeof *self);
-    if (self == NULL)
-        exit(2);
-    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
-        what->train(self, what);
-        atomic_fetch_add(&n_late_verdicts, self->n_late);
-        atomic_fetch_add(&n_renewals, self->n_renewed);
-        gpu_rank_destroy(self);
-    }
-    free(self);
-}
-
-static fake_options options_of(uint64_t seed, int world_size)
+static fake_options options_of(uint64_t seed)
 {
     static const fake_schedule schedules[] = {FAKE_LATE, FAKE_RANDOM, FAKE_EARLY,
                                               FAKE_RANDOM};
     draw random = draw_of(seed + 1);
     fake_options options = fake_defaults();
-    options.seed = seed;
     options.schedule = schedules[draw_below(&random, 4)];
-    options.devices = world_size;
     options.pump = draw_below(&random, 5) == 0;
-    options.foreign = 1;
     return options;
-}
-
-static void report_errors(uint64_t seed)
-{
-    if (!CHECK(fake_errors() == 0))
-        for (int i = 0; fake_error(i) != NULL; i++)
-            CHECK_MORE("seed %d: %s", (int)seed, fake_error(i));
-    /* A communicator whose operations a graph had may end in a thread of its own. */
-    for (int i = 0; i < 5000 && fake_live_objects() > 0; i++)
-        pli_sleep_ns(PLI_MS);
-    if (!CHECK(fake_live_objects() == 0))
-        CHECK_MORE("seed %d: %d objects are left", (int)seed, fake_live_objects());
 }
 
 /* Every other seed's ranks are on several hosts. */
@@ -78,28 +38,13 @@ static int make_bases(const model *it, size_t n_bytes, pl_comm **out)
                      pl_local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
 }
 
+static int n_late, n_renewed; /* in all lessons of a test */
+
 static void run_lesson(lesson *what)
 {
-    static const size_t arg_bytes[N_STEP_KERNELS][1] = {{sizeof(fill_args)},
-                                                        {sizeof(check_args)},
-                                                        {sizeof(word_args)},
-                                                        {sizeof(word_args)}};
-    const model *it = &what->it;
-    const pl_reducer_spec spec = spec_of(it);
-    const fake_options options = options_of(it->seed, it->world_size);
-    pli_nccl_library *nccl = NULL;
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    fake_reset(&options);
-    for (size_t k = 0; k < N_STEP_KERNELS; k++)
-        fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
-                             step_kernels[k].run);
-    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &nccl)) ||
-        !make_bases(it, pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES, comms))
-        return;
-    what->nccl = nccl;
-    ranks_run(it->world_size, comms, run_rank, what, it->seed);
-    pli_nccl_library_release(nccl);
-    report_errors(it->seed);
+    lesson_run(what, options_of(what->it.seed), make_bases);
+    n_late += what->n_late;
+    n_renewed += what->n_renewed;
 }
 
 /* ---- steps that nothing disturbs ------------------------------------------------ */
@@ -138,18 +83,18 @@ TEST(parameters_that_some_ranks_or_all_leave_out_count_as_zeros)
 
 TEST(gradients_that_come_again_are_added_or_replaced_also_where_late)
 {
-    atomic_store(&n_late_verdicts, 0);
+    n_late = 0;
     EACH_SEED (seed, SEEDS) {
         lesson what = lesson_of(20000 + seed, 30);
         what.it.percent_twice = 30;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_late_verdicts) > 0 || seeds_of(SEEDS).n < SEEDS);
+    CHECK(n_late > 0 || seeds_of(SEEDS).n < SEEDS);
 }
 
 TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
 {
-    atomic_store(&n_renewals, 0);
+    n_renewed = 0;
     EACH_SEED (seed, 2 * SEEDS) {
         lesson what = lesson_of(30000 + seed, 1 + seed % STEPS_MAX_PARAMS);
         what.it.percent_unused = 20;
@@ -160,7 +105,7 @@ TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
             what.it.params[i].n_elems = 0;
         run_lesson(&what);
     }
-    CHECK(atomic_load(&n_renewals) > 0 || seeds_of(SEEDS).n < SEEDS);
+    CHECK(n_renewed > 0 || seeds_of(SEEDS).n < SEEDS);
 }
 
 /* ---- ranks that run out of gradients -------------------------------------------- */

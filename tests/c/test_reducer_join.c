@@ -131,24 +131,12 @@ static void train_unevenly(rank_job *job)
     trainer_destroy(&self);
 }
 
-static void run_lesson(lesson *what)
-{
-    const pl_reducer_spec spec = spec_of(&what->it);
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    if (!CHECK_OK(pl_local_create(what->it.world_size, pl_reducer_arena_bytes(&spec),
-                                  RANKS_DEADLINE_NS, comms)))
-        return;
-    ranks_run(what->it.world_size, comms, train_unevenly, what, what->it.seed);
-    for (int r = 0; r < what->it.world_size; r++)
-        pl_comm_destroy(comms[r]);
-}
-
 TEST(ranks_that_stand_in_count_as_zeros)
 {
     for (uint64_t seed = 1; seed <= 24; seed++) {
         lesson what = lesson_of(seed, 1 + (int)(seed % 4), 1 + seed);
         what.it.rest_ns = seed % 2 == 0 ? 20000 : 0;
-        run_lesson(&what);
+        run_model(&what.it, train_unevenly, &what);
     }
 }
 
@@ -158,7 +146,7 @@ TEST(they_amend_with_nothing_what_comes_late_to_others)
         lesson what = lesson_of(seed, 2 + (int)(seed % 3), 30);
         what.it.percent_twice = 30;
         what.it.percent_unused = 20;
-        run_lesson(&what);
+        run_model(&what.it, train_unevenly, &what);
     }
 }
 
@@ -169,27 +157,25 @@ TEST(means_over_the_active_ranks_are_exact_where_they_can_be)
         what.divides_by_active = 1;
         what.it.unit = 12;
         what.it.percent_unused = 20;
-        run_lesson(&what);
+        run_model(&what.it, train_unevenly, &what);
     }
+}
+
+static void stand_in_with_gradients(rank_job *job)
+{
+    trainer self;
+    if (!trainer_create(job->context, job->comm, &job->random, &self))
+        return;
+    CHECK_OK(pl_reducer_begin(self.reducer));
+    CHECK_OK(trainer_backward(&self, 1, 1));
+    CHECK(pl_reducer_shadow_step(self.reducer, PL_JOINING) == PL_ESTATE);
+    trainer_destroy(&self);
 }
 
 TEST(a_rank_with_gradients_does_not_stand_in)
 {
     model it = model_of(5, 1, 2);
-    const pl_reducer_spec spec = spec_of(&it);
-    draw random = draw_of(1);
-    pl_comm *comm = NULL;
-    trainer self;
-    if (!CHECK_OK(pl_local_create(1, pl_reducer_arena_bytes(&spec), RANKS_DEADLINE_NS,
-                                  &comm)))
-        return;
-    if (trainer_create(&it, comm, &random, &self)) {
-        CHECK_OK(pl_reducer_begin(self.reducer));
-        CHECK_OK(trainer_backward(&self, 1, 1));
-        CHECK(pl_reducer_shadow_step(self.reducer, PL_JOINING) == PL_ESTATE);
-        trainer_destroy(&self);
-    }
-    pl_comm_destroy(comm);
+    run_model(&it, stand_in_with_gradients, &it);
 }
 
 /* ---- the arithmetic ------------------------------------------------------------- */

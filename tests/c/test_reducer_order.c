@@ -7,56 +7,18 @@
 
 enum { N_STEPS = 7, N_SEEDS = 12, N_PARAMS = 24 };
 
-typedef struct lesson {
-    model it;
-    pli_nccl_library *nccl;
-    int (*step)(gpu_rank *self, uint64_t step);
-} lesson;
-
-static void run_rank(rank_job *job)
+static int make_base(const model *it, size_t n_bytes, pl_comm **out)
 {
-    const lesson *what = job->context;
-    gpu_rank *self = malloc(sizeof *self);
-    if (self == NULL)
-        exit(2);
-    if (gpu_rank_create(&what->it, job->comm, what->nccl, &job->random, self)) {
-        for (uint64_t step = 1; step <= N_STEPS; step++)
-            if (!what->step(self, step))
-                break;
-        gpu_rank_destroy(self);
-    }
-    free(self);
+    return CHECK_OK(pl_local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
 }
 
 /* Runs the steps on the fake, in the order of things that the seed gives. */
 static void run_lesson(lesson *what, fake_schedule schedule)
 {
-    static const size_t arg_bytes[N_STEP_KERNELS][1] = {{sizeof(fill_args)},
-                                                        {sizeof(check_args)},
-                                                        {sizeof(word_args)},
-                                                        {sizeof(word_args)}};
-    const model *it = &what->it;
-    const pl_reducer_spec spec = spec_of(it);
     fake_options options = fake_defaults();
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    options.seed = it->seed;
     options.schedule = schedule;
-    options.devices = it->world_size;
-    options.foreign = 1;
-    fake_reset(&options);
-    for (size_t k = 0; k < N_STEP_KERNELS; k++)
-        fake_register_kernel(step_kernels[k].name, 1, arg_bytes[k],
-                             step_kernels[k].run);
-    if (!CHECK_OK(pli_nccl_library_open(fake_path(), &what->nccl)) ||
-        !CHECK_OK(pl_local_create(it->world_size,
-                                  pl_reducer_header_bytes(&spec) + PLI_GPU_BOARD_BYTES,
-                                  RANKS_DEADLINE_NS, comms)))
-        return;
-    ranks_run(it->world_size, comms, run_rank, what, it->seed);
-    pli_nccl_library_release(what->nccl);
-    if (!CHECK(fake_errors() == 0 && fake_live_objects() == 0))
-        CHECK_MORE("seed %d: %s", (int)it->seed,
-                   fake_errors() > 0 ? fake_error(0) : "something is left");
+    what->n_steps = N_STEPS;
+    lesson_run(what, options, make_base);
 }
 
 static void put_word(gpu_rank *self, uint64_t step)

@@ -1,21 +1,11 @@
 /* test_reducer_ranks.c - reducers on ranks that are threads: exact means, whatever
  * range, in whatever order, however late, and whoever fails meanwhile.
  */
+#include <limits.h>
+
 #include "steps.h"
 
 enum { N_STEPS = 8 };
-
-static void run_model(const model *it, void (*run)(rank_job *job), void *context)
-{
-    const pl_reducer_spec spec = spec_of(it);
-    pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    if (!CHECK_OK(pl_local_create(it->world_size, pl_reducer_arena_bytes(&spec),
-                                  RANKS_DEADLINE_NS, comms)))
-        return;
-    ranks_run(it->world_size, comms, run, context, it->seed);
-    for (int r = 0; r < it->world_size; r++)
-        pl_comm_destroy(comms[r]);
-}
 
 /* ---- steps that nothing disturbs ------------------------------------------------ */
 
@@ -48,48 +38,37 @@ TEST(means_are_exact_in_worlds_of_1_to_4)
     CHECK(atomic_load(&n_late_verdicts) == 0);
 }
 
-TEST(parameters_that_some_ranks_or_all_leave_out_count_as_zeros)
+TEST(means_are_exact_whatever_is_left_out_held_late_or_without_elements)
 {
-    for (int world_size = 1; world_size <= 4; world_size++) {
-        model it = model_of(20 + (uint64_t)world_size, world_size, 25);
-        it.percent_unused = 50;
-        run_model(&it, train, &it);
+    static const struct {
+        uint64_t seed;
+        size_t n_params;
+        unsigned percent_unused, percent_twice, percent_held;
+        size_t hollow; /* one in so many parameters has no elements; 0: none */
+        int least_late, most_late;
+    } rows[] = {
+        {20, 25, 50, 0, 0, 0, 0, 0}, /* zeros, where some ranks or all leave them out */
+        {40, 30, 0, 30, 0, 0, 11, INT_MAX}, /* added, where they come late too */
+        {60, 30, 0, 40, 100, 0, 0, 0},      /* what is held takes all that comes */
+        {80, 30, 10, 40, 0, 2, 0, INT_MAX}, /* never late without elements */
+    };
+    for (size_t k = 0; k < sizeof rows / sizeof rows[0]; k++) {
+        atomic_store(&n_late_verdicts, 0);
+        for (int world_size = 1; world_size <= 4; world_size++) {
+            model it = model_of(rows[k].seed + (uint64_t)world_size, world_size,
+                                rows[k].n_params);
+            it.percent_unused = rows[k].percent_unused;
+            it.percent_twice = rows[k].percent_twice;
+            it.percent_held = rows[k].percent_held;
+            for (size_t i = 0; rows[k].hollow > 0 && i < it.n_params;
+                 i += rows[k].hollow)
+                it.params[i].n_elems = 0;
+            run_model(&it, train, &it);
+        }
+        if (!CHECK(atomic_load(&n_late_verdicts) >= rows[k].least_late &&
+                   atomic_load(&n_late_verdicts) <= rows[k].most_late))
+            CHECK_MORE("row %zu: %d late", k, atomic_load(&n_late_verdicts));
     }
-}
-
-TEST(gradients_that_come_twice_are_added_also_where_they_come_late)
-{
-    atomic_store(&n_late_verdicts, 0);
-    for (int world_size = 1; world_size <= 4; world_size++) {
-        model it = model_of(40 + (uint64_t)world_size, world_size, 30);
-        it.percent_twice = 30;
-        run_model(&it, train, &it);
-    }
-    CHECK(atomic_load(&n_late_verdicts) > 10);
-}
-
-TEST(parameters_without_elements_are_never_late)
-{
-    for (int world_size = 1; world_size <= 4; world_size++) {
-        model it = model_of(80 + (uint64_t)world_size, world_size, 30);
-        it.percent_twice = 40;
-        it.percent_unused = 10;
-        for (size_t i = 0; i < it.n_params; i += 2)
-            it.params[i].n_elems = 0;
-        run_model(&it, train, &it);
-    }
-}
-
-TEST(buckets_that_are_held_take_all_that_comes)
-{
-    atomic_store(&n_late_verdicts, 0);
-    for (int world_size = 1; world_size <= 4; world_size++) {
-        model it = model_of(60 + (uint64_t)world_size, world_size, 30);
-        it.percent_twice = 40;
-        it.percent_held = 100;
-        run_model(&it, train, &it);
-    }
-    CHECK(atomic_load(&n_late_verdicts) == 0);
 }
 
 TEST(everything_at_once_comes_out_exact_with_ranks_that_dawdle)
