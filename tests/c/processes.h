@@ -174,14 +174,6 @@ static inline void processes_start(board *all, child_fn run)
     atomic_store(&all->is_started, 1);
 }
 
-/* Waits for the reports of all ranks but `culprit`. */
-static inline void processes_await_reports(const board *all, int culprit)
-{
-    for (int r = 0; r < all->world_size; r++)
-        if (r != culprit)
-            await_flag(&all->reports[r].is_made);
-}
-
 /* Waits for all; every rank but `killed` must have ended well. */
 static inline void processes_end(board *all, int killed)
 {
@@ -191,6 +183,52 @@ static inline void processes_end(board *all, int killed)
         if (r != killed && !CHECK(WIFEXITED(how) && WEXITSTATUS(how) == 0))
             CHECK_MORE("rank %d of %d ended with %#x, seed %d", r, all->world_size, how,
                        (int)all->seed);
+    }
+}
+
+/* A world whose ranks all end well. */
+static inline void processes_run(board *all, child_fn run)
+{
+    processes_start(all, run);
+    processes_end(all, -1);
+    board_destroy(all);
+}
+
+/* Waits until all ranks have joined. */
+static inline void processes_await_world(const board *all)
+{
+    for (int r = 0; r < all->world_size; r++)
+        await_flag(&all->reports[r].is_joined);
+}
+
+/* Kills or stops `culprit`, has the others report, and ends all; returns when. */
+static inline int64_t processes_lose(board *all, int culprit, int signal)
+{
+    const int64_t begin = pli_now_ns();
+    (void)kill(all->pids[culprit], signal);
+    for (int r = 0; r < all->world_size; r++)
+        if (r != culprit)
+            await_flag(&all->reports[r].is_made);
+    atomic_store(&all->is_stopped, 1);
+    (void)kill(all->pids[culprit], SIGKILL);
+    processes_end(all, culprit);
+    return begin;
+}
+
+/* Holds the reports of all but `culprit` to the status and its name. */
+static inline void processes_blame(const board *all, int culprit, pl_status expected,
+                                   int64_t since_ns, int64_t most_ns)
+{
+    for (int r = 0; r < all->world_size; r++) {
+        const report *it = &all->reports[r];
+        if (r == culprit)
+            continue;
+        if (!CHECK(it->status == expected && blames(it->words, r, culprit) &&
+                   it->at_ns - since_ns < most_ns))
+            CHECK_MORE("seed %d, rank %d of %d, culprit %d: %s after %d ms: %s",
+                       (int)all->seed, r, all->world_size, culprit,
+                       pl_status_text(it->status),
+                       (int)((it->at_ns - since_ns) / PLI_MS), it->words);
     }
 }
 

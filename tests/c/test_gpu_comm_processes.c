@@ -20,6 +20,13 @@ typedef struct worker {
     gpu_rank rank;
 } worker;
 
+static board *gpu_board(int world_size, uint64_t seed)
+{
+    board *it = board_create(world_size, seed);
+    it->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    return it;
+}
+
 static pl_status worker_open(worker *it, child *self)
 {
     pl_status st = PL_OK;
@@ -91,13 +98,8 @@ static void do_five_steps(child *self)
 
 TEST(worlds_of_processes_have_the_means)
 {
-    for (uint64_t seed = 1; seed <= 9; seed++) {
-        board *all = board_create(1 + (int)(seed % 3), seed);
-        all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
-        processes_start(all, do_five_steps);
-        processes_end(all, -1);
-        board_destroy(all);
-    }
+    for (uint64_t seed = 1; seed <= 9; seed++)
+        processes_run(gpu_board(1 + (int)(seed % 3), seed), do_five_steps);
 }
 
 /* ---- one rank is killed --------------------------------------------------------- */
@@ -123,24 +125,12 @@ TEST(a_rank_that_is_killed_is_named_by_all)
         draw random = draw_of(seed);
         const int world_size = 2 + (int)(seed % 2);
         const int culprit = (int)draw_below(&random, (size_t)world_size);
-        board *all = board_create(world_size, seed);
-        all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+        board *all = gpu_board(world_size, seed);
         processes_start(all, step_until_it_fails);
-        for (int r = 0; r < world_size; r++)
-            await_flag(&all->reports[r].is_joined);
+        processes_await_world(all);
         pli_sleep_ns((int64_t)draw_below(&random, 60000000));
-        const int64_t begin = pli_now_ns();
-        (void)kill(all->pids[culprit], SIGKILL);
-        processes_await_reports(all, culprit);
-        atomic_store(&all->is_stopped, 1);
-        processes_end(all, culprit);
-        for (int r = 0; r < world_size; r++) {
-            const report *one = &all->reports[r];
-            if (r != culprit &&
-                !CHECK(one->status == PL_EPEER && blames(one->words, r, culprit) &&
-                       one->at_ns - begin < SOON_NS))
-                CHECK_MORE("seed %d, rank %d: %s", (int)seed, r, one->words);
-        }
+        processes_blame(all, culprit, PL_EPEER, processes_lose(all, culprit, SIGKILL),
+                        SOON_NS);
         board_destroy(all);
     }
 }
@@ -171,21 +161,6 @@ static void wait_on_the_device(child *self)
     }
     child_report(self, pl_comm_progress(self->comm));
     worker_close(&it, self);
-}
-
-TEST(who_waits_on_the_device_is_let_go_where_a_rank_is_killed)
-{
-    board *all = board_create(2, 4);
-    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
-    processes_start(all, wait_on_the_device);
-    await_flag(&all->note);
-    pli_sleep_ns(50 * PLI_MS);
-    (void)kill(all->pids[1], SIGKILL);
-    processes_end(all, 1);
-    CHECK(all->reports[0].status == PL_EPEER);
-    CHECK(blames(all->reports[0].words, 0, 1));
-    CHECK(strstr(all->reports[0].words, "died") != NULL);
-    board_destroy(all);
 }
 
 /* The same in a graph's replay, of which no host says anything. */
@@ -223,33 +198,29 @@ static void replay(child *self)
     worker_close(&it, self);
 }
 
-TEST(who_waits_in_a_replay_is_let_go_where_a_rank_is_killed)
+TEST(who_waits_on_the_device_or_in_a_replay_is_let_go_where_a_rank_is_killed)
 {
-    board *all = board_create(2, 4);
-    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
-    processes_start(all, replay);
-    await_flag(&all->note);
-    pli_sleep_ns(50 * PLI_MS);
-    (void)kill(all->pids[1], SIGKILL);
-    processes_end(all, 1);
-    CHECK(all->reports[0].status == PL_EPEER);
-    CHECK(blames(all->reports[0].words, 0, 1));
-    board_destroy(all);
+    static const child_fn ways[] = {wait_on_the_device, replay};
+    for (int way = 0; way < 2; way++) {
+        board *all = gpu_board(2, 4);
+        processes_start(all, ways[way]);
+        await_flag(&all->note);
+        pli_sleep_ns(50 * PLI_MS);
+        processes_blame(all, 1, PL_EPEER, processes_lose(all, 1, SIGKILL),
+                        RANKS_DEADLINE_NS);
+        CHECK(strstr(all->reports[0].words, "died") != NULL);
+        board_destroy(all);
+    }
 }
 
 TEST(a_rank_that_stands_still_is_noticed_at_the_deadline)
 {
-    board *all = board_create(2, 2);
-    all->arena_bytes = GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES;
+    board *all = gpu_board(2, 2);
     all->deadline_ns = 800 * PLI_MS;
     processes_start(all, step_until_it_fails);
     while (atomic_load(&all->note) < 2)
         pli_sleep_ns(PLI_MS);
-    (void)kill(all->pids[1], SIGSTOP);
-    processes_await_reports(all, 1);
-    (void)kill(all->pids[1], SIGKILL);
-    atomic_store(&all->is_stopped, 1);
-    processes_end(all, 1);
+    (void)processes_lose(all, 1, SIGSTOP);
     /* Or its operation, where the host waited on the device and not for the rank. */
     const char *words = all->reports[0].words;
     if (!CHECK(all->reports[0].status == PL_ETIMEOUT &&

@@ -51,10 +51,7 @@ static void come_among_strangers(child *self)
 
 TEST(connections_that_say_nothing_do_not_hold_up_the_ranks)
 {
-    board *all = board_create(2, 1);
-    processes_start(all, come_among_strangers);
-    processes_end(all, -1);
-    board_destroy(all);
+    processes_run(board_create(2, 1), come_among_strangers);
 }
 
 typedef struct meeting {

@@ -125,18 +125,9 @@ TEST(a_killed_process_of_hundreds_is_named_by_all)
     const int culprit = N_PROCESSES - 1;
     board *all = board_create(N_PROCESSES, 1);
     processes_start(all, reduce_until_it_fails);
-    for (int r = 0; r < N_PROCESSES; r++)
-        await_flag(&all->reports[r].is_joined);
-    (void)kill(all->pids[culprit], SIGKILL);
-    processes_await_reports(all, culprit);
-    atomic_store(&all->is_stopped, 1);
-    processes_end(all, culprit);
-    for (int r = 0; r < N_PROCESSES; r++) {
-        const report *it = &all->reports[r];
-        if (r != culprit &&
-            !CHECK(it->status == PL_EPEER && blames(it->words, r, culprit)))
-            CHECK_MORE("rank %d: %s", r, it->words);
-    }
+    processes_await_world(all);
+    processes_blame(all, culprit, PL_EPEER, processes_lose(all, culprit, SIGKILL),
+                    RANKS_DEADLINE_NS);
     board_destroy(all);
 }
 

@@ -5,19 +5,11 @@
  */
 #include "processes.h"
 
-static void run_world(int world_size, uint64_t seed, child_fn run)
-{
-    board *all = board_create(world_size, seed);
-    processes_start(all, run);
-    processes_end(all, -1);
-    board_destroy(all);
-}
-
 /* A test that each rank runs in a process of its own, in worlds of some sizes. */
 #define SHM_TEST(least, most, seed, name)                                              \
     TEST_BY(name, child *self, {                                                       \
         for (int world_size = least; world_size <= (most); world_size++)               \
-            run_world(world_size, seed, name##_by);                                    \
+            processes_run(board_create(world_size, seed), name##_by);                  \
     })
 
 /* ---- operations ----------------------------------------------------------------- */

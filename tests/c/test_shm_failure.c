@@ -26,30 +26,6 @@ static void reduce_until_it_fails(child *self)
     await_flag(&self->board->is_stopped);
 }
 
-/* Holds the reports of all but `culprit` to the status and its name. */
-static void check_reports(const board *all, int culprit, pl_status expected,
-                          int64_t since_ns, int64_t most_ns)
-{
-    for (int r = 0; r < all->world_size; r++) {
-        const report *it = &all->reports[r];
-        if (r == culprit)
-            continue;
-        const int is_named = blames(it->words, r, culprit);
-        if (!CHECK(it->status == expected && is_named &&
-                   it->at_ns - since_ns < most_ns))
-            CHECK_MORE("seed %d, rank %d of %d, culprit %d: %s after %d ms: %s",
-                       (int)all->seed, r, all->world_size, culprit,
-                       pl_status_text(it->status),
-                       (int)((it->at_ns - since_ns) / PLI_MS), it->words);
-    }
-}
-
-static void wait_until_all_joined(const board *all)
-{
-    for (int r = 0; r < all->world_size; r++)
-        await_flag(&all->reports[r].is_joined);
-}
-
 /* ---- killed --------------------------------------------------------------------- */
 
 static void kill_one(uint64_t seed, int is_joined)
@@ -60,14 +36,10 @@ static void kill_one(uint64_t seed, int is_joined)
     board *all = board_create(world_size, seed);
     processes_start(all, reduce_until_it_fails);
     if (is_joined)
-        wait_until_all_joined(all);
+        processes_await_world(all);
     pli_sleep_ns((int64_t)draw_below(&random, 4000000));
-    const int64_t begin = pli_now_ns();
-    (void)kill(all->pids[culprit], SIGKILL);
-    processes_await_reports(all, culprit);
-    atomic_store(&all->is_stopped, 1);
-    processes_end(all, culprit);
-    check_reports(all, culprit, PL_EPEER, begin, SOON_NS);
+    processes_blame(all, culprit, PL_EPEER, processes_lose(all, culprit, SIGKILL),
+                    SOON_NS);
     board_destroy(all);
 }
 
@@ -109,11 +81,7 @@ TEST(a_killed_rank_is_noticed_though_its_children_live)
     processes_start(all, have_a_child_that_stays);
     await_flag(&all->note);
     pli_sleep_ns(5 * PLI_MS);
-    const int64_t begin = pli_now_ns();
-    (void)kill(all->pids[1], SIGKILL);
-    processes_end(all, 1);
-    atomic_store(&all->is_stopped, 1);
-    check_reports(all, 1, PL_EPEER, begin, SOON_NS);
+    processes_blame(all, 1, PL_EPEER, processes_lose(all, 1, SIGKILL), SOON_NS);
     CHECK(strstr(all->reports[0].words, "died") != NULL);
     board_destroy(all);
 }
@@ -157,7 +125,7 @@ TEST(a_rank_that_goes_is_named_to_those_who_wait_for_it)
         atomic_store(&all->note, way == 2);
         processes_start(all, ways[way]);
         processes_end(all, 1);
-        check_reports(all, 1, PL_EPEER, begin, 2 * SOON_NS);
+        processes_blame(all, 1, PL_EPEER, begin, 2 * SOON_NS);
         board_destroy(all);
     }
 }
@@ -171,15 +139,10 @@ TEST(a_rank_that_is_stopped_is_named_after_the_deadline_and_not_before)
         board *all = board_create(3, seed);
         all->deadline_ns = 300 * PLI_MS;
         processes_start(all, reduce_until_it_fails);
-        wait_until_all_joined(all);
+        processes_await_world(all);
         pli_sleep_ns(5 * PLI_MS);
-        const int64_t begin = pli_now_ns();
-        (void)kill(all->pids[culprit], SIGSTOP);
-        processes_await_reports(all, culprit);
-        atomic_store(&all->is_stopped, 1);
-        (void)kill(all->pids[culprit], SIGKILL);
-        processes_end(all, culprit);
-        check_reports(all, culprit, PL_ETIMEOUT, begin, 300 * PLI_MS + SOON_NS);
+        const int64_t begin = processes_lose(all, culprit, SIGSTOP);
+        processes_blame(all, culprit, PL_ETIMEOUT, begin, 300 * PLI_MS + SOON_NS);
         for (int r = 0; r < 3; r++)
             CHECK(r == culprit || all->reports[r].at_ns - begin >= 280 * PLI_MS);
         board_destroy(all);
@@ -191,7 +154,7 @@ TEST(a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for)
     board *all = board_create(2, 1);
     all->deadline_ns = 2000 * PLI_MS;
     processes_start(all, reduce_until_it_fails);
-    wait_until_all_joined(all);
+    processes_await_world(all);
     for (int round = 0; round < 3; round++) {
         pli_sleep_ns(5 * PLI_MS);
         (void)kill(all->pids[1], SIGSTOP);
@@ -203,10 +166,6 @@ TEST(a_rank_that_is_stopped_for_less_than_the_deadline_is_waited_for)
         while (atomic_load(&all->reports[0].n_ops) < n_ops + 20)
             pli_sleep_ns(PLI_MS);
     }
-    (void)kill(all->pids[1], SIGKILL);
-    processes_await_reports(all, 1);
-    atomic_store(&all->is_stopped, 1);
-    processes_end(all, 1);
-    check_reports(all, 1, PL_EPEER, pli_now_ns(), SOON_NS);
+    processes_blame(all, 1, PL_EPEER, processes_lose(all, 1, SIGKILL), SOON_NS);
     board_destroy(all);
 }
