@@ -359,4 +359,70 @@ done:
     return st;
 }
 
+/* ---- steps of one mean ---------------------------------------------------------- */
+
+static const pl_op mean = {.kind = PL_ALL_REDUCE,
+                           .reduction = PL_MEAN,
+                           .dtype = PL_F32,
+                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
+                           .n_elems = 100};
+
+/* The host waits for the peers' hosts alone. */
+static inline pl_status gpu_step(gpu_rank *self)
+{
+    pl_status st = PL_OK;
+    pl_ticket ticket = 0;
+    PL_TRY(gpu_issue_op(self, &mean, &ticket));
+    PL_TRY(gpu_agree_on_end(self));
+done:
+    return st;
+}
+
+/* Has the user's stream copy what the mean has become. */
+static inline pl_status gpu_copy_mean(gpu_rank *self, void *out)
+{
+    const pl_move move = {.to = out,
+                          .from = pli_comm_memory(self->comm, mean.offset_bytes),
+                          .dtype = mean.dtype,
+                          .n_elems = mean.n_elems};
+    return self->backend->ops->copy(self->backend, &move, 1, self->stream);
+}
+
+static inline pl_status gpu_leave_behind(gpu_rank *self)
+{
+    pl_recovery how = PL_NOTHING_FAILED;
+    const pl_status st = recover_through(self->comm, &how);
+    if (st == PL_OK)
+        CHECK(how == PL_RECOVERED);
+    return st;
+}
+
+static inline void gpu_end_world(gpu_rank *self)
+{
+    pl_comm_destroy(self->comm);
+    self->comm = self->all->bases[self->rank] = NULL;
+}
+
+static inline CUstream gpu_user_stream(const gpu_rank *self)
+{
+    return (CUstream)(void *)self->stream;
+}
+
+/* Captures a step as torch does it: in every thread, what is not allowed in a capture
+ * is an error.  The caller has entered the backend; NULL where it failed. */
+static inline CUgraphExec gpu_capture_step(gpu_rank *self)
+{
+    CUgraph graph = NULL;
+    CUgraphExec exec = NULL;
+    /* What came before a capture is no part of it. */
+    if (!CHECK(cuStreamBeginCapture(gpu_user_stream(self), 0) == 0) ||
+        !CHECK_OK(pli_comm_order(self->comm, self->stream)) ||
+        !CHECK_OK(gpu_step(self)))
+        return NULL;
+    CHECK(cuStreamEndCapture(gpu_user_stream(self), &graph) == 0);
+    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
+    CHECK(cuGraphDestroy(graph) == 0);
+    return exec;
+}
+
 #endif

@@ -152,20 +152,11 @@ TEST(other_operations_are_as_ever_with_sums_in_float32)
 
 /* ---- memory --------------------------------------------------------------------- */
 
-static const pl_op whole = {.kind = PL_ALL_REDUCE,
-                            .reduction = PL_MEAN,
-                            .dtype = PL_F32,
-                            .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
-                            .n_elems = 100};
-
 static int one_step(gpu_rank *self, unsigned seed)
 {
-    pl_ticket ticket = 0;
-    if (!gpu_fill(self, &whole, seed) ||
-        !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
-        !CHECK_OK(gpu_agree_on_end(self)))
+    if (!gpu_fill(self, &mean, seed) || !CHECK_OK(gpu_step(self)))
         return 0;
-    gpu_check(self, &whole, seed);
+    gpu_check(self, &mean, seed);
     return 1;
 }
 
@@ -177,7 +168,7 @@ static void check_kept(gpu_rank *self, const void *at, unsigned seed)
     for (size_t i = 0; i < 100; i++)
         if (!CHECK(value_is(
                 values, PL_F32, i,
-                ops_expected(&whole, seed, self->all->world_size, self->rank, i))))
+                ops_expected(&mean, seed, self->all->world_size, self->rank, i))))
             return;
 }
 
@@ -190,7 +181,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
         if (!one_step(self, k))
             return;
         holds[k] = self->comm->ops->retain_memory(self->comm);
-        at[k] = pli_comm_memory(self->comm, whole.offset_bytes);
+        at[k] = pli_comm_memory(self->comm, mean.offset_bytes);
         /* Each rank for itself: some keep more than others. */
         if (k == 1 && self->rank == 0) {
             holds[k]->release(holds[k]);
@@ -199,7 +190,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
         }
         if (!CHECK_OK(self->comm->ops->renew(self->comm)))
             return;
-        CHECK(pli_comm_memory(self->comm, whole.offset_bytes) != at[k]);
+        CHECK(pli_comm_memory(self->comm, mean.offset_bytes) != at[k]);
     }
     for (unsigned k = 0; k < 5; k++)
         if (holds[k] != NULL)
@@ -216,9 +207,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
     if (self->all->world_size == 1)
         CHECK(fake_count("ncclMemAlloc") == n_before);
     /* The last outlives the world. */
-    pl_comm_destroy(self->comm);
-    self->comm = NULL;
-    self->all->bases[self->rank] = NULL;
+    gpu_end_world(self);
     if (holds[4] != NULL) {
         check_kept(self, at[4], 4);
         holds[4]->release(holds[4]);
@@ -234,12 +223,9 @@ GPU_TEST_ON_HOSTS(1, 1, FAKE_EARLY, a_step_neither_allocates_nor_waits_for_the_d
         return;
     for (int k = 0; k < 5; k++)
         before[k] = fake_count(names[k]);
-    for (int n = 0; n < 200; n++) {
-        pl_ticket ticket = 0;
-        if (!CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
-            !CHECK_OK(gpu_agree_on_end(self)))
+    for (int n = 0; n < 200; n++)
+        if (!CHECK_OK(gpu_step(self)))
             return;
-    }
     for (int k = 0; k < 5; k++)
         CHECK(fake_count(names[k]) == before[k]);
     (void)gpu_agree_on_end(self); /* before another rank ends its world */
@@ -250,11 +236,11 @@ GPU_TEST_ON_HOSTS(1, 1, FAKE_EARLY, a_step_neither_allocates_nor_waits_for_the_d
 static void issue_bad_ops(gpu_rank *self)
 {
     pl_ticket ticket = 0;
-    pl_op op = whole;
+    pl_op op = mean;
     op.offset_bytes = GPUS_HOST_BYTES - 64;
     CHECK_FAILS(pl_comm_issue(self->comm, &op, &ticket), PL_EINVAL,
                 "partly on the host");
-    op = whole;
+    op = mean;
     op.reduction = PL_MAX;
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
     op.dtype = PL_I32;
@@ -264,7 +250,7 @@ static void issue_bad_ops(gpu_rank *self)
     op.reduction = PL_SUM;
     op.dtype = PL_I16;
     CHECK_FAILS(pl_comm_issue(self->comm, &op, &ticket), PL_EINVAL, "int16");
-    op = whole;
+    op = mean;
     op.n_elems = GPUS_BYTES;
     CHECK(pl_comm_issue(self->comm, &op, &ticket) == PL_EINVAL);
     CHECK(pl_comm_wait(self->comm, 1000000, 0) == PL_EINVAL);
@@ -329,46 +315,18 @@ TEST(older_versions_of_nccl_do_as_well)
 
 /* ---- graphs --------------------------------------------------------------------- */
 
-static CUstream user_stream(const gpu_rank *self)
-{
-    return (CUstream)(void *)self->stream;
-}
-
-/* Between the two the user's stream is captured, as torch does it: in every thread,
- * what is not allowed in a capture is an error. */
-static int begin_capture(gpu_rank *self)
-{
-    return CHECK(cuStreamBeginCapture(user_stream(self), 0) == 0);
-}
-
-static CUgraphExec end_capture(gpu_rank *self)
-{
-    CUgraph graph = NULL;
-    CUgraphExec exec = NULL;
-    CHECK(cuStreamEndCapture(user_stream(self), &graph) == 0);
-    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
-    CHECK(cuGraphDestroy(graph) == 0);
-    return exec;
-}
-
 static void capture_and_replay(gpu_rank *self)
 {
-    pl_ticket ticket = 0;
     pli_cuda_scope scope;
     if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
-    /* What came before a capture is no part of it. */
-    if (!begin_capture(self) || !CHECK_OK(pli_comm_order(self->comm, self->stream)) ||
-        !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
-        !CHECK_OK(gpu_agree_on_end(self)))
-        return;
-    CUgraphExec exec = end_capture(self);
+    CUgraphExec exec = gpu_capture_step(self);
     CHECK_OK(
         pli_comm_order(self->comm, self->stream)); /* nor what is part of it, here */
     for (unsigned k = 2; k < 5; k++) {
-        (void)gpu_fill(self, &whole, k);
-        CHECK(cuGraphLaunch(exec, user_stream(self)) == 0);
-        gpu_check(self, &whole, k);
+        (void)gpu_fill(self, &mean, k);
+        CHECK(cuGraphLaunch(exec, gpu_user_stream(self)) == 0);
+        gpu_check(self, &mean, k);
         pli_sleep_ns(120 * PLI_MS); /* the watchdog looks, and finds nothing late */
         CHECK_OK(pl_comm_progress(self->comm));
     }
@@ -392,18 +350,14 @@ TEST_ON_HOSTS(steps_can_be_captured_and_replayed)
  * say nothing. */
 static void replay_while_a_host_goes(gpu_rank *self)
 {
-    pl_ticket ticket = 0;
     pli_cuda_scope scope;
     if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
-    if (!begin_capture(self) || !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
-        !CHECK_OK(gpu_agree_on_end(self)))
-        return;
-    CUgraphExec exec = end_capture(self);
+    CUgraphExec exec = gpu_capture_step(self);
     if (self->rank == self->all->world_size - 1) {
         pl_comm_leave(self->comm);
     } else {
-        CHECK(cuGraphLaunch(exec, user_stream(self)) == 0);
+        CHECK(cuGraphLaunch(exec, gpu_user_stream(self)) == 0);
         CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2)); /* it is aborted */
         CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "died or left");
     }
@@ -422,45 +376,22 @@ TEST(who_waits_in_a_replay_is_let_go_where_another_host_goes)
 
 /* A graph of the user's lives longer than the world, which fails before, or ends well:
  * NCCL ends no communicator while a graph holds operations of it. */
-static void end_before_the_graph(gpu_rank *self, int is_failed)
+static void end_before_the_graph(gpu_rank *self)
 {
-    pl_ticket ticket = 0;
     pli_cuda_scope scope;
     if (!one_step(self, 1) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
-    if (!begin_capture(self) || !CHECK_OK(gpu_issue_op(self, &whole, &ticket)) ||
-        !CHECK_OK(gpu_agree_on_end(self)))
-        return;
-    CUgraphExec exec = end_capture(self);
-    if (is_failed)
+    CUgraphExec exec = gpu_capture_step(self);
+    if (self->all->seed % 2 != 0)
         pl_comm_abort(self->comm, "a test's reasons");
-    pl_comm_destroy(self->comm);
-    self->comm = self->all->bases[self->rank] = NULL;
+    gpu_end_world(self);
     CHECK(cuGraphExecDestroy(exec) == 0);
     pli_cuda_leave(self->backend, &scope);
 }
 
-static void fail_before_the_graph(gpu_rank *self)
-{
-    end_before_the_graph(self, 1);
-}
-
-static void go_before_the_graph(gpu_rank *self)
-{
-    end_before_the_graph(self, 0);
-}
-
 TEST(a_world_ends_whose_operations_a_graph_still_holds)
 {
-    for (uint64_t seed = 1; seed <= 4; seed++) {
-        gpu_ranks all = gpu_ranks_of(2, seed, schedules[seed % 3]);
-        if (!gpu_ranks_start(&all))
-            return;
-        CHECK(gpu_ranks_run(&all,
-                            seed % 2 != 0 ? fail_before_the_graph : go_before_the_graph,
-                            NULL) == 0);
-        gpu_ranks_end(&all);
-    }
+    GPU_WORLDS(4, 2, schedules[seed % 3], end_before_the_graph)
 }
 
 /* NCCL takes its time with rank 0's communicator, and the watchdog looks meanwhile. */
@@ -468,11 +399,9 @@ static void end_while_the_watchdog_looks(gpu_rank *self)
 {
     atomic_int *n_ended = self->all->context;
     if (self->rank == 0) {
-        end_before_the_graph(self, 0);
+        end_before_the_graph(self);
         atomic_store(n_ended, 1);
-    } else if (one_step(self, 1) &&
-               CHECK_OK(gpu_issue_op(self, &whole, &(pl_ticket){0})) &&
-               CHECK_OK(gpu_agree_on_end(self))) {
+    } else if (one_step(self, 1) && CHECK_OK(gpu_step(self))) {
         while (atomic_load(n_ended) == 0)
             pli_sleep_ns(PLI_MS);
         CHECK_OK(pl_comm_progress(self->comm));
@@ -482,12 +411,9 @@ static void end_while_the_watchdog_looks(gpu_rank *self)
 TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 {
     atomic_int n_ended = 0;
-    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_LATE);
+    gpu_ranks all = gpu_ranks_of(2, 2, FAKE_LATE);
     all.context = &n_ended;
-    if (!gpu_ranks_start(&all))
-        return;
-    CHECK(gpu_ranks_run(&all, end_while_the_watchdog_looks, NULL) == 0);
-    gpu_ranks_end(&all);
+    gpu_ranks_run_world(&all, end_while_the_watchdog_looks);
 }
 
 /* ---- the end -------------------------------------------------------------------- */
@@ -497,21 +423,13 @@ TEST_ON_HOSTS(a_rank_that_ends_well_has_failed_no_step_of_the_others)
 GPU_TEST_ON_HOSTS(12, 1 + seed % 4, seed % 4 == 0 ? FAKE_RANDOM : FAKE_LATE,
                   a_world_that_ends_well_has_done_its_last_step)
 {
-    pl_ticket ticket = 0;
     void *out = NULL;
-    const size_t n_bytes = whole.n_elems * pl_dtype_bytes(whole.dtype);
+    const size_t n_bytes = mean.n_elems * pl_dtype_bytes(mean.dtype);
     if (!CHECK_OK(self->backend->ops->alloc(self->backend, n_bytes, &out)))
         return;
-    const pl_move move = {.to = out,
-                          .from = pli_comm_memory(self->comm, whole.offset_bytes),
-                          .dtype = whole.dtype,
-                          .n_elems = whole.n_elems};
-    const int is_well =
-        gpu_fill(self, &whole, 7) && CHECK_OK(gpu_issue_op(self, &whole, &ticket)) &&
-        CHECK_OK(gpu_agree_on_end(self)) &&
-        CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
-    pl_comm_destroy(self->comm);
-    self->comm = self->all->bases[self->rank] = NULL;
+    const int is_well = gpu_fill(self, &mean, 7) && CHECK_OK(gpu_step(self)) &&
+                        CHECK_OK(gpu_copy_mean(self, out));
+    gpu_end_world(self);
     if (is_well)
         check_kept(self, out, 7);
     self->backend->ops->free(self->backend, out);

@@ -5,12 +5,6 @@
 
 #include <sys/wait.h>
 
-static const pl_op mean = {.kind = PL_ALL_REDUCE,
-                           .reduction = PL_MEAN,
-                           .dtype = PL_F32,
-                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
-                           .n_elems = 100};
-
 static const pl_op short_mean = {.kind = PL_ALL_REDUCE,
                                  .reduction = PL_MEAN,
                                  .dtype = PL_BF16,
@@ -154,15 +148,6 @@ TEST(every_allocation_and_system_call_may_fail)
 
 enum { N_ROUNDS = 6 };
 
-static pl_status leave_behind(gpu_rank *self)
-{
-    pl_recovery how = PL_NOTHING_FAILED;
-    const pl_status st = recover_through(self->comm, &how);
-    if (st == PL_OK)
-        CHECK(how == PL_RECOVERED);
-    return st;
-}
-
 /* In each round one rank fails somewhere in a step. */
 static void fail_and_go_on(gpu_rank *self)
 {
@@ -196,7 +181,7 @@ static void fail_and_go_on(gpu_rank *self)
         }
         /* Nothing can be issued before that is left behind. */
         CHECK(gpu_issue_op(self, &mean, &ticket) == PL_EPEER);
-        if (!CHECK_OK(leave_behind(self)))
+        if (!CHECK_OK(gpu_leave_behind(self)))
             return;
         if (!gpu_fill(self, &mean, round * 4 + 3) || !CHECK_OK(try_step(self, round)))
             return;
@@ -225,7 +210,7 @@ GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
         while (pl_comm_progress(self->comm) == PL_OK)
             pli_sleep_ns(PLI_MS);
         gpu_check(self, &mean, round);
-        if (!CHECK_OK(leave_behind(self)))
+        if (!CHECK_OK(gpu_leave_behind(self)))
             return;
     }
 }
@@ -239,10 +224,10 @@ GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
         pli_sleep_ns(PLI_MS);
     if (self->rank == 0)
         fake_fail("ncclGetUniqueId", 1, 2);
-    CHECK(leave_behind(self) != PL_OK);
+    CHECK(gpu_leave_behind(self) != PL_OK);
     if (self->rank != 0)
         CHECK(blames(pl_error_message(), self->rank, 0));
-    if (CHECK_OK(leave_behind(self)))
+    if (CHECK_OK(gpu_leave_behind(self)))
         CHECK_OK(try_step(self, 2));
 }
 
@@ -277,7 +262,7 @@ static void wait_for_one_that_never_comes(gpu_rank *self)
               error_has("within the deadline"));
     }
     self->made = PL_OK;
-    if (CHECK_OK(leave_behind(self)))
+    if (CHECK_OK(gpu_leave_behind(self)))
         CHECK_OK(try_step(self, 8));
 }
 
@@ -307,7 +292,7 @@ GPU_TEST_ON_HOSTS(3, 2, schedules[seed % 3],
         pli_sleep_ns(20 * PLI_MS);
         pl_comm_abort(self->comm, "no more");
     }
-    CHECK_OK(leave_behind(self));
+    CHECK_OK(gpu_leave_behind(self));
 }
 
 /* The host of the last rank is done with the world, and goes; rank 0's sleeps. */
@@ -323,7 +308,7 @@ static void sleep_while_another_host_goes(gpu_rank *self)
     CHECK_OK(pli_comm_order(self->comm, self->stream));
     CHECK(gpu_await_stream(self, RANKS_DEADLINE_NS / 2));
     CHECK_FAILS(pl_comm_progress(self->comm), PL_EPEER, "died or left");
-    CHECK(leave_behind(self) == PL_EPEER);
+    CHECK(gpu_leave_behind(self) == PL_EPEER);
 }
 
 TEST(who_waits_on_the_device_is_let_go_where_another_host_goes)
@@ -427,9 +412,7 @@ GPU_TEST_ON_HOSTS(6, 2, schedules[seed % 3], a_world_ends_though_its_step_never_
     const int64_t begin = pli_now_ns();
     if (self->rank == 0)
         CHECK_OK(gpu_issue_op(self, &mean, &ticket));
-    pl_comm_destroy(self->comm);
-    self->comm = NULL;
-    self->all->bases[self->rank] = NULL;
+    gpu_end_world(self);
     CHECK(pli_now_ns() - begin < RANKS_DEADLINE_NS / 3);
 }
 

@@ -7,28 +7,6 @@
 enum { LARGE_BYTES = 5 << 20 };
 #define SOON_NS (500 * TIMES_AS_LONG * PLI_MS)
 
-static const pl_op mean = {.kind = PL_ALL_REDUCE,
-                           .reduction = PL_MEAN,
-                           .dtype = PL_F32,
-                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
-                           .n_elems = 100};
-
-static pl_status step_once(gpu_rank *self)
-{
-    pl_status st = PL_OK;
-    pl_ticket ticket = 0;
-    PL_TRY(gpu_issue_op(self, &mean, &ticket));
-    PL_TRY(gpu_agree_on_end(self));
-done:
-    return st;
-}
-
-static pl_status leave_behind(gpu_rank *self)
-{
-    pl_recovery how = PL_NOTHING_FAILED;
-    return recover_through(self->comm, &how);
-}
-
 /* ---- threads that NCCL keeps ---------------------------------------------------- */
 
 typedef struct kept_inside {
@@ -43,7 +21,7 @@ static void wait_inside(gpu_rank *self)
     kept_inside *it = self->all->context;
     pl_status st = PL_OK;
     pl_ticket ticket = 0;
-    CHECK_OK(step_once(self));
+    CHECK_OK(gpu_step(self));
     if (self->rank == 0) {
         for (int k = 0; k < it->n_ops && st == PL_OK; k++)
             st = gpu_issue_op(self, &it->op, &ticket);
@@ -52,8 +30,8 @@ static void wait_inside(gpu_rank *self)
     }
     while (atomic_load(&it->n_over) == 0)
         pli_sleep_ns(PLI_MS);
-    if (CHECK_OK(leave_behind(self)))
-        CHECK_OK(step_once(self));
+    if (CHECK_OK(gpu_leave_behind(self)))
+        CHECK_OK(gpu_step(self));
 }
 
 /* Nothing that a step does is tried before but all-reduces and broadcasts. */
@@ -105,7 +83,7 @@ static void deregister(gpu_rank *self)
     for (int k = 0; k < 3; k++) {
         kept[k] = self->comm->ops->retain_memory(self->comm);
         CHECK_OK(self->comm->ops->renew(self->comm));
-        CHECK_OK(step_once(self));
+        CHECK_OK(gpu_step(self));
     }
     for (int k = 0; k < 3; k++)
         kept[k]->release(kept[k]);
@@ -128,7 +106,7 @@ TEST(a_thread_that_waits_for_a_proxy_is_let_go_at_the_deadline)
 
 static void take_a_step(gpu_rank *self)
 {
-    CHECK_OK(step_once(self));
+    CHECK_OK(gpu_step(self));
 }
 
 TEST(a_healthy_end_waits_for_no_proxy_beyond_the_deadline)
@@ -287,17 +265,11 @@ TEST(a_trial_that_is_given_up_is_told_by_its_reason)
 GPU_TEST(4, 2, FAKE_LATE, a_trial_comes_behind_what_the_stream_still_reads)
 {
     void *out = NULL;
-    pl_ticket ticket = 0;
     char values[400];
     if (!CHECK_OK(self->backend->ops->alloc(self->backend, sizeof values, &out)) ||
-        !gpu_fill(self, &mean, 3) || !CHECK_OK(gpu_issue_op(self, &mean, &ticket)) ||
-        !CHECK_OK(gpu_agree_on_end(self)))
+        !gpu_fill(self, &mean, 3) || !CHECK_OK(gpu_step(self)))
         return;
-    const pl_move move = {.to = out,
-                          .from = pli_comm_memory(self->comm, mean.offset_bytes),
-                          .dtype = PL_F32,
-                          .n_elems = 100};
-    CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
+    CHECK_OK(gpu_copy_mean(self, out));
     CHECK_OK(prepare(self));
     CHECK_OK(pli_cuda_read(self->backend, values, out, sizeof values, self->stream));
     for (size_t i = 0; i < 100; i++)
@@ -398,11 +370,10 @@ TEST(parts_of_one_card_take_a_rank_each)
 static void end_first(gpu_rank *self)
 {
     atomic_int *n_ended = self->all->context;
-    if (!gpu_fill(self, &mean, 5) || !CHECK_OK(step_once(self)))
+    if (!gpu_fill(self, &mean, 5) || !CHECK_OK(gpu_step(self)))
         return;
     if (self->rank == 0) {
-        pl_comm_destroy(self->comm);
-        self->comm = self->all->bases[0] = NULL;
+        gpu_end_world(self);
         atomic_store(n_ended, 1);
         return;
     }
@@ -425,18 +396,13 @@ TEST(who_ends_well_has_sent_all_that_its_peers_wait_for)
     }
 }
 
-static void step_and_end(gpu_rank *self)
-{
-    CHECK_OK(step_once(self));
-}
-
 TEST(a_flush_that_takes_too_long_is_given_up)
 {
     for (int blocks = 0; blocks < 2; blocks++) {
         gpu_ranks all = gpu_ranks_of(2, 1, FAKE_EARLY);
         all.fake.proxy_blocks = 2;
         all.blocks = blocks;
-        gpu_ranks_run_world(&all, step_and_end);
+        gpu_ranks_run_world(&all, take_a_step);
     }
 }
 

@@ -8,12 +8,6 @@
 
 #define SOON_NS ((IS_SANITIZED ? 12000 : 5000) * PLI_MS)
 
-static const pl_op mean = {.kind = PL_ALL_REDUCE,
-                           .reduction = PL_MEAN,
-                           .dtype = PL_F32,
-                           .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
-                           .n_elems = 100};
-
 /* A child's end of a GPU world; `all` is its own alone. */
 typedef struct worker {
     gpu_ranks all;
@@ -69,12 +63,10 @@ static pl_status await_failure(pl_comm *comm)
 static pl_status worker_step(worker *it, unsigned step)
 {
     pl_status st = PL_OK;
-    pl_ticket ticket = 0;
     pli_comm_record_activity(it->rank.comm, PL_BACKWARD, step);
     if (!gpu_fill(&it->rank, &mean, step))
         return PL_ESYS;
-    PL_TRY(gpu_issue_op(&it->rank, &mean, &ticket));
-    PL_TRY(gpu_agree_on_end(&it->rank));
+    PL_TRY(gpu_step(&it->rank));
     if (gpu_n_wrong(&it->rank, &mean, step) != 0)
         st = await_failure(it->rank.comm); /* a rank that died took its part along */
 done:
@@ -167,21 +159,14 @@ static void wait_on_the_device(child *self)
 static void replay(child *self)
 {
     worker it;
-    pl_ticket ticket = 0;
     pli_cuda_scope scope;
-    CUgraph graph = NULL;
-    CUgraphExec exec = NULL;
     pl_status st = worker_open(&it, self);
-    CUstream stream = (CUstream)(void *)it.rank.stream;
+    CUstream stream = gpu_user_stream(&it.rank);
     if (st == PL_OK)
         st = worker_step(&it, 1);
     CHECK_OK(st);
     CHECK_OK(pli_cuda_enter(it.rank.backend, &scope));
-    CHECK(cuStreamBeginCapture(stream, 0) == 0);
-    CHECK_OK(gpu_issue_op(&it.rank, &mean, &ticket));
-    CHECK_OK(gpu_agree_on_end(&it.rank));
-    CHECK(cuStreamEndCapture(stream, &graph) == 0);
-    CHECK(cuGraphInstantiate(&exec, graph, 0) == 0);
+    CUgraphExec exec = gpu_capture_step(&it.rank);
     if (self->rank == 1) {
         atomic_store(&self->board->note, 1);
         for (;;)
@@ -191,7 +176,7 @@ static void replay(child *self)
     while (cuStreamQuery(stream) != 0)
         pli_sleep_ns(PLI_MS);
     child_report(self, pl_comm_progress(self->comm));
-    CHECK(cuGraphDestroy(graph) == 0 && cuGraphExecDestroy(exec) == 0);
+    CHECK(cuGraphExecDestroy(exec) == 0);
     pli_cuda_leave(it.rank.backend, &scope);
     for (int i = 0; i < 5000 && fake_live(FAKE_COMMS) > 0; i++)
         pli_sleep_ns(PLI_MS);
@@ -304,8 +289,7 @@ static void step_and_fail(gpu_rank *self)
     pl_recovery how = PL_NOTHING_FAILED;
     for (unsigned step = 1; step <= 4; step++) {
         (void)gpu_fill(self, &mean, step);
-        CHECK_OK(gpu_issue_op(self, &mean, &ticket));
-        CHECK_OK(gpu_agree_on_end(self));
+        CHECK_OK(gpu_step(self));
         gpu_check(self, &mean, step);
     }
     pl_comm_abort(self->comm, "no more of this");
@@ -347,10 +331,8 @@ TEST(a_group_comm_serves_as_the_base_of_a_gpu_world)
 /* The host is ahead of the device: a step that is over has means yet to come. */
 static void fail_before_the_means(gpu_rank *self)
 {
-    pl_ticket ticket = 0;
     (void)gpu_fill(self, &mean, 1);
-    CHECK_OK(gpu_issue_op(self, &mean, &ticket));
-    CHECK_OK(gpu_agree_on_end(self));
+    CHECK_OK(gpu_step(self));
     pl_comm_abort(self->comm, "no more of this");
     gpu_check(self, &mean, 1);
 }

@@ -5,26 +5,6 @@
 
 #include "nccl/gpu_memory.h"
 
-static const pl_op whole = {.kind = PL_ALL_REDUCE,
-                            .reduction = PL_MEAN,
-                            .dtype = PL_F32,
-                            .offset_bytes = GPUS_HOST_BYTES + OPS_GUARD_BYTES,
-                            .n_elems = 100};
-
-/* The host waits for the peers' hosts alone. */
-static int enqueue_step(gpu_rank *self)
-{
-    pl_ticket ticket = 0;
-    return CHECK_OK(gpu_issue_op(self, &whole, &ticket)) &&
-           CHECK_OK(gpu_agree_on_end(self));
-}
-
-static void end_world(gpu_rank *self)
-{
-    pl_comm_destroy(self->comm);
-    self->comm = self->all->bases[self->rank] = NULL;
-}
-
 /* What a further world of the process's would do. */
 static void make_and_end_a_pool(const gpu_rank *self)
 {
@@ -40,19 +20,14 @@ static void make_and_end_a_pool(const gpu_rank *self)
 
 /* ---- captures ------------------------------------------------------------------- */
 
-static CUstream cu(pl_stream *stream)
-{
-    return (CUstream)(void *)stream;
-}
-
 /* In the thread that captures `stream`, as the garbage collector may do it. */
 static void end_in_a_capture(gpu_rank *self, CUstream stream)
 {
     CUgraph graph = NULL;
     const int64_t n_bytes = fake_bytes_in_use(self->rank);
     CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_GLOBAL) == 0);
-    end_world(self);
-    const int is_reader = stream == cu(self->stream);
+    gpu_end_world(self);
+    const int is_reader = stream == gpu_user_stream(self);
     CHECK((fake_bytes_in_use(self->rank) == n_bytes) == is_reader);
     CHECK(cuStreamEndCapture(stream, &graph) == 0);
     CHECK(cuGraphDestroy(graph) == 0);
@@ -62,15 +37,15 @@ static void end_in_a_capture(gpu_rank *self, CUstream stream)
 
 static void end_in_the_readers_capture(gpu_rank *self)
 {
-    if (enqueue_step(self))
-        end_in_a_capture(self, cu(self->stream));
+    if (CHECK_OK(gpu_step(self)))
+        end_in_a_capture(self, gpu_user_stream(self));
 }
 
 static void end_in_anothers_capture(gpu_rank *self)
 {
     CUstream other = NULL;
     pli_cuda_scope scope;
-    if (!enqueue_step(self) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
+    if (!CHECK_OK(gpu_step(self)) || !CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
     CHECK(cuStreamCreate(&other, CU_STREAM_NON_BLOCKING) == 0);
     pli_cuda_leave(self->backend, &scope);
@@ -96,7 +71,7 @@ GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
 {
     pli_memory_ref *kept[3];
     for (int k = 0; k < 3; k++) {
-        if (!enqueue_step(self))
+        if (!CHECK_OK(gpu_step(self)))
             return;
         kept[k] = self->comm->ops->retain_memory(self->comm);
         CHECK_OK(self->comm->ops->renew(self->comm));
@@ -115,7 +90,7 @@ GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
 static int is_behind(gpu_rank *self, int of_user)
 {
     pl_stream *side = pli_cuda_side_stream(self->backend);
-    return cuStreamQuery(cu(of_user ? self->stream : side)) != 0;
+    return cuStreamQuery((CUstream)(void *)(of_user ? self->stream : side)) != 0;
 }
 
 /* A backward that failed has left work on a user's stream, and no operation behind it.
@@ -128,11 +103,11 @@ static void end_behind_a_failed_step(gpu_rank *self)
         return;
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
     CHECK(cuMemsetD8Async(
-              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, whole.offset_bytes),
-              0, 64, stream) == 0);
+              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, mean.offset_bytes), 0,
+              64, stream) == 0);
     pli_comm_follow(self->comm, (pl_stream *)(void *)stream);
     CHECK(is_behind(self, 0) && !is_behind(self, 1));
-    end_world(self);
+    gpu_end_world(self);
     CHECK(fake_bytes_in_use(self->rank) == 0);
     CHECK(cuStreamDestroy(stream) == 0);
     pli_cuda_leave(self->backend, &scope);
@@ -169,16 +144,16 @@ GPU_TEST(4, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
          a_view_that_outlives_its_world_is_freed_behind_its_reader)
 {
     void *out = NULL;
-    const size_t n_bytes = whole.n_elems * pl_dtype_bytes(whole.dtype);
+    const size_t n_bytes = mean.n_elems * pl_dtype_bytes(mean.dtype);
     if (!CHECK_OK(self->backend->ops->alloc(self->backend, n_bytes, &out)) ||
-        !enqueue_step(self))
+        !CHECK_OK(gpu_step(self)))
         return;
     pli_memory_ref *view = self->comm->ops->retain_memory(self->comm);
     const pl_move move = {.to = out,
-                          .from = pli_comm_memory(self->comm, whole.offset_bytes),
-                          .dtype = whole.dtype,
-                          .n_elems = whole.n_elems};
-    end_world(self);
+                          .from = pli_comm_memory(self->comm, mean.offset_bytes),
+                          .dtype = mean.dtype,
+                          .n_elems = mean.n_elems};
+    gpu_end_world(self);
     CHECK_OK(self->backend->ops->copy(self->backend, &move, 1, self->stream));
     view->release(view);
     self->backend->ops->free(self->backend, out);
@@ -194,15 +169,15 @@ GPU_TEST(1, 2, FAKE_LATE, memory_is_freed_behind_the_newest_readers)
         return;
     for (int i = 0; i < 2 * PLI_POOL_READERS; i++)
         CHECK(cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING) == 0);
-    if (enqueue_step(self))
+    if (CHECK_OK(gpu_step(self)))
         for (int i = 0; i < 2 * PLI_POOL_READERS; i++)
             CHECK_OK(pli_comm_order(self->comm, (pl_stream *)(void *)streams[i]));
     for (int i = 0; i < PLI_POOL_READERS; i++) /* those it has forgotten */
         CHECK(cuStreamDestroy(streams[i]) == 0);
     CHECK(cuMemsetD8Async(
-              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, whole.offset_bytes),
-              0, 64, streams[PLI_POOL_READERS]) == 0);
-    end_world(self);
+              (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, mean.offset_bytes), 0,
+              64, streams[PLI_POOL_READERS]) == 0);
+    gpu_end_world(self);
     for (int i = PLI_POOL_READERS; i < 2 * PLI_POOL_READERS; i++)
         CHECK(cuStreamDestroy(streams[i]) == 0);
     pli_cuda_leave(self->backend, &scope);
@@ -216,12 +191,12 @@ static void destroy_a_reader(gpu_rank *self)
     if (!CHECK_OK(pli_cuda_enter(self->backend, &scope)))
         return;
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
-    if (enqueue_step(self))
+    if (CHECK_OK(gpu_step(self)))
         CHECK_OK(pli_comm_order(self->comm, (pl_stream *)(void *)stream));
     CHECK(cuStreamSynchronize(stream) == 0);
     CHECK(cuStreamDestroy(stream) == 0);
     pli_cuda_leave(self->backend, &scope);
-    end_world(self);
+    gpu_end_world(self);
     CHECK(fake_bytes_in_use(self->rank) == 0);
 }
 
