@@ -224,20 +224,20 @@ static inline int scene_open_member(scene_member *it, int device, int has_stream
 }
 
 /* All that a group needs; the group itself is made by the caller. */
-static inline scene *scene_open_without_group(const scene_options *options)
+static inline scene *scene_open_without_group(scene_options options)
 {
     scene *it = calloc(1, sizeof *it);
     if (it == NULL)
         exit(2);
-    scene_reset(options);
-    it->seed = options->seed;
-    it->random = draw_of(options->seed);
-    random_state = options->seed * 2 + 88172645463325252u;
-    it->n = options->n;
+    scene_reset(&options);
+    it->seed = options.seed;
+    it->random = draw_of(options.seed);
+    random_state = options.seed * 2 + 88172645463325252u;
+    it->n = options.n;
     for (int k = 0; k < it->n; k++) {
         scene_member *const m = &it->members[k];
-        if (!scene_open_member(m, scene_device_of(options, k),
-                               options->own_streams >> k & 1))
+        if (!scene_open_member(m, scene_device_of(&options, k),
+                               options.own_streams >> k & 1))
             exit(2);
         it->streams[k] = (pl_stream *)(void *)m->stream;
         it->rooms[k] = (pli_room){m->room_memory, 192};
@@ -261,16 +261,16 @@ static inline pl_status scene_make_group(scene *it)
     return pli_device_group_create(backends, it->n, &it->group);
 }
 
-static inline scene *scene_open(const scene_options *options)
+static inline scene *scene_open(scene_options options)
 {
     scene *it = scene_open_without_group(options);
     if (!CHECK_OK(scene_make_group(it)))
         exit(2);
-    if (options->passed_bytes > 0)
-        it->group->passed_bytes = options->passed_bytes;
-    if (options->shard_bytes > 0)
-        it->group->shard_bytes = options->shard_bytes;
-    if (options->unshares)
+    if (options.passed_bytes > 0)
+        it->group->passed_bytes = options.passed_bytes;
+    if (options.shard_bytes > 0)
+        it->group->shard_bytes = options.shard_bytes;
+    if (options.unshares)
         fake_unshare(it->members[0].memory);
     return it;
 }
@@ -310,10 +310,11 @@ static inline void scene_compare(scene *it)
     fake_hide_memory();
 }
 
+/* When all is done, and is as in the mirrors. */
 static inline void scene_close(scene *it)
 {
     pl_backend *const first = it->members[0].backend;
-    CHECK(fake_synchronize_all());
+    scene_compare(it);
     pli_device_group_destroy(it->group);
     first->ops->free(first, it->ring_memory);
     for (int k = 0; k < it->n; k++) {
@@ -335,5 +336,12 @@ static inline void scene_close(scene *it)
     CHECK(fake_context_depth() == 0);
     free(it);
 }
+
+#define SCENE_TEST(options, name)                                                      \
+    TEST_BY(name, scene *it, {                                                         \
+        scene *its = scene_open(options);                                              \
+        name##_by(its);                                                                \
+        scene_close(its);                                                              \
+    })
 
 #endif

@@ -129,12 +129,11 @@ enum { N_FUNCTIONS = sizeof functions / sizeof functions[0], COPIES = 2, LEAVES 
 /* How often a call of the group's calls a function. */
 static int count_in(const scene_options *options, int call, int function)
 {
-    scene *it = scene_open(options);
+    scene *it = scene_open(*options);
     fill_all(it);
     const int before = fake_count(functions[function].name);
     CHECK_OK(calls[call](it));
     const int n = fake_count(functions[function].name) - before;
-    scene_compare(it);
     scene_close(it);
     return n;
 }
@@ -147,7 +146,7 @@ static void fail_at(const scene_options *options, int call, int function, int nt
     const char *const name = functions[function].name;
     scene_options of_this = *options;
     of_this.seed = (uint64_t)nth;
-    scene *it = scene_open(&of_this);
+    scene *it = scene_open(of_this);
     fill_all(it);
     fake_fail(name, nth, CUDA_ERROR_UNKNOWN);
     if (also_sync)
@@ -168,7 +167,6 @@ static void fail_at(const scene_options *options, int call, int function, int nt
         scene_compare(it);
     for (int i = 0; i < N_CALLS; i++)
         CHECK_OK(calls[i](it));
-    scene_compare(it);
     scene_close(it);
 }
 
@@ -215,8 +213,7 @@ TEST(what_fails_first_is_what_is_said)
  * that is not 0. */
 static int make_group(const char *name, int nth)
 {
-    const scene_options options = options_of(SCENE_APART);
-    scene *it = scene_open_without_group(&options);
+    scene *it = scene_open_without_group(options_of(SCENE_APART));
     const int before = fake_count(name);
     if (nth > 0) {
         fake_fail(name, nth, CUDA_ERROR_UNKNOWN);
@@ -227,7 +224,6 @@ static int make_group(const char *name, int nth)
     CHECK_OK(scene_make_group(it));
     const int n = fake_count(name) - before;
     CHECK_OK(broadcast(it));
-    scene_compare(it);
     scene_close(it);
     return n;
 }
@@ -247,8 +243,7 @@ TEST(a_group_that_cannot_be_made_leaves_nothing_behind)
 
 TEST(a_group_without_memory_is_not_made)
 {
-    const scene_options options = options_of(SCENE_APART);
-    scene *it = scene_open_without_group(&options);
+    scene *it = scene_open_without_group(options_of(SCENE_APART));
     pli_fault_arm(PLI_FAULT_ALLOC, 1);
     CHECK(scene_make_group(it) == PL_ENOMEM);
     CHECK(pli_fault_count(PLI_FAULT_ALLOC) == 1);
@@ -262,9 +257,8 @@ TEST(a_group_without_memory_is_not_made)
  */
 TEST(access_that_is_there_or_cannot_be_is_no_failure)
 {
-    const scene_options options = options_of(SCENE_APART);
     for (int code = 704; code <= 711; code += 7) {
-        scene *it = scene_open_without_group(&options);
+        scene *it = scene_open_without_group(options_of(SCENE_APART));
         fake_fail("cuCtxEnablePeerAccess", 1, code);
         CHECK_OK(scene_make_group(it));
         CHECK_OK(copy_up(it));
@@ -280,8 +274,7 @@ TEST(access_that_is_there_or_cannot_be_is_no_failure)
 TEST(groups_of_no_device_or_of_too_many_are_refused)
 {
     pl_backend *backends[PL_MAX_RANKS + 1];
-    const scene_options options = options_of(SCENE_ONE);
-    scene *it = scene_open_without_group(&options);
+    scene *it = scene_open_without_group(options_of(SCENE_ONE));
     for (int k = 0; k <= PL_MAX_RANKS; k++)
         backends[k] = it->members[0].backend;
     CHECK_FAILS(pli_device_group_create(backends, 0, &it->group), PL_EINVAL,
@@ -294,10 +287,8 @@ TEST(groups_of_no_device_or_of_too_many_are_refused)
     scene_close(it);
 }
 
-TEST(too_many_rows_and_none_are_refused)
+SCENE_TEST(options_of(SCENE_APART), too_many_rows_and_none_are_refused)
 {
-    const scene_options options = options_of(SCENE_APART);
-    scene *it = scene_open(&options);
     const pli_row rows[3] = {{1, scene_at(it, 1, 0)}, {2, scene_at(it, 2, 0)}};
     const pl_move to = {scene_at(it, 0, 0), NULL, PL_F32, 4};
     const pl_move whole = {scene_at(it, 0, 0), NULL, PL_I32, 4};
@@ -319,14 +310,10 @@ TEST(too_many_rows_and_none_are_refused)
     CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms),
                 PL_EINVAL, "0 bytes of member 2 have no room for 2 rows");
     CHECK_OK(sum_two(it));
-    scene_compare(it);
-    scene_close(it);
 }
 
-TEST(a_packed_segment_that_no_slot_holds_is_refused)
+SCENE_TEST(options_of(SCENE_APART), a_packed_segment_that_no_slot_holds_is_refused)
 {
-    const scene_options options = options_of(SCENE_APART);
-    scene *it = scene_open(&options);
     void *const targets[] = {NULL, scene_at(it, 1, 0), scene_at(it, 2, 0)};
     const pl_move moves[] = {{NULL, scene_at(it, 0, 0), PL_F32, 24},
                              {(char *)NULL + 96, scene_at(it, 0, 200), PL_F32, 25}};
@@ -336,8 +323,6 @@ TEST(a_packed_segment_that_no_slot_holds_is_refused)
         PL_EINVAL, "a segment of 196 bytes does not fit into a slot of 192");
     scene_mirror_copy(it, 1, 0, 0, 0, 96);
     scene_mirror_copy(it, 2, 0, 0, 0, 96);
-    scene_compare(it);
-    scene_close(it);
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -357,7 +342,7 @@ TEST(devices_are_given_access_where_they_can)
         scene_options options = options_of(table[i].devices);
         options.n = 4;
         options.peers = table[i].peers;
-        scene *it = scene_open(&options);
+        scene *it = scene_open(options);
         CHECK(fake_count("cuDeviceCanAccessPeer") == table[i].n_asked);
         CHECK(fake_count("cuCtxEnablePeerAccess") == table[i].n_given);
         scene_close(it);
@@ -391,7 +376,7 @@ TEST(a_group_of_one_moves_nothing)
 {
     scene_options options = options_of(SCENE_APART);
     options.n = 1;
-    scene *it = scene_open(&options);
+    scene *it = scene_open(options);
     void *const targets[] = {NULL};
     const pl_move move = {NULL, scene_at(it, 0, 0), PL_F32, 24};
     const pli_segment segment = {&move, 1, 100, targets};
@@ -401,6 +386,5 @@ TEST(a_group_of_one_moves_nothing)
     CHECK_OK(copy(it, 0, 0));
     CHECK_FAILS(pli_device_group_sum(it->group, it->streams, &row, 1, &to, it->rooms),
                 PL_EINVAL, "1 rows of gradients: give 1 to 0");
-    scene_compare(it);
     scene_close(it);
 }

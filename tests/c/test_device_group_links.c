@@ -51,11 +51,9 @@ static void broadcast(scene *it, unsigned large_to, unsigned packed_to)
 static void check_broadcast(size_t passed_bytes, unsigned large_to, unsigned packed_to,
                             int64_t expected[N][N])
 {
-    const scene_options options = options_of(passed_bytes, 0);
-    scene *it = scene_open(&options);
+    scene *it = scene_open(options_of(passed_bytes, 0));
     broadcast(it, large_to, packed_to);
     check_sent(expected);
-    scene_compare(it);
     scene_close(it);
 }
 
@@ -76,13 +74,10 @@ TEST(only_members_that_get_a_segment_pass_it_on)
                     (int64_t[N][N]){{0, BYTES, 160}, {0, 0, 0, BYTES}, {0, 0, 0, 160}});
 }
 
-TEST(thresholds_are_what_a_link_takes_for_more_than_its_latency)
+SCENE_TEST(options_of(0, 0), thresholds_are_what_a_link_takes_for_more_than_its_latency)
 {
-    const scene_options options = options_of(0, 0);
-    scene *it = scene_open(&options);
     CHECK(it->group->passed_bytes == 1 << 20);
     CHECK(it->group->shard_bytes == 64 << 10);
-    scene_close(it);
 }
 
 /* ---- gradients ------------------------------------------------------------------ */
@@ -108,11 +103,9 @@ static void sum(scene *it, int n_rows)
 
 static void check_sum(size_t shard_bytes, int n_rows, int64_t expected[N][N])
 {
-    const scene_options options = options_of(0, shard_bytes);
-    scene *it = scene_open(&options);
+    scene *it = scene_open(options_of(0, shard_bytes));
     sum(it, n_rows);
     check_sent(expected);
-    scene_compare(it);
     scene_close(it);
 }
 
@@ -148,8 +141,7 @@ TEST(short_rows_are_cut_into_fewer_shards)
           {THIRD, THIRD, THIRD, 0}}},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {
-        const scene_options options = options_of(0, table[i].shard_bytes);
-        scene *it = scene_open(&options);
+        scene *it = scene_open(options_of(0, table[i].shard_bytes));
         void *memory[N];
         int64_t sent[N][N];
         memcpy(sent, table[i].sent, sizeof sent);
@@ -182,10 +174,8 @@ static int is_behind(const scene *it, int member)
     return cuStreamQuery(it->members[member].stream) == CUDA_ERROR_NOT_READY;
 }
 
-TEST(members_wait_for_those_alone_that_have_a_part)
+SCENE_TEST(options_of(1, 1), members_wait_for_those_alone_that_have_a_part)
 {
-    const scene_options options = options_of(1, 1);
-    scene *it = scene_open(&options);
     CHECK(fake_synchronize_all());
     scene_fill(it, 3, 0, 1);
     broadcast(it, 6, 6);
@@ -194,21 +184,15 @@ TEST(members_wait_for_those_alone_that_have_a_part)
     sum(it, 2);
     read_one(it, 0, SCENE_HALF);
     CHECK(is_behind(it, 3));
-    scene_compare(it);
-    scene_close(it);
 }
 
 /* The last of a chain goes on without those before it, but for what it takes of them.
  */
-TEST(whom_nobody_takes_from_waits_for_nobody_behind)
+SCENE_TEST(options_of(1, 1), whom_nobody_takes_from_waits_for_nobody_behind)
 {
-    const scene_options options = options_of(1, 1);
-    scene *it = scene_open(&options);
     CHECK(fake_synchronize_all());
     broadcast(it, 0xa, 0x8);
     scene_fill(it, 1, 0, 1);
     read_one(it, 3, 100);
     CHECK(is_behind(it, 1));
-    scene_compare(it);
-    scene_close(it);
 }
