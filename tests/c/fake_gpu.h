@@ -83,6 +83,13 @@ static inline void gpu_close(gpu *it)
     CHECK(fake_context_depth() == 0);
 }
 
+#define ONE_GPU_TEST(schedule, name)                                                   \
+    TEST_BY(name, gpu *it, {                                                           \
+        gpu its = gpu_open(1, schedule);                                               \
+        name##_by(&its);                                                               \
+        gpu_close(&its);                                                               \
+    })
+
 /* An error that the test has made; the words tell which. */
 static inline void gpu_expect_error(const char *words)
 {

@@ -70,6 +70,12 @@ static inline rank *rank_turn(rank *it, const rank *first, const rank *end)
     for (rank *it = rank_turn(ranks, ranks, (ranks) + (n)); it < (ranks) + (n);        \
          it = rank_turn(it + 1, ranks, (ranks) + (n)))
 
+/* The same, in a group of calls. */
+#define EACH_RANK_IN_GROUP(it, ranks, n)                                               \
+    for (int once = CHECK(ncclGroupStart() == ncclSuccess); once;                      \
+         once = 0, CHECK(ncclGroupEnd() == ncclSuccess))                               \
+        EACH_RANK (it, ranks, n)
+
 /* The communicator must have ended. */
 static inline void rank_free(rank *it)
 {
@@ -102,10 +108,8 @@ static inline void ranks_make(rank *ranks, int n, const fake_options *options)
     CHECK(ncclGetUniqueId(&id) == ncclSuccess);
     for (int r = 0; r < n; r++)
         ranks[r] = rank_make(r, n, &id);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, n)
+    EACH_RANK_IN_GROUP (it, ranks, n)
         CHECK(ncclCommInitRank(&it->comm, n, id, it->rank) == ncclSuccess);
-    CHECK(ncclGroupEnd() == ncclSuccess);
 }
 
 static inline void ranks_check_clean(void)
@@ -135,6 +139,16 @@ static inline void ranks_end(rank *ranks, int n)
     }
     ranks_check_clean();
 }
+
+/* A test with the ranks of a world, which end well; one thread plays them all. */
+#define RANKS_TEST(n, seed, schedule, name)                                            \
+    TEST_BY(name, rank *ranks, {                                                       \
+        rank its[MAX_RANKS];                                                           \
+        const fake_options options = ranks_options(seed, schedule);                    \
+        ranks_make(its, n, &options);                                                  \
+        name##_by(its);                                                                \
+        ranks_end(its, n);                                                             \
+    })
 
 static inline void ranks_expect_error(const char *words)
 {

@@ -142,50 +142,46 @@ TEST(what_a_capture_forbids_invalidates_it)
     invalidates(merge_two, CUDA_ERROR_STREAM_CAPTURE_MERGE);
 }
 
-TEST(a_stream_that_is_not_joined_spoils_the_capture)
+ONE_GPU_TEST(FAKE_LATE, a_stream_that_is_not_joined_spoils_the_capture)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
-    CHECK(cuStreamEndCapture(it.b, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it->event, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it->b, it->event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->b) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->b, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNMATCHED);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it->event, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamWaitEvent(it->b, it->event, 0) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->b) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_ERROR_STREAM_CAPTURE_UNJOINED);
     CHECK(graph == NULL);
-    CHECK(cuStreamWaitEvent(it.b, it.event, 0) == CUDA_ERROR_CAPTURED_EVENT);
-    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS); /* both streams are free again */
-    gpu_close(&it);
+    CHECK(cuStreamWaitEvent(it->b, it->event, 0) == CUDA_ERROR_CAPTURED_EVENT);
+    CHECK(gpu_zero(it, it->b) == CUDA_SUCCESS); /* both streams are free again */
 }
 
-TEST(the_legacy_stream_is_forbidden_beside_a_blocking_one)
+ONE_GPU_TEST(FAKE_LATE, the_legacy_stream_is_forbidden_beside_a_blocking_one)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
     CUstream blocking = NULL;
     int status = 0;
     CHECK(cuStreamCreate(&blocking, CU_STREAM_DEFAULT) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(NULL, global) == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, NULL) == CUDA_SUCCESS);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, NULL) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_SUCCESS);
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
     CHECK(cuStreamIsCapturing(NULL, &status) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     CHECK(cuStreamEndCapture(blocking, &graph) == CUDA_SUCCESS); /* looking is fine */
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
     CHECK(cuStreamBeginCapture(blocking, global) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, NULL) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    CHECK(gpu_zero(it, NULL) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     CHECK(cuStreamIsCapturing(NULL, &status) == CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
     CHECK(cuStreamEndCapture(blocking, &graph) ==
           CUDA_ERROR_STREAM_CAPTURE_INVALIDATED);
     CHECK(cuStreamDestroy(blocking) == CUDA_SUCCESS);
-    gpu_close(&it);
 }
 
 typedef struct other {
@@ -243,58 +239,52 @@ static void *end_in_a_thread(void *memory)
     return NULL;
 }
 
-TEST(a_capture_ends_where_it_began)
+ONE_GPU_TEST(FAKE_LATE, a_capture_ends_where_it_began)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
-    other self = {&it, 0, CUDA_SUCCESS};
+    other self = {it, 0, CUDA_SUCCESS};
     CUgraph graph = NULL;
     pthread_t thread;
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_ERROR_ILLEGAL_STATE);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_ERROR_ILLEGAL_STATE);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_ERROR_ILLEGAL_STATE);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_ERROR_ILLEGAL_STATE);
     (void)pthread_create(&thread, NULL, end_in_a_thread, &self);
     (void)pthread_join(thread, NULL);
     CHECK(self.result == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_SUCCESS);
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
-    gpu_close(&it);
 }
 
 /* In a relaxed thread allocation and release go on beside the capture. */
-TEST(a_relaxed_thread_may_allocate)
+ONE_GPU_TEST(FAKE_LATE, a_relaxed_thread_may_allocate)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
     CUdeviceptr memory = 0;
     int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
     CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
     CHECK(cuMemAlloc(&memory, 16) == CUDA_SUCCESS);
     CHECK(cuMemFree(memory) == CUDA_SUCCESS);
     CHECK(cuThreadExchangeStreamCaptureMode(&mode) == CUDA_SUCCESS);
     CHECK(mode == CU_STREAM_CAPTURE_MODE_RELAXED);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_SUCCESS);
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
-    gpu_close(&it);
 }
 
 /* The graph writes to memory that is there no more. */
-TEST(a_replay_on_freed_memory_is_seen)
+ONE_GPU_TEST(FAKE_LATE, a_replay_on_freed_memory_is_seen)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     CUgraph graph = NULL;
     CUgraphExec exec = NULL;
     CUdeviceptr memory = 0;
     CHECK(cuMemAlloc(&memory, 16) == CUDA_SUCCESS);
-    CHECK(cuStreamBeginCapture(it.a, global) == CUDA_SUCCESS);
-    CHECK(cuMemsetD8Async(memory, 0, 16, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamEndCapture(it.a, &graph) == CUDA_SUCCESS);
+    CHECK(cuStreamBeginCapture(it->a, global) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(memory, 0, 16, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamEndCapture(it->a, &graph) == CUDA_SUCCESS);
     CHECK(cuGraphInstantiate(&exec, graph, 0) == CUDA_SUCCESS);
     CHECK(cuMemFree(memory) == CUDA_SUCCESS);
-    CHECK(cuGraphLaunch(exec, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(cuGraphLaunch(exec, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
     gpu_expect_error("was freed");
     CHECK(cuGraphExecDestroy(exec) == CUDA_SUCCESS);
     CHECK(cuGraphDestroy(graph) == CUDA_SUCCESS);
-    gpu_close(&it);
 }

@@ -102,97 +102,86 @@ TEST(the_legacy_stream_has_an_order_with_blocking_ones_alone)
     CHECK(by_way_of_legacy(CU_STREAM_NON_BLOCKING, 1) == 0.0f);
 }
 
-TEST(a_query_is_answered_in_the_end)
+ONE_GPU_TEST(FAKE_LATE, a_query_is_answered_in_the_end)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
-    CHECK(cuEventQuery(it.event) == CUDA_SUCCESS); /* never recorded */
-    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(it.event, it.a) == CUDA_SUCCESS);
-    CHECK(cuEventQuery(it.event) == CUDA_ERROR_NOT_READY);
+    CHECK(cuEventQuery(it->event) == CUDA_SUCCESS); /* never recorded */
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
+    CHECK(cuEventRecord(it->event, it->a) == CUDA_SUCCESS);
+    CHECK(cuEventQuery(it->event) == CUDA_ERROR_NOT_READY);
     int n = 0;
-    while (cuEventQuery(it.event) == CUDA_ERROR_NOT_READY && n < 1000)
+    while (cuEventQuery(it->event) == CUDA_ERROR_NOT_READY && n < 1000)
         n++;
     CHECK(n < 1000);
-    gpu_close(&it);
 }
 
 /* ---- memory --------------------------------------------------------------------- */
 
-TEST(the_host_may_not_touch_device_memory)
+ONE_GPU_TEST(FAKE_EARLY, the_host_may_not_touch_device_memory)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
-    const volatile char *at = (const volatile char *)(uintptr_t)it.x;
-    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    const volatile char *at = (const volatile char *)(uintptr_t)it->x;
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
     CHECK(fake_errors() == 0);
     (void)at[17];
     gpu_expect_error("the host touched byte 17 of the 1024 of device memory");
     fake_show_memory();
     CHECK(at[17] == 0);
     fake_hide_memory();
-    gpu_close(&it);
 }
 
-TEST(what_runs_on_freed_memory_is_seen)
+ONE_GPU_TEST(FAKE_EARLY, what_runs_on_freed_memory_is_seen)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     CUdeviceptr memory = 0;
     CHECK(cuMemAlloc(&memory, GPU_BYTES) == CUDA_SUCCESS);
     CHECK(cuMemFree(memory) == CUDA_SUCCESS);
-    CHECK(gpu_add_one(&it, memory, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, memory, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
     gpu_expect_error("an operation touched byte 0 of the 1024 of freed device memory");
-    CHECK(cuMemsetD8Async(memory, 0, 4, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(memory, 0, 4, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
     gpu_expect_error("was freed");
     CHECK(cuMemFree(memory) == CUDA_ERROR_INVALID_VALUE);
     gpu_expect_error("was freed twice");
-    CHECK(cuMemFree(it.x + 8) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(cuMemFree(it->x + 8) == CUDA_ERROR_INVALID_VALUE);
     gpu_expect_error("is no allocation");
-    gpu_close(&it);
 }
 
-TEST(a_free_waits_for_its_device)
+ONE_GPU_TEST(FAKE_LATE, a_free_waits_for_its_device)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     CUdeviceptr memory = 0;
     CHECK(cuMemAlloc(&memory, GPU_BYTES) == CUDA_SUCCESS);
-    CHECK(cuMemsetD8Async(memory, 0, GPU_BYTES, it.a) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, it.b) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(memory, 0, GPU_BYTES, it->a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->b) == CUDA_SUCCESS);
     CHECK(fake_pending() == 2);
     CHECK(cuMemFree(memory) == CUDA_SUCCESS);
     CHECK(fake_pending() == 0);
-    gpu_close(&it);
 }
 
-TEST(what_lies_outside_is_seen)
+ONE_GPU_TEST(FAKE_EARLY, what_lies_outside_is_seen)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     CUdeviceptr small = 0;
-    CHECK(cuMemsetD8Async(it.x + 1020, 0, 8, it.a) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(it->x + 1020, 0, 8, it->a) == CUDA_SUCCESS);
     gpu_expect_error("8 bytes from byte 1020 on are not within the allocation's 1024");
-    CHECK(gpu_add_one(&it, it.x + 4, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, it->x + 4, it->a) == CUDA_SUCCESS);
     gpu_expect_error("an operation touched");
     CHECK(cuMemAlloc(&small, GPU_BYTES - 4) == CUDA_SUCCESS);
-    CHECK(cuMemsetD8Async(small, 0, GPU_BYTES - 4, it.a) == CUDA_SUCCESS);
-    CHECK(gpu_add_one(&it, small, it.a) == CUDA_SUCCESS);
+    CHECK(cuMemsetD8Async(small, 0, GPU_BYTES - 4, it->a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, small, it->a) == CUDA_SUCCESS);
     CHECK(cuMemFree(small) == CUDA_SUCCESS);
     gpu_expect_error("byte 1020 of an allocation of 1020 was written");
-    gpu_close(&it);
 }
 
-TEST(there_is_as_much_memory_as_was_said)
+ONE_GPU_TEST(FAKE_EARLY, there_is_as_much_memory_as_was_said)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     CUdeviceptr memory = 0;
     size_t available = 0;
     size_t total = 0;
+    (void)it;
     CHECK(cuMemGetInfo(&available, &total) == CUDA_SUCCESS);
     CHECK(total == (size_t)1 << 32 && available == total - GPU_BYTES);
     CHECK(cuMemAlloc(&memory, available + 1) == CUDA_ERROR_OUT_OF_MEMORY);
     CHECK(cuMemAlloc(&memory, 0) == CUDA_ERROR_INVALID_VALUE);
     CHECK(memory == 0);
-    gpu_close(&it);
 }
 
 /* Host memory that is not pinned may be reused at once, pinned memory may not. */
@@ -221,16 +210,14 @@ TEST(pinned_memory_is_read_when_the_copy_is_made)
 
 /* ---- calls ---------------------------------------------------------------------- */
 
-TEST(failures_come_when_they_are_ordered)
+ONE_GPU_TEST(FAKE_EARLY, failures_come_when_they_are_ordered)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     const int before = fake_count("cuMemsetD8Async");
     fake_fail("cuMemsetD8Async", 2, CUDA_ERROR_UNKNOWN);
-    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, it.a) == CUDA_ERROR_UNKNOWN);
-    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->a) == CUDA_ERROR_UNKNOWN);
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS);
     CHECK(fake_count("cuMemsetD8Async") == before + 3);
-    gpu_close(&it);
 }
 
 TEST(a_hidden_function_is_not_found)
@@ -278,11 +265,11 @@ TEST(an_older_version_lacks_what_is_newer)
     (void)dlclose(library);
 }
 
-TEST(objects_are_not_used_after_their_end)
+ONE_GPU_TEST(FAKE_EARLY, objects_are_not_used_after_their_end)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     CUstream stream = NULL;
     CUevent event = NULL;
+    (void)it;
     CHECK(cuStreamCreate(&stream, 0) == CUDA_SUCCESS);
     CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
     CHECK(fake_live(FAKE_STREAMS) == 3 && fake_live(FAKE_EVENTS) == 2);
@@ -292,28 +279,25 @@ TEST(objects_are_not_used_after_their_end)
     gpu_expect_error("was used after its end");
     CHECK(cuEventDestroy(event) == CUDA_ERROR_INVALID_HANDLE);
     gpu_expect_error("was used after its end");
-    gpu_close(&it);
 }
 
-TEST(calls_need_a_context_and_the_right_one)
+ONE_GPU_TEST(FAKE_EARLY, calls_need_a_context_and_the_right_one)
 {
-    gpu it = gpu_open(1, FAKE_EARLY);
     CUcontext other = NULL;
     CUdeviceptr memory = 0;
     CHECK(cuDevicePrimaryCtxRetain(&other, 1) == CUDA_SUCCESS);
     CHECK(cuCtxPushCurrent(other) == CUDA_SUCCESS);
-    CHECK(gpu_add_one(&it, it.x, it.a) == CUDA_ERROR_INVALID_HANDLE);
+    CHECK(gpu_add_one(it, it->x, it->a) == CUDA_ERROR_INVALID_HANDLE);
     CUevent event = NULL;
     CHECK(cuEventCreate(&event, 0) == CUDA_SUCCESS);
-    CHECK(cuEventRecord(event, it.a) == CUDA_ERROR_INVALID_HANDLE);
+    CHECK(cuEventRecord(event, it->a) == CUDA_ERROR_INVALID_HANDLE);
     CHECK(cuEventDestroy(event) == CUDA_SUCCESS);
     CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
     CHECK(cuCtxPopCurrent(NULL) == CUDA_SUCCESS);
     CHECK(cuMemAlloc(&memory, 4) == CUDA_ERROR_INVALID_CONTEXT);
-    CHECK(cuCtxPushCurrent(it.context) == CUDA_SUCCESS);
+    CHECK(cuCtxPushCurrent(it->context) == CUDA_SUCCESS);
     CHECK(cuDevicePrimaryCtxRelease(1) == CUDA_SUCCESS);
     CHECK(cuCtxPushCurrent(other) == CUDA_ERROR_INVALID_CONTEXT);
-    gpu_close(&it);
 }
 
 TEST(options_are_read_from_words)

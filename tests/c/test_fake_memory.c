@@ -2,28 +2,25 @@
  */
 #include "fake_gpu.h"
 
-TEST(nccl_frees_memory_under_what_is_in_flight)
+ONE_GPU_TEST(FAKE_LATE, nccl_frees_memory_under_what_is_in_flight)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     void *memory = NULL;
     CHECK(ncclMemAlloc(&memory, GPU_BYTES) == ncclSuccess);
-    CHECK(gpu_add_one(&it, (CUdeviceptr)(uintptr_t)memory, it.a) == CUDA_SUCCESS);
-    CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
-    CHECK(gpu_zero(&it, it.a) == CUDA_SUCCESS); /* elsewhere */
+    CHECK(gpu_add_one(it, (CUdeviceptr)(uintptr_t)memory, it->a) == CUDA_SUCCESS);
+    CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
+    CHECK(gpu_zero(it, it->a) == CUDA_SUCCESS); /* elsewhere */
     CHECK(ncclMemFree(memory) == ncclSuccess);
     CHECK(fake_errors() == 0);
     CHECK(ncclMemAlloc(&memory, GPU_BYTES) == ncclSuccess);
-    CHECK(gpu_add_one(&it, (CUdeviceptr)(uintptr_t)memory, it.a) == CUDA_SUCCESS);
+    CHECK(gpu_add_one(it, (CUdeviceptr)(uintptr_t)memory, it->a) == CUDA_SUCCESS);
     CHECK(ncclMemFree(memory) == ncclSuccess);
     gpu_expect_error("ncclMemFree: ");
     CHECK(fake_synchronize_all());
     fake_forget_errors(); /* the kernel has touched what is gone */
-    gpu_close(&it);
 }
 
-TEST(memory_is_not_deregistered_under_a_collective)
+ONE_GPU_TEST(FAKE_LATE, memory_is_not_deregistered_under_a_collective)
 {
-    gpu it = gpu_open(1, FAKE_LATE);
     ncclUniqueId id;
     ncclComm_t comm = NULL;
     void *memory = NULL;
@@ -33,17 +30,16 @@ TEST(memory_is_not_deregistered_under_a_collective)
     CHECK(ncclCommInitRank(&comm, 1, id, 0) == ncclSuccess);
     for (int is_waited_for = 0; is_waited_for < 2; is_waited_for++) {
         CHECK(ncclCommRegister(comm, memory, GPU_BYTES, &handle) == ncclSuccess);
-        CHECK(ncclAllReduce(memory, memory, GPU_N, ncclFloat32, ncclSum, comm, it.a) ==
+        CHECK(ncclAllReduce(memory, memory, GPU_N, ncclFloat32, ncclSum, comm, it->a) ==
               ncclSuccess);
         if (is_waited_for)
-            CHECK(cuStreamSynchronize(it.a) == CUDA_SUCCESS);
+            CHECK(cuStreamSynchronize(it->a) == CUDA_SUCCESS);
         CHECK(ncclCommDeregister(comm, handle) == ncclSuccess);
         if (!is_waited_for)
             gpu_expect_error("ncclCommDeregister: ");
     }
     CHECK(ncclMemFree(memory) == ncclSuccess);
     CHECK(ncclCommDestroy(comm) == ncclSuccess);
-    gpu_close(&it);
 }
 
 TEST(what_others_have_taken_cannot_be_allocated)

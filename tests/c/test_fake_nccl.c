@@ -108,120 +108,89 @@ static void check_elements(const rank *it, pl_dtype dtype, int op, int first, in
 
 static void all_reduce_each(rank *ranks, int n, row type, ncclRedOp_t op)
 {
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, n) {
+    EACH_RANK_IN_GROUP (it, ranks, n) {
         rank_fill(it, type.dtype, 12, it->side);
         CHECK(rank_reduce(it, 12, type.nccl, op) == ncclSuccess);
     }
-    CHECK(ncclGroupEnd() == ncclSuccess);
     EACH_RANK (it, ranks, n)
         check_elements(it, type.dtype, (int)op, 0, 12);
 }
 
-TEST(every_type_is_summed_and_every_float_averaged)
+RANKS_TEST(2, 1, FAKE_RANDOM, every_type_is_summed_and_every_float_averaged)
 {
-    rank ranks[2];
-    const fake_options options = ranks_options(1, FAKE_RANDOM);
-    ranks_make(ranks, 2, &options);
     for (int t = 0; t < N_ROWS; t++) {
         all_reduce_each(ranks, 2, rows[t], ncclSum);
         if (!value_is_integer(rows[t].dtype))
             all_reduce_each(ranks, 2, rows[t], ncclAvg);
     }
-    ranks_end(ranks, 2);
 }
 
 /* Each rank's part of a reduce-scatter, gathered again, is the all-reduce. */
-TEST(scattered_and_gathered_is_all_reduced)
+RANKS_TEST(3, 2, FAKE_LATE, scattered_and_gathered_is_all_reduced)
 {
-    enum { N_RANKS = 3, PART = 4, ALL = N_RANKS * PART };
-    rank ranks[N_RANKS];
-    const fake_options options = ranks_options(2, FAKE_LATE);
-    ranks_make(ranks, N_RANKS, &options);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    enum { PART = 4, ALL = 3 * PART };
+    EACH_RANK_IN_GROUP (it, ranks, 3) {
         float *all = rank_memory(it);
         float *part = all + (size_t)it->rank * PART;
         rank_fill(it, PL_F32, ALL, it->side);
         CHECK(ncclReduceScatter(all, part, PART, ncclFloat32, ncclSum, it->comm,
                                 it->side) == ncclSuccess);
     }
-    CHECK(ncclGroupEnd() == ncclSuccess);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    EACH_RANK_IN_GROUP (it, ranks, 3) {
         float *all = rank_memory(it);
         CHECK(ncclAllGather(all + (size_t)it->rank * PART, all, PART, ncclFloat32,
                             it->comm, it->side) == ncclSuccess);
     }
-    CHECK(ncclGroupEnd() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS)
+    EACH_RANK (it, ranks, 3)
         check_elements(it, PL_F32, ncclSum, 0, ALL);
-    ranks_end(ranks, N_RANKS);
 }
 
 /* What a group does has no order within it: so two groups. */
-TEST(a_root_receives_and_sends)
+RANKS_TEST(3, 3, FAKE_RANDOM, a_root_receives_and_sends)
 {
-    enum { N_RANKS = 3 };
-    rank ranks[N_RANKS];
     int out[RANK_N];
-    const fake_options options = ranks_options(3, FAKE_RANDOM);
-    ranks_make(ranks, N_RANKS, &options);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    EACH_RANK_IN_GROUP (it, ranks, 3) {
         rank_fill(it, PL_I32, RANK_N, it->side);
         CHECK(ncclReduce(rank_memory(it), rank_memory(it), RANK_N, ncclInt32, ncclSum,
                          1, it->comm, it->side) == ncclSuccess);
     }
-    CHECK(ncclGroupEnd() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS)
+    EACH_RANK (it, ranks, 3)
         CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), RANK_N / 2, ncclInt32, 1,
                             it->comm, it->side) == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    EACH_RANK (it, ranks, 3) {
         check_elements(it, PL_I32, ncclSum, 0, it->rank == 1 ? RANK_N : RANK_N / 2);
         rank_read(it, out, sizeof out, it->side);
         if (it->rank != 1)
             CHECK(out[RANK_N - 1] == rank_value(it, it->rank, RANK_N - 1));
     }
-    ranks_end(ranks, N_RANKS);
 }
 
 /* Everyone sends its number to everyone, itself too. */
-TEST(pairs_send_and_receive_in_a_group)
+RANKS_TEST(3, 4, FAKE_RANDOM, pairs_send_and_receive_in_a_group)
 {
-    enum { N_RANKS = 3 };
-    rank ranks[N_RANKS];
     int out[RANK_N];
-    const fake_options options = ranks_options(4, FAKE_RANDOM);
-    ranks_make(ranks, N_RANKS, &options);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    EACH_RANK_IN_GROUP (it, ranks, 3) {
         int *all = rank_memory(it);
         CHECK(cuMemsetD8Async(it->memory, (unsigned char)it->rank, 4, it->side) ==
               CUDA_SUCCESS);
-        for (int p = 0; p < N_RANKS; p++) {
+        for (int p = 0; p < 3; p++) {
             CHECK(ncclSend(all, 1, ncclInt32, p, it->comm, it->side) == ncclSuccess);
             CHECK(ncclRecv(all + 1 + p, 1, ncclInt32, p, it->comm, it->side) ==
                   ncclSuccess);
         }
     }
-    CHECK(ncclGroupEnd() == ncclSuccess);
-    EACH_RANK (it, ranks, N_RANKS) {
+    EACH_RANK (it, ranks, 3) {
         rank_read(it, out, sizeof out, it->side);
-        for (int p = 0; p < N_RANKS; p++)
+        for (int p = 0; p < 3; p++)
             CHECK(out[1 + p] == p * 0x01010101);
     }
-    ranks_end(ranks, N_RANKS);
 }
 
 /* ---- what it holds against a program -------------------------------------------- */
 
-TEST(ranks_that_differ_are_seen)
+RANKS_TEST(2, 1, FAKE_EARLY, ranks_that_differ_are_seen)
 {
-    rank ranks[2];
     float out[RANK_N];
-    const fake_options options = ranks_options(1, FAKE_EARLY);
-    ranks_make(ranks, 2, &options);
     EACH_RANK (it, ranks, 2)
         CHECK(rank_reduce(it, 10 + (size_t)it->rank, ncclFloat32, ncclSum) ==
               ncclSuccess);
@@ -230,7 +199,6 @@ TEST(ranks_that_differ_are_seen)
     rank_read(&ranks[0], out, sizeof out, ranks[0].side);
     CHECK(out[0] < -300.0f); /* garbage */
     rank_leave();
-    ranks_end(ranks, 2);
 }
 
 TEST(a_peer_that_never_comes_is_a_deadlock)
@@ -251,10 +219,8 @@ static void make_second(rank *ranks, ncclComm_t second[2])
 {
     ncclUniqueId id;
     CHECK(ncclGetUniqueId(&id) == ncclSuccess);
-    CHECK(ncclGroupStart() == ncclSuccess);
-    EACH_RANK (it, ranks, 2)
+    EACH_RANK_IN_GROUP (it, ranks, 2)
         CHECK(ncclCommInitRank(&second[it->rank], 2, id, it->rank) == ncclSuccess);
-    CHECK(ncclGroupEnd() == ncclSuccess);
 }
 
 static void reduce_one(const rank *it, ncclComm_t comm, CUstream stream)
@@ -312,12 +278,9 @@ TEST(a_resident_collective_has_its_slot)
     ranks_end(ranks, 2);
 }
 
-TEST(memory_of_a_collective_is_looked_at)
+RANKS_TEST(2, 1, FAKE_EARLY, memory_of_a_collective_is_looked_at)
 {
     const size_t n_bytes = (size_t)RANK_BYTES * MAX_RANKS;
-    rank ranks[2];
-    const fake_options options = ranks_options(1, FAKE_EARLY);
-    ranks_make(ranks, 2, &options);
     EACH_RANK (it, ranks, 2)
         CHECK(ncclBroadcast(rank_memory(it), rank_memory(it),
                             n_bytes + (size_t)it->rank, ncclInt8, 0, it->comm,
@@ -327,16 +290,12 @@ TEST(memory_of_a_collective_is_looked_at)
         CHECK(ncclBroadcast(rank_memory(it), rank_memory(it), n_bytes + 1, ncclInt8, 0,
                             it->comm, it->side) == ncclSuccess);
     ranks_expect_error("are not within the allocation");
-    ranks_end(ranks, 2);
 }
 
-TEST(registered_memory_is_registered_everywhere)
+RANKS_TEST(2, 1, FAKE_EARLY, registered_memory_is_registered_everywhere)
 {
-    rank ranks[2];
     void *handle = NULL;
     void *memory[2];
-    const fake_options options = ranks_options(1, FAKE_EARLY);
-    ranks_make(ranks, 2, &options);
     EACH_RANK (it, ranks, 2)
         CHECK(ncclMemAlloc(&memory[it->rank], 64) == ncclSuccess);
     CHECK(ncclCommRegister(ranks[0].comm, memory[0], 64, &handle) == ncclSuccess);
@@ -348,7 +307,6 @@ TEST(registered_memory_is_registered_everywhere)
     ranks_expect_error("the memory is still registered");
     CHECK(ncclMemFree(memory[1]) == ncclSuccess);
     CHECK(ncclCommDeregister(ranks[0].comm, handle) == ncclSuccess);
-    ranks_end(ranks, 2);
 }
 
 TEST(two_ranks_do_not_share_a_device)

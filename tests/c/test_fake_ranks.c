@@ -257,13 +257,10 @@ TEST(a_call_in_progress_is_not_in_the_stream)
 }
 
 /* A step of a communicator is captured and replayed on every rank. */
-TEST(a_captured_collective_is_replayed)
+RANKS_TEST(2, 1, FAKE_RANDOM, a_captured_collective_is_replayed)
 {
-    rank ranks[2];
     CUgraph graphs[2];
     CUgraphExec execs[2];
-    const fake_options options = ranks_options(1, FAKE_RANDOM);
-    ranks_make(ranks, 2, &options);
     EACH_RANK (it, ranks, 2) {
         CHECK(cuStreamBeginCapture(it->side, 0) == CUDA_SUCCESS);
         CHECK(rank_reduce(it, RANK_N, ncclFloat32, ncclAvg) == ncclSuccess);
@@ -283,7 +280,6 @@ TEST(a_captured_collective_is_replayed)
         CHECK(cuGraphExecDestroy(execs[r]) == CUDA_SUCCESS);
         CHECK(cuGraphDestroy(graphs[r]) == CUDA_SUCCESS);
     }
-    ranks_end(ranks, 2);
 }
 
 /* An error of the network's is told, and what is in flight waits for the abort. */
