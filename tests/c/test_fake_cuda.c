@@ -2,7 +2,6 @@
  * misuses, failures that are ordered. */
 #include <dlfcn.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include "backend/kernels_table.h"
 #include "fake_gpu.h"

@@ -6,7 +6,6 @@
  */
 #define CHECK_OWN_MAIN
 #include <dirent.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

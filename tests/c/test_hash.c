@@ -1,6 +1,5 @@
 /* test_hash.c - hashes of bytes: each byte and the length count. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "check.h"
 #include "core/hash.h"

@@ -3,7 +3,6 @@
  * check_plan() holds every plan to all that plan.h promises; the tests call it on
  * plans drawn by hand and at random.
  */
-#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
