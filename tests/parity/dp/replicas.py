@@ -10,8 +10,10 @@ is not exact it says `exact=False`: 1e-12, relative to the largest number of the
 Seven rows on two replicas are four and three: no half passes for the other.
 """
 
+import contextlib
 import copy
 import dataclasses
+import gc
 from collections import OrderedDict
 from collections.abc import Mapping
 
@@ -262,6 +264,42 @@ def _holds_tensors(value):
 
 def step(model, x):
     return loss_of(model(x))
+
+
+def accumulate(model, n=2, **options):
+    """Run n backwards, of batches of their own, whose gradients add up."""
+    for seed in range(n):
+        step(model, integers(7, 3, seed=seed, **options)).backward()
+
+
+def grow(model, factor=2):
+    """Multiply all weights of a model in place."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+
+
+def grads_of(model):
+    """Return copies of the gradients of a model."""
+    return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def beside(model, other, ids=None):
+    """Return another module, behind a wrapper if the model is behind one."""
+    if model is bare(model):
+        return other
+    return type(model)(other, ids or model.device_ids)
+
+
+@contextlib.contextmanager
+def without_collector():
+    """Free by reference counts alone: what is garbage before is collected first."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def linear(rows=3, columns=3):

@@ -26,8 +26,10 @@ looks at all of its rows does something else with replicas.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,11 +73,17 @@ class Row:
 
     name: str
     make: Callable[[], nn.Module]
-    use: Callable[[nn.Module], Any]
+    use: Callable[..., Any]
     on: str = EVERYWHERE
-    is_exact: bool = True
+    exact: bool = True
     in_parts: bool = False
     broken_on: dict[str, str] = field(default_factory=dict)
+
+    def run(self, model: nn.Module) -> Any:
+        """Do the program with a module or a wrapper."""
+        if isinstance(self.use, Steps):
+            return self.use(model, exact=self.exact)
+        return self.use(model)
 
 
 ROWS: list[Row] = []
@@ -127,6 +135,11 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
     return (integers(7, 3, seed=seed, low=-2, high=2),)
 
 
+def grown(x: torch.Tensor = X) -> torch.Tensor:
+    """Return a leaf of its own that requires a gradient."""
+    return x.clone().requires_grad_()
+
+
 def plainly(model: nn.Module, *args: Any) -> Any:
     return model(*args)
 
@@ -140,124 +153,138 @@ def snapshot(model: nn.Module) -> list[Any]:
     return [grads, [t.detach().clone() for t in (*leaves, *inner.buffers())]]
 
 
-def by_signs(model: nn.Module) -> None:
-    """Make a step that leaves integers integers."""
+def descend(model: nn.Module, *, exact: bool) -> None:
+    """Make a step that leaves integers integers, or that is smooth in the gradient."""
     with torch.no_grad():
         for p in bare(model).parameters():
             if p.grad is not None and p.requires_grad and p.dtype.is_floating_point:
-                p.sub_(p.grad.to_dense().sign())
+                grad = p.grad.to_dense()
+                p.sub_(grad.sign() if exact else grad / 256)
 
 
-def slowly(model: nn.Module) -> None:
-    """Make a step whose size depends on the gradient smoothly."""
-    with torch.no_grad():
-        for p in bare(model).parameters():
-            if p.grad is not None and p.requires_grad:
-                p.sub_(p.grad.to_dense() / 256)
+class Steps:
+    """A use: `n` training steps, one after each change, and an evaluation.
 
-
-def steps(
-    *changes: Callable[[nn.Module], Any],
-    x: Callable[[int], tuple[Any, ...]] = batch,
-    call: Callable[..., Any] = plainly,
-    n: int = 2,
-    zero: bool = True,
-    evaluates: bool = True,
-    needs_grad: bool = True,
-    descend: Callable[[nn.Module], None] | None = by_signs,
-) -> Callable[[nn.Module], Any]:
-    """Return a use: `n` training steps, one after each change, and an evaluation.
-
-    `x(seed)` gives the inputs of a step, `descend` changes the weights after it.
-    Without `zero`, gradients add up.
+    `x(seed)` gives the inputs of a step, `call` calls the model.  Without `zero`,
+    gradients add up; without `descends`, the weights stay.
     """
 
-    def use(model: nn.Module) -> list[Any]:
+    def __init__(
+        self,
+        *changes: Callable[[nn.Module], Any],
+        x: Callable[[int], tuple[Any, ...]] = batch,
+        call: Callable[..., Any] = plainly,
+        n: int = 2,
+        zero: bool = True,
+        evaluates: bool = True,
+        needs_grad: bool = True,
+        descends: bool = True,
+    ) -> None:
+        self.changes = [lambda m: None] * n + list(changes)
+        self.x, self.call, self.zero = x, call, zero
+        self.evaluates, self.needs_grad = evaluates, needs_grad
+        self.descends = descends
+
+    def __call__(self, model: nn.Module, *, exact: bool = True) -> list[Any]:
         seen = []
-        for seed, change in enumerate([None] * n + list(changes)):
-            if change is not None:
-                change(bare(model))
-            if zero:
+        for seed, change in enumerate(self.changes):
+            change(bare(model))
+            if self.zero:
                 model.zero_grad()
-            args = [leaf(a) if torch.is_tensor(a) else a for a in x(seed)]
+            args = [leaf(a) if torch.is_tensor(a) else a for a in self.x(seed)]
             floats = [a for a in args if torch.is_tensor(a) and a.is_floating_point()]
             for a in floats:
-                a.requires_grad_(needs_grad)
-            out = alike(call(model, *args))
+                a.requires_grad_(self.needs_grad)
+            out = alike(self.call(model, *args))
             loss = loss_of_all(out)
             if torch.is_tensor(loss) and loss.requires_grad:
                 loss.backward()
             seen.append([out, [a.grad for a in floats], snapshot(model)])
-            if descend is not None:
-                descend(model)
-        if evaluates:
+            if self.descends:
+                descend(model, exact=exact)
+        if self.evaluates:
             with torch.no_grad():
-                seen.append(alike(call(model, *x(len(seen)))))
+                seen.append(alike(self.call(model, *self.x(len(seen)))))
         return seen
 
-    return use
 
-
-def default(is_exact: bool) -> Callable[[nn.Module], Any]:
-    return steps(descend=by_signs if is_exact else slowly)
+steps = Steps
 
 
 # ---- rows ---------------------------------------------------------------------------
 
+OPTIONS = "on", "exact", "in_parts", "broken_on"  # those of `Row`
+
+
+def _labelled(cases: dict[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
+    """Return cases by what they add to the name of their row."""
+    if cases is None:
+        return {"": {}}
+    if not isinstance(cases, dict):
+        cases = {str(case): case for case in cases}
+    return {f"[{label}]": case for label, case in cases.items()}
+
+
+def pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return the cases of two dictionaries, each of one with each of the other."""
+    return {f"{a}, {b}": (first[a], second[b]) for a in first for b in second}
+
 
 def program(
     use: Callable[[nn.Module], Any] | None = None,
-    *,
-    label: str = "",
-    init: Callable[[nn.Module], Any] | None = None,
-    on: str = EVERYWHERE,
-    exact: bool = True,
-    in_parts: bool = False,
-    broken_on: dict[str, str] | None = None,
-    **held: Any,
+    cases: dict[str, dict[str, Any]] | None = None,
+    **given: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a row whose forward is the function; `init` is run on each new module."""
+    """Add a row whose forward is the function, of a module that holds what is given.
+
+    `init` is run on each new module.  A case is more that is given, or a `use`.
+    """
 
     def add(code: Callable[..., Any]) -> Callable[..., Any]:
-        def make() -> nn.Module:
-            made = module(code, **held)
-            if init is not None:
-                init(made)
-            return made
-
-        name = code.__name__ + (f"[{label}]" if label else "")
-        rest = on, exact, in_parts, broken_on or {}
-        ROWS.append(Row(name, make, use or default(exact), *rest))
+        for label, more in _labelled(cases).items():
+            held = {"use": use, "init": None, **given, **dict(more)}
+            options = {name: held.pop(name) for name in OPTIONS if name in held}
+            use_here = held.pop("use") or steps()
+            make = functools.partial(_made, code, held.pop("init"), held)
+            ROWS.append(Row(code.__name__ + label, make, use_here, **options))
         return code
 
     return add
 
 
+def _made(code: Callable[..., Any], init: Any, held: dict[str, Any]) -> nn.Module:
+    made = module(code, **held)
+    if init is not None:
+        init(made)
+    return made
+
+
 def uses(
     make: Callable[[], nn.Module] | nn.Module,
-    cases: dict[str, Any] | None = None,
-    *,
-    on: str = EVERYWHERE,
-    exact: bool = True,
-    in_parts: bool = False,
-    broken_on: dict[str, str] | None = None,
+    cases: dict[str, Any] | Iterable[Any] | None = None,
+    **options: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a row whose use is the function; for each case, given its value, if any."""
+    """Add a row whose use is the function; for each case, given its value or values."""
     if isinstance(make, nn.Module):
-        original = make
-        make = lambda: copy.deepcopy(original)  # noqa: E731
+        make = functools.partial(copy.deepcopy, make)
 
     def add(use: Callable[..., Any]) -> Callable[..., Any]:
-        rest = on, exact, in_parts, broken_on or {}
-        if cases is None:
-            ROWS.append(Row(use.__name__, make, use, *rest))
-        for label, value in (cases or {}).items():
-            name = f"{use.__name__}[{label}]"
-            of_case = lambda model, value=value: use(model, value)  # noqa: E731
-            ROWS.append(Row(name, make, of_case, *rest))
+        for label, case in _labelled(cases).items():
+            values = case if isinstance(case, tuple) else (case,)
+            values = () if cases is None else values
+            use_it = functools.partial(_used, use, values)
+            ROWS.append(Row(use.__name__ + label, make, use_it, **options))
         return use
 
     return add
+
+
+def _used(use: Callable[..., Any], values: tuple[Any, ...], model: nn.Module) -> Any:
+    """Call a use; with a leaf, and then return its gradient too, where it takes one."""
+    if "x" not in inspect.signature(use).parameters:
+        return use(model, *values)
+    x = grown()
+    return [use(model, x, *values), x.grad]
 
 
 def trains(
@@ -266,11 +293,10 @@ def trains(
     **options: Any,
 ) -> None:
     """Add a row for each of these modules; they take steps, or what `use` says."""
-    on, exact = options.pop("on", EVERYWHERE), options.pop("exact", True)
-    in_parts = options.pop("in_parts", False)
-    use = use or steps(**{"descend": by_signs if exact else slowly, **options})
+    of_row = {name: options.pop(name) for name in OPTIONS if name in options}
+    use = use or steps(**options)
     for name, make in modules.items():
-        ROWS.append(Row(name, make, use, on, exact, in_parts))
+        ROWS.append(Row(name, make, use, **of_row))
 
 
 def rows_on(kind: str) -> list[Any]:
@@ -360,10 +386,10 @@ def check(row: Row, device: str) -> None:
         ours = paceline.DataParallel(row.make(), device_ids)
         reference = InParts(plain, len(device_ids)) if row.in_parts else plain
         torch.manual_seed(3)
-        expected = row.use(reference)
+        expected = row.run(reference)
         torch.manual_seed(3)
-        found = row.use(ours)
-        assert_same(found, expected, exact=row.is_exact)
-        assert_same_grads(ours, plain, exact=row.is_exact)
-        assert_same_state(ours, plain, exact=row.is_exact)
+        found = row.run(ours)
+        assert_same(found, expected, exact=row.exact)
+        assert_same_grads(ours, plain, exact=row.exact)
+        assert_same_state(ours, plain, exact=row.exact)
         del ours, reference, expected, found

@@ -5,21 +5,11 @@ from replicas import F64, bare, integer_weights, integers, linear, loss_of
 from torch import nn
 from torch.ao import quantization
 
-from programs import (
-    CPU,
-    THREE,
-    X,
-    buffer,
-    parameter,
-    program,
-    slowly,
-    steps,
-    trains,
-    uses,
-)
+from programs import CPU, THREE, X, buffer, parameter, program, steps, trains, uses
 
 # ---- buffers ------------------------------------------------------------------------
 
+ZERO = torch.zeros(1, **F64)
 WAYS = {
     "in place": lambda m: m.n.add_(1),
     "through data": lambda m: m.n.data.add_(1),
@@ -28,18 +18,31 @@ WAYS = {
     "copied": lambda m: m.n.copy_(torch.full((1,), float(m.n) + 1, **F64)),
 }
 
-for label, count in WAYS.items():
 
-    @program(
-        steps(nn.Module.eval, nn.Module.train, lambda m: m.n.data.zero_()),
-        label=label,
-        layer=linear(2),
-        n=buffer(torch.zeros(1, **F64)),
-        count=count,
-    )
-    def a_buffer_counts_calls(m, x):
-        m.count(m)
-        return m.layer(x) * m.n.clone()
+@program(
+    steps(nn.Module.eval, nn.Module.train, lambda m: m.n.data.zero_()),
+    {label: {"count": count} for label, count in WAYS.items()},
+    layer=linear(2),
+    n=buffer(ZERO),
+)
+def a_buffer_counts_calls(m, x):
+    m.count(m)
+    return m.layer(x) * m.n.clone()
+
+
+def two_in_one(model):
+    (loss_of(model(X)) + loss_of(model(X + 1))).backward()
+
+
+def in_turn(model):
+    for loss in [loss_of(model(X)), loss_of(model(X + 1))]:
+        loss.backward()
+
+
+@program(in_turn, layer=linear(), scale=buffer(integers(3)), n=buffer(ZERO))
+def a_counter_goes_on_between_two_forwards(m, x):
+    m.n += 1
+    return m.layer(x) * m.scale
 
 
 def ten(m):
@@ -55,7 +58,7 @@ def twenty(m):
     calls=buffer(torch.tensor(0)),
     largest=buffer(torch.zeros(3, **F64)),
     replaced=buffer(torch.zeros(2), False),
-    nothing=buffer(None),
+    first=buffer(None),
     in_parts=True,
     on=THREE,
 )
@@ -63,11 +66,13 @@ def buffers_of_the_first_replica_survive(m, x):
     m.calls += 1
     m.largest.copy_(x.detach().amax(0))
     m.replaced = torch.full((2,), float(len(x)))
-    return x * m.calls.clone()
+    if m.first is None:
+        m.first = x[0].detach() * 2
+    return x * m.calls.clone() - m.first
 
 
 @program(
-    lambda model: [loss_of(model(X)) + loss_of(model(X + 1))][0].backward(),
+    two_in_one,
     weight=parameter(integers(3, low=1)),
     scale=buffer(torch.full((3,), 64.0, **F64)),
 )
@@ -75,18 +80,6 @@ def a_graph_keeps_the_buffer_that_forward_has_replaced(m, x):
     out = x * (m.weight * m.scale)
     m.scale = m.scale * 0.5
     return out
-
-
-@program(
-    steps(lambda m: setattr(m, "first", integers(3, seed=2))),
-    layer=linear(),
-    first=buffer(None),
-    in_parts=True,
-)
-def a_buffer_made_in_forward_is_that_of_the_first_replica(m, x):
-    if m.first is None:
-        m.first = x[0].detach() * 2
-    return m.layer(x) - m.first
 
 
 def of_two_names(m):
@@ -100,13 +93,16 @@ def of_another_shape(m):
 @program(
     steps(of_two_names, of_another_shape, n=3),
     layer=linear(),
-    n=buffer(torch.zeros(1, **F64)),
-    twice=buffer(torch.zeros(1, **F64)),
+    n=buffer(ZERO),
+    twice=buffer(ZERO),
 )
 def a_buffer_is_made_anew_in_each_call(m, x):
     m.n = m.n + 1
     m.twice = 2 * m.n
     return m.layer(x) * m.twice[0]
+
+
+# ---- statistics ---------------------------------------------------------------------
 
 
 def normed():
@@ -115,12 +111,21 @@ def normed():
     return nn.Sequential(*layers).double()
 
 
+def compiled():
+    made = normed()
+    made.compile(backend="eager")
+    return made
+
+
 trains(
-    {"batch_norm_keeps_the_statistics_of_the_first_replica": normed},
+    {
+        "batch_norm_keeps_the_statistics_of_the_first_replica": normed,
+        "a_module_compiles_itself": compiled,
+    },
+    steps(nn.Module.eval, nn.Module.train, nn.Module.eval, n=3),
     exact=False,
     in_parts=True,
     on=THREE,
-    use=steps(nn.Module.eval, nn.Module.train, nn.Module.eval, n=3, descend=slowly),
 )
 
 
@@ -136,23 +141,10 @@ trains({"batch_norm_in_evaluation_is_exact": norm_in_evaluation})
 
 
 @uses(normed, exact=False, in_parts=True)
-def second_gradients_go_through_batch_norm(model):
-    seen = []
-    for seed in range(2):
-        x = integers(7, 3, seed=seed).requires_grad_()
+def second_gradients_go_through_batch_norm(model, x):
+    for _ in range(2):
         (slope,) = torch.autograd.grad(model(x / 4).exp().sum(), x, create_graph=True)
         slope.square().sum().backward()
-        seen.append(x.grad)
-    return seen
-
-
-def compiled():
-    made = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)).double()
-    made.compile(backend="eager")
-    return made
-
-
-trains({"a_module_compiles_itself": compiled}, exact=False, in_parts=True)
 
 
 # ---- hidden state -------------------------------------------------------------------
@@ -170,9 +162,6 @@ class Neuron(nn.Module):
         else:
             self.state = start
 
-    def reset(self):
-        self.state = torch.zeros_like(self.state)
-
     def forward(self, x):
         if self.state.shape != x.shape:
             self.state = torch.zeros_like(x)
@@ -180,41 +169,38 @@ class Neuron(nn.Module):
         return (self.state > 1) + self.state - self.state.detach()
 
 
-for is_buffer in (True, False):
+def of_sizes(model):
+    for n in (7, 7, 1, 7):
+        loss_of(model(integers(n, 3, seed=n))).backward()
 
-    @program(
-        lambda model: (
-            [loss_of(model(integers(n, 3, seed=n))).backward() for n in (7, 7, 1, 7)]
-            and None
-        ),
-        label="buffer" if is_buffer else "attribute",
-        first=linear(4),
-        last=linear(2, 4),
-        neurons=nn.ModuleList([Neuron(is_buffer) for _ in range(2)]),
-        exact=False,
-        on=CPU,
-    )
-    def a_forward_resets_its_hidden_state_and_runs_some_steps(m, x):
-        for neuron in m.neurons:
-            neuron.reset()
-        return sum(m.neurons[1](m.last(m.neurons[0](m.first(x)))) for _ in range(3))
+
+@program(
+    of_sizes,
+    {
+        label: {"neurons": nn.ModuleList([Neuron(is_buffer) for _ in range(2)])}
+        for label, is_buffer in (("buffer", True), ("attribute", False))
+    },
+    first=linear(4),
+    last=linear(2, 4),
+    exact=False,
+    on=CPU,
+)
+def a_forward_resets_its_hidden_state_and_runs_some_steps(m, x):
+    for neuron in m.neurons:
+        neuron.state = torch.zeros_like(neuron.state)
+    return sum(m.neurons[1](m.last(m.neurons[0](m.first(x)))) for _ in range(3))
 
 
 # ---- attributes ---------------------------------------------------------------------
 
 
-@program(steps(n=4), layer=linear(), calls=0, last=None, in_parts=True)
+@program(steps(n=4), layer=linear(), calls=0, last=None, table=None, in_parts=True)
 def attributes_that_forward_sets_are_those_of_the_first_replica(m, x):
     m.calls += 1
-    before, m.last = m.last, x.detach().sum(1)
-    return m.layer(x) * m.calls + (0 if before is None else before[0])
-
-
-@program(layer=linear(), table=None)
-def a_table_is_made_in_the_first_call_and_kept(m, x):
     if m.table is None:
         m.table = torch.arange(1.0, 4, **F64)
-    return m.layer(x) * m.table
+    before, m.last = m.last, x.detach().sum(1)
+    return m.layer(x) * m.calls * m.table + (0 if before is None else before[0])
 
 
 # ---- observers ----------------------------------------------------------------------
@@ -228,52 +214,41 @@ def prepared():
     return quantization.prepare_qat(made.train())
 
 
+def converted():
+    made = prepared()
+    made(X.float())
+    return quantization.convert(made.eval())
+
+
 def floats(seed):
     return (integers(7, 3, seed=seed, dtype=torch.float32),)
 
 
-def unobserved(m):
-    m.apply(quantization.disable_observer)
-
-
-def unquantised(m):
-    m.apply(quantization.disable_fake_quant)
-
-
-def quantised(m):
-    m.apply(quantization.enable_fake_quant)
+def applied(change):
+    return lambda m: m.apply(change)
 
 
 trains(
     {"observers_of_quantisation_are_those_of_replica_0": prepared},
     steps(
-        unobserved,
-        unquantised,
-        quantised,
+        applied(quantization.disable_observer),
+        applied(quantization.disable_fake_quant),
+        applied(quantization.enable_fake_quant),
         x=floats,
-        descend=None,
+        descends=False,
         call=lambda model, x: model(x).detach(),
     ),
     in_parts=True,
+)
+trains(
+    {"a_quantised_module_runs_in_evaluation": converted},
+    steps(x=floats, needs_grad=False, descends=False),
 )
 
 
 @uses(prepared)
 def observers_of_quantisation_stay_the_same_objects(model):
     before = {name: id(b) for name, b in bare(model).named_buffers()}
-    for p in bare(model).parameters():
-        p.requires_grad_(False)
-    model(floats(0)[0][:1])
+    bare(model).requires_grad_(False)
+    model(X[:1].float())
     return {name: id(b) == before[name] for name, b in bare(model).named_buffers()}
-
-
-def converted():
-    made = prepared()
-    made(floats(0)[0])
-    return quantization.convert(made.eval())
-
-
-trains(
-    {"a_quantised_module_runs_in_evaluation": converted},
-    steps(x=floats, needs_grad=False, descend=None),
-)

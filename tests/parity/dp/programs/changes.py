@@ -6,11 +6,11 @@ from types import MethodType, SimpleNamespace
 
 import numpy as np
 import torch
-from replicas import bare, integer_weights, integers, linear, net
+from replicas import bare, grow, integer_weights, integers, linear, net
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from programs import slowly, steps, trains, uses
+from programs import Made, buffer, module, parameter, program, steps, trains, uses
 
 # ---- what attributes hold, and its form ---------------------------------------------
 
@@ -94,56 +94,36 @@ def what_a_module_holds_may_change_in_any_way(model):
 # ---- structure ----------------------------------------------------------------------
 
 
-class Parts(nn.Module):
-    """Lists and dicts of modules, a buffer, and weights used in two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([linear(), linear()])
-        self.named = nn.ModuleDict({"a": linear()})
-        self.first, self.second = linear(), linear()
-        self.register_buffer("shift", integers(3, seed=4))
-        self.extra = None
-        integer_weights(self, 3)
-
-    def forward(self, x):
-        for layer in [*self.layers, *self.named.values(), self.first, self.second]:
-            x = layer(x) % 7
-        if self.extra is not None:
-            x = x * self.extra
-        return x if getattr(self, "shift", None) is None else x + self.shift
+def in_a_row(m, x):
+    for layer in [*m.layers, *m.named.values(), m.first, m.second]:
+        x = layer(x) % 7
+    if m.extra is not None:
+        x = x * m.extra
+    return x if getattr(m, "shift", None) is None else x + m.shift
 
 
-def _forward_of_its_own(model):
-    model.forward = MethodType(lambda self, x: self.first(x) - self.second(x), model)
-
-
-class Shifted(Parts):
+class Shifted(Made):
     def forward(self, x):
         return super().forward(x) + 1
 
 
-def _other_strides(model):
-    weight = model.first.weight
-    weight.data = integers(3, 3, seed=3).t()
+def own_forward(m):
+    m.forward = MethodType(lambda self, x: self.first(x) - self.second(x), m)
 
 
-def _assign_state(model):
-    other = integer_weights(copy.deepcopy(model), 40)
-    model.load_state_dict(other.state_dict(), assign=True)
+def assign_state(m):
+    other = integer_weights(copy.deepcopy(m), 40)
+    m.load_state_dict(other.state_dict(), assign=True)
 
 
-def _in_place_ema(model):
-    torch._foreach_lerp_(
-        [p.data for p in model.parameters()],
-        [torch.full_like(p, 3) for p in model.parameters()],
-        0.0 if model.first.weight.dtype.is_complex else 1.0,
-    )
+def lerp(m):
+    weights = [p.data for p in m.parameters()]
+    torch._foreach_lerp_(weights, [torch.full_like(p, 3) for p in weights], 1.0)
 
 
-def _from_a_vector(model):
-    n_elems = sum(p.numel() for p in model.parameters())
-    nn.utils.vector_to_parameters(integers(n_elems, seed=4), model.parameters())
+def from_a_vector(m):
+    n_elems = sum(p.numel() for p in m.parameters())
+    nn.utils.vector_to_parameters(integers(n_elems, seed=4), m.parameters())
 
 
 STRUCTURE = {
@@ -160,71 +140,70 @@ STRUCTURE = {
     "removed": lambda m: m.first.register_parameter("bias", None),
     "tied": lambda m: setattr(m.first, "weight", m.second.weight),
     "untied": lambda m: setattr(m.first, "weight", nn.Parameter(integers(3, 3))),
-    "strides": _other_strides,
-    "assigned": _assign_state,
-    "lerp": _in_place_ema,
+    "strides": set_data(lambda m: m.first.weight, lambda d: integers(3, 3, seed=3).t()),
+    "assigned": assign_state,
+    "lerp": lerp,
     "by data": lambda m: [p.data.add_(1) for p in m.parameters()],
-    "data anew": lambda m: setattr(m.first.weight, "data", integers(3, 3, seed=8)),
-    "a vector": _from_a_vector,
+    "data anew": set_data(lambda m: m.first.weight, lambda d: integers(3, 3, seed=8)),
+    "a vector": from_a_vector,
     "buffer in place": lambda m: m.shift.add_(1),
     "buffer anew": lambda m: setattr(m, "shift", integers(3, seed=7)),
     "buffer of another shape": lambda m: setattr(m, "shift", integers(1, seed=7)),
     "buffer deleted": lambda m: delattr(m, "shift"),
     "buffer back": lambda m: m.register_buffer("shift", integers(3), persistent=False),
-    "forward": _forward_of_its_own,
+    "forward": own_forward,
     "forward back": lambda m: delattr(m, "forward"),
     "class": lambda m: setattr(m, "__class__", Shifted),
 }
 
 
-trains({"the_structure_may_change_in_any_way": Parts}, steps(*STRUCTURE.values()))
-
-for dtype in (torch.float32, torch.float16, torch.bfloat16):
-
-    @uses(net, {str(dtype): dtype})
-    def all_may_be_converted(model, dtype):
-        out = model(integers(7, 3))
-        bare(model).to(dtype)
-        x = integers(7, 3, dtype=dtype, low=-1, high=1)
-        model(x).sum().backward()
-        return out
-
-
-class Adapted(nn.Module):
-    """A layer with two small matrices beside it, as LoRA has them."""
-
-    def __init__(self, layer, rank=2):
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        n_out, n_in = layer.weight.shape
-        self.down = nn.Parameter(integers(rank, n_in, seed=2))
-        self.up = nn.Parameter(integers(n_out, rank, seed=3))
-        self.is_on = {"default": True}
-
-    def forward(self, x):
-        out = self.layer(x)
-        return out + x @ self.down.T @ self.up.T if self.is_on["default"] else out
+@program(
+    steps(*STRUCTURE.values()),
+    layers=nn.ModuleList([linear(), linear()]),
+    named=nn.ModuleDict({"a": linear()}),
+    first=linear(),
+    second=linear(),
+    shift=buffer(integers(3, seed=4)),
+    extra=None,
+    init=lambda m: integer_weights(m, 3),
+)
+def the_structure_may_change_in_any_way(m, x):
+    return in_a_row(m, x)
 
 
-def _adapt(model):
-    model.requires_grad_(False)
-    model[0] = Adapted(model[0])
+@uses(net, [torch.float32, torch.float16, torch.bfloat16])
+def all_may_be_converted(model, dtype):
+    out = model(integers(7, 3))
+    bare(model).to(dtype)
+    x = integers(7, 3, dtype=dtype, low=-1, high=1)
+    model(x).sum().backward()
+    return out
 
 
-def _merge(model):
-    adapted = model[0]
-    with torch.no_grad():
-        adapted.layer.weight += adapted.up @ adapted.down
-    model[0] = adapted.layer.requires_grad_(True)
+def adapted(m, x):
+    """Compute a layer with two small matrices beside it, as LoRA has them."""
+    out = m.layer(x)
+    return out + x @ m.down.T @ m.up.T if m.is_on["default"] else out
+
+
+def adapt(m):
+    m.requires_grad_(False)
+    down, up = parameter(integers(2, 3, seed=2)), parameter(integers(4, 2, seed=3))
+    m[0] = module(adapted, layer=m[0], down=down, up=up, is_on={"default": True})
+
+
+def merge(m):
+    m[0].layer.weight.data += m[0].up.data @ m[0].down.data
+    m[0] = m[0].layer.requires_grad_(True)
 
 
 trains(
     {"adapters_may_be_added_switched_off_and_merged": net},
     steps(
-        _adapt,
-        lambda model: model[0].is_on.update(default=False),
-        lambda model: model[0].is_on.update(default=True),
-        _merge,
+        adapt,
+        lambda m: m[0].is_on.update(default=False),
+        lambda m: m[0].is_on.update(default=True),
+        merge,
     ),
 )
 
@@ -251,30 +230,34 @@ class Doubled(nn.Module):
         return weight / self.factor
 
 
-def _parametrize(model):
-    parametrize.register_parametrization(model[0], "weight", Doubled())
+def parametrize_the(*names):
+    def change(m):
+        for name in names:
+            parametrize.register_parametrization(m[0], name, Doubled())
+
+    return change
 
 
-def _parametrize_the_bias(model):
-    parametrize.register_parametrization(model[0], "bias", Doubled())
-    parametrize.register_parametrization(model[0], "weight", Doubled())
+def set_factor(m):
+    m[0].parametrizations.weight[0].factor = 3
 
 
-def _set_factor(model):
-    model[0].parametrizations.weight[0].factor = 3
+def remove(m):
+    parametrize.remove_parametrizations(m[0], "weight")
+    parametrize.remove_parametrizations(m[0], "bias", leave_parametrized=False)
+    assert type(m[0]) is nn.Linear
 
 
-def _remove(model):
-    parametrize.remove_parametrizations(model[0], "weight")
-    parametrize.remove_parametrizations(model[0], "bias", leave_parametrized=False)
-
-
-@uses(net)
-def parametrizations_come_change_and_go(model):
-    changes = _parametrize, _parametrize_the_bias, _set_factor, _remove
-    seen = steps(*changes, descend=None)(model)
-    assert type(bare(model)[0]) is nn.Linear
-    return seen
+trains(
+    {"parametrizations_come_change_and_go": net},
+    steps(
+        parametrize_the("weight"),
+        parametrize_the("bias", "weight"),
+        set_factor,
+        remove,
+        descends=False,
+    ),
+)
 
 
 MAKES = {
@@ -291,8 +274,7 @@ MAKES = {
 
 
 def three_layers():
-    first = integer_weights(nn.Linear(3, 3))
-    return nn.Sequential(first, nn.Tanh(), linear(2))
+    return nn.Sequential(linear(), nn.Tanh(), linear(2))
 
 
 def computed(model, make):
@@ -301,41 +283,28 @@ def computed(model, make):
     return model
 
 
-def grow(model):
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(1)
-
-
 MODES = grow, nn.Module.eval, nn.Module.train
 
 for name, make in MAKES.items():
     compute = functools.partial(computed, make=make)
-    trains(
-        {f"weights_computed_later[{name}]": three_layers},
-        steps(compute, *MODES, descend=None),
-        exact=False,
-    )
-    trains(
-        {f"weights_computed_before[{name}]": lambda c=compute: c(three_layers())},
-        steps(*MODES, descend=None),
-        exact=False,
-    )
+    before = {f"weights_computed_before[{name}]": lambda c=compute: c(three_layers())}
+    later = {f"weights_computed_later[{name}]": three_layers}
+    trains(before, steps(*MODES, descends=False), exact=False)
+    trains(later, steps(compute, *MODES, descends=False), exact=False)
 
 
-def _normalize(model):
+def normalize(m):
     torch.manual_seed(3)
-    nn.utils.spectral_norm(model[2])
+    nn.utils.spectral_norm(m[2])
 
 
 trains(
     {"pruning_ends_with_the_weights_that_are_left": net},
     steps(
-        lambda model: prune.l1_unstructured(model[0], "weight", amount=0.5),
-        lambda model: prune.remove(model[0], "weight"),
-        _normalize,
-        lambda model: nn.utils.remove_spectral_norm(model[2]),
-        descend=slowly,
+        lambda m: prune.l1_unstructured(m[0], "weight", amount=0.5),
+        lambda m: prune.remove(m[0], "weight"),
+        normalize,
+        lambda m: nn.utils.remove_spectral_norm(m[2]),
     ),
     exact=False,
 )

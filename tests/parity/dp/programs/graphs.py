@@ -1,14 +1,15 @@
 """What is done with a graph: grad, backward, their order, threads, and what is kept."""
 
 import copy
-import functools
-import threading
-import warnings
 
 import pytest
 import torch
 from replicas import (
+    accumulate,
     bare,
+    beside,
+    grads_of,
+    grow,
     integer_weights,
     integers,
     linear,
@@ -21,25 +22,7 @@ from support.threads import in_threads
 from torch import nn
 from torch.nn import functional
 
-from programs import (
-    EVERYWHERE,
-    Made,
-    X,
-    buffer,
-    parameter,
-    program,
-    steps,
-    trains,
-    uses,
-)
-
-Y = integers(5, 3, seed=1)
-
-
-def grown(x=X):
-    """Return a leaf of its own that requires a gradient."""
-    return x.clone().requires_grad_()
-
+from programs import THREE, X, grown, module, pairs, parameter, steps, uses
 
 # ---- autograd.grad and backward -----------------------------------------------------
 
@@ -63,28 +46,22 @@ def grad_returns_what_is_asked_for(model, target):
 
 
 @uses(net, TARGETS)
-def backward_fills_only_the_inputs_named(model, target):
-    x = grown()
+def backward_fills_only_the_inputs_named(model, x, target):
     loss_of(model(x)).backward(inputs=target(model, x))
-    seen = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    seen = grads_of(model)
     loss_of(model(X)).backward()
-    return x.grad, seen
+    return seen
 
 
 @uses(net)
-def grad_may_stop_at_the_output(model):
-    x = grown()
+def grad_may_stop_at_the_output(model, x):
     out = model(x)
     (slope,) = torch.autograd.grad(loss_of(out.square()), out, retain_graph=True)
     out.backward(slope)
-    return slope, x.grad
+    return slope
 
 
-def idle():
-    return Made(lambda m, x: m.used(x), {"used": linear(2), "idle": linear(2)})
-
-
-@uses(idle)
+@uses(module(lambda m, x: m.used(x), used=linear(2), idle=linear(2)))
 def grad_may_allow_unused_parameters(model):
     targets = list(model.parameters())
     seen = torch.autograd.grad(loss_of(model(X)), targets, allow_unused=True)
@@ -95,37 +72,16 @@ def grad_may_allow_unused_parameters(model):
 
 
 @uses(net)
-def backward_takes_the_gradient_of_an_output(model):
-    x = grown()
+def a_retained_graph_serves_several_backwards(model, x):
     out = model(x)
-    out.backward(torch.full_like(out, 2))
-    return x.grad
-
-
-@uses(net)
-def a_retained_graph_serves_several_backwards(model):
-    x = grown()
-    loss = loss_of(model(x))
+    out.backward(torch.full_like(out, 2), retain_graph=True)
+    loss = loss_of(out)
     loss.backward(retain_graph=True)
-    once = x.grad.clone()
-    loss.backward(retain_graph=True)
-    assert torch.equal(x.grad, 2 * once)
     grads = torch.autograd.grad(loss, list(model.parameters()))
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
     loss_of(model(X)).backward()
-    return x.grad, grads
-
-
-@uses(net)
-def a_weight_changed_before_backward_is_an_error(model):
-    loss = loss_of(model(X))
-    with torch.no_grad():
-        bare(model)[2].weight.add_(1)
-    model(X)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    loss_of(model(X)).backward()
+    return grads
 
 
 @uses(net)
@@ -151,19 +107,18 @@ def a_state_is_loaded_between_forward_and_backward(model, assign):
         with pytest.raises(RuntimeError, match="modified by an inplace"):
             loss_of(out).backward()
     model.zero_grad()
-    return steps(descend=None)(model)
+    return steps(descends=False)(model)
 
 
 @uses(net, {"first": False, "has .grad": True})
 def a_parameter_frozen_before_backward_gets_no_gradient(model, is_kept):
-    if is_kept:
-        step(model, X).backward()
+    accumulate(model, int(is_kept))
     loss = step(model, X)
     bare(model)[0].weight.requires_grad_(False)
     loss.backward()
-    seen = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    seen = grads_of(model)
     bare(model)[0].weight.requires_grad_(True)
-    step(model, X).backward()
+    accumulate(model)
     return seen
 
 
@@ -179,20 +134,18 @@ def convolutions():
     return integer_weights(nn.Sequential(*layers))
 
 
-@uses(convolutions, {f"{c}, {g}": (c, g) for c in CHANGES for g in (False, True)})
-def parameters_take_another_form_between_forward_and_backward(model, case):
+@uses(convolutions, pairs(CHANGES, {"False": False, "True": True}))
+def parameters_take_another_form_between_forward_and_backward(model, change, is_kept):
     """Of the last layer alone: what the first one needs has changed."""
-    change, create_graph = case
     output = model(integers(7, 2, 4, 4, low=-1, high=1))
-    CHANGES[change](bare(model))
+    change(bare(model))
     targets = list(bare(model)[1].parameters())
     try:
-        grads = torch.autograd.grad(loss_of(output), targets, create_graph=create_graph)
-        seen = [grad.detach() for grad in grads]
+        return torch.autograd.grad(loss_of(output), targets, create_graph=is_kept)
     except RuntimeError as error:
-        seen = str(error)
-    bare(model)[0].weight.data = torch.ones(3, 2, 3, 3)  # of one form again
-    return seen
+        return str(error)
+    finally:
+        bare(model)[0].weight.data = torch.ones(3, 2, 3, 3)  # of one form again
 
 
 # ---- gradients that users keep ------------------------------------------------------
@@ -204,24 +157,13 @@ def gradients_that_a_user_keeps_do_not_change(model):
     for seed in range(4):
         model.zero_grad()
         loss_of(model(integers(7, 3, seed=seed))).backward()
-        kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
+        kept += zip([p.grad for p in model.parameters()], grads_of(model), strict=True)
     x = grown()
     grads = torch.autograd.grad(loss_of(model(x)), [x, *model.parameters()])
     kept += [(grad, grad.clone()) for grad in grads]
     model.zero_grad()
-    loss_of(model(x + 1)).backward()
-    for grad, copied in kept:
-        assert torch.equal(grad, copied)
-
-
-@uses(net)
-def a_gradient_in_place_is_added_to_in_place(model):
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    own = [p.grad for p in model.parameters()]
-    for seed in range(2):
-        loss_of(model(integers(7, 3, seed=seed))).backward()
-    assert all(p.grad is g for p, g in zip(model.parameters(), own, strict=True))
+    step(model, X).backward()
+    assert all(torch.equal(grad, copied) for grad, copied in kept)
 
 
 @uses(net)
@@ -241,13 +183,15 @@ def gradients_may_be_changed_without_changing_others(model):
 
 @uses(net)
 def gradients_may_be_views_of_one_vector(model):
+    """What a backward adds is added in place."""
     parameters = list(model.parameters())
     vector = torch.zeros(sum(p.numel() for p in parameters), dtype=X.dtype)
     parts = vector.split([p.numel() for p in parameters])
     for p, part in zip(parameters, parts, strict=True):
         p.grad = part.view_as(p)
-    for seed in range(3):
-        step(model, integers(7, 3, seed=seed)).backward()
+    own = [p.grad for p in parameters]
+    accumulate(model, 3)
+    assert all(p.grad is grad for p, grad in zip(parameters, own, strict=True))
     return vector
 
 
@@ -276,28 +220,18 @@ def gradients_have_the_layout_of_the_plain_ones(model, form):
 @uses(lambda: linear(4, 4))
 def a_parameter_may_be_given_other_strides(model):
     seen = []
-    for lies_otherwise in (False, True, True):
-        if lies_otherwise:
-            weight = bare(model).weight
-            weight.data = weight.data.t().contiguous().t()
-        out = model(integers(7, 4))
-        loss_of(out).backward()
-        seen.append(out)
+    for _ in range(3):
+        seen.append(model(integers(7, 4)))
+        loss_of(seen[-1]).backward()
+        weight = bare(model).weight
+        weight.data = weight.data.t().contiguous().t()
     return seen
 
 
 # ---- the order of calls -------------------------------------------------------------
 
 
-@uses(net)
-def two_forwards_may_go_into_one_backward(model):
-    a, b = grown(), grown(Y)
-    (loss_of(model(a)) + 2 * loss_of(model(b))).backward()
-    loss_of(model(a[:, :3]) * model(a)).backward()
-    return a.grad, b.grad
-
-
-@uses(net, {str(order): order for order in [(0, 1, 2), (2, 1, 0), (1, 2, 0)]})
+@uses(net, [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 def backwards_may_come_in_any_order(model, order):
     xs = [grown(integers(7, 3, seed=seed)) for seed in range(3)]
     losses = [loss_of(model(x)) for x in xs]
@@ -306,68 +240,44 @@ def backwards_may_come_in_any_order(model, order):
     return [x.grad for x in xs]
 
 
-@uses(net)
-def a_forward_without_gradients_may_come_between(model):
-    x = grown()
-    loss = loss_of(model(x))
-    with torch.no_grad():
-        model(x[:5] + 1)
-    abandoned = model(x + 2)
-    loss.backward()
-    return x.grad, abandoned.detach()
-
-
-SIZES = [(7, 2), (2, 7), (7, 1, 7), (1, 2, 7)]
-
-
-@uses(net, {str(sizes): sizes for sizes in SIZES}, on=f"cpu3 {EVERYWHERE}")
+@uses(net, [[7, 2], [2, 7], [7, 1, 7], [1, 2, 7]], on=THREE)
 def calls_of_different_sizes_may_share_a_backward(model, sizes):
     for _ in range(2):
         model.zero_grad()
         sum(step(model, X[:n]) for n in sizes).backward()
 
 
-def in_a_thread(function):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()))
-    thread.start()
-    thread.join()
-    return found[0]
+@uses(net)
+def forward_and_backward_may_run_in_other_threads(model, x):
+    for _ in range(2):
+        (out,) = in_threads(lambda _: model(x), 1)
+        loss_of(out).backward()
+        in_threads(lambda _: loss_of(model(x)).backward(), 1)
 
 
 @uses(net)
-def forward_and_backward_may_run_in_other_threads(model):
-    x = grown()
-    for _ in range(2):
-        loss_of(in_a_thread(lambda: model(x))).backward()
-        in_a_thread(loss_of(model(x)).backward)
-    return x.grad
+def one_backward_may_go_through_two_wrappers_in_a_thread(model):
+    other = beside(model, net(1))
+    total = loss_of(model(X)) + 2 * loss_of(other(X[:5]))
+    in_threads(lambda _: total.backward(), 1)
+    return grads_of(other)
 
 
 @uses(net)
 def graphs_may_be_left_half_way(model):
-    def losses():
-        for seed in range(5):
-            yield loss_of(model(integers(7, 3, seed=seed)))
-
     model(X)  # an output dropped
     loss_of(model(X))  # a loss dropped
-    left = losses()
-    next(left)
-    last = next(left)
-    left.close()
-    last.backward()
+    losses = [step(model, integers(7, 3, seed=seed)) for seed in range(2)]
+    losses.pop().backward()
 
 
 # ---- two halves ---------------------------------------------------------------------
 
 
-def heads():
-    held = {"one": net(), "other": net(1)}
-    return Made(lambda m, x: (m.one(x), m.other(x)), held)
+HEADS = module(lambda m, x: (m.one(x), m.other(x)), one=net(), other=net(1))
 
 
-@uses(heads)
+@uses(HEADS)
 def a_graph_lives_on_while_other_parameters_are_trained(model):
     optimizer = torch.optim.SGD(bare(model).one.parameters(), lr=1.0)
     one, other = model(X)
@@ -377,81 +287,34 @@ def a_graph_lives_on_while_other_parameters_are_trained(model):
     loss_of(other).backward()
 
 
-@uses(heads)
-def a_graph_does_not_use_parameters_that_were_overwritten(model):
-    one, _ = model(X)
-    with torch.no_grad():
-        bare(model).one[2].weight.add_(1)
+@uses(HEADS, {"all rows": 0, "the last": 5})
+def a_graph_does_not_use_parameters_that_were_overwritten(model, first_row):
+    one, other = model(X)
+    grow(bare(model).one)
     model(X)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss_of(one[5:]).backward()
-
-
-@program(
-    lambda model: [loss_of(out).backward() for out in [model(X), model(X + 1)]][:0],
-    layer=linear(),
-    scale=buffer(integers(3)),
-    n=buffer(torch.zeros(()).double()),
-)
-def a_counter_goes_on_between_two_forwards(m, x):
-    m.n += 1
-    return m.layer(x) * m.scale
+        loss_of(one[first_row:]).backward()
+    loss_of(other).backward()
 
 
 # ---- wrappers among other modules ---------------------------------------------------
 
 
 @uses(net)
-def a_step_runs_while_anomalies_are_looked_for(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is slow
-        with torch.autograd.detect_anomaly():
-            loss_of(model(X)).backward()
-
-
-@uses(net)
 def the_bare_module_may_be_used_beside_its_wrapper(model):
-    (loss_of(model(X)) + loss_of(bare(model)(X + 1))).backward()
-
-
-def wrapped_again(model, n=None):
-    """Return another wrapper of the same module, of `n` replicas; or the module."""
-    if model is bare(model):
-        return model
-    ids = model.device_ids if n is None else [*model.device_ids][:1] * n
-    return type(model)(bare(model), ids[::-1])
+    with torch.autograd.detect_anomaly():
+        (loss_of(model(X)) + loss_of(bare(model)(X + 1))).backward()
 
 
 @uses(net)
 def two_wrappers_of_other_devices_share_a_module(model):
-    other = wrapped_again(model)
-    for k in range(2):
+    other = model
+    if model is not bare(model):
+        other = beside(model, bare(model), model.device_ids[::-1])
+    for _ in range(2):
         first, second = model(X), other(X * 2)
         (loss_of(first) + loss_of(second)).backward()
-        with torch.no_grad():
-            for p in bare(model).parameters():
-                p.add_(k + 1)
-
-
-def rewrapped(make):
-    """Return a use of modules that `make(wrap)` makes; `wrap` wraps as the row's."""
-
-    def use(model):
-        def wrap(inner, n=None):
-            if model is bare(model):
-                return inner
-            ids = model.device_ids
-            return type(model)(inner, ids if n is None else (list(ids) * 2)[:n])
-
-        outer = make(wrap)
-        seen = []
-        for seed in range(2):
-            x = grown(integers(7, 3, seed=seed))
-            loss_of(outer(x)).backward()
-            seen.append([x.grad, *[p.grad.clone() for p in outer.parameters()]])
-        return seen
-
-    return use
+        grow(bare(model))
 
 
 def chained(wrap):
@@ -462,21 +325,27 @@ def within_another(wrap):
     return wrap(nn.Sequential(nn.Identity(), wrap(net())))
 
 
-def within_a_larger_model(wrap, is_shared=False):
+def with_a_shared_layer(wrap):
     shared = linear()
-    inner = nn.Sequential(shared if is_shared else linear(), linear(2))
+    inner = nn.Sequential(shared, linear(2))
     return nn.Sequential(shared, wrap(inner), nn.ReLU(), linear(1, 2))
 
 
-WRAPPERS = {
-    "chained": chained,
-    "within another": within_another,
-    "within a larger model": within_a_larger_model,
-    "with a shared layer": functools.partial(within_a_larger_model, is_shared=True),
-}
+@uses(
+    nn.Identity(),
+    {f.__name__: f for f in (chained, within_another, with_a_shared_layer)},
+)
+def a_wrapper_may_stand_among_others(model, x, make):
+    """`make(wrap)` makes the modules; `wrap` wraps as the row's, for n replicas."""
 
-for name, make in WRAPPERS.items():
-    trains({f"a_wrapper_among_others[{name}]": nn.Identity}, rewrapped(make))
+    def wrap(inner, n=2):
+        ids = [*getattr(model, "device_ids", ())] * 2
+        return beside(model, inner, ids[:n])
+
+    outer = make(wrap)
+    for _ in range(2):
+        loss_of(outer(x)).backward()
+    return grads_of(outer)
 
 
 # ---- threads ------------------------------------------------------------------------
@@ -486,23 +355,15 @@ for name, make in WRAPPERS.items():
 def several_threads_run_backward_through_one_graph(model):
     model(X)  # the first forward is another one
     loss = loss_of(model(X))
-    parameters = list(model.parameters())
+    weights = list(model.parameters())
 
-    def run():
-        return [
-            torch.autograd.grad(loss, parameters, retain_graph=True) for _ in range(10)
-        ]
+    def differentiate(_):
+        return torch.autograd.grad(loss, weights, retain_graph=True)
 
-    found = in_threads(lambda _: run(), 3)
-    return [gradients for grads in found for gradients in grads]
+    return in_threads(lambda i: [differentiate(i) for _ in range(10)], 3)
 
 
-def wide():
-    layers = nn.Linear(64, 64), nn.Linear(64, 64)
-    return integer_weights(nn.Sequential(*layers))
-
-
-@uses(wide)
+@uses(lambda: nn.Sequential(linear(64, 64), linear(64, 64)))
 def backwards_in_several_threads_add_up(model):
     x = integers(64, 64)
     for _ in range(4):
@@ -517,7 +378,7 @@ def several_threads_train_models_of_their_own(model):
             optimizer.zero_grad()
             step(other, integers(7, 3, seed=seed)).backward()
             optimizer.step()
-        return [p.detach() for p in other.parameters()]
+        return list(other.parameters())
 
     own = [copy.deepcopy(model) for _ in range(3)]
     return in_threads(lambda i: train(own[i]), 3)
@@ -527,7 +388,7 @@ def several_threads_train_models_of_their_own(model):
 
 
 @uses(
-    lambda: Made(lambda m, x: x * m.factor, {"factor": parameter(integers(3))}),
+    module(lambda m, x: x * m.factor, factor=parameter(integers(3))),
     broken_on={"cpu": "gather on the CPU passes no sparse gradient on"},
 )
 def an_output_may_have_a_sparse_gradient(model):

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from replicas import (
+    accumulate,
     bare,
+    grads_of,
     integers,
     linear,
     loss_of,
@@ -15,13 +17,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
-from programs import EVERYWHERE, GPUS, Made, X, program, steps, trains, uses
-
-
-def grown(x=X):
-    """Return a leaf of its own that requires a gradient."""
-    return x.clone().requires_grad_()
-
+from programs import GPUS, THREE, X, grown, module, pairs, program, steps, trains, uses
 
 # ---- modules ------------------------------------------------------------------------
 
@@ -110,16 +106,13 @@ def hooks_for_all_modules_may_come_after_the_first_call(model):
 
 # ---- parameters and tensors ---------------------------------------------------------
 
-KINDS = {
-    f"{kind}, {when}": (kind, when)
-    for kind in ("hook", "post_accumulate_grad_hook")
-    for when in ("before", "after a forward", "late")
-}
+WITH_AN_IDLE_PART = module(lambda m, x: m.used(x), used=linear(), idle=net())
+KINDS = {kind: kind for kind in ("hook", "post_accumulate_grad_hook")}
+TIMES = {when: when for when in ("before", "after a forward", "late")}
 
 
-@uses(lambda: Made(lambda m, x: m.used(x), {"used": linear(), "idle": net()}), KINDS)
-def hooks_of_parameters_fire_once_with_the_total(model, case):
-    kind, when = case
+@uses(WITH_AN_IDLE_PART, pairs(KINDS, TIMES))
+def hooks_of_parameters_fire_once_with_the_total(model, kind, when):
     fired = []
     if when != "before":
         model(X).sum()  # a graph without hooks, thrown away
@@ -132,44 +125,29 @@ def hooks_of_parameters_fire_once_with_the_total(model, case):
             fired.append((name, (seen if kind == "hook" else seen.grad).clone()))
 
         getattr(p, f"register_{kind}")(hook)
-    for seed in range(2):
-        step(model, integers(7, 3, seed=seed)).backward()
+    accumulate(model)
     assert len(fired) == 4
     return [dict(sorted(fired[:2])), dict(sorted(fired[2:]))]
 
 
-NAMES = "idle.0.weight", "idle.0.bias"
-
-
-@uses(
-    lambda: Made(lambda m, x: m.used(x), {"used": linear(), "idle": net()}),
-    {f"{name}{', late' * late}": (name, late) for name in NAMES for late in (0, 1)},
-)
-def a_hook_of_one_unused_parameter_is_not_called(model, case):
-    name, is_late = case
-    if is_late:
-        model(X)
+@uses(WITH_AN_IDLE_PART, pairs({"weight": 0, "bias": 1}, {"before": 0, "late": 1}))
+def a_hook_of_one_unused_parameter_is_not_called(model, which, is_late):
     called = []
-    bare(model).get_parameter(name).register_hook(called.append)
-    step(model, X).backward()
+    accumulate(model, is_late)
+    list(bare(model).idle.parameters())[which].register_hook(called.append)
+    accumulate(model)
     assert not called
 
 
 @uses(net)
-def hooks_of_parameters_may_change_the_gradient(model):
-    bare(model)[0].weight.register_hook(lambda grad: grad.clamp(-20, 20) * 2)
-    step(model, X).backward()
-
-
-@uses(net)
-def hooks_of_outputs_and_inputs_see_all_rows(model):
-    seen, x = [], grown()
+def hooks_of_outputs_and_inputs_see_all_rows(model, x):
+    seen = []
     x.register_hook(seen.append)
     out = model(x)
     out.register_hook(lambda grad: seen.append(grad) or 2 * grad)
     out.retain_grad()
     loss_of(out).backward()
-    return seen, out.grad, x.grad
+    return seen, out.grad
 
 
 @uses(net)
@@ -178,8 +156,7 @@ def hooks_for_several_gradients_see_the_totals(model):
     handle = torch.autograd.graph.register_multi_grad_hook(
         list(model.parameters()), lambda grads: seen.append([*map(torch.clone, grads)])
     )
-    for seed in range(2):
-        step(model, integers(7, 3, seed=seed)).backward()
+    accumulate(model)
     handle.remove()
     assert len(seen) == 2
     return seen
@@ -188,26 +165,23 @@ def hooks_for_several_gradients_see_the_totals(model):
 @uses(net)
 def an_optimizer_may_step_inside_backward(model):
     """As torch's recipe to save the memory of gradients does."""
+
+    def take(p):
+        torch.optim.SGD([p], lr=1.0).step()
+        p.grad = None
+
     for p in model.parameters():
-        optimizer = torch.optim.SGD([p], lr=1.0)
-
-        def take(parameter, optimizer=optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-
         p.register_post_accumulate_grad_hook(take)
-    for seed in range(3):
-        step(model, integers(7, 3, seed=seed, low=-1, high=1)).backward()
-        assert all(p.grad is None for p in model.parameters())
+    accumulate(model, 3, low=-1, high=1)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @uses(net)
-def a_hook_may_call_the_wrapper(model):
-    other = integers(5, 3, seed=3)
-    seen, x = [], grown()
+def a_hook_may_call_the_wrapper(model, x):
+    seen = []
 
     def call(_):
-        seen.append(model(other).detach())
+        seen.append(model(integers(5, 3, seed=3)))
 
     x.register_hook(call)
     bare(model)[0].weight.register_hook(call)
@@ -226,20 +200,18 @@ def a_forward_hooks_its_own_tensors(m, x):
 
 
 @uses(
-    lambda: Made(lambda m, x: (m.one(x), m.two(x)), {"one": net(), "two": net(1)}),
+    module(lambda m, x: (m.one(x), m.two(x)), one=net(), two=net(1)),
     {"first order": False, "recorded": True},
 )
 def hooks_get_a_tensor_where_the_loss_leaves_out_an_output(model, create_graph):
-    for parameter in bare(model).parameters():
-        parameter.register_hook(lambda grad: grad * 2)
+    doubled_gradients(bare(model))
     some = list(bare(model).one.parameters())
     grads = torch.autograd.grad(loss_of(model(X)[0]), some, create_graph=create_graph)
     loss_of(model(X)[0]).backward()
     others = list(bare(model).two.parameters())
     assert not any(p.grad is not None and p.grad.any() for p in others)
-    for p in others:
-        p.grad = None
-    return [grad.detach() for grad in grads]
+    bare(model).two.zero_grad()
+    return grads
 
 
 def doubled_gradients(m):
@@ -252,18 +224,15 @@ def hooks_see_parameters_that_a_reentrant_checkpoint_hides(m, x):
     return checkpoint(m.b, m.a(x), use_reentrant=True)
 
 
-@uses(
-    lambda: Made(lambda m, x: m.layer(x), {"layer": linear(), "idle": linear()}),
-    on=GPUS,
-)
+@uses(WITH_AN_IDLE_PART, on=GPUS)
 def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
     """As in torch; the plain module calls them not at all."""
-    output, idle, called = model(X), bare(model).idle, []
+    output, idle, called = model(X), bare(model).idle[0], []
     idle.weight.register_hook(called.append)
     idle.bias.register_post_accumulate_grad_hook(lambda p: called.append(p.grad))
     output.sum().backward()
     if model is not bare(model):
-        assert [grad.shape for grad in called] == [(3, 3), (3,)]
+        assert [grad.shape for grad in called] == [(4, 3), (4,)]
         assert not any(grad.any() for grad in called)
         idle.zero_grad()
 
@@ -272,38 +241,37 @@ def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
 
 BOTH = {"saved tensors": False, "reentrant": True}
 
-for label, use_reentrant in BOTH.items():
 
-    @program(label=label, first=net(1), last=linear(2, 2), again=use_reentrant)
-    def checkpoints_inside_the_module_work(m, x):
-        out = m.last(checkpoint(m.first, x, use_reentrant=m.again))
-        return checkpoint(m.last, out, use_reentrant=m.again)
+@program(
+    cases={label: {"again": again} for label, again in BOTH.items()},
+    first=net(1),
+    last=linear(2, 2),
+)
+def checkpoints_inside_the_module_work(m, x):
+    out = m.last(checkpoint(m.first, x, use_reentrant=m.again))
+    return checkpoint(m.last, out, use_reentrant=m.again)
 
 
-@uses(net, BOTH, on=f"cpu3 {EVERYWHERE}")
-def checkpoints_around_the_wrapper_work(model, use_reentrant):
+@uses(net, BOTH, on=THREE)
+def checkpoints_around_the_wrapper_work(model, x, use_reentrant):
     def around(x):
         return checkpoint(model, x, use_reentrant=use_reentrant)
 
-    x = grown()
     for rows in (7, 2):  # of calls of two sizes, too
         model.zero_grad()
         loss_of(around(x)[:rows] * around(x[:rows] + 1)).backward()
-    return x.grad
 
 
 @uses(net, BOTH)
-def checkpoints_around_may_be_nested_and_asked_twice(model, use_reentrant):
+def checkpoints_around_may_be_nested_and_asked_twice(model, x, use_reentrant):
     def inner(x):
         return checkpoint(model, x, use_reentrant=use_reentrant) * 2
 
-    x = grown()
     for _ in range(2):
         loss = loss_of(checkpoint(inner, x, use_reentrant=use_reentrant))
         if not use_reentrant:
             loss.backward(retain_graph=True)
         loss.backward()
-    return x.grad
 
 
 OPTIONS = {
@@ -314,9 +282,10 @@ OPTIONS = {
 
 
 @uses(
-    lambda: Made(
+    module(
         lambda m, x: checkpoint(m.layers, x, use_reentrant=False, **m.options),
-        {"layers": net(), "options": {}},
+        layers=net(),
+        options={},
     ),
     OPTIONS,
 )
@@ -328,34 +297,31 @@ def checkpoints_may_have_options_inside_and_around(model, options):
     step(model, X).backward()
 
 
-def two_outputs():
-    held = {"net": smooth_net(), "last": linear(3, 2)}
-    return Made(lambda m, x: two_of(m, m.net(x)), held)
-
-
-def two_of(m, out):
+def two_outputs(m, x):
+    out = m.net(x)
     return {"first": out.sigmoid(), "last": [m.last(out).t().contiguous().t()]}
 
 
-PLACES = {f"{p}{', early' * e}": (p, e) for p in (0, 1) for e in (0, 1)}
-
-
-@uses(two_outputs, PLACES, on=GPUS, exact=False)
-def a_checkpoint_round_the_wrapper_with_several_outputs(model, case):
-    place, is_early = case
+@uses(
+    module(two_outputs, net=smooth_net(), last=linear(3, 2)),
+    pairs({"0": 0, "1": 1}, {"late": False, "early": True}),
+    on=GPUS,
+    exact=False,
+)
+def a_checkpoint_round_the_wrapper_with_several_outputs(model, place, is_early):
     if model is not bare(model):
         model = type(model)(bare(model), model.device_ids, output_device=place)
     seen = []
-    with checkpoints.set_checkpoint_early_stop(bool(is_early)):
+    with checkpoints.set_checkpoint_early_stop(is_early):
         for n_rows in (7, 1, 5, 7):
             model.zero_grad()
-            x = integers(n_rows, 3).requires_grad_()
+            x = grown(integers(n_rows, 3))
             for _ in range(2):  # gradients add up
                 out = checkpoint(model, x, use_reentrant=False)
                 loss = loss_of(out["first"]) + out["last"][0].exp().sum()
                 loss.backward(retain_graph=True)
                 loss.backward()
-            seen += [x.grad, *[p.grad.clone() for p in model.parameters()]]
+            seen += [x.grad, *grads_of(model)]
             with torch.no_grad():
                 for p in model.parameters():
                     p.sub_(p.grad.sign() / 8)
@@ -373,15 +339,6 @@ def a_checkpoint_may_keep_some_results(model):
             model, X, use_reentrant=False, context_fn=lambda: make_contexts(kept)
         )
         loss_of(out).backward()
-
-
-@uses(smooth_net, exact=False)
-def a_gradient_of_gradients_goes_through_a_checkpoint(model):
-    x = grown()
-    out = checkpoint(model, x, use_reentrant=False)
-    (grad,) = torch.autograd.grad(loss_of(out), x, create_graph=True)
-    grad.square().sum().backward()
-    return x.grad
 
 
 class CheckpointedPlace(nn.Module):
@@ -428,11 +385,6 @@ class Cube(torch.autograd.Function):
         return ctx.factor * 3 * x**2 * grad + 1, None
 
 
-trains(
-    {
-        "functions_of_ones_own_run_in_every_replica": lambda: Made(
-            lambda m, x, factor: Cube.apply(m.linear(x), factor), {"linear": linear()}
-        )
-    },
-    x=lambda seed: (integers(7, 3, seed=seed), 2 + seed),
-)
+@program(steps(x=lambda seed: (integers(7, 3, seed=seed), 2 + seed)), linear=linear())
+def functions_of_ones_own_run_in_every_replica(m, x, factor):
+    return Cube.apply(m.linear(x), factor)

@@ -16,13 +16,16 @@ from torch import nn
 from torch.nn.utils import rnn
 from torch.utils import _pytree as pytree
 
-from programs import THREE, Made, X, program, steps, trains, uses
+from programs import THREE, X, grown, module, pairs, program, steps, uses
 
 # ---- how a batch is divided ---------------------------------------------------------
 
 
+SIZES = 9, 7, 2, 1, 0, 6, 3, 64
+
+
 @program(
-    steps(x=lambda seed: (integers((7, 2, 1, 0, 6, 3)[seed % 6], 3),), n=6),
+    steps(x=lambda seed: (integers(SIZES[seed % 8], 3, seed=seed),), n=8),
     layer=linear(2),
     in_parts=True,
     on=THREE,
@@ -31,39 +34,26 @@ def rows_are_dealt_out_evenly(m, x):
     return m.layer(x), torch.full((len(x), 1), float(len(x)))
 
 
-@uses(lambda: Made(lambda m: (m.layer.weight.sum()[None], 3), {"layer": linear()}))
+@uses(module(lambda m: (m.layer.weight.sum()[None], 3), layer=linear()))
 def no_argument_at_all_is_one_call(model):
     out = alike(model())
     out[0].backward()
     return out
 
 
-SIZES = 9, 2, 1, 0, 7, 64, 3
-
-trains(
-    {"batches_may_shrink_and_grow_from_step_to_step": net},
-    x=lambda seed: (integers(SIZES[seed % 7], 3, seed=seed),),
-    n=7,
-    on=THREE,
-)
-
-
 @uses(net)
 def batches_of_many_megabytes_pass(model):
-    seen = []
-    for n_rows in (7, 300_001, 1):
-        model.zero_grad()
-        x = integers(n_rows, 3).requires_grad_()
+    xs = [grown(integers(n, 3)) for n in (7, 300_001, 1)]
+    for x in xs:
         model(x).sum().backward()
-        seen += [x.grad, *[p.grad.clone() for p in model.parameters()]]
-    return seen
+    return [x.grad for x in xs]
 
 
-@uses(net, {"1": 1, "-2": -2}, on=THREE)
+@uses(net, [1, -2], on=THREE)
 def rows_may_lie_along_another_dimension(model, dim):
     if model is not bare(model):
         model = paceline.DataParallel(bare(model), model.device_ids, dim=dim)
-    x = integers(5, 7, 3).requires_grad_()
+    x = grown(integers(5, 7, 3))
     out = model(x)
     loss_of(out).backward()
     return out, x.grad
@@ -71,9 +61,8 @@ def rows_may_lie_along_another_dimension(model, dim):
 
 @uses(net)
 def the_function_does_what_the_class_does(model):
-    if model is bare(model):
-        out = model(X)
-    else:
+    out = model(X)
+    if model is not bare(model):
         out = paceline.data_parallel(bare(model), X, device_ids=model.device_ids)
     loss_of(out).backward()
     return out
@@ -82,18 +71,12 @@ def the_function_does_what_the_class_does(model):
 # ---- several arguments --------------------------------------------------------------
 
 
-class Sum(nn.Module):
-    """Takes two inputs, and options of every plain kind."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = linear(2), linear(2, 4)
-
-    def forward(self, x, y=None, scale=1, *, sign="plus", mask=None, shift=0.0):
-        out = self.left(x) * scale + float(shift)
-        if y is not None:
-            out = out + self.right(y) if sign == "plus" else out - self.right(y)
-        return out if mask is None else out.masked_fill(mask, 0)
+def summed(m, x, y=None, scale=1, *, sign="plus", mask=None, shift=0.0):
+    """Take two inputs, and options of every plain kind."""
+    out = m.left(x) * scale + float(shift)
+    if y is not None:
+        out = out + m.right(y) if sign == "plus" else out - m.right(y)
+    return out if mask is None else out.masked_fill(mask, 0)
 
 
 CALLS = {
@@ -111,23 +94,18 @@ CALLS = {
 }
 
 
-@uses(Sum)
+@uses(module(summed, left=linear(2), right=linear(2, 4)))
 def arguments_of_a_call_arrive(model):
     seen = []
     for call in CALLS.values():
-        x, y = integers(7, 3).requires_grad_(), integers(7, 4).requires_grad_()
+        x, y = grown(integers(7, 3)), grown(integers(7, 4))
         out = call(model, x, y)
         loss_of(out).backward()
         seen.append([out, x.grad, y.grad])
     return seen
 
 
-def optional(m, *, x, extra=None):
-    assert not extra
-    return m.layers(x)
-
-
-@uses(lambda: Made(optional, {"layers": net()}), {"list": [], "dict": {}, "tuple": ()})
+@uses(module(lambda m, *, x, extra=None: m.layers(x), layers=net()), [[], {}, ((),)])
 def empty_containers_may_stand_beside_a_tensor(model, empty):
     loss_of(model(x=X, extra=empty)).backward()
     loss_of(model(x=X + 1)).backward()
@@ -201,11 +179,11 @@ def nested(m, batch, find):
     return m.left(a) - m.right(b), f"{type(batch).__name__} {note}"
 
 
-@uses(lambda: Made(nested, {"left": linear(2), "right": linear(2, 4)}))
+@uses(module(nested, left=linear(2), right=linear(2, 4)))
 def nested_arguments_keep_their_form(model):
     seen = []
     for make, find in NESTINGS.values():
-        a, b = integers(7, 3).requires_grad_(), integers(7, 4).requires_grad_()
+        a, b = grown(integers(7, 3)), grown(integers(7, 4))
         out = alike(model(make(a, b), find))
         loss_of(out[0]).backward()
         seen.append([out, a.grad, b.grad])
@@ -244,7 +222,7 @@ def described(m, x, thing):
     return m.layer(x), repr(thing)
 
 
-@uses(lambda: Made(described, {"layer": linear()}))
+@uses(module(described, layer=linear()))
 def objects_of_any_kind_are_given_to_each(model):
     settings, seen = Settings(1), []
     for settings.power, thing in enumerate(THINGS):
@@ -268,9 +246,9 @@ def looked_up(m, index, tables):
     return m.layer(table[index]), len(table)
 
 
-@uses(lambda: Made(looked_up, {"layer": linear()}), TABLES, on=THREE)
+@uses(module(looked_up, layer=linear()), TABLES, on=THREE)
 def a_replicated_argument_goes_whole_to_each(model, mark):
-    index, table = torch.tensor([4, 0, 1, 1, 3, 4, 4]), integers(5, 3).requires_grad_()
+    index, table = torch.tensor([4, 0, 1, 1, 3, 4, 4]), grown(integers(5, 3))
     out = alike(model(index, table if model is bare(model) else mark(table)))
     loss_of(out[0]).backward()
     return out, table.grad
@@ -281,14 +259,13 @@ def adding(m, x, t):
     return m.layer(x) + t
 
 
-SHAPES = {f"{shape} {grad}": (shape, grad) for shape in ((), (3,)) for grad in (0, 1)}
-
-
-@uses(lambda: Made(adding, {"layer": linear()}), SHAPES)
-def an_argument_that_is_not_split_may_be_changed_in_place(model, case):
-    shape, is_recorded = case
+@uses(
+    module(adding, layer=linear()),
+    pairs({"()": [], "(3,)": [3]}, {"recorded": True, "not recorded": False}),
+)
+def an_argument_that_is_not_split_may_be_changed_in_place(model, shape, is_recorded):
     t = torch.zeros(shape, dtype=torch.float64)
-    with torch.set_grad_enabled(bool(is_recorded)):
+    with torch.set_grad_enabled(is_recorded):
         return model(X, t if model is bare(model) else paceline.replicate(t))
 
 
@@ -302,15 +279,14 @@ def echo(m, x):
     return m.layer(x.double()), x, str(x.dtype)
 
 
-def echoing():
-    return Made(echo, {"layer": linear(2)})
+ECHO = module(echo, layer=linear(2))
 
 
 ARRAYS = ["float64", "float16", "float32", "int8", "int16", "int32", "int64", "bool"]
 DTYPES = [*ARRAYS[1:], "bfloat16", "uint8"]
 
 
-@uses(echoing)
+@uses(ECHO)
 def arrays_are_split_and_come_back_as_arrays(model):
     arrays = [integers(7, 3).numpy().astype(dtype) for dtype in ARRAYS]
     arrays.append(np.asfortranarray(integers(14, 6).numpy())[::2, ::2])
@@ -320,7 +296,7 @@ def arrays_are_split_and_come_back_as_arrays(model):
     return outs
 
 
-@uses(echoing, {dtype: getattr(torch, dtype) for dtype in DTYPES})
+@uses(ECHO, {dtype: getattr(torch, dtype) for dtype in DTYPES})
 def inputs_of_any_dtype_arrive_as_they_are(model, dtype):
     x = integers(7, 3).to(dtype).requires_grad_(dtype.is_floating_point)
     out = alike(model(x))
@@ -340,13 +316,10 @@ VIEWS = {
 
 @uses(net)
 def views_of_any_strides_are_split_by_rows(model):
-    seen = []
-    for view in VIEWS.values():
-        x = integers(3, 7).requires_grad_()
-        out = model(view(x))
-        loss_of(out).backward()
-        seen += [out, x.grad]
-    return seen
+    x = grown(integers(3, 7))
+    outs = [model(view(x)) for view in VIEWS.values()]
+    sum(map(loss_of, outs)).backward()
+    return outs, x.grad
 
 
 def formed(m, x):
@@ -355,11 +328,11 @@ def formed(m, x):
 
 
 @uses(
-    lambda: Made(formed, {"layer": integer_weights(nn.Conv2d(3, 4, 3, padding=1))}),
+    module(formed, layer=integer_weights(nn.Conv2d(3, 4, 3, padding=1))),
     {"channels first": torch.contiguous_format, "last": torch.channels_last},
 )
 def images_keep_their_memory_format(model, form):
-    x = integers(7, 3, 5, 6).to(memory_format=form).requires_grad_()
+    x = grown(integers(7, 3, 5, 6).to(memory_format=form))
     out = alike(model(x))
     loss_of(out[0]).backward()
     return out, x.grad, out[0].is_contiguous(memory_format=form)
@@ -376,7 +349,7 @@ def lstm(**options):
 
 
 @program(
-    steps(x=lambda seed: (reals(7, 5, 3, seed=seed), LENGTHS), descend=None),
+    steps(x=lambda seed: (reals(7, 5, 3, seed=seed), LENGTHS)),
     exact=False,
     lstm=lstm(num_layers=2, batch_first=True, bidirectional=True),
 )
@@ -393,13 +366,13 @@ def a_recurrent_net_packs_its_own_rows(m, x, lengths):
 
 
 @uses(
-    lambda: Made(lambda m, packed: m.lstm(packed)[1][0][-1], {"lstm": lstm()}),
+    module(lambda m, packed: m.lstm(packed)[1][0][-1], lstm=lstm()),
     {"sorted": True, "unsorted": False},
     exact=False,
 )
 def packed_sequences_are_split_by_rows(model, is_sorted):
     lengths = LENGTHS.sort(descending=True).values if is_sorted else LENGTHS
-    x = reals(7, 5, 3).requires_grad_()
+    x = grown(reals(7, 5, 3))
     packed = rnn.pack_padded_sequence(
         x, lengths, batch_first=True, enforce_sorted=is_sorted
     )
@@ -408,6 +381,6 @@ def packed_sequences_are_split_by_rows(model, is_sorted):
     return out, x.grad
 
 
-@uses(lambda: Made(lambda m, x: (rnn.pack_sequence(list(x)), x.sum(1)), {}))
+@uses(module(lambda m, x: (rnn.pack_sequence(list(x)), x.sum(1))))
 def packed_sequences_are_joined_within_a_tuple(model):
     return model(integers(7, 3, 2))

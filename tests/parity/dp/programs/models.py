@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from replicas import (
     F64,
     Parent,
+    accumulate,
     bare,
+    beside,
+    grow,
     integers,
     linear,
     loss_of,
@@ -21,7 +24,7 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from programs import Made, X, program, slowly, steps, trains, uses
+from programs import Made, X, grown, module, steps, trains, uses
 
 # ---- modules of other makes ---------------------------------------------------------
 
@@ -68,28 +71,24 @@ def compile_in_place(model):
 
 def compile_module_later(model):
     model(X)
-    bare(model).compile(backend="eager")
+    compile_in_place(bare(model))
     return model
-
-
-def compile_round(model):
-    return torch.compile(lambda x: model(x * 1) + 0, backend="eager")
 
 
 COMPILES = {
     "round": lambda model: torch.compile(model, backend="eager"),
     "in place": compile_in_place,
     "the module later": compile_module_later,
-    "with operations round it": compile_round,
+    "with operations round it": lambda model: torch.compile(
+        lambda x: model(x * 1) + 0, backend="eager"
+    ),
 }
 
 
 @uses(net, COMPILES)
 def a_compiled_wrapper_trains_as_the_plain_module(model, compiles):
     torch._dynamo.reset()
-    compiled = compiles(model)
-    for seed in range(2):
-        step(compiled, integers(7, 3, seed=seed)).backward()
+    accumulate(compiles(model))
 
 
 # ---- models -------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def attention():
     def forward(m, x):
         return torch.cat(m.attention(x, x, x), 2)
 
-    return Made(forward, {"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
+    return module(forward, attention=nn.MultiheadAttention(8, 2, batch_first=True))
 
 
 MAKES = {
@@ -125,21 +124,11 @@ for name, (make, shape) in MAKES.items():
         {f"a_model[{name}]": make},
         steps(
             nn.Module.eval,
-            x=lambda seed, shape=shape: (reals(*shape, seed=seed),),
-            descend=None,
+            x=lambda seed, s=shape: (reals(*s, seed=seed),),
+            descends=False,
         ),
         exact=False,
     )
-
-
-@program(
-    steps(x=lambda seed: (reals(5, 6, 3, seed=seed),), descend=slowly),
-    cell=nn.LSTM(3, 4, 2, batch_first=True).double(),
-    exact=False,
-)
-def a_recurrent_net_flattens_its_weights_in_forward(m, x):
-    m.cell.flatten_parameters()
-    return m.cell(x)[0]
 
 
 def tokens(seed, rows=5, length=6):
@@ -147,30 +136,9 @@ def tokens(seed, rows=5, length=6):
 
 
 def encoder():
+    torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    made = Made(lambda m, x: F.normalize(m.layers(x), dim=1), {"layers": layers})
-    return made.double()
-
-
-@program(
-    steps(
-        x=lambda seed: (reals(7, 6, seed=seed), reals(7, 2, seed=seed + 9)),
-        descend=slowly,
-    ),
-    exact=False,
-    encode=nn.Linear(6, 4).double(),
-    decode=nn.Linear(2, 6).double(),
-)
-def a_variational_autoencoder_trains(m, x, noise):
-    mean, log = m.encode(x).chunk(2, dim=1)
-    return m.decode(mean + noise * (log / 2).exp()), mean, log
-
-
-def language():
-    words, out = nn.Embedding(11, 8), nn.Linear(8, 11)
-    out.weight = words.weight
-    held = {"words": words, "out": out, "cell": nn.LSTM(8, 8, 2, batch_first=True)}
-    return Made(read, held).double()
+    return module(lambda m, x: F.normalize(m.layers(x), dim=1), layers=layers).double()
 
 
 def read(m, x, state=None):
@@ -181,9 +149,16 @@ def read(m, x, state=None):
     return m.out(y), tuple(s.transpose(0, 1) for s in state)
 
 
+def language():
+    words, out = nn.Embedding(11, 8), nn.Linear(8, 11)
+    out.weight = words.weight
+    cell = nn.LSTM(8, 8, 2, batch_first=True)
+    return module(read, words=words, out=out, cell=cell).double()
+
+
 @uses(language, {"detached": True, "whole graph": False}, exact=False)
 def a_language_model_hands_its_state_on(model, is_detached):
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for seed in range(2):
         total, state = 0, None
         for window in tokens(seed).split(3, dim=1):
@@ -195,15 +170,7 @@ def a_language_model_hands_its_state_on(model, is_detached):
         total.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
-        losses.append(total.detach())
-    return losses
-
-
-def translator():
-    words, out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-    out.weight = words.weight
-    both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-    return Made(translate, {"words": words, "out": out, "both": both}).double()
+    return total
 
 
 def translate(m, source, target, *, is_padding, causal):
@@ -212,6 +179,13 @@ def translate(m, source, target, *, is_padding, causal):
         m.words(target), memory, tgt_mask=causal, memory_key_padding_mask=is_padding
     )
     return OrderedDict(logits=m.out(y), lengths=(source > 0).sum(1), memory=memory)
+
+
+def translator():
+    words, out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+    out.weight = words.weight
+    both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+    return module(translate, words=words, out=out, both=both).double()
 
 
 @uses(translator, exact=False)
@@ -223,8 +197,7 @@ def a_translator_takes_masks_and_returns_dicts(model):
     out = model(source, target[:, :-1], is_padding=source == 0, causal=mask)
     loss = F.cross_entropy(out["logits"].flatten(0, 1), target[:, 1:].flatten())
     (loss + out["memory"].square().mean()).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return [out, loss]
+    return out
 
 
 # ---- ways to train ------------------------------------------------------------------
@@ -233,9 +206,7 @@ def a_translator_takes_masks_and_returns_dicts(model):
 @uses(encoder, exact=False)
 def a_teacher_may_follow_its_student(model):
     """A mean teacher: weights are averaged in place between the steps."""
-    teacher = encoder().requires_grad_(False)
-    if model is not bare(model):
-        teacher = type(model)(teacher, model.device_ids)
+    teacher = beside(model, encoder().requires_grad_(False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for seed in range(3):
         x = reals(7, 6, seed=seed)
@@ -244,11 +215,9 @@ def a_teacher_may_follow_its_student(model):
         optimizer.zero_grad()
         (model(x) - target).square().sum().backward()
         optimizer.step()
-        pairs = zip(teacher.parameters(), model.parameters(), strict=True)
         with torch.no_grad():
-            for slow, fast in pairs:
-                slow.lerp_(fast, 0.5)
-    return [p.detach() for p in teacher.parameters()]
+            torch._foreach_lerp_([*teacher.parameters()], [*model.parameters()], 0.5)
+    return list(teacher.parameters())
 
 
 @uses(encoder, exact=False)
@@ -266,8 +235,8 @@ def averages_of_weights_may_be_taken_of_the_wrapper(model):
     return average(reals(7, 6)).detach()
 
 
-def closed(model):
-    """Call a closure several times a step."""
+@uses(encoder, exact=False)
+def a_closure_may_be_called_several_times_a_step(model):
     x, y = reals(7, 6), reals(7, 4)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 
@@ -278,13 +247,10 @@ def closed(model):
         return loss
 
     optimizer.step(closure)
+    model.zero_grad()
     with torch.no_grad():  # sums in another order
         for p in model.parameters():
             p.copy_(p.round(decimals=6))
-            p.grad = None
-
-
-trains({"a_closure_may_be_called_several_times_a_step": encoder}, closed)
 
 
 # ---- what is the same for every replica ---------------------------------------------
@@ -296,7 +262,7 @@ def counting(m, *, first=None, x, last=None):
     return m.layer(x) / sum(t.sum() for t in told)
 
 
-@uses(lambda: Made(counting, {"layer": linear()}), {"1": 1, "2": 2, "7": 7})
+@uses(module(counting, layer=linear()), [1, 2, 7])
 def a_number_may_be_repeated_once_for_each_replica(model, n_rows):
     """As Hugging Face's Trainer does: torch's class splits each tensor by itself."""
     x, number, outs = integers(n_rows, 3), torch.tensor([5.0]), []
@@ -314,20 +280,18 @@ class Marked(torch.Tensor):
     """A subclass with a meaning."""
 
 
-@uses(lambda: Made(lambda m, x: torch.full((len(x),), float(type(x) is Marked)), {}))
+@uses(module(lambda m, x: torch.full((len(x),), float(type(x) is Marked))))
 def tensors_of_a_subclass_keep_their_type(model):
-    return [model(X.as_subclass(Marked))]
+    return model(X.as_subclass(Marked))
 
 
 @uses(smooth_net, exact=False)
 def a_trace_of_the_wrapper_computes_what_it_is_given(model):
     model(reals(7, 3))
     traced = torch.jit.trace(model, reals(7, 3))
-    outs = [traced(reals(9, 3, seed=5)).detach()]
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(2)
-    return [*outs, traced(reals(9, 3, seed=5)).detach()]
+    before = traced(reals(9, 3, seed=5))
+    grow(model)
+    return before, traced(reals(9, 3, seed=5))
 
 
 @uses(smooth_net, {"saved": False, "again": True}, exact=False)
@@ -335,23 +299,19 @@ def a_checkpoint_round_a_wrapper_in_a_wrapper(model, use_reentrant):
     """The inner wrapper calls its module plainly: it runs once, and again, whole."""
     n_rows = []
     bare(model).register_forward_pre_hook(lambda m, args: n_rows.append(len(args[0])))
-    held = {"layer": linear(), "inner": model, "again": use_reentrant}
 
     def forward(m, x):
-        return checkpoint(m.inner, m.layer(x), use_reentrant=m.again)
+        return checkpoint(m.inner, m.layer(x), use_reentrant=use_reentrant)
 
-    outer = Made(forward, held)
-    n = 1
-    if model is not bare(model):
-        n = len(model.device_ids)
-        outer = type(model)(outer, model.device_ids)
+    outer = beside(model, Made(forward, {"layer": linear(), "inner": model}))
+    n = len(getattr(model, "device_ids", "1"))
     step(outer, integers(6, 3)).backward()
     assert n_rows == [6 // n] * 2 * n
 
 
 @uses(net)
 def functional_calls_work_round_the_wrapper(model):
-    outer, weight = Parent(model), torch.full((4, 3), 2.0, **F64).requires_grad_()
+    outer, weight = Parent(model), grown(torch.full((4, 3), 2.0, **F64))
     model(X)
     name = next(name for name, _ in outer.named_parameters())
     out = torch.func.functional_call(outer, {name: weight}, (X,))

@@ -1,8 +1,6 @@
 """Gradients of gradients, of any order; and torch's transforms of functions."""
 
 import functools
-import threading
-import warnings
 
 import pytest
 import torch
@@ -11,6 +9,8 @@ from replicas import (
     Parent,
     Power,
     bare,
+    beside,
+    grads_of,
     integer_weights,
     integers,
     linear,
@@ -22,19 +22,21 @@ from replicas import (
     squares_of,
     step,
 )
+from support.threads import in_threads
 from torch import func, nn
 from torch.autograd import forward_ad, functional
 from torch.utils.checkpoint import checkpoint
 
-from programs import THREE, Made, module, parameter, uses
+from programs import THREE, buffer, module, pairs, parameter, uses
 
 
-def grown(seed=0):
-    return small(7, 3, seed=seed).requires_grad_()
+def grown(seed=0, n=7):
+    return small(n, 3, seed=seed).requires_grad_()
 
 
-def detached(tensors):
-    return [t if t is None else t.detach().clone() for t in tensors]
+def penalty_on(model, x):
+    """Return the squares of the slope of an output by its input."""
+    return squares_of(slopes_of(loss_of(model(x)), [x]))
 
 
 # ---- orders -------------------------------------------------------------------------
@@ -51,7 +53,7 @@ def every_order_is_exact(model):
             slopes = [s for s in slopes_of(value, targets) if s is not None]
             assert len(slopes) == 6
             assert all(slope.requires_grad for slope in slopes)
-            seen += detached(slopes)
+            seen += slopes
             value = sum(slope.sum() for slope in slopes)
         value.backward()
         seen += [x.grad, y.grad]
@@ -66,18 +68,17 @@ TARGETS = {
 }
 
 
-@uses(Power, {f"{a}, {b}": (TARGETS[a], TARGETS[b]) for a in TARGETS for b in TARGETS})
-def what_is_asked_for_may_differ_by_order(model, case):
-    first, second = case
+@uses(Power, pairs(TARGETS, TARGETS))
+def what_is_asked_for_may_differ_by_order(model, first, second):
     seen = []
     for seed in range(2):
         model.zero_grad()
         x = grown(seed)
         out = model(x)
         penalty = squares_of(slopes_of(loss_of(out), first(model, x)))
-        seen += detached(slopes_of(penalty, second(model, x), retain_graph=True))
+        seen += slopes_of(penalty, second(model, x), retain_graph=True)
         (penalty + loss_of(out)).backward(inputs=second(model, x))
-        seen += [x.grad, *detached([p.grad for p in model.parameters()])]
+        seen += [x.grad, *grads_of(model)]
     return seen
 
 
@@ -114,14 +115,6 @@ def gradgradcheck_finds_no_fault(model):
 # ---- loops --------------------------------------------------------------------------
 
 
-def critic():
-    torch.manual_seed(3)
-    held = {"norm": nn.LayerNorm(4), "first": nn.Linear(3, 4), "last": nn.Linear(4, 1)}
-    made = Made(normalised, held)
-    made.register_buffer("direction", torch.ones(4))
-    return made.double()
-
-
 def normalised(m, x):
     """Divide a weight by its norm along a vector that each training call improves."""
     weight = m.first.weight
@@ -131,6 +124,17 @@ def normalised(m, x):
             m.direction.copy_(nn.functional.normalize(there, dim=0))
     size = (weight.T @ m.direction.clone()).norm()
     return m.last(torch.tanh(m.norm(x @ (weight / size).T)))
+
+
+def critic():
+    torch.manual_seed(3)
+    return module(
+        normalised,
+        norm=nn.LayerNorm(4),
+        first=nn.Linear(3, 4),
+        last=nn.Linear(4, 1),
+        direction=buffer(torch.ones(4)),
+    ).double()
 
 
 def penalty_of(model, mixed):
@@ -155,7 +159,7 @@ def a_gan_with_a_gradient_penalty_trains_as_plainly(model):
         fast.zero_grad()
         (penalty_of(model, maker(noise)) - model(maker(noise)).mean()).backward()
         fast.step()
-    return [p.detach() for p in maker.parameters()]
+    return list(maker.parameters())
 
 
 @uses(Power)
@@ -163,13 +167,11 @@ def gradients_in_place_may_have_a_graph(model):
     kept = []
     for seed in range(2):
         x = grown(seed)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Using backward.. with create_g")
-            loss_of(model(x)).backward(create_graph=True)
+        loss_of(model(x)).backward(create_graph=True)
         slopes = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(slope.requires_grad for slope in slopes)
         kept += torch.autograd.grad(squares_of([*slopes, x.grad]), x)
-        kept += detached([*slopes, x.grad])
+        kept += [slope.detach() for slope in (*slopes, x.grad)]
         model.zero_grad()
         x.grad = None  # a cycle
     return kept
@@ -179,42 +181,29 @@ def gradients_in_place_may_have_a_graph(model):
 def calls_of_every_size_may_go_into_one_graph(model):
     for _ in range(2):
         model.zero_grad()
-        total, batches = 0, []
-        for n in (7, 1, 2, 7, 4):  # of one row, only replica 0 has a part
-            x = small(n, 3, seed=n).requires_grad_()
-            batches.append(x)
-            (slope,) = slopes_of(loss_of(model(x)), [x])
-            total = total + squares_of([slope]) + loss_of(model(x.detach()))
-        total.backward()
+        # Of one row, only replica 0 has a part.
+        batches = [grown(seed=n, n=n) for n in (7, 1, 2, 7, 4)]
+        penalties = [penalty_on(model, x) for x in batches]
+        values = [loss_of(model(x.detach())) for x in batches]
+        sum([*penalties, *values]).backward()
     return [x.grad for x in batches]
 
 
 @uses(Power)
 def wrappers_in_a_row_pass_graphs_on(model):
-    last = Power(5)
-    if model is not bare(model):
-        last = type(model)(last, model.device_ids)
+    last = beside(model, Power(5))
     x = grown()
     middle = model(x)
     out = last(torch.cat([middle, x[:, :1]], 1))
     slopes = slopes_of(loss_of(out), [x, middle, *model.parameters()])
     squares_of(slopes).backward()
-    return detached(slopes), x.grad, [p.grad for p in last.parameters()]
+    return slopes, x.grad, grads_of(last)
 
 
 @uses(Power)
 def second_orders_may_run_in_another_thread(model):
-    x, seen = grown(), []
-
-    def work():
-        slopes = slopes_of(loss_of(model(x)), [x])
-        seen.extend(torch.autograd.grad(squares_of(slopes), x))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(seen) == 1
-    return seen
+    x = grown()
+    return in_threads(lambda _: torch.autograd.grad(penalty_on(model, x), x), 1)
 
 
 # ---- models -------------------------------------------------------------------------
@@ -223,17 +212,17 @@ def second_orders_may_run_in_another_thread(model):
 @uses(linear)
 def what_a_slope_does_not_depend_on_has_no_gradient(model):
     x, fired = grown(), []
-    x.register_hook(lambda grad: fired.append(grad.clone()))
     weight, bias = model.parameters()
-    bias.register_hook(lambda grad: fired.append(grad.clone()))
-    (slope,) = slopes_of(loss_of(model(x)), [x])
+    for leaf in (x, bias):
+        leaf.register_hook(lambda grad: fired.append(grad.clone()))
+    penalty = penalty_on(model, x)
     seen = torch.autograd.grad(
-        squares_of([slope]), [x, weight, bias], allow_unused=True, retain_graph=True
+        penalty, [x, weight, bias], allow_unused=True, retain_graph=True
     )
     assert [grad is None for grad in seen] == [True, False, True]
-    squares_of([slope]).backward()
+    penalty.backward()
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(squares_of(slopes_of(loss_of(model(x)), [x])), x)
+        torch.autograd.grad(penalty_on(model, x), x)
     return seen, fired, x.grad
 
 
@@ -247,7 +236,7 @@ def partly(m, x):
 PARTLY = module(partly, always=linear(2), rarely=linear(2))
 
 
-@uses(PARTLY, {str(rows): rows for rows in ([], [1], [6], [1, 6])})
+@uses(PARTLY, [[], [1], [6], [1, 6]])
 def replicas_may_use_different_weights(model, rows):
     seen = []
     for used in (rows, [], rows):  # and the use of one step says nothing of the next
@@ -257,41 +246,33 @@ def replicas_may_use_different_weights(model, rows):
         model.zero_grad()
         targets = [x, *model.parameters()]
         slopes = slopes_of(loss_of(model(x)), targets)
-        seen += detached(slopes_of(squares_of(slopes), targets))
+        seen += slopes_of(squares_of(slopes), targets)
         squares_of(slopes).backward()
-        seen += [*detached(slopes), x.grad]
-        seen += detached([p.grad for p in model.parameters()])
+        seen += [*slopes, x.grad, *grads_of(model)]
     return seen
 
 
-@uses(PARTLY, {"1": 1, "2": 2}, in_parts=True, on=THREE)
+@uses(PARTLY, [1, 2], in_parts=True, on=THREE)
 def a_replica_may_need_no_gradient(model, order):
     x = small(7, 3)
     x[3:, 0] = -60  # all rows of replica 1, and of replica 2
-    x.requires_grad_()
-    targets = [x, *model.parameters()]
+    targets = [x.requires_grad_(), *model.parameters()]
     slopes = torch.autograd.grad(
         loss_of(model(x)), targets, create_graph=order == 2, allow_unused=True
     )
-    if order == 2:
-        slopes += slopes_of(squares_of(slopes), targets)
-    return [s if s is None else s.detach() for s in slopes]
+    return [*slopes, *(slopes_of(squares_of(slopes), targets) if order == 2 else ())]
 
 
-@uses(lambda: Made(lambda m, x: x + m.by, {"by": parameter(small(3))}))
+@uses(module(lambda m, x: x + m.by, by=parameter(small(3))))
 def a_gradient_may_be_that_of_the_output_itself(model):
     x = grown()
     slopes = slopes_of(model(x).pow(3).sum(), [x])
-    return detached([*slopes, *slopes_of(squares_of(slopes), [x])])
-
-
-def looked_up(m, words):
-    return (m.sparse(words) * m.dense(words)).square().sum(1)
+    return [*slopes, *slopes_of(squares_of(slopes), [x])]
 
 
 @uses(
     module(
-        looked_up,
+        lambda m, words: (m.sparse(words) * m.dense(words)).square().sum(1),
         sparse=integer_weights(nn.Embedding(6, 3, sparse=True), 1),
         dense=integer_weights(nn.Embedding(6, 3), 2),
     )
@@ -302,10 +283,10 @@ def sparse_gradients_have_gradients(model):
     sparse, dense = slopes_of(loss_of(model(words)), weights)
     assert sparse.is_sparse
     (again,) = torch.autograd.grad(squares_of([dense]), weights[1:], retain_graph=True)
-    return sparse.to_dense().detach(), dense.detach(), again
+    return sparse.to_dense(), dense, again
 
 
-@uses(Power, {"float32": torch.float32, "complex128": torch.complex128})
+@uses(Power, [torch.float32, torch.complex128])
 def other_dtypes_have_second_orders(model, dtype):
     bare(model).to(dtype)
     x = torch.complex(small(7, 3), small(7, 3, seed=1))
@@ -313,26 +294,25 @@ def other_dtypes_have_second_orders(model, dtype):
     out, targets = model(x), [x, *model.parameters()]
     slopes = slopes_of((out * out.conj()).real.sum(), targets)
     value = sum((s * s.conj()).real.sum() for s in slopes if s is not None)
-    return detached(slopes), torch.autograd.grad(value, targets[:3])
+    return slopes, torch.autograd.grad(value, targets[:3])
 
 
-def checkpointed():
-    held = {"power": Power(), "is_on": True}
-    return Made(lambda m, x: inside(m, x) if m.is_on else m.power(x), held)
+def saved(function, x):
+    return checkpoint(function, x, use_reentrant=False)
 
 
-def inside(m, x):
-    return checkpoint(m.power, x, use_reentrant=False)
-
-
-@uses(checkpointed, {"inside": True, "around": False})
+@uses(
+    module(lambda m, x: m.call(m.power, x), power=Power(), call=saved),
+    {"inside": True, "around": False},
+)
 def checkpoints_have_second_orders(model, is_inside):
-    bare(model).is_on = is_inside
+    if not is_inside:
+        bare(model).call = lambda power, x: power(x)
     x = grown()
-    out = model(x) if is_inside else checkpoint(model, x, use_reentrant=False)
+    out = model(x) if is_inside else saved(model, x)
     slopes = slopes_of(loss_of(out), [x, *model.parameters()])
     squares_of(slopes).backward()
-    return detached(slopes), x.grad
+    return slopes, x.grad
 
 
 class Broken(torch.autograd.Function):
@@ -345,14 +325,15 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("nobody asks for this")
 
 
-def unasked(m, x):
-    return nn.functional.linear(x.square(), Broken.apply(m.weight))
-
-
-@uses(lambda: Made(unasked, {"weight": parameter(small(2, 3))}))
+@uses(
+    module(
+        lambda m, x: nn.functional.linear(x.square(), Broken.apply(m.weight)),
+        weight=parameter(small(2, 3)),
+    )
+)
 def what_nobody_asks_for_is_not_computed(model):
     x = grown()
-    return detached(slopes_of(squares_of(slopes_of(loss_of(model(x)), [x])), [x]))
+    return slopes_of(penalty_on(model, x), [x])
 
 
 # ---- hooks, and how long graphs live ------------------------------------------------
@@ -372,7 +353,7 @@ def hooks_of_parameters_see_totals_with_a_graph(model):
     slopes = slopes_of(loss_of(model(x)), list(model.parameters())[:2])
     squares_of(slopes).backward()
     assert len(fired["first.weight"]) == 2
-    return fired, detached(slopes), x.grad
+    return fired, slopes, x.grad
 
 
 @uses(Power)
@@ -386,13 +367,12 @@ def graphs_of_gradients_may_be_retained(model):
     total.backward()
     with pytest.raises(RuntimeError, match="second time"):
         total.backward()
-    return first, second, third.detach(), x.grad
+    return first, second, third, x.grad
 
 
 @uses(Power)
 def a_weight_changed_before_the_second_order_is_an_error(model):
-    x = grown()
-    penalty = squares_of(slopes_of(loss_of(model(x)), [x]))
+    penalty = penalty_on(model, grown())
     with torch.no_grad():
         bare(model).last.weight.add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -414,7 +394,7 @@ def a_batch_of_gradients_may_have_a_graph(model):
         is_grads_batched=True,
     )
     squares_of(slopes).backward()
-    return detached(slopes), x.grad
+    return slopes, x.grad
 
 
 @uses(Power)
@@ -485,24 +465,19 @@ def ensemble_of(state):
 
 def along(f, state, x):
     with forward_ad.dual_level():
-        pairs = [
-            (n, forward_ad.make_dual(t, torch.ones_like(t))) for n, t in state.items()
-        ]
-        return forward_ad.unpack_dual(f(dict(pairs), x)).tangent
+        duals = {
+            n: forward_ad.make_dual(t, torch.ones_like(t)) for n, t in state.items()
+        }
+        return forward_ad.unpack_dual(f(duals, x)).tangent
 
 
 def by_sample(f, state, x):
-    def gradient(row):
-        return func.grad(squared(f))(state, row.expand(4, 3))
-
-    return func.vmap(gradient)(x)
+    return func.vmap(lambda row: func.grad(squared(f))(state, row.expand(4, 3)))(x)
 
 
 def curvature(f, state, x):
-    def loss_of_bias(bias):
-        return squared(f)({**state, "last.bias": bias}, x)
-
-    return func.hessian(loss_of_bias)(state["last.bias"])
+    bias = "last.bias"
+    return func.hessian(lambda b: squared(f)({**state, bias: b}, x))(state[bias])
 
 
 OF_PARAMETERS = {
@@ -521,14 +496,16 @@ OF_PARAMETERS = {
 }
 
 
-def scaled():
-    held = {"first": linear(4), "last": linear(2, 4)}
-    made = Made(lambda m, x: m.last(torch.tanh(m.first(x))) * m.scale, held)
-    made.register_buffer("scale", torch.tensor(2.0, **F64))
-    return made
-
-
-@uses(scaled, OF_PARAMETERS, exact=False)
+@uses(
+    module(
+        lambda m, x: m.last(torch.tanh(m.first(x))) * m.scale,
+        first=linear(4),
+        last=linear(2, 4),
+        scale=buffer(torch.tensor(2.0, **F64)),
+    ),
+    OF_PARAMETERS,
+    exact=False,
+)
 def transforms_of_parameters_do_as_with_the_plain_module(model, transform):
     state = {n: t.detach().clone() for n, t in bare(model).state_dict().items()}
     run = as_function(model)

@@ -1,14 +1,14 @@
 """What comes out: every form of output is what the plain module returns."""
 
 import collections
-import copy
 import dataclasses
 
 import torch
 from replicas import alike, bare, integers, linear, loss_of, loss_of_all
+from torch import nn
 from values import Output
 
-from programs import CPU, THREE, Made, X, parameter, program, steps, trains, uses
+from programs import CPU, THREE, X, grown, module, parameter, program, steps, uses
 from programs.inputs import Pair, Point, Record
 
 
@@ -62,17 +62,18 @@ FORMS = {
 
 
 def two_layers(form):
-    held = {"left": linear(2), "right": linear(2)}
-    return lambda: Made(lambda m, x: form(m.left(x), m.right(x)), held)
+    return module(
+        lambda m, x: form(m.left(x), m.right(x)), left=linear(2), right=linear(2)
+    )
 
 
 for name, form in FORMS.items():
 
-    @uses(two_layers(form), {name: name}, on=THREE)
+    @uses(two_layers(form), [name], on=THREE)
     def outputs_have_the_plain_form_and_gradients(model, name):
         seen = []
         for n_rows in (7, 1, 4) if name == "torch's named tuple" else (7, 1, 0):
-            x = integers(n_rows, 3).requires_grad_()
+            x = grown(integers(n_rows, 3))
             out = alike(model(x))
             loss_of_all(out).backward()
             seen.append([out, x.grad])
@@ -82,11 +83,7 @@ for name, form in FORMS.items():
 # ---- values that are no batch -------------------------------------------------------
 
 
-def rows_of(seed):
-    return (torch.arange(21.0, dtype=torch.float64).reshape(7, 3) + seed,)
-
-
-@program(steps(x=rows_of), layer=linear(2))
+@program(layer=linear(2))
 def lists_of_names_with_an_entry_a_row_are_joined(m, x):
     return m.layer(x), [f"row {int(v)}" for v in x[:, 0]]
 
@@ -97,7 +94,7 @@ def found(m, x):
     return {"y": y, "values": values, "none": None, "loss": y.square().sum()}
 
 
-@uses(lambda: Made(found, {"layer": linear(2)}), in_parts=True, on=THREE)
+@uses(module(found, layer=linear(2)), in_parts=True, on=THREE)
 def constants_and_losses_come_with_one_entry_a_replica(model):
     """For any number of rows, so that the type does not depend on the batch."""
     seen = []
@@ -105,16 +102,15 @@ def constants_and_losses_come_with_one_entry_a_replica(model):
         out = model(integers(n_rows, 3))
         none = out.pop("none")
         assert none is None or not any(none)
-        weights = torch.arange(1.0, len(out["loss"]) + 1, dtype=torch.float64)
-        (weights * out["loss"]).sum().backward()
+        loss_of(out["loss"]).backward()
         seen.append([list(out["values"]), out["y"], out["loss"]])
     return seen
 
 
-@uses(lambda: Made(lambda m, x: x * 1, {}), on=CPU)
+@uses(nn.Identity(), on=CPU)
 def there_are_no_more_replicas_than_rows(model):
     n_rows = []
-    bare(model).code = lambda m, x: n_rows.append(len(x)) or x
+    bare(model).register_forward_hook(lambda m, args, out: n_rows.append(len(out)))
     if model is not bare(model):
         model.device_ids = model.device_ids * 32
     out = model(integers(6, 3))
@@ -135,30 +131,22 @@ PASSING = {
 }
 
 
-def passing(code):
-    held = {"weight": parameter(X[:1]), "bias": parameter(X[0]), "linear": linear()}
-    return lambda: Made(code, copy.deepcopy(held))
-
-
 for name, code in PASSING.items():
-    for needs_grad in (True, False):
-        label = f"{name}{', a leaf' * needs_grad}"
-        trains(
-            {f"inputs_and_parameters_may_be_returned[{label}]": passing(code)},
-            needs_grad=needs_grad,
-            descend=None,
-            evaluates=False,
-        )
+    held = {"weight": parameter(X[:1]), "bias": parameter(X[0]), "linear": linear()}
+    ways = {
+        f"{name}{end}": {"use": steps(needs_grad=leaf, descends=False, evaluates=False)}
+        for end, leaf in (("", False), (", a leaf", True))
+    }
+    code.__name__ = "inputs_and_parameters_may_be_returned"
+    program(cases=ways, **held)(code)
 
 
-@uses(lambda: Made(lambda m, x: m.layer(x.mul_(2)), {"layer": linear()}))
-def an_input_itself_may_be_changed_in_place(model):
-    x = X.clone().requires_grad_()
+@uses(module(lambda m, x: m.layer(x.mul_(2)), layer=linear()))
+def an_input_itself_may_be_changed_in_place(model, x):
     loss_of(model(x * 1)).backward()
-    return x.grad
 
 
-@uses(lambda: Made(lambda m, x: (x, m.layer(x)), {"layer": linear()}))
+@uses(module(lambda m, x: (x, m.layer(x)), layer=linear()))
 def outputs_may_be_changed_in_place(model):
     x = X.clone()
     out = model(x)[1]
@@ -182,20 +170,16 @@ USES = {
 
 
 @uses(two_layers(FORMS["tuple"]), USES)
-def a_loss_may_use_some_outputs_only(model, use):
-    x = X.clone().requires_grad_()
+def a_loss_may_use_some_outputs_only(model, x, use):
     use(model(x)).backward()
-    return x.grad
 
 
-@uses(two_layers(FORMS["tuple"]), {"01": (0, 1), "10": (1, 0)})
-def outputs_apart_go_into_backwards_of_their_own(model, order):
+@uses(two_layers(FORMS["tuple"]), {"01": [0, 1], "10": [1, 0]})
+def outputs_apart_go_into_backwards_of_their_own(model, x, order):
     """Two graphs that share nothing but the input: neither backward frees the other."""
-    x = X.clone().requires_grad_()
     outs = model(x)
     for i in order:
         loss_of(outs[i]).backward()
-    return x.grad
 
 
 @uses(two_layers(FORMS["tuple"]))

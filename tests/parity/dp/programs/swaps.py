@@ -1,7 +1,9 @@
 """Weights that change hands, forms and memory between forwards and their backward."""
 
+import contextlib
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,12 +11,12 @@ from replicas import (
     F64,
     Parent,
     bare,
-    integer_weights,
+    grow,
     integers,
     linear,
     loss_of,
-    net,
     smooth_net,
+    squares_of,
     step,
 )
 from torch import nn
@@ -22,62 +24,43 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from programs import GPUS, Made, X, buffer, module, parameter, program, steps, uses
+from programs import GPUS, X, buffer, module, pairs, parameter, program, steps, uses
 
 
-class Scaled:
-    """Has weights be three times as large for a while."""
-
-    def __init__(self, model, how):
-        self.parameters, self.how = list(model.parameters()), how
-
-    def __enter__(self):
-        self.kept = [p.data for p in self.parameters]
-        if self.how == "written":
-            self.kept = [p.data.clone() for p in self.parameters]
-        for p in self.parameters:
-            if self.how == "written":
-                p.data.mul_(3)
-            elif self.how == "replaced":
-                p.data = p.data * 3
-            else:
-                torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 3))
-
-    def __exit__(self, *_):
-        for p, values in zip(self.parameters, self.kept, strict=True):
-            if self.how == "written":
-                p.data.copy_(values)
-            elif self.how == "replaced":
-                p.data = values
-            else:
-                torch.utils.swap_tensors(p, nn.Parameter(values))
+@contextlib.contextmanager
+def scaled(model, how):
+    """Have weights be three times as large for a while."""
+    parameters = list(model.parameters())
+    kept = [p.data.clone() if how == "written" else p.data for p in parameters]
+    set_all(parameters, [values * 3 for values in kept], how)
+    yield
+    set_all(parameters, kept, how)
 
 
-TWO_WAYS = {"written": "written", "replaced": "replaced"}
-ALL_WAYS = {**TWO_WAYS, "swapped": "swapped"}
-SHAPED = module(
-    lambda m, x: (x @ m.first).tanh() @ m.last,
-    first=parameter(integers(3, 3)),
-    last=parameter(integers(3, 3, seed=1)),
-)
+def set_all(parameters, tensors, how):
+    for p, values in zip(parameters, tensors, strict=True):
+        if how == "written":
+            p.data.copy_(values)
+        elif how == "replaced":
+            p.data = values
+        else:
+            torch.utils.swap_tensors(p, nn.Parameter(values))
+
+
+TWO_WAYS = ["written", "replaced"]
 
 
 @uses(
     smooth_net,
-    {
-        f"{how}{', frozen' * is_frozen}": (how, is_frozen)
-        for how in TWO_WAYS
-        for is_frozen in (0, 1)
-    },
+    pairs({way: way for way in TWO_WAYS}, {"trained": False, "frozen": True}),
     exact=False,
 )
-def an_evaluation_with_other_weights_leaves_a_graph_alone(model, case):
+def an_evaluation_with_other_weights_leaves_a_graph_alone(model, how, is_frozen):
     """As a mean teacher in the student's module has them for a moment."""
-    how, is_frozen = case
     bare(model)[2].requires_grad_(not is_frozen)
     for _ in range(2):
         out = model(X)
-        with Scaled(model, how), torch.no_grad():
+        with scaled(model, how), torch.no_grad():
             target = model(X + 1)
         (out - target).square().sum().backward()
     return target
@@ -88,17 +71,16 @@ def three_orders_of_gradients_with_other_weights_between_them(model, how):
     parameters = list(model.parameters())
     loss = loss_of(model(X)) + model(X[:5]).exp().sum()
     first = torch.autograd.grad(loss, parameters, create_graph=True)
-    with Scaled(model, how), torch.no_grad():
+    with scaled(model, how), torch.no_grad():
         model(X)
-    norm = sum((g * g).sum() for g in first)
-    second = torch.autograd.grad(norm, parameters, create_graph=True)
-    with Scaled(model, how):
+    second = torch.autograd.grad(squares_of(first), parameters, create_graph=True)
+    with scaled(model, how):
         model(X)
-    sum((g * g).sum() for g in second).backward()
-    return [g.detach() for g in (*first, *second)]
+    squares_of(second).backward()
+    return first, second
 
 
-@uses(smooth_net, ALL_WAYS, exact=False)
+@uses(smooth_net, [*TWO_WAYS, "swapped"], exact=False)
 def evaluations_with_averages_between_accumulated_steps(model, how):
     kept = []
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, foreach=True)
@@ -107,7 +89,7 @@ def evaluations_with_averages_between_accumulated_steps(model, how):
         if k % 2 == 1:
             optimizer.step()
             optimizer.zero_grad(set_to_none=k % 4 == 1)
-        with Scaled(model, how), torch.inference_mode():
+        with scaled(model, how), torch.inference_mode():
             values = model(integers(5, 3)).tolist()
         kept.append(torch.tensor(values, **F64))
     return kept
@@ -117,49 +99,27 @@ def evaluations_with_averages_between_accumulated_steps(model, how):
 def saved_tensors_on_the_host_outlive_a_forward_with_other_weights(model):
     with torch.autograd.graph.save_on_cpu():
         out = model(X)
-    with Scaled(model, "written"), torch.no_grad():
+    return with_other_weights(model, "written", out)
+
+
+def with_other_weights(model, how, out=None):
+    out = model(X) if out is None else out
+    with scaled(model, how), torch.no_grad():
         other = model(X)
     loss_of(out).backward()
     return other
 
 
-for how in TWO_WAYS:
-
-    def with_other_weights(model, how=how):
-        out = model(X)
-        with Scaled(model, how), torch.no_grad():
-            other = model(X)
-        loss_of(out).backward()
-        return other
-
-    @program(
-        with_other_weights,
-        label=how,
-        inner=smooth_net(),
-        last=linear(2, 2),
-        n=buffer(torch.zeros(1, **F64)),
-        exact=False,
-    )
-    def a_checkpoint_repeats_its_forward_with_the_weights_put_back(m, x):
-        m.n = m.n + 1
-        return m.last(checkpoint(m.inner, x, use_reentrant=False)) * m.n
-
-
-@uses(smooth_net, exact=False)
-def a_call_that_fails_leaves_graphs_and_weights_alone(model):
-    kept = []
-    fails = bare(model)[0].register_forward_pre_hook(picky)
-    for k in range(4):
-        x = integers(7, 3, seed=k)
-        first, bad = model(x), x.clone()
-        bad[-1] = 99
-        with pytest.raises(ValueError, match="a row of 99"):
-            model(bad)
-        with Scaled(model, "written"), torch.no_grad():
-            kept.append(model(x))
-        loss_of(first).backward()
-    fails.remove()
-    return kept
+@program(
+    cases={how: {"use": partial(with_other_weights, how=how)} for how in TWO_WAYS},
+    inner=smooth_net(),
+    last=linear(2, 2),
+    n=buffer(torch.zeros(1, **F64)),
+    exact=False,
+)
+def a_checkpoint_repeats_its_forward_with_the_weights_put_back(m, x):
+    m.n = m.n + 1
+    return m.last(checkpoint(m.inner, x, use_reentrant=False)) * m.n
 
 
 def picky(part, args):
@@ -168,35 +128,37 @@ def picky(part, args):
 
 
 @uses(smooth_net, exact=False)
+def a_call_that_fails_leaves_graphs_and_weights_alone(model):
+    kept = []
+    bare(model)[0].register_forward_pre_hook(picky)
+    for k in range(4):
+        x = integers(7, 3, seed=k)
+        first, bad = model(x), x.clone()
+        bad[-1] = 99
+        with pytest.raises(ValueError, match="a row of 99"):
+            model(bad)
+        kept.append(with_other_weights(model, "written", first))
+    return kept
+
+
+@uses(smooth_net, exact=False)
 def copies_may_be_made_and_trained_before_a_backward(model):
     out = model(X)
     twin, read = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(2)
+    grow(twin)
     step(twin, X).backward()
     step(read, X).backward()
     loss_of(out).backward()
     return [p.grad for p in (*twin.parameters(), *read.parameters())]
 
 
-@uses(smooth_net, exact=False)
-def two_backwards_while_the_weights_change(model):
-    """Forwards before backwards, evaluations between, with a buffer of statistics."""
-    model.train()
-    losses = [loss_of(model(X)), model(X + 1).sum()]
+def evaluated_before_its_backward(model, n=2):
+    """Forwards before the backward, evaluations between."""
+    losses = [loss_of(model.train()(X + i)) for i in range(n)]
     model.eval()
     with torch.no_grad():
         model(X + 2)
     sum(losses).backward()
-
-
-def before_an_evaluation(model):
-    loss = loss_of(model.train()(X))
-    model.eval()
-    with torch.no_grad():
-        model(X + 1)
-    loss.backward()
 
 
 WRITES = {
@@ -204,52 +166,33 @@ WRITES = {
     "once": lambda m: m.scale[0] == 1 and m.scale.copy_(torch.tensor([2.0, 3, 4])),
     "new memory": lambda m: setattr(m.first, "data", m.first.data.clone()),
 }
-
-for label, write in WRITES.items():
-    use = two_backwards_while_the_weights_change
-    use = before_an_evaluation if label == "in training" else use
-
-    @program(
-        use,
-        label=label,
-        first=parameter(integers(3, 3)),
-        scale=buffer(torch.ones(3, **F64)),
-        write=write,
-    )
-    def a_forward_writes_what_no_graph_needs(m, x):
-        m.write(m)
-        return (x @ m.first).square() * m.scale
+USE_ONE = partial(evaluated_before_its_backward, n=1)
 
 
-class Statistics(nn.Module):
-    """Buffers that training writes, of a replica's rows, and that the graph needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(integers(3))
-        self.norm = nn.BatchNorm1d(3, momentum=1.0, affine=False).double()
-
-    def forward(self, x):
-        return self.norm(x) + x * self.weight * self.norm.running_mean
-
-
-@uses(Statistics, in_parts=True, exact=False, on=GPUS)
-def an_evaluation_leaves_statistics_that_a_graph_needs_alone(model):
-    out = model(integers(9, 3))
-    model.eval()
-    with torch.no_grad():
-        model(integers(9, 3))
-    loss_of(out).backward()
+@program(
+    evaluated_before_its_backward,
+    {
+        label: {"write": write, **({"use": USE_ONE} if label == "in training" else {})}
+        for label, write in WRITES.items()
+    },
+    first=parameter(integers(3, 3)),
+    scale=buffer(torch.ones(3, **F64)),
+)
+def a_forward_writes_what_no_graph_needs(m, x):
+    m.write(m)
+    return (x @ m.first).square() * m.scale
 
 
-@uses(net)
-def a_gradient_of_gradients_sees_the_weights_of_its_forward(model):
-    x = X.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-    with Scaled(model, "written"):
-        model(x)
-    slope.square().sum().backward()
-    return slope
+@program(
+    USE_ONE,
+    weight=parameter(integers(3)),
+    norm=nn.BatchNorm1d(3, momentum=1.0, affine=False).double(),
+    in_parts=True,
+    exact=False,
+    on=GPUS,
+)
+def an_evaluation_leaves_statistics_that_a_graph_needs_alone(m, x):
+    return m.norm(x) + x * m.weight * m.norm.running_mean
 
 
 # ---- parameters of another form or memory -------------------------------------------
@@ -257,18 +200,17 @@ def a_gradient_of_gradients_sees_the_weights_of_its_forward(model):
 
 @uses(lambda: nn.Sequential(linear(4), linear(2, 4)), exact=False)
 def conversions_may_swap_tensors(model):
-    future = torch.__future__
-    before = future.get_swap_module_params_on_conversion()
-    future.set_swap_module_params_on_conversion(True)
+    swap = torch.__future__.set_swap_module_params_on_conversion
+    swap(True)
     kept = []
     try:
         for dtype in (torch.float64, torch.float32, torch.float64):
             bare(model).to(dtype)
-            kept.append(model(X.to(dtype)).detach())
-            step(model, X.to(dtype)).backward()
+            kept.append(model(X.to(dtype)))
+            loss_of(kept[-1]).backward()
             model.zero_grad()
     finally:
-        future.set_swap_module_params_on_conversion(before)
+        swap(False)
     return kept
 
 
@@ -298,9 +240,10 @@ def a_tensor_is_a_buffer_and_a_parameter_in_turn(m, x):
 
 
 @uses(
-    lambda: Made(
+    module(
         lambda m, x: m.layer(x) + m.shift,
-        {"layer": linear(), "shift": buffer(torch.zeros(3, **F64))},
+        layer=linear(),
+        shift=buffer(torch.zeros(3, **F64)),
     )
 )
 def buffers_made_in_inference_mode_come_and_go(model):
@@ -311,20 +254,6 @@ def buffers_made_in_inference_mode_come_and_go(model):
             kept.append(model(X).tolist())
         inner.shift = inner.shift.clone()
         step(model, X).backward()
-    return kept
-
-
-@uses(smooth_net, exact=False)
-def modes_alternate_from_call_to_call(model):
-    kept = []
-    modes = torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode
-    for mode in modes:
-        with mode():
-            kept.append(torch.tensor(model(X).tolist(), **F64))
-        step(model, X).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
     return kept
 
 
@@ -347,14 +276,12 @@ def parametrizations_may_be_cached_over_several_calls(model):
         with parametrize.cached():
             outs = [model(integers(n, 3, seed=k + n)) for n in (7, 5, 6)]
             sum(map(loss_of, outs)).backward()
-        kept += [out.detach() for out in outs]
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.9)
+        kept += outs
+        grow(model, 0.9)
     return kept
 
 
-@uses(lambda: integer_weights(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).float())
+@uses(lambda: nn.Sequential(linear(4, 4), linear(2, 4)).float())
 def casts_of_one_autocast_belong_to_their_step(model):
     kept = []
     x = integers(8, 4, dtype=torch.float32, low=-1, high=1)
@@ -365,9 +292,7 @@ def casts_of_one_autocast_belong_to_their_step(model):
                 kept.append(model(x))
             second = model(x)
         (first.float().sum() + second.float().sum()).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
+        grow(model)
     return kept
 
 
@@ -380,11 +305,18 @@ def given(model, seed):
     return {name: integers(*p.shape, seed=seed) * 0.5 for name, p in named}
 
 
-@uses(SHAPED, {"new": True, "written": False}, exact=False)
-def tensors_for_parameters_belong_to_the_graphs_that_saved_them(model, is_new):
+@uses(
+    module(
+        lambda m, x: (x @ m.first).tanh() @ m.last,
+        first=parameter(integers(3, 3)),
+        last=parameter(integers(3, 3, seed=1)),
+    ),
+    {"new": True, "written": False},
+    exact=False,
+)
+def tensors_for_parameters_belong_to_the_graphs_that_saved_them(model, x, is_new):
     """As a hypernetwork, or an evaluation with drawn weights, gives them."""
     parent = Parent(model)
-    x = X.clone().requires_grad_()
     weights = given(parent, 5)
     kept = {name: tensor.clone() for name, tensor in weights.items()}
     one = functional_call(parent, weights, (x,))
@@ -395,7 +327,7 @@ def tensors_for_parameters_belong_to_the_graphs_that_saved_them(model, is_new):
     for name, tensor in weights.items():
         tensor.data.copy_(kept[name])
     loss_of(one).backward()
-    return one.detach(), two, x.grad
+    return one, two
 
 
 @uses(linear, {"at once": False, "later": True})
@@ -427,22 +359,16 @@ def an_inner_step_is_differentiated(model):
 # ---- buffers that change their size -------------------------------------------------
 
 
-def sized(n, **held):
-    return {
-        "weight": parameter(integers(3)),
-        "size": buffer(torch.zeros(n, **F64)),
-        "after": buffer(integers(3, seed=2)),
-        **held,
-    }
+SIZED = {"weight": parameter(integers(3)), "after": buffer(integers(3, seed=2))}
 
 
-@program(**sized(0))
+@program(**SIZED, size=buffer(torch.zeros(0, **F64)))
 def a_buffer_without_elements_may_be_given_some(m, x):
     m.size.resize_(20).fill_(5)
     return x * m.weight * m.after + m.size[1]
 
 
-@program(steps(needs_grad=False), **sized(1))
+@program(steps(needs_grad=False), **SIZED, size=buffer(torch.zeros(1, **F64)))
 def a_buffer_may_take_other_memory_or_less_of_its_own(m, x):
     m.size.data = torch.full((30,), 7.0, **F64)
     m.after.resize_(1)

@@ -1,62 +1,43 @@
 """Tensors and parts that a forward reaches by other ways than registered names."""
 
 import functools
-import sqlite3
 import threading
 import types
 import weakref
 
 import torch
-from replicas import (
-    Parent,
-    bare,
-    integers,
-    linear,
-    loss_of,
-    net,
-    step,
-)
+from replicas import Parent, bare, integers, linear, loss_of, net, step
 from torch import nn
 
-from programs import CPU, Made, X, program, steps, trains, uses
+from programs import CPU, Made, X, buffer, module, program, steps, trains, uses
 
 # ---- trained tensors that are no parameters -----------------------------------------
 
 
-class Holder(nn.Module):
-    """Has a tensor to train that is no parameter, where `kind` says."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.linear = linear()
-        tensor = integers(3).requires_grad_()
-        self.find = lambda: tensor
-        if kind == "hidden":
-            self.held = [linear(), linear()]
-            self.find = lambda: self.held[0].weight
-        else:
-            self.held = {
-                "attribute": tensor,
-                "computed": tensor * 2,
-                "closure": lambda: tensor,
-                "default": lambda tensor=tensor: tensor,
-            }[kind]
-
-    def forward(self, x):
-        if isinstance(self.held, list):
-            return self.held[0](self.linear(x))
-        return self.linear(x) * (self.held() if callable(self.held) else self.held)
+def holding(kind):
+    """Return a module that trains a tensor which is no parameter."""
+    layers, tensor = [linear(), linear()], integers(3).requires_grad_()
+    held, code = {
+        "attribute": (tensor, lambda m, x: m.layer(x) * m.held),
+        "computed": (tensor * 2, lambda m, x: m.layer(x) * m.held),
+        "hidden": (layers, lambda m, x: m.held[0](m.layer(x))),
+        "closure": (None, lambda m, x: m.layer(x) * tensor),
+        "default": (None, lambda m, x, tensor=tensor: m.layer(x) * tensor),
+    }[kind]
+    made = Made(code, {"layer": linear(), "held": held})
+    made.find = lambda: layers[0].weight if kind == "hidden" else tensor
+    return made
 
 
 for kind in ("attribute", "computed", "hidden", "closure", "default"):
 
-    @uses(functools.partial(Holder, kind), {kind: None})
+    @uses(functools.partial(holding, kind), [kind])
     def a_trained_tensor_that_is_no_parameter_gets_its_gradient(model, _):
         step(model, X).backward()
         return bare(model).find().grad
 
 
-@uses(lambda: Made(lambda m, x, box: m.layer(x) * box.tensor, {"layer": linear()}))
+@uses(module(lambda m, x, box: m.layer(x) * box.tensor, layer=linear()))
 def a_trained_tensor_inside_an_argument_gets_its_gradient(model):
     box = types.SimpleNamespace(tensor=integers(3).requires_grad_())
     loss_of(model(X, box)).backward()
@@ -66,33 +47,28 @@ def a_trained_tensor_inside_an_argument_gets_its_gradient(model):
 # ---- views --------------------------------------------------------------------------
 
 
-class Viewing(nn.Module):
-    """Has a view of a parameter beside it, and one of a buffer."""
-
-    def __init__(self, is_buffer):
-        super().__init__()
-        self.linear = linear()
-        view = self.linear.weight.data[0]
-        if is_buffer:
-            self.register_buffer("view", view)
-        else:
-            self.view = view
-        self.register_buffer("table", integers(6))
-        self.window = self.table[2:5]
-
-    def forward(self, x):
-        return self.linear(x) * self.window.sum() + self.view + self.table.sum()
+def view_a_row(m):
+    m.view = m.layer.weight.data[0]
+    m.window = m.table[2:5]
 
 
-trains(
-    {
-        "views_of_parameters_and_buffers[buffer]": lambda: Viewing(True),
-        "views_of_parameters_and_buffers[attribute]": lambda: Viewing(False),
-    },
+def view_a_row_in_a_buffer(m):
+    m.register_buffer("view", m.layer.weight.data[0])
+    m.window = m.table[2:5]
+
+
+@program(
     steps(
-        lambda m: m.linear.weight.data.add_(1), lambda m: m.window.add_(1), descend=None
+        lambda m: m.layer.weight.data.add_(1),
+        lambda m: m.window.add_(1),
+        descends=False,
     ),
+    {"buffer": {"init": view_a_row_in_a_buffer}, "attribute": {"init": view_a_row}},
+    layer=linear(),
+    table=buffer(integers(6)),
 )
+def views_of_parameters_and_buffers(m, x):
+    return m.layer(x) * m.window.sum() + m.view + m.table.sum()
 
 
 def flattened():
@@ -126,20 +102,16 @@ def leading_by_attribute():
     return Outer(Outer.part)
 
 
-class Looking(nn.Module):
-    """Has a layer, and looks at it through a weak proxy, which is a part of it too."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = linear()
-        self.same = weakref.proxy(self.linear)
-
-    def forward(self, x):
-        return self.linear(x) + self.same.weight.sum()
+def leading_by_proxy():
+    made = module(lambda m, x: m.layer(x) + m.same.weight.sum(), layer=linear())
+    made.same = weakref.proxy(made.layer)
+    return made
 
 
-for make in (leading_by_closure, leading_by_attribute, Looking):
-    trains({f"a_part_is_reached_past_the_module[{make.__name__}]": make}, descend=None)
+for make in (leading_by_closure, leading_by_attribute, leading_by_proxy):
+    trains(
+        {f"a_part_is_reached_past_the_module[{make.__name__}]": make}, descends=False
+    )
 
 
 def buffer_twice(m):
@@ -152,11 +124,9 @@ def part_twice(m):
     m.register_module("none", None)
 
 
-for init in (buffer_twice, part_twice):
-
-    @program(label=init.__name__, init=init)
-    def each_replica_has_one_thing_under_two_names(m, x):
-        return x * (1 + float(m.first is m.second))
+@program(cases={init.__name__: {"init": init} for init in (buffer_twice, part_twice)})
+def each_replica_has_one_thing_under_two_names(m, x):
+    return x * (1 + float(m.first is m.second))
 
 
 def ways_to_a_part(m):
@@ -201,16 +171,16 @@ class Leading(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        self.norm = nn.BatchNorm1d(3).double()
+        self.last = nn.BatchNorm1d(3).double()
         self.layer = nn.Linear(3, 3, bias=False).double()
         self.call = {
             "weak reference": lambda: Child(self),
-            "partial": lambda: functools.partial(self.last),
-            "lambda": lambda: lambda x: self.last(x),
+            "partial": lambda: functools.partial(self.apply_last),
+            "lambda": lambda: lambda x: self.apply_last(x),
         }[way]()
 
-    def last(self, x):
-        return self.norm(x)
+    def apply_last(self, x):
+        return self.last(x)
 
     def forward(self, x):
         return self.layer(self.call(x))
@@ -255,37 +225,19 @@ class Heir(Slotted):
         return super().forward(x) + self.shift
 
 
-def of_a_thread():
-    local = threading.local()
-    local.factor = 2
-    return Made(lambda m, x: m.layer(x) * m.local.factor, vars_of(local=local))
+def locking(kind):
+    """Return a module that holds what can neither be copied nor leave its thread."""
 
-
-def locking(lock):
     def forward(m, x):
         assert m.lock.acquire(timeout=10)
         try:
-            return m.layer(x)
+            return m.layer(x) * m.local.factor
         finally:
             m.lock.release()
 
-    return Made(forward, vars_of(lock=lock))
-
-
-def querying():
-    base = sqlite3.connect(":memory:")
-    base.execute("CREATE TABLE factors (value INTEGER)")
-    base.execute("INSERT INTO factors VALUES (3)")
-
-    def forward(m, x):
-        ((factor,),) = m.base.execute("SELECT value FROM factors")
-        return m.layer(x) * factor
-
-    return Made(forward, vars_of(base=base))
-
-
-def vars_of(**held):
-    return {"layer": linear(), **held}
+    local = threading.local()
+    local.factor = 2
+    return Made(forward, {"layer": linear(), "lock": kind(), "local": local})
 
 
 def held_by_the_caller(model, x):
@@ -297,23 +249,12 @@ trains(
     {
         "slots": Slotted,
         "slots of an heir": Heir,
-        "threading.local": of_a_thread,
-        "a lock": lambda: locking(threading.Lock()),
-        "a data base": querying,
+        "a lock": lambda: locking(threading.Lock),
     },
-    steps(n=10),
     on=CPU,
 )
 trains(
-    {"a lock that the caller holds": lambda: locking(threading.RLock())},
-    steps(n=10, call=held_by_the_caller),
+    {"a lock that the caller holds": lambda: locking(threading.RLock)},
+    call=held_by_the_caller,
     on=CPU,
 )
-
-
-@uses(of_a_thread, on=CPU)
-def replicas_on_the_cpu_start_no_thread(model):
-    before = threading.active_count()
-    for _ in range(3):
-        step(model, X).backward()
-    return threading.active_count() - before

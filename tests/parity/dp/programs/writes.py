@@ -9,18 +9,7 @@ import torch
 from replicas import F64, bare, integer_weights, integers, linear
 from torch import nn
 
-from programs import (
-    CPU,
-    THREE,
-    X,
-    buffer,
-    parameter,
-    program,
-    slowly,
-    steps,
-    trains,
-    uses,
-)
+from programs import CPU, THREE, X, buffer, parameter, program, steps, trains, uses
 
 # ---- parameters ---------------------------------------------------------------------
 
@@ -29,35 +18,13 @@ def switch_on(m):
     m.is_writing = True
 
 
-def writing(label="", *, n_before=(0, 2), **options):
-    """Add a row whose forward writes if `m.is_writing`: from the first call, later."""
-
-    def add(code):
-        for n in n_before:
-            use = steps(switch_on, *[lambda m: None] * 3, n=n)
-            when = f"{label} {'later' if n else 'at once'}".strip()
-            program(use, label=when, is_writing=False, **options)(code)
-        return code
-
-    return add
-
-
-@torch.no_grad()
-def in_place(q, k):
-    k.mul_(0.5).add_(q, alpha=0.5)
-
-
-def by_data(q, k):
-    k.data = k.data * 0.5 + q.data * 0.5
-
-
-def inside_data(q, k):
-    k.data.mul_(0.5).add_(q.data, alpha=0.5)
-
-
-@torch.no_grad()
-def by_copy(q, k):
-    k.copy_(torch.lerp(q, k, 0.5))
+def writing(label="", **given):
+    """Add rows whose forward writes if `m.is_writing`: at once, and later."""
+    cases = {
+        f"{label} {when}".strip(): {"use": steps(switch_on, *[lambda m: None] * 3, n=n)}
+        for when, n in (("at once", 0), ("later", 2))
+    }
+    return program(cases=cases, is_writing=False, **given)
 
 
 def by_numpy(q, k):
@@ -66,23 +33,29 @@ def by_numpy(q, k):
     array += q.detach().numpy() * 0.5
 
 
-for follow in (in_place, by_data, inside_data, by_copy, by_numpy):
-    for is_paired in (False, True) if follow is in_place else (False,):
+FOLLOWS = {
+    "in place": torch.no_grad()(lambda q, k: k.mul_(0.5).add_(q, alpha=0.5)),
+    "by data": lambda q, k: setattr(k, "data", k.data * 0.5 + q.data * 0.5),
+    "inside data": lambda q, k: k.data.mul_(0.5).add_(q.data, alpha=0.5),
+    "by copy": torch.no_grad()(lambda q, k: k.copy_(torch.lerp(q, k, 0.5))),
+    "by numpy": by_numpy,
+}
 
-        @writing(
-            f"{follow.__name__}{', by a list of pairs' if is_paired else ''}",
-            query=linear(2),
-            key=linear(2).requires_grad_(False),
-            init=lambda m: setattr(m, "pairs", [[m.query, m.key]]),
-            follow=follow,
-            is_paired=is_paired,
-        )
-        def a_momentum_encoder_follows_once_a_call(m, x):
-            for query, key in m.pairs if m.is_paired else [(m.query, m.key)]:
-                for q, k in zip(query.parameters(), key.parameters(), strict=True):
-                    if m.is_writing:
-                        m.follow(q, k)
-            return m.query(x) * m.key(x)
+for label, follow in FOLLOWS.items():
+
+    @writing(
+        label,
+        query=linear(2),
+        key=linear(2).requires_grad_(False),
+        init=lambda m: setattr(m, "pairs", [[m.query, m.key]]),
+        follow=follow,
+    )
+    def a_momentum_encoder_follows_once_a_call(m, x):
+        for query, key in m.pairs:
+            for q, k in zip(query.parameters(), key.parameters(), strict=True):
+                if m.is_writing:
+                    m.follow(q, k)
+        return m.query(x) * m.key(x)
 
 
 @writing(layer=linear(2), n=parameter(torch.tensor(0), trained=False), on=THREE)
@@ -116,31 +89,23 @@ def a_codebook_is_made_anew(m, x):
     return out
 
 
-def clip(p):
-    p.data.clamp_(-1, 1)
+def clip(p, most):
+    p.data.clamp_(-most, most)
 
 
-def clip_by_numpy(p):
+def clip_by_numpy(p, most):
     array = p.detach().numpy()
-    array.clip(-1, 1, out=array)
+    array.clip(-most, most, out=array)
 
 
 for clips in (clip, clip_by_numpy):
 
-    @writing(clips.__name__, layer=linear(2), clips=clips, in_parts=True)
-    def trained_weights_are_clipped_before_they_are_used(m, x):
+    @writing(clips.__name__, layer=linear(2), clips=clips, in_parts=True, on=THREE)
+    def trained_weights_are_clipped_by_what_the_rows_are(m, x):
         if m.is_writing:
             for p in m.layer.parameters():
-                m.clips(p)
+                m.clips(p, 1 + (len(x) == 3))
         return m.layer(x)
-
-
-@writing(layer=linear(2), in_parts=True, on=THREE)
-def weights_are_clipped_by_what_the_rows_are(m, x):
-    if m.is_writing:
-        with torch.no_grad():
-            m.layer.weight.clamp_(max=float(len(x) % 3))
-    return m.layer(x)
 
 
 @writing(
@@ -185,18 +150,7 @@ def a_write_of_another_replica_alone_is_lost(m, x):
 
 
 @program(
-    layer=linear(),
-    weight=parameter(integers(3)),
-    init=lambda m: setattr(m.weight, "mark", 2),
-)
-def copies_are_parameters_with_their_attributes(m, x):
-    assert isinstance(m.weight, nn.Parameter)
-    assert len(list(m.parameters())) == 3
-    return m.layer(x) + m.weight * m.weight.mark
-
-
-@program(
-    steps(descend=slowly),
+    steps(),
     inner=nn.Sequential(linear(4), nn.Tanh(), linear(2, 4)),
     mean=parameter(torch.zeros(2, **F64)),
     exact=False,
@@ -225,23 +179,23 @@ trains({"a_script_writes_its_parameters": lambda: torch.jit.script(Scripted())},
 
 # ---- tensors that a forward makes require a gradient --------------------------------
 
-for name in ("codes", "frozen"):
-    for label, is_late in (("first call", False), ("later", True)):
 
-        @program(
-            steps(*[nn.Module.train] * 3, n=1, descend=None, zero=False),
-            label=f"{name}, {label}",
-            on=THREE,
-            layer=linear(),
-            codes=buffer(integers(3)),
-            frozen=parameter(integers(3, seed=1), trained=False),
-            name=name,
-            init=nn.Module.eval if is_late else None,
-        )
-        def a_tensor_that_forward_thaws_collects_the_plain_gradient(m, x):
-            if m.training:
-                getattr(m, m.name).requires_grad_()
-            return m.layer(x * m.codes + m.frozen)
+@program(
+    steps(*[nn.Module.train] * 3, n=1, descends=False, zero=False),
+    {
+        f"{name}, {when}": {"name": name, "init": init}
+        for name in ("codes", "frozen")
+        for when, init in (("first call", None), ("later", nn.Module.eval))
+    },
+    on=THREE,
+    layer=linear(),
+    codes=buffer(integers(3)),
+    frozen=parameter(integers(3, seed=1), trained=False),
+)
+def a_tensor_that_forward_thaws_collects_the_plain_gradient(m, x):
+    if m.training:
+        getattr(m, m.name).requires_grad_()
+    return m.layer(x * m.codes + m.frozen)
 
 
 @program(
@@ -254,14 +208,9 @@ def a_tensor_that_forward_thaws_without_gradients_has_none(m, x):
     return m.layer(x * m.codes)
 
 
-@program(codes=buffer(integers(3).requires_grad_()))
-def a_trained_buffer_requires_its_gradient_in_every_replica(m, x):
-    return x * (1 + float(m.codes.requires_grad))
-
-
 @program(layer=linear(), moving=buffer(integers(3).requires_grad_()))
 def a_buffer_that_requires_a_gradient_gets_it(m, x):
-    return m.layer(x * m.moving)
+    return m.layer(x * m.moving) * (1 + float(m.moving.requires_grad))
 
 
 @program(
@@ -290,35 +239,37 @@ def tie_the_table(m):
     m.out.weight = m.table.weight
 
 
-for label, table in TABLES.items():
-    for is_tied in (False, True):
+@program(
+    steps(x=indices, n=3),
+    {
+        f"{label}{end}": {"table": integer_weights(table, 5), "init": init}
+        for label, table in TABLES.items()
+        for end, init in (("", None), (", tied", tie_the_table))
+    },
+    out=integer_weights(nn.Linear(2, 9, bias=False)),
+)
+def a_lookup_with_a_largest_norm_has_the_bits_of_the_plain_module(m, x):
+    return m.out(m.table(x))
 
-        @program(
-            steps(x=indices, n=3),
-            label=f"{label}{', tied' if is_tied else ''}",
-            table=integer_weights(table, 5),
-            out=integer_weights(nn.Linear(2, 9, bias=False)),
-            init=tie_the_table if is_tied else None,
-        )
-        def a_lookup_with_a_largest_norm_has_the_bits_of_the_plain_module(m, x):
-            return m.out(m.table(x))
+
+def limit(m):
+    m.table.max_norm = 0.5
 
 
-for how in ("set", "replaced"):
+def replace(m):
+    m.table = nn.Embedding(9, 3, _weight=integers(9, 3), max_norm=0.5)
 
-    def limit(m, how=how):
-        if how == "replaced":
-            m.table = nn.Embedding(9, 3, _weight=integers(9, 3))
-        m.table.max_norm = 0.5
 
-    @program(
-        steps(limit, x=lambda seed: (indices(seed)[0][:, 0],)),
-        label=how,
-        table=integer_weights(nn.Embedding(9, 3)),
-        out=linear(2),
-    )
-    def a_largest_norm_may_come_after_wrapping(m, x):
-        return m.out(m.table(x))
+@program(
+    cases={
+        change.__name__: {"use": steps(change, x=lambda s: (indices(s)[0][:, 0],))}
+        for change in (limit, replace)
+    },
+    table=integer_weights(nn.Embedding(9, 3)),
+    out=linear(2),
+)
+def a_largest_norm_may_come_after_wrapping(m, x):
+    return m.out(m.table(x))
 
 
 # ---- models of inference mode -------------------------------------------------------
