@@ -14,8 +14,10 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import paceline
@@ -291,6 +293,12 @@ def beside(model, other, ids=None):
     return type(model)(other, ids or model.device_ids)
 
 
+def resident_bytes():
+    """Return the memory of this process."""
+    n_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return n_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 @contextlib.contextmanager
 def without_collector():
     """Free by reference counts alone: what is garbage before is collected first."""
@@ -346,3 +354,8 @@ def slopes_of(value, targets, **options):
 
 def squares_of(gradients):
     return sum((g * g).sum() for g in gradients if g is not None)
+
+
+def penalty_on(model, x):
+    """Return the squares of the slope of an output by its input."""
+    return squares_of(slopes_of(loss_of(model(x)), [x]))

@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import threading
-import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -13,13 +12,14 @@ from itertools import pairwise
 import paceline
 import pytest
 import torch
-from programs import Made, module
+from programs import X, module
 from programs.ways import Leading
 from replicas import (
     Twin,
+    accumulate,
     assert_same,
     assert_same_grads,
-    assert_same_state,
+    grads_of,
     integers,
     linear,
     loss_of,
@@ -32,33 +32,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-X = integers(7, 3)
-
-
 # ---- where replicas run -------------------------------------------------------------
 
 
-@pytest.fixture
-def _two_threads():
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
-@pytest.mark.usefixtures("_two_threads")
 def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
     """On GPUs the first one does."""
 
     def place(m, x):
         return threading.get_ident(), torch.get_num_threads()
 
-    ours = wrap(module(place), 3)
-    for _ in range(3):
-        idents, n_threads = ours(torch.zeros(7, 3))
-        assert idents[0] == threading.get_ident()
-        if not wrap.is_gpu:
-            assert idents == [threading.get_ident()] * 3
-            assert n_threads == [2] * 3
+    ours, ident = wrap(module(place), 3), threading.get_ident()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(3):
+            idents, n_threads = ours(torch.zeros(7, 3))
+            assert idents[0] == ident
+            assert wrap.is_gpu or (idents, n_threads) == ([ident] * 3, [2] * 3)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_replicas_tell_that_they_are_and_may_be_made_by_the_module(wrap):
@@ -80,10 +71,10 @@ def test_replicas_tell_that_they_are_and_may_be_made_by_the_module(wrap):
 def test_partials_and_weak_references_lead_to_the_replica(wrap_on_cpu, way):
     ours = wrap_on_cpu(Leading(way), 3)
     ours(X)
-    assert ours.module.norm.num_batches_tracked == 1
+    assert ours.module.last.num_batches_tracked == 1
 
 
-KINDS = (
+HOOKS = (
     "forward_hook",
     "forward_pre_hook",
     "full_backward_hook",
@@ -91,7 +82,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_parts_run_in_every_replica(wrap, kind):
     twin = Twin(wrap, net())
     register, rows = getattr(twin.inner[2], f"register_{kind}"), []
@@ -108,19 +99,21 @@ def test_hooks_of_parts_run_in_every_replica(wrap, kind):
 def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
     """All replicas save under them on the CPU; on GPUs replica 0 alone does."""
     twin = Twin(wrap, net())
-    packed = {model: [] for model in twin.models}
+    packed = dict.fromkeys(twin.models, 0)
 
     def loss(model, x):
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: packed[model].append(t.shape) or t, lambda t: t
-        )
+        def count(tensor):
+            packed[model] += 1
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda t: t)
         with torch.autograd.graph.save_on_cpu(), hooks:
             out = model(x)
         return loss_of(out)
 
     twin.step(loss, X.clone().requires_grad_())
-    n = len(packed[twin.plain])
-    assert len(packed[twin.ours]) == (n if wrap.is_gpu else 2 * n)
+    n_plain, n_ours = packed.values()
+    assert n_ours == n_plain * (1 if wrap.is_gpu else 2)
 
 
 def test_a_list_grows_by_as_many_entries_in_each_call(wrap):
@@ -182,8 +175,6 @@ def test_replica_0_of_a_script_shares_its_storage(wrap):
         first, second = ours.replicate(script, ours.device_ids)
         assert [p.data_ptr() for p in first.parameters()] == before
         assert torch.equal(second(X), script(X))
-        ours(X)
-    assert [p.data_ptr() for p in script.parameters()] == before
 
 
 def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
@@ -200,21 +191,24 @@ def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
 
 def test_a_graph_outlives_its_wrapper(wrap):
     twin = Twin(wrap, net())
-    losses = [step(twin.ours, X + i) for i in range(3)]
+    losses = [step(twin.ours, integers(7, 3, seed=seed)) for seed in range(3)]
     losses.pop(0).backward()
     gone = weakref.ref(twin.ours)
     del twin.ours
     gc.collect()
     assert gone() is None
-    losses.pop(0).backward()
-    losses.pop().backward()
-    for i in range(3):
-        step(twin.plain, X + i).backward()
+    for loss in losses:
+        loss.backward()
+    accumulate(twin.plain, 3)
     assert_same_grads(twin.inner, twin.plain)
     for each in (twin.inner, twin.plain):  # it trains on
         torch.optim.SGD(each.parameters(), lr=0.5).step()
         step(each, X).backward()
     assert_same_grads(twin.inner, twin.plain)
+    gone = weakref.ref(twin.inner), weakref.ref(twin.inner[0].weight)
+    del each, twin, loss, losses
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 # ---- threads, forks, process groups -------------------------------------------------
@@ -235,21 +229,20 @@ def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
 
 
 def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
+    begins, ends = threading.Event(), threading.Event()
+
     def waits(m, x):
-        m.state["has begun"] = True
-        while m.state["waits"] and x[0, 0] == 99:
-            time.sleep(0.01)
+        if x[0, 0] == 99:
+            begins.set()
+            ends.wait(60)
         return m.layer(x)
 
-    state = {"waits": False, "has begun": False}
-    ours = wrap(Made(waits, {"layer": linear(), "state": state}))
+    ours = wrap(module(waits, layer=linear()))
     expected, held = ours(X), X.clone()
     held[0, 0] = 99
-    state.update({"waits": True, "has begun": False})
     thread = threading.Thread(target=ours, args=(held,))
     thread.start()
-    while not state["has begun"]:
-        time.sleep(0.01)
+    begins.wait(60)
     child = os.fork()
     if not child:
         signal.alarm(20)
@@ -264,7 +257,7 @@ def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
         finally:
             os._exit(0 if is_right else 1)
     status = os.waitpid(child, 0)[1]
-    state["waits"] = False
+    ends.set()
     thread.join()
     assert status == 0
     assert torch.equal(ours(X), expected)
@@ -280,19 +273,16 @@ class ModelData(torch.utils.data.Dataset):
         return 4
 
     def __getitem__(self, index):
-        with torch.no_grad():
-            return self.model(torch.full((1, 3), float(index), dtype=torch.float64))
+        return self.model(X + index).detach()
 
 
 def test_processes_of_a_loader_may_run_the_module_and_feed_the_wrapper(wrap):
     twin = Twin(wrap, net())
     twin.step(step, X)
-    mine, theirs = [
-        torch.cat(list(DataLoader(ModelData(model), num_workers=1)))
-        for model in (twin.inner, twin.plain)
+    of_each = [
+        list(DataLoader(ModelData(m), num_workers=1)) for m in (twin.inner, twin.plain)
     ]
-    assert torch.equal(mine, theirs)
-    assert_same_state(twin.ours, twin.plain)
+    assert_same(*of_each)
     for (x,) in DataLoader(TensorDataset(integers(14, 3)), batch_size=7, num_workers=1):
         twin.zero()
         twin.step(step, x)
@@ -300,20 +290,20 @@ def test_processes_of_a_loader_may_run_the_module_and_feed_the_wrapper(wrap):
 
 def train_inside_ddp(rank, _):
     """Return gradients of two steps: of the plain module, and of the wrapped one."""
-    plain, inner = net(), net()
-    ours = paceline.DataParallel(inner, ["cpu"] * 2)
-    models = [DistributedDataParallel(nn.Sequential(model)) for model in (plain, ours)]
+    inner = net()
+    models = net(), paceline.DataParallel(inner, ["cpu"] * 2)
+    wrapped = [DistributedDataParallel(nn.Sequential(model)) for model in models]
     grads = []
-    for _ in range(2):
-        for model, of in zip(models, (plain, inner), strict=True):
+    for model in wrapped:
+        for _ in range(2):
             step(model, integers(7, 3, seed=rank)).backward()
-            grads.append([p.grad.clone() for p in of.parameters()])
-    return grads
+            grads.append(grads_of(model))
+    return grads[:2], grads[2:]
 
 
 def test_gradients_inside_ddp_of_torch_are_those_of_all_replicas():
-    for grads in values(run_ranks(train_inside_ddp, 2)):
-        assert_same([grads[1], grads[3]], [grads[0], grads[2]])
+    for plain, ours in values(run_ranks(train_inside_ddp, 2)):
+        assert_same(ours, plain)
 
 
 # ---- devices and wrappers -----------------------------------------------------------
@@ -407,8 +397,5 @@ def test_cpu_replicas_stand_for_gpus(monkeypatch, form, name):
     assert twin.ours.output_device == torch.device("cpu")
     n_rows = []
     twin.inner[0].register_forward_hook(lambda m, args, out: n_rows.append(len(out)))
-    for _ in range(2):
-        n_rows.clear()
-        twin.zero()
-        twin.step(step, X.clone().requires_grad_())
-        assert n_rows == {1: [7], 2: [4, 3], 3: [3, 2, 2]}[n]
+    twin.step(step, X.clone().requires_grad_())
+    assert n_rows == {1: [7], 2: [4, 3], 3: [3, 2, 2]}[n]

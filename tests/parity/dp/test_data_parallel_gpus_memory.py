@@ -4,6 +4,7 @@ Parameters and buffers of a replica lie in blocks that each forward brings up to
 What graphs have saved, and tensors that users keep, are views of those blocks.
 """
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from paceline import _gpu
 from paceline._compat import torch_modes
 from paceline._dp.gpus import segments
 from paceline._dp.gpus.segments import HeldBlocks
-from programs import Made, buffer, module, parameter
+from programs import Made, X, buffer, grown, module, parameter
 from programs.held import GivesNone
 from replicas import (
     Parent,
@@ -23,11 +24,15 @@ from replicas import (
     assert_close,
     assert_same,
     assert_same_grads,
+    grow,
     integers,
     linear,
     loss_of,
+    penalty_on,
+    resident_bytes,
     smooth_net,
     step,
+    without_collector,
 )
 from torch import nn
 from torch.ao import quantization
@@ -37,7 +42,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-X = integers(7, 3)
+
+def norm_net():
+    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    return nn.Sequential(*layers).double()
 
 
 @pytest.fixture
@@ -55,29 +63,21 @@ def blocks_of(ours):
     return [b for segment in segments_ for b in segment.blocks if b is not None]
 
 
-def norm_net():
-    layers = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
-    return nn.Sequential(*layers).double()
-
-
 # ---- blocks -------------------------------------------------------------------------
 
 
 def test_a_loop_uses_the_same_blocks_in_all_steps(wrap):
     ours, seen = wrap(norm_net()), set()
-    optimizer = torch.optim.SGD(ours.parameters(), lr=1e-3)
     for is_training in (True, False):
         ours.train(is_training)
         for _ in range(10):
-            optimizer.zero_grad()
             with torch.set_grad_enabled(is_training):
                 loss = ours(X).square().sum()
             if is_training:
                 loss.backward()
-                optimizer.step()
-            blocks = blocks_of(ours)
-            seen |= set(map(id, blocks))
-    assert len(seen) == len(blocks)
+                grow(ours, 0.9)
+            seen |= set(map(id, blocks_of(ours)))
+    assert len(seen) == len(blocks_of(ours))
 
 
 def test_a_block_is_given_back_with_the_graph_that_held_it(wrap):
@@ -120,17 +120,12 @@ def test_replicas_in_circles_do_not_take_ever_more_memory(wrap, monkeypatch, is_
     if is_old:  # they have outlived collections, so that one of the young frees none
         old = {"collect": lambda generation: generation == 2 and collect()}
         monkeypatch.setattr(segments, "gc", SimpleNamespace(**old))
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            for _ in range(20):
-                ours(X)
-                kept += [StorageWeakRef(b.untyped_storage()) for b in blocks_of(ours)]
-                n_blocks = len({ref.cdata for ref in kept if not ref.expired()})
-                assert n_blocks <= 8 * len(blocks_of(ours))
-    finally:
-        gc.enable()
+    with without_collector(), torch.no_grad():
+        for _ in range(20):
+            ours(X)
+            kept += [StorageWeakRef(b.untyped_storage()) for b in blocks_of(ours)]
+            n_blocks = len({ref.cdata for ref in kept if not ref.expired()})
+            assert n_blocks <= 8 * len(blocks_of(ours))
 
 
 def test_garbage_is_collected_only_for_blocks_that_stay_in_use(wrap, monkeypatch):
@@ -225,11 +220,6 @@ def test_what_a_replica_writes_through_data_does_not_outlive_the_call(wrap):
             assert_same(ours(torch.zeros(6, 1).double()), torch.ones(6, 1).double())
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 def test_an_evaluation_within_one_autocast_does_not_grow(wrap):
     model, x = wrap(nn.Linear(1000, 1000)), torch.ones(8, 1000)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -250,14 +240,12 @@ def test_a_parameter_alone_in_its_segment_may_get_no_gradient(
     def forward(m, x):
         return m.last(GivesNone.apply(x, m.table[0, :3]))
 
-    held = {"table": parameter(integers(64, 64)), "last": linear(2)}
-    plain, ours = module(forward, **held), wrap(module(forward, **held))
+    plain = module(forward, table=parameter(integers(64, 64)), last=linear(2))
     found = []
-    for model in (plain, ours):
+    for model in (plain, wrap(copy.deepcopy(plain))):
         ways = {"create_graph": create_graph, "allow_unused": True}
-        table, *rest = torch.autograd.grad(
-            step(model, X), list(model.parameters()), **ways
-        )
+        weights = list(model.parameters())
+        table, *rest = torch.autograd.grad(step(model, X), weights, **ways)
         assert table is None
         found.append([grad.detach() for grad in rest])
     assert_same(found[1], found[0], exact=False)
@@ -266,7 +254,7 @@ def test_a_parameter_alone_in_its_segment_may_get_no_gradient(
 # ---- tensors of other kinds ---------------------------------------------------------
 
 
-def test_tensors_that_no_block_can_hold_travel_by_themselves(n_gpus):
+def test_tensors_that_no_block_can_hold_travel_by_themselves(wrap, n_gpus):
     seen = []
 
     def forward(m, i):
@@ -274,17 +262,15 @@ def test_tensors_that_no_block_can_hold_travel_by_themselves(n_gpus):
         seen.append([tensor.data_ptr() for tensor in mine])
         return m.rows(i) @ m.gap.t() + (m.mask @ m.gap[:3].t()).sum()
 
-    def make():
-        torch.manual_seed(0)
-        rows = nn.Embedding(9, 3, sparse=True).double()
-        mask = buffer(torch.eye(3).to_sparse().double())
-        made = Made(forward, {"rows": rows, "mask": mask})
-        made.gap = nn.Parameter(integers(4, 6)[:, ::2])
-        return made
-
-    plain, ours, i = make(), paceline.DataParallel(make()), torch.arange(7)
+    plain = module(
+        forward,
+        rows=nn.Embedding(9, 3, sparse=True).double(),
+        mask=buffer(torch.eye(3).to_sparse().double()),
+        gap=parameter(integers(4, 6)[:, ::2]),
+    )
+    ours = wrap(copy.deepcopy(plain))
     for model in (ours, plain):
-        step(model, i).backward()
+        step(model, torch.arange(7)).backward()
     for of_one_tensor in zip(*seen[:n_gpus], strict=True):  # each replica has its own
         assert len(set(of_one_tensor)) == n_gpus
     assert_same_grads(ours, plain, exact=False)
@@ -295,15 +281,10 @@ def test_an_observer_by_channel_sees_its_first_batch(wrap):
         m.observer(m.layer.weight)
         return m.norm(m.layer(x)) + m.observer.max_val
 
-    made = Made(
-        forward,
-        {
-            "layer": linear(5).float(),
-            "observer": quantization.PerChannelMinMaxObserver(),
-            "norm": nn.BatchNorm1d(5, eps=0).eval(),
-        },
-    )
-    twin = Twin(wrap, made)
+    observer = quantization.PerChannelMinMaxObserver()
+    norm = nn.BatchNorm1d(5, eps=0).eval()
+    held = {"layer": linear(5).float(), "observer": observer, "norm": norm}
+    twin = Twin(wrap, Made(forward, held))
     for _ in range(2):
         twin.zero()
         twin.step(step, X.float())
@@ -359,11 +340,9 @@ def run(model, x, way):
     if way == "evaluate":
         with torch.no_grad():
             return model(x)
-    loss = step(model, x)
-    if way == "two orders":
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        loss = sum(grad.square().sum() for grad in grads)
-    return loss.backward()
+    return (
+        penalty_on(model, grown(x)) if way == "two orders" else step(model, x)
+    ).backward()
 
 
 @pytest.mark.parametrize("name", ["empty", "empty_like", "zeros"])
@@ -380,25 +359,24 @@ def test_a_device_without_memory_is_an_error_and_the_next_step_is_whole(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return allocate(*args, **kwargs)
 
-    plain, ours = smooth_net(), wrap(smooth_net())
-    n_failed = 0
+    twin, n_failed = Twin(wrap, smooth_net()), 0
     for k in range(1, 100):
         x = integers(7, 3, seed=k)
         with monkeypatch.context() as patched:
             patched.setattr(torch, name, scarce)
             left[0] = k
             try:
-                run(ours, x, way)
+                run(twin.ours, x, way)
             except torch.OutOfMemoryError:
                 n_failed += 1
             is_over = left[0] > 0
-        for model in (plain, ours):
+        for model in twin.models:
             with torch.no_grad():
                 for p in model.parameters():
                     (p if k % 2 else p.data).mul_(1.25)
-            model.zero_grad()
-        assert_same(run(ours, x, way), run(plain, x, way), exact=False)
-        assert_same_grads(ours, plain, exact=False)
+        twin.zero()
+        twin.compare(lambda model, x: run(model, x, way), x, exact=False)
+        twin.assert_same(exact=False)
         if is_over:
             break
     assert is_over
@@ -423,21 +401,20 @@ def draws():
     return Made(lambda m, x: m.drop(m.layer(x).tanh()).square(), held)
 
 
-@pytest.mark.parametrize("has_mode", [False, True])
+@pytest.mark.parametrize("mode", [Nothing, torch.enable_grad])
 @pytest.mark.parametrize("make", [smooth_net, draws])
-def test_hooks_on_saved_tensors_see_those_of_replica_0(wrap, n_gpus, make, has_mode):
+def test_hooks_on_saved_tensors_see_those_of_replica_0(wrap, n_gpus, make, mode):
     plain, ours = make(), wrap(make())
-    x = X.clone().requires_grad_()
-    rows = x.tensor_split(n_gpus)[0].detach().requires_grad_()
+    rows = grown(X.tensor_split(n_gpus)[0])
     for _ in range(3):  # in order at first
         found = [], []
-        for model, given, seen in zip((plain, ours), (rows, x), found, strict=True):
+        for model, x, seen in zip((plain, ours), (rows, grown()), found, strict=True):
             torch.manual_seed(0)
             hooks = saved_tensors_hooks(
                 lambda t, seen=seen: seen.append(t.clone()) or t, lambda t: t
             )
-            with Nothing() if has_mode else torch.enable_grad(), hooks:
-                model(given)
+            with mode(), hooks:
+                model(x)
         assert found[0]
         assert_same(found[1], found[0])
 
@@ -491,34 +468,27 @@ def test_a_checkpoint_needs_no_random_numbers_of_other_gpus(
     wrap, n_gpus, is_checkpointed
 ):
     """As of the generators of GPUs but the first: rows of replica 0 begin with zero."""
+    draws = {}
 
     def drifts(m, x):
         which = int(x[0, 0])
-        m.draws[which] += which
-        return (m.layer(x) * (1 + m.draws[which])).square()
+        draws[which] += which
+        return (m.layer(x) * (1 + draws[which])).square()
 
     parts = X.clone().tensor_split(n_gpus)
     for k, part in enumerate(parts):
         part[:, 0] = k
-    x, held = torch.cat(parts), {"layer": linear(), "draws": {}}
-    plain = module(drifts, **held)
-    ours = wrap(module(drifts, **held))
+    twin = Twin(wrap, module(drifts, layer=linear()))
+
+    def by_parts(model, x):
+        draws.update(dict.fromkeys(range(3), 0))
+        if model is twin.plain:
+            return loss_of(torch.cat([model(part) for part in x.tensor_split(n_gpus)]))
+        if not is_checkpointed:
+            return step(model, x)
+        options = {"use_reentrant": False, "determinism_check": "none"}
+        return loss_of(checkpoint(model, x, **options))
+
     for _ in range(3):
-        for model in (plain, ours):
-            getattr(model, "module", model).draws = dict.fromkeys(range(3), 0)
-            model.zero_grad()
-        loss_of(torch.cat([plain(part) for part in parts])).backward()
-        if is_checkpointed:
-            out = checkpoint(ours, x, use_reentrant=False, determinism_check="none")
-        else:
-            out = ours(x)
-        loss_of(out).backward()
-        assert_same_grads(ours, plain)
-
-
-def test_a_checkpoint_repeats_its_forward_once(wrap):
-    calls, model = [], wrap(smooth_net())
-    out = checkpoint(model, X, use_reentrant=False)
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    loss_of(out).backward()
-    assert len(calls) == 1
+        twin.zero()
+        twin.step(by_parts, torch.cat(parts))

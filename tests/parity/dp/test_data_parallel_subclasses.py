@@ -6,14 +6,13 @@ criterion which is parallel too.
 """
 
 import copy
-import pickle
-import threading
 
 import paceline
 import pytest
 import torch
-from programs import Made, X
+from programs import X, module
 from replicas import assert_same, assert_same_grads, integers, linear, loss_of, net
+from support.copies import saved_and_loaded
 from torch import nn
 
 
@@ -80,69 +79,39 @@ FORMS = {
     "generators": lambda args, kwargs: ((some for some in args), iter(kwargs)),
     "maps": lambda args, kwargs: (map(tuple, args), map(dict, kwargs)),
     "bare tensors": lambda args, kwargs: ([some[0] for some in args], kwargs),
+    "without keywords": lambda args, kwargs: (args, None),
 }
 
 
 class Shaping(paceline.DataParallel):
-    def __init__(self, *args, form, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.form = form
+    form = staticmethod(lambda args, kwargs: (args * 2, kwargs * 2))
 
     def scatter(self, inputs, kwargs, device_ids):
-        return FORMS[self.form](*super().scatter(inputs, kwargs, device_ids))
+        return self.form(*super().scatter(inputs, kwargs, device_ids))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scatter_may_return_any_form(check, form):
-    check(Shaping, form=form)
-
-
-class Odd(paceline.DataParallel):
-    answer = None
-
-    def scatter(self, inputs, kwargs, device_ids):
-        return self.answer
-
-
-def test_scatter_may_leave_out_keyword_arguments(wrap):
-    ours = wrap(Rows(), kind=Odd)
-    x = integers(7, 3)
-    ours.answer = [(x[:3],), (x[3:],)], None
-    assert_same(ours(x), ours.module(x))
-
-
-def test_scatter_that_gives_too_many_parts_is_an_error(wrap):
-    ours = wrap(Rows(), kind=Odd)
-    x = integers(7, 3)
-    ours.answer = [(part,) for part in x.split(2)], [{}] * 4
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_scatter_may_return_any_form_but_not_too_many_parts(wrap, form):
+    ours = wrap(Rows(), kind=Shaping)
     with pytest.raises(ValueError, match="for 4 replicas, and there are 2"):
-        ours(x)
-    ours.answer = [(x[:3],), (x[3:],)], [{}] * 2
-    assert_same(ours(x), ours.module(x))
+        ours(X)
+    ours.form = form
+    assert_same(ours(X), ours.module(X))
 
 
 # ---- replicate and parallel_apply ---------------------------------------------------
 
 
-class Replicating(paceline.DataParallel):
-    n_calls = 0
+@pytest.mark.parametrize("name", ["replicate", "parallel_apply"])
+def test_methods_for_replicas_are_never_passed_over(check, name):
+    calls = []
 
-    def replicate(self, module, device_ids):
-        self.n_calls += 1
-        return super().replicate(module, device_ids)
+    def method(self, *args):
+        calls.append(name)
+        return getattr(paceline.DataParallel, name)(self, *args)
 
-
-class Applying(paceline.DataParallel):
-    n_calls = 0
-
-    def parallel_apply(self, replicas, inputs, kwargs):
-        self.n_calls += 1
-        return super().parallel_apply(replicas, inputs, kwargs)
-
-
-@pytest.mark.parametrize("kind", [Replicating, Applying])
-def test_methods_for_replicas_are_never_passed_over(check, kind):
-    assert check(kind).n_calls == 2
+    check(type("Mine", (paceline.DataParallel,), {name: method}))
+    assert calls == [name] * 2
 
 
 class Graph:
@@ -180,16 +149,15 @@ class OfGraphs(paceline.DataParallel):
 
 
 def test_forward_may_be_written_anew_for_lists_of_data(wrap):
-    plain, module = [Made(lambda m, g: m.layers(g.x), {"layers": net()}) for _ in "ab"]
-    ours = wrap(module, kind=OfGraphs)
-    x = integers(7, 3)
-    outs = [plain(Graph(x)), ours([Graph(row) for row in x])]
+    plain, made = [module(lambda m, g: m.layers(g.x), layers=net()) for _ in "ab"]
+    ours = wrap(made, kind=OfGraphs)
+    outs = [plain(Graph(X)), ours([Graph(row) for row in X])]
     assert_same(outs[1], outs[0])
     for out in outs:
         loss_of(out).backward()
-    assert_same_grads(module, plain)
+    assert_same_grads(made, plain)
     assert ours([]) is None
-    assert ours([Graph(x[0])]).shape == (1, 2)
+    assert ours([Graph(X[0])]).shape == (1, 2)
 
 
 class Stepping(paceline.DataParallel):
@@ -205,8 +173,7 @@ class Stepping(paceline.DataParallel):
 
 def test_steps_may_stand_beside_forward(check):
     ours = check(Stepping)
-    x = integers(7, 3)
-    assert_same(ours.train_step(x, scale=3), ours.module(x, scale=3))
+    assert_same(ours.train_step(X, scale=3), ours.module(X, scale=3))
 
 
 # ---- gather -------------------------------------------------------------------------
@@ -228,51 +195,44 @@ class Criterion(paceline.DataParallel):
 
 
 def test_a_criterion_may_take_outputs_that_were_kept_apart(wrap):
-    plain, module = Rows(), Rows()
-    model = wrap(module, kind=Apart)
+    plain, made, y = Rows(), Rows(), integers(7, 2)
+    model = wrap(made, kind=Apart)
     loss = nn.MSELoss(reduction="sum")
     criterion = wrap(loss, kind=Criterion)
-    x, y = integers(7, 3), integers(7, 2)
-    outputs = model(x)
-    model(x + 1)  # overwrites no output
+    outputs = model(X)
+    model(X + 1)  # overwrites no output
     assert [len(out) for out in outputs] == [4, 3]
-    losses = [loss(plain(x), y), criterion(outputs, y)]
+    losses = [loss(plain(X), y), criterion(outputs, y)]
     assert_same(losses[1], losses[0])
     for one in losses:
         one.backward()
-    assert_same_grads(module, plain)
+    assert_same_grads(made, plain)
+
+
+class CallsAgain(paceline.DataParallel):
+    is_within = False
+
+    def gather(self, outputs, output_device):
+        joined = super().gather(outputs, output_device)
+        if self.is_within:
+            return joined
+        self.is_within = True
+        return joined - self(torch.zeros_like(X))
 
 
 def test_a_gather_may_call_the_wrapper(wrap):
-    class CallsAgain(paceline.DataParallel):
-        is_within = False
+    made = linear()
+    assert_same(wrap(made, kind=CallsAgain)(X), made(X) - made.bias)
 
-        def gather(self, outputs, output_device):
-            joined = super().gather(outputs, output_device)
-            if self.is_within:
-                return joined
-            self.is_within = True
-            try:
-                return joined - self(torch.zeros(7, 3).double())
-            finally:
-                self.is_within = False
 
-    module, found = linear(), []
-    ours = wrap(module, kind=CallsAgain)
-    thread = threading.Thread(target=lambda: found.append(ours(X)), daemon=True)
-    thread.start()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert_same(found[0], module(X) - module.bias)
+class Scaled(paceline.DataParallel):
+    def forward(self, x):
+        return super().forward(2 * x) + 1
 
 
 def test_a_subclass_may_change_forward(wrap):
-    class Scaled(paceline.DataParallel):
-        def forward(self, x):
-            return super().forward(2 * x) + 1
-
-    module = linear()
-    assert torch.equal(wrap(module, kind=Scaled)(X), module(2 * X) + 1)
+    made = linear()
+    assert torch.equal(wrap(made, kind=Scaled)(X), made(2 * X) + 1)
 
 
 # ---- attributes ---------------------------------------------------------------------
@@ -298,15 +258,12 @@ class ForwardingFirst(paceline.DataParallel):
 @pytest.mark.parametrize("kind", [Forwarding, ForwardingFirst])
 def test_attributes_may_be_those_of_the_module(check, kind):
     ours = check(kind)
-    assert ours.describe() == "5 wide"
     assert ours.layers is ours.module.layers
     with pytest.raises(AttributeError, match="nothing"):
         _ = ours.nothing
-    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), copy.copy(ours)]
-    x = integers(7, 3)
-    for other in copies:
+    for other in (ours, copy.deepcopy(ours), copy.copy(ours), saved_and_loaded(ours)):
         assert other.describe() == "5 wide"
-        assert_same(other(x), ours(x))
+        assert_same(other(X), ours.module(X))
 
 
 NAMES = ("_forward", "_run", "_start", "_gather", "lock", "state", "config", "device")
@@ -320,22 +277,18 @@ def test_names_that_a_subclass_takes_do_no_harm(check):
 
 def test_a_wrapper_is_one_of_torch_to_every_check():
     ours = Balanced(Rows(), 1)
-    assert isinstance(ours, torch.nn.DataParallel)
-    assert isinstance(ours, nn.parallel.DataParallel)
-    model = ours.module if isinstance(ours, nn.DataParallel) else ours
-    assert type(model) is Rows
+    assert isinstance(ours, nn.DataParallel)
     kinds = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     assert issubclass(paceline.DataParallel[Rows].__origin__, kinds)
 
 
-def test_a_scatter_that_sets_the_module_sets_it_for_this_call(wrap):
-    class Switching(paceline.DataParallel):
-        def scatter(self, inputs, kwargs, device_ids):
-            self.module = self.other[0]
-            return super().scatter(inputs, kwargs, device_ids)
+class Switching(paceline.DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        self.module = self.other[0]
+        return super().scatter(inputs, kwargs, device_ids)
 
-    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
-    ours = wrap(first, kind=Switching)
-    ours.other = [second]
-    x = torch.ones(3, 2)
-    assert torch.equal(ours(x), second(x))
+
+def test_a_scatter_that_sets_the_module_sets_it_for_this_call(wrap):
+    ours = wrap(linear(), kind=Switching)
+    ours.other = [linear(2)]
+    assert torch.equal(ours(X), ours.other[0](X))

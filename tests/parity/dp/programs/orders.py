@@ -15,6 +15,7 @@ from replicas import (
     integers,
     linear,
     loss_of,
+    penalty_on,
     reals,
     slopes_of,
     small,
@@ -32,11 +33,6 @@ from programs import THREE, buffer, module, pairs, parameter, uses
 
 def grown(seed=0, n=7):
     return small(n, 3, seed=seed).requires_grad_()
-
-
-def penalty_on(model, x):
-    """Return the squares of the slope of an output by its input."""
-    return squares_of(slopes_of(loss_of(model(x)), [x]))
 
 
 # ---- orders -------------------------------------------------------------------------
