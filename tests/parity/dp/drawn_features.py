@@ -44,9 +44,13 @@ LAYERS = {
             "m.a$ = nn.Identity()",
             "m.a$.requires_grad_(False)",
             "m.a$.scale = 3",
+            "m.a$.weight.data = torch._neg_view(m.a$.weight.data)",
             "m.a$.weight.data = m.a$.weight.data.clone()",
             "m.a$.weight.data = m.a$.weight.data.t()",
+            "with torch.no_grad(): m.a$.weight.set_(ints(16, 3).view(4, 4))",
             "nn.init.constant_(m.a$.bias, 2)",
+            "torch._foreach_lerp_([m.a$.weight.data], [m.a$.weight.data * 3], 1.0)",
+            "nn.utils.vector_to_parameters(ints(20, 3), m.a$.parameters())",
             "m.a$.weight.grad = None",
             "hooks.append(m.a$.register_forward_hook(lambda mod, i, o: o * 2))",
             "hooks.append(m.a$.register_forward_pre_hook(lambda mod, i: (i[0] + 1,)))",
@@ -74,8 +78,8 @@ LAYERS = {
         "self.d$ = nn.Dropout(0.0)", "x = self.d$(x)", ("m.d$.inplace = True",)
     ),
     "shared layer": Feature(
-        "self.s$ = linear($); self.t$ = self.s$",
-        "x = self.s$(x) - self.t$(x).relu()",
+        "self.s$ = linear($); self.t$ = self.s$; self.register_module('none$', None)",
+        "x = self.s$(x) - self.t$(x).relu() * (1 + (self.s$ is self.t$))",
         ("m.t$ = linear($ + 9)", "m.t$.weight = m.s$.weight", "m.t$.bias.data.neg_()"),
     ),
     "tied weights": Feature(
@@ -89,10 +93,12 @@ LAYERS = {
         "for layer in [*self.l$, *self.k$.values()]: x = layer(x) + x",
         (
             "m.l$.append(nn.Identity())",
+            "m.l$.insert(0, linear(6))",
             "del m.l$[0]",
             "m.k$['b'] = linear(3)",
             "m.l$[0] = linear(5)",
             "m.k$.clear()",
+            "m.k$.pop('a')",
         ),
     ),
     "lists of parameters": Feature(
@@ -107,16 +113,59 @@ LAYERS = {
             "m.q$[0].data.mul_(2)",
         ),
     ),
+    "parameters of one memory": Feature(
+        "self.e$ = nn.Parameter(ints(4, $)); self.f$ = nn.Parameter(self.e$.data)",
+        "x = x + self.e$ - 2 * self.f$",
+        ("m.e$.data.add_(1)",),
+    ),
     "frozen parameter": Feature(
         "self.z$ = nn.Parameter(ints(4, $), requires_grad=False)",
         "x = x + self.z$",
         (
             "m.z$.add_(1)",
             "m.z$.requires_grad_()",
+            "m.register_buffer('z$', m._parameters.pop('z$').data)",
             "m.z$ = None",
             "del m.z$; m.z$ = ints(4, 5)",
             "m.z$.data[::2] += 1",
         ),
+    ),
+    "flat weights": Feature(
+        "self.a$ = linear($); parts = list(self.a$.parameters()); "
+        "self.f$ = [nn.utils.parameters_to_vector(parts).detach()]; "
+        "nn.utils.vector_to_parameters(self.f$[0], parts); "
+        "self.v$ = self.a$.weight.data[0]; "
+        "self.register_buffer('w$', self.a$.weight.data[1]); self.u$ = self.w$[1:3]",
+        "x = self.a$(x) + self.v$ + self.w$ + self.u$.sum()",
+        ("m.f$[0].mul_(2)", "m.a$.weight.data.add_(1)", "m.v$.add_(1)", "m.u$.add_(1)"),
+    ),
+    "followed layer": Feature(
+        "self.q$ = linear($); self.e$ = linear($ + 1).requires_grad_(False); "
+        "self.way$ = 'in place'; self.pairs$ = [[self.q$, self.e$]]",
+        "[self.follow$(*pair) for pair in self.pairs$]; "
+        "x = self.q$(x) + self.e$(x.detach())",
+        ("m.way$ = 'by data'", "m.way$ = 'inside data'", "m.way$ = 'by numpy'"),
+        methods="""
+    def follow$(self, query, key):
+        for q, k in zip(query.parameters(), key.parameters()):
+            new = (2 * k - q).detach().clamp(-8, 8)
+            if self.way$ == "by data":
+                k.data = new
+            elif self.way$ == "inside data":
+                k.data.copy_(new)
+            elif self.way$ == "by numpy":
+                k.detach().numpy()[:] = new.numpy()
+            else:
+                with torch.no_grad():
+                    k.copy_(new)
+""",
+    ),
+    "thawed tensors": Feature(
+        "self.z$ = nn.Parameter(ints(4, $), requires_grad=False); self.is_on$ = True; "
+        "self.register_buffer('c$', ints(4, $ + 1))",
+        "[t.requires_grad_() for t in (self.z$, self.c$) if self.is_on$]; "
+        "x = x + self.z$ - self.c$",
+        ("m.is_on$ = False; m.z$.requires_grad_(False)", "m.is_on$ = True"),
     ),
     "child class": Feature(
         "self.o$ = Child$()",
@@ -127,6 +176,7 @@ LAYERS = {
             "Child$.forward = lambda self, x: x - self.gain",
             "m.o$.more = linear(2)",
             "m.o$ = Child$()",
+            "m.o$.__class__ = Heir$",
             "Child$.bend = staticmethod(lambda x: x * 3)",
             "del m.o$.w",
         ),
@@ -144,6 +194,10 @@ class Child$(nn.Module):
         if hasattr(self, "more"):
             x = self.more(x)
         return self.bend(x) * self.gain * self.factor + getattr(self, "w", 0)
+
+class Heir$(Child$):
+    def forward(self, x):
+        return super().forward(x) + 1
 """,
     ),
 }
@@ -183,6 +237,7 @@ STATE = {
             "m.t$.data = m.t$.data.view(1, 4)",
             "m.t$ = m.t$.long()",
             "m.t$ = ints(8, $)[::2]",
+            "m.t$ = ints(8, $)[::2]; m.t$.data[3] = 9",
             "m.t$.data += 1",
             "m.t$ = nn.Parameter(ints(4, 3))",
         ),
@@ -202,16 +257,71 @@ STATE = {
             "m.b$.data[1] = 3",
             "m.b$ = ints(4, 8)",
             "m.b$ = m.b$ > 0",
+            "m.b$ = m.b$ > 0; m.b$.data = m.b$.data.view(torch.uint8)",
+            "m.b$.data = m.b$.data.view(torch.int64)",
             "m.b$ = m.b$.to(torch.uint8)",
             "m.b$ = m.b$.reshape(1, 4)",
-            "del m.b$; m.b$ = 2",
+            "del m.b$; m.b$ = ints(4, 6)",
             "m.b$ = None; m.b$ = ints(4, 2)",
+            "m.register_parameter('b$', nn.Parameter(m._buffers.pop('b$')))",
         ),
     ),
     "buffer written by forward": Feature(
         "self.register_buffer('b$', ints(4, $))",
         "x = x + self.b$.clone(); self.b$.add_(1)",
         ("m.b$.zero_()", "m.b$ = m.b$ * 2"),
+    ),
+    "buffer of any layout": Feature(
+        "self.register_buffer('b$', torch.ones(3))",
+        "x = x + self.b$.double().sum()",
+        (
+            "m.b$ = torch.ones(4, 6)[:, :3]",
+            "m.b$ += 3",
+            "m.b$ = torch.ones(1, 3).expand(2, 3)",
+            "m.b$ = torch.ones(4, 3)[::2]",
+            "m.b$ = torch.ones(4, 3)[:, 1]",
+            "m.b$ = torch.arange(12.0).view(3, 4).t()[::2]",
+            "m.b$ = torch.arange(12.0).view(3, 4).t()",
+            "m.b$.mul_(3)",
+            "m.b$ = torch.ones(2, dtype=torch.uint16)",
+        ),
+    ),
+    "buffer of two owners": Feature(
+        "self.x$ = nn.Module(); self.x$.register_buffer('t', ints(4, $)); "
+        "self.y$ = nn.Module(); self.y$.register_buffer('t', self.x$.t)",
+        "x = x * self.x$.t + self.y$.t * (1 + (self.x$.t is self.y$.t))",
+        (
+            "m.y$.t = ints(4, 5)",
+            "m.y$.t.add_(1)",
+            "m.x$.t = ints(4, 6)",
+            "m.x$.t.add_(1)",
+            "m.x$.t = ints(4, 7)",
+            "m.x$.t = m.y$.t",
+        ),
+    ),
+    "buffer counted in any way": Feature(
+        "self.register_buffer('b$', torch.zeros(1).double()); self.way$ = 'data'",
+        "self.count$(); x = x + self.b$.clone()",
+        ("m.way$ = 'swap'", "m.way$ = 'copy'", "m.b$.data.zero_()"),
+        methods="""
+    def count$(self):
+        if self.way$ == "data":
+            self.b$.data.add_(1)
+        elif self.way$ == "swap":
+            self._buffers.update(b$=self.b$.clone().add_(1))
+        else:
+            self.b$.copy_(torch.full((1,), float(self.b$) + 1))
+""",
+    ),
+    "buffers made anew by forward": Feature(
+        "self.register_buffer('b$', ints(1, $)); self.register_buffer('d$', ints(1))",
+        "self.b$ = self.b$ + 1; self.d$ = 2 * self.b$; x = x + self.d$[0]",
+        ("m.d$ = m.b$", "m.b$ = ints(3, 4)", "m.b$.add_(1)"),
+    ),
+    "buffer replaced by forward": Feature(
+        "self.w$ = nn.Parameter(ints(4, $)); self.register_buffer('b$', ints(4, 1))",
+        "x = x * (self.w$ * self.b$) % 9; self.b$ = self.b$ + 1",
+        ("m.b$.add_(1)",),
     ),
     "buffer assigned by forward": Feature(
         "self.register_buffer('b$', ints(4, $), persistent=False)",
@@ -240,6 +350,30 @@ STATE = {
             self.e$.clamp_(-8, 8)
         return self.e$.detach().clone()
 """,
+    ),
+    "nested": Feature(
+        "self.v$ = {'scales': [1, 2], 'deep': ({'x': 1}, 5)}; "
+        "self.n$ = types.SimpleNamespace(gain=1); self.i$ = [linear($)]",
+        "x = self.i$[0](x) * sum(self.v$['scales']) + self.n$.gain; "
+        "x = x * self.v$['deep'][0]['x']",
+        (
+            "m.v$['scales'][1] = 9",
+            "m.v$['scales'].append(4)",
+            "m.v$['deep'][0].update(x=5)",
+            "m.n$.gain = 4",
+            "m.i$[0].weight.data.add_(1)",
+            "m.i$[0].requires_grad_(False)",
+        ),
+    ),
+    "complex": Feature(
+        "self.j$ = nn.Parameter(torch.tensor([1 + 2j, 3j, 1, 2])); "
+        "self.register_buffer('p$', torch.tensor([1 + 2j, 3j, 1, 2]))",
+        "x = x + (self.j$ * 1j).real.double() + self.p$.resolve_conj().imag.double()",
+        (
+            "m.p$ = m.p$.conj()",
+            "m.p$.data = m.p$.data.conj()",
+            "m.j$.data = m.j$.data.conj()",
+        ),
     ),
     "generator": Feature(
         "self.g$ = torch.Generator(); self.f$ = np.random.default_rng($)",

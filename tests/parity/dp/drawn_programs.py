@@ -15,6 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 import paceline
 import torch
 from drawn_features import ANYWHERE, CODE, HEAD, LAYERS, OUTPUTS, STATE, Feature
-from replicas import assert_close, assert_same, integers
+from replicas import assert_close, assert_same, graphs_of, integers
 
 ALL = {**LAYERS, **STATE, **CODE}
 LARGEST = 1e6  # of an output: squares, and sums of their gradients, are exact still
@@ -84,17 +85,38 @@ def _class_text(chance: random.Random, drawn: list[tuple[int, Feature]]) -> str:
     )
 
 
+def _program(chance: random.Random, names: list[str]) -> tuple[str, list[str]]:
+    """Return the text of a program of these features, and what may change in it."""
+    drawn = [(at, ALL[name]) for at, name in enumerate(names)]
+    outside = [_numbered(one.outside, at) for at, one in drawn if one.outside]
+    outside = list(dict.fromkeys(outside))
+    text = "\n\n".join([HEAD, *outside, _class_text(chance, drawn)])
+    return text, [_numbered(text, at) for at, one in drawn for text in one.changes]
+
+
+def each_change() -> Iterator[Program]:
+    """Yield programs with each change of each feature: at once, and after a call.
+
+    One more has all changes of a feature, one after the other.
+    """
+    for name in ALL:
+        text, changes = _program(random.Random(0), [name])
+        first, last = Step((), 7, "train"), Step((), 7, "no_grad")
+        yield Program(
+            0, text, [first, *(Step((c,), 7, "train") for c in changes), last]
+        )
+        for change in (*changes, *(ANYWHERE if name == "linear" else ())):
+            yield Program(0, text, [Step((change,), 7, "train"), first, last])
+            yield Program(0, text, [first, Step((change,), 7, "twice"), last])
+
+
 def draw(seed: int) -> Program:
     """Return the program of a seed: the same text in every process."""
     chance = random.Random(seed)
     names = chance.sample(sorted(LAYERS), chance.randint(1, 3))
     names += chance.sample(sorted(STATE), chance.randint(0, 3))
     names += chance.sample(sorted(CODE), chance.randint(0, 2))
-    drawn = [(at, ALL[name]) for at, name in enumerate(names)]
-    outside = [_numbered(one.outside, at) for at, one in drawn if one.outside]
-    outside = list(dict.fromkeys(outside))
-    text = "\n\n".join([HEAD, *outside, _class_text(chance, drawn)])
-    changes = [_numbered(text, at) for at, one in drawn for text in one.changes]
+    text, changes = _program(chance, names)
     steps = []
     for number in range(chance.randint(3, 6)):
         n = chance.choice([0, 1, 1, 1, 2]) if number else 0
@@ -136,12 +158,12 @@ class Side:
             x = integers(step.rows, 4, seed=number + 9 * at).requires_grad_()
             inputs.append(x)
             outputs.append(self.model(x))
-            loss = loss + sum(t.square().sum() for t in _tensors(outputs[-1]))
+            loss = loss + sum(t.square().sum() for t in graphs_of(outputs[-1]))
         if loss.requires_grad:
             loss.backward()
         with torch.no_grad():
             for p in self.inner.parameters():
-                if p.grad is not None and p.requires_grad:
+                if p.grad is not None and p.requires_grad and not p.is_complex():
                     p.sub_(p.grad.sign())
         return [[x.grad for x in inputs], outputs]
 
@@ -157,20 +179,8 @@ class Side:
             return None, error
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if value.requires_grad else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = list(vars(value).values())
-    if isinstance(value, (tuple, list)):
-        return [t for one in value for t in _tensors(one)]
-    return []
-
-
 def _largest(value: Any) -> float:
-    return max((float(t.detach().abs().max()) for t in _tensors(value)), default=0.0)
+    return max((float(t.detach().abs().max()) for t in graphs_of(value)), default=0.0)
 
 
 def _bare(value: Any) -> Any:
@@ -186,24 +196,21 @@ def _bare(value: Any) -> Any:
 
 def _assert_alike(mine: Any, theirs: Any, what: str) -> None:
     """Compare what an attribute or a global holds, where it is of a plain kind."""
-    if isinstance(theirs, torch.Tensor):
-        assert type(mine) is type(theirs), what
-        assert_close(mine, theirs, what)
-    elif isinstance(theirs, np.ndarray):
+    if isinstance(theirs, (torch.Tensor, np.ndarray)):
         assert_same(mine, theirs, what)
     elif isinstance(theirs, dict) and isinstance(mine, dict):
         names = [name for name in theirs if isinstance(name, str)]
         assert [name for name in mine if isinstance(name, str)] == names, what
         for name in names:
             _assert_alike(mine[name], theirs[name], f"{what}[{name!r}]")
-    elif isinstance(theirs, (list, tuple)):
+    elif isinstance(theirs, PLAIN):
         assert type(mine) is type(theirs), what
+        if not isinstance(theirs, (list, tuple)):
+            assert mine == theirs, f"{what}: {mine} against {theirs}"
+            return
         assert len(mine) == len(theirs), what
         for at, pair in enumerate(zip(mine, theirs, strict=True)):
             _assert_alike(*pair, f"{what}[{at}]")
-    elif isinstance(theirs, PLAIN):
-        assert type(mine) is type(theirs), what
-        assert mine == theirs, f"{what}: {mine} against {theirs}"
 
 
 def _assert_same_sides(ours: Side, plain: Side) -> None:
@@ -266,12 +273,10 @@ def run(program: Program, device_ids: list[Any] = CPUS) -> str | None:
 
 def _gpus(n_gpus: int, seed: int, *options: str) -> AbstractContextManager[Any]:
     """Return what makes that many GPUs, if any, which run late by this seed."""
-    if n_gpus == 0:
-        return nullcontext()
     from support import fake_gpus
 
     drawn = "schedule=random", "pump=1", f"seed={seed}"
-    return fake_gpus.several(n_gpus, *drawn, *options)
+    return fake_gpus.several(n_gpus, *drawn, *options) if n_gpus else nullcontext()
 
 
 def main() -> int:

@@ -6,7 +6,6 @@ import signal
 import threading
 import warnings
 import weakref
-from contextlib import nullcontext
 from itertools import pairwise
 
 import paceline
@@ -32,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-# ---- where replicas run -------------------------------------------------------------
+# ---- where replicas run, and what they call ------------------------------------------
 
 
 def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
@@ -164,9 +163,6 @@ def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap_on_cpu):
         ours(X)
 
 
-# ---- modules of other makes ---------------------------------------------------------
-
-
 def test_replica_0_of_a_script_shares_its_storage(wrap):
     script = torch.jit.script(net())
     before = [p.data_ptr() for p in script.parameters()]
@@ -184,9 +180,6 @@ def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="_call_in_replicas"):
         compiled(X)
-
-
-# ---- the life of a wrapper ----------------------------------------------------------
 
 
 def test_a_graph_outlives_its_wrapper(wrap):
@@ -376,23 +369,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", ["paceline", "torch"])
 @pytest.mark.parametrize("form", FORMS)
-def test_cpu_replicas_stand_for_gpus(monkeypatch, form, name):
+def test_cpu_replicas_stand_for_gpus(monkeypatch, form):
     monkeypatch.setenv("PACELINE_CPU_REPLICAS", "2")
     options, n = FORMS[form]
-
-    def wrap(made, _):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # this very file holds torch's class
-            installation = paceline.install() if name == "torch" else nullcontext()
-        with installation, warnings.catch_warnings():
-            warnings.simplefilter("error")
-            kind = nn.DataParallel if name == "torch" else paceline.DataParallel
-            return kind(made, **options)
-
-    twin = Twin(wrap, net())
-    assert type(twin.ours) is paceline.DataParallel
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        twin = Twin(lambda made, _: paceline.DataParallel(made, **options), net())
     assert twin.ours.device_ids == [torch.device("cpu")] * n
     assert twin.ours.output_device == torch.device("cpu")
     n_rows = []

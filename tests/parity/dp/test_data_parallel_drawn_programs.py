@@ -6,7 +6,7 @@ many others as you like.
 
 import pytest
 from drawn_features import ANYWHERE, CODE, LAYERS, STATE
-from drawn_programs import Differs, Program, Step, draw, run
+from drawn_programs import Differs, Program, Step, draw, each_change, run
 from support import fake_gpus
 
 N_PROGRAMS, FIRST_SEED = 60, 20261122
@@ -27,6 +27,14 @@ def test_drawn_programs_do_as_the_plain_module_on_gpus():
             options += ["schedule=random", "pump=1", f"seed={seed}"]
         with fake_gpus.several(n_gpus, *options):
             run(draw(seed), list(range(n_gpus)))
+
+
+def test_each_change_of_each_feature_is_followed():
+    errors = [run(program) for program in each_change()]
+    with fake_gpus.several(3, "peers=0"):
+        assert [run(program, [0, 1, 2]) for program in each_change()] == errors
+    assert errors.count("TypeError") == 3  # of None + a tensor
+    assert set(errors) == {None, "TypeError"}
 
 
 def test_a_seed_draws_one_program():

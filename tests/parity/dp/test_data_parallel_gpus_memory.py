@@ -208,18 +208,6 @@ def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(n_gpus
     assert_same(shown, expected)
 
 
-def test_what_a_replica_writes_through_data_does_not_outlive_the_call(wrap):
-    def counts(m, x):
-        m.n.data += 1
-        return x + m.n
-
-    ours = wrap(module(counts, n=buffer(torch.zeros(1).double()))).eval()
-    with torch.no_grad():
-        for _ in range(3):
-            ours.module.n.data.zero_()
-            assert_same(ours(torch.zeros(6, 1).double()), torch.ones(6, 1).double())
-
-
 def test_an_evaluation_within_one_autocast_does_not_grow(wrap):
     model, x = wrap(nn.Linear(1000, 1000)), torch.ones(8, 1000)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -251,7 +239,7 @@ def test_a_parameter_alone_in_its_segment_may_get_no_gradient(
     assert_same(found[1], found[0], exact=False)
 
 
-# ---- tensors of other kinds ---------------------------------------------------------
+# ---- tensors of other kinds, and a device without memory -----------------------------
 
 
 def test_tensors_that_no_block_can_hold_travel_by_themselves(wrap, n_gpus):
@@ -331,9 +319,6 @@ def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(
     assert all(torch.equal(kept, table) for kept in seen)
     assert len(seen) == n_gpus
     assert ours.module.table is table
-
-
-# ---- a device without memory --------------------------------------------------------
 
 
 def run(model, x, way):

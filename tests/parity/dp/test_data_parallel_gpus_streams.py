@@ -15,10 +15,11 @@ import torch
 from paceline._compat import torch_core, torch_cuda
 from replicas import assert_same_grads, integer_weights, integers, loss_of
 from support import fake_gpus
+from support.threads import in_threads
 from torch import nn
 
 N = 3
-Noted = namedtuple("Noted", "name given current device")
+Noted = namedtuple("Noted", "name streams device")
 
 
 class Streams(threading.local):
@@ -47,8 +48,8 @@ class Native:
 
     def __getattr__(self, name):
         def call(given, *arguments):
-            now = self.streams()
-            self._noted.append(Noted(name, given, now, self._streams.device))
+            assert given == self.streams()
+            self._noted.append(Noted(name, given, self._streams.device))
             return getattr(self._native, name)((0,) * N, *arguments)
 
         return call
@@ -107,20 +108,11 @@ def chosen(streams):
         yield tuple(700 + index for index in range(N))
 
 
-def in_a_thread(call):
-    found = []
-
-    def run():
-        try:
-            call()
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if found:
-        raise found[0]
+def check(noted, streams, *names):
+    """Check what was asked for, and on which streams, of a caller with device 0."""
+    assert {note.name for note in noted} == set(names)
+    for note in noted:
+        assert (note.streams, note.device) == (streams, 0), note
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["in order", "side by side"])
@@ -132,10 +124,7 @@ def test_a_forward_is_on_the_streams_of_its_caller(streams, net, is_first):
         ours.module.seen.clear()
     with chosen(streams) as expected:
         ours(*inputs())
-    names = {note.name for note in noted}
-    assert names == {"copy", "broadcast" if is_first else "refresh"}
-    for note in noted:
-        assert (note.given, note.current, note.device) == (expected, expected, 0), note
+    check(noted, expected, "copy", "broadcast" if is_first else "refresh")
     assert sorted(index for index, _ in ours.module.seen) == [0, 1, 2]
     for index, by_device in ours.module.seen:
         assert by_device[index] == expected[index]
@@ -149,22 +138,17 @@ def test_a_backward_is_on_the_streams_of_its_forward(
     with chosen(streams) as expected:
         loss = loss_of(ours(*inputs()))
     noted.clear()
-    moved = []
-    to = torch.Tensor.to
+    moved, to = [], torch.Tensor.to
 
     def move(tensor, *arguments, **options):
         moved.append((tuple(streams.by_device), streams.device))
         return to(tensor, *arguments, **options)
 
     monkeypatch.setattr(torch.Tensor, "to", move)
-    in_a_thread(lambda: loss.backward(create_graph=create_graph))
+    in_threads(lambda _: loss.backward(create_graph=create_graph), 1)
     monkeypatch.undo()
-    assert moved, "sparse gradients travel by torch"
-    assert set(moved) == {(expected, 0)}
-    names = {note.name for note in noted}
-    assert names >= ({"copy"} if create_graph else {"copy", "pack", "sum"})
-    for note in noted:
-        assert (note.given, note.current, note.device) == (expected, expected, 0), note
+    assert set(moved) == {(expected, 0)}, "sparse gradients travel by torch"
+    check(noted, expected, *(["copy"] if create_graph else ["copy", "pack", "sum"]))
     loss_of(plain(*inputs())).backward()
     if not create_graph:
         assert_same_grads(ours.module.layers, plain.layers)
@@ -172,17 +156,13 @@ def test_a_backward_is_on_the_streams_of_its_forward(
 
 def test_outputs_are_joined_on_the_streams_of_the_caller(streams, net):
     ours, noted, _ = net
-    module = ours.module
     chunks, kwargs = ours.scatter(inputs(), {}, ours.device_ids)
     with chosen(streams) as expected:
-        outputs = ours.parallel_apply(
-            ours.replicate(module, ours.device_ids), chunks, kwargs
-        )
+        replicas = ours.replicate(ours.module, ours.device_ids)
+        outputs = ours.parallel_apply(replicas, chunks, kwargs)
         noted.clear()
         ours.gather(outputs, ours.output_device)
-    assert noted
-    for note in noted:
-        assert (note.given, note.current) == (expected, expected)
+    check(noted, expected, "copy")
 
 
 def test_streams_are_asked_of_torch(streams):

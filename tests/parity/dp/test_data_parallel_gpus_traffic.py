@@ -4,7 +4,6 @@ The devices are simulated: see support/fake_gpus.py.
 """
 
 import collections
-import copy
 import ctypes
 import gc
 
@@ -15,10 +14,11 @@ from programs import buffer, module, parameter
 from replicas import (
     Twin,
     Wrap,
-    assert_close,
     assert_same_grads,
+    grow,
     integer_weights,
     integers,
+    linear,
     loss_of,
     smooth_net,
 )
@@ -71,16 +71,27 @@ def record(ours):
     return group.native.bytes
 
 
-def count(function):
-    fake = ctypes.CDLL(fake_gpus.library())
-    return fake.fake_count(function.encode())
+def fake():
+    made = ctypes.CDLL(fake_gpus.library())
+    made.host_kernel_fetched.restype = ctypes.c_ulonglong
+    made.fake_sent_bytes.restype = ctypes.c_int64
+    return made
+
+
+def counts(*names):
+    return [fake().fake_count(name.encode()) for name in names]
 
 
 def fetched_bytes():
     """Return what devices have fetched so far of what was not as member 0 had it."""
-    fake = ctypes.CDLL(fake_gpus.library())
-    fake.host_kernel_fetched.restype = ctypes.c_ulonglong
-    return fake.host_kernel_fetched()
+    return fake().host_kernel_fetched()
+
+
+def sent_bytes(n):
+    """Return what each of n devices has sent to each."""
+    return torch.tensor(
+        [[fake().fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
+    )
 
 
 class Traffic:
@@ -102,17 +113,8 @@ def norm_net():
     return nn.Sequential(*layers).double()
 
 
-def sent_bytes(n):
-    """Return what each of n devices has sent to each."""
-    fake = ctypes.CDLL(fake_gpus.library())
-    fake.fake_sent_bytes.restype = ctypes.c_int64
-    return [[fake.fake_sent_bytes(a, b) for b in range(n)] for a in range(n)]
-
-
 def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
-    twin = Twin(
-        wrap, integer_weights(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))), 3
-    )
+    twin = Twin(wrap, nn.Sequential(linear(9, 9), linear(9, 9)), 3)
     for model in (twin.ours, twin.plain):
         losses = [loss_of(model(integers(7, 9, seed=seed))) for seed in range(2)]
         for loss in losses:
@@ -121,14 +123,13 @@ def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
 
 
 def test_a_training_step_moves_each_byte_once(wrap, small_segments):
-    module = integer_weights(nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8)))
-    ours = wrap(module, 4)
+    ours = wrap(nn.Sequential(linear(32, 8), linear(8, 32)), 4)
     x = integers(8, 8)
     ours(x).sum().backward()
-    torch.optim.SGD(module.parameters(), 1.0).step()
+    grow(ours)
     moved = record(ours)
     ours(x).sum().backward()
-    n_bytes = sum(p.nbytes for p in module.parameters())  # multiples of 64
+    n_bytes = sum(p.nbytes for p in ours.parameters())  # multiples of 64
     rows = 3 * x.nbytes // 4
     assert moved["there"] == moved["back"] == 3 * n_bytes
     assert moved["beside"] == 3 * rows  # inputs; outputs, and their gradients
@@ -146,9 +147,8 @@ def test_large_models_have_larger_segments(n_bytes, expected):
 def test_a_model_of_many_segments_trains(wrap, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 256)
     monkeypatch.setattr(segments, "_MOST_SEGMENTS", 2)
-    twin = Twin(wrap, integer_weights(nn.Sequential(*[nn.Linear(6, 6)] * 3)), n=3)
-    twin.ours.module.append(integer_weights(nn.Linear(6, 9)))
-    twin.plain.append(copy.deepcopy(twin.ours.module[-1]))
+    layers = linear(6, 6), linear(6, 6), linear(6, 6), linear(9, 6)
+    twin = Twin(wrap, nn.Sequential(*layers), n=3)
     twin.step(lambda model, x: model(x).sum(), integers(7, 6))
     layout = twin.ours._gpu_engine(twin.ours.device_ids)._replicated._layout
     assert 256 < layout.segment_bytes < 2048
@@ -172,26 +172,25 @@ def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
         m.twice = 2 * m.n
         return m.layer(x) * m.twice[0]
 
-    layer = integer_weights(nn.Linear(512, 64))
     held = {name: buffer(torch.zeros(2)) for name in ("n", "twice")}
-    plain = module(counts_anew, layer=layer, **held)
-    ours = wrap(copy.deepcopy(plain), 3)
-    x = integers(6, 512)
-    with torch.no_grad():
-        ours(x), plain(x)
-        traffic, layout = (
-            Traffic(ours),
-            ours._gpu_engine(ours.device_ids)._replicated._layout,
-        )
-        for _ in range(3):
-            assert torch.equal(ours(x), plain(x))
-            assert sum(traffic()) <= 2 * 2 * 64
-        assert ours._gpu_engine(ours.device_ids)._replicated._layout is layout
-        ours.module.twice = plain.twice = ours.module.n  # of one tensor, two names
-        assert torch.equal(ours(x), plain(x))
-        ours.module.n = plain.n = torch.zeros(3)
-        assert torch.equal(ours(x), plain(x))
-    assert_close(ours.module.twice, plain.twice)
+    twin = Twin(wrap, module(counts_anew, layer=linear(64, 512), **held), 3)
+
+    def compare():
+        twin.compare(torch.no_grad()(lambda model, x: model(x)), integers(6, 512))
+
+    compare()
+    traffic, engine = Traffic(twin.ours), twin.ours._gpu_engine(twin.ours.device_ids)
+    layout = engine._replicated._layout
+    for _ in range(3):
+        compare()
+        assert sum(traffic()) <= 2 * 2 * 64
+    assert engine._replicated._layout is layout
+    for module_ in (twin.inner, twin.plain):
+        module_.twice = module_.n  # of one tensor, two names
+    compare()
+    twin.inner.n, twin.plain.n = torch.zeros(3), torch.zeros(3)
+    compare()
+    twin.assert_same()
 
 
 def test_evaluation_after_evaluation_sends_no_parameter(wrap):
@@ -234,15 +233,14 @@ def test_in_training_what_is_frozen_and_what_waits_for_its_step_is_not_sent(wrap
 
 
 def test_what_the_host_cannot_see_is_fetched_by_segment(wrap, small_segments):
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)).double()
-    ours = wrap(net, 3).eval()
+    ours = wrap(nn.Sequential(linear(64, 64), linear(4, 64)), 3).eval()
     x = integers(6, 64)
     with torch.no_grad():
         ours(x)
         traffic = Traffic(ours)
         weight = ours.module[1].weight
         weight.data[0, 0] += 1  # it is a segment
-        assert torch.allclose(ours(x), ours.module(x))
+        assert torch.equal(ours(x), ours.module(x))
         assert traffic() == (0, 2 * weight.nbytes)
         ours(x)
         assert traffic() == (0, 0)
@@ -312,62 +310,44 @@ def test_all_is_sent_where_kernels_cannot_read_the_model(option):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, n):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)  # a third of a weight
-    module = integer_weights(
-        nn.Sequential(nn.Linear(512, 1536, bias=False), nn.Linear(1536, 512))
-    )
-    expected = copy.deepcopy(module)
-    ours = wrap(module, n)
+    layers = integer_weights(nn.Linear(512, 1536, bias=False)), linear(512, 1536)
+    twin = Twin(wrap, nn.Sequential(*layers), n)
     x, y = integers(8, 512), integers(8, 512)
-    ours(x)
-    module.load_state_dict(expected.state_dict())
+    twin.ours(x)
+    for model in twin.models:
+        grow(model, 1)
     before = sent_bytes(n)
-    (ours(x) * y).sum().backward()
-    moved = [
-        [after - earlier for after, earlier in zip(*rows, strict=True)]
-        for rows in zip(sent_bytes(n), before, strict=True)
-    ]
-    (expected(x) * y).sum().backward()
-    for ours_of, of in zip(module.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours_of.grad, of.grad)
-    n_bytes = sum(p.nbytes for p in module.parameters())
+    (twin.ours(x) * y).sum().backward()
+    moved = sent_bytes(n) - before
+    (twin.plain(x) * y).sum().backward()
+    twin.assert_same()
+    n_bytes = sum(p.nbytes for p in twin.inner.parameters())
     rest = n_bytes // 40  # the bias, inputs, outputs, what a shard is rounded to
-    for k in range(1, n):
-        assert sum(row[k] for row in moved) <= 2 * n_bytes + rest
-        assert sum(moved[k]) <= 2 * n_bytes + rest
-    assert n_bytes <= sum(moved[0]) <= n_bytes + rest
-    assert n_bytes <= sum(row[0] for row in moved) <= n_bytes + rest
+    for way in (moved.sum(0), moved.sum(1)):
+        assert n_bytes <= way[0] <= n_bytes + rest
+        assert way[1:].max() <= 2 * n_bytes + rest
 
 
 def test_a_step_of_many_parameters_calls_the_driver_as_often_as_one_of_few(wrap):
     names = "cuLaunchKernel", "cuMemcpyPeerAsync", "cuEventRecord", "cuStreamWaitEvent"
     found = []
     for n_layers in (1, 16):
-        layers = [nn.Linear(8, 8) for _ in range(n_layers)]
-        ours = wrap(nn.Sequential(*layers).double(), 3)
-        optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+        ours = wrap(nn.Sequential(*[linear(8, 8) for _ in range(n_layers)]), 3)
         for _ in range(3):
-            before = [count(name) for name in names]
-            optimizer.zero_grad()
+            before = counts(*names)
             ours(integers(6, 8)).square().sum().backward()
-            optimizer.step()
-        found.append([count(name) for name in names])
-        found[-1] = [a - b for a, b in zip(found[-1], before, strict=True)]
+            grow(ours, 0.5)
+        pairs = zip(counts(*names), before, strict=True)
+        found.append([after - earlier for after, earlier in pairs])
     assert found[0] == found[1]
     assert all(n > 0 for n in found[0])
 
 
 def test_no_host_waits_for_a_device_in_a_step(wrap, small_segments):
-    ours = wrap(smooth_net(), 4)
-    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
-    x = integers(8, 3)
-
-    def step():
-        optimizer.zero_grad()
-        ours(x).square().sum().backward()
-        optimizer.step()
-
-    step()
+    ours, x = wrap(smooth_net(), 4), integers(8, 3)
     waits = "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuMemFree"
-    before = [count(name) for name in waits]
-    step()
-    assert [count(name) for name in waits] == before
+    for _ in range(2):
+        before = counts(*waits)
+        ours(x).square().sum().backward()
+        grow(ours, 0.9)
+    assert counts(*waits) == before

@@ -3,18 +3,8 @@
 import pytest
 import torch
 from programs import X, buffer, module
-from replicas import (
-    F64,
-    Twin,
-    bare,
-    integers,
-    linear,
-    net,
-    step,
-)
+from replicas import F64, Twin, bare, integer_weights, integers, linear, net, step
 from torch import nn
-
-# ---- what a forward must not do -----------------------------------------------------
 
 
 def grows(m, x):
@@ -68,64 +58,59 @@ def hooked_by_a_lambda(made):
 LATE = {"size": buffer(torch.zeros(1, **F64)), "after": buffer(integers(3))}
 
 # name: (forward, held, init, error, words, where)
+NORM = {"norm": nn.BatchNorm1d(3).double()}
+OWN = {"layers": nn.ModuleList([linear()])}
+
+# name: (forward, held, words of the error)
 MUST_NOT = {
-    "make a layer": (grows, {"layers": nn.ModuleList([linear()])}, None, "changed its"),
-    "replace a parameter": (replaces, {}, None, "changed its parameters or modules"),
-    "hook a parameter": (hooks, {}, None, "a hook on"),
-    "freeze a part": (freezes, {"judge": net()}, None, "change requires_grad flags"),
-    "outgrow a buffer": (outgrows, LATE, None, "'size'.*1 to 20 elements.*before it"),
-    "outgrow and fail": (outgrows_and_fails, LATE, None, "'size'"),
-    "return a nested tensor": (nests, {}, None, r"is a nested tensor.*override gather"),
+    "make a layer": (grows, OWN, "changed its"),
+    "replace a parameter": (replaces, {}, "changed its parameters or modules"),
+    "hook a parameter": (hooks, {}, "a hook on"),
+    "freeze a part": (freezes, {"judge": net()}, "change requires_grad flags"),
+    "return a nested tensor": (nests, {}, r"is a nested tensor.*override gather"),
+}
+MUST_NOT_ON_GPUS = {
+    "outgrow a buffer": (outgrows, LATE, "'size'.*1 to 20 elements.*before it"),
+    "outgrow and fail": (outgrows_and_fails, LATE, "'size'"),
+}
+MUST_NOT_ON_THE_CPU = {
     "write to the module itself": (
         lambda m, x: m.layer(m.call(x)),
-        {"norm": nn.BatchNorm1d(3).double()},
-        leads_to_itself,
+        {**NORM, "init": leads_to_itself},
         r"^replica 1 of .* wrote to 'norm\.\w+' \(of a BatchNorm1d\)",
     ),
     "set an attribute of it": (
         lambda m, x: m.layer(x),
-        {},
-        hooked_by_a_lambda,
+        {"init": hooked_by_a_lambda},
         "an attribute of a Made",
     ),
-    "be lazy still": (
-        lambda m, x: m.lazy(x),
-        {"lazy": nn.LazyLinear(2)},
-        None,
-        "uninitialized parameter",
-    ),
-    "be on another device": (
-        lambda m, x: m.layer(x),
-        {"away": nn.Linear(2, 2, device="meta")},
-        None,
-        "found one of them on.* device: meta|on device meta|meta",
-    ),
 }
-ON_GPUS = "outgrow a buffer", "outgrow and fail"
-ON_THE_CPU = "write to the module itself", "set an attribute of it"
 
 
-@pytest.mark.parametrize("what", MUST_NOT)
+@pytest.mark.parametrize("what", [*MUST_NOT, *MUST_NOT_ON_GPUS, *MUST_NOT_ON_THE_CPU])
 def test_what_a_forward_must_not_do_is_one_clear_error(wrap, what):
-    if (ON_THE_CPU if wrap.is_gpu else ON_GPUS).count(what):
+    here = {**MUST_NOT, **(MUST_NOT_ON_GPUS if wrap.is_gpu else MUST_NOT_ON_THE_CPU)}
+    if what not in here:
         pytest.skip("of the other kind of device")
-    forward, held, init, words = MUST_NOT[what]
+    forward, held, words = here[what]
     made = module(forward, **{"layer": linear(), **held})
-    if init is not None:
-        init(made)
     ours = wrap(made)
     with pytest.raises((RuntimeError, ValueError), match=words):
         ours(X)
     made.code = lambda m, x: m.layer(x)
     made.layer._forward_hooks.clear()
-    if made.layer.weight._backward_hooks:
-        made.layer.weight._backward_hooks.clear()
-    if what not in ("be on another device", "be lazy still"):
-        assert torch.equal(ours(X), made.layer(X))
+    (made.layer.weight._backward_hooks or {}).clear()
+    assert torch.equal(ours(X), made.layer(X))
+
+
+def test_a_parameter_must_not_be_on_another_device(wrap):
+    made = module(lambda m, x: m.layer(x), layer=linear(), away=linear().to("meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        wrap(made)(X)
 
 
 def test_a_layer_that_a_forward_has_made_is_trained_from_then_on(wrap):
-    ours = wrap(module(grows, layers=nn.ModuleList([linear()])))
+    ours = wrap(module(grows, **OWN))
     with pytest.raises(RuntimeError, match="changed its parameters or modules"):
         ours(X)
     twin = Twin(lambda inner, n: ours, bare(ours))
@@ -150,29 +135,19 @@ def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
     twin.step(step, x)
 
 
-# ---- what a caller must not do ------------------------------------------------------
-
-TWO = {"left": linear(2), "right": linear(2, 4)}
+NO_ROWS = ValueError, "mark what each replica shall have"
+# name: (arguments, error, words)
 CALLS = {
-    "an unknown keyword": (
-        lambda m: m(X, words=3),
-        TypeError,
-        "unexpected keyword arg",
-    ),
-    "too few columns": (lambda m: m(X[:, :2], X), RuntimeError, "cannot be multiplied"),
+    "too few columns": ((X[:, :2], X), RuntimeError, "cannot be multiplied"),
     "sizes that disagree": (
-        lambda m: m(X, integers(5, 4)),
+        (X, integers(5, 4)),
         ValueError,
         r"(\b7\b.*\b5\b|\b5\b.*\b7\b).*replicate",
     ),
-    **{
-        f"numbers of shape {tuple(numbers.shape)}, {numbers.flatten()[-1]:.0f} last": (
-            lambda m, numbers=numbers: m(X, numbers),
-            ValueError,
-            "mark what each replica shall have",
-        )
-        for numbers in (torch.ones(3), torch.tensor([1.0, 2.0]), torch.ones(2, 3))
-    },
+    "too many numbers": ((X, torch.ones(3)), *NO_ROWS),
+    "numbers that differ": ((X, torch.tensor([1.0, 2.0])), *NO_ROWS),
+    "numbers in two dimensions": ((X, torch.ones(2, 3)), *NO_ROWS),
+    "an unknown keyword": ((X,), TypeError, "unexpected keyword arg"),
 }
 
 
@@ -181,16 +156,18 @@ def test_what_a_caller_must_not_do_is_one_clear_error(wrap, what):
     def forward(m, x, y):
         return m.left(x) + m.right(y)
 
-    call, error, words = CALLS[what]
-    ours = wrap(module(forward, **TWO))
+    args, error, words = CALLS[what]
+    ours = wrap(module(forward, left=linear(2), right=linear(2, 4)))
     with pytest.raises(error, match=f"(?s){words}"):
-        call(ours)
+        ours(*args, **({} if len(args) == 2 else {"words": 3}))
     assert ours(X, integers(7, 4)).shape == (7, 2)
 
 
 def test_a_lazy_module_works_once_it_is_initialized(wrap):
-    ours = wrap(nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
+    twin = Twin(wrap, nn.Sequential(nn.LazyLinear(2), nn.ReLU()).double())
     with pytest.raises(ValueError, match="uninitialized parameter"):
-        ours(X)
-    ours.module(X)  # as the words advise
-    assert torch.equal(ours(X), ours.module(X))
+        twin.ours(X)
+    for made in (twin.plain, twin.inner):  # as the words advise
+        made(X)
+        integer_weights(made)
+    twin.step(step, X)

@@ -35,9 +35,6 @@ class Mixed(nn.Module):
         return self.layers(x) * self.factor + self.shift
 
 
-# ---- state dicts --------------------------------------------------------------------
-
-
 def test_keys_of_the_state_are_those_of_torch(wrap):
     module = Mixed()
     ours = wrap(module)
@@ -98,9 +95,6 @@ def test_a_state_of_the_optimizer_loads(wrap):
         step(model, X).backward()
         optimizer.step()
     assert_same_state(*models)
-
-
-# ---- copies -------------------------------------------------------------------------
 
 
 COPIES = {

@@ -10,7 +10,6 @@ from replicas import (
     Power,
     Twin,
     loss_of,
-    net,
     reals,
     resident_bytes,
     slopes_of,
@@ -68,18 +67,6 @@ def test_trainings_go_the_plain_way(wrap, make, n):
         near(twin.ours, twin.plain)
         nn.utils.clip_grad_value_(twin.inner.parameters(), 0.01)
     assert (twin.inner[0].weight != smooth_net()[0].weight).all()
-
-
-def test_an_optimizer_may_be_made_before_wrapping(wrap):
-    plain, made = net(), net()
-    optimizers = [sgd(model.parameters()) for model in (plain, made)]
-    ours = wrap(made)
-    for seed in range(3):
-        for model, optimizer in zip((plain, ours), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(reals(7, 3, seed=seed)).sum().backward()
-            optimizer.step()
-        near(ours, plain)
 
 
 def test_a_loader_gradient_scaler_and_autocast_work_together(wrap):

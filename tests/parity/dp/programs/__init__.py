@@ -123,9 +123,12 @@ class Made(nn.Module):
         return self.code(self, *args, **kwargs)
 
 
-def module(code: Callable[..., Any], **held: Any) -> nn.Module:
+def module(code: Callable[..., Any], init: Any = None, **held: Any) -> nn.Module:
     """Return a module of a function, and of copies of what it is to hold."""
-    return Made(code, copy.deepcopy(held))
+    made = Made(code, copy.deepcopy(held))
+    if init is not None:
+        init(made)
+    return made
 
 
 # ---- uses ---------------------------------------------------------------------------
@@ -138,10 +141,6 @@ def batch(seed: int) -> tuple[torch.Tensor, ...]:
 def grown(x: torch.Tensor = X) -> torch.Tensor:
     """Return a leaf of its own that requires a gradient."""
     return x.clone().requires_grad_()
-
-
-def plainly(model: nn.Module, *args: Any) -> Any:
-    return model(*args)
 
 
 def snapshot(model: nn.Module) -> list[Any]:
@@ -173,7 +172,7 @@ class Steps:
         self,
         *changes: Callable[[nn.Module], Any],
         x: Callable[[int], tuple[Any, ...]] = batch,
-        call: Callable[..., Any] = plainly,
+        call: Callable[..., Any] = lambda model, *args: model(*args),
         n: int = 2,
         zero: bool = True,
         evaluates: bool = True,
@@ -242,21 +241,14 @@ def program(
 
     def add(code: Callable[..., Any]) -> Callable[..., Any]:
         for label, more in _labelled(cases).items():
-            held = {"use": use, "init": None, **given, **dict(more)}
+            held = {"use": use, **given, **dict(more)}
             options = {name: held.pop(name) for name in OPTIONS if name in held}
             use_here = held.pop("use") or steps()
-            make = functools.partial(_made, code, held.pop("init"), held)
+            make = functools.partial(module, code, **held)
             ROWS.append(Row(code.__name__ + label, make, use_here, **options))
         return code
 
     return add
-
-
-def _made(code: Callable[..., Any], init: Any, held: dict[str, Any]) -> nn.Module:
-    made = module(code, **held)
-    if init is not None:
-        init(made)
-    return made
 
 
 def uses(
@@ -289,14 +281,13 @@ def _used(use: Callable[..., Any], values: tuple[Any, ...], model: nn.Module) ->
 
 def trains(
     modules: dict[str, Callable[[], nn.Module]],
-    use: Callable[[nn.Module], Any] | None = None,
+    *changes: Callable[[nn.Module], Any],
     **options: Any,
 ) -> None:
-    """Add a row for each of these modules; they take steps, or what `use` says."""
+    """Add a row for each of these modules, which take steps, one after each change."""
     of_row = {name: options.pop(name) for name in OPTIONS if name in options}
-    use = use or steps(**options)
     for name, make in modules.items():
-        ROWS.append(Row(name, make, use, **of_row))
+        ROWS.append(Row(name, make, steps(*changes, **options), **of_row))
 
 
 def rows_on(kind: str) -> list[Any]:

@@ -32,9 +32,6 @@ def go_on(model):
         penalty_on(model, grown()).backward()
 
 
-# ---- in backward --------------------------------------------------------------------
-
-
 class Failing(torch.autograd.Function):
     """Passes on what it gets; its backward fails where told to, or at infinity."""
 
@@ -103,8 +100,6 @@ def a_backward_that_fails_leaves_no_sparse_gradient_behind(model, row):
     for p in model.parameters():
         p.grad = p.grad.to_dense()
 
-
-# ---- hooks --------------------------------------------------------------------------
 
 PLACES = {
     "parameter": lambda model, x: bare(model).weight.register_hook(fail),

@@ -5,19 +5,9 @@ from replicas import F64, bare, integer_weights, integers, linear, reals
 from torch import nn
 from torch.nn import functional
 
-from programs import X, buffer, module, parameter, program, steps, uses
+from programs import buffer, module, parameter, program, steps, uses
 
 # ---- parameters ---------------------------------------------------------------------
-
-
-@program(
-    first=linear(),
-    second=linear(),
-    init=lambda m: setattr(m.second, "weight", m.first.weight),
-)
-def tied_weights_get_the_sum_of_their_uses(m, x):
-    assert m.second.weight is m.first.weight
-    return m.second(m.first(x).relu())
 
 
 def asking(seed, rows=((), (1,), (), (6,), (1, 6), ())):
@@ -124,17 +114,7 @@ def a_parameter_may_get_no_gradient_though_it_is_used(m, x):
     return m.last(GivesNone.apply(x, m.table[0, :3]))
 
 
-def share_memory(m):
-    m.same = nn.Parameter(m.first.data)
-    m.part = nn.Parameter(m.first.data[:2])
-
-
-@program(first=parameter(integers(3, 3)), init=share_memory)
-def parameters_may_share_memory(m, x):
-    return (x @ m.first).square() @ m.same @ m.part.t()
-
-
-# ---- numbers of every kind ----------------------------------------------------------
+# ---- numbers and gradients of every kind ---------------------------------------------
 
 
 @uses(
@@ -149,27 +129,6 @@ def complex_tensors_and_parameters_work(model):
     out = model(z)
     (out * out.conj()).real.sum().backward()
     return [out, z.grad, model(z.detach().conj())]
-
-
-def lazily(change):
-    def of_data(m):
-        m.weight.data = change(m.weight.data)
-
-    return steps(of_data, of_data, n=1, descends=False)
-
-
-COMPLEX = torch.complex(integers(3), integers(3, seed=1))
-
-
-@program(
-    cases={
-        "conjugated": {"weight": parameter(COMPLEX), "use": lazily(torch.conj)},
-        "negated": {"weight": parameter(X[0]), "use": lazily(torch._neg_view)},
-    }
-)
-def a_weight_may_be_a_lazy_view(m, x):
-    out = x * m.weight
-    return torch.view_as_real(out).sum(-1) if out.is_complex() else out
 
 
 class NegatedGradient(torch.autograd.Function):
@@ -203,9 +162,6 @@ def sixteen_bits_are_exact(model, dtype):
     return x.grad
 
 
-# ---- sparse gradients ---------------------------------------------------------------
-
-
 def rows_of_a_table(seed):
     return (torch.tensor([1, 3, 3, 7, seed, 1, 2]),)
 
@@ -233,64 +189,3 @@ def embeddings_get_the_plain_kind_of_gradient(m, x):
 def sparse_gradients_of_a_plain_parameter_are_added_up(m, x):
     is_sparse = bool((x < m.first_dense).all())
     return m.last(functional.embedding(x, m.table, sparse=is_sparse))
-
-
-# ---- buffers ------------------------------------------------------------------------
-
-
-def share_a_table(m):
-    m.x, m.y = nn.Module(), nn.Module()
-    table = integers(3)
-    m.x.register_buffer("table", table)
-    m.y.register_buffer("table", table)
-
-
-def parting(owners):
-    """Return a use that gives each owner a table of its own, then writes it."""
-    changes = []
-    for name in owners:
-        changes += [
-            lambda m, name=name: setattr(
-                getattr(m, name), "table", integers(3, seed=5)
-            ),
-            lambda m, name=name: getattr(m, name).table.add_(1),
-        ]
-    return steps(*changes, n=1)
-
-
-@program(
-    cases={owners: {"use": parting(owners)} for owners in ("xy", "yx", "y", "xx")},
-    layer=linear(),
-    init=share_a_table,
-)
-def owners_of_one_buffer_may_part(m, x):
-    return m.layer(x) * m.x.table + m.y.table
-
-
-BUFFERS = {
-    "gaps": torch.ones(4, 6)[:, :3],
-    "repeats": torch.ones(1, 3).expand(2, 3),
-    "steps": torch.ones(4, 3)[::2],
-    "a column": torch.ones(4, 3)[:, 1],
-    "transposed, with steps": torch.arange(12.0).view(3, 4).t()[::2],
-    "transposed": torch.arange(12.0).view(3, 4).t(),
-    "of no known type": torch.ones(2, dtype=torch.uint16),
-}
-
-
-def add_to_it(m):
-    if m.odd.dtype == torch.float32 and m.odd.stride()[0] != 0:
-        m.odd += 3
-
-
-def other_layouts(m):
-    m.odd, m.dense = torch.full((4,), 5.0), torch.ones(8)[::2]
-
-
-@program(
-    steps(add_to_it, other_layouts, lambda m: m.dense.mul_(3), n=1),
-    {label: {"odd": buffer(odd)} for label, odd in BUFFERS.items()},
-    dense=buffer(torch.ones(3)),
-)
-def buffers_of_every_layout_reach_every_replica(m, x):
-    return x + m.dense.sum() + m.odd.double().sum()

@@ -1,5 +1,7 @@
 """Hooks of every kind, checkpoints, functions with a backward of their own."""
 
+from types import MethodType
+
 import pytest
 import torch
 from replicas import (
@@ -57,25 +59,20 @@ def hook_parts(m):
     m[2].register_forward_pre_hook(lambda m, args: (args[0] - m.bias.sum(),))
 
 
-trains({"hooks_of_parts_may_change_values": net}, steps(hook_parts))
+trains({"hooks_of_parts_may_change_values": net}, hook_parts)
 
 
-class CountedByAMethod(nn.Module):
-    """Has a hook that is a method of the module."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.n_calls = linear(), 0
-        self.layer.register_forward_hook(self.count)
-
-    def count(self, *_):
-        self.n_calls += 1
-
-    def forward(self, x):
-        return self.layer(x) * (1 + self.n_calls)
+def count(m, *_):
+    m.n_calls += 1
 
 
-trains({"attributes_that_a_bound_hook_sets_are_the_replicas": CountedByAMethod}, n=3)
+def counted_by_a_method(m):
+    m.layer.register_forward_hook(MethodType(count, m))
+
+
+@program(steps(n=3), layer=linear(), n_calls=0, init=counted_by_a_method)
+def attributes_that_a_bound_hook_sets_are_the_replicas(m, x):
+    return m.layer(x) * (1 + m.n_calls)
 
 
 @program(steps(n=3), layer=linear(), is_hooked=False)
@@ -237,7 +234,7 @@ def hooks_set_after_the_forward_get_zeros_for_unused_parameters(model):
         idle.zero_grad()
 
 
-# ---- checkpoints --------------------------------------------------------------------
+# ---- checkpoints, and functions of one's own -----------------------------------------
 
 BOTH = {"saved tensors": False, "reentrant": True}
 
@@ -341,24 +338,7 @@ def a_checkpoint_may_keep_some_results(model):
         loss_of(out).backward()
 
 
-class CheckpointedPlace(nn.Module):
-    """A layer in a checkpoint, before or behind one that is in none."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = linear(), linear()
-
-    def forward(self, x):
-        options = {"use_reentrant": True, "preserve_rng_state": False}
-        if x.detach()[0, 0] > 0:
-            return checkpoint(self.inner, self.outer(x), **options)
-        for _ in range(5):  # the checkpoint's backward goes before another replica's
-            x = x * 1
-        return self.outer(checkpoint(self.inner, x, **options))
-
-
-@uses(CheckpointedPlace, in_parts=True)
-def a_reentrant_checkpoint_runs_in_the_middle_of_a_backward(model):
+def in_the_middle(model):
     x = integers(6, 3)
     x[::2, 0] = torch.tensor([-1, -1, 1], dtype=x.dtype)
     for _ in range(1000):
@@ -367,7 +347,15 @@ def a_reentrant_checkpoint_runs_in_the_middle_of_a_backward(model):
         loss_of(model(grown(x))).backward()
 
 
-# ---- functions of one's own ---------------------------------------------------------
+@program(in_the_middle, inner=linear(), outer=linear(), in_parts=True)
+def a_reentrant_checkpoint_runs_in_the_middle_of_a_backward(m, x):
+    """Before or behind a layer that is in none."""
+    options = {"use_reentrant": True, "preserve_rng_state": False}
+    if x.detach()[0, 0] > 0:
+        return checkpoint(m.inner, m.outer(x), **options)
+    for _ in range(5):  # the checkpoint's backward goes before another replica's
+        x = x * 1
+    return m.outer(checkpoint(m.inner, x, **options))
 
 
 class Cube(torch.autograd.Function):

@@ -68,7 +68,7 @@ def the_function_does_what_the_class_does(model):
     return out
 
 
-# ---- several arguments --------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------
 
 
 def summed(m, x, y=None, scale=1, *, sign="plus", mask=None, shift=0.0):
@@ -109,9 +109,6 @@ def arguments_of_a_call_arrive(model):
 def empty_containers_may_stand_beside_a_tensor(model, empty):
     loss_of(model(x=X, extra=empty)).backward()
     loss_of(model(x=X + 1)).backward()
-
-
-# ---- nested arguments ---------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -190,9 +187,6 @@ def nested_arguments_keep_their_form(model):
     return seen
 
 
-# ---- objects of any kind ------------------------------------------------------------
-
-
 class Settings:
     """Something of the user's own, which he may change between calls."""
 
@@ -231,8 +225,6 @@ def objects_of_any_kind_are_given_to_each(model):
         seen += [out, alike(model(X, settings))]
     return seen
 
-
-# ---- arguments that are not to be split ---------------------------------------------
 
 TABLES = {
     "tensor": paceline.replicate,

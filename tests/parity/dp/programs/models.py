@@ -1,10 +1,6 @@
 """Models of the kinds that people write, modules of other makes, and odd ones."""
 
-from collections import OrderedDict
-
-import paceline
 import torch
-import torch.nn.functional as F
 from replicas import (
     F64,
     Parent,
@@ -21,12 +17,9 @@ from replicas import (
     step,
 )
 from torch import nn
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from programs import Made, X, grown, module, steps, trains, uses
-
-# ---- modules of other makes ---------------------------------------------------------
+from programs import Made, X, grown, module, trains, uses
 
 
 def holder(inner, again=None):
@@ -91,9 +84,6 @@ def a_compiled_wrapper_trains_as_the_plain_module(model, compiles):
     accumulate(compiles(model))
 
 
-# ---- models -------------------------------------------------------------------------
-
-
 def transformer():
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2).double()
@@ -107,153 +97,35 @@ def convolutions():
 
 
 def attention():
-    def forward(m, x):
-        return torch.cat(m.attention(x, x, x), 2)
-
-    return module(forward, attention=nn.MultiheadAttention(8, 2, batch_first=True))
+    made = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    return module(lambda m, x: m.attention(x, x, x), attention=made)
 
 
 MAKES = {
     "transformer": (transformer, (7, 5, 8)),
     "convolutions": (convolutions, (7, 2, 4, 4)),
-    "attention": (lambda: attention().double(), (7, 5, 8)),
+    "attention": (attention, (7, 5, 8)),
 }
 
 for name, (make, shape) in MAKES.items():
     trains(
         {f"a_model[{name}]": make},
-        steps(
-            nn.Module.eval,
-            x=lambda seed, s=shape: (reals(*s, seed=seed),),
-            descends=False,
-        ),
+        nn.Module.eval,
+        x=lambda seed, shape=shape: (reals(*shape, seed=seed),),
+        descends=False,
         exact=False,
     )
 
 
-def tokens(seed, rows=5, length=6):
-    return integers(rows, length, seed=seed, low=1, high=10, dtype=torch.int64)
-
-
-def encoder():
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    return module(lambda m, x: F.normalize(m.layers(x), dim=1), layers=layers).double()
-
-
-def read(m, x, state=None):
-    """Return words and a hidden state, with the batch in front."""
-    if state is not None:
-        state = tuple(s.transpose(0, 1).contiguous() for s in state)
-    y, state = m.cell(m.words(x), state)
-    return m.out(y), tuple(s.transpose(0, 1) for s in state)
-
-
-def language():
-    words, out = nn.Embedding(11, 8), nn.Linear(8, 11)
-    out.weight = words.weight
-    cell = nn.LSTM(8, 8, 2, batch_first=True)
-    return module(read, words=words, out=out, cell=cell).double()
-
-
-@uses(language, {"detached": True, "whole graph": False}, exact=False)
-def a_language_model_hands_its_state_on(model, is_detached):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for seed in range(2):
-        total, state = 0, None
-        for window in tokens(seed).split(3, dim=1):
-            y, state = model(window[:, :-1], state)
-            if is_detached:
-                state = tuple(s.detach() for s in state)
-            total = total + F.cross_entropy(y.flatten(0, 1), window[:, 1:].flatten())
-        optimizer.zero_grad()
-        total.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-    return total
-
-
-def translate(m, source, target, *, is_padding, causal):
-    memory = m.both.encoder(m.words(source), src_key_padding_mask=is_padding)
-    y = m.both.decoder(
-        m.words(target), memory, tgt_mask=causal, memory_key_padding_mask=is_padding
-    )
-    return OrderedDict(logits=m.out(y), lengths=(source > 0).sum(1), memory=memory)
-
-
-def translator():
-    words, out = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
-    out.weight = words.weight
-    both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-    return module(translate, words=words, out=out, both=both).double()
-
-
-@uses(translator, exact=False)
-def a_translator_takes_masks_and_returns_dicts(model):
-    causal = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
-    mask = causal if model is bare(model) else paceline.replicate(causal)
-    source, target = tokens(0), tokens(50, length=4)
-    source[:2, 4:] = 0
-    out = model(source, target[:, :-1], is_padding=source == 0, causal=mask)
-    loss = F.cross_entropy(out["logits"].flatten(0, 1), target[:, 1:].flatten())
-    (loss + out["memory"].square().mean()).backward()
-    return out
-
-
-# ---- ways to train ------------------------------------------------------------------
-
-
-@uses(encoder, exact=False)
-def a_teacher_may_follow_its_student(model):
-    """A mean teacher: weights are averaged in place between the steps."""
-    teacher = beside(model, encoder().requires_grad_(False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for seed in range(3):
-        x = reals(7, 6, seed=seed)
-        with torch.no_grad():
-            target = teacher(x + 0.1)
-        optimizer.zero_grad()
-        (model(x) - target).square().sum().backward()
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_([*teacher.parameters()], [*model.parameters()], 0.5)
-    return list(teacher.parameters())
-
-
-@uses(encoder, exact=False)
-def averages_of_weights_may_be_taken_of_the_wrapper(model):
-    model(reals(7, 6))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    schedule = SWALR(optimizer, 0.02, anneal_epochs=2)
-    for seed in range(3):
-        optimizer.zero_grad()
-        model(reals(7, 6, seed=seed)).sum().backward()
-        optimizer.step()
-        schedule.step()
-        average.update_parameters(model)
-    return average(reals(7, 6)).detach()
-
-
-@uses(encoder, exact=False)
-def a_closure_may_be_called_several_times_a_step(model):
-    x, y = reals(7, 6), reals(7, 4)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    model.zero_grad()
-    with torch.no_grad():  # sums in another order
-        for p in model.parameters():
-            p.copy_(p.round(decimals=6))
-
-
-# ---- what is the same for every replica ---------------------------------------------
+@uses(linear, {"detached": True, "whole graph": False})
+def a_wrapper_takes_what_it_has_returned(model, x, is_detached):
+    """As a language model that hands its state on."""
+    state = model(x)
+    loss = loss_of(state)
+    for _ in range(2):
+        state = model(state.detach() if is_detached else state)
+        loss = loss + loss_of(state)
+    loss.backward()
 
 
 def counting(m, *, first=None, x, last=None):
@@ -271,9 +143,6 @@ def a_number_may_be_repeated_once_for_each_replica(model, n_rows):
         outs += [model(x=x, last=each), model(first=each, x=x)]
         outs.append(model(first=each, x=x, last=each))
     return outs
-
-
-# ---- odd ones -----------------------------------------------------------------------
 
 
 class Marked(torch.Tensor):
@@ -309,12 +178,13 @@ def a_checkpoint_round_a_wrapper_in_a_wrapper(model, use_reentrant):
     assert n_rows == [6 // n] * 2 * n
 
 
-@uses(net)
-def functional_calls_work_round_the_wrapper(model):
+@uses(net, {"at once": False, "later": True})
+def functional_calls_work_round_the_wrapper(model, is_late):
     outer, weight = Parent(model), grown(torch.full((4, 3), 2.0, **F64))
-    model(X)
+    if is_late:
+        model(X)
     name = next(name for name, _ in outer.named_parameters())
-    out = torch.func.functional_call(outer, {name: weight}, (X,))
+    out = torch.func.functional_call(outer, {name: weight * 2}, (X,))
     loss_of(out).backward()
     assert next(bare(model).parameters()).grad is None
     step(outer, X).backward()

@@ -1,7 +1,5 @@
 """Gradients of gradients, of any order; and torch's transforms of functions."""
 
-import functools
-
 import pytest
 import torch
 from replicas import (
@@ -16,16 +14,14 @@ from replicas import (
     linear,
     loss_of,
     penalty_on,
-    reals,
     slopes_of,
     small,
-    smooth_net,
     squares_of,
     step,
 )
 from support.threads import in_threads
 from torch import func, nn
-from torch.autograd import forward_ad, functional
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from programs import THREE, buffer, module, pairs, parameter, uses
@@ -33,9 +29,6 @@ from programs import THREE, buffer, module, pairs, parameter, uses
 
 def grown(seed=0, n=7):
     return small(n, 3, seed=seed).requires_grad_()
-
-
-# ---- orders -------------------------------------------------------------------------
 
 
 @uses(Power, on=THREE)
@@ -78,84 +71,7 @@ def what_is_asked_for_may_differ_by_order(model, first, second):
     return seen
 
 
-@uses(Power)
-def products_with_the_hessian_take_two_backwards(model):
-    weights = list(model.parameters())
-    slopes = slopes_of(loss_of(model(grown())), weights)
-    dot = sum((s * small(*s.shape, seed=9)).sum() for s in slopes if s is not None)
-    return torch.autograd.grad(dot, weights, allow_unused=True)
-
-
-FUNCTIONAL = {
-    "hessian": functional.hessian,
-    "hessian at once": functools.partial(functional.hessian, vectorize=True),
-    "hvp": lambda f, x: functional.hvp(f, x, torch.ones_like(x)),
-    "vhp": lambda f, x: functional.vhp(f, x, torch.ones_like(x)),
-    "jacobian": functools.partial(functional.jacobian, create_graph=True),
-    "jvp": lambda f, x: functional.jvp(f, x, torch.ones_like(x), create_graph=True),
-}
-
-
-@uses(Power)
-def the_functional_api_gives_what_it_gives_plainly(model):
-    x = small(5, 3).requires_grad_()
-    return [f(lambda y: loss_of(model(y)), x) for f in FUNCTIONAL.values()]
-
-
-@uses(smooth_net, exact=False)
-def gradgradcheck_finds_no_fault(model):
-    x, weights = reals(3, 3).requires_grad_(), list(model.parameters())
-    assert torch.autograd.gradgradcheck(lambda x, *_: model(x).exp(), (x, *weights))
-
-
 # ---- loops --------------------------------------------------------------------------
-
-
-def normalised(m, x):
-    """Divide a weight by its norm along a vector that each training call improves."""
-    weight = m.first.weight
-    if m.training:
-        with torch.no_grad():
-            there = weight @ (weight.T @ m.direction)
-            m.direction.copy_(nn.functional.normalize(there, dim=0))
-    size = (weight.T @ m.direction.clone()).norm()
-    return m.last(torch.tanh(m.norm(x @ (weight / size).T)))
-
-
-def critic():
-    torch.manual_seed(3)
-    return module(
-        normalised,
-        norm=nn.LayerNorm(4),
-        first=nn.Linear(3, 4),
-        last=nn.Linear(4, 1),
-        direction=buffer(torch.ones(4)),
-    ).double()
-
-
-def penalty_of(model, mixed):
-    (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
-    return (slope.norm(dim=1) - 1).square().mean()
-
-
-@uses(critic, exact=False)
-def a_gan_with_a_gradient_penalty_trains_as_plainly(model):
-    torch.manual_seed(4)
-    maker = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    slow = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    fast = torch.optim.SGD(maker.parameters(), lr=0.1)
-    for seed in range(3):
-        real, noise = reals(7, 3, seed=seed), reals(7, 2, seed=seed)
-        fake = maker(noise)
-        mixed = (0.5 * real + 0.5 * fake.detach()).requires_grad_()
-        loss = model(fake.detach()).mean() - model(real).mean()
-        slow.zero_grad()
-        (loss + 10 * penalty_of(model, mixed)).backward()
-        slow.step()
-        fast.zero_grad()
-        (penalty_of(model, maker(noise)) - model(maker(noise)).mean()).backward()
-        fast.step()
-    return list(maker.parameters())
 
 
 @uses(Power)
@@ -164,16 +80,16 @@ def gradients_in_place_may_have_a_graph(model):
     for seed in range(2):
         x = grown(seed)
         loss_of(model(x)).backward(create_graph=True)
-        slopes = [p.grad for p in model.parameters() if p.grad is not None]
+        slopes = [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
         assert all(slope.requires_grad for slope in slopes)
-        kept += torch.autograd.grad(squares_of([*slopes, x.grad]), x)
-        kept += [slope.detach() for slope in (*slopes, x.grad)]
+        kept += torch.autograd.grad(squares_of(slopes), x)
+        kept += [slope.detach() for slope in slopes]
         model.zero_grad()
         x.grad = None  # a cycle
     return kept
 
 
-@uses(Power)
+@uses(Power, on=THREE)
 def calls_of_every_size_may_go_into_one_graph(model):
     for _ in range(2):
         model.zero_grad()
@@ -212,13 +128,12 @@ def what_a_slope_does_not_depend_on_has_no_gradient(model):
     for leaf in (x, bias):
         leaf.register_hook(lambda grad: fired.append(grad.clone()))
     penalty = penalty_on(model, x)
-    seen = torch.autograd.grad(
-        penalty, [x, weight, bias], allow_unused=True, retain_graph=True
-    )
+    some = {"retain_graph": True, "allow_unused": True}
+    seen = torch.autograd.grad(penalty, [x, weight, bias], **some)
     assert [grad is None for grad in seen] == [True, False, True]
-    penalty.backward()
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(penalty_on(model, x), x)
+        torch.autograd.grad(penalty, x, retain_graph=True)
+    penalty.backward()
     return seen, fired, x.grad
 
 
@@ -377,9 +292,6 @@ def a_weight_changed_before_the_second_order_is_an_error(model):
     step(model, grown()).backward()
 
 
-# ---- many at once -------------------------------------------------------------------
-
-
 @uses(Power)
 def a_batch_of_gradients_may_have_a_graph(model):
     x = grown()
@@ -409,7 +321,7 @@ def vmaps_may_go_over_a_backward(model):
     return once, twice, last
 
 
-# ---- torch.func ---------------------------------------------------------------------
+# ---- torch.func ----------------------------------------------------------------------
 
 
 def forward_mode(f, x):
@@ -451,24 +363,23 @@ def squared(f):
     return lambda *arguments: f(*arguments).square().sum()
 
 
-def ones_like(state):
-    return {name: torch.ones_like(tensor) for name, tensor in state.items()}
-
-
-def ensemble_of(state):
-    return {name: torch.stack([t, t * 2]) for name, t in state.items()}
+def mapped(function, state):
+    return {name: function(tensor) for name, tensor in state.items()}
 
 
 def along(f, state, x):
     with forward_ad.dual_level():
-        duals = {
-            n: forward_ad.make_dual(t, torch.ones_like(t)) for n, t in state.items()
-        }
+        duals = mapped(lambda t: forward_ad.make_dual(t, torch.ones_like(t)), state)
         return forward_ad.unpack_dual(f(duals, x)).tangent
 
 
 def by_sample(f, state, x):
     return func.vmap(lambda row: func.grad(squared(f))(state, row.expand(4, 3)))(x)
+
+
+def of_an_ensemble(f, state, x):
+    states = mapped(lambda t: torch.stack([t, t * 2]), state)
+    return func.vmap(f, (0, None))(states, x)
 
 
 def curvature(f, state, x):
@@ -479,13 +390,11 @@ def curvature(f, state, x):
 OF_PARAMETERS = {
     "grad": lambda f, s, x: func.grad(squared(f), argnums=(0, 1))(s, x),
     "vjp": lambda f, s, x: func.vjp(f, s, x)[1](torch.ones(len(x), 2, **F64)),
-    "jvp": lambda f, s, x: func.jvp(f, (s, x), (ones_like(s), x)),
+    "jvp": lambda f, s, x: func.jvp(f, (s, x), (mapped(torch.ones_like, s), x)),
     "jacrev": lambda f, s, x: func.jacrev(f)(s, x),
     "jacfwd": lambda f, s, x: func.jacfwd(f)(s, x),
-    "vmap": lambda f, s, x: func.vmap(f, (0, None))(ensemble_of(s), x),
-    "vmap of grad": lambda f, s, x: func.vmap(func.grad(squared(f)), (0, None))(
-        ensemble_of(s), x
-    ),
+    "vmap": of_an_ensemble,
+    "vmap of grad": lambda f, s, x: of_an_ensemble(func.grad(squared(f)), s, x),
     "by sample": by_sample,
     "hessian": curvature,
     "dual numbers": along,

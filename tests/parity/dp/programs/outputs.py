@@ -107,6 +107,11 @@ def constants_and_losses_come_with_one_entry_a_replica(model):
     return seen
 
 
+@uses(module(lambda m, x, form: form(m.layer(x), m.layer(x + 1)), layer=linear(2)))
+def the_form_of_outputs_may_change_from_call_to_call(model):
+    return [alike(model(X, form)) for form in FORMS.values()]
+
+
 @uses(nn.Identity(), on=CPU)
 def there_are_no_more_replicas_than_rows(model):
     n_rows = []

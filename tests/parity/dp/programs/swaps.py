@@ -15,6 +15,7 @@ from replicas import (
     integers,
     linear,
     loss_of,
+    slopes_of,
     smooth_net,
     squares_of,
     step,
@@ -25,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from programs import GPUS, X, buffer, module, pairs, parameter, program, steps, uses
+from programs.changes import Doubled
 
 
 @contextlib.contextmanager
@@ -70,14 +72,13 @@ def an_evaluation_with_other_weights_leaves_a_graph_alone(model, how, is_frozen)
 def three_orders_of_gradients_with_other_weights_between_them(model, how):
     parameters = list(model.parameters())
     loss = loss_of(model(X)) + model(X[:5]).exp().sum()
-    first = torch.autograd.grad(loss, parameters, create_graph=True)
-    with scaled(model, how), torch.no_grad():
-        model(X)
-    second = torch.autograd.grad(squares_of(first), parameters, create_graph=True)
-    with scaled(model, how):
-        model(X)
-    squares_of(second).backward()
-    return first, second
+    slopes = [slopes_of(loss, parameters)]
+    for mode in (torch.no_grad, torch.enable_grad):
+        with scaled(model, how), mode():
+            model(X)
+        slopes.append(slopes_of(squares_of(slopes[-1]), parameters))
+    squares_of(slopes[-1]).backward()
+    return slopes
 
 
 @uses(smooth_net, [*TWO_WAYS, "swapped"], exact=False)
@@ -195,7 +196,7 @@ def an_evaluation_leaves_statistics_that_a_graph_needs_alone(m, x):
     return m.norm(x) + x * m.weight * m.norm.running_mean
 
 
-# ---- parameters of another form or memory -------------------------------------------
+# ---- parameters and buffers of another form, memory or size --------------------------
 
 
 @uses(lambda: nn.Sequential(linear(4), linear(2, 4)), exact=False)
@@ -212,31 +213,6 @@ def conversions_may_swap_tensors(model):
     finally:
         swap(False)
     return kept
-
-
-@uses(lambda: linear(2))
-def parameters_may_take_over_memory(model):
-    for k in range(3):
-        with torch.no_grad():
-            bare(model).weight.set_(integers(2, 3, seed=k).clone())
-        step(model, X).backward()
-
-
-def to_a_parameter(m):
-    m.turn = nn.Parameter(m._buffers.pop("turn"))
-
-
-def to_a_buffer(m):
-    m.register_buffer("turn", m._parameters.pop("turn").data)
-
-
-@program(
-    steps(to_a_parameter, to_a_buffer, to_a_parameter, n=1),
-    weight=parameter(integers(3)),
-    turn=buffer(integers(3, seed=3)),
-)
-def a_tensor_is_a_buffer_and_a_parameter_in_turn(m, x):
-    return x * m.weight + x.square() * m.turn
 
 
 @uses(
@@ -257,19 +233,14 @@ def buffers_made_in_inference_mode_come_and_go(model):
     return kept
 
 
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).t()
-
-
-def symmetric():
-    made = nn.Sequential(linear(), nn.Tanh(), linear(), linear())
-    for i in (0, 2, 3):
-        parametrize.register_parametrization(made[i], "weight", Symmetric())
+def parametrized():
+    made = nn.Sequential(linear(), nn.Tanh(), linear())
+    for i in (0, 2):
+        parametrize.register_parametrization(made[i], "weight", Doubled())
     return made
 
 
-@uses(symmetric, exact=False)
+@uses(parametrized, exact=False)
 def parametrizations_may_be_cached_over_several_calls(model):
     kept = []
     for k in range(4):
@@ -279,24 +250,6 @@ def parametrizations_may_be_cached_over_several_calls(model):
         kept += outs
         grow(model, 0.9)
     return kept
-
-
-@uses(lambda: nn.Sequential(linear(4, 4), linear(2, 4)).float())
-def casts_of_one_autocast_belong_to_their_step(model):
-    kept = []
-    x = integers(8, 4, dtype=torch.float32, low=-1, high=1)
-    for _ in range(2):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            first = model(x)
-            with torch.no_grad():
-                kept.append(model(x))
-            second = model(x)
-        (first.float().sum() + second.float().sum()).backward()
-        grow(model)
-    return kept
-
-
-# ---- weights that are given for a call ----------------------------------------------
 
 
 def given(model, seed):
@@ -330,18 +283,6 @@ def tensors_for_parameters_belong_to_the_graphs_that_saved_them(model, x, is_new
     return one, two
 
 
-@uses(linear, {"at once": False, "later": True})
-def weights_that_are_computed_pass_their_gradient_on(model, is_late):
-    if is_late:
-        model(X)
-    parent = Parent(model)
-    base = integers(3, 3, seed=3).requires_grad_()
-    (name, _), *_ = parent.named_parameters()
-    out = functional_call(parent, {name: base * 2}, (X,))
-    loss_of(out).backward()
-    return out, base.grad
-
-
 @uses(smooth_net, exact=False)
 def an_inner_step_is_differentiated(model):
     """As in meta-learning."""
@@ -354,9 +295,6 @@ def an_inner_step_is_differentiated(model):
         moved = [p - 0.01 * grad for p, grad in zip(parameters, grads, strict=True)]
         fast = dict(zip(names, moved, strict=True))
         loss_of(functional_call(parent, fast, (X[:5],))).backward()
-
-
-# ---- buffers that change their size -------------------------------------------------
 
 
 SIZED = {"weight": parameter(integers(3)), "after": buffer(integers(3, seed=2))}

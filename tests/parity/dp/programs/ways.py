@@ -5,13 +5,10 @@ import threading
 import types
 import weakref
 
-import torch
-from replicas import Parent, bare, integers, linear, loss_of, net, step
+from replicas import Parent, bare, integers, linear, loss_of, step
 from torch import nn
 
-from programs import CPU, Made, X, buffer, module, program, steps, trains, uses
-
-# ---- trained tensors that are no parameters -----------------------------------------
+from programs import CPU, Made, X, module, program, trains, uses
 
 
 def holding(kind):
@@ -44,49 +41,6 @@ def a_trained_tensor_inside_an_argument_gets_its_gradient(model):
     return box.tensor.grad
 
 
-# ---- views --------------------------------------------------------------------------
-
-
-def view_a_row(m):
-    m.view = m.layer.weight.data[0]
-    m.window = m.table[2:5]
-
-
-def view_a_row_in_a_buffer(m):
-    m.register_buffer("view", m.layer.weight.data[0])
-    m.window = m.table[2:5]
-
-
-@program(
-    steps(
-        lambda m: m.layer.weight.data.add_(1),
-        lambda m: m.window.add_(1),
-        descends=False,
-    ),
-    {"buffer": {"init": view_a_row_in_a_buffer}, "attribute": {"init": view_a_row}},
-    layer=linear(),
-    table=buffer(integers(6)),
-)
-def views_of_parameters_and_buffers(m, x):
-    return m.layer(x) * m.window.sum() + m.view + m.table.sum()
-
-
-def flattened():
-    made = net()
-    made.flat = [nn.utils.parameters_to_vector(made.parameters()).detach()]
-    nn.utils.vector_to_parameters(made.flat[0], made.parameters())
-    return made
-
-
-trains(
-    {"parameters_follow_the_flat_tensor_that_they_are_views_of": flattened},
-    steps(lambda m: m.flat[0].mul_(2)),
-)
-
-
-# ---- ways to a part -----------------------------------------------------------------
-
-
 def leading_by_closure():
     inner = linear(2)
     return Made(lambda m, x: inner(x), {"inner": inner})
@@ -112,21 +66,6 @@ for make in (leading_by_closure, leading_by_attribute, leading_by_proxy):
     trains(
         {f"a_part_is_reached_past_the_module[{make.__name__}]": make}, descends=False
     )
-
-
-def buffer_twice(m):
-    m.register_buffer("first", torch.ones(1))
-    m.register_buffer("second", m.first)
-
-
-def part_twice(m):
-    m.first = m.second = nn.Linear(1, 1)
-    m.register_module("none", None)
-
-
-@program(cases={init.__name__: {"init": init} for init in (buffer_twice, part_twice)})
-def each_replica_has_one_thing_under_two_names(m, x):
-    return x * (1 + float(m.first is m.second))
 
 
 def ways_to_a_part(m):
@@ -163,7 +102,7 @@ class Child(nn.Module):
         self.find = weakref.ref(parent)
 
     def forward(self, x):
-        return self.find().last(x)
+        return self.find().apply_last(x)
 
 
 class Leading(nn.Module):
@@ -194,13 +133,16 @@ for way in ("weak reference", "partial", "lambda"):
     )
 
 
-# ---- what belongs to a thread -------------------------------------------------------
-
-
 class Slotted(nn.Module):
-    """Has slots: of a number, a tensor, and a part that is registered too."""
+    """Has slots: of a tensor, and of a part that is registered too."""
 
-    __slots__ = ("factor", "part", "table")
+    __slots__ = ("part", "table")
+
+
+class Heir(Slotted):
+    """Has a slot of its own, and a dictionary."""
+
+    __slots__ = ("factor",)
 
     def __init__(self):
         super().__init__()
@@ -212,49 +154,22 @@ class Slotted(nn.Module):
         return self.part(self.layer(x) % 5) * self.factor + self.table
 
 
-class Heir(Slotted):
-    """Has slots of its own, and a dictionary."""
-
-    __slots__ = ("shift",)
-
-    def __init__(self):
-        super().__init__()
-        self.shift = 3
-
-    def forward(self, x):
-        return super().forward(x) + self.shift
+def locked(m, x):
+    with m.lock:
+        return m.layer(x) * m.local.factor
 
 
-def locking(kind):
+def locking():
     """Return a module that holds what can neither be copied nor leave its thread."""
-
-    def forward(m, x):
-        assert m.lock.acquire(timeout=10)
-        try:
-            return m.layer(x) * m.local.factor
-        finally:
-            m.lock.release()
-
     local = threading.local()
     local.factor = 2
-    return Made(forward, {"layer": linear(), "lock": kind(), "local": local})
+    return Made(locked, {"layer": linear(), "lock": threading.RLock(), "local": local})
 
 
-def held_by_the_caller(model, x):
+def while_it_is_locked(model, x):
     with bare(model).lock:
         return model(x)
 
 
-trains(
-    {
-        "slots": Slotted,
-        "slots of an heir": Heir,
-        "a lock": lambda: locking(threading.Lock),
-    },
-    on=CPU,
-)
-trains(
-    {"a lock that the caller holds": lambda: locking(threading.RLock)},
-    call=held_by_the_caller,
-    on=CPU,
-)
+trains({"slots": Heir}, on=CPU)
+trains({"a lock that the caller holds": locking}, call=while_it_is_locked, on=CPU)

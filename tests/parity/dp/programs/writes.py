@@ -27,44 +27,6 @@ def writing(label="", **given):
     return program(cases=cases, is_writing=False, **given)
 
 
-def by_numpy(q, k):
-    array = k.detach().numpy()
-    array *= 0.5
-    array += q.detach().numpy() * 0.5
-
-
-FOLLOWS = {
-    "in place": torch.no_grad()(lambda q, k: k.mul_(0.5).add_(q, alpha=0.5)),
-    "by data": lambda q, k: setattr(k, "data", k.data * 0.5 + q.data * 0.5),
-    "inside data": lambda q, k: k.data.mul_(0.5).add_(q.data, alpha=0.5),
-    "by copy": torch.no_grad()(lambda q, k: k.copy_(torch.lerp(q, k, 0.5))),
-    "by numpy": by_numpy,
-}
-
-for label, follow in FOLLOWS.items():
-
-    @writing(
-        label,
-        query=linear(2),
-        key=linear(2).requires_grad_(False),
-        init=lambda m: setattr(m, "pairs", [[m.query, m.key]]),
-        follow=follow,
-    )
-    def a_momentum_encoder_follows_once_a_call(m, x):
-        for query, key in m.pairs:
-            for q, k in zip(query.parameters(), key.parameters(), strict=True):
-                if m.is_writing:
-                    m.follow(q, k)
-        return m.query(x) * m.key(x)
-
-
-@writing(layer=linear(2), n=parameter(torch.tensor(0), trained=False), on=THREE)
-def calls_are_counted_in_a_frozen_parameter(m, x):
-    if m.is_writing:
-        m.n += 1
-    return m.layer(x) * m.n
-
-
 @writing(
     layer=linear(2),
     codes=parameter(integers(4, 2, seed=3), trained=False),
@@ -181,24 +143,6 @@ trains({"a_script_writes_its_parameters": lambda: torch.jit.script(Scripted())},
 
 
 @program(
-    steps(*[nn.Module.train] * 3, n=1, descends=False, zero=False),
-    {
-        f"{name}, {when}": {"name": name, "init": init}
-        for name in ("codes", "frozen")
-        for when, init in (("first call", None), ("later", nn.Module.eval))
-    },
-    on=THREE,
-    layer=linear(),
-    codes=buffer(integers(3)),
-    frozen=parameter(integers(3, seed=1), trained=False),
-)
-def a_tensor_that_forward_thaws_collects_the_plain_gradient(m, x):
-    if m.training:
-        getattr(m, m.name).requires_grad_()
-    return m.layer(x * m.codes + m.frozen)
-
-
-@program(
     lambda model: [torch.no_grad()(model)(X), bare(model).codes.grad],
     layer=linear(),
     codes=buffer(integers(3)),
@@ -221,7 +165,7 @@ def a_buffer_becomes_part_of_a_graph_in_place(m, x):
     return m.layer(x) + m.shift.mul(1)
 
 
-# ---- weights that lookups write -----------------------------------------------------
+# ---- weights that lookups write ------------------------------------------------------
 
 
 def indices(seed):
@@ -270,9 +214,6 @@ def replace(m):
 )
 def a_largest_norm_may_come_after_wrapping(m, x):
     return m.out(m.table(x))
-
-
-# ---- models of inference mode -------------------------------------------------------
 
 
 def of_inference_mode():
