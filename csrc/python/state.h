@@ -85,7 +85,8 @@
     X(watch)                                                                           \
     X(tree)                                                                            \
     X(scattered)                                                                       \
-    X(device_group)
+    X(device_group)                                                                    \
+    X(gradient_sum)
 
 typedef struct module_state {
 #define TYPE_FIELD(name) PyTypeObject *name##_type;

@@ -5,12 +5,12 @@
 #include "core/alloc.h"
 
 enum {
-    MOST_MEMBERS = PL_MAX_RANKS,
     /* One more hop takes some ten microseconds, a link a tenth of a millisecond for
      * this: what is less comes sooner if member 0 sends it to all. */
     PASSED_BYTES = 1 << 20,
-    /* A few microseconds on a link, as long as a copy takes that has nothing to do. */
-    SHARD_BYTES = 64 << 10,
+    /* Shorter rows of gradients are added up by one member: each shard has a dozen
+     * calls. */
+    SHARD_BYTES = 8 << 20,
 };
 
 /* ---- the end of a call ---------------------------------------------------------- */
@@ -76,7 +76,9 @@ static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ri
         PL_FAIL(PL_EINVAL, "a segment of %zu bytes does not fit into a slot of %zu",
                 segment->n_bytes, ring.slot_bytes);
     for (int k = 1; k < self->n_members; k++)
-        PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
+        if (self->slot_readers[slot] >> k & 1)
+            PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
+    self->slot_readers[slot] = 0;
     for (size_t i = 0; i < segment->n_moves; i += AT_ONCE) {
         const size_t n =
             segment->n_moves - i < AT_ONCE ? segment->n_moves - i : AT_ONCE;
@@ -122,8 +124,10 @@ static pl_status send_load(pli_device_group *self, const load *it)
         if (from != first || slot >= 0)
             PL_TRY(order(from, from->side, to, to->side));
         PL_TRY(copy_on(to, to, target, from, memory, it->n_bytes));
-        if (from == first && slot >= 0)
+        if (from == first && slot >= 0) {
             PL_TRY(record(to, to->has_read[slot], to->side));
+            self->slot_readers[slot] |= UINT64_C(1) << k;
+        }
         from->readers |= UINT64_C(1) << k;
         if (it->is_passed) {
             from = to;
@@ -214,6 +218,44 @@ pl_status pli_device_group_broadcast(pli_device_group *self, pl_stream *const *s
         self, pli_device_group_send(self, streams, segments, n_segments, ring));
 }
 
+/* ---- sums of gradients ---------------------------------------------------------- */
+
+static pl_status fence_locked(pli_device_group *self, pl_stream *const *streams)
+{
+    pl_status st = PL_OK;
+    const pli_group_member *const first = &self->members[0];
+    PL_TRY(record(first, first->mark, streams[0]));
+    for (int k = 1; k < self->n_members; k++)
+        PL_TRY(wait_for(&self->members[k], first->mark, self->members[k].side));
+done:
+    return st;
+}
+
+pl_status pli_device_group_fence(pli_device_group *self, pl_stream *const *streams)
+{
+    (void)pthread_mutex_lock(&self->lock);
+    return pli_device_group_end_call(self, fence_locked(self, streams));
+}
+
+static pl_status settle_locked(pli_device_group *self, pl_stream *const *streams)
+{
+    pl_status st = PL_OK;
+    for (int k = 1; k < self->n_members; k++) {
+        const pli_group_member *const it = &self->members[k];
+        PL_TRY(record(it, it->mark, it->side));
+        for (int j = 0; j < self->n_members; j++)
+            PL_TRY(wait_for(&self->members[j], it->mark, streams[j]));
+    }
+done:
+    return st;
+}
+
+pl_status pli_device_group_settle(pli_device_group *self, pl_stream *const *streams)
+{
+    (void)pthread_mutex_lock(&self->lock);
+    return pli_device_group_end_call(self, settle_locked(self, streams));
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 static pl_status furnish(pli_group_member *it, pl_backend *backend)
@@ -234,9 +276,9 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
 {
     pl_status st = PL_OK;
     pli_device_group *self = NULL;
-    if (n_members < 1 || n_members > MOST_MEMBERS)
+    if (n_members < 1 || n_members > PLI_MOST_MEMBERS)
         PL_FAIL(PL_EINVAL, "a group of %d devices: give 1 to %d", n_members,
-                (int)MOST_MEMBERS);
+                (int)PLI_MOST_MEMBERS);
     PL_TRY(pli_calloc(1, sizeof *self + (size_t)n_members * sizeof(pli_group_member),
                       "a group of devices", &self));
     (void)pthread_mutex_init(&self->lock, NULL);

@@ -1,5 +1,5 @@
-/* device_group.h - parameters to the devices of one process, gradients back, and copies
- * between them, ordered by events alone.
+/* device_group.h - parameters to the devices of one process, and copies between them,
+ * ordered by events alone.  Gradients come back by gradient_sum.h.
  *
  *     python/dp
  *       \--> device_group --> backend/cuda, cuda_peers
@@ -10,8 +10,7 @@
  * its own.  Nothing here waits on the host, or allocates.
  *
  * All links carry about as much.  A large part of the parameters goes from member to
- * member, not from member 0 to each; and large gradients are added up in parts, one a
- * member, not on member 0.
+ * member, not from member 0 to each.
  *
  * `streams` are, by member, what its replica computes on: what they hold comes before,
  * and what is done here comes before what they are given next.  So memory that torch
@@ -29,7 +28,7 @@
 
 typedef struct pli_device_group pli_device_group;
 
-enum { PLI_RING_SLOTS = 3 };
+enum { PLI_RING_SLOTS = 3, PLI_MOST_MEMBERS = 64 };
 
 /* Memory of member 0, of PLI_RING_SLOTS slots; the caller's, and for a call alone. */
 typedef struct pli_ring {
@@ -76,17 +75,12 @@ pl_status pli_device_group_refresh(pli_device_group *self, pl_stream *const *str
                                    const pli_segment *segments, size_t n_segments,
                                    pli_ring ring, const pli_room *sums) PL_MUST_USE;
 
-/* A block of gradients of one member. */
-typedef struct pli_row {
-    int member;
-    const void *memory;
-} pli_row;
+/* What member 0's stream holds comes before what sums of gradients write. */
+pl_status pli_device_group_fence(pli_device_group *self,
+                                 pl_stream *const *streams) PL_MUST_USE;
 
-/* to = rows[0] + rows[1] + ... on member 0, in that order: 16-bit floats in float32,
- * rounded once.  Each row's member adds up a part, so each has a room, by member, for
- * pieces of all rows; a single row needs none. */
-pl_status pli_device_group_sum(pli_device_group *self, pl_stream *const *streams,
-                               const pli_row *rows, int n_rows, const pl_move *to,
-                               const pli_room *rooms) PL_MUST_USE;
+/* All sums of gradients that were begun come before what streams are given next. */
+pl_status pli_device_group_settle(pli_device_group *self,
+                                  pl_stream *const *streams) PL_MUST_USE;
 
 #endif

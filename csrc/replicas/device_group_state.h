@@ -26,8 +26,10 @@ typedef struct pli_group_member {
 struct pli_device_group {
     pthread_mutex_t lock;
     int n_members;
-    unsigned n_sent;     /* slots of the ring that were written */
+    unsigned n_sent;                       /* slots of the ring that were written */
+    uint64_t slot_readers[PLI_RING_SLOTS]; /* bits: members that have taken from it */
     size_t passed_bytes; /* segments from here on go from member to member */
+    unsigned n_sums;     /* of gradients, that were begun */
     size_t shard_bytes;  /* the least, of a sum */
     pli_group_member members[];
 };

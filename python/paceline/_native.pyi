@@ -98,24 +98,30 @@ class DeviceGroup:
         sums: list[torch.Tensor | None],
         /,
     ) -> None: ...
-    def sum(
+    def gradient_sum(
         self,
-        streams: tuple[int, ...],
-        rooms: list[torch.Tensor | None],
-        rows: list[tuple[int, torch.Tensor]],
-        to: torch.Tensor,
+        member: int,
+        tensors: list[torch.Tensor],
+        offsets: list[int],
+        n_bytes: int,
         /,
-    ) -> None: ...
+    ) -> GradientSum: ...
+    def fence(self, streams: tuple[int, ...], /) -> None: ...
+    def settle(self, streams: tuple[int, ...], /) -> None: ...
+
+@final
+class GradientSum:
     def pack(
         self,
-        streams: tuple[int, ...],
+        stream: int,
         member: int,
-        gradients: list[torch.Tensor | None],
-        slots: list[torch.Tensor],
-        offsets: list[int],
+        gradients: Sequence[torch.Tensor | None],
         block: torch.Tensor,
         /,
     ) -> list[int]: ...
+    def begin(self, rooms: list[torch.Tensor | None], to: torch.Tensor, /) -> None: ...
+    def end(self, stream: int, /) -> None: ...
+    def clear(self) -> None: ...
 
 @final
 class Recorder:

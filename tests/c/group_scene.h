@@ -17,6 +17,7 @@
 #include "fake/fake.h"
 #include "naive_sum.h"
 #include "replicas/device_group_state.h"
+#include "replicas/gradient_sum.h"
 
 #include "draw.h" /* last: a name there is a variable elsewhere */
 
@@ -52,6 +53,7 @@ typedef struct scene {
     pli_room rooms[SCENE_MOST];
     pli_room sums[SCENE_MOST];
     pli_device_group *group;
+    pli_gradient_sum *sum;
     scene_member members[SCENE_MOST];
 } scene;
 
@@ -181,6 +183,33 @@ static inline void scene_spoil_sums(scene *it, int member)
     scene_spoil(it, member, it->members[member].sums_memory, SCENE_SUMS);
 }
 
+/* ---- sums ----------------------------------------------------------------------- */
+
+/* A block of gradients of one member. */
+typedef struct scene_row {
+    int member;
+    const void *memory;
+} scene_row;
+
+/* Rows, which streams have written, are added up; all streams come behind it.  Rooms
+ * may have been used, too. */
+static inline pl_status scene_sum(scene *it, const scene_row *rows, int n_rows,
+                                  const pl_move *to)
+{
+    pl_status st = PL_OK;
+    PL_TRY(pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring));
+    PL_TRY(pli_device_group_fence(it->group, it->streams));
+    for (int r = 0; r < n_rows; r++)
+        PL_TRY(pli_gradient_sum_pack(it->sum, rows[r].member,
+                                     it->streams[rows[r].member], NULL, 0,
+                                     rows[r].memory));
+    PL_TRY(pli_gradient_sum_begin(it->sum, to, it->rooms));
+    PL_TRY(pli_gradient_sum_end(it->sum, it->streams[0]));
+    PL_TRY(pli_device_group_settle(it->group, it->streams));
+done:
+    return st;
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 static inline int scene_device_of(const scene_options *options, int member)
@@ -264,7 +293,8 @@ static inline pl_status scene_make_group(scene *it)
 static inline scene *scene_open(scene_options options)
 {
     scene *it = scene_open_without_group(options);
-    if (!CHECK_OK(scene_make_group(it)))
+    if (!CHECK_OK(scene_make_group(it)) ||
+        !CHECK_OK(pli_gradient_sum_create(it->group, &it->sum)))
         exit(2);
     if (options.passed_bytes > 0)
         it->group->passed_bytes = options.passed_bytes;
@@ -315,6 +345,7 @@ static inline void scene_close(scene *it)
 {
     pl_backend *const first = it->members[0].backend;
     scene_compare(it);
+    pli_gradient_sum_destroy(it->sum);
     pli_device_group_destroy(it->group);
     first->ops->free(first, it->ring_memory);
     for (int k = 0; k < it->n; k++) {

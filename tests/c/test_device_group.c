@@ -137,7 +137,7 @@ static void draw_refreshes(scene *it)
 }
 
 typedef struct rows {
-    pli_row all[SCENE_MOST];
+    scene_row all[SCENE_MOST];
     size_t at[SCENE_MOST];
     int n;
     pl_move to;
@@ -146,13 +146,14 @@ typedef struct rows {
 
 static void draw_rows(scene *it, rows *r, pl_dtype dtype, size_t n_elems)
 {
-    r->n = 1 + (int)scene_below(it, (size_t)it->n - 1);
+    const size_t given = 1 + scene_below(it, (1u << (it->n - 1)) - 1);
     r->n_bytes = n_elems * pl_dtype_bytes(dtype);
-    for (int i = 0; i < r->n; i++) {
-        const int member = (int)scene_below(it, (size_t)it->n);
-        r->at[i] = 16 * scene_below(it, 16);
-        r->all[i] = (pli_row){member, scene_at(it, member, r->at[i])};
-        scene_fill_floats(it, member, r->at[i], dtype, n_elems);
+    for (int k = 1; k < it->n; k++) {
+        if (!(given >> (k - 1) & 1))
+            continue;
+        r->at[r->n] = 16 * scene_below(it, 16);
+        r->all[r->n] = (scene_row){k, scene_at(it, k, r->at[r->n])};
+        scene_fill_floats(it, k, r->at[r->n++], dtype, n_elems);
     }
     r->to_at = SCENE_HALF + 16 * scene_below(it, 16);
     r->to = (pl_move){scene_at(it, 0, r->to_at), NULL, dtype, n_elems};
@@ -176,10 +177,9 @@ static void draw_sum(scene *it)
 {
     static const size_t sizes[] = {0, 1, 3, 12, 17, 48, 100};
     const pl_dtype dtype = (pl_dtype)(PL_F16 + scene_below(it, PL_N_DTYPES - PL_F16));
-    rows r;
+    rows r = {.n = 0};
     draw_rows(it, &r, dtype, sizes[scene_below(it, sizeof sizes / sizeof sizes[0])]);
-    CHECK_OK(
-        pli_device_group_sum(it->group, it->streams, r.all, r.n, &r.to, it->rooms));
+    CHECK_OK(scene_sum(it, r.all, r.n, &r.to));
     mirror_sum(it, &r);
     if (r.n_bytes == 0)
         return;
@@ -356,21 +356,21 @@ static void check_sum(scene *it, pl_dtype dtype, int n_rows, size_t n_elems)
     unsigned char found[SCENE_ARENA], expected[SCENE_ARENA],
         row[SCENE_MOST][SCENE_ARENA];
     const unsigned char *in[SCENE_MOST];
-    pli_row all[SCENE_MOST];
+    scene_row all[SCENE_MOST];
     const pl_move to = {scene_at(it, 0, SCENE_HALF), NULL, dtype, n_elems};
     for (int r = 0; r < n_rows; r++) {
         naive_fill(row[r], n_bytes, dtype);
         in[r] = row[r];
-        all[r] = (pli_row){n_rows - r, scene_at(it, n_rows - r, 0)};
-        scene_write(it, n_rows - r, 0, row[r], n_bytes);
+        all[r] = (scene_row){r + 1, scene_at(it, r + 1, 0)};
+        scene_write(it, r + 1, 0, row[r], n_bytes);
     }
     if (n_rows == 1)
         memcpy(expected, row[0], n_bytes);
     else
         naive_reduce(in, n_rows, n_bytes, dtype, PL_SUM, expected);
-    CHECK_OK(pli_device_group_sum(it->group, it->streams, all, n_rows, &to, it->rooms));
+    CHECK_OK(scene_sum(it, all, n_rows, &to));
     for (int r = 0; r < n_rows; r++)
-        scene_fill(it, n_rows - r, 0, n_bytes);
+        scene_fill(it, r + 1, 0, n_bytes);
     CHECK_OK(
         pli_cuda_read(it->members[0].backend, found, to.to, n_bytes, it->streams[0]));
     memset(it->members[0].is_known + SCENE_HALF, 0, n_bytes);

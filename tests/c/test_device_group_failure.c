@@ -47,14 +47,14 @@ static pl_status sum_rows(scene *it, int n_rows)
     enum { N = 60, AT = 512 };
     const pl_move to = {scene_at(it, 0, SCENE_HALF), NULL, PL_F32, N};
     const unsigned char *in[2];
-    pli_row rows[2];
+    scene_row rows[2];
     for (int r = 0; r < n_rows; r++) {
         in[r] = it->members[r + 1].bytes + AT;
-        rows[r] = (pli_row){r + 1, scene_at(it, r + 1, AT)};
+        rows[r] = (scene_row){r + 1, scene_at(it, r + 1, AT)};
     }
     naive_reduce(in, n_rows, 4 * (size_t)N, PL_F32, PL_SUM,
                  it->members[0].bytes + SCENE_HALF);
-    return pli_device_group_sum(it->group, it->streams, rows, n_rows, &to, it->rooms);
+    return scene_sum(it, rows, n_rows, &to);
 }
 
 static pl_status refresh(scene *it)
@@ -273,43 +273,43 @@ TEST(access_that_is_there_or_cannot_be_is_no_failure)
 
 TEST(groups_of_no_device_or_of_too_many_are_refused)
 {
-    pl_backend *backends[PL_MAX_RANKS + 1];
+    pl_backend *backends[PLI_MOST_MEMBERS + 1];
     scene *it = scene_open_without_group(options_of(SCENE_ONE));
-    for (int k = 0; k <= PL_MAX_RANKS; k++)
+    for (int k = 0; k <= PLI_MOST_MEMBERS; k++)
         backends[k] = it->members[0].backend;
     CHECK_FAILS(pli_device_group_create(backends, 0, &it->group), PL_EINVAL,
-                "a group of 0 devices: give 1 to 1024");
-    CHECK_FAILS(pli_device_group_create(backends, PL_MAX_RANKS + 1, &it->group),
-                PL_EINVAL, "a group of 1025 devices");
+                "a group of 0 devices: give 1 to 64");
+    CHECK_FAILS(pli_device_group_create(backends, PLI_MOST_MEMBERS + 1, &it->group),
+                PL_EINVAL, "a group of 65 devices");
     CHECK(it->group == NULL);
-    CHECK_OK(pli_device_group_create(backends, PL_MAX_RANKS, &it->group));
-    CHECK(it->group->n_members == PL_MAX_RANKS);
+    CHECK_OK(pli_device_group_create(backends, PLI_MOST_MEMBERS, &it->group));
+    CHECK(it->group->n_members == PLI_MOST_MEMBERS);
     scene_close(it);
 }
 
-SCENE_TEST(options_of(SCENE_APART), too_many_rows_and_none_are_refused)
+SCENE_TEST(options_of(SCENE_APART), sums_of_no_row_or_without_room_are_refused)
 {
-    const pli_row rows[3] = {{1, scene_at(it, 1, 0)}, {2, scene_at(it, 2, 0)}};
+    const scene_row rows[2] = {{1, scene_at(it, 1, 0)}, {2, scene_at(it, 2, 0)}};
     const pl_move to = {scene_at(it, 0, 0), NULL, PL_F32, 4};
     const pl_move whole = {scene_at(it, 0, 0), NULL, PL_I32, 4};
-    pli_room rooms[] = {it->rooms[0], it->rooms[1], it->rooms[2]};
-    for (int n = 0; n <= 3; n += 3) {
-        CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, n, &to, rooms),
-                    PL_EINVAL, "rows of gradients: give 1 to 2");
-    }
-    CHECK(pli_device_group_sum(it->group, it->streams, rows, 2, &whole, rooms) ==
-          PL_EINVAL);
-    rooms[2].memory = NULL; /* is not needed */
-    rooms[1].n_bytes = 2 * PL_CACHE_LINE - 1;
-    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms),
-                PL_EINVAL, "127 bytes of member 1 have no room for 2 rows");
-    rooms[1].n_bytes++;
-    CHECK_OK(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms));
+    CHECK_FAILS(scene_sum(it, rows, 0, &to), PL_EINVAL,
+                "a sum of gradients that no member has packed");
+    CHECK(scene_sum(it, rows, 2, &whole) == PL_EINVAL);
+    it->rooms[2].memory = NULL; /* has no turn yet */
+    it->rooms[1].n_bytes = 2 * PL_CACHE_LINE - 1;
+    it->group->n_sums = 0;
+    CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
+                "127 bytes of member 1 have no room for 2 rows");
+    it->rooms[1].n_bytes++;
+    it->group->n_sums = 0;
+    CHECK_OK(scene_sum(it, rows, 2, &to));
     memset(it->members[0].is_known, 0, 16);
-    it->group->shard_bytes = 8; /* now it is */
-    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, rows, 2, &to, rooms),
-                PL_EINVAL, "0 bytes of member 2 have no room for 2 rows");
-    CHECK_OK(sum_two(it));
+    CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
+                "0 bytes of member 2 have no room for 2 rows");
+    it->group->n_sums = 0;
+    it->group->shard_bytes = 8; /* now both add up */
+    CHECK_FAILS(scene_sum(it, rows, 2, &to), PL_EINVAL,
+                "0 bytes of member 2 have no room for 2 rows");
 }
 
 SCENE_TEST(options_of(SCENE_APART), a_packed_segment_that_no_slot_holds_is_refused)
@@ -380,11 +380,10 @@ TEST(a_group_of_one_moves_nothing)
     void *const targets[] = {NULL};
     const pl_move move = {NULL, scene_at(it, 0, 0), PL_F32, 24};
     const pli_segment segment = {&move, 1, 100, targets};
-    const pli_row row = {0, scene_at(it, 0, 0)};
+    const scene_row row = {0, scene_at(it, 0, 0)};
     const pl_move to = {scene_at(it, 0, 512), NULL, PL_F32, 4};
     CHECK_OK(pli_device_group_broadcast(it->group, it->streams, &segment, 1, it->ring));
     CHECK_OK(copy(it, 0, 0));
-    CHECK_FAILS(pli_device_group_sum(it->group, it->streams, &row, 1, &to, it->rooms),
-                PL_EINVAL, "1 rows of gradients: give 1 to 0");
+    CHECK(scene_sum(it, &row, 0, &to) == PL_EINVAL);
     scene_close(it);
 }

@@ -77,7 +77,7 @@ TEST(only_members_that_get_a_segment_pass_it_on)
 SCENE_TEST(options_of(0, 0), thresholds_are_what_a_link_takes_for_more_than_its_latency)
 {
     CHECK(it->group->passed_bytes == 1 << 20);
-    CHECK(it->group->shard_bytes == 64 << 10);
+    CHECK(it->group->shard_bytes == 8 << 20);
 }
 
 /* ---- gradients ------------------------------------------------------------------ */
@@ -85,20 +85,19 @@ SCENE_TEST(options_of(0, 0), thresholds_are_what_a_link_takes_for_more_than_its_
 static void sum(scene *it, int n_rows)
 {
     const unsigned char *in[N];
-    pli_row rows[N];
+    scene_row rows[N];
     const pl_move to = {scene_at(it, 0, SCENE_HALF), NULL, PL_F32, BYTES / 4};
     for (int r = 0; r < n_rows; r++) {
         scene_fill_floats(it, r + 1, 0, PL_F32, BYTES / 4);
         in[r] = it->members[r + 1].bytes;
-        rows[r] = (pli_row){r + 1, scene_at(it, r + 1, 0)};
+        rows[r] = (scene_row){r + 1, scene_at(it, r + 1, 0)};
     }
     if (n_rows == 1)
         memcpy(it->members[0].bytes + SCENE_HALF, in[0], BYTES);
     else
         naive_reduce(in, n_rows, BYTES, PL_F32, PL_SUM,
                      it->members[0].bytes + SCENE_HALF);
-    CHECK_OK(
-        pli_device_group_sum(it->group, it->streams, rows, n_rows, &to, it->rooms));
+    CHECK_OK(scene_sum(it, rows, n_rows, &to));
 }
 
 static void check_sum(size_t shard_bytes, int n_rows, int64_t expected[N][N])
@@ -159,6 +158,14 @@ TEST(short_rows_are_cut_into_fewer_shards)
     }
 }
 
+SCENE_TEST(options_of(0, BYTES + 1), members_take_turns_with_what_is_not_cut)
+{
+    enum { TWICE = 2 * BYTES };
+    for (int i = 0; i < 4; i++)
+        sum(it, 2);
+    check_sent((int64_t[N][N]){{0}, {TWICE, 0, TWICE}, {TWICE, TWICE}});
+}
+
 /* ---- who waits ------------------------------------------------------------------ */
 
 static void read_one(const scene *it, int member, size_t at)
@@ -184,6 +191,45 @@ SCENE_TEST(options_of(1, 1), members_wait_for_those_alone_that_have_a_part)
     sum(it, 2);
     read_one(it, 0, SCENE_HALF);
     CHECK(is_behind(it, 3));
+}
+
+/* Rows of members 1 and 2, which both compute on; their sum is wanted. */
+static void begin_sum(scene *it, pl_move *to)
+{
+    *to = (pl_move){scene_at(it, 0, SCENE_HALF), NULL, PL_F32, BYTES / 4};
+    CHECK_OK(pli_device_group_broadcast(it->group, it->streams, NULL, 0, it->ring));
+    CHECK_OK(pli_device_group_fence(it->group, it->streams));
+    for (int k = 1; k <= 2; k++) {
+        scene_fill_floats(it, k, 0, PL_F32, BYTES / 4);
+        CHECK_OK(pli_gradient_sum_pack(it->sum, k, it->streams[k], NULL, 0,
+                                       scene_at(it, k, 0)));
+        scene_fill(it, k, BYTES, 1);
+    }
+    CHECK_OK(pli_gradient_sum_begin(it->sum, to, it->rooms));
+}
+
+SCENE_TEST(options_of(0, 0), nobody_waits_for_a_sum_before_its_end)
+{
+    const unsigned char *const in[] = {it->members[1].bytes, it->members[2].bytes};
+    pl_move to;
+    begin_sum(it, &to);
+    for (int k = 0; k <= 2; k++)
+        read_one(it, k, k == 0 ? SCENE_HALF : BYTES); /* member 0 has what it had */
+    CHECK_OK(pli_gradient_sum_end(it->sum, it->streams[0]));
+    naive_reduce(in, 2, BYTES, PL_F32, PL_SUM, it->members[0].bytes + SCENE_HALF);
+    read_one(it, 0, SCENE_HALF);
+}
+
+SCENE_TEST(options_of(0, 0), a_sum_waits_for_its_rows_alone)
+{
+    const unsigned char *const in[] = {it->members[1].bytes, it->members[2].bytes};
+    pl_move to;
+    begin_sum(it, &to);
+    CHECK_OK(pli_gradient_sum_end(it->sum, it->streams[0]));
+    naive_reduce(in, 2, BYTES, PL_F32, PL_SUM, it->members[0].bytes + SCENE_HALF);
+    read_one(it, 0, SCENE_HALF);
+    CHECK(is_behind(it, 1) && is_behind(it, 2));
+    CHECK_OK(pli_device_group_settle(it->group, it->streams));
 }
 
 /* The last of a chain goes on without those before it, but for what it takes of them.

@@ -144,8 +144,20 @@ class Group:
         self.native.broadcast(self.streams, self.ring, [segment])
         return blocks
 
-    def sum(self, rows: list[tuple[int, Tensor]], to: Tensor) -> None:
-        self.native.sum(self.streams, [*self.rooms], rows, to)
+    def sum_of(self, tensor: Tensor) -> _native.GradientSum:
+        """Return what adds up tensors like one of member 1's."""
+        return self.native.gradient_sum(1, [tensor], [0], tensor.nbytes)
+
+    def pack(self, of: _native.GradientSum, k: int, grad: Tensor, row: Tensor) -> None:
+        """Have a member pack a gradient into a row."""
+        assert of.pack(self.streams[k], k, [grad], row) == []
+
+    def add_up(self, of: _native.GradientSum, to: Tensor) -> None:
+        """Add up what was packed; all streams wait for it."""
+        self.native.fence(self.streams)
+        of.begin([*self.rooms], to)
+        of.end(self.streams[0])
+        self.native.settle(self.streams)
 
 
 @cache
@@ -184,7 +196,10 @@ def sums(dtype: torch.dtype) -> None:
     for n in (600, 65_536, MIB // 2):
         rows = [torch.randint(-50, 50, (n,)).to(dtype) for _ in (1, 2)]
         to = g.here(0, torch.full((n,), 7, dtype=dtype))
-        g.sum([(k, g.here(k, row)) for k, row in enumerate(rows, 1)], to)
+        of = g.sum_of(g.here(1, rows[0]))
+        for k, row in enumerate(rows, 1):
+            g.pack(of, k, g.here(k, row), g.here(k, torch.zeros_like(row)))
+        g.add_up(of, to)
         found = g.members[0].read(to)
         assert torch.equal(found, rows[0] + rows[1]), f"{n} elements"
 
@@ -202,15 +217,15 @@ def rounds_in_flight() -> dict[str, Any]:
     grads = [m.empty(n) for m in g.members]
     blocks = [m.empty(n) for m in g.members]
     totals = [g.members[0].empty(n) for _ in range(N_ROUNDS)]
+    of = g.sum_of(grads[1])
     for number in range(N_ROUNDS):
         g.members[0].fill(source, number % 100)
         for k in (1, 2):
             places = [grads[k]]
             g.native.copy(g.streams, 0, [source], k, places)
         for k in (1, 2) if draw.random() < 0.5 else (2, 1):
-            left = g.native.pack(g.streams, k, [grads[k]], [grads[k]], [0], blocks[k])
-            assert left == []
-        g.sum([(1, blocks[1]), (2, blocks[2])], totals[number])
+            g.pack(of, k, grads[k], blocks[k])
+        g.add_up(of, totals[number])
     for number, total in enumerate(totals):
         found = g.members[0].read(total)
         sent = torch.full((4,), number % 100, dtype=torch.uint8).view(torch.float32)

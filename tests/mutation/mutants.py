@@ -84,7 +84,7 @@ ORDERING = {
 ORDERING_IN = {
     "csrc/replicas/device_group.c": {"order", "record", "wait_for"},
     "csrc/replicas/device_group_refresh.c": {"order", "record", "wait_for"},
-    "csrc/replicas/device_group_sum.c": {"record", "wait_for"},
+    "csrc/replicas/gradient_sum.c": {"record", "wait_for"},
 }
 
 # Calls that keep something alive, and what stands in their place.

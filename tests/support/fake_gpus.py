@@ -33,6 +33,7 @@ import torch
 from paceline import _gpu, _native
 from paceline._compat import torch_core, torch_cuda
 from paceline._dp.gpus import segments
+from paceline._dp.gpus.gradients import Gradients
 from paceline._dp.gpus.group import Group
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -265,7 +266,12 @@ def _let_go(loaded: ctypes.CDLL) -> None:
     if loaded.fake_live_objects() > 0:
         for thing in gc.get_objects():
             if type(thing) is Group:
+                thing.settle()
                 thing.native = None
+            elif type(thing) is Gradients:
+                thing._backwards.clear()
+            elif type(thing) is segments.Segment:
+                thing._sums.clear()
     assert loaded.fake_live_objects() == 0, "something of the test's is left"
 
 

@@ -13,7 +13,7 @@ typedef struct device_group_object {
 } device_group_object;
 
 typedef struct pli_group_streams {
-    pl_stream *by_member[PL_MAX_RANKS];
+    pl_stream *by_member[PLI_MOST_MEMBERS];
 } pli_group_streams;
 
 static inline device_group_object *group_of(PyObject *object)
@@ -62,9 +62,7 @@ static inline PyObject *none_or_raise(const device_group_object *self, pl_status
     return st == PL_OK ? Py_NewRef(Py_None) : pli_raise(state_of((PyObject *)self), st);
 }
 
-/* ---- device_group_grads.c: methods ---------------------------------------------- */
-
-PyObject *pli_group_sum(PyObject *object, PyObject *args);
-PyObject *pli_group_pack(PyObject *object, PyObject *args);
+/* A method: a new GradientSum (gradient_sum_type.c). */
+PyObject *pli_group_gradient_sum(PyObject *group, PyObject *args);
 
 #endif

@@ -320,7 +320,7 @@ static PyObject *group_refresh(PyObject *object, PyObject *args)
     PyObject *numbers, *memory, *items, *sums_list, *result = NULL;
     broadcast all = {0};
     pli_group_streams of;
-    pli_room sums[PL_MAX_RANKS];
+    pli_room sums[PLI_MOST_MEMBERS];
     pli_ring ring;
     pl_status st;
     if (!PyArg_ParseTuple(args, "OOO!O!:refresh", &numbers, &memory, &PyList_Type,
@@ -340,6 +340,37 @@ static PyObject *group_refresh(PyObject *object, PyObject *args)
     return result;
 }
 
+/* ---- sums of gradients ---------------------------------------------------------- */
+
+typedef pl_status (*order_of_streams)(pli_device_group *group,
+                                      pl_stream *const *streams);
+
+static PyObject *order_streams(PyObject *object, PyObject *numbers,
+                               order_of_streams order)
+{
+    const device_group_object *self = group_of(object);
+    pli_group_streams of;
+    pl_status st;
+    if (pli_group_read_streams(self, numbers, &of) != 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = order(self->group, of.by_member);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(self, st);
+}
+
+static PyObject *group_fence(PyObject *object, PyObject *numbers)
+{
+    PLI_ENTER(object);
+    return order_streams(object, numbers, pli_device_group_fence);
+}
+
+static PyObject *group_settle(PyObject *object, PyObject *numbers)
+{
+    PLI_ENTER(object);
+    return order_streams(object, numbers, pli_device_group_settle);
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -347,7 +378,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PLI_ENTER(type);
     static char *names[] = {"devices", NULL};
     const module_state *state = state_of_type(type);
-    pl_backend *members[PL_MAX_RANKS];
+    pl_backend *members[PLI_MOST_MEMBERS];
     PyObject *given;
     pl_status st;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O:DeviceGroup", names, &given))
@@ -356,7 +387,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (devices == NULL)
         return NULL;
     const Py_ssize_t n = PyTuple_GET_SIZE(devices);
-    for (Py_ssize_t k = 0; k < n && n <= PL_MAX_RANKS; k++) {
+    for (Py_ssize_t k = 0; k < n && n <= PLI_MOST_MEMBERS; k++) {
         PyObject *device = PyTuple_GET_ITEM(devices, k);
         if (!Py_IS_TYPE(device, state->gpu_type)) {
             PyErr_Format(PyExc_TypeError, "devices[%zd] is %R: give a Device", k,
@@ -405,15 +436,17 @@ static PyMethodDef group_methods[] = {
      "refresh($self, streams, ring, segments, sums, /)\n--\n\n"
      "Have other members have what a broadcast would bring, of which only what differs "
      "travels; sums are, by member, memory for two numbers of 64 bits a segment."},
-    {"sum", pli_group_sum, METH_VARARGS,
-     "sum($self, streams, rooms, rows, to, /)\n--\n\n"
-     "Add up rows, each (member, tensor), into a tensor of member 0's; rooms are, by "
-     "member, memory to do so, or None."},
-    {"pack", pli_group_pack, METH_VARARGS,
-     "pack($self, streams, member, gradients, slots, offsets, block, /)\n--\n\n"
-     "Copy gradients, laid out as slots are, to offsets of a block, zeros for None; "
-     "nothing where some are laid out in "
-     "another way, whose numbers are returned."},
+    {"gradient_sum", pli_group_gradient_sum, METH_VARARGS,
+     "gradient_sum($self, member, tensors, offsets, n_bytes, /)\n--\n\n"
+     "Return what adds up gradients of tensors: they are laid out as a member's are, "
+     "at "
+     "offsets of a block."},
+    {"fence", group_fence, METH_O,
+     "fence($self, streams, /)\n--\n\n"
+     "Have what member 0's stream holds come before what sums of gradients write."},
+    {"settle", group_settle, METH_O,
+     "settle($self, streams, /)\n--\n\n"
+     "Have streams wait for all sums of gradients that were begun."},
     {NULL, NULL, 0, NULL},
 };
 

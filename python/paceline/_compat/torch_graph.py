@@ -37,6 +37,18 @@ def will_run(node: Any, is_returned: bool = True) -> bool:
         return is_returned
 
 
+AT_ONCE = 2**62
+"""The turn of a node that is to run before all others that could; see set_turn()."""
+
+
+def set_turn(node: Any, turn: int) -> None:
+    """Have a backward run a node before all that are ready and have a lower number.
+
+    Nodes have the number in which they were made, by thread; with 0 comes the last.
+    """
+    node._set_sequence_nr(turn)
+
+
 def is_functional_call(module: torch.nn.Module) -> bool:
     """Tell whether this thread runs ``module`` in a call of ``functional_call``."""
     frame: Any = sys._getframe(1)

@@ -143,13 +143,16 @@ def test_garbage_is_collected_only_for_blocks_that_stay_in_use(wrap, monkeypatch
         assert collected == expected
 
 
-def test_memory_is_taken_once_and_a_tensor_alone_has_its_size(wrap):
+def test_memory_is_taken_once_and_a_tensor_alone_has_its_size(wrap, n_gpus):
     ours = wrap(nn.Linear(3, 5, bias=False))
     ours(torch.ones(7, 3)).sum().backward()
     group, layout = ours._gpu_engine(ours.device_ids).group, replicated(ours)._layout
     assert group.ring(layout.segment_bytes) is group.ring(layout.segment_bytes)
-    assert group.rooms(64)[-1] is group.rooms(64)[-1]
     assert group.sums(1)[-1] is group.sums(1)[-1]
+    rooms = list(group.rooms)
+    ours(torch.ones(7, 3)).sum().backward()
+    assert list(map(id, group.rooms)) == list(map(id, rooms))
+    assert (rooms[-1] is None) == (n_gpus == 2)  # a single row is not added up
     (segment,) = layout.segments
     assert segment.n_bytes == 3 * 5 * 4
 

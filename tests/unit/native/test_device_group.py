@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import sys
+import weakref
 
 import pytest
 import torch
@@ -24,6 +25,19 @@ def make_group(n=N):
 
 def block(n_bytes):
     return torch.zeros(n_bytes, dtype=torch.uint8)
+
+
+def add_up(group, rows, to):
+    """Enqueue the sum of tensors of members 1, 2, ...."""
+    slot = torch.empty_like(rows[0])
+    made = group.gradient_sum(1, [slot], [0], slot.nbytes)
+    group.fence(STREAMS)
+    for member, row in enumerate(rows, 1):
+        assert made.pack(0, member, [row], torch.empty_like(row)) == []
+    made.begin(ROOMS, to)
+    made.end(0)
+    group.settle(STREAMS)
+    return made
 
 
 @pytest.fixture
@@ -55,9 +69,10 @@ def test_streams_that_torch_cannot_tell_are_an_error(group):
 def test_tensors_of_a_torch_without_the_exchange_table_are_read_by_capsules():
     with fake_device(exchange=False):
         group, one, other = make_group(), torch.arange(5.0), torch.zeros(5)
-        slot, to = torch.zeros(5), torch.zeros(5)
+        to = torch.zeros(5)
         group.copy(STREAMS, 0, [one], 1, [other])
-        assert group.pack(STREAMS, 1, [other], [slot], [0], to) == []
+        made = group.gradient_sum(1, [torch.zeros(5)], [0], 20)
+        assert made.pack(0, 1, [other], to) == []
         synchronize()
         assert to.tolist() == one.tolist()
 
@@ -70,19 +85,20 @@ def test_tensors_are_copied_sent_and_summed_and_the_group_keeps_its_devices(grou
     rows, to = [torch.ones(2).half(), torch.ones(2).half()], torch.zeros(2).half()
     group.copy(STREAMS, 2, tensors, 1, places)
     group.broadcast(STREAMS, RING, [([source], [0], 12, blocks)])
-    group.sum(STREAMS, ROOMS, list(enumerate(rows, 1)), to)
+    made = add_up(group, rows, to)  # keeps the rows
     assert to.tolist() == [0, 0]
     synchronize()
     assert all(map(torch.equal, tensors, places))
     assert [b.view(torch.float32).tolist() for b in blocks[1:]] == [[0, 1, 2]] * 2
+    made.clear()
     assert to.tolist() == [2, 2]
 
 
 def test_gradients_are_packed_with_zeros_for_none(group):
     slots = [torch.zeros(3), torch.zeros(2, 2).t(), torch.zeros(1)]
-    grads = [torch.arange(3.0), torch.tensor([[1.0, 2], [3, 4]]).t(), None]
+    grads = (torch.arange(3.0), torch.tensor([[1.0, 2], [3, 4]]).t(), None)
     to = torch.full((10,), 9.0)
-    assert group.pack(STREAMS, 1, grads, slots, [0, 16, 32], to) == []
+    assert group.gradient_sum(1, slots, [0, 16, 32], 40).pack(0, 1, grads, to) == []
     synchronize()
     assert to.tolist() == [0, 1, 2, 9, 1, 2, 3, 4, 0, 9]
 
@@ -90,18 +106,19 @@ def test_gradients_are_packed_with_zeros_for_none(group):
 def test_gradients_are_packed_on_the_stream_that_is_named():
     with fake_device("schedule=late") as stream:
         stream.new()
-        group, (grad, slot, to) = make_group(), torch.tensor([[5.0], [0], [0]])
-        assert group.pack((stream.now, 0, 0), 0, [grad], [slot], [0], to) == []
+        group = _native.DeviceGroup([make_device(), make_device()])
+        number, (grad, slot, to) = stream.now, torch.tensor([[5.0], [0], [0]])
+        made = group.gradient_sum(1, [slot], [0], 4)
+        assert made.pack(number, 1, [grad], to) == []
         fake().cuStreamSynchronize(ctypes.c_void_p(0))
         assert to.tolist() == [0]
-        fake().cuStreamSynchronize(ctypes.c_void_p(stream.now))
+        fake().cuStreamSynchronize(ctypes.c_void_p(number))
         assert to.tolist() == [5]
 
 
 def test_gradients_that_are_laid_out_in_another_way_are_told_and_nothing_is_packed(
     group,
 ):
-    slots = [torch.zeros(2, 2)] * 6
     grads = [
         torch.ones(2, 2),
         torch.ones(2, 2).t(),
@@ -111,19 +128,35 @@ def test_gradients_that_are_laid_out_in_another_way_are_told_and_nothing_is_pack
         torch.ones(1).expand(2, 2),
     ]
     to = torch.full((24,), 9.0)
+    made = group.gradient_sum(1, [torch.zeros(2, 2)] * 6, list(range(0, 96, 16)), 96)
     before = count("cuLaunchKernel")
-    offsets = list(range(0, 96, 16))
-    assert group.pack(STREAMS, 0, grads, slots, offsets, to) == [1, 2, 4, 5]
+    assert made.pack(0, 2, grads, to) == [1, 2, 4, 5]
     synchronize()
     assert count("cuLaunchKernel") == before
     assert to.unique().tolist() == [9]
 
 
 def test_a_lazy_conjugate_is_laid_out_in_another_way(group):
-    slots = [torch.zeros(2, dtype=torch.complex64)]
+    made = group.gradient_sum(1, [torch.zeros(2, dtype=torch.complex64)], [0], 16)
     grads = [torch.ones(2, dtype=torch.complex64).conj()]
-    to = torch.zeros(2, dtype=torch.complex64)
-    assert group.pack(STREAMS, 0, grads, slots, [0], to) == [0]
+    assert made.pack(0, 1, grads, torch.zeros(2, dtype=torch.complex64)) == [0]
+
+
+def test_blocks_and_the_sum_are_kept_until_they_are_let_go(group):
+    to, kept = torch.zeros(2), []
+    made = group.gradient_sum(1, [PAIR], [0], 8)
+    group.fence(STREAMS)
+    for member in (1, 2):
+        row = torch.zeros(2)
+        kept.append(weakref.ref(row))
+        made.pack(0, member, [PAIR], row)
+    kept.append(weakref.ref(to))
+    made.begin(ROOMS, to)
+    del row, to
+    assert all(ref() is not None for ref in kept)
+    synchronize()
+    made.clear()
+    assert all(ref() is None for ref in kept)
 
 
 # ---- what is refused ----------------------------------------------------------------
@@ -132,8 +165,8 @@ def test_a_lazy_conjugate_is_laid_out_in_another_way(group):
 @pytest.mark.parametrize(
     ("devices", "kind", "words"),
     [
-        (lambda: [], ValueError, "a group of 0 devices: give 1 to 1024"),
-        (lambda: [make_device()] * 1025, ValueError, "a group of 1025 devices"),
+        (lambda: [], ValueError, "a group of 0 devices: give 1 to 64"),
+        (lambda: [make_device()] * 65, ValueError, "a group of 65 devices"),
         (lambda: [make_device(), 3], TypeError, r"devices\[1\] is 3: give a Device"),
         (lambda: 3, TypeError, "not iterable"),
     ],
@@ -148,8 +181,8 @@ def test_what_is_no_list_of_devices_is_refused(devices, kind, words):
 CALLS = {
     "copy": lambda g, s: g.copy(s, 0, [], 1, []),
     "broadcast": lambda g, s: g.broadcast(s, RING, []),
-    "sum": lambda g, s: g.sum(s, ROOMS, [(1, PAIR), (2, PAIR)], PAIR),
-    "pack": lambda g, s: g.pack(s, 0, [], [], [], PAIR),
+    "fence": lambda g, s: g.fence(s),
+    "settle": lambda g, s: g.settle(s),
 }
 
 
@@ -217,28 +250,6 @@ BAD_SEGMENTS = [
 ]
 
 
-def row(member=1, tensor=None):
-    return (member, ones(8) if tensor is None else tensor)
-
-
-BAD_SUMS = [
-    ([], ones(8), ValueError, "0 rows of gradients: give 1 to 2"),
-    ([row(), row(), row()], ones(8), ValueError, "3 rows of gradients, of 3 members"),
-    ([row()] * 100, ones(8), ValueError, "100 rows of gradients, of 3 members"),
-    ([ones(8)], ones(8), TypeError, r"rows\[0\] is tensor.* give \(member, tensor\)"),
-    ([(1,)], ones(8), TypeError, r"a row is \(member, tensor\)"),
-    ([("1", ones(8))], ones(8), TypeError, "int"),
-    ([row(3)], ones(8), IndexError, "member 3 of 3"),
-    ([row(-1)], ones(8), IndexError, "member -1 of 3"),
-    ([row(1, ones(7))], ones(8), ValueError, "a row of gradients is not like the sum"),
-    ([row()], ones(8).double(), ValueError, "a row of gradients is not like the sum"),
-    ([row()], ones(16)[::2], ValueError, "not one block of memory"),
-    ([row(1, ones(16)[::2])], ones(8), ValueError, "not one block of memory"),
-    ([row()], None, TypeError, "no strided tensor"),
-    ((row(),), ones(8), TypeError, "list"),
-]
-
-
 BAD_ROOMS = [
     (RING, TypeError, "list"),
     (tuple(ROOMS), TypeError, "list"),
@@ -252,22 +263,40 @@ BAD_ROOMS = [
 ]
 
 
+BAD_SUMS = [
+    ((3, [], [], 0), IndexError, "member 3 of 3"),
+    ((1, [ones(2)], [], 8), ValueError, "lists of 1 and 0"),
+    ((1, (ones(2),), [0], 8), TypeError, "list"),
+    ((1, [None], [0], 8), TypeError, "a tensor is no strided tensor"),
+    ((1, [ones(2)], ["a"], 8), TypeError, "integer"),
+    ((1, [ones(2)], [-1], 8), OverflowError, "negative"),
+    ((1, [ones(2)], [9], 16), ValueError, "beyond its block"),
+    ((1, [ones(2)], [17], 16), ValueError, "beyond its block"),
+    ((1, [ones(5)], [0], 16), ValueError, "beyond its block"),
+    ((1, [ones(2)], [0], -1), ValueError, "beyond its block"),
+    ((1, [ones(4)[::2]], [0], 16), ValueError, "not one block"),
+]
+
+
 BAD_PACKS = [
-    ((3, [], [], [], ones(4)), IndexError, "member 3 of 3"),
-    ((-1, [], [], [], ones(4)), IndexError, "member -1 of 3"),
-    ((1, [None], [], [], ones(4)), ValueError, "lists of 1 and 0"),
-    ((1, [None], [ones(2)], [], ones(4)), ValueError, "lists of 1 and 0"),
-    ((1, (None,), [ones(2)], [0], ones(4)), TypeError, "list"),
-    ((1, [3], [ones(2)], [0], ones(4)), TypeError, "a gradient is no strided tensor"),
-    ((1, [None], [None], [0], ones(4)), TypeError, "a tensor is no strided tensor"),
-    ((1, [None], [ones(2)], ["a"], ones(4)), TypeError, "integer"),
-    ((1, [None], [ones(2)], [-1], ones(4)), OverflowError, "negative"),
-    ((1, [None], [ones(2)], [9], ones(4)), ValueError, "beyond its block"),
-    ((1, [None], [ones(2)], [17], ones(4)), ValueError, "beyond its block"),
-    ((1, [None], [ones(5)], [0], ones(4)), ValueError, "beyond its block"),
-    ((1, [None], [ones(4)[::2]], [0], ones(4)), ValueError, "not one block"),
-    ((1, [None], [ones(2)], [0], ones(8)[::2]), ValueError, "not one block"),
-    ((1, [None], [ones(2)], [0], 3), TypeError, "no strided tensor"),
+    ((0, 3, [None], ones(2)), IndexError, "member 3 of 3"),
+    ((0, -1, [None], ones(2)), IndexError, "member -1 of 3"),
+    ((0, 0, [None], ones(2)), ValueError, "member 0 packs nothing"),
+    (("a", 1, [None], ones(2)), TypeError, "integer"),
+    ((0, 1, [], ones(2)), ValueError, "0 gradients of 1 tensors"),
+    ((0, 1, 3, ones(2)), TypeError, "gradients are no sequence"),
+    ((0, 1, [3], ones(2)), TypeError, "a gradient is no strided tensor"),
+    ((0, 1, [None], ones(3)), ValueError, "a block of 12 bytes, of a segment of 8"),
+    ((0, 1, [None], ones(4)[::2]), ValueError, "not one block"),
+    ((0, 1, [None], 3), TypeError, "no strided tensor"),
+]
+
+
+BAD_BEGINS = [
+    *(((rooms, ones(2)), *words) for rooms, *words in BAD_ROOMS),
+    ((ROOMS, ones(3)), ValueError, "a block of 12 bytes, of a segment of 8"),
+    ((ROOMS, ones(4)[::2]), ValueError, "not one block of memory"),
+    ((ROOMS, None), TypeError, "no strided tensor"),
 ]
 
 
@@ -280,9 +309,6 @@ REFUSED = [
     *(("copy", given, *words) for given, *words in BAD_COPIES),
     *(("broadcast", given, *words) for given, *words in BAD_RINGS),
     *(("broadcast", (RING, [item]), *words) for item, *words in BAD_SEGMENTS),
-    *(("sum", (ROOMS, rows, to), *words) for rows, to, *words in BAD_SUMS),
-    *(("sum", (r, [row(1), row(2)], ones(8)), *words) for r, *words in BAD_ROOMS),
-    *(("pack", given, *words) for given, *words in BAD_PACKS),
 ]
 
 
@@ -295,10 +321,39 @@ def test_what_cannot_be_is_refused_and_nothing_is_enqueued(
     assert fake().fake_pending() == 0
 
 
+REFUSED_OF_SUMS = [
+    *(("pack", given, *words) for given, *words in BAD_PACKS),
+    *(("begin", given, *words) for given, *words in BAD_BEGINS),
+    ("end", ("a",), TypeError, "integer"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), BAD_SUMS)
+def test_what_cannot_be_added_up_is_refused(group, given, kind, words):
+    with pytest.raises(kind, match=words):
+        group.gradient_sum(*given)
+
+
+@pytest.mark.parametrize(("call", "given", "kind", "words"), REFUSED_OF_SUMS)
+def test_a_sum_refuses_what_cannot_be(group, call, given, kind, words):
+    made = group.gradient_sum(1, [ones(2)], [0], 8)
+    for member in (1, 2):
+        made.pack(0, member, [None], ones(2))
+    synchronize()
+    with pytest.raises(kind, match=words):
+        getattr(made, call)(*given)
+    assert fake().fake_pending() == 0
+
+
+def test_a_sum_of_nothing_is_refused(group):
+    with pytest.raises(ValueError, match="that no member has packed"):
+        group.gradient_sum(1, [PAIR], [0], 8).begin(ROOMS, PAIR)
+
+
 def test_integers_are_not_summed(group):
-    rows = [(k, torch.ones(8, dtype=torch.int32)) for k in (1, 2)]
+    rows = [torch.ones(8, dtype=torch.int32)] * 2
     with pytest.raises(ValueError, match="int32"):
-        group.sum(STREAMS, ROOMS, rows, torch.ones(8, dtype=torch.int32))
+        add_up(group, rows, torch.ones(8, dtype=torch.int32))
 
 
 def test_tensors_elsewhere_are_refused():
@@ -306,20 +361,24 @@ def test_tensors_elsewhere_are_refused():
         group = _native.DeviceGroup([make_device(), make_device(1, dlpack_type=2)])
         with pytest.raises(ValueError, match=r"is on the CPU, .* on cuda:1"):
             group.copy((0, 0), 0, [ones(2)], 1, [ones(2)])
-        with pytest.raises(ValueError, match=r"a gradient is on the CPU|a tensor is"):
-            group.pack((0, 0), 1, [ones(2)], [ones(2)], [0], ones(2))
+        with pytest.raises(ValueError, match="a tensor is on the CPU"):
+            group.gradient_sum(1, [ones(2)], [0], 8)
+        with pytest.raises(ValueError, match="a tensor is on the CPU"):
+            group.gradient_sum(0, [ones(2)], [0], 8).pack(0, 1, [None], ones(2))
 
 
 def test_a_driver_that_fails_is_quoted(group):
     fake().fake_fail(b"cuMemcpyPeerAsync", 1, 719)
     with pytest.raises(OSError, match=r"copying between two devices.*719"):
         group.copy(STREAMS, 0, [ones(2)], 1, [ones(2)])
+    made = group.gradient_sum(1, [ones(2)], [0], 8)
     fake().fake_fail(b"cuLaunchKernel", 1, 719)
     with pytest.raises(OSError, match="719"):
-        group.pack(STREAMS, 1, [ones(2)], [ones(2)], [0], ones(2))
-    fake().fake_fail(b"cuEventCreate", 5, 719)
-    with pytest.raises(OSError, match="719"):
-        make_group()
+        made.pack(0, 1, [ones(2)], ones(2))
+    for call in (make_group, lambda: group.gradient_sum(1, [PAIR], [0], 8)):
+        fake().fake_fail(b"cuEventCreate", 2, 719)
+        with pytest.raises(OSError, match="719"):
+            call()
 
 
 # ---- references ---------------------------------------------------------------------
@@ -329,7 +388,7 @@ def test_no_call_keeps_or_loses_a_reference(group):
     source, place, bad, memory = ones(6), ones(6), ones(7), RING
     blocks = [None, block(24), block(24)]
     items = [source, place, bad, memory, *blocks[1:], STREAMS, group]
-    lists = [[source], [place], [bad], [0], blocks, [(1, source), (2, source)]]
+    lists = [[source], [place], [bad], [0], blocks, [source] * 2]
     rooms = list(ROOMS)
     kept = [*items, *lists, rooms, *rooms[1:]]
 
@@ -338,17 +397,17 @@ def test_no_call_keeps_or_loses_a_reference(group):
         group.streams()
         group.copy(STREAMS, 0, sources, 1, places)
         group.broadcast(STREAMS, memory, [(sources, zero, 24, blocks)])
-        group.sum(STREAMS, rooms, rows, place)
-        assert group.pack(STREAMS, 1, sources, places, zero, place) == []
-        assert group.pack(STREAMS, 1, bads, places, zero, place) == [0]
+        made = add_up(group, rows, place)
+        assert made.pack(0, 1, bads, place) == [0]
+        synchronize()  # before the blocks go
         for call in (
             lambda: group.copy(STREAMS, 0, sources, 1, bads),
             lambda: group.broadcast(STREAMS, memory, [(bads, zero, 24, blocks)]),
-            lambda: group.sum(STREAMS, rooms, rows, bad),
-            lambda: group.sum(STREAMS, [*rooms[:2], 3], rows, place),
-            lambda: group.pack(STREAMS, 1, sources, bads, zero, place),
-            lambda: group.pack(STREAMS, 1, zero, places, zero, place),
-            lambda: group.pack(STREAMS, 1, [bad, 3], [place] * 2, [0, 0], place),
+            lambda: made.begin(rooms, bad),
+            lambda: made.begin([*rooms[:2], 3], place),
+            lambda: made.pack(0, 1, zero, place),
+            lambda: made.pack(0, 1, sources, bad),
+            lambda: group.gradient_sum(1, [place, 3], [0, 0], 24),
         ):
             with pytest.raises((ValueError, TypeError)):
                 call()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from paceline import _gpu, _native
+
+if TYPE_CHECKING:
+    from paceline._dp.gpus.gradients import Arrival
 
 N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
@@ -30,13 +33,17 @@ class Group:
         The number of each, as torch counts; one may be there more than once.
     devices : list of torch.device
     native : paceline._native.DeviceGroup
+    rooms : list of torch.Tensor or None
+        By member, memory in which it adds up gradients.
     """
 
     def __init__(self, indices: Sequence[int]) -> None:
+        self._in_flight: list[Arrival] = []
         machine = _gpu.machine
         self.indices = list(indices)
         self.devices = [machine.device(index) for index in self.indices]
         self.native = _native.DeviceGroup([_gpu.open_device(i) for i in self.indices])
+        self.rooms: list[torch.Tensor | None] = [None] * len(self.indices)
         self._memories: dict[tuple[str, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -69,12 +76,6 @@ class Group:
         """Return memory of member 0 that parameters pass through."""
         return self._memory("ring", 0, N_SLOTS * slot_bytes)
 
-    def rooms(self, n_bytes: int) -> list[torch.Tensor | None]:
-        """Return memory by member, in which all but member 0 add up gradients."""
-        n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
-        members = range(1, len(self))
-        return [None, *(self._memory("room", k, n_bytes) for k in members)]
-
     def sums(self, n_segments: int) -> list[torch.Tensor | None]:
         """Return memory by member for checksums of segments, its own and member 0's."""
         return [
@@ -89,6 +90,36 @@ class Group:
             memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
             self._memories[name, member] = memory
         return memory
+
+    # ---- sums of gradients ----------------------------------------------------------
+
+    def make_rooms(self, n_bytes: int) -> None:
+        """Have memory in which all members but 0 add up gradients.
+
+        It is theirs alone from the next transfer of parameters on.
+        """
+        n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
+        room = self.rooms[-1]
+        if room is None or len(room) < n_bytes:
+            self.settle()
+            for k, device in enumerate(self.devices[1:], 1):
+                self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def hold(self, arrival: Arrival) -> None:
+        """Keep gradients that are to be added up until settle()."""
+        self._in_flight.append(arrival)
+
+    def settle(self) -> None:
+        """Have streams wait for sums of gradients, whose memory may be freed then."""
+        held, self._in_flight = self._in_flight, []
+        for numbers in {arrival.streams.numbers for arrival in held}:
+            self.native.settle(numbers)
+        for arrival in held:
+            arrival.release()
+
+    def __del__(self) -> None:
+        if self._in_flight:  # of a backward that has failed, and nothing came after it
+            self.settle()
 
     def member_of(self, tensor: torch.Tensor, expected: int) -> int | None:
         """Return the member on whose device a tensor is, `expected` first."""

@@ -1,17 +1,8 @@
-"""What each device has of a model, kept from forward to forward; and its gradients.
+"""What each device has of a model, kept from forward to forward.
 
 A forward sends what was written to since the last one.  Of what is written through
 ``.data``, by an average of weights or an adapter that is merged, the host cannot see
 that it has changed: so the devices compare what looks the same, and fetch what is not.
-
-In training a segment has two kinds of nodes in the graph::
-
-    parameters --> _Segment --> block of member k --> _Replica --> replica k's tensors
-
-``_Replica`` gathers the gradients of one device into one block, on its stream;
-``_Segment`` has these added up for member 0, in the order of members.  A node runs when
-its gradients are there, so that they travel while the rest of backward runs.  Replica 0
-is the module itself: autograd adds what comes from the others to its gradients.
 """
 
 from __future__ import annotations
@@ -26,10 +17,11 @@ from torch.nn import Module
 
 from paceline._compat import torch_core, torch_graph
 from paceline._dp.gpus import segments as segments_
+from paceline._dp.gpus.gradients import Gradients
 from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
-from paceline._dp.replicate import as_original, has_hooks, replicas_of
+from paceline._dp.replicate import as_original, replicas_of
 
 _log = logging.getLogger("paceline")
 
@@ -60,9 +52,11 @@ class Replicated:
         else:
             layout = self._layout_of(parts)
             others = layout.others
+            self._group.settle()  # of a backward that has failed
+            if torch.is_grad_enabled() and n_replicas > 2:
+                self._group.make_rooms(layout.room_bytes)
             self._send(layout, n_replicas, streams)
-            for segment in layout.segments:
-                self._add_copies(segment, copies, streams)
+            self._add_copies(layout, copies, streams)
         for k in range(1, n_replicas):
             for tensor in others:
                 moved = _moved(self._group, streams, tensor, k)
@@ -177,27 +171,36 @@ class Replicated:
     # ---- in the replicas ------------------------------------------------------------
 
     def _add_copies(
-        self, segment: Segment, copies: list[dict[int, Any]], streams: Streams
+        self, layout: Layout, copies: list[dict[int, Any]], streams: Streams
     ) -> None:
         n_replicas = len(copies)
-        step: _Step | None = None
-        blocks: tuple[torch.Tensor, ...] = ()
-        if segment.is_trained and torch.is_grad_enabled():
-            step = _Step(segment, self._group, streams)
-            _, *blocks = _Segment.apply(step, n_replicas, *segment.tensors)  # type: ignore[no-untyped-call]
-        for k in range(1, n_replicas):
-            tensors: Sequence[torch.Tensor] = segment.slots[k]
-            if step is not None:
-                tensors = _Replica.apply(blocks[k - 1], step, k)  # type: ignore[no-untyped-call]
+        trained = [segment for segment in layout.segments if segment.is_trained]
+        gradients = Gradients(self._group, streams, trained, n_replicas)
+        n_trained = 0
+        for segment in layout.segments:
+            made: Sequence[Sequence[torch.Tensor]]
+            if segment.is_trained and torch.is_grad_enabled():
+                made = gradients.slots(n_trained)
+                n_trained += 1
             else:  # never the slots themselves: who holds on to one is not counted
-                tensors = [slot.detach() for slot in tensors]
-            pairs = zip(tensors, segment.tensors, strict=True)
-            tensors = [as_original(*pair) for pair in pairs]
-            for original, tensor in zip(segment.tensors, tensors, strict=True):
-                copies[k][id(original)] = tensor
-                self._note_leaf(k, original, tensor)
-            if not segment.is_parameter:
-                self._buffers.append((segment, k, tensors))
+                made = [[t.detach() for t in slots] for slots in segment.slots[1:]]
+            for k, tensors in zip(range(1, n_replicas), made, strict=False):
+                self._add_copies_of(segment, k, tensors, copies[k])
+
+    def _add_copies_of(
+        self,
+        segment: Segment,
+        k: int,
+        tensors: Sequence[torch.Tensor],
+        copies: dict[int, Any],
+    ) -> None:
+        pairs = zip(tensors, segment.tensors, strict=True)
+        tensors = [as_original(*pair) for pair in pairs]
+        for original, tensor in zip(segment.tensors, tensors, strict=True):
+            copies[id(original)] = tensor
+            self._note_leaf(k, original, tensor)
+        if not segment.is_parameter:
+            self._buffers.append((segment, k, tensors))
 
 
 class _Leaf(NamedTuple):
@@ -253,12 +256,14 @@ def _memory_of(layout: Layout, group: Group) -> str:
     devices = [str(device) for device in group.devices]
     model = sum(segment.n_bytes for segment in layout.segments) / 2**20
     passing = layout.segment_bytes / 2**20
+    room = layout.room_bytes / 2**20 if len(group) > 2 else 0.0
     return (
         f"DataParallel on {', '.join(devices)}: {model:.1f} MiB of parameters and "
-        f"buffers on each, in {len(layout.segments)} segments; for what passes through "
-        f"up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and in training "
-        f"{passing:.1f} MiB on each other; outputs come together on one device: a loss "
-        "that forward computes keeps them small"
+        f"buffers on each, in {len(layout.segments)} segments; for what passes "
+        f"through up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and {room:.1f} "
+        "MiB on each other to add up gradients, which each keeps until backward ends; "
+        "outputs come together on one device: a loss that forward computes keeps them "
+        "small"
     )
 
 
@@ -273,188 +278,3 @@ def _moved(
     with torch.inference_mode(False):
         copy = copy_by_torch(group, streams, tensor.detach(), member)
         return as_original(copy.requires_grad_(tensor.requires_grad), tensor)
-
-
-# ---- gradients ----------------------------------------------------------------------
-
-
-class _Step:
-    """One forward's segment: what its nodes share.
-
-    `aside` are gradients that no block can hold (sparse ones), and `used` says which
-    tensors a member has a gradient of, both by backward and member: a checkpoint runs
-    a backward of its own through these nodes in the middle of another one.
-    """
-
-    def __init__(self, segment: Segment, group: Group, streams: Streams) -> None:
-        self.segment = segment
-        self.group = group
-        self.streams = streams
-        self.aside: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        self.used: dict[tuple[int, int], list[bool]] = {}
-
-    # ---- one member's ---------------------------------------------------------------
-
-    def pack(self, member: int, grads: Sequence[Any]) -> torch.Tensor:
-        """Return one block of a member's gradients, of which some are None."""
-        segment = self.segment
-        key = torch_graph.current_task(), member
-        self.used[key] = [grad is not None for grad in grads]
-        slots, device = segment.slots[member], self.group.devices[member]
-        dense = [self._dense(key, i, grad) for i, grad in enumerate(grads)]
-        if torch.is_grad_enabled() or any(
-            grad is not None and torch_graph.is_batched(grad) for grad in dense
-        ):
-            return self._pack_by_torch(dense, device)
-        offsets = segment.byte_offsets
-        make = torch.zeros if segment.has_gaps else torch.empty
-        block = make(segment.n_elems, dtype=segment.dtype, device=device)
-        arguments = self.streams.numbers, member
-        others = self.group.native.pack(*arguments, dense, slots, offsets, block)
-        if others:
-            for i in others:
-                dense[i] = torch.empty_like(slots[i]).copy_(dense[i])  # type: ignore[arg-type]
-            self.group.native.pack(*arguments, dense, slots, offsets, block)
-        return block
-
-    def _dense(self, key: tuple[int, int], i: int, grad: Any) -> torch.Tensor | None:
-        """Return a gradient whose memory says all of it; put a sparse one aside."""
-        if grad is None:
-            return None
-        if grad.layout is torch.strided:
-            return grad.resolve_conj().resolve_neg()  # type: ignore[no-any-return]
-        self.aside.setdefault(key, {})[i] = grad
-        return None
-
-    def _pack_by_torch(
-        self, grads: Sequence[torch.Tensor | None], device: torch.device
-    ) -> torch.Tensor:
-        """Return the same, in the graph."""
-        segment = self.segment
-        zero = torch.zeros((), dtype=segment.dtype, device=device)
-        example = next((grad for grad in grads if grad is not None), zero)
-        pieces = []
-        ends = [*segment.offsets[1:], segment.n_elems]
-        for i, (grad, end) in enumerate(zip(grads, ends, strict=True)):
-            n_elems = end - segment.offsets[i]
-            if grad is None:
-                pieces.append(example.new_zeros(n_elems))
-                continue
-            flat = segment.flattened(i, grad)
-            n_more = n_elems - segment.forms[i].n_elems
-            pieces.append(torch.cat([flat, flat.new_zeros(n_more)]) if n_more else flat)
-        return torch.cat(pieces)
-
-    # ---- all members' ---------------------------------------------------------------
-
-    def add(self, blocks: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
-        rows = [(k, block) for k, block in enumerate(blocks, 1) if block is not None]
-        task = torch_graph.current_task()
-        used = [self.used.pop((task, k)) for k, _ in rows]
-        aside = [self.aside.pop((task, k), {}) for k, _ in rows]
-        is_used = [any(of) for of in zip(*used, strict=True)]
-        if torch.is_grad_enabled() or any(torch_graph.is_batched(b) for _, b in rows):
-            sums = self._add_by_torch(rows, is_used)
-        else:
-            sums = self._add_by_core(rows, is_used)
-        for i in {i for found in aside for i in found}:
-            self._add_aside(sums, i, [a[i] for a in aside if i in a], used, aside)
-        return sums
-
-    def _add_by_core(
-        self, rows: list[tuple[int, torch.Tensor]], is_used: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        segment, device = self.segment, self.group.devices[0]
-        total = torch.empty(segment.n_elems, dtype=segment.dtype, device=device)
-        rooms: list[torch.Tensor | None] = [None] * len(self.group)
-        if len(rows) > 1:
-            rooms = self.group.rooms(segment.room_bytes)
-        self.group.native.sum(self.streams.numbers, rooms, rows, total)
-        # A count of versions for each: what is done to one does not concern others.
-        return [
-            view.data if used else self._unused(i)
-            for i, (view, used) in enumerate(
-                zip(segment.views(total), is_used, strict=True)
-            )
-        ]
-
-    def _unused(self, i: int) -> torch.Tensor | None:
-        """Return the gradient of a tensor that no replica has used.
-
-        Hooks that were set since the forward are called with it: with zeros, as by
-        torch's class, rather than with None.
-        """
-        tensor = self.segment.tensors[i]
-        return torch.zeros_like(tensor) if has_hooks(tensor) else None
-
-    def _add_aside(
-        self,
-        sums: list[torch.Tensor | None],
-        i: int,
-        grads: Sequence[torch.Tensor],
-        used: Sequence[list[bool]],
-        aside: Sequence[dict[int, torch.Tensor]],
-    ) -> None:
-        """Add sparse gradients to what dense ones there are."""
-        sparse = grads[0].to(self.group.devices[0])
-        for grad in grads[1:]:
-            sparse = sparse + grad.to(self.group.devices[0])
-        has_dense = any(
-            of[i] and i not in found for of, found in zip(used, aside, strict=True)
-        )
-        sums[i] = sums[i] + sparse if has_dense else sparse  # type: ignore[operator]
-
-    def _add_by_torch(
-        self, rows: Sequence[tuple[int, torch.Tensor]], is_used: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        """Return the same, in the graph."""
-        segment, device = self.segment, self.group.devices[0]
-        total = rows[0][1].to(device)
-        for _, block in rows[1:]:
-            total = total + block.to(device)
-        sums: list[torch.Tensor | None] = []
-        for i, offset in enumerate(segment.offsets):
-            n_elems = segment.forms[i].n_elems
-            flat = total.narrow(0, offset, n_elems)
-            sums.append(segment.shaped(i, flat) if is_used[i] else None)
-        return sums
-
-
-class _Segment(torch.autograd.Function):
-    """Trained parameters of the model, and the blocks that replicas have of them.
-
-    The first output is on member 0: so backward takes its stream for the node's.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: _Step, n_replicas: int, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.step = step
-        handle = torch.empty(0, device=step.group.devices[0])
-        blocks = step.segment.blocks[1:n_replicas]
-        return handle, *(block.detach() for block in blocks if block is not None)
-
-    @staticmethod
-    def backward(ctx: Any, _: Any, *blocks: Any) -> Any:
-        with ctx.step.group.on(ctx.step.streams):
-            return None, None, *ctx.step.add(blocks)
-
-
-class _Replica(torch.autograd.Function):
-    """A member's block, and the tensors of its replica."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, _: torch.Tensor, step: _Step, member: int
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.member = step, member
-        return tuple(slot.detach() for slot in step.segment.slots[member])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        with ctx.step.group.on(ctx.step.streams):
-            return ctx.step.pack(ctx.member, grads), None, None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,9 +24,16 @@ from paceline._dp.gpus.group import Group
 from paceline._dp.gpus.transfers import is_native
 from paceline._dp.replicate import has_hooks
 
-SEGMENT_BYTES = 4 << 20
-"""Of a segment; up to eight times as much of a large model, for the host's sake."""
-_MOST_SEGMENTS = 64
+if TYPE_CHECKING:
+    from paceline import _native
+
+SEGMENT_BYTES = 1 << 20
+"""The least.  The first segments are so small, as their gradients come last in a
+backward: nothing is left to do while they travel."""
+_FEW, _FEW_BYTES = 9, 12 << 20
+"""A model has so few segments where that makes them no larger: each costs host time."""
+_MANY, _MOST_BYTES = 64, 32 << 20
+"""A large model has so many, where that makes them no larger."""
 COMPARED_BYTES = 1 << 20
 """To compare takes as long as this takes on a link: less is sent, whatever it is."""
 _ALIGNMENT = 64
@@ -74,8 +81,6 @@ class Segment:
         They are parameters; the others are buffers.
     is_trained : bool
         Their gradients come back.
-    room_bytes : int
-        What gradients are added up in, at the most, on each device.
     blocks, slots : by member; None, and [], for member 0
     """
 
@@ -84,11 +89,10 @@ class Segment:
         dtype: torch.dtype,
         is_parameter: bool,
         is_trained: bool,
-        room_bytes: int,
         group: Group,
     ) -> None:
         self.dtype = dtype
-        self.room_bytes = room_bytes
+        self._group = group
         self.width = dtype.itemsize
         self.is_parameter = is_parameter
         self.is_trained = is_trained
@@ -100,6 +104,7 @@ class Segment:
         self.blocks: list[torch.Tensor | None] = [None] * len(group)
         self.slots: list[list[torch.Tensor]] = [[] for _ in range(len(group))]
         self._rooms: list[int] = []
+        self._sums: list[_native.GradientSum] = []
         self._n_holders = [0] * len(group)
         self._sent: list[Any] = [None] * len(group)
         self._versions: list[list[int]] = [[] for _ in range(len(group))]
@@ -118,11 +123,6 @@ class Segment:
         if len(self.tensors) == 1:
             self.n_elems = self.forms[0].n_elems
         self._rooms = [end - begin for begin, end in pairwise(self.offsets)]
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether some of the block is no tensor's."""
-        return self.n_elems != sum(form.n_elems for form in self.forms)
 
     @property
     def n_bytes(self) -> int:
@@ -192,6 +192,20 @@ class Segment:
         for member in members:
             blocks[member] = self.blocks[member]
         return self.tensors, self.byte_offsets, self.n_bytes, blocks
+
+    # ---- gradients ------------------------------------------------------------------
+
+    def take_sum(self) -> _native.GradientSum:
+        """Return what adds up gradients; see give_sum()."""
+        try:
+            return self._sums.pop()
+        except IndexError:
+            arguments = 1, self.slots[1], self.byte_offsets, self.n_bytes
+            return self._group.native.gradient_sum(*arguments)
+
+    def give_sum(self, of: _native.GradientSum) -> None:
+        """Give it back, for another backward."""
+        self._sums.append(of)
 
     # ---- in memory order ------------------------------------------------------------
 
@@ -303,12 +317,23 @@ class Layout:
         # A hook must not be called with None where no replica has used the tensor.
         is_alone = n_bytes > self.segment_bytes or (is_trained and has_hooks(tensor))
         segment = None if is_alone else opened.get(key)
-        if segment is None or segment.n_bytes + n_bytes > self.segment_bytes:
-            segment = Segment(*key, self.segment_bytes, self._group)
+        if segment is None or segment.n_bytes + n_bytes > self._limit:
+            segment = Segment(*key, self._group)
             self.segments.append(segment)
             if not is_alone:
                 opened[key] = segment
         segment.add(tensor)
+
+    @property
+    def _limit(self) -> int:
+        """What the last segment may have."""
+        return min(self.segment_bytes, SEGMENT_BYTES << len(self.segments) - 1)
+
+    @property
+    def room_bytes(self) -> int:
+        """What a member adds up gradients in: all rows of a segment."""
+        most = max((s.n_bytes for s in self.segments if s.is_trained), default=0)
+        return min(most * (len(self._group) - 1), 2 * _MOST_BYTES)
 
     def fits(self, parts: Sequence[Module]) -> bool:
         """Tell whether the model still has the tensors that this was made of.
@@ -356,8 +381,8 @@ def _n_bytes(tensor: torch.Tensor) -> int:
 
 def _segment_bytes(n_bytes: int) -> int:
     """Return what a segment of a model of so many bytes has at the most."""
-    share = -(-n_bytes // _MOST_SEGMENTS // _ALIGNMENT) * _ALIGNMENT
-    return min(max(SEGMENT_BYTES, share), 8 * SEGMENT_BYTES)
+    few, many = (-(-n_bytes // n // _ALIGNMENT) * _ALIGNMENT for n in (_FEW, _MANY))
+    return max(SEGMENT_BYTES, min(few, _FEW_BYTES), min(many, _MOST_BYTES))
 
 
 def _ids_of(parts: Sequence[Module]) -> list[int]:

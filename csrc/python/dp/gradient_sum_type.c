@@ -1,0 +1,297 @@
+/* gradient_sum_type.c - paceline._native.GradientSum: gradients of one segment of a
+ * model, packed by each member, added up for member 0.
+ *
+ * It keeps the blocks, and the sum, until clear(): streams may still read and write
+ * them when nobody else wants them any more, as after a backward that has failed.
+ */
+#include "core/alloc.h"
+#include "device_group_object.h"
+#include "replicas/gradient_sum.h"
+
+typedef struct slot {
+    pli_layout *layout;
+    size_t offset; /* in bytes, in the block */
+} slot;
+
+typedef struct gradient_sum_object {
+    PyObject_HEAD
+    device_group_object *group;
+    pli_gradient_sum *sum;
+    slot *slots;
+    size_t n_slots, n_bytes;
+    PyObject
+        *kept[PLI_MOST_MEMBERS]; /* member 0's is the sum, the others' are blocks */
+} gradient_sum_object;
+
+static inline gradient_sum_object *sum_of(PyObject *object)
+{
+    return (gradient_sum_object *)object;
+}
+
+static void keep(gradient_sum_object *self, Py_ssize_t member, PyObject *tensor)
+{
+    Py_XSETREF(self->kept[member], Py_XNewRef(tensor));
+}
+
+static int read_stream(PyObject *number, pl_stream **out)
+{
+    *out = PyLong_AsVoidPtr(number);
+    return *out == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Reads a block of a member's that has the size of the segment. */
+static int read_block(const gradient_sum_object *self, Py_ssize_t member,
+                      PyObject *tensor, pli_tensor *out)
+{
+    if (pli_group_read_block(self->group, member, tensor, out) != 0)
+        return -1;
+    if (pli_layout_bytes(&out->layout) == self->n_bytes)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "a block of %zu bytes, of a segment of %zu",
+                 pli_layout_bytes(&out->layout), self->n_bytes);
+    return -1;
+}
+
+/* ---- packing -------------------------------------------------------------------- */
+
+/* Reads a gradient into *out; 1 where it is not laid out as its slot is. */
+static int read_grad(const gradient_sum_object *self, dl_device place, PyObject *grad,
+                     const slot *to, char *block, pl_move *out)
+{
+    pli_tensor found;
+    *out = (pl_move){.to = block + to->offset,
+                     .dtype = to->layout->dtype,
+                     .n_elems = to->layout->n_elems};
+    if (grad == Py_None)
+        return 0;
+    if (pli_tensor_read_on(state_of((PyObject *)self), place, grad, "a gradient",
+                           &found) != 0)
+        return -1;
+    out->from = found.data;
+    return found.layout.is_lazy || !pli_layout_equal(&found.layout, to->layout);
+}
+
+/* Reads all; returns a list of the numbers of those that are laid out in another way.
+ */
+static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
+                            PyObject *grads, char *block, pl_move *out)
+{
+    const dl_device place = device_of(self->group, member)->place;
+    PyObject *others = PyList_New(0);
+    for (size_t i = 0; others != NULL && i < self->n_slots; i++) {
+        PyObject *const grad = PySequence_Fast_GET_ITEM(grads, (Py_ssize_t)i);
+        const int status =
+            read_grad(self, place, grad, &self->slots[i], block, &out[i]);
+        if (status == 0)
+            continue;
+        PyObject *number = status == 1 ? PyLong_FromSize_t(i) : NULL;
+        if (number == NULL || PyList_Append(others, number) != 0)
+            Py_CLEAR(others);
+        Py_XDECREF(number);
+    }
+    return others;
+}
+
+static PyObject *pack(gradient_sum_object *self, Py_ssize_t member, pl_stream *stream,
+                      PyObject *grads, PyObject *tensor)
+{
+    const module_state *state = state_of((PyObject *)self);
+    pli_tensor block;
+    pl_move *moves = NULL;
+    PyObject *others = NULL;
+    pl_status st;
+    if (read_block(self, member, tensor, &block) != 0 ||
+        pli_check(state, pli_calloc(self->n_slots + 1, sizeof *moves, "gradients",
+                                    &moves)) != 0)
+        return NULL;
+    others = read_grads(self, member, grads, block.data, moves);
+    if (others != NULL && PyList_GET_SIZE(others) == 0) {
+        keep(self, member, tensor);
+        Py_BEGIN_ALLOW_THREADS
+        st = pli_gradient_sum_pack(self->sum, (int)member, stream, moves, self->n_slots,
+                                   block.data);
+        Py_END_ALLOW_THREADS
+        if (pli_check(state, st) != 0)
+            Py_CLEAR(others);
+    }
+    pli_free(moves);
+    return others;
+}
+
+static PyObject *sum_pack(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    gradient_sum_object *self = sum_of(object);
+    PyObject *number, *given, *block;
+    Py_ssize_t member;
+    pl_stream *stream;
+    if (!PyArg_ParseTuple(args, "OnOO:pack", &number, &member, &given, &block) ||
+        read_stream(number, &stream) != 0 ||
+        pli_group_check_member(self->group, member) != 0)
+        return NULL;
+    if (member == 0) {
+        PyErr_SetString(PyExc_ValueError, "member 0 packs nothing: it has the sum");
+        return NULL;
+    }
+    PyObject *grads = PySequence_Fast(given, "gradients are no sequence");
+    if (grads == NULL)
+        return NULL;
+    PyObject *others = NULL;
+    if ((size_t)PySequence_Fast_GET_SIZE(grads) != self->n_slots)
+        PyErr_Format(PyExc_ValueError, "%zd gradients of %zu tensors",
+                     PySequence_Fast_GET_SIZE(grads), self->n_slots);
+    else
+        others = pack(self, member, stream, grads, block);
+    Py_DECREF(grads);
+    return others;
+}
+
+/* ---- adding up ------------------------------------------------------------------ */
+
+static PyObject *sum_begin(PyObject *object, PyObject *args)
+{
+    PLI_ENTER(object);
+    gradient_sum_object *self = sum_of(object);
+    PyObject *memory, *tensor;
+    pli_room rooms[PLI_MOST_MEMBERS];
+    pli_tensor to;
+    pl_status st;
+    if (!PyArg_ParseTuple(args, "O!O:begin", &PyList_Type, &memory, &tensor) ||
+        pli_group_read_rooms(self->group, memory, rooms) != 0 ||
+        read_block(self, 0, tensor, &to) != 0)
+        return NULL;
+    const pl_move sum = pli_group_move_of(to.data, &to);
+    keep(self, 0, tensor);
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_gradient_sum_begin(self->sum, &sum, rooms);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(self->group, st);
+}
+
+static PyObject *sum_end(PyObject *object, PyObject *number)
+{
+    PLI_ENTER(object);
+    const gradient_sum_object *self = sum_of(object);
+    pl_stream *stream;
+    pl_status st;
+    if (read_stream(number, &stream) != 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = pli_gradient_sum_end(self->sum, stream);
+    Py_END_ALLOW_THREADS
+    return none_or_raise(self->group, st);
+}
+
+static PyObject *sum_clear(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    (void)ignored;
+    for (Py_ssize_t k = 0; k < n_members(sum_of(object)->group); k++)
+        keep(sum_of(object), k, NULL);
+    Py_RETURN_NONE;
+}
+
+/* ---- life ----------------------------------------------------------------------- */
+
+/* Reads where a tensor of a member's has its place in a block. */
+static int read_slot(const gradient_sum_object *self, Py_ssize_t member,
+                     PyObject *tensor, PyObject *offset, slot *out)
+{
+    const module_state *state = state_of((PyObject *)self);
+    pli_tensor found;
+    out->offset = PyLong_AsSize_t(offset);
+    if (PyErr_Occurred() || pli_group_read_block(self->group, member, tensor, &found))
+        return -1;
+    if (out->offset > self->n_bytes ||
+        pli_layout_bytes(&found.layout) > self->n_bytes - out->offset) {
+        PyErr_SetString(PyExc_ValueError, "a tensor reaches beyond its block");
+        return -1;
+    }
+    return pli_check(state, pli_layout_copy(&found.layout, &out->layout));
+}
+
+static int read_slots(gradient_sum_object *self, Py_ssize_t member, PyObject *tensors,
+                      PyObject *offsets)
+{
+    const module_state *state = state_of((PyObject *)self);
+    const size_t n = (size_t)PyList_GET_SIZE(tensors);
+    if (pli_group_check_lists(tensors, offsets) != 0 ||
+        pli_check(state,
+                  pli_calloc(n + 1, sizeof *self->slots, "gradients", &self->slots)))
+        return -1;
+    self->n_slots = n;
+    for (Py_ssize_t i = 0; i < (Py_ssize_t)n; i++)
+        if (read_slot(self, member, PyList_GET_ITEM(tensors, i),
+                      PyList_GET_ITEM(offsets, i), &self->slots[i]) != 0)
+            return -1;
+    return 0;
+}
+
+PyObject *pli_group_gradient_sum(PyObject *group, PyObject *args)
+{
+    PLI_ENTER(group);
+    const module_state *state = state_of(group);
+    PyTypeObject *const type = state->gradient_sum_type;
+    PyObject *tensors, *offsets;
+    Py_ssize_t member, n_bytes;
+    if (!PyArg_ParseTuple(args, "nO!O!n:gradient_sum", &member, &PyList_Type, &tensors,
+                          &PyList_Type, &offsets, &n_bytes) ||
+        pli_group_check_member(group_of(group), member) != 0)
+        return NULL;
+    gradient_sum_object *self = (gradient_sum_object *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->group = group_of(Py_NewRef(group));
+    self->n_bytes = n_bytes > 0 ? (size_t)n_bytes : 0;
+    if (read_slots(self, member, tensors, offsets) != 0 ||
+        pli_check(state, pli_gradient_sum_create(self->group->group, &self->sum)) != 0)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void sum_dealloc(PyObject *object)
+{
+    gradient_sum_object *self = sum_of(object);
+    pli_gradient_sum_destroy(self->sum);
+    for (size_t i = 0; i < self->n_slots; i++)
+        pli_free(self->slots[i].layout);
+    pli_free(self->slots);
+    for (int k = 0; k < PLI_MOST_MEMBERS; k++)
+        Py_XDECREF(self->kept[k]);
+    Py_XDECREF(self->group);
+    pli_object_free(object);
+}
+
+static PyMethodDef sum_methods[] = {
+    {"pack", sum_pack, METH_VARARGS,
+     "pack($self, stream, member, gradients, block, /)\n--\n\n"
+     "Copy a member's gradients into a block, zeros for None, on the stream that it "
+     "computes on; nothing where some are not laid out as the tensors are, whose "
+     "numbers are returned."},
+    {"begin", sum_begin, METH_VARARGS,
+     "begin($self, rooms, to, /)\n--\n\n"
+     "Add up what was packed since the last sum into a tensor of member 0's; rooms "
+     "are, by member, memory to do so, or None."},
+    {"end", sum_end, METH_O,
+     "end($self, stream, /)\n--\n\n"
+     "Have a stream of member 0's wait for the sum."},
+    {"clear", sum_clear, METH_NOARGS,
+     "clear($self, /)\n--\n\n"
+     "Let go of the blocks and of the sum; see DeviceGroup.settle()."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot sum_slots[] = {
+    {Py_tp_dealloc, sum_dealloc},
+    {Py_tp_methods, sum_methods},
+    {Py_tp_doc, "Gradients on their way; see DeviceGroup.gradient_sum()."},
+    {0, NULL},
+};
+
+PyType_Spec pli_gradient_sum_spec = {
+    .name = "paceline._native.GradientSum",
+    .basicsize = sizeof(gradient_sum_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = sum_slots,
+};
