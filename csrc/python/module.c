@@ -5,6 +5,7 @@
 #include "python/ddp/failed_backward.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/gather.h"
+#include "python/dp/kept.h"
 #include "python/dp/scatter.h"
 
 static module_state *state_of_module(PyObject *module)
@@ -193,6 +194,16 @@ static PyMethodDef module_methods[] = {
      "gather(outputs, sizes, dim, join=None, /)\n--\n\nJoin what the replicas "
      "returned; "
      "join(tensors, dim) makes one of several tensors, join.packed() of sequences."},
+    {"differing", pli_differing, METH_VARARGS,
+     "differing(dicts, names, values, any, /)\n--\n\nReturn the numbers of dicts that "
+     "have not these names in this order, or other objects as values, unless those are "
+     "None; a value that is `any` may be any object."},
+    {"restore", pli_restore, METH_VARARGS,
+     "restore(dicts, names, values, /)\n--\n\nHave dicts hold these values under these "
+     "names, and nothing else."},
+    {"reference_counts", pli_reference_counts, METH_O,
+     "reference_counts(objects, /)\n--\n\nReturn how many references there are to "
+     "each of a list."},
     {"isa", isa, METH_NOARGS, "isa()\n--\n\nName of the instruction set of the sums."},
     {NULL, NULL, 0, NULL},
 };

@@ -27,6 +27,20 @@ def scatter(
 def gather(
     outputs: Sequence[Any], sizes: tuple[int, ...], dim: int, join: Any = None, /
 ) -> Any: ...
+def differing(
+    dicts: list[dict[str, Any]],
+    names: list[tuple[str, ...]],
+    values: list[tuple[Any, ...]] | None,
+    any: object,
+    /,
+) -> list[int]: ...
+def restore(
+    dicts: list[dict[str, Any]],
+    names: list[tuple[str, ...]],
+    values: list[tuple[Any, ...]],
+    /,
+) -> None: ...
+def reference_counts(objects: list[Any], /) -> tuple[int, ...]: ...
 def measure(
     params: Sequence[torch.Tensor],
     buffers: Sequence[tuple[dict[str, Any], str]],

@@ -144,6 +144,9 @@ class CpuEngine:
             originals.look()
         return output
 
+    def release(self) -> None:
+        """Do nothing: replicas are made anew in each forward."""
+
     def join(
         self,
         outputs: Sequence[Any],

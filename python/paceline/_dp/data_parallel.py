@@ -261,7 +261,11 @@ class DataParallel(LoadsEither, TorchDP[Any]):
                 (output,) = engine.apply(self.module, [self.module], args, named)
                 return engine.bring(output, devices_.output_of(self.output_device))
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            outputs = _Outputs(self.parallel_apply(replicas, args, named))
+            try:
+                outputs = _Outputs(self.parallel_apply(replicas, args, named))
+            finally:
+                del replicas
+                engine.release()
             outputs.sizes = sizes
             return self.gather(outputs, self.output_device)
 

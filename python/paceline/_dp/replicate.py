@@ -24,10 +24,8 @@ from torch.nn import Module, Parameter
 from paceline._compat import torch_core
 
 _PLAIN_COPY = torch_core.PLAIN_COPY
-_OWN_KEYS = frozenset(Module().__dict__)
-_HOOKS = tuple(
-    name for name in sorted(_OWN_KEYS) if "ward_" in name and "hooks" in name
-)
+OWN_KEYS = frozenset(Module().__dict__)
+HOOKS = tuple(name for name in sorted(OWN_KEYS) if "ward_" in name and "hooks" in name)
 """Hooks of forward and backward: what one replica registers or removes is its own."""
 
 
@@ -104,18 +102,18 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
 
 
 def _replica(parts: list[Module], tensors: Copies, bring: Bring) -> Module:
-    shells = {id(part): _shell(part) for part in parts}
+    shells = {id(part): shell_of(part) for part in parts}
     copies: dict[int, Any] = {**shells, **tensors}
     for part in parts:
         copy = copies[id(part)]
         if isinstance(part, torch.jit.ScriptModule):
             _fill_script(part, copy, copies)
         else:
-            _fill(part, copy, copies, bring)
+            fill(part, copy, copies, bring)
     return shells[id(parts[0])]
 
 
-def _shell(part: Module) -> Module:
+def shell_of(part: Module) -> Module:
     kind = part.__class__  # that of the module itself, where this is a weak proxy
     method: Callable[[Module], Module] = kind._replicate_for_data_parallel
     if method is _PLAIN_COPY or isinstance(part, torch.fx.GraphModule):
@@ -212,7 +210,7 @@ def restructured(part: Module) -> RuntimeError:
     )
 
 
-def _fill(
+def fill(
     part: Module,
     copy: Module,
     copies: dict[int, Any],
@@ -225,25 +223,32 @@ def _fill(
             if entry is not None:
                 entries[name] = copies[id(entry)]
     held["zero_grad"] = _zero_nothing
-    for name in _HOOKS:
+    for name in HOOKS:
         hooks = held.get(name)
         held[name] = OrderedDict()
         if hooks:
-            held[name].update((k, _renewed(hook, copies)) for k, hook in hooks.items())
+            held[name].update(hooks_of(hooks, copies))
     held.pop("_compiled_call_impl", None)  # of part.compile(): leads to the original
-    for name in held.keys() - _OWN_KEYS:
+    for name in held.keys() - OWN_KEYS:
         value = held[name]
-        if type(value) not in _CONSTANTS:
-            renewed = _renewed(value, copies)
-            if renewed is not value:
-                held[name] = renewed
-            elif isinstance(value, torch.Tensor):
-                held[name] = bring(value)
+        if type(value) not in CONSTANTS:
+            held[name] = renewed(value, copies, bring)
     for name in copyreg._slotnames(part.__class__):  # type: ignore[attr-defined]
         if hasattr(part, name):
             object.__setattr__(copy, name, _renewed(getattr(part, name), copies))
     if "dynamo_ctx" in held:  # torch.compile(part): its forward leads to the original
         copy._initialize()  # type: ignore[operator]
+
+
+def hooks_of(hooks: dict[Any, Any], copies: dict[int, Any]) -> dict[Any, Any]:
+    """Return a part's hooks as its replica has them."""
+    return {key: _renewed(hook, copies) for key, hook in hooks.items()}
+
+
+def renewed(value: Any, copies: dict[int, Any], bring: Bring) -> Any:
+    """Return what an attribute of a part is in its replica."""
+    own = _renewed(value, copies)
+    return bring(value) if own is value and isinstance(value, torch.Tensor) else own
 
 
 def _zero_nothing(set_to_none: bool = True) -> None:
@@ -276,7 +281,7 @@ def _fill_script(
 
 
 _LEVELS = 3
-_CONSTANTS = frozenset((int, bool, float, str, type(None)))
+CONSTANTS = frozenset((int, bool, float, str, type(None)))
 
 
 def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any:
@@ -303,10 +308,10 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
     if kind is weakref.ref:
         own = copies.get(id(value()))
         return value if own is None else weakref.ref(own)
-    if (kind is list or kind is tuple) and _leads(value, n_levels):
+    if (kind is list or kind is tuple) and leads(value, n_levels):
         entries = [_renewed(v, copies, n_levels - 1) for v in value]
         return value if _are_same(value, entries) else kind(entries)
-    if kind is dict and _leads(value.values(), n_levels):
+    if kind is dict and leads(value.values(), n_levels):
         entries = [_renewed(v, copies, n_levels - 1) for v in value.values()]
         is_same = _are_same(value.values(), entries)
         return value if is_same else dict(zip(value, entries, strict=True))
@@ -318,11 +323,11 @@ def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, values, others))
 
 
-def _leads(values: Iterable[Any], n_levels: int) -> bool:
+def leads(values: Iterable[Any], n_levels: int = _LEVELS) -> bool:
     """Tell whether a list or the values of a dict begin with a module or a tensor."""
     first = next(iter(values), None)
     if isinstance(first, dict):
         first, n_levels = first.values(), n_levels - 1
     elif not isinstance(first, (list, tuple)):
         return isinstance(first, (Module, torch.Tensor))
-    return n_levels > 1 and _leads(first, n_levels - 1)
+    return n_levels > 1 and leads(first, n_levels - 1)

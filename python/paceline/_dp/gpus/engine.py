@@ -216,6 +216,11 @@ class GpuEngine:
                     f"{tensor.device}; move it by module.to('{device}')"
                 )
 
+    def release(self) -> None:
+        """Take from replicas what a forward has left, once nobody holds them."""
+        if self._replicated is not None:
+            self._replicated.release()
+
     # ---- around it ------------------------------------------------------------------
 
     def join(

@@ -136,7 +136,7 @@ class Gradients:
     # ---- one member's ---------------------------------------------------------------
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
-        """Pack a member's gradients, of which some are None; add up if all have come."""
+        """Pack a member's gradients, some of them None; add up if all have come."""
         backward, arrival = self._arrival(i)
         aside: dict[int, torch.Tensor] = {}
         dense = [_dense(aside, j, grad) for j, grad in enumerate(grads)]

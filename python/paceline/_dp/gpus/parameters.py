@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from paceline._compat import torch_core, torch_graph
 from paceline._dp.gpus import segments as segments_
@@ -22,6 +22,7 @@ from paceline._dp.gpus.group import N_SLOTS, Group, Streams
 from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
 from paceline._dp.replicate import as_original, replicas_of
+from paceline._dp.shells import Shells
 
 _log = logging.getLogger("paceline")
 
@@ -33,8 +34,9 @@ class Replicated:
         self._group = group
         self._layout: Layout | None = None
         self._held = HeldBlocks()
-        self._buffers: list[tuple[Segment, int, list[torch.Tensor]]] = []
-        self._leaves: list[_Leaf] = []
+        self._buffers: list[tuple[Segment, int, Sequence[torch.Tensor]]] = []
+        self._leaves: list[_Leaves] = []
+        self._shells = Shells()
 
     def replicas(
         self, parts: list[Module], n_replicas: int, streams: Streams
@@ -43,39 +45,41 @@ class Replicated:
         self._buffers, self._leaves = [], []
         if n_replicas < 2:
             return [parts[0]]
-        copies: list[dict[int, Any]] = [{} for _ in range(n_replicas)]
-        if is_by_torch():
+        by_torch = is_by_torch()
+        if by_torch:
             layout = Layout(parts, self._group)
-            others = layout.others
-            for segment in layout.segments:
-                others = [*others, *segment.tensors]
+            of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
+            moved = layout.tensors
         else:
             layout = self._layout_of(parts)
-            others = layout.others
             self._group.settle()  # of a backward that has failed
             if torch.is_grad_enabled() and n_replicas > 2:
                 self._group.make_rooms(layout.room_bytes)
             self._send(layout, n_replicas, streams)
-            self._add_copies(layout, copies, streams)
-        for k in range(1, n_replicas):
-            for tensor in others:
-                moved = _moved(self._group, streams, tensor, k)
-                copies[k][id(tensor)] = moved
-                self._note_leaf(k, tensor, moved)
+            of_replicas = self._views(layout, n_replicas, streams)
+            moved = layout.others
+        for k, own in enumerate(of_replicas, 1):
+            copies = [_moved(self._group, streams, tensor, k) for tensor in moved]
+            for original, copy in zip(moved, copies, strict=True):
+                self._leaves.append(_Leaves(k, [original], [copy], copy.requires_grad))
+            own += copies
         if not layout.is_kept:
             self._layout = None
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
-        return replicas_of(parts, copies[1:], bring)
+        tensors = layout.tensors
+        if not by_torch:
+            made = self._shells.replicas(parts, tensors, of_replicas, bring)
+            if made is not None:
+                return [parts[0], *made]
+        ids = list(map(id, tensors))
+        by_id = [dict(zip(ids, own, strict=True)) for own in of_replicas]
+        return replicas_of(parts, by_id, bring)
 
     def _layout_of(self, parts: list[Module]) -> Layout:
         if self._layout is None or not self._layout.fits(parts):
             self._layout = Layout(parts, self._group)
             _log.info(_memory_of(self._layout, self._group))
         return self._layout
-
-    def _note_leaf(self, k: int, original: torch.Tensor, copy: torch.Tensor) -> None:
-        if copy.is_leaf:
-            self._leaves.append(_Leaf(k, original, copy, copy.requires_grad))
 
     def finish(self, replicas: Sequence[Module], streams: Streams) -> None:
         """Have the model get what a forward has done to replicas, once it has run.
@@ -89,17 +93,26 @@ class Replicated:
         RuntimeError
             If a buffer has grown over another one.
         """
-        leaves = [leaf for leaf in self._leaves if leaf.copy.is_leaf]
-        self._leaves = []
-        for leaf in leaves:
-            if leaf.copy.grad is not None:
-                _accumulate(self._group, streams, leaf)
+        leaves, self._leaves = self._leaves, []
+        is_recorded = torch.is_grad_enabled()
+        late: list[_Leaf] = []
+        for of in leaves:
+            for original, copy in zip(of.originals, of.copies, strict=True):
+                if not copy.is_leaf:
+                    continue
+                leaf = _Leaf(of.member, original, copy)
+                if copy.grad is not None:
+                    _accumulate(self._group, streams, leaf)
+                if is_recorded and copy.requires_grad and not of.wanted:
+                    late.append(leaf)
         self._check_buffers(replicas)
-        if torch.is_grad_enabled():
-            for leaf in leaves:
-                if leaf.copy.requires_grad and not leaf.wanted:
-                    hook = partial(_accumulate_later, self._group, streams, leaf)
-                    leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for leaf in late:
+            hook = partial(_accumulate_later, self._group, streams, leaf)
+            leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Take from replicas what a forward has left, once nobody holds them."""
+        self._shells.finish()
 
     def _check_buffers(self, replicas: Sequence[Module]) -> None:
         buffers, self._buffers = self._buffers, []
@@ -170,46 +183,79 @@ class Replicated:
 
     # ---- in the replicas ------------------------------------------------------------
 
-    def _add_copies(
-        self, layout: Layout, copies: list[dict[int, Any]], streams: Streams
-    ) -> None:
-        n_replicas = len(copies)
+    def _views(
+        self, layout: Layout, n_replicas: int, streams: Streams
+    ) -> list[list[torch.Tensor]]:
+        """Return what each further replica has of all segments, in their order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
+        is_recorded = torch.is_grad_enabled()
         gradients = Gradients(self._group, streams, trained, n_replicas)
-        n_trained = 0
+        n_recorded = 0
+        views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
             made: Sequence[Sequence[torch.Tensor]]
-            if segment.is_trained and torch.is_grad_enabled():
-                made = gradients.slots(n_trained)
-                n_trained += 1
-            else:  # never the slots themselves: who holds on to one is not counted
-                made = [[t.detach() for t in slots] for slots in segment.slots[1:]]
-            for k, tensors in zip(range(1, n_replicas), made, strict=False):
-                self._add_copies_of(segment, k, tensors, copies[k])
+            if is_recorded and segment.is_trained:
+                made = gradients.slots(n_recorded)
+                n_recorded += 1
+                made = [_as_originals(segment, tensors) for tensors in made]
+            else:
+                made = [_leaves_of(segment, k) for k in range(1, n_replicas)]
+                self._note_leaves(segment, made)
+            for of_replica, tensors in zip(views, made, strict=True):
+                of_replica += tensors
+        return views
 
-    def _add_copies_of(
-        self,
-        segment: Segment,
-        k: int,
-        tensors: Sequence[torch.Tensor],
-        copies: dict[int, Any],
+    def _note_leaves(
+        self, segment: Segment, made: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        pairs = zip(tensors, segment.tensors, strict=True)
-        tensors = [as_original(*pair) for pair in pairs]
-        for original, tensor in zip(segment.tensors, tensors, strict=True):
-            copies[id(original)] = tensor
-            self._note_leaf(k, original, tensor)
-        if not segment.is_parameter:
-            self._buffers.append((segment, k, tensors))
+        wanted, originals = segment.is_trained, list(segment.tensors)
+        for k, tensors in enumerate(made, 1):
+            self._leaves.append(_Leaves(k, originals, tensors, wanted))
+            if not segment.is_parameter:
+                self._buffers.append((segment, k, tensors))
+
+
+def _as_originals(
+    segment: Segment, tensors: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Return tensors of a graph as parameters of the classes that the model's are."""
+    if not segment.is_plain():
+        return list(map(as_original, tensors, segment.tensors))
+    for tensor in tensors:
+        tensor.__class__ = Parameter
+    return tensors
+
+
+def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
+    """Return what a replica has of a segment without a graph.
+
+    These are never the slots themselves: who holds on to one of them is not counted.
+    """
+    slots = segment.slots[k]
+    if not segment.is_plain():
+        detached = [slot.detach() for slot in slots]
+        return list(map(as_original, detached, segment.tensors))
+    if not segment.is_parameter:
+        return [slot.detach() for slot in slots]
+    with torch.inference_mode(False):
+        return [Parameter(slot, segment.is_trained) for slot in slots]
+
+
+class _Leaves(NamedTuple):
+    """What a replica has without a graph, and whether it required gradients."""
+
+    member: int
+    originals: Sequence[torch.Tensor]
+    copies: Sequence[torch.Tensor]
+    wanted: bool
 
 
 class _Leaf(NamedTuple):
-    """What a replica has without a graph, and whether it required a gradient."""
+    """One of them."""
 
     member: int
     original: torch.Tensor
     copy: torch.Tensor
-    wanted: bool
 
 
 def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:

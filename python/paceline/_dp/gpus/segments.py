@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Embedding, EmbeddingBag, Module
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from paceline._compat import torch_core
 from paceline._dp.gpus.group import Group
@@ -128,6 +128,11 @@ class Segment:
     def n_bytes(self) -> int:
         """Of the block."""
         return self.n_elems * self.width
+
+    def is_plain(self) -> bool:
+        """Tell whether its tensors have no class or attributes of the user's."""
+        kind = Parameter if self.is_parameter else torch.Tensor
+        return all(type(t) is kind and not t.__dict__ for t in self.tensors)
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return what changes where somebody writes to the model's tensors."""
@@ -277,6 +282,8 @@ class Layout:
     others : list of torch.Tensor
         Sparse ones, those of classes of their own, those without elements (a forward
         may resize them), and such.
+    tensors : list of torch.Tensor
+        Those of all segments in turn, then the others.
     is_kept : bool
         It does not hold on to a graph, as by parameters that ``functional_call`` put
         there.
@@ -299,13 +306,14 @@ class Layout:
         opened: dict[Any, Segment] = {}
         for tensor, is_parameter in travelling:
             self._place(tensor, is_parameter, opened)
-        tensors = list(self.others)
+        tensors: list[torch.Tensor] = []
         for segment in self.segments:
             segment.close()
             tensors += segment.tensors
+        tensors += self.others
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
-        self._ids, self._tensors = _ids_of(parts), tensors
+        self._ids, self.tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
     def _place(
@@ -365,14 +373,14 @@ class Layout:
         moved = {before: buffers[now] for before, now in changed.items()}
         if not all(map(can_travel, moved.values())):
             return False
-        for tensors in (self._tensors, *(segment.tensors for segment in segments)):
+        for tensors in (self.tensors, *(segment.tensors for segment in segments)):
             tensors[:] = [moved.get(id(tensor), tensor) for tensor in tensors]
         self._ids = ids
         return True
 
     def _forms_now(self) -> list[Any]:
         """Return what may change of these very tensors."""
-        return [*map(_form, self._tensors), *(table.sparse for table in self._tables)]
+        return [*map(_form, self.tensors), *(table.sparse for table in self._tables)]
 
 
 def _n_bytes(tensor: torch.Tensor) -> int:

@@ -1,0 +1,343 @@
+"""Replicas that live from forward to forward.
+
+To make the objects of a replica anew takes the host longer than all else that comes
+before replicas start.  So they are kept, and a forward gives them its tensors::
+
+    begin   the module has other attributes: take them over; put the tensors in
+    end     nobody else holds any of it: take out the tensors, and what forward has set
+
+What a forward sets is lost, as with a replica that is made anew.  A replica that
+somebody holds (a checkpoint until its backward, a closure, a traceback) is looked at
+again when the next forward begins.  If it is still held it is given up: it belongs to
+who holds it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn import Module, RNNBase
+
+from paceline import _native
+from paceline._compat import torch_core
+from paceline._dp import replicate
+from paceline._dp.replicate import Bring
+
+_TENSORS = ("_parameters", "_buffers")
+_ANY = object()
+"""In the place of a value that may be any."""
+_METHODS = (
+    torch_core.PLAIN_COPY,
+    RNNBase._replicate_for_data_parallel,  # its list of tensors is made anew anyway
+)
+
+
+def can_be_kept(parts: Iterable[Module]) -> bool:
+    """Tell whether replicas of a module have nothing but their dictionaries."""
+    return all(
+        type(part) is part.__class__
+        and type(part)._replicate_for_data_parallel in _METHODS
+        and type(part).__basicsize__ == Module.__basicsize__
+        and not isinstance(part, (torch.jit.ScriptModule, torch.fx.GraphModule))
+        and "dynamo_ctx" not in part.__dict__
+        and all(type(name) is str for name in part.__dict__)
+        for part in parts
+    )
+
+
+def _leads(value: Any) -> bool:
+    """Tell whether an attribute may have another value in each replica and forward."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return replicate.leads(value)
+    if kind is dict:
+        return replicate.leads(value.values())
+    return isinstance(value, (Module, torch.Tensor, MethodType, partial, weakref.ref))
+
+
+class _Dicts:
+    """Dictionaries, and what they are to hold: names, and values by identity."""
+
+    def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
+        self.dicts = list(dicts)
+        self.names = list(map(tuple, self.dicts))
+        self.values = [tuple(held.values()) for held in self.dicts]
+
+    def note(self, i: int, but: Iterable[str], there: object) -> None:
+        """Take what one holds for what it is to; `there` stands for some values."""
+        held = {**self.dicts[i], **dict.fromkeys(but, there)}
+        self.names[i], self.values[i] = tuple(held), tuple(held.values())
+
+    def differing(self) -> list[int]:
+        """Return the numbers of those that hold something else."""
+        return _native.differing(self.dicts, self.names, self.values, _ANY)
+
+    def restore(self) -> None:
+        """Have all hold what they are to."""
+        _native.restore(self.dicts, self.names, self.values)
+
+
+class _Sorted:
+    """The attributes of a part that are more than values that replicas share.
+
+    Attributes
+    ----------
+    live : list of str
+        Their values are renewed in each forward.
+    watched : list
+        Lists and dicts that may come to lead to something of the module's.
+    hooks : dict of dict
+        Those of forward and backward.
+    """
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.live: list[str] = []
+        self.watched: list[Any] = []
+        self.hooks = {name: held[name] for name in replicate.HOOKS if name in held}
+        for name, value in held.items():
+            if name in replicate.OWN_KEYS or type(value) in replicate.CONSTANTS:
+                continue
+            if _leads(value):
+                self.live.append(name)
+            elif type(value) in (list, dict):
+                self.watched.append(value)
+
+
+class _Plan:
+    """The module as it was when its replicas were made, and last filled.
+
+    Attributes
+    ----------
+    parts : list of Module
+    attributes : _Dicts
+        ``__dict__`` of each part.
+    sorted : list of _Sorted
+        By part.
+    live : list of (int, str)
+        Attributes whose values are renewed in each forward, by part.
+    tensors : list of (int, str, str, int)
+        Part, ``"_parameters"`` or ``"_buffers"``, name, and number of the tensor.
+    hooks : list of (int, str, dict)
+        Hooks of forward and backward, by part.
+    """
+
+    def __init__(self, parts: list[Module]) -> None:
+        self.parts = parts
+        self.attributes = _Dicts(part.__dict__ for part in parts)
+        self.tensors: list[tuple[int, str, str, int]] = []
+        self._kinds = list(map(type, parts))
+        self._children = _Dicts(part._modules for part in parts)
+        self._places = [getattr(part, kind) for part in parts for kind in _TENSORS]
+        self._names = list(map(tuple, self._places))
+        self._ids: list[int] = []
+        self.sorted = [_Sorted(part.__dict__) for part in parts]
+        self._gather(range(len(parts)))
+
+    def fits(self, parts: list[Module]) -> bool:
+        """Tell whether the module consists of the same parts, under the same names."""
+        return (
+            len(parts) == len(self.parts)
+            and all(map(operator.is_, parts, self.parts))
+            and list(map(type, parts)) == self._kinds
+            and not self._children.differing()
+            and not _native.differing(self._places, self._names, None, _ANY)
+        )
+
+    def changed(self) -> list[int]:
+        """Return the numbers of parts with other attributes than last time."""
+        held = self.attributes.dicts
+        found = set(self.attributes.differing())
+        found |= {i for i, name in self.live if not _leads(held[i].get(name))}
+        found |= {i for i, value in self._watched if value and _leads(value)}
+        for i in found:
+            self.sorted[i] = _Sorted(held[i])
+        if found:
+            self._gather(found)
+        return sorted(found)
+
+    def _gather(self, changed: Iterable[int]) -> None:
+        for i in changed:
+            self.attributes.note(i, self.sorted[i].live, _ANY)
+        parts = list(enumerate(self.sorted))
+        self.live = [(i, name) for i, of in parts for name in of.live]
+        self._watched = [(i, value) for i, of in parts for value in of.watched]
+        self.hooks = [(i, *hooks) for i, of in parts for hooks in of.hooks.items()]
+
+    def locate(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note which tensor is to be found where."""
+        ids = list(map(id, tensors))
+        if ids == self._ids:
+            return
+        self._ids = ids
+        number = {key: n for n, key in enumerate(ids)}
+        self.tensors = [
+            (i, kind, name, number[id(tensor)])
+            for i, part in enumerate(self.parts)
+            for kind in _TENSORS
+            for name, tensor in getattr(part, kind).items()
+            if tensor is not None
+        ]
+
+    def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
+        """Return what stands for parts and tensors in a replica, by their ids."""
+        copies: dict[int, Any] = dict(zip(self._ids, flat, strict=True))
+        copies.update(zip(map(id, self.parts), shells, strict=True))
+        return copies
+
+
+class _Member:
+    """One replica."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.shells = list(map(replicate.shell_of, plan.parts))
+        self.stale = set(range(len(plan.parts)))
+        self._plan = plan
+        self._held = _Dicts(())
+        self._hooks: list[dict[Any, Any]] = []
+        self._children = _Dicts(())
+        self._places = _Dicts(())
+        self._is_filled = False
+        self._objects: list[Any] = []
+        self._counts: tuple[int, ...] = ()
+
+    # ---- for a forward --------------------------------------------------------------
+
+    def fill(self, flat: Sequence[torch.Tensor], bring: Bring) -> None:
+        """Give the replica this forward's tensors and the module's attributes."""
+        plan, stale = self._plan, self.stale
+        copies: dict[int, Any] = {}
+        hooks = [of for of in plan.hooks if of[2]]
+        if stale or plan.live or hooks:
+            copies = plan.copies(self.shells, flat)
+        if stale:
+            self._fill_parts(copies, bring)
+        held = self._held.dicts
+        for i, name in plan.live:
+            if i not in stale:
+                value = plan.attributes.dicts[i][name]
+                held[i][name] = replicate.renewed(value, copies, bring)
+        for i, name, values in hooks:
+            held[i][name].update(replicate.hooks_of(values, copies))
+        for i, kind, name, number in plan.tensors:
+            held[i][kind][name] = flat[number]
+        self._is_filled = True
+
+    def _fill_parts(self, copies: dict[int, Any], bring: Bring) -> None:
+        """Make the dictionaries of parts anew."""
+        for i in self.stale:
+            part, shell = self._plan.parts[i], self.shells[i]
+            held = shell.__dict__
+            held.clear()
+            held.update(part.__dict__)
+            held["_is_replica"] = True
+            replicate.fill(part, shell, copies, bring)
+        self.stale = set()
+        held_by = [shell.__dict__ for shell in self.shells]
+        self._held = _Dicts(held_by)
+        for i, of in enumerate(self._plan.sorted):
+            if of.live:
+                self._held.note(i, of.live, None)
+        self._children = _Dicts(held["_modules"] for held in held_by)
+        self._places = _Dicts(held[kind] for held in held_by for kind in _TENSORS)
+        self._places.values = [(None,) * len(names) for names in self._places.names]
+        hooks = (held.get(name) for held in held_by for name in replicate.HOOKS)
+        self._hooks = [each for each in hooks if each is not None]
+        self._counts = ()
+
+    def count(self) -> None:
+        """Note how many references there are while nobody but this holds anything."""
+        if not self._counts:
+            dicts = self._held.dicts, self._children.dicts, self._places.dicts
+            self._objects = [*self.shells, *dicts[0], *dicts[1], *dicts[2]]
+            self._counts = _native.reference_counts(self._objects)
+
+    # ---- after it -------------------------------------------------------------------
+
+    def clean(self) -> bool:
+        """Leave nothing of a forward, unless somebody holds on to any of it."""
+        if not self._is_filled:
+            return True
+        if self._counts != _native.reference_counts(self._objects) or any(
+            map(weakref.getweakrefcount, self.shells)
+        ):
+            return False
+        self._held.restore()
+        self._children.restore()
+        self._places.restore()
+        if any(self._hooks):
+            for hooks in self._hooks:
+                hooks.clear()
+        self._is_filled = False
+        return True
+
+
+class Shells:
+    """The replicas of a wrapper, without replica 0, which is the module itself."""
+
+    def __init__(self) -> None:
+        self._plan: _Plan | None = None
+        self._members: list[_Member | None] = []
+
+    def replicas(
+        self,
+        parts: list[Module],
+        tensors: Sequence[torch.Tensor],
+        flat: Sequence[Sequence[torch.Tensor]],
+        bring: Sequence[Bring],
+    ) -> list[Module] | None:
+        """Return replicas with tensors of their own; None if none can be kept.
+
+        Parameters
+        ----------
+        parts : list of Module
+            The module, and all its parts.
+        tensors, flat : sequence
+            The module's parameters and buffers, and those of each replica.
+        bring : sequence of callable
+            The way of each replica to tensors that are attributes.
+        """
+        self._look(parts)
+        if self._plan is None:
+            return None
+        self._plan.locate(tensors)
+        self._fill(flat, bring)
+        for member in self._members:
+            if member is not None:
+                member.count()
+        made = self._members[: len(flat)]
+        return [member.shells[0] for member in made if member is not None]
+
+    def _look(self, parts: list[Module]) -> None:
+        """Take over what has changed about the module."""
+        if self._plan is None or not self._plan.fits(parts):
+            self._plan, self._members = None, []
+            if can_be_kept(parts):
+                self._plan = _Plan(parts)
+            return
+        changed = self._plan.changed()
+        for member in self._members:
+            if member is not None:
+                member.stale.update(changed)
+
+    def _fill(
+        self, flat: Sequence[Sequence[torch.Tensor]], bring: Sequence[Bring]
+    ) -> None:
+        assert self._plan is not None
+        self._members += [None] * (len(flat) - len(self._members))
+        for k, (tensors, way) in enumerate(zip(flat, bring, strict=True)):
+            member = self._members[k]
+            if member is None or not member.clean():
+                member = self._members[k] = _Member(self._plan)
+            member.fill(tensors, way)
+
+    def finish(self) -> None:
+        """Take from replicas what a forward has left, if nobody holds them any more."""
+        for member in self._members:
+            if member is not None:
+                member.clean()

@@ -1,0 +1,272 @@
+"""Replicas on GPUs that are kept from forward to forward: equal to new ones, for whom.
+
+Each row changes the module before a forward, or in it; every forward compares what its
+replicas have with what new ones would have (`kept.as_new`).
+"""
+
+import gc
+import weakref
+
+import paceline
+import pytest
+import torch
+from kept import as_new
+from replicas import integers
+from support import fake_gpus
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+N = 3
+X = integers(7, 3)
+
+
+class Net(nn.Module):
+    """Layers, and attributes of all kinds that a replica has its own of, or shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.norm = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.cells = nn.GRU(3, 3, batch_first=True)
+        self.n, self.words, self.shared = 0, ["a"], {"key": object()}
+        self.order, self.by_name, self.empty = [self.first], {"x": self.second}, []
+        self.method = self.first.forward
+        self.table = torch.arange(3.0)
+        self.register_buffer("scale", torch.ones(3))
+        self.inside = None  # what forward does besides
+        self.double()
+
+    def forward(self, x):
+        if self.inside is not None:
+            self.inside(self)
+        x = self.cells(self.norm(x)[:, None])[0][:, 0]
+        return self.by_name["x"](self.order[0](self.method(x))) * self.scale
+
+
+def add_hook(m):
+    m.first.register_forward_hook(lambda *_: None)
+
+
+def swap(m, name, value):
+    setattr(m, name, value)
+
+
+CHANGES = {
+    "nothing": lambda m: None,
+    "mode": lambda m: m.train(not m.training),
+    "mode of a part": lambda m: m.second.train(not m.second.training),
+    "number": lambda m: swap(m, "n", m.n + 1),
+    "new attribute": lambda m: swap(m, f"new{m.n}", object()),
+    "attribute gone": lambda m: m.__dict__.pop("words", None),
+    "attribute moved": lambda m: m.__dict__.update(words=m.__dict__.pop("words")),
+    "tensor": lambda m: swap(m, "table", m.table + 1),
+    "tensor to number": lambda m: swap(m, "table", 1.5),
+    "number to tensor": lambda m: swap(m, "n", torch.ones(2)),
+    "list filled": lambda m: m.empty.append(m.second),
+    "list emptied": lambda m: m.order.append(m.order.pop()) or m.empty.clear(),
+    "list swapped": lambda m: swap(m, "order", [m.first, m.second]),
+    "dict grown": lambda m: m.by_name.update({f"y{len(m.by_name)}": m.first}),
+    "method": lambda m: swap(m, "method", m.norm.forward),
+    "class": lambda m: swap(m, "__class__", type("Other", (Net,), {})),
+    "child": lambda m: swap(m, "first", nn.Linear(3, 3).double()),
+    "child added": lambda m: m.add_module(f"c{len(m._modules)}", nn.ReLU()),
+    "child renamed": lambda m: swap(m, "again", m._modules.pop("again", nn.ReLU())),
+    "child gone": lambda m: m._modules.pop("gone", None),
+    "parameter": lambda m: swap(m.first, "bias", nn.Parameter(m.first.bias.detach())),
+    "parameter gone": lambda m: swap(m.first, "bias", None),
+    "frozen": lambda m: m.first.requires_grad_(not m.first.weight.requires_grad),
+    "buffer": lambda m: swap(m, "scale", m.scale + 1),
+    "buffer added": lambda m: m.register_buffer(f"b{len(m._buffers)}", torch.ones(1)),
+    "hook": add_hook,
+    "hook gone": lambda m: add_hook(m) or m.first._forward_hooks.popitem(),
+}
+
+
+class Hold:
+    """Keeps what one replica has."""
+
+    def __init__(self, what):
+        self.what, self.kept = what, []
+
+    def __call__(self, m):
+        self.kept.append(self.what(m))
+
+
+def delete(m):
+    del m.words
+    m.empty, m.words = [1], ["b"]
+
+
+INSIDE = {
+    "attribute set": lambda m: swap(m, "seen", torch.ones(1)),
+    "attribute deleted": delete,
+    "number counted": lambda m: swap(m, "n", m.n + 1),
+    "child set": lambda m: m._modules.update(extra=nn.ReLU()),
+    "child swapped": lambda m: m._modules.update(
+        norm=m.norm, first=m._modules["first"]
+    ),
+    "hook put": add_hook,
+    "hook of the whole": lambda m: m.register_forward_pre_hook(lambda *_: None),
+    "buffer put": lambda m: m._buffers.update(more=torch.ones(1)),
+    "buffer set": lambda m: swap(m, "scale", m.scale * 1),
+    "parameter swapped": lambda m: m.second._buffers.update(extra=m.second.running_var),
+}
+HELD = {
+    "replica": lambda m: m,
+    "part": lambda m: m.second,
+    "dictionary": vars,
+    "parameters": lambda m: m.first._parameters,
+    "children": lambda m: m._modules,
+    "weakly": lambda m: weakref.ref(m.second),
+    "generator": lambda m: next(it := m.named_parameters()) and it,
+}
+
+
+@pytest.fixture
+def gpus():
+    with fake_gpus.several(N):
+        yield
+        gc.collect()
+
+
+@pytest.fixture
+def compared():
+    with as_new() as found:
+        yield found
+
+
+def wrapped():
+    torch.manual_seed(0)
+    return paceline.DataParallel(Net(), list(range(N)))
+
+
+def members(ours):
+    return ours._engine._replicated._shells._members
+
+
+def take_steps(ours, n, change=None):
+    for i in range(n):
+        if change is not None and i:
+            change(ours.module)
+        ours(X).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_changes_between_forwards_reaches_kept_replicas(gpus, compared, change):
+    take_steps(wrapped(), 4, change)
+    assert len(compared) == 4 * (N - 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE.keys())
+def test_what_a_forward_does_to_a_replica_is_gone_in_the_next(gpus, compared, inside):
+    ours = wrapped()
+    first = members_after_a_step(ours)
+    ours.module.inside = lambda m: inside(m) if hasattr(m, "_is_replica") else None
+    take_steps(ours, 3)
+    assert members(ours) == first
+    assert len(compared) == 4 * (N - 1)
+
+
+def members_after_a_step(ours):
+    take_steps(ours, 1)
+    return list(members(ours))
+
+
+@pytest.mark.parametrize("what", HELD.values(), ids=HELD.keys())
+def test_a_replica_that_is_held_belongs_to_who_holds_it(gpus, compared, what):
+    ours = wrapped()
+    ours.module.inside = hold = Hold(what)
+    first = members_after_a_step(ours)
+    kept = hold.kept[1:]
+    held = [dict(it) if isinstance(it, dict) else it for it in kept]
+    take_steps(ours, 1)
+    second = list(members(ours))
+    assert not set(first) & set(second)
+    assert held == kept
+    hold.kept.clear()
+    del kept, held
+    take_steps(ours, 2)
+    assert not set(second) & set(members(ours))  # each forward holds its own
+    ours.module.inside = None
+    hold.kept.clear()
+    last = members_after_a_step(ours)
+    take_steps(ours, 2)
+    assert members(ours) == last
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_holds_a_replica_until_its_backward(gpus, compared, use_reentrant):
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    ours = paceline.DataParallel(Again(), list(range(N)))
+    x = X.clone().requires_grad_()
+    ours(x).sum().backward()
+    first = list(members(ours))
+    ours(x).sum().backward()
+    assert members(ours) == first
+    outs = [ours(x) for _ in range(2)]
+    assert not set(first) & set(members(ours))
+    sum(out.sum() for out in outs).backward()
+
+
+def test_replicas_are_made_once(gpus, compared):
+    ours = wrapped()
+    first = members_after_a_step(ours)
+    take_steps(ours, 5)
+    ours.eval()
+    with torch.no_grad():
+        ours(X[:2])  # one replica less
+        ours(X)
+    assert members(ours) == first
+    shell = first[0].shells[0]
+    assert set(shell.first._parameters.values()) == {None}
+    assert shell.table is None
+
+
+def test_a_forward_that_fails_leaves_nothing(gpus, compared):
+    ours = wrapped()
+    first = members_after_a_step(ours)
+
+    def fail(m):
+        m.left = 1
+        raise KeyError("in forward")
+
+    ours.module.inside = fail
+    with pytest.raises(KeyError, match="in forward"):
+        ours(X)
+    ours.module.inside = None
+    gc.collect()
+    take_steps(ours, 2)
+    assert members(ours) == first
+
+
+def test_what_has_more_than_a_dictionary_is_made_anew(gpus):
+    class Slots(nn.Module):
+        __slots__ = ("extra",)
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+            self.extra = 1
+
+        def forward(self, x):
+            return self.layer(x) * self.extra
+
+    class Copies(Net):
+        def _replicate_for_data_parallel(self):
+            self.shared["n"] = self.shared.get("n", 0) + 1
+            return super()._replicate_for_data_parallel()
+
+    for kind in (Slots, Copies):
+        ours = paceline.DataParallel(kind(), list(range(N)))
+        take_steps(ours, 2)
+        assert not members(ours)
+    assert ours.module.shared["n"] == 2 * (N - 1)
