@@ -32,9 +32,10 @@ import pytest
 import torch
 from paceline import _gpu, _native
 from paceline._compat import torch_core, torch_cuda
-from paceline._dp.gpus import segments
+from paceline._dp.gpus import segments, thread_state
 from paceline._dp.gpus.gradients import Gradients
 from paceline._dp.gpus.group import Group
+from support import devices
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "build/c/plain/libplfake.so"
@@ -210,12 +211,49 @@ class SeveralGpus(_gpu.Machine):
         return _native.Device(index, driver=path, nvrtc=path, dlpack_type=1)
 
 
+class DeviceGpus(SeveralGpus):
+    """GPUs of one process that are devices of torch: see support/devices."""
+
+    device_type = devices.KIND
+
+    index_of = _gpu.Machine.index_of
+    index_of_tensor = _gpu.Machine.index_of_tensor
+    device = _gpu.Machine.device
+
+    def current_stream(self, index: int) -> int:
+        return devices.native.library.devices_stream(index)
+
+    @contextlib.contextmanager
+    def on(self, index: int, stream: int) -> Iterator[None]:
+        library = devices.native.library
+        before = library.devices_current(), library.devices_stream(index)
+        library.devices_set_current(index)
+        library.devices_set_stream(index, stream)
+        try:
+            yield
+        finally:
+            library.devices_set_stream(index, before[1])
+            library.devices_set_current(before[0])
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def current(self) -> int:
+        return devices.native.library.devices_current()
+
+    def open(self, index: int) -> _native.Device:
+        path = library()
+        return _native.Device(index, driver=path, nvrtc=path, dlpack_type=12)
+
+
 _PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
 _MOST_GPUS = 4
 
 
 @contextlib.contextmanager
-def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
+def several(
+    n_gpus: int, *options: str, kind: type[SeveralGpus] = SeveralGpus
+) -> Iterator[SeveralGpus]:
     """Have so many GPUs within this, and say what the fake has against it.
 
     What torch would put into a device's stream happens at once, so the host waits for
@@ -225,10 +263,14 @@ def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
     assert n_gpus <= _MOST_GPUS
     loaded = _reset(*options)
     before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
-    machine = _gpu.machine = SeveralGpus(n_gpus)
-    torch_cuda.current_stream = lambda index: 0
+    machine = _gpu.machine = kind(n_gpus)
+    torch_cuda.current_stream = lambda index: machine.current_stream(index) or 0
     torch_core.attach()
     compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
+    autocast = thread_state._AUTOCAST_DEVICES
+    if kind is DeviceGpus:
+        devices.show(n_gpus)
+        thread_state._AUTOCAST_DEVICES = "cpu", devices.KIND
     try:
         yield machine
         loaded.fake_synchronize_all()
@@ -236,6 +278,9 @@ def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
         assert not found, found
     finally:
         segments.COMPARED_BYTES = compared
+        if kind is DeviceGpus:
+            thread_state._AUTOCAST_DEVICES = autocast
+            devices.show(0)
         _let_go(loaded)
         _gpu.machine, torch_cuda.current_stream, opened = before
         _gpu._opened.update(opened)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from replicas import Wrap
-from support import fake_gpus
+from support import devices, fake_gpus
+
+devices.load()  # before the first backward of this process: it starts their threads
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -68,7 +68,8 @@ def smooth_net():
 
 def loss_of(out):
     """Return a loss that weighs every row differently, and exactly."""
-    weights = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).reshape(out.shape)
+    options = {"dtype": out.dtype, "device": out.device}
+    weights = torch.arange(1.0, out.numel() + 1, **options).reshape(out.shape)
     return (weights * out).sum()
 
 
@@ -135,7 +136,7 @@ def assert_close(mine, theirs, what="", *, exact=True):
     assert mine.shape == theirs.shape, what
     assert mine.requires_grad == theirs.requires_grad, what
     assert mine.layout == theirs.layout, what
-    mine, theirs = mine.detach(), theirs.detach()
+    mine, theirs = mine.detach().cpu(), theirs.detach().cpu()
     if theirs.layout == torch.sparse_coo:
         mine, theirs = mine.to_dense(), theirs.to_dense()
     if exact:

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import paceline
 import pytest
 import torch
+from paceline import _gpu
 from replicas import (
     alike,
     assert_same,
@@ -364,7 +365,7 @@ def replicas_on(device: str) -> Iterator[list[Any]]:
     if options is None:
         yield ["cpu"] * n
         return
-    with fake_gpus.several(n, *options):
+    with fake_gpus.several(n, *options, kind=fake_gpus.DeviceGpus):
         yield list(range(n))
 
 
@@ -374,7 +375,10 @@ def check(row: Row, device: str) -> None:
         torch.manual_seed(0)
         plain = row.make()
         torch.manual_seed(0)
-        ours = paceline.DataParallel(row.make(), device_ids)
+        made = row.make()
+        if device_ids[0] != "cpu":
+            made = made.to(_gpu.machine.device(device_ids[0]))
+        ours = paceline.DataParallel(made, device_ids)
         reference = InParts(plain, len(device_ids)) if row.in_parts else plain
         torch.manual_seed(3)
         expected = row.run(reference)

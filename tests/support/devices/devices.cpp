@@ -1,0 +1,483 @@
+/* devices.cpp - a backend of torch with several devices whose memory is the host's.
+ *
+ * Torch takes them for accelerators: autograd has a thread for each, and every thread
+ * has a current device and a current stream on each.  Streams are numbers, and all work
+ * is done at once; events are only logged.
+ *
+ * An operation runs by the CPU's kernel, on CPU tensors over the memory of the devices'
+ * tensors (operation.h).  So results have the CPU's bits, and what a kernel writes,
+ * says its schema so or not, is written where it belongs.
+ */
+#include "operation.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <sstream>
+
+using namespace devices;
+
+namespace
+{
+/* ---- current devices and streams ----------------------------------------------- */
+
+thread_local DeviceIndex current = 0;
+thread_local c10::StreamId streams[N_DEVICES] = {0};
+std::atomic<int> n_visible{0};
+std::atomic<c10::StreamId> n_streams{0};
+
+DeviceIndex index_of(Device device)
+{
+    return device.has_index() ? device.index() : current;
+}
+
+c10::Stream stream_of(Device device, c10::StreamId id)
+{
+    return c10::Stream(c10::Stream::UNSAFE, Device(kPrivateUse1, index_of(device)), id);
+}
+
+/* ---- a log of events ------------------------------------------------------------ */
+
+std::mutex log_lock;
+std::ostringstream logged;
+bool is_logging = false;
+
+void note(const char *what, const c10::Stream &stream)
+{
+    const std::lock_guard<std::mutex> hold(log_lock);
+    if (is_logging)
+        logged << what << " " << int(stream.device_index()) << " " << stream.id()
+               << "\n";
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+    DeviceType type() const override
+    {
+        return kPrivateUse1;
+    }
+    Device exchangeDevice(Device device) const override
+    {
+        const Device before = getDevice();
+        current = device.index();
+        return before;
+    }
+    Device getDevice() const override
+    {
+        return Device(kPrivateUse1, current);
+    }
+    void setDevice(Device device) const override
+    {
+        current = device.index();
+    }
+    void uncheckedSetDevice(Device device) const noexcept override
+    {
+        current = device.index();
+    }
+    /* Asked for once, by the first backward: it starts so many threads. */
+    DeviceIndex deviceCount() const noexcept override
+    {
+        return N_DEVICES;
+    }
+    c10::Stream getStream(Device device) const override
+    {
+        return stream_of(device, streams[index_of(device)]);
+    }
+    c10::Stream getDefaultStream(Device device) const override
+    {
+        return stream_of(device, 0);
+    }
+    c10::Stream getNewStream(Device device, int) const override
+    {
+        return stream_of(device, ++n_streams);
+    }
+    c10::Stream getStreamFromGlobalPool(Device device, bool) const override
+    {
+        return stream_of(device, ++n_streams);
+    }
+    c10::Stream exchangeStream(c10::Stream stream) const override
+    {
+        const c10::Stream before = getStream(stream.device());
+        streams[stream.device_index()] = stream.id();
+        return before;
+    }
+    void record(void **event, const c10::Stream &stream, const DeviceIndex,
+                const c10::EventFlag) const override
+    {
+        note("record", stream);
+        *event = &logged; /* any event is over already */
+    }
+    void block(void *, const c10::Stream &stream) const override
+    {
+        note("wait", stream);
+    }
+    void recordDataPtrOnStream(const c10::DataPtr &,
+                               const c10::Stream &stream) const override
+    {
+        note("use", stream);
+    }
+    bool queryEvent(void *) const override
+    {
+        return true;
+    }
+    bool queryStream(const c10::Stream &) const override
+    {
+        return true;
+    }
+    void synchronizeStream(const c10::Stream &) const override
+    {
+    }
+    void synchronizeEvent(void *) const override
+    {
+    }
+    void synchronizeDevice(const DeviceIndex) const override
+    {
+    }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+/* ---- memory and generators ------------------------------------------------------ */
+
+struct HostMemory final : c10::Allocator {
+    c10::DataPtr allocate(size_t n_bytes) override
+    {
+        void *memory = nullptr;
+        if (n_bytes > 0 && posix_memalign(&memory, 512, n_bytes) != 0)
+            memory = nullptr;
+        TORCH_CHECK_WITH(OutOfMemoryError, n_bytes == 0 || memory != nullptr,
+                         "out of memory: ", n_bytes, " bytes");
+        return {memory, memory, &free, Device(kPrivateUse1, current)};
+    }
+    c10::DeleterFnPtr raw_deleter() const override
+    {
+        return &free;
+    }
+    void copy_data(void *to, const void *from, size_t n_bytes) const override
+    {
+        default_copy_data(to, from, n_bytes);
+    }
+};
+HostMemory memory;
+REGISTER_ALLOCATOR(kPrivateUse1, &memory);
+
+/* As the CPU's, of another device. */
+struct Randoms final : CPUGeneratorImpl {
+    Randoms(DeviceIndex index, uint64_t seed) : CPUGeneratorImpl(seed)
+    {
+        device_ = Device(kPrivateUse1, index);
+    }
+    Randoms *clone_impl() const override
+    {
+        auto *twin = new Randoms(device_.index(), 0);
+        twin->set_state(*get_state());
+        return twin;
+    }
+};
+
+Generator generators[N_DEVICES]; /* of each device, made by Python */
+
+struct Hooks final : PrivateUse1HooksInterface {
+    bool isBuilt() const override
+    {
+        return true;
+    }
+    bool isAvailable() const override
+    {
+        return n_visible > 0;
+    }
+    bool hasPrimaryContext(DeviceIndex) const override
+    {
+        return true;
+    }
+    DeviceIndex deviceCount() const override
+    {
+        return DeviceIndex(n_visible);
+    }
+    void setCurrentDevice(DeviceIndex index) const override
+    {
+        current = index;
+    }
+    DeviceIndex getCurrentDevice() const override
+    {
+        return current;
+    }
+    DeviceIndex exchangeDevice(DeviceIndex index) const override
+    {
+        return std::exchange(current, index);
+    }
+    DeviceIndex maybeExchangeDevice(DeviceIndex index) const override
+    {
+        return std::exchange(current, index);
+    }
+    const Generator &getDefaultGenerator(DeviceIndex index) const override
+    {
+        return generators[index_of(Device(kPrivateUse1, index))];
+    }
+    Generator getNewGenerator(DeviceIndex index) const override
+    {
+        return make_generator<Randoms>(index < 0 ? current : index,
+                                       default_rng_seed_val);
+    }
+    Device getDeviceFromPtr(void *) const override
+    {
+        return Device(kPrivateUse1, current);
+    }
+    void resizePrivateUse1Bytes(const c10::Storage &storage,
+                                size_t n_bytes) const override
+    {
+        c10::StorageImpl *held = storage.unsafeGetStorageImpl();
+        const c10::DeviceGuard guard(held->device());
+        c10::DataPtr larger = memory.allocate(n_bytes);
+        if (n_bytes > 0 && held->nbytes() > 0)
+            memcpy(larger.get(), held->data(), std::min(n_bytes, held->nbytes()));
+        held->set_data_ptr_noswap(std::move(larger));
+        held->set_nbytes(n_bytes);
+    }
+};
+Hooks hooks;
+const bool is_registered = (RegisterPrivateUse1HooksInterface(&hooks), true);
+
+/* ---- what has no kernel on the CPU ---------------------------------------------- */
+
+Tensor copy_from(const Tensor &from, const Tensor &to, bool)
+{
+    copy_values(from, to);
+    return to;
+}
+
+Tensor copy_from_and_resize(const Tensor &from, const Tensor &to)
+{
+    if (from.sizes() != to.sizes())
+        to.resize_(from.sizes());
+    copy_values(from, to);
+    return to;
+}
+
+Tensor &copy_sparse(Tensor &to, const Tensor &from, bool)
+{
+    copy_values(from, to);
+    return to;
+}
+
+Tensor dropout(const Tensor &x, double p, bool is_training)
+{
+    if (!is_training || p == 0 || x.numel() == 0)
+        return x;
+    if (p == 1)
+        return x * at::zeros_like(x);
+    return x * at::empty_like(x).bernoulli_(1 - p).div_(1 - p);
+}
+
+using Optional = std::optional<Tensor>;
+
+Tensor sum_of(Tensor gates, const Optional &one, const Optional &other)
+{
+    for (const Optional &bias : {one, other})
+        if (bias && bias->defined())
+            gates = gates + *bias;
+    return gates;
+}
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor &input, const Tensor &hidden,
+                                             const Tensor &cx, const Optional &one,
+                                             const Optional &other)
+{
+    const Tensor gates = sum_of(input + hidden, one, other);
+    const auto of = gates.chunk(4, 1);
+    const Tensor cy = of[1].sigmoid() * cx + of[0].sigmoid() * of[2].tanh();
+    return {of[3].sigmoid() * cy.tanh(), cy, gates};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor &input, const Tensor &hidden,
+                                    const Tensor &hx, const Optional &one,
+                                    const Optional &other)
+{
+    const auto in = sum_of(input, one, {}).chunk(3, 1);
+    const auto of = sum_of(hidden, other, {}).chunk(3, 1);
+    const Tensor reset = (of[0] + in[0]).sigmoid(), kept = (of[1] + in[1]).sigmoid();
+    const Tensor made = (in[2] + of[2] * reset).tanh();
+    return {(hx - made) * kept + made, reset};
+}
+
+void record_stream(Tensor &, c10::Stream stream)
+{
+    note("use", stream);
+}
+
+/* Without memory, as the CPU has it, it would be a tensor of this backend no more. */
+Tensor zeros(c10::SymIntArrayRef size, std::optional<ScalarType> dtype,
+             std::optional<Layout> layout, std::optional<Device> device,
+             std::optional<bool> is_pinned)
+{
+    return at::zeros_symint(size, dtype, layout, device, is_pinned);
+}
+
+int64_t choose_attention(const Tensor &, const Tensor &, const Tensor &,
+                         const std::optional<Tensor> &, double, bool,
+                         std::optional<double>, bool)
+{
+    return 0; /* by plain operations */
+}
+
+const auto boxed = [] { return torch::CppFunction::makeFromBoxedFunction<&run>(); };
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m)
+{
+    m.fallback(boxed());
+}
+
+TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m)
+{
+    m.fallback(boxed());
+}
+
+/* Torch would run these by parts, each of them by the fallback. */
+void run_whole(torch::Library &m, DispatchKey cpu)
+{
+    for (const auto &name : c10::Dispatcher::singleton().getAllOpNames()) {
+        const auto op = c10::Dispatcher::singleton().findSchema(name);
+        if (op && name.getNamespace() == "aten" && name.name != "aten::copy_" &&
+            op->hasKernelForDispatchKey(cpu) &&
+            (op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+             op->hasKernelForDispatchKey(
+                 DispatchKey::CompositeExplicitAutogradNonFunctional)))
+            m.impl(c10::toString(name).c_str(), boxed());
+    }
+}
+
+/* These have no backward of their own. */
+void add_composites(torch::Library &m)
+{
+    m.impl("dropout", &dropout);
+    m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+    m.impl("_thnn_fused_gru_cell", &gru_cell);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
+{
+    run_whole(m, DispatchKey::CPU);
+    add_composites(m);
+    m.impl("convolution", boxed());
+    m.impl("convolution_backward", boxed());
+    m.impl("_copy_from", &copy_from);
+    m.impl("_copy_from_and_resize", &copy_from_and_resize);
+    m.impl("_efficientzerotensor", &zeros);
+    m.impl("record_stream", &record_stream);
+    m.impl("_fused_sdp_choice", &choose_attention);
+}
+
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m)
+{
+    run_whole(m, DispatchKey::SparseCPU);
+    m.impl("copy_", &copy_sparse);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m)
+{
+    add_composites(m);
+}
+
+/* A copy knows of conjugates; else it would be asked for one to copy from. */
+TORCH_LIBRARY_IMPL(aten, Conjugate, m)
+{
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m)
+{
+    m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m)
+{
+    m.fallback(torch::CppFunction::makeFallthrough());
+}
+
+/* The operations that the CPU runs in lower precision, too. */
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
+{
+    KERNEL_PRIVATEUSEONE(conv1d, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(conv3d, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(baddbmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(mse_loss, fp32)
+}
+} // namespace
+
+Generator devices::default_generator(DeviceIndex index)
+{
+    return hooks.getDefaultGenerator(index);
+}
+
+DeviceIndex devices::current_device()
+{
+    return current;
+}
+
+c10::Allocator *devices::allocator()
+{
+    return &memory;
+}
+
+/* ---- what Python asks for ------------------------------------------------------- */
+
+extern "C" {
+void devices_show(int n)
+{
+    n_visible = n;
+}
+
+int devices_current(void)
+{
+    return current;
+}
+
+void devices_set_current(int index)
+{
+    current = DeviceIndex(index);
+}
+
+int64_t devices_stream(int index)
+{
+    return streams[index];
+}
+
+void devices_set_stream(int index, int64_t stream)
+{
+    streams[index] = stream;
+}
+
+/* Have a device draw from a generator of its own, of which this is the address. */
+void devices_set_generator(int index, void *generator)
+{
+    using Held = c10::intrusive_ptr<c10::GeneratorImpl>;
+    auto *given = static_cast<c10::GeneratorImpl *>(generator);
+    generators[index] = Generator(Held::reclaim_copy(given));
+}
+
+/* Begin a new log, or none. */
+void devices_log(int begins)
+{
+    const std::lock_guard<std::mutex> hold(log_lock);
+    is_logging = begins != 0;
+    logged.str("");
+}
+
+/* Borrowed until the thread calls it again. */
+const char *devices_logged(void)
+{
+    thread_local std::string text;
+    const std::lock_guard<std::mutex> hold(log_lock);
+    text = logged.str();
+    return text.c_str();
+}
+}

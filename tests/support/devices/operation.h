@@ -1,0 +1,23 @@
+/* operation.h - one operation of torch on the tensors of one device. */
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/stack.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+namespace devices
+{
+using namespace at;
+
+constexpr DeviceIndex N_DEVICES = 4;
+
+/* Run any operation, as torch calls a kernel for all of them. */
+void run(const c10::OperatorHandle &op, torch::jit::Stack *stack);
+
+/* Copy a tensor's values to one of the same shape, on any device. */
+void copy_values(const Tensor &from, const Tensor &to);
+
+Generator default_generator(DeviceIndex index);
+DeviceIndex current_device();
+c10::Allocator *allocator();
+} // namespace devices
