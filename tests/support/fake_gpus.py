@@ -35,6 +35,7 @@ from paceline._compat import torch_core, torch_cuda
 from paceline._dp.gpus import segments, thread_state
 from paceline._dp.gpus.gradients import Gradients
 from paceline._dp.gpus.group import Group
+
 from support import devices
 
 _ROOT = Path(__file__).resolve().parents[2]

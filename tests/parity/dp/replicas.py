@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import paceline
 import torch
+from paceline._compat.torch_core import is_lazy
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -101,9 +102,40 @@ def bare(model):
     return getattr(model, "module", model)
 
 
-def leaf(tensor):
+def moved(module, device):
+    """Return a module, moved to a device: its parameters stay the same objects.
+
+    So it is with `to()` and the GPUs that torch knows.  Buffers that parts share stay
+    shared, and so do gradients that they require.
+    """
+    there = {}
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part._flat_weight_refs = []  # nothing else may refer to what is swapped
+        for p in part._parameters.values():
+            if p is not None and p.device != device and not is_lazy(p):
+                _swap(p, leaf(p.detach().to(device), like=p))
+        for name, b in part._buffers.items():
+            if b is not None and b.device != device:
+                part._buffers[name] = there.setdefault(b, leaf(b.to(device), like=b))
+        if isinstance(part, nn.RNNBase):
+            part._init_flat_weights()
+    return module
+
+
+def _swap(parameter, other):
+    """Give a parameter another one's memory, and nothing else of it."""
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    made = torch.Tensor._make_subclass(type(parameter), other, other.requires_grad)
+    vars(made).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, made)
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+def leaf(tensor, like=None):
     """Return a copy that is a leaf, and requires a gradient if the tensor does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    like = tensor if like is None else like
+    return tensor.detach().clone().requires_grad_(like.requires_grad)
 
 
 # ---- wrappers -----------------------------------------------------------------------

@@ -33,16 +33,26 @@ c10::Storage storage_over(const c10::Storage &other, Device device)
                         std::move(memory), ways, /*resizable=*/true);
 }
 
+/* Return the keys of a tensor on the other kind of device, all else being alike. */
+DispatchKeySet other_keys(DispatchKeySet keys)
+{
+    const bool is_cpu = keys.has_backend(c10::BackendComponent::CPUBit);
+    const auto here = is_cpu ? c10::BackendComponent::CPUBit
+                             : c10::BackendComponent::PrivateUse1Bit;
+    const auto there = is_cpu ? c10::BackendComponent::PrivateUse1Bit
+                              : c10::BackendComponent::CPUBit;
+    return (keys - c10::autocast_dispatch_keyset).remove_backend(here) |
+           DispatchKeySet(there) | c10::getAutocastRelatedKeySetFromBackend(there);
+}
+
 /* Return a tensor that lies in a storage as another one does in its own. */
-Tensor tensor_like(const Tensor &other, c10::Storage storage, DispatchKey key)
+Tensor tensor_like(const Tensor &other, c10::Storage storage)
 {
     Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-        std::move(storage), DispatchKeySet(key), other.dtype());
-    c10::TensorImpl *tensor = made.unsafeGetTensorImpl();
-    tensor->set_sizes_and_strides(other.sizes(), other.strides(),
-                                  other.storage_offset());
-    made._set_conj(other.is_conj());
-    made._set_neg(other.is_neg());
+        c10::TensorImpl::VIEW, std::move(storage), other_keys(other.key_set()),
+        other.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides(),
+                                                      other.storage_offset());
     return made;
 }
 
@@ -154,7 +164,7 @@ Tensor Operation::to_cpu(const Tensor &tensor)
         pairs.push_back({tensor, made, made._indices(), made._values()});
         return made;
     }
-    Tensor made = tensor_like(tensor, cpu_storage(tensor.storage()), DispatchKey::CPU);
+    Tensor made = tensor_like(tensor, cpu_storage(tensor.storage()));
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
         made.unsafeGetTensorImpl()->set_wrapped_number(true);
     pairs.push_back({tensor, made, {}, {}});
@@ -220,8 +230,7 @@ Tensor Operation::to_device(const Tensor &tensor)
             return pair.device;
     if (tensor.is_sparse())
         return sparse_to_device(tensor);
-    return tensor_like(tensor, device_storage(tensor.storage()),
-                       DispatchKey::PrivateUse1);
+    return tensor_like(tensor, device_storage(tensor.storage()));
 }
 
 IValue Operation::to_device(const IValue &value)

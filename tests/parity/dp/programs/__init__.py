@@ -30,7 +30,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ import paceline
 import pytest
 import torch
 from paceline import _gpu
+from paceline._dp import devices as devices_
 from replicas import (
     alike,
     assert_same,
@@ -48,9 +49,12 @@ from replicas import (
     integers,
     leaf,
     loss_of_all,
+    moved,
 )
-from support import fake_gpus
+from support import devices, fake_gpus
 from torch import nn
+
+from programs._where import is_on_devices, leaves_devices_out
 
 DEVICES = {
     "cpu": (2, None),
@@ -359,32 +363,40 @@ def joined(outs: list[Any]) -> Any:
 
 
 @contextmanager
-def replicas_on(device: str) -> Iterator[list[Any]]:
-    """Have the devices of this name within, and give `device_ids` of them."""
+def replicas_on(name: str, device: str) -> Iterator[list[Any]]:
+    """Have the devices that a row runs on within, and give `device_ids` of them."""
     n, options = DEVICES[device]
     if options is None:
         yield ["cpu"] * n
         return
-    with fake_gpus.several(n, *options, kind=fake_gpus.DeviceGpus):
+    kind = fake_gpus.DeviceGpus if is_on_devices(name) else fake_gpus.SeveralGpus
+    with fake_gpus.several(n, *options, kind=kind):
         yield list(range(n))
+
+
+def new_tensors(name: str) -> AbstractContextManager[Any]:
+    """Have new tensors be where a row wants them: in a replica, on its own device."""
+    kind = _gpu.machine.device_type
+    is_meant = kind == devices.KIND and leaves_devices_out(name)
+    return torch.device(kind) if is_meant else nullcontext()
 
 
 def check(row: Row, device: str) -> None:
     """Run a row with the plain module and with replicas, and compare."""
-    with replicas_on(device) as device_ids:
+    with replicas_on(row.name, device) as device_ids:
         torch.manual_seed(0)
         plain = row.make()
         torch.manual_seed(0)
-        made = row.make()
-        if device_ids[0] != "cpu":
-            made = made.to(_gpu.machine.device(device_ids[0]))
+        with new_tensors(row.name):
+            made = moved(row.make(), devices_.read(device_ids, None).source)
         ours = paceline.DataParallel(made, device_ids)
         reference = InParts(plain, len(device_ids)) if row.in_parts else plain
         torch.manual_seed(3)
         expected = row.run(reference)
         torch.manual_seed(3)
-        found = row.run(ours)
+        with new_tensors(row.name):
+            found = row.run(ours)
         assert_same(found, expected, exact=row.exact)
         assert_same_grads(ours, plain, exact=row.exact)
         assert_same_state(ours, plain, exact=row.exact)
-        del ours, reference, expected, found
+        del ours, made, reference, expected, found

@@ -348,7 +348,7 @@ def lstm(**options):
 def a_recurrent_net_packs_its_own_rows(m, x, lengths):
     m.lstm.flatten_parameters()
     packed = rnn.pack_padded_sequence(
-        x, lengths, batch_first=True, enforce_sorted=False
+        x, lengths.cpu(), batch_first=True, enforce_sorted=False
     )
     states, (h, _) = m.lstm(packed)
     padded, sizes = rnn.pad_packed_sequence(

@@ -1,0 +1,104 @@
+"""On which simulated GPUs a row runs: devices of torch, unless it cannot be there."""
+
+TENSORS_ON_THE_CPU = {
+    "torch itself fails where a gradient of torch.func goes from device to device": (
+        "transforms_of_a_forward_give_what_they_give_plainly[grad]",
+        "transforms_of_a_forward_give_what_they_give_plainly[hessian]",
+        "transforms_of_a_forward_give_what_they_give_plainly[jacrev]",
+        "transforms_of_parameters_do_as_with_the_plain_module[by sample]",
+        "transforms_of_parameters_do_as_with_the_plain_module[grad]",
+        "transforms_of_parameters_do_as_with_the_plain_module[hessian]",
+        "transforms_of_parameters_do_as_with_the_plain_module[jacrev]",
+        "transforms_of_parameters_do_as_with_the_plain_module[vmap of grad]",
+        "vmaps_may_go_over_a_backward",
+    ),
+    "NumPy reads the memory of the CPU alone": (
+        "a_momentum_encoder_follows_once_a_call[by_numpy at once]",
+        "a_momentum_encoder_follows_once_a_call[by_numpy later]",
+        "arrays_are_split_and_come_back_as_arrays",
+        "outputs_have_the_plain_form_and_gradients[arrays]",
+        "trained_weights_are_clipped_before_they_are_used[clip_by_numpy at once]",
+        "trained_weights_are_clipped_before_they_are_used[clip_by_numpy later]",
+    ),
+    "forward reaches what is on the first device alone, past the module": (
+        "a_part_is_reached_past_the_module[leading_by_attribute]",
+        "a_part_is_reached_past_the_module[leading_by_closure]",
+        "a_trained_tensor_inside_an_argument_gets_its_gradient",
+        "a_trained_tensor_that_is_no_parameter_gets_its_gradient[closure]",
+        "a_trained_tensor_that_is_no_parameter_gets_its_gradient[default]",
+        "a_trained_tensor_that_is_no_parameter_gets_its_gradient[hidden]",
+    ),
+    "torch has one cache of parametrizations for all replicas": (
+        "parametrizations_may_be_cached_over_several_calls",
+    ),
+    "the row gives the bare module inputs of the CPU": (
+        "a_model_of_inference_mode_stays_whole",
+        "the_bare_module_may_be_used_beside_its_wrapper",
+    ),
+    "it keeps modules in a list, where to() does not find them": (
+        "what_a_module_holds_may_change_in_any_way",
+    ),
+    "a copy of the input is what a GPU computes with": (
+        "an_input_changed_before_backward_is_an_error",
+    ),
+    "the second wrapper wants the module on another device": (
+        "two_wrappers_of_other_devices_share_a_module",
+    ),
+    "the casts are those of the CPU": ("casts_of_one_autocast_belong_to_their_step",),
+    "torch quantises on the CPU": ("a_quantised_module_runs_in_evaluation",),
+    "torch refuses .data of another form, but for devices that it knows": (
+        "a_weight_may_be_a_lazy_view",
+    ),
+}
+
+NEW_TENSORS_ON_THE_CURRENT_DEVICE = (
+    "a_batch_of_gradients_may_have_a_graph",
+    "a_buffer_is_made_anew_in_each_call",
+    "a_buffer_made_in_forward_is_that_of_the_first_replica",
+    "a_buffer_may_take_other_memory_or_less_of_its_own",
+    "a_checkpoint_round_a_wrapper_in_a_wrapper",
+    "a_closure_may_be_called_several_times_a_step",
+    "a_language_model_hands_its_state_on",
+    "a_largest_norm_may_come_after_wrapping[replaced]",
+    "a_lazy_module_may_be_wrapped_before_its_first_call",
+    "a_table_is_made_in_the_first_call_and_kept",
+    "a_teacher_may_follow_its_student",
+    "a_trace_of_the_wrapper_computes_what_it_is_given",
+    "a_trained_tensor_that_is_no_parameter_gets_its_gradient",
+    "a_translator_takes_masks_and_returns_dicts",
+    "a_wrapper_among_others",
+    "adapters_may_be_added_switched_off_and_merged",
+    "an_output_may_have_a_sparse_gradient",
+    "buffers_of_every_layout_reach_every_replica",
+    "buffers_of_the_first_replica_survive",
+    "constants_and_losses_come_with_one_entry_a_replica",
+    "functional_calls_work_round_the_wrapper",
+    "gradients_may_be_views_of_one_vector",
+    "one_backward_may_go_through_two_wrappers_in_a_thread",
+    "owners_of_one_buffer_may_part",
+    "parameters_follow_the_flat_tensor_that_they_are_views_of",
+    "parameters_may_share_memory",
+    "parameters_may_take_over_memory",
+    "parameters_take_another_form_between_forward_and_backward",
+    "products_with_the_hessian_take_two_backwards",
+    "tensors_for_parameters_belong_to_the_graphs_that_saved_them",
+    "the_structure_may_change_in_any_way",
+    "transforms_of_parameters_do_as_with_the_plain_module[vjp]",
+    "views_of_parameters_and_buffers",
+    "weights_that_are_computed_pass_their_gradient_on",
+    "wrappers_in_a_row_pass_graphs_on",
+)
+
+
+def _is_among(name: str, names: tuple[str, ...]) -> bool:
+    return name in names or name.partition("[")[0] in names
+
+
+def is_on_devices(name: str) -> bool:
+    """Tell whether a row runs where tensors say on which GPU they are."""
+    return not any(_is_among(name, names) for names in TENSORS_ON_THE_CPU.values())
+
+
+def leaves_devices_out(name: str) -> bool:
+    """Tell whether a row makes tensors without a word on where they are to be."""
+    return _is_among(name, NEW_TENSORS_ON_THE_CURRENT_DEVICE)
