@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import paceline
 import torch
-from paceline._compat.torch_core import is_lazy
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -108,28 +107,38 @@ def moved(module, device):
     So it is with `to()` and the GPUs that torch knows.  Buffers that parts share stay
     shared, and so do gradients that they require.
     """
-    there = {}
-    for part in module.modules():
+    parts = list(module.modules())
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        return module.to(device)
+    for part in parts:
         if isinstance(part, nn.RNNBase):
             part._flat_weight_refs = []  # nothing else may refer to what is swapped
-        for p in part._parameters.values():
-            if p is not None and p.device != device and not is_lazy(p):
-                _swap(p, leaf(p.detach().to(device), like=p))
+        for held in (part._parameters, part._buffers):
+            for name, p in held.items():
+                if isinstance(p, nn.Parameter) and p.device != device:
+                    held[name] = _there(p, device)
+        if isinstance(part, nn.RNNBase):
+            part._init_flat_weights()
+    there = {}
+    for part in parts:
         for name, b in part._buffers.items():
             if b is not None and b.device != device:
                 part._buffers[name] = there.setdefault(b, leaf(b.to(device), like=b))
-        if isinstance(part, nn.RNNBase):
-            part._init_flat_weights()
     return module
 
 
-def _swap(parameter, other):
-    """Give a parameter another one's memory, and nothing else of it."""
-    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    made = torch.Tensor._make_subclass(type(parameter), other, other.requires_grad)
+def _there(parameter, device):
+    """Return a parameter with its memory on a device: itself, if torch lets it."""
+    copy_ = leaf(parameter.to(device), like=parameter)
+    made = torch.Tensor._make_subclass(type(parameter), copy_, copy_.requires_grad)
     vars(made).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, made)
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    try:
+        torch.utils.swap_tensors(parameter, made)
+    except RuntimeError:  # a graph or a weak reference leads to it
+        return made
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+    return parameter
 
 
 def leaf(tensor, like=None):

@@ -12,12 +12,14 @@ The library is built once for each torch and compiler, into `build/devices`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,18 @@ def show(n_devices: int) -> None:
         _introduce()
     native.visible = n_devices
     native.library.devices_show(n_devices)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Log what is recorded and waited for within: "wait DEVICE STREAM"."""
+    lines: list[str] = []
+    native.library.devices_log(1)
+    try:
+        yield lines
+    finally:
+        lines += native.library.devices_logged().decode().splitlines()
+        native.library.devices_log(0)
 
 
 def _introduce() -> None:

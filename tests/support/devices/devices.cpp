@@ -55,33 +55,21 @@ void note(const char *what, const c10::Stream &stream)
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-    DeviceType type() const override
-    {
-        return kPrivateUse1;
-    }
+    DeviceType type() const override { return kPrivateUse1; }
     Device exchangeDevice(Device device) const override
     {
         const Device before = getDevice();
         current = device.index();
         return before;
     }
-    Device getDevice() const override
-    {
-        return Device(kPrivateUse1, current);
-    }
-    void setDevice(Device device) const override
-    {
-        current = device.index();
-    }
+    Device getDevice() const override { return Device(kPrivateUse1, current); }
+    void setDevice(Device device) const override { current = device.index(); }
     void uncheckedSetDevice(Device device) const noexcept override
     {
         current = device.index();
     }
     /* Asked for once, by the first backward: it starts so many threads. */
-    DeviceIndex deviceCount() const noexcept override
-    {
-        return N_DEVICES;
-    }
+    DeviceIndex deviceCount() const noexcept override { return N_DEVICES; }
     c10::Stream getStream(Device device) const override
     {
         return stream_of(device, streams[index_of(device)]);
@@ -119,23 +107,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
         note("use", stream);
     }
-    bool queryEvent(void *) const override
-    {
-        return true;
-    }
-    bool queryStream(const c10::Stream &) const override
-    {
-        return true;
-    }
-    void synchronizeStream(const c10::Stream &) const override
-    {
-    }
-    void synchronizeEvent(void *) const override
-    {
-    }
-    void synchronizeDevice(const DeviceIndex) const override
-    {
-    }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -151,10 +122,7 @@ struct HostMemory final : c10::Allocator {
                          "out of memory: ", n_bytes, " bytes");
         return {memory, memory, &free, Device(kPrivateUse1, current)};
     }
-    c10::DeleterFnPtr raw_deleter() const override
-    {
-        return &free;
-    }
+    c10::DeleterFnPtr raw_deleter() const override { return &free; }
     void copy_data(void *to, const void *from, size_t n_bytes) const override
     {
         default_copy_data(to, from, n_bytes);
@@ -180,30 +148,12 @@ struct Randoms final : CPUGeneratorImpl {
 Generator generators[N_DEVICES]; /* of each device, made by Python */
 
 struct Hooks final : PrivateUse1HooksInterface {
-    bool isBuilt() const override
-    {
-        return true;
-    }
-    bool isAvailable() const override
-    {
-        return n_visible > 0;
-    }
-    bool hasPrimaryContext(DeviceIndex) const override
-    {
-        return true;
-    }
-    DeviceIndex deviceCount() const override
-    {
-        return DeviceIndex(n_visible);
-    }
-    void setCurrentDevice(DeviceIndex index) const override
-    {
-        current = index;
-    }
-    DeviceIndex getCurrentDevice() const override
-    {
-        return current;
-    }
+    bool isBuilt() const override { return true; }
+    bool isAvailable() const override { return n_visible > 0; }
+    bool hasPrimaryContext(DeviceIndex) const override { return true; }
+    DeviceIndex deviceCount() const override { return DeviceIndex(n_visible); }
+    void setCurrentDevice(DeviceIndex index) const override { current = index; }
+    DeviceIndex getCurrentDevice() const override { return current; }
     DeviceIndex exchangeDevice(DeviceIndex index) const override
     {
         return std::exchange(current, index);
@@ -220,10 +170,6 @@ struct Hooks final : PrivateUse1HooksInterface {
     {
         return make_generator<Randoms>(index < 0 ? current : index,
                                        default_rng_seed_val);
-    }
-    Device getDeviceFromPtr(void *) const override
-    {
-        return Device(kPrivateUse1, current);
     }
     void resizePrivateUse1Bytes(const c10::Storage &storage,
                                 size_t n_bytes) const override

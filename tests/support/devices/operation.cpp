@@ -37,10 +37,10 @@ c10::Storage storage_over(const c10::Storage &other, Device device)
 DispatchKeySet other_keys(DispatchKeySet keys)
 {
     const bool is_cpu = keys.has_backend(c10::BackendComponent::CPUBit);
-    const auto here = is_cpu ? c10::BackendComponent::CPUBit
-                             : c10::BackendComponent::PrivateUse1Bit;
-    const auto there = is_cpu ? c10::BackendComponent::PrivateUse1Bit
-                              : c10::BackendComponent::CPUBit;
+    const auto here =
+        is_cpu ? c10::BackendComponent::CPUBit : c10::BackendComponent::PrivateUse1Bit;
+    const auto there =
+        is_cpu ? c10::BackendComponent::PrivateUse1Bit : c10::BackendComponent::CPUBit;
     return (keys - c10::autocast_dispatch_keyset).remove_backend(here) |
            DispatchKeySet(there) | c10::getAutocastRelatedKeySetFromBackend(there);
 }
@@ -75,9 +75,7 @@ bool takes_cpu_tensors(const std::string &name)
 class Operation
 {
   public:
-    explicit Operation(const std::string &name) : name(name)
-    {
-    }
+    explicit Operation(const std::string &name) : name(name) {}
 
     IValue to_cpu(const IValue &value);
     IValue to_device(const IValue &value);
@@ -85,10 +83,7 @@ class Operation
     Tensor to_device(const Tensor &tensor);
     void write_back();
 
-    DeviceIndex index()
-    {
-        return found < 0 ? current_device() : found;
-    }
+    DeviceIndex index() { return found < 0 ? current_device() : found; }
 
   private:
     struct Memory {

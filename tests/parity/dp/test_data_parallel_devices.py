@@ -1,0 +1,182 @@
+"""The simulated devices of torch (support/devices) are what the other tests need.
+
+Models train on one of them beside their twins on the CPU.  Outputs, gradients and state
+have the same bits, unless torch computes by other operations there.
+"""
+
+import copy
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from replicas import assert_close, assert_same_grads, assert_same_state, moved, reals
+from support import devices
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def four_devices():
+    devices.show(4)
+    yield
+    devices.show(0)
+
+
+def device(index):
+    return torch.device(devices.KIND, index)
+
+
+def ones(*where):
+    return [torch.ones(2, 2, device=each) for each in where]
+
+
+MIXED = {
+    "add": torch.add,
+    "in place": torch.Tensor.add_,
+    "matrices": torch.mm,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "linear": F.linear,
+}
+
+
+@pytest.mark.parametrize("operation", MIXED.values(), ids=MIXED)
+def test_tensors_of_two_devices_in_one_operation_are_an_error(operation):
+    for where in ((device(0), device(1)), (device(1), "cpu"), ("cpu", device(1))):
+        with pytest.raises(
+            RuntimeError, match="Expected all tensors to be on the same"
+        ):
+            operation(*ones(*where))
+    operation(*ones(device(1), device(1)))
+
+
+class Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        now = torch.gpu.current_device(), threading.get_ident()
+        ctx.seen.append((grad.device.index, *now))
+        return grad, None
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_backward_runs_on_a_thread_for_each_device(n):
+    seen, leaves = [], [torch.ones(3, device=device(i)) for i in range(n)]
+    for x in leaves:
+        x.requires_grad_()
+    sum(Watched.apply(x * 2, seen).to(device(0)).sum() for x in leaves).backward()
+    assert sorted((index, current) for index, current, _ in seen) == [
+        (i, i) for i in range(n)
+    ]
+    threads = {thread for *_, thread in seen}
+    assert len(threads) == n
+    assert threading.get_ident() not in threads
+    assert all(x.grad.tolist() == [2.0] * 3 for x in leaves)
+
+
+ROWS = reals(6, 4)
+STEPS = reals(3, 5, 4)
+IMAGES = reals(3, 3, 8, 8)
+INDICES = torch.arange(12).reshape(4, 3) % 7
+CONV = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 2, 3)
+
+EXACT = {
+    "layers": (nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5)), ROWS),
+    "batch norm": (nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), ROWS),
+    "convolutions": (nn.Sequential(*CONV, nn.MaxPool2d(2)), IMAGES),
+    "embedding": (nn.Embedding(7, 3), INDICES),
+    "sparse embedding": (nn.Embedding(7, 3, sparse=True), INDICES),
+    "bag": (nn.EmbeddingBag(7, 3), INDICES),
+}
+ROUNDED = {
+    "LSTM": (nn.LSTM(4, 3, 2, bidirectional=True), STEPS),
+    "GRU": (nn.GRU(4, 3, 2), STEPS),
+    "attention": (nn.TransformerEncoderLayer(4, 2, 8, 0.0), STEPS),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        *((name, torch.optim.SGD) for name in (*EXACT, *ROUNDED)),
+        *((name, torch.optim.Adam) for name in EXACT if "sparse" not in name),
+        ("sparse embedding", torch.optim.SparseAdam),
+    ],
+)
+def test_a_model_trains_as_on_the_cpu(name, optimizer):
+    is_exact = name in EXACT
+    made, x = (EXACT if is_exact else ROUNDED)[name]
+    plain = copy.deepcopy(made).double()
+    ours = moved(copy.deepcopy(plain), device(2))
+    steps = [(m, optimizer(m.parameters(), lr=0.01)) for m in (plain, ours)]
+    for _ in range(3):
+        outs = []
+        for model, descend in steps:
+            descend.zero_grad()
+            out = model(x.to(next(model.parameters()).device))
+            outs.append(out if isinstance(out, torch.Tensor) else out[0])
+            outs[-1].square().sum().backward()
+            descend.step()
+        assert_close(*reversed(outs), exact=is_exact)
+    assert_same_grads(ours, plain, exact=is_exact)
+    assert_same_state(ours, plain, exact=is_exact)
+    again = copy.deepcopy(ours)
+    assert {t.device for t in again.state_dict().values()} == {device(2)}
+    assert_same_state(again, ours)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_draws_the_same_again(is_reentrant):
+    layers = nn.Linear(4, 50).double(), nn.Dropout(0.5), nn.Tanh()
+    plain = nn.Sequential(*layers).to(device(1))
+    twin = copy.deepcopy(plain)
+    x = ROWS.to(device(1)).requires_grad_()
+    torch.manual_seed(4)
+    plain(x).square().sum().backward()
+    torch.manual_seed(4)
+    out = checkpoint(twin, x, use_reentrant=is_reentrant)
+    out.square().sum().backward()
+    assert_same_grads(twin, plain)
+
+
+def test_each_device_draws_from_a_generator_of_its_own():
+    draws = types.SimpleNamespace(cpu=torch.get_rng_state())
+    x, y = (torch.ones(50, device=device(i)) for i in (1, 2))
+    torch.manual_seed(3)
+    draws.first, draws.second = F.dropout(x), F.dropout(x)
+    assert not torch.equal(draws.first, draws.second)
+    assert_close(F.dropout(y), draws.first)
+    assert_close(F.dropout(torch.ones(50)), draws.first)
+    own = torch.Generator(device(1)).manual_seed(3)
+    here = {"generator": own, "device": device(1)}
+    torch.manual_seed(3)
+    assert_close(torch.rand(5, **here), torch.rand(5))
+
+
+def test_autocast_is_that_of_the_devices_or_of_the_cpu():
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    ours, x = moved(copy.deepcopy(plain), device(1)), ROWS.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x)
+        assert ours(x.to(device(1))).dtype == torch.float32
+    with torch.autocast(devices.KIND, torch.bfloat16):
+        found = ours(x.to(device(1)))
+    assert_close(found, expected)
+    for out in (found, expected):
+        out.float().square().sum().backward()
+    assert_same_grads(ours, plain)
+
+
+def test_what_is_waited_for_is_logged():
+    with devices.logged() as lines:
+        stream, other = torch.Stream(device(1)), torch.Stream(device(2))
+        other.wait_event(stream.record_event())
+    assert lines == [
+        f"record 1 {stream.stream_id}",
+        f"wait 2 {other.stream_id}",
+    ]
