@@ -165,6 +165,10 @@ class SeveralGpus(_gpu.Machine):
     def __init__(self, n_gpus: int) -> None:
         self.n_gpus = n_gpus
 
+    def shown(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what has torch know of them."""
+        return contextlib.nullcontext()
+
     def index_of(self, device: torch.device) -> int | None:
         return 0 if device.type == "cpu" else None
 
@@ -221,6 +225,17 @@ class DeviceGpus(SeveralGpus):
     index_of_tensor = _gpu.Machine.index_of_tensor
     device = _gpu.Machine.device
 
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        devices.show(self.n_gpus)
+        before = thread_state._AUTOCAST_DEVICES
+        thread_state._AUTOCAST_DEVICES = "cpu", devices.KIND  # as "cuda" is
+        try:
+            yield
+        finally:
+            thread_state._AUTOCAST_DEVICES = before
+            devices.show(0)
+
     def current_stream(self, index: int) -> int:
         return devices.native.library.devices_stream(index)
 
@@ -262,30 +277,25 @@ def several(
     compare models of any size.  Options are the fake's: "peers=0".
     """
     assert n_gpus <= _MOST_GPUS
-    loaded = _reset(*options)
-    before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
-    machine = _gpu.machine = kind(n_gpus)
-    torch_cuda.current_stream = lambda index: machine.current_stream(index) or 0
-    torch_core.attach()
-    compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
-    autocast = thread_state._AUTOCAST_DEVICES
-    if kind is DeviceGpus:
-        devices.show(n_gpus)
-        thread_state._AUTOCAST_DEVICES = "cpu", devices.KIND
-    try:
-        yield machine
-        loaded.fake_synchronize_all()
-        found = [loaded.fake_error(i).decode() for i in range(loaded.fake_errors())]
-        assert not found, found
-    finally:
-        segments.COMPARED_BYTES = compared
-        if kind is DeviceGpus:
-            thread_state._AUTOCAST_DEVICES = autocast
-            devices.show(0)
-        _let_go(loaded)
-        _gpu.machine, torch_cuda.current_stream, opened = before
-        _gpu._opened.update(opened)
+    machine = kind(n_gpus)
+    with machine.shown():
+        loaded = _reset(*options)
+        before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
+        _gpu.machine = machine
+        torch_cuda.current_stream = lambda index: machine.current_stream(index) or 0
         torch_core.attach()
+        compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
+        try:
+            yield machine
+            loaded.fake_synchronize_all()
+            found = [loaded.fake_error(i).decode() for i in range(loaded.fake_errors())]
+            assert not found, found
+        finally:
+            segments.COMPARED_BYTES = compared
+            _let_go(loaded)
+            _gpu.machine, torch_cuda.current_stream, opened = before
+            _gpu._opened.update(opened)
+            torch_core.attach()
 
 
 def _reset(*options: str) -> ctypes.CDLL:
