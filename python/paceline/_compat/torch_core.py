@@ -27,6 +27,7 @@ MINIMUM = (2, 4)
 FUTURES = (torch.futures.Future, torch._C.Future)
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 PLAIN_COPY = torch.nn.Module._replicate_for_data_parallel
+RNN_COPY = torch.nn.RNNBase._replicate_for_data_parallel
 
 
 def key_error_message(message: str) -> str:

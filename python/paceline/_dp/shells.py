@@ -22,7 +22,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn import Module, RNNBase
+from torch.nn import Module
 
 from paceline import _native
 from paceline._compat import torch_core
@@ -32,10 +32,8 @@ from paceline._dp.replicate import Bring
 _TENSORS = ("_parameters", "_buffers")
 _ANY = object()
 """In the place of a value that may be any."""
-_METHODS = (
-    torch_core.PLAIN_COPY,
-    RNNBase._replicate_for_data_parallel,  # its list of tensors is made anew anyway
-)
+# An RNN's makes its list of tensors anew; so does replicate.renewed().
+_METHODS = torch_core.PLAIN_COPY, torch_core.RNN_COPY
 
 
 def can_be_kept(parts: Iterable[Module]) -> bool:

@@ -10,11 +10,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from paceline import DistributedDataParallel, _environment, _native, _recorder
 from paceline._cli.steps import events, summary, top, trace
 from paceline._recorder import BACKWARD, FINISHING, FORWARD, IDLE
-from support import traces, warm
+from support import traces
 from torch import nn
 
 
