@@ -59,7 +59,7 @@ REPLICA_US_OF_TORCH = 25.0  # a module and replica, from torch's replicate()
 REPLICA_US_OF_OURS = 7.0  # measured here: benchmark of replicas_of() on the CPU
 NODE_US = 60.0  # a segment and replica: two nodes in Python, under the lock
 ADDED_US = 5.0  # a parameter: autograd adds what comes to replica 0's gradient
-SEGMENT_MB = 4.2
+FIRST_MB = 1.0  # of the segment whose gradients come last
 
 
 def host_of_forwards(model: Model, n: int) -> float:
@@ -81,15 +81,16 @@ def our_step(model: Model, link: Link, n: int) -> float:
     """Return the milliseconds of a step of ours."""
     if n == 1:
         return torch_step(model, link, 1)
-    n_segments = max(1.0, model.mb / SEGMENT_MB)
+    segment = max(min(model.mb / 9, 12.6), min(model.mb / 64, 33.6))
+    n_segments = max(1.0, model.mb / segment)
     chain = model.mb / link.mb_per_ms
-    chain += (n - 1) * (min(SEGMENT_MB, model.mb) / link.mb_per_ms + link.latency_ms)
+    chain += (n - 1) * (min(segment, model.mb) / link.mb_per_ms + link.latency_ms)
     made = (n - 1) * model.n_modules * REPLICA_US_OF_OURS / 1000
     forward = max(model.forward_ms, host_of_forwards(model, n))
     nodes = n_segments * n * NODE_US / 1000
     added = model.n_parameters * ADDED_US / 1000
     back = model.mb / link.mb_per_ms
-    tail = min(SEGMENT_MB, model.mb) / link.mb_per_ms + 2 * link.latency_ms
+    tail = min(FIRST_MB, model.mb) / link.mb_per_ms + 2 * link.latency_ms
     backward = max(model.backward_ms, back, nodes, added) + tail
     return max(chain, made) + forward + backward
 

@@ -32,7 +32,7 @@ import pytest
 import torch
 from paceline import _gpu, _native
 from paceline._compat import torch_core, torch_cuda
-from paceline._dp.gpus import segments, thread_state
+from paceline._dp.gpus import segments
 from paceline._dp.gpus.gradients import Gradients
 from paceline._dp.gpus.group import Group
 
@@ -228,12 +228,9 @@ class DeviceGpus(SeveralGpus):
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         devices.show(self.n_gpus)
-        before = thread_state._AUTOCAST_DEVICES
-        thread_state._AUTOCAST_DEVICES = "cpu", devices.KIND  # as "cuda" is
         try:
             yield
         finally:
-            thread_state._AUTOCAST_DEVICES = before
             devices.show(0)
 
     def current_stream(self, index: int) -> int:

@@ -141,9 +141,10 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     itself, which it can reach by a lambda over ``self``, that is an error.
 
     **On GPUs** replicas are threads, and their copies stay on their devices: a forward
-    brings them up to date.  Gradients are added up while backward runs, large ones by
-    all devices but the first together, in the order of replicas, those of replica 0
-    last; in 16-bit types with one rounding, and one more for replica 0's if there are
+    brings them up to date.  Their objects are kept, too: ``id(self)`` is the same in
+    the next forward, while what a forward sets on them is gone.  Gradients are added up
+    while backward runs, in the order of replicas, those of replica 0 last; in 16-bit
+    types with one rounding, and one more for replica 0's if there are
     three replicas or more.  A parameter that no replica has used keeps its gradient.
     Replicas whose forward draws from a generator that they share run one after the
     other, so that runs can be repeated; each GPU has a generator of its own.  Hooks on

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
+from paceline import _gpu
 from paceline._compat import torch_modes
-
-_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def sees_operations() -> bool:
@@ -42,7 +41,7 @@ class State:
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in _AUTOCAST_DEVICES
+            for kind in ("cpu", _gpu.machine.device_type)
         ]
         self.autocast_cache = torch.is_autocast_cache_enabled()
         self.modes = torch_modes.function_modes()

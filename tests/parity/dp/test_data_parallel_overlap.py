@@ -1,0 +1,88 @@
+"""Gradients are added up while backward runs, on device threads kept in step."""
+
+import threading
+
+import paceline
+import pytest
+import torch
+from paceline._dp.gpus import segments
+from paceline._dp.gpus.gradients import Gradients
+from replicas import assert_same_grads, integers, loss_of
+from support import fake_gpus
+from torch import nn
+
+DEPTH, WIDTH, TAIL = 10, 16, 2
+
+
+class InStep(torch.autograd.Function):
+    """Notes the backward of a layer, on each device once all have come to it."""
+
+    @staticmethod
+    def forward(ctx, x, layer, meet):
+        ctx.layer, ctx.meet = layer, meet
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.meet(ctx.layer, grad.device.index)
+        return grad, None, None
+
+
+class Net(nn.Module):
+    """Layers whose weights have a segment each; biases come together behind them."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.meet = meet
+        layers = [nn.Linear(WIDTH, WIDTH, bias=i < TAIL) for i in range(DEPTH)]
+        self.layers = nn.ModuleList(layers).double()
+        with torch.no_grad():
+            for number, p in enumerate(self.parameters()):
+                p.copy_(integers(*p.shape, seed=number, low=-1, high=1))
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = InStep.apply(torch.remainder(layer(x), 5), i, self.meet)
+        return x
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
+    log, barriers = [], [threading.Barrier(n) for _ in range(DEPTH)]
+    begin, collect = Gradients._begin, Gradients.collect
+
+    def meet(layer, device):
+        barriers[layer].wait(60)
+        log.append(("layer", device, layer))
+
+    def noted_begin(self, arrival):
+        log.append(("begin", threading.get_ident()))
+        begin(self, arrival)
+
+    def noted_collect(self, i):
+        log.append(("collect", i))
+        return collect(self, i)
+
+    monkeypatch.setattr(Gradients, "_begin", noted_begin)
+    monkeypatch.setattr(Gradients, "collect", noted_collect)
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", WIDTH * WIDTH * 8)
+    monkeypatch.setattr(segments, "_FEW_BYTES", 0)
+    x = integers(8, WIDTH)
+    with fake_gpus.several(n, kind=fake_gpus.DeviceGpus):
+        ours = paceline.DataParallel(Net(meet).to("gpu:0"), list(range(n)))
+        loss_of(ours(x)).backward()
+        del log[:]
+        ours.zero_grad()
+        loss_of(ours(x)).backward()
+        plain = Net(lambda *_: None)
+        loss_of(plain(x)).backward()
+        assert_same_grads(ours, plain)
+    last = max(i for i, it in enumerate(log) if it[:2] == ("layer", 0))
+    begun = [i for i, it in enumerate(log) if it[0] == "begin"]
+    collected = [it[1] for it in log[last:] if it[0] == "collect"]
+    assert len(begun) == DEPTH + 1
+    # All but those of the first layer, and of the biases, which end with it.
+    assert sum(i < last for i in begun) >= DEPTH - 1
+    # Member 0's stream waits for none of them before the end.
+    assert len(collected) == DEPTH + 1
+    assert len({it[1] for it in log if it[0] == "begin"}) <= n - 1  # never member 0
