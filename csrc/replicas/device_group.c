@@ -47,8 +47,10 @@ static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
     for (size_t i = 0; from->backend != to->backend && i < n_moves; i++)
         PL_TRY(copy_on(by, to, moves[i].to, from, moves[i].from,
                        moves[i].n_elems * pl_dtype_bytes(moves[i].dtype)));
-    PL_TRY(order(by, by->side, from, streams[source]));
-    PL_TRY(order(by, by->side, to, streams[target]));
+    PL_TRY(record(by, by->mark, by->side));
+    PL_TRY(wait_for(from, by->mark, streams[source]));
+    if (source != target)
+        PL_TRY(wait_for(to, by->mark, streams[target]));
 done:
     return st;
 }
@@ -116,13 +118,17 @@ static pl_status send_load(pli_device_group *self, const load *it)
     pli_group_member *from = first;
     const char *memory = it->memory;
     const int slot = it->slot;
+    if (slot >= 0)
+        PL_TRY(record(first, first->mark, first->side));
     for (int k = 1; k < self->n_members; k++) {
         pli_group_member *const to = &self->members[k];
         if (it->segment->targets[k] == NULL)
             continue;
         char *const target = (char *)it->segment->targets[k] + it->offset;
+        if (from != first)
+            PL_TRY(record(from, from->mark, from->side));
         if (from != first || slot >= 0)
-            PL_TRY(order(from, from->side, to, to->side));
+            PL_TRY(wait_for(to, from->mark, to->side));
         PL_TRY(copy_on(to, to, target, from, memory, it->n_bytes));
         if (from == first && slot >= 0) {
             PL_TRY(record(to, to->has_read[slot], to->side));
@@ -195,10 +201,11 @@ pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *stream
 {
     pl_status st = PL_OK;
     const pli_group_member *const first = &self->members[0];
-    PL_TRY(order(first, streams[0], first, first->side));
+    PL_TRY(record(first, first->mark, streams[0]));
+    PL_TRY(wait_for(first, first->mark, first->side));
     for (int k = 1; k < self->n_members; k++) {
         pli_group_member *const it = &self->members[k];
-        PL_TRY(order(first, streams[0], it, it->side));
+        PL_TRY(wait_for(it, first->mark, it->side));
         PL_TRY(order(it, streams[k], it, it->side));
         it->readers = 0;
     }

@@ -81,7 +81,7 @@ def our_step(model: Model, link: Link, n: int) -> float:
     """Return the milliseconds of a step of ours."""
     if n == 1:
         return torch_step(model, link, 1)
-    segment = max(min(model.mb / 9, 12.6), min(model.mb / 64, 33.6))
+    segment = max(min(model.mb / 6, 16.8), min(model.mb / 64, 33.6))
     n_segments = max(1.0, model.mb / segment)
     chain = model.mb / link.mb_per_ms
     chain += (n - 1) * (min(segment, model.mb) / link.mb_per_ms + link.latency_ms)

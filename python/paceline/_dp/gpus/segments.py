@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from paceline import _native
 
 SEGMENT_BYTES = 1 << 20
-"""The least.  The first segments are so small, as their gradients come last in a
-backward: nothing is left to do while they travel."""
-_FEW, _FEW_BYTES = 9, 12 << 20
-"""A model has so few segments where that makes them no larger: each costs host time."""
+"""The least, and what the first has, whose gradients come last in a backward: nothing
+is left to do while they travel.  Each further one has up to four times as much."""
+_FEW, _FEW_BYTES = 6, 16 << 20
+"""A model has so few but for the first, where they are no larger: each costs time."""
 _MANY, _MOST_BYTES = 64, 32 << 20
-"""A large model has so many, where that makes them no larger."""
+"""A large model has so many, where they are no larger."""
 COMPARED_BYTES = 1 << 20
 """To compare takes as long as this takes on a link: less is sent, whatever it is."""
 _ALIGNMENT = 64
@@ -303,7 +303,7 @@ class Layout:
             else:
                 travelling.append((tensor, is_parameter))
         self.segment_bytes = _segment_bytes(sum(_n_bytes(t) for t, _ in travelling))
-        opened: dict[Any, Segment] = {}
+        opened: dict[Any, tuple[Segment, int]] = {}
         for tensor, is_parameter in travelling:
             self._place(tensor, is_parameter, opened)
         tensors: list[torch.Tensor] = []
@@ -317,25 +317,30 @@ class Layout:
         self._forms = self._forms_now()
 
     def _place(
-        self, tensor: torch.Tensor, is_parameter: bool, opened: dict[Any, Segment]
+        self,
+        tensor: torch.Tensor,
+        is_parameter: bool,
+        opened: dict[Any, tuple[Segment, int]],
     ) -> None:
         is_trained = tensor.requires_grad
         n_bytes = _n_bytes(tensor) + _ALIGNMENT
         key = tensor.dtype, is_parameter, is_trained
         # A hook must not be called with None where no replica has used the tensor.
         is_alone = n_bytes > self.segment_bytes or (is_trained and has_hooks(tensor))
-        segment = None if is_alone else opened.get(key)
-        if segment is None or segment.n_bytes + n_bytes > self._limit:
+        segment, limit = (None, 0) if is_alone else opened.get(key, (None, 0))
+        if segment is None or segment.n_bytes + n_bytes > limit:
             segment = Segment(*key, self._group)
-            self.segments.append(segment)
             if not is_alone:
-                opened[key] = segment
+                opened[key] = segment, self._limit(is_trained)
+            self.segments.append(segment)
         segment.add(tensor)
 
-    @property
-    def _limit(self) -> int:
-        """What the last segment may have."""
-        return min(self.segment_bytes, SEGMENT_BYTES << len(self.segments) - 1)
+    def _limit(self, is_trained: bool) -> int:
+        """Return what the next segment may have at the most."""
+        if not is_trained:
+            return self.segment_bytes
+        n_before = sum(segment.is_trained for segment in self.segments)
+        return min(self.segment_bytes, SEGMENT_BYTES << 2 * n_before)
 
     @property
     def room_bytes(self) -> int:
