@@ -223,8 +223,8 @@ class Gradients:
             arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
         arrival.is_begun = True
-        self.group.hold(arrival)
         arrival.sum.begin(self.group.rooms, arrival.total)
+        self.group.hold(arrival)  # its rows hold the memory until then
 
     def collect(self, i: int) -> list[torch.Tensor | None]:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""

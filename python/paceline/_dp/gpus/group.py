@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,6 +41,7 @@ class Group:
 
     def __init__(self, indices: Sequence[int]) -> None:
         self._in_flight: list[Arrival] = []
+        self._lock = threading.Lock()
         machine = _gpu.machine
         self.indices = list(indices)
         self.devices = [machine.device(index) for index in self.indices]
@@ -100,25 +103,30 @@ class Group:
         """
         n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
         room = self.rooms[-1]
-        if room is None or len(room) < n_bytes:
-            self.settle()
-            for k, device in enumerate(self.devices[1:], 1):
-                self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        if room is not None and len(room) >= n_bytes:
+            return
+        if room is not None:  # sums may be in it, on streams that torch does not know
+            _gpu.machine.synchronize()
+        for k, device in enumerate(self.devices[1:], 1):
+            self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
     def hold(self, arrival: Arrival) -> None:
-        """Keep gradients that are to be added up until settle()."""
-        self._in_flight.append(arrival)
+        """Keep gradients whose sum has begun until settle()."""
+        with self._lock:
+            self._in_flight.append(arrival)
 
     def settle(self) -> None:
         """Have streams wait for sums of gradients, whose memory may be freed then."""
-        held, self._in_flight = self._in_flight, []
+        with self._lock:
+            held, self._in_flight = self._in_flight, []
         for numbers in {arrival.streams.numbers for arrival in held}:
             self.native.settle(numbers)
         for arrival in held:
             arrival.release()
 
     def __del__(self) -> None:
-        if self._in_flight:  # of a backward that has failed, and nothing came after it
+        # Of a backward that has failed, and nothing came after it.
+        if self._in_flight and not sys.is_finalizing():
             self.settle()
 
     def member_of(self, tensor: torch.Tensor, expected: int) -> int | None:
