@@ -65,19 +65,6 @@ drop statement: what looks alike is compared, and fetched where it is not
     python/paceline/_dp/gpus/parameters.py Replicated._check_buffers self._layout = None
     python/paceline/_dp/gpus/parameters.py Replicated._send self._layout = None
 
-always: finish() takes the leaves alone; the list is only longer until then
-    python/paceline/_dp/gpus/parameters.py Replicated._note_leaf copy.is_leaf
-
-always: a node without gradients is made, which autograd leaves out: only time is lost
-    python/paceline/_dp/gpus/parameters.py Replicated._add_copies segment.is_trained and
-
-always: parameters do not grow: only time is lost
-    python/paceline/_dp/gpus/parameters.py Replicated._add_copies not segment.is_param
-
-always: what is written over is cleared before: only time is lost
-    python/paceline/_dp/gpus/parameters.py _Step.pack segment.has_gaps
-    python/paceline/_dp/gpus/segments.py Segment.has_gaps self.n_elems != sum(
-
 always: a new parameter that is a buffer, too, takes the place of one, and is sent
     python/paceline/_dp/gpus/segments.py Layout._take_buffers not segment.is_parameter
 
@@ -88,25 +75,12 @@ never: its gradients are put aside from their block as they come: only room is l
     python/paceline/_dp/gpus/segments.py _tensors_of and part.sparse
     python/paceline/_dp/gpus/segments.py _tensors_of is_sparse or known[2]
 
-always: the same is packed twice: only time is lost
-    python/paceline/_dp/gpus/parameters.py _Step.pack others
-
 always: nothing is put behind a piece: only time is lost
-    python/paceline/_dp/gpus/parameters.py _Step._pack_by_torch n_more
-
-always: one member's gradients are copied, and have room to be added up in: only memory
-is lost
-    python/paceline/_dp/gpus/parameters.py _Step._add_by_core len(rows) > 1
-
-always: member 0 alone has none, and is left out before
-    python/paceline/_dp/gpus/parameters.py _Segment.forward block is not None
+    python/paceline/_dp/gpus/gradients.py Gradients._pack_by_torch n_more
 
 drop statement: the CPU and a GPU are one on the fakes: where sizes are cannot be told
     python/paceline/_dp/gpus/transfers.py to_member placed[i] = leaf
 
-side stream: member 0's side stream is behind its stream by then; a member waits for
-more than it needs
-    csrc/replicas/device_group.c pli_device_group_send order(first, streams[0], it
 """
 
 

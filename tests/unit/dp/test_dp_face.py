@@ -130,7 +130,7 @@ def test_a_dim_that_is_no_integer_is_refused(dim):
         DataParallel(nn.Linear(1, 1), TWO, dim=dim)
 
 
-@pytest.mark.parametrize("device_ids", ["cpu", 2, CPU, [None], ["gpu"], [1.5]])
+@pytest.mark.parametrize("device_ids", ["cpu", 2, CPU, [None], ["gpus"], [1.5]])
 def test_device_ids_that_are_no_list_of_devices_are_refused(device_ids):
     with pytest.raises(TypeError, match="device"):
         DataParallel(nn.Linear(1, 1), device_ids)
