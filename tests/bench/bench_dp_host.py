@@ -1,0 +1,107 @@
+"""Host time of DataParallel on GPUs, on simulated CUDA: no GPU is timed.
+
+    PYTHONPATH=tests python tests/bench/bench_dp_host.py [devices]
+
+For a transformer of 12 narrow layers and 50 convolutions with norms: milliseconds
+of the calling thread's CPU before replicas start, and in backward's nodes, which pack
+and sum; calls of the driver a step; beside it what torch's `replicate()` takes of the
+same model, without its transfers.  Segments are about as many as a large model has.
+The simulated driver copies as it is called: what is enqueued costs less on a GPU.
+"""
+
+import collections
+import importlib
+import statistics
+import sys
+import time
+
+import paceline
+import torch
+from paceline._dp.gpus import gradients, segments
+from paceline._dp.gpus.engine import GpuEngine
+from support import fake_gpus
+from torch import nn
+
+CALLS = "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyPeerAsync", "cuLaunchKernel"
+N_STEPS, N_WARM = 30, 4
+
+
+def transformer():
+    layer = nn.TransformerEncoderLayer(16, 4, 64, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 12), torch.randn(16, 4, 16)
+
+
+def convolutions():
+    parts = [(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)) for _ in range(50)]
+    return nn.Sequential(*[p for pair in parts for p in pair]), torch.randn(16, 4, 8, 8)
+
+
+def timed(owner, name, total, is_static):
+    old = getattr(owner, name)
+
+    def call(*args):
+        begin = time.thread_time()
+        try:
+            return old(*args)
+        finally:
+            total[name] += time.thread_time() - begin
+
+    setattr(owner, name, staticmethod(call) if is_static else call)
+
+
+def of_torch(module, n):
+    """Return the milliseconds of torch's replicate(), whose copies are views here."""
+    own = importlib.import_module("torch.nn.parallel.replicate")
+    own._broadcast_coalesced_reshape = lambda tensors, devices, detach=False: [
+        [t.view_as(t) for t in tensors] for _ in devices
+    ]
+    own._get_device_index = lambda device, *_: device
+    times = []
+    for _ in range(N_STEPS):
+        begin = time.thread_time()
+        own.replicate(module, list(range(n)))
+        times.append(time.thread_time() - begin)
+    return 1e3 * statistics.median(times)
+
+
+def main(n):
+    torch.set_num_threads(1)
+    now, rows, started = collections.Counter(), [], []
+    for node in (gradients._Replica, gradients._Segment):
+        timed(node, "backward", now, is_static=True)
+    run = GpuEngine._run
+    GpuEngine._run = lambda *a: started.append(time.thread_time()) or run(*a)
+    for build in (transformer, convolutions):
+        module, x = build()
+        n_bytes = sum(p.nbytes for p in module.parameters())
+        segments.SEGMENT_BYTES = n_bytes // 40
+        with fake_gpus.several(n):
+            fake = fake_gpus.ctypes.CDLL(fake_gpus.library())
+            ours = paceline.DataParallel(module, list(range(n)))
+            for step in range(N_WARM + N_STEPS):
+                now.clear()
+                calls = sum(fake.fake_count(name.encode()) for name in CALLS)
+                begin = time.thread_time()
+                ours(x).sum().backward()
+                nn.utils.vector_to_parameters(
+                    nn.utils.parameters_to_vector(module.parameters()),
+                    module.parameters(),
+                )
+                calls = sum(fake.fake_count(name.encode()) for name in CALLS) - calls
+                if step >= N_WARM:
+                    rows.append((started[-1] - begin, now["backward"], calls))
+            layout = ours._engine._replicated._layout
+            n_segments = len(layout.segments)
+            del ours, layout
+        before, nodes, calls = map(statistics.median, zip(*rows, strict=True))
+        theirs = of_torch(module, n)
+        print(
+            f"{build.__name__}, {n} devices, {n_segments} segments: {1e3 * before:.1f} "
+            f"ms before replicas start (torch's replicate {theirs:.1f}), "
+            f"{1e3 * nodes:.1f} ms in backward's nodes, {calls:.0f} calls of the driver"
+        )
+        rows.clear()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4)
