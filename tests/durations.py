@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
-SUFFIXES = {".py", ".c", ".h", ".sh", ".cu"}
+SUFFIXES = {".py", ".c", ".cpp", ".h", ".sh", ".cu"}
 N_SLOWEST = 5
 
 

@@ -248,13 +248,6 @@ def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     return _start(words, fds, fds)
 
 
-@contextmanager
-def spawned() -> Iterator[None]:
-    """Have multiprocessing's "spawn" in this process fork."""
-    with _replaced(multiprocessing.util, spawnv_passfds=_spawn):
-        yield
-
-
 # ---- in the server ------------------------------------------------------------------
 
 
