@@ -10,6 +10,10 @@ What a forward sets is lost, as with a replica that is made anew.  A replica tha
 somebody holds (a checkpoint until its backward, a closure, a traceback) is looked at
 again when the next forward begins.  If it is still held it is given up: it belongs to
 who holds it.
+
+References to each part and its dictionaries are counted.  That tells who holds a part
+only where its parent alone leads to it.  Where an attribute or a hook does so, too (a
+bound method of a part, a list of parts), replicas are made anew in each forward.
 """
 
 from __future__ import annotations
@@ -49,14 +53,33 @@ def can_be_kept(parts: Iterable[Module]) -> bool:
     )
 
 
-def _leads(value: Any) -> bool:
-    """Tell whether an attribute may have another value in each replica and forward."""
+def _is_live(value: Any) -> bool:
+    """Tell whether an attribute has another value in each replica and forward."""
     kind = type(value)
     if kind is list or kind is tuple:
         return replicate.leads(value)
     if kind is dict:
         return replicate.leads(value.values())
-    return isinstance(value, (Module, torch.Tensor, MethodType, partial, weakref.ref))
+    return kind is partial or isinstance(value, torch.Tensor)
+
+
+def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
+    """Tell whether who holds a value holds a module by it."""
+    entries: Iterable[Any] = ()
+    kind = type(value)
+    if kind is MethodType:
+        entries = (value.__self__,)
+    elif kind is weakref.ref:
+        entries = (value(),)
+    elif kind is partial:
+        entries = (value.func, *value.args, *value.keywords.values())
+    elif kind is list or kind is tuple:
+        entries = value if replicate.leads(value) else ()
+    elif kind is dict:
+        entries = value.values() if replicate.leads(value.values()) else ()
+    return isinstance(value, Module) or (
+        n_levels > 0 and any(_leads_to_part(entry, n_levels - 1) for entry in entries)
+    )
 
 
 class _Dicts:
@@ -89,7 +112,9 @@ class _Sorted:
     live : list of str
         Their values are renewed in each forward.
     watched : list
-        Lists and dicts that may come to lead to something of the module's.
+        Containers that may come to lead to something of the module's.
+    leads_to_part : bool
+        Another attribute is a part, or a method of one.
     hooks : dict of dict
         Those of forward and backward.
     """
@@ -97,14 +122,17 @@ class _Sorted:
     def __init__(self, held: dict[str, Any]) -> None:
         self.live: list[str] = []
         self.watched: list[Any] = []
+        self.leads_to_part = False
         self.hooks = {name: held[name] for name in replicate.HOOKS if name in held}
         for name, value in held.items():
             if name in replicate.OWN_KEYS or type(value) in replicate.CONSTANTS:
                 continue
-            if _leads(value):
+            if _is_live(value):
                 self.live.append(name)
-            elif type(value) in (list, dict):
+            elif type(value) in (list, tuple, dict):
                 self.watched.append(value)
+            elif _leads_to_part(value):
+                self.leads_to_part = True
 
 
 class _Plan:
@@ -134,6 +162,7 @@ class _Plan:
         self._places = [getattr(part, kind) for part in parts for kind in _TENSORS]
         self._names = list(map(tuple, self._places))
         self._ids: list[int] = []
+        self._ids_by_place: list[int] = []
         self.sorted = [_Sorted(part.__dict__) for part in parts]
         self._gather(range(len(parts)))
 
@@ -151,13 +180,22 @@ class _Plan:
         """Return the numbers of parts with other attributes than last time."""
         held = self.attributes.dicts
         found = set(self.attributes.differing())
-        found |= {i for i, name in self.live if not _leads(held[i].get(name))}
-        found |= {i for i, value in self._watched if value and _leads(value)}
+        found |= {i for i, name in self.live if not _is_live(held[i].get(name))}
+        found |= {i for i, value in self._watched if value and _is_live(value)}
         for i in found:
             self.sorted[i] = _Sorted(held[i])
         if found:
             self._gather(found)
         return sorted(found)
+
+    def leads_to_part(self) -> bool:
+        """Tell whether a part is reached by something else than its parent."""
+        held = self.attributes.dicts
+        return (
+            any(of.leads_to_part for of in self.sorted)
+            or any(_leads_to_part(held[i][name]) for i, name in self.live)
+            or any(any(map(_leads_to_part, of.values())) for _, _, of in self.hooks)
+        )
 
     def _gather(self, changed: Iterable[int]) -> None:
         for i in changed:
@@ -170,9 +208,10 @@ class _Plan:
     def locate(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note which tensor is to be found where."""
         ids = list(map(id, tensors))
-        if ids == self._ids:
+        by_place = [id(t) for place in self._places for t in place.values()]
+        if (ids, by_place) == (self._ids, self._ids_by_place):
             return
-        self._ids = ids
+        self._ids, self._ids_by_place = ids, by_place
         number = {key: n for n, key in enumerate(ids)}
         self.tensors = [
             (i, kind, name, number[id(tensor)])
@@ -261,12 +300,13 @@ class _Member:
         """Leave nothing of a forward, unless somebody holds on to any of it."""
         if not self._is_filled:
             return True
-        if self._counts != _native.reference_counts(self._objects) or any(
-            map(weakref.getweakrefcount, self.shells)
+        if (
+            self._children.differing()
+            or self._counts != _native.reference_counts(self._objects)
+            or any(map(weakref.getweakrefcount, self.shells))
         ):
             return False
         self._held.restore()
-        self._children.restore()
         self._places.restore()
         if any(self._hooks):
             for hooks in self._hooks:
@@ -301,7 +341,8 @@ class Shells:
             The way of each replica to tensors that are attributes.
         """
         self._look(parts)
-        if self._plan is None:
+        if self._plan is None or self._plan.leads_to_part():
+            self._members = []
             return None
         self._plan.locate(tensors)
         self._fill(flat, bring)

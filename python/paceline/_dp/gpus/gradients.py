@@ -117,11 +117,12 @@ class Gradients:
 
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of a segment by further replica, in the graph."""
-        token = _Segment.apply(self, i, *self._segments[i].tensors)  # type: ignore[no-untyped-call]
+        n_tokens = self._n_replicas - 1
+        tokens = _Segment.apply(self, i, n_tokens, *self._segments[i].tensors)  # type: ignore[no-untyped-call]
         # Those that were registered first come last.
-        torch_graph.set_turn(token.grad_fn, i)
+        torch_graph.set_turn(tokens[0].grad_fn, i)
         made = []
-        for member in range(1, self._n_replicas):
+        for member, token in enumerate(tokens, 1):
             tensors = _Replica.apply(token, self, i, member)  # type: ignore[no-untyped-call]
             node = tensors[0].grad_fn
             torch_graph.set_turn(node, torch_graph.AT_ONCE)
@@ -331,16 +332,18 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, of: Gradients, i: int, *parameters: torch.Tensor
-    ) -> torch.Tensor:
+        ctx: Any, of: Gradients, i: int, n_tokens: int, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.of, ctx.i = of, i
-        return torch.empty(0, device=of.group.devices[0])
+        # One for each replica: compiled autograd would add up what comes to one.
+        device = of.group.devices[0]
+        return tuple(torch.empty(0, device=device) for _ in range(n_tokens))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         with ctx.of.group.on(ctx.of.streams):
-            return None, None, *ctx.of.collect(ctx.i)
+            return None, None, None, *ctx.of.collect(ctx.i)
 
 
 class _Replica(torch.autograd.Function):

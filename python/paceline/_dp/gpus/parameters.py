@@ -307,7 +307,8 @@ def _memory_of(layout: Layout, group: Group) -> str:
         f"DataParallel on {', '.join(devices)}: {model:.1f} MiB of parameters and "
         f"buffers on each, in {len(layout.segments)} segments; for what passes "
         f"through up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and {room:.1f} "
-        "MiB on each other to add up gradients, which each keeps until backward ends; "
+        "MiB on each other to add up gradients, which are on each once more until "
+        "backward ends; "
         "outputs come together on one device: a loss that forward computes keeps them "
         "small"
     )
