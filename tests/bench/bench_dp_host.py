@@ -9,7 +9,6 @@ same model, without its transfers.  Segments are about as many as a large model 
 The simulated driver copies as it is called: what is enqueued costs less on a GPU.
 """
 
-import collections
 import importlib
 import statistics
 import sys
@@ -36,17 +35,16 @@ def convolutions():
     return nn.Sequential(*[p for pair in parts for p in pair]), torch.randn(16, 4, 8, 8)
 
 
-def timed(owner, name, total, is_static):
-    old = getattr(owner, name)
+def timed(node, total):
+    old = node.backward
 
-    def call(*args):
+    def backward(*args):
         begin = time.thread_time()
-        try:
-            return old(*args)
-        finally:
-            total[name] += time.thread_time() - begin
+        result = old(*args)
+        total.append(time.thread_time() - begin)
+        return result
 
-    setattr(owner, name, staticmethod(call) if is_static else call)
+    node.backward = staticmethod(backward)
 
 
 def of_torch(module, n):
@@ -66,41 +64,37 @@ def of_torch(module, n):
 
 def main(n):
     torch.set_num_threads(1)
-    now, rows, started = collections.Counter(), [], []
+    nodes, started, run = [], [], GpuEngine._run
     for node in (gradients._Replica, gradients._Segment):
-        timed(node, "backward", now, is_static=True)
-    run = GpuEngine._run
+        timed(node, nodes)
     GpuEngine._run = lambda *a: started.append(time.thread_time()) or run(*a)
     for build in (transformer, convolutions):
-        module, x = build()
-        n_bytes = sum(p.nbytes for p in module.parameters())
-        segments.SEGMENT_BYTES = n_bytes // 40
+        (module, x), rows = build(), []
+        segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 40
         with fake_gpus.several(n):
             fake = fake_gpus.ctypes.CDLL(fake_gpus.library())
             ours = paceline.DataParallel(module, list(range(n)))
-            for step in range(N_WARM + N_STEPS):
-                now.clear()
-                calls = sum(fake.fake_count(name.encode()) for name in CALLS)
+            for _ in range(N_WARM + N_STEPS):
+                nodes.clear()
+                calls = [fake.fake_count(name.encode()) for name in CALLS]
                 begin = time.thread_time()
                 ours(x).sum().backward()
-                nn.utils.vector_to_parameters(
-                    nn.utils.parameters_to_vector(module.parameters()),
-                    module.parameters(),
+                calls = sum(fake.fake_count(name.encode()) for name in CALLS) - sum(
+                    calls
                 )
-                calls = sum(fake.fake_count(name.encode()) for name in CALLS) - calls
-                if step >= N_WARM:
-                    rows.append((started[-1] - begin, now["backward"], calls))
-            layout = ours._engine._replicated._layout
-            n_segments = len(layout.segments)
-            del ours, layout
-        before, nodes, calls = map(statistics.median, zip(*rows, strict=True))
+                with torch.no_grad():
+                    torch._foreach_add_(list(module.parameters()), 0.0)
+                rows.append((started[-1] - begin, sum(nodes), calls))
+            n_segments = len(ours._engine._replicated._layout.segments)
+            del ours
+        columns = zip(*rows[N_WARM:], strict=True)
+        before, packed, calls = map(statistics.median, columns)
         theirs = of_torch(module, n)
         print(
             f"{build.__name__}, {n} devices, {n_segments} segments: {1e3 * before:.1f} "
             f"ms before replicas start (torch's replicate {theirs:.1f}), "
-            f"{1e3 * nodes:.1f} ms in backward's nodes, {calls:.0f} calls of the driver"
+            f"{1e3 * packed:.1f} ms in backward's nodes, {calls:.0f} driver calls"
         )
-        rows.clear()
 
 
 if __name__ == "__main__":

@@ -170,13 +170,3 @@ def test_autocast_is_that_of_the_devices_or_of_the_cpu():
     for out in (found, expected):
         out.float().square().sum().backward()
     assert_same_grads(ours, plain)
-
-
-def test_what_is_waited_for_is_logged():
-    with devices.logged() as lines:
-        stream, other = torch.Stream(device(1)), torch.Stream(device(2))
-        other.wait_event(stream.record_event())
-    assert lines == [
-        f"record 1 {stream.stream_id}",
-        f"wait 2 {other.stream_id}",
-    ]

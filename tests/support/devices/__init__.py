@@ -54,7 +54,6 @@ def load() -> bool:
     """Have torch know the devices; tell whether it does: it takes a compiler."""
     if native.library is None and compiler() is not None:
         loaded = ctypes.CDLL(str(_built()))
-        loaded.devices_logged.restype = ctypes.c_char_p
         loaded.devices_stream.restype = ctypes.c_int64
         loaded.devices_set_stream.argtypes = ctypes.c_int, ctypes.c_int64
         loaded.devices_set_generator.argtypes = ctypes.c_int, ctypes.c_void_p
@@ -70,18 +69,6 @@ def show(n_devices: int) -> None:
         _introduce()
     native.visible = n_devices
     native.library.devices_show(n_devices)
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Log what is recorded and waited for within: "wait DEVICE STREAM"."""
-    lines: list[str] = []
-    native.library.devices_log(1)
-    try:
-        yield lines
-    finally:
-        lines += native.library.devices_logged().decode().splitlines()
-        native.library.devices_log(0)
 
 
 def _introduce() -> None:

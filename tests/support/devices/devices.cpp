@@ -2,7 +2,7 @@
  *
  * Torch takes them for accelerators: autograd has a thread for each, and every thread
  * has a current device and a current stream on each.  Streams are numbers, and all work
- * is done at once; events are only logged.
+ * is done at once, so events are over when they are recorded.
  *
  * An operation runs by the CPU's kernel, on CPU tensors over the memory of the devices'
  * tensors (operation.h).  So results have the CPU's bits, and what a kernel writes,
@@ -17,7 +17,6 @@
 #include <torch/library.h>
 
 #include <cstdlib>
-#include <sstream>
 
 using namespace devices;
 
@@ -38,20 +37,6 @@ DeviceIndex index_of(Device device)
 c10::Stream stream_of(Device device, c10::StreamId id)
 {
     return c10::Stream(c10::Stream::UNSAFE, Device(kPrivateUse1, index_of(device)), id);
-}
-
-/* ---- a log of events ------------------------------------------------------------ */
-
-std::mutex log_lock;
-std::ostringstream logged;
-bool is_logging = false;
-
-void note(const char *what, const c10::Stream &stream)
-{
-    const std::lock_guard<std::mutex> hold(log_lock);
-    if (is_logging)
-        logged << what << " " << int(stream.device_index()) << " " << stream.id()
-               << "\n";
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -92,20 +77,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         streams[stream.device_index()] = stream.id();
         return before;
     }
-    void record(void **event, const c10::Stream &stream, const DeviceIndex,
+    void record(void **event, const c10::Stream &, const DeviceIndex,
                 const c10::EventFlag) const override
     {
-        note("record", stream);
-        *event = &logged; /* any event is over already */
+        *event = &streams; /* any event is over already */
     }
-    void block(void *, const c10::Stream &stream) const override
+    void block(void *, const c10::Stream &) const override {}
+    void recordDataPtrOnStream(const c10::DataPtr &, const c10::Stream &) const override
     {
-        note("wait", stream);
-    }
-    void recordDataPtrOnStream(const c10::DataPtr &,
-                               const c10::Stream &stream) const override
-    {
-        note("use", stream);
     }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -248,9 +227,8 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor &input, const Tensor &hidden,
     return {(hx - made) * kept + made, reset};
 }
 
-void record_stream(Tensor &, c10::Stream stream)
+void record_stream(Tensor &, c10::Stream)
 {
-    note("use", stream);
 }
 
 /* Without memory, as the CPU has it, it would be a tensor of this backend no more. */
@@ -408,22 +386,5 @@ void devices_set_generator(int index, void *generator)
     using Held = c10::intrusive_ptr<c10::GeneratorImpl>;
     auto *given = static_cast<c10::GeneratorImpl *>(generator);
     generators[index] = Generator(Held::reclaim_copy(given));
-}
-
-/* Begin a new log, or none. */
-void devices_log(int begins)
-{
-    const std::lock_guard<std::mutex> hold(log_lock);
-    is_logging = begins != 0;
-    logged.str("");
-}
-
-/* Borrowed until the thread calls it again. */
-const char *devices_logged(void)
-{
-    thread_local std::string text;
-    const std::lock_guard<std::mutex> hold(log_lock);
-    text = logged.str();
-    return text.c_str();
 }
 }
