@@ -14,11 +14,12 @@ static int is_as(PyObject *dict, PyObject *names, PyObject *values, PyObject *an
     PyObject *name, *value;
     if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(names))
         return 0;
-    for (; PyDict_Next(dict, &at, &name, &value); i++) {
+    while (PyDict_Next(dict, &at, &name, &value)) {
         PyObject *const held = values != NULL ? PyTuple_GET_ITEM(values, i) : any;
         if (!is_same_name(name, PyTuple_GET_ITEM(names, i)) ||
             (held != any && value != held))
             return 0;
+        i++;
     }
     return 1;
 }
