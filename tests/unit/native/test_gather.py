@@ -125,7 +125,7 @@ OTHER = {"l": [rows(2, 3)]}
 AT = r"output\['l'\]\[0\] has shape \(3, 2\) on replica 0 and \(2, 3\) on replica 1"
 DIFFERENT = {
     "type": ((A,), (None,), TypeError, r"output\[0\] is of type .*Tensor .* None on"),
-    "none": (None, 3, TypeError, "output is None on replica 0 and of type int"),
+    "none": (None, 3.5, TypeError, "output is None on replica 0 and of type float"),
     "container": ([A], (B,), TypeError, "of type list on replica 0 and of type tuple"),
     "array": (A, B.numpy(), TypeError, "numpy.ndarray on replica 1"),
     "keys": ({"x": {"a": A}}, {"x": {"b": B}}, ValueError, r"output\['x'\] has the k"),
