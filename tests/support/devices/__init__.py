@@ -12,14 +12,12 @@ The library is built once for each torch and compiler, into `build/devices`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
