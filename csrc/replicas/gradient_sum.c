@@ -121,7 +121,7 @@ static pl_status copy_row(const addition *it)
 static pl_status measure_rooms(addition *it, int n)
 {
     pl_status st = PL_OK;
-    it->row_bytes = SIZE_MAX / PL_MAX_RANKS / PL_CACHE_LINE * PL_CACHE_LINE;
+    it->row_bytes = SIZE_MAX / PLI_MOST_MEMBERS / PL_CACHE_LINE * PL_CACHE_LINE;
     for (int i = 0; i < n; i++) {
         const int member = it->rows[adder_of_shard(it, i)];
         const pli_room *const room = &it->rooms[member];

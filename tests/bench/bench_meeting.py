@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,7 @@ def meet(world: Any, n: int) -> tuple[float, float, float]:
 
 
 def measure(rank: int, _: int, hosts: Hosts, store: str) -> list[tuple[Any, Any]]:
-    hosts.place(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=hosts.world_size,
-        timeout=timedelta(seconds=60),
-    )
+    hosts.join(rank, store, 60)
     worlds = [connect(hosts, by_group) for by_group in (False, True)]
     blocks = []
     for block in range(N_BLOCKS):

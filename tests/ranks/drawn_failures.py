@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import paceline
 import torch
-from host_cases import join
 from support.hosts import Hosts
 from support.namespaces import Network, why_no_network
 from support.ranks import start_ranks, tell
@@ -68,7 +67,7 @@ class Draw:
 
 def train(rank, _, hosts, store, width):
     """Take steps until one fails."""
-    join(rank, hosts, store, DEADLINE_SECONDS)
+    hosts.join(rank, store, DEADLINE_SECONDS)
     model = paceline.DistributedDataParallel(
         nn.Sequential(nn.Linear(100, width), nn.BatchNorm1d(width), nn.Linear(width, 9))
     )

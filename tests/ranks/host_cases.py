@@ -8,12 +8,10 @@ import contextlib
 import os
 import signal
 import time
-from datetime import timedelta
 
 import paceline
 import pytest
 import torch
-import torch.distributed as dist
 from support import fake_gpus
 from support.hosts import Net
 from support.processes import descriptors, leftovers
@@ -28,21 +26,9 @@ NOTICED_SECONDS = 20.0  # on a loaded machine; what is meant is two
 # ---- in the ranks -------------------------------------------------------------------
 
 
-def join(rank, hosts, store, seconds=SECONDS):
-    """Become a rank of a world on its host."""
-    hosts.place(rank)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=hosts.world_size,
-        timeout=timedelta(seconds=seconds),
-    )
-
-
 def on_host(rank, _, body, hosts, store, device, seconds, *args):
     """Run a rank's function on its host, and on its GPU where it has one."""
-    join(rank, hosts, store, seconds)
+    hosts.join(rank, store, seconds)
     on_gpu = fake_gpus.on_gpu(rank) if device == "gpu" else contextlib.nullcontext()
     with on_gpu:
         return body(rank, hosts, *args)

@@ -13,10 +13,12 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from paceline._ddp import peers
 from torch import nn
 
@@ -55,6 +57,17 @@ class Hosts:
             return dataclasses.replace(real(cls), boot=f"host {host}")
 
         peers.Host.here = classmethod(here)  # type: ignore[assignment, method-assign]
+
+    def join(self, rank: int, store: str, seconds: float) -> None:
+        """Become a rank of a world on its host."""
+        self.place(rank)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=seconds),
+        )
 
 
 class Net(nn.Module):

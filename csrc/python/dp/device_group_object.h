@@ -33,6 +33,7 @@ static inline const gpu_object *device_of(const device_group_object *self,
 }
 
 /* All of these return 0, or -1 with an exception. */
+int pli_group_read_stream(PyObject *number, pl_stream **out);
 int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
                            pli_group_streams *out);
 int pli_group_check_member(const device_group_object *self, Py_ssize_t member);

@@ -12,6 +12,12 @@
 
 /* ---- arguments ------------------------------------------------------------------ */
 
+int pli_group_read_stream(PyObject *number, pl_stream **out)
+{
+    *out = PyLong_AsVoidPtr(number);
+    return *out == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
 int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
                            pli_group_streams *out)
 {
@@ -20,11 +26,10 @@ int pli_group_read_streams(const device_group_object *self, PyObject *numbers,
                      numbers, n_members(self));
         return -1;
     }
-    for (Py_ssize_t k = 0; k < n_members(self); k++) {
-        out->by_member[k] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(numbers, k));
-        if (out->by_member[k] == NULL && PyErr_Occurred())
+    for (Py_ssize_t k = 0; k < n_members(self); k++)
+        if (pli_group_read_stream(PyTuple_GET_ITEM(numbers, k), &out->by_member[k]) !=
+            0)
             return -1;
-    }
     return 0;
 }
 
@@ -438,8 +443,7 @@ static PyMethodDef group_methods[] = {
      "travels; sums are, by member, memory for two numbers of 64 bits a segment."},
     {"gradient_sum", pli_group_gradient_sum, METH_VARARGS,
      "gradient_sum($self, member, tensors, offsets, n_bytes, /)\n--\n\n"
-     "Return what adds up gradients of tensors: they are laid out as a member's are, "
-     "at "
+     "Return what adds up gradients, which are laid out as tensors of a member are, at "
      "offsets of a block."},
     {"fence", group_fence, METH_O,
      "fence($self, streams, /)\n--\n\n"

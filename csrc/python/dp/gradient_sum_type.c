@@ -1,8 +1,8 @@
 /* gradient_sum_type.c - paceline._native.GradientSum: gradients of one segment of a
  * model, packed by each member, added up for member 0.
  *
- * It keeps the blocks, and the sum, until clear(): streams may still read and write
- * them when nobody else wants them any more, as after a backward that has failed.
+ * It keeps the blocks and the sum until clear(): after a backward that has failed,
+ * streams may still read and write them when nothing else refers to them.
  */
 #include "core/alloc.h"
 #include "device_group_object.h"
@@ -19,8 +19,8 @@ typedef struct gradient_sum_object {
     pli_gradient_sum *sum;
     slot *slots;
     size_t n_slots, n_bytes;
-    PyObject
-        *kept[PLI_MOST_MEMBERS]; /* member 0's is the sum, the others' are blocks */
+    /* Member 0's is the sum, the others' are blocks. */
+    PyObject *kept[PLI_MOST_MEMBERS];
 } gradient_sum_object;
 
 static inline gradient_sum_object *sum_of(PyObject *object)
@@ -31,12 +31,6 @@ static inline gradient_sum_object *sum_of(PyObject *object)
 static void keep(gradient_sum_object *self, Py_ssize_t member, PyObject *tensor)
 {
     Py_XSETREF(self->kept[member], Py_XNewRef(tensor));
-}
-
-static int read_stream(PyObject *number, pl_stream **out)
-{
-    *out = PyLong_AsVoidPtr(number);
-    return *out == NULL && PyErr_Occurred() ? -1 : 0;
 }
 
 /* Reads a block of a member's that has the size of the segment. */
@@ -126,7 +120,7 @@ static PyObject *sum_pack(PyObject *object, PyObject *args)
     Py_ssize_t member;
     pl_stream *stream;
     if (!PyArg_ParseTuple(args, "OnOO:pack", &number, &member, &given, &block) ||
-        read_stream(number, &stream) != 0 ||
+        pli_group_read_stream(number, &stream) != 0 ||
         pli_group_check_member(self->group, member) != 0)
         return NULL;
     if (member == 0) {
@@ -174,7 +168,7 @@ static PyObject *sum_end(PyObject *object, PyObject *number)
     const gradient_sum_object *self = sum_of(object);
     pl_stream *stream;
     pl_status st;
-    if (read_stream(number, &stream) != 0)
+    if (pli_group_read_stream(number, &stream) != 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     st = pli_gradient_sum_end(self->sum, stream);

@@ -308,10 +308,10 @@ def _renewed(value: Any, copies: dict[int, Any], n_levels: int = _LEVELS) -> Any
     if kind is weakref.ref:
         own = copies.get(id(value()))
         return value if own is None else weakref.ref(own)
-    if (kind is list or kind is tuple) and leads(value, n_levels):
+    if kind in (list, tuple) and leads(value, n_levels):
         entries = [_renewed(v, copies, n_levels - 1) for v in value]
         return value if _are_same(value, entries) else kind(entries)
-    if kind is dict and leads(value.values(), n_levels):
+    if kind is dict and leads(value, n_levels):
         entries = [_renewed(v, copies, n_levels - 1) for v in value.values()]
         is_same = _are_same(value.values(), entries)
         return value if is_same else dict(zip(value, entries, strict=True))
@@ -323,11 +323,10 @@ def _are_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
     return all(map(operator.is_, values, others))
 
 
-def leads(values: Iterable[Any], n_levels: int = _LEVELS) -> bool:
-    """Tell whether a list or the values of a dict begin with a module or a tensor."""
-    first = next(iter(values), None)
-    if isinstance(first, dict):
-        first, n_levels = first.values(), n_levels - 1
-    elif not isinstance(first, (list, tuple)):
+def leads(value: Any, n_levels: int = _LEVELS) -> bool:
+    """Tell whether a list, or the values of a dict, begin with a module or a tensor."""
+    first = next(iter(value.values() if isinstance(value, dict) else value), None)
+    if not isinstance(first, (list, tuple, dict)):
         return isinstance(first, (Module, torch.Tensor))
+    n_levels -= isinstance(first, dict)  # its values are a level of their own
     return n_levels > 1 and leads(first, n_levels - 1)

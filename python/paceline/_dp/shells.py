@@ -11,9 +11,10 @@ somebody holds (a checkpoint until its backward, a closure, a traceback) is look
 again when the next forward begins.  If it is still held it is given up: it belongs to
 who holds it.
 
-References to each part and its dictionaries are counted.  That tells who holds a part
-only where its parent alone leads to it.  Where an attribute or a hook does so, too (a
-bound method of a part, a list of parts), replicas are made anew in each forward.
+By the number of references to a part, and to its dictionaries, a replica is known to be
+held.  The numbers are right only if nothing but a part's parent refers to it.  If an
+attribute or a hook does (a bound method of a part, a list of parts), each forward makes
+new replicas.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from paceline._dp import replicate
 from paceline._dp.replicate import Bring
 
 _TENSORS = ("_parameters", "_buffers")
+_CONTAINERS = (list, tuple, dict)
 _ANY = object()
 """In the place of a value that may be any."""
 # An RNN's makes its list of tensors anew; so does replicate.renewed().
@@ -55,16 +57,13 @@ def can_be_kept(parts: Iterable[Module]) -> bool:
 
 def _is_live(value: Any) -> bool:
     """Tell whether an attribute has another value in each replica and forward."""
-    kind = type(value)
-    if kind is list or kind is tuple:
+    if type(value) in _CONTAINERS:
         return replicate.leads(value)
-    if kind is dict:
-        return replicate.leads(value.values())
-    return kind is partial or isinstance(value, torch.Tensor)
+    return type(value) is partial or isinstance(value, torch.Tensor)
 
 
 def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
-    """Tell whether who holds a value holds a module by it."""
+    """Tell whether a value refers to a module, itself or by what is in it."""
     entries: Iterable[Any] = ()
     kind = type(value)
     if kind is MethodType:
@@ -73,10 +72,8 @@ def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
         entries = (value(),)
     elif kind is partial:
         entries = (value.func, *value.args, *value.keywords.values())
-    elif kind is list or kind is tuple:
-        entries = value if replicate.leads(value) else ()
-    elif kind is dict:
-        entries = value.values() if replicate.leads(value.values()) else ()
+    elif kind in _CONTAINERS and replicate.leads(value):
+        entries = value.values() if kind is dict else value
     return isinstance(value, Module) or (
         n_levels > 0 and any(_leads_to_part(entry, n_levels - 1) for entry in entries)
     )
@@ -129,7 +126,7 @@ class _Sorted:
                 continue
             if _is_live(value):
                 self.live.append(name)
-            elif type(value) in (list, tuple, dict):
+            elif type(value) in _CONTAINERS:
                 self.watched.append(value)
             elif _leads_to_part(value):
                 self.leads_to_part = True
@@ -205,10 +202,9 @@ class _Plan:
         self._watched = [(i, value) for i, of in parts for value in of.watched]
         self.hooks = [(i, *hooks) for i, of in parts for hooks in of.hooks.items()]
 
-    def locate(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note which tensor is to be found where."""
+    def locate(self, tensors: Sequence[torch.Tensor], by_place: list[int]) -> None:
+        """Note which tensor is to be found where; `by_place` has the id at each."""
         ids = list(map(id, tensors))
-        by_place = [id(t) for place in self._places for t in place.values()]
         if (ids, by_place) == (self._ids, self._ids_by_place):
             return
         self._ids, self._ids_by_place = ids, by_place
@@ -288,7 +284,7 @@ class _Member:
         self._counts = ()
 
     def count(self) -> None:
-        """Note how many references there are while nobody but this holds anything."""
+        """Count the references to all, before a forward makes more of them."""
         if not self._counts:
             dicts = self._held.dicts, self._children.dicts, self._places.dicts
             self._objects = [*self.shells, *dicts[0], *dicts[1], *dicts[2]]
@@ -326,6 +322,7 @@ class Shells:
         self,
         parts: list[Module],
         tensors: Sequence[torch.Tensor],
+        by_place: list[int],
         flat: Sequence[Sequence[torch.Tensor]],
         bring: Sequence[Bring],
     ) -> list[Module] | None:
@@ -337,6 +334,9 @@ class Shells:
             The module, and all its parts.
         tensors, flat : sequence
             The module's parameters and buffers, and those of each replica.
+        by_place : list of int
+            The ``id`` of what stands at each place, part by part: its parameters, then
+            its buffers.
         bring : sequence of callable
             The way of each replica to tensors that are attributes.
         """
@@ -344,7 +344,7 @@ class Shells:
         if self._plan is None or self._plan.leads_to_part():
             self._members = []
             return None
-        self._plan.locate(tensors)
+        self._plan.locate(tensors, by_place)
         self._fill(flat, bring)
         for member in self._members:
             if member is not None:
@@ -376,7 +376,7 @@ class Shells:
             member.fill(tensors, way)
 
     def finish(self) -> None:
-        """Take from replicas what a forward has left, if nobody holds them any more."""
+        """Remove what a forward has set, of replicas that nothing else refers to."""
         for member in self._members:
             if member is not None:
                 member.clean()

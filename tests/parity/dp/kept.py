@@ -23,8 +23,8 @@ def as_new():
     """Compare, within this, in each forward; gives a list with an entry a replica."""
     compared, original = [], Shells.replicas
 
-    def replicas(self, parts, tensors, flat, bring):
-        made = original(self, parts, tensors, flat, bring)
+    def replicas(self, parts, tensors, by_place, flat, bring):
+        made = original(self, parts, tensors, by_place, flat, bring)
         for root, own, way in zip(made or (), flat, bring, strict=False):
             copies = dict(zip(map(id, tensors), own, strict=True))
             _, anew = replicate.replicas_of(parts, [copies], [way])

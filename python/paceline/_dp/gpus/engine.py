@@ -217,7 +217,7 @@ class GpuEngine:
                 )
 
     def release(self) -> None:
-        """Take from replicas what a forward has left, once nobody holds them."""
+        """Remove what a forward has set, of replicas that nothing else refers to."""
         if self._replicated is not None:
             self._replicated.release()
 

@@ -68,7 +68,8 @@ class Replicated:
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
         tensors = layout.tensors
         if not by_torch:
-            made = self._shells.replicas(parts, tensors, of_replicas, bring)
+            arguments = parts, tensors, layout.ids, of_replicas, bring
+            made = self._shells.replicas(*arguments)
             if made is not None:
                 return [parts[0], *made]
         ids = list(map(id, tensors))
@@ -111,7 +112,7 @@ class Replicated:
             leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Take from replicas what a forward has left, once nobody holds them."""
+        """Remove what a forward has set, of replicas that nothing else refers to."""
         self._shells.finish()
 
     def _check_buffers(self, replicas: Sequence[Module]) -> None:
@@ -194,12 +195,13 @@ class Replicated:
         views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
             made: Sequence[Sequence[torch.Tensor]]
+            is_plain = segment.is_plain()
             if is_recorded and segment.is_trained:
                 made = gradients.slots(n_recorded)
                 n_recorded += 1
-                made = [_as_originals(segment, tensors) for tensors in made]
+                made = [_as_originals(segment, tensors, is_plain) for tensors in made]
             else:
-                made = [_leaves_of(segment, k) for k in range(1, n_replicas)]
+                made = [_leaves_of(segment, k, is_plain) for k in range(1, n_replicas)]
                 self._note_leaves(segment, made)
             for of_replica, tensors in zip(views, made, strict=True):
                 of_replica += tensors
@@ -216,23 +218,23 @@ class Replicated:
 
 
 def _as_originals(
-    segment: Segment, tensors: Sequence[torch.Tensor]
+    segment: Segment, tensors: Sequence[torch.Tensor], is_plain: bool
 ) -> Sequence[torch.Tensor]:
     """Return tensors of a graph as parameters of the classes that the model's are."""
-    if not segment.is_plain():
+    if not is_plain:
         return list(map(as_original, tensors, segment.tensors))
     for tensor in tensors:
         tensor.__class__ = Parameter
     return tensors
 
 
-def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
+def _leaves_of(segment: Segment, k: int, is_plain: bool) -> list[torch.Tensor]:
     """Return what a replica has of a segment without a graph.
 
     These are never the slots themselves: who holds on to one of them is not counted.
     """
     slots = segment.slots[k]
-    if not segment.is_plain():
+    if not is_plain:
         detached = [slot.detach() for slot in slots]
         return list(map(as_original, detached, segment.tensors))
     if not segment.is_parameter:
@@ -308,9 +310,8 @@ def _memory_of(layout: Layout, group: Group) -> str:
         f"buffers on each, in {len(layout.segments)} segments; for what passes "
         f"through up to {N_SLOTS * passing:.1f} MiB on {devices[0]}, and {room:.1f} "
         "MiB on each other to add up gradients, which are on each once more until "
-        "backward ends; "
-        "outputs come together on one device: a loss that forward computes keeps them "
-        "small"
+        "backward ends; outputs come together on one device: a loss that forward "
+        "computes keeps them small"
     )
 
 

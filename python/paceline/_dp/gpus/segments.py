@@ -284,6 +284,8 @@ class Layout:
         may resize them), and such.
     tensors : list of torch.Tensor
         Those of all segments in turn, then the others.
+    ids : list of int
+        What stands at each place, part by part: its parameters, then its buffers.
     is_kept : bool
         It does not hold on to a graph, as by parameters that ``functional_call`` put
         there.
@@ -313,7 +315,7 @@ class Layout:
         tensors += self.others
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
-        self._ids, self.tensors = _ids_of(parts), tensors
+        self.ids, self.tensors = _ids_of(parts), tensors
         self._forms = self._forms_now()
 
     def _place(
@@ -354,15 +356,15 @@ class Layout:
         A buffer that a forward has made anew takes the place of the one before.
         """
         ids = _ids_of(parts)
-        if self._ids != ids and not self._take_buffers(parts, ids):
+        if self.ids != ids and not self._take_buffers(parts, ids):
             return False
         return self._forms == self._forms_now()
 
     def _take_buffers(self, parts: Sequence[Module], ids: list[int]) -> bool:
         """Put buffers into the places of others; tell whether nothing else differs."""
-        if len(self._ids) != len(ids):
+        if len(self.ids) != len(ids):
             return False
-        pairs = set(zip(self._ids, ids, strict=True))
+        pairs = set(zip(self.ids, ids, strict=True))
         changed = {before: now for before, now in pairs if before != now}
         buffers = {
             id(b): b for p in parts for b in p._buffers.values() if b is not None
@@ -370,7 +372,7 @@ class Layout:
         segments = [segment for segment in self.segments if not segment.is_parameter]
         places = {id(tensor) for segment in segments for tensor in segment.tensors}
         if (
-            not len(pairs) == len(set(self._ids)) == len(set(ids))  # one for one
+            not len(pairs) == len(set(self.ids)) == len(set(ids))  # one for one
             or not changed.keys() <= places
             or not buffers.keys() >= set(changed.values())
         ):
@@ -380,7 +382,7 @@ class Layout:
             return False
         for tensors in (self.tensors, *(segment.tensors for segment in segments)):
             tensors[:] = [moved.get(id(tensor), tensor) for tensor in tensors]
-        self._ids = ids
+        self.ids = ids
         return True
 
     def _forms_now(self) -> list[Any]:
