@@ -16,6 +16,7 @@ from replica_world import World, allocated
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+CUDA = torch.profiler.ProfilerActivity.CUDA
 MS_CYCLES = 2_000_000  # of torch.cuda._sleep: about a millisecond
 
 
@@ -345,6 +346,24 @@ def a_step_waits_for_nothing(world: World) -> dict[str, Any]:
     world.synchronize()
     assert is_busy, f"a step took {ms:.0f} ms of the host, till the device was free"
     return {"host_ms": round(ms, 2)}
+
+
+@check(worlds=(1,), needs_cuda=True)
+def sums_run_beside_backward(world: World) -> dict[str, Any]:
+    """But for the last segments, they begin before replica 0's first layer is back."""
+    layers = [nn.Tanh() if i % 2 else nn.Linear(1024, 1024) for i in range(24)]
+    model = world.wrap(nn.Sequential(*layers), 3)
+    x = world.normal(512, 1024)
+    train(model, x, 3)
+    with torch.profiler.profile(activities=[CUDA]) as trace:
+        train(model, x)
+        world.synchronize()
+    ranges = [(e.name, e.time_range) for e in trace.events()]
+    back = max(time.start for name, time in ranges if "tanh_backward" in name)
+    sums = [time.start for name, time in ranges if name.startswith("pl_sum")]
+    n_before = sum(start < back for start in sums)
+    assert n_before >= len(sums) - 2 > 2, f"{n_before} of {len(sums)} sums"
+    return {"sums": len(sums), "before_the_last_layer": n_before}
 
 
 @check(worlds=(1,), needs_cuda=True)
