@@ -16,8 +16,8 @@ import time
 
 import paceline
 import torch
-from paceline._dp.gpus import gradients, segments
-from paceline._dp.gpus.engine import GpuEngine
+from paceline._dp import gradients, segments
+from paceline._dp.engine import Engine
 from support import fake_gpus
 from torch import nn
 
@@ -64,10 +64,10 @@ def of_torch(module, n):
 
 def main(n):
     torch.set_num_threads(1)
-    nodes, started, run = [], [], GpuEngine._run
+    nodes, started, run = [], [], Engine._run
     for node in (gradients._Replica, gradients._Segment):
         timed(node, nodes)
-    GpuEngine._run = lambda *a: started.append(time.thread_time()) or run(*a)
+    Engine._run = lambda *a: started.append(time.thread_time()) or run(*a)
     for build in (transformer, convolutions):
         (module, x), rows = build(), []
         segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 40

@@ -59,27 +59,27 @@ last use of the others, too, and is more than need be
     csrc/replicas/device_group.c send_load record(to, to->has_read[slot]
 
 never: streams that are the current ones already are made so again: only time is lost
-    python/paceline/_dp/gpus/group.py Group.on self.native.streams() == streams
+    python/paceline/_dp/group.py Group.on self.native.streams() == streams
 
 drop statement: what looks alike is compared, and fetched where it is not
-    python/paceline/_dp/gpus/parameters.py Replicated._check_buffers self._layout = None
-    python/paceline/_dp/gpus/parameters.py Replicated._send self._layout = None
+    python/paceline/_dp/parameters.py Replicated._check_buffers self._layout = None
+    python/paceline/_dp/parameters.py Replicated._send self._layout = None
 
 always: a new parameter that is a buffer, too, takes the place of one, and is sent
-    python/paceline/_dp/gpus/segments.py Layout._take_buffers not segment.is_parameter
+    python/paceline/_dp/segments.py Layout._take_buffers not segment.is_parameter
 
 always: None is in no tensor's place
-    python/paceline/_dp/gpus/segments.py Layout._take_buffers b is not None
+    python/paceline/_dp/segments.py Layout._take_buffers b is not None
 
 never: its gradients are put aside from their block as they come: only room is lost
-    python/paceline/_dp/gpus/segments.py _tensors_of and part.sparse
-    python/paceline/_dp/gpus/segments.py _tensors_of is_sparse or known[2]
+    python/paceline/_dp/segments.py _tensors_of and part.sparse
+    python/paceline/_dp/segments.py _tensors_of is_sparse or known[2]
 
 always: nothing is put behind a piece: only time is lost
-    python/paceline/_dp/gpus/gradients.py Gradients._pack_by_torch n_more
+    python/paceline/_dp/gradients.py Gradients._pack_by_torch n_more
 
 drop statement: the CPU and a GPU are one on the fakes: where sizes are cannot be told
-    python/paceline/_dp/gpus/transfers.py to_member placed[i] = leaf
+    python/paceline/_dp/transfers.py to_member placed[i] = leaf
 
 """
 

@@ -32,9 +32,9 @@ import pytest
 import torch
 from paceline import _gpu, _native
 from paceline._compat import torch_core, torch_cuda
-from paceline._dp.gpus import segments
-from paceline._dp.gpus.gradients import Gradients
-from paceline._dp.gpus.group import Group
+from paceline._dp import segments
+from paceline._dp.gradients import Gradients
+from paceline._dp.group import Group
 
 from support import devices
 

@@ -3,14 +3,21 @@
 ::
 
     data_parallel    the wrapper: torch's arguments, and what a subclass overrides
-      cpu_engine       replicas on the CPU, in order on the caller's thread
-      cpu_copies       what they have of the model
-      gpus/            replicas on GPUs, each on a thread
-        replicate        replicas of a module: shells round copies of its tensors
-        rng              their random numbers
+      engine           one forward: replicas in order on the CPU, on threads on GPUs
+        originals        the module beside replicas that run in order
+        threads          with what torch keeps a thread (thread_state)
+        rng, generators  random numbers, and where they come from
         nesting          whether this thread runs a replica
+      parameters       what each device has of the model
+        segments         which tensors travel together, and where they lie
+        gradients        their way back; inner_backwards: inside a forward
+        replicate        replicas of a module, which shells keeps
+      transfers        arguments to the devices, outputs back
+        group            the devices, and their streams, over csrc/replicas
+        host             the CPU, in the place of GPUs
     devices          of replicas, as the user names them
     marker           arguments that are not to be split
 
-Public names are in ``paceline`` itself.
+All order is on the devices, by events: no host waits for a device in a forward or a
+backward.  Public names are in ``paceline`` itself.
 """

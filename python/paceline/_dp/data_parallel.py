@@ -17,8 +17,7 @@ from paceline import _environment, _native
 from paceline._checkpoint import LoadsEither
 from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
-from paceline._dp.cpu_engine import CpuEngine
-from paceline._dp.gpus.engine import GpuEngine
+from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark
 from paceline._dp.nesting import is_inside_replica
 from paceline._dp.replicate import check_lazy, parts_of, tensors_of
@@ -199,7 +198,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         self.src_device_obj = devices.source
         self._are_gpus = devices.are_gpus
         self._alone_because = devices.because
-        self._engine: CpuEngine | GpuEngine | None = None
+        self._engine: Engine | None = None
         self._steps: Steps | None = None  # what records them
         if not self._are_gpus:
             devices_.refuse_gpu(self.module, self._alone_because)
@@ -279,26 +278,35 @@ class DataParallel(LoadsEither, TorchDP[Any]):
             self._was_inner = is_inner
         return is_inner
 
-    def _engine_for(self, device_ids: Sequence[Any]) -> CpuEngine | GpuEngine:
-        """Return what runs replicas on these devices, made at the first call."""
-        if self._are_gpus:
-            return self._gpu_engine(list(device_ids))
-        if self._engine is None:
-            check_lazy(parts_of(self.module))
-            self._engine = CpuEngine()
-        return self._engine
+    def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
+        """Return what runs replicas on these devices, made at the first call.
 
-    def _gpu_engine(self, wanted: list[Any]) -> GpuEngine:
-        """Return the engine for GPUs; for others than its own, one for a call."""
-        indices = list(self.device_ids)
-        with _starting:
-            engine = self._engine
-            if not isinstance(engine, GpuEngine) or engine.indices != indices:
-                check_lazy(parts_of(self.module))
-                engine = self._engine = GpuEngine(indices)
+        For others than the wrapper's own it is one for a call.
+        """
+        indices, wanted = self._indices(self.device_ids), self._indices(device_ids)
+        engine = self._engine
+        if engine is None or engine.indices != indices:
+            engine = self._start(indices)
         if wanted == indices[: len(wanted)]:
             return engine
-        return GpuEngine(devices_.read(wanted, None).ids)
+        return Engine(wanted, is_cpu=not self._are_gpus)
+
+    def _start(self, indices: list[int]) -> Engine:
+        """Return an engine for these devices: one, however many threads ask."""
+        with _starting:
+            engine = self._engine
+            if engine is None or engine.indices != indices:
+                check_lazy(parts_of(self.module))
+                engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
+            return engine
+
+    def _indices(self, device_ids: Sequence[Any]) -> list[int]:
+        """Return the numbers of GPUs; zeros for the CPU."""
+        if not self._are_gpus:
+            return [0] * len(device_ids)
+        if list(device_ids) == self.device_ids[: len(device_ids)]:
+            return list(device_ids)
+        return devices_.read(device_ids, None).ids
 
     def _recorded_steps(self) -> Steps:
         """Return what records a forward that runs inside it."""

@@ -11,7 +11,7 @@ import paceline
 import pytest
 import torch
 from paceline import _gpu
-from paceline._dp.gpus import segments
+from paceline._dp import segments
 from programs import module
 from replicas import (
     Twin,
@@ -191,7 +191,7 @@ def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
     for _ in range(3):
         ours(integers(7, 3)).sum().backward()
     alive = weakref.ref(ours)
-    engine = ours._gpu_engine(ours.device_ids)
+    engine = ours._engine_for(ours.device_ids)
     block = weakref.ref(engine._replicated._layout.segments[0].blocks[1])
     threads = set(engine._threads._threads)
     assert len(threads) == 2

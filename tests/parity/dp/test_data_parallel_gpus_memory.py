@@ -14,8 +14,8 @@ import pytest
 import torch
 from paceline import _gpu
 from paceline._compat import torch_modes
-from paceline._dp.gpus import segments
-from paceline._dp.gpus.segments import HeldBlocks
+from paceline._dp import segments
+from paceline._dp.segments import HeldBlocks
 from programs import Made, X, buffer, grown, module, parameter
 from programs.held import GivesNone
 from replicas import (
@@ -55,7 +55,7 @@ def wrap(n_gpus):
 
 
 def replicated(ours):
-    return ours._gpu_engine(ours.device_ids)._replicated
+    return ours._engine_for(ours.device_ids)._replicated
 
 
 def blocks_of(ours):
@@ -146,7 +146,7 @@ def test_garbage_is_collected_only_for_blocks_that_stay_in_use(wrap, monkeypatch
 def test_memory_is_taken_once_and_a_tensor_alone_has_its_size(wrap, n_gpus):
     ours = wrap(nn.Linear(3, 5, bias=False))
     ours(torch.ones(7, 3)).sum().backward()
-    group, layout = ours._gpu_engine(ours.device_ids).group, replicated(ours)._layout
+    group, layout = ours._engine_for(ours.device_ids).group, replicated(ours)._layout
     assert group.ring(layout.segment_bytes) is group.ring(layout.segment_bytes)
     assert group.sums(1)[-1] is group.sums(1)[-1]
     rooms = list(group.rooms)

@@ -117,7 +117,7 @@ def net(streams):
     Net.where = lambda self: (streams.device, tuple(streams.by_device))
     ours = paceline.DataParallel(module)
     noted = []
-    group = ours._gpu_engine(ours.device_ids).group
+    group = ours._engine_for(ours.device_ids).group
     group.native = Native(group.native, streams, noted)
     return ours, noted, plain
 
@@ -196,6 +196,6 @@ def test_outputs_are_joined_on_the_streams_of_the_caller(streams, net):
 def test_streams_are_asked_of_torch(streams):
     torch_cuda.current_stream = lambda index: streams.by_device[index]
     torch_core.attach()
-    group = paceline.DataParallel(nn.Linear(3, 2))._gpu_engine([0, 1, 2]).group
+    group = paceline.DataParallel(nn.Linear(3, 2))._engine_for([0, 1, 2]).group
     with chosen(streams) as expected:
         assert group.streams() == (expected, list(expected))

@@ -9,7 +9,7 @@ import gc
 
 import pytest
 import torch
-from paceline._dp.gpus import segments
+from paceline._dp import segments
 from programs import buffer, module, parameter
 from replicas import (
     Twin,
@@ -79,7 +79,7 @@ class RecordedSum:
 
 def record(ours):
     """Have a wrapper's group be recorded from now on."""
-    group = ours._gpu_engine(ours.device_ids).group
+    group = ours._engine_for(ours.device_ids).group
     group.native = Recorder(group.native)
     return group.native.bytes
 
@@ -169,7 +169,7 @@ def test_a_model_of_many_segments_trains(wrap, monkeypatch):
     layers = linear(6, 6), linear(6, 6), linear(6, 6), linear(9, 6)
     twin = Twin(wrap, nn.Sequential(*layers), n=3)
     twin.step(lambda model, x: model(x).sum(), integers(7, 6))
-    layout = twin.ours._gpu_engine(twin.ours.device_ids)._replicated._layout
+    layout = twin.ours._engine_for(twin.ours.device_ids)._replicated._layout
     assert 256 < layout.segment_bytes < 2048
     assert layout.segment_bytes % 64 == 0
     assert any(s.n_bytes > 256 for s in layout.segments)
@@ -198,7 +198,7 @@ def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
         twin.compare(torch.no_grad()(lambda model, x: model(x)), integers(6, 512))
 
     compare()
-    traffic, engine = Traffic(twin.ours), twin.ours._gpu_engine(twin.ours.device_ids)
+    traffic, engine = Traffic(twin.ours), twin.ours._engine_for(twin.ours.device_ids)
     layout = engine._replicated._layout
     for _ in range(3):
         compare()

@@ -5,8 +5,8 @@ import threading
 import paceline
 import pytest
 import torch
-from paceline._dp.gpus import segments
-from paceline._dp.gpus.gradients import Gradients
+from paceline._dp import segments
+from paceline._dp.gradients import Gradients
 from replicas import assert_same_grads, integers, loss_of
 from support import fake_gpus
 from torch import nn

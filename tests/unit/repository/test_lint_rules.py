@@ -126,11 +126,9 @@ PYTHON_ROWS += [
     *layered("_ddp/join.py", "packages", "from paceline._dp import rng"),
     *layered("_ddp/join.py", "packages", "    import paceline._dp.rng"),
     *layered("_ddp/join.py", "packages", "from paceline import DataParallel"),
-    *layered("_dp/gpus/engine.py", None, "from paceline._dp.rng import offset"),
-    *layered("_dp/gpus/engine.py", "packages", "from paceline._launch import ranks"),
-    *layered(
-        "_launch/processes.py", "packages", "from paceline._dp.gpus import engine"
-    ),
+    *layered("_dp/engine.py", None, "from paceline._dp.rng import offset"),
+    *layered("_dp/engine.py", "packages", "from paceline._launch import ranks"),
+    *layered("_launch/processes.py", "packages", "from paceline._dp import engine"),
     *layered("_compat/torch_core.py", None, "from paceline import _native"),
     *layered("_compat/torch_core.py", "packages", "from paceline._ddp import options"),
     *layered("__init__.py", None, "    from paceline._dp.check import check"),

@@ -43,10 +43,6 @@ TENSORS_ON_THE_CPU = {
         "two_wrappers_of_other_devices_share_a_module",
     ),
     "the casts are those of the CPU": ("casts_of_one_autocast_belong_to_their_step",),
-    "whether it works there depends on which device's thread comes first": (
-        "a_backward_inside_forward_leaves_the_plain_gradients[one, cleared]",
-        "a_backward_inside_forward_leaves_the_plain_gradients[three, cleared]",
-    ),
     "torch quantises on the CPU": ("a_quantised_module_runs_in_evaluation",),
     "torch refuses .data of another form, but for devices that it knows": (),
 }

@@ -6,12 +6,7 @@ from torch import nn
 
 from programs import GPUS, X, buffer, module, parameter, program, steps, trains, uses
 
-UNCLEARED = "a replica on a GPU cannot clear what its own backward has given"
-CLEARS = {
-    "use": steps(evaluates=False),
-    "clears": True,
-    "broken_on": dict.fromkeys(["gpu2", "gpu3"], UNCLEARED),
-}
+CLEARS = {"use": steps(evaluates=False), "clears": True}
 BACKWARDS = {
     "one": {"n": 1},
     "three": {"n": 3},

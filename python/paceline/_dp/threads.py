@@ -1,4 +1,4 @@
-"""Threads of replicas on GPUs, and what each is to do.
+"""What each replica is to do, and threads of those on GPUs.
 
 ::
 
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from paceline._dp.errors import as_of_replica
-from paceline._dp.gpus.thread_state import State
 from paceline._dp.nesting import InsideReplica
+from paceline._dp.thread_state import State
 
 
 class Task:
@@ -60,12 +60,9 @@ class Task:
         try:
             self.output = call()
         except BaseException as error:
-            is_interrupt = isinstance(error, KeyboardInterrupt) and (
-                threading.get_ident() == self._caller
-            )
-            is_exit = self._replica == 0 and not isinstance(error, Exception)
-            if is_interrupt or is_exit:
-                self.error = error
+            is_mine = threading.get_ident() == self._caller
+            if is_mine and not isinstance(error, Exception):
+                self.error = error  # Ctrl-C, an exit
             else:
                 self.error = as_of_replica(error, self._replica, self._device)
         finally:

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from paceline import _gpu, _native
 from paceline._compat import packed_sequence, torch_core, torch_graph, torch_modes
-from paceline._dp.gpus.group import Group, Streams
+from paceline._dp.group import Group, Streams
 
 NATIVE = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -215,11 +215,30 @@ def to_member(
     Arrays stay what they are, and so does what lies on its device.
     """
     leaves = scattered.leaves(member)
+    if group.is_cpu:
+        if member > 0:
+            leaves = list(map(_own_leaf, leaves, scattered.leaves(0)))
+        return scattered.tree.unflatten(leaves)
     placed = _placed(group, streams, leaves, member)
     for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
         if tensor is not leaf and _is_sizes(scattered.tree, i, leaf):
             placed[i] = leaf
     return scattered.tree.unflatten(placed)
+
+
+def _own_leaf(leaf: Any, of_replica_0: Any) -> Any:
+    """Return an input that a later replica may change in place, in the same memory.
+
+    What is not split is copied.  Parts of a batch are views of it, and share the count
+    by which autograd sees that a tensor which it has saved was changed in place.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf is of_replica_0 or leaf.requires_grad or torch_graph.is_transformed():
+        return leaf.clone()
+    if type(leaf) is not torch.Tensor or leaf.is_inference():
+        return leaf
+    return leaf.data
 
 
 def _is_sizes(tree: _native.Tree, i: int, leaf: Any) -> bool:

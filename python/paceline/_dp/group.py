@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline import _gpu, _native
+from paceline._dp.host import HOST, Host
 
 if TYPE_CHECKING:
-    from paceline._dp.gpus.gradients import Arrival
+    from paceline._dp.gradients import Arrival
 
 N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
@@ -27,34 +28,45 @@ class Streams(NamedTuple):
 
 
 class Group:
-    """Devices of this process; member 0's has the model.
+    """Devices of this process, or the CPU several times; member 0's has the model.
 
     Attributes
     ----------
     indices : list of int
         The number of each, as torch counts; one may be there more than once.
     devices : list of torch.device
+    machine : _gpu.Machine or Host
+        What knows of the devices.
     native : paceline._native.DeviceGroup
     rooms : list of torch.Tensor or None
         By member, memory in which it adds up gradients.
     """
 
-    def __init__(self, indices: Sequence[int]) -> None:
+    def __init__(self, indices: Sequence[int], machine: _gpu.Machine | Host) -> None:
         self._in_flight: list[Arrival] = []
         self._lock = threading.Lock()
-        machine = _gpu.machine
+        self.machine = machine
         self.indices = list(indices)
         self.devices = [machine.device(index) for index in self.indices]
-        self.native = _native.DeviceGroup([_gpu.open_device(i) for i in self.indices])
+        if self.is_cpu:
+            opened = [_native.Device(-1)] * len(self.indices)
+        else:
+            opened = [_gpu.open_device(index) for index in self.indices]
+        self.native = _native.DeviceGroup(opened)
         self.rooms: list[torch.Tensor | None] = [None] * len(self.indices)
         self._memories: dict[tuple[str, int], torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether all members are the CPU: what is done has happened at once."""
+        return self.machine is HOST
+
     def streams(self) -> Streams:
         """Return the streams that are current in this thread."""
-        handles = [_gpu.machine.current_stream(index) for index in self.indices]
+        handles = [self.machine.current_stream(index) for index in self.indices]
         return Streams(self.native.streams(), handles)
 
     @contextlib.contextmanager
@@ -64,7 +76,7 @@ class Group:
         A thread of autograd's has the stream of one device from the forward, and the
         default ones of all others.
         """
-        machine = _gpu.machine
+        machine = self.machine
         if self.native.streams() == streams.numbers:
             yield
             return
@@ -76,8 +88,8 @@ class Group:
             yield
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
-        """Return memory of member 0 that parameters pass through."""
-        return self._memory("ring", 0, N_SLOTS * slot_bytes)
+        """Return memory of member 0 that parameters pass through: none on the CPU."""
+        return self._memory("ring", 0, 0 if self.is_cpu else N_SLOTS * slot_bytes)
 
     def sums(self, n_segments: int) -> list[torch.Tensor | None]:
         """Return memory by member for checksums of segments, its own and member 0's."""
@@ -106,7 +118,7 @@ class Group:
         if room is not None and len(room) >= n_bytes:
             return
         if room is not None:  # sums may be in it, on streams that torch does not know
-            _gpu.machine.synchronize()
+            self.machine.synchronize()
         for k, device in enumerate(self.devices[1:], 1):
             self.rooms[k] = torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
@@ -131,7 +143,7 @@ class Group:
 
     def member_of(self, tensor: torch.Tensor, expected: int) -> int | None:
         """Return the member on whose device a tensor is, `expected` first."""
-        index = _gpu.machine.index_of_tensor(tensor, self.indices[expected])
+        index = self.machine.index_of_tensor(tensor, self.indices[expected])
         if index == self.indices[expected]:
             return expected
         return self.indices.index(index) if index in self.indices else None

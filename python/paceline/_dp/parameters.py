@@ -10,25 +10,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
 
+from paceline import _native
 from paceline._compat import torch_core, torch_graph
-from paceline._dp.gpus import segments as segments_
-from paceline._dp.gpus.gradients import Gradients
-from paceline._dp.gpus.group import N_SLOTS, Group, Streams
-from paceline._dp.gpus.segments import HeldBlocks, Layout, Segment, Travelling
-from paceline._dp.gpus.transfers import at_member, copy_by_torch, is_by_torch, move
-from paceline._dp.replicate import as_original, replicas_of
+from paceline._dp import segments as segments_
+from paceline._dp.gradients import Gradients
+from paceline._dp.group import N_SLOTS, Group, Streams
+from paceline._dp.inner_backwards import InnerBackwards
+from paceline._dp.replicate import as_original, replicas_of, tensors_of
+from paceline._dp.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.shells import Shells
+from paceline._dp.transfers import at_member, copy_by_torch, is_by_torch, move
 
 _log = logging.getLogger("paceline")
 
 
 class Replicated:
-    """A model's parameters and buffers on the devices of its replicas."""
+    """A model's parameters and buffers on the devices of its replicas.
+
+    Attributes
+    ----------
+    inner_backwards : InnerBackwards
+        Of the forward for which replicas were made last.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -37,6 +45,7 @@ class Replicated:
         self._buffers: list[tuple[Segment, int, Sequence[torch.Tensor]]] = []
         self._leaves: list[_Leaves] = []
         self._shells = Shells()
+        self.inner_backwards = InnerBackwards([])
 
     def replicas(
         self, parts: list[Module], n_replicas: int, streams: Streams
@@ -45,6 +54,8 @@ class Replicated:
         self._buffers, self._leaves = [], []
         if n_replicas < 2:
             return [parts[0]]
+        trained = [p for p in tensors_of(parts).values() if p.requires_grad]
+        self.inner_backwards = InnerBackwards(trained)
         by_torch = is_by_torch()
         if by_torch:
             layout = Layout(parts, self._group)
@@ -61,6 +72,8 @@ class Replicated:
         for k, own in enumerate(of_replicas, 1):
             copies = [_moved(self._group, streams, tensor, k) for tensor in moved]
             for original, copy in zip(moved, copies, strict=True):
+                if copy.grad_fn is not None:
+                    copy.register_hook(self.inner_backwards.see)  # type: ignore[no-untyped-call]
                 self._leaves.append(_Leaves(k, [original], [copy], copy.requires_grad))
             own += copies
         if not layout.is_kept:
@@ -79,15 +92,18 @@ class Replicated:
     def _layout_of(self, parts: list[Module]) -> Layout:
         if self._layout is None or not self._layout.fits(parts):
             self._layout = Layout(parts, self._group)
-            _log.info(_memory_of(self._layout, self._group))
+            if not self._group.is_cpu:
+                _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
-    def finish(self, replicas: Sequence[Module], streams: Streams) -> None:
+    def finish(
+        self, replicas: Sequence[Module], streams: Streams, outputs: Sequence[Any]
+    ) -> None:
         """Have the model get what a forward has done to replicas, once it has run.
 
         Parameters and buffers without a graph are leaves of a replica's own: a backward
         within the forward gave it the gradients.  If the forward made one require them,
-        the backward to come does.
+        or recorded a graph although the caller does not, the backward to come does.
 
         Raises
         ------
@@ -95,7 +111,7 @@ class Replicated:
             If a buffer has grown over another one.
         """
         leaves, self._leaves = self._leaves, []
-        is_recorded = torch.is_grad_enabled()
+        will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
         late: list[_Leaf] = []
         for of in leaves:
             for original, copy in zip(of.originals, of.copies, strict=True):
@@ -104,7 +120,7 @@ class Replicated:
                 leaf = _Leaf(of.member, original, copy)
                 if copy.grad is not None:
                     _accumulate(self._group, streams, leaf)
-                if is_recorded and copy.requires_grad and not of.wanted:
+                if will_come and copy.requires_grad:
                     late.append(leaf)
         self._check_buffers(replicas)
         for leaf in late:
@@ -144,7 +160,8 @@ class Replicated:
                 stamp = segment.stamp()
                 looks_same = [segment.record_sent(k, stamp) for k in members]
                 (compared if all(looks_same) else sent).append(segment)
-            if sum(segment.n_bytes for segment in compared) < segments_.COMPARED_BYTES:
+            n_bytes = sum(segment.n_bytes for segment in compared)
+            if n_bytes < segments_.COMPARED_BYTES or self._group.is_cpu:
                 sent, compared = sent + compared, []
             self._held.limit(len(layout.segments) * len(members))
             for segments, keeps_values in ((sent, False), (compared, True)):
@@ -190,7 +207,8 @@ class Replicated:
         """Return what each further replica has of all segments, in their order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
         is_recorded = torch.is_grad_enabled()
-        gradients = Gradients(self._group, streams, trained, n_replicas)
+        arguments = self._group, streams, trained, n_replicas
+        gradients = Gradients(*arguments, self.inner_backwards)
         n_recorded = 0
         views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
@@ -263,10 +281,17 @@ class _Leaf(NamedTuple):
 def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
     """Add the gradient that a replica's own tensor was given to the model's."""
     with torch.enable_grad():  # it may have a graph, by create_graph
-        (grad,) = move(group, streams, (leaf.member, 0), [leaf.copy.grad])
-        before = leaf.original.grad
-        leaf.original.grad = grad if before is None else before + grad
+        grad: Any = leaf.copy.grad
         leaf.copy.grad = None
+        if not group.is_cpu:
+            (grad,) = move(group, streams, (leaf.member, 0), [grad])
+        before = leaf.original.grad
+        if before is None:
+            leaf.original.grad = grad
+        elif before.requires_grad or grad.requires_grad or before.is_sparse:
+            leaf.original.grad = before + grad
+        else:
+            before.add_(grad)
 
 
 def _accumulate_later(
@@ -280,6 +305,13 @@ def _accumulate_later(
                 _accumulate(group, streams, leaf)
 
     torch_core.at_end_of_backward(accumulate)
+
+
+def _has_graph(output: Any) -> bool:
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        for leaf in _native.flatten(output)[1]
+    )
 
 
 def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline._compat import torch_graph
-from paceline._dp.gpus.group import Group, Streams
-from paceline._dp.gpus.segments import Segment
+from paceline._dp.group import Group, Streams
+from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import has_hooks
+from paceline._dp.segments import Segment
 
 
 class _Row(NamedTuple):
@@ -103,9 +104,15 @@ class Gradients:
     """
 
     def __init__(
-        self, group: Group, streams: Streams, segments: Sequence[Segment], n: int
+        self,
+        group: Group,
+        streams: Streams,
+        segments: Sequence[Segment],
+        n: int,
+        inner: InnerBackwards,
     ) -> None:
         self.group = group
+        self._inner = inner
         self.streams = streams
         self._segments = segments
         self._n_replicas = n
@@ -138,6 +145,7 @@ class Gradients:
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; add up if all have come."""
+        self._inner.see()
         backward, arrival = self._arrival(i)
         aside: dict[int, torch.Tensor] = {}
         dense = [_dense(aside, j, grad) for j, grad in enumerate(grads)]

@@ -20,9 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from paceline._compat import torch_core
-from paceline._dp.gpus.group import Group
-from paceline._dp.gpus.transfers import is_native
+from paceline._dp.group import Group
 from paceline._dp.replicate import has_hooks
+from paceline._dp.transfers import is_native
 
 if TYPE_CHECKING:
     from paceline import _native

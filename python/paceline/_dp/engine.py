@@ -1,0 +1,348 @@
+"""A forward in replicas, each with copies of the model on a device of its own.
+
+::
+
+    caller    scatter | send the model | replica 0 | wait for 1..n-1 | gather
+    thread k                             replica k          (on GPUs)
+
+    caller    scatter | send the model | replica 0 | 1 | ... | n-1 | gather
+
+On GPUs replicas run side by side.  Threads only enqueue: nobody waits for a device.
+The streams are those that are the caller's current ones, on each device; so is what
+torch keeps a thread (``thread_state.py``).
+
+On the CPU they run in order on the caller's thread: torch's own threads use every core
+already, and nothing of a program has to know of threads.
+
+Devices have generators of random numbers of their own.  A forward that draws from one
+that replicas share (the CPU's, Python's, NumPy's, that of a device which is there more
+than once) runs its replicas in order, so that runs can be repeated; its first call of
+each combination of training flags does so too, and finds that out.  So does a forward
+that runs backward passes, or whose parts are in a list of their class.
+
+Hooks on saved tensors, and so a checkpoint round the wrapper, are replica 0's alone on
+GPUs.  A backward has a thread for each device: these would call the hooks side by side,
+and repeat a checkpoint's forward at a time, on other streams than its own, with other
+random numbers than those of its own, of which torch keeps those of one device.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from paceline import _gpu, _native
+from paceline._compat import torch_modes
+from paceline._dp import originals, rng, transfers
+from paceline._dp.generators import generators_of, has_generator
+from paceline._dp.group import Group
+from paceline._dp.host import HOST
+from paceline._dp.nesting import InsideReplica
+from paceline._dp.parameters import Replicated
+from paceline._dp.replicate import check_structure, parts_of, structure_of
+from paceline._dp.thread_state import State, sees_operations
+from paceline._dp.threads import Task, ThreadPool
+
+if TYPE_CHECKING:
+    from paceline._dp.inner_backwards import InnerBackwards
+
+_log = logging.getLogger("paceline")
+
+
+class _OfThread(threading.local):
+    """What one thread has on the CPU, where a forward may wait for another thread's."""
+
+    group: Group | None = None
+    replicated: Replicated | None = None
+
+
+class Engine:
+    """Runs the replicas of a :class:`paceline.DataParallel`.
+
+    Parameters
+    ----------
+    indices : sequence of int
+        The GPU of each replica; zeros for the CPU.
+    is_cpu : bool
+        Replicas are on the CPU.
+    """
+
+    def __init__(self, indices: Sequence[int], *, is_cpu: bool) -> None:
+        self.indices = list(indices)
+        self.is_cpu = is_cpu
+        self._machine = HOST if is_cpu else _gpu.machine
+        self._lock = threading.RLock()  # a gather() of a subclass may call the wrapper
+        self._process = os.getpid()
+        self._kept: Any = (
+            _OfThread() if is_cpu else SimpleNamespace(group=None, replicated=None)
+        )
+        self._threads = ThreadPool()
+        self._draws: dict[bytes, bool] = {}
+        self._drawn_module: Module | None = None
+        self._running: set[int] = set()
+        self._n_begun = 0
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid() and not self.is_cpu:
+            raise RuntimeError(
+                "a DataParallel on GPUs cannot be called in a forked process: start "
+                "processes by spawn, and make it there"
+            )
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """What each call holds; in a forked process nobody may ever let go of it."""
+        self._check_process()
+        return nullcontext() if self.is_cpu else self._lock
+
+    @property
+    def group(self) -> Group:
+        """The devices, opened by the first who asks."""
+        self._check_process()
+        if self._kept.group is None:
+            self._kept.group = Group(self.indices, self._machine)
+        group: Group = self._kept.group
+        return group
+
+    @property
+    def _replicated(self) -> Replicated | None:
+        replicated: Replicated | None = self._kept.replicated
+        return replicated
+
+    # ---- a forward ------------------------------------------------------------------
+
+    def place(self, scattered: _native.Scattered) -> list[Any]:
+        """Return the arguments of each replica, on its device."""
+        self._refuse_capture()
+        group = self.group
+        streams = group.streams()
+        return [
+            transfers.to_member(group, streams, scattered, k)
+            for k in range(len(scattered.sizes))
+        ]
+
+    def replicas(self, module: Module, n_replicas: int) -> list[Module]:
+        """Return the module, and replicas of it on their devices."""
+        self._refuse_capture()
+        parts = parts_of(module)
+        self._check_devices(parts)
+        if self._kept.replicated is None:
+            self._kept.replicated = Replicated(self.group)
+        replicated: Replicated = self._kept.replicated
+        return replicated.replicas(parts, n_replicas, self.group.streams())
+
+    def apply(
+        self,
+        module: Module,
+        replicas: Sequence[Module],
+        inputs: Sequence[Any],
+        kwargs: Sequence[Any],
+    ) -> list[Any]:
+        """Return what each replica returns; the error of the lowest is raised."""
+        self._refuse_capture()
+        parts, group = parts_of(module), self.group
+        if len(replicas) == 1:
+            self._check_devices(parts)
+        streams = group.streams()
+        tasks = []
+        for k, (replica, args, named) in enumerate(
+            zip(replicas, inputs, kwargs, strict=True)
+        ):
+            args = args if isinstance(args, (list, tuple)) else (args,)
+            call = partial(replica, *args, **(named or {}))
+            where = group.indices[k], streams.handles[k]
+            run = partial(self._run_on, *where, call)
+            tasks.append(Task(run, k, group.devices[k]))
+        structure = structure_of(parts)
+        outputs: list[Any] = []
+        try:
+            with InsideReplica():
+                if len(tasks) == 1:
+                    return [tasks[0].run_and_take()]
+                outputs = self._run(parts, replicas, tasks, [*inputs[:1], *kwargs[:1]])
+            check_structure(parts, structure)
+            return outputs
+        finally:
+            if self._replicated is not None:
+                self._replicated.finish(replicas, streams, outputs)
+            if not torch.is_grad_enabled():
+                # It would hold on to casts of the replicas' parameters, which are new
+                # ones in each forward, until the outermost autocast ends.
+                torch.clear_autocast_cache()
+
+    def _run(
+        self,
+        parts: list[Module],
+        replicas: Sequence[Module],
+        tasks: list[Task],
+        arguments: Sequence[Any],
+    ) -> list[Any]:
+        if self.is_cpu:
+            return self._run_in_order(parts, replicas, tasks)[0]
+        if self._drawn_module is not parts[0]:
+            self._drawn_module, self._draws = parts[0], {}
+        flags = bytes(bool(part.training) for part in parts)
+        key = flags + bytes((torch.is_grad_enabled(),))
+        draws = self._draws.get(key)
+        if sees_operations() or (not draws and has_generator(*arguments)):
+            return self._run_in_order(parts, replicas, tasks)[0]
+        if draws is False:
+            outputs, self._draws[key] = self._run_side_by_side(tasks)
+            return outputs
+        outputs, found = self._run_in_order(parts, replicas, tasks)
+        self._draws[key] = bool(draws) or found or bool(generators_of(parts))
+        return outputs
+
+    # ---- in order -------------------------------------------------------------------
+
+    def _run_in_order(
+        self, parts: list[Module], replicas: Sequence[Module], tasks: list[Task]
+    ) -> tuple[list[Any], bool]:
+        """Return the outputs, and whether replicas must not run side by side."""
+        lists = originals.lists_of_classes(parts)
+        inner = self._replicated.inner_backwards if self._replicated else None
+        own = [originals.of_replica(lists, parts, replica) for replica in replicas]
+        calls: list[Callable[[], Any]] = [
+            partial(_call, task, of, inner if k else None)
+            for k, (task, of) in enumerate(zip(tasks, own, strict=True))
+        ]
+        if not self.is_cpu:
+            without = torch_modes.without_saved_tensors_hooks
+            calls[1:] = [partial(without, call) for call in calls[1:]]
+        self._n_begun += 1
+        number, is_first = self._n_begun, not self._running
+        watch = partial(self._watch, originals.Originals(parts), number, is_first)
+        calls = [partial(watch, k, call) for k, call in enumerate(calls)]
+        self._running.add(number)
+        try:
+            outputs, draw = self._call_all(calls)
+        finally:
+            self._running.discard(number)
+        has_run_backward = inner is not None and inner.were_seen
+        return outputs, draw or bool(lists) or has_run_backward
+
+    def _call_all(self, calls: list[Callable[[], Any]]) -> tuple[list[Any], bool]:
+        """Return the outputs, and whether a generator was used that replicas share."""
+        if torch_modes.count_dispatch_modes():  # they would see what generators do
+            return [call() for call in calls], False
+        if self.is_cpu:
+            return rng.run_in_order(calls), False
+        others, devices = rng.other_streams(), self._shared_generators()
+        draws = rng.Draws()
+        outputs = rng.run_in_order([partial(draws.watch, call) for call in calls])
+        others_drew = others != rng.other_streams()
+        others_drew |= devices != self._shared_generators()
+        return outputs, draws.were_made or others_drew
+
+    def _watch(
+        self,
+        watched: originals.Originals,
+        number: int,
+        began_alone: bool,
+        k: int,
+        call: Callable[[], Any],
+    ) -> Any:
+        """Return what the call of replica `k` returns, if it wrote only to its own."""
+        output = call()
+        # Otherwise what has changed may be the work of a call in another thread.
+        if k > 0 and began_alone and self._n_begun == number:
+            watched.check(k)
+        else:
+            watched.look()
+        return output
+
+    def _shared_generators(self) -> list[Any]:
+        """Return the states of generators of devices that are there more than once."""
+        shared = {i for i in self.indices if self.indices.count(i) > 1}
+        return [self._machine.generator_state(index) for index in sorted(shared)]
+
+    # ---- side by side ---------------------------------------------------------------
+
+    def _run_side_by_side(self, tasks: list[Task]) -> tuple[list[Any], bool]:
+        """Return the outputs of replicas on threads, and whether they shared draws."""
+        before = rng.marks()
+        state, n_cores = State(), torch.get_num_threads()
+        for task in tasks[1:]:
+            task.enter(state, contextvars.copy_context(), n_cores)
+        self._threads.run(tasks)
+        draws = rng.marks() != before
+        if draws:
+            _log.warning(
+                "a forward of DataParallel drew random numbers of the CPU in replicas "
+                "that ran side by side: from now on they run one after the other, so "
+                "that runs can be repeated"
+            )
+        return [task.take() for task in tasks], draws
+
+    # ---- around it ------------------------------------------------------------------
+
+    def _check_devices(self, parts: list[Module]) -> None:
+        """Raise torch's error where a tensor is not on the first device."""
+        machine, first = self._machine, self.indices[0]
+        for part in parts:
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is None or machine.index_of_tensor(tensor, first) == first:
+                    continue
+                device = machine.device(first)
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{device} (device_ids[0]) but found one of them on device: "
+                    f"{tensor.device}; move it by module.to('{device}')"
+                )
+
+    def release(self) -> None:
+        """Remove what a forward has set, of replicas that nothing else refers to."""
+        if self._replicated is not None:
+            self._replicated.release()
+
+    def join(
+        self,
+        outputs: Sequence[Any],
+        sizes: tuple[int, ...] | None,
+        dim: int,
+        output: torch.device,
+    ) -> Any:
+        """Return the output for the whole batch, on a device."""
+        if self.is_cpu:
+            return _native.gather(list(outputs), sizes or (), dim)
+        return transfers.gather(self.group, outputs, sizes, dim, output)
+
+    def bring(self, output: Any, where: torch.device) -> Any:
+        """Return the output of one replica, on a device."""
+        return output if self.is_cpu else transfers.bring_all(self.group, output, where)
+
+    def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
+        with self._machine.on(index, stream):
+            return call()
+
+    def _refuse_capture(self) -> None:
+        """Raise where a CUDA graph is being captured."""
+        if self._machine.is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured round a DataParallel: replicas on "
+                "several GPUs cannot be part of a graph; capture the module inside it "
+                "instead, or train with DistributedDataParallel"
+            )
+
+
+def _call(task: Task, lists: originals.Lists, inner: InnerBackwards | None) -> Any:
+    """Return what a replica returns; classes have its lists while it runs."""
+    before = originals.put(lists)
+    if inner is not None:
+        inner.begin()
+    try:
+        return task.run_and_take()
+    finally:
+        originals.put(before)
+        if inner is not None:
+            inner.end()

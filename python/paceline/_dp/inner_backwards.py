@@ -1,0 +1,61 @@
+"""Backward passes that a forward runs itself, through a replica's copies."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from paceline._compat import torch_graph
+
+
+class InnerBackwards:
+    """Those of one forward whose replicas run in order.
+
+    They give gradients to the module's own parameters.  A forward that sets ``p.grad``
+    to None afterwards does so to its copies, and leaves them.
+
+    Attributes
+    ----------
+    were_seen : bool
+        There was one in a replica that has copies.
+    """
+
+    def __init__(self, originals: list[torch.Tensor]) -> None:
+        self._originals = [tensor for tensor in originals if tensor.is_leaf]
+        self._is_running = False
+        self._tasks: set[int] = set()
+        self._has_grads = False
+        self.were_seen = False
+
+    def begin(self) -> None:
+        """Note that a replica's forward begins."""
+        self._is_running = True
+        self._tasks = set()
+
+    def see(self, *_: Any) -> None:
+        """Note a backward, before it gives the parameters gradients."""
+        if self._is_running:
+            if not self._tasks:
+                grads = (tensor.grad for tensor in self._originals)
+                self._has_grads = any(grad is not None for grad in grads)
+            self._tasks.add(torch_graph.current_task())
+
+    def end(self) -> None:
+        """Leave no gradients where replica 0 left none; warn if that is a guess."""
+        self._is_running = False
+        self.were_seen |= bool(self._tasks)
+        if not self._tasks or (self._has_grads and len(self._tasks) == 1):
+            return
+        if not self._has_grads:
+            for tensor in self._originals:
+                tensor.grad = None
+        warnings.warn(
+            "the forward of DataParallel runs backward passes: in a replica p.grad = "
+            "None has no effect, as parameters are copies and gradients go to those of "
+            "the module itself. If replica 0 leaves no gradient, none is left by the "
+            "others; if it leaves some, all of the others' are added. Use "
+            "torch.autograd.grad in forward",
+            stacklevel=2,
+        )

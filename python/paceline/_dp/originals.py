@@ -1,0 +1,124 @@
+"""The module beside its replicas, where they run in order on the caller's thread.
+
+A replica that reaches the module by something other than attributes would write to it
+once more for its own rows: that is an error.  A registry of layers in a class is no
+attribute of a replica: it leads to the replica's own parts while that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from paceline._dp.replicate import parts_of, tensors_of
+
+Lists = list[tuple[type, str, list[Any]]]
+"""Lists of classes that hold parts: class, name and list."""
+
+
+class Originals:
+    """What later replicas must leave alone: the module's tensors and attributes."""
+
+    def __init__(self, parts: list[Module]) -> None:
+        self._parts = parts
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._versions: list[int] = []
+        self._attributes: list[dict[str, Any]] = []
+
+    def look(self) -> None:
+        """Note how they are now."""
+        self._tensors = tensors_of(self._parts)
+        self._versions = _versions(self._tensors.values())
+        self._attributes = [part.__dict__.copy() for part in self._parts]
+
+    def check(self, k: int) -> None:
+        """Raise if they are not as they were before replica `k` ran."""
+        tensors = tensors_of(self._parts)
+        versions = _versions(tensors.values())
+        if tensors.keys() != self._tensors.keys() or versions != self._versions:
+            before = dict(zip(self._tensors, self._versions, strict=True))
+            pairs = zip(tensors, versions, strict=True)
+            written = {key for key, version in pairs if before.get(key) != version}
+            name = _name_of(self._parts[0], written)
+        else:
+            held = zip(self._parts, self._attributes, strict=True)
+            part = next((p for p, old in held if not _is_same(p.__dict__, old)), None)
+            if part is None:
+                return
+            name = f"an attribute of a {type(part).__name__}"
+        raise RuntimeError(
+            f"replica {k} of DataParallel wrote to {name} in the module itself, not in "
+            "its own copy: it reaches the module by something other than attributes, "
+            "lists and dicts (a lambda over self, a registry, an optimizer), or "
+            "another thread wrote there; reach it through self in forward, or call the "
+            "module without DataParallel"
+        )
+
+
+def _is_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Tell whether a part holds the same objects, or equal ones."""
+    try:
+        return now == before
+    except Exception:  # tensors and arrays do not compare to one truth
+        return False
+
+
+def _name_of(module: Module, keys: set[int]) -> str:
+    """Return the name of one of these tensors in a module, and its part's class."""
+    for prefix, part in module.named_modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if id(tensor) in keys:
+                    path = f"{prefix}.{name}" if prefix else name
+                    return f"'{path}' (of a {type(part).__name__})"
+    return "a buffer, which it removed,"
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return what counts writes to each tensor; those of inference mode count none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if each.is_inference() else each._version for each in tensors]
+
+
+# ---- lists of classes ---------------------------------------------------------------
+
+
+def lists_of_classes(parts: list[Module]) -> Lists:
+    """Return lists of the parts' classes that hold parts, as a registry of layers does.
+
+    snntorch resets the hidden states of all layers by one.
+    """
+    kinds = {kind for of in set(map(type, parts)) for kind in of.__mro__}
+    own_kinds = (kind for kind in kinds if not kind.__module__.startswith("torch."))
+    ids = set(map(id, parts))
+    return [
+        (kind, name, value)
+        for kind in own_kinds
+        for name, value in vars(kind).items()
+        if type(value) is list and not ids.isdisjoint(map(id, value))
+    ]
+
+
+def of_replica(lists: Lists, parts: list[Module], replica: Module) -> Lists:
+    """Return the same lists with a replica's parts in place of the module's."""
+    if not lists or replica is parts[0]:
+        return []
+    pairs = zip(parts, parts_of(replica), strict=True)
+    stand_in = {id(part): own for part, own in pairs}
+    return [
+        (kind, name, [stand_in.get(id(entry), entry) for entry in value])
+        for kind, name, value in lists
+    ]
+
+
+def put(lists: Lists) -> Lists:
+    """Have classes hold these lists; return what they held."""
+    before = [(kind, name, getattr(kind, name)) for kind, name, _ in lists]
+    for kind, name, value in lists:
+        setattr(kind, name, value)
+    return before
