@@ -11,6 +11,9 @@ the end of backward: it has member 0's stream wait for the sum, and returns it. 
 
 Only None goes from ``_Replica`` to ``_Segment`` through the graph: for a tensor,
 autograd would have member 0's stream wait at once for what member k's does.
+
+On the CPU nothing is gained by blocks: a node of each replica hands its gradients to
+autograd (``_Copies``).
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ class Gradients:
         inner: InnerBackwards,
     ) -> None:
         self.group = group
-        self._inner = inner
+        self.inner = inner
         self.streams = streams
         self._segments = segments
         self._n_replicas = n
@@ -124,6 +127,10 @@ class Gradients:
 
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of a segment by further replica, in the graph."""
+        if self.group.is_cpu:
+            tensors = self._segments[i].tensors
+            members = range(1, self._n_replicas)
+            return [_Copies.apply(self, i, k, *tensors) for k in members]  # type: ignore[no-untyped-call]
         n_tokens = self._n_replicas - 1
         tokens = _Segment.apply(self, i, n_tokens, *self._segments[i].tensors)  # type: ignore[no-untyped-call]
         # Those that were registered first come last.
@@ -145,7 +152,7 @@ class Gradients:
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; add up if all have come."""
-        self._inner.see()
+        self.inner.see()
         backward, arrival = self._arrival(i)
         aside: dict[int, torch.Tensor] = {}
         dense = [_dense(aside, j, grad) for j, grad in enumerate(grads)]
@@ -370,3 +377,22 @@ class _Replica(torch.autograd.Function):
         with ctx.of.group.on(ctx.of.streams):
             ctx.of.take(ctx.i, ctx.member, grads)
         return None, None, None, None
+
+
+class _Copies(torch.autograd.Function):
+    """What a replica on the CPU has in place of a segment's parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of: Gradients, i: int, member: int, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.of, ctx.parameters = of, parameters
+        return tuple(map(torch.Tensor.detach, of.slots_of(i, member)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.of.inner.see()
+        pairs = zip(grads, ctx.parameters, strict=True)
+        own = [_unused(p) if grad is None else grad for grad, p in pairs]
+        return None, None, None, *own
