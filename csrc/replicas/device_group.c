@@ -15,8 +15,11 @@ enum {
 
 /* ---- the end of a call ---------------------------------------------------------- */
 
-pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
+/* ... that has used one more stream, of a member. */
+static pl_status end_call_on(pli_device_group *self, pl_status st, int member,
+                             pl_stream *stream)
 {
+    const pli_group_member *const own = &self->members[member];
     char message[512];
     if (st != PL_OK) {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
@@ -24,13 +27,25 @@ pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
             const pli_group_member *const it = &self->members[k];
             (void)!it->backend->ops->synchronize(it->backend, it->side);
         }
+        (void)!own->backend->ops->synchronize(own->backend, stream);
         (void)pli_fail(st, "%s", message);
     }
     (void)pthread_mutex_unlock(&self->lock);
     return st;
 }
 
+pl_status pli_device_group_end_call(pli_device_group *self, pl_status st)
+{
+    return end_call_on(self, st, 0, self->members[0].side);
+}
+
 /* ---- copies --------------------------------------------------------------------- */
+
+/* On whose stream a copy is made. */
+static int copier(int source, int target)
+{
+    return target != 0 ? target : source;
+}
 
 static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
                              int source, int target, const pl_move *moves,
@@ -39,18 +54,17 @@ static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
     pl_status st = PL_OK;
     const pli_group_member *const from = &self->members[source];
     const pli_group_member *const to = &self->members[target];
-    const pli_group_member *const by = target != 0 ? to : from;
-    PL_TRY(order(from, streams[source], by, by->side));
-    PL_TRY(order(to, streams[target], by, by->side));
+    const int k = copier(source, target), j = source + target - k;
+    const pli_group_member *const by = &self->members[k];
+    const pli_group_member *const other = &self->members[j];
+    pl_stream *const stream = streams[k];
+    PL_TRY(order(other, streams[j], by, stream));
     if (from->backend == to->backend)
-        PL_TRY(by->backend->ops->copy(by->backend, moves, n_moves, by->side));
+        PL_TRY(by->backend->ops->copy(by->backend, moves, n_moves, stream));
     for (size_t i = 0; from->backend != to->backend && i < n_moves; i++)
-        PL_TRY(copy_on(by, to, moves[i].to, from, moves[i].from,
+        PL_TRY(copy_on(by, stream, to, moves[i].to, from, moves[i].from,
                        moves[i].n_elems * pl_dtype_bytes(moves[i].dtype)));
-    PL_TRY(record(by, by->mark, by->side));
-    PL_TRY(wait_for(from, by->mark, streams[source]));
-    if (source != target)
-        PL_TRY(wait_for(to, by->mark, streams[target]));
+    PL_TRY(order(by, stream, other, streams[j]));
 done:
     return st;
 }
@@ -59,9 +73,10 @@ pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *stream
                                 int source, int target, const pl_move *moves,
                                 size_t n_moves)
 {
+    const int k = copier(source, target);
     (void)pthread_mutex_lock(&self->lock);
-    return pli_device_group_end_call(
-        self, copy_locked(self, streams, source, target, moves, n_moves));
+    return end_call_on(self, copy_locked(self, streams, source, target, moves, n_moves),
+                       k, streams[k]);
 }
 
 /* ---- broadcasts ----------------------------------------------------------------- */
@@ -139,7 +154,7 @@ static pl_status send_load(pli_device_group *self, const load *it)
             PL_TRY(record(from, from->mark, from->side));
         if (from != first || slot >= 0)
             PL_TRY(wait_for(to, from->mark, to->side));
-        PL_TRY(copy_on(to, to, target, from, memory, it->n_bytes));
+        PL_TRY(copy_on(to, to->side, to, target, from, memory, it->n_bytes));
         if (from == first && slot >= 0) {
             PL_TRY(record(to, to->has_read[slot], to->side));
             self->slot_readers[slot] |= UINT64_C(1) << k;

@@ -5,9 +5,10 @@
  *       \--> device_group --> backend/cuda, cuda_peers
  *
  * Member 0 has the model; every other member has a replica.  Two members may be one
- * device.  What goes to a member, or from it to member 0, is on that member's side
- * stream, so that copies of several devices run side by side; what member 0 packs is on
- * its own.  Nothing here waits on the host, or allocates.
+ * device.  Parameters go to a member on its side stream, so that copies to several
+ * devices run side by side; what member 0 packs is on its own.  Arguments and outputs,
+ * for which the member has to wait in any case, go on the stream that it computes on.
+ * Nothing here waits on the host, or allocates.
  *
  * All links carry about as much.  A large part of the parameters goes from member to
  * member, not from member 0 to each.

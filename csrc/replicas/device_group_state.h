@@ -59,8 +59,8 @@ done:
     return st;
 }
 
-/* Copies on `by`'s side stream. */
-static inline pl_status copy_on(const pli_group_member *by,
+/* Copies on a stream of `by`. */
+static inline pl_status copy_on(const pli_group_member *by, pl_stream *stream,
                                 const pli_group_member *target, void *to,
                                 const pli_group_member *source, const void *from,
                                 size_t n_bytes)
@@ -68,7 +68,7 @@ static inline pl_status copy_on(const pli_group_member *by,
     const pli_cuda_place place = {target->backend, to};
     /* One that is only read. */
     const pli_cuda_place origin = {source->backend, (void *)from};
-    return pli_cuda_copy_between(place, origin, n_bytes, by->backend, by->side);
+    return pli_cuda_copy_between(place, origin, n_bytes, by->backend, stream);
 }
 
 /* A broadcast, within a call. */
