@@ -110,7 +110,7 @@ done:
     return st;
 }
 
-static pl_status check_and_advance(hierarchy *self)
+pl_status pli_hierarchy_advance(hierarchy *self)
 {
     pl_status st = pli_hierarchy_check(self);
     if (st == PL_OK)
@@ -125,7 +125,7 @@ static pl_status advance_unless_busy(hierarchy *self)
     if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
         return PL_OK; /* another thread is at it */
     if (self->n_down < self->n_issued || self->is_given_up)
-        st = check_and_advance(self);
+        st = pli_hierarchy_advance(self);
     hierarchy_unlock(self);
     return st;
 }
@@ -203,7 +203,7 @@ static pl_status hierarchy_issue(pl_comm *comm, const pl_op *op, const pli_order
     *operation_at(self, ++self->n_issued) = (operation){.op = *op};
     if (!op->is_followed)
         self->n_whole = self->n_issued;
-    PL_TRY(check_and_advance(self));
+    PL_TRY(pli_hierarchy_advance(self));
     *out = self->n_issued;
 done:
     hierarchy_unlock(self);
@@ -220,7 +220,7 @@ static pl_status wait_as_leader(hierarchy *self)
     int64_t most_ns = 0;
     pli_links_waited waited;
     hierarchy_lock(self);
-    PL_TRY(check_and_advance(self));
+    PL_TRY(pli_hierarchy_advance(self));
     if (self->n_down == self->n_up)
         goto done;
     if (self->n_exchanged == self->n_reduced && self->n_reduced < self->n_up)

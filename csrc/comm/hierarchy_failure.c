@@ -167,14 +167,19 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self)
     return st;
 }
 
-/* A host that gives its step up says so in what it sends, too (hierarchy_recover.c).
- * Where this one has sent its part of the step's end that decides: the other may have
- * sent its own before, and then the step has ended well. */
+/* Another host may have finished an operation before its step failed, and this host may
+ * still be at it.  What the other has sent decides: a mark follows its last message
+ * (hierarchy_recover.c).  So the notice alone counts only when this host has finished
+ * all that it has issued; before that, this takes in what has come. */
 static pl_status follow_hosts(hierarchy *self)
 {
     const pl_status st = pli_links_check_step(self->links);
-    if (st == PL_OK || pli_hierarchy_may_end_elsewhere(self))
+    if (st == PL_OK)
         return PL_OK;
+    if (!pli_hierarchy_is_finished(self, self->n_whole)) {
+        self->inner->ops->work(self->inner);
+        return pli_hierarchy_advance(self);
+    }
     self->has_met_mark = 1; /* or will */
     pli_hierarchy_fail(self, STEP_FAILED, pl_error_message());
     pli_hierarchy_give_up(self);

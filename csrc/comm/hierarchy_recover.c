@@ -30,6 +30,8 @@ static int is_begun(const hierarchy *self, uint64_t number)
 
 int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
 {
+    if (number <= first_number_of(self->epoch))
+        return 1; /* nothing of an earlier epoch is left */
     return number <= self->n_down &&
            (is_alone_on_host(self) ||
             self->inner->ops->is_done(self->inner, operation_at(self, number)->whole));
@@ -43,7 +45,8 @@ static uint64_t end_of_round(const hierarchy *self, uint64_t number)
     return number;
 }
 
-int pli_hierarchy_may_end_elsewhere(const hierarchy *self)
+/* Whether other hosts may see the end of a step of which this one does not. */
+static int may_end_elsewhere(const hierarchy *self)
 {
     const uint64_t first = first_number_of(self->epoch);
     for (uint64_t n = self->n_reduced; n > first && n + self->ring_ops > self->n_issued;
@@ -88,8 +91,7 @@ void pli_hierarchy_give_up(hierarchy *self)
     pl_status st = PL_OK;
     if (pli_hierarchy_phase(self) != HIERARCHY_FAILED)
         return;
-    if (!self->is_given_up && !self->has_met_mark &&
-        pli_hierarchy_may_end_elsewhere(self)) {
+    if (!self->is_given_up && !self->has_met_mark && may_end_elsewhere(self)) {
         char message[HIERARCHY_MESSAGE_BYTES];
         const int phase = pli_hierarchy_take_message(self);
         pli_text_print(message, sizeof message,

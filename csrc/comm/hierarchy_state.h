@@ -160,6 +160,10 @@ pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what) PL_MUST_USE
 /* PL_EPEER where another host has said that it can do no more. */
 pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
 
+/* Does what can be done of the operations that were issued, or fails where the world
+ * has; the lock is held. */
+pl_status pli_hierarchy_advance(hierarchy *self) PL_MUST_USE;
+
 /* A step has failed here: tells the other hosts, in what they receive, that nothing
  * more of it will come, as far as that can be sent now (hierarchy_recover.c). */
 void pli_hierarchy_give_up(hierarchy *self);
@@ -185,9 +189,6 @@ pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns,
 
 /* Whether all ranks of this host have the result of an operation. */
 int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number);
-
-/* Whether other hosts may see the end of a step of which this one does not. */
-int pli_hierarchy_may_end_elsewhere(const hierarchy *self);
 
 /* Where an epoch's operations begin; on the wire the mark before it. */
 static inline uint64_t first_number_of(uint64_t epoch)

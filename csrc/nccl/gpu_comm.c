@@ -24,11 +24,29 @@ static int is_of_host(const pli_gpu_comm *self, const pl_op *op)
     return op->kind == PL_BARRIER || op->offset_bytes < self->super.host_bytes;
 }
 
+/* The watchdog asks whether the base has finished its last operation, so it must not
+ * look before that operation's ticket is stored.  A group comm has no answer, and its
+ * callbacks may take locks of the caller. */
+static pl_status issue_on_base(pli_gpu_comm *self, const pl_op *op, pl_ticket *out)
+{
+    const int is_group_comm = pli_comm_is_group_comm(self->base);
+    if (!is_group_comm)
+        (void)pthread_mutex_lock(&self->lock);
+    const pl_status st = pl_comm_issue(self->base, op, out);
+    if (is_group_comm)
+        (void)pthread_mutex_lock(&self->lock);
+    if (st == PL_OK) {
+        self->base_ticket = *out;
+        self->n_at_ticket = self->inflight.n_recorded;
+    }
+    (void)pthread_mutex_unlock(&self->lock);
+    return st;
+}
+
 static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *out)
 {
     pl_status st = PL_OK;
     pl_op marked = *op;
-    pl_ticket ticket = 0;
     const size_t n_bytes = op->n_elems * pl_dtype_bytes(op->dtype);
     if (op->kind != PL_BARRIER && n_bytes > self->super.host_bytes - op->offset_bytes)
         PL_FAIL(PL_EINVAL,
@@ -36,12 +54,7 @@ static pl_status issue_on_host(pli_gpu_comm *self, const pl_op *op, pl_ticket *o
                 n_bytes, op->offset_bytes);
     /* The base compares what ranks issue; so it does this for NCCL, which cannot. */
     marked.mark = (unsigned)self->hash;
-    PL_TRY(pli_gpu_comm_after(self, pl_comm_issue(self->base, &marked, &ticket)));
-    (void)pthread_mutex_lock(&self->lock);
-    self->base_ticket = ticket;
-    self->n_at_ticket = self->inflight.n_recorded;
-    (void)pthread_mutex_unlock(&self->lock);
-    *out = ticket;
+    PL_TRY(pli_gpu_comm_after(self, issue_on_base(self, &marked, out)));
 done:
     return st;
 }

@@ -215,6 +215,56 @@ GPU_TEST_ON_HOSTS(12, 2 + seed % 2, FAKE_LATE,
     }
 }
 
+/* Rank 1 sleeps behind each host operation that it issues; meanwhile rank 0 sees its
+ * end and fails in what comes next, and the watchdog of rank 1 hears that. */
+static pl_comm_ops slow_ops;
+static const pl_comm_ops *fast_ops;
+static atomic_int slow_ms; /* 100: a check of the watchdog's */
+
+static pl_status issue_and_sleep(pl_comm *comm, const pl_op *op, const pli_order *order,
+                                 pl_ticket *out)
+{
+    const pl_status st = fast_ops->issue(comm, op, order, out);
+    pli_sleep_ns(atomic_load(&slow_ms) * PLI_MS);
+    return st;
+}
+
+static void fail_behind_what_is_over(gpu_rank *self)
+{
+    for (unsigned round = 0; round < 2; round++) {
+        if (round > 0 &&
+            (!gpu_fill(self, &mean, round) || !CHECK_OK(try_step(self, round))))
+            return;
+        if (self->rank == 0)
+            pl_comm_abort(self->comm, "at once");
+        while (pl_comm_progress(self->comm) == PL_OK)
+            pli_sleep_ns(PLI_MS);
+        if (round > 0)
+            gpu_check(self, &mean, round);
+        if (self->rank == 1)
+            atomic_store(&slow_ms, 0);
+        if (!CHECK_OK(gpu_leave_behind(self)))
+            return;
+        if (self->rank == 1)
+            atomic_store(&slow_ms, 250);
+    }
+}
+
+TEST(what_is_over_on_one_host_is_so_for_who_is_slow_on_another)
+{
+    gpu_ranks all = gpu_ranks_of(2, 1, FAKE_RANDOM);
+    all.per_host = 1;
+    if (!gpu_ranks_start(&all))
+        return;
+    fast_ops = all.bases[1]->ops;
+    slow_ops = *fast_ops;
+    slow_ops.issue = issue_and_sleep;
+    all.bases[1]->ops = &slow_ops;
+    atomic_store(&slow_ms, 250);
+    CHECK(gpu_ranks_run(&all, fail_behind_what_is_over, NULL) == 0);
+    gpu_ranks_end(&all);
+}
+
 GPU_TEST_ON_HOSTS(1, 3, FAKE_RANDOM, a_recovery_that_fails_can_be_tried_again)
 {
     /* The communicator that comes behind cannot be made, the first time. */

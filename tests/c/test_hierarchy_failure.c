@@ -17,7 +17,9 @@ typedef enum failing {
 
 typedef struct scene {
     failing how;
-    int culprit;       /* the last host's first rank */
+    int culprit; /* the last host's first rank */
+    int ends_step;
+    int has_more;      /* others have issued what the culprit never does */
     atomic_int n_know; /* ranks of other hosts */
     atomic_int has_begun;
     atomic_int has_failed;
@@ -140,32 +142,38 @@ TEST(who_only_asks_has_others_know)
     hosts_run(&world, 1 << 16, only_ask, &it, 1);
 }
 
-/* Rank 0 has seen the end and fails in what comes after, which rank 1 hears before it
- * has looked at the end that has come to it. */
+/* Rank 0 has seen the end of an operation and fails in what comes after.  Rank 1 hears
+ * that before it has looked at the end that has come to it. */
 static void ask_before_the_end_is_seen(rank_job *job)
 {
     scene *it = job->context;
+    pl_ticket ticket = 0;
     if (job->rank == 0) {
         CHECK(comes_to(&it->has_begun, 1));
-        CHECK_OK(do_step(job));
+        CHECK_OK(issue(job, it->ends_step, &ticket));
+        CHECK_OK(wait_through(job->comm, ticket));
         pl_comm_abort(job->comm, "the dog ate it");
         atomic_store(&it->has_failed, 1);
     } else {
-        pl_ticket ticket = 0;
-        CHECK_OK(issue(job, 1, &ticket));
+        pl_ticket more = 0;
+        CHECK_OK(issue(job, it->ends_step, &ticket));
+        if (it->has_more) /* that will not come: by asking it learns so */
+            CHECK_OK(issue(job, 1, &more));
         atomic_store(&it->has_begun, 1);
         CHECK(comes_to(&it->has_failed, 1));
-        CHECK_OK(pli_comm_query(job->comm, PLI_QUERY_STEP));
-        CHECK_OK(wait_through(job->comm, ticket));
-        CHECK(do_step(job) == PL_EPEER);
+        const pl_status st = pli_comm_query(job->comm, PLI_QUERY_STEP);
+        CHECK(st == (it->has_more ? PL_EPEER : PL_OK));
+        CHECK(it->has_more || wait_through(job->comm, ticket) == PL_OK);
+        CHECK(do_step(job) == PL_EPEER && error_has("the dog ate it"));
     }
     check_recovers(job);
 }
 
-TEST(a_step_that_others_have_taken_is_not_given_up)
+TEST(what_others_have_seen_the_end_of_is_not_given_up)
 {
     const hosts world = {
         .n_hosts = 2, .n_ranks = {1, 1}, .deadline_ns = RANKS_DEADLINE_NS};
-    scene it = {.culprit = 0};
-    hosts_run(&world, 1 << 16, ask_before_the_end_is_seen, &it, 1);
+    scene scenes[] = {{.ends_step = 1}, {.ends_step = 0}, {.has_more = 1}};
+    for (size_t k = 0; k < sizeof scenes / sizeof scenes[0]; k++)
+        hosts_run(&world, 1 << 16, ask_before_the_end_is_seen, &scenes[k], 1);
 }
