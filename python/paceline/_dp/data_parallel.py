@@ -102,9 +102,10 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     there replicas are on accelerators only.  ``scatter``, ``replicate``,
     ``parallel_apply`` and ``gather`` may be overridden.
 
-    A replica has copies of the model's parameters and buffers.  What replica 0 writes
-    to parameters and buffers, or sets as attributes, in forward stays; what others do
-    is lost with them.  Objects that attributes or arguments hold (lists, dicts, caches)
+    A replica has copies of the model's parameters and buffers, which a forward brings
+    up to date.  What replica 0 writes to parameters and buffers, or sets as attributes,
+    in forward stays; what others do is gone with the next forward, while ``id(self)``
+    is the same there.  Objects that attributes or arguments hold (lists, dicts, caches)
     are shared by all replicas.  Parameters of replicas but replica 0 are no leaves:
     they have no ``.grad``; use ``torch.autograd.grad`` in forward.  All this is as with
     torch's class.  What differs from it:
@@ -139,12 +140,10 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     :class:`paceline.DistributedDataParallel`.  If a replica writes to the module
     itself, which it can reach by a lambda over ``self``, that is an error.
 
-    **On GPUs** replicas are threads, and their copies stay on their devices: a forward
-    brings them up to date.  Their objects are kept, too: ``id(self)`` is the same in
-    the next forward, while what a forward sets on them is gone.  Gradients are added up
-    while backward runs, in the order of replicas, those of replica 0 last; in 16-bit
-    types with one rounding, and one more for replica 0's if there are
-    three replicas or more.  A parameter that no replica has used keeps its gradient.
+    **On GPUs** replicas are threads.  Gradients are added up while backward runs, in
+    the order of replicas, those of replica 0 last; in 16-bit types with one rounding,
+    and one more for replica 0's if there are three replicas or more.  A parameter that
+    no replica has used keeps its gradient.
     Replicas whose forward draws from a generator that they share run one after the
     other, so that runs can be repeated; each GPU has a generator of its own.  Hooks on
     saved tensors see what replica 0 saves: put a ``checkpoint`` with
