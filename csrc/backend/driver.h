@@ -86,7 +86,6 @@ enum {
     PLI_CU_NO_DEVICE = 100,
     PLI_CU_NOT_READY = 600,
     PLI_CU_PEERS_ALREADY = 704,
-    PLI_CU_TOO_MANY_PEERS = 711,
 };
 
 /* Opens libcuda (`path`; NULL: PACELINE_LIBCUDA, else libcuda.so.1) once a process and

@@ -345,6 +345,11 @@ done:
     return st;
 }
 
+int pli_device_group_reads_first(const pli_device_group *self, int member)
+{
+    return self->members[member].reads_first;
+}
+
 void pli_device_group_destroy(pli_device_group *self)
 {
     if (self == NULL)

@@ -43,6 +43,9 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out) PL_MUST_USE;
 void pli_device_group_destroy(pli_device_group *self);
 
+/* Whether a member's kernels can read member 0's memory. */
+int pli_device_group_reads_first(const pli_device_group *self, int member);
+
 /* Moves of whole tensors from one member to another; `streams` of these two are read.
  */
 pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *streams,

@@ -122,6 +122,8 @@ def _on(index: int, stream: Any) -> Iterator[None]:
 
 machine = Machine()
 _opened: dict[tuple[int, int], _native.Device] = {}
+tried: dict[tuple[int, int], bool] = {}
+"""Pairs of GPUs that exchanged bytes; the second's kernels may read the first's."""
 
 
 def open_device(index: int) -> _native.Device:

@@ -164,6 +164,7 @@ class SeveralGpus(_gpu.Machine):
 
     def __init__(self, n_gpus: int) -> None:
         self.n_gpus = n_gpus
+        self.has_peers = True
 
     def shown(self) -> contextlib.AbstractContextManager[Any]:
         """Return what has torch know of them."""
@@ -200,7 +201,7 @@ class SeveralGpus(_gpu.Machine):
         return "fake GPU", "9.0"
 
     def can_access(self, index: int, peer: int) -> bool:
-        return True
+        return self.has_peers
 
     def count(self) -> int:
         return self.n_gpus
@@ -275,6 +276,7 @@ def several(
     """
     assert n_gpus <= _MOST_GPUS
     machine = kind(n_gpus)
+    machine.has_peers = "peers=0" not in options
     with machine.shown():
         loaded = _reset(*options)
         before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
@@ -314,6 +316,7 @@ def _let_go(loaded: ctypes.CDLL) -> None:
     Torch keeps the graph of a backward that has failed, where it has Functions.
     """
     _gpu._opened.clear()
+    _gpu.tried.clear()
     if loaded.fake_live_objects() > 0:
         gc.collect()
     if loaded.fake_live_objects() > 0:

@@ -425,7 +425,24 @@ static void group_dealloc(PyObject *object)
     pli_object_free(object);
 }
 
+static PyObject *group_readers(PyObject *object, PyObject *ignored)
+{
+    PLI_ENTER(object);
+    const device_group_object *self = group_of(object);
+    PyObject *all = PyTuple_New(n_members(self));
+    (void)ignored;
+    for (Py_ssize_t k = 0; all != NULL && k < n_members(self); k++)
+        pli_tuple_put(
+            &all, k,
+            PyBool_FromLong(pli_device_group_reads_first(self->group, (int)k)));
+    return all;
+}
+
 static PyMethodDef group_methods[] = {
+    {"readers", group_readers, METH_NOARGS,
+     "readers($self, /)\n--\n\nReturn by member whether its kernels can read member "
+     "0's "
+     "memory."},
     {"streams", group_streams, METH_NOARGS,
      "streams($self, /)\n--\n\nReturn the streams that are current in this thread, a "
      "number a member."},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 N_SLOTS = 3  # PLI_RING_SLOTS
 _ALIGNMENT = 64
+_N_TRIED = 1 << 13  # numbers of 64 bits
+
+_log = logging.getLogger("paceline")
 
 
 class Streams(NamedTuple):
@@ -40,6 +46,13 @@ class Group:
     native : paceline._native.DeviceGroup
     rooms : list of torch.Tensor or None
         By member, memory in which it adds up gradients.
+    can_compare : bool
+        Members may find out by themselves what has changed on member 0.
+
+    Raises
+    ------
+    RuntimeError
+        If two GPUs do not get each other's bytes.
     """
 
     def __init__(self, indices: Sequence[int], machine: _gpu.Machine | Host) -> None:
@@ -55,6 +68,68 @@ class Group:
         self.native = _native.DeviceGroup(opened)
         self.rooms: list[torch.Tensor | None] = [None] * len(self.indices)
         self._memories: dict[tuple[str, int], torch.Tensor] = {}
+        self.can_compare = not self.is_cpu and self._try()
+
+    def _try(self) -> bool:
+        """Have each two GPUs exchange bytes, once a process; return `can_compare`.
+
+        There are machines whose GPUs are said to reach each other, and get wrong bytes.
+        """
+        pairs = {
+            (self.indices[j], self.indices[k]): (j, k)
+            for j, k in itertools.combinations(range(len(self)), 2)
+            if self.indices[j] != self.indices[k]
+        }
+        for key, (j, k) in pairs.items():
+            if key not in _gpu.tried:
+                # In a thread on the default streams, without modes of torch's.
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(self._try_copies, j, k).result()
+                    reads = thread.submit(self._try_kernels, j, k).result()
+                _gpu.tried[key] = reads
+        first = self.indices[0]
+        return all(_gpu.tried.get((first, index), True) for index in self.indices)
+
+    def _try_copies(self, j: int, k: int) -> None:
+        """Raise if bytes do not arrive as they were sent, from member to member."""
+        numbers, sent = self.native.streams(), _bytes_to_try()
+        for source, target in ((j, k), (k, j)):
+            block = sent.to(self.devices[source])
+            place = block.to(self.devices[target])  # as torch gives its memory access
+            place.fill_(-1)
+            self.native.copy(numbers, source, [block], target, [place])
+            if not torch.equal(place.cpu(), sent):
+                raise RuntimeError(
+                    f"what {self.devices[source]} sends to {self.devices[target]} "
+                    "arrives as other bytes: an IOMMU, or PCIe access control (ACS), "
+                    "redirects copies between GPUs, torch's too. Turn it off (in the "
+                    "BIOS, or by the kernel's iommu=off), or give device_ids=[0]"
+                )
+
+    def _try_kernels(self, j: int, k: int) -> bool:
+        """Tell whether kernels of a member read another's memory; log where not."""
+        pair = f"{self.devices[j]} and {self.devices[k]}"
+        if j > 0 or not _gpu.machine.can_access(self.indices[k], self.indices[0]):
+            return True  # nobody will read
+        if not self.native.readers()[k]:
+            _log.warning(
+                "the driver refuses peer access between %s: copies go by way of the "
+                "host's memory",
+                pair,
+            )
+            return True
+        sent = _bytes_to_try()
+        block = sent.to(self.devices[0])
+        place = torch.full_like(block, -1, device=self.devices[k])
+        blocks: list[Any] = [None] * len(self)
+        blocks[k] = place
+        segment = [block], [0], block.nbytes, blocks
+        arguments = self.native.streams(), self.ring(_ALIGNMENT), [segment]
+        self.native.refresh(*arguments, self.sums(1))
+        if torch.equal(place.cpu(), sent):
+            return True
+        _log.warning("kernels of %s read wrong bytes: all parameters are sent", pair)
+        return False
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -147,3 +222,8 @@ class Group:
         if index == self.indices[expected]:
             return expected
         return self.indices.index(index) if index in self.indices else None
+
+
+def _bytes_to_try() -> torch.Tensor:
+    """Return numbers that differ in all of their bytes."""
+    return torch.arange(1, _N_TRIED + 1) * 0x0123456789ABCDF

@@ -161,7 +161,7 @@ class Replicated:
                 looks_same = [segment.record_sent(k, stamp) for k in members]
                 (compared if all(looks_same) else sent).append(segment)
             n_bytes = sum(segment.n_bytes for segment in compared)
-            if n_bytes < segments_.COMPARED_BYTES or self._group.is_cpu:
+            if n_bytes < segments_.COMPARED_BYTES or not self._group.can_compare:
                 sent, compared = sent + compared, []
             self._held.limit(len(layout.segments) * len(members))
             for segments, keeps_values in ((sent, False), (compared, True)):

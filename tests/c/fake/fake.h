@@ -69,12 +69,15 @@ typedef struct fake_options {
                          blocks the host until one is done.  0: any number */
     int64_t corrupt_bytes; /* the last element of an all-reduce of so many, or more, is
                               wrong; 0: none is */
-    int peers;        /* 1: every device can be given access to every other's memory */
-    int share_device; /* 1: ranks of one communicator may share a device */
-    int one_bus;      /* 1: devices are parts of one card */
-    int quiet;        /* 1: errors, and why a capture is invalid, go unprinted */
-    int blocking;     /* 1: the host waits for whatever it puts into the legacy default
-                         stream: for tests whose tensors are the CPU's */
+    int peers;         /* 1: every device can be given access to every other's memory;
+                          more: they say so, and then access is refused with this error */
+    int corrupt_peers; /* 1: access to a peer makes the last byte of copies between the
+                          two wrong */
+    int share_device;  /* 1: ranks of one communicator may share a device */
+    int one_bus;       /* 1: devices are parts of one card */
+    int quiet;         /* 1: errors, and why a capture is invalid, go unprinted */
+    int blocking;      /* 1: the host waits for whatever it puts into the legacy default
+                          stream: for tests whose tensors are the CPU's */
 } fake_options;
 
 #define FAKE_API FAKE_EXPORT

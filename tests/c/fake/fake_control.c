@@ -228,7 +228,8 @@ static int set_option(fake_options *it, const char *name, const char *text)
                    OPTION(lazy_connect), OPTION(connect_bytes), OPTION(net),
                    OPTION(proxy_blocks), OPTION(abort_ms),      OPTION(queue_depth),
                    OPTION(peers),        OPTION(corrupt_bytes), OPTION(share_device),
-                   OPTION(one_bus),      OPTION(quiet),         OPTION(blocking)};
+                   OPTION(one_bus),      OPTION(quiet),         OPTION(blocking),
+                   OPTION(corrupt_peers)};
 #undef OPTION
     const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {

@@ -112,6 +112,7 @@ typedef struct copy {
     int is_to_device;
     int is_from_device;
     const char *what;
+    int is_corrupt;
 } copy;
 
 /* Host memory that is not pinned is read at the call, and has been written when the
@@ -128,6 +129,7 @@ static int enqueue_copy(const copy *it, CUstream handle)
     op->n_bytes = it->n_bytes;
     op->is_to_device = it->is_to_device;
     op->is_from_device = it->is_from_device;
+    op->is_corrupt = it->is_corrupt;
     const int is_captured = stream->capture != NULL;
     if (!it->is_from_device && !fk_is_pinned(it->from) && !is_captured) {
         op->staged = fk_new(it->n_bytes);
@@ -145,14 +147,14 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t n_bytes,
                            CUstream stream)
 {
     FAKE_CALL(cuMemcpyHtoDAsync);
-    const copy it = {pointer_of(to), from, n_bytes, 1, 0, "cuMemcpyHtoDAsync"};
+    const copy it = {pointer_of(to), from, n_bytes, 1, 0, "cuMemcpyHtoDAsync", 0};
     return fk_leave(enqueue_copy(&it, stream));
 }
 
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t n_bytes, CUstream stream)
 {
     FAKE_CALL(cuMemcpyDtoHAsync);
-    const copy it = {to, pointer_of(from), n_bytes, 0, 1, "cuMemcpyDtoHAsync"};
+    const copy it = {to, pointer_of(from), n_bytes, 0, 1, "cuMemcpyDtoHAsync", 0};
     return fk_leave(enqueue_copy(&it, stream));
 }
 
@@ -160,8 +162,8 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t n_bytes,
                            CUstream stream)
 {
     FAKE_CALL(cuMemcpyDtoDAsync);
-    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1,
-                     "cuMemcpyDtoDAsync"};
+    const copy it = {
+        pointer_of(to), pointer_of(from), n_bytes, 1, 1, "cuMemcpyDtoDAsync", 0};
     return fk_leave(enqueue_copy(&it, stream));
 }
 
@@ -183,10 +185,10 @@ CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext to_context, CUdeviceptr fro
                            CUcontext from_context, size_t n_bytes, CUstream stream)
 {
     FAKE_CALL(cuMemcpyPeerAsync);
-    const copy it = {pointer_of(to),     pointer_of(from), n_bytes, 1, 1,
-                     "cuMemcpyPeerAsync"};
+    copy it = {pointer_of(to), pointer_of(from), n_bytes, 1, 1, "cuMemcpyPeerAsync", 0};
     if (!is_of(to_context, to, "to") || !is_of(from_context, from, "from"))
         return fk_leave(CUDA_ERROR_INVALID_VALUE);
+    it.is_corrupt = fk_is_corrupt(from_context->device, to_context->device);
     from_context->sent_bytes[to_context->device] += (int64_t)n_bytes;
     return fk_leave(enqueue_copy(&it, stream));
 }

@@ -13,6 +13,12 @@ int fk_has_access(int device, int other)
            (fk.contexts[device].peers >> other & 1) != 0;
 }
 
+int fk_is_corrupt(int device, int other)
+{
+    return fk.options.corrupt_peers != 0 && device != other &&
+           (fk_has_access(device, other) || fk_has_access(other, device));
+}
+
 void fake_part(int device, int other)
 {
     (void)pthread_mutex_lock(&fk.lock);
@@ -49,6 +55,8 @@ CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
         return fk_leave(CUDA_ERROR_INVALID_CONTEXT);
     if (!can_access(context->device, peer->device))
         return fk_leave(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+    if (fk.options.peers > 1)
+        return fk_leave(fk.options.peers);
     if (fk_has_access(context->device, peer->device))
         return fk_leave(CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
     context->peers |= 1U << peer->device;

@@ -171,8 +171,11 @@ static void execute(fk_op *op)
         execute_kernel(op);
         break;
     case FK_COPY:
-        if (fk_check_copy(op))
-            memmove(op->to, op->staged != NULL ? op->staged : op->from, op->n_bytes);
+        if (!fk_check_copy(op))
+            break;
+        memmove(op->to, op->staged != NULL ? op->staged : op->from, op->n_bytes);
+        if (op->is_corrupt)
+            op->to[op->n_bytes - 1] ^= 0x5a;
         break;
     case FK_FILL:
         if (fk_check_copy(op))

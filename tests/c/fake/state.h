@@ -140,7 +140,7 @@ struct fk_op {
             char *staged;
             size_t n_bytes;
             int value;
-            int is_to_device, is_from_device;
+            int is_to_device, is_from_device, is_corrupt;
         };
         fk_launch *launch;
     };
@@ -233,6 +233,8 @@ int fk_need_context(CUcontext *out);
 /* Whether kernels on `device` may touch the memory of the other. */
 int fk_has_access(int device, int other);
 int fk_is_shared(const void *at);
+/* Whether copies between them arrive wrong. */
+int fk_is_corrupt(int device, int other);
 
 /* ---- fake_memory.c -------------------------------------------------------------- */
 

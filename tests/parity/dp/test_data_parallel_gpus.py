@@ -10,7 +10,7 @@ import weakref
 import paceline
 import pytest
 import torch
-from paceline import _gpu
+from paceline import _gpu, _native
 from paceline._dp import segments
 from programs import module
 from replicas import (
@@ -24,6 +24,8 @@ from replicas import (
 )
 from support import fake_gpus
 from torch import nn
+
+DeviceGroup = _native.DeviceGroup
 
 
 @pytest.fixture
@@ -202,3 +204,53 @@ def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_gpus_that_get_other_bytes_than_were_sent_are_one_clear_error():
+    with fake_gpus.several(3, "corrupt_peers=1", kind=fake_gpus.DeviceGpus):
+        ours = paceline.DataParallel(net().to("gpu"), [0, 1, 2])
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="gpu:0 sends to gpu:1 arrives as"):
+                ours(integers(7, 3).to("gpu"))
+
+
+class WrongKernels:
+    """A native group whose kernels bring nothing."""
+
+    def __init__(self, devices):
+        self.native = DeviceGroup(devices)
+
+    def __getattr__(self, name):
+        return getattr(self.native, name)
+
+    def refresh(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("option", "kind", "words"),
+    [
+        ("peers=205", DeviceGroup, "the driver refuses peer access between {}"),
+        ("peers=1", WrongKernels, "kernels of {} read wrong bytes: all"),
+    ],
+)
+def test_peers_that_cannot_be_read_are_told_of_once(
+    option, kind, words, caplog, monkeypatch
+):
+    monkeypatch.setattr(_native, "DeviceGroup", kind)
+    with fake_gpus.several(3, option, kind=fake_gpus.DeviceGpus):
+        for _ in range(2):
+            ours, plain = paceline.DataParallel(net().to("gpu"), [0, 1, 2]), net()
+            with torch.no_grad():
+                for _ in range(2):
+                    found = ours(integers(7, 3).to("gpu"))
+            assert torch.equal(found.cpu(), plain(integers(7, 3)))
+            for model, x in ((ours, integers(7, 3).to("gpu")), (plain, integers(7, 3))):
+                model(x).square().sum().backward()
+            for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p.grad.cpu(), q.grad)
+            del ours
+            gc.collect()
+        lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    for line, pair in zip(lines, ("gpu:0 and gpu:1", "gpu:0 and gpu:2"), strict=True):
+        assert line.startswith(words.format(pair))
