@@ -6,9 +6,14 @@
  * the flags how many synchronised forwards it has had since the last step.
  *
  * Ranks may differ in that and be right: one cuts its batch into more parts, another
- * leaves an output out of its loss, or evaluates alone, of which no backward is
- * awaited.  Where both numbers differ, that of forwards and that of those without a
- * backward, no program is that torch runs the same on all ranks.
+ * leaves an output out of its loss.  Where both numbers differ, that of forwards and
+ * that of those without a backward, no program is that torch runs the same on all
+ * ranks.  In a step that no output shows on either rank (the module keeps its loss,
+ * say) the second is not known, and the first must be the same.
+ *
+ * Which of several forwards a backward is of may differ too: each rank takes its best.
+ * Where one has skipped the first of two backwards, the next step is the one that
+ * differs.
  */
 #include <stdio.h>
 
@@ -37,10 +42,18 @@ static int is_unannounced(const forward_bytes *counts)
     return counts->n_answered == 0 && counts->n_unanswered > 0;
 }
 
+/* Whether nothing is known of its forwards but their number. */
+static int is_hidden(const forward_bytes *counts)
+{
+    return counts->n_answered == 0 && counts->n_unanswered == 0;
+}
+
 static int is_same_step(const forward_bytes *a, const forward_bytes *b)
 {
-    return (a->n > 0) == (b->n > 0) && is_unannounced(a) == is_unannounced(b) &&
-           (a->n == b->n || a->n_unanswered == b->n_unanswered);
+    if (a->n == b->n)
+        return is_unannounced(a) == is_unannounced(b);
+    return a->n > 0 && b->n > 0 && is_unannounced(a) == is_unannounced(b) &&
+           a->n_unanswered == b->n_unanswered && !(is_hidden(a) && is_hidden(b));
 }
 
 static pl_status report(const pl_reducer *self)

@@ -15,11 +15,16 @@
 
 #include "module_buffers.h"
 
-uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs)
+uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
+                          forward_mode mode)
 {
-    self->forwards.n++;
-    self->forwards.n_unanswered += outputs == OUTPUTS_AWAITED;
-    return self->forwards.n;
+    forward_counts *forwards = &self->forwards;
+    forwards->n++;
+    forwards->n_training += mode == MODE_TRAINING;
+    if (outputs == OUTPUTS_UNWATCHED)
+        return 0;
+    forwards->n_unanswered[mode]++;
+    return forwards->n << 1 | mode;
 }
 
 void pli_forwards_supersede(reducer_object *self)
@@ -27,12 +32,13 @@ void pli_forwards_supersede(reducer_object *self)
     self->forwards.n_over = self->forwards.n;
 }
 
-void pli_forwards_answer(reducer_object *self, uint64_t number, int is_awaited)
+void pli_forwards_answer(reducer_object *self, uint64_t token)
 {
-    self->forwards.n_answered++;
-    if (is_awaited && number > self->forwards.n_before &&
-        self->forwards.n_unanswered > 0)
-        self->forwards.n_unanswered--;
+    forward_counts *forwards = &self->forwards;
+    const forward_mode mode = token & 1 ? MODE_TRAINING : MODE_EVALUATION;
+    forwards->n_answered[mode]++;
+    if (token >> 1 > forwards->n_before && forwards->n_unanswered[mode] > 0)
+        forwards->n_unanswered[mode]--;
 }
 
 int pli_forwards_begin_step(const reducer_object *self, size_t i)
@@ -45,13 +51,39 @@ int pli_forwards_begin_step(const reducer_object *self, size_t i)
     return forwards->n > forwards->n_over && forwards->n > self->slots[i].answered;
 }
 
+/* Whether the step is of training mode: that of a forward whose backward is in it, or
+ * of any since the last step where no output shows which. */
+static int is_in_training(const forward_counts *forwards)
+{
+    if (forwards->n_answered[MODE_TRAINING] > 0)
+        return 1;
+    return forwards->n_answered[MODE_EVALUATION] == 0 && forwards->n_training > 0;
+}
+
+/* A rank that evaluates alone may forget torch.no_grad(): forwards in evaluation mode
+ * count only in a step of such a forward, where the model is trained in that mode. */
 void pli_forwards_send(reducer_object *self)
 {
     const forward_counts *forwards = &self->forwards;
-    const pl_forwards counts = {.n = (unsigned)(forwards->n - forwards->n_before),
-                                .n_answered = forwards->n_answered,
-                                .n_unanswered = forwards->n_unanswered};
+    pl_forwards counts = {.n = forwards->n_training,
+                          .n_answered = forwards->n_answered[MODE_TRAINING],
+                          .n_unanswered = forwards->n_unanswered[MODE_TRAINING]};
+    if (!is_in_training(forwards)) {
+        counts.n = (unsigned)(forwards->n - forwards->n_before);
+        counts.n_answered += forwards->n_answered[MODE_EVALUATION];
+        counts.n_unanswered += forwards->n_unanswered[MODE_EVALUATION];
+    }
     pl_reducer_set_forwards(self->reducer, &counts);
+}
+
+/* The last step is taken to have ended n forwards ago, all of training mode. */
+static void count_from(forward_counts *forwards, unsigned n)
+{
+    *forwards = (forward_counts){.n = forwards->n,
+                                 .n_before = forwards->n >= n ? forwards->n - n : 0,
+                                 .n_over = forwards->n_over,
+                                 .n_training = n,
+                                 .n_answered[MODE_TRAINING] = n};
 }
 
 void pli_forwards_end_step(reducer_object *self)
@@ -62,21 +94,19 @@ void pli_forwards_end_step(reducer_object *self)
             self->slots[i].answered = forwards->n;
     if (self->ends_with_step)
         forwards->n_over = forwards->n;
-    forwards->n_before = forwards->n;
-    forwards->n_answered = forwards->n_unanswered = 0;
+    count_from(forwards, 0);
 }
 
 void pli_forwards_take_back(reducer_object *self)
 {
     forward_counts *forwards = &self->forwards;
-    forwards->n_unanswered = (unsigned)(forwards->n - forwards->n_before);
+    const unsigned n = (unsigned)(forwards->n - forwards->n_before);
+    forwards->n_unanswered[MODE_TRAINING] = forwards->n_training;
+    forwards->n_unanswered[MODE_EVALUATION] = n - forwards->n_training;
 }
 
 void pli_forwards_restart(reducer_object *self, unsigned n)
 {
-    forward_counts *forwards = &self->forwards;
-    forwards->n_before = forwards->n >= n ? forwards->n - n : 0;
-    forwards->n_answered = n;
-    forwards->n_unanswered = 0;
+    count_from(&self->forwards, n);
     pli_buffers_forget(self);
 }

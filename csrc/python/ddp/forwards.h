@@ -4,22 +4,18 @@
 
 #include "reducer_object.h"
 
-/* Whether pli_forwards_answer() is called when a forward's backward begins, and whether
- * that is awaited: a rank that evaluates may forget torch.no_grad(). */
-typedef enum forward_outputs {
-    OUTPUTS_UNWATCHED,
-    OUTPUTS_OF_EVALUATION,
-    OUTPUTS_AWAITED
-} forward_outputs;
+/* Whether pli_forwards_answer() is called when a forward's backward begins. */
+typedef enum forward_outputs { OUTPUTS_UNWATCHED, OUTPUTS_WATCHED } forward_outputs;
 
-/* A synchronised forward has ended; its number. */
-uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs);
+/* A synchronised forward has ended; what to answer it by, 0 if it is unwatched. */
+uint64_t pli_forwards_end(reducer_object *self, forward_outputs outputs,
+                          forward_mode mode);
 
 /* Backwards whose beginning is not seen are awaited no longer. */
 void pli_forwards_supersede(reducer_object *self);
 
-/* The backward of forward `number` begins. */
-void pli_forwards_answer(reducer_object *self, uint64_t number, int is_awaited);
+/* The backward of the forward of this token begins. */
+void pli_forwards_answer(reducer_object *self, uint64_t token);
 
 /* Whether a gradient that comes for slot i while no step is under way begins one. */
 int pli_forwards_begin_step(const reducer_object *self, size_t i);

@@ -289,7 +289,7 @@ int pli_buffers_sync(reducer_object *self)
     const int root = pl_reducer_next_root(self->reducer);
     /* A failed step is left behind by the next synchronised forward, and not by one of
      * no_sync(). */
-    if (self->n_buffers == 0 || self->forwards.n_unanswered > 0 ||
+    if (self->n_buffers == 0 || self->forwards.n_unanswered[MODE_TRAINING] > 0 ||
         pl_reducer_has_failed(self->reducer))
         return 0;
     const int sends = ask_root(self, root);

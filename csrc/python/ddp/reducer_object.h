@@ -92,13 +92,17 @@ typedef enum join_end { JOIN_GOES_ON, JOIN_RAISES } join_end;
 /* What becomes of `.grad` on a rank that takes a shadow step. */
 typedef enum join_grads { JOIN_LEAVES_GRADS, JOIN_BINDS_RESULTS } join_grads;
 
+/* Of a forward: whether the wrapper was in training mode. */
+typedef enum forward_mode { MODE_EVALUATION, MODE_TRAINING, N_MODES } forward_mode;
+
 /* Forwards through the wrapper whose backward is to be synchronised: forwards.c. */
 typedef struct forward_counts {
-    uint64_t n;            /* that have ended, in all */
-    uint64_t n_before;     /* ... when the last step ended */
-    uint64_t n_over;       /* the backward of the first n_over is awaited no longer */
-    unsigned n_answered;   /* whose backward has begun since the last step */
-    unsigned n_unanswered; /* after the last step, whose backward has not begun */
+    uint64_t n;          /* that have ended, in all */
+    uint64_t n_before;   /* ... when the last step ended */
+    uint64_t n_over;     /* the backward of the first n_over is awaited no longer */
+    unsigned n_training; /* since the last step, in training mode */
+    unsigned n_answered[N_MODES];   /* whose backward has begun since the last step */
+    unsigned n_unanswered[N_MODES]; /* after the last step, watched, has not begun */
 } forward_counts;
 
 typedef struct reducer_object {

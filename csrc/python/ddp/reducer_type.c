@@ -225,15 +225,12 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "pp:forward_ends", &is_watched, &is_training))
         return NULL;
     if (!is_in_backward(state_of(object))) {
-        const forward_outputs outputs = !is_watched   ? OUTPUTS_UNWATCHED
-                                        : is_training ? OUTPUTS_AWAITED
-                                                      : OUTPUTS_OF_EVALUATION;
-        if (self->is_sync) {
-            const uint64_t number = pli_forwards_end(self, outputs);
-            token = is_watched ? number << 1 | (outputs == OUTPUTS_AWAITED) : 0;
-        } else if (!is_watched) {
+        if (self->is_sync)
+            token =
+                pli_forwards_end(self, is_watched ? OUTPUTS_WATCHED : OUTPUTS_UNWATCHED,
+                                 is_training ? MODE_TRAINING : MODE_EVALUATION);
+        else if (!is_watched)
             pli_forwards_supersede(self);
-        }
     }
     if (!pl_reducer_is_active(self->reducer))
         pli_comm_record_activity(self->comm, PL_IDLE,
@@ -245,7 +242,7 @@ static PyObject *reducer_await_backward(PyObject *object, PyObject *ignored)
 {
     PLI_ENTER(object);
     (void)ignored;
-    (void)pli_forwards_end(reducer_of(object), OUTPUTS_UNWATCHED);
+    (void)pli_forwards_end(reducer_of(object), OUTPUTS_UNWATCHED, MODE_TRAINING);
     Py_RETURN_NONE;
 }
 
@@ -304,7 +301,7 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *args)
     if (self->attachment == DETACHED)
         Py_RETURN_FALSE;
     if (token > 0)
-        pli_forwards_answer(self, token >> 1, (int)(token & 1));
+        pli_forwards_answer(self, token);
     if (!is_synchronised) {
         if (pli_backward_end_queue_local(self) != 0)
             return NULL;

@@ -159,8 +159,10 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - The number of forwards since the last step goes with each step: where ranks are
       not in the same step (one has caught an exception between forward and backward),
       all raise ``MismatchError``.  Run a forward that is not to be trained under
-      ``torch.no_grad()``, or through ``wrapper.module``; have a loss that is to count
-      for nothing hold the output still (``0 * output.sum()``).
+      ``torch.no_grad()``, through ``wrapper.module``, or in evaluation mode if steps
+      are in training mode; have a loss that is to count for nothing hold the output
+      still (``0 * output.sum()``).  A reentrant checkpoint around the wrapper shows
+      no forward: steps are then paired by their order, as in torch.
     - Every backward of a synchronised forward is averaged: of each of several forwards,
       of a retained graph, after a local backward in between. torch averages the first
       one after the last forward, and leaves later ones local.

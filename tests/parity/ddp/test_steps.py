@@ -189,10 +189,32 @@ def of_some_outputs(ranks, model, step):
     return sum(outs[ranks.rank :])
 
 
+def of_one_output(ranks, model, step):
+    """Each rank takes one of its losses, as if it were its best."""
+    return [model(data(ranks, (step, i))).sum() for i in range(2)][ranks.rank]
+
+
+def beside_an_evaluation(ranks, model, step):
+    """Rank 0 alone evaluates, and forgets torch.no_grad()."""
+    before = model.training
+    out = model(data(ranks, step))
+    if ranks.rank == 0:
+        model.eval()(data(ranks, (step, "evaluation")))
+    model.train(before)
+    return out.sum()
+
+
 @on_gpus_too()
-@as_torch(loss_of=[in_parts, of_some_outputs])
-def test_ranks_may_use_different_numbers_of_forwards_in_a_step(ranks, wrap, loss_of):
-    model = wrap(net())
+@as_torch(
+    loss_of=[in_parts, of_some_outputs, of_one_output, beside_an_evaluation],
+    training=[True, False],
+)
+def test_ranks_may_use_different_numbers_of_forwards_in_a_step(
+    ranks, wrap, loss_of, training
+):
+    if loss_of is beside_an_evaluation and not training:
+        pytest.skip("an evaluation like training is a step that was skipped")
+    model = wrap(net()).train(training)
     for step in range(3):
         model.zero_grad()
         loss_of(ranks, model, step).backward()
@@ -223,21 +245,34 @@ def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks, wrap):
     yield grads_of(model)
 
 
-def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks):
+class Hides(TwoParts):
+    """Gives its output to nobody that could look for it."""
+
+    def forward(self, x):
+        self.kept = self.first(x) + self.second(x)
+
+
+@on_ranks(how=["trains", "trains in evaluation mode", "hides its output"])
+def test_a_backward_that_one_rank_has_skipped_is_an_error_in_the_next_step(ranks, how):
+    is_hidden = how == "hides its output"
+    wrapped = ranks.wrap(integer_weights(Hides()) if is_hidden else net())
+    wrapped.train(how != "trains in evaluation mode")
+
     def go(model, step):
-        loss = model(data(ranks, step)).sum()
+        out = model(data(ranks, step))
+        loss = (model.module.kept if is_hidden else out).sum()
         if (ranks.rank, step) == (1, 1):
             loss = FailsInBackward.apply(loss, ArithmeticError("in the loss"))
         loss.backward()
 
-    errors, found = run_and_catch(ranks, ranks.wrap(net()), go, 5 - (ranks.rank != 1))
+    errors, found = run_and_catch(ranks, wrapped, go, 5 - (ranks.rank != 1))
     mismatch = 2 if ranks.rank == 1 else 1
     kinds = {step: type(error) for step, error in errors.items()}
     skipped = {1: ArithmeticError} if ranks.rank == 1 else {}
     assert kinds == {**skipped, mismatch: paceline.MismatchError}
     words = str(errors[mismatch])
     assert "rank 0: 1, 0 of them without a backward" in words
-    assert "rank 1: 2, 1 of them without a backward" in words
+    assert f"rank 1: 2, {int(not is_hidden)} of them without a backward" in words
     for later in (1, 2):  # and then all ranks have the same means
         ranks.assert_same(found[mismatch + later], f"step {later} after it")
 
