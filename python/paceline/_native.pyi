@@ -199,6 +199,7 @@ class Reducer:
         caps: Sequence[int] = (),
     ) -> Reducer: ...
     sync: bool
+    in_no_sync: bool
     keeps_grads: bool
     strict: bool
     follows_forwards: bool

@@ -44,9 +44,11 @@ void pli_forwards_answer(reducer_object *self, uint64_t token)
 int pli_forwards_begin_step(const reducer_object *self, size_t i)
 {
     const forward_counts *forwards = &self->forwards;
-    if (!self->is_sync || self->sync_backward == SYNC_OFF)
+    if (self->is_in_no_sync || self->sync_backward == SYNC_OFF)
         return 0;
-    if (!self->follows_forwards || self->n_backward_ends > 0)
+    if (!self->follows_forwards)
+        return self->is_sync;
+    if (self->n_backward_ends > 0)
         return 1;
     return forwards->n > forwards->n_over && forwards->n > self->slots[i].answered;
 }

@@ -134,7 +134,8 @@ typedef struct reducer_object {
     unsigned n_notices;      /* of the buffers, since the last step or sending */
     char has_other_buffers;  /* seen in a step or a forward: see read_buffer() */
     char retains_grads;      /* what was copied is freed at the end of the step */
-    char is_sync;            /* what the user asks for at this moment */
+    char is_sync;            /* forwards are to be synchronised */
+    char is_in_no_sync;      /* ... and backwards are not, whatever their forward was */
     sync_mode sync_backward; /* ... asked for at the forward whose backward runs */
     forward_counts forwards;
     unseen_failure unseen;

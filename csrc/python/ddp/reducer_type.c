@@ -308,7 +308,7 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *args)
         Py_RETURN_TRUE;
     }
     self->sync_backward = SYNC_ON;
-    if (self->is_sync && pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
+    if (!self->is_in_no_sync && pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
         return NULL;
     Py_RETURN_TRUE;
 }
@@ -456,7 +456,9 @@ static PyMemberDef reducer_members[] = {
      "Called at the end of a backward that arrive_in_context() was called in, with its "
      "number; returns what has the gradients, each as its `grad`."},
     {"sync", T_BOOL, offsetof(reducer_object, is_sync), 0,
-     "Whether gradients are synchronised."},
+     "Whether backwards of the forwards to come are synchronised."},
+    {"in_no_sync", T_BOOL, offsetof(reducer_object, is_in_no_sync), 0,
+     "Whether none is now, whatever its forward was."},
     {"keeps_grads", T_BOOL, offsetof(reducer_object, keeps_grads), 0,
      "Whether a .grad that a step finds stays the same tensor."},
     {"strict", T_BOOL, offsetof(reducer_object, is_strict), 0,

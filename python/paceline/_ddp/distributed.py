@@ -111,7 +111,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     module : torch.nn.Module
         The model.
     require_backward_grad_sync : bool
-        Whether backward averages gradients; :meth:`no_sync` sets it.
+        Whether a forward asks for its backward to be averaged; read in forward, as in
+        torch.  :meth:`no_sync` sets it.
 
     Raises
     ------

@@ -282,12 +282,13 @@ class Forward(TorchDDP):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward averages gradients over the ranks."""
+        """Whether a forward asks for its backward to be averaged over the ranks."""
         return self._session.sync
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._session.sync = value
+        session = self._session
+        session.set_sync(bool(value), session.in_no_sync and not value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -312,12 +313,13 @@ class Forward(TorchDDP):
         tensor([[2., 2.]])
         >>> dist.destroy_process_group()
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        session = self._session
+        before = session.sync, session.in_no_sync
+        session.set_sync(False, True)
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            session.set_sync(*before)
 
 
 # What torch.compile is given is the module's forward, and none of what is round it.

@@ -97,6 +97,8 @@ class Session:
         There as soon as there is a reducer.
     reducer : paceline._native.Reducer or None
         None where there is nothing to average, or nobody was met.
+    sync, in_no_sync : bool
+        What :meth:`set_sync` was told.
     requested_step : int
         The step whose backward ``prepare_for_backward()`` has asked to synchronise,
         whatever its forward was; -1: none.
@@ -131,7 +133,7 @@ class Session:
         self.requested_step = -1
         self.syncs_buffers = True
         self.has_taken_optimizers = False  # those that run in backward
-        self._sync_without_reducer = True
+        self.sync, self.in_no_sync = True, False
         self._is_to_wrap_anew = False
 
     @property
@@ -141,18 +143,15 @@ class Session:
         assert wrapper is not None, "only the wrapper asks"
         return wrapper
 
-    @property
-    def sync(self) -> bool:
-        """Whether backward averages gradients over the ranks."""
-        reducer = self.reducer
-        return self._sync_without_reducer if reducer is None else reducer.sync
+    def set_sync(self, sync: bool, in_no_sync: bool) -> None:
+        """Say whether forwards ask for an average, and whether all backwards are local.
 
-    @sync.setter
-    def sync(self, value: bool) -> None:
-        if self.reducer is None:
-            self._sync_without_reducer = bool(value)
-        else:
-            self.reducer.sync = bool(value)
+        The first is torch's attribute; the second is for ``no_sync()`` around a
+        backward alone.
+        """
+        self.sync, self.in_no_sync = sync, in_no_sync
+        if self.reducer is not None:
+            self.reducer.sync, self.reducer.in_no_sync = sync, in_no_sync
 
     @property
     def is_to_meet(self) -> bool:
@@ -318,7 +317,7 @@ class Session:
     def _attach(self, reducer: _native.Reducer) -> None:
         """Give a new reducer what is to be called."""
         self.reducer = reducer
-        reducer.sync = self._sync_without_reducer
+        self.set_sync(self.sync, self.in_no_sync)
         reducer.set_join(self.join.divides_by_active, self.join.raises)
         reducer.follows_forwards = True
         reducer.keeps_grads = not self.options.as_bucket_views
@@ -433,7 +432,6 @@ class Session:
         if self.membership is not Membership.MOVED:  # whose ranks may have left it
             self._meet_in_old_world()
         self.membership = Membership.MET
-        self._sync_without_reducer = reducer.sync
         reducer.detach()
         reducer.on_finish = None
         self.world.leave()

@@ -135,6 +135,25 @@ class TwoParts(nn.Module):
         return self.second(x)
 
 
+class Hides(TwoParts):
+    """Gives its output to nobody that could look for it."""
+
+    def forward(self, x):
+        self.kept = self.first(x) + self.second(x)
+
+
+@on_gpus_too()
+@as_torch(asks=[True, False], hides=[False, True])
+def test_the_attribute_is_read_in_forward(ranks, wrap, asks, hides):
+    model = wrap(integer_weights(Hides()) if hides else net())
+    for step in range(3):
+        model.require_backward_grad_sync = asks
+        out = model(data(ranks, step))
+        model.require_backward_grad_sync = not asks
+        (model.module.kept if hides else out).sum().backward()
+        yield grads_of(model)
+
+
 @as_torch(order=["other first", "other last", "together"])
 def test_a_method_of_the_module_beside_a_forward_is_in_the_step(ranks, wrap, order):
     model = wrap(integer_weights(TwoParts()))
@@ -243,13 +262,6 @@ def test_a_loss_that_is_to_count_for_nothing_holds_the_output(ranks, wrap):
     loss = model(data(ranks, 0)).sum()
     (loss * 0 if ranks.rank == 1 else loss).backward()
     yield grads_of(model)
-
-
-class Hides(TwoParts):
-    """Gives its output to nobody that could look for it."""
-
-    def forward(self, x):
-        self.kept = self.first(x) + self.second(x)
 
 
 @on_ranks(how=["trains", "trains in evaluation mode", "hides its output"])
