@@ -145,24 +145,50 @@ class Forward(TorchDDP):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compiles = torch_core.is_compile_used()
-        forward_pass = _begin_uncompiled(self) if compiles else self._begin_forward()
+        if torch_core.is_compile_used() or self._has_own_parts():
+            return self._forward_in_parts(inputs, kwargs)
+        forward_pass = self._begin_forward()
         try:
             if self.device_ids:
-                inputs, kwargs = _move_uncompiled(self, inputs, kwargs)
-            if compiles:
-                output = self._run_ddp_forward(*inputs, **kwargs)
-            else:  # self.module, without torch's search for it
-                output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
+                inputs, kwargs = self._move_to_device(inputs, kwargs)
+            # self.module, without torch's search for it
+            output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
         except BaseException:
             if forward_pass is not None:
                 forward_pass.forward_fails()
             raise
-        if compiles:
-            _end_uncompiled(self, output, forward_pass)
-        else:
-            self._end_forward(output, forward_pass)
+        self._end_forward(output, forward_pass)
         return output
+
+    def _has_own_parts(self) -> bool:
+        """Tell whether a subclass, or this object, has parts of its own."""
+        kind, own = type(self), self.__dict__
+        return (
+            kind._run_ddp_forward is not _RUN
+            or kind._pre_forward is not _BEFORE
+            or kind._post_forward is not _AFTER
+            or "_run_ddp_forward" in own
+            or "_pre_forward" in own
+            or "_post_forward" in own
+        )
+
+    def _forward_in_parts(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the parts by the names and in the order of torch's class."""
+        opened = self._session.open_forwards.items
+        n_opened = len(opened)
+        try:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            if len(opened) == n_opened:  # a subclass has not called ours
+                opened.append(_begin_uncompiled(self))
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output)
+        except BaseException:
+            for forward_pass in opened[n_opened:]:
+                if forward_pass is not None:
+                    forward_pass.forward_fails()
+            raise
+        finally:
+            del opened[n_opened:]
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module as the one that torch.compile splits at its buckets."""
@@ -322,6 +348,9 @@ class Forward(TorchDDP):
             session.set_sync(*before)
 
 
+_RUN, _BEFORE = Forward._run_ddp_forward, Forward._pre_forward
+_AFTER = Forward._post_forward
+
 # What torch.compile is given is the module's forward, and none of what is round it.
 _begin_uncompiled = torch_core.uncompiled(Forward._begin_forward)
 _end_uncompiled = torch_core.uncompiled(Forward._end_forward)
@@ -330,6 +359,8 @@ torch_core.skip_frames(
     ForwardPass.__call__,
     Forward.forward,
     Forward._forward,
+    Forward._has_own_parts,
+    Forward._forward_in_parts,
     Forward._run_ddp_forward,
     Forward._pre_forward,
     Forward._post_forward,

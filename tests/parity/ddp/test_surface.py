@@ -9,7 +9,6 @@ import torch.distributed as dist
 from cases import (
     Branches,
     as_torch,
-    assert_same_grads,
     grads_of,
     has_argument,
     net,
@@ -291,19 +290,45 @@ def test_a_subclass_may_forward_names_to_its_module(ranks):
     assert data["world_size"] == ranks.n
 
 
-def test_a_subclass_may_run_the_module_in_its_own_way(ranks):
-    """As mmcv's wrapper does."""
+def doubles(self, *inputs, **kwargs):
+    return 2 * super(type(self), self)._run_ddp_forward(*inputs, **kwargs)
 
-    class Own(ranks.ours):
-        def _run_ddp_forward(self, *inputs, **kwargs):
-            self.n_runs = getattr(self, "n_runs", 0) + 1
-            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
 
-    model, plain = Own(net(), process_group=ranks.group), ranks.wrap(net())
-    for one, factor in ((model, 1), (plain, 2)):
-        (factor * one(ranks.integers(3, 6))).sum().backward()
-    assert model.n_runs == 1
-    assert_same_grads(model, plain)
+def adds_to_inputs(self, x):
+    (x,), kwargs = super(type(self), self)._pre_forward(x)
+    return (x + 1,), kwargs
+
+
+def takes_inputs_as_they_are(self, *inputs, **kwargs):
+    return inputs, kwargs
+
+
+def triples(self, output):
+    return 3 * super(type(self), self)._post_forward(output)
+
+
+PARTS = {
+    "run": {"_run_ddp_forward": doubles},  # as mmcv's wrapper has it
+    "before": {"_pre_forward": adds_to_inputs},
+    "instead": {"_pre_forward": takes_inputs_as_they_are},
+    "after": {"_post_forward": triples},
+}
+
+
+@as_torch(part=[*PARTS], compiled=[False, True])
+def test_a_subclass_may_have_parts_of_a_forward_of_its_own(ranks, wrap, part, compiled):
+    torch._dynamo.reset()
+    if compiled:
+        torch.compile(lambda x: x, backend="eager")
+    base = ranks.ours if wrap == ranks.wrap else TorchDDP
+    model = type("Own", (base,), PARTS[part])(net(), process_group=ranks.group)
+    for step in range(3):
+        x = ranks.integers(3, 6, key=step)
+        yield model(x)
+        yield step_of(model, x)
+    with pytest.raises(TypeError):
+        model(None)
+    yield step_of(model, x)
 
 
 @on_gpus_too()
