@@ -150,6 +150,9 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
       travels ends the step on all, by a ``MismatchError``.
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
       records gradients, or in a join: one rank may make and evaluate a copy alone.
+      A copy that is only evaluated (an average of the wrapper's weights) thus has each
+      rank's own buffers, where torch's takes over rank 0's in its first forward: send
+      them yourself, or evaluate on rank 0.
     - A parameter that no rank used in a step keeps its ``.grad``, whatever the flags.
     - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
       average is then dense on all. Any parameter's gradient may be sparse.
@@ -171,7 +174,9 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
       gradient until the average is there, unless hooks of yours are on it (on GPUs with
       ``gradient_as_bucket_view`` alone).
-    - A hook that sets ``.grad`` to None on every rank leaves None; torch, zeros.
+    - A gradient that is None on every rank (a hook has set it, a ``Function`` has
+      returned it) leaves ``.grad`` as it is, so that no optimizer steps by it; torch
+      makes it zeros.
     - A rank that dies, leaves or fails makes the others raise ``PeerError``, naming it,
       in a backward also in place of an exception that they would raise themselves.
     - Sums are taken in rank order, so each run gives the same bits.

@@ -7,6 +7,7 @@ module's at all, or the program keeps them from one step to the next.
 
 import contextlib
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from cases import (
@@ -110,13 +111,34 @@ def test_a_hook_may_replace_the_gradients_of_other_parameters(ranks, wrap):
     yield grads_of(model)
 
 
-def test_a_hook_that_drops_the_gradient_on_every_rank_leaves_none(ranks):
-    model = ranks.wrap(Terms())
-    terms = list(model.module.terms)
-    terms[1].register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    model(factors(ranks, model, 0)).backward()
-    assert [p.grad is None for p in terms] == [False, True, False]
-    ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
+class Drops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@on_ranks(by=["a hook", "a Function"])
+def test_a_gradient_that_is_dropped_on_every_rank_stays_none(ranks, by):
+    """torch leaves zeros."""
+    module = Terms()
+    terms = list(module.terms)
+    if by == "a hook":
+        terms[1].register_post_accumulate_grad_hook(drop)
+    else:
+        module.forward = lambda factors: Terms.forward(
+            SimpleNamespace(terms=[terms[0], Drops.apply(terms[1]), terms[2]]), factors
+        )
+    for wrap, dropped in ((ranks.wrap_by_torch, 0.0), (ranks.wrap, None)):
+        model = wrap(module)
+        model.zero_grad()
+        model(factors(ranks, model, 0)).backward()
+        found = terms[1].grad
+        assert (found if found is None else found.abs().max().item()) == dropped
+        ranks.assert_same([terms[0].grad, terms[2].grad], "gradients")
 
 
 @as_torch()
