@@ -139,10 +139,3 @@ pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                         comm->ops->name);
     return comm->ops->map_own(comm, offset_bytes, n_bytes, out);
 }
-
-void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                          void *memory)
-{
-    if (comm->ops->unshare_own != NULL)
-        comm->ops->unshare_own(comm, offset_bytes, n_bytes, memory);
-}

@@ -89,12 +89,12 @@ typedef struct pl_comm_ops {
      * no operation is behind it.  What the world does from now on is, and the end of
      * that memory.  NULL: there is none. */
     void (*follow)(pl_comm *comm, pl_stream *stream);
-    /* Maps a range of this rank's own arena once more, and, in a forked child, makes
-     * such a mapping private; NULL: this kind cannot. */
+    /* Maps a range of this rank's own arena once more, and makes such a mapping private
+     * with its contents; NULL: this kind cannot. */
     pl_status (*map_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                          void **out);
-    void (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                        void *memory);
+    pl_status (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                             void *memory);
     /* In a forked child: lets go of connections, whose end the peers could not see
      * while the child has them; NULL: there are none. */
     void (*forget)(pl_comm *comm);
@@ -223,8 +223,6 @@ static inline pl_status pli_comm_prepare(pl_comm *comm, const pli_op_range *rang
 /* PL_EUNSUPPORTED where this kind of world has no such memory. */
 pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                            void **out) PL_MUST_USE;
-void pli_comm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                          void *memory);
 
 /* In a forked child; the world is its parent's. */
 static inline void pli_comm_forget(pl_comm *comm)

@@ -134,10 +134,11 @@ static pl_status group_map_own(pl_comm *comm, size_t offset_bytes, size_t n_byte
     return pli_comm_map_own(group_comm_of(comm)->base, offset_bytes, n_bytes, out);
 }
 
-static void group_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                              void *memory)
+static pl_status group_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                                   void *memory)
 {
-    pli_comm_unshare_own(group_comm_of(comm)->base, offset_bytes, n_bytes, memory);
+    pl_comm *base = group_comm_of(comm)->base;
+    return base->ops->unshare_own(base, offset_bytes, n_bytes, memory);
 }
 
 static void group_leave(pl_comm *comm)

@@ -351,10 +351,11 @@ static pl_status hierarchy_map_own(pl_comm *comm, size_t offset_bytes, size_t n_
     return pli_comm_map_own(hierarchy_of(comm)->inner, offset_bytes, n_bytes, out);
 }
 
-static void hierarchy_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                                  void *memory)
+static pl_status hierarchy_unshare_own(pl_comm *comm, size_t offset_bytes,
+                                       size_t n_bytes, void *memory)
 {
-    pli_comm_unshare_own(hierarchy_of(comm)->inner, offset_bytes, n_bytes, memory);
+    pl_comm *inner = hierarchy_of(comm)->inner;
+    return inner->ops->unshare_own(inner, offset_bytes, n_bytes, memory);
 }
 
 static void hierarchy_leave(pl_comm *comm)

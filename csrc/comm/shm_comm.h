@@ -77,8 +77,8 @@ void pli_part_run(const pli_shm_comm *self, const pl_op *op);
 /* Of pl_comm_ops (shm_init.c). */
 pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                           void **out) PL_MUST_USE;
-void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                         void *memory);
+pl_status pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
+                              void *memory) PL_MUST_USE;
 
 void pli_shm_segment_release(pli_shm_segment *shared);
 

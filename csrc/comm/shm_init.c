@@ -163,13 +163,10 @@ done:
     return st;
 }
 
-void pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void *memory)
+pl_status pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
+                              void *memory)
 {
     const pli_segment *segment = ((pli_shm_comm *)(void *)comm)->segment;
-    /* Where it fails, the child keeps sharing. */
-    if (segment->fd >= 0)
-        (void)!mmap(memory, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
-                    segment->fd, own_offset(comm, offset_bytes));
-    else
-        (void)!pli_pages_make_private(memory, bytes);
+    return pli_pages_make_private(memory, bytes, segment->fd,
+                                  own_offset(comm, offset_bytes));
 }

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include "core/alloc.h"
-#include "core/pages.h"
 
 static void drop_user(pli_window *window)
 {
@@ -27,6 +26,7 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     PL_TRY(pli_calloc(1, sizeof *window, "window", &window));
     atomic_store(&window->n_users, 1);
     window->n_slots = n_slots;
+    window->offset_bytes = offset_bytes;
     window->n_bytes = n_bytes;
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
@@ -47,10 +47,18 @@ done:
 
 pl_status pli_window_retire(pli_window *window)
 {
-    if (pli_window_n_views(window) == 0)
+    pl_status st = PL_OK;
+    pl_comm *comm = window->comm;
+    if (comm == NULL || pli_window_n_views(window) == 0)
         return PL_OK;
-    return window->ref != NULL ? window->comm->ops->renew(window->comm)
-                               : pli_pages_make_private(window->base, window->n_bytes);
+    if (window->ref != NULL)
+        PL_TRY(comm->ops->renew(comm));
+    else
+        PL_TRY(comm->ops->unshare_own(comm, window->offset_bytes, window->n_bytes,
+                                      window->base));
+    window->comm = NULL;
+done:
+    return st;
 }
 
 void pli_window_see(pli_window *window, size_t slot)

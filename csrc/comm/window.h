@@ -2,9 +2,10 @@
  *
  * What the user sees as a parameter's gradient is a view into a window.  Views are
  * counted, each by the parameter it belongs to.  When a slot is about to be written
- * while somebody still holds an old view of it (kept gradients), the whole window is
- * *retired*, so that every alias keeps its values, and new views come from a new
- * window.  A window lives as long as its reducer or any view of it.
+ * while somebody still holds an old view of it (kept gradients), or the process is
+ * about to fork, the whole window is *retired*, so that every alias keeps its values,
+ * and new views come from a new window.  A window lives as long as its reducer or any
+ * view of it.
  *
  *     host     a second mapping: retired, its pages become a private copy at the same
  *              address, at any time
@@ -21,8 +22,10 @@
 
 typedef struct pli_window {
     char *base;
+    size_t offset_bytes; /* in the arena */
     size_t n_bytes;
-    pl_comm *comm;         /* borrowed until the reducer's share is released */
+    pl_comm *comm;         /* borrowed until the reducer's share is released; NULL:
+                              retired */
     pli_memory_ref *ref;   /* on a device; NULL: `base` is a mapping */
     atomic_size_t n_users; /* the reducer, and each view */
     size_t n_slots;

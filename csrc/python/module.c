@@ -3,6 +3,7 @@
 #include "comm/links.h"
 #include "ipc/parent_watch.h"
 #include "python/ddp/failed_backward.h"
+#include "python/ddp/grad_window.h"
 #include "python/ddp/reducer_args.h"
 #include "python/dp/gather.h"
 #include "python/dp/kept.h"
@@ -112,6 +113,18 @@ static PyObject *isa(PyObject *module, PyObject *ignored)
     return PyUnicode_FromString(pli_isa_text(sums->isa));
 }
 
+/* The views of gradients become private memory, which a fork copies on write. */
+static PyObject *before_fork(PyObject *module, PyObject *ignored)
+{
+    PLI_ENTER(module);
+    (void)ignored;
+    reducer_object *reducer = state_of_module(module)->reducers;
+    for (; reducer != NULL; reducer = reducer->next)
+        if (!pli_is_on_device(reducer) && pli_grad_window_retire(reducer) != 0)
+            return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
 {
     PLI_ENTER(module);
@@ -120,15 +133,9 @@ static PyObject *after_fork_in_child(PyObject *module, PyObject *ignored)
     pli_watchdog_forget(state_of_module(module)->watchdog);
     pli_progress_forget(state_of_module(module)->progress);
     pli_processes_forget(state_of_module(module)->processes);
-    for (; reducer != NULL; reducer = reducer->next) {
-        size_t offset, n_bytes;
+    for (; reducer != NULL; reducer = reducer->next)
         pli_comm_forget(reducer->comm);
-        if (reducer->window == NULL || pli_is_on_device(reducer))
-            continue;
-        pl_reducer_buckets(reducer->reducer, &offset, &n_bytes);
-        pli_comm_unshare_own(reducer->comm, offset, n_bytes, reducer->window->base);
-    }
-    Py_RETURN_NONE;
+    return before_fork(module, NULL); /* what another thread has made since */
 }
 
 static PyObject *has_ended(PyObject *module, PyObject *args)
@@ -175,9 +182,12 @@ static PyMethodDef module_methods[] = {
     {"driver_version", pli_driver_version, METH_O,
      "driver_version(path, /)\n--\n\nStart CUDA's driver, and return the version of "
      "CUDA that it serves, as 13000; path is its library, or None."},
+    {"before_fork", before_fork, METH_NOARGS,
+     "before_fork()\n--\n\nMove gradients that are in shared memory into memory that "
+     "a child has of its own."},
     {"after_fork_in_child", after_fork_in_child, METH_NOARGS,
-     "after_fork_in_child()\n--\n\nMake the gradients that a child sees its own, and "
-     "close its parent's connections."},
+     "after_fork_in_child()\n--\n\nClose the parent's connections, and make what "
+     "gradients the child shares its own."},
     {"has_ended", has_ended, METH_VARARGS,
      "has_ended(pid, /)\n--\n\nTell whether a process is gone: at once by a pidfd, "
      "else once its parent has collected it."},

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "gpu_step.h"
+#include "grad_window.h"
 #include "sparse_grads.h"
 
 /* At once, or with all others where that is a launch. */
@@ -54,6 +55,8 @@ static int bind_new(reducer_object *self, size_t i)
     const grad_slot *slot = &self->slots[i];
     PyObject *grad = NULL;
     if (slot->policy == POLICY_VIEW) {
+        if (self->window == NULL && pli_grad_window_refresh(self) != 0)
+            return -1; /* the process has forked in the backward */
         const pli_view view = {.window = self->window,
                                .place = self->place,
                                .slot = i,

@@ -5,6 +5,9 @@
 
 #include "reducer_object.h"
 
+/* Leaves the window to its views, if there are any, which keep their values. */
+int pli_grad_window_retire(reducer_object *self);
+
 /* Makes the window show the current plan; whoever sees an old view keeps its values. */
 int pli_grad_window_refresh(reducer_object *self);
 

@@ -23,7 +23,9 @@ def add(world: _native.World) -> None:
     """Have a world left as this process ends, where it lives until then."""
     global _owner_pid
     if not _owner_pid:  # the first world of the process
-        os.register_at_fork(after_in_child=_native.after_fork_in_child)
+        os.register_at_fork(
+            before=_native.before_fork, after_in_child=_native.after_fork_in_child
+        )
     if _owner_pid != os.getpid():
         _owner_pid = os.getpid()
         atexit.unregister(_say_goodbye)

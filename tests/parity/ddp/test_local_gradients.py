@@ -6,11 +6,13 @@ module's at all, or the program keeps them from one step to the next.
 """
 
 import contextlib
+import os
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 from cases import (
+    apart,
     as_torch,
     assert_equal,
     factors,
@@ -484,3 +486,30 @@ def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, 
         yield grads_of(model)
         for p in model.parameters():
             p.grad.zero_()
+
+
+@as_torch(view=[False, True], place=[contextlib.nullcontext, apart])
+def test_a_forked_child_keeps_the_gradients_of_its_fork(ranks, wrap, view, place):
+    with place():
+        model = wrap(make(), gradient_as_bucket_view=view)
+    model(data(ranks, 0)).sum().backward()
+    of_fork = grads_of(model)
+    (is_over, over), (seen, see) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(is_over, 1)
+        same = [
+            torch.equal(a, b) for a, b in zip(of_fork, grads_of(model), strict=True)
+        ]
+        os.write(see, bytes(same))
+        os._exit(0)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad.zero_()
+        model(data(ranks, step)).sum().backward()
+        yield grads_of(model)
+    os.write(over, b".")
+    yield [*os.read(seen, 99)]
+    os.waitpid(child, 0)
+    for end in (is_over, over, seen, see):
+        os.close(end)
