@@ -25,7 +25,8 @@ typedef struct pli_layout {
     pl_dtype dtype;
     int n_dims;
     size_t n_elems;
-    int is_lazy; /* conjugation or sign are yet to be applied: memory has others */
+    int is_lazy; /* memory has other elements: conjugation or sign are yet to be
+                    applied; or none: the tensor wraps another */
     pli_dim dims[PLI_MAX_DIMS]; /* strides in elements */
 } pli_layout;
 

@@ -83,17 +83,13 @@ static int fill(const dl_tensor *dl, dl_device place, const char *what, pli_tens
     }
     layout->n_dims = dl->ndim;
     layout->n_elems = 1;
-    layout->is_lazy = 0;
     for (int d = dl->ndim - 1; d >= 0; d--) {
         layout->dims[d].size = dl->shape[d];
         layout->dims[d].stride =
             dl->strides != NULL ? dl->strides[d] : (int64_t)layout->n_elems;
         layout->n_elems *= (size_t)dl->shape[d];
     }
-    if (dl->data == NULL && layout->n_elems > 0) {
-        PyErr_Format(PyExc_TypeError, "%s has no memory (a fake or meta tensor)", what);
-        return -1;
-    }
+    layout->is_lazy = dl->data == NULL && layout->n_elems > 0;
     out->data = dl->data != NULL ? (char *)dl->data + dl->byte_offset : NULL;
     return 0;
 }
@@ -182,12 +178,12 @@ static int read_lazy(const module_state *state, PyObject *object, pli_layout *la
         is_neg == 0 && is_complex(layout)
             ? pli_is_true(PyObject_CallMethodNoArgs(object, state->str_is_conj))
             : 0;
-    layout->is_lazy = is_neg == 1 || is_conj == 1;
+    layout->is_lazy |= is_neg == 1 || is_conj == 1;
     return is_neg < 0 || is_conj < 0 ? -1 : 0;
 }
 
-int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
-                       const char *what, pli_tensor *out)
+int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
+                        const char *what, pli_tensor *out)
 {
     dl_tensor dl;
     PyObject *capsule;
@@ -198,6 +194,18 @@ int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *obj
     if (status != 0 || !may_be_lazy(&out->layout))
         return status;
     return read_lazy(state, object, &out->layout);
+}
+
+int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
+                       const char *what, pli_tensor *out)
+{
+    if (pli_tensor_read_any(state, place, object, what, out) != 0)
+        return -1;
+    if (out->data != NULL || out->layout.n_elems == 0)
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s has no memory of its own: it is a %s", what,
+                 Py_TYPE(object)->tp_name);
+    return -1;
 }
 
 int pli_tensor_read(const module_state *state, PyObject *object, const char *what,

@@ -25,6 +25,11 @@ int pli_tensor_read(const module_state *state, PyObject *object, const char *wha
 int pli_tensor_read_on(const module_state *state, dl_device place, PyObject *object,
                        const char *what, pli_tensor *out);
 
+/* The same, and of a tensor that wraps others, and has no memory of its own: its layout
+ * is lazy, and torch alone can copy it. */
+int pli_tensor_read_any(const module_state *state, dl_device place, PyObject *object,
+                        const char *what, pli_tensor *out);
+
 /* Where a strided tensor is. */
 int pli_tensor_place(const module_state *state, PyObject *object, const char *what,
                      dl_device *out);

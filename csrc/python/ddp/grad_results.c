@@ -6,6 +6,7 @@
 
 #include "gpu_step.h"
 #include "grad_window.h"
+#include "grads.h"
 #include "sparse_grads.h"
 
 /* At once, or with all others where that is a launch. */
@@ -25,8 +26,8 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
     pli_tensor tensor;
-    if (pli_tensor_read_on(state, self->place, grad, "a parameter's gradient",
-                           &tensor) != 0)
+    if (pli_tensor_read_any(state, self->place, grad, "a parameter's gradient",
+                            &tensor) != 0)
         return -1;
     if (pli_layout_equal(&tensor.layout, slot->layout)) {
         copy(self, tensor.data, memory, slot->layout);
@@ -63,10 +64,7 @@ static int bind_new(reducer_object *self, size_t i)
                                .offset = pli_slot_in_window(self, i)};
         grad = pli_tensor_view(state, &view, slot->layout);
     } else {
-        PyObject *detached = PyObject_CallMethod(slot->param, "detach", NULL);
-        grad =
-            detached != NULL ? PyObject_CallOneArg(state->empty_like, detached) : NULL;
-        Py_XDECREF(detached);
+        grad = pli_grads_make_empty(self, i);
         if (grad != NULL && copy_back(self, i, grad) != 0)
             Py_CLEAR(grad);
     }

@@ -125,22 +125,14 @@ static int mark_ready(reducer_object *self, size_t i, const void *data,
     return pli_check(state_of_reducer(self), st);
 }
 
-/* A tensor of torch's own in the slot's layout: the parameter's may be another now. */
-static PyObject *empty_in_slot_layout(reducer_object *self, size_t i)
+PyObject *pli_grads_make_empty(reducer_object *self, size_t i)
 {
-    const grad_slot *slot = &self->slots[i];
-    PyObject *like = pli_tensor_borrow(state_of_reducer(self), self->place,
-                                       pli_slot_memory(self, i), slot->layout);
-    PyObject *shape = like != NULL ? PyObject_CallMethod(like, "size", NULL) : NULL;
-    PyObject *strides =
-        shape != NULL ? PyObject_CallMethod(like, "stride", NULL) : NULL;
-    PyObject *empty = strides != NULL
-                          ? PyObject_CallMethod(slot->param, "new_empty_strided", "OO",
-                                                shape, strides)
-                          : NULL;
+    const module_state *state = state_of_reducer(self);
+    PyObject *like = pli_tensor_borrow(state, self->place, pli_slot_memory(self, i),
+                                       self->slots[i].layout);
+    PyObject *empty =
+        like != NULL ? PyObject_CallOneArg(state->empty_like, like) : NULL;
     Py_XDECREF(like);
-    Py_XDECREF(shape);
-    Py_XDECREF(strides);
     return empty;
 }
 
@@ -155,7 +147,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
         *out = Py_NewRef(grad);
         return 0;
     }
-    PyObject *copy = empty_in_slot_layout(self, i);
+    PyObject *copy = pli_grads_make_empty(self, i);
     PyObject *source = copy != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
     PyObject *result =
         source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
@@ -410,8 +402,8 @@ int pli_grads_write_late(reducer_object *self, size_t i)
     const pl_write_mode mode = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
     if (grad == NULL)
         return write_late(self, i, NULL, mode);
-    if (pli_tensor_read_on(state, self->place, grad, "a parameter's gradient",
-                           &tensor) != 0 ||
+    if (pli_tensor_read_any(state, self->place, grad, "a parameter's gradient",
+                            &tensor) != 0 ||
         in_slot_layout(self, i, grad, &tensor, &dense) != 0)
         return -1;
     const int status = write_late(self, i, tensor.data, mode);

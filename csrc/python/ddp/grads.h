@@ -15,6 +15,10 @@ int pli_grads_note(reducer_object *self, size_t first);
 /* Backward has produced a gradient for slot i. */
 int pli_grads_mark_ready(reducer_object *self, size_t i);
 
+/* A tensor of torch's own in the layout of slot i: the parameter's may be another now.
+ */
+PyObject *pli_grads_make_empty(reducer_object *self, size_t i);
+
 /* Before the end of the step: slot i got none. */
 int pli_grads_mark_unused(reducer_object *self, size_t i);
 

@@ -67,7 +67,7 @@ static int read_param(const module_state *state, dl_device place, size_t i,
     pli_tensor tensor;
     char what[40];
     (void)PyOS_snprintf(what, sizeof what, "parameter %zu", i);
-    if (pli_tensor_read_on(state, place, param, what, &tensor) != 0)
+    if (pli_tensor_read_any(state, place, param, what, &tensor) != 0)
         return -1;
     if (!pli_layout_is_dense(&tensor.layout))
         pli_layout_make_row_major(&tensor.layout);

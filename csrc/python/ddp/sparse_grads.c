@@ -261,7 +261,7 @@ int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor 
     /* Most are dense: that one is sparse shows where it cannot be read, and then is
      * looked for until a dense one comes. */
     if (self->slots[i].n_sparse_dims == 0) {
-        if (pli_tensor_read_on(state, self->place, *grad, what, out) == 0)
+        if (pli_tensor_read_any(state, self->place, *grad, what, out) == 0)
             return 0;
         if (!PyErr_ExceptionMatches(PyExc_TypeError))
             return -1;
@@ -269,7 +269,7 @@ int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor 
     }
     if (densify(self, i, grad) != 0)
         return -1;
-    return pli_tensor_read_on(state, self->place, *grad, what, out);
+    return pli_tensor_read_any(state, self->place, *grad, what, out);
 }
 
 /* ---- the end of the step: a mean becomes the gradient ---------------------------- */

@@ -331,6 +331,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has memory of its own: one that wraps others has none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+
+
 def count_holders(tensor: torch.Tensor) -> int:
     """Return how many tensors hold a tensor's memory, and what else does."""
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

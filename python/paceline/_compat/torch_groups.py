@@ -86,6 +86,11 @@ def localize(module: Any) -> None:
     transform._pre_dp_module_transform(module)
 
 
+def broadcast(group: dist.ProcessGroup, tensors: list[torch.Tensor], root: int) -> None:
+    """Overwrite every rank's tensors with one rank's, as torch's own wrapper does."""
+    dist._broadcast_coalesced(group, tensors, 250 * 2**20, root)  # type: ignore[attr-defined]
+
+
 def group_store(group: dist.ProcessGroup) -> Any:
     """Return the key-value store that ``group`` was made over, if torch shows it."""
     try:

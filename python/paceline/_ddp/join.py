@@ -201,7 +201,8 @@ def _begin_count(wrapper: Any, is_synchronised: bool) -> tuple[torch.Tensor, Any
 def _take_model_of(wrapper: Joins, rank: int) -> None:
     """Take over the parameters, and the buffers, of the rank that ran out last."""
     session, model = wrapper._session, Model.of(wrapper.module)
-    copy_model(session.world, model.tensors(session.options.sync_buffers), rank)
+    tensors = model.tensors(session.options.sync_buffers)
+    copy_model(session.world, session.options.group, tensors, rank)
     wrapper._authoritative_rank = rank  # torch's name for it
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline import _native
-from paceline._compat import torch_core, torch_graph
+from paceline._compat import torch_core, torch_graph, torch_groups
 from paceline._ddp import placement
 
 NO_GRADIENT = (
@@ -111,8 +112,6 @@ class Model:
             If no parameter requires a gradient, or a lazy one has no shape yet.
         ValueError
             If the parameters are on several types of devices.
-        NotImplementedError
-            If a parameter or buffer is not a strided tensor on the CPU, or on one GPU.
         """
         for name, tensor in self._named_tensors():
             if torch_core.is_lazy(tensor):
@@ -131,13 +130,12 @@ class Model:
                 "DistributedDataParallel's input module must be on the same type of "
                 f"devices, but input module parameters locate in {kinds}."
             )
+
+    def check_travelling(self, has_peers: bool) -> None:
+        """Raise ``NotImplementedError`` for a tensor that the peers cannot be sent."""
         for name, tensor in self._named_tensors():
             self._check_device(name, tensor)
-
-    def check_types(self) -> None:
-        """Raise ``NotImplementedError`` for a tensor of a type that cannot travel."""
-        for name, tensor in self._named_tensors():
-            if tensor.dtype not in _TYPES:
+            if has_peers and tensor.dtype not in _TYPES:
                 raise NotImplementedError(
                     f"'{name}' is of {tensor.dtype}, which paceline cannot send: "
                     "convert it, or name it in "
@@ -148,6 +146,14 @@ class Model:
         first, parameter = self.parameters[0]
         device = parameter.device
         found = f"'{name}' is a {tensor.layout} tensor on device {tensor.device}"
+        kinds = {kind.__name__ for kind in type(tensor).__mro__}
+        if "DTensor" in kinds:
+            raise NotImplementedError(
+                f"'{name}' is a DTensor, which paceline averages if device_mesh is "
+                "given, a slice of a mesh whose other dimension the tensor is on"
+            )
+        if "FakeTensor" in kinds:
+            raise NotImplementedError(f"'{name}' is a fake tensor, which has no values")
         is_here = device.type == "cpu" or placement.is_gpu(device)
         if is_here and tensor.layout == torch.strided and tensor.device == device:
             return
@@ -163,6 +169,15 @@ class Model:
             ".cuda(), or from device meta by .to_empty(device=...) and "
             "load_state_dict()"
         )
+
+    def check_buffers(self) -> None:
+        """Raise ``NotImplementedError`` for a buffer that cannot go with each step."""
+        for name, owner, key in self.buffers:
+            if not torch_core.has_memory(owner[key]):
+                raise NotImplementedError(
+                    f"'{name}' wraps other tensors, and paceline sends no such buffer "
+                    "with each step: give broadcast_buffers=False"
+                )
 
     def check_supported(self, module: torch.nn.Module) -> None:
         """Raise for what a module does that is not there yet.
@@ -284,9 +299,19 @@ def _each_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_model(
-    world: _native.World, tensors: list[torch.Tensor], root: int = 0
+    world: _native.World,
+    group: dist.ProcessGroup,
+    tensors: list[torch.Tensor],
+    root: int = 0,
 ) -> None:
-    """Overwrite every rank's tensors with those of one rank, in place."""
+    """Overwrite every rank's tensors with those of one rank, in place.
+
+    Of tensors that wrap others only torch knows how: it does as for its own class.
+    """
+    wrapping = [t.detach() for t in tensors if not torch_core.has_memory(t)]
+    if wrapping and world.world_size > 1:
+        torch_groups.broadcast(group, wrapping, root)
+    tensors = [t for t in tensors if torch_core.has_memory(t)]
     plain = [_each_once(t.detach()) for t in tensors]
     resolved = [t.resolve_conj().resolve_neg() for t in plain]  # most are that
     dense = [t if torch_core.is_dense(t) else t.contiguous() for t in resolved]

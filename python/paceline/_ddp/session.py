@@ -222,7 +222,8 @@ class Session:
             world = meeting.connect(host_bytes, n_ops, **device)
         try:
             if options.sync_at_start:
-                copy_model(world, model.tensors(options.sync_buffers_at_start))
+                tensors = model.tensors(options.sync_buffers_at_start)
+                copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
                 world,
                 self.trainable,
@@ -265,9 +266,11 @@ class Session:
             if arguments is not None:
                 wrapper._read_arguments(model, *arguments)
             model.check()
+            model.check_travelling(has_peers=False)
             travelling = model.without(**options.staying)
-            if meeting.size > 1:
-                travelling.check_types()
+            travelling.check_travelling(has_peers=meeting.size > 1)
+            if self.sends_buffers:
+                model.check_buffers()
             model.check_supported(wrapper.module)
             device = model.parameters[0][1].device
             if arguments is None:

@@ -23,6 +23,10 @@ from cases import (
     train,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 # ---- modules ------------------------------------------------------------------------
@@ -97,6 +101,88 @@ def test_parameters_and_buffers_are_those_of_rank_0_if_asked_for(ranks, init_syn
     assert module.kept.tolist() == [from_rank] * 3
     assert module.flag.item() == (from_rank == 0)
     assert module.passing.item() == from_rank
+
+
+class Boxed(torch.Tensor):
+    """Has no memory of its own: another tensor has its values."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def plain(self):
+        return self.inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        opened = tree_map_only(cls, cls.plain, (args, kwargs or {}))
+        out = function(*opened[0], **opened[1])
+        if function is torch.ops.aten.copy_.default:
+            return args[0]
+        return tree_map_only(torch.Tensor, Boxed, out)
+
+
+class Scaled(Boxed):
+    """Small integers and a scale, as quantised weights; what is computed is plain."""
+
+    def plain(self):
+        return self.inner / 4
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return Scaled(args[0].inner)
+        args, kwargs = tree_map_only(Boxed, lambda t: t.plain(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class Wrapping(nn.Module):
+    def __init__(self, ranks, kind, trained, n):
+        super().__init__()
+        weight = kind(ranks.integers(n, 100))
+        self.weight = nn.Parameter(weight, requires_grad=trained)
+        self.other = nn.Parameter(torch.ones(100))
+
+    def forward(self, x, uses_both):
+        out = x * self.other
+        return out @ self.weight.t() if uses_both else out
+
+
+@as_torch(kind=[Boxed, Scaled], trained=[False, True], n=[3, 100])
+def test_parameters_that_wrap_other_tensors(ranks, wrap, kind, trained, n):
+    model = wrap(Wrapping(ranks, kind, trained, n), find_unused_parameters=True)
+    for step, users in enumerate(["01", "0", "01"]):
+        out = model(ranks.integers(2, 100, key=step), str(ranks.rank) in users)
+        out.backward(torch.ones_like(out))
+        grads = [p.grad for p in model.parameters()]
+        yield [type(grad).__name__ for grad in grads]
+        yield [g.inner if isinstance(g, Boxed) else g for g in grads]
+        if step == 0:
+            model.zero_grad()
+    yield model.module.weight.inner
+
+
+REFUSED = {
+    "a DTensor": "'0.weight' is a DTensor, which",
+    "a fake tensor": "'0.weight' is a fake tensor",
+    "a buffer": "'0.scale' wraps other tensors",
+}
+
+
+@on_ranks(what=[*REFUSED])
+def test_what_has_no_values_here_is_named(ranks, what):
+    module = net()
+    if what == "a DTensor":
+        mesh = init_device_mesh("cpu", (ranks.n,))
+        module[0].weight = nn.Parameter(distribute_tensor(module[0].weight, mesh))
+    elif what == "a fake tensor":
+        module[0].weight = nn.Parameter(FakeTensorMode().from_tensor(torch.ones(2)))
+    else:
+        module[0].register_buffer("scale", Boxed(torch.ones(2)))
+    with pytest.raises(NotImplementedError, match=REFUSED[what]):
+        ranks.wrap(module)
 
 
 def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(ranks):
