@@ -266,7 +266,6 @@ class Session:
             if arguments is not None:
                 wrapper._read_arguments(model, *arguments)
             model.check()
-            model.check_travelling(has_peers=False)
             travelling = model.without(**options.staying)
             travelling.check_travelling(has_peers=meeting.size > 1)
             if self.sends_buffers:

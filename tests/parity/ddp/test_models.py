@@ -164,6 +164,14 @@ def test_parameters_that_wrap_other_tensors(ranks, wrap, kind, trained, n):
     yield model.module.weight.inner
 
 
+@as_torch()
+def test_a_buffer_that_never_travels_may_be_sparse(ranks, wrap):
+    module = net()
+    module.register_buffer("words", torch.eye(3).to_sparse())
+    model = wrap(module, broadcast_buffers=False, init_sync=False)
+    yield step_of(model, ranks.integers(3, 6))
+
+
 REFUSED = {
     "a DTensor": "'0.weight' is a DTensor, which",
     "a fake tensor": "'0.weight' is a fake tensor",
