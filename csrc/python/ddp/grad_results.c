@@ -19,7 +19,10 @@ static void copy(reducer_object *self, void *to, const void *from,
         memcpy(to, from, pli_layout_bytes(layout));
 }
 
-/* Writes the reduced gradient where the user's gradient is. */
+static int bind_new(reducer_object *self, size_t i);
+
+/* Writes the reduced gradient where the user's gradient is, which torch's
+ * gradient_as_bucket_view would replace: one that is lazy is replaced here, too. */
 static int copy_back(reducer_object *self, size_t i, PyObject *grad)
 {
     const module_state *state = state_of_reducer(self);
@@ -29,6 +32,8 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     if (pli_tensor_read_any(state, self->place, grad, "a parameter's gradient",
                             &tensor) != 0)
         return -1;
+    if (tensor.layout.is_lazy && !self->keeps_grads)
+        return bind_new(self, i);
     if (pli_layout_equal(&tensor.layout, slot->layout)) {
         copy(self, tensor.data, memory, slot->layout);
     } else {
@@ -49,7 +54,8 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     return pli_increment_version(state, grad);
 }
 
-/* A gradient for a parameter that only other ranks used. */
+/* A new gradient: only other ranks used the parameter, or that which is there is lazy.
+ */
 static int bind_new(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);

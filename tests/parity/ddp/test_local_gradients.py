@@ -186,17 +186,20 @@ def complex_integers(ranks, *shape, key=0):
     )
 
 
-@as_torch(shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated])
-def test_gradients_that_are_yet_to_be_conjugated_are_averaged(ranks, wrap, shape, kind):
+@as_torch(shape=[(3,), (1,), (), LARGE], kind=[Conjugated, Negated], view=[False, True])
+def test_gradients_that_are_yet_to_be_conjugated_are_averaged(
+    ranks, wrap, shape, kind, view
+):
     skip_without_complex()
     plain = kind(shape)
     plain().backward(complex_integers(ranks, *shape))
     lazy = [p.grad.is_conj() or p.grad.is_neg() for p in plain.parameters()]
     assert any(lazy) or (kind is Negated and shape not in ((1,), ()))
-    model = wrap(kind(shape))
+    model = wrap(kind(shape), gradient_as_bucket_view=view)
     for step in range(3):
         model().backward(complex_integers(ranks, *shape, key=step))
         yield grads_of(model)
+        yield [[p.grad.is_conj(), p.grad.is_neg()] for p in model.parameters()]
     model.zero_grad()
     model().backward(complex_integers(ranks, *shape, key="again"))
     yield grads_of(model)

@@ -150,9 +150,10 @@ class Wrapping(nn.Module):
         return out @ self.weight.t() if uses_both else out
 
 
-@as_torch(kind=[Boxed, Scaled], trained=[False, True], n=[3, 100])
-def test_parameters_that_wrap_other_tensors(ranks, wrap, kind, trained, n):
-    model = wrap(Wrapping(ranks, kind, trained, n), find_unused_parameters=True)
+@as_torch(kind=[Boxed, Scaled], trained=[False, True], n=[3, 100], view=[False, True])
+def test_parameters_that_wrap_other_tensors(ranks, wrap, kind, trained, n, view):
+    options = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+    model = wrap(Wrapping(ranks, kind, trained, n), **options)
     for step, users in enumerate(["01", "0", "01"]):
         out = model(ranks.integers(2, 100, key=step), str(ranks.rank) in users)
         out.backward(torch.ones_like(out))
