@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "backward_end_type.h"
+#include "comm_hook.h"
 #include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
@@ -219,6 +220,8 @@ static PyObject *hook_call(PyObject *object, PyObject *param)
     reducer_object *reducer =
         self->reducer != NULL ? pli_reducer_ref(self->reducer) : NULL;
     const int status = reducer != NULL ? on_gradient(reducer, self->index) : 0;
+    if (status != 0)
+        pli_comm_hook_raise_refusal(reducer);
     Py_XDECREF(reducer);
     if (status != 0)
         return NULL;

@@ -310,6 +310,7 @@ static int try_finish(reducer_object *self)
 
 void pli_step_fail_with_exception(reducer_object *self)
 {
+    pli_comm_hook_raise_refusal(self);
     PyObject *text = pli_exception_words();
     pli_step_fail(self, text != NULL ? PyUnicode_AsUTF8(text)
                                      : "its backward could not be finished");
@@ -345,10 +346,8 @@ int pli_step_finish(reducer_object *self)
 {
     if (try_finish(self) == 0)
         return call_on_finish(self) != 0 ? -1 : check_join_end(self);
-    if (pl_reducer_is_active(self->reducer)) {
-        pli_comm_hook_raise_refusal(self);
+    if (pl_reducer_is_active(self->reducer))
         pli_step_fail_with_exception(self);
-    }
     return -1;
 }
 

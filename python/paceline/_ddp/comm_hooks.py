@@ -230,8 +230,9 @@ class CommHookRunner:
 
     def refuse(self) -> None:
         """Raise if the hook has returned what is no future."""
-        if self._refusal is not None:
-            raise self._refusal
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
 
     def finish(self) -> None:
         """Wait for the hook's results, and write them to the buckets."""

@@ -177,21 +177,34 @@ def test_what_a_hook_may_not_give_back_is_an_error_out_of_backward(ranks, what):
     } or (words in said)
 
 
-def test_a_hook_without_a_future_is_refused_on_its_own_rank(ranks):
-    called = dist.distributed_c10d._get_default_store()
-    key = "a hook was called"
+@on_ranks(peer=["does the same", "raises"])
+def test_a_hook_without_a_future_is_refused_on_its_own_rank(ranks, peer):
+    """Also where the other rank has failed before this one's backward is over."""
+    store = dist.distributed_c10d._get_default_store()
+    called, failed = f"called: {peer}", f"failed: {peer}"
 
-    def hook(_, bucket):
+    def hook(state, bucket):
+        if not state:  # the first step, in which all hooks are called at the end
+            return doubled(state, bucket)
         if ranks.rank == 1:
-            called.set(key, "1")
+            store.set(called, "1")
+            return None
+        store.wait([called])
+        return {}["mine"] if peer == "raises" else None
 
-    wrapper = ranks.wrap(nn.Linear(3, 2))
-    wrapper.register_comm_hook(None, hook)
-    loss = wrapper(torch.ones(1, 3)).sum()
-    if ranks.rank == 0:
-        called.wait([key])
-    with pytest.raises(RuntimeError, match="DDP communication hook's callback"):
-        loss.backward()
+    model = ranks.wrap(net(6, 6, 6), bucket_cap_mb=1e-4)
+    is_second = []
+    model.register_comm_hook(is_second, hook)
+    backward(ranks, model)
+    is_second.append(True)
+    if ranks.rank == 1 and peer == "raises":
+        model.module[0].weight.register_hook(lambda _: store.wait([failed]))
+    kind, words = outcome_of(ranks, model)
+    store.set(failed, "1")
+    if ranks.rank == 0 and peer == "raises":
+        assert kind == "KeyError"
+    else:
+        assert words.startswith("DDP communication hook's callback must return")
 
 
 def test_a_future_may_hold_a_list_of_one_or_another_shape_or_dtype(ranks):
