@@ -174,6 +174,9 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - In a backward a large parameter's ``.grad`` is None from the arrival of its
       gradient until the average is there, unless hooks of yours are on it (on GPUs with
       ``gradient_as_bucket_view`` alone).
+    - Afterwards it is a view of its bucket, which cannot grow or be freed in place:
+      ``resize_()``, a larger ``out=`` and ``untyped_storage().resize_()`` raise torch's
+      error for a storage that is not resizable. Do that to ``p.grad.clone()``.
     - A gradient that is None on every rank (a hook has set it, a ``Function`` has
       returned it) leaves ``.grad`` as it is, so that no optimizer steps by it; torch
       makes it zeros.

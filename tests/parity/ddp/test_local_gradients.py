@@ -10,6 +10,7 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from cases import (
     apart,
@@ -489,6 +490,23 @@ def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, 
         yield grads_of(model)
         for p in model.parameters():
             p.grad.zero_()
+
+
+GROWN = {
+    "resize_": lambda grad: grad.resize_(200, 100),
+    "out=": lambda grad: torch.ones(200, 100, out=grad),
+    "storage": lambda grad: grad.untyped_storage().resize_(0),
+}
+
+
+@on_ranks(how=[*GROWN])
+def test_a_large_gradient_cannot_grow_in_place_and_its_clone_can(ranks, how):
+    model = ranks.wrap(make())
+    model(data(ranks, 0)).sum().backward()
+    grad = model.module[0].weight.grad
+    with pytest.raises(RuntimeError, match="storage that is not resizable"):
+        GROWN[how](grad)
+    GROWN[how](grad.clone())
 
 
 @as_torch(view=[False, True], place=[contextlib.nullcontext, apart])
