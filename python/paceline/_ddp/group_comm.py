@@ -30,8 +30,9 @@ def wait_for(work: Any) -> None:
     its future first, as by torch's own wrapper: one that has a future need not
     implement ``wait``.
     """
-    if isinstance(work, dist.Work) and _has_own_wait(type(work)):
-        work.wait()
+    has_own_wait = isinstance(work, dist.Work) and _has_own_wait(type(work))
+    if has_own_wait:
+        dist.Work.wait(work)  # torch's core calls the class's own, with a timeout
     future = work
     get_future = getattr(work, "get_future", None)
     if get_future is not None:
@@ -41,7 +42,7 @@ def wait_for(work: Any) -> None:
             future = None  # this kind has none
     if hasattr(future, "add_done_callback"):
         wait_for_future(future, lambda: None)
-    elif work is not None:
+    elif work is not None and not has_own_wait:
         work.wait()
 
 

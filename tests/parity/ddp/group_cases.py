@@ -9,7 +9,7 @@ class WaitOnly(dist.Work):
         super().__init__()
         self.work, self.counts = work, counts
 
-    def wait(self, timeout=None):
+    def wait(self, timeout):  # as torch's core calls it
         self.counts["wait"] = self.counts.get("wait", 0) + 1
         return self.work.wait()
 
@@ -24,6 +24,12 @@ class FutureOnly(dist.Work):
     def get_future(self):
         self.counts["get_future"] = self.counts.get("get_future", 0) + 1
         return self.work.get_future()
+
+
+class WaitAndFuture(FutureOnly):
+    """Each of the two is to be called."""
+
+    wait = WaitOnly.wait
 
 
 class Over(dist.ProcessGroup):

@@ -23,13 +23,18 @@ from cases import (
     on_ranks,
     step_of,
 )
-from group_cases import FutureOnly, Over, WaitOnly, wrap_over
+from group_cases import FutureOnly, Over, WaitAndFuture, WaitOnly, wrap_over
 from support.copies import pickled
 from support.ranks import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-KINDS = {"its own": None, "wait only": WaitOnly, "get_future only": FutureOnly}
+KINDS = {
+    "its own": (None, ()),
+    "wait only": (WaitOnly, ["wait"]),
+    "get_future only": (FutureOnly, ["get_future"]),
+    "both": (WaitAndFuture, ["wait", "get_future"]),
+}
 
 
 class Net(nn.Module):
@@ -77,7 +82,8 @@ def assert_alike(ours, theirs, has_buffers=True):
 
 @on_ranks(works=[*KINDS])
 def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works):
-    group = Over(ranks.group, KINDS[works])
+    kind, called = KINDS[works]
+    group = Over(ranks.group, kind)
     ours = wrap_over(group, Net())
     at_construction = dict(group.counts)
     theirs = ranks.wrap_by_torch(Net(), find_unused_parameters=True)
@@ -86,8 +92,7 @@ def test_a_group_in_python_carries_all_and_gives_the_bits_of_torch(ranks, works)
     assert_alike(ours, theirs, ranks.rank == 0)
     assert group.counts["allreduce"] > 3
     assert group.counts["broadcast"] > at_construction["broadcast"]  # of buffers
-    if works != "its own":
-        assert group.counts[{"wait only": "wait"}.get(works, "get_future")] > 3
+    assert all(group.counts[name] > 3 for name in called)
 
 
 def test_gradients_that_a_group_in_python_carries_are_averaged_once(ranks):
@@ -108,7 +113,7 @@ class LazyWork(dist.Work):
         self._run = run
         self._future = torch.futures.Future()
 
-    def wait(self, timeout=None):
+    def wait(self, timeout):
         if not self._future.done():
             self._future.set_result(self._run())
         return True
