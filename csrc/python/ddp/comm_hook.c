@@ -207,7 +207,7 @@ void pli_comm_hook_abandon(reducer_object *self)
 void pli_comm_hook_raise_refusal(reducer_object *self)
 {
     PyObject *type, *value, *traceback;
-    if (self->comm_hook == NULL || !PyErr_ExceptionMatches(PyExc_Exception))
+    if (self->comm_hook == NULL || !PyErr_ExceptionMatches(PyExc_RuntimeError))
         return;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *result = PyObject_CallMethod(self->comm_hook, "refuse", NULL);

@@ -20,9 +20,9 @@ int pli_comm_hook_confirm(reducer_object *self);
 /* The step failed: the hook may have work on its way. */
 void pli_comm_hook_abandon(reducer_object *self);
 
-/* The step fails, or the backward, with the exception that is set: a peer's message,
- * perhaps.  Where the hook has returned what is no future, that is raised in its place.
- */
+/* The step fails, or the backward, with the exception that is set.  Where that is a
+ * RuntimeError, such as a PeerError, and the hook has returned what is no future, this
+ * is raised in its place. */
 void pli_comm_hook_raise_refusal(reducer_object *self);
 
 /* Methods of the Reducer. */

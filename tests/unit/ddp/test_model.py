@@ -74,11 +74,15 @@ def test_ignored_names_are_left_out():
 # ---- what cannot be wrapped ---------------------------------------------------------
 
 
-def test_a_plain_model_passes_the_checks():
-    net = Net()
+def check(net):
     model = Model.of(net)
     model.check()
+    model.check_travelling(has_peers=True)
     model.check_supported(net)
+
+
+def test_a_plain_model_passes_the_checks():
+    check(Net())
 
 
 def with_buffer(tensor):
@@ -113,7 +117,7 @@ WRONG = [
 @pytest.mark.parametrize(("net", "kind", "words"), WRONG)
 def test_what_cannot_be_wrapped_is_named_in_the_words_of_torch(net, kind, words):
     with pytest.raises(kind, match=words):
-        Model.of(net).check()
+        check(net)
 
 
 def test_an_ignored_lazy_parameter_is_no_error():
@@ -222,7 +226,7 @@ class OfOddTypes(nn.Module):
 )
 def test_a_type_that_cannot_travel_is_named_where_it_would(stays, words):
     model = Model.of(OfOddTypes())
-    model.without(frozen=True, buffers=True).check_types()
+    model.without(frozen=True, buffers=True).check_travelling(has_peers=True)
     travelling = model.without(**{"frozen": False, "buffers": False, **stays})
     with pytest.raises(NotImplementedError, match=f"{words}.*_to_ignore"):
-        travelling.check_types()
+        travelling.check_travelling(has_peers=True)
