@@ -20,7 +20,7 @@ from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark
 from paceline._dp.nesting import is_inside_replica
-from paceline._dp.replicate import check_lazy, parts_of, tensors_of
+from paceline._dp.replicate import check_lazy, parts_of
 from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
@@ -111,8 +111,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     torch's class.  What differs from it:
 
     - Parameters of replicas are parameters: ``next(self.parameters())`` works in a
-      forward.  Complex ones stay complex.
-    - Hooks that a replica registers are its own.
+      forward.  Complex ones stay complex.  Hooks that a replica registers are its own.
     - Inputs that disagree about the size of the batch are an error, and never cut to
       the shortest.  :func:`paceline.replicate` marks what is not to be split; a tensor
       that has one number once a replica (``n.expand(n_replicas)``) gives it to each.
@@ -278,10 +277,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         return is_inner
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
-        """Return what runs replicas on these devices, made at the first call.
-
-        For others than the wrapper's own it is one for a call.
-        """
+        """Return what runs replicas on these devices; for others than its own, anew."""
         indices, wanted = self._indices(self.device_ids), self._indices(device_ids)
         engine = self._engine
         if engine is None or engine.indices != indices:
@@ -497,6 +493,7 @@ def _alone_because(module: torch.nn.Module) -> str | None:
                 f"a {type(part).__name__} has max_norm, by which each call writes the "
                 "rows of the whole batch to the weight"
             )
-    if any(tensor.is_inference() for tensor in tensors_of(parts).values()):
+    held = [t for p in parts for t in (*p._parameters.values(), *p._buffers.values())]
+    if any(t is not None and t.is_inference() for t in held):
         return "a parameter or buffer was made in torch.inference_mode()"
     return None

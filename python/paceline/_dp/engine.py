@@ -289,10 +289,15 @@ class Engine:
     def _check_devices(self, parts: list[Module]) -> None:
         """Raise torch's error where a tensor is not on the first device."""
         machine, first = self._machine, self.indices[0]
-        for part in parts:
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is None or machine.index_of_tensor(tensor, first) == first:
-                    continue
+        found = {
+            tensor.device: tensor
+            for part in parts
+            for tensors in (part._parameters, part._buffers)
+            for tensor in tensors.values()
+            if tensor is not None
+        }
+        for tensor in found.values():
+            if machine.index_of_tensor(tensor, first) != first:
                 device = machine.device(first)
                 raise RuntimeError(
                     "module must have its parameters and buffers on device "

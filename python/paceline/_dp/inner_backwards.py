@@ -6,8 +6,10 @@ import warnings
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from paceline._compat import torch_graph
+from paceline._dp.replicate import tensors_of
 
 
 class InnerBackwards:
@@ -22,8 +24,8 @@ class InnerBackwards:
         There was one in a replica that has copies.
     """
 
-    def __init__(self, originals: list[torch.Tensor]) -> None:
-        self._originals = [tensor for tensor in originals if tensor.is_leaf]
+    def __init__(self, parts: list[Module]) -> None:
+        self._parts = parts
         self._is_running = False
         self._tasks: set[int] = set()
         self._has_grads = False
@@ -38,9 +40,13 @@ class InnerBackwards:
         """Note a backward, before it gives the parameters gradients."""
         if self._is_running:
             if not self._tasks:
-                grads = (tensor.grad for tensor in self._originals)
-                self._has_grads = any(grad is not None for grad in grads)
+                originals = self._originals()
+                self._has_grads = any(p.grad is not None for p in originals)
             self._tasks.add(torch_graph.current_task())
+
+    def _originals(self) -> list[torch.Tensor]:
+        found = tensors_of(self._parts).values()
+        return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
     def end(self) -> None:
         """Leave no gradients where replica 0 left none; warn if that is a guess."""
@@ -49,7 +55,7 @@ class InnerBackwards:
         if not self._tasks or (self._has_grads and len(self._tasks) == 1):
             return
         if not self._has_grads:
-            for tensor in self._originals:
+            for tensor in self._originals():
                 tensor.grad = None
         warnings.warn(
             "the forward of DataParallel runs backward passes: in a replica p.grad = "

@@ -21,7 +21,7 @@ from paceline._dp import segments as segments_
 from paceline._dp.gradients import Gradients
 from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import as_original, replicas_of, tensors_of
+from paceline._dp.replicate import as_original, replicas_of
 from paceline._dp.segments import HeldBlocks, Layout, Segment, Travelling
 from paceline._dp.shells import Shells
 from paceline._dp.transfers import at_member, copy_by_torch, is_by_torch, move
@@ -54,8 +54,7 @@ class Replicated:
         self._buffers, self._leaves = [], []
         if n_replicas < 2:
             return [parts[0]]
-        trained = [p for p in tensors_of(parts).values() if p.requires_grad]
-        self.inner_backwards = InnerBackwards(trained)
+        self.inner_backwards = InnerBackwards(parts)
         by_torch = is_by_torch()
         if by_torch:
             layout = Layout(parts, self._group)

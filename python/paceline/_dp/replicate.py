@@ -42,7 +42,8 @@ def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
         if child is not None and id(child) not in seen:
             seen.add(id(child))
             parts.append(child)
-            _collect(child, seen, parts)
+            if child._modules:
+                _collect(child, seen, parts)
 
 
 def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
@@ -149,18 +150,16 @@ def structure_of(parts: Iterable[Module]) -> list[Structure]:
     """Return what tells whether a part has been given others."""
     return [
         [
-            *[_use_of(p) for p in part._parameters.values()],
+            *[
+                (id(p), True, len(p._backward_hooks or ()))
+                if p is not None and p.requires_grad
+                else (id(p), False, 0)
+                for p in part._parameters.values()
+            ],
             *[(id(module), True, 0) for module in part._modules.values()],
         ]
         for part in parts
     ]
-
-
-def _use_of(parameter: torch.Tensor | None) -> tuple[int, bool, int]:
-    if parameter is None or not parameter.requires_grad:
-        return id(parameter), False, 0
-    hooks = parameter._backward_hooks
-    return id(parameter), True, len(hooks) if hooks else 0
 
 
 def _differs(old: Structure, new: Structure) -> bool:

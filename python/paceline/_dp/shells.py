@@ -62,6 +62,12 @@ def _is_live(value: Any) -> bool:
     return type(value) is partial or isinstance(value, torch.Tensor)
 
 
+def _is_constant(value: Any) -> bool:
+    """Tell whether a container can never hold anything but numbers and strings."""
+    kinds = replicate.CONSTANTS
+    return type(value) is tuple and all(type(entry) in kinds for entry in value)
+
+
 def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
     """Tell whether a value refers to a module, itself or by what is in it."""
     entries: Iterable[Any] = ()
@@ -126,7 +132,7 @@ class _Sorted:
                 continue
             if _is_live(value):
                 self.live.append(name)
-            elif type(value) in _CONTAINERS:
+            elif type(value) in _CONTAINERS and not _is_constant(value):
                 self.watched.append(value)
             elif _leads_to_part(value):
                 self.leads_to_part = True
@@ -146,8 +152,6 @@ class _Plan:
         Attributes whose values are renewed in each forward, by part.
     tensors : list of (int, str, str, int)
         Part, ``"_parameters"`` or ``"_buffers"``, name, and number of the tensor.
-    hooks : list of (int, str, dict)
-        Hooks of forward and backward, by part.
     """
 
     def __init__(self, parts: list[Module]) -> None:
@@ -189,10 +193,14 @@ class _Plan:
         """Tell whether a part is reached by something else than its parent."""
         held = self.attributes.dicts
         return (
-            any(of.leads_to_part for of in self.sorted)
+            self._leads_to_part
             or any(_leads_to_part(held[i][name]) for i, name in self.live)
-            or any(any(map(_leads_to_part, of.values())) for _, _, of in self.hooks)
+            or any(any(map(_leads_to_part, of.values())) for _, _, of in self.hooks())
         )
+
+    def hooks(self) -> list[tuple[int, str, dict[Any, Any]]]:
+        """Return the hooks of forward and backward, by part, that there are."""
+        return [of for of in self._hooks if of[2]]
 
     def _gather(self, changed: Iterable[int]) -> None:
         for i in changed:
@@ -200,7 +208,8 @@ class _Plan:
         parts = list(enumerate(self.sorted))
         self.live = [(i, name) for i, of in parts for name in of.live]
         self._watched = [(i, value) for i, of in parts for value in of.watched]
-        self.hooks = [(i, *hooks) for i, of in parts for hooks in of.hooks.items()]
+        self._hooks = [(i, *hooks) for i, of in parts for hooks in of.hooks.items()]
+        self._leads_to_part = any(of.leads_to_part for _, of in parts)
 
     def locate(self, tensors: Sequence[torch.Tensor], by_place: list[int]) -> None:
         """Note which tensor is to be found where; `by_place` has the id at each."""
@@ -241,11 +250,15 @@ class _Member:
 
     # ---- for a forward --------------------------------------------------------------
 
-    def fill(self, flat: Sequence[torch.Tensor], bring: Bring) -> None:
-        """Give the replica this forward's tensors and the module's attributes."""
+    def fill(
+        self,
+        flat: Sequence[torch.Tensor],
+        bring: Bring,
+        hooks: list[tuple[int, str, dict[Any, Any]]],
+    ) -> None:
+        """Give the replica this forward's tensors, and the module's attributes."""
         plan, stale = self._plan, self.stale
         copies: dict[int, Any] = {}
-        hooks = [of for of in plan.hooks if of[2]]
         if stale or plan.live or hooks:
             copies = plan.copies(self.shells, flat)
         if stale:
@@ -369,11 +382,12 @@ class Shells:
     ) -> None:
         assert self._plan is not None
         self._members += [None] * (len(flat) - len(self._members))
+        hooks = self._plan.hooks()
         for k, (tensors, way) in enumerate(zip(flat, bring, strict=True)):
             member = self._members[k]
             if member is None or not member.clean():
                 member = self._members[k] = _Member(self._plan)
-            member.fill(tensors, way)
+            member.fill(tensors, way, hooks)
 
     def finish(self) -> None:
         """Remove what a forward has set, of replicas that nothing else refers to."""
