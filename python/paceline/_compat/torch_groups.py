@@ -75,15 +75,64 @@ def is_mesh_slice(mesh: Any) -> bool:
     return False
 
 
-def localize(module: Any) -> None:
-    """Have a module's DTensors, of tensor parallelism, be local tensors by name.
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is one rank's part of a larger one."""
+    return hasattr(tensor, "to_local")
 
-    torch's own wrapper does it where its mesh is a slice of a larger one.
+
+def localize(module: torch.nn.Module, is_transformed: bool) -> None:
+    """Have a module's DTensors, of tensor parallelism, be parameters of local tensors.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; unchanged where it has no such parameter.
+    is_transformed : bool
+        Whether to run torch's transform, as torch's wrapper does where its mesh is a
+        slice of a larger one.  Users may have run it themselves.
+    """
+    if is_transformed:
+        from torch.distributed.tensor.parallel import ddp
+
+        transform: Any = ddp
+        transform._pre_dp_module_transform(module)
+    if any(hasattr(p, "_st_info") for p in module.parameters()):
+        module.register_forward_pre_hook(_make_dtensors, prepend=True)
+
+
+def _make_dtensors(module: torch.nn.Module, _inputs: Any) -> None:
+    """Make DTensors of the local parameters, in the place of torch's hook.
+
+    From its first forward on the module has these DTensors as plain attributes, and no
+    longer the parameters.  The gradients reach them only by a graph, so that is
+    recorded in an evaluation too.
     """
     from torch.distributed.tensor.parallel import ddp
 
     transform: Any = ddp
-    transform._pre_dp_module_transform(module)
+    places = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if hasattr(parameter, "_st_info")
+    ]
+    if places:
+        with torch.inference_mode(False), torch.enable_grad():
+            transform._reconstruct_dtensor(module, None)
+    for owner, name, parameter in places:
+        vars(owner)[name]._paceline_parameter = parameter
+
+
+def own_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of one module, with those that it has as DTensors now."""
+    return [
+        *part.named_parameters(recurse=False),
+        *(
+            (name, value._paceline_parameter)
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and hasattr(value, "_paceline_parameter")
+        ),
+    ]
 
 
 def broadcast(group: dist.ProcessGroup, tensors: list[torch.Tensor], root: int) -> None:

@@ -83,7 +83,9 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     check_reduction : bool
         Deprecated in torch, without effect.
     device_mesh : torch.distributed.DeviceMesh, optional
-        A 1-D mesh, or a 1-D slice of a larger one, in place of ``process_group``.
+        A 1-D mesh, or a 1-D slice of a larger one, in place of ``process_group``.  Of a
+        slice, modules of ``parallelize_module`` are taken as torch's class takes them;
+        they may be evaluated before the first step, too.
     bucket_cap_mb_list : list of float, optional
         Mebibytes of each bucket, in the order in which they fill.
     forward_sync_buffers : bool, optional
@@ -260,8 +262,11 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         warn_of_deprecated(check_reduction, broadcast_buffers, forward_sync_buffers)
         check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = read_group(process_group, device_mesh)
-        if device_mesh is not None and torch_groups.is_mesh_slice(device_mesh):
-            torch_groups.localize(module)
+        if isinstance(module, torch.nn.Module):  # if not, every rank raises it below
+            is_slice = device_mesh is not None and torch_groups.is_mesh_slice(
+                device_mesh
+            )
+            torch_groups.localize(module, is_slice)
         options, error = read_options(
             group,
             bucket_cap_mb=bucket_cap_mb,

@@ -62,14 +62,14 @@ class Model:
             name.removeprefix(".")  # the module's own, as torch's docs spell them
             for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         }
-        parameters = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if name not in ignored
-        ]
-        buffers = []
+        parameters, buffers = [], []
         seen: set[int] = set()
         for prefix, owner in module.named_modules():
+            for name, parameter in torch_groups.own_parameters(owner):
+                full = f"{prefix}.{name}" if prefix else name
+                if id(parameter) not in seen and full not in ignored:
+                    parameters.append((full, parameter))
+                seen.add(id(parameter))
             held = _as_dict(owner._buffers)
             for name, buffer in held.items():
                 full = f"{prefix}.{name}" if prefix else name
@@ -146,13 +146,13 @@ class Model:
         first, parameter = self.parameters[0]
         device = parameter.device
         found = f"'{name}' is a {tensor.layout} tensor on device {tensor.device}"
-        kinds = {kind.__name__ for kind in type(tensor).__mro__}
-        if "DTensor" in kinds:
+        if torch_groups.is_dtensor(tensor):
             raise NotImplementedError(
-                f"'{name}' is a DTensor, which paceline averages if device_mesh is "
-                "given, a slice of a mesh whose other dimension the tensor is on"
+                f"'{name}' is a DTensor: give device_mesh=, the slice of the mesh that "
+                "is for data parallelism, for a module of parallelize_module(); "
+                "fully_shard() averages by itself"
             )
-        if "FakeTensor" in kinds:
+        if "FakeTensor" in {kind.__name__ for kind in type(tensor).__mro__}:
             raise NotImplementedError(f"'{name}' is a fake tensor, which has no values")
         is_here = device.type == "cpu" or placement.is_gpu(device)
         if is_here and tensor.layout == torch.strided and tensor.device == device:
@@ -267,8 +267,8 @@ def _as_dict(mapping: Any) -> dict[str, Any]:
 
 
 def has_nothing_to_train(module: torch.nn.Module) -> bool:
-    """Tell whether no parameter requires a gradient: a teacher, say."""
-    return not any(p.requires_grad for p in module.parameters())
+    """Tell whether no parameter is to be trained: a teacher, say."""
+    return not Model.of(module).trainable
 
 
 def is_stateless_call(module: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from paceline import _environment, _gpu, _native
+from paceline._compat import torch_groups
 
 _SHARED_GPU_NCCL = 23003
 """The first NCCL that knows NCCL_MULTI_RANK_GPU_ENABLE."""
@@ -83,7 +84,9 @@ class Gpu:
 
 def type_of(module: Any) -> str:
     """Return the type of device whose tensors a module has gradients of."""
-    first = next(module.parameters(), None) if hasattr(module, "parameters") else None
+    parts = module.modules() if hasattr(module, "modules") else ()
+    own = (torch_groups.own_parameters(part) for part in parts)
+    first = next((p for pairs in own for _, p in pairs), None)
     is_on_gpu = first is not None and _gpu.machine.index_of(first.device) is not None
     return _gpu.machine.device_type if is_on_gpu else "cpu"
 
