@@ -25,9 +25,9 @@
 
 typedef enum direction { TO_DENSE, FROM_DENSE } direction;
 
-/* 1 with *out and *tensor filled; 0 where the buffer is gone or has another size, as
- * one that a forward has let grow: then this rank neither gives nor takes it in this
- * step, and its next forward wraps the model anew; -1. */
+/* 1 with *out and *tensor filled; 0 if the buffer is gone or has another size, as one
+ * that a forward has let grow: this rank then neither gives nor takes it in this step,
+ * and its next forward wraps the model anew; -1. */
 static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject **out,
                        pli_tensor *tensor)
 {
@@ -35,16 +35,12 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
     PyObject *object = PyDict_GetItemWithError(buffer->owner, buffer->name);
     if (object == NULL && PyErr_Occurred())
         return -1;
-    if (object == NULL || object == Py_None) {
-        self->has_other_buffers = 1;
+    if (object == NULL || object == Py_None)
         return 0;
-    }
     if (pli_tensor_read_on(state, self->place, object, "a buffer", tensor) != 0)
         return -1;
-    if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes) {
-        self->has_other_buffers = 1;
+    if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes)
         return 0;
-    }
     *out = Py_NewRef(object);
     return 1;
 }
@@ -68,6 +64,21 @@ static int visit_buffers(reducer_object *self, read_fn read, visit_fn visit)
         Py_XDECREF(object);
     }
     return status;
+}
+
+PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
+{
+    PLI_ENTER(object);
+    reducer_object *self = (reducer_object *)object;
+    int read = 1;
+    (void)closure;
+    for (size_t b = 0; read > 0 && b < self->n_buffers; b++) {
+        PyObject *buffer = NULL;
+        pli_tensor tensor;
+        read = read_buffer(self, &self->buffers[b], &buffer, &tensor);
+        Py_XDECREF(buffer);
+    }
+    return read < 0 ? NULL : PyBool_FromLong(!read);
 }
 
 /* On a GPU, by torch: copies a tensor that is not dense, elements in row-major order.

@@ -4,6 +4,9 @@
 
 #include "reducer_object.h"
 
+/* The getter of Reducer.has_other_buffers. */
+PyObject *pli_buffers_get_are_others(PyObject *object, void *closure);
+
 /* Writes the root's buffers to the memory that it sends with each step. */
 int pli_buffers_pack(reducer_object *self);
 

@@ -132,7 +132,6 @@ typedef struct reducer_object {
     buffers_state buffers_state;
     buffers_sent buffers_sent;
     unsigned n_notices;      /* of the buffers, since the last step or sending */
-    char has_other_buffers;  /* seen in a step or a forward: see read_buffer() */
     char retains_grads;      /* what was copied is freed at the end of the step */
     char is_sync;            /* forwards are to be synchronised */
     char is_in_no_sync;      /* ... and backwards are not, whatever their forward was */

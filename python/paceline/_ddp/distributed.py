@@ -145,11 +145,11 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - Parameters may be frozen and unfrozen at any time.  They may be converted,
       replaced or added after wrapping, and those that were frozen then be trained: the
       next forward notices, on every rank, and wraps the model anew. So it does where
-      buffers are removed or get another size (one that a forward has let grow is each
-      rank's own in that step). What never travels may differ: modules and frozen
-      parameters that some ranks add alone, buffers without ``broadcast_buffers``, and,
-      as in torch, buffers that were registered later. A rank that alone changes what
-      travels ends the step on all, by a ``MismatchError``.
+      buffers are registered, removed or get another size (one that a forward has let
+      grow is each rank's own in that step); as in torch, none travels if the model had
+      none when it was wrapped. What never travels may differ: modules and frozen
+      parameters that some ranks add alone, buffers without ``broadcast_buffers``. A
+      rank that alone changes what travels ends the step on all, by a ``MismatchError``.
     - A copy (``copy.deepcopy``, ``pickle``) meets its peers at its first forward that
       records gradients, or in a join: one rank may make and evaluate a copy alone.
       A copy that is only evaluated (an average of the wrapper's weights) thus has each

@@ -38,7 +38,7 @@ class Changes:
         self._wrapper = weakref.ref(wrapper)
         self._reducer = weakref.ref(reducer)
         self._trained = {id(p): p for p in model.trainable}  # may be frozen later
-        self._buffers = {full for full, _, _ in buffers}
+        self._sends_buffers = bool(buffers)
         self._was = self._travelling(model)
         # What is compared by its id: alive, it is no other's.
         self._kept = buffers, [p.__dict__ for p in model.trainable]
@@ -52,14 +52,18 @@ class Changes:
         if not self._native.changed():
             return False
         wrapper = self._wrapper()
-        if wrapper is None or self._travels_otherwise(Model.of(wrapper.module)):
+        if wrapper is None or self._travelling(Model.of(wrapper.module)) != self._was:
             return True
         self._native = watch(wrapper)
         return False
 
-    def _travels_otherwise(self, now: Model) -> bool:
-        is_new = any(id(p) not in self._trained for p in now.trainable)
-        return is_new or self._travelling(now) != self._was
+    def parameters_changed(self) -> bool:
+        """Tell whether it is so not for the sake of the buffers alone."""
+        wrapper = self._wrapper()
+        return (
+            wrapper is None
+            or self._travelling(Model.of(wrapper.module))[0] != self._was[0]
+        )
 
     def _travelling(self, model: Model) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """Return what the ranks synchronise of a model, of what was wrapped."""
@@ -67,11 +71,7 @@ class Changes:
             # Where torch swaps two tensors, the attributes go over, with the hooks.
             key: (p.dtype, p.device, id(p.__dict__), key in model.declared_sparse)
             for _, p in model.parameters
-            if (key := id(p)) in self._trained
+            if (key := id(p)) in self._trained or p.requires_grad
         }
-        buffers = {
-            full: (id(owner), name)
-            for full, owner, name in model.buffers
-            if full in self._buffers
-        }
-        return parameters, buffers
+        buffers = {full: (id(owner), name) for full, owner, name in model.buffers}
+        return parameters, buffers if self._sends_buffers else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import re
@@ -247,16 +248,26 @@ def _declared_sparse(module: torch.nn.Module) -> frozenset[int]:
 def watch(module: torch.nn.Module) -> _native.Watch:
     """Return what notices that ``module`` gains, loses, swaps or converts a part.
 
-    Buffers are watched by name only: modules replace them as they run.
+    Modules replace buffers as they run: of these, how many a module has is watched, and
+    those that are None or have several names.
     """
+    n_names = collections.Counter(
+        id(buffer) for part in module.modules() for buffer in part._buffers.values()
+    )
     dicts: list[dict[str, Any]] = []
     items: list[tuple[dict[str, Any], str]] = []
     parameters: list[tuple[dict[str, Any], str]] = []
     for part in module.modules():
         children, own = _as_dict(part._modules), _as_dict(part._parameters)
-        dicts += [children, own, _as_dict(part._buffers)]
+        buffers = _as_dict(part._buffers)
+        dicts += [children, own, buffers]
         items += [(children, name) for name in children]
         items += [(own, name) for name, value in own.items() if value is None]
+        items += [
+            (buffers, name)
+            for name, value in buffers.items()
+            if value is None or n_names[id(value)] > 1
+        ]
         parameters += [(own, name) for name, value in own.items() if value is not None]
     return _native.Watch(dicts, items, parameters)
 

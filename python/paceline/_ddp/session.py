@@ -265,6 +265,8 @@ class Session:
             model = Model.of(wrapper.module)
             if arguments is not None:
                 wrapper._read_arguments(model, *arguments)
+            elif not self.model.buffers:  # torch then never sends any
+                model = dataclasses.replace(model, buffers=[])
             model.check()
             travelling = model.without(**options.staying)
             travelling.check_travelling(has_peers=meeting.size > 1)
@@ -438,7 +440,9 @@ class Session:
         reducer.on_finish = None
         self.world.leave()
         self.reducer = None
-        self.set_up(copies=not self._is_to_wrap_anew)
+        self.set_up(
+            copies=not self._is_to_wrap_anew and self._changes.parameters_changed()
+        )
 
     def _meet_in_old_world(self) -> None:
         """Raise where not every rank is about to wrap its model anew.

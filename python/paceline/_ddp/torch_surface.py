@@ -174,7 +174,8 @@ class TorchSurface(TorchDDP):
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         ) | {name for name, p in model.parameters if id(p) in delayed}
-        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if model.buffers or not hasattr(self, "modules_buffers"):
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self._module_parameters = [
             p for _, p in model.parameters if id(p) not in delayed
         ]

@@ -18,6 +18,7 @@ from cases import (
     as_torch,
     assert_equal,
     bits,
+    grads_of,
     integer_weights,
     on_gpus_too,
     on_ranks,
@@ -25,6 +26,8 @@ from cases import (
     step_of,
 )
 from torch import nn
+from torch.ao import quantization
+from torch.nn.utils import prune
 
 
 def net():
@@ -270,15 +273,59 @@ def test_what_does_not_travel_may_be_added_on_one_rank(ranks, wrap, what, whose)
     assert world_of(model) is world
 
 
-def test_a_buffer_that_one_rank_registers_later_does_not_travel(ranks):
-    model = ranks.wrap(module())
-    world = world_of(model)
-    for step in range(3):
-        if step == 1 and ranks.rank == 1:
-            model.module.register_buffer("mask", torch.full((2,), 7.0))
-        model(ranks.integers(4, 6, key=step)).sum().backward()
-    assert world_of(model) is world
-    assert hasattr(model.module, "mask") == (ranks.rank == 1)
+def rename(net):
+    del net.first
+    net.register_buffer("other", torch.zeros(2))
+
+
+def prepare_for_quantisation(net):
+    net.qconfig = quantization.get_default_qat_qconfig()
+    quantization.prepare_qat(net, inplace=True)
+
+
+def train_more(net):
+    net[0].requires_grad_(True)  # torch's class does not average these then
+    net.register_buffer("mask", torch.zeros(3))
+
+
+LATER = {
+    "a buffer": lambda net: net.register_buffer("mask", torch.zeros(3)),
+    "one that was None": lambda net: setattr(net, "empty", torch.zeros(2)),
+    "one in the place of another": rename,
+    "one of two names": lambda net: setattr(net, "second", torch.zeros(2)),
+    "another size": lambda net: setattr(net, "first", torch.zeros(5)),
+    "a spectral norm": lambda net: nn.utils.spectral_norm(net[2]),
+    "a pruning mask": lambda net: prune.l1_unstructured(net[2], "weight", 0.5),
+    "quantisation": prepare_for_quantisation,
+    "more to train": train_more,
+}
+
+
+@as_torch(what=[*LATER], has_buffers=[True, False])
+def test_buffers_registered_later_come_from_rank_0_if_there_were_any(
+    ranks, wrap, what, has_buffers
+):
+    net = module()
+    net.register_buffer("empty", None)
+    net[0].requires_grad_(what != "more to train")
+    if has_buffers:
+        net.register_buffer("first", torch.zeros(2))
+        net.register_buffer("second", net.first)
+    else:
+        net[1] = nn.Identity()
+    model = wrap(net)
+    for step in range(4):
+        if step == 1 and (has_buffers or what not in list(LATER)[2:5]):
+            torch.manual_seed(ranks.rank)
+            LATER[what](net)
+            own = [*net.buffers()]
+            if what != "more to train":  # that takes rank 0's parameters over
+                own += net.parameters()
+            with torch.no_grad():
+                for tensor in own:
+                    tensor += ranks.rank
+        step_of(model, ranks.integers(4, 6, key=step))
+        yield [*net.buffers(), *grads_of(net[2])]
 
 
 class Rotary(nn.Module):
@@ -314,6 +361,8 @@ ALONE = {
     "a parameter is added": lambda net: net.add_module("more", nn.Linear(2, 2)),
     "a parameter is replaced": lambda net: net.__setitem__(2, nn.Linear(40, 2)),
     "a buffer is gone": lambda net: delattr(net, "scale"),
+    "a buffer is added": lambda net: net.register_buffer("more", torch.ones(2)),
+    "a buffer has another size": lambda net: setattr(net, "scale", torch.ones(3)),
 }
 
 
