@@ -123,16 +123,18 @@ def _make_dtensors(module: torch.nn.Module, _inputs: Any) -> None:
         vars(owner)[name]._paceline_parameter = parameter
 
 
-def own_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of one module, with those that it has as DTensors now."""
+def dtensor_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of one module that it has as DTensors now."""
     return [
-        *part.named_parameters(recurse=False),
-        *(
-            (name, value._paceline_parameter)
-            for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor) and hasattr(value, "_paceline_parameter")
-        ),
+        (name, value._paceline_parameter)
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and hasattr(value, "_paceline_parameter")
     ]
+
+
+def own_parameters(part: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of one module, by its own method, DTensors among them."""
+    return [*part.named_parameters(recurse=False), *dtensor_parameters(part)]
 
 
 def broadcast(group: dist.ProcessGroup, tensors: list[torch.Tensor], root: int) -> None:

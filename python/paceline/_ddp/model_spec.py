@@ -6,7 +6,7 @@ import collections
 import hashlib
 import itertools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,50 +40,77 @@ class Model:
     Attributes
     ----------
     parameters : list of (str, torch.Tensor)
-        All parameters that are not ignored, each once, in registration order.
+        All parameters that are averaged, or copied at the start: each once.
     buffers : list of (str, dict, str)
         All buffers that are not ignored: full name, the ``_buffers`` they are in, and
         their name there.
     declared_sparse : frozenset of int
         The ``id`` of each parameter whose gradients are expected to be sparse.
+    unaveraged, uncopied : frozenset of int
+        The ``id`` of each parameter that is only copied, or only averaged.
     """
 
     parameters: list[tuple[str, torch.nn.Parameter]]
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
+    unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
+    uncopied: frozenset[int] = field(default=frozenset(), repr=False)
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Model:
-        """Collect the tensors of ``module``.
+        """Collect the tensors of ``module``, by the rules of torch's class.
 
-        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as torch's
-        wrapper leaves them.
+        Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.  What is
+        averaged is found by asking each module for its own parameters, of which any
+        name will do; those of the module itself are then called ``.name``.  What is
+        copied at the start is found by asking the module for all of its parameters and
+        buffers, of which the first name counts; so are the buffers of a step.
         """
-        ignored = {
-            name.removeprefix(".")  # the module's own, as torch's docs spell them
-            for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        }
-        parameters, buffers = [], []
-        seen: set[int] = set()
-        for prefix, owner in module.named_modules():
-            for name, parameter in torch_groups.own_parameters(owner):
-                full = f"{prefix}.{name}" if prefix else name
-                if id(parameter) not in seen and full not in ignored:
-                    parameters.append((full, parameter))
-                seen.add(id(parameter))
-            held = _as_dict(owner._buffers)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        averaged: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        places: dict[int, tuple[dict[str, Any], str]] = {}
+        listed = list(module.named_parameters())
+        for prefix, part in module.named_modules():
+            for name, p in torch_groups.own_parameters(part):
+                full = f"{prefix}.{name}"
+                if full not in ignored:
+                    averaged.setdefault(id(p), (full.removeprefix("."), p))
+            listed += [
+                (f"{prefix}.{name}".removeprefix("."), p)
+                for name, p in torch_groups.dtensor_parameters(part)
+            ]
+            held = _as_dict(part._buffers)
             for name, buffer in held.items():
-                full = f"{prefix}.{name}" if prefix else name
-                if buffer is None or id(buffer) in seen or full in ignored:
-                    continue
-                seen.add(id(buffer))
-                buffers.append((full, held, name))
-        return cls(parameters, buffers, _declared_sparse(module))
+                places.setdefault(id(buffer), (held, name))
+        copied = {id(p): (name, p) for name, p in listed if name not in ignored}
+        buffers = []
+        for full, buffer in module.named_buffers():
+            if full in ignored:
+                continue
+            if id(buffer) not in places:
+                raise NotImplementedError(
+                    f"named_buffers() has '{full}', which no module has registered as "
+                    "a buffer: register it, or name it in "
+                    "module._ddp_params_and_buffers_to_ignore"
+                )
+            buffers.append((full, *places[id(buffer)]))
+        return cls(
+            list(averaged.values())
+            + [named for key, named in copied.items() if key not in averaged],
+            buffers,
+            _declared_sparse(module),
+            unaveraged=frozenset(copied.keys() - averaged.keys()),
+            uncopied=frozenset(averaged.keys() - copied.keys()),
+        )
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The parameters that require a gradient."""
-        return [p for _, p in self.parameters if p.requires_grad]
+        """The parameters that are averaged: those that require a gradient."""
+        return [
+            p
+            for _, p in self.parameters
+            if p.requires_grad and id(p) not in self.unaveraged
+        ]
 
     @property
     def sparse(self) -> list[int]:
@@ -93,8 +120,10 @@ class Model:
         ]
 
     def tensors(self, has_buffers: bool = True) -> list[torch.Tensor]:
-        """Return all parameters and buffers, or the parameters alone."""
-        tensors: list[torch.Tensor] = [p for _, p in self.parameters]
+        """Return what is copied at the start, with buffers or without."""
+        tensors: list[torch.Tensor] = [
+            p for _, p in self.parameters if id(p) not in self.uncopied
+        ]
         if has_buffers:
             tensors += [owner[name] for _, owner, name in self.buffers]
         return tensors
@@ -102,7 +131,7 @@ class Model:
     def without(self, *, frozen: bool, buffers: bool) -> Model:
         """Return the model without its frozen parameters, or without its buffers."""
         kept = [(n, p) for n, p in self.parameters if p.requires_grad or not frozen]
-        return Model(kept, [] if buffers else self.buffers, self.declared_sparse)
+        return replace(self, parameters=kept, buffers=[] if buffers else self.buffers)
 
     def check(self) -> None:
         """Raise where this rank's model cannot be wrapped at all.
@@ -121,7 +150,8 @@ class Model:
                     f"`DistributedDataParallel`: '{name}' has no shape yet. Run a "
                     "dummy forward pass to correctly initialize the modules"
                 )
-        if not self.trainable:
+        copied = self.tensors(has_buffers=False)  # torch's class asks these, too
+        if not self.trainable or not any(p.requires_grad for p in copied):
             raise RuntimeError(
                 f"{NO_GRADIENT} Use the module as it is, or set requires_grad."
             )
@@ -212,7 +242,7 @@ class Model:
     def describe(self) -> list[tuple[str, str, str]]:
         """Return (kind, name, what) of each tensor: all that ranks must agree on."""
         described = [
-            ("parameter", name, _describe(p, p.requires_grad) + self._sparsity_of(p))
+            ("parameter", name, _describe(p, p.requires_grad) + self._notes_on(p))
             for name, p in self.parameters
         ]
         described += [
@@ -221,9 +251,15 @@ class Model:
         ]
         return described
 
-    def _sparsity_of(self, parameter: torch.nn.Parameter) -> str:
-        is_sparse = parameter.requires_grad and id(parameter) in self.declared_sparse
-        return ", sparse gradients" if is_sparse else ""
+    def _notes_on(self, parameter: torch.nn.Parameter) -> str:
+        notes = {
+            ", sparse gradients": self.declared_sparse
+            if parameter.requires_grad
+            else (),
+            ", not averaged": self.unaveraged,
+            ", not copied": self.uncopied,
+        }
+        return "".join(note for note, ids in notes.items() if id(parameter) in ids)
 
     def digest(self) -> str:
         """Return a hash of :meth:`describe`."""

@@ -85,8 +85,7 @@ class Gpu:
 def type_of(module: Any) -> str:
     """Return the type of device whose tensors a module has gradients of."""
     parts = module.modules() if hasattr(module, "modules") else ()
-    own = (torch_groups.own_parameters(part) for part in parts)
-    first = next((p for pairs in own for _, p in pairs), None)
+    first = next((p for m in parts for _, p in torch_groups.own_parameters(m)), None)
     is_on_gpu = first is not None and _gpu.machine.index_of(first.device) is not None
     return _gpu.machine.device_type if is_on_gpu else "cpu"
 

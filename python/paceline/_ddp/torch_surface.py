@@ -177,7 +177,7 @@ class TorchSurface(TorchDDP):
         if model.buffers or not hasattr(self, "modules_buffers"):
             self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self._module_parameters = [
-            p for _, p in model.parameters if id(p) not in delayed
+            p for p in model.tensors(has_buffers=False) if id(p) not in delayed
         ]
 
 

@@ -26,26 +26,20 @@ def tensor_parallel(mesh, plan="part"):
     return parallelize_module(nn.Sequential(*layers), mesh["tp"], split)
 
 
-def wrap_on(mesh, kind, module, way):
-    """Wrap a module; one that is to go through a group as torch's own wrapper would."""
-    if way != "through a group":
-        return kind(module, device_mesh=mesh["dp"])
-    _pre_dp_module_transform(module)
-    return kind(module, process_group=mesh["dp"].get_group())
-
-
 WAYS = ["SGD", "AdamW", "accumulation", "through a group", "evaluated first"]
 
 
 @as_torch(4, plan=["whole", "part"], way=WAYS)
 def test_tensor_parallel_parts_are_averaged_in_every_step(ranks, wrap, plan, way):
     mesh = mesh_of("tp")
-    kind = type(wrap(nn.Linear(1, 1)))
-    model = wrap_on(mesh, kind, tensor_parallel(mesh, plan), way)
+    kind, module = type(wrap(nn.Linear(1, 1))), tensor_parallel(mesh, plan)
+    where = {"device_mesh": mesh["dp"]}
+    if way == "through a group":
+        _pre_dp_module_transform(module)
+        where = {"process_group": mesh["dp"].get_group()}
+    model = kind(module, **where)
     parameters = [*model.parameters()]
-    optimizer = (torch.optim.AdamW if way == "AdamW" else torch.optim.SGD)(
-        parameters, lr=0.05
-    )
+    optimizer = getattr(torch.optim, way if way == "AdamW" else "SGD")(parameters, 0.05)
     if way == "evaluated first" and kind is ranks.ours:  # torch's then trains a part
         with torch.inference_mode():
             model.eval()(torch.ones(2, 6))
@@ -59,8 +53,7 @@ def test_tensor_parallel_parts_are_averaged_in_every_step(ranks, wrap, plan, way
         model(torch.randn(3, 6, generator=drawn)).square().sum().backward()
         yield [p.grad for p in parameters]
         optimizer.step()
-    yield parameters
-    yield sorted(model.state_dict())
+    yield [*parameters, sorted(model.state_dict())]
 
 
 @on_ranks(4)
@@ -74,32 +67,31 @@ def test_a_dtensor_that_is_a_parameter_is_refused_in_one_sentence(ranks):
 def test_stages_of_a_pipeline_are_averaged_once_in_every_step(ranks, schedule):
     """Against plain stages, averaged by hand: torch's class rounds otherwise."""
     mesh = mesh_of("pp")
-    dp, pp = mesh["dp"], mesh["pp"]
-    first = pp.get_local_rank()
+    dp, group, first = mesh["dp"], mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     numbers = [first, first + 2] if "Interleaved" in schedule else [first]
-    n_stages, device, grads = 2 * len(numbers), torch.device("cpu"), []
-    for is_wrapped in (False, True):
+    grads = {True: [], False: []}
+    for is_wrapped, seen in grads.items():
         modules = [net(6, 8, 6) for _ in numbers]
         if is_wrapped:
             modules = [ranks.ours(module, device_mesh=dp) for module in modules]
         stages = [
-            pipelining.PipelineStage(*row, n_stages, device, group=pp.get_group())
+            pipelining.PipelineStage(
+                *row, 2 * len(numbers), dp.device_type, group=group
+            )
             for row in zip(modules, numbers, strict=True)
         ]
         run = getattr(pipelining, schedule)(
             stages if len(stages) > 1 else stages[0], 4, loss_fn=nn.MSELoss()
         )
         drawn = torch.Generator().manual_seed(dp.get_local_rank())
-        parameters = [p for module in modules for p in module.parameters()]
-        grads.append([])
         for _ in range(3):
             x, y = (torch.randn(8, 6, generator=drawn) / 64 for _ in range(2))
-            run.step(*([x] if first == 0 else []), **({"target": y} if first else {}))
-            for p in parameters:
+            run.step(*([] if first else [x]), **({"target": y} if first else {}))
+            for p in nn.ModuleList(modules).parameters():
                 if not is_wrapped:
                     dist.all_reduce(p.grad, group=dp.get_group())
                     p.grad /= 2
-                grads[-1].append(p.grad.clone())
+                seen.append(p.grad.clone())
                 p.grad = None
-    for theirs, mine in zip(*grads, strict=True):
+    for theirs, mine in zip(grads[False], grads[True], strict=True):
         assert_equal(mine, theirs, "a gradient")

@@ -174,7 +174,7 @@ def test_a_buffer_that_never_travels_may_be_sparse(ranks, wrap):
 
 
 REFUSED = {
-    "a DTensor": "'0.weight' is a DTensor, which",
+    "a DTensor": "'0.weight' is a DTensor: give device_mesh=",
     "a fake tensor": "'0.weight' is a fake tensor",
     "a buffer": "'0.scale' wraps other tensors",
 }

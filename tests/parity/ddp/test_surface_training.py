@@ -8,7 +8,6 @@ from cases import (
     as_torch,
     assert_equal,
     assert_same_grads,
-    grads_of,
     net,
     on_gpus_too,
     on_ranks,
@@ -25,30 +24,69 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 # ---- ignored parameters and buffers -------------------------------------------------
 
 
-@on_gpus_too()
-@as_torch()
-def test_what_is_ignored_is_neither_copied_nor_averaged(ranks, wrap):
+class Shares(nn.Module):
+    """Has tensors of its own, and a weight and a buffer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(2))
+        self.register_buffer("mark", torch.rand(2))
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.a.register_buffer("kept", torch.rand(2))
+        self.b.register_buffer("same", self.a.kept)
+
+    def forward(self, x):
+        self.mark += x[0]
+        self.a.kept += x[0]
+        return self.b(self.a(x).square()) * self.own + self.mark + self.b.same
+
+
+class Hides:
+    """Tells of some of its tensors only."""
+
+    def named_parameters(self, *args, **options):
+        return self.shown(super().named_parameters(*args, **options))
+
+    def named_buffers(self, *args, **options):
+        return self.shown(super().named_buffers(*args, **options))
+
+    def shown(self, rows):
+        hidden = "own", "mark", "a.bias", "bias", "a.kept", "kept"
+        return [(name, tensor) for name, tensor in rows if name not in hidden]
+
+
+IGNORED = {
+    "a name each": ["a.bias", "mark"],
+    "the first of two names": ["a.weight", "a.kept"],
+    "the second of two names": ["b.weight", "b.same"],
+    "of the module itself": ["own", "mark"],
+    "of the module itself, with a dot": [".own", ".mark"],
+    "hidden by the module": [],
+    "hidden by a part": [],
+}
+
+
+@on_gpus_too(what=["a name each"])
+@as_torch(what=[*IGNORED])
+def test_which_tensors_take_part_is_as_in_torch(ranks, wrap, what):
     torch.manual_seed(ranks.rank)
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
-    names = ["2.weight", "1.running_mean"]
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, names)
+    module = Shares()
+    if what == "hidden by the module":
+        module.__class__ = type("Top", (Hides, Shares), {})
+    if what == "hidden by a part":
+        module.a.__class__ = type("Part", (Hides, nn.Linear), {})
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, IGNORED[what])
     model = wrap(module)
-    for _ in range(2):
-        model(ranks.integers(4, 2)).sum().backward()
-    yield [*grads_of(model), *model.buffers(), sorted(model.parameters_to_ignore)]
-    assert not torch.equal(*ranks.all(module[2].weight.data))
-    assert not torch.equal(*ranks.all(module[2].weight.grad))
-    assert not torch.equal(*ranks.all(module[1].running_mean))
-    assert torch.equal(*ranks.all(module[0].weight.grad))
-
-
-def test_a_parameter_of_the_module_itself_may_be_ignored_in_both_spellings(ranks):
-    for name in ("weight", ".weight"):
-        module = nn.Linear(2, 1)
-        TorchDDP._set_params_and_buffers_to_ignore_for_model(module, [name])
-        model = ranks.wrap(module)
-        model(X + ranks.rank).sum().backward()
-        assert not torch.equal(*ranks.all(module.weight.grad))
+    tensors = [module.own, module.a.weight, module.a.bias, module.b.bias]
+    for key in range(3):
+        yield [*tensors, module.mark, module.a.kept, module.b.same]
+        step_of(model, ranks.integers(3, 2, key=key))
+        yield [t.grad for t in tensors]
+    yield [sorted(model.parameters_to_ignore), len(model._module_parameters)]
+    if what == "a name each":
+        own = [module.a.bias, module.a.bias.grad, module.mark]
+        assert not any(torch.equal(*ranks.all(tensor.data)) for tensor in own)
 
 
 @as_torch(sync=["broadcast_buffers", "forward_sync_buffers", "init_sync"])

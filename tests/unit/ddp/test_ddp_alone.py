@@ -506,15 +506,6 @@ def test_the_older_name_of_the_argument_for_buffers_warns_as_in_torch():
             wrap(nn.Linear(1, 1), broadcast_buffers=False, forward_sync_buffers=True)
 
 
-def test_parameters_marked_by_torch_as_ignored_are_left_out():
-    net = Net()
-    TorchDDP._set_params_and_buffers_to_ignore_for_model(net, ["last.weight"])
-    wrapper = DistributedDataParallel(net)
-    assert wrapper.parameters_to_ignore == {"last.weight"}
-    assert len(list(TorchDDP._get_data_parallel_params(net))) == 5
-    assert len(wrapper._module_parameters) == 5
-
-
 # ---- sampled steps ------------------------------------------------------------------
 
 

@@ -39,19 +39,6 @@ def test_frozen_parameters_are_collected_but_not_trainable():
     assert model.trainable == [net.norm.weight, net.norm.bias, net.last.weight]
 
 
-def test_what_is_shared_counts_once():
-    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    net["b"].weight = net["a"].weight
-    net["a"].register_buffer("kept", torch.zeros(2))
-    net["b"].register_buffer("same", net["a"].kept)
-    assert names(Model.of(net).parameters) == ["a.weight", "a.bias", "b.bias"]
-    assert names(Model.of(net).buffers) == ["a.kept"]
-    part = nn.BatchNorm1d(2)
-    model = Model.of(nn.Sequential(part, part))
-    assert names(model.parameters) == ["0.weight", "0.bias"]
-    assert len(model.buffers) == 3
-
-
 def test_buffers_that_are_not_saved_are_collected_and_those_that_are_none_are_not():
     net = nn.BatchNorm1d(2, track_running_stats=False)
     net.register_buffer("nothing", None)
@@ -60,15 +47,6 @@ def test_buffers_that_are_not_saved_are_collected_and_those_that_are_none_are_no
     ((_, owner, name),) = Model.of(net).buffers
     net.cache = torch.ones(1)
     assert owner[name] is net.cache  # found again after it was replaced
-
-
-def test_ignored_names_are_left_out():
-    net = Net()
-    ignored = ["first.weight", "norm.running_mean", "none"]
-    net._ddp_params_and_buffers_to_ignore = ignored
-    model = Model.of(net)
-    assert "first.weight" not in names(model.parameters)
-    assert names(model.buffers) == ["norm.running_var", "norm.num_batches_tracked"]
 
 
 # ---- what cannot be wrapped ---------------------------------------------------------
@@ -180,6 +158,7 @@ CHANGES = {  # of a net, and how it then differs
     "net.first.weight.data = torch.zeros(2, 3).t()": "strides (2, 1) -> strides (1, 3)",
     "net.last.requires_grad_(False)": "trainable -> frozen",
     "net.m = nn.Linear(1, 1)": "buffer 'norm.running_mean' -> parameter 'm.weight'",
+    "net.last.named_parameters = lambda recurse: ()": "able -> trainable, not averaged",
     "del net.last": "parameter 'last.weight' -> buffer 'norm.running_mean'",
     "net.norm.register_buffer('b', torch.zeros(1))": "nothing -> buffer 'norm.b'",
     "net.norm.running_mean = torch.zeros(3).double()": "float32 -> torch.float64",
