@@ -492,21 +492,17 @@ def test_as_bucket_views_gradients_are_exchanged_as_torch_exchanges_them(ranks, 
             p.grad.zero_()
 
 
-GROWN = {
-    "resize_": lambda grad: grad.resize_(200, 100),
-    "out=": lambda grad: torch.ones(200, 100, out=grad),
-    "storage": lambda grad: grad.untyped_storage().resize_(0),
-}
-
-
-@on_ranks(how=[*GROWN])
-def test_a_large_gradient_cannot_grow_in_place_and_its_clone_can(ranks, how):
+def test_a_large_gradient_cannot_grow_in_place(ranks):
     model = ranks.wrap(make())
     model(data(ranks, 0)).sum().backward()
     grad = model.module[0].weight.grad
-    with pytest.raises(RuntimeError, match="storage that is not resizable"):
-        GROWN[how](grad)
-    GROWN[how](grad.clone())
+    for grow in (
+        lambda: grad.resize_(200, 100),
+        lambda: torch.ones(200, 100, out=grad),
+        lambda: grad.untyped_storage().resize_(0),
+    ):
+        with pytest.raises(RuntimeError, match="storage that is not resizable"):
+            grow()
 
 
 @as_torch(view=[False, True], place=[contextlib.nullcontext, apart])

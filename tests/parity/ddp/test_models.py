@@ -23,9 +23,6 @@ from cases import (
     train,
 )
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -171,27 +168,6 @@ def test_a_buffer_that_never_travels_may_be_sparse(ranks, wrap):
     module.register_buffer("words", torch.eye(3).to_sparse())
     model = wrap(module, broadcast_buffers=False, init_sync=False)
     yield step_of(model, ranks.integers(3, 6))
-
-
-REFUSED = {
-    "a DTensor": "'0.weight' is a DTensor: give device_mesh=",
-    "a fake tensor": "'0.weight' is a fake tensor",
-    "a buffer": "'0.scale' wraps other tensors",
-}
-
-
-@on_ranks(what=[*REFUSED])
-def test_what_has_no_values_here_is_named(ranks, what):
-    module = net()
-    if what == "a DTensor":
-        mesh = init_device_mesh("cpu", (ranks.n,))
-        module[0].weight = nn.Parameter(distribute_tensor(module[0].weight, mesh))
-    elif what == "a fake tensor":
-        module[0].weight = nn.Parameter(FakeTensorMode().from_tensor(torch.ones(2)))
-    else:
-        module[0].register_buffer("scale", Boxed(torch.ones(2)))
-    with pytest.raises(NotImplementedError, match=REFUSED[what]):
-        ranks.wrap(module)
 
 
 def test_a_graph_that_has_saved_overwritten_parameters_does_not_go_backward(ranks):

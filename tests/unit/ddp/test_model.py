@@ -5,6 +5,7 @@ import torch
 from paceline import MismatchError
 from paceline._ddp.model_spec import NO_GRADIENT, Model, raise_first_difference
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Net(nn.Module):
@@ -56,6 +57,7 @@ def check(net):
     model = Model.of(net)
     model.check()
     model.check_travelling(has_peers=True)
+    model.check_buffers()
     model.check_supported(net)
 
 
@@ -69,6 +71,22 @@ def with_buffer(tensor):
     return net
 
 
+def with_weight(weight):
+    net = nn.Linear(1, 1)
+    net.weight = nn.Parameter(weight)
+    return net
+
+
+class DTensor(torch.Tensor):
+    """Is called as torch's is."""
+
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return args[0]
+
+
 def ignoring(net, *names):
     net._ddp_params_and_buffers_to_ignore = list(names)
     return net
@@ -78,6 +96,8 @@ LAZY = "uninitialized parameters.*"
 FAR = nn.Linear(1, 1, device="meta")
 HALF_FAR = nn.Sequential(nn.Linear(1, 1), FAR)
 SPARSE = torch.eye(2).to_sparse()
+FAKE = FakeTensorMode().from_tensor(torch.ones(1, 1))
+WRAPPER = torch.Tensor._make_wrapper_subclass(Wrapper, (2,))
 WRONG = [
     (nn.ReLU(), RuntimeError, NO_GRADIENT),
     (nn.Linear(1, 1).requires_grad_(False), RuntimeError, NO_GRADIENT),
@@ -88,6 +108,9 @@ WRONG = [
     (FAR, NotImplementedError, "'weight' is a .* on device meta"),
     (HALF_FAR, ValueError, r"same type of devices.*\['cpu', 'meta'\]"),
     (with_buffer(FAR.bias), NotImplementedError, "'odd' is a .* on device meta"),
+    (with_weight(FAKE), NotImplementedError, "'weight' is a fake tensor"),
+    (with_weight(DTensor(1)), NotImplementedError, "'weight' is a DTensor, which"),
+    (with_buffer(WRAPPER), NotImplementedError, "'odd' wraps other tensors"),
     (with_buffer(SPARSE), NotImplementedError, r"'odd' is a torch\.sparse_coo"),
 ]
 
