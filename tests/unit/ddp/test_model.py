@@ -77,10 +77,6 @@ def with_weight(weight):
     return net
 
 
-class DTensor(torch.Tensor):
-    """Is called as torch's is."""
-
-
 class Wrapper(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -109,7 +105,6 @@ WRONG = [
     (HALF_FAR, ValueError, r"same type of devices.*\['cpu', 'meta'\]"),
     (with_buffer(FAR.bias), NotImplementedError, "'odd' is a .* on device meta"),
     (with_weight(FAKE), NotImplementedError, "'weight' is a fake tensor"),
-    (with_weight(DTensor(1)), NotImplementedError, "'weight' is a DTensor, which"),
     (with_buffer(WRAPPER), NotImplementedError, "'odd' wraps other tensors"),
     (with_buffer(SPARSE), NotImplementedError, r"'odd' is a torch\.sparse_coo"),
 ]
