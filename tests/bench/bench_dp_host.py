@@ -18,7 +18,7 @@ import paceline
 import torch
 from paceline._dp import gradients, segments
 from paceline._dp.engine import Engine
-from support import fake_gpus
+from support import devices, fake_gpus
 from torch import nn
 
 CALLS = "cuEventRecord", "cuStreamWaitEvent", "cuMemcpyPeerAsync", "cuLaunchKernel"
@@ -54,6 +54,7 @@ def of_torch(module, n):
         [t.view_as(t) for t in tensors] for _ in devices
     ]
     own._get_device_index = lambda device, *_: device
+    module = module.cpu()
     times = []
     for _ in range(N_STEPS):
         begin = time.thread_time()
@@ -64,6 +65,7 @@ def of_torch(module, n):
 
 def main(n):
     torch.set_num_threads(1)
+    devices.load()
     nodes, started, run = [], [], Engine._run
     for node in (gradients._Replica, gradients._Segment):
         timed(node, nodes)
@@ -73,7 +75,8 @@ def main(n):
         segments.SEGMENT_BYTES = sum(p.nbytes for p in module.parameters()) // 40
         with fake_gpus.several(n):
             fake = fake_gpus.ctypes.CDLL(fake_gpus.library())
-            ours = paceline.DataParallel(module, list(range(n)))
+            ours = paceline.DataParallel(module.to("gpu:0"), list(range(n)))
+            x = x.to("gpu:0")
             for _ in range(N_WARM + N_STEPS):
                 nodes.clear()
                 calls = [fake.fake_count(name.encode()) for name in CALLS]

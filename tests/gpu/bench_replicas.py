@@ -131,7 +131,7 @@ def enter(world: World, name: str) -> dict[str, Entry]:
     wrapped = {
         "halves": Halves(copy.deepcopy(module)),
         "two": world.wrap(copy.deepcopy(module), 2),
-        "torch": nn.DataParallel(copy.deepcopy(module), None if is_fake() else [0]),
+        "torch": module if is_fake() else nn.DataParallel(copy.deepcopy(module), [0]),
         "one": world.wrap(copy.deepcopy(module), 1),
     }
     if not is_fake():

@@ -40,7 +40,13 @@ class World(world.World):
     def join(cls, rank: int, size: int, port: int) -> World:
         """Take the GPU; there is nobody to meet."""
         del port
-        return cls(rank, size, world.take_device(), None)
+        device = world.take_device()
+        if is_fake():
+            devices = simulated().devices
+            devices.load()
+            devices.show(1)
+            device = torch.device(devices.KIND, 0)
+        return cls(rank, size, device, None)
 
     def run(self, check: Check) -> Figures | None:
         """Run one check, with nothing left of the one before."""

@@ -5,9 +5,11 @@
     synchronize()        what `torch.cuda.synchronize()` is to a real one
     several(n)           in the test: n GPUs of this process, for DataParallel
 
-Tensors stay those of the CPU.  The native module takes them for a GPU's (a `Device` of
-another `dlpack_type`), so all it does with gradients passes the fake of libcuda and of
-libnccl (`tests/c/fake`): streams, events, kernels, collectives between processes.
+A rank's tensors stay those of the CPU; those of several GPUs are on devices of torch
+(`support/devices`), whose memory is the host's.  The native module takes both for a
+GPU's (a `Device` of another `dlpack_type`), so all it does with gradients passes the
+fake of libcuda and of libnccl (`tests/c/fake`): streams, events, kernels, collectives
+between processes.
 
 What torch itself would put into its stream happens at once, and memory that it frees is
 given out again at once.  So the host waits for what is put into that stream, as with
@@ -155,84 +157,12 @@ def stand_in(rank: int) -> Machine:
 
 
 class SeveralGpus(_gpu.Machine):
-    """GPUs of one process, whose tensors all say that they are on the CPU.
-
-    A module is on the first of them, and what a replica gives on the replica's.
-    """
-
-    device_type = "cpu"
-
-    def __init__(self, n_gpus: int) -> None:
-        self.n_gpus = n_gpus
-        self.has_peers = True
-
-    def shown(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what has torch know of them."""
-        return contextlib.nullcontext()
-
-    def index_of(self, device: torch.device) -> int | None:
-        return 0 if device.type == "cpu" else None
-
-    def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
-        return expected if tensor.device.type == "cpu" else None
-
-    def device(self, index: int) -> torch.device:
-        return torch.device("cpu")
-
-    def current_stream(self, index: int) -> Any:
-        return None
-
-    def on(self, index: int, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        ctypes.CDLL(library()).fake_synchronize_all()
-
-    def generator_state(self, index: int) -> Any:
-        return None
-
-    def size(self, index: int) -> tuple[int, int]:
-        return 1 << 30, 1
-
-    def properties(self, index: int) -> tuple[str, str]:
-        return "fake GPU", "9.0"
-
-    def can_access(self, index: int, peer: int) -> bool:
-        return self.has_peers
-
-    def count(self) -> int:
-        return self.n_gpus
-
-    def current(self) -> int:
-        return 0
-
-    def why_unusable(self) -> str:
-        return ""
-
-    def open(self, index: int) -> _native.Device:
-        path = library()
-        return _native.Device(index, driver=path, nvrtc=path, dlpack_type=1)
-
-
-class DeviceGpus(SeveralGpus):
-    """GPUs of one process that are devices of torch: see support/devices."""
+    """GPUs of one process, which are devices of torch: see support/devices."""
 
     device_type = devices.KIND
 
-    index_of = _gpu.Machine.index_of
-    index_of_tensor = _gpu.Machine.index_of_tensor
-    device = _gpu.Machine.device
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        devices.show(self.n_gpus)
-        try:
-            yield
-        finally:
-            devices.show(0)
+    def __init__(self, n_gpus: int, *, has_peers: bool = True) -> None:
+        self.n_gpus, self.has_peers = n_gpus, has_peers
 
     def current_stream(self, index: int) -> int:
         return devices.native.library.devices_stream(index)
@@ -252,8 +182,32 @@ class DeviceGpus(SeveralGpus):
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        ctypes.CDLL(library()).fake_synchronize_all()
+
+    def generator_state(self, index: int) -> Any:
+        return devices.native.generators[index].get_state().tolist()
+
+    def size(self, index: int) -> tuple[int, int]:
+        return 1 << 30, 1
+
+    def properties(self, index: int) -> tuple[str, str]:
+        return "fake GPU", "9.0"
+
+    def can_access(self, index: int, peer: int) -> bool:
+        return self.has_peers
+
+    def count(self) -> int:
+        return self.n_gpus
+
     def current(self) -> int:
         return devices.native.library.devices_current()
+
+    def why_unusable(self) -> str:
+        return ""
 
     def open(self, index: int) -> _native.Device:
         path = library()
@@ -261,27 +215,24 @@ class DeviceGpus(SeveralGpus):
 
 
 _PLAIN = "protect=0,foreign=1,blocking=1,peers=1,devices=4,schedule=late"
-_MOST_GPUS = 4
 
 
 @contextlib.contextmanager
-def several(
-    n_gpus: int, *options: str, kind: type[SeveralGpus] = SeveralGpus
-) -> Iterator[SeveralGpus]:
+def several(n_gpus: int, *options: str) -> Iterator[SeveralGpus]:
     """Have so many GPUs within this, and say what the fake has against it.
 
+    They are `torch.device("gpu", i)`; devices.load() has been called before.
     What torch would put into a device's stream happens at once, so the host waits for
     what is put there; what is on other streams happens as late as can be.  Devices
     compare models of any size.  Options are the fake's: "peers=0".
     """
-    assert n_gpus <= _MOST_GPUS
-    machine = kind(n_gpus)
-    machine.has_peers = "peers=0" not in options
-    with machine.shown():
+    devices.show(n_gpus)
+    try:
         loaded = _reset(*options)
         before = _gpu.machine, torch_cuda.current_stream, dict(_gpu._opened)
-        _gpu.machine = machine
-        torch_cuda.current_stream = lambda index: machine.current_stream(index) or 0
+        has_peers = "peers=0" not in options
+        _gpu.machine = machine = SeveralGpus(n_gpus, has_peers=has_peers)
+        torch_cuda.current_stream = lambda index: machine.current_stream(index)
         torch_core.attach()
         compared, segments.COMPARED_BYTES = segments.COMPARED_BYTES, 0
         try:
@@ -295,6 +246,8 @@ def several(
             _gpu.machine, torch_cuda.current_stream, opened = before
             _gpu._opened.update(opened)
             torch_core.attach()
+    finally:
+        devices.show(0)
 
 
 def _reset(*options: str) -> ctypes.CDLL:

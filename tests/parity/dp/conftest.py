@@ -1,4 +1,6 @@
-"""Every test that asks for `wrap` runs with replicas on the CPU and on GPUs."""
+"""What wraps modules for replicas: on the CPU, unless a test asks for GPUs."""
+
+import gc
 
 import pytest
 import torch
@@ -17,27 +19,19 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["cpu", "gpu"])
-def wrap(request):
-    """Return a function that wraps a module for n replicas; the GPUs are simulated."""
-    torch.manual_seed(0)
-    if request.param == "cpu":
-        yield Wrap()
-        return
-    with fake_gpus.several(4):
-        yield Wrap(is_gpu=True)
-
-
 @pytest.fixture
-def wrap_on_cpu():
-    """Return the same for the CPU alone."""
+def wrap(request):
+    """Return a function that wraps a module for n replicas; see `replicas.ON_EACH`."""
+    if getattr(request, "param", "cpu") == "gpu":
+        return request.getfixturevalue("wrap_on_gpus")
     torch.manual_seed(0)
     return Wrap()
 
 
-@pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
-def n_gpus(request):
-    """Return how many GPUs there are, which reach one another or do not."""
-    n_gpus, options = request.param
-    with fake_gpus.several(n_gpus, *options):
-        yield n_gpus
+@pytest.fixture
+def wrap_on_gpus():
+    """Return the same for four simulated GPUs."""
+    with fake_gpus.several(4):
+        torch.manual_seed(0)
+        yield Wrap(is_gpu=True)
+        gc.collect()

@@ -33,7 +33,7 @@ LAYERS = {
         "x = self.a$(x)",
         (
             "m.a$.weight.data.add_(1)",
-            "m.a$.bias.detach().numpy()[1] += 2",
+            "memory(m.a$.bias)[1] += 2",
             "m.a$.weight.requires_grad_(not m.a$.weight.requires_grad)",
             "m.a$.weight = nn.Parameter(m.a$.weight.detach() - 1)",
             "m.a$ = linear($ + 50)",
@@ -154,7 +154,7 @@ LAYERS = {
             elif self.way$ == "inside data":
                 k.data.copy_(new)
             elif self.way$ == "by numpy":
-                k.detach().numpy()[:] = new.numpy()
+                memory(k)[:] = memory(new)
             else:
                 with torch.no_grad():
                     k.copy_(new)
@@ -215,7 +215,7 @@ STATE = {
     ),
     "array": Feature(
         "self.y$ = np.arange(4.0)",
-        _FACTOR.format("form(torch.from_numpy(self.y$.copy()))"),
+        _FACTOR.format("form(torch.from_numpy(self.y$.copy()).to(x.device))"),
         (
             "m.y$.shape = (1, 4)",
             "m.y$.dtype = np.int64",
@@ -233,7 +233,7 @@ STATE = {
             "m.t$.requires_grad_()",
             "m.t$.add_(1)",
             "m.t$.data[2] = 5",
-            "m.t$.numpy()[0] = 4",
+            "memory(m.t$)[0] = 4",
             "m.t$.data = m.t$.data.view(1, 4)",
             "m.t$ = m.t$.long()",
             "m.t$ = ints(8, $)[::2]",
@@ -354,7 +354,8 @@ STATE = {
     "nested": Feature(
         "self.v$ = {'scales': [1, 2], 'deep': ({'x': 1}, 5)}; "
         "self.n$ = types.SimpleNamespace(gain=1); self.i$ = [linear($)]",
-        "x = self.i$[0](x) * sum(self.v$['scales']) + self.n$.gain; "
+        "w, b = (p.to(x.device) for p in self.i$[0].parameters()); "
+        "x = (x @ w + b) * sum(self.v$['scales']) + self.n$.gain; "
         "x = x * self.v$['deep'][0]['x']",
         (
             "m.v$['scales'][1] = 9",
@@ -377,7 +378,8 @@ STATE = {
     ),
     "generator": Feature(
         "self.g$ = torch.Generator(); self.f$ = np.random.default_rng($)",
-        "x = x + torch.randint(0, 3, (4,), generator=self.g$.manual_seed($ + 1))",
+        "x = x + torch.rand(4, generator=self.g$.manual_seed($ + 1), device='cpu')"
+        ".gt(0.5).to(x.device)",
         ("m.g$ = torch.Generator()", "m.f$ = None"),
     ),
 }
@@ -457,7 +459,7 @@ OUTPUTS = (
 )
 
 HEAD = """
-import collections, dataclasses, enum, functools, types
+import collections, ctypes, dataclasses, enum, functools, types
 import numpy as np
 import torch
 from torch import nn
@@ -473,7 +475,14 @@ class Out:
 
 def ints(n, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, (n,), generator=generator).double()
+    made = torch.randint(-2, 3, (n,), generator=generator, device="cpu")
+    return made.double().to(torch.get_default_device())
+
+
+def memory(tensor):
+    # What writes there, torch does not see.
+    numbers = ctypes.c_double * tensor.numel()
+    return np.ctypeslib.as_array(numbers.from_address(tensor.data_ptr()))
 
 
 def exact(module, seed):
@@ -486,7 +495,8 @@ def exact(module, seed):
 
 def form(tensor):
     # A tensor with what it is like added to it.
-    like = tensor.dim() + 2 * tensor.requires_grad + 4 * (tensor.dtype == torch.bool)
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    like = tensor.dim() + 2 * trained + 4 * (tensor.dtype == torch.bool)
     return tensor % 1000 + like + 8 * (tensor.dtype == torch.float64)
 
 

@@ -21,7 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import paceline
+import pytest
 import torch
+from paceline._dp import devices
+from support.devices import KIND
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -101,6 +104,11 @@ def bare(model):
     return getattr(model, "module", model)
 
 
+def here(model, x):
+    """Return a tensor on the device where a model is."""
+    return x.to(next(model.parameters()).device)
+
+
 def moved(module, device):
     """Return a module, moved to a device: its parameters stay the same objects.
 
@@ -156,13 +164,27 @@ class Wrap:
     def __init__(self, *, is_gpu=False):
         self.is_gpu = is_gpu
 
+    def device(self, k=0):
+        """Return the device of replica `k`."""
+        return torch.device(KIND, k) if self.is_gpu else torch.device("cpu")
+
     def devices(self, n):
         """Return `device_ids` for n replicas."""
         return list(range(n)) if self.is_gpu else ["cpu"] * n
 
     def __call__(self, module, n=2, kind=paceline.DataParallel, **options):
-        """Return the module behind a wrapper of n replicas, of a class of its own."""
-        return kind(module, **{"device_ids": self.devices(n), **options})
+        """Return the module behind a wrapper of n replicas, of a class of its own.
+
+        It comes to the device of replica 0; inputs may be on the CPU.
+        """
+        options = {"device_ids": self.devices(n), **options}
+        if self.is_gpu:
+            module = moved(module, devices.read(options["device_ids"], None).source)
+        return kind(module, **options)
+
+
+ON_EACH = pytest.mark.parametrize("wrap", ["cpu", "gpu"], indirect=True)
+ON_GPUS = pytest.mark.parametrize("wrap", ["gpu"], indirect=True)
 
 
 # ---- comparison ---------------------------------------------------------------------

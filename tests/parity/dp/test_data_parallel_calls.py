@@ -14,6 +14,7 @@ import torch
 from programs import X, module
 from programs.ways import Leading
 from replicas import (
+    ON_EACH,
     Twin,
     accumulate,
     assert_same,
@@ -34,6 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 # ---- where replicas run, and what they call ------------------------------------------
 
 
+@ON_EACH
 def test_replicas_on_the_cpu_run_in_the_callers_thread_with_all_of_torchs(wrap):
     """On GPUs the first one does."""
 
@@ -67,8 +69,8 @@ def test_replicas_tell_that_they_are_and_may_be_made_by_the_module(wrap):
 
 
 @pytest.mark.parametrize("way", ["weak reference", "partial"])
-def test_partials_and_weak_references_lead_to_the_replica(wrap_on_cpu, way):
-    ours = wrap_on_cpu(Leading(way), 3)
+def test_partials_and_weak_references_lead_to_the_replica(wrap, way):
+    ours = wrap(Leading(way), 3)
     ours(X)
     assert ours.module.last.num_batches_tracked == 1
 
@@ -95,6 +97,7 @@ def test_hooks_of_parts_run_in_every_replica(wrap, kind):
         assert not rows
 
 
+@ON_EACH
 def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
     """All replicas save under them on the CPU; on GPUs replica 0 alone does."""
     twin = Twin(wrap, net())
@@ -115,6 +118,7 @@ def test_hooks_on_saved_tensors_round_a_call_change_nothing(wrap):
     assert n_ours == n_plain * (1 if wrap.is_gpu else 2)
 
 
+@ON_EACH
 def test_a_list_grows_by_as_many_entries_in_each_call(wrap):
     def remembers(m, x):
         m.losses.append(x.detach().sum())
@@ -127,20 +131,23 @@ def test_a_list_grows_by_as_many_entries_in_each_call(wrap):
     assert len({after - before for before, after in pairwise(sizes)}) == 1
 
 
+@ON_EACH
 def test_one_tensor_as_two_arguments_is_two_elsewhere(wrap):
     def writes_the_first(m, written, read):
         written.zero_()
         return read + m.layer(written)
 
     x, ours = integers(5, 3), wrap(module(writes_the_first, layer=linear()))
+    x = x.to(wrap.device())
     ours(x, x.clone())  # whatever the first forward finds out
     before = x.fill_(7).clone()
-    is_zeroed = torch.arange(5) < (3 if wrap.is_gpu else 5)
+    is_zeroed = torch.arange(5, device=x.device) < (3 if wrap.is_gpu else 5)
     after = torch.where(is_zeroed[:, None], 0.0, before)
     assert torch.equal(ours(x, x), ours.module(after[:1] * 0, after))
     assert torch.equal(x, after)
 
 
+@ON_EACH
 def test_the_number_of_replicas_may_change_between_calls(wrap):
     twin = Twin(wrap, net())
     for n in (2, 3):
@@ -149,7 +156,7 @@ def test_the_number_of_replicas_may_change_between_calls(wrap):
         twin.step(step, X)
 
 
-def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap_on_cpu):
+def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap):
     """Those of the other replicas are added up, as they cannot clear the module's."""
 
     def descends(m, x):
@@ -158,7 +165,7 @@ def test_gradients_cleared_between_inner_backwards_are_warned_of(wrap_on_cpu):
             m.layer(x).square().sum().backward()
         return m.layer(x)
 
-    ours = wrap_on_cpu(module(descends, layer=linear()))
+    ours = wrap(module(descends, layer=linear()))
     with pytest.warns(UserWarning, match=r"p\.grad = None has no effect"):
         ours(X)
 
@@ -182,6 +189,7 @@ def test_a_full_graph_of_a_wrapper_is_refused_by_the_compiler(wrap):
         compiled(X)
 
 
+@ON_EACH
 def test_a_graph_outlives_its_wrapper(wrap):
     twin = Twin(wrap, net())
     losses = [step(twin.ours, integers(7, 3, seed=seed)) for seed in range(3)]
@@ -196,7 +204,7 @@ def test_a_graph_outlives_its_wrapper(wrap):
     assert_same_grads(twin.inner, twin.plain)
     for each in (twin.inner, twin.plain):  # it trains on
         torch.optim.SGD(each.parameters(), lr=0.5).step()
-        step(each, X).backward()
+        step(each, X.to(each[0].weight.device)).backward()
     assert_same_grads(twin.inner, twin.plain)
     gone = weakref.ref(twin.inner), weakref.ref(twin.inner[0].weight)
     del each, twin, loss, losses
@@ -207,11 +215,12 @@ def test_a_graph_outlives_its_wrapper(wrap):
 # ---- threads, forks, process groups -------------------------------------------------
 
 
+@ON_EACH
 def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
     """BatchNorm of replica 0 writes to the module while another call looks at it."""
     made = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
     ours = wrap(made)
-    batches = [integers(8, 3, seed=seed) for seed in range(4)]
+    batches = [integers(8, 3, seed=seed).to(wrap.device()) for seed in range(4)]
     halves = [[made(half) for half in x.chunk(2)] for x in batches]
 
     def count_wrong(i):
@@ -221,6 +230,7 @@ def test_training_in_several_threads_is_no_error_and_keeps_outputs_apart(wrap):
     assert in_threads(count_wrong) == [0] * 4
 
 
+@ON_EACH
 def test_a_child_forked_during_a_forward_may_use_the_wrapper_or_is_told(wrap):
     begins, ends = threading.Event(), threading.Event()
 

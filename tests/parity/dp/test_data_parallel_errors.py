@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from programs import X, module
-from replicas import Twin, integers, linear, net, step, without_collector
+from replicas import ON_EACH, Twin, integers, linear, net, step, without_collector
 
 BAD = 77.0
 
@@ -87,11 +87,6 @@ KINDS = {
 }
 
 
-# name: (what is called with the number of the bad row, the error's type in the caller)
-# name: (what is called with the number of the bad row, the error's type in the caller,
-# words of it)
-
-
 def fragile(m, x, kind="own"):
     """Raise where a row is bad; row 5 says 5 in its second column."""
     out = m.layer(x)
@@ -120,6 +115,7 @@ def check_next(twin):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@ON_EACH
 def test_an_exception_in_another_replica_keeps_its_type_and_place(wrap, kind):
     twin = fragile_twin(wrap)
     _, error, expected = KINDS[kind]
@@ -128,7 +124,7 @@ def test_an_exception_in_another_replica_keeps_its_type_and_place(wrap, kind):
     words = str(caught.value) + str(caught.value.__cause__)
     assert re.search(expected, words, re.DOTALL)
     if kind not in ("exit", "interrupt"):
-        assert "in replica 1 on device cpu" in words
+        assert f"in replica 1 on device {wrap.device(1)}" in words
         assert "Original Traceback" in words
         assert f'File "{__file__}", line ' in words
     check_next(twin)
@@ -136,6 +132,7 @@ def test_an_exception_in_another_replica_keeps_its_type_and_place(wrap, kind):
 
 @pytest.mark.parametrize("rows", [[1], [1, 5]], ids=["first", "both"])
 @pytest.mark.parametrize("kind", [*KINDS][:-4])
+@ON_EACH
 def test_an_exception_in_the_first_replica_keeps_its_type_and_place(wrap, kind, rows):
     twin = fragile_twin(wrap)
     _, error, _ = KINDS[kind]
@@ -147,17 +144,20 @@ def test_an_exception_in_the_first_replica_keeps_its_type_and_place(wrap, kind, 
     check_next(twin)
 
 
+@ON_EACH
 def test_the_lowest_replica_that_fails_is_named_again_and_again(wrap):
     twin = fragile_twin(wrap, 4)  # rows 0 1, 2 3, 4 5, 6
     for row in (3, 5, 0, 4, 3, 3, 2):
         for mode in (torch.no_grad, torch.enable_grad):
-            place = f"in replica {row // 2} on device cpu.*" if row else ""
+            k = row // 2
+            place = f"in replica {k} on device {wrap.device(k)}.*" if k else ""
             with mode(), pytest.raises(OwnError, match=f"(?s){place}row {row}"):
                 twin.ours(batch(row, 6))
     check_next(twin)
 
 
 @pytest.mark.parametrize("row", [1, 5])
+@ON_EACH
 def test_a_forward_that_fails_leaves_no_references_behind(wrap, row):
     seen = []
 
@@ -175,6 +175,7 @@ def test_a_forward_that_fails_leaves_no_references_behind(wrap, row):
 
 
 @pytest.mark.parametrize("row", [0, 6])
+@ON_EACH
 def test_an_exception_may_hold_a_tensor_of_the_graph(wrap, row):
     def carrying(m, x):
         out = m.layers(x)
@@ -188,13 +189,13 @@ def test_an_exception_may_hold_a_tensor_of_the_graph(wrap, row):
     with pytest.raises(OwnError, match="too large") as caught:
         twin.ours(batch(row))
     rows = batch(row)[0:4] if row == 0 else batch(row)[4:7]
-    assert torch.equal(caught.value.tensor, twin.plain.layers(rows))
+    assert torch.equal(caught.value.tensor.cpu(), twin.plain.layers(rows))
     twin.step(step, X)
 
 
 @pytest.mark.parametrize("row", [1, 5])
-def test_an_interrupt_in_any_replica_leaves_the_wrapper_usable(wrap_on_cpu, row):
-    twin = Twin(wrap_on_cpu, module(interrupted))
+def test_an_interrupt_in_any_replica_leaves_the_wrapper_usable(wrap, row):
+    twin = Twin(wrap, module(interrupted))
     with pytest.raises(KeyboardInterrupt):
         twin.ours(batch(row))
     assert torch.equal(twin.ours(X), X * 2)

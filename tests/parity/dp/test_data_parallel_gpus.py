@@ -15,7 +15,6 @@ from paceline._dp import segments
 from programs import module
 from replicas import (
     Twin,
-    Wrap,
     accumulate,
     assert_same_grads,
     integers,
@@ -29,16 +28,13 @@ DeviceGroup = _native.DeviceGroup
 
 
 @pytest.fixture
-def wrap():
-    """Return a function that wraps a module for n replicas on GPUs."""
-    with fake_gpus.several(4):
-        yield Wrap(is_gpu=True)
-        gc.collect()
+def wrap(wrap_on_gpus):
+    return wrap_on_gpus
 
 
 def test_a_forward_that_begins_to_draw_is_told_of(wrap, caplog):
     def draws_at_last(m, x):
-        return torch.rand(len(x)) if m.is_drawing else x.sum(1)
+        return torch.rand(len(x)).to(x) if m.is_drawing else x.sum(1)
 
     ours, x = wrap(module(draws_at_last, is_drawing=False), 2), integers(8, 3)
     for _ in range(2):
@@ -59,7 +55,7 @@ def test_sixteen_bit_gradients_of_two_replicas_are_rounded_once(wrap):
     module = nn.Linear(4, 4, bias=False).bfloat16()
     ours = wrap(module, 2)
     torch.manual_seed(0)
-    x = torch.randn(6, 4).bfloat16()
+    x = torch.randn(6, 4).bfloat16().to(wrap.device())
     ours(x).sum().backward()
     halves = [
         torch.autograd.grad(module(part).sum(), module.weight)[0]
@@ -78,10 +74,10 @@ def test_runs_have_the_same_bits(wrap, monkeypatch, n):
 
 
 def test_all_gpus_are_used_unless_some_are_named(wrap):
-    ours = paceline.DataParallel(net())
+    ours = wrap(net(), device_ids=None)
     assert ours.device_ids == [0, 1, 2, 3]
     assert ours.output_device == 0
-    x = integers(7, 3)
+    x = integers(7, 3).to(wrap.device())
     assert torch.equal(ours(x), ours.module(x))
 
 
@@ -94,7 +90,7 @@ OUTPUTS = [None, 1, -1, "cuda:2", "cpu"]
     [*((ids, None) for ids in IDS), *(([1, 0, 2], output) for output in OUTPUTS)],
 )
 def test_devices_may_be_named_in_any_order_and_more_than_once(wrap, ids, output):
-    twin = Twin(lambda m, n: paceline.DataParallel(m, ids, output), smooth_net())
+    twin = Twin(wrap, smooth_net(), device_ids=ids, output_device=output)
     for _ in range(2):
         twin.zero()
         x = integers(7, 3).requires_grad_()
@@ -109,11 +105,11 @@ def test_a_gpu_that_is_not_there_is_named(wrap):
         paceline.DataParallel(net(), [0, 1], 7)
 
 
-def test_a_module_elsewhere_is_an_error_that_says_how_to_move_it(wrap, monkeypatch):
-    ours = wrap(net(), 2)
-    monkeypatch.setattr(_gpu.machine, "index_of_tensor", lambda *_: 3)
-    words = r"on device cpu \(device_ids\[0\]\) but found one of them on .*module.to"
-    with pytest.raises(RuntimeError, match=words):
+@pytest.mark.parametrize("device", ["cpu", "gpu:3"])
+def test_a_module_elsewhere_is_an_error_that_says_how_to_move_it(wrap, device):
+    ours = paceline.DataParallel(net().to(device), [0, 1])
+    words = r"on device gpu:0 \(device_ids\[0\]\) but found one of them on device: "
+    with pytest.raises(RuntimeError, match=f"{words}{device}; .*module.to.'gpu:0'"):
         ours(integers(7, 3))
 
 
@@ -151,21 +147,23 @@ def test_a_capture_round_the_wrapper_is_an_error(wrap, monkeypatch):
 def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
     pinned = []
     ours = wrap(net(), 2)
-    monkeypatch.setattr(_gpu.machine, "index_of_tensor", lambda tensor, expected: None)
     monkeypatch.setattr(_gpu.machine, "pinned", lambda t: pinned.append(t) or t)
     x = integers(1 << 13, 3)
     scattered, _ = ours.scatter((x,), {}, [0, 1])
-    assert torch.equal(torch.cat([args[0] for args in scattered]), x)
+    assert torch.equal(torch.cat([args[0].cpu() for args in scattered]), x)
     assert [len(t) for t in pinned] == [1 << 12] * 2
     ours.scatter((x[:4],), {}, [0, 1])
     assert len(pinned) == 2  # a few bytes are not worth it
 
 
+@pytest.mark.xfail(strict=True, reason="its own loss has weights on the CPU")
 def test_check_compares_a_model_where_it_is(wrap):
-    report = paceline.check(smooth_net(), integers(7, 3), replicas=3)
+    model = smooth_net().to(wrap.device())
+    x = integers(7, 3).to(wrap.device())
+    report = paceline.check(model, x, replicas=3)
     assert report.ok, str(report)
     assert report.n_replicas == 3
-    assert paceline.check(smooth_net(), {"input": integers(7, 3)}, replicas=5).ok
+    assert paceline.check(model, {"input": x}, replicas=5).ok
 
 
 def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap):
@@ -189,7 +187,7 @@ def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap
 
 
 def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
-    ours = paceline.DataParallel(smooth_net(), [0, 1, 2])
+    ours = wrap(smooth_net(), 3)
     for _ in range(3):
         ours(integers(7, 3)).sum().backward()
     alive = weakref.ref(ours)

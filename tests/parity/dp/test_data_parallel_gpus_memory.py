@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import paceline
 import pytest
 import torch
-from paceline import _gpu
 from paceline._compat import torch_modes
 from paceline._dp import segments
 from paceline._dp.segments import HeldBlocks
@@ -21,6 +20,7 @@ from programs.held import GivesNone
 from replicas import (
     Parent,
     Twin,
+    Wrap,
     assert_close,
     assert_same,
     assert_same_grads,
@@ -34,6 +34,7 @@ from replicas import (
     step,
     without_collector,
 )
+from support import devices, fake_gpus
 from torch import nn
 from torch.ao import quantization
 from torch.autograd.graph import saved_tensors_hooks
@@ -48,10 +49,18 @@ def norm_net():
     return nn.Sequential(*layers).double()
 
 
+@pytest.fixture(params=[(2, ()), (3, ("peers=0",))], ids=["2", "3"])
+def n_gpus(request):
+    """Return how many GPUs there are, which reach one another or do not."""
+    n_gpus, options = request.param
+    with fake_gpus.several(n_gpus, *options):
+        yield n_gpus
+
+
 @pytest.fixture
 def wrap(n_gpus):
     """Return a function that wraps a module for all GPUs that there are."""
-    return lambda made, _=2: paceline.DataParallel(made)
+    return lambda made, _=2, **options: Wrap(is_gpu=True)(made, n_gpus, **options)
 
 
 def replicated(ours):
@@ -190,7 +199,7 @@ def test_parameters_of_a_functional_call_are_let_go(wrap):
     assert [reference() for reference in kept] == [None, None]
 
 
-def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(n_gpus):
+def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(wrap):
     found = []
 
     class Shows(paceline.DataParallel):
@@ -199,7 +208,7 @@ def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(n_gpus
             return super().gather(outputs, output_device)
 
     held = {"weight": parameter(integers(3, 3))}
-    parent = Parent(Shows(Made(lambda m, x: m.weight, held)))
+    parent = Parent(wrap(Made(lambda m, x: m.weight, held), kind=Shows))
     given = {name: p.detach() * 0.5 for name, p in parent.named_parameters()}
     with torch.no_grad():
         functional_call(parent, given, (X,))
@@ -213,7 +222,7 @@ def test_tensors_for_parameters_that_a_forward_hands_out_stay_as_they_are(n_gpus
 
 def test_an_evaluation_within_one_autocast_does_not_grow(wrap):
     model, x = wrap(nn.Linear(1000, 1000)), torch.ones(8, 1000)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.no_grad(), torch.autocast(devices.KIND, dtype=torch.bfloat16):
         for _ in range(3):
             model(x)
         before = resident_bytes()
@@ -289,37 +298,30 @@ def test_each_gpu_has_its_rows_of_an_input(wrap, n_gpus, dtype):
         seen.append(x.data_ptr())
         return x.to(torch.int64).sum(1)
 
-    x = integers(6, 3).abs().to(dtype)
+    x = integers(6, 3).abs().to("gpu:0", dtype)
     assert torch.equal(wrap(Made(sees, {}))(x), x.to(torch.int64).sum(1))
     here = range(x.data_ptr(), x.data_ptr() + x.nbytes)
     assert [place in here for place in seen].count(True) == 1
     assert len(seen) == n_gpus
 
 
-@pytest.mark.parametrize("index", [0, -1], ids=["GPU", "CPU"])
-def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(
-    wrap, n_gpus, index, monkeypatch
-):
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_a_table_that_a_forward_keeps_is_on_each_gpu_in_the_next(wrap, n_gpus, kind):
     seen = []
 
     def forward(m, x):
         if m.table is None:
-            m.table = torch.arange(1, 4).double()
+            m.table = torch.arange(1.0, 4.0, device=x.device if kind == "gpu" else kind)
         seen.append(m.table)
-        return m.layer(x) * m.table
+        return m.layer(x) * m.table.to(x.device)
 
     ours = wrap(module(forward, layer=linear(), table=None))
     expected, table = ours(X), ours.module.table
-
-    def index_of(tensor, expected):
-        return index if tensor is table else expected
-
-    monkeypatch.setattr(_gpu.machine, "index_of_tensor", index_of)
     seen.clear()
     assert_same(ours(X), expected)
-    n_kept = 1 if index == 0 else n_gpus  # what is on no GPU stays where it is
+    n_kept = 1 if kind == "gpu" else n_gpus  # what is on no GPU stays where it is
     assert [kept is table for kept in seen].count(True) == n_kept
-    assert all(torch.equal(kept, table) for kept in seen)
+    assert all(torch.equal(kept.cpu(), table.cpu()) for kept in seen)
     assert len(seen) == n_gpus
     assert ours.module.table is table
 
@@ -385,8 +387,11 @@ class Nothing(TorchDispatchMode):
 
 def draws():
     """Return a layer and random numbers of the CPU, for which replicas run in order."""
-    held = {"layer": linear(), "drop": nn.Dropout(0.5)}
-    return Made(lambda m, x: m.drop(m.layer(x).tanh()).square(), held)
+
+    def forward(m, x):
+        return (m.layer(x).tanh() * torch.rand(len(x), 1).to(x)).square()
+
+    return Made(forward, {"layer": linear()})
 
 
 @pytest.mark.parametrize("mode", [Nothing, torch.enable_grad])

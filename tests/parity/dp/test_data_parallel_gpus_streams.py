@@ -1,19 +1,17 @@
 """Which streams what DataParallel does on GPUs is put into.
 
-The machine here has streams that are current by thread, as torch has them, and they are
-numbers alone: what the native side is asked for is noted, then done on default streams.
+Streams are current by thread, as torch has them, and they are numbers alone: what the
+native side is asked for is noted, then done on default streams.
 """
 
 import contextlib
 import gc
-import threading
 from collections import namedtuple
 
 import paceline
 import pytest
 import torch
-from paceline._compat import torch_core, torch_cuda
-from replicas import assert_same_grads, integer_weights, integers, loss_of
+from replicas import Wrap, assert_same_grads, integer_weights, integers, loss_of
 from support import fake_gpus
 from support.threads import in_threads
 from torch import nn
@@ -22,43 +20,34 @@ N = 3
 Noted = namedtuple("Noted", "name streams device")
 
 
-class Streams(threading.local):
-    """The current device of a thread, and the current stream of each."""
-
-    def __init__(self):
-        self.device = 0
-        self.by_device = [100 + index for index in range(N)]
-
-    @contextlib.contextmanager
-    def on(self, index, stream):
-        before = self.device, self.by_device[index]
-        self.device, self.by_device[index] = index, stream
-        yield
-        self.device, self.by_device[index] = before
+def current(machine):
+    """Return the current stream of each device, and the current device."""
+    return tuple(machine.current_stream(i) for i in range(N)), machine.current()
 
 
 class Native:
     """Stands before a group's native side."""
 
-    def __init__(self, native, streams, noted):
-        self._native, self._streams, self._noted = native, streams, noted
+    def __init__(self, native, machine, noted):
+        self._native, self._machine, self._noted = native, machine, noted
 
     def streams(self):
-        return tuple(self._streams.by_device)
+        return current(self._machine)[0]
 
     def gradient_sum(self, *arguments):
         return Sum(self._native.gradient_sum(*arguments), self.note_one)
 
     def note_one(self, name, stream, member):
         """Note a call that is given the stream of one member."""
-        now = self.streams()
+        now, device = current(self._machine)
         assert stream == now[member]
-        self._noted.append(Noted(name, now, self._streams.device))
+        self._noted.append(Noted(name, now, device))
 
     def __getattr__(self, name):
         def call(given, *arguments):
-            assert given == self.streams()
-            self._noted.append(Noted(name, given, self._streams.device))
+            now, device = current(self._machine)
+            assert given == now
+            self._noted.append(Noted(name, now, device))
             return getattr(self._native, name)((0,) * N, *arguments)
 
         return call
@@ -83,13 +72,9 @@ class Sum:
 
 
 @pytest.fixture
-def streams(monkeypatch):
+def machine():
     with fake_gpus.several(N) as machine:
-        current = Streams()
-        monkeypatch.setattr(machine, "current_stream", lambda i: current.by_device[i])
-        monkeypatch.setattr(machine, "current", lambda: current.device)
-        monkeypatch.setattr(machine, "on", current.on)
-        yield current
+        yield machine
         gc.collect()
 
 
@@ -111,14 +96,13 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def net(streams):
+def net(machine):
     """Return a wrapper, what its native side is asked for, and the plain module."""
-    plain, module = Net(), Net()
-    Net.where = lambda self: (streams.device, tuple(streams.by_device))
-    ours = paceline.DataParallel(module)
+    plain, ours = Net(), Wrap(is_gpu=True)(Net(), N)
+    Net.where = lambda self: current(machine)
     noted = []
     group = ours._engine_for(ours.device_ids).group
-    group.native = Native(group.native, streams, noted)
+    group.native = Native(group.native, machine, noted)
     return ours, noted, plain
 
 
@@ -127,54 +111,55 @@ def inputs():
 
 
 @contextlib.contextmanager
-def chosen(streams):
+def chosen(machine):
     """Have other streams be current than those that a thread begins with."""
     with contextlib.ExitStack() as stack:
         for index in (2, 1, 0):
-            stack.enter_context(streams.on(index, 700 + index))
+            stack.enter_context(machine.on(index, 700 + index))
         yield tuple(700 + index for index in range(N))
 
 
 def check(noted, streams, *names):
-    """Check what was asked for, and on which streams, of a caller with device 0."""
+    """Check what was asked for, and on which streams; return the current devices."""
     assert {note.name for note in noted} == set(names)
-    for note in noted:
-        assert (note.streams, note.device) == (streams, 0), note
+    assert {note.streams for note in noted} == {streams}
+    return {note.device for note in noted}
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["in order", "side by side"])
-def test_a_forward_is_on_the_streams_of_its_caller(streams, net, is_first):
+def test_a_forward_is_on_the_streams_of_its_caller(machine, net, is_first):
     ours, noted, _ = net
     if not is_first:
         ours(*inputs())
         noted.clear()
         ours.module.seen.clear()
-    with chosen(streams) as expected:
+    with chosen(machine) as expected:
         ours(*inputs())
-    check(noted, expected, "copy", "broadcast" if is_first else "refresh")
-    assert sorted(index for index, _ in ours.module.seen) == [0, 1, 2]
-    for index, by_device in ours.module.seen:
-        assert by_device[index] == expected[index]
+    names = "copy", "broadcast" if is_first else "refresh"
+    assert check(noted, expected, *names) == {0}
+    assert sorted(device for _, device in ours.module.seen) == [0, 1, 2]
+    for streams, device in ours.module.seen:
+        assert streams[device] == expected[device]
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_backward_is_on_the_streams_of_its_forward(
-    streams, net, create_graph, monkeypatch
+    machine, net, create_graph, monkeypatch
 ):
     ours, noted, plain = net
-    with chosen(streams) as expected:
+    with chosen(machine) as expected:
         loss = loss_of(ours(*inputs()))
     noted.clear()
     moved, to = [], torch.Tensor.to
 
     def move(tensor, *arguments, **options):
-        moved.append((tuple(streams.by_device), streams.device))
+        moved.append(current(machine))
         return to(tensor, *arguments, **options)
 
     monkeypatch.setattr(torch.Tensor, "to", move)
     in_threads(lambda _: loss.backward(create_graph=create_graph), 1)
     monkeypatch.undo()
-    assert set(moved) == {(expected, 0)}, "sparse gradients travel by torch"
+    assert {streams for streams, _ in moved} == {expected}  # sparse, by torch
     names = () if create_graph else ("fence", "pack", "end", "settle")
     check(noted, expected, "copy", *names)
     loss_of(plain(*inputs())).backward()
@@ -182,20 +167,18 @@ def test_a_backward_is_on_the_streams_of_its_forward(
         assert_same_grads(ours.module.layers, plain.layers)
 
 
-def test_outputs_are_joined_on_the_streams_of_the_caller(streams, net):
+def test_outputs_are_joined_on_the_streams_of_the_caller(machine, net):
     ours, noted, _ = net
     chunks, kwargs = ours.scatter(inputs(), {}, ours.device_ids)
-    with chosen(streams) as expected:
+    with chosen(machine) as expected:
         replicas = ours.replicate(ours.module, ours.device_ids)
         outputs = ours.parallel_apply(replicas, chunks, kwargs)
         noted.clear()
         ours.gather(outputs, ours.output_device)
-    check(noted, expected, "copy")
+    assert check(noted, expected, "copy") == {0}
 
 
-def test_streams_are_asked_of_torch(streams):
-    torch_cuda.current_stream = lambda index: streams.by_device[index]
-    torch_core.attach()
+def test_streams_are_asked_of_torch(machine):
     group = paceline.DataParallel(nn.Linear(3, 2))._engine_for([0, 1, 2]).group
-    with chosen(streams) as expected:
+    with chosen(machine) as expected:
         assert group.streams() == (expected, list(expected))

@@ -27,11 +27,8 @@ from torch import nn
 
 
 @pytest.fixture
-def wrap():
-    """Return a function that wraps a module for n replicas on GPUs."""
-    with fake_gpus.several(4):
-        yield Wrap(is_gpu=True)
-        gc.collect()
+def wrap(wrap_on_gpus):
+    return wrap_on_gpus
 
 
 @pytest.fixture
@@ -137,7 +134,7 @@ def test_two_graphs_in_flight_keep_their_segments(wrap, small_segments):
 
 def test_a_training_step_moves_each_byte_once(wrap, small_segments):
     ours = wrap(nn.Sequential(linear(32, 8), linear(8, 32)), 4)
-    x = integers(8, 8)
+    x = integers(8, 8).to(wrap.device())
     ours(x)
     grow(ours)
     moved = record(ours)
@@ -182,7 +179,7 @@ def test_a_log_line_says_what_each_device_holds(wrap, caplog):
         ours(torch.ones(4, 512))
     (line,) = [r.getMessage() for r in caplog.records if "MiB" in r.getMessage()]
     assert "2.0 MiB of parameters and buffers on each" in line
-    assert "up to 3.0 MiB on cpu, and 0.0 MiB on each other" in line
+    assert "up to 3.0 MiB on gpu:0, and 0.0 MiB on each other" in line
 
 
 def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
@@ -207,14 +204,15 @@ def test_a_buffer_made_anew_has_no_other_tensor_sent_again(wrap):
     for module_ in (twin.inner, twin.plain):
         module_.twice = module_.n  # of one tensor, two names
     compare()
-    twin.inner.n, twin.plain.n = torch.zeros(3), torch.zeros(3)
+    for module_ in (twin.inner, twin.plain):
+        module_.n = module_.n.new_zeros(3)
     compare()
     twin.assert_same()
 
 
 def test_evaluation_after_evaluation_sends_no_parameter(wrap):
     ours = wrap(norm_net(), 3).eval()
-    x = integers(6, 16)
+    x = integers(6, 16).to(wrap.device())
     n_bytes = sum(t.nbytes for t in (*ours.parameters(), *ours.buffers()))
     with torch.no_grad():
         expected = ours(x)
@@ -253,7 +251,7 @@ def test_in_training_what_is_frozen_and_what_waits_for_its_step_is_not_sent(wrap
 
 def test_what_the_host_cannot_see_is_fetched_by_segment(wrap, small_segments):
     ours = wrap(nn.Sequential(linear(64, 64), linear(4, 64)), 3).eval()
-    x = integers(6, 64)
+    x = integers(6, 64).to(wrap.device())
     with torch.no_grad():
         ours(x)
         traffic = Traffic(ours)
@@ -331,14 +329,14 @@ def test_large_parameters_and_gradients_load_all_links_alike(wrap, monkeypatch, 
     monkeypatch.setattr(segments, "SEGMENT_BYTES", 1 << 20)  # a third of a weight
     layers = integer_weights(nn.Linear(512, 1536, bias=False)), linear(512, 1536)
     twin = Twin(wrap, nn.Sequential(*layers), n)
-    x, y = integers(8, 512), integers(8, 512)
+    x, y = (integers(8, 512).to(wrap.device()) for _ in range(2))
     twin.ours(x)
     for model in twin.models:
         grow(model, 1)
     before = sent_bytes(n)
     (twin.ours(x) * y).sum().backward()
     moved = sent_bytes(n) - before
-    (twin.plain(x) * y).sum().backward()
+    (twin.plain(x.cpu()) * y.cpu()).sum().backward()
     twin.assert_same()
     n_bytes = sum(p.nbytes for p in twin.inner.parameters())
     rest = n_bytes // 40  # the bias, inputs, outputs, what a shard is rounded to

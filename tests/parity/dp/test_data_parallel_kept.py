@@ -8,12 +8,10 @@ import gc
 import weakref
 from functools import partial
 
-import paceline
 import pytest
 import torch
 from kept import as_new
 from replicas import Twin, Wrap, integers, loss_of
-from support import fake_gpus
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -132,21 +130,14 @@ HELD = {
 
 
 @pytest.fixture
-def gpus():
-    with fake_gpus.several(N):
-        yield
-        gc.collect()
-
-
-@pytest.fixture
-def compared():
+def compared(wrap_on_gpus):
     with as_new() as found:
         yield found
 
 
-def wrapped():
+def wrapped(kind=Net):
     torch.manual_seed(0)
-    return paceline.DataParallel(Net(), list(range(N)))
+    return Wrap(is_gpu=True)(kind(), N)
 
 
 def members(ours):
@@ -156,7 +147,8 @@ def members(ours):
 def take_steps(ours, n, change=None):
     for i in range(n):
         if change is not None and i:
-            change(ours.module)
+            with torch.device("gpu"):
+                change(ours.module)
         ours(X).sum().backward()
 
 
@@ -175,9 +167,7 @@ LEADING = {
 
 
 @pytest.mark.parametrize("lead", LEADING.values(), ids=LEADING.keys())
-def test_replicas_whose_parts_are_reached_by_attributes_are_made_anew(
-    gpus, compared, lead
-):
+def test_replicas_whose_parts_are_reached_by_attributes_are_made_anew(compared, lead):
     ours = wrapped()
     take_steps(ours, 1)
     assert members(ours)
@@ -188,7 +178,9 @@ def test_replicas_whose_parts_are_reached_by_attributes_are_made_anew(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_may_be_of_a_method_that_an_attribute_holds(gpus, use_reentrant):
+def test_a_checkpoint_may_be_of_a_method_that_an_attribute_holds(
+    wrap_on_gpus, use_reentrant
+):
     class Runs(nn.Module):
         def __init__(self):
             super().__init__()
@@ -199,14 +191,14 @@ def test_a_checkpoint_may_be_of_a_method_that_an_attribute_holds(gpus, use_reent
             x = self.linear(x)
             return checkpoint(self.run, x, use_reentrant=use_reentrant)
 
-    twin = Twin(Wrap(is_gpu=True), Runs().double(), N)
+    twin = Twin(wrap_on_gpus, Runs().double(), N)
     for seed in range(3):
         twin.step(lambda m, x: loss_of(m(x)), integers(7, 3, seed=seed), exact=False)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_what_changes_between_forwards_reaches_kept_replicas(gpus, compared, change):
+def test_what_changes_between_forwards_reaches_kept_replicas(compared, change):
     take_steps(wrapped(), 4, change)
     assert len(compared) == 4 * (N - 1)
 
@@ -214,7 +206,7 @@ def test_what_changes_between_forwards_reaches_kept_replicas(gpus, compared, cha
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE.keys())
 def test_what_a_forward_does_to_a_replica_is_gone_in_the_next(
-    gpus, compared, inside, request
+    compared, inside, request
 ):
     ours = wrapped()
     first = members_after_a_step(ours)
@@ -231,7 +223,7 @@ def members_after_a_step(ours):
 
 
 @pytest.mark.parametrize("what", HELD.values(), ids=HELD.keys())
-def test_a_replica_that_is_held_belongs_to_who_holds_it(gpus, compared, what):
+def test_a_replica_that_is_held_belongs_to_who_holds_it(compared, what):
     ours = wrapped()
     ours.module.inside = hold = Hold(what)
     first = members_after_a_step(ours)
@@ -253,7 +245,7 @@ def test_a_replica_that_is_held_belongs_to_who_holds_it(gpus, compared, what):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_holds_a_replica_until_its_backward(gpus, compared, use_reentrant):
+def test_a_checkpoint_holds_a_replica_until_its_backward(compared, use_reentrant):
     class Again(nn.Module):
         def __init__(self):
             super().__init__()
@@ -262,7 +254,7 @@ def test_a_checkpoint_holds_a_replica_until_its_backward(gpus, compared, use_ree
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=use_reentrant)
 
-    ours = paceline.DataParallel(Again(), list(range(N)))
+    ours = wrapped(Again)
     x = X.clone().requires_grad_()
     ours(x).sum().backward()
     first = list(members(ours))
@@ -273,7 +265,7 @@ def test_a_checkpoint_holds_a_replica_until_its_backward(gpus, compared, use_ree
     sum(out.sum() for out in outs).backward()
 
 
-def test_replicas_are_made_once(gpus, compared):
+def test_replicas_are_made_once(compared):
     ours = wrapped()
     first = members_after_a_step(ours)
     take_steps(ours, 5)
@@ -287,7 +279,7 @@ def test_replicas_are_made_once(gpus, compared):
     assert shell.table is None
 
 
-def test_a_forward_that_fails_leaves_nothing(gpus, compared):
+def test_a_forward_that_fails_leaves_nothing(compared):
     ours = wrapped()
     first = members_after_a_step(ours)
 
@@ -304,7 +296,7 @@ def test_a_forward_that_fails_leaves_nothing(gpus, compared):
     assert members(ours) == first
 
 
-def test_what_has_more_than_a_dictionary_is_made_anew(gpus):
+def test_what_has_more_than_a_dictionary_is_made_anew(wrap_on_gpus):
     class Slots(nn.Module):
         __slots__ = ("extra",)
 
@@ -322,7 +314,7 @@ def test_what_has_more_than_a_dictionary_is_made_anew(gpus):
             return super()._replicate_for_data_parallel()
 
     for kind in (Slots, Copies):
-        ours = paceline.DataParallel(kind(), list(range(N)))
+        ours = wrapped(kind)
         take_steps(ours, 2)
         assert not members(ours)
     assert ours.module.shared["n"] == 2 * (N - 1)

@@ -6,7 +6,18 @@ import contextvars
 import pytest
 import torch
 from programs import X, module
-from replicas import Twin, alike, grow, integer_weights, integers, linear, step
+from replicas import (
+    ON_EACH,
+    Twin,
+    alike,
+    grow,
+    integer_weights,
+    integers,
+    linear,
+    moved,
+    step,
+)
+from support import devices
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +39,8 @@ class Weather(nn.Module):
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
             "inference weights": weight.is_inference(),
-            "autocast": torch.is_autocast_enabled("cpu"),
-            "autocast dtype": str(torch.get_autocast_dtype("cpu")),
+            "autocast": torch.is_autocast_enabled(x.device.type),
+            "autocast dtype": str(torch.get_autocast_dtype(x.device.type)),
             "cache": torch.is_autocast_cache_enabled(),
             "default dtype": str(torch.zeros(1).dtype),
             "default device": str(torch.get_default_device()),
@@ -42,7 +53,7 @@ class Weather(nn.Module):
             "x needs grad": torch.is_grad_enabled() and x.requires_grad,
             "needs grad": (weight.requires_grad, out.requires_grad),
             "names": tuple(n for n, _ in self.named_parameters()),
-            "first": (type(weight), weight.dtype, weight.device),
+            "first": (type(weight), weight.dtype),
         }
         return out, seen, len(x)
 
@@ -52,6 +63,12 @@ def look(model, x=X):
     out, seen, rows = model(x)
     assert rows == [4, 3]
     return out, alike(seen)
+
+
+def autocast(*args, **options):
+    """Return the autocast of the devices that there are now."""
+    kind = devices.KIND if devices.native.visible else "cpu"
+    return torch.autocast(kind, *args, **options)
 
 
 @contextlib.contextmanager
@@ -69,10 +86,10 @@ SURROUNDINGS = {
     "inference_mode": torch.inference_mode,
     "set_grad_enabled(False)": lambda: torch.set_grad_enabled(False),
     "set_grad_enabled(True)": lambda: torch.set_grad_enabled(True),
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast to half": lambda: torch.autocast("cpu", torch.float16),
-    "autocast without cache": lambda: torch.autocast("cpu", cache_enabled=False),
-    "autocast switched off": lambda: torch.autocast("cpu", enabled=False),
+    "autocast": lambda: autocast(torch.bfloat16),
+    "autocast to half": lambda: autocast(torch.float16),
+    "autocast without cache": lambda: autocast(cache_enabled=False),
+    "autocast switched off": lambda: autocast(enabled=False),
     "default dtype": lambda: called(
         torch.set_default_dtype, torch.float64, torch.float32
     ),
@@ -89,12 +106,14 @@ SURROUNDINGS = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS)
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["data", "leaf"])
+@ON_EACH
 def test_what_holds_round_a_call_holds_inside(wrap, surrounding, needs_grad):
     twin = Twin(wrap, integer_weights(Weather(), dtype=torch.float32))
     x = integers(7, 3, dtype=torch.float32).requires_grad_(needs_grad)
+    plain = moved(twin.plain, wrap.device())
     look(twin.ours, x)  # so that the next surrounding is another
     with surrounding():
-        theirs, expected, _ = twin.plain(x)
+        theirs, expected, _ = plain(x.to(wrap.device()))
         mine, seen = look(twin.ours, x)
     assert seen == expected
     assert mine.dtype == theirs.dtype
@@ -104,12 +123,13 @@ def test_what_holds_round_a_call_holds_inside(wrap, surrounding, needs_grad):
     assert look(twin.ours, x)[1]["autocast"] is False
 
 
+@ON_EACH
 def test_modes_inside_each_other_arrive(wrap):
     ours = wrap(Weather())
     with torch.no_grad(), torch.enable_grad():
         assert look(ours)[1]["grad"] is True
-    with torch.autocast("cpu", torch.bfloat16):
-        with torch.autocast("cpu", enabled=False):
+    with autocast(torch.bfloat16):
+        with autocast(enabled=False):
             assert look(ours)[1]["autocast"] is False
         seen = look(ours)[1]
     assert (seen["autocast"], seen["autocast dtype"]) == (True, "torch.bfloat16")
@@ -120,17 +140,19 @@ def test_modes_inside_each_other_arrive(wrap):
 def precise(m, x):
     """Leave autocast for the second layer."""
     low = m.first(x)
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(x.device.type, enabled=False):
         high = m.second(low.float())
     return low, high
 
 
+@ON_EACH
 def test_autocast_gives_the_plain_dtypes_and_gradients(wrap):
     layers = {"first": linear(4).float(), "second": linear(2, 4).float()}
     twin = Twin(wrap, module(precise, **layers))
 
     def loss(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        kind = next(model.parameters()).device.type
+        with torch.autocast(kind, torch.bfloat16):
             with torch.no_grad():
                 model(x)
             low, high = model(x)
@@ -165,12 +187,13 @@ def test_training_and_evaluation_reach_every_submodule(wrap):
 # ---- context variables, and modes that see operations -------------------------------
 
 
+@ON_EACH
 def test_context_variables_reach_every_replica(wrap):
     variable = contextvars.ContextVar("variable", default=0)
     ours = wrap(module(lambda m, x: x + variable.get()))
     for value in (3, 3, 0):
         token = variable.set(value)
-        assert torch.equal(ours(X), X + value)
+        assert torch.equal(ours(X).cpu(), X + value)
         variable.reset(token)
 
 
@@ -197,11 +220,12 @@ class DoublesBelow(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("mode", [Doubles, DoublesBelow])
+@ON_EACH
 def test_a_mode_sees_every_replica(wrap, mode):
     twin = Twin(wrap, module(lambda m, x: torch.relu(m.linear(x)), linear=linear(2)))
     twin.step(step, X)
     with mode() as seen:
         out = twin.ours(X)
     assert seen.calls == 2
-    assert torch.equal(out, 2 * twin.plain(X))
+    assert torch.equal(out.cpu(), 2 * twin.plain(X))
     twin.step(step, X)

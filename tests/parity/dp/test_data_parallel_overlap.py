@@ -68,7 +68,7 @@ def test_sums_begin_as_soon_as_all_replicas_have_a_segment(n, monkeypatch):
     monkeypatch.setattr(segments, "SEGMENT_BYTES", WIDTH * WIDTH * 8)
     monkeypatch.setattr(segments, "_FEW_BYTES", 0)
     x = integers(8, WIDTH)
-    with fake_gpus.several(n, kind=fake_gpus.DeviceGpus):
+    with fake_gpus.several(n):
         ours = paceline.DataParallel(Net(meet).to("gpu:0"), list(range(n)))
         loss_of(ours(x)).backward()
         del log[:]

@@ -1,13 +1,18 @@
-"""Each program of the table does on CPU replicas what the plain module does."""
+"""Each program of the table does with replicas what the plain module does.
+
+Replicas, which are kept from forward to forward, equal new ones in each forward.
+"""
 
 import pytest
-from programs import ROWS, check, rows_on
+from kept import as_new
+from programs import ROWS, cases, check
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("row", "device"), rows_on("cpu"))
+@pytest.mark.parametrize(("row", "device"), cases())
 def test_a_program_does_as_with_the_plain_module(row, device):
-    check(row, device)
+    with as_new():
+        check(row, device)
 
 
 def test_each_row_has_a_name_of_its_own():

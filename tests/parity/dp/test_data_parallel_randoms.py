@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from programs import Made, X, grown, module, parameter
-from replicas import F64, Twin, assert_same, grads_of, linear, loss_of
+from replicas import ON_EACH, Twin, assert_same, grads_of, linear, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,6 +57,7 @@ def test_the_first_replica_draws_from_the_users_numbers_which_go_on_behind_it(wr
         assert_same((twin.ours(ONES)[:4], torch.rand(3)), theirs)
 
 
+@ON_EACH
 def test_the_users_numbers_go_on_after_a_failure(wrap):
     def draws_and_fails(m, x):
         drawn = torch.rand(())
@@ -76,10 +77,11 @@ def test_the_users_numbers_go_on_after_a_failure(wrap):
     assert torch.equal(mine, torch.rand(()))
 
 
+@ON_EACH
 def test_the_numbers_of_a_replica_do_not_depend_on_those_before(wrap):
     def draws_by_rows(m, x):
         torch.rand(int(x[0, 0]))
-        return torch.rand(len(x))
+        return torch.rand(len(x)).to(x)
 
     ours, drawn = wrap(module(draws_by_rows)), []
     for n in (0, 5):
@@ -186,7 +188,7 @@ def drawing(draw, **held):
     """Return what adds a number to each row that it draws by `draw(m)`."""
 
     def forward(m, x):
-        return torch.full((len(x),), float(m.draw(m)), **F64) + 0 * m.weight
+        return x.new_full((len(x),), float(m.draw(m))) + 0 * m.weight
 
     weight = nn.Parameter(torch.zeros(()))
     return Made(forward, {"weight": weight, "draw": draw, **held})
@@ -209,6 +211,7 @@ def seeded(seed):
 
 
 @pytest.mark.parametrize("name", list(seeded(0)))
+@ON_EACH
 def test_generators_of_the_model_are_drawn_from_in_order(wrap, name):
     runs = []
     for _ in range(2):
@@ -221,6 +224,7 @@ def test_generators_of_the_model_are_drawn_from_in_order(wrap, name):
     assert drawn == [theirs(X[:1]).item() for _ in range(18)]
 
 
+@ON_EACH
 def test_a_generator_that_is_drawn_from_later_is_drawn_from_in_order(wrap):
     active = []
     rng, theirs = np.random.default_rng(3), np.random.default_rng(3)
@@ -231,6 +235,7 @@ def test_a_generator_that_is_drawn_from_later_is_drawn_from_in_order(wrap):
     assert ours(X).tolist() == [theirs.random()] * 4 + [theirs.random()] * 3
 
 
+@ON_EACH
 def test_a_generator_that_each_forward_seeds_is_drawn_from_in_order(wrap):
     """Its state is the same after a forward as before: only turns keep them apart."""
     threads = set()
@@ -250,11 +255,12 @@ def test_a_generator_that_each_forward_seeds_is_drawn_from_in_order(wrap):
 DRAWS = {
     "random": lambda x, generator: random.random(),
     "numpy": lambda x, generator: np.random.rand(),
-    "argument": lambda x, g: torch.randn(len(x), 1, generator=g, **F64),
+    "argument": lambda x, g: torch.randn(len(x), 1, generator=g).to(x),
 }
 
 
 @pytest.mark.parametrize("kind", DRAWS)
+@ON_EACH
 def test_replicas_take_turns_at_a_generator(wrap, kind):
     """Once they are told to draw; replica 0 may be late for that."""
 

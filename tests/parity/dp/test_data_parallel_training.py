@@ -7,6 +7,7 @@ import pytest
 import torch
 from programs import module, parameter
 from replicas import (
+    ON_EACH,
     Power,
     Twin,
     loss_of,
@@ -124,6 +125,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@ON_EACH
 def test_graphs_leave_no_memory_behind(wrap, end):
     ours = wrap(module(heavy, weight=parameter(torch.ones(1024))))
     x = torch.ones(128, 1024)
@@ -139,6 +141,7 @@ class Token:
     """Lives as long as the node of a graph that holds it."""
 
 
+@ON_EACH
 def test_outputs_and_graphs_are_freed_at_once(wrap):
     """By reference counts: with the collector off, nothing may wait for it."""
     ours = wrap(smooth_net())
@@ -178,6 +181,7 @@ def counting(m, x):
     return m.power(Held.apply(x) + x), torch.full((len(x), 1), float(len(alive)))
 
 
+@ON_EACH
 def test_graphs_of_gradients_are_freed_with_the_callers(wrap):
     ours, counts = wrap(module(counting, power=Power())), []
     for step in range(5):

@@ -52,11 +52,6 @@ mixtral = partial(
 )
 
 
-@pytest.fixture
-def wrap(wrap_on_cpu):
-    return wrap_on_cpu
-
-
 def sentences(step, rows=5):
     return integers(rows, 7, seed=step, low=0, high=N_WORDS - 1, dtype=torch.int64)
 

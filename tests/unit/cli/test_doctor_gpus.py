@@ -7,7 +7,9 @@ from paceline import _gpu, _native
 from paceline._cli.doctor import gpus, imports
 from paceline._cli.doctor.finding import MIB, Status
 from paceline._compat import torch_cuda
-from support import fake_gpus
+from support import devices, fake_gpus
+
+devices.load()  # before the first backward of this process
 
 
 @pytest.fixture

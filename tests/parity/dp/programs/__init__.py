@@ -38,7 +38,6 @@ from typing import Any, NamedTuple
 import paceline
 import pytest
 import torch
-from paceline import _gpu
 from paceline._dp import devices as devices_
 from replicas import (
     alike,
@@ -54,7 +53,7 @@ from replicas import (
 from support import devices, fake_gpus
 from torch import nn
 
-from programs._where import is_on_devices, leaves_devices_out
+from programs._where import is_on_the_cpu_alone, leaves_devices_out
 
 DEVICES = {
     "cpu": (2, None),
@@ -295,14 +294,14 @@ def trains(
         ROWS.append(Row(name, make, steps(*changes, **options), **of_row))
 
 
-def rows_on(kind: str) -> list[Any]:
-    """Return the cases of a kind of device: rows, each with a device."""
+def cases() -> list[Any]:
+    """Return all cases: rows, each with a device."""
     _import_all()
     return [
         _case(row, device)
         for row in ROWS
         for device in row.on.split()
-        if device.startswith(kind)
+        if device.startswith("cpu") or not is_on_the_cpu_alone(row.name)
     ]
 
 
@@ -363,38 +362,36 @@ def joined(outs: list[Any]) -> Any:
 
 
 @contextmanager
-def replicas_on(name: str, device: str) -> Iterator[list[Any]]:
+def replicas_on(device: str) -> Iterator[list[Any]]:
     """Have the devices that a row runs on within, and give `device_ids` of them."""
     n, options = DEVICES[device]
     if options is None:
         yield ["cpu"] * n
         return
-    kind = fake_gpus.DeviceGpus if is_on_devices(name) else fake_gpus.SeveralGpus
-    with fake_gpus.several(n, *options, kind=kind):
+    with fake_gpus.several(n, *options):
         yield list(range(n))
 
 
-def new_tensors(name: str) -> AbstractContextManager[Any]:
+def new_tensors(name: str, device_ids: list[Any]) -> AbstractContextManager[Any]:
     """Have new tensors be where a row wants them: in a replica, on its own device."""
-    kind = _gpu.machine.device_type
-    is_meant = kind == devices.KIND and leaves_devices_out(name)
-    return torch.device(kind) if is_meant else nullcontext()
+    is_meant = device_ids[0] != "cpu" and leaves_devices_out(name)
+    return torch.device(devices.KIND) if is_meant else nullcontext()
 
 
 def check(row: Row, device: str) -> None:
     """Run a row with the plain module and with replicas, and compare."""
-    with replicas_on(row.name, device) as device_ids:
+    with replicas_on(device) as device_ids:
         torch.manual_seed(0)
         plain = row.make()
         torch.manual_seed(0)
-        with new_tensors(row.name):
+        with new_tensors(row.name, device_ids):
             made = moved(row.make(), devices_.read(device_ids, None).source)
         ours = paceline.DataParallel(made, device_ids)
         reference = InParts(plain, len(device_ids)) if row.in_parts else plain
         torch.manual_seed(3)
         expected = row.run(reference)
         torch.manual_seed(3)
-        with new_tensors(row.name):
+        with new_tensors(row.name, device_ids):
             found = row.run(ours)
         assert_same(found, expected, exact=row.exact)
         assert_same_grads(ours, plain, exact=row.exact)

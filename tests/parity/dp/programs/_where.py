@@ -1,6 +1,6 @@
-"""On which simulated GPUs a row runs: devices of torch, unless it cannot be there."""
+"""Which rows run on the CPU alone, and which have new tensors put on a device."""
 
-TENSORS_ON_THE_CPU = {
+ON_THE_CPU_ALONE = {
     "torch itself fails where a gradient of torch.func goes from device to device": (
         "transforms_of_a_forward_give_what_they_give_plainly[grad]",
         "transforms_of_a_forward_give_what_they_give_plainly[hessian]",
@@ -30,21 +30,7 @@ TENSORS_ON_THE_CPU = {
     "torch has one cache of parametrizations for all replicas": (
         "parametrizations_may_be_cached_over_several_calls",
     ),
-    "the row gives the bare module inputs of the CPU": (
-        "a_model_of_inference_mode_stays_whole",
-        "a_wrapper_may_stand_among_others[with_a_shared_layer]",
-        "the_bare_module_may_be_used_beside_its_wrapper",
-    ),
-    "it keeps modules in a list, where to() does not find them": (),
-    "a copy of the input is what a GPU computes with": (
-        "an_input_changed_before_backward_is_an_error",
-    ),
-    "the second wrapper wants the module on another device": (
-        "two_wrappers_of_other_devices_share_a_module",
-    ),
-    "the casts are those of the CPU": ("casts_of_one_autocast_belong_to_their_step",),
     "torch quantises on the CPU": ("a_quantised_module_runs_in_evaluation",),
-    "torch refuses .data of another form, but for devices that it knows": (),
 }
 
 NEW_TENSORS_ON_THE_CURRENT_DEVICE = (
@@ -73,9 +59,9 @@ def _is_among(name: str, names: tuple[str, ...]) -> bool:
     return name in names or name.partition("[")[0] in names
 
 
-def is_on_devices(name: str) -> bool:
-    """Tell whether a row runs where tensors say on which GPU they are."""
-    return not any(_is_among(name, names) for names in TENSORS_ON_THE_CPU.values())
+def is_on_the_cpu_alone(name: str) -> bool:
+    """Tell whether a row cannot run on GPUs."""
+    return any(_is_among(name, names) for names in ON_THE_CPU_ALONE.values())
 
 
 def leaves_devices_out(name: str) -> bool:

@@ -10,6 +10,7 @@ from replicas import (
     beside,
     grads_of,
     grow,
+    here,
     integer_weights,
     integers,
     linear,
@@ -71,7 +72,7 @@ def a_retained_graph_serves_several_backwards(model, x):
 
 @uses(net)
 def an_input_changed_before_backward_is_an_error(model):
-    x = X.clone()
+    x = here(model, X.clone())
     out = model(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="inplace"):
@@ -253,14 +254,15 @@ def a_graph_does_not_use_parameters_that_were_overwritten(model):
 @uses(net)
 def the_bare_module_may_be_used_beside_its_wrapper(model):
     with torch.autograd.detect_anomaly():
-        (loss_of(model(X)) + loss_of(bare(model)(X + 1))).backward()
+        (loss_of(model(X)) + loss_of(bare(model)(here(model, X + 1)))).backward()
 
 
 @uses(net)
 def two_wrappers_of_other_devices_share_a_module(model):
     other = model
     if model is not bare(model):
-        other = beside(model, bare(model), model.device_ids[::-1])
+        first, *others = model.device_ids
+        other = beside(model, bare(model), [first, *others[::-1], first])
     for _ in range(2):
         first, second = model(X), other(X * 2)
         (loss_of(first) + loss_of(second)).backward()
@@ -294,7 +296,7 @@ def a_wrapper_may_stand_among_others(model, x, make):
 
     outer = make(wrap)
     for _ in range(2):
-        loss_of(outer(x)).backward()
+        loss_of(outer(here(outer, x))).backward()
     return grads_of(outer)
 
 

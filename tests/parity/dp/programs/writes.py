@@ -6,7 +6,7 @@ are, that is the plain module on all rows.
 """
 
 import torch
-from replicas import F64, bare, integer_weights, integers, linear
+from replicas import F64, bare, here, integer_weights, integers, linear
 from torch import nn
 
 from programs import CPU, THREE, X, buffer, parameter, program, steps, trains, uses
@@ -229,5 +229,5 @@ def a_model_of_inference_mode_stays_whole(model):
             inner = X.clone()
         for rows in (inner, X):
             with mode():
-                seen += [model(rows).tolist(), bare(model)(rows).tolist()]
+                seen += [model(rows).tolist(), bare(model)(here(model, rows)).tolist()]
     return seen
