@@ -53,7 +53,7 @@ from replicas import (
 from support import devices, fake_gpus
 from torch import nn
 
-from programs._where import is_on_the_cpu_alone, leaves_devices_out
+from programs._where import is_on_the_cpu_alone, makes_on_the_cpu
 
 DEVICES = {
     "cpu": (2, None),
@@ -373,9 +373,9 @@ def replicas_on(device: str) -> Iterator[list[Any]]:
 
 
 def new_tensors(name: str, device_ids: list[Any]) -> AbstractContextManager[Any]:
-    """Have new tensors be where a row wants them: in a replica, on its own device."""
-    is_meant = device_ids[0] != "cpu" and leaves_devices_out(name)
-    return torch.device(devices.KIND) if is_meant else nullcontext()
+    """Have new tensors be on the current device: in a replica, on its own."""
+    is_here = device_ids[0] == "cpu" or makes_on_the_cpu(name)
+    return nullcontext() if is_here else torch.device(devices.KIND)
 
 
 def check(row: Row, device: str) -> None:

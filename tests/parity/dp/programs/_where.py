@@ -1,4 +1,4 @@
-"""Which rows run on the CPU alone, and which have new tensors put on a device."""
+"""Which rows run on the CPU alone, and which make tensors there beside GPUs."""
 
 ON_THE_CPU_ALONE = {
     "torch itself fails where a gradient of torch.func goes from device to device": (
@@ -33,25 +33,12 @@ ON_THE_CPU_ALONE = {
     "torch quantises on the CPU": ("a_quantised_module_runs_in_evaluation",),
 }
 
-NEW_TENSORS_ON_THE_CURRENT_DEVICE = (
-    "a_batch_of_gradients_may_have_a_graph",
-    "attributes_that_forward_sets_are_those_of_the_first_replica",
-    "a_buffer_may_take_other_memory_or_less_of_its_own",
-    "a_checkpoint_round_a_wrapper_in_a_wrapper",
-    "a_largest_norm_may_come_after_wrapping[replace]",
-    "a_trace_of_the_wrapper_computes_what_it_is_given",
-    "a_trained_tensor_that_is_no_parameter_gets_its_gradient",
-    "a_wrapper_may_stand_among_others",
-    "an_output_may_have_a_sparse_gradient",
-    "buffers_of_the_first_replica_survive",
-    "constants_and_losses_come_with_one_entry_a_replica",
-    "functional_calls_work_round_the_wrapper",
-    "gradients_may_be_views_of_one_vector",
-    "one_backward_may_go_through_two_wrappers_in_a_thread",
-    "parameters_take_another_form_between_forward_and_backward",
-    "tensors_for_parameters_belong_to_the_graphs_that_saved_them",
-    "transforms_of_parameters_do_as_with_the_plain_module[vjp]",
-    "wrappers_in_a_row_pass_graphs_on",
+NEW_TENSORS_ON_THE_CPU = (
+    "a trace",
+    "a trace inside",
+    "exported",
+    "packed_sequences_are_joined_within_a_tuple",
+    "packed_sequences_are_split_by_rows",
 )
 
 
@@ -64,6 +51,6 @@ def is_on_the_cpu_alone(name: str) -> bool:
     return any(_is_among(name, names) for names in ON_THE_CPU_ALONE.values())
 
 
-def leaves_devices_out(name: str) -> bool:
-    """Tell whether a row makes tensors without a word on where they are to be."""
-    return _is_among(name, NEW_TENSORS_ON_THE_CURRENT_DEVICE)
+def makes_on_the_cpu(name: str) -> bool:
+    """Tell whether a row on GPUs makes tensors that have to be on the CPU."""
+    return _is_among(name, NEW_TENSORS_ON_THE_CPU)
