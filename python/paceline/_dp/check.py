@@ -255,7 +255,7 @@ def _backward(
 
 def _weights(leaf: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
+    return torch.randn(leaf.shape, generator=generator).to(leaf)
 
 
 def _output_rows(

@@ -278,30 +278,13 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
         """Return what runs replicas on these devices; for others than its own, anew."""
-        indices, wanted = self._indices(self.device_ids), self._indices(device_ids)
+        indices, wanted = _indices(self, self.device_ids), _indices(self, device_ids)
         engine = self._engine
         if engine is None or engine.indices != indices:
-            engine = self._start(indices)
+            engine = _start(self, indices)
         if wanted == indices[: len(wanted)]:
             return engine
         return Engine(wanted, is_cpu=not self._are_gpus)
-
-    def _start(self, indices: list[int]) -> Engine:
-        """Return an engine for these devices: one, however many threads ask."""
-        with _starting:
-            engine = self._engine
-            if engine is None or engine.indices != indices:
-                check_lazy(parts_of(self.module))
-                engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
-            return engine
-
-    def _indices(self, device_ids: Sequence[Any]) -> list[int]:
-        """Return the numbers of GPUs; zeros for the CPU."""
-        if not self._are_gpus:
-            return [0] * len(device_ids)
-        if list(device_ids) == self.device_ids[: len(device_ids)]:
-            return list(device_ids)
-        return devices_.read(device_ids, None).ids
 
     def _recorded_steps(self) -> Steps:
         """Return what records a forward that runs inside it."""
@@ -456,6 +439,24 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         ours = ("device_ids", "dim", "output_device", "src_device_obj")
         kept = {name: state[name] for name in state if name not in ours}
         super().__setstate__(kept)  # type: ignore[no-untyped-call]
+
+
+def _start(self: DataParallel, indices: list[int]) -> Engine:
+    """Return an engine for these devices: one, however many threads ask."""
+    with _starting:
+        engine = self._engine
+        if engine is None or engine.indices != indices:
+            check_lazy(parts_of(self.module))
+            engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
+        return engine
+
+
+def _indices(self: DataParallel, device_ids: Sequence[Any]) -> list[int]:
+    """Return the numbers of GPUs; zeros for the CPU."""
+    if not self._are_gpus:
+        return [0] * len(device_ids)
+    is_own = list(device_ids) == self.device_ids[: len(device_ids)]
+    return list(device_ids) if is_own else devices_.read(device_ids, None).ids
 
 
 Lists = tuple[Sequence[Any], Sequence[dict[str, Any]]]

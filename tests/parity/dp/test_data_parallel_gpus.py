@@ -156,7 +156,6 @@ def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
     assert len(pinned) == 2  # a few bytes are not worth it
 
 
-@pytest.mark.xfail(strict=True, reason="its own loss has weights on the CPU")
 def test_check_compares_a_model_where_it_is(wrap):
     model = smooth_net().to(wrap.device())
     x = integers(7, 3).to(wrap.device())
@@ -205,7 +204,7 @@ def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
 
 
 def test_gpus_that_get_other_bytes_than_were_sent_are_one_clear_error():
-    with fake_gpus.several(3, "corrupt_peers=1", kind=fake_gpus.DeviceGpus):
+    with fake_gpus.several(3, "corrupt_peers=1"):
         ours = paceline.DataParallel(net().to("gpu"), [0, 1, 2])
         for _ in range(2):
             with pytest.raises(RuntimeError, match="gpu:0 sends to gpu:1 arrives as"):
@@ -236,7 +235,7 @@ def test_peers_that_cannot_be_read_are_told_of_once(
     option, kind, words, caplog, monkeypatch
 ):
     monkeypatch.setattr(_native, "DeviceGroup", kind)
-    with fake_gpus.several(3, option, kind=fake_gpus.DeviceGpus):
+    with fake_gpus.several(3, option):
         for _ in range(2):
             ours, plain = paceline.DataParallel(net().to("gpu"), [0, 1, 2]), net()
             with torch.no_grad():
