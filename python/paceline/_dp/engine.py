@@ -89,8 +89,8 @@ class Engine:
         self._threads = ThreadPool()
         self._draws: dict[bytes, bool] = {}
         self._drawn_module: Module | None = None
-        self._running: set[int] = set()
-        self._n_begun = 0
+        self._running: set[object] = set()
+        self._last_begun: object = None
 
     def _check_process(self) -> None:
         if self._process != os.getpid() and not self.is_cpu:
@@ -219,15 +219,15 @@ class Engine:
         if not self.is_cpu:
             without = torch_modes.without_saved_tensors_hooks
             calls[1:] = [partial(without, call) for call in calls[1:]]
-        self._n_begun += 1
-        number, is_first = self._n_begun, not self._running
-        watch = partial(self._watch, originals.Originals(parts), number, is_first)
+        this = object()
+        self._running.add(this)
+        began_alone, self._last_begun = len(self._running) == 1, this
+        watch = partial(self._watch, originals.Originals(parts), this, began_alone)
         calls = [partial(watch, k, call) for k, call in enumerate(calls)]
-        self._running.add(number)
         try:
             outputs, draw = self._call_all(calls)
         finally:
-            self._running.discard(number)
+            self._running.discard(this)
         has_run_backward = inner is not None and inner.were_seen
         return outputs, draw or bool(lists) or has_run_backward
 
@@ -247,7 +247,7 @@ class Engine:
     def _watch(
         self,
         watched: originals.Originals,
-        number: int,
+        this: object,
         began_alone: bool,
         k: int,
         call: Callable[[], Any],
@@ -255,7 +255,7 @@ class Engine:
         """Return what the call of replica `k` returns, if it wrote only to its own."""
         output = call()
         # Otherwise what has changed may be the work of a call in another thread.
-        if k > 0 and began_alone and self._n_begun == number:
+        if k > 0 and began_alone and self._last_begun is this:
             watched.check(k)
         else:
             watched.look()
