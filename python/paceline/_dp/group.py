@@ -184,13 +184,13 @@ class Group:
     # ---- sums of gradients ----------------------------------------------------------
 
     def make_rooms(self, n_bytes: int) -> None:
-        """Have memory in which all members but 0 add up gradients.
+        """Have memory in which all members but 0 add up gradients: none on the CPU.
 
         It is theirs alone from the next transfer of parameters on.
         """
         n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
         room = self.rooms[-1]
-        if room is not None and len(room) >= n_bytes:
+        if self.is_cpu or (room is not None and len(room) >= n_bytes):
             return
         if room is not None:  # sums may be in it, on streams that torch does not know
             self.machine.synchronize()
