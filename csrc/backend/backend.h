@@ -89,8 +89,6 @@ pl_status pli_backend_check_ranges(const pl_rank_ranges *ranges) PL_MUST_USE;
 /* Host memory, moved by the calling thread.  *out: the caller destroys it. */
 pl_status pli_cpu_backend_create(pl_backend **out) PL_MUST_USE;
 
-int pli_is_cpu_backend(const pl_backend *backend);
-
 static inline void pli_backend_destroy(pl_backend *backend)
 {
     if (backend != NULL)

@@ -177,11 +177,6 @@ static const pl_backend_ops cpu_ops = {
     .destroy = cpu_destroy,
 };
 
-int pli_is_cpu_backend(const pl_backend *backend)
-{
-    return backend->ops == &cpu_ops;
-}
-
 pl_status pli_cpu_backend_create(pl_backend **out)
 {
     pl_status st = PL_OK;

@@ -9,6 +9,7 @@ pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n
                                 pl_backend *by, pl_stream *stream)
 {
     pl_status st = PL_OK;
+    const pli_driver *const driver = pli_cuda_driver(by);
     pli_cuda_scope scope;
     const pl_move whole = {to.memory, from.memory, PL_U8, n_bytes};
     if (n_bytes == 0 || to.memory == from.memory)
@@ -17,7 +18,6 @@ pl_status pli_cuda_copy_between(pli_cuda_place to, pli_cuda_place from, size_t n
         PL_TRY(by->ops->copy(by, &whole, 1, stream));
         goto done;
     }
-    const pli_driver *const driver = pli_cuda_driver(by);
     PL_TRY(pli_cuda_enter(by, &scope));
     const pli_cu_result result = driver->cuMemcpyPeerAsync(
         pli_as_cu_memory(to.memory), pli_cuda_context(to.backend),

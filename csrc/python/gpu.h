@@ -1,4 +1,4 @@
-/* gpu.h - a device, as Python holds it: a GPU, or the CPU. */
+/* gpu.h - a GPU, as Python holds it. */
 #ifndef PLI_GPU_H
 #define PLI_GPU_H
 
@@ -8,7 +8,6 @@
 typedef struct gpu_object {
     PyObject_HEAD
     pl_backend *backend;
-    int index; /* as torch counts GPUs; -1: the CPU */
     dl_device place; /* as tensors on it say */
 } gpu_object;
 

@@ -1,5 +1,4 @@
-/* gpu_type.c - paceline._native.Device: a GPU, with its kernels and its side stream, or
- * the CPU. */
+/* gpu_type.c - paceline._native.Device: a GPU: its memory, kernels, side stream. */
 #include "gpu.h"
 
 #include <stddef.h>
@@ -19,9 +18,6 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
 {
     const dl_exchange *exchange = state->exchange;
     void *stream = NULL;
-    *out = NULL;
-    if (device->index < 0)
-        return 0;
     if (exchange != NULL && exchange->current_stream != NULL &&
         device->place.type == DL_CUDA) {
         if (exchange->current_stream(DL_CUDA, device->place.id, &stream) != 0)
@@ -29,7 +25,8 @@ int pli_gpu_current_stream(const module_state *state, const gpu_object *device,
         *out = stream;
         return 0;
     }
-    PyObject *number = PyObject_CallFunction(state->current_stream, "i", device->index);
+    PyObject *number = PyObject_CallFunction(state->current_stream, "i",
+                                             pli_cuda_device(device->backend));
     if (number == NULL)
         return -1;
     stream = PyLong_AsVoidPtr(number);
@@ -85,14 +82,10 @@ static PyObject *gpu_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     gpu_object *self = (gpu_object *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    self->index = options.device;
-    if (self->index == -1)
-        dlpack_type = DL_CPU;
-    self->place =
-        (dl_device){.type = dlpack_type, .id = dlpack_type == DL_CPU ? 0 : self->index};
+    self->place = (dl_device){.type = dlpack_type,
+                              .id = dlpack_type == DL_CPU ? 0 : options.device};
     Py_BEGIN_ALLOW_THREADS
-    st = self->index == -1 ? pli_cpu_backend_create(&self->backend)
-                           : pli_cuda_backend_create(&options, &self->backend);
+    st = pli_cuda_backend_create(&options, &self->backend);
     Py_END_ALLOW_THREADS
     if (st != PL_OK) {
         pli_raise(state_of_type(type), st);
@@ -114,9 +107,9 @@ static PyObject *gpu_synchronize(PyObject *object, PyObject *ignored)
     pl_status st;
     (void)ignored;
     Py_BEGIN_ALLOW_THREADS
-    st = backend->ops->synchronize(backend, NULL);
-    if (st == PL_OK && !pli_is_cpu_backend(backend))
-        st = backend->ops->synchronize(backend, pli_cuda_side_stream(backend));
+    st = backend->ops->synchronize(backend, pli_cuda_side_stream(backend));
+    if (st == PL_OK)
+        st = backend->ops->synchronize(backend, NULL);
     Py_END_ALLOW_THREADS
     if (st != PL_OK)
         return pli_raise(state_of(object), st);
@@ -127,15 +120,13 @@ static PyObject *gpu_index(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    return PyLong_FromLong(gpu_of(object)->index);
+    return PyLong_FromLong(pli_cuda_device(gpu_of(object)->backend));
 }
 
 static PyObject *gpu_kernels(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    if (gpu_of(object)->index < 0)
-        return PyUnicode_FromString("");
     return PyUnicode_FromString(pli_cuda_kernels(gpu_of(object)->backend));
 }
 
@@ -143,9 +134,7 @@ static PyObject *gpu_name(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    const int index = gpu_of(object)->index;
-    return index < 0 ? PyUnicode_FromString("cpu")
-                     : PyUnicode_FromFormat("cuda:%d", index);
+    return PyUnicode_FromFormat("cuda:%d", pli_cuda_device(gpu_of(object)->backend));
 }
 
 static PyMethodDef gpu_methods[] = {
@@ -155,11 +144,9 @@ static PyMethodDef gpu_methods[] = {
 };
 
 static PyGetSetDef gpu_getset[] = {
-    {"index", gpu_index, NULL, "Number of the GPU, as torch counts; -1: the CPU.",
-     NULL},
+    {"index", gpu_index, NULL, "Number of the device, as torch counts.", NULL},
     {"kernels", gpu_kernels, NULL,
-     "Where its kernels come from: 'fatbin', built in, or 'nvrtc', compiled here; '' "
-     "for the CPU.",
+     "Where its kernels come from: 'fatbin', built in, or 'nvrtc', compiled here.",
      NULL},
     {"name", gpu_name, NULL, "The device in torch's words, as in 'cuda:0'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -173,7 +160,7 @@ static PyType_Slot gpu_slots[] = {
     {Py_tp_doc,
      "Device(index, driver=None, nvrtc=None, dlpack_type=2)\n--\n\n"
      "A GPU, with the paths of the libraries to reach it by; dlpack_type is what "
-     "DLPack calls the kind of its tensors.  Device(-1) is the CPU."},
+     "DLPack calls the kind of its tensors."},
     {0, NULL},
 };
 

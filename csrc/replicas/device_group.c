@@ -81,13 +81,21 @@ pl_status pli_device_group_copy(pli_device_group *self, pl_stream *const *stream
 
 /* ---- broadcasts ----------------------------------------------------------------- */
 
-/* Moves the tensors of a segment to their places in a block, which member 0 reaches. */
-static pl_status move_tensors(const pli_group_member *first, const pli_segment *segment,
-                              char *block)
+/* Packs a segment into the ring's next slot, once that was read. */
+static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ring ring,
+                      unsigned slot, char *block)
 {
     pl_status st = PL_OK;
     enum { AT_ONCE = 64 };
+    const pli_group_member *const first = &self->members[0];
     pl_move moves[AT_ONCE];
+    if (segment->n_bytes > ring.slot_bytes)
+        PL_FAIL(PL_EINVAL, "a segment of %zu bytes does not fit into a slot of %zu",
+                segment->n_bytes, ring.slot_bytes);
+    for (int k = 1; k < self->n_members; k++)
+        if (self->slot_readers[slot] >> k & 1)
+            PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
+    self->slot_readers[slot] = 0;
     for (size_t i = 0; i < segment->n_moves; i += AT_ONCE) {
         const size_t n =
             segment->n_moves - i < AT_ONCE ? segment->n_moves - i : AT_ONCE;
@@ -97,24 +105,6 @@ static pl_status move_tensors(const pli_group_member *first, const pli_segment *
         }
         PL_TRY(first->backend->ops->copy(first->backend, moves, n, first->side));
     }
-done:
-    return st;
-}
-
-/* Packs a segment into the ring's next slot, once that was read. */
-static pl_status pack(pli_device_group *self, const pli_segment *segment, pli_ring ring,
-                      unsigned slot, char *block)
-{
-    pl_status st = PL_OK;
-    const pli_group_member *const first = &self->members[0];
-    if (segment->n_bytes > ring.slot_bytes)
-        PL_FAIL(PL_EINVAL, "a segment of %zu bytes does not fit into a slot of %zu",
-                segment->n_bytes, ring.slot_bytes);
-    for (int k = 1; k < self->n_members; k++)
-        if (self->slot_readers[slot] >> k & 1)
-            PL_TRY(wait_for(first, self->members[k].has_read[slot], first->side));
-    self->slot_readers[slot] = 0;
-    PL_TRY(move_tensors(first, segment, block));
 done:
     return st;
 }
@@ -165,17 +155,6 @@ static pl_status send_load(pli_device_group *self, const load *it)
             memory = target;
         }
     }
-done:
-    return st;
-}
-
-/* In host memory nothing is gained by a block on the way. */
-static pl_status move_on_host(const pli_device_group *self, const pli_segment *segment)
-{
-    pl_status st = PL_OK;
-    for (int k = 1; k < self->n_members; k++)
-        if (segment->targets[k] != NULL)
-            PL_TRY(move_tensors(&self->members[0], segment, segment->targets[k]));
 done:
     return st;
 }
@@ -246,8 +225,7 @@ pl_status pli_device_group_send(pli_device_group *self, pl_stream *const *stream
         it->readers = 0;
     }
     for (size_t i = 0; i < n_segments; i++)
-        PL_TRY(pli_is_cpu_backend(first->backend) ? move_on_host(self, &segments[i])
-                                                  : send(self, &segments[i], ring));
+        PL_TRY(send(self, &segments[i], ring));
     PL_TRY(end_broadcast(self, streams));
 done:
     return st;
@@ -305,8 +283,9 @@ pl_status pli_device_group_settle(pli_device_group *self, pl_stream *const *stre
 static pl_status furnish(pli_group_member *it, pl_backend *backend)
 {
     pl_status st = PL_OK;
+    pli_cuda_backend_retain(backend);
     it->backend = backend;
-    it->side = pli_is_cpu_backend(backend) ? NULL : pli_cuda_side_stream(backend);
+    it->side = pli_cuda_side_stream(backend);
     PL_TRY(backend->ops->event_create(backend, &it->mark));
     for (int i = 0; i < PLI_RING_SLOTS; i++)
         PL_TRY(backend->ops->event_create(backend, &it->has_read[i]));
@@ -329,12 +308,8 @@ pl_status pli_device_group_create(pl_backend *const *members, int n_members,
     self->passed_bytes = PASSED_BYTES;
     self->shard_bytes = SHARD_BYTES;
     for (int k = 0; k < n_members; k++) {
-        const int is_cpu = pli_is_cpu_backend(members[k]);
-        if (is_cpu != pli_is_cpu_backend(members[0]) ||
-            (is_cpu && members[k] != members[0]))
-            PL_FAIL(PL_EINVAL, "a group of devices of more than one kind");
         PL_TRY(furnish(&self->members[k], members[k]));
-        for (int j = k - 1; j >= 0 && !is_cpu; j--)
+        for (int j = k - 1; j >= 0; j--)
             PL_TRY(pli_cuda_join_peers(members[j], members[k],
                                        &self->members[k].reads_first));
     }
@@ -361,6 +336,7 @@ void pli_device_group_destroy(pli_device_group *self)
         it->backend->ops->event_destroy(it->backend, it->mark);
         for (int i = 0; i < PLI_RING_SLOTS; i++)
             it->backend->ops->event_destroy(it->backend, it->has_read[i]);
+        pli_backend_destroy(it->backend);
     }
     (void)pthread_mutex_destroy(&self->lock);
     pli_free(self);

@@ -37,8 +37,7 @@ typedef struct pli_ring {
     size_t slot_bytes; /* a multiple of PL_CACHE_LINE */
 } pli_ring;
 
-/* Members' backends, which outlive the group: of CUDA, or all the one of the CPU, where
- * a stream is NULL and nothing is ever late. */
+/* Members' backends, of CUDA; retained. */
 pl_status pli_device_group_create(pl_backend *const *members, int n_members,
                                   pli_device_group **out) PL_MUST_USE;
 void pli_device_group_destroy(pli_device_group *self);

@@ -352,44 +352,25 @@ TEST(devices_are_given_access_where_they_can)
     }
 }
 
-/* ---- the CPU -------------------------------------------------------------------- */
-
-TEST(a_group_on_the_cpu_needs_no_memory_on_the_way)
+TEST(a_group_keeps_its_devices)
 {
-    enum { N = 3 };
-    pl_backend *cpu = NULL, *other = NULL;
+    pl_backend *members[2] = {NULL, NULL};
     pli_device_group *group = NULL;
-    pli_gradient_sum *sum = NULL;
-    pl_stream *const streams[N] = {NULL};
-    double tensors[2][4] = {{1, 2, 3, 4}, {5, 6, 7, 8}};
-    double blocks[N][8] = {{0}}, room[16], total[8] = {0};
-    void *const targets[N] = {NULL, blocks[1], blocks[2]};
-    const pl_move moves[] = {{NULL, tensors[0], PL_F64, 4},
-                             {(char *)NULL + sizeof tensors[0], tensors[1], PL_F64, 4}};
-    const pli_segment segment = {moves, 2, sizeof blocks[0], targets};
-    const pli_room rooms[N] = {{0}, {room, sizeof room}, {room, sizeof room}};
-    if (!CHECK_OK(pli_cpu_backend_create(&cpu)) ||
-        !CHECK_OK(pli_cpu_backend_create(&other)))
-        return;
-    CHECK_FAILS(pli_device_group_create((pl_backend *[]){cpu, other}, 2, &group),
-                PL_EINVAL, "more than one kind");
-    CHECK_OK(pli_device_group_create((pl_backend *[]){cpu, cpu, cpu}, N, &group));
-    CHECK_OK(
-        pli_device_group_broadcast(group, streams, &segment, 1, (pli_ring){NULL, 0}));
-    for (int k = 1; k < N; k++)
-        CHECK(memcmp(blocks[k], tensors, sizeof tensors) == 0);
-    CHECK_OK(pli_gradient_sum_create(group, &sum));
-    for (int k = 1; k < N; k++) {
-        const pl_move grad = {blocks[k], tensors, PL_F64, 8};
-        CHECK_OK(pli_gradient_sum_pack(sum, k, NULL, &grad, 1, blocks[k]));
+    pl_stream *const streams[2] = {NULL, NULL};
+    scene_reset(&(scene_options){.seed = 1, .schedule = FAKE_LATE});
+    for (int k = 0; k < 2; k++) {
+        const pli_cuda_options options = {.device = k, .driver = fake_path()};
+        if (!CHECK_OK(pli_cuda_backend_create(&options, &members[k])))
+            return;
     }
-    CHECK_OK(pli_gradient_sum_begin(sum, &(pl_move){total, NULL, PL_F64, 8}, rooms));
-    for (int i = 0; i < 8; i++)
-        CHECK(total[i] == 2.0 * (i + 1));
-    pli_gradient_sum_destroy(sum);
+    CHECK_OK(pli_device_group_create(members, 2, &group));
+    pli_backend_destroy(members[0]);
+    pli_backend_destroy(members[1]);
+    CHECK(fake_live(FAKE_CONTEXTS) == 2);
+    CHECK_OK(pli_device_group_copy(group, streams, 0, 1, NULL, 0));
     pli_device_group_destroy(group);
-    pli_backend_destroy(cpu);
-    pli_backend_destroy(other);
+    pli_device_group_destroy(NULL);
+    CHECK(fake_live_objects() == 0 && fake_errors() == 0);
 }
 
 /* ---- one member ----------------------------------------------------------------- */

@@ -8,7 +8,7 @@
         threads          with what torch keeps a thread (thread_state)
         rng, generators  random numbers, and where they come from
         nesting          whether this thread runs a replica
-      parameters       what each device has of the model
+      parameters       what each device has of the model; on the CPU copies
         segments         which tensors travel together, and where they lie
         gradients        their way back; inner_backwards: inside a forward
         replicate        replicas of a module, which shells keeps

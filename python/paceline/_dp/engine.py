@@ -220,11 +220,12 @@ class Engine:
             without = torch_modes.without_saved_tensors_hooks
             calls[1:] = [partial(without, call) for call in calls[1:]]
         this = object()
-        self._running.add(this)
-        began_alone, self._last_begun = len(self._running) == 1, this
-        watch = partial(self._watch, originals.Originals(parts), this, began_alone)
-        calls = [partial(watch, k, call) for k, call in enumerate(calls)]
+        watched = originals.Originals(parts)
         try:
+            self._running.add(this)
+            began_alone, self._last_begun = len(self._running) == 1, this
+            watch = partial(self._watch, watched, this, began_alone)
+            calls = [partial(watch, k, call) for k, call in enumerate(calls)]
             outputs, draw = self._call_all(calls)
         finally:
             self._running.discard(this)

@@ -11,9 +11,6 @@ the end of backward: it has member 0's stream wait for the sum, and returns it. 
 
 Only None goes from ``_Replica`` to ``_Segment`` through the graph: for a tensor,
 autograd would have member 0's stream wait at once for what member k's does.
-
-On the CPU nothing is gained by blocks: a node of each replica hands its gradients to
-autograd (``_Copies``).
 """
 
 from __future__ import annotations
@@ -127,10 +124,6 @@ class Gradients:
 
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of a segment by further replica, in the graph."""
-        if self.group.is_cpu:
-            tensors = self._segments[i].tensors
-            members = range(1, self._n_replicas)
-            return [_Copies.apply(self, i, k, *tensors) for k in members]  # type: ignore[no-untyped-call]
         n_tokens = self._n_replicas - 1
         tokens = _Segment.apply(self, i, n_tokens, *self._segments[i].tensors)  # type: ignore[no-untyped-call]
         # Those that were registered first come last.
@@ -377,22 +370,3 @@ class _Replica(torch.autograd.Function):
         with ctx.of.group.on(ctx.of.streams):
             ctx.of.take(ctx.i, ctx.member, grads)
         return None, None, None, None
-
-
-class _Copies(torch.autograd.Function):
-    """What a replica on the CPU has in place of a segment's parameters."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, of: Gradients, i: int, member: int, *parameters: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.of, ctx.parameters = of, parameters
-        return tuple(map(torch.Tensor.detach, of.slots_of(i, member)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.of.inner.see()
-        pairs = zip(grads, ctx.parameters, strict=True)
-        own = [_unused(p) if grad is None else grad for grad, p in pairs]
-        return None, None, None, *own

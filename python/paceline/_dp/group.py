@@ -43,7 +43,8 @@ class Group:
     devices : list of torch.device
     machine : _gpu.Machine or Host
         What knows of the devices.
-    native : paceline._native.DeviceGroup
+    native : paceline._native.DeviceGroup or None
+        None on the CPU.
     rooms : list of torch.Tensor or None
         By member, memory in which it adds up gradients.
     can_compare : bool
@@ -61,11 +62,10 @@ class Group:
         self.machine = machine
         self.indices = list(indices)
         self.devices = [machine.device(index) for index in self.indices]
-        if self.is_cpu:
-            opened = [_native.Device(-1)] * len(self.indices)
-        else:
+        self.native: Any = None  # on the CPU nobody asks for it
+        if not self.is_cpu:
             opened = [_gpu.open_device(index) for index in self.indices]
-        self.native = _native.DeviceGroup(opened)
+            self.native = _native.DeviceGroup(opened)
         self.rooms: list[torch.Tensor | None] = [None] * len(self.indices)
         self._memories: dict[tuple[str, int], torch.Tensor] = {}
         self.can_compare = not self.is_cpu and self._try()
@@ -141,6 +141,8 @@ class Group:
 
     def streams(self) -> Streams:
         """Return the streams that are current in this thread."""
+        if self.is_cpu:
+            return Streams((), [None] * len(self))
         handles = [self.machine.current_stream(index) for index in self.indices]
         return Streams(self.native.streams(), handles)
 
@@ -152,7 +154,7 @@ class Group:
         default ones of all others.
         """
         machine = self.machine
-        if self.native.streams() == streams.numbers:
+        if self.is_cpu or self.native.streams() == streams.numbers:
             yield
             return
         with contextlib.ExitStack() as stack:
@@ -163,8 +165,8 @@ class Group:
             yield
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
-        """Return memory of member 0 that parameters pass through: none on the CPU."""
-        return self._memory("ring", 0, 0 if self.is_cpu else N_SLOTS * slot_bytes)
+        """Return memory of member 0 that parameters pass through."""
+        return self._memory("ring", 0, N_SLOTS * slot_bytes)
 
     def sums(self, n_segments: int) -> list[torch.Tensor | None]:
         """Return memory by member for checksums of segments, its own and member 0's."""
@@ -184,13 +186,13 @@ class Group:
     # ---- sums of gradients ----------------------------------------------------------
 
     def make_rooms(self, n_bytes: int) -> None:
-        """Have memory in which all members but 0 add up gradients: none on the CPU.
+        """Have memory in which all members but 0 add up gradients.
 
         It is theirs alone from the next transfer of parameters on.
         """
         n_bytes += _ALIGNMENT * len(self)  # shards of as many rows begin at multiples
         room = self.rooms[-1]
-        if self.is_cpu or (room is not None and len(room) >= n_bytes):
+        if room is not None and len(room) >= n_bytes:
             return
         if room is not None:  # sums may be in it, on streams that torch does not know
             self.machine.synchronize()

@@ -18,11 +18,12 @@ from torch.nn import Module, Parameter
 from paceline import _native
 from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
+from paceline._dp.copies import copies_of
 from paceline._dp.gradients import Gradients
 from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import as_original, replicas_of
-from paceline._dp.segments import HeldBlocks, Layout, Segment, Travelling
+from paceline._dp.replicate import as_original, replicas_of, tensors_of
+from paceline._dp.segments import HeldBlocks, Layout, Segment, Travelling, ids_of
 from paceline._dp.shells import Shells
 from paceline._dp.transfers import at_member, copy_by_torch, is_by_torch, move
 
@@ -56,12 +57,33 @@ class Replicated:
             return [parts[0]]
         self.inner_backwards = InnerBackwards(parts)
         by_torch = is_by_torch()
-        if by_torch:
-            layout = Layout(parts, self._group)
+        if self._group.is_cpu:
+            tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
+            members = range(1, n_replicas)
+            of_replicas = [copies_of(tensors, self.inner_backwards) for _ in members]
+            for k, own in zip(members, of_replicas, strict=True):
+                self._leaves.append(_Leaves(k, tensors, own))
+        else:
+            layout = self._layout_of(parts, by_torch)
+            tensors, ids = layout.tensors, layout.ids
+            of_replicas = self._brought_up_to_date(layout, n_replicas, streams)
+        bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
+        if not by_torch:
+            made = self._shells.replicas(parts, tensors, ids, of_replicas, bring)
+            if made is not None:
+                return [parts[0], *made]
+        keys = list(map(id, tensors))
+        by_id = [dict(zip(keys, own, strict=True)) for own in of_replicas]
+        return replicas_of(parts, by_id, bring)
+
+    def _brought_up_to_date(
+        self, layout: Layout, n_replicas: int, streams: Streams
+    ) -> list[list[torch.Tensor]]:
+        """Return what each further replica has on its device, in the layout's order."""
+        if is_by_torch():
             of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
             moved = layout.tensors
         else:
-            layout = self._layout_of(parts)
             self._group.settle()  # of a backward that has failed
             if torch.is_grad_enabled() and n_replicas > 2:
                 self._group.make_rooms(layout.room_bytes)
@@ -70,29 +92,21 @@ class Replicated:
             moved = layout.others
         for k, own in enumerate(of_replicas, 1):
             copies = [_moved(self._group, streams, tensor, k) for tensor in moved]
-            for original, copy in zip(moved, copies, strict=True):
+            for copy in copies:
                 if copy.grad_fn is not None:
                     copy.register_hook(self.inner_backwards.see)  # type: ignore[no-untyped-call]
-                self._leaves.append(_Leaves(k, [original], [copy], copy.requires_grad))
+            self._leaves.append(_Leaves(k, moved, copies))
             own += copies
         if not layout.is_kept:
             self._layout = None
-        bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
-        tensors = layout.tensors
-        if not by_torch:
-            arguments = parts, tensors, layout.ids, of_replicas, bring
-            made = self._shells.replicas(*arguments)
-            if made is not None:
-                return [parts[0], *made]
-        ids = list(map(id, tensors))
-        by_id = [dict(zip(ids, own, strict=True)) for own in of_replicas]
-        return replicas_of(parts, by_id, bring)
+        return of_replicas
 
-    def _layout_of(self, parts: list[Module]) -> Layout:
+    def _layout_of(self, parts: list[Module], by_torch: bool) -> Layout:
+        if by_torch:
+            return Layout(parts, self._group)
         if self._layout is None or not self._layout.fits(parts):
             self._layout = Layout(parts, self._group)
-            if not self._group.is_cpu:
-                _log.info(_memory_of(self._layout, self._group))
+            _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
     def finish(
@@ -123,7 +137,9 @@ class Replicated:
                     late.append(leaf)
         self._check_buffers(replicas)
         for leaf in late:
-            hook = partial(_accumulate_later, self._group, streams, leaf)
+            # It gets the copy as its argument: what it held would never be freed.
+            where = leaf.member, leaf.original
+            hook = partial(_accumulate_later, self._group, streams, *where)
             leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
@@ -227,9 +243,9 @@ class Replicated:
     def _note_leaves(
         self, segment: Segment, made: Sequence[Sequence[torch.Tensor]]
     ) -> None:
-        wanted, originals = segment.is_trained, list(segment.tensors)
+        originals = list(segment.tensors)
         for k, tensors in enumerate(made, 1):
-            self._leaves.append(_Leaves(k, originals, tensors, wanted))
+            self._leaves.append(_Leaves(k, originals, tensors))
             if not segment.is_parameter:
                 self._buffers.append((segment, k, tensors))
 
@@ -261,12 +277,11 @@ def _leaves_of(segment: Segment, k: int, is_plain: bool) -> list[torch.Tensor]:
 
 
 class _Leaves(NamedTuple):
-    """What a replica has without a graph, and whether it required gradients."""
+    """What a replica has, of which leaves are its own."""
 
     member: int
     originals: Sequence[torch.Tensor]
     copies: Sequence[torch.Tensor]
-    wanted: bool
 
 
 class _Leaf(NamedTuple):
@@ -294,9 +309,14 @@ def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
 
 
 def _accumulate_later(
-    group: Group, streams: Streams, leaf: _Leaf, _: torch.Tensor
+    group: Group,
+    streams: Streams,
+    member: int,
+    original: torch.Tensor,
+    copy: torch.Tensor,
 ) -> None:
     """Do so at the end of the backward: until then device 0's thread may do so too."""
+    leaf = _Leaf(member, original, copy)
 
     def accumulate() -> None:
         if leaf.copy.grad is not None:

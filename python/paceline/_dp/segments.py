@@ -206,7 +206,8 @@ class Segment:
             return self._sums.pop()
         except IndexError:
             arguments = 1, self.slots[1], self.byte_offsets, self.n_bytes
-            return self._group.native.gradient_sum(*arguments)
+            made: _native.GradientSum = self._group.native.gradient_sum(*arguments)
+            return made
 
     def give_sum(self, of: _native.GradientSum) -> None:
         """Give it back, for another backward."""
@@ -315,7 +316,7 @@ class Layout:
         tensors += self.others
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
         self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
-        self.ids, self.tensors = _ids_of(parts), tensors
+        self.ids, self.tensors = ids_of(parts), tensors
         self._forms = self._forms_now()
 
     def _place(
@@ -327,8 +328,9 @@ class Layout:
         is_trained = tensor.requires_grad
         n_bytes = _n_bytes(tensor) + _ALIGNMENT
         key = tensor.dtype, is_parameter, is_trained
-        # A hook must not be called with None where no replica has used the tensor.
-        is_alone = n_bytes > self.segment_bytes or (is_trained and has_hooks(tensor))
+        is_alone = n_bytes > self.segment_bytes or (
+            is_trained and _has_more_behind(tensor)
+        )
         segment, limit = (None, 0) if is_alone else opened.get(key, (None, 0))
         if segment is None or segment.n_bytes + n_bytes > limit:
             segment = Segment(*key, self._group)
@@ -355,7 +357,7 @@ class Layout:
 
         A buffer that a forward has made anew takes the place of the one before.
         """
-        ids = _ids_of(parts)
+        ids = ids_of(parts)
         if self.ids != ids and not self._take_buffers(parts, ids):
             return False
         return self._forms == self._forms_now()
@@ -400,7 +402,7 @@ def _segment_bytes(n_bytes: int) -> int:
     return max(SEGMENT_BYTES, min(few, _FEW_BYTES), min(many, _MOST_BYTES))
 
 
-def _ids_of(parts: Sequence[Module]) -> list[int]:
+def ids_of(parts: Sequence[Module]) -> list[int]:
     """Return which tensors a model has, by the ids of all that its parts name."""
     return [
         id(tensor)
@@ -429,4 +431,13 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else None
     lazy = tensor.is_conj(), tensor.is_neg()
     wants = tensor.requires_grad
-    return tensor.shape, strides, tensor.dtype, lazy, wants, wants and has_hooks(tensor)
+    alone = wants and _has_more_behind(tensor)
+    return tensor.shape, strides, tensor.dtype, lazy, wants, alone
+
+
+def _has_more_behind(tensor: torch.Tensor) -> bool:
+    """Tell whether more than its gradient hangs on a tensor: hooks, or a graph.
+
+    That must not run where no replica has used the tensor.
+    """
+    return not tensor.is_leaf or has_hooks(tensor)

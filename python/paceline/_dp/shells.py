@@ -59,6 +59,10 @@ def _is_live(value: Any) -> bool:
     """Tell whether an attribute has another value in each replica and forward."""
     if type(value) in _CONTAINERS:
         return replicate.leads(value)
+    if type(value) is MethodType:
+        value = value.__self__  # a part's is more than live: see _leads_to_part()
+    elif type(value) is weakref.ref:
+        value = value()
     return type(value) is partial or isinstance(value, torch.Tensor)
 
 
@@ -216,7 +220,6 @@ class _Plan:
         ids = list(map(id, tensors))
         if (ids, by_place) == (self._ids, self._ids_by_place):
             return
-        self._ids, self._ids_by_place = ids, by_place
         number = {key: n for n, key in enumerate(ids)}
         self.tensors = [
             (i, kind, name, number[id(tensor)])
@@ -225,6 +228,7 @@ class _Plan:
             for name, tensor in getattr(part, kind).items()
             if tensor is not None
         ]
+        self._ids, self._ids_by_place = ids, by_place  # last: Ctrl-C may come before
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
         """Return what stands for parts and tensors in a replica, by their ids."""
@@ -283,7 +287,6 @@ class _Member:
             held.update(part.__dict__)
             held["_is_replica"] = True
             replicate.fill(part, shell, copies, bring)
-        self.stale = set()
         held_by = [shell.__dict__ for shell in self.shells]
         self._held = _Dicts(held_by)
         for i, of in enumerate(self._plan.sorted):
@@ -295,6 +298,7 @@ class _Member:
         hooks = (held.get(name) for held in held_by for name in replicate.HOOKS)
         self._hooks = [each for each in hooks if each is not None]
         self._counts = ()
+        self.stale = set()  # last: Ctrl-C may come before
 
     def count(self) -> None:
         """Count the references to all, before a forward makes more of them."""

@@ -3,7 +3,17 @@
 import pytest
 import torch
 from programs import X, buffer, module
-from replicas import F64, Twin, bare, integer_weights, integers, linear, net, step
+from replicas import (
+    F64,
+    ON_GPUS,
+    Twin,
+    bare,
+    integer_weights,
+    integers,
+    linear,
+    net,
+    step,
+)
 from torch import nn
 
 
@@ -68,8 +78,6 @@ MUST_NOT = {
     "hook a parameter": (hooks, {}, "a hook on"),
     "freeze a part": (freezes, {"judge": net()}, "change requires_grad flags"),
     "return a nested tensor": (nests, {}, r"is a nested tensor.*override gather"),
-    "outgrow a buffer": (outgrows, LATE, "'size'.*1 to 20 elements.*before it"),
-    "outgrow and fail": (outgrows_and_fails, LATE, "'size'"),
     "write to the module itself": (
         lambda m, x: m.layer(m.call(x)),
         {**NORM, "init": leads_to_itself},
@@ -96,6 +104,14 @@ def test_what_a_forward_must_not_do_is_one_clear_error(wrap, what):
     assert torch.equal(ours(X), made.layer(X))
 
 
+@ON_GPUS
+@pytest.mark.parametrize("forward", [outgrows, outgrows_and_fails])
+def test_a_buffer_must_not_outgrow_its_place_on_a_gpu(wrap, forward):
+    ours = wrap(module(forward, layer=linear(), **LATE))
+    with pytest.raises(RuntimeError, match=r"'size'.*1 to 20 elements.*before it"):
+        ours(X)
+
+
 def test_a_parameter_must_not_be_on_another_device(wrap):
     made = module(lambda m, x: m.layer(x), layer=linear(), away=linear().to("meta"))
     with pytest.raises(RuntimeError, match="meta"):
@@ -111,6 +127,7 @@ def test_a_layer_that_a_forward_has_made_is_trained_from_then_on(wrap):
     twin.step(step, X)
 
 
+@ON_GPUS
 def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
     def grows_late(m, x):
         return m.layer(x) * m.after if x[0, 0] == 0 else outgrows(m, x)

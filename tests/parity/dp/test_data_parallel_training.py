@@ -5,11 +5,12 @@ import weakref
 
 import pytest
 import torch
-from programs import module, parameter
+from programs import X, module, parameter
 from replicas import (
     ON_EACH,
     Power,
     Twin,
+    linear,
     loss_of,
     reals,
     resident_bytes,
@@ -197,3 +198,19 @@ def test_graphs_of_gradients_are_freed_with_the_callers(wrap):
         del out, count, slope, value, x
     # A thread of torch's may be about to let go of what it has computed last.
     assert max(counts) <= (4 if wrap.is_gpu else 2), counts
+
+
+@ON_EACH
+def test_a_graph_that_a_forward_records_alone_is_freed_with_its_output(wrap):
+    def records(m, x):
+        seen.append(weakref.ref(m.layer.weight))
+        with torch.enable_grad():
+            return m.layer(x)
+
+    seen = []
+    ours = wrap(module(records, layer=linear()))
+    with torch.no_grad():
+        for _ in range(3):
+            ours(X)
+    gc.collect()
+    assert sum(each() is not None for each in seen[:-2]) == 2  # the module's own

@@ -137,6 +137,7 @@ def test_a_module_on_one_gpu_is_taken():
 def test_a_module_in_several_places_is_refused_with_what_to_do(made, kind, words):
     with pytest.raises(kind, match=words):
         made.check()
+        made.check_travelling(has_peers=True)
 
 
 def test_sync_batch_norm_is_taken_on_a_gpu():

@@ -1,11 +1,13 @@
 """What modules hold, and where: parameters, buffers, other tensors, other parts."""
 
+import weakref
+
 import torch
 from replicas import F64, bare, integer_weights, integers, linear, reals
 from torch import nn
 from torch.nn import functional
 
-from programs import buffer, module, parameter, program, steps, uses
+from programs import CPU, buffer, module, parameter, program, steps, uses
 
 # ---- parameters ---------------------------------------------------------------------
 
@@ -189,3 +191,21 @@ def embeddings_get_the_plain_kind_of_gradient(m, x):
 def sparse_gradients_of_a_plain_parameter_are_added_up(m, x):
     is_sparse = bool((x < m.first_dense).all())
     return m.last(functional.embedding(x, m.table, sparse=is_sparse))
+
+
+@program(
+    steps(lambda m: m.w.data.add_(1)),
+    {
+        name: {"init": init}
+        for name, init in {
+            "method": lambda m: setattr(m, "way", m.w.sum),
+            "method of a buffer": lambda m: setattr(m, "way", m.b.sum),
+            "weak reference": lambda m: setattr(m, "way", weakref.ref(m.w)),
+        }.items()
+    },
+    on=CPU,
+    w=parameter(integers(3)),
+    b=buffer(integers(3)),
+)
+def an_attribute_may_lead_to_a_tensor(m, x):
+    return x * m.w * m.way().sum()

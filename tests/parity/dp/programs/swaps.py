@@ -297,6 +297,21 @@ def an_inner_step_is_differentiated(model):
         loss_of(functional_call(parent, fast, (X[:5],))).backward()
 
 
+def one_of_two(m, x):
+    return (m.first if m.is_first else m.last)(x)
+
+
+@uses(lambda: module(one_of_two, first=linear(), last=linear(2), is_first=True))
+def graphs_of_parameters_run_where_these_are_used(model):
+    parent = Parent(model)
+    weights = {name: p * p for name, p in parent.named_parameters()}
+    outs = []
+    for bare(model).is_first in (True, False):
+        outs.append(functional_call(parent, weights, (X,)))
+        loss_of(outs[-1]).backward()
+    return outs
+
+
 SIZED = {"weight": parameter(integers(3)), "after": buffer(integers(3, seed=2))}
 
 
