@@ -316,17 +316,18 @@ def messages_of(caught):
     return [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
 
 
-@pytest.mark.parametrize("device_ids", [[0, 1], ["cuda:0", "cuda:1"], (1, 0)])
+@pytest.mark.parametrize("device_ids", [[0, 1], ["cuda:0", "cuda:1"], (1, 0), [0]])
 def test_gpus_that_are_not_there_are_warned_of_once(monkeypatch, device_ids):
     monkeypatch.delenv("PACELINE_CPU_REPLICAS", raising=False)
     made = net()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = paceline.DataParallel(made, device_ids)
+        ours = paceline.DataParallel(made, device_ids, output_device=0)
         for _ in range(2):
             assert torch.equal(ours(X), made(X))
     (words,) = messages_of(caught)
-    assert "there is no GPU: the module is called plainly" in words
+    told = f"{list(device_ids)!r}, and there is no GPU: the module is called plainly"
+    assert told in words
     assert ours.device_ids == []
 
 

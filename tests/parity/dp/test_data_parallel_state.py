@@ -38,7 +38,9 @@ class Mixed(nn.Module):
 def test_keys_of_the_state_are_those_of_torch(wrap):
     module = Mixed()
     ours = wrap(module)
-    assert list(ours.state_dict()) == [f"module.{key}" for key in module.state_dict()]
+    state, theirs = ours.state_dict(), nn.DataParallel(module).state_dict()
+    assert list(state) == list(theirs)
+    assert list(state._metadata) == list(theirs._metadata)
     assert list(dict(ours.named_parameters())) == [
         f"module.{name}" for name, _ in module.named_parameters()
     ]

@@ -99,8 +99,8 @@ def test_scatter_may_return_any_form_but_not_too_many_parts(wrap, form):
 # ---- replicate and parallel_apply ---------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["replicate", "parallel_apply"])
-def test_methods_for_replicas_are_never_passed_over(check, name):
+@pytest.mark.parametrize("name", ["scatter", "replicate", "parallel_apply", "gather"])
+def test_a_method_that_is_overridden_is_never_passed_over(check, name):
     calls = []
 
     def method(self, *args):
