@@ -314,17 +314,24 @@ def test_gradients_that_come_late_are_amended_with_nothing(ranks, late_rank):
 # ---- copies, and models changed before ----------------------------------------------
 
 
+def changed(model):
+    model(torch.ones(3, 100)).backward()
+    model.module.large = integer_weights(nn.Linear(100, 150))
+    return model
+
+
 @on_ranks(
     counts=["one more each", "rank 0 has none", "all none"],
     context=CONTEXTS,
-    how=[copy.deepcopy, pickled],
+    how=[copy.deepcopy, pickled, changed],
 )
-def test_a_copy_joins_though_it_has_not_met_its_peers(ranks, counts, context, how):
+def test_a_model_joins_as_it_is_then(ranks, counts, context, how):
+    """A copy has not met its peers; one that was changed is to be wrapped anew."""
     model = how(paceline.DistributedDataParallel(Wide()))
     has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
     with context_of(model, context, divide_by_initial_world_size=False):
         for i, mean in steps_over_active(ranks, model, has):
-            expected = mean.expand(200, 100)
+            expected = mean.expand(model.module.large.weight.shape)
             assert_equal(model.module.large.weight.grad, expected, f"step {i}")
         with torch.no_grad():
             model.module.small.weight += 1 + ranks.rank
@@ -354,18 +361,3 @@ def test_a_copy_made_in_a_join_of_torch_is_in_no_join(ranks):
         other(xs[ranks.rank]).backward()
         expected = mean_over([x.sum(0) for x in xs]).expand(200, 100)
         assert_equal(other.module.large.weight.grad, expected, "the gradient")
-
-
-@on_ranks(counts=["one more each", "rank 0 has none"], context=CONTEXTS)
-def test_a_model_changed_before_a_join_joins_as_it_is_then(ranks, counts, context):
-    model = ranks.wrap(Wide())
-    model(ranks.integers(3, 100)).backward()
-    model.module.small = integer_weights(nn.Linear(100, 7))
-    has = [COUNTS[counts](rank, ranks.n) for rank in range(ranks.n)]
-    with context_of(model, context, divide_by_initial_world_size=False):
-        for i, mean in steps_over_active(ranks, model, has):
-            expected = 2 * mean.expand(7, 100)
-            assert_equal(model.module.small.weight.grad, expected, f"step {i}")
-        with torch.no_grad():
-            model.module.small.weight += 1 + ranks.rank
-    ranks.assert_same(list(model.parameters()), "parameters")

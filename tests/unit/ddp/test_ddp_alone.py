@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import re
 import warnings
 import weakref
 
@@ -75,18 +74,11 @@ def test_no_sync_accumulates_and_restores_what_was():
         with wrapper.no_sync():
             wrapper(x).sum().backward()
         assert not wrapper.require_backward_grad_sync
-    assert wrapper.require_backward_grad_sync
-    wrapper(x).sum().backward()
-    assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
-
-
-def test_synchronisation_is_restored_after_an_exception_and_may_be_set_by_hand():
-    wrapper = DistributedDataParallel(nn.Linear(2, 1))
     with pytest.raises(KeyError), wrapper.no_sync():
         raise KeyError
     assert wrapper.require_backward_grad_sync is True
-    wrapper.require_backward_grad_sync = False
-    assert wrapper.require_backward_grad_sync is False
+    wrapper(x).sum().backward()
+    assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
 
 
 def test_what_forward_raises_comes_through_unchanged():
@@ -123,19 +115,6 @@ def test_states_have_the_keys_of_torch_and_each_others_load():
     destination = {}
     assert wrapper.state_dict(destination=destination, prefix="x.") is destination
     assert list(destination) == ["x." + key for key in state]
-
-
-@pytest.mark.parametrize("with_prefix", [True, False])
-def test_states_load_with_the_prefix_and_without_it(with_prefix):
-    wrapper, _ = pair()
-    other, _ = pair()
-    for tensor in other.module.state_dict().values():
-        tensor.add_(1)
-    state = other.state_dict() if with_prefix else other.module.state_dict()
-    result = wrapper.load_state_dict(state)
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    both = zip(wrapper.state_dict().values(), other.state_dict().values(), strict=True)
-    assert all(torch.equal(mine, theirs) for mine, theirs in both)
 
 
 @pytest.mark.parametrize("with_prefix", [True, False])
@@ -288,11 +267,6 @@ def test_a_wrapper_that_is_dropped_goes_and_leaves_the_bare_module(
 # ---- arguments ----------------------------------------------------------------------
 
 
-def test_an_argument_that_is_not_there_yet_is_named_with_its_value():
-    with pytest.raises(NotImplementedError, match="mixed_precision='anything'"):
-        DistributedDataParallel(nn.Linear(1, 1), mixed_precision="anything")
-
-
 NOT_NEEDED = {
     "dim": [1],
     "device_ids": [None, []],
@@ -318,41 +292,51 @@ def test_an_argument_that_is_not_needed_is_accepted(name):
         wrapper(torch.ones(1)).backward()
 
 
-@pytest.mark.parametrize("cap", [0, -1, -0.5, 1e-9, float("nan"), float("inf")])
-def test_a_bucket_size_that_is_no_size_is_named(cap):
-    with pytest.raises(ValueError, match=f"bucket_cap_mb is {cap}"):
-        DistributedDataParallel(nn.Linear(1, 1), bucket_cap_mb=cap)
+NO_SIZES = [0, -1, -0.5, 1e-9, float("nan"), float("inf")]
+OF_ANOTHER_TYPE = [  # name, value, what of it is named
+    ("process_group", "gloo", "'gloo'"),
+    ("process_group", 3, "3"),
+    ("device_mesh", "cpu", "'cpu'"),
+    ("bucket_cap_mb", "large", "'large'"),
+    ("bucket_cap_mb", [25], r"\[25\]"),
+    ("bucket_cap_mb_list", 25, "25"),
+    ("bucket_cap_mb_list", [1, None], "None"),
+    ("strict", "no", "'no'"),
+]
+OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
+NO_GRADIENT = "any parameter that requires a gradient"
+REFUSED = [
+    *((n, v, TypeError, f"^{n} is .*{bad}: give ") for n, v, bad in OF_ANOTHER_TYPE),
+    *(("bucket_cap_mb", n, ValueError, f"bucket_cap_mb is {n}") for n in NO_SIZES),
+    *(("module", m, TypeError, "module is ") for m in (None, 3, [nn.Linear(1, 1)])),
+    ("process_group", OUTSIDE, ValueError, "process_group does not have this rank"),
+    ("mixed_precision", "any", NotImplementedError, "mixed_precision='any'"),
+    ("module", nn.ReLU(), RuntimeError, NO_GRADIENT),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "bad"),
-    [
-        ("process_group", "gloo", "gloo"),
-        ("process_group", 3, 3),
-        ("device_mesh", "cpu", "cpu"),
-        ("bucket_cap_mb", "large", "large"),
-        ("bucket_cap_mb", [25], [25]),
-        ("bucket_cap_mb_list", 25, 25),
-        ("bucket_cap_mb_list", [1, None], None),
-        ("strict", "no", "no"),
-    ],
-)
-def test_an_argument_of_another_type_is_named_with_its_value(name, value, bad):
-    words = f"^{name} is .*{re.escape(repr(bad))}: give "
-    with pytest.raises(TypeError, match=words):
-        DistributedDataParallel(nn.Linear(1, 1), **{name: value})
+@pytest.mark.parametrize(("name", "value", "kind", "words"), REFUSED)
+def test_an_argument_that_is_refused_is_named_with_its_value(name, value, kind, words):
+    with pytest.raises(kind, match=words):
+        DistributedDataParallel(**{"module": nn.Linear(1, 1), name: value})
 
 
-def test_a_rank_outside_of_the_group_is_told_so():
-    token = dist.GroupMember.NON_GROUP_MEMBER
-    with pytest.raises(ValueError, match="process_group does not have this rank"):
-        DistributedDataParallel(nn.Linear(1, 1), process_group=token)
+BROADCAST = {"broadcast_buffers": False}
+WARNED = [
+    ({"check_reduction": True}, "`check_reduction` argument"),
+    (BROADCAST, "`broadcast_buffers` is depr"),
+    ({**BROADCAST, "forward_sync_buffers": True}, "Both `broadcast_buffers` and"),
+]
 
 
-def test_check_reduction_warns_as_torch_does():
-    with pytest.warns(FutureWarning, match="`check_reduction` argument") as mine:
-        DistributedDataParallel(nn.Linear(1, 1), check_reduction=True)
-    assert mine[0].filename == __file__
+@pytest.mark.parametrize(("given", "words"), WARNED)
+def test_an_argument_of_the_past_is_warned_of_as_in_torch(given, words):
+    of_2_13 = isinstance(getattr(TorchDDP, "broadcast_buffers", None), property)
+    for wrap in (DistributedDataParallel, TorchDDP):
+        if of_2_13 or "broadcast_buffers" not in given:
+            with pytest.warns(FutureWarning, match=words) as seen:
+                wrap(nn.Linear(1, 1), **given)
+            assert seen[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DistributedDataParallel(nn.Linear(1, 1))
@@ -404,24 +388,11 @@ def test_a_mesh_of_one_dimension_gives_the_group():
             DistributedDataParallel(nn.Linear(1, 1), **both)
 
 
-def test_a_module_that_cannot_be_wrapped_is_refused_alone_too():
-    with pytest.raises(RuntimeError, match="any parameter that requires a gradient"):
-        DistributedDataParallel(nn.ReLU())
-
-
 def test_a_rank_that_is_alone_trains_a_sparse_embedding():
     model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     model(torch.tensor([1, 3, 1])).sum().backward()
     assert model.module.weight.grad.layout == torch.sparse_coo
     assert model.module.weight.grad.to_dense().sum(1).tolist() == [0, 4, 0, 2]
-
-
-@pytest.mark.parametrize(
-    "thing", [None, 3, [nn.Linear(1, 1)]], ids=["None", "3", "list"]
-)
-def test_what_is_no_module_is_a_type_error(thing):
-    with pytest.raises(TypeError, match="module"):
-        DistributedDataParallel(thing)
 
 
 # ---- against new versions of torch --------------------------------------------------
@@ -493,17 +464,6 @@ def test_the_graph_may_be_declared_static_with_the_warnings_of_torch():
             wrapper._set_static_graph()
         with pytest.warns(UserWarning, match="will detect unused parameters"):
             wrap(nn.Linear(1, 1), find_unused_parameters=True, static_graph=True)
-
-
-def test_the_older_name_of_the_argument_for_buffers_warns_as_in_torch():
-    for wrap in (DistributedDataParallel, TorchDDP):
-        if not isinstance(getattr(TorchDDP, "broadcast_buffers", None), property):
-            continue  # torch before 2.13
-        with pytest.warns(FutureWarning, match="`broadcast_buffers` is depr") as seen:
-            wrap(nn.Linear(1, 1), broadcast_buffers=False)
-        assert seen[0].filename == __file__
-        with pytest.warns(FutureWarning, match="Both `broadcast_buffers` and"):
-            wrap(nn.Linear(1, 1), broadcast_buffers=False, forward_sync_buffers=True)
 
 
 # ---- sampled steps ------------------------------------------------------------------
