@@ -60,6 +60,7 @@ def drop(parameter):
 CHANGES = {"clip": clip, "clip on rank 1": clip, "replace": replace, "drop": drop}
 
 
+@on_gpus_too(change=["clip"], when=["before", "after"])
 @as_torch(change=[*CHANGES], when=["before", "after", "between"])
 def test_hooks_change_the_gradient_before_it_is_averaged(ranks, wrap, change, when):
     module = Terms()

@@ -38,6 +38,15 @@ def test_a_sparse_embedding_that_no_rank_used_keeps_its_gradient(ranks):
     assert_equal(kept.to_dense(), values, "the gradient")
 
 
+def test_rows_that_accumulated_and_were_reset_do_not_count_as_used(ranks):
+    model = ranks.wrap(Optional())
+    with model.no_sync():
+        model(words_of(ranks)).sum().backward()
+    model.zero_grad()
+    model(words_of(ranks)[:0]).sum().backward()
+    assert model.module.table.weight.grad is None
+
+
 @on_ranks(used=["by one rank", "by none"])
 def test_what_a_rank_accumulated_counts_where_it_is_not_used_again(ranks, used):
     both = ByHand(ranks, Optional())

@@ -15,13 +15,9 @@ from cases import (
     on_gpus_too,
     step_of,
 )
-from paceline import DistributedDataParallel
 from surface_cases import Counting, X
 from torch import nn
 from torch.distributed._composable.replicate import replicate as composable
-from torch.distributed.optim.apply_optimizer_in_backward import (
-    _apply_optimizer_in_backward,
-)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -347,21 +343,6 @@ def test_a_rank_may_train_on_alone_and_come_back(ranks):
         for i, gradient in enumerate(grads_of(model)):
             mean = sum(part[i] for part in parts) / ranks.n
             assert torch.equal(gradient, own[i] if is_alone else mean)
-
-
-def test_a_rank_that_is_alone_accumulates_for_its_optimizers_in_backward(ranks):
-    alone = ranks.alone()
-    module = net()
-    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
-    model = DistributedDataParallel(module, process_group=alone)
-    before = [p.detach().clone() for p in module.parameters()]
-    with model.no_sync():
-        model(ranks.integers(3, 6)).sum().backward()
-    assert all(map(torch.equal, module.parameters(), before))
-    assert all(p.grad is not None for p in module.parameters())
-    model(ranks.integers(3, 6)).sum().backward()
-    assert all(p.grad is None for p in module.parameters())
-    assert not torch.equal(next(module.parameters()), before[0])
 
 
 def test_buffers_come_with_a_backward_although_a_forward_has_raised(ranks):

@@ -170,16 +170,21 @@ def test_optimizers_in_backward_step_by_averages(ranks, when):
             assert_equal(a.data, b.data, "a parameter")
 
 
-def test_optimizers_in_backward_wait_while_gradients_accumulate(ranks):
+@on_ranks(group=["all ranks", "each rank alone"])
+def test_optimizers_in_backward_wait_while_gradients_accumulate(ranks, group):
+    if group == "each rank alone":
+        ranks.group = ranks.alone()
     module = net()
-    before = [p.clone() for p in module.parameters()]
+    before = [p.detach().clone() for p in module.parameters()]
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
     model = ranks.wrap(module)
     with model.no_sync():
         model(ranks.integers(3, 6)).sum().backward()
-    for p, old in zip(module.parameters(), before, strict=True):
-        assert torch.equal(p, old)
-        assert p.grad is not None
+    assert all(map(torch.equal, module.parameters(), before))
+    assert all(p.grad is not None for p in module.parameters())
+    model(ranks.integers(3, 6)).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    assert not torch.equal(module[0].weight, before[0])
 
 
 def test_a_part_of_the_parameters_may_step_in_backward(ranks):
@@ -224,16 +229,16 @@ def test_distributed_checkpoints_save_and_load(ranks):
     state = get_model_state_dict(model)
     assert list(state) == list(model.module.state_dict())
     folder = ranks.all(tempfile.mkdtemp())[0]
-    states = dict(
-        zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
-    )
+
+    def states_of(*given):
+        return dict(zip(("model", "optimizer"), get_state_dict(*given), strict=True))
+
+    states = states_of(model, optimizer)
     dcp.save(states, checkpoint_id=folder, process_group=ranks.group)
 
     other = ranks.wrap(net())
     other_optimizer = torch.optim.Adam(other.parameters(), lr=0.5)
-    states = dict(
-        zip(("model", "optimizer"), get_state_dict(other, other_optimizer), strict=True)
-    )
+    states = states_of(other, other_optimizer)
     dcp.load(states, checkpoint_id=folder, process_group=ranks.group)
     set_state_dict(
         other,

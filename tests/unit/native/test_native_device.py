@@ -159,29 +159,18 @@ def test_a_declared_sparse_parameter_is_dense_on_a_device(stream):
 # ---- steps --------------------------------------------------------------------------
 
 
-def assert_trains(n_steps=4, **options):
-    small, large, odd = params = parameters(3, 1000, (5, 40))
-    reducer = make_device_reducer(params, **options)
-    for step in range(1, n_steps + 1):
-        for p in params:
-            p.grad = None
-        terms = [(small, step), (large, 2.0 * step), (odd, 3.0)]
-        backward(*(terms if step != 3 else terms[:2]))
-        assert small.grad.tolist() == [float(step)] * 3
-        assert large.grad.unique().tolist() == [2.0 * step]
-        assert odd.grad is None if step == 3 else odd.grad.unique().tolist() == [3.0]
-    assert reducer.step == n_steps
-    assert not reducer.is_active
-
-
-def test_gradients_of_a_torch_without_the_exchange_table_are_read_by_capsules():
-    with fake_device(exchange=False):
-        assert_trains(2)
-
-
 def test_the_current_stream_is_asked_for_and_used(stream):
     stream.new()
-    assert_trains(2)
+    small, large, odd = params = parameters(3, 1000, (5, 40))
+    reducer = make_device_reducer(params)
+    for step in (1, 2):
+        for p in params:
+            p.grad = None
+        backward((small, step), (large, 2.0 * step), (odd, 3.0))
+        found = [p.grad.unique().tolist() for p in params]
+        assert found == [[step], [2.0 * step], [3.0]]
+    assert reducer.step == 2
+    assert not reducer.is_active
     assert 0 < stream.asked < 30
 
 
@@ -199,26 +188,6 @@ def test_gradients_are_views_that_stay_in_their_slots(stream, accumulates):
     assert large.grad.unique().tolist() == small.grad.unique().tolist() == [total]
     assert (count("cuMemAlloc"), large.grad.data_ptr()) == before
     assert reducer.step == 4
-
-
-def test_a_watched_gradient_may_be_changed_by_who_watches(stream):
-    small, large = params = parameters(3, 1000)
-    reducer = make_device_reducer(params)
-    seen = []
-
-    def change(param):
-        seen.append(param.grad[0].item())
-        param.grad.add_(4)  # before the average, as with torch's wrapper
-
-    for p in params:
-        p.register_post_accumulate_grad_hook(change)
-    for step in (1, 2, 3):
-        small.grad = large.grad = None
-        backward((small, step), (large, step))
-        means = [p.grad.unique().tolist() for p in (small, large)]
-        assert means == [[step + 4], [step + 4]]
-    assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
-    assert reducer.step == 3
 
 
 # ---- what must live how long --------------------------------------------------------

@@ -23,7 +23,6 @@ from natives_on_device import (
 from paceline import _native
 from support import fake_gpus
 from support.ranks import run_ranks, values
-from torch import nn
 
 
 def meet(rank, n_ranks, name="address"):
@@ -68,23 +67,6 @@ def send_words(rank, n_ranks):
 
 def test_tensors_on_the_cpu_go_by_the_words_of_a_device_world():
     assert on_two(send_words) == [4950, 4950]
-
-
-def embed(rank, n_ranks):
-    with fake_device():
-        table = nn.Embedding(10, 4, sparse=True)
-        reducer = make_device_reducer([table.weight], sparse=[0], **meet(rank, n_ranks))
-        for _ in range(3):
-            table.weight.grad = None
-            table(torch.tensor([rank, 3])).sum().backward()
-            synchronize()
-        assert reducer.step == 3
-        grad = table.weight.grad.coalesce()
-        return grad.indices()[0].tolist(), grad.values()[:, 0].tolist()
-
-
-def test_sparse_gradients_have_the_rows_of_both_ranks():
-    assert on_two(embed) == [([0, 1, 3], [0.5, 0.5, 1.0])] * 2
 
 
 def capture(rank, n_ranks):
