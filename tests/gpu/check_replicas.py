@@ -275,28 +275,6 @@ def two_forwards_before_two_backwards(world: World) -> dict[str, Any]:
 
 
 @check(worlds=(1,))
-def parts_of_a_model_that_go_unused(world: World) -> None:
-    """What no replica uses has no gradient, and no hook is called for it."""
-
-    class Switch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
-
-        def forward(self, x: Tensor, which: int) -> Tensor:
-            scores: Tensor = self.branches[which](x)
-            return scores
-
-    model = world.wrap(Switch())
-    for which in (0, 1, 0):
-        model.zero_grad()
-        model(world.normal(N_ROWS, 16), which).sum().backward()
-        for i, branch in enumerate(model.module.branches):
-            has = [p.grad is not None for p in branch.parameters()]
-            assert has == [i == which] * 2, f"branch {which} ran; branch {i}: {has}"
-
-
-@check(worlds=(1,))
 def a_batch_of_fewer_rows_than_replicas(world: World) -> None:
     model, by_hand = pair(world, smooth, 3)
     for rows in (1, 2, 3, 4, 1):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import paceline
 import torch
 from check_replicas import N_ROWS, pair, smooth
 from checks import check
@@ -98,36 +95,6 @@ def inputs_that_want_gradients_on_the_cpu(world: World) -> None:
     assert_same_gradients(model, by_hand)
 
 
-class TakesArrays(nn.Module):
-    """A layer over an array of NumPy's, and a table that is not split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 5)
-
-    def forward(self, array: np.ndarray[Any, Any], table: Tensor) -> Tensor:
-        """Scores of the array's rows, with the table added."""
-        assert isinstance(array, np.ndarray), type(array)
-        assert table.shape == (5,), table.shape
-        device = self.layer.weight.device
-        assert table.device == device, f"the table is on {table.device}"
-        scores: Tensor = self.layer(torch.from_numpy(array.copy()).to(device)) + table
-        return scores
-
-
-@check(worlds=(1,))
-def arrays_and_what_is_not_split(world: World) -> None:
-    torch.manual_seed(1)
-    module = TakesArrays().to(world.device)
-    x = torch.randn(N_ROWS, 16, generator=world.generator())
-    table = world.normal(5)
-    for n in (2, 3):
-        model = world.wrap(module, n)
-        out = model(x.numpy(), paceline.replicate(table))
-        right = module.layer(x.to(world.device)) + table
-        assert_near(out, right, f"output of {n} replicas", 2e-4)
-
-
 @check(worlds=(1,))
 def outputs_on_the_cpu(world: World) -> dict[str, Any]:
     """`output_device=-1`: gradients find their way back."""
@@ -149,71 +116,38 @@ def outputs_on_the_cpu(world: World) -> dict[str, Any]:
     return {"far": max(far)}
 
 
-@dataclass
-class Found:
-    """An output of a class of one's own."""
-
-    scores: Tensor
-    words: list[str]
-
-
-class Nested(nn.Module):
-    """Outputs of all forms."""
+class Several(nn.Module):
+    """Outputs of several types and layouts, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 5)
 
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        """Tensors in a dict, a tuple, a list, a dataclass; a loss; other types."""
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         scores = self.layer(x)
-        return {
-            "pair": (scores, [scores.square(), scores.argmax(1)]),
-            "found": Found(scores.softmax(1), ["row"] * len(x)),
-            "loss": scores.square().mean(),
-            "half": scores.to(torch.bfloat16),
-            "turned": scores.t().contiguous().t(),
-            "mask": scores > 0,
-            "nothing": None,
-        }
+        turned = scores.square().t().contiguous().t()
+        others = scores.argmax(1), scores > 0, scores.to(torch.bfloat16)
+        return scores, turned, *others, scores.square().mean()
 
 
 @check(worlds=(1,))
-def outputs_of_all_forms(world: World) -> None:
+def outputs_of_several_types(world: World) -> None:
+    """In what containers they may come, the programs of tests/parity/dp say."""
     torch.manual_seed(1)
-    module = Nested().to(world.device)
+    module = Several().to(world.device)
     x = world.normal(N_ROWS, 16)
     for n in (2, 3):
         model = world.wrap(module, n)
-        parts = [module(part) for part in x.tensor_split(n)]
+        columns = list(zip(*map(module, x.tensor_split(n)), strict=True))
+        losses = torch.stack(columns.pop())
         for number in range(2):
             out = model(x)
-            words = f"call {number} of {n} replicas,"
-            assert list(out) == list(parts[0]), list(out)
-            kinds = [type(out["pair"]), type(out["pair"][1]), type(out["found"])]
-            assert kinds == [tuple, list, Found], kinds
-            assert out["nothing"] is None, out["nothing"]
-            assert out["found"].words == ["row"] * N_ROWS, out["found"].words
-            assert out["loss"].shape == (n,), out["loss"].shape
-
-            def joined(take: Any, parts: Any = parts) -> Tensor:
-                return torch.cat([take(part) for part in parts])
-
-            pairs = [
-                (out["pair"][0], joined(lambda o: o["pair"][0])),
-                (out["pair"][1][0], joined(lambda o: o["pair"][1][0])),
-                (out["found"].scores, joined(lambda o: o["found"].scores)),
-                (out["loss"], torch.stack([part["loss"] for part in parts])),
-                (out["half"], joined(lambda o: o["half"])),
-                (out["turned"], joined(lambda o: o["turned"])),
-            ]
-            for i, (mine, right) in enumerate(pairs):
-                assert_near(mine, right, f"{words} output {i}")
-            labels = joined(lambda o: o["pair"][1][1])
-            assert torch.equal(out["pair"][1][1], labels), f"{words} argmax"
-            assert out["mask"].dtype is torch.bool
+            for i, right in enumerate([*map(torch.cat, columns), losses]):
+                assert out[i].dtype == right.dtype, f"output {i}: {out[i].dtype}"
+                what = f"call {number} of {n} replicas, output {i}"
+                assert_near(out[i].float(), right.float(), what)
         module.zero_grad()
-        (out["loss"].sum() + out["found"].scores[:, 0].sum()).backward()
+        (out[-1].sum() + out[0][:, 0].sum()).backward()
         mine = take_gradients(module)
-        sum(p["loss"] + p["found"].scores[:, 0].sum() for p in parts).backward()
+        (losses.sum() + torch.cat(columns[0])[:, 0].sum()).backward()
         near_gradients(mine, module, f"{n} replicas' gradient")

@@ -339,19 +339,6 @@ def test_children_are_reached_as_far_as_they_can_be(here):
     assert result.stderr == ""
 
 
-def test_undoing_lets_go_of_children_too(here):
-    write(
-        here / "train.py",
-        f"""
-        import paceline, subprocess, sys
-        with paceline.install():
-            subprocess.run([sys.executable, "-c", {WATCHED!r}])
-        subprocess.run([sys.executable, "-c", {WATCHED!r}])
-        """,
-    )
-    assert lines(python("train.py")) == ["True", "False"]
-
-
 def test_replicas_of_ours_work_in_a_reached_child(here):
     write(
         here / "train.py",

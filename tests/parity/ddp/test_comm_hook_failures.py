@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import as_torch, integer_weights, net, on_ranks
+from hook_cases import reduced
 from support.ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +26,6 @@ def done(value):
 
 def doubled(state, bucket):
     return done(bucket.buffer() * 2)
-
-
-def reduced(state, bucket):
-    future = state.allreduce([bucket.buffer()]).get_future()
-    return future.then(lambda fut: fut.value()[0])
 
 
 def backward(ranks, model, key=0):

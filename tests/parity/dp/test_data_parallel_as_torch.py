@@ -61,49 +61,27 @@ def test_parts_of_other_memory_formats_are_joined():
     assert torch.equal(bare().gather(parts, CPU), x)
 
 
-def test_numbers_without_dimensions_become_a_vector_with_a_warning():
-    losses = [torch.tensor(2.0), torch.tensor(3.0)]
-    with pytest.warns(UserWarning, match="will instead unsqueeze and return a vector"):
-        vector = bare().gather(losses, CPU)
-    assert vector.tolist() == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("outputs", "error", "words"),
-    [
-        ([{"a": 1}, {"a": 1, "b": 2}], ValueError, "keys"),
-        ([torch.ones(2, 3), torch.ones(2, 4)], ValueError, "shape"),
-        ([torch.ones(2), torch.ones(2, 2)], ValueError, "shape"),
-        ([(torch.ones(1),), (torch.ones(1),) * 2], ValueError, "entries"),
-        ([torch.ones(1), None], TypeError, "None on replica 1"),
-        (
-            [[torch.ones(1)] * 4, [torch.ones(1)] * 3],
-            ValueError,
-            "4 entries on replica 0 and 3 on replica 1",
-        ),
-    ],
-    ids=["keys", "columns", "dimensions", "entries", "types", "lists"],
-)
-def test_outputs_that_do_not_match_are_refused(outputs, error, words):
-    with pytest.raises(error, match=words):
-        bare().gather(outputs, CPU)
-
-
 # ---- replicate and parallel_apply ---------------------------------------------------
 
 
-def test_replicas_compute_the_same_and_have_buffers_of_their_own():
+def test_replicas_compute_the_same_and_have_tensors_of_their_own():
     layers = nn.Linear(3, 2), nn.BatchNorm1d(2)
     ours = bare(nn.Sequential(*layers).double().eval())
     first, second = ours.replicate(ours.module, TWO)
     assert first is ours.module
+    assert second._is_replica
+    assert all(isinstance(p, nn.Parameter) for p in second.parameters())
     x = integers(4, 3)
     for replica in (first, second, *map(saved_and_loaded, (first, second))):
         assert torch.equal(replica(x), first(x))
-    theirs = dict(second.named_buffers())
-    assert_same(theirs, dict(first.named_buffers()))
-    for name, buffer in first.named_buffers():
-        assert buffer.data_ptr() != theirs[name].data_ptr()
+    for named in (nn.Module.named_parameters, nn.Module.named_buffers):
+        theirs = dict(named(second))
+        assert_same(theirs, dict(named(first)))
+        for name, tensor in named(first):
+            assert tensor.data_ptr() != theirs[name].data_ptr()
+    second(x).sum().backward()
+    assert all(p.grad is not None for p in first.parameters())
+    assert ours.replicate(ours.module, []) == []
 
 
 @pytest.mark.parametrize("as_tuples", [False, True])

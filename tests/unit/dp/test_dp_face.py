@@ -257,20 +257,6 @@ def test_scatter_called_directly_gives_the_arguments_of_each_replica():
     assert [a[0].tolist() for a in args] == [[0], [1], [2]]
 
 
-def test_replicate_called_directly_gives_replicas_with_copies_of_the_parameters():
-    wrapper = DataParallel(Net(), TWO)
-    first, second = wrapper.replicate(wrapper.module, TWO)
-    assert first is wrapper.module
-    assert second._is_replica
-    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
-        assert isinstance(theirs, nn.Parameter)
-        assert torch.equal(mine, theirs)
-        assert mine.data_ptr() != theirs.data_ptr()
-    second(torch.randn(4, 3)).sum().backward()
-    assert all(p.grad is not None for p in first.parameters())
-    assert wrapper.replicate(wrapper.module, []) == []
-
-
 class Recording(DataParallel):
     """Overrides every method, and notes what it was given."""
 
