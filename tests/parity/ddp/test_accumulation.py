@@ -310,17 +310,6 @@ def test_several_backwards_follow_the_forwards(ranks, losses):
 
 
 @on_gpus_too()
-def test_a_forward_that_is_never_gone_back_through_is_forgotten(ranks):
-    twin = Twin(ranks, net())
-    x = ranks.integers(3, 6)
-    for _ in range(3):
-        twin.ours(x)
-        twin.ours(x * 2)
-        twin.zero()
-        twin.step(lambda model: model(x).sum())
-
-
-@on_gpus_too()
 def test_backward_towards_some_inputs_averages_those(ranks):
     twin = Twin(ranks, net())
     x = ranks.integers(3, 6)

@@ -202,14 +202,6 @@ def test_a_gradient_keeps_the_strides_that_torch_would_give_it(ranks, wrap):
 # ---- whether gradients are kept as tensors ------------------------------------------
 
 
-@as_torch()
-def test_backwards_add_up_as_with_torch(ranks, wrap):
-    model = wrap(Wide())
-    for step in range(4):
-        model(factors(ranks, model, step)).backward()
-        yield grads_of(model)
-
-
 @on_gpus_too()
 @on_ranks(strides=["its own", "others"])
 def test_a_gradient_of_the_users_own_is_added_to(ranks, strides):

@@ -335,8 +335,10 @@ def test_no_word_is_said_where_no_gpu_was_named(monkeypatch):
     monkeypatch.delenv("PACELINE_CPU_REPLICAS", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        paceline.DataParallel(net())(X)
+        ours = paceline.DataParallel(net())
+        ours(X)
         paceline.DataParallel(net(), ["cpu"])(X)
+    assert ours.device_ids == []  # as torch has it without an accelerator
 
 
 @pytest.fixture

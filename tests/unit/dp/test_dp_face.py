@@ -92,11 +92,6 @@ def test_devices_may_be_given_in_any_form(device_ids):
     assert DataParallel(nn.Linear(1, 1), device_ids).device_ids == [CPU, CPU]
 
 
-def test_one_replica_is_the_default_on_any_machine():
-    wrapper = DataParallel(nn.Linear(1, 1))
-    assert wrapper.device_ids == []  # as torch has it without an accelerator
-
-
 def test_the_environment_gives_the_number_of_replicas(monkeypatch):
     monkeypatch.setenv(_environment.CPU_REPLICAS, "3")
     assert DataParallel(nn.Linear(1, 1)).device_ids == [CPU] * 3
@@ -350,16 +345,26 @@ def test_check_leaves_the_random_numbers_as_they_are():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_check_shows_what_replicas_compute_otherwise():
-    report = paceline.check(Net(), torch.arange(12.0).reshape(4, 3))
+class Sum(nn.Linear):
+    """Its output is not of the batch."""
+
+    def forward(self, x):
+        return super().forward(x).sum(0)
+
+
+OTHERWISE = [
+    (Net(), torch.arange(12.0).reshape(4, 3), "note: BatchNorm in training mode"),
+    (nn.Dropout(0.5), torch.ones(64, 9), "draws random numbers"),
+    (Sum(1, 1), torch.ones(4, 1), "[1] torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("model", "x", "words"), OTHERWISE)
+def test_check_shows_what_replicas_compute_otherwise(model, x, words):
+    report = paceline.check(model, x)
     assert not report.ok
     assert "DIFFERS" in str(report)
-    assert "note: BatchNorm in training mode" in str(report)
-
-
-def test_check_says_that_random_numbers_differ():
-    report = paceline.check(nn.Dropout(0.5), torch.ones(64, 9))
-    assert any("draws random numbers" in note for note in report.notes)
+    assert words in str(report)
 
 
 def test_check_takes_arguments_and_losses_in_any_form():
@@ -379,16 +384,6 @@ def test_check_takes_arguments_and_losses_in_any_form():
         nn.Bilinear(2, 2, 1), (x.float(), x.float()), loss=torch.sum, replicas=3
     )
     assert report.ok
-
-
-def test_check_finds_outputs_that_are_not_of_the_batch():
-    class Sum(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).sum(0)
-
-    report = paceline.check(Sum(1, 1), torch.ones(4, 1))
-    assert not report.ok
-    assert "[1] torch.float32" in str(report)
 
 
 def test_check_refuses_a_number_of_replicas_below_one():

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import sys
 import weakref
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from natives_on_device import count, fake, fake_device, make_device, synchronize
 from paceline import _native
 from paceline._compat import torch_core, torch_cuda
+from support.leaks import assert_leaves_nothing
 
 N = 3
 STREAMS = (0,) * N
@@ -412,32 +412,21 @@ def test_no_call_keeps_or_loses_a_reference(group):
             with pytest.raises((ValueError, TypeError)):
                 call()
 
-    def counts():
-        gc.collect()
-        return [sys.getrefcount(item) for item in kept]
-
-    calls()
-    before = counts()
-    for _ in range(200):
-        calls()
-    assert counts() == before
+    assert_leaves_nothing(calls, *kept, n=200)
     synchronize()
 
 
 def test_a_thousand_groups_leave_nothing():
     with fake_device():
         devices = [make_device(index) for index in range(N)]
-        _native.DeviceGroup(devices)
-        gc.collect()
         n_objects = fake().fake_live_objects()
-        kinds = [_native.DeviceGroup, *devices]
-        before = [sys.getrefcount(kind) for kind in kinds]
-        for _ in range(1000):
+
+        def make():
             _native.DeviceGroup(devices)
             with pytest.raises(TypeError):
                 _native.DeviceGroup([*devices, None])
             with pytest.raises(ValueError, match="0 devices"):
                 _native.DeviceGroup([])
-        gc.collect()
-        assert [sys.getrefcount(kind) for kind in kinds] == before
+
+        assert_leaves_nothing(make, *devices)
         assert fake().fake_live_objects() == n_objects
