@@ -49,7 +49,7 @@ def test_a_forward_that_raises_leaves_no_active_wrapper(ranks):
 
     torch.compile(lambda x: x, backend="eager")
     model = ranks.wrap(Bad(1, 1))
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"^'mine'$"):
         model(X)
     assert TorchDDP._active_ddp_module is None
     assert model._session.open_forwards.items == []
