@@ -399,6 +399,19 @@ def test_training_goes_on_after_an_exception_that_one_rank_catches(ranks, where,
     ranks.assert_same([*grads_of(model), *model.parameters()], "what was trained")
 
 
+def test_rank_0_evaluates_alone(ranks):
+    model = ranks.wrap(nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9)))
+    for epoch in range(3):
+        step_of(model.train(), data(ranks, epoch))
+        if ranks.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(data(ranks, epoch))
+            model(data(ranks, epoch))  # a graph that nobody runs backward
+            model.state_dict()
+    ranks.assert_same(step_of(model.train(), data(ranks, "end")), "gradients")
+
+
 def test_a_forward_is_not_stopped_by_a_step_that_a_peer_has_failed(ranks):
     model = ranks.wrap(net())
     step_of(model, data(ranks, 0))
