@@ -196,12 +196,9 @@ def sparse_gradients_of_a_plain_parameter_are_added_up(m, x):
 @program(
     steps(lambda m: m.w.data.add_(1)),
     {
-        name: {"init": init}
-        for name, init in {
-            "method": lambda m: setattr(m, "way", m.w.sum),
-            "method of a buffer": lambda m: setattr(m, "way", m.b.sum),
-            "weak reference": lambda m: setattr(m, "way", weakref.ref(m.w)),
-        }.items()
+        "method": {"init": lambda m: setattr(m, "way", m.w.sum)},
+        "method of a buffer": {"init": lambda m: setattr(m, "way", m.b.sum)},
+        "weak reference": {"init": lambda m: setattr(m, "way", weakref.ref(m.w))},
     },
     on=CPU,
     w=parameter(integers(3)),
