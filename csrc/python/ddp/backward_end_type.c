@@ -115,8 +115,8 @@ int pli_backward_end_queue_local(reducer_object *self)
 
 int pli_backward_end_await(const reducer_object *self)
 {
-    for (int n = 0;
-         pli_is_on_device(self) && self->n_backward_ends > 0 && n < MOST_SLEEPS; n++) {
+    const int is_threaded = pli_is_on_device(self) || self->contexts != NULL;
+    for (int n = 0; is_threaded && self->n_backward_ends > 0 && n < MOST_SLEEPS; n++) {
         Py_BEGIN_ALLOW_THREADS
         pli_sleep_ns(PLI_MS);
         Py_END_ALLOW_THREADS

@@ -18,9 +18,9 @@ int pli_backward_end_queue(reducer_object *self, backward_end_origin origin);
 /* A backward begins whose forward was not to be synchronised: none of it is. */
 int pli_backward_end_queue_local(reducer_object *self);
 
-/* On a GPU: waits, for a while, until no callback is queued.  A backward that failed in
- * the engine's thread raises in the caller's, which may be here before that thread has
- * dropped what it refers to.  Not for use in a backward. */
+/* On a GPU, and with RPC: waits, for a while, until no callback is queued.  A backward
+ * that failed in a thread of torch's raises in the caller's, which may be here before
+ * that thread has dropped what it refers to.  Not for use in a backward. */
 int pli_backward_end_await(const reducer_object *self);
 
 #endif

@@ -6,8 +6,10 @@ Sparse ones, and models with remote parts, are those of torch's own tests, which
 
 import copy
 import tempfile
+import threading
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from cases import (
     net,
     on_ranks,
 )
+from paceline._compat import torch_core
 from support.threads import in_threads
 from torch import nn
 from torch.distributed import autograd, rpc
@@ -313,16 +316,28 @@ def test_what_one_rank_leaves_out_is_refused_there_as_by_torch(ranks, is_torch):
                 autograd.backward(context, [loss])
 
 
-def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks):
+@on_ranks(is_held=[False, True])
+def test_a_backward_that_fails_on_one_rank_fails_on_all(ranks, is_held):
+    held, queue = [], torch_core._queue_callback
+
+    def hold(callback):
+        """Keep what waits for the end of the backward, as a thread of torch's may."""
+        held.append(callback if is_held else None)
+        queue(callback)
+
     def fail(_):
         raise ValueError("on purpose")
 
     with line_of(ranks) as (wrapper, x):
         step(wrapper, x)
-        with autograd.context() as context:
+        with (
+            autograd.context() as context,
+            mock.patch.object(torch_core, "_queue_callback", hold),
+        ):
             output = wrapper(x)
             if ranks.rank == 0:
                 output.register_hook(fail)
+                threading.Timer(0.2, held.clear).start()
             words = (
                 "python_error" if ranks.rank == 0 else r"the step of rank 0.* failed"
             )
