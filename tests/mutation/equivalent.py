@@ -78,9 +78,6 @@ never: its gradients are put aside from their block as they come: only room is l
 always: nothing is put behind a piece: only time is lost
     python/paceline/_dp/gradients.py Gradients._pack_by_torch n_more
 
-drop statement: the CPU and a GPU are one on the fakes: where sizes are cannot be told
-    python/paceline/_dp/transfers.py to_member placed[i] = leaf
-
 """
 
 
