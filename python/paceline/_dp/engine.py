@@ -151,6 +151,11 @@ class Engine:
         """Return what each replica returns; the error of the lowest is raised."""
         self._refuse_capture()
         parts, group = parts_of(module), self.group
+        if len(replicas) > len(group):
+            raise ValueError(
+                f"{len(replicas)} replicas are to be run, and the wrapper has "
+                f"{len(group)} devices: give as many as device_ids names"
+            )
         if len(replicas) == 1:
             self._check_devices(parts)
         streams = group.streams()

@@ -114,6 +114,8 @@ def test_parallel_apply_raises_what_a_replica_raises():
     x = integers(4, 3)
     with pytest.raises(KeyError) as caught:
         bare().parallel_apply([net(), module(raises_a_key)], [x, x], None)
+    with pytest.raises(ValueError, match=r"3 replicas are to be run.* has 2 devices"):
+        bare().parallel_apply([net()] * 3, [x] * 3, None)
     words = str(caught.value)
     assert words.startswith("Caught KeyError in replica 1 on device cpu.\nOriginal")
     assert "raise KeyError" in words
