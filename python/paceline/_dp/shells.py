@@ -187,11 +187,14 @@ class _Plan:
         found = set(self.attributes.differing())
         found |= {i for i, name in self.live if not _is_live(held[i].get(name))}
         found |= {i for i, value in self._watched if value and _is_live(value)}
-        for i in found:
-            self.sorted[i] = _Sorted(held[i])
-        if found:
-            self._gather(found)
         return sorted(found)
+
+    def take_over(self, changed: list[int]) -> None:
+        """Take the attributes of these parts for what they are to be."""
+        for i in changed:
+            self.sorted[i] = _Sorted(self.attributes.dicts[i])
+        if changed:
+            self._gather(changed)
 
     def leads_to_part(self) -> bool:
         """Tell whether a part is reached by something else than its parent."""
@@ -261,6 +264,7 @@ class _Member:
         hooks: list[tuple[int, str, dict[Any, Any]]],
     ) -> None:
         """Give the replica this forward's tensors, and the module's attributes."""
+        self._is_filled = True
         plan, stale = self._plan, self.stale
         copies: dict[int, Any] = {}
         if stale or plan.live or hooks:
@@ -276,7 +280,6 @@ class _Member:
             held[i][name].update(replicate.hooks_of(values, copies))
         for i, kind, name, number in plan.tensors:
             held[i][kind][name] = flat[number]
-        self._is_filled = True
 
     def _fill_parts(self, copies: dict[int, Any], bring: Bring) -> None:
         """Make the dictionaries of parts anew."""
@@ -377,9 +380,10 @@ class Shells:
                 self._plan = _Plan(parts)
             return
         changed = self._plan.changed()
-        for member in self._members:
+        for member in self._members:  # first: Ctrl-C may come before the plan has it
             if member is not None:
                 member.stale.update(changed)
+        self._plan.take_over(changed)
 
     def _fill(
         self, flat: Sequence[Sequence[torch.Tensor]], bring: Sequence[Bring]
