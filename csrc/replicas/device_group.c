@@ -62,7 +62,7 @@ static pl_status copy_locked(pli_device_group *self, pl_stream *const *streams,
     if (from->backend == to->backend)
         PL_TRY(by->backend->ops->copy(by->backend, moves, n_moves, stream));
     for (size_t i = 0; from->backend != to->backend && i < n_moves; i++)
-        PL_TRY(copy_on(by, stream, to, moves[i].to, from, moves[i].from,
+        PL_TRY(copy_on(by, stream, in(to, moves[i].to), in(from, moves[i].from),
                        moves[i].n_elems * pl_dtype_bytes(moves[i].dtype)));
     PL_TRY(order(by, stream, other, streams[j]));
 done:
@@ -144,7 +144,7 @@ static pl_status send_load(pli_device_group *self, const load *it)
             PL_TRY(record(from, from->mark, from->side));
         if (from != first || slot >= 0)
             PL_TRY(wait_for(to, from->mark, to->side));
-        PL_TRY(copy_on(to, to->side, to, target, from, memory, it->n_bytes));
+        PL_TRY(copy_on(to, to->side, in(to, target), in(from, memory), it->n_bytes));
         if (from == first && slot >= 0) {
             PL_TRY(record(to, to->has_read[slot], to->side));
             self->slot_readers[slot] |= UINT64_C(1) << k;

@@ -136,8 +136,8 @@ static pl_status refresh_member(pli_device_group *self, pl_stream *const *stream
     uint64_t *const wanted = (uint64_t *)it->sums[k].memory + it->n_segments;
     PL_TRY(sum_up(self, it, k));
     PL_TRY(wait_for(member, first->mark, member->side));
-    PL_TRY(copy_on(member, member->side, member, wanted, first, it->sums[0].memory,
-                   it->n_segments * sizeof *wanted));
+    PL_TRY(copy_on(member, member->side, in(member, wanted),
+                   in(first, it->sums[0].memory), it->n_segments * sizeof *wanted));
     PL_TRY(take(self, it, k));
     PL_TRY(order(member, member->side, member, streams[k]));
     PL_TRY(wait_for(first, member->mark, streams[0]));

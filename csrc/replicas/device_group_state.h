@@ -59,16 +59,17 @@ done:
     return st;
 }
 
+/* Memory of a member; what is copied from is only read. */
+static inline pli_cuda_place in(const pli_group_member *it, const void *memory)
+{
+    return (pli_cuda_place){it->backend, (void *)memory};
+}
+
 /* Copies on a stream of `by`. */
 static inline pl_status copy_on(const pli_group_member *by, pl_stream *stream,
-                                const pli_group_member *target, void *to,
-                                const pli_group_member *source, const void *from,
-                                size_t n_bytes)
+                                pli_cuda_place to, pli_cuda_place from, size_t n_bytes)
 {
-    const pli_cuda_place place = {target->backend, to};
-    /* One that is only read. */
-    const pli_cuda_place origin = {source->backend, (void *)from};
-    return pli_cuda_copy_between(place, origin, n_bytes, by->backend, stream);
+    return pli_cuda_copy_between(to, from, n_bytes, by->backend, stream);
 }
 
 /* A broadcast, within a call. */

@@ -82,13 +82,14 @@ static pl_status add_shard(const addition *it, int shard, size_t offset, size_t 
                                    .n_elems = n_bytes / pl_dtype_bytes(it->to->dtype)};
     for (int turn = 0; turn < it->n_rows; turn++) {
         const int row = (adder + turn) % it->n_rows;
-        PL_TRY(copy_on(
-            own, own->side, own, memory + (size_t)row * stride, member_of_row(it, row),
-            (const char *)it->of->members[it->rows[row]].row + offset, n_bytes));
+        PL_TRY(copy_on(own, own->side, in(own, memory + (size_t)row * stride),
+                       in(member_of_row(it, row),
+                          (const char *)it->of->members[it->rows[row]].row + offset),
+                       n_bytes));
     }
     PL_TRY(own->backend->ops->sum(own->backend, &ranges, own->side));
-    PL_TRY(copy_on(own, own->side, first, (char *)it->to->to + offset, own, memory,
-                   n_bytes));
+    PL_TRY(copy_on(own, own->side, in(first, (char *)it->to->to + offset),
+                   in(own, memory), n_bytes));
 done:
     return st;
 }
@@ -114,8 +115,8 @@ done:
 static pl_status copy_row(const addition *it)
 {
     const pli_group_member *const own = member_of_row(it, 0);
-    return copy_on(own, own->side, &it->of->group->members[0], it->to->to, own,
-                   it->of->members[it->rows[0]].row, it->n_bytes);
+    return copy_on(own, own->side, in(&it->of->group->members[0], it->to->to),
+                   in(own, it->of->members[it->rows[0]].row), it->n_bytes);
 }
 
 /* The first n adders have room for a piece of each row. */
