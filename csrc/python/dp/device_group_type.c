@@ -440,9 +440,8 @@ static PyObject *group_readers(PyObject *object, PyObject *ignored)
 
 static PyMethodDef group_methods[] = {
     {"readers", group_readers, METH_NOARGS,
-     "readers($self, /)\n--\n\nReturn by member whether its kernels can read member "
-     "0's "
-     "memory."},
+     "readers($self, /)\n--\n\n"
+     "Return by member whether its kernels can read member 0's memory."},
     {"streams", group_streams, METH_NOARGS,
      "streams($self, /)\n--\n\nReturn the streams that are current in this thread, a "
      "number a member."},

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from paceline._compat import torch_graph
 from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import as_original, has_hooks
+from paceline._dp.replicate import as_original, has_more_behind, unused_gradient
 
 
 def copies_of(
@@ -26,8 +26,11 @@ def copies_of(
     is_recorded = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
         trained = [is_recorded and tensor.requires_grad for tensor in tensors]
+        # One node runs all that is behind it.
         pairs = enumerate(zip(tensors, trained, strict=True))
-        together = [i for i, (t, is_trained) in pairs if is_trained and _shares_node(t)]
+        together = [
+            i for i, (t, is_trained) in pairs if is_trained and not has_more_behind(t)
+        ]
         made: Sequence[torch.Tensor] = ()
         if together:
             made = _Copies.apply(inner, *[tensors[i] for i in together])  # type: ignore[no-untyped-call]
@@ -36,15 +39,6 @@ def copies_of(
             _copy_of(tensor, in_graph.get(i), is_trained, inner)
             for i, (tensor, is_trained) in enumerate(zip(tensors, trained, strict=True))
         ]
-
-
-def _shares_node(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor may share a node with others.
-
-    One node runs all that is behind it: hooks, and graphs of earlier forwards, must not
-    run for a tensor that no replica has used.
-    """
-    return tensor.is_leaf and not has_hooks(tensor)
 
 
 def _copy_of(
@@ -78,11 +72,7 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.inner.see()
-        # Hooks that were set since the forward are called with zeros, as by torch.
-        return (
-            None,
-            *(
-                torch.zeros_like(tensor) if grad is None and has_hooks(tensor) else grad
-                for tensor, grad in zip(ctx.tensors, grads, strict=True)
-            ),
+        pairs = zip(ctx.tensors, grads, strict=True)
+        return None, *(
+            unused_gradient(t) if grad is None else grad for t, grad in pairs
         )

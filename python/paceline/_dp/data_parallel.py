@@ -20,7 +20,7 @@ from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark
 from paceline._dp.nesting import is_inside_replica
-from paceline._dp.replicate import check_lazy, parts_of
+from paceline._dp.replicate import check_lazy, held_by, parts_of
 from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
@@ -494,7 +494,6 @@ def _alone_because(module: torch.nn.Module) -> str | None:
                 f"a {type(part).__name__} has max_norm, by which each call writes the "
                 "rows of the whole batch to the weight"
             )
-    held = [t for p in parts for t in (*p._parameters.values(), *p._buffers.values())]
-    if any(t is not None and t.is_inference() for t in held):
+    if any(tensor.is_inference() for tensor in held_by(parts)):
         return "a parameter or buffer was made in torch.inference_mode()"
     return None

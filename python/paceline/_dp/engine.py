@@ -7,7 +7,7 @@
 
     caller    scatter | send the model | replica 0 | 1 | ... | n-1 | gather
 
-On GPUs replicas run side by side.  Threads only enqueue: nobody waits for a device.
+On GPUs replicas run side by side.  Threads only enqueue: no thread waits for a device.
 The streams are those that are the caller's current ones, on each device; so is what
 torch keeps a thread (``thread_state.py``).
 
@@ -49,7 +49,7 @@ from paceline._dp.group import Group
 from paceline._dp.host import HOST
 from paceline._dp.nesting import InsideReplica
 from paceline._dp.parameters import Replicated
-from paceline._dp.replicate import check_structure, parts_of, structure_of
+from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import Task, ThreadPool
 
@@ -101,13 +101,13 @@ class Engine:
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
-        """What each call holds; in a forked process nobody may ever let go of it."""
+        """The lock that a call holds; with GPUs a forked process raises."""
         self._check_process()
         return nullcontext() if self.is_cpu else self._lock
 
     @property
     def group(self) -> Group:
-        """The devices, opened by the first who asks."""
+        """The devices, opened on first use."""
         self._check_process()
         if self._kept.group is None:
             self._kept.group = Group(self.indices, self._machine)
@@ -295,14 +295,8 @@ class Engine:
     def _check_devices(self, parts: list[Module]) -> None:
         """Raise torch's error where a tensor is not on the first device."""
         machine, first = self._machine, self.indices[0]
-        found = {
-            tensor.device: tensor
-            for part in parts
-            for tensors in (part._parameters, part._buffers)
-            for tensor in tensors.values()
-            if tensor is not None
-        }
-        for tensor in found.values():
+        by_device = {tensor.device: tensor for tensor in held_by(parts)}
+        for tensor in by_device.values():
             if machine.index_of_tensor(tensor, first) != first:
                 device = machine.device(first)
                 raise RuntimeError(

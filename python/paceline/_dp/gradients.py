@@ -25,7 +25,7 @@ import torch
 from paceline._compat import torch_graph
 from paceline._dp.group import Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import has_hooks
+from paceline._dp.replicate import unused_gradient
 from paceline._dp.segments import Segment
 
 
@@ -271,7 +271,7 @@ class Gradients:
         assert total is not None
         # A count of versions for each: what is done to one does not concern others.
         return [
-            view.data if used else _unused(tensor)
+            view.data if used else unused_gradient(tensor)
             for tensor, view, used in zip(
                 segment.tensors, segment.views(total), is_used, strict=True
             )
@@ -321,15 +321,6 @@ def _dense(aside: dict[int, torch.Tensor], j: int, grad: Any) -> torch.Tensor | 
         return grad.resolve_conj().resolve_neg()  # type: ignore[no-any-return]
     aside[j] = grad
     return None
-
-
-def _unused(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a tensor that no replica has used.
-
-    Hooks that were set since the forward are called with it: with zeros, as by torch's
-    class, rather than with None.
-    """
-    return torch.zeros_like(tensor) if has_hooks(tensor) else None
 
 
 class _Segment(torch.autograd.Function):

@@ -62,7 +62,7 @@ class Group:
         self.machine = machine
         self.indices = list(indices)
         self.devices = [machine.device(index) for index in self.indices]
-        self.native: Any = None  # on the CPU nobody asks for it
+        self.native: Any = None  # the CPU needs none
         if not self.is_cpu:
             opened = [_gpu.open_device(index) for index in self.indices]
             self.native = _native.DeviceGroup(opened)
@@ -110,7 +110,7 @@ class Group:
         """Tell whether kernels of a member read another's memory; log where not."""
         pair = f"{self.devices[j]} and {self.devices[k]}"
         if j > 0 or not _gpu.machine.can_access(self.indices[k], self.indices[0]):
-            return True  # nobody will read
+            return True  # no kernel reads
         if not self.native.readers()[k]:
             _log.warning(
                 "the driver refuses peer access between %s: copies go by way of the "

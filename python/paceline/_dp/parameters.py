@@ -66,7 +66,9 @@ class Replicated:
         else:
             layout = self._layout_of(parts, by_torch)
             tensors, ids = layout.tensors, layout.ids
-            of_replicas = self._brought_up_to_date(layout, n_replicas, streams)
+            of_replicas = self._brought_up_to_date(
+                layout, n_replicas, streams, by_torch=by_torch
+            )
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
         if not by_torch:
             made = self._shells.replicas(parts, tensors, ids, of_replicas, bring)
@@ -77,10 +79,10 @@ class Replicated:
         return replicas_of(parts, by_id, bring)
 
     def _brought_up_to_date(
-        self, layout: Layout, n_replicas: int, streams: Streams
+        self, layout: Layout, n_replicas: int, streams: Streams, *, by_torch: bool
     ) -> list[list[torch.Tensor]]:
         """Return what each further replica has on its device, in the layout's order."""
-        if is_by_torch():
+        if by_torch:
             of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
             moved = layout.tensors
         else:

@@ -48,19 +48,41 @@ def _collect(module: Module, seen: set[int], parts: list[Module]) -> None:
 
 def tensors_of(parts: list[Module]) -> dict[int, torch.Tensor]:
     """Return all parameters and buffers, each once, by their ids."""
-    return {
-        id(tensor): tensor
+    return {id(tensor): tensor for tensor in held_by(parts)}
+
+
+def held_by(parts: list[Module]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of each part; shared ones several times."""
+    return [
+        tensor
         for part in parts
         for tensors in (part._parameters, part._buffers)
         for tensor in tensors.values()
         if tensor is not None
-    }
+    ]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Tell whether hooks are called with a tensor's gradient, or after it."""
     late = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(tensor._backward_hooks or late)
+
+
+def has_more_behind(tensor: torch.Tensor) -> bool:
+    """Tell whether more than its gradient hangs on a tensor: hooks, or a graph.
+
+    That must not run where no replica has used the tensor.
+    """
+    return not tensor.is_leaf or has_hooks(tensor)
+
+
+def unused_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a tensor that no replica has used.
+
+    Hooks that were set since the forward are called with it: with zeros, as by torch's
+    class, rather than with None.
+    """
+    return torch.zeros_like(tensor) if has_hooks(tensor) else None
 
 
 Copies = dict[int, torch.Tensor]

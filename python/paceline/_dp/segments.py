@@ -21,7 +21,7 @@ from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from paceline._compat import torch_core
 from paceline._dp.group import Group
-from paceline._dp.replicate import has_hooks
+from paceline._dp.replicate import has_more_behind
 from paceline._dp.transfers import is_native
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class Layout:
         n_bytes = _n_bytes(tensor) + _ALIGNMENT
         key = tensor.dtype, is_parameter, is_trained
         is_alone = n_bytes > self.segment_bytes or (
-            is_trained and _has_more_behind(tensor)
+            is_trained and has_more_behind(tensor)
         )
         segment, limit = (None, 0) if is_alone else opened.get(key, (None, 0))
         if segment is None or segment.n_bytes + n_bytes > limit:
@@ -431,13 +431,5 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = tensor.stride() if tensor.layout is torch.strided else None
     lazy = tensor.is_conj(), tensor.is_neg()
     wants = tensor.requires_grad
-    alone = wants and _has_more_behind(tensor)
+    alone = wants and has_more_behind(tensor)
     return tensor.shape, strides, tensor.dtype, lazy, wants, alone
-
-
-def _has_more_behind(tensor: torch.Tensor) -> bool:
-    """Tell whether more than its gradient hangs on a tensor: hooks, or a graph.
-
-    That must not run where no replica has used the tensor.
-    """
-    return not tensor.is_leaf or has_hooks(tensor)
