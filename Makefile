@@ -97,9 +97,13 @@ PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-work
 # In this order, the longest files first: the last ones keep all workers at work.
 PY_TESTS := $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
 	tests/parity tests/unit)
-py-test: $(INSTALLED) $(DEPENDENCIES) ## the Python suite (PYTEST_FLAGS="-k bucket")
+py-test: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/crash.so ## the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) $(PYTEST) -m "not long and not hand" --junitxml=$(BUILD)/tests.xml \
 	    $(PY_TESTS) $(PYTEST_FLAGS)
+
+$(BUILD)/crash.so: tests/support/crash.c
+	@mkdir -p $(@D)
+	$(CC) -g -shared -fPIC $< -o $@
 
 # Too long for each change: by hand, before a release.  docs/versions.md has what came
 # of the last time.

@@ -31,6 +31,7 @@ Times that ranks report by `time.monotonic()` can be compared: it is the host's 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import io
@@ -221,6 +222,8 @@ def _rank_main(job: _Job, to_test: connection.Connection) -> None:
     _redirect(job.output)
     dump = open(job.dump, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(sys.stderr)
+    with contextlib.suppress(OSError):  # there if `make` runs the tests
+        ctypes.CDLL(str(Path(__file__).parents[2] / "build/crash.so"))
     faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
     faulthandler.dump_traceback_later(job.timeout + 15.0, exit=True, file=dump)
     if job.ranks_per_host:
