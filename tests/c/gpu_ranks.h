@@ -68,6 +68,8 @@ static inline gpu_ranks gpu_ranks_of(int world_size, uint64_t seed,
     all.fake.schedule = schedule;
     all.fake.devices = GPUS_MOST;
     all.fake.lazy_connect = 1;
+    all.fake.lazy_load = seed % 3 == 1;
+    all.fake.one_queue = seed % 3 == 2;
     return all;
 }
 

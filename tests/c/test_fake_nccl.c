@@ -231,13 +231,14 @@ static void reduce_one(const rank *it, ncclComm_t comm, CUstream stream)
 
 /* Two communicators in a different order: on one stream of each rank, or with a stream
  * each on the first. */
-static CUresult cross(int is_on_two_streams, int n_slots)
+static CUresult cross(int is_on_two_streams, int n_slots, int is_one_queue)
 {
     rank ranks[2];
     ncclComm_t second[2];
     fake_options options = ranks_options(1, FAKE_EARLY);
     options.patience_ms = 60000; /* it is found without */
     options.slots = n_slots;
+    options.one_queue = is_one_queue;
     ranks_make(ranks, 2, &options);
     make_second(ranks, second);
     reduce_one(&ranks[0], ranks[0].comm, ranks[0].side);
@@ -256,13 +257,14 @@ static CUresult cross(int is_on_two_streams, int n_slots)
 
 TEST(crossed_communicators_are_a_deadlock)
 {
-    CHECK(cross(0, 4) == CUDA_ERROR_LAUNCH_TIMEOUT);
+    CHECK(cross(0, 4, 0) == CUDA_ERROR_LAUNCH_TIMEOUT);
 }
 
 TEST(slots_that_are_taken_are_a_deadlock)
 {
-    CHECK(cross(1, 2) == CUDA_SUCCESS);
-    CHECK(cross(1, 1) == CUDA_ERROR_LAUNCH_TIMEOUT);
+    CHECK(cross(1, 2, 0) == CUDA_SUCCESS);
+    CHECK(cross(1, 1, 0) == CUDA_ERROR_LAUNCH_TIMEOUT);
+    CHECK(cross(1, 2, 1) == CUDA_ERROR_LAUNCH_TIMEOUT);
 }
 
 TEST(a_resident_collective_has_its_slot)

@@ -33,30 +33,40 @@ class Part:
     name: str
     limit_seconds: float
     what: str
+    needs_package: bool = True
 
 
+# In the order in which they run: what tells most comes first.
 PARTS = [
-    Part("first", 240, "does it work at all: the least of each part below"),
-    Part("build", 300, "the package with nvcc and without, and the C tests' fakes"),
-    Part("kernels", 300, "every kernel, from either origin, against torch's results"),
-    Part("alone", 420, "one rank with the reducer at work: models, AMP, graphs, ..."),
-    Part("nccl", 480, "the same with 2 and 3 ranks on the one GPU, against torch DDP"),
+    Part("first", 240, "does it work at all: the least of each part below", False),
+    Part("build", 300, "the package with nvcc and without, and the kernels", False),
+    Part("kernels", 150, "every kernel, from either origin, against torch", False),
+    Part("nccl", 240, "2 and 3 ranks on the one GPU: models, AMP, graphs, ..."),
+    Part("replicas", 120, "DataParallel: 2 and 3 replicas on the GPU"),
+    Part("failures", 150, "errors in backward, dead and silent ranks, bad input"),
+    Part("contexts", 60, "copies and events between contexts, as between GPUs"),
+    Part("alone", 150, "one rank with the reducer at work: as nccl"),
+    Part("expandable", 150, "replicas and alone, torch's segments are expandable"),
+    Part("pools", 150, "replicas and alone, torch allocates by cudaMallocAsync"),
+    Part("sanitizer", 240, "compute-sanitizer: contexts, kernels, a step"),
     Part("shared", 240, "2 ranks on the one GPU as NCCL 2.30.3 and later allow it"),
-    Part("contexts", 120, "copies and events between contexts, as between GPUs"),
-    Part("replicas", 240, "DataParallel: 2 and 3 replicas on the GPU"),
-    Part("failures", 300, "errors in backward, dead and silent ranks, bad input"),
+    Part("calls", 60, "what each call of the driver costs the host", False),
+    Part("traces", 90, "a step of each wrapper as torch.profiler sees it, kept"),
+    Part("bench", 420, "timings against torch's DDP and DP and the plain module"),
     Part("memory", 240, "what gradients cost, against torch DDP"),
-    Part("bench", 480, "timings against torch's DDP and DP and the plain module"),
     Part("rehearsal", 600, "alone, nccl and failures in few processes, for --fake"),
 ]
-BUILDS = ("first", "build")  # need no build before them
 BY_NAME = {part.name: part for part in PARTS}
+ALL = [part.name for part in PARTS if part.name != "rehearsal"]
 GROUPS = {
-    "all": [part.name for part in PARTS if part.name != "rehearsal"],
-    "correctness": [
-        *("kernels", "alone", "nccl", "shared", "contexts", "replicas", "failures")
-    ],
+    "correct": ALL[ALL.index("kernels") : ALL.index("calls")],
+    "speed": ALL[ALL.index("calls") :],
+    "all": ALL,
 }
+CALLS = ("first", "correct", "speed")  # one call each, of at most 9.5 minutes
+CALL_SECONDS = 570.0
+MERGED = {"alone", "nccl", "failures"}  # which `rehearsal` runs
+ON_A_GPU = {"kernels", "expandable", "pools", "sanitizer", "shared"}  # not rehearsed
 
 
 def parse_arguments(words: list[str]) -> argparse.Namespace:
@@ -76,8 +86,15 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     add("--fake", action="store_true", help="rehearse on simulated CUDA and NCCL")
     add("--quick", action="store_true", help="fewer sizes and rounds")
     args = parser.parse_args(words)
+    if args.within is None and set(args.parts) <= set(CALLS):
+        args.within = CALL_SECONDS
     args.parts = expand(args.parts, parser, args.fake)
+    args.is_installed = args.fake and has_package() and "build" not in args.parts
     return args
+
+
+def has_package() -> bool:
+    return importlib.util.find_spec("paceline") is not None
 
 
 def expand(
@@ -92,9 +109,12 @@ def expand(
         if name not in BY_NAME and name not in GROUPS:
             known = ", ".join([*BY_NAME, *GROUPS])
             parser.error(f"no part {name!r}; there are {known}")
-        wanted.update(GROUPS.get(name, [name]))
-    is_installed = is_fake and importlib.util.find_spec("paceline") is not None
-    if wanted != {"first"} and not (is_installed and not wanted & {"first", "kernels"}):
+        group = set(GROUPS.get(name, ()))
+        if is_fake and group & MERGED:
+            group = group - MERGED - ON_A_GPU | {"rehearsal"}
+        wanted |= group or {name}
+    is_enough = is_fake and has_package() and "kernels" not in wanted
+    if wanted != {"first"} and not is_enough:
         wanted.add("build")  # `first` builds as much as it needs
     return [part.name for part in PARTS if part.name in wanted]
 
@@ -170,12 +190,17 @@ def main(words: list[str], script: Path = HERE / "part.py") -> int:
     signal.signal(signal.SIGTERM, stop)
     out = Path(os.environ.get("OUT") or HERE / "results")
     report = Report(out, "rehearsal" if args.fake else None)
+    if not args.fake:
+        report.questions = {name: BY_NAME[name].what for name in ALL}
     begin = time.monotonic()
     env = {
         "PACELINE_GPU_RECORD": str(report.record),
+        "PACELINE_GPU_OUT": str(out.resolve()),
         "PACELINE_GPU_QUICK": "1" if args.quick else "",
         "PACELINE_GPU_FAKE": "1" if args.fake else "",
-        "PACELINE_GPU_INSTALLED": "" if set(args.parts) & set(BUILDS) else "1",
+        "PACELINE_GPU_INSTALLED": "1"
+        if args.fake and "build" not in args.parts
+        else "",
     }
     try:
         for name in args.parts:
@@ -188,11 +213,11 @@ def main(words: list[str], script: Path = HERE / "part.py") -> int:
                     report.leave_out(name, "no time was left")
                     continue
             is_built = env["PACELINE_GPU_INSTALLED"] or report.has_build()
-            if name not in BUILDS and not is_built:
+            if part.needs_package and not is_built:
                 report.leave_out(name, "there is no build")
                 continue
             env["PACELINE_GPU_SECONDS"] = str(limit)
-            env["PACELINE_GPU_ONLY"] = args.only if name not in BUILDS else ""
+            env["PACELINE_GPU_ONLY"] = "" if name in ("first", "build") else args.only
             command = [sys.executable, str(script), name]
             run_part(part, limit, env, report, command)
     except KeyboardInterrupt as error:

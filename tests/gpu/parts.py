@@ -6,9 +6,11 @@ Modules are imported when a part runs: `first` builds the package that they impo
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import session
 from checks import Check, Skip, checks_of, is_fake, run_here
@@ -40,13 +42,16 @@ def run(name: str, seconds: float) -> bool:
     if name in ON_RANKS:
         modules, sizes = ON_RANKS[name]
         return session.run_on_ranks(checks_in(modules), sizes, until)
-    if name in ("build", "kernels", "contexts"):
+    if name in ("build", "kernels", "contexts", "sanitizer", "calls"):
         good: bool = importlib.import_module(f"part_{name}").run(seconds)
         return good
     others = {
         "first": first,
         "shared": shared,
         "replicas": replicas,
+        "expandable": partial(under, "expandable_segments:True"),
+        "pools": partial(under, "backend:cudaMallocAsync"),
+        "traces": traces,
         "bench": bench,
         "rehearsal": rehearsal,
     }
@@ -95,7 +100,7 @@ def first(until: float) -> bool:
         ("imports", lambda: part_build.imports(["nvrtc"])),
         ("has_gpu", lambda: part_build.has_gpu("nvrtc")),
     ]
-    is_built = run_here(steps)
+    is_built = bool(os.environ.get("PACELINE_GPU_INSTALLED")) or run_here(steps)
     importlib.invalidate_caches()  # the package's folder was not there before
     sys.path_importer_cache.clear()
     if not is_built:
@@ -136,6 +141,23 @@ def replicas(until: float) -> bool:
     from replica_world import in_one_process
 
     return session.run_on_ranks(in_one_process(checks_in(REPLICAS)), (1,), until)
+
+
+def under(allocator: str, until: float) -> bool:
+    """DataParallel, and one rank with a reducer, under another allocator of torch's."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator
+    good = replicas(until)
+    modules, sizes = ON_RANKS["alone"]
+    return session.run_on_ranks(checks_in(modules), sizes, until) and good
+
+
+def traces(until: float) -> bool:
+    """A step of each wrapper, as torch.profiler sees it, in OUT."""
+    from replica_world import in_one_process
+
+    good = session.run_on_ranks(named("check_traces.of_a_rank"), (1,), until)
+    of_replicas = in_one_process(named("check_traces.of_replicas"))
+    return session.run_on_ranks(of_replicas, (1,), until) and good
 
 
 def bench(until: float) -> bool:

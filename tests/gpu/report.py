@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from pathlib import Path
@@ -23,6 +24,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 NOT_RUN = "not run"
 BUILD = "imports"  # the check without which nothing else can be
 N_WORDS = 4000  # of a failure; all of it stands in the text
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
 PACKAGES = ("torch", "numpy", "triton", "cloudpickle", "setuptools", "nvidia-nccl-cu13")
 
 
@@ -66,7 +68,9 @@ def describe_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
-        "gcc": ask(os.environ.get("CC", "gcc"), "--version"),
+        "gcc": ask(os.environ.get("CC", "gcc"), "--version") or "missing",
+        "nvcc": ask("nvcc", "--version") or "not on PATH",
+        "Python.h": "there" if HEADER.exists() else f"missing: {HEADER}",
         "python": platform.python_version(),
         "packages": {name: version_of(name) for name in PACKAGES},
     }
@@ -82,6 +86,7 @@ class Report:
         self.text = out / f"{stem}.txt"
         self.results: dict[str, Any] = {"machine": machine, "parts": {}}
         self.is_complete = True
+        self.questions: dict[str, str] = {}  # what each part answers
         self._this_call: list[str] = []
         self._take_over()
         self._lock = threading.Lock()
@@ -176,6 +181,10 @@ class Report:
     def has_passed(self, part: str) -> bool:
         return self.results["parts"].get(part, {}).get("result") == PASSED
 
+    def answers(self, part: str) -> bool:
+        rows = self.results["parts"].get(part, {}).get("checks", [])
+        return self.has_passed(part) and any(row["result"] == PASSED for row in rows)
+
     def has_build(self) -> bool:
         """Whether there is a package to test; other checks of it may have failed."""
         rows = self.results["parts"].get("build", {}).get("checks", [])
@@ -209,6 +218,10 @@ class Report:
                     last = row.get("words", "").strip().rpartition("\n")[2]
                     lines.append(f"    {row['result']}: {row['check']}: {last[:200]}")
             lines += [f"    {line}" for line in lines_of_figures(found["checks"])]
+        unanswered = {k: v for k, v in self.questions.items() if not self.answers(k)}
+        if unanswered:
+            lines.append("still unanswered:")
+            lines += [f"    {part:<10} {what}" for part, what in unanswered.items()]
         return "\n".join(lines) + "\n"
 
 

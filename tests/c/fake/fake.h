@@ -56,6 +56,11 @@ typedef struct fake_options {
     int polls;           /* of ncclCommGetAsyncError with ncclInProgress, at the most */
     int alloc_waits;     /* cuMemAlloc waits for the device: 0 never, 1 always, 2 by
                             seed */
+    int lazy_load;       /* 1: cuModuleGetFunction waits for the device, which loads the
+                            kernel then (CUDA_MODULE_LOADING) */
+    int one_queue;       /* 1: what a device does begins when all that was enqueued
+                            before is done (CUDA_DEVICE_MAX_CONNECTIONS=1, with room for
+                            one kernel) */
     int lazy_connect; /* 1: NCCL's first operation of a kind, of a size, and of memory
                          that is registered or not, blocks the host until the peers'
                          have come */

@@ -220,16 +220,16 @@ static int set_option(fake_options *it, const char *name, const char *text)
     static const struct {
         const char *name;
         size_t at, n_bytes;
-    } numbers[] = {OPTION(seed),         OPTION(devices),       OPTION(driver),
-                   OPTION(nccl),         OPTION(compute),       OPTION(slots),
-                   OPTION(protect),      OPTION(pump),          OPTION(foreign),
-                   OPTION(capacity),     OPTION(taken),         OPTION(granularity),
-                   OPTION(patience_ms),  OPTION(polls),         OPTION(alloc_waits),
-                   OPTION(lazy_connect), OPTION(connect_bytes), OPTION(net),
-                   OPTION(proxy_blocks), OPTION(abort_ms),      OPTION(queue_depth),
-                   OPTION(peers),        OPTION(corrupt_bytes), OPTION(share_device),
-                   OPTION(one_bus),      OPTION(quiet),         OPTION(blocking),
-                   OPTION(corrupt_peers)};
+    } numbers[] = {OPTION(seed),          OPTION(devices),       OPTION(driver),
+                   OPTION(nccl),          OPTION(compute),       OPTION(slots),
+                   OPTION(protect),       OPTION(pump),          OPTION(foreign),
+                   OPTION(capacity),      OPTION(taken),         OPTION(granularity),
+                   OPTION(patience_ms),   OPTION(polls),         OPTION(alloc_waits),
+                   OPTION(lazy_connect),  OPTION(connect_bytes), OPTION(net),
+                   OPTION(proxy_blocks),  OPTION(abort_ms),      OPTION(queue_depth),
+                   OPTION(peers),         OPTION(corrupt_bytes), OPTION(share_device),
+                   OPTION(one_bus),       OPTION(quiet),         OPTION(blocking),
+                   OPTION(corrupt_peers), OPTION(lazy_load),     OPTION(one_queue)};
 #undef OPTION
     const int64_t value = strtoll(text, NULL, 10); /* its low bytes come first */
     for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {

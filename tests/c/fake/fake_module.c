@@ -86,6 +86,8 @@ CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
     const fk_kernel *kernel = find_kernel(name);
     if (kernel == NULL)
         return fk_leave(CUDA_ERROR_NOT_FOUND);
+    if (fk.options.lazy_load)
+        FAKE_TRY(fk_wait_device(module->device, "cuModuleGetFunction"));
     CUfunction function = fk_new(sizeof *function);
     function->module = module;
     function->kernel = kernel;

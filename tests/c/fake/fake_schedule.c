@@ -100,8 +100,19 @@ void fk_op_depend(fk_op *op, fk_op *on)
     op->n_waits++;
 }
 
+/* Behind all that its device has been given: options.one_queue. */
+static void queue_up(fk_op *op)
+{
+    fk_op *before = fk.last;
+    while (before != NULL && before->device != op->device)
+        before = before->previous;
+    fk_op_depend(op, before);
+}
+
 void fk_op_submit(fk_op *op)
 {
+    if (fk.options.one_queue)
+        queue_up(op);
     if (op->kind == FK_LAUNCH)
         fk_launch_number(op);
     op->is_submitted = 1;
