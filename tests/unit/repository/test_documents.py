@@ -3,8 +3,7 @@
 Python blocks of a page run one after the other in one fresh process, in an empty
 folder; a block that the text before it calls `name.py` is written to that file, for the
 shell blocks.  A line of a shell block is run, or NOT_RUN says why not, and what is
-checked instead.  The jobs run side by side, as many as there are cores, before the
-first test that asks for one.
+checked instead.  Programs and their ranks are forked (`support.warm`).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,17 +26,14 @@ import setuptools
 from documents import README, ROOT, RUN_PAGES, commands_of, name_of
 from paceline._cli.doctor import command as doctor
 from paceline._cli.doctor import memory, software, system, table
+from support import warm
 
 SECONDS = 150
-# Gloo's threads outlive their group, and now and then torch aborts a process that ends
-# among them, with paceline or without: such a run tells nothing.
-TORCH_ABORTS = "terminate called without an active exception"
-TRIES = 4
 
-BIN = {
-    "python": '"$@"',
-    "paceline": '-m paceline "$@"',
-    "torchrun": '-m torch.distributed.run --standalone "$@"',
+COMMANDS = {
+    "python": [],
+    "paceline": ["-m", "paceline"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone"],
 }
 RUN = re.compile(r"(python|paceline(?! trace)|torchrun)\b(?!.*--nnodes)(?!.* tests/)")
 
@@ -143,41 +138,23 @@ NOT_RUN: dict[str, tuple[str, Callable[[str], None]]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A command for a shell, and the folder of the page that it is on."""
+    """A line of a shell block, and the folder of the page that it is on."""
 
     folder: Path
     command: str
 
 
-Jobs = dict[Job, "Future[subprocess.CompletedProcess[str]]"]
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment whose `python`, `torchrun` and `paceline` are of this Python."""
-    folder = tmp_path_factory.mktemp("bin")
-    for name, words in BIN.items():
-        text = f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {words}\n"
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+def run(job: Job) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE_")}
-    return {**clean, "PATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def run(job: Job, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    for _ in range(TRIES):
-        done = subprocess.run(
-            ["sh", "-c", job.command],
-            cwd=job.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        if TORCH_ABORTS not in done.stderr:
-            break
-    return done
+    first, *words = shlex.split(job.command)
+    return warm.run(
+        [sys.executable, *COMMANDS[first], *words],
+        cwd=job.folder,
+        env={**clean, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
 
 
 def diffs() -> list[str]:
@@ -197,10 +174,8 @@ def program_of_diffs() -> str:
 
 
 @pytest.fixture(scope="module")
-def jobs(
-    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
-) -> Iterator[Jobs]:
-    """Start all jobs; each page has a folder with its scripts."""
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[Job]:
+    """Return all jobs; each page has a folder with its scripts."""
     found: list[Job] = []
     for page in RUN_PAGES:
         folder = tmp_path_factory.mktemp(page.stem)
@@ -216,17 +191,10 @@ def jobs(
                 found.append(Job(folder, command))
     folder = tmp_path_factory.mktemp("diffs")
     (folder / "_diffs.py").write_text(program_of_diffs(), encoding="utf-8")
-    found.append(Job(folder, "python _diffs.py"))
-    # The longest first: those that start ranks.
-    found.sort(key=lambda job: not job.command.startswith("torchrun"))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        started = {job: pool.submit(run, job, environment) for job in found}
-        yield started
-        for future in started.values():
-            future.cancel()
+    return [*found, Job(folder, "python _diffs.py")]
 
 
-def jobs_of(jobs: Jobs, page: Path) -> list[Job]:
+def jobs_of(jobs: list[Job], page: Path) -> list[Job]:
     """Return the jobs of a page; folders are called by it."""
     return [job for job in jobs if job.folder.name.rstrip("0123456789") == page.stem]
 
@@ -243,7 +211,7 @@ def normal(text: str) -> str:
 def test_every_block_of_a_page_runs(jobs, page):
     output = ""
     for job in jobs_of(jobs, page):
-        done = jobs[job].result()
+        done = run(job)
         good = (0, 1) if "doctor" in job.command else (0,)  # 1: the machine is bad
         assert done.returncode in good, f"{job.command}\n{done.stdout}{done.stderr}"
         output += done.stdout
@@ -256,7 +224,7 @@ def test_every_block_of_a_page_runs(jobs, page):
 
 def test_every_diff_runs_before_and_after(jobs):
     (job,) = (job for job in jobs if job.command == "python _diffs.py")
-    done = jobs[job].result()
+    done = run(job)
     assert done.returncode == 0, done.stderr
     assert len(diffs()) == 2
 
