@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import switch
-from equivalent import EQUIVALENT
+from equivalent import equivalents
 from mutant import ROOT, Mutant, instrumented
 from mutants import all_mutants
 
@@ -40,6 +40,7 @@ TREE = BUILD / "tree"
 SITE = TREE / "build/site"
 RESULTS, TABLE = BUILD / "results.json", BUILD / "table.md"
 FLAGS = f"-O1 -w -include {HERE}/switch.h"
+EQUIVALENT = equivalents()
 SLOWEST = 20  # seconds that a test may take longer than unharmed
 
 # What exercises the CPU path quickly.
