@@ -90,13 +90,24 @@ bench-counters bench-ranks: bench-%:
 
 # ---- tests ---------------------------------------------------------------------
 
-.PHONY: test py-test
-test: c-test py-test gpu-fake ## what each change must pass: ten minutes on two cores
+# C tests and simulated GPUs wait more than they compute: they run beside the Python
+# suite, and what they print follows in one piece.
+.PHONY: test beside py-test
+test: $(INSTALLED) $(DEPENDENCIES) ## what each change must pass: ten minutes on two cores
+	@$(MAKE) -s -j$(JOBS) c-asan $(BUILD)/c/plain/libplfake.so
+	@$(MAKE) --no-print-directory -j$(JOBS) beside py-test
+
+beside:
+	@status=0; $(MAKE) --no-print-directory c-test gpu-fake >$(BUILD)/beside.txt 2>&1 || \
+	    status=1; cat $(BUILD)/beside.txt; exit $$status
+
+# Beside others, a make shares their number of jobs.
+PARALLEL = $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS))
 
 PYTEST := -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-# In this order, the longest files first: the last ones keep all workers at work.
-PY_TESTS := $(wildcard tests/unit/repository/test_notebooks.py tests/clients tests/ranks \
-	tests/parity tests/unit)
+# In this order, long files first: the last ones keep all workers at work.
+PY_TESTS := $(wildcard $(addprefix tests/,parity/upstream unit/repository clients ranks parity \
+	unit/native unit))
 py-test: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/crash.so ## the Python suite (PYTEST_FLAGS="-k bucket")
 	$(PY) $(PYTEST) -m "not long and not hand" --junitxml=$(BUILD)/tests.xml \
 	    $(PY_TESTS) $(PYTEST_FLAGS)
@@ -120,7 +131,7 @@ py-test-long: $(INSTALLED) $(DEPENDENCIES) ## the tests marked long
 GPU_PARTS := rehearsal replicas contexts
 .PHONY: gpu-fake $(GPU_PARTS:%=gpu-fake-%)
 gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
-	@$(MAKE) --no-print-directory -j$(JOBS) --output-sync=target \
+	@$(MAKE) --no-print-directory $(PARALLEL) --output-sync=target \
 	    $(GPU_PARTS:%=gpu-fake-%)
 
 $(GPU_PARTS:%=gpu-fake-%): gpu-fake-%: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so
@@ -211,7 +222,7 @@ $(foreach flavour, $(FLAVOURS) fuzz, $(eval $(call FLAVOUR_RULES,$(flavour))))
 
 .PHONY: c-test c-test-plain sanitize
 c-test: ## build and run the C tests, under ASan with UBSan
-	@$(MAKE) --no-print-directory -j$(JOBS) c-asan
+	@$(MAKE) --no-print-directory $(PARALLEL) c-asan
 	@bash -o pipefail -c \
 	    'tests/c/run.sh $(BUILD)/c/asan | tee $(BUILD)/c-tests.txt'
 
