@@ -22,6 +22,7 @@ at the most.  What a file's `environment()` returns, if it has one, is put into 
 environment of its ranks.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -29,7 +30,6 @@ import inspect
 import itertools
 import os
 import sys
-import time
 import traceback
 import zlib
 from datetime import timedelta
@@ -141,6 +141,7 @@ def _run(session, module, n):
         module,
         selected,
         timeout=BATCH_SECONDS,
+        rendezvous="tcp",  # a store in a file is asked every 10 ms
         group_timeout=BATCH_SECONDS,
         env={"PACELINE_TIMEOUT": str(PEER_SECONDS), **environment()},
     )
@@ -176,7 +177,6 @@ def run_cases(rank, n_ranks, module, cases):
 
 
 def _run_case(rank, n_ranks, store, number, body, point):
-    key = f"case/{number}"
     print(f"case {body.__name__} {point}", file=sys.stderr, flush=True)
     try:
         group = dist.new_group(timeout=timedelta(seconds=PEER_SECONDS))
@@ -188,11 +188,11 @@ def _run_case(rank, n_ranks, store, number, body, point):
     except BaseException:
         words = traceback.format_exc()
     torch.set_default_dtype(torch.float32)
-    store.add(key, 1)
-    until = time.monotonic() + 5 * PEER_SECONDS
-    while store.add(key, 0) < n_ranks and time.monotonic() < until:
-        time.sleep(0.001)
-    dist.destroy_process_group(group)  # its thread would go on waking 100 times a second
+    store.set(f"case/{number}/{rank}", "")
+    ends = [f"case/{number}/{each}" for each in range(n_ranks)]
+    with contextlib.suppress(RuntimeError):  # a rank that misses this one goes on
+        store.wait(ends, timedelta(seconds=5 * PEER_SECONDS))
+    dist.destroy_process_group(group)  # its thread wakes 100 times a second
     return words
 
 
