@@ -119,7 +119,7 @@ $(BUILD)/crash.so: tests/support/crash.c
 # Too long for each change: by hand, before a release.  docs/versions.md has what came
 # of the last time.
 .PHONY: test-all py-test-long
-HEAVY := py-test-long c-test-plain sanitize fuzz-bytes fuzz fuzz-dp hosts matrix
+HEAVY := py-test-long c-test-plain sanitize gpu-fake-calls fuzz-bytes fuzz fuzz-dp hosts matrix
 test-all: test ## that, and what is heavier: some hours
 	@for target in $(HEAVY); do \
 	    echo "==== make $$target"; $(MAKE) --no-print-directory $$target || exit 1; done
@@ -136,6 +136,12 @@ gpu-fake: ## the checks of tests/gpu on simulated CUDA and NCCL
 
 $(GPU_PARTS:%=gpu-fake-%): gpu-fake-%: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so
 	@PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$* tests/gpu/run.sh --fake --quick --limit 900 $*
+
+# The three calls that a machine with a GPU is used by; `correct` is what gpu-fake runs.
+.PHONY: gpu-fake-calls
+gpu-fake-calls: $(INSTALLED) $(DEPENDENCIES) $(BUILD)/c/plain/libplfake.so ## first, correct and speed in a row
+	@for call in first correct speed; do PYTHON=$(PY) OUT=$(BUILD)/gpu-fake/$$call \
+	    tests/gpu/run.sh --fake --quick --within 1800 --limit 900 $$call || exit 1; done
 
 .PHONY: fuzz
 fuzz: $(INSTALLED) $(DEPENDENCIES) ## random programs by torch's class and by ours (FUZZ=5000)
