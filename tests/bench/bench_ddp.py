@@ -16,12 +16,10 @@ steps       Whole training steps of several contestants that take turns inside t
             everyone's gradients are compared with an average made by hand.
 memory      PSS of a rank, each contestant alone in processes of its own.
 
-`paceline bench` times the bare collective by size.
-
 A *group* is one set of fresh rank processes (a pair, with two ranks).  Each task is
 repeated in `--pairs` groups, and the groups of all models are interleaved, so that a
 slow quarter of an hour does not fall on one model alone.  Ratios are taken inside a
-group and summarised over groups; see `paceline._cli.bench.stats`.  Figures of a busy
+group and summarised over groups; see `stats.py`.  Figures of a busy
 machine are worth little: the load at the start of each group is part of the output.
 
 Together or apart
@@ -55,10 +53,10 @@ import argparse
 import sys
 from pathlib import Path
 
+import bench_models as models
 import contestants
 import report
 from contestants import split_names
-from paceline._cli.bench import models
 from runner import Bench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

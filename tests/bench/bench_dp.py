@@ -38,16 +38,16 @@ from pathlib import Path
 from statistics import median
 
 import dp_models
+import machine
 import paceline
 import torch
 from contestants import split_names
-from paceline._cli.bench import machine
-from paceline._cli.bench.report import StepRow, step_rows
+from paceline._cli.bench.command import Row, rows_of
 from paceline._cli.bench.steps import PLAIN, RANKS, REPLICAS, Plan, run
 from report import machine_lines
 
 N = 2  # ranks, and replicas
-Group = dict[tuple[str, str], StepRow]  # by model and contestant
+Group = dict[tuple[str, str], Row]  # by model and contestant
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,9 +128,8 @@ def run_group(args: argparse.Namespace, name: str, n_cores: int, found: Group) -
         n_cores=n_cores,
         rounds=args.rounds,
         turn_seconds=args.seconds,
-        is_silent=True,
     )
-    rows = step_rows(paceline.launch(measure, N, plan, backend="gloo"), n_cores)
+    rows = rows_of(paceline.launch(measure, N, plan, backend="gloo"), n_cores)
     found.update({(row.model, row.contestant): row for row in rows})
 
 
@@ -153,7 +152,7 @@ def as_text(args: argparse.Namespace, groups: Sequence[Group], n_cores: int) -> 
         line = f"{dp_models.BY_NAME[name].title:48}{plain:10.2f}"
         for contestant in REPLICAS, RANKS:
             ratios = [group[name, contestant].against_plain for group in groups]
-            line += f"{spread([each.median for each in ratios if each]):>20}"
+            line += f"{spread([median(each) for each in ratios if each]):>20}"
         lines.append(line)
     return "\n".join(lines) + "\n"
 

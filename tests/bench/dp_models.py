@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import bench_models as models
 import torch
-from paceline._cli.bench import models
-from paceline._cli.bench.models import Batch, ModelSpec, classes
+from bench_models import Batch, ModelSpec, classes
 from torch import Tensor, nn
 from torch.nn import functional as F
 

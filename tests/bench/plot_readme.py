@@ -16,8 +16,8 @@ from typing import Any
 
 import matplotlib as mpl
 from contestants import FLOOR, PACELINE, TORCH
-from paceline._cli.bench.stats import Interval
 from report import COLOURS
+from stats import Interval
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "2026-11-21-2cores-apart.txt"

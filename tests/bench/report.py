@@ -14,7 +14,7 @@ from typing import Any
 import contestants
 import matplotlib as mpl
 from contestants import FLOOR, PACELINE, TORCH, TORCH_VIEW, UNRECORDED
-from paceline._cli.bench.stats import median_with_interval, percentile
+from stats import median_with_interval, percentile
 
 Figures = dict[str, Any]
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import bench_models as models
+import machine
 import report
 import steps
 from groups import Figures, Job, prepare_environment, run_group
 from paceline import RankError
-from paceline._cli.bench import machine, models
 
 FIRST_GUESS_SECONDS = 5.0  # of a task that has not run yet: mostly the start of torch
 

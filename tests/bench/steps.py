@@ -37,17 +37,17 @@ from __future__ import annotations
 import random
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import bench_models as models
 import contestants
 import torch
 import torch.distributed as dist
+from bench_models import Batch, ModelSpec
 from groups import Job
-from paceline._cli.bench import models
-from paceline._cli.bench.all_reduce import over_ranks
-from paceline._cli.bench.models import Batch, ModelSpec
 from torch import Tensor, nn
 
 MODEL_SEED = 1
@@ -206,6 +206,13 @@ def time_blocks(job: Job, entries: list[Entry], batches: list[Batch]) -> None:
     for _ in range(job.blocks):
         for entry in order.sample(entries, len(entries)):
             entry.time_block(batches, job.settle_steps, n_steps)
+
+
+def over_ranks(values: Sequence[float]) -> list[float]:
+    """Return the mean over ranks of each of these figures, which all ranks have."""
+    mean = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return [round(value, 1) for value in (mean / dist.get_world_size()).tolist()]
 
 
 def figures_of(entries: list[Entry]) -> dict[str, Any]:

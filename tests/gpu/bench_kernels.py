@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from checks import Figures, is_quick
 from kernels_library import MEAN, Kernels
-from paceline._cli.bench.stats import median_with_interval
 from part_build import library_of, nvrtc_path
+from stats import median_with_interval
 from torch import Tensor
 
 TARGET = 0.8  # of the bandwidth of a plain copy

@@ -20,12 +20,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import bench_models as models
 import torch
 from bench_steps import listed, rounds
 from checks import add, is_fake, rehearsed
-from paceline._cli.bench import models
-from paceline._cli.bench.stats import median_with_interval
 from replica_world import World, allocated
+from stats import median_with_interval
 from torch import Tensor, nn
 from torch.nn import functional as F
 from world import timing

@@ -21,12 +21,12 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import bench_models as models
 import paceline
 import torch
 from check_memory import CONTESTANTS
 from checks import add, is_fake, is_quick
-from paceline._cli.bench import models
-from paceline._cli.bench.stats import Interval, median_with_interval
+from stats import Interval, median_with_interval
 from torch import Tensor, nn
 from world import World, timing
 

@@ -9,6 +9,7 @@ import pickle
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import paceline
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from check_gradients import (
     step_once,
 )
 from checks import Skip, check, rehearsed
-from paceline._cli.bench import models
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

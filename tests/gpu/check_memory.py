@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import torch
 from checks import add
-from paceline._cli.bench import models
 from torch import nn
 from world import World, timing
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import torch
 from checks import Skip, add, check, is_fake, rehearsed
-from paceline._cli.bench import models
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from twins import Batch, Step, plain_step, play, scaled_steps

@@ -6,10 +6,10 @@ import copy
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import torch
 from check_models import batches_of
 from checks import Skip, add, check
-from paceline._cli.bench import models
 from torch import Tensor, nn
 from torch.nn import functional as F
 from twins import assert_near, plain_step, take_steps

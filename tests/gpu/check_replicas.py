@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import torch
 from checks import Skip, add, check, is_fake, rehearsed
-from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients, play
 from replica_world import ByHand, World
 from torch import Tensor, nn

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import bench_models as models
 import torch
 from check_replicas import N_ROWS, mlp, pair, same_outputs, same_step, smooth
 from checks import check
-from paceline._cli.bench import models
 from replica_twins import assert_near, assert_same_gradients
 from replica_world import World, allocated
 from torch import Tensor, nn

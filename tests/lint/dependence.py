@@ -47,13 +47,9 @@ PACKAGES: dict[str, set[str]] = {
     "_ddp": _LOW,
     "_launch": _LOW,
     "_install": {"", *_LOW},
-    "_cli.bench": {"", "_cli", "_ddp", *_LOW},
-    "_cli": {"", "_cli.bench", "_install", *_LOW},
+    "_cli": {"", "_install", *_LOW},
     "__main__": {"_cli"},
     "callbacks": set(),
-    "_comm_hooks": {"_ddp"},
-    "_options": {"_ddp"},
-    "_tree": {"_compat"},
     "": {"_ddp", "_dp", "_install", "_launch", *_LOW},
 }
 

@@ -1,9 +1,6 @@
-"""``paceline bench``: what wrappers, ranks, replicas and threads give on this machine.
+"""``paceline bench``: which wrapper, ranks and threads are fastest on this machine.
 
-``command.py`` starts a world for each number of ranks.  In it contestants take turns:
-``all_reduce.py`` has the bare collective, ``steps.py`` whole training steps.
-``report.py`` makes ratios, lines and the advice of what came out, ``tables.py`` prints
-it, ``plot.py`` draws a picture.
-
-The models, the statistics and the description of the machine serve ``tests/bench`` too.
+``command.py`` starts a world for each number of ranks, in which the contestants of
+``steps.py`` take turns; it prints one table and the advice.  ``models.py`` has the
+models; ``tests/bench`` times them too.
 """

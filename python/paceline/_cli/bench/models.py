@@ -30,7 +30,7 @@ class ModelSpec:
     make_batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Tensor, Tensor], Tensor]
     steps_per_block: int
-    by_hand: bool = False  # large or long: only when it is asked for by name
+    by_hand: bool = False  # in tests/bench: only if asked for by name
 
 
 class Transformer(nn.Module):
@@ -72,21 +72,6 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """One residual step."""
         return F.relu(self.body(x) + self.past(x))
-
-
-class ManySmall(nn.Module):
-    """A thousand parameters of four elements: the cost of a parameter, not of bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.terms = nn.ParameterList(torch.randn(4) for _ in range(1000))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a sum of products, so that each gradient is a tensor of its own."""
-        total = torch.zeros_like(x)
-        for term in self.terms:
-            total = torch.addcmul(total, term, x)
-        return total
 
 
 def build_mlp(*widths: int) -> nn.Module:
@@ -142,14 +127,6 @@ ALL = [
         steps_per_block=60,
     ),
     ModelSpec(
-        "small",
-        "1000 parameters of 4 elements",
-        ManySmall,
-        regression(4),
-        F.mse_loss,
-        steps_per_block=12,
-    ),
-    ModelSpec(
         "transformer",
         "transformer, 4 layers, d=256, 3.7M",
         Transformer,
@@ -172,24 +149,6 @@ ALL = [
         regression(32, 2048),
         F.mse_loss,
         steps_per_block=6,
-    ),
-    ModelSpec(
-        "mlp100m",
-        "MLP 100M, 6 x 64 MiB",
-        lambda: build_mlp(*[4096] * 7),
-        regression(32, 4096),
-        F.mse_loss,
-        steps_per_block=4,
-        by_hand=True,
-    ),
-    ModelSpec(
-        "mlp19k",
-        "MLP 64-256-10, 19k",
-        lambda: build_mlp(64, 256, 10),
-        classes(64, 64, n_classes=10),
-        F.cross_entropy,
-        steps_per_block=100,
-        by_hand=True,
     ),
 ]
 BY_NAME = {spec.name: spec for spec in ALL}

@@ -14,10 +14,9 @@ ends when the GPU is done.
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,8 +59,6 @@ class Plan:
         Turns of each contestant.
     turn_seconds : float
         What a turn takes, about.
-    is_silent : bool
-        Whether nothing is said of the progress.
     """
 
     models: list[str]
@@ -70,7 +67,6 @@ class Plan:
     n_cores: int
     rounds: int
     turn_seconds: float
-    is_silent: bool
 
 
 @dataclass
@@ -83,25 +79,21 @@ class Timed:
         In the whole batch.
     step_ms : dict
         Of each contestant that this rank took part in: a mean of each turn.
-    gradient_difference : float
-        The largest between torch's wrapper and ours, relative to the largest element.
     """
 
     n_samples: int
     step_ms: dict[str, list[float]] = field(default_factory=dict)
-    gradient_difference: float = 0.0
 
 
 def run(
     plan: Plan, specs: Mapping[str, ModelSpec] = models.BY_NAME
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Timed]:
     """Measure all models on this rank, which :func:`paceline.launch` has started."""
     world = paceline.init()
     # A rank that waits for NCCL would keep its GPU busy.
     waiting = dist.new_group(backend="gloo")
     return {
-        name: asdict(_Turns(plan, specs[name], world, waiting).run())
-        for name in plan.models
+        name: _Turns(plan, specs[name], world, waiting).run() for name in plan.models
     }
 
 
@@ -185,7 +177,7 @@ class _Turns:
     def run(self) -> Timed:
         timed = Timed(len(self._whole[0][0]))
         if set(ON_ALL_RANKS) <= set(self._plan.contestants):
-            timed.gradient_difference = self._check()
+            self._check()
         n_steps = {name: self._count_steps(name) for name in self._plan.contestants}
         order = random.Random(0)
         for _ in range(self._plan.rounds):
@@ -193,9 +185,6 @@ class _Turns:
                 step_ms = self._turn(name, n_steps[name])
                 if step_ms is not None:
                     timed.step_ms.setdefault(name, []).append(step_ms)
-        if self._world.rank == 0 and not self._plan.is_silent:
-            n = self._world.world_size
-            print(f"{n} ranks: {self._spec.title}: done", file=sys.stderr, flush=True)
         return timed
 
     def _batch(self, generator: torch.Generator) -> Batch:
@@ -225,31 +214,21 @@ class _Turns:
         dist.broadcast_object_list(counts, 0, self._waiting)
         return counts[0]
 
-    def _check(self) -> float:
-        """Compare our gradients with those of torch's wrapper; return the difference.
-
-        Raises
-        ------
-        RuntimeError
-            If they differ by more than rounding.
-        """
+    def _check(self) -> None:
+        """Raise RuntimeError if our gradients are not those of torch's wrapper."""
         of_both = []
         for name in ON_ALL_RANKS:
             contestant = self._contestants[name]
             torch.set_num_threads(contestant.n_threads)
             contestant.backward(self._batches(name)[0])
             of_both.append(contestant.gradients())
-        difference = 0.0
+        limit = _TOLERANCE[self._world.device.type]
         for right, ours in zip(*of_both, strict=True):
             scale = right.abs().max().clamp_min(torch.finfo(right.dtype).tiny)
             found = ((ours - right).abs().max() / scale).item()
-            if not found <= difference:  # max() would lose a NaN
-                difference = found
-        limit = _TOLERANCE[self._world.device.type]
-        if not difference <= limit:
-            raise RuntimeError(
-                f"{self._spec.title}: gradients differ from those of torch's wrapper "
-                f"by {difference:g} of their largest element, more than {limit:g}: "
-                "nothing is timed; run `paceline doctor`"
-            )
-        return difference
+            if not found <= limit:  # nor a NaN
+                raise RuntimeError(
+                    f"{self._spec.title}: gradients differ from those of torch's "
+                    f"wrapper by {found:g} of their largest element, more than "
+                    f"{limit:g}: nothing is timed; run `paceline doctor`"
+                )

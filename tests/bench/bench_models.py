@@ -1,0 +1,68 @@
+"""The models of `paceline bench`, and those that the tests alone time."""
+
+import torch
+from paceline._cli.bench.models import (
+    ALL as OF_COMMAND,
+)
+from paceline._cli.bench.models import (
+    LEARNING_RATE,
+    Batch,
+    ModelSpec,
+    Transformer,
+    build_mlp,
+    build_resnet18,
+    classes,
+    regression,
+    tokens,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["LEARNING_RATE", "Batch", "Transformer", "build_resnet18", "tokens"]
+
+
+class ManySmall(nn.Module):
+    """A thousand parameters of four elements: the cost of a parameter, not of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = nn.ParameterList(torch.randn(4) for _ in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a sum of products, so that each gradient is a tensor of its own."""
+        total = torch.zeros_like(x)
+        for term in self.terms:
+            total = torch.addcmul(total, term, x)
+        return total
+
+
+ALL = [
+    *OF_COMMAND,
+    ModelSpec(
+        "small",
+        "1000 parameters of 4 elements",
+        ManySmall,
+        regression(4),
+        F.mse_loss,
+        steps_per_block=12,
+    ),
+    ModelSpec(
+        "mlp100m",
+        "MLP 100M, 6 x 64 MiB",
+        lambda: build_mlp(*[4096] * 7),
+        regression(32, 4096),
+        F.mse_loss,
+        steps_per_block=4,
+        by_hand=True,
+    ),
+    ModelSpec(
+        "mlp19k",
+        "MLP 64-256-10, 19k",
+        lambda: build_mlp(64, 256, 10),
+        classes(64, 64, n_classes=10),
+        F.cross_entropy,
+        steps_per_block=100,
+        by_hand=True,
+    ),
+]
+BY_NAME = {spec.name: spec for spec in ALL}
