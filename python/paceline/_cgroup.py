@@ -1,4 +1,4 @@
-"""The limits of this process's control groups, of version 1 and 2.
+"""The limit of CPU time of this process's control groups, of version 1 and 2.
 
 A group's limit holds for all groups below it, so each folder from this process's own
 group up to the mount is read, and the tightest limit counts.  In a container the path
@@ -8,26 +8,10 @@ that the kernel names may lie outside of what is mounted: then the mount is the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
 _MOUNT = "sys/fs/cgroup"
-_NO_LIMIT_BYTES = 1 << 62
-"""Version 1 writes "no limit" as the largest multiple of a page."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """A limit, and how much of it is used."""
-
-    limit: int
-    used: int
-
-    @property
-    def free(self) -> int:
-        """What is left."""
-        return max(0, self.limit - self.used)
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -42,34 +26,6 @@ def cpu_quota(root: Path = ROOT) -> float | None:
         if quota and period:
             quotas.append(quota / period)
     return min(quotas, default=None)
-
-
-def memory(root: Path = ROOT) -> Usage | None:
-    """Return the limit of memory, in bytes, with the least left; None: no limit.
-
-    Cached files that the kernel drops as soon as memory is short are not counted.
-    """
-    limits = []
-    for folder in _folders("memory", root):
-        limit = _either(folder, "memory.max", "memory.limit_in_bytes")
-        used = _either(folder, "memory.current", "memory.usage_in_bytes")
-        if limit is None or limit >= _NO_LIMIT_BYTES:
-            continue
-        stat = dict(_pairs(_read(folder / "memory.stat")))
-        cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
-        limits.append(Usage(limit, max(0, (used or 0) - cached)))
-    return min(limits, key=lambda usage: usage.free, default=None)
-
-
-def tasks(root: Path = ROOT) -> Usage | None:
-    """Return the limit of processes and threads with the least left; None: no limit."""
-    limits = []
-    for folder in _folders("pids", root):
-        limit = _number(_read(folder / "pids.max").strip())
-        if limit is not None:
-            used = _number(_read(folder / "pids.current").strip())
-            limits.append(Usage(limit, used or 0))
-    return min(limits, key=lambda usage: usage.free, default=None)
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
@@ -100,16 +56,3 @@ def _read(path: Path) -> str:
 def _number(text: str) -> int | None:
     """Return a whole number that is no less than 0; None of "max", -1 and the like."""
     return int(text) if text.isdecimal() else None
-
-
-def _either(folder: Path, *names: str) -> int | None:
-    found = (_number(_read(folder / name).strip()) for name in names)
-    return next((number for number in found if number is not None), None)
-
-
-def _pairs(text: str) -> Iterator[tuple[str, int]]:
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        number = _number(value.strip())
-        if number is not None:
-            yield name, number

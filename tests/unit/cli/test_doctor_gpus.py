@@ -18,38 +18,31 @@ def three_gpus():
         yield machine
 
 
-def test_gpus_are_listed_with_who_accesses_whom(three_gpus, monkeypatch):
-    found = gpus.look_gpus()
-    assert found == gpus.Gpus("", (gpus.Gpu("fake GPU", 1 << 30, "9.0"),) * 3)
-    monkeypatch.setattr(three_gpus, "can_access", lambda a, b: (a, b) != (0, 2))
-    assert gpus.look_gpus().blocked == ((0, 2),)
-
-
-def test_kernels_are_loaded_on_every_gpu_or_one_is_a_problem(three_gpus, monkeypatch):
-    found = gpus.look_kernels()
-    assert len(found.sources) == 3
-    assert gpus.judge_kernels(found).status is Status.OK
-    monkeypatch.setattr(three_gpus, "count", lambda: 9)
-    assert gpus.judge_kernels(gpus.look_kernels()).status is Status.PROBLEM
-
-
-def test_nccl_and_the_driver_are_opened_by_the_paths_that_are_named(
-    three_gpus, monkeypatch
-):
+def test_what_a_step_on_gpus_needs_is_found(three_gpus, monkeypatch):
     monkeypatch.setenv("PACELINE_LIBNCCL", fake_gpus.library())
     monkeypatch.setenv("PACELINE_LIBCUDA", fake_gpus.library())
-    found = gpus.look_nccl()
-    assert found.version > 20000
-    assert found.is_named
-    assert gpus.look_driver().version >= 11000
+    found = gpus.look_gpus()
+    assert found.status is Status.OK
+    assert found.found.startswith("3 x fake GPU (1 GiB, compute capability 9.0); kern")
+    assert "NCCL 2." in found.found
+    assert found.advice == ""
+    assert gpus.look_driver().found.startswith("CUDA's driver serves CUDA 1")
+    monkeypatch.setattr(three_gpus, "can_access", lambda a, b: (a, b) != (0, 2))
+    assert "not all access each other" in gpus.look_gpus().found
     monkeypatch.setenv("PACELINE_LIBNCCL", "/nowhere")
-    assert "/nowhere" in gpus.judge_nccl(gpus.look_nccl()).found
+    found = gpus.look_gpus()
+    assert found.status is Status.PROBLEM
+    assert "/nowhere" in found.found
+    monkeypatch.setattr(three_gpus, "count", lambda: 9)
+    found = gpus.look_gpus()
+    assert found.status is Status.PROBLEM
+    assert "need kernels" in found.advice
 
 
 @pytest.mark.parametrize("n_gpus", [1, 3])
 def test_a_pattern_arrives_right_between_all_pairs_or_from_the_host(n_gpus):
     with fake_gpus.several(n_gpus):
-        assert gpus.look_gpu_links() == gpus.GpuLinks(n_gpus, 16 * MIB)
+        assert gpus.look_gpu_links() == gpus.judge_gpu_links(n_gpus, {})
 
 
 @pytest.mark.parametrize("kind", ["changed", "lost"])
@@ -72,11 +65,10 @@ def test_a_copy_that_arrives_wrong_is_found_with_its_direction(
 
     native = types.SimpleNamespace(DeviceGroup=Group)
     monkeypatch.setattr(imports, "native", lambda: native)
-    found = gpus.look_gpu_links()
     n_wrong = 2 if kind == "changed" else 8 * MIB
-    assert found.wrong == (("GPU 2", "GPU 0", n_wrong),)
-    finding = gpus.judge_gpu_links(found)
+    finding = gpus.look_gpu_links()
     assert finding.status is Status.PROBLEM
+    assert finding.found == f"wrong data: GPU 2 to GPU 0 ({n_wrong} elements)"
     assert "iommu=pt" in finding.advice
 
 
@@ -84,9 +76,9 @@ def test_a_driver_whose_gpus_torch_does_not_see_is_a_problem(monkeypatch):
     monkeypatch.setattr(_gpu.Machine, "why_unusable", lambda self: "torch sees none")
     monkeypatch.setattr(torch_cuda, "build", lambda: "CUDA 13.0")
     monkeypatch.setenv("PACELINE_LIBCUDA", "/nowhere")
-    assert gpus.judge_gpus(gpus.look_gpus()).status is Status.OK
+    assert gpus.look_gpus().status is Status.OK
     monkeypatch.setenv("PACELINE_LIBCUDA", fake_gpus.library())
-    finding = gpus.judge_gpus(gpus.look_gpus())
+    finding = gpus.look_gpus()
     assert finding.status is Status.PROBLEM
     assert "torch sees none" in finding.found
 
@@ -95,7 +87,5 @@ def test_without_gpus_nothing_is_opened(monkeypatch):
     monkeypatch.setattr(_gpu.Machine, "why_unusable", lambda self: "none here")
     monkeypatch.delenv("PACELINE_LIBNCCL", raising=False)
     monkeypatch.setattr(_gpu, "open_device", None)
-    assert gpus.look_gpus() == gpus.Gpus("none here")
-    assert gpus.look_kernels() == gpus.Kernels()
-    assert gpus.look_nccl() == gpus.Nccl()
-    assert gpus.look_gpu_links() == gpus.GpuLinks()
+    assert gpus.look_gpus() == gpus.judge_no_gpu("none here", False)
+    assert gpus.look_gpu_links() == gpus.judge_gpu_links(0, {})

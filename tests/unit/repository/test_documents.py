@@ -25,7 +25,7 @@ import pytest
 import setuptools
 from documents import README, ROOT, RUN_PAGES, commands_of, name_of
 from paceline._cli.doctor import command as doctor
-from paceline._cli.doctor import memory, software, system, table
+from paceline._cli.doctor import machine
 from support import warm
 
 SECONDS = 150
@@ -259,10 +259,10 @@ def test_every_block_has_a_language_that_is_checked():
 
 def test_the_doctor_prints_what_its_page_shows(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    checks = {check.name: check for check in table.CHECKS}
+    checks = {check.name: check for check in doctor.CHECKS}
     found = {
-        "cores": system.judge_cores(system.Cores(2, 1, None)),
-        "dev_shm": memory.judge_dev_shm(memory.DevShm(64 << 20, 64 << 20)),
+        "cores": machine.judge_cores(2, 1, None, 1, 1),
+        "dev_shm": machine.judge_dev_shm(64 << 20, 64 << 20),
     }
     doctor._show_text((checks[name], finding) for name, finding in found.items())
     blocks = documents.blocks_of(ROOT / "docs" / "environment.md")
@@ -308,11 +308,11 @@ def test_every_path_and_target_in_the_text_exists(page):
 
 def test_every_variable_is_documented_and_known():
     pages = {page: page.read_text(encoding="utf-8") for page in documents.PAGES}
-    for name in software.VARIABLES:
+    for name in machine.VARIABLES:
         own = pages[ROOT / "docs" / "environment.md"]
         assert name in own + pages[ROOT / "CONTRIBUTING.md"], name
     for page, text in pages.items():
-        unknown = set(re.findall(r"PACELINE_\w+", text)) - set(software.VARIABLES)
+        unknown = set(re.findall(r"PACELINE_\w+", text)) - set(machine.VARIABLES)
         assert not unknown, f"{name_of(page)}: {unknown}"
 
 

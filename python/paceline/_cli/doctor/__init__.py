@@ -1,6 +1,7 @@
-"""``paceline doctor``: what this machine has, what is wrong with it, and what to do.
+"""``paceline doctor``: what makes training fail or crawl here, and what to do.
 
-A check has two halves: one looks at the machine and returns what it read, the other
-judges the readings and touches nothing.  ``table.py`` lists the checks in the order in
-which they are printed; those that may crash or hang run in a process of their own.
+A check looks at the machine and returns a finding.  The half that judges reads nothing,
+so that tests can give it readings of any machine.  ``command.py`` lists the checks in
+the order in which they are printed; a process of their own runs them, for one may crash
+or hang.
 """

@@ -10,17 +10,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 import paceline
-from paceline._cli.doctor import table
-from paceline._cli.doctor.apart import Probe
+from paceline._cli.doctor import apart, gpus, links, machine
 from paceline._cli.doctor.finding import (
-    FAILED,
     Check,
     Finding,
     Status,
-    describe,
-    problem,
 )
 
 DESCRIPTION = """\
@@ -29,9 +26,27 @@ what was found, what it means and what to do: ok, warning or problem.  It change
 nothing and needs no root."""
 EPILOGUE = "Exit status: 0 if there is no problem, warnings allowed; 1 if there is one."
 
+_BROKEN_TORCH = "Importing torch crashes or hangs: install torch anew."
+_DRIVER = "CUDA's driver crashes or hangs: see whether `nvidia-smi` works, and dmesg."
+_TORCH_SECONDS = 120.0  # from a network's file system
+_GPU_SECONDS = 60.0  # the first use of eight GPUs takes tens of seconds
+_BROKEN = "The extension is broken: install Paceline anew."
+_NO_LINKS = "Ranks on this machine would hang: see dmesg, and the container's limits."
+CHECKS = (
+    Check("extension", machine.look_extension, 20.0, _BROKEN),
+    Check("torch", machine.look_torch, _TORCH_SECONDS, _BROKEN_TORCH),
+    Check("environment", machine.look_environment),
+    Check("cores", machine.look_cores, _TORCH_SECONDS, _BROKEN_TORCH),
+    Check("dev_shm", machine.look_dev_shm),
+    Check("links", links.look_links, links.SECONDS + 10, _NO_LINKS),
+    Check("driver", gpus.look_driver, _GPU_SECONDS, _DRIVER),
+    Check("gpus", gpus.look_gpus, 2 * _GPU_SECONDS, _DRIVER),
+    Check("gpu_links", gpus.look_gpu_links, 2 * _GPU_SECONDS, gpus.COPIES_HANG),
+)
+
 _COLOURS = {Status.OK: "32", Status.WARNING: "33", Status.PROBLEM: "1;31"}
 _MIN_WIDTH, _MAX_WIDTH = 60, 100
-_NAME_WIDTH = max(len(check.name) for check in table.CHECKS)
+_NAME_WIDTH = max(len(check.name) for check in CHECKS)
 _INDENT = " " * (len("problem") + 2 + _NAME_WIDTH + 2)
 
 
@@ -53,14 +68,8 @@ def main(arguments: Sequence[str], program: str) -> int:
 
 
 def run() -> Iterator[tuple[Check, Finding]]:
-    """Yield each check and its finding, as soon as there is one."""
-    with Probe(table.__name__) as probe:
-        for check in table.CHECKS:
-            try:
-                finding = probe.run(check) if check.is_apart else check.run()
-            except Exception as error:  # the other checks go on
-                finding = problem(describe(error), FAILED)
-            yield check, finding
+    """Return each check and its finding, as soon as there is one."""
+    return zip(CHECKS, apart.run(CHECKS), strict=True)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -113,24 +122,14 @@ def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
 
 
 def _show_json(findings: Iterator[tuple[Check, Finding]]) -> list[Finding]:
-    found, rows = [], []
-    for check, finding in findings:
-        found.append(finding)
-        rows.append(
-            {
-                "name": check.name,
-                "status": finding.status.value,
-                "found": finding.found,
-                "advice": finding.advice,
-            }
-        )
+    rows = [(check.name, finding) for check, finding in findings]
+    found = [finding for _, finding in rows]
     statuses = [finding.status for finding in found]
-    worst = max(statuses, key=list(Status).index, default=Status.OK)
     report = {
         "version": paceline.__version__,
-        "status": worst.value,
+        "status": max(statuses, key=list(Status).index),
         "verdict": verdict(found),
-        "checks": rows,
+        "checks": [{"name": name, **asdict(finding)} for name, finding in rows],
     }
     print(json.dumps(report, indent=2))
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 MIB, GIB = 1 << 20, 1 << 30
 FAILED = "The check itself failed: the message says at what."
@@ -50,28 +49,22 @@ class Check:
     name : str
         What the output and the JSON object call it.
     look : callable
-        Reads the machine; what it raises is a problem.
-    judge : callable
-        Makes a finding of what `look` returned, and reads nothing itself.
-    is_apart : bool
-        Whether it may crash or hang, and so runs in another process.
+        Reads the machine and judges; what it raises is a problem.
     seconds : float
-        How long it may take there.
+        How long it may take.
     hint : str
         What to do where it crashes or takes longer.
     """
 
     name: str
-    look: Callable[[], Any]
-    judge: Callable[[Any], Finding]
-    is_apart: bool = False
+    look: Callable[[], Finding]
     seconds: float = 20.0
-    hint: str = ""
+    hint: str = FAILED
 
     def run(self) -> Finding:
-        """Look and judge; an exception is a problem."""
+        """Look; an exception is a problem."""
         try:
-            return self.judge(self.look())
+            return self.look()
         except KeyboardInterrupt:
             raise
         except BlockedError as error:

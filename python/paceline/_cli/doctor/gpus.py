@@ -1,10 +1,11 @@
-"""Checks of NVIDIA's GPUs: driver, devices, kernels, NCCL, and copies between them."""
+"""Checks of NVIDIA's GPUs: the driver, what a step needs, and copies between them."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from paceline._cli.doctor.finding import (
 )
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
-NO_GPU = "no GPU in use"
 NO_DRIVER = "no CUDA driver ("
 """What the native module says where there is no library of the driver's."""
 _HIDES_ALL = ("", "-1", "NoDevFiles")
@@ -29,35 +29,7 @@ _HIDES_ALL = ("", "-1", "NoDevFiles")
 # ---- the driver ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Driver:
-    """CUDA's driver, and who would use it.
-
-    Attributes
-    ----------
-    version : int
-        Of CUDA, as the driver serves it: 13000.
-    error : str
-        Why it cannot be started.
-    n_cards : int
-        NVIDIA's cards on the PCI bus.
-    build : str
-        What torch is built for; empty where it cannot be imported.
-    is_named : bool
-        Whether ``PACELINE_LIBCUDA`` names the library.
-    visible : str or None
-        The value of ``CUDA_VISIBLE_DEVICES``.
-    """
-
-    version: int = 0
-    error: str = ""
-    n_cards: int = 0
-    build: str = ""
-    is_named: bool = False
-    visible: str | None = None
-
-
-def look_driver(root: Path = Path("/")) -> Driver:
+def look_driver() -> Finding:
     """Start the driver, and count NVIDIA's cards."""
     native = imports.native()
     version, error_text = 0, ""
@@ -65,17 +37,17 @@ def look_driver(root: Path = Path("/")) -> Driver:
         version = native.driver_version(None)
     except Exception as error:
         error_text = describe(error)
-    return Driver(
+    return judge_driver(
         version,
         error_text,
-        n_cards=_count_cards(root),
+        n_cards=_count_cards(),
         build=_torch_build(),
         is_named=bool(os.environ.get("PACELINE_LIBCUDA")),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
-def _count_cards(root: Path) -> int:
+def _count_cards(root: Path = Path("/")) -> int:
     n_cards = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         try:
@@ -96,59 +68,66 @@ def _torch_build() -> str:
     return torch_cuda.build()
 
 
-def judge_driver(driver: Driver) -> Finding:
-    """Judge whether driver, cards and torch fit together."""
-    is_cuda = driver.build.startswith("CUDA")
-    if driver.error:
-        return _judge_no_driver(driver, is_cuda)
-    major, minor = driver.version // 1000, driver.version % 1000 // 10
+def judge_driver(
+    version: int = 0,
+    error: str = "",
+    n_cards: int = 0,
+    build: str = "",
+    is_named: bool = False,
+    visible: str | None = None,
+) -> Finding:
+    """Judge whether driver, cards and torch fit together.
+
+    Parameters
+    ----------
+    version : int
+        Of CUDA, as the driver serves it: 13000.
+    error : str
+        Why it cannot be started.
+    n_cards : int
+        NVIDIA's cards on the PCI bus.
+    build : str
+        What torch is built for; empty if it cannot be imported.
+    is_named : bool
+        Whether ``PACELINE_LIBCUDA`` names the library.
+    visible : str or None
+        The value of ``CUDA_VISIBLE_DEVICES``.
+    """
+    is_cuda = build.startswith("CUDA")
+    if error:
+        found = error
+        if n_cards:
+            found += f"; {count(n_cards, 'NVIDIA card')} on the PCI bus"
+        has_library = NO_DRIVER not in error
+        if is_named:
+            return problem(found, "PACELINE_LIBCUDA is set: mend it, or unset it.")
+        if has_library and visible in _HIDES_ALL:
+            return warning(
+                f"CUDA_VISIBLE_DEVICES={visible} hides all GPUs",
+                "Training is on the CPU: unset CUDA_VISIBLE_DEVICES to use the GPUs.",
+            )
+        if n_cards and is_cuda:
+            return problem(
+                found,
+                "There are GPUs, and none can be used. Install NVIDIA's driver, or "
+                "give the container its GPUs (docker run --gpus all).",
+            )
+        if n_cards or has_library:
+            return warning(
+                found,
+                "Training is on the CPU. To train on GPUs, install NVIDIA's driver and "
+                "a CUDA torch, and see whether `nvidia-smi` works.",
+            )
+        return ok("none, and no NVIDIA card: training is on the CPU")
+    major, minor = version // 1000, version % 1000 // 10
     found = f"CUDA's driver serves CUDA {major}.{minor}"
-    if not driver.build:
+    if not build or (is_cuda and _major(build) <= major):
         return ok(found)
-    if not is_cuda:
-        return warning(
-            f"{found}, and torch is built for {driver.build}",
-            "This torch cannot use the GPUs: install one that is built for CUDA "
-            f"{major} or older (https://pytorch.org/get-started).",
-        )
-    if _major(driver.build) > major:
-        return problem(
-            f"{found}, and torch is built for {driver.build}",
-            "The driver is too old for this torch: install a newer driver, or a torch "
-            f"that is built for CUDA {major}.",
-        )
-    return ok(found)
-
-
-def _judge_no_driver(driver: Driver, is_cuda: bool) -> Finding:
-    found = driver.error
-    if driver.n_cards:
-        found += f"; {count(driver.n_cards, 'NVIDIA card')} on the PCI bus"
-    if driver.is_named:
-        return problem(found, "PACELINE_LIBCUDA is set: mend it, or unset it.")
-    has_library = NO_DRIVER not in driver.error
-    if has_library and driver.visible in _HIDES_ALL:
-        return warning(
-            f"CUDA_VISIBLE_DEVICES={driver.visible} hides all GPUs",
-            "Training is on the CPU: unset CUDA_VISIBLE_DEVICES to use the GPUs.",
-        )
-    if driver.n_cards and is_cuda:
-        return problem(
-            found,
-            "There are GPUs, and none can be used. Install NVIDIA's driver, or give "
-            "the container its GPUs (docker run --gpus all).",
-        )
-    if driver.n_cards:
-        return warning(
-            found, "To train on the GPUs, install NVIDIA's driver and a CUDA torch."
-        )
-    if has_library:
-        return warning(
-            found,
-            "The driver is installed and sees no GPU, so training is on the CPU. If "
-            "there is one, see whether `nvidia-smi` works.",
-        )
-    return ok("none, and no NVIDIA card: training is on the CPU")
+    return (problem if is_cuda else warning)(
+        f"{found}, and torch is built for {build}",
+        f"This torch cannot use the GPUs: install one that is built for CUDA {major} "
+        "or older (https://pytorch.org/get-started), or a newer driver.",
+    )
 
 
 def _major(build: str) -> int:
@@ -156,54 +135,65 @@ def _major(build: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-# ---- devices ------------------------------------------------------------------------
-
-_OLDEST_CAPABILITY = (7, 5)
+# ---- devices, kernels, NCCL ---------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as torch sees it."""
-
-    name: str
-    n_bytes: int
-    capability: str
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The GPUs that torch sees.
-
-    Attributes
-    ----------
-    why_none : str
-        Why none can be used.
-    gpus : tuple of Gpu
-    blocked : tuple of (int, int)
-        Pairs of which the first cannot access the second's memory by itself.
-    has_driver : bool
-        Whether the driver sees a GPU, which this torch is built for.
-    """
-
-    why_none: str = ""
-    gpus: tuple[Gpu, ...] = ()
-    blocked: tuple[tuple[int, int], ...] = ()
-    has_driver: bool = False
-
-
-def look_gpus() -> Gpus:
-    """Ask torch for its GPUs."""
-    machine = imports.gpus().machine
+def look_gpus() -> Finding:
+    """Ask torch for its GPUs, load the kernels for each, and open NCCL."""
+    gpu = imports.gpus()
+    machine = gpu.machine
+    libnccl = os.environ.get("PACELINE_LIBNCCL")
     why_none = machine.why_unusable()
-    if why_none:
-        return Gpus(why_none, has_driver=_has_driver())
-    found = []
-    for index in range(machine.count()):
+    if why_none and not libnccl:
+        return judge_no_gpu(why_none, has_driver=_has_driver())
+    n_gpus = 0 if why_none else machine.count()
+    kinds: Counter[str] = Counter()
+    for index in range(n_gpus):
         name, capability = machine.properties(index)
-        found.append(Gpu(name, machine.size(index)[0], capability))
-    pairs = [(a, b) for a in range(len(found)) for b in range(len(found)) if a != b]
-    blocked = tuple(pair for pair in pairs if not machine.can_access(*pair))
-    return Gpus("", tuple(found), blocked)
+        n_bytes = size(machine.size(index)[0])
+        kinds[f"{name} ({n_bytes}, compute capability {capability})"] += 1
+    found = ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) or why_none
+    try:
+        sources = {gpu.open_device(index).kernels for index in range(n_gpus)}
+    except Exception as error:
+        return problem(
+            f"{found}: {describe(error)}",
+            "Gradients on GPUs need kernels: those that nvcc built into the package, "
+            "or those that torch's NVRTC compiles (pip install torch with its CUDA "
+            f"packages); NVRTC is {gpu.find_library('nvrtc')}.",
+        )
+    try:
+        version = machine.nccl_version(gpu.find_library("nccl"))
+    except Exception as error:
+        return problem(
+            f"{found}: {describe(error)}",
+            "PACELINE_LIBNCCL is set: mend it, or unset it."
+            if libnccl
+            else "DistributedDataParallel on GPUs needs NCCL: install torch with its "
+            "CUDA packages, which bring it.",
+        )
+    base = 1000 if version < 10000 else 10000
+    nccl = f"{version // base}.{version % base // 100}.{version % 100}"
+    found += f"; kernels by {' and '.join(sorted(sources)) or 'none'}; NCCL {nccl}"
+    pairs = itertools.permutations(range(n_gpus), 2)
+    if all(itertools.starmap(machine.can_access, pairs)):
+        return ok(found)
+    return ok(
+        f"{found}; not all access each other's memory",
+        "Copies between such GPUs go through host memory, which is slower. "
+        "`nvidia-smi topo -p2p r` says why; many GeForce cards cannot.",
+    )
+
+
+def judge_no_gpu(why_none: str, has_driver: bool) -> Finding:
+    """Judge why torch has no GPU; whether the driver sees one that torch could use."""
+    if not has_driver:
+        return ok(why_none)
+    return problem(
+        f"CUDA's driver sees a GPU, and {why_none}",
+        'See what `python -c "import torch; torch.cuda.init()"` says. On machines with '
+        "NVSwitch the service nvidia-fabricmanager must run.",
+    )
 
 
 def _has_driver() -> bool:
@@ -214,138 +204,6 @@ def _has_driver() -> bool:
     except Exception:  # the check of the driver says why
         return False
     return True
-
-
-def judge_gpus(gpus: Gpus) -> Finding:
-    """Judge whether GPUs can be used, and access each other."""
-    if gpus.has_driver and not gpus.gpus:
-        return problem(
-            f"CUDA's driver sees a GPU, and {gpus.why_none}",
-            'See what `python -c "import torch; torch.cuda.init()"` says. On machines '
-            "with NVSwitch the service nvidia-fabricmanager must run.",
-        )
-    if not gpus.gpus:
-        return ok(gpus.why_none or "torch sees no CUDA device")
-    kinds: dict[Gpu, int] = {}
-    for gpu in gpus.gpus:
-        kinds[gpu] = kinds.get(gpu, 0) + 1
-    found = ", ".join(
-        f"{n} x {gpu.name} ({size(gpu.n_bytes)}, compute capability {gpu.capability})"
-        for gpu, n in kinds.items()
-    )
-    old = [g for g in kinds if _as_numbers(g.capability) < _OLDEST_CAPABILITY]
-    if old:
-        oldest = ".".join(map(str, _OLDEST_CAPABILITY))
-        return warning(
-            found,
-            f"Paceline's kernels are tried from compute capability {oldest} on: see "
-            "the check of kernels.",
-        )
-    n_pairs = len(gpus.gpus) * (len(gpus.gpus) - 1)
-    if n_pairs == 0:
-        return ok(found)
-    if not gpus.blocked:
-        return ok(f"{found}; all access each other's memory")
-    shown = ", ".join(f"{a} to {b}" for a, b in gpus.blocked[:8])
-    more = ", ..." if len(gpus.blocked) > 8 else ""
-    which = "none can" if len(gpus.blocked) == n_pairs else f"not {shown}{more}"
-    return ok(
-        f"{found}; access to each other's memory: {which}",
-        "Copies between these GPUs go through host memory, which is slower. "
-        "`nvidia-smi topo -p2p r` says why; many GeForce cards cannot.",
-    )
-
-
-def _as_numbers(capability: str) -> tuple[int, int]:
-    major, _, minor = capability.partition(".")
-    return int(major), int(minor or 0)
-
-
-# ---- kernels ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """Where each GPU's kernels come from: "fatbin" or "nvrtc"; NVRTC's path."""
-
-    sources: tuple[str, ...] = ()
-    nvrtc: str | None = None
-    error: str = ""
-
-
-def look_kernels() -> Kernels:
-    """Load or compile the kernels for every GPU."""
-    gpu = imports.gpus()
-    if gpu.machine.why_unusable():
-        return Kernels()
-    nvrtc = gpu.find_library("nvrtc")
-    try:
-        devices = [gpu.open_device(index) for index in range(gpu.machine.count())]
-    except Exception as error:
-        return Kernels(nvrtc=nvrtc, error=describe(error))
-    return Kernels(tuple(device.kernels for device in devices), nvrtc)
-
-
-def judge_kernels(kernels: Kernels) -> Finding:
-    """Judge whether there are kernels for every GPU."""
-    if kernels.error:
-        nvrtc = f"NVRTC is {kernels.nvrtc}" if kernels.nvrtc else "no NVRTC was found"
-        return problem(
-            f"{kernels.error}; {nvrtc}",
-            "Gradients on GPUs need kernels: those that nvcc built into the package, "
-            "or those that torch's NVRTC compiles (pip install torch with its CUDA "
-            "packages, among them nvidia-cuda-nvrtc).",
-        )
-    if not kernels.sources:
-        return ok(f"{NO_GPU}: none are needed")
-    words = {"fatbin": "built into the package", "nvrtc": "compiled by NVRTC"}
-    sources = sorted({words.get(source, source) for source in kernels.sources})
-    return ok(f"{' and '.join(sources)}, loaded on every GPU")
-
-
-# ---- NCCL ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Nccl:
-    """NCCL's version, as in 22809 (0: none is needed), or why there is none.
-
-    `is_named` says whether ``PACELINE_LIBNCCL`` names the library.
-    """
-
-    version: int = 0
-    error: str = ""
-    is_named: bool = False
-
-
-def look_nccl() -> Nccl:
-    """Open NCCL as a step on GPUs would."""
-    is_named = bool(os.environ.get("PACELINE_LIBNCCL"))
-    gpu = imports.gpus()
-    if gpu.machine.why_unusable() and not is_named:
-        return Nccl()
-    try:
-        version = gpu.machine.nccl_version(gpu.find_library("nccl"))
-    except Exception as error:
-        return Nccl(error=describe(error), is_named=is_named)
-    return Nccl(version, is_named=is_named)
-
-
-def judge_nccl(nccl: Nccl) -> Finding:
-    """Judge whether ranks on GPUs can reduce gradients."""
-    if nccl.error:
-        if nccl.is_named:
-            return problem(nccl.error, "PACELINE_LIBNCCL is set: mend it, or unset it.")
-        return problem(
-            nccl.error,
-            "DistributedDataParallel on GPUs needs NCCL: install torch with its CUDA "
-            "packages, which bring it.",
-        )
-    if nccl.version == 0:
-        return ok(f"{NO_GPU}: it is not needed")
-    v = nccl.version
-    base = 1000 if v < 10000 else 10000
-    return ok(f"NCCL {v // base}.{v % base // 100}.{v % 100}")
 
 
 # ---- copies between GPUs ------------------------------------------------------------
@@ -368,29 +226,11 @@ COPIES_HANG = (
 )
 
 
-@dataclass(frozen=True)
-class GpuLinks:
-    """What copies of a known pattern gave.
-
-    Attributes
-    ----------
-    n_gpus : int
-    n_bytes : int
-        Of each copy.
-    wrong : tuple of (str, str, int)
-        From where, to where, and how many elements were wrong.
-    """
-
-    n_gpus: int = 0
-    n_bytes: int = 0
-    wrong: tuple[tuple[str, str, int], ...] = ()
-
-
-def look_gpu_links() -> GpuLinks:
+def look_gpu_links() -> Finding:
     """Copy a pattern to each GPU, between all pairs, and back, and compare."""
     gpu = imports.gpus()
     if gpu.machine.why_unusable():
-        return GpuLinks()
+        return judge_gpu_links(0, {})
     n_gpus = gpu.machine.count()
     devices = [gpu.open_device(index) for index in range(n_gpus)]
     group = imports.native().DeviceGroup(devices)
@@ -400,8 +240,7 @@ def look_gpu_links() -> GpuLinks:
             # Every element differs from its neighbours', and other GPUs' and rounds'.
             start = (round_number * n_gpus + index) * _N_ELEMS
             n_wrong += _copy_from(gpu.machine, group, n_gpus, index, start)
-    rows = tuple((source, target, n) for (source, target), n in n_wrong.items())
-    return GpuLinks(n_gpus, 4 * _N_ELEMS, rows)
+    return judge_gpu_links(n_gpus, n_wrong)
 
 
 def _copy_from(
@@ -426,17 +265,15 @@ def _copy_from(
     return +n_wrong
 
 
-def judge_gpu_links(links: GpuLinks) -> Finding:
-    """Judge whether copies arrive as they were sent."""
-    if links.n_gpus == 0:
-        return ok(f"{NO_GPU}: there is nothing to copy between")
-    if links.wrong:
-        shown = ", ".join(f"{a} to {b} ({n} elements)" for a, b, n in links.wrong[:8])
-        more = ", ..." if len(links.wrong) > 8 else ""
-        return problem(f"wrong data: {shown}{more}", CORRUPT)
-    if links.n_gpus == 1:
-        return ok(f"{size(links.n_bytes)} from the host and back arrived right")
+def judge_gpu_links(n_gpus: int, n_wrong: Mapping[tuple[str, str], int]) -> Finding:
+    """Judge whether copies arrive; `n_wrong` has the wrong elements of each way."""
+    if n_gpus == 0:
+        return ok("no GPU in use: there is nothing to copy between")
+    if n_wrong:
+        rows = [f"{a} to {b} ({n} elements)" for (a, b), n in n_wrong.items()]
+        more = ", ..." if len(rows) > 8 else ""
+        return problem(f"wrong data: {', '.join(rows[:8])}{more}", CORRUPT)
     return ok(
-        f"{size(links.n_bytes)} from the host, between all pairs of {links.n_gpus} "
-        "GPUs and back arrived right"
+        f"{size(4 * _N_ELEMS)} from the host, between all pairs of {n_gpus} GPUs and "
+        "back arrived right"
     )

@@ -10,10 +10,9 @@ import os
 import subprocess
 import time
 from array import array
-from dataclasses import dataclass
 from typing import Any
 
-from paceline._cli.doctor import children, imports
+from paceline._cli.doctor import apart, imports
 from paceline._cli.doctor.finding import Finding, describe, ok, problem, size
 
 N_RANKS = 2
@@ -25,26 +24,13 @@ _N_ROUNDS = 3
 SECONDS = 20.0
 
 
-@dataclass(frozen=True)
-class Links:
-    """What two ranks found; the number of elements that were wrong."""
-
-    n_bytes: int = 0
-    seconds: float = 0.0
-    n_wrong: int = 0
-    error: str = ""
-
-
-def look_links() -> Links:
+def look_links() -> Finding:
     """Start the second rank, be the first, and add up the pattern."""
     native = imports.native()
     began = time.monotonic()
     listener = native.Listener()
-    command = children.command(
-        "paceline._cli.doctor.links", "be_rank_1", listener.address, str(os.getpid())
-    )
     with subprocess.Popen(
-        command,
+        apart.command(be_rank_1, listener.address, str(os.getpid())),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -56,17 +42,16 @@ def look_links() -> Links:
             )
             n_wrong = all_reduce_patterns(world)
             world.leave()
-            said = (other.communicate(timeout=SECONDS)[0] or "").strip().splitlines()
+            lines = (other.communicate(timeout=SECONDS)[0] or "").strip().splitlines()
         except Exception as error:
             other.kill()
-            said = (other.communicate()[0] or "").strip().splitlines()
-            rank_1 = f"; rank 1: {said[-1]}" if said else ""
-            return Links(error=f"{describe(error)}{rank_1}")
-    if other.returncode != 0 or not said or not said[-1].isdecimal():
-        words = said[-1] if said else f"status {other.returncode}"
-        return Links(error=f"rank 1 failed: {words}")
-    seconds = time.monotonic() - began
-    return Links(_N_ROUNDS * _N_BYTES, seconds, n_wrong + int(said[-1]))
+            lines = (other.communicate()[0] or "").strip().splitlines()
+            rank_1 = f"; rank 1: {lines[-1]}" if lines else ""
+            return judge_links(0, 0, f"{describe(error)}{rank_1}")
+    if other.returncode != 0 or not lines or not lines[-1].isdecimal():
+        words = lines[-1] if lines else f"status {other.returncode}"
+        return judge_links(0, 0, f"rank 1 failed: {words}")
+    return judge_links(time.monotonic() - began, n_wrong + int(lines[-1]))
 
 
 def be_rank_1(address: str, pid: str) -> None:
@@ -106,19 +91,21 @@ def n_different(found: bytes, expected: bytes) -> int:
     return sum(a != b for a, b in zip(*elements, strict=True))
 
 
-def judge_links(links: Links) -> Finding:
+def judge_links(seconds: float, n_wrong: int, error: str = "") -> Finding:
     """Judge whether ranks on the CPU get right sums."""
-    if links.error:
+    if error:
         return problem(
-            links.error,
+            error,
             "Two ranks could not share memory on this machine: ranks average by the "
-            "process group, which is slower, or fail. See the checks of the extension, "
-            "shared_memory, limits and processes.",
+            "process group, which is slower, or fail, and launch() fails. Allow "
+            "memfd_create and pidfd_open (Linux 5.3) in the container's seccomp "
+            "profile, raise its memory limit and `ulimit -n`, and see that `ulimit -f` "
+            "and `ulimit -v` are unlimited.",
         )
-    found = f"{N_RANKS} ranks added up {size(links.n_bytes)} in {links.seconds:.1f} s"
-    if links.n_wrong:
+    found = f"{N_RANKS} ranks added up {size(_N_ROUNDS * _N_BYTES)} in {seconds:.1f} s"
+    if n_wrong:
         return problem(
-            f"{found}: {links.n_wrong} elements are wrong",
+            f"{found}: {n_wrong} elements are wrong",
             "Do not train on this machine: its memory or processor gives wrong "
             "results. Try PACELINE_ISA=plain, and test the memory (memtester).",
         )

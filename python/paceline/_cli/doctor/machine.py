@@ -1,0 +1,296 @@
+"""Checks of what every training needs: the software, cores and ``/dev/shm``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from paceline import _cgroup
+from paceline._cli.doctor import imports
+from paceline._cli.doctor.finding import (
+    GIB,
+    Finding,
+    count,
+    describe,
+    ok,
+    problem,
+    size,
+    warning,
+)
+
+OLDEST_TORCH = (2, 4)
+
+# ---- the extension ------------------------------------------------------------------
+
+
+def look_extension() -> Finding:
+    """Import the native module, and ask it for its instruction set."""
+    import paceline
+
+    found = (
+        f"paceline {paceline.__version__}, {platform.python_implementation()} "
+        f"{platform.python_version()} on {platform.system()} {platform.release()} "
+        f"({platform.machine()}): {sys.executable}"
+    )
+    try:
+        native = importlib.import_module("paceline._native")
+    except ImportError as error:
+        return problem(
+            f"{found}: {describe(error)}",
+            "The native module is missing, or was built for another Python or a newer "
+            f"system. Build it here, in Paceline's folder: {sys.executable} -m pip "
+            "install --force-reinstall --no-deps .",
+        )
+    try:
+        return judge_isa(found, native.isa())
+    except Exception as error:  # PACELINE_ISA names what is not there
+        return problem(f"{found}: {describe(error)}", "Unset PACELINE_ISA.")
+
+
+def judge_isa(found: str, isa: str) -> Finding:
+    """Judge whether sums on the CPU use vector instructions."""
+    found += f", sums on the CPU by {isa}"
+    if isa != "plain":
+        return ok(found)
+    return warning(
+        found,
+        "Sums on the CPU use no vector instructions, which is slower: this processor "
+        "has neither AVX2 nor Neon, or PACELINE_ISA is set to plain.",
+    )
+
+
+# ---- torch --------------------------------------------------------------------------
+
+
+def look_torch() -> Finding:
+    """Import torch, and hand it to the native module."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        version = ""
+    error_text = build = ""
+    has_groups = True
+    try:
+        for name in ("numpy", "cloudpickle", "torch.distributed"):
+            importlib.import_module(name)
+        from paceline._compat import torch_core, torch_cuda
+
+        build = torch_cuda.build()
+        has_groups = importlib.import_module("torch.distributed").is_available()
+        torch_core.attach()
+    except Exception as error:  # an OSError, if a library is missing
+        error_text = describe(error)
+    return judge_torch(version, build, error_text, has_groups)
+
+
+def judge_torch(
+    version: str, build: str = "", error: str = "", has_groups: bool = True
+) -> Finding:
+    """Judge whether Paceline can use this torch; `version` is "" if there is none."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    install = f"{sys.executable} -m pip install 'torch>={oldest}' numpy cloudpickle"
+    found = f"torch {version}" if version else "no torch"
+    if build:
+        found += f", built for {build}"
+    numbers = version.split(".")[:2]
+    is_known = len(numbers) == len(OLDEST_TORCH) and all(map(str.isdecimal, numbers))
+    if is_known and tuple(map(int, numbers)) < OLDEST_TORCH:
+        return problem(found, f"This torch is older than {oldest}: {install}.")
+    if error:
+        again = " --force-reinstall" if version else ""
+        return problem(f"{found}: {error}", f"Paceline needs both: {install}{again}.")
+    if not has_groups:
+        return problem(
+            f"{found}, without torch.distributed",
+            "DistributedDataParallel needs process groups: install torch's own wheel.",
+        )
+    return ok(found)
+
+
+# ---- the environment ----------------------------------------------------------------
+
+_PREFIXES: tuple[str, ...] = ("PACELINE_", "CUDA_", "NCCL_", "TORCH_NCCL_", "GLOO_")
+_PREFIXES += ("PYTORCH_", "TORCH_DISTRIBUTED_", "TORCHELASTIC_")
+_PREFIXES += ("OMP_", "GOMP_", "KMP_", "MKL_")
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+}
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return int(text) >= 1
+    except ValueError:
+        return False
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return 1e-9 <= float(text) <= 1e9
+    except ValueError:
+        return False
+
+
+def _is_recorder(text: str) -> bool:
+    return text in ("0", "1") or text.startswith("/")
+
+
+def _is_anything(text: str) -> bool:
+    return True
+
+
+def _one_of(*words: str) -> Callable[[str], bool]:
+    return lambda text: text in words
+
+
+VARIABLES: dict[str, tuple[Callable[[str], bool], str]] = {
+    "PACELINE_CFLAGS": (_is_anything, ""),
+    "PACELINE_CPU_REPLICAS": (_is_whole, "a whole number from 1 on"),
+    "PACELINE_INSTALL": (_is_anything, ""),
+    "PACELINE_ISA": (
+        _one_of("plain", "neon", "avx2", "avx512"),
+        "plain, neon, avx2 or avx512",
+    ),
+    "PACELINE_LIBCUDA": (_is_anything, ""),
+    "PACELINE_LIBNCCL": (_is_anything, ""),
+    "PACELINE_NCCL_BLOCKING": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_NVCC": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_RECORDER": (_is_recorder, "0, 1 or an absolute path"),
+    "PACELINE_STRICT": (_one_of("0", "1"), "0 or 1"),
+    "PACELINE_TIMEOUT": (_is_seconds, "a positive number of seconds"),
+    "PACELINE_WERROR": (_one_of("0", "1"), "0 or 1"),
+}
+"""Every variable of Paceline's, what its value must be, and that in words."""
+
+
+def look_environment() -> Finding:
+    """Read the variables that matter."""
+    return judge_environment(os.environ)
+
+
+def judge_environment(environ: Mapping[str, str]) -> Finding:
+    """Judge names that are misspelt, values that are wrong, and what is slow."""
+    names = sorted(name for name in environ if name.startswith(_PREFIXES))
+    variables = {name: environ[name] for name in names}
+    found = ", ".join(f"{name}={value}" for name, value in variables.items())
+    wrong, doubtful = [], []
+    for name, value in variables.items():
+        if name in VARIABLES:
+            is_right, words = VARIABLES[name]
+            if value and not is_right(value):
+                wrong.append(f"{name} is {value!r}: give {words}.")
+        elif name.startswith("PACELINE_"):
+            close = difflib.get_close_matches(name, VARIABLES, 1)
+            meant = f": did you mean {close[0]}?" if close else "."
+            doubtful.append(f"Paceline has no variable {name}{meant}")
+        elif name in _SLOW and value.upper() == _SLOW[name]:
+            doubtful.append(f"{name}={value} is for debugging, and slow: unset it.")
+    advice = " ".join([*wrong, *doubtful])
+    if wrong:
+        return problem(found, advice)
+    return warning(found, advice) if doubtful else ok(found or "nothing is set")
+
+
+# ---- cores --------------------------------------------------------------------------
+
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+def look_cores() -> Finding:
+    """Run an operator on all threads, and see what that leaves of the affinity."""
+    # The doctor itself has not started OpenMP.
+    n_affinity = len(os.sched_getaffinity(os.getppid()))
+    torch = imports.torch()
+    torch.ones(1 << 20).add_(1)
+    return judge_cores(
+        n_machine=os.cpu_count() or n_affinity,
+        n_affinity=n_affinity,
+        quota=_cgroup.cpu_quota(),
+        n_threads=torch.get_num_threads(),
+        n_bound=len(os.sched_getaffinity(0)),
+    )
+
+
+def judge_cores(
+    n_machine: int, n_affinity: int, quota: float | None, n_threads: int, n_bound: int
+) -> Finding:
+    """Judge whether several ranks have a core each, and threads do not exceed cores.
+
+    Parameters
+    ----------
+    n_machine, n_affinity : int
+        The cores of the machine, and those that this process may use.
+    quota : float or None
+        For how many cores the cgroup gives time.
+    n_threads : int
+        That torch's operators use.
+    n_bound : int
+        The cores that the main thread may still use once operators have run.
+    """
+    found = f"{n_affinity} of {count(n_machine, 'core')} by affinity"
+    if quota is not None:
+        found += f", time for {count(quota, 'core')} by the cgroup's quota"
+    found += f", {count(n_threads, 'thread')} of torch's"
+    n_usable = min(n_affinity, quota or n_affinity)
+    if n_bound < n_affinity:
+        return warning(
+            f"{found}; then the main thread is bound to {n_bound} of them",
+            "All that the main thread starts, DataLoader's workers too, shares these "
+            "cores, and so do all ranks of this host: unset the variables that bind "
+            f"threads ({', '.join(_BINDING)}).",
+        )
+    if n_usable < 2:
+        return warning(
+            found,
+            "Ranks on the CPU take turns on less than two cores, which is slower than "
+            "one process; GPUs wait for data loading. Lift the limit, if there is one: "
+            "taskset, the scheduler (Slurm: --cpus-per-task), docker run --cpus.",
+        )
+    if n_threads > n_usable:
+        return warning(
+            found,
+            "More threads than cores wait for each other, and a quota stops them all "
+            f"for a part of each 0.1 s: set OMP_NUM_THREADS={int(n_usable)}, divided "
+            "by the number of ranks on this host.",
+        )
+    return ok(found)
+
+
+# ---- /dev/shm -----------------------------------------------------------------------
+
+
+def look_dev_shm(root: Path = Path("/")) -> Finding:
+    """Read how large /dev/shm is."""
+    folder = root / "dev/shm"
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return judge_dev_shm(0, 0, describe(error))
+    is_writable = os.access(folder, os.W_OK | os.X_OK)
+    return judge_dev_shm(
+        found.f_blocks * found.f_frsize,
+        found.f_bavail * found.f_frsize,
+        "" if is_writable else "it cannot be written to",
+    )
+
+
+def judge_dev_shm(total: int, free: int, error: str = "") -> Finding:
+    """Judge whether DataLoader's workers and NCCL have what they use of it."""
+    found = error or f"{size(free)} free of {size(total)}"
+    if not error and free >= GIB:
+        return ok(found)
+    return warning(
+        found,
+        "Paceline does not need /dev/shm, but torch's DataLoader and NCCL do: they "
+        'fail with "bus error" or "No space left on device" where it is full. '
+        "Start the container with --shm-size=8g or --ipc=host, or remove what was left "
+        "in /dev/shm.",
+    )
