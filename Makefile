@@ -84,7 +84,7 @@ bench-ranks: ## what a step costs, by the number of ranks and hosts
 bench-counters bench-ranks: bench-%:
 	@mkdir -p $(BUILD)
 	$(CC) $(shell cat csrc/compile_flags.txt) -O2 tests/bench/$*.c \
-	    $(C_SOURCES) \
+	    $(C_SOURCES) tests/c/local.c \
 	    -o $(BUILD)/bench-$* -pthread -lm -ldl
 	$(BUILD)/bench-$* $(BENCH_FLAGS)
 

@@ -34,15 +34,15 @@ typedef struct finder {
     get_address_11030 by_11030;
 } finder;
 
-typedef struct opened {
+typedef struct opened_library {
     pli_driver driver;
     pid_t pid;
-    struct opened *next;
+    struct opened_library *next;
     char path[];
-} opened;
+} opened_library;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static opened *all_opened; /* under lock */
+static opened_library *all_opened; /* under lock */
 
 static const struct entry {
     const char *name;
@@ -117,7 +117,7 @@ done:
     return st;
 }
 
-static pl_status start(const opened *self)
+static pl_status start(const opened_library *self)
 {
     pl_status st = PL_OK;
     const pli_driver *const driver = &self->driver;
@@ -157,9 +157,9 @@ done:
     return st;
 }
 
-static opened *find_locked(const char *path)
+static opened_library *find_locked(const char *path)
 {
-    opened *self = all_opened;
+    opened_library *self = all_opened;
     while (self != NULL && strcmp(self->path, path) != 0)
         self = self->next;
     return self;
@@ -168,13 +168,13 @@ static opened *find_locked(const char *path)
 pl_status pli_driver_open(const char *path, const pli_driver **out)
 {
     pl_status st = PL_OK;
-    opened *fresh = NULL;
+    opened_library *fresh = NULL;
     if (path == NULL)
         path = pli_config_libcuda();
     if (path == NULL)
         path = "libcuda.so.1";
     (void)pthread_mutex_lock(&lock);
-    const opened *self = find_locked(path);
+    const opened_library *self = find_locked(path);
     if (self == NULL) {
         const size_t path_bytes = strlen(path) + 1;
         PL_TRY(pli_calloc(1, sizeof *fresh + path_bytes, "CUDA driver", &fresh));

@@ -206,61 +206,61 @@ static pl_status launch_blocks(pli_kernels *self, pli_cu_function function,
                             doing);
 }
 
-static void launch_init(launch *it, pli_kernels *kernels, kind k, pl_stream *stream)
+static void launch_init(launch *self, pli_kernels *kernels, kind k, pl_stream *stream)
 {
-    it->kernels = kernels;
-    it->kind = k;
-    it->stream = (pli_cu_stream)(void *)stream;
-    it->n_blocks = 0;
-    it->table.head = (pli_spans_head){.n_spans = 0};
+    self->kernels = kernels;
+    self->kind = k;
+    self->stream = (pli_cu_stream)(void *)stream;
+    self->n_blocks = 0;
+    self->table.head = (pli_spans_head){.n_spans = 0};
 }
 
-static pl_status launch_flush(launch *it)
+static pl_status launch_flush(launch *self)
 {
     pl_status st = PL_OK;
-    pli_spans_head *head = &it->table.head;
+    pli_spans_head *head = &self->table.head;
     if (head->n_spans == 0)
         goto done;
     const int is_small = head->n_spans <= PLI_SMALL_SPANS;
-    PL_TRY(launch_blocks(it->kernels,
-                         is_small ? it->kernels->small[it->kind]
-                                  : it->kernels->large[it->kind],
-                         it->n_blocks, &it->table, it->stream, infos[it->kind].doing));
-    it->n_blocks = 0;
+    PL_TRY(launch_blocks(
+        self->kernels,
+        is_small ? self->kernels->small[self->kind] : self->kernels->large[self->kind],
+        self->n_blocks, &self->table, self->stream, infos[self->kind].doing));
+    self->n_blocks = 0;
     head->n_spans = 0;
 done:
     return st;
 }
 
 /* Where in `places` `to` is, or would be. */
-static uint16_t *place_of(launch *it, const void *to)
+static uint16_t *place_of(launch *self, const void *to)
 {
     const uint64_t hash = (uint64_t)(uintptr_t)to * 0x9e3779b97f4a7c15u;
     size_t at = hash >> 53; /* 11 bits */
-    while (it->places[at] != 0 && it->table.spans[it->places[at] - 1].to != to)
+    while (self->places[at] != 0 && self->table.spans[self->places[at] - 1].to != to)
         at = (at + 1) % N_PLACES;
-    return &it->places[at];
+    return &self->places[at];
 }
 
-static pl_status launch_span(launch *it, const pli_span *span)
+static pl_status launch_span(launch *self, const pli_span *span)
 {
     pl_status st = PL_OK;
-    pli_spans_head *head = &it->table.head;
-    const int share_bits = __builtin_ctz(infos[it->kind].share); /* a power of two */
+    pli_spans_head *head = &self->table.head;
+    const int share_bits = __builtin_ctz(infos[self->kind].share); /* a power of two */
     const unsigned long long n_blocks = ((span->n - 1) >> share_bits) + 1;
-    uint16_t *place = head->n_spans > 0 ? place_of(it, span->to) : it->places;
+    uint16_t *place = head->n_spans > 0 ? place_of(self, span->to) : self->places;
     /* Checksums may be added to one place by many spans. */
-    if (head->n_spans == 0 || (*place != 0 && it->kind != CHECKSUM) ||
-        head->n_spans == it->kernels->most_spans ||
-        n_blocks > MAX_BLOCKS - it->n_blocks) {
-        PL_TRY(launch_flush(it));
-        memset(it->places, 0, sizeof it->places);
-        place = place_of(it, span->to);
+    if (head->n_spans == 0 || (*place != 0 && self->kind != CHECKSUM) ||
+        head->n_spans == self->kernels->most_spans ||
+        n_blocks > MAX_BLOCKS - self->n_blocks) {
+        PL_TRY(launch_flush(self));
+        memset(self->places, 0, sizeof self->places);
+        place = place_of(self, span->to);
     }
-    pli_span *const mine = &it->table.spans[head->n_spans++];
+    pli_span *const mine = &self->table.spans[head->n_spans++];
     *mine = *span;
-    mine->first_block = it->n_blocks;
-    it->n_blocks += (unsigned)n_blocks;
+    mine->first_block = self->n_blocks;
+    self->n_blocks += (unsigned)n_blocks;
     *place = (uint16_t)head->n_spans;
 done:
     return st;
@@ -300,15 +300,15 @@ pl_status pli_kernels_copy(pli_kernels *kernels, const pl_move *moves, size_t n_
                            pl_stream *stream)
 {
     pl_status st = PL_OK;
-    launch it;
-    launch_init(&it, kernels, COPY, stream);
+    launch work;
+    launch_init(&work, kernels, COPY, stream);
     for (size_t i = 0; i < n_moves; i++) {
         pli_span span = span_of(&moves[i]);
         span.n = moves[i].n_elems * pl_dtype_bytes(moves[i].dtype);
         if (span.n != 0 && span.to != span.from)
-            PL_TRY(launch_span(&it, &span));
+            PL_TRY(launch_span(&work, &span));
     }
-    PL_TRY(launch_flush(&it));
+    PL_TRY(launch_flush(&work));
 done:
     return st;
 }
@@ -317,14 +317,14 @@ pl_status pli_kernels_add(pli_kernels *kernels, const pl_move *moves, size_t n_m
                           pl_stream *stream)
 {
     pl_status st = PL_OK;
-    launch it;
-    launch_init(&it, kernels, ADD, stream);
+    launch work;
+    launch_init(&work, kernels, ADD, stream);
     for (size_t i = 0; i < n_moves; i++) {
         const pli_span span = span_of(&moves[i]);
         if (span.n != 0 && span.from != NULL)
-            PL_TRY(launch_span(&it, &span));
+            PL_TRY(launch_span(&work, &span));
     }
-    PL_TRY(launch_flush(&it));
+    PL_TRY(launch_flush(&work));
 done:
     return st;
 }
@@ -333,23 +333,23 @@ pl_status pli_kernels_scale(pli_kernels *kernels, const pl_move *moves, size_t n
                             int numerator, int denominator, pl_stream *stream)
 {
     pl_status st = PL_OK;
-    launch it;
-    launch_init(&it, kernels, SCALE, stream);
-    it.table.head.factor = numerator;
-    it.table.head.divisor = denominator;
+    launch work;
+    launch_init(&work, kernels, SCALE, stream);
+    work.table.head.factor = numerator;
+    work.table.head.divisor = denominator;
     for (size_t i = 0; i < n_moves; i++) {
         pli_span span = span_of(&moves[i]);
         span.from = span.to;
         if (span.n != 0 && is_float(moves[i].dtype))
-            PL_TRY(launch_span(&it, &span));
+            PL_TRY(launch_span(&work, &span));
     }
-    PL_TRY(launch_flush(&it));
+    PL_TRY(launch_flush(&work));
 done:
     return st;
 }
 
 /* `sums`: where checksums go; NULL: pieces are refreshed. */
-static pl_status launch_pieces(launch *it, const pli_piece *pieces, size_t n_pieces,
+static pl_status launch_pieces(launch *self, const pli_piece *pieces, size_t n_pieces,
                                uint64_t *sums)
 {
     pl_status st = PL_OK;
@@ -364,9 +364,9 @@ static pl_status launch_pieces(launch *it, const pli_piece *pieces, size_t n_pie
         if (place > UINT32_MAX || piece->offset % PLI_PLACE_BYTES != 0)
             PL_FAIL(PL_EINVAL, "a tensor is %zu bytes into its segment", piece->offset);
         if (span.n != 0)
-            PL_TRY(launch_span(it, &span));
+            PL_TRY(launch_span(self, &span));
     }
-    PL_TRY(launch_flush(it));
+    PL_TRY(launch_flush(self));
 done:
     return st;
 }
@@ -374,20 +374,20 @@ done:
 pl_status pli_kernels_checksum(pli_kernels *kernels, const pli_piece *pieces,
                                size_t n_pieces, uint64_t *sums, pl_stream *stream)
 {
-    launch it;
-    launch_init(&it, kernels, CHECKSUM, stream);
-    return launch_pieces(&it, pieces, n_pieces, sums);
+    launch work;
+    launch_init(&work, kernels, CHECKSUM, stream);
+    return launch_pieces(&work, pieces, n_pieces, sums);
 }
 
 pl_status pli_kernels_refresh(pli_kernels *kernels, const pli_piece *pieces,
                               size_t n_pieces, const uint64_t *sums,
                               const uint64_t *wanted_sums, pl_stream *stream)
 {
-    launch it;
-    launch_init(&it, kernels, REFRESH, stream);
-    it.table.head.sums = (const unsigned long long *)sums;
-    it.table.head.wanted_sums = (const unsigned long long *)wanted_sums;
-    return launch_pieces(&it, pieces, n_pieces, NULL);
+    launch work;
+    launch_init(&work, kernels, REFRESH, stream);
+    work.table.head.sums = (const unsigned long long *)sums;
+    work.table.head.wanted_sums = (const unsigned long long *)wanted_sums;
+    return launch_pieces(&work, pieces, n_pieces, NULL);
 }
 
 /* The reduction of one rank is what the rank has, bit for bit. */

@@ -5,7 +5,7 @@
 
 #include "core/alloc.h"
 
-typedef enum direction { TO_ARENA, FROM_ARENA, PAST } direction;
+typedef enum arena_direction { TO_ARENA, FROM_ARENA, PAST } arena_direction;
 
 static size_t least(size_t a, size_t b)
 {
@@ -22,7 +22,8 @@ static void move(pli_broadcast_many *self, void *to, const void *from, size_t n_
 }
 
 /* Takes the cursor through the load under way; its bytes move, or are noted. */
-static void move_load(pli_broadcast_many *self, pli_range_cursor *cursor, direction way)
+static void move_load(pli_broadcast_many *self, pli_range_cursor *cursor,
+                      arena_direction way)
 {
     char *const arena = self->is_on_device
                             ? pli_comm_memory(self->comm, self->op.offset_bytes)

@@ -6,9 +6,9 @@
 const char *pli_op_kind_text(pl_op_kind kind)
 {
     static const char *const texts[PL_N_OP_KINDS] = {
-        [PL_ALL_REDUCE] = "all-reduce",         [PL_REDUCE] = "reduce",
-        [PL_REDUCE_SCATTER] = "reduce-scatter", [PL_ALL_GATHER] = "all-gather",
-        [PL_BROADCAST] = "broadcast",           [PL_BARRIER] = "barrier",
+        [PL_ALL_REDUCE] = "all-reduce", [PL_REDUCE] = "reduce",
+        [PL_ALL_GATHER] = "all-gather", [PL_BROADCAST] = "broadcast",
+        [PL_BARRIER] = "barrier",
     };
     return (unsigned)kind < PL_N_OP_KINDS ? texts[kind] : "no operation";
 }
@@ -24,7 +24,7 @@ uint64_t pli_op_hash(const pl_op *op)
 
 static int is_reducing(pl_op_kind kind)
 {
-    return kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER;
+    return kind == PL_ALL_REDUCE || kind == PL_REDUCE;
 }
 
 static pl_status check_range(const pl_comm *comm, const pl_op *op)
@@ -60,8 +60,7 @@ static pl_status check_op(const pl_comm *comm, const pl_op *op)
                 comm->world_size);
     if (is_reducing(op->kind) && (unsigned)op->reduction >= PL_N_REDUCTIONS)
         PL_FAIL(PL_EINVAL, "reduction %d is none of pl_reduction", (int)op->reduction);
-    if ((op->kind == PL_REDUCE_SCATTER || op->kind == PL_ALL_GATHER) &&
-        op->n_elems % (size_t)comm->world_size != 0)
+    if (op->kind == PL_ALL_GATHER && op->n_elems % (size_t)comm->world_size != 0)
         PL_FAIL(PL_EINVAL, "%s of %zu elements cannot be split over %d ranks",
                 pli_op_kind_text(op->kind), op->n_elems, comm->world_size);
 done:

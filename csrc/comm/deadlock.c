@@ -49,20 +49,20 @@ static int fail_if_waits_for_us(const pl_comm *other, const void *context)
         return 0; /* of several hosts: what each shares is a world of its own */
     const wait *at = context;
     const pli_shm_comm *there = (const pli_shm_comm *)(const void *)other;
-    const pli_rank *they_here = pli_rank_of(at->here->segment, at->rank);
-    const pli_rank *we_here = pli_rank_of(at->here->segment, at->here->super.rank);
-    const pli_rank *we_there = pli_rank_of(there->segment, there->super.rank);
-    const pli_rank *they_there = find_process(there, atomic_load(&they_here->process));
+    const pli_rank *peer_here = pli_rank_of(at->here->segment, at->rank);
+    const pli_rank *own_here = pli_rank_of(at->here->segment, at->here->super.rank);
+    const pli_rank *own_there = pli_rank_of(there->segment, there->super.rank);
+    const pli_rank *peer_there = find_process(there, atomic_load(&peer_here->process));
     pli_failure failure;
     /* A failed step is waited for no more, whatever the activity still says. */
-    if (they_there == NULL || atomic_load(&they_there->life) != PLI_PRESENT ||
+    if (peer_there == NULL || atomic_load(&peer_there->life) != PLI_PRESENT ||
         pli_failure_stands(there, &failure))
         return 0;
     /* They have posted what we have not, and do nothing but wait for it. */
-    if (!waits(they_there) ||
-        atomic_load(&they_there->posted) <= atomic_load(&we_there->posted) ||
-        atomic_load(&they_there->thread) != atomic_load(&they_here->thread) ||
-        atomic_load(&we_there->thread) != atomic_load(&we_here->thread))
+    if (!waits(peer_there) ||
+        atomic_load(&peer_there->posted) <= atomic_load(&own_there->posted) ||
+        atomic_load(&peer_there->thread) != atomic_load(&peer_here->thread) ||
+        atomic_load(&own_there->thread) != atomic_load(&own_here->thread))
         return 0;
     pli_epoch_fail(at->here, at->rank, PLI_DEADLOCK);
     pli_epoch_fail(there, there->super.rank, PLI_DEADLOCK);

@@ -27,7 +27,6 @@ static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
     case PL_BARRIER:
         return 1;
     case PL_REDUCE:
-    case PL_REDUCE_SCATTER:
     case PL_N_OP_KINDS:
         break;
     }
@@ -51,27 +50,27 @@ static pl_status issue_inside(hierarchy *self, const pl_op *op)
     return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
 }
 
-static pl_status go_up(hierarchy *self, operation *it)
+static pl_status go_up(hierarchy *self, operation *entry)
 {
     pl_status st = PL_OK;
     pl_op op;
-    it->up = 0;
-    if (!is_alone_on_host(self) && op_up(self, &it->op, &op)) {
+    entry->up = 0;
+    if (!is_alone_on_host(self) && op_up(self, &entry->op, &op)) {
         PL_TRY(issue_inside(self, &op));
-        it->up = self->last_inner;
+        entry->up = self->last_inner;
     }
     self->n_up++;
 done:
     return st;
 }
 
-static pl_status go_down(hierarchy *self, operation *it)
+static pl_status go_down(hierarchy *self, operation *entry)
 {
     pl_status st = PL_OK;
     pl_op op;
-    if (!is_alone_on_host(self) && op_down(self, &it->op, &op))
+    if (!is_alone_on_host(self) && op_down(self, &entry->op, &op))
         PL_TRY(issue_inside(self, &op));
-    it->whole = self->last_inner;
+    entry->whole = self->last_inner;
     self->n_down++;
 done:
     return st;
@@ -176,7 +175,7 @@ done:
 static pl_status check_op(const hierarchy *self, const pl_op *op)
 {
     pl_status st = PL_OK;
-    if (op->kind == PL_REDUCE || op->kind == PL_REDUCE_SCATTER)
+    if (op->kind == PL_REDUCE)
         PL_FAIL(PL_EUNSUPPORTED, "several hosts carry no %s: use all-reduce",
                 pli_op_kind_text(op->kind));
     if (op->kind == PL_ALL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)

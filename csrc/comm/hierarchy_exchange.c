@@ -32,10 +32,10 @@ static void weigh(const hierarchy *self, const pl_op *op)
 static void see_reduced(hierarchy *self)
 {
     while (self->n_reduced < self->n_up) {
-        const operation *it = operation_at(self, self->n_reduced + 1);
-        if (it->up != 0 && !self->inner->ops->is_done(self->inner, it->up))
+        const operation *entry = operation_at(self, self->n_reduced + 1);
+        if (entry->up != 0 && !self->inner->ops->is_done(self->inner, entry->up))
             return;
-        weigh(self, &it->op);
+        weigh(self, &entry->op);
         self->n_reduced++;
     }
 }
@@ -90,7 +90,6 @@ static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
     case PL_ALL_GATHER:
         return blocks_of(self, op, from);
     case PL_REDUCE:
-    case PL_REDUCE_SCATTER:
     case PL_BARRIER:
     case PL_N_OP_KINDS:
         break;
@@ -100,19 +99,21 @@ static pl_op sent_of(const hierarchy *self, const pl_op *op, int from, int to)
 
 static stream *stream_of(hierarchy *self, int host, int is_out, pli_link_stream link)
 {
-    peer *it = &self->peers[host];
-    return is_out ? &it->out[link - PLI_LINK_DATA] : &it->in[link - PLI_LINK_DATA];
+    peer *other = &self->peers[host];
+    return is_out ? &other->out[link - PLI_LINK_DATA]
+                  : &other->in[link - PLI_LINK_DATA];
 }
 
 pl_status pli_hierarchy_send(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
-    stream *it = stream_of(self, host, 1, link);
-    const size_t before = it->at;
-    const struct iovec pieces[] = {{.iov_base = &it->head, .iov_len = sizeof it->head},
-                                   {.iov_base = it->from, .iov_len = it->head.n_bytes}};
-    PL_TRY(pli_links_send(self->links, host, link, pieces, 2, &it->at));
-    if (it->at != before)
+    stream *flow = stream_of(self, host, 1, link);
+    const size_t before = flow->at;
+    const struct iovec pieces[] = {
+        {.iov_base = &flow->head, .iov_len = sizeof flow->head},
+        {.iov_base = flow->from, .iov_len = flow->head.n_bytes}};
+    PL_TRY(pli_links_send(self->links, host, link, pieces, 2, &flow->at));
+    if (flow->at != before)
         self->last_sign_ns = 0;
 done:
     return st;
@@ -123,14 +124,14 @@ static pl_status send_range(hierarchy *self, int host, pli_link_stream link,
                             uint64_t number, const pl_op *range)
 {
     pl_status st = PL_OK;
-    stream *it = stream_of(self, host, 1, link);
-    it->from = range_of(self, range);
-    it->head = (head){.number = number,
-                      .hash = pli_op_hash(&operation_at(self, number)->op),
-                      .n_bytes = bytes_of(range)};
+    stream *flow = stream_of(self, host, 1, link);
+    flow->from = range_of(self, range);
+    flow->head = (head){.number = number,
+                        .hash = pli_op_hash(&operation_at(self, number)->op),
+                        .n_bytes = bytes_of(range)};
     PL_TRY(pli_hierarchy_send(self, host, link));
-    if (is_whole(it))
-        *it = (stream){.n_done = number};
+    if (is_whole(flow))
+        *flow = (stream){.n_done = number};
 done:
     return st;
 }
@@ -139,10 +140,10 @@ done:
 static pl_status send_data(hierarchy *self, int host)
 {
     pl_status st = PL_OK;
-    const stream *it = stream_of(self, host, 1, PLI_LINK_DATA);
-    uint64_t before = it->n_done - 1;
-    while (it->n_done < self->n_reduced && it->n_done != before) {
-        before = it->n_done;
+    const stream *flow = stream_of(self, host, 1, PLI_LINK_DATA);
+    uint64_t before = flow->n_done - 1;
+    while (flow->n_done < self->n_reduced && flow->n_done != before) {
+        before = flow->n_done;
         const uint64_t number = before + 1;
         const pl_op sent =
             sent_of(self, &operation_at(self, number)->op, self->host, host);
@@ -152,16 +153,16 @@ done:
     return st;
 }
 
-static pl_status make_room(peer *it, size_t n_bytes)
+static pl_status make_room(peer *other, size_t n_bytes)
 {
     pl_status st = PL_OK;
-    if (n_bytes <= it->staging_bytes)
+    if (n_bytes <= other->staging_bytes)
         goto done;
-    pli_free(it->staging);
-    it->staging = NULL;
-    it->staging_bytes = 0;
-    PL_TRY(pli_calloc(n_bytes, 1, "what other hosts send", &it->staging));
-    it->staging_bytes = n_bytes;
+    pli_free(other->staging);
+    other->staging = NULL;
+    other->staging_bytes = 0;
+    PL_TRY(pli_calloc(n_bytes, 1, "what other hosts send", &other->staging));
+    other->staging_bytes = n_bytes;
 done:
     return st;
 }
@@ -187,27 +188,28 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
                                uint64_t number, char *to, size_t n_bytes)
 {
     pl_status st = PL_OK;
-    stream *it = stream_of(self, host, 0, link);
-    const size_t before = it->at;
-    const struct iovec pieces[] = {{.iov_base = &it->head, .iov_len = sizeof it->head},
-                                   {.iov_base = to, .iov_len = n_bytes}};
+    stream *flow = stream_of(self, host, 0, link);
+    const size_t before = flow->at;
+    const struct iovec pieces[] = {
+        {.iov_base = &flow->head, .iov_len = sizeof flow->head},
+        {.iov_base = to, .iov_len = n_bytes}};
     /* The head alone first: what another operation has sent must not be taken in. */
-    if (it->at < sizeof it->head) {
-        PL_TRY(pli_links_receive(self->links, host, link, pieces, 1, &it->at));
-        if (it->at < sizeof it->head)
+    if (flow->at < sizeof flow->head) {
+        PL_TRY(pli_links_receive(self->links, host, link, pieces, 1, &flow->at));
+        if (flow->at < sizeof flow->head)
             goto done;
-        if (it->head.number == first_number_of(self->epoch + 1)) {
-            it->is_reset = self->has_met_mark = 1;
-            it->at = 0;
+        if (flow->head.number == first_number_of(self->epoch + 1)) {
+            flow->is_reset = self->has_met_mark = 1;
+            flow->at = 0;
             PL_TRY(pli_links_read_notice(self->links, host));
         }
-        PL_TRY(check_head(self, host, &it->head, number, n_bytes));
+        PL_TRY(check_head(self, host, &flow->head, number, n_bytes));
     }
-    PL_TRY(pli_links_receive(self->links, host, link, pieces, 2, &it->at));
-    if (is_whole(it))
-        *it = (stream){.n_done = number};
+    PL_TRY(pli_links_receive(self->links, host, link, pieces, 2, &flow->at));
+    if (is_whole(flow))
+        *flow = (stream){.n_done = number};
 done:
-    if (it->at != before)
+    if (flow->at != before)
         self->last_sign_ns = 0;
     return st;
 }
@@ -216,7 +218,7 @@ done:
 static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
 {
     pl_status st = PL_OK;
-    peer *it = &self->peers[host];
+    peer *other = &self->peers[host];
     const uint64_t number = self->n_exchanged + 1;
     const pl_op sent = sent_of(self, op, host, self->host);
     const size_t n_bytes = bytes_of(&sent);
@@ -224,8 +226,8 @@ static pl_status receive_data(hierarchy *self, int host, const pl_op *op)
     if (stream_of(self, host, 0, PLI_LINK_DATA)->n_done == number)
         goto done;
     if (op->kind == PL_ALL_REDUCE) {
-        PL_TRY(make_room(it, n_bytes));
-        to = it->staging;
+        PL_TRY(make_room(other, n_bytes));
+        to = other->staging;
     }
     PL_TRY(receive_range(self, host, PLI_LINK_DATA, number, to, n_bytes));
 done:
@@ -337,8 +339,8 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
     const uint64_t number = self->n_exchanged + 1;
     pli_links_poll_init(self->links, waited);
     for (int h = 0; h < self->n_hosts; h++) {
-        const peer *it = &self->peers[h];
-        const stream *out = it->out, *in = it->in;
+        const peer *other = &self->peers[h];
+        const stream *out = other->out, *in = other->in;
         if (h == self->host)
             continue;
         list_stream(self, waited, h, PLI_LINK_DATA, out[0].n_done < self->n_reduced,

@@ -59,16 +59,16 @@ static int may_end_elsewhere(const hierarchy *self)
 static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
-    stream *it = &self->peers[host].out[link - PLI_LINK_DATA];
+    stream *flow = &self->peers[host].out[link - PLI_LINK_DATA];
     const uint64_t mark = first_number_of(self->epoch + 1);
-    while (!it->is_reset) {
-        if (it->at == 0)
-            it->head = (head){.number = mark};
+    while (!flow->is_reset) {
+        if (flow->at == 0)
+            flow->head = (head){.number = mark};
         PL_TRY(pli_hierarchy_send(self, host, link));
-        if (!is_whole(it))
+        if (!is_whole(flow))
             goto done;
-        it->is_reset = it->head.number == mark;
-        it->at = 0;
+        flow->is_reset = flow->head.number == mark;
+        flow->at = 0;
     }
 done:
     return st;
@@ -116,18 +116,18 @@ void pli_hierarchy_give_up(hierarchy *self)
 
 /* A host may be ahead by what it can have in flight, and sends no more at once than an
  * arena has: anything else is not to be waited for. */
-static pl_status check_skipped(const hierarchy *self, int host, const stream *it)
+static pl_status check_skipped(const hierarchy *self, int host, const stream *flow)
 {
     pl_status st = PL_OK;
-    const int is_mark = it->head.number == first_number_of(self->epoch + 1);
-    const int is_operation = it->head.number > it->n_done &&
-                             it->head.number <= self->n_issued + self->ring_ops;
-    if ((!is_mark && !is_operation) || it->head.n_bytes > self->super.arena_bytes)
+    const int is_mark = flow->head.number == first_number_of(self->epoch + 1);
+    const int is_operation = flow->head.number > flow->n_done &&
+                             flow->head.number <= self->n_issued + self->ring_ops;
+    if ((!is_mark && !is_operation) || flow->head.n_bytes > self->super.arena_bytes)
         PL_FAIL(PL_EMISMATCH,
                 "rank %d: %s sent what no rank sends (operation %llu, %llu bytes): the "
                 "connection carries other data, or another version of paceline's",
                 self->super.rank, pli_links_name(self->links, host),
-                count_of(it->head.number), (unsigned long long)it->head.n_bytes);
+                count_of(flow->head.number), (unsigned long long)flow->head.n_bytes);
 done:
     return st;
 }
@@ -136,27 +136,28 @@ static pl_status skip_to_mark(hierarchy *self, int host, pli_link_stream link)
 {
     pl_status st = PL_OK;
     char skipped[1 << 14] = {0};
-    stream *it = &self->peers[host].in[link - PLI_LINK_DATA];
-    while (!it->is_reset) {
-        const int is_head = it->at < sizeof it->head;
+    stream *flow = &self->peers[host].in[link - PLI_LINK_DATA];
+    while (!flow->is_reset) {
+        const int is_head = flow->at < sizeof flow->head;
         const size_t n_left =
-            (is_head ? sizeof it->head : sizeof it->head + it->head.n_bytes) - it->at;
+            (is_head ? sizeof flow->head : sizeof flow->head + flow->head.n_bytes) -
+            flow->at;
         const struct iovec piece = {
-            .iov_base = is_head ? (char *)&it->head + it->at : skipped,
+            .iov_base = is_head ? (char *)&flow->head + flow->at : skipped,
             .iov_len = n_left < sizeof skipped ? n_left : sizeof skipped};
         size_t n = 0;
         PL_TRY(pli_links_receive(self->links, host, link, &piece, 1, &n));
         if (n == 0)
             goto done;
         self->last_sign_ns = 0;
-        it->at += n;
-        if (it->at == sizeof it->head)
-            PL_TRY(check_skipped(self, host, it));
-        if (it->at < sizeof it->head || !is_whole(it))
+        flow->at += n;
+        if (flow->at == sizeof flow->head)
+            PL_TRY(check_skipped(self, host, flow));
+        if (flow->at < sizeof flow->head || !is_whole(flow))
             continue;
-        it->is_reset = it->head.number == first_number_of(self->epoch + 1);
-        it->n_done = it->is_reset ? it->n_done : it->head.number;
-        it->at = 0;
+        flow->is_reset = flow->head.number == first_number_of(self->epoch + 1);
+        flow->n_done = flow->is_reset ? flow->n_done : flow->head.number;
+        flow->at = 0;
     }
 done:
     return st;
@@ -169,12 +170,12 @@ static pl_status meet_hosts(hierarchy *self, pli_links_waited *waited, int *late
     *late = -1;
     pli_links_poll_init(self->links, waited);
     for (int h = 0; h < self->n_hosts; h++) {
-        const peer *it = &self->peers[h];
+        const peer *other = &self->peers[h];
         for (int s = 0; h != self->host && s < HIERARCHY_N_STREAMS; s++) {
             const pli_link_stream link = (pli_link_stream)(PLI_LINK_DATA + s);
             PL_TRY(skip_to_mark(self, h, link));
-            const int events =
-                (it->out[s].is_reset ? 0 : POLLOUT) | (it->in[s].is_reset ? 0 : POLLIN);
+            const int events = (other->out[s].is_reset ? 0 : POLLOUT) |
+                               (other->in[s].is_reset ? 0 : POLLIN);
             if (events != 0)
                 pli_links_poll_add(self->links, waited, h, link, (short)events);
             *late = events != 0 ? h : *late;

@@ -203,9 +203,9 @@ pl_status pli_hierarchy_exchange(hierarchy *self) PL_MUST_USE;
 pl_status pli_hierarchy_send(hierarchy *self, int host,
                              pli_link_stream link) PL_MUST_USE;
 
-static inline int is_whole(const stream *it)
+static inline int is_whole(const stream *flow)
 {
-    return it->at == sizeof it->head + it->head.n_bytes;
+    return flow->at == sizeof flow->head + flow->head.n_bytes;
 }
 
 /* Lists what a leader waits for between hosts, and how long it may sleep for it. */

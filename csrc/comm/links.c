@@ -10,22 +10,22 @@
 
 enum { MOST_PIECES = 72 }; /* in one system call */
 
-static void close_connection(connection *it)
+static void close_connection(connection *link)
 {
     for (int s = 0; s < PLI_N_LINK_STREAMS; s++) {
-        if (it->fds[s] >= 0)
-            (void)close(it->fds[s]);
-        it->fds[s] = -1;
+        if (link->fds[s] >= 0)
+            (void)close(link->fds[s]);
+        link->fds[s] = -1;
     }
 }
 
-static pl_status take_sockets(connection *it, const int *fds)
+static pl_status take_sockets(connection *link, const int *fds)
 {
     pl_status st = PL_OK;
     for (int s = 0; s < PLI_N_LINK_STREAMS; s++) {
-        it->fds[s] = PL_SYS(fcntl(fds[s], F_DUPFD_CLOEXEC, 0));
-        if (it->fds[s] < 0)
-            PL_FAIL_ERRNO("cannot take over the connection to %s", it->name);
+        link->fds[s] = PL_SYS(fcntl(fds[s], F_DUPFD_CLOEXEC, 0));
+        if (link->fds[s] < 0)
+            PL_FAIL_ERRNO("cannot take over the connection to %s", link->name);
     }
 done:
     return st;
@@ -44,12 +44,12 @@ pl_status pli_links_create(const pli_links_options *options, pli_links **out)
     self->owner_pid = getpid();
     atomic_flag_clear(&self->is_sending);
     for (int h = 0; h < options->n_hosts; h++) {
-        connection *it = &self->links[h];
-        pli_text_print(it->name, sizeof it->name, "%s", options->names[h]);
-        it->owner = self;
-        it->n_sent = NOTICE_HEAD_BYTES;
+        connection *link = &self->links[h];
+        pli_text_print(link->name, sizeof link->name, "%s", options->names[h]);
+        link->owner = self;
+        link->n_sent = NOTICE_HEAD_BYTES;
         for (int s = 0; s < PLI_N_LINK_STREAMS; s++)
-            it->fds[s] = -1;
+            link->fds[s] = -1;
     }
     for (int h = 0; h < options->n_hosts; h++)
         if (h != options->host)
@@ -120,7 +120,7 @@ static ssize_t receive_some(int fd, const struct msghdr *message)
     return PL_SYS(recvmsg(fd, &changed, MSG_DONTWAIT));
 }
 
-static pl_status go_on(connection *it, pli_link_stream stream,
+static pl_status go_on(connection *link, pli_link_stream stream,
                        const struct iovec *pieces, int n_pieces, size_t *at,
                        transfer transfer_some)
 {
@@ -131,15 +131,15 @@ static pl_status go_on(connection *it, pli_link_stream stream,
         if (n_rest == 0)
             goto done;
         const struct msghdr message = {.msg_iov = rest, .msg_iovlen = (size_t)n_rest};
-        const ssize_t n = transfer_some(it->fds[stream], &message);
+        const ssize_t n = transfer_some(link->fds[stream], &message);
         if (n > 0)
             *at += (size_t)n;
         else if (n == 0)
-            PL_TRY(pli_links_fail_by_end(it, 0));
+            PL_TRY(pli_links_fail_by_end(link, 0));
         else if (errno == EAGAIN)
             goto done;
         else if (errno != EINTR)
-            PL_TRY(pli_links_fail_by_end(it, errno));
+            PL_TRY(pli_links_fail_by_end(link, errno));
     }
 done:
     return st;

@@ -11,110 +11,111 @@
 enum { NOTICE_WAIT_MS = 300 }; /* for the words of a host whose connection has ended */
 
 /* Takes what has come whole. */
-static void take_notice(connection *it)
+static void take_notice(connection *link)
 {
-    notice *coming = &it->coming;
-    if (it->n_coming < NOTICE_HEAD_BYTES)
+    notice *coming = &link->coming;
+    if (link->n_coming < NOTICE_HEAD_BYTES)
         return;
     if (coming->n_bytes >= sizeof coming->text) { /* no leader says that */
-        it->has_ended = 1;
+        link->has_ended = 1;
         return;
     }
-    if (it->n_coming < notice_bytes(coming))
+    if (link->n_coming < notice_bytes(coming))
         return;
     coming->text[coming->n_bytes] = '\0';
     if (coming->kind == NOTICE_WAITS) {
-        it->waits = *coming;
-        it->n_coming = 0;
+        link->waits = *coming;
+        link->n_coming = 0;
         return;
     }
-    it->last = *coming;
-    it->has_notice = 1;
-    it->n_coming = 0;
+    link->last = *coming;
+    link->has_notice = 1;
+    link->n_coming = 0;
 }
 
 /* Reads what a host has to say, without waiting. */
-static void read_notices(connection *it)
+static void read_notices(connection *link)
 {
-    while (!it->has_ended) {
-        const size_t n_bytes = it->n_coming < NOTICE_HEAD_BYTES
+    while (!link->has_ended) {
+        const size_t n_bytes = link->n_coming < NOTICE_HEAD_BYTES
                                    ? NOTICE_HEAD_BYTES
-                                   : notice_bytes(&it->coming);
-        const ssize_t n =
-            PL_SYS(recv(it->fds[PLI_LINK_NOTICE], (char *)&it->coming + it->n_coming,
-                        n_bytes - it->n_coming, MSG_DONTWAIT));
+                                   : notice_bytes(&link->coming);
+        const ssize_t n = PL_SYS(recv(link->fds[PLI_LINK_NOTICE],
+                                      (char *)&link->coming + link->n_coming,
+                                      n_bytes - link->n_coming, MSG_DONTWAIT));
         if (n > 0) {
-            it->n_coming += (size_t)n;
-            take_notice(it);
+            link->n_coming += (size_t)n;
+            take_notice(link);
         } else if (n == 0 || (errno != EINTR && errno != EAGAIN)) {
-            it->has_ended = 1;
+            link->has_ended = 1;
         } else if (errno == EAGAIN) {
             return;
         }
     }
 }
 
-static int has_received_end(const connection *it)
+static int has_received_end(const connection *link)
 {
-    return it->has_notice && it->last.kind == NOTICE_ENDED;
+    return link->has_notice && link->last.kind == NOTICE_ENDED;
 }
 
-/* Whether what a host has said is of what this one does now. */
-static int concerns(const connection *it)
+/* Whether what a host has sent is of what this one does now. */
+static int concerns(const connection *link)
 {
-    return has_received_end(it) ||
-           (it->has_notice && it->last.epoch == it->owner->epoch);
+    return has_received_end(link) ||
+           (link->has_notice && link->last.epoch == link->owner->epoch);
 }
 
-static pl_status fail_by_notice(const connection *it)
+static pl_status fail_by_notice(const connection *link)
 {
-    if (has_received_end(it))
-        return pli_fail(PL_EPEER, "rank %d: %s failed: %s", it->owner->rank, it->name,
-                        it->last.text);
+    if (has_received_end(link))
+        return pli_fail(PL_EPEER, "rank %d: %s failed: %s", link->owner->rank,
+                        link->name, link->last.text);
     return pli_fail(PL_EPEER,
                     "rank %d: the step of %s failed, so this one cannot be "
                     "finished%s\n\nIts own failure message:\n%s",
-                    it->owner->rank, it->name,
-                    it->has_ended ? ", and that host died or left" : "", it->last.text);
+                    link->owner->rank, link->name,
+                    link->has_ended ? ", and that host died or left" : "",
+                    link->last.text);
 }
 
 /* Waits for the words that a host is about to send. */
-static void await_notice(connection *it)
+static void await_notice(connection *link)
 {
-    struct pollfd more = {.fd = it->fds[PLI_LINK_NOTICE], .events = POLLIN};
+    struct pollfd more = {.fd = link->fds[PLI_LINK_NOTICE], .events = POLLIN};
     const int64_t until = pli_now_ns() + NOTICE_WAIT_MS * PLI_MS;
-    read_notices(it);
-    while (!it->has_ended && !concerns(it) && pli_now_ns() < until) {
+    read_notices(link);
+    while (!link->has_ended && !concerns(link) && pli_now_ns() < until) {
         (void)poll(&more, 1, 10);
-        read_notices(it);
+        read_notices(link);
     }
 }
 
-pl_status pli_links_fail_by_end(connection *it, int error)
+pl_status pli_links_fail_by_end(connection *link, int error)
 {
-    await_notice(it);
-    if (concerns(it))
-        return fail_by_notice(it);
+    await_notice(link);
+    if (concerns(link))
+        return fail_by_notice(link);
     if (error != 0)
         return pli_fail(PL_EPEER,
                         "rank %d: %s: the connection to that host was lost: %s",
-                        it->owner->rank, it->name, strerror(error));
+                        link->owner->rank, link->name, strerror(error));
     return pli_fail(PL_EPEER,
                     "rank %d: %s died or left: the connection to that host is closed "
                     "(every rank needs the same number of steps)",
-                    it->owner->rank, it->name);
+                    link->owner->rank, link->name);
 }
 
 pl_status pli_links_check(pli_links *self)
 {
     pl_status st = PL_OK;
     for (int h = 0; h < self->n_hosts; h++) {
-        connection *it = &self->links[h];
+        connection *link = &self->links[h];
         if (h == self->host)
             continue;
-        read_notices(it);
-        if (has_received_end(it)) /* one that leaves has sent its part */
-            PL_TRY(fail_by_notice(it));
+        read_notices(link);
+        if (has_received_end(link)) /* one that leaves has sent its part */
+            PL_TRY(fail_by_notice(link));
     }
 done:
     return st;
@@ -151,11 +152,11 @@ pl_status pli_links_read_notice(pli_links *self, int host)
                         from->name);
     /* Better the words of the host where it began. */
     for (int h = 0; h < self->n_hosts && from->last.kind == NOTICE_FOLLOWED; h++) {
-        connection *it = &self->links[h];
+        connection *link = &self->links[h];
         if (h != self->host)
-            read_notices(it);
-        if (h != self->host && concerns(it) && it->last.kind == NOTICE_FAILED)
-            from = it;
+            read_notices(link);
+        if (h != self->host && concerns(link) && link->last.kind == NOTICE_FAILED)
+            from = link;
     }
     return fail_by_notice(from);
 }
@@ -178,90 +179,90 @@ void pli_links_begin_epoch(pli_links *self, uint64_t epoch)
     unlock_sent(self);
 }
 
-static void send_notice(connection *it)
+static void send_notice(connection *link)
 {
-    while (it->n_sent < notice_bytes(&it->sent)) {
-        const ssize_t n = PL_SYS(
-            send(it->fds[PLI_LINK_NOTICE], (const char *)&it->sent + it->n_sent,
-                 notice_bytes(&it->sent) - it->n_sent, MSG_DONTWAIT | MSG_NOSIGNAL));
+    while (link->n_sent < notice_bytes(&link->sent)) {
+        const ssize_t n = PL_SYS(send(
+            link->fds[PLI_LINK_NOTICE], (const char *)&link->sent + link->n_sent,
+            notice_bytes(&link->sent) - link->n_sent, MSG_DONTWAIT | MSG_NOSIGNAL));
         if (n > 0)
-            it->n_sent += (size_t)n;
+            link->n_sent += (size_t)n;
         else if (n == 0 || errno != EINTR)
             return; /* later, or whoever sends data sees what is the matter */
     }
 }
 
-static int is_sent(const connection *it)
+static int is_sent(const connection *link)
 {
-    return it->n_sent == notice_bytes(&it->sent);
+    return link->n_sent == notice_bytes(&link->sent);
 }
 
-static void begin_notice(connection *it, const notice *said)
+static void begin_notice(connection *link, const notice *sent)
 {
-    if (!is_sent(it))
-        send_notice(it);
-    if (!is_sent(it))
+    if (!is_sent(link))
+        send_notice(link);
+    if (!is_sent(link))
         return; /* what stands before it is sent first */
-    it->sent = *said;
-    it->n_sent = 0;
-    send_notice(it);
+    link->sent = *sent;
+    link->n_sent = 0;
+    send_notice(link);
 }
 
-static void send_locked(pli_links *self, notice *said, const char *reason)
+static void send_locked(pli_links *self, notice *sent, const char *reason)
 {
-    pli_text_print(said->text, sizeof said->text, "%s", reason);
-    said->n_bytes = (uint32_t)strlen(said->text);
+    pli_text_print(sent->text, sizeof sent->text, "%s", reason);
+    sent->n_bytes = (uint32_t)strlen(sent->text);
     for (int h = 0; h < self->n_hosts && !self->has_ended; h++)
         if (h != self->host)
-            begin_notice(&self->links[h], said);
+            begin_notice(&self->links[h], sent);
 }
 
 /* Any thread's; in a forked child nothing is said. */
-static void send_to_all(pli_links *self, notice *said, const char *reason)
+static void send_to_all(pli_links *self, notice *sent, const char *reason)
 {
     if (self->owner_pid != getpid())
         return;
     lock_sent(self);
-    send_locked(self, said, reason);
+    send_locked(self, sent, reason);
     unlock_sent(self);
 }
 
 void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers)
 {
-    notice said = {.epoch = self->epoch,
+    notice sent = {.epoch = self->epoch,
                    .kind = is_anothers ? NOTICE_FOLLOWED : NOTICE_FAILED};
-    send_to_all(self, &said, reason);
+    send_to_all(self, &sent, reason);
 }
 
 void pli_links_send_waiting(pli_links *self, uint64_t number, int host)
 {
-    notice said = {.epoch = number, .kind = NOTICE_WAITS, .host = (uint32_t)host};
-    send_to_all(self, &said, "");
+    notice sent = {.epoch = number, .kind = NOTICE_WAITS, .host = (uint32_t)host};
+    send_to_all(self, &sent, "");
 }
 
 int pli_links_waited_for(pli_links *self, uint64_t number, int host)
 {
     for (int n = 0; n < self->n_hosts; n++) { /* or they wait for one another */
-        connection *it = &self->links[host];
+        connection *link = &self->links[host];
         if (host == self->host)
             break;
-        read_notices(it);
-        if (it->waits.kind != NOTICE_WAITS || it->waits.epoch != number ||
-            it->waits.host >= (uint32_t)self->n_hosts ||
-            it->waits.host == (uint32_t)self->host)
+        read_notices(link);
+        if (link->waits.kind != NOTICE_WAITS || link->waits.epoch != number ||
+            link->waits.host >= (uint32_t)self->n_hosts ||
+            link->waits.host == (uint32_t)self->host)
             break;
-        host = (int)it->waits.host;
+        host = (int)link->waits.host;
     }
     return host;
 }
 
 int pli_links_has_sent_failure(pli_links *self, int host)
 {
-    connection *it = &self->links[host];
+    connection *link = &self->links[host];
     lock_sent(self);
-    if (!is_sent(it))
-        send_notice(it);
-    const int has = is_sent(it);
+    if (!is_sent(link))
+        send_notice(link);
+    const int has = is_sent(link);
     unlock_sent(self);
     return has;
 }
@@ -275,13 +276,13 @@ static void say_no_more(const pli_links *self)
 
 void pli_links_end(pli_links *self, const char *reason)
 {
-    notice said = {.epoch = self->epoch, .kind = NOTICE_ENDED};
+    notice sent = {.epoch = self->epoch, .kind = NOTICE_ENDED};
     if (self->owner_pid != getpid())
         return; /* a child's copies of the sockets say nothing as they close */
     lock_sent(self);
     if (!self->has_ended) {
         if (reason != NULL)
-            send_locked(self, &said, reason);
+            send_locked(self, &sent, reason);
         say_no_more(self);
         self->has_ended = 1;
     }

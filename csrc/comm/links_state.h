@@ -53,13 +53,13 @@ struct pli_links {
 };
 
 /* How many bytes of a notice are sent. */
-static inline size_t notice_bytes(const notice *it)
+static inline size_t notice_bytes(const notice *self)
 {
-    return NOTICE_HEAD_BYTES + it->n_bytes;
+    return NOTICE_HEAD_BYTES + self->n_bytes;
 }
 
 /* A connection has ended, by an error or, 0, without one: says what that host had to
  * say, or is about to (links_notices.c). */
-pl_status pli_links_fail_by_end(connection *it, int error) PL_MUST_USE;
+pl_status pli_links_fail_by_end(connection *link, int error) PL_MUST_USE;
 
 #endif

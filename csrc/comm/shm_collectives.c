@@ -52,9 +52,6 @@ static void run_part(const pli_shm_comm *self, const pl_op *op)
     case PL_REDUCE:
         reduce(self, op, part_at, n, op->root, 1);
         break;
-    case PL_REDUCE_SCATTER:
-        reduce(self, op, block_at, block, rank, 1);
-        break;
     case PL_ALL_GATHER:
         for (int r = 0; r < world_size; r++)
             if (r != rank)

@@ -43,8 +43,7 @@ static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *orde
     PL_TRY(fail_as(self, ""));
     if (self->phase != PLI_RUNNING)
         PL_FAIL(PL_ESTATE, "an operation was issued while the world recovers");
-    if (op->kind <= PL_REDUCE_SCATTER &&
-        self->sums->fn[op->dtype][op->reduction] == NULL)
+    if (op->kind <= PL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)
         PL_FAIL(PL_EINVAL,
                 "%s cannot be reduced that way: the mean takes floating point "
                 "types, the maximum integers",

@@ -1,4 +1,4 @@
-/* shm_comm.h - communication over memory that every rank maps (local.c and shm_init.c).
+/* shm_comm.h - communication over memory that every rank maps (shm_init.c).
  *
  * Each operation is cut into one part a rank, and the owner of a part computes it
  * in place in all arenas once every rank has posted the operation:
@@ -22,7 +22,7 @@
 
 typedef enum pli_shm_phase { PLI_RUNNING, PLI_RECOVERING } pli_shm_phase;
 
-/* A segment that several ranks of one process use (local.c). */
+/* A segment that several ranks of one process may use, as those of tests do. */
 typedef struct pli_shm_segment {
     pli_segment segment;
     atomic_int n_users;

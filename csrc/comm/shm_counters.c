@@ -54,9 +54,9 @@ static int is_same_everywhere(const pli_shm_comm *self, size_t slot)
 /* Tells all ranks that all have come to `number`. */
 static void say(const pli_shm_comm *self, _Atomic uint64_t *word, uint64_t number)
 {
-    uint64_t said = atomic_load(word);
-    while (said < number)
-        if (atomic_compare_exchange_weak(word, &said, number)) {
+    uint64_t told = atomic_load(word);
+    while (told < number)
+        if (atomic_compare_exchange_weak(word, &told, number)) {
             pli_wake_ranks(self->segment);
             return;
         }

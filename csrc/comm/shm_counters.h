@@ -89,8 +89,8 @@ static inline int pli_laggard(const pli_shm_comm *self, pli_counter counter,
 static inline int pli_all_have(const pli_shm_comm *self, const _Atomic uint64_t *word,
                                uint64_t least)
 {
-    const uint64_t said = atomic_load(word);
-    return said >= least && said >> PLI_EPOCH_SHIFT == self->epoch;
+    const uint64_t told = atomic_load(word);
+    return told >= least && told >> PLI_EPOCH_SHIFT == self->epoch;
 }
 
 /* The rank, as messages call it, that keeps this one from reaching `least`: one that

@@ -66,7 +66,7 @@ int pli_layout_equal(const pli_layout *left, const pli_layout *right)
 
 /* ---- copies --------------------------------------------------------------------- */
 
-typedef enum direction { PACK, UNPACK } direction;
+typedef enum pack_direction { PACK, UNPACK } pack_direction;
 
 /* A walk over the leading dimensions: those before the elements lie in one row-major
  * piece. */
@@ -75,10 +75,10 @@ typedef struct walk {
     int n_leading;
     size_t elem_bytes;
     size_t piece_bytes;
-    direction way;
+    pack_direction way;
 } walk;
 
-static walk begin_walk(const pli_layout *layout, direction way)
+static walk begin_walk(const pli_layout *layout, pack_direction way)
 {
     const size_t elem_bytes = pl_dtype_bytes(layout->dtype);
     int64_t piece = 1;
@@ -136,7 +136,7 @@ static char *copy_rows(const walk *self, int d, char *data, char *block)
     return block;
 }
 
-static void copy(const pli_layout *layout, void *data, void *block, direction way)
+static void copy(const pli_layout *layout, void *data, void *block, pack_direction way)
 {
     const walk self = begin_walk(layout, way);
     if (layout->n_elems == 0)

@@ -1,8 +1,9 @@
-/* status.h - core/: status, memory, time and layouts, without threads or devices.
+/* status.h - core/: status, memory, time, processes and layouts, without devices.
  *
  *     backend, ipc, comm, nccl, reducer, python
- *       \--> core: status alloc config clock process backoff hash plan
- *              \--> include: paceline.h
+ *       \--> core: status alloc config clock process backoff hash
+ *              \                layout plan activity
+ *               \--> include: paceline.h
  *
  * Here stands how a failure is born, travels and leaves.
  * PL_FAIL makes one: it takes a code and a message, and jumps to the function's only

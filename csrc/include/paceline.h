@@ -96,20 +96,19 @@ typedef enum pl_reduction {
 /* ---- operations ----------------------------------------------------------------- */
 
 typedef enum pl_op_kind {
-    PL_ALL_REDUCE,     /* every rank's range becomes the reduction over ranks */
-    PL_REDUCE,         /* ... only in the root's range */
-    PL_REDUCE_SCATTER, /* rank r's block r becomes the reduction of all blocks r */
-    PL_ALL_GATHER,     /* every rank's block r becomes rank r's block r */
-    PL_BROADCAST,      /* every rank's range becomes the root's */
-    PL_BARRIER,        /* no data: done once every rank has issued it */
+    PL_ALL_REDUCE, /* every rank's range becomes the reduction over ranks */
+    PL_REDUCE,     /* ... only in the root's range */
+    PL_ALL_GATHER, /* every rank's block r becomes rank r's block r */
+    PL_BROADCAST,  /* every rank's range becomes the root's */
+    PL_BARRIER,    /* no data: done once every rank has issued it */
     PL_N_OP_KINDS
 } pl_op_kind;
 
-/* One collective, on the same range of every rank's arena.  Reduce-scatter and
- * all-gather split the range into world-size blocks of n_elems / world size. */
+/* One collective, on the same range of every rank's arena.  All-gather splits the range
+ * into world-size blocks of n_elems / world size. */
 typedef struct pl_op {
     pl_op_kind kind;
-    pl_reduction reduction; /* read by the three reducing kinds */
+    pl_reduction reduction; /* read by the two reducing kinds */
     pl_dtype dtype;
     int root;            /* read by PL_REDUCE and PL_BROADCAST */
     size_t offset_bytes; /* from the start of the arena */
@@ -172,12 +171,5 @@ PL_API void pl_comm_destroy(pl_comm *comm);
 PL_API int pl_comm_rank(const pl_comm *comm);
 PL_API int pl_comm_world_size(const pl_comm *comm);
 PL_API size_t pl_comm_arena_bytes(const pl_comm *comm);
-
-/* ---- ranks that are threads of this process ------------------------------------- */
-
-/* Makes a world of `world_size` ranks in one process; out[r] is for the thread
- * that is rank r to use and to destroy.  The last one destroyed frees the rest. */
-PL_API pl_status pl_local_create(int world_size, size_t arena_bytes,
-                                 int64_t deadline_ns, pl_comm **out) PL_MUST_USE;
 
 #endif

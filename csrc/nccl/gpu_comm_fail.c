@@ -120,16 +120,16 @@ pl_status pli_gpu_comm_after(pli_gpu_comm *self, pl_status st)
 
 /* ---- the watchdog's check ------------------------------------------------------- */
 
-static void describe(const pli_gpu_comm *self, const pli_inflight_op *it, char *out,
-                     size_t out_bytes)
+static void describe(const pli_gpu_comm *self, const pli_inflight_op *inflight,
+                     char *out, size_t out_bytes)
 {
-    const pl_op *op = &it->op;
+    const pl_op *op = &inflight->op;
     (void)snprintf(out, out_bytes,
                    "the %s of %zu %s at byte %zu of the device's (operation %llu, step "
                    "%llu)",
                    pli_op_kind_text(op->kind), op->n_elems, pl_dtype_text(op->dtype),
-                   op->offset_bytes - self->super.host_bytes, (unsigned long long)it->n,
-                   (unsigned long long)it->step);
+                   op->offset_bytes - self->super.host_bytes,
+                   (unsigned long long)inflight->n, (unsigned long long)inflight->step);
 }
 
 /* A graph's replays are not followed, and their host may never speak with the others:

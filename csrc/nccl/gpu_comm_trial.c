@@ -142,141 +142,141 @@ static element element_at(const pli_gpu_comm *self, size_t i)
                      .n_ranks = (int)n_ranks};
 }
 
-static void next_element(element *it)
+static void next_element(element *at)
 {
-    if (++it->owner < it->n_ranks)
+    if (++at->owner < at->n_ranks)
         return;
-    it->owner = 0;
-    it->value = it->value % N_VALUES + 1;
+    at->owner = 0;
+    at->value = at->value % N_VALUES + 1;
 }
 
-static unsigned own_value(const pli_gpu_comm *self, const pl_op *op, const element *it)
+static unsigned own_value(const pli_gpu_comm *self, const pl_op *op, const element *at)
 {
     if (op->kind == PL_BROADCAST)
-        return op->root == self->super.rank ? it->value : WRONG_VALUE;
-    return it->owner == self->super.rank ? it->value : 0;
+        return op->root == self->super.rank ? at->value : WRONG_VALUE;
+    return at->owner == self->super.rank ? at->value : 0;
 }
 
 /* A mean is rounded once or twice, in its own type. */
-static int is_right(const pl_op *op, const element *it, double found)
+static int is_right(const pl_op *op, const element *at, double found)
 {
     if (op->kind == PL_BROADCAST || op->reduction == PL_SUM)
-        return found == it->value;
-    const double expected = (double)it->value / it->n_ranks;
+        return found == at->value;
+    const double expected = (double)at->value / at->n_ranks;
     return fabs(found - expected) <= expected / 64;
 }
 
 /* ---- one operation -------------------------------------------------------------- */
 
-static char *memory_of(const trial *it, const pl_op *op)
+static char *memory_of(const trial *run, const pl_op *op)
 {
     const size_t at = op->offset_bytes;
-    return it->scratch != NULL ? it->scratch + (at - it->self->super.host_bytes)
-                               : pli_comm_memory(&it->self->super, at);
+    return run->scratch != NULL ? run->scratch + (at - run->self->super.host_bytes)
+                                : pli_comm_memory(&run->self->super, at);
 }
 
 /* Calls `each` for the operation's memory, piece by piece. */
-static pl_status for_pieces(const trial *it, const pl_op *op,
-                            pl_status (*each)(const trial *it, const pl_op *op,
+static pl_status for_pieces(const trial *self, const pl_op *op,
+                            pl_status (*each)(const trial *self, const pl_op *op,
                                               size_t first, size_t n, char *device))
 {
     pl_status st = PL_OK;
     const size_t width = pl_dtype_bytes(real_type(op->dtype));
-    char *memory = memory_of(it, op);
+    char *memory = memory_of(self, op);
     const size_t n = n_reals(op);
     const size_t n_most = PIECE_BYTES / width;
     for (size_t i = 0; i < n; i += n_most)
-        PL_TRY(each(it, op, i, n - i < n_most ? n - i : n_most, memory + i * width));
+        PL_TRY(each(self, op, i, n - i < n_most ? n - i : n_most, memory + i * width));
 done:
     return st;
 }
 
-static pl_status fill_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+static pl_status fill_piece(const trial *run, const pl_op *op, size_t first, size_t n,
                             char *device)
 {
     const pl_dtype dtype = real_type(op->dtype);
     const size_t width = pl_dtype_bytes(dtype);
     char values[WRONG_VALUE + 1][MOST_ELEM_BYTES];
-    element at = element_at(it->self, first);
+    element at = element_at(run->self, first);
     for (unsigned value = 0; value <= WRONG_VALUE; value++)
         put_value(dtype, value, values[value]);
     for (size_t i = 0; i < n; i++, next_element(&at))
-        memcpy(it->piece + i * width, values[own_value(it->self, op, &at)], width);
-    return pli_cuda_write(it->self->backend, device, it->piece, n * width,
-                          it->self->side);
+        memcpy(run->piece + i * width, values[own_value(run->self, op, &at)], width);
+    return pli_cuda_write(run->self->backend, device, run->piece, n * width,
+                          run->self->side);
 }
 
-static pl_status check_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+static pl_status check_piece(const trial *run, const pl_op *op, size_t first, size_t n,
                              char *device)
 {
     pl_status st = PL_OK;
     const pl_dtype dtype = real_type(op->dtype);
     const size_t width = pl_dtype_bytes(dtype);
-    element at = element_at(it->self, first);
-    PL_TRY(
-        pli_cuda_read(it->self->backend, it->piece, device, n * width, it->self->side));
+    element at = element_at(run->self, first);
+    PL_TRY(pli_cuda_read(run->self->backend, run->piece, device, n * width,
+                         run->self->side));
     for (size_t i = 0; i < n; i++, next_element(&at)) {
-        const double found = get_value(dtype, it->piece + i * width);
+        const double found = get_value(dtype, run->piece + i * width);
         if (!is_right(op, &at, found))
             PL_FAIL(PL_ESYS,
                     "rank %d: NCCL gives wrong numbers on this machine: %g came in the "
                     "%s of %zu %s, at element %zu (GPUs that cannot reach one "
                     "another's memory? NCCL_P2P_DISABLE=1 may help)",
-                    it->self->super.rank, found, pli_op_kind_text(op->kind),
+                    run->self->super.rank, found, pli_op_kind_text(op->kind),
                     op->n_elems, pl_dtype_text(op->dtype), first + i);
     }
 done:
     return st;
 }
 
-static pl_status clear_piece(const trial *it, const pl_op *op, size_t first, size_t n,
+static pl_status clear_piece(const trial *run, const pl_op *op, size_t first, size_t n,
                              char *device)
 {
     const size_t n_bytes = n * pl_dtype_bytes(real_type(op->dtype));
     (void)first;
-    memset(it->piece, 0, n_bytes);
-    return pli_cuda_write(it->self->backend, device, it->piece, n_bytes,
-                          it->self->side);
+    memset(run->piece, 0, n_bytes);
+    return pli_cuda_write(run->self->backend, device, run->piece, n_bytes,
+                          run->self->side);
 }
 
 static pl_status poll_trial(void *context)
 {
     pl_status st = PL_OK;
-    const trial *it = context;
-    if (atomic_load(&it->is_given_up))
+    const trial *self = context;
+    if (atomic_load(&self->is_given_up))
         PL_FAIL(PL_EPEER, "given up");
 done:
     return st;
 }
 
-static pl_status try_op(trial *it, const pl_op *op)
+static pl_status try_op(trial *run, const pl_op *op)
 {
     pl_status st = PL_OK;
-    pli_gpu_comm *self = it->self;
-    pli_backoff waiting = pli_backoff_begin(self->deadline_ns, poll_trial, it);
-    PL_TRY(for_pieces(it, op, fill_piece));
-    PL_TRY(it->scratch != NULL
-               ? pli_nccl_enqueue(self->nccl, op, it->scratch, self->side)
+    pli_gpu_comm *self = run->self;
+    pli_backoff waiting = pli_backoff_begin(self->deadline_ns, poll_trial, run);
+    PL_TRY(for_pieces(run, op, fill_piece));
+    PL_TRY(run->scratch != NULL
+               ? pli_nccl_enqueue(self->nccl, op, run->scratch, self->side)
                : pli_gpu_comm_carry(self, op));
     PL_TRY(self->backend->ops->event_record(self->backend, self->drained, self->side));
     PL_TRY(pli_backend_await(self->backend, self->drained, &waiting, doing));
-    PL_TRY(for_pieces(it, op, check_piece));
+    PL_TRY(for_pieces(run, op, check_piece));
 done:
     return st;
 }
 
 /* What steps put into the memory does not cover all of it. */
-static pl_status try_range(trial *it, const pli_op_range *range)
+static pl_status try_range(trial *self, const pli_op_range *range)
 {
     pl_status st = PL_OK;
     pl_op op = range->op;
     for (size_t n = range->n_least; n < range->op.n_elems; n *= STEP_FACTOR) {
         op.n_elems = n;
-        PL_TRY(try_op(it, &op));
+        PL_TRY(try_op(self, &op));
     }
     op.n_elems = range->op.n_elems;
-    PL_TRY(try_op(it, &op));
-    PL_TRY(for_pieces(it, &op, clear_piece));
+    PL_TRY(try_op(self, &op));
+    PL_TRY(for_pieces(self, &op, clear_piece));
 done:
     return st;
 }
@@ -284,27 +284,27 @@ done:
 static pl_status run_trial(void *context)
 {
     pl_status st = PL_OK;
-    trial *it = context;
-    pl_backend *backend = it->self->backend;
-    PL_TRY(pli_calloc(1, PIECE_BYTES, "values that are tried", &it->piece));
-    if (it->ready != NULL)
-        PL_TRY(backend->ops->event_wait(backend, it->ready, it->self->side));
-    for (size_t k = 0; k < it->n_ranges; k++)
-        PL_TRY(try_range(it, &it->ranges[k]));
+    trial *run = context;
+    pl_backend *backend = run->self->backend;
+    PL_TRY(pli_calloc(1, PIECE_BYTES, "values that are tried", &run->piece));
+    if (run->ready != NULL)
+        PL_TRY(backend->ops->event_wait(backend, run->ready, run->self->side));
+    for (size_t k = 0; k < run->n_ranges; k++)
+        PL_TRY(try_range(run, &run->ranges[k]));
 done:
-    pli_free(it->piece);
-    it->piece = NULL;
+    pli_free(run->piece);
+    run->piece = NULL;
     return st;
 }
 
 /* ---- in a helper thread --------------------------------------------------------- */
 
 /* Ends the trial, of which nobody wants the outcome any more. */
-static void give_up(trial *it, const pli_helper *helper)
+static void give_up(trial *run, const pli_helper *helper)
 {
-    pli_gpu_comm *self = it->self;
+    pli_gpu_comm *self = run->self;
     pli_backoff waiting = pli_backoff_begin(LEFT_MS * PLI_MS, NULL, NULL);
-    atomic_store(&it->is_given_up, 1);
+    atomic_store(&run->is_given_up, 1);
     (void)pthread_mutex_lock(&self->lock);
     self->is_given_up = 1; /* an abort is no reason: the watchdog is to find none */
     (void)pthread_mutex_unlock(&self->lock);
@@ -313,32 +313,32 @@ static void give_up(trial *it, const pli_helper *helper)
 }
 
 /* Takes `it`. */
-static pl_status try_aside(trial *it)
+static pl_status try_aside(trial *tried)
 {
     pl_status st = PL_OK;
-    pli_gpu_comm *self = it->self;
+    pli_gpu_comm *self = tried->self;
     char message[PLI_GPU_MESSAGE_BYTES];
     pli_helper *helper = NULL;
     pli_backoff waiting =
         pli_backoff_begin(self->deadline_ns, pli_gpu_comm_poll_base, self);
     PL_TRY(pli_helper_start(
         &(pli_helper_job){
-            .run = run_trial, .drop = pli_free, .context = it, .name = "tries NCCL"},
+            .run = run_trial, .drop = pli_free, .context = tried, .name = "tries NCCL"},
         &helper));
     st = pli_helper_wait(helper, &waiting, doing);
     if (st == PL_OK) {
         st = pli_helper_result(helper);
     } else {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
-        give_up(it, helper);
+        give_up(tried, helper);
         (void)pli_fail(st, "%s", message);
     }
     if (pli_helper_end(helper) == PLI_HELPER_LEFT) {
         self->is_left = 1;
-        it = NULL;
+        tried = NULL;
     }
 done:
-    pli_free(it);
+    pli_free(tried);
     return st;
 }
 
@@ -349,7 +349,7 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self)
     enum { FEW_BYTES = 64 };
     pl_status st = PL_OK;
     void *scratch = NULL;
-    trial *it = NULL;
+    trial *run = NULL;
     size_t n_bytes = self->super.arena_bytes - self->super.host_bytes;
     const int is_new =
         atomic_load(&self->phase) == PLI_GPU_RUNNING; /* no step failed */
@@ -359,21 +359,21 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self)
         goto done;
     if (!is_new)
         PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &scratch));
-    PL_TRY(pli_calloc(1, sizeof *it, "a trial", &it));
-    *it = (trial){.self = self, .scratch = scratch};
-    it->n_ranges = n_bytes < sizeof(double) ? 1 : 2;
-    it->ranges[0] =
+    PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
+    *run = (trial){.self = self, .scratch = scratch};
+    run->n_ranges = n_bytes < sizeof(double) ? 1 : 2;
+    run->ranges[0] =
         (pli_op_range){.op = {.kind = PL_ALL_REDUCE,
                               .dtype = PL_U8,
                               .offset_bytes = self->super.host_bytes,
                               .n_elems = n_bytes < FEW_BYTES ? n_bytes : FEW_BYTES},
                        .n_least = 1};
-    it->ranges[1] = (pli_op_range){.op = {.kind = PL_BROADCAST,
-                                          .dtype = PL_F64,
-                                          .offset_bytes = self->super.host_bytes,
-                                          .n_elems = n_bytes / sizeof(double)},
-                                   .n_least = 1};
-    PL_TRY(try_aside(it));
+    run->ranges[1] = (pli_op_range){.op = {.kind = PL_BROADCAST,
+                                           .dtype = PL_F64,
+                                           .offset_bytes = self->super.host_bytes,
+                                           .n_elems = n_bytes / sizeof(double)},
+                                    .n_least = 1};
+    PL_TRY(try_aside(run));
 done:
     if (!self->is_left)
         self->backend->ops->free(self->backend, scratch);
@@ -402,13 +402,13 @@ static pl_status try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
                             size_t n_ranges, pl_event *ready)
 {
     pl_status st = PL_OK;
-    trial *it = NULL;
+    trial *run = NULL;
     if (pli_block_is_shared(self->block))
         PL_TRY(self->super.ops->renew(&self->super));
-    PL_TRY(pli_calloc(1, sizeof *it, "a trial", &it));
-    *it = (trial){.self = self, .n_ranges = n_ranges, .ready = ready};
-    memcpy(it->ranges, ranges, n_ranges * sizeof *ranges);
-    PL_TRY(try_aside(it));
+    PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
+    *run = (trial){.self = self, .n_ranges = n_ranges, .ready = ready};
+    memcpy(run->ranges, ranges, n_ranges * sizeof *ranges);
+    PL_TRY(try_aside(run));
 done:
     return st;
 }

@@ -6,103 +6,105 @@
 
 enum { LEAST_SLOTS = 64, MOST_SLOTS = 1024 }; /* a device takes about 1,000 launches */
 
-pl_status pli_inflight_init(pli_inflight *it, pl_backend *backend, size_t n_ops)
+pl_status pli_inflight_init(pli_inflight *self, pl_backend *backend, size_t n_ops)
 {
     pl_status st = PL_OK;
-    *it = (pli_inflight){.backend = backend, .n_slots = LEAST_SLOTS};
-    (void)pthread_mutex_init(&it->lock, NULL); /* cannot fail on Linux */
-    while (it->n_slots < 2 * n_ops && it->n_slots < MOST_SLOTS)
-        it->n_slots *= 2;
-    PL_TRY(
-        pli_calloc(it->n_slots, sizeof(pl_event *), "operations' events", &it->events));
-    PL_TRY(pli_calloc(it->n_slots, sizeof *it->ops, "operations in flight", &it->ops));
-    for (size_t i = 0; i < it->n_slots; i++)
-        PL_TRY(backend->ops->event_create(backend, &it->events[i]));
+    *self = (pli_inflight){.backend = backend, .n_slots = LEAST_SLOTS};
+    (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
+    while (self->n_slots < 2 * n_ops && self->n_slots < MOST_SLOTS)
+        self->n_slots *= 2;
+    PL_TRY(pli_calloc(self->n_slots, sizeof(pl_event *), "operations' events",
+                      &self->events));
+    PL_TRY(pli_calloc(self->n_slots, sizeof *self->ops, "operations in flight",
+                      &self->ops));
+    for (size_t i = 0; i < self->n_slots; i++)
+        PL_TRY(backend->ops->event_create(backend, &self->events[i]));
 done:
     if (st != PL_OK)
-        pli_inflight_fini(it);
+        pli_inflight_fini(self);
     return st;
 }
 
-void pli_inflight_fini(pli_inflight *it)
+void pli_inflight_fini(pli_inflight *self)
 {
-    if (it->backend == NULL)
+    if (self->backend == NULL)
         return;
-    for (size_t i = 0; it->events != NULL && i < it->n_slots; i++)
-        if (it->events[i] != NULL)
-            it->backend->ops->event_destroy(it->backend, it->events[i]);
-    pli_free(it->events);
-    pli_free(it->ops);
-    (void)pthread_mutex_destroy(&it->lock);
-    *it = (pli_inflight){.backend = NULL};
+    for (size_t i = 0; self->events != NULL && i < self->n_slots; i++)
+        if (self->events[i] != NULL)
+            self->backend->ops->event_destroy(self->backend, self->events[i]);
+    pli_free(self->events);
+    pli_free(self->ops);
+    (void)pthread_mutex_destroy(&self->lock);
+    *self = (pli_inflight){.backend = NULL};
 }
 
-pl_status pli_inflight_record(pli_inflight *it, const pl_op *op, uint64_t step,
+pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step,
                               pl_stream *stream, pl_event **out)
 {
     pl_status st = PL_OK;
-    const uint64_t n = it->n_recorded + 1; /* this thread alone changes it */
-    const size_t slot = n & (it->n_slots - 1);
-    (void)pthread_mutex_lock(&it->lock);
-    it->ops[slot].n = 0;
-    (void)pthread_mutex_unlock(&it->lock);
-    PL_TRY(it->backend->ops->event_record(it->backend, it->events[slot], stream));
+    const uint64_t n = self->n_recorded + 1; /* this thread alone changes it */
+    const size_t slot = n & (self->n_slots - 1);
+    (void)pthread_mutex_lock(&self->lock);
+    self->ops[slot].n = 0;
+    (void)pthread_mutex_unlock(&self->lock);
+    PL_TRY(self->backend->ops->event_record(self->backend, self->events[slot], stream));
     const int64_t now = pli_now_ns();
-    (void)pthread_mutex_lock(&it->lock);
-    if (it->n_done == it->n_recorded)
-        it->since_ns = now;
-    it->ops[slot] = (pli_inflight_op){.n = n, .step = step, .op = *op};
-    it->n_recorded = n;
-    (void)pthread_mutex_unlock(&it->lock);
-    *out = it->events[slot];
+    (void)pthread_mutex_lock(&self->lock);
+    if (self->n_done == self->n_recorded)
+        self->since_ns = now;
+    self->ops[slot] = (pli_inflight_op){.n = n, .step = step, .op = *op};
+    self->n_recorded = n;
+    (void)pthread_mutex_unlock(&self->lock);
+    *out = self->events[slot];
 done:
     return st;
 }
 
 /* Asks about operation n, if its event is still its own. */
-static pl_status query_locked(pli_inflight *it, uint64_t n, int *out)
+static pl_status query_locked(pli_inflight *self, uint64_t n, int *out)
 {
-    const size_t slot = n & (it->n_slots - 1);
+    const size_t slot = n & (self->n_slots - 1);
     *out = 0;
-    if (it->ops[slot].n != n)
+    if (self->ops[slot].n != n)
         return PL_OK;
-    return it->backend->ops->event_is_done(it->backend, it->events[slot], out);
+    return self->backend->ops->event_is_done(self->backend, self->events[slot], out);
 }
 
-pl_status pli_inflight_oldest(pli_inflight *it, pli_inflight_op *out)
+pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out)
 {
     pl_status st = PL_OK;
-    (void)pthread_mutex_lock(&it->lock);
-    const uint64_t n_before = it->n_done;
+    (void)pthread_mutex_lock(&self->lock);
+    const uint64_t n_before = self->n_done;
     /* Of those before the ring's first nothing is known but by later ones; the first is
      * maybe being recorded anew. */
-    uint64_t n = it->n_recorded < it->n_slots ? 1 : it->n_recorded - it->n_slots + 2;
+    uint64_t n =
+        self->n_recorded < self->n_slots ? 1 : self->n_recorded - self->n_slots + 2;
     if (n <= n_before)
         n = n_before + 1;
-    for (int is_done = 1; n <= it->n_recorded && is_done; n++) {
-        PL_TRY(query_locked(it, n, &is_done));
+    for (int is_done = 1; n <= self->n_recorded && is_done; n++) {
+        PL_TRY(query_locked(self, n, &is_done));
         if (is_done)
-            it->n_done = n;
+            self->n_done = n;
     }
-    if (it->n_done != n_before)
-        it->since_ns = pli_now_ns();
+    if (self->n_done != n_before)
+        self->since_ns = pli_now_ns();
     *out = (pli_inflight_op){.n = 0};
-    if (it->n_done < it->n_recorded) {
-        const uint64_t oldest = it->n_done + 1;
-        const pli_inflight_op *op = &it->ops[oldest & (it->n_slots - 1)];
+    if (self->n_done < self->n_recorded) {
+        const uint64_t oldest = self->n_done + 1;
+        const pli_inflight_op *op = &self->ops[oldest & (self->n_slots - 1)];
         *out =
             op->n == oldest ? *op : (pli_inflight_op){.step = op->step, .op = op->op};
         out->n = oldest;
-        out->since_ns = it->since_ns;
+        out->since_ns = self->since_ns;
     }
 done:
-    (void)pthread_mutex_unlock(&it->lock);
+    (void)pthread_mutex_unlock(&self->lock);
     return st;
 }
 
-void pli_inflight_forget(pli_inflight *it)
+void pli_inflight_forget(pli_inflight *self)
 {
-    (void)pthread_mutex_lock(&it->lock);
-    it->n_done = it->n_recorded;
-    (void)pthread_mutex_unlock(&it->lock);
+    (void)pthread_mutex_lock(&self->lock);
+    self->n_done = self->n_recorded;
+    (void)pthread_mutex_unlock(&self->lock);
 }

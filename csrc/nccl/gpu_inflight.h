@@ -35,18 +35,18 @@ typedef struct pli_inflight {
 } pli_inflight;
 
 /* For up to n_ops operations a step. */
-pl_status pli_inflight_init(pli_inflight *it, pl_backend *backend,
+pl_status pli_inflight_init(pli_inflight *self, pl_backend *backend,
                             size_t n_ops) PL_MUST_USE;
-void pli_inflight_fini(pli_inflight *it);
+void pli_inflight_fini(pli_inflight *self);
 
 /* Records that op was enqueued on `stream`; *out: its event, till n_ops later. */
-pl_status pli_inflight_record(pli_inflight *it, const pl_op *op, uint64_t step,
+pl_status pli_inflight_record(pli_inflight *self, const pl_op *op, uint64_t step,
                               pl_stream *stream, pl_event **out) PL_MUST_USE;
 
 /* The oldest that the device has not done; *out has n == 0 where it has done all. */
-pl_status pli_inflight_oldest(pli_inflight *it, pli_inflight_op *out) PL_MUST_USE;
+pl_status pli_inflight_oldest(pli_inflight *self, pli_inflight_op *out) PL_MUST_USE;
 
 /* All that was recorded is done, or never will be. */
-void pli_inflight_forget(pli_inflight *it);
+void pli_inflight_forget(pli_inflight *self);
 
 #endif

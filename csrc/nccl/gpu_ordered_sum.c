@@ -45,65 +45,65 @@ static pl_status gather(pli_gpu_comm *self, char *memory, size_t n_bytes)
 }
 
 /* Puts this rank's own into its place among the others' in the staging. */
-static pl_status copy_own(pli_gpu_comm *self, const piece *it)
+static pl_status copy_own(pli_gpu_comm *self, const piece *part)
 {
     const size_t rank = (size_t)self->super.rank;
-    const size_t block_bytes = it->n_block * ELEM_BYTES;
+    const size_t block_bytes = part->n_block * ELEM_BYTES;
     const size_t at_rest = (size_t)self->super.world_size * block_bytes;
     char *staging = self->staging.address;
     pl_move moves[2];
     size_t n_moves = 0;
-    if (it->n_block > 0)
+    if (part->n_block > 0)
         moves[n_moves++] = (pl_move){.to = staging + rank * block_bytes,
-                                     .from = it->memory + rank * block_bytes,
-                                     .dtype = it->dtype,
-                                     .n_elems = it->n_block};
-    if (it->n_rest > 0)
-        moves[n_moves++] = (pl_move){.to = it->rests + rank * it->rest_stride_bytes,
-                                     .from = it->memory + at_rest,
-                                     .dtype = it->dtype,
-                                     .n_elems = it->n_rest};
+                                     .from = part->memory + rank * block_bytes,
+                                     .dtype = part->dtype,
+                                     .n_elems = part->n_block};
+    if (part->n_rest > 0)
+        moves[n_moves++] = (pl_move){.to = part->rests + rank * part->rest_stride_bytes,
+                                     .from = part->memory + at_rest,
+                                     .dtype = part->dtype,
+                                     .n_elems = part->n_rest};
     return self->backend->ops->copy(self->backend, moves, n_moves, self->side);
 }
 
-static pl_status sum_up(pli_gpu_comm *self, const piece *it,
+static pl_status sum_up(pli_gpu_comm *self, const piece *part,
                         const pl_rank_ranges *ranges)
 {
     pl_rank_ranges all = *ranges;
     all.n_ranks = self->super.world_size;
-    all.dtype = it->dtype;
-    all.reduction = it->reduction;
+    all.dtype = part->dtype;
+    all.reduction = part->reduction;
     if (all.n_elems == 0)
         return PL_OK;
     return self->backend->ops->sum(self->backend, &all, self->side);
 }
 
-static pl_status sum_piece(pli_gpu_comm *self, const piece *it)
+static pl_status sum_piece(pli_gpu_comm *self, const piece *part)
 {
     pl_status st = PL_OK;
     const size_t n_ranks = (size_t)self->super.world_size;
-    const size_t block_bytes = it->n_block * ELEM_BYTES;
-    const pli_nccl_swap swap = {.from = it->memory,
+    const size_t block_bytes = part->n_block * ELEM_BYTES;
+    const pli_nccl_swap swap = {.from = part->memory,
                                 .to = self->staging.address,
                                 .from_stride_bytes = block_bytes,
                                 .to_stride_bytes = block_bytes,
                                 .n_bytes = block_bytes};
-    const pl_rank_ranges blocks = {.to = it->memory +
+    const pl_rank_ranges blocks = {.to = part->memory +
                                          (size_t)self->super.rank * block_bytes,
                                    .from = self->staging.address,
                                    .stride_bytes = block_bytes,
-                                   .n_elems = it->n_block};
-    const pl_rank_ranges rests = {.to = it->memory + n_ranks * block_bytes,
-                                  .from = it->rests,
-                                  .stride_bytes = it->rest_stride_bytes,
-                                  .n_elems = it->n_rest};
-    PL_TRY(copy_own(self, it));
+                                   .n_elems = part->n_block};
+    const pl_rank_ranges rests = {.to = part->memory + n_ranks * block_bytes,
+                                  .from = part->rests,
+                                  .stride_bytes = part->rest_stride_bytes,
+                                  .n_elems = part->n_rest};
+    PL_TRY(copy_own(self, part));
     PL_TRY(pli_nccl_swap_blocks(self->nccl, &swap, self->side));
-    PL_TRY(
-        gather(self, it->rests, it->n_rest > 0 ? n_ranks * it->rest_stride_bytes : 0));
-    PL_TRY(sum_up(self, it, &blocks));
-    PL_TRY(sum_up(self, it, &rests));
-    PL_TRY(gather(self, it->memory, n_ranks * block_bytes));
+    PL_TRY(gather(self, part->rests,
+                  part->n_rest > 0 ? n_ranks * part->rest_stride_bytes : 0));
+    PL_TRY(sum_up(self, part, &blocks));
+    PL_TRY(sum_up(self, part, &rests));
+    PL_TRY(gather(self, part->memory, n_ranks * block_bytes));
 done:
     return st;
 }

@@ -154,7 +154,7 @@ pl_status pli_nccl_can(const pl_op *op)
     pl_status st = PL_OK;
     if (op->kind == PL_BARRIER)
         PL_FAIL(PL_EINVAL, "a barrier is no operation of a device");
-    if (op->kind > PL_REDUCE_SCATTER)
+    if (op->kind > PL_REDUCE)
         goto done;
     if (op->reduction == PL_MAX || (op->reduction == PL_MEAN && is_integer(op->dtype)))
         PL_FAIL(PL_EINVAL,
@@ -175,19 +175,9 @@ static pli_nccl_result call_reducing(const pli_nccl *self, const pl_op *op,
     const pli_nccl_reduction how =
         op->reduction == PL_MEAN ? PLI_NCCL_AVG : PLI_NCCL_SUM;
     const size_t n = op->n_elems * (size_t)as.n_each;
-    const size_t n_block = n / (size_t)self->world_size;
-    const size_t block_bytes =
-        op->n_elems / (size_t)self->world_size * pl_dtype_bytes(op->dtype);
-    switch (op->kind) {
-    case PL_ALL_REDUCE:
+    if (op->kind == PL_ALL_REDUCE)
         return lib->AllReduce(memory, memory, n, as.dtype, how, self->comm, stream);
-    case PL_REDUCE:
-        return lib->Reduce(memory, memory, n, as.dtype, how, op->root, self->comm,
-                           stream);
-    default:
-        return lib->ReduceScatter(memory, memory + (size_t)self->rank * block_bytes,
-                                  n_block, as.dtype, how, self->comm, stream);
-    }
+    return lib->Reduce(memory, memory, n, as.dtype, how, op->root, self->comm, stream);
 }
 
 /* What only moves is bytes. */
@@ -207,7 +197,7 @@ pl_status pli_nccl_enqueue(pli_nccl *self, const pl_op *op, void *memory,
                            pl_stream *stream)
 {
     pl_status st = PL_OK;
-    const int is_reducing = op->kind <= PL_REDUCE_SCATTER;
+    const int is_reducing = op->kind <= PL_REDUCE;
     const pli_nccl_stream on = (pli_nccl_stream)(void *)stream;
     pli_cuda_scope scope;
     PL_TRY(pli_nccl_can(op));
@@ -221,7 +211,7 @@ done:
     return st;
 }
 
-static pli_nccl_result call_swap(const pli_nccl *self, const pli_nccl_swap *it,
+static pli_nccl_result call_swap(const pli_nccl *self, const pli_nccl_swap *swap,
                                  pli_nccl_stream stream)
 {
     const pli_nccl_library *lib = self->library;
@@ -229,11 +219,11 @@ static pli_nccl_result call_swap(const pli_nccl *self, const pli_nccl_swap *it,
     for (int r = 0; r < self->world_size && pli_nccl_is_taken(result); r++) {
         if (r == self->rank)
             continue;
-        result = lib->Send(it->from + (size_t)r * it->from_stride_bytes, it->n_bytes,
-                           PLI_NCCL_I8, r, self->comm, stream);
+        result = lib->Send(swap->from + (size_t)r * swap->from_stride_bytes,
+                           swap->n_bytes, PLI_NCCL_I8, r, self->comm, stream);
         if (pli_nccl_is_taken(result))
-            result = lib->Recv(it->to + (size_t)r * it->to_stride_bytes, it->n_bytes,
-                               PLI_NCCL_I8, r, self->comm, stream);
+            result = lib->Recv(swap->to + (size_t)r * swap->to_stride_bytes,
+                               swap->n_bytes, PLI_NCCL_I8, r, self->comm, stream);
     }
     return result;
 }

@@ -43,52 +43,52 @@ typedef struct farewell {
 
 static void drop_farewell(void *context)
 {
-    farewell *it = context;
-    pli_backend_destroy(it->backend);
-    pli_free(it);
+    farewell *self = context;
+    pli_backend_destroy(self->backend);
+    pli_free(self);
 }
 
 static pl_status run_farewell(void *context)
 {
-    farewell *it = context;
+    farewell *self = context;
     pli_cuda_scope scope;
     int ahead = FAREWELL_AHEAD;
-    const int is_inside = pli_cuda_enter(it->backend, &scope) == PL_OK;
-    atomic_store(&it->begun_ns, pli_now_ns());
-    if (atomic_compare_exchange_strong(&it->phase, &ahead, FAREWELL_BEGUN))
-        it->result = it->end(it->comm);
+    const int is_inside = pli_cuda_enter(self->backend, &scope) == PL_OK;
+    atomic_store(&self->begun_ns, pli_now_ns());
+    if (atomic_compare_exchange_strong(&self->phase, &ahead, FAREWELL_BEGUN))
+        self->result = self->end(self->comm);
     if (is_inside)
-        pli_cuda_leave(it->backend, &scope);
+        pli_cuda_leave(self->backend, &scope);
     return PL_OK;
 }
 
 static pl_status make_farewell(const farewell *what, farewell **out)
 {
     pl_status st = PL_OK;
-    farewell *it = NULL;
-    PL_TRY(pli_calloc(1, sizeof *it, "a communicator's end", &it));
-    it->end = what->end;
-    it->comm = what->comm;
-    it->backend = what->backend;
-    it->is_revocable = what->is_revocable;
-    pli_cuda_backend_retain(it->backend);
-    *out = it;
+    farewell *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self, "a communicator's end", &self));
+    self->end = what->end;
+    self->comm = what->comm;
+    self->backend = what->backend;
+    self->is_revocable = what->is_revocable;
+    pli_cuda_backend_retain(self->backend);
+    *out = self;
 done:
     return st;
 }
 
 /* Waits for the call; one that may be revoked is, where it has not begun by then, or is
  * given its time from its beginning on. */
-static void wait_for(farewell *it, const pli_helper *helper, int64_t most_ns)
+static void wait_for(farewell *self, const pli_helper *helper, int64_t most_ns)
 {
     static const char what[] = "a communicator's end";
     int ahead = FAREWELL_AHEAD;
     pli_backoff waiting = pli_backoff_begin(most_ns, NULL, NULL);
-    if (pli_helper_wait(helper, &waiting, what) == PL_OK || !it->is_revocable ||
-        atomic_compare_exchange_strong(&it->phase, &ahead, FAREWELL_REVOKED))
+    if (pli_helper_wait(helper, &waiting, what) == PL_OK || !self->is_revocable ||
+        atomic_compare_exchange_strong(&self->phase, &ahead, FAREWELL_REVOKED))
         return;
     const int64_t least_ns = most_ns > BEGUN_MS * PLI_MS ? most_ns : BEGUN_MS * PLI_MS;
-    waiting = pli_backoff_begin(atomic_load(&it->begun_ns) + least_ns - pli_now_ns(),
+    waiting = pli_backoff_begin(atomic_load(&self->begun_ns) + least_ns - pli_now_ns(),
                                 NULL, NULL);
     (void)!pli_helper_wait(helper, &waiting, what);
 }
@@ -97,23 +97,23 @@ static void wait_for(farewell *it, const pli_helper *helper, int64_t most_ns)
 static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
 {
     farewell here = {.end = what->end, .comm = what->comm, .backend = what->backend};
-    farewell *it = NULL;
+    farewell *self = NULL;
     pli_helper *helper = NULL;
-    if (make_farewell(what, &it) == PL_OK &&
+    if (make_farewell(what, &self) == PL_OK &&
         pli_helper_start(&(pli_helper_job){.run = run_farewell,
                                            .drop = drop_farewell,
-                                           .context = it,
+                                           .context = self,
                                            .name = "ends a communicator"},
                          &helper) == PL_OK) {
-        wait_for(it, helper, most_ns);
+        wait_for(self, helper, most_ns);
         if (pli_helper_end(helper) == PLI_HELPER_LEFT)
             return 0;
-        here.result = it->result;
+        here.result = self->result;
     } else {
         (void)run_farewell(&here); /* no memory */
     }
-    if (it != NULL)
-        drop_farewell(it);
+    if (self != NULL)
+        drop_farewell(self);
     *out = here.result;
     return 1;
 }

@@ -45,24 +45,24 @@ typedef struct meeting {
     pli_nccl_comm comm;
 } meeting;
 
-static void free_meeting(meeting *it)
+static void free_meeting(meeting *self)
 {
-    if (it == NULL)
+    if (self == NULL)
         return;
-    pli_backend_destroy(it->backend);
-    pli_nccl_library_release(it->library);
-    pli_free(it);
+    pli_backend_destroy(self->backend);
+    pli_nccl_library_release(self->library);
+    pli_free(self);
 }
 
 static void drop_meeting(void *context)
 {
-    meeting *it = context;
+    meeting *self = context;
     pli_cuda_scope scope;
-    if (it->comm != NULL && pli_cuda_enter(it->backend, &scope) == PL_OK) {
-        (void)it->library->CommAbort(it->comm);
-        pli_cuda_leave(it->backend, &scope);
+    if (self->comm != NULL && pli_cuda_enter(self->backend, &scope) == PL_OK) {
+        (void)self->library->CommAbort(self->comm);
+        pli_cuda_leave(self->backend, &scope);
     }
-    free_meeting(it);
+    free_meeting(self);
 }
 
 /* Whether calls are to return when they are done: where NCCL knows no other way, for
@@ -78,20 +78,20 @@ static int is_to_block(const pli_nccl_library *library)
 static pl_status meet(void *context)
 {
     pl_status st = PL_OK;
-    meeting *it = context;
-    const pli_nccl_library *lib = it->library;
+    meeting *self = context;
+    const pli_nccl_library *lib = self->library;
     pli_cuda_scope scope;
-    PL_TRY(pli_cuda_enter(it->backend, &scope));
+    PL_TRY(pli_cuda_enter(self->backend, &scope));
     const pli_nccl_result result =
         is_to_block(lib)
-            ? lib->CommInitRank(&it->comm, it->world_size, it->id, it->rank)
-            : lib->CommInitRankConfig(&it->comm, it->world_size, it->id, it->rank,
-                                      &it->config);
+            ? lib->CommInitRank(&self->comm, self->world_size, self->id, self->rank)
+            : lib->CommInitRankConfig(&self->comm, self->world_size, self->id,
+                                      self->rank, &self->config);
     if (!pli_nccl_is_taken(result)) {
         st = pli_nccl_fail(lib, NULL, result, doing);
-        it->comm = NULL; /* nothing may be called on it */
+        self->comm = NULL; /* nothing may be called on it */
     }
-    pli_cuda_leave(it->backend, &scope);
+    pli_cuda_leave(self->backend, &scope);
 done:
     return st;
 }
@@ -101,20 +101,20 @@ done:
 static pl_status make_meeting(const pli_nccl_options *options, meeting **out)
 {
     pl_status st = PL_OK;
-    meeting *it = NULL;
-    PL_TRY(pli_calloc(1, sizeof *it, "ranks that meet", &it));
-    it->library = options->library;
-    pli_nccl_library_retain(it->library);
-    it->backend = options->backend;
-    pli_cuda_backend_retain(it->backend);
-    it->rank = options->rank;
-    it->world_size = options->world_size;
-    memcpy(&it->id, options->id, sizeof it->id);
-    it->config = (pli_nccl_config){.size = sizeof it->config,
-                                   .magic = (unsigned)PLI_NCCL_MAGIC,
-                                   .version = PLI_NCCL_CONFIG_VERSION,
-                                   .is_blocking = 0};
-    *out = it;
+    meeting *self = NULL;
+    PL_TRY(pli_calloc(1, sizeof *self, "ranks that meet", &self));
+    self->library = options->library;
+    pli_nccl_library_retain(self->library);
+    self->backend = options->backend;
+    pli_cuda_backend_retain(self->backend);
+    self->rank = options->rank;
+    self->world_size = options->world_size;
+    memcpy(&self->id, options->id, sizeof self->id);
+    self->config = (pli_nccl_config){.size = sizeof self->config,
+                                     .magic = (unsigned)PLI_NCCL_MAGIC,
+                                     .version = PLI_NCCL_CONFIG_VERSION,
+                                     .is_blocking = 0};
+    *out = self;
 done:
     return st;
 }
@@ -122,28 +122,28 @@ done:
 static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
 {
     pl_status st = PL_OK;
-    meeting *it = NULL;
+    meeting *met = NULL;
     pli_helper *helper = NULL;
     pli_backoff waiting =
         pli_backoff_begin(self->deadline_ns, self->poll, self->context);
-    PL_TRY(make_meeting(options, &it));
+    PL_TRY(make_meeting(options, &met));
     PL_TRY(pli_helper_start(&(pli_helper_job){.run = meet,
                                               .drop = drop_meeting,
-                                              .context = it,
+                                              .context = met,
                                               .name = "meets the other ranks"},
                             &helper));
     st = pli_helper_wait(helper, &waiting, doing);
     if (st == PL_OK)
         st = pli_helper_result(helper);
     if (pli_helper_end(helper) == PLI_HELPER_LEFT) {
-        it = NULL;
+        met = NULL;
         goto done;
     }
     /* No other thread knows of it yet.  There is one also where the ranks have met in
      * the moment in which this one gave up: it is for whoever frees `self` to abort. */
-    self->comm = it->comm;
+    self->comm = met->comm;
 done:
-    free_meeting(it);
+    free_meeting(met);
     return st;
 }
 

@@ -20,43 +20,44 @@ typedef struct search {
     size_t n;
 } search;
 
-static void add_tried(search *it, const char *what, const char *why)
+static void add_tried(search *self, const char *what, const char *why)
 {
-    const size_t room = sizeof it->tried - it->n;
-    const int n = snprintf(it->tried + it->n, room, "%s%s (%s)", it->n > 0 ? "; " : "",
-                           what, why != NULL ? why : "not there");
-    it->n += n > 0 && (size_t)n < room ? (size_t)n : 0;
-    it->tried[it->n] = '\0';
+    const size_t room = sizeof self->tried - self->n;
+    const int n =
+        snprintf(self->tried + self->n, room, "%s%s (%s)", self->n > 0 ? "; " : "",
+                 what, why != NULL ? why : "not there");
+    self->n += n > 0 && (size_t)n < room ? (size_t)n : 0;
+    self->tried[self->n] = '\0';
 }
 
-static void *try_path(search *it, const char *path)
+static void *try_path(search *self, const char *path)
 {
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (handle == NULL)
-        add_tried(it, path, dlerror());
+        add_tried(self, path, dlerror());
     return handle;
 }
 
 /* torch's own copy: by its soname, or inside of torch's libraries. */
-static void *try_loaded(search *it)
+static void *try_loaded(search *self)
 {
     void *handle = dlopen(SONAME, RTLD_NOW | RTLD_NOLOAD);
     if (handle == NULL && dlsym(RTLD_DEFAULT, "ncclGetVersion") != NULL)
         handle = dlopen(NULL, RTLD_NOW);
     if (handle == NULL)
-        add_tried(it, "torch's copy", "none is loaded");
+        add_tried(self, "torch's copy", "none is loaded");
     return handle;
 }
 
-static void *find(const char *path, search *it)
+static void *find(const char *path, search *self)
 {
     const char *chosen = pli_config_libnccl();
     if (chosen != NULL)
-        return try_path(it, chosen);
-    void *handle = try_loaded(it);
+        return try_path(self, chosen);
+    void *handle = try_loaded(self);
     if (handle == NULL && path != NULL)
-        handle = try_path(it, path);
-    return handle != NULL ? handle : try_path(it, SONAME);
+        handle = try_path(self, path);
+    return handle != NULL ? handle : try_path(self, SONAME);
 }
 
 static pl_status take_symbols(pli_nccl_library *library)

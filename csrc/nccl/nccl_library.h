@@ -89,9 +89,6 @@ enum { PLI_NCCL_REDUCTION_MAP(PLI_NCCL_ENUM) };
       (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
        pli_nccl_reduction reduction, int root, pli_nccl_comm comm,                     \
        pli_nccl_stream stream))                                                        \
-    X(ReduceScatter, pli_nccl_result,                                                  \
-      (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
-       pli_nccl_reduction reduction, pli_nccl_comm comm, pli_nccl_stream stream))      \
     X(AllGather, pli_nccl_result,                                                      \
       (const void *from, void *to, size_t count, pli_nccl_dtype dtype,                 \
        pli_nccl_comm comm, pli_nccl_stream stream))                                    \

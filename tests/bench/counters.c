@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "../c/local.h"
 #include "comm/comm.h"
 #include "core/clock.h"
 
@@ -73,7 +74,7 @@ static double ns_an_event(pl_comm *comm, void (*event)(pl_comm *comm, uint64_t n
 int main(void)
 {
     pl_comm *comm = NULL;
-    if (pl_local_create(1, 4096, INT64_C(1000000000), &comm) != PL_OK)
+    if (local_create(1, 4096, INT64_C(1000000000), &comm) != PL_OK)
         return 1;
     (void)printf("median of %d rounds of %d events\n", N_ROUNDS, N_EVENTS);
     (void)printf("step       %5.1f ns an event\n", ns_an_event(comm, note));

@@ -101,7 +101,7 @@ static inline int gpu_ranks_make_bases(gpu_ranks *all)
     hosts it = {.deadline_ns = all->deadline_ns, .is_narrow = all->seed % 2 == 0};
     if (!gpu_ranks_are_apart(all))
         return CHECK_OK(
-            pl_local_create(all->world_size, n_bytes, all->deadline_ns, all->bases));
+            local_create(all->world_size, n_bytes, all->deadline_ns, all->bases));
     for (int n = all->world_size; n > 0; n -= all->per_host)
         it.n_ranks[it.n_hosts++] = n < all->per_host ? n : all->per_host;
     return hosts_create(&it, n_bytes, all->bases);

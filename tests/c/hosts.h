@@ -95,8 +95,8 @@ static inline int hosts_create(const hosts *it, size_t arena_bytes, pl_comm **ou
         return 0;
     for (int h = 0; h < it->n_hosts; h++) {
         pl_comm *inner[PL_MAX_RANKS] = {NULL};
-        if (!CHECK_OK(pl_local_create(it->n_ranks[h], arena_bytes,
-                                      it->deadline_ns + 2000 * PLI_MS, inner)))
+        if (!CHECK_OK(local_create(it->n_ranks[h], arena_bytes,
+                                   it->deadline_ns + 2000 * PLI_MS, inner)))
             return 0;
         /* As a binding's host has it, all of whose ranks share one segment here. */
         ((pli_shm_comm *)(void *)inner[0])->segment->first_rank = rank;

@@ -1,13 +1,14 @@
 /* local.c - ranks that are threads: one segment, mapped once, used by all. */
 #include <string.h>
 
+#include "comm/shm_comm.h"
 #include "core/alloc.h"
-#include "shm_comm.h"
+#include "local.h"
 
 enum { LOCAL_RING_OPS = 1024 };
 
-pl_status pl_local_create(int world_size, size_t arena_bytes, int64_t deadline_ns,
-                          pl_comm **out)
+pl_status local_create(int world_size, size_t arena_bytes, int64_t deadline_ns,
+                       pl_comm **out)
 {
     pl_status st = PL_OK;
     pli_shm_segment *shared = NULL;

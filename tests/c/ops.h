@@ -51,10 +51,6 @@ static inline int ops_expected(const pl_op *op, unsigned seed, int world_size, i
         if (rank == op->root)
             return ops_reduced(op, seed, world_size, i);
         break;
-    case PL_REDUCE_SCATTER:
-        if (i / block == (size_t)rank)
-            return ops_reduced(op, seed, world_size, i);
-        break;
     case PL_ALL_GATHER:
         return ops_value(op, seed, world_size, (int)(i / block), i);
     case PL_BROADCAST:
@@ -124,7 +120,7 @@ static inline int ops_is_allowed(pl_dtype dtype, pl_reduction reduction)
 
 static inline int ops_reduces(pl_op_kind kind)
 {
-    return kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER;
+    return kind == PL_ALL_REDUCE || kind == PL_REDUCE;
 }
 
 /* Bytes of an arena that holds such a range and its guards. */

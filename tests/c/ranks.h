@@ -11,6 +11,7 @@
 #include "check.h"
 #include "comm/comm.h"
 #include "draw.h"
+#include "local.h"
 
 #define RANKS_SLICE_NS (50 * PLI_MS)
 #define RANKS_DEADLINE_NS (30000 * PLI_MS) /* no test means to reach it */
@@ -66,7 +67,7 @@ static inline void ranks_run_world(int world_size, size_t arena_bytes,
                                    uint64_t seed)
 {
     pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    if (!CHECK_OK(pl_local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, comms)))
+    if (!CHECK_OK(local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, comms)))
         return;
     ranks_run(world_size, comms, run, context, seed);
     for (int r = 0; r < world_size; r++)
@@ -78,7 +79,7 @@ static inline void ranks_play(int world_size, int64_t deadline_ns,
                               void (*run)(pl_comm **comms))
 {
     pl_comm *comms[PL_MAX_RANKS] = {NULL};
-    if (CHECK_OK(pl_local_create(world_size, 4096, deadline_ns, comms)))
+    if (CHECK_OK(local_create(world_size, 4096, deadline_ns, comms)))
         run(comms);
     for (int r = 0; r < world_size; r++)
         pl_comm_destroy(comms[r]); /* NULL: the test has destroyed it */

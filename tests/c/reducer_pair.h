@@ -26,8 +26,8 @@ static inline pl_status pair_create(const pl_reducer_spec *spec, pair *out)
     pl_status st = PL_OK;
     *out = (pair){.backend = NULL};
     PL_TRY(pli_cpu_backend_create(&out->backend));
-    PL_TRY(pl_local_create(2, pl_reducer_arena_bytes(spec), RANKS_DEADLINE_NS,
-                           out->comms));
+    PL_TRY(
+        local_create(2, pl_reducer_arena_bytes(spec), RANKS_DEADLINE_NS, out->comms));
     for (int r = 0; r < 2; r++)
         PL_TRY(pl_reducer_create(spec, out->comms[r], out->backend, &out->reducers[r]));
 done:

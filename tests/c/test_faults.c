@@ -65,7 +65,7 @@ static pl_status make_plans(void)
 static pl_status make_local_world(void)
 {
     pl_comm *comms[4] = {NULL};
-    const pl_status st = pl_local_create(4, 5000, RANKS_DEADLINE_NS, comms);
+    const pl_status st = local_create(4, 5000, RANKS_DEADLINE_NS, comms);
     for (int r = 0; r < 4; r++)
         pl_comm_destroy(comms[r]); /* NULL where it failed */
     return st;

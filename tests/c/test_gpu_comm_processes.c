@@ -266,8 +266,8 @@ typedef struct over_group {
 static pl_status make_group_comm(gpu_ranks *all, over_group *it, int rank)
 {
     pl_status st = PL_OK;
-    PL_TRY(pl_local_create(1, GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES, RANKS_DEADLINE_NS,
-                           &it->lone[rank]));
+    PL_TRY(local_create(1, GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES, RANKS_DEADLINE_NS,
+                        &it->lone[rank]));
     it->carriers[rank] =
         (carrier){.through = all->bases[rank], .arena = pli_comm_arena(it->lone[rank])};
     PL_TRY(pli_group_comm_create(

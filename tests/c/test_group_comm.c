@@ -87,7 +87,7 @@ static int group_comm_over(pl_comm *world, size_t arena_bytes, ferry *it)
     pl_comm *base = NULL;
     *it = (ferry){.world = world};
     if (!CHECK_OK(pli_calloc(MAX_OPS, sizeof *it->ops, "operations", &it->ops)) ||
-        !CHECK_OK(pl_local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
+        !CHECK_OK(local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
         return 0;
     const pli_group_comm_options options = {.rank = pl_comm_rank(world),
                                             .world_size = pl_comm_world_size(world),
@@ -113,7 +113,7 @@ static void group_comms_run(int world_size, size_t arena_bytes,
     pl_comm *worlds[PL_MAX_RANKS] = {NULL};
     pl_comm *group_comms[PL_MAX_RANKS] = {NULL};
     static ferry all[PL_MAX_RANKS];
-    if (!CHECK_OK(pl_local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, worlds)))
+    if (!CHECK_OK(local_create(world_size, arena_bytes, RANKS_DEADLINE_NS, worlds)))
         return;
     for (int r = 0; r < world_size; r++) {
         if (!group_comm_over(worlds[r], arena_bytes, &all[r]))
@@ -372,8 +372,8 @@ TEST(what_makes_no_group_comm_leaves_the_base_to_its_owner)
     pl_comm *base = NULL;
     pl_comm *group_comm = NULL;
     ferry it = {.world = NULL};
-    if (!CHECK_OK(pl_local_create(1, 64, RANKS_DEADLINE_NS, &base)) ||
-        !CHECK_OK(pl_local_create(2, 64, RANKS_DEADLINE_NS, pair)))
+    if (!CHECK_OK(local_create(1, 64, RANKS_DEADLINE_NS, &base)) ||
+        !CHECK_OK(local_create(2, 64, RANKS_DEADLINE_NS, pair)))
         return;
     pli_group_comm_options options = {.world_size = 2,
                                       .base = pair[0],

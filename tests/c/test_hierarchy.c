@@ -602,7 +602,7 @@ TEST(what_makes_no_hierarchy_leaves_its_parts_to_their_owner)
     const int n_ranks[] = {1, 1};
     pl_comm *inner = NULL;
     pl_comm *out = NULL;
-    if (!CHECK_OK(pl_local_create(1, 64, RANKS_DEADLINE_NS, &inner)))
+    if (!CHECK_OK(local_create(1, 64, RANKS_DEADLINE_NS, &inner)))
         return;
     pli_hierarchy_options options = {
         .world_size = 2, .n_hosts = 2, .n_ranks = n_ranks, .inner = inner, .n_ops = 4};

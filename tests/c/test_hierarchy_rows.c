@@ -32,7 +32,7 @@ static pl_status exchange_rows(rank_job *job, int n_rows, int is_culprit)
     int64_t indices[N_ROWS];
     size_t n_calls = draw_below(&job->random, 40);
     const pl_table table = {.n_rows = N_ROWS, .row_elems = ROW_ELEMS, .dtype = PL_F32};
-    const pl_rows rows = {
+    const pl_sparse_rows rows = {
         .indices = indices, .values = values, .n_rows = (size_t)n_rows};
     const pl_exchange_spec spec = {.comm = job->comm,
                                    .staging_bytes = ARENA_BYTES,

@@ -29,8 +29,8 @@ static int scene_init(scene *it)
     hosts_sockets fds;
     *it = (scene){.world = NULL};
     if (!hosts_connect(&two, fds) || !hosts_link(&two, 0, fds[0], &options.links) ||
-        !CHECK_OK(pl_local_create(1, (N_BUCKETS + 1) * BUCKET_ELEMS * sizeof(float),
-                                  two.deadline_ns, &options.inner)) ||
+        !CHECK_OK(local_create(1, (N_BUCKETS + 1) * BUCKET_ELEMS * sizeof(float),
+                               two.deadline_ns, &options.inner)) ||
         !CHECK_OK(pli_hierarchy_create(&options, &it->world)))
         return 0;
     memcpy(it->peer, fds[1], sizeof it->peer); /* those to host 0 come first */

@@ -19,7 +19,7 @@ typedef struct worlds {
 
 static const pl_op barrier = {.kind = PL_BARRIER};
 
-/* What pl_local_create() does, but that its ranks join a progress. */
+/* What local_create() does, but that its ranks join a progress. */
 static int create_world(worlds *all, int w)
 {
     pli_shm_segment *shared = NULL;

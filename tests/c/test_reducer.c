@@ -306,7 +306,7 @@ PAIR_TEST(an_arena_too_small_or_no_parameter_makes_no_reducer)
     static const pl_reducer_spec nothing = {.params = params, .n_params = 0};
     pl_reducer *reducer = NULL;
     pl_comm *small = NULL;
-    if (!CHECK_OK(pl_local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
+    if (!CHECK_OK(local_create(1, 4096, RANKS_DEADLINE_NS, &small)))
         return;
     CHECK_FAILS(pl_reducer_create(&spec, small, it->backend, &reducer), PL_EINVAL,
                 "too small for 4 parameters");

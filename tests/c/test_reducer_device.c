@@ -35,7 +35,7 @@ static int make_bases(const model *it, size_t n_bytes, pl_comm **out)
     return it->seed % 2 == 0 && it->world_size == hosts_world_size(&world)
                ? hosts_create(&world, n_bytes, out)
                : CHECK_OK(
-                     pl_local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
+                     local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
 }
 
 static int n_late, n_renewed; /* in all lessons of a test */

@@ -90,7 +90,7 @@ static int mean_of(const problem *it, size_t t, size_t row, size_t part)
 typedef struct side {
     const problem *problem;
     int rank;
-    pl_rows rows[MAX_TABLES];
+    pl_sparse_rows rows[MAX_TABLES];
     void *room[MAX_TABLES];
 } side;
 
@@ -107,7 +107,7 @@ static void side_fill(const problem *it, int rank, side *out)
     *out = (side){.problem = it, .rank = rank};
     for (size_t t = 0; t < it->n_tables; t++) {
         const pl_table *table = &it->tables[t];
-        pl_rows *rows = &out->rows[t];
+        pl_sparse_rows *rows = &out->rows[t];
         rows->indices = memory(table->n_rows * sizeof(int64_t));
         rows->values = memory(table->n_rows * row_parts(table) * sizeof(double));
         for (size_t row = 0; row < table->n_rows; row++) {
@@ -144,7 +144,7 @@ static int any_is_whole(const problem *it, size_t t)
     return 0;
 }
 
-static void check_union(const problem *it, size_t t, pl_rows found)
+static void check_union(const problem *it, size_t t, pl_sparse_rows found)
 {
     size_t n = 0;
     CHECK((found.indices == NULL) == any_is_whole(it, t));
@@ -161,7 +161,7 @@ static void check_union(const problem *it, size_t t, pl_rows found)
     CHECK(n == found.n_rows);
 }
 
-static void check_means(const side *self, size_t t, pl_rows found)
+static void check_means(const side *self, size_t t, pl_sparse_rows found)
 {
     const problem *it = self->problem;
     const pl_table *table = &it->tables[t];
@@ -198,7 +198,7 @@ static void give_room(side *self, pl_exchange *exchange)
 {
     for (size_t t = 0; t < self->problem->n_tables; t++) {
         const pl_table *table = &self->problem->tables[t];
-        const pl_rows found = pl_exchange_union(exchange, t);
+        const pl_sparse_rows found = pl_exchange_union(exchange, t);
         const size_t n_bytes = found.n_rows * row_parts(table) * sizeof(double);
         check_union(self->problem, t, found);
         self->room[t] =
@@ -330,7 +330,7 @@ static void refuse_rows(pl_comm *comm)
     int64_t indices[] = {2, 2, 5};
     float values[30] = {0};
     const pl_table table = {.n_rows = 5, .row_elems = 2, .dtype = PL_F32};
-    pl_rows rows = {.indices = indices, .values = values, .n_rows = 2};
+    pl_sparse_rows rows = {.indices = indices, .values = values, .n_rows = 2};
     pl_exchange_spec spec = {.comm = comm,
                              .offset_bytes = STAGING_AT,
                              .staging_bytes = LEAST_STAGING,
@@ -356,7 +356,7 @@ static void refuse_rows(pl_comm *comm)
 TEST(rows_that_no_table_has_are_refused)
 {
     pl_comm *comm = NULL;
-    if (!CHECK_OK(pl_local_create(1, 8192, RANKS_DEADLINE_NS, &comm)))
+    if (!CHECK_OK(local_create(1, 8192, RANKS_DEADLINE_NS, &comm)))
         return;
     refuse_rows(comm);
     pl_comm_destroy(comm);
@@ -369,7 +369,7 @@ TEST(means_before_rows_are_found_are_refused)
     pl_exchange *exchange = NULL;
     side self;
     side_fill(&it, 0, &self);
-    if (CHECK_OK(pl_local_create(1, 65536, RANKS_DEADLINE_NS, &comm)) &&
+    if (CHECK_OK(local_create(1, 65536, RANKS_DEADLINE_NS, &comm)) &&
         CHECK_OK(make_exchange(&self, comm, &exchange)))
         CHECK(pl_exchange_mean(exchange, 0) == PL_ESTATE);
     pl_exchange_destroy(exchange);
@@ -384,7 +384,7 @@ TEST(exchanges_survive_the_failure_of_any_allocation)
     int n_failed = 0;
     side self;
     side_fill(&it, 0, &self);
-    if (!CHECK_OK(pl_local_create(1, 65536, RANKS_DEADLINE_NS, &comm)))
+    if (!CHECK_OK(local_create(1, 65536, RANKS_DEADLINE_NS, &comm)))
         return;
     for (long n = 1; n < 100; n++) {
         pl_exchange *exchange = NULL;

@@ -88,7 +88,7 @@ static int peers_create(size_t arena_bytes, peers *out)
 {
     pl_comm *base = NULL;
     *out = (peers){.odd_one = -1, .joining = -1, .lame = -1};
-    if (!CHECK_OK(pl_local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
+    if (!CHECK_OK(local_create(1, arena_bytes, RANKS_DEADLINE_NS, &base)))
         return 0;
     const pli_group_comm_options options = {
         .rank = RANK,
@@ -189,7 +189,7 @@ TEST(rows_of_thousands_of_ranks_are_found)
     peers all;
     pl_exchange *exchange = NULL;
     const pl_table table = {.n_rows = N_RANKS, .row_elems = 1, .dtype = PL_F32};
-    const pl_rows rows = {.indices = &row, .values = &value, .n_rows = 1};
+    const pl_sparse_rows rows = {.indices = &row, .values = &value, .n_rows = 1};
     if (!peers_create(PLI_EXCHANGE_BYTES, &all))
         return;
     const pl_exchange_spec spec_of_rows = {.comm = all.comm,
@@ -202,7 +202,7 @@ TEST(rows_of_thousands_of_ranks_are_found)
     CHECK(pl_exchange_create(&small, &exchange) == PL_EINVAL);
     if (CHECK_OK(pl_exchange_create(&spec_of_rows, &exchange)) &&
         CHECK_OK(pl_exchange_find(exchange, RANKS_SLICE_NS))) {
-        const pl_rows found = pl_exchange_union(exchange, 0);
+        const pl_sparse_rows found = pl_exchange_union(exchange, 0);
         CHECK(found.n_rows == N_RANKS);
         for (size_t k = 0; k < found.n_rows; k++)
             CHECK(found.indices[k] == (int64_t)k);

@@ -9,7 +9,7 @@ enum { N_STEPS = 7, N_SEEDS = 12, N_PARAMS = 24 };
 
 static int make_base(const model *it, size_t n_bytes, pl_comm **out)
 {
-    return CHECK_OK(pl_local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
+    return CHECK_OK(local_create(it->world_size, n_bytes, RANKS_DEADLINE_NS, out));
 }
 
 /* Runs the steps on the fake, in the order of things that the seed gives. */

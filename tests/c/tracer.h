@@ -257,8 +257,8 @@ static inline int traced_create(pair *out)
     memset(tracers, 0, sizeof tracers);
     *out = (pair){.backend = NULL};
     if (!CHECK_OK(pli_cpu_backend_create(&out->backend)) ||
-        !CHECK_OK(pl_local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
-                                  RANKS_DEADLINE_NS, out->comms)))
+        !CHECK_OK(local_create(N_RANKS, pl_reducer_arena_bytes(&spec),
+                               RANKS_DEADLINE_NS, out->comms)))
         return 0;
     for (int r = 0; r < N_RANKS; r++) {
         tracer *it = &tracers[r];

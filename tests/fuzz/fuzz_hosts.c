@@ -3,6 +3,7 @@
  */
 #include <sys/socket.h>
 
+#include "../c/local.h"
 #include "bytes.h"
 #include "comm/hierarchy.h"
 #include "core/clock.h"
@@ -93,8 +94,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         .n_hosts = HOSTS_N, .host = HOSTS_ME, .rank = 1, .fds = fds, .names = names};
     const int n_before = n_descriptors();
     connect_hosts(fds, ends);
-    must(pl_local_create(1, HOSTS_BIG * sizeof(float), 60000 * PLI_MS,
-                         &options.inner) == PL_OK);
+    must(local_create(1, HOSTS_BIG * sizeof(float), 60000 * PLI_MS, &options.inner) ==
+         PL_OK);
     must(pli_links_create(&links, &options.links) == PL_OK);
     close_sockets(fds);
     must(pli_hierarchy_create(&options, &world) == PL_OK);

@@ -56,7 +56,7 @@ static const pl_comm_ops rows_ops = {.name = "rows",
 static void take_union(pl_exchange *exchange, const pl_table *tables, void **rooms)
 {
     for (size_t t = 0; t < ROWS_TABLES; t++) {
-        const pl_rows all = pl_exchange_union(exchange, t);
+        const pl_sparse_rows all = pl_exchange_union(exchange, t);
         must(all.n_rows <= tables[t].n_rows);
         for (size_t k = 0; all.indices != NULL && k < all.n_rows; k++)
             must(all.indices[k] >= 0 &&
@@ -74,7 +74,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         {.n_rows = 700, .row_elems = 1, .dtype = PL_F32}};
     static int64_t indices[] = {1, 3};
     static float values[] = {1, 2, 3, 4};
-    const pl_rows rows[ROWS_TABLES] = {{indices, values, 2}, {indices, values, 2}};
+    const pl_sparse_rows rows[ROWS_TABLES] = {{indices, values, 2}, {indices, values, 2}};
     rows_world world = {.super = {.ops = &rows_ops,
                                   .rank = 1,
                                   .world_size = 2,

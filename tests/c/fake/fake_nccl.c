@@ -471,15 +471,6 @@ ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t
     return fk_leave(issue(comm, stream, &task, "ncclReduce"));
 }
 
-ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count,
-                               ncclDataType_t dtype, ncclRedOp_t op, ncclComm_t comm,
-                               CUstream stream)
-{
-    FAKE_CALL(ncclReduceScatter);
-    const fk_task task = {FK_REDUCE_SCATTER, from, to, count, dtype, (int)op, 0, 0, 0};
-    return fk_leave(issue(comm, stream, &task, "ncclReduceScatter"));
-}
-
 ncclResult_t ncclAllGather(const void *from, void *to, size_t count,
                            ncclDataType_t dtype, ncclComm_t comm, CUstream stream)
 {

@@ -243,9 +243,8 @@ void fk_launch_need(const fk_op *op, fk_list *list)
 
 void fk_launch_print(const fk_op *op, FILE *to)
 {
-    static const char *const kinds[] = {"all-reduce", "reduce",    "reduce-scatter",
-                                        "all-gather", "broadcast", "send",
-                                        "receive"};
+    static const char *const kinds[] = {"all-reduce", "reduce", "all-gather",
+                                        "broadcast",  "send",   "receive"};
     const fk_launch *launch = op->launch;
     (void)fprintf(to, "; communicator %d, rank %d of %d:", launch->comm->object.id,
                   launch->comm->rank, launch->comm->n_ranks);

@@ -16,8 +16,6 @@ static int is_pair(const fk_task *task)
 static size_t n_read(const ncclComm_t comm, const fk_task *task)
 {
     switch (task->kind) {
-    case FK_REDUCE_SCATTER:
-        return task->count * (size_t)comm->n_ranks;
     case FK_BROADCAST:
         return comm->rank == task->peer ? task->count : 0;
     case FK_RECV:
@@ -164,7 +162,7 @@ static int has_come(const ncclComm_t comm, const fk_task *task)
 
 static int fits(const fk_task *task, const fk_post *post)
 {
-    const int has_op = task->kind <= FK_REDUCE_SCATTER;
+    const int has_op = task->kind <= FK_REDUCE;
     const int has_root = task->kind == FK_REDUCE || task->kind == FK_BROADCAST;
     return post->kind == (int)task->kind && post->count == task->count &&
            post->dtype == (int)task->dtype && (!has_op || post->op == task->op) &&
@@ -193,14 +191,13 @@ static int all_fit(const ncclComm_t comm, const fk_task *task)
     return 1;
 }
 
-static void reduce(const ncclComm_t comm, const fk_task *task, size_t first)
+static void reduce(const ncclComm_t comm, const fk_task *task)
 {
-    const size_t width = fk_dtype_bytes(task->dtype);
     for (int r = 0; r < comm->n_ranks; r++) {
         const fk_post *post = coll_post(comm, r, task->number);
-        const char *from = post_data(comm, r, post) + first * width;
+        const char *from = post_data(comm, r, post);
         if (r == 0)
-            memcpy(task->to, from, task->count * width);
+            memcpy(task->to, from, task->count * fk_dtype_bytes(task->dtype));
         else
             fk_add(task->to, from, task->count, task->dtype);
     }
@@ -210,9 +207,6 @@ static void take(const ncclComm_t comm, const fk_task *task)
 {
     const size_t n_bytes = task->count * fk_dtype_bytes(task->dtype);
     switch (task->kind) {
-    case FK_REDUCE_SCATTER:
-        reduce(comm, task, (size_t)comm->rank * task->count);
-        break;
     case FK_ALL_GATHER:
         for (int r = 0; r < comm->n_ranks; r++)
             memcpy((char *)task->to + (size_t)r * n_bytes,
@@ -225,10 +219,10 @@ static void take(const ncclComm_t comm, const fk_task *task)
         break;
     case FK_REDUCE:
         if (comm->rank == task->peer)
-            reduce(comm, task, 0);
+            reduce(comm, task);
         break;
     default:
-        reduce(comm, task, 0);
+        reduce(comm, task);
         if (fk.options.corrupt_bytes > 0 && n_bytes >= (size_t)fk.options.corrupt_bytes)
             ((char *)task->to)[n_bytes - 1] ^= 0x55;
         break;

@@ -77,9 +77,6 @@ typedef struct ncclConfig {
     X(ncclReduce, 2000,                                                                \
       (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
        int root, ncclComm_t comm, CUstream stream))                                    \
-    X(ncclReduceScatter, 2000,                                                         \
-      (const void *from, void *to, size_t count, ncclDataType_t dtype, ncclRedOp_t op, \
-       ncclComm_t comm, CUstream stream))                                              \
     X(ncclAllGather, 2000,                                                             \
       (const void *from, void *to, size_t count, ncclDataType_t dtype,                 \
        ncclComm_t comm, CUstream stream))                                              \

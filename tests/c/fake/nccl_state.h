@@ -20,7 +20,6 @@ enum {
 typedef enum fk_task_kind {
     FK_ALL_REDUCE,
     FK_REDUCE,
-    FK_REDUCE_SCATTER,
     FK_ALL_GATHER,
     FK_BROADCAST,
     FK_SEND,
