@@ -120,7 +120,8 @@ size_t pl_reducer_n_posted(const pl_reducer *reducer);
 int pl_reducer_may_post(const pl_reducer *reducer, size_t param);
 
 /* Keeps the parameter's bucket back until `close`, whatever else comes: nothing that
- * arrives for it can then be late.  Before its first mode in a step. */
+ * arrives for it can then be late.  Called before the slot
+ * is first written in a step. */
 void pl_reducer_defer_bucket(pl_reducer *reducer, size_t param);
 
 /* Before `close`, for a parameter that was not marked ready: `data` (NULL: zeros) is

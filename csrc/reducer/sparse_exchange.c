@@ -48,9 +48,9 @@ typedef struct list {
 
 struct pl_exchange {
     pl_exchange_spec spec;
-    pl_table *tables; /* own copy */
-    pl_rows *rows;    /* ... */
-    pl_rows *unions;  /* indices inside `merged`; values: room that was given */
+    pl_table *tables;       /* own copy */
+    pl_sparse_rows *rows;   /* ... */
+    pl_sparse_rows *unions; /* indices inside `merged`; values: room that was given */
     exchange_phase phase;
     char *staging;
     uint64_t *counts;    /* [rank][table] */
@@ -68,7 +68,7 @@ struct pl_exchange {
 /* ---- life ----------------------------------------------------------------------- */
 
 /* PL_OK where rows of table t, which has n_rows, come in ascending order, each once. */
-static pl_status check_order(const pl_rows *rows, size_t t, size_t n_rows,
+static pl_status check_order(const pl_sparse_rows *rows, size_t t, size_t n_rows,
                              pl_status code)
 {
     pl_status st = PL_OK;
@@ -89,7 +89,7 @@ static pl_status check_rows(const pl_exchange_spec *spec)
 {
     pl_status st = PL_OK;
     for (size_t t = 0; t < spec->n_tables; t++) {
-        const pl_rows *rows = &spec->rows[t];
+        const pl_sparse_rows *rows = &spec->rows[t];
         const size_t n_rows = spec->tables[t].n_rows;
         if (rows->indices == NULL && rows->n_rows != n_rows)
             PL_FAIL(PL_EINVAL, "table %zu has %zu rows, and %zu are given as all", t,
@@ -378,7 +378,7 @@ done:
     return st;
 }
 
-pl_rows pl_exchange_union(const pl_exchange *self, size_t table)
+pl_sparse_rows pl_exchange_union(const pl_exchange *self, size_t table)
 {
     return self->unions[table];
 }
@@ -399,8 +399,8 @@ static size_t union_elems(const pl_exchange *self, size_t t)
 static void lay_out(const pl_exchange *self, cursor *at, size_t n, char *to)
 {
     const pl_table *table = &self->tables[at->table];
-    const pl_rows *local = &self->rows[at->table];
-    const pl_rows *all = &self->unions[at->table];
+    const pl_sparse_rows *local = &self->rows[at->table];
+    const pl_sparse_rows *all = &self->unions[at->table];
     const size_t elem_bytes = pl_dtype_bytes(table->dtype);
     if (local->indices == NULL) { /* then the union is all rows */
         memcpy(to, (const char *)local->values + at->elem * elem_bytes, n * elem_bytes);

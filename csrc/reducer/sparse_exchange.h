@@ -35,18 +35,18 @@ typedef struct pl_table {
 } pl_table;
 
 /* What this rank has of a table, or the room for what all have. */
-typedef struct pl_rows {
+typedef struct pl_sparse_rows {
     int64_t *indices; /* ascending, each once; NULL: `values` holds every row */
     void *values;     /* row after row */
     size_t n_rows;
-} pl_rows;
+} pl_sparse_rows;
 
 typedef struct pl_exchange_spec {
-    pl_comm *comm;          /* borrowed */
-    size_t offset_bytes;    /* of the staging, in the arena; a multiple of a line */
-    size_t staging_bytes;   /* a line a rank, and 64 at the least */
-    const pl_table *tables; /* borrowed */
-    const pl_rows *rows;    /* this rank's; borrowed, read until `mean` is done */
+    pl_comm *comm;              /* borrowed */
+    size_t offset_bytes;        /* of the staging, in the arena; a multiple of a line */
+    size_t staging_bytes;       /* a line a rank, and 64 at the least */
+    const pl_table *tables;     /* borrowed */
+    const pl_sparse_rows *rows; /* this rank's; borrowed, read until `mean` is done */
     size_t n_tables;
 } pl_exchange_spec;
 
@@ -61,7 +61,7 @@ void pl_exchange_destroy(pl_exchange *exchange);
 pl_status pl_exchange_find(pl_exchange *exchange, int64_t slice_ns) PL_MUST_USE;
 
 /* After `find`: the union's rows; `values` is NULL. */
-pl_rows pl_exchange_union(const pl_exchange *exchange, size_t table);
+pl_sparse_rows pl_exchange_union(const pl_exchange *exchange, size_t table);
 
 /* Where table's means are to go, of as many rows as the union has; may be where this
  * rank's own are, if it has all.  Before the first `mean`; borrowed until its end. */

@@ -8,9 +8,10 @@
 
 int pli_context_open(reducer_object *self)
 {
-    if (self->context_task == NO_CONTEXT || self->homes != NULL)
+    if (self->context.task == NO_CONTEXT || self->context.homes != NULL)
         return 0;
-    PyObject *sequence = PyObject_CallFunction(self->contexts, "l", self->context_task);
+    PyObject *sequence =
+        PyObject_CallFunction(self->context.all, "l", self->context.task);
     PyObject *homes = sequence != NULL ? PySequence_Tuple(sequence) : NULL;
     Py_XDECREF(sequence);
     if (homes == NULL)
@@ -21,12 +22,12 @@ int pli_context_open(reducer_object *self)
         Py_DECREF(homes);
         return -1;
     }
-    self->homes = homes;
+    self->context.homes = homes;
     return 0;
 }
 
 void pli_context_close(reducer_object *self)
 {
-    self->context_task = NO_CONTEXT;
-    Py_CLEAR(self->homes);
+    self->context.task = NO_CONTEXT;
+    Py_CLEAR(self->context.homes);
 }

@@ -101,13 +101,13 @@ int pli_backward_end_queue_local(reducer_object *self)
 {
     const module_state *state = state_of_reducer(self);
     /* Together with an output that is to be synchronised, all is. */
-    if (self->n_backward_ends > 0 || self->sync_backward == SYNC_OFF)
+    if (self->n_backward_ends > 0 || self->sync.backward == SYNC_OFF)
         return 0;
     PyObject *callback = backward_end_new(state, self, QUEUED_BY_LOCAL_OUTPUT);
     PyObject *result =
         callback != NULL ? PyObject_CallOneArg(state->queue_callback, callback) : NULL;
     if (result != NULL)
-        self->sync_backward = SYNC_OFF;
+        self->sync.backward = SYNC_OFF;
     Py_XDECREF(result);
     Py_XDECREF(callback);
     return result != NULL ? 0 : -1;
@@ -115,7 +115,7 @@ int pli_backward_end_queue_local(reducer_object *self)
 
 int pli_backward_end_await(const reducer_object *self)
 {
-    const int is_threaded = pli_is_on_device(self) || self->contexts != NULL;
+    const int is_threaded = pli_is_on_device(self) || self->context.all != NULL;
     for (int n = 0; is_threaded && self->n_backward_ends > 0 && n < MOST_SLEEPS; n++) {
         Py_BEGIN_ALLOW_THREADS
         pli_sleep_ns(PLI_MS);
@@ -186,7 +186,7 @@ static PyObject *backward_end_call(PyObject *object, PyObject *args, PyObject *k
     (void)kwargs;
     self->phase = END_CALLED;
     if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
-        self->reducer->sync_backward = SYNC_ON;
+        self->reducer->sync.backward = SYNC_ON;
         Py_RETURN_NONE;
     }
     if ((phase == END_QUEUED && on_backward_end(self) != 0) ||
@@ -203,7 +203,7 @@ static void drop(const backward_end_object *self)
     if (self->origin == QUEUED_BY_LOCAL_OUTPUT) {
         /* Called, it has done so; the next forward may have begun in another thread. */
         if (self->phase == END_QUEUED)
-            self->reducer->sync_backward = SYNC_ON;
+            self->reducer->sync.backward = SYNC_ON;
     } else if (self->phase == END_QUEUED && self->reducer->n_backward_ends > 0) {
         if (self->reducer->engine == ENGINE_COMPILED)
             pli_compiled_backward_ends(self->reducer, self->step, self->handled);

@@ -12,7 +12,7 @@
 
 /* ---- buckets, one after another in a tensor ------------------------------------- */
 
-typedef enum direction { FROM_SLOTS, TO_SLOTS } direction;
+typedef enum slot_direction { FROM_SLOTS, TO_SLOTS } slot_direction;
 
 static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
                       const pli_tensor *tensor)
@@ -30,11 +30,11 @@ static int check_flat(const pl_bucket_plan *bucket, size_t n_elems,
 
 /* On a GPU, on the stream that is current now, which may be one of the hook's. */
 static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char *flat,
-                       direction way)
+                       slot_direction way)
 {
     pl_stream *stream = NULL;
     if (pli_is_on_device(self) &&
-        pli_gpu_current_stream(state_of_reducer(self), self->gpu, &stream) != 0)
+        pli_gpu_current_stream(state_of_reducer(self), self->device.gpu, &stream) != 0)
         return -1;
     for (size_t m = 0; m < bucket->n_params; m++) {
         const uint32_t i = bucket->params[m];
@@ -48,7 +48,7 @@ static int move_bucket(reducer_object *self, const pl_bucket_plan *bucket, char 
     return pli_gpu_step_copy(self, stream);
 }
 
-static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
+static PyObject *copy_bucket(PyObject *object, PyObject *args, slot_direction way)
 {
     reducer_object *self = (reducer_object *)object;
     const pl_plan *plan = pl_reducer_plan(self->reducer);
@@ -57,7 +57,7 @@ static PyObject *copy_bucket(PyObject *object, PyObject *args, direction way)
     pli_tensor tensor;
     size_t n_elems = 0;
     if (!PyArg_ParseTuple(args, "nO", &index, &flat) ||
-        pli_tensor_read_on(state_of_reducer(self), self->place, flat,
+        pli_tensor_read_on(state_of_reducer(self), self->device.place, flat,
                            "a bucket's tensor", &tensor) != 0)
         return NULL;
     if (index < 0 || (size_t)index >= plan->n_buckets) {

@@ -44,10 +44,10 @@ void pli_forwards_answer(reducer_object *self, uint64_t token)
 int pli_forwards_begin_step(const reducer_object *self, size_t i)
 {
     const forward_counts *forwards = &self->forwards;
-    if (self->is_in_no_sync || self->sync_backward == SYNC_OFF)
+    if (self->sync.is_in_no_sync || self->sync.backward == SYNC_OFF)
         return 0;
-    if (!self->follows_forwards)
-        return self->is_sync;
+    if (!self->options.follows_forwards)
+        return self->sync.is_on;
     if (self->n_backward_ends > 0)
         return 1;
     return forwards->n > forwards->n_over && forwards->n > self->slots[i].answered;
@@ -94,7 +94,7 @@ void pli_forwards_end_step(reducer_object *self)
     for (size_t i = 0; i < self->n_slots; i++)
         if (pl_reducer_ready_count(self->reducer, i) > 0)
             self->slots[i].answered = forwards->n;
-    if (self->ends_with_step)
+    if (self->options.ends_with_step)
         forwards->n_over = forwards->n;
     count_from(forwards, 0);
 }

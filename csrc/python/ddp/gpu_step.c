@@ -18,16 +18,17 @@ int pli_gpu_step_read_stream(reducer_object *self)
 {
     if (!pli_is_on_device(self))
         return 0;
-    if (pli_gpu_current_stream(state_of_reducer(self), self->gpu, &self->stream) != 0)
+    if (pli_gpu_current_stream(state_of_reducer(self), self->device.gpu,
+                               &self->device.stream) != 0)
         return -1;
-    pl_reducer_set_stream(self->reducer, self->stream);
+    pl_reducer_set_stream(self->reducer, self->device.stream);
     return 0;
 }
 
 int pli_gpu_step_is_capturing(const reducer_object *self, int *out)
 {
     return pli_check(state_of_reducer(self),
-                     pli_cuda_is_capturing(self->backend, self->stream, out));
+                     pli_cuda_is_capturing(self->backend, self->device.stream, out));
 }
 
 int pli_gpu_step_check_capture(reducer_object *self)
@@ -48,8 +49,8 @@ int pli_gpu_step_check_capture(reducer_object *self)
         return -1;
     }
     /* A replay writes to today's memory, whatever becomes of it here. */
-    if (self->captured == NULL && self->comm->ops->retain_memory != NULL)
-        self->captured = self->comm->ops->retain_memory(self->comm);
+    if (self->device.captured == NULL && self->comm->ops->retain_memory != NULL)
+        self->device.captured = self->comm->ops->retain_memory(self->comm);
     return 0;
 }
 
@@ -59,20 +60,20 @@ void pli_gpu_step_defer_copy(reducer_object *self, void *to, const void *from,
                              const pli_layout *layout)
 {
     if (layout->n_elems > 0)
-        self->copies[self->n_copies++] = (pl_move){
+        self->device.copies[self->device.n_copies++] = (pl_move){
             .to = to, .from = from, .dtype = layout->dtype, .n_elems = layout->n_elems};
 }
 
 int pli_gpu_step_copy(reducer_object *self, pl_stream *stream)
 {
     pl_backend *backend = self->backend;
-    const size_t n_copies = self->n_copies;
+    const size_t n_copies = self->device.n_copies;
     pl_status st;
-    self->n_copies = 0;
+    self->device.n_copies = 0;
     if (n_copies == 0)
         return 0;
     Py_BEGIN_ALLOW_THREADS
-    st = backend->ops->copy(backend, self->copies, n_copies, stream);
+    st = backend->ops->copy(backend, self->device.copies, n_copies, stream);
     Py_END_ALLOW_THREADS
     return pli_check(state_of_reducer(self), st);
 }
@@ -82,9 +83,9 @@ int pli_gpu_step_copy(reducer_object *self, pl_stream *stream)
 void pli_gpu_step_release_posted(reducer_object *self)
 {
     const size_t n_posted = pl_reducer_n_posted(self->reducer);
-    while (self->n_released < n_posted) {
+    while (self->device.n_released < n_posted) {
         const pl_bucket_plan *bucket =
-            &pl_reducer_plan(self->reducer)->buckets[self->n_released++];
+            &pl_reducer_plan(self->reducer)->buckets[self->device.n_released++];
         for (size_t m = 0; m < bucket->n_params; m++)
             Py_CLEAR(self->slots[bucket->params[m]].retained);
     }

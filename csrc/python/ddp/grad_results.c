@@ -29,15 +29,16 @@ static int copy_back(reducer_object *self, size_t i, PyObject *grad)
     const grad_slot *slot = &self->slots[i];
     void *memory = pli_slot_memory(self, i);
     pli_tensor tensor;
-    if (pli_tensor_read_any(state, self->place, grad, "a parameter's gradient",
+    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
                             &tensor) != 0)
         return -1;
-    if (tensor.layout.is_lazy && !self->keeps_grads)
+    if (tensor.layout.is_lazy && !self->options.keeps_grads)
         return bind_new(self, i);
     if (pli_layout_equal(&tensor.layout, slot->layout)) {
         copy(self, tensor.data, memory, slot->layout);
     } else {
-        PyObject *reduced = pli_tensor_borrow(state, self->place, memory, slot->layout);
+        PyObject *reduced =
+            pli_tensor_borrow(state, self->device.place, memory, slot->layout);
         PyObject *target =
             reduced != NULL ? PyObject_CallMethod(grad, "detach", NULL) : NULL;
         PyObject *result =
@@ -65,7 +66,7 @@ static int bind_new(reducer_object *self, size_t i)
         if (self->window == NULL && pli_grad_window_refresh(self) != 0)
             return -1; /* the process has forked in the backward */
         const pli_view view = {.window = self->window,
-                               .place = self->place,
+                               .place = self->device.place,
                                .slot = i,
                                .offset = pli_slot_in_window(self, i)};
         grad = pli_tensor_view(state, &view, slot->layout);
@@ -111,7 +112,7 @@ static int bind_used(reducer_object *self, size_t i)
     case GRAD_VIEW:
         if (slot->target == NULL)
             break;
-        if (pli_tensor_read_on(state_of_reducer(self), self->place, slot->target,
+        if (pli_tensor_read_on(state_of_reducer(self), self->device.place, slot->target,
                                "a gradient's view", &tensor) != 0)
             return -1;
         if (!pli_slot_is_seen_by(self, i, &tensor)) {
@@ -134,7 +135,7 @@ static int restore(reducer_object *self, size_t i)
     pli_tensor saved;
     if (slot->saved == NULL)
         return 0;
-    if (pli_tensor_read_on(state_of_reducer(self), self->place, slot->saved,
+    if (pli_tensor_read_on(state_of_reducer(self), self->device.place, slot->saved,
                            "an unused gradient", &saved) != 0)
         return -1;
     copy(self, pli_slot_memory(self, i), saved.data, slot->layout);
@@ -147,7 +148,7 @@ int pli_results_bind(reducer_object *self, size_t i)
     int status = 0;
     if (pl_reducer_is_used(self->reducer, i)) {
         status = bind_used(self, i);
-        if (self->homes == NULL)
+        if (self->context.homes == NULL)
             slot->sync = GRAD_SYNCED;
     } else {
         status = restore(self, i);
@@ -183,7 +184,7 @@ int pli_results_finish(reducer_object *self)
 {
     if (!pli_is_on_device(self))
         return 0;
-    const int status = pli_gpu_step_copy(self, self->stream);
+    const int status = pli_gpu_step_copy(self, self->device.stream);
     for (size_t i = 0; i < self->n_slots; i++)
         pli_results_drop(self, i);
     return status;

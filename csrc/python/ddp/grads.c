@@ -25,6 +25,24 @@ enum { RELEASE_GIL_BYTES = 65536 }; /* copies larger than this let others run */
 
 /* ---- reading -------------------------------------------------------------------- */
 
+/* Reads *grad, or the dense copy that is exchanged for it.  That one is sparse shows
+ * where it cannot be read, and then is looked for until a dense one comes. */
+static int read_dense(reducer_object *self, size_t i, PyObject **grad, pli_tensor *out)
+{
+    static const char what[] = "a parameter's gradient";
+    const module_state *state = state_of_reducer(self);
+    if (self->slots[i].n_sparse_dims == 0) {
+        if (pli_tensor_read_any(state, self->device.place, *grad, what, out) == 0)
+            return 0;
+        if (!PyErr_ExceptionMatches(PyExc_TypeError))
+            return -1;
+        PyErr_Clear();
+    }
+    if (pli_sparse_densify(self, i, grad) != 0)
+        return -1;
+    return pli_tensor_read_any(state, self->device.place, *grad, what, out);
+}
+
 int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *tensor)
 {
     const module_state *state = state_of_reducer(self);
@@ -36,7 +54,7 @@ int pli_grads_read(reducer_object *self, size_t i, PyObject **out, pli_tensor *t
         Py_DECREF(grad);
         return 0;
     }
-    if (pli_sparse_read(self, i, &grad, tensor) != 0) {
+    if (read_dense(self, i, &grad, tensor) != 0) {
         Py_DECREF(grad);
         return -1;
     }
@@ -68,7 +86,7 @@ static int was_added_to(PyObject *grad)
 
 int pli_grads_note(reducer_object *self, size_t first)
 {
-    for (size_t i = 0; self->keeps_grads && i < self->n_slots; i++) {
+    for (size_t i = 0; self->options.keeps_grads && i < self->n_slots; i++) {
         grad_slot *slot = &self->slots[i];
         if (slot->policy != POLICY_VIEW)
             continue;
@@ -116,10 +134,12 @@ static int mark_ready(reducer_object *self, size_t i, const void *data,
     if (protect_views(self, i, mode) != 0)
         return -1;
     if (!takes_long(self, i, mode)) {
-        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->stream, out);
+        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->device.stream,
+                                   out);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->stream, out);
+        st = pl_reducer_mark_ready(self->reducer, i, data, mode, self->device.stream,
+                                   out);
         Py_END_ALLOW_THREADS
     }
     return pli_check(state_of_reducer(self), st);
@@ -128,8 +148,8 @@ static int mark_ready(reducer_object *self, size_t i, const void *data,
 PyObject *pli_grads_make_empty(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
-    PyObject *like = pli_tensor_borrow(state, self->place, pli_slot_memory(self, i),
-                                       self->slots[i].layout);
+    PyObject *like = pli_tensor_borrow(state, self->device.place,
+                                       pli_slot_memory(self, i), self->slots[i].layout);
     PyObject *empty =
         like != NULL ? PyObject_CallOneArg(state->empty_like, like) : NULL;
     Py_XDECREF(like);
@@ -152,7 +172,7 @@ static int in_slot_layout(reducer_object *self, size_t i, PyObject *grad,
     PyObject *result =
         source != NULL ? PyObject_CallMethod(copy, "copy_", "O", source) : NULL;
     int status = -1;
-    if (result != NULL && pli_tensor_read_on(state, self->place, copy,
+    if (result != NULL && pli_tensor_read_on(state, self->device.place, copy,
                                              "a gradient's copy", tensor) == 0) {
         *out = Py_NewRef(copy);
         status = 0;
@@ -261,7 +281,7 @@ static int mark_ready_by_view(reducer_object *self, size_t i, PyObject *grad,
     if (result == PL_LATE) {
         if (add_late(slot, grad) != 0)
             return -1;
-    } else if (!is_in_place && self->retains_grads) {
+    } else if (!is_in_place && self->options.retains_grads) {
         Py_XSETREF(slot->retained, Py_NewRef(grad));
     }
     if (stays || (is_in_place && result != PL_LATE))
@@ -276,7 +296,7 @@ static grad_mode choose_mode(const reducer_object *self, const grad_slot *slot,
     if (slot->mode != GRAD_UNTOUCHED)
         return slot->mode;
     return slot->policy == POLICY_VIEW && self->recording == RECORDING_OFF &&
-                   self->homes == NULL && !pli_has_user_hooks(slot) &&
+                   self->context.homes == NULL && !pli_has_user_hooks(slot) &&
                    slot->n_sparse_dims == 0 &&
                    pli_layout_equal(&grad->layout, slot->layout)
                ? GRAD_VIEW
@@ -313,7 +333,7 @@ int pli_grads_mark_ready(reducer_object *self, size_t i)
 static pl_use read_use(reducer_object *self, size_t i, int has_grad)
 {
     grad_slot *slot = &self->slots[i];
-    if (self->homes != NULL)
+    if (self->context.homes != NULL)
         return has_grad ? PL_USED : PL_UNUSED;
     if (!has_grad)
         slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
@@ -402,7 +422,7 @@ int pli_grads_write_late(reducer_object *self, size_t i)
     const pl_write_mode mode = slot->policy == POLICY_VIEW ? PL_ADD : PL_REPLACE;
     if (grad == NULL)
         return write_late(self, i, NULL, mode);
-    if (pli_tensor_read_any(state, self->place, grad, "a parameter's gradient",
+    if (pli_tensor_read_any(state, self->device.place, grad, "a parameter's gradient",
                             &tensor) != 0 ||
         in_slot_layout(self, i, grad, &tensor, &dense) != 0)
         return -1;

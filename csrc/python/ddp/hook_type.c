@@ -10,11 +10,7 @@
  */
 #include "hook_type.h"
 
-#include <unistd.h>
-
-#include "backward_end_type.h"
 #include "comm_hook.h"
-#include "forwards.h"
 #include "gpu_step.h"
 #include "grads.h"
 #include "reducer_list.h"
@@ -26,18 +22,10 @@ typedef struct hook_object {
     size_t index;
 } hook_object;
 
-static int begin(reducer_object *self)
-{
-    /* The callback comes first: should this backward fail, it reports that. */
-    if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
-        return -1;
-    return pli_step_begin(self);
-}
-
 /* What torch refuses, for those who ask to be refused it too. */
 static int check_is_first(const reducer_object *self, size_t i)
 {
-    if (!self->is_strict)
+    if (!self->options.is_strict)
         return 0;
     if (self->slots[i].is_unused) {
         PyErr_Format(
@@ -133,38 +121,9 @@ static int is_final(reducer_object *self, size_t i)
     return is_last;
 }
 
-/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
- * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
- * where it is local; -1. */
-static int enter_step(reducer_object *self, size_t i, long task)
-{
-    if (!pl_reducer_is_active(self->reducer)) {
-        if (getpid() != self->owner_pid)
-            return 0; /* a forked child trains the bare model for itself */
-        if (!pli_forwards_begin_step(self, i)) {
-            if (task == NO_CONTEXT)
-                self->slots[i].sync = GRAD_UNSYNCED;
-            return 0;
-        }
-        if (begin(self) != 0 || (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
-            return -1;
-        self->context_task = task;
-    } else if (self->context_task != task) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "gradients of a model came from two backwards at once, one of "
-                        "them of torch.distributed.autograd: run one after the other");
-        return -1;
-    }
-    /* An inner backward's callback may have run: the outer one needs another. */
-    if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
-        pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
-        return -1;
-    return 1;
-}
-
 static int on_gradient(reducer_object *self, size_t i)
 {
-    const int is_in_step = enter_step(self, i, NO_CONTEXT);
+    const int is_in_step = pli_step_enter(self, i, NO_CONTEXT);
     if (is_in_step <= 0)
         return is_in_step;
     const int takes_it = is_final(self, i);
@@ -196,7 +155,7 @@ PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
     long task;
     if (!PyArg_ParseTuple(args, "nl:arrive_in_context", &i, &task))
         return NULL;
-    if (i < 0 || (size_t)i >= self->n_slots || task < 0 || self->contexts == NULL) {
+    if (i < 0 || (size_t)i >= self->n_slots || task < 0 || self->context.all == NULL) {
         PyErr_Format(PyExc_ValueError, "no parameter %zd, or no backward %ld", i, task);
         return NULL;
     }
@@ -204,7 +163,7 @@ PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args)
         Py_RETURN_NONE;
     if (refuse_device(self) != 0)
         return NULL;
-    const int is_in_step = enter_step(self, (size_t)i, task);
+    const int is_in_step = pli_step_enter(self, (size_t)i, task);
     if (is_in_step < 0)
         return NULL;
     if (is_in_step > 0)

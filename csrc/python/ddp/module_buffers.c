@@ -23,7 +23,7 @@
 #include "core/alloc.h"
 #include "gpu_step.h"
 
-typedef enum direction { TO_DENSE, FROM_DENSE } direction;
+typedef enum dense_direction { TO_DENSE, FROM_DENSE } dense_direction;
 
 /* 1 with *out and *tensor filled; 0 if the buffer is gone or has another size, as one
  * that a forward has let grow: this rank then neither gives nor takes it in this step,
@@ -37,7 +37,7 @@ static int read_buffer(reducer_object *self, const grad_buffer *buffer, PyObject
         return -1;
     if (object == NULL || object == Py_None)
         return 0;
-    if (pli_tensor_read_on(state, self->place, object, "a buffer", tensor) != 0)
+    if (pli_tensor_read_on(state, self->device.place, object, "a buffer", tensor) != 0)
         return -1;
     if (pli_layout_bytes(&tensor->layout) != buffer->n_bytes)
         return 0;
@@ -55,12 +55,12 @@ typedef int (*visit_fn)(reducer_object *self, const grad_buffer *buffer,
 static int visit_buffers(reducer_object *self, read_fn read, visit_fn visit)
 {
     int status = 0;
-    for (size_t b = 0; status == 0 && b < self->n_buffers; b++) {
+    for (size_t b = 0; status == 0 && b < self->buffers.n; b++) {
         PyObject *object = NULL;
         pli_tensor tensor;
-        status = read(self, &self->buffers[b], &object, &tensor);
+        status = read(self, &self->buffers.all[b], &object, &tensor);
         if (status > 0)
-            status = visit(self, &self->buffers[b], object, &tensor);
+            status = visit(self, &self->buffers.all[b], object, &tensor);
         Py_XDECREF(object);
     }
     return status;
@@ -72,10 +72,10 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
     reducer_object *self = (reducer_object *)object;
     int read = 1;
     (void)closure;
-    for (size_t b = 0; read > 0 && b < self->n_buffers; b++) {
+    for (size_t b = 0; read > 0 && b < self->buffers.n; b++) {
         PyObject *buffer = NULL;
         pli_tensor tensor;
-        read = read_buffer(self, &self->buffers[b], &buffer, &tensor);
+        read = read_buffer(self, &self->buffers.all[b], &buffer, &tensor);
         Py_XDECREF(buffer);
     }
     return read < 0 ? NULL : PyBool_FromLong(!read);
@@ -84,12 +84,12 @@ PyObject *pli_buffers_get_are_others(PyObject *object, void *closure)
 /* On a GPU, by torch: copies a tensor that is not dense, elements in row-major order.
  */
 static int copy_with_holes(reducer_object *self, PyObject *object,
-                           const pli_tensor *tensor, char *block, direction way)
+                           const pli_tensor *tensor, char *block, dense_direction way)
 {
     pli_layout layout = tensor->layout;
     pli_layout_make_row_major(&layout);
     PyObject *dense =
-        pli_tensor_borrow(state_of_reducer(self), self->place, block, &layout);
+        pli_tensor_borrow(state_of_reducer(self), self->device.place, block, &layout);
     PyObject *detached = PyObject_CallMethod(object, "detach", NULL);
     PyObject *result = NULL;
     if (dense != NULL && detached != NULL)
@@ -105,7 +105,7 @@ static int copy_with_holes(reducer_object *self, PyObject *object,
  * lies in memory, since the strides are every rank's.  On a GPU that is deferred, for
  * one launch: the module has the tensors, and nobody changes its dict before. */
 static int copy_one(reducer_object *self, PyObject *object, const pli_tensor *tensor,
-                    const grad_buffer *buffer, direction way)
+                    const grad_buffer *buffer, dense_direction way)
 {
     const pli_layout *layout = &tensor->layout;
     char *block = (char *)pl_reducer_extra(self->reducer) + buffer->offset;
@@ -134,7 +134,7 @@ static int pack(reducer_object *self)
 {
     if (visit_buffers(self, read_buffer, pack_one) != 0)
         return -1;
-    return pli_gpu_step_copy(self, self->stream);
+    return pli_gpu_step_copy(self, self->device.stream);
 }
 
 int pli_buffers_pack(reducer_object *self)
@@ -190,8 +190,8 @@ static int overwrite(reducer_object *self, const grad_buffer *buffer, PyObject *
 /* Remembers each buffer as it is, to take it over later. */
 static int put_off(reducer_object *self)
 {
-    for (size_t b = 0; b < self->n_buffers; b++) {
-        grad_buffer *buffer = &self->buffers[b];
+    for (size_t b = 0; b < self->buffers.n; b++) {
+        grad_buffer *buffer = &self->buffers.all[b];
         PyObject *object = NULL;
         pli_tensor tensor;
         if (read_buffer(self, buffer, &object, &tensor) < 0)
@@ -201,20 +201,20 @@ static int put_off(reducer_object *self)
         if (buffer->version < 0)
             return -1;
     }
-    self->buffers_state = BUFFERS_RECEIVED;
+    self->buffers.state = BUFFERS_RECEIVED;
     return 0;
 }
 
 int pli_buffers_receive(reducer_object *self)
 {
-    if (self->n_buffers == 0)
+    if (self->buffers.n == 0)
         return 0;
-    self->buffers_sent = BUFFERS_SENT;
-    self->n_notices = 0;
+    self->buffers.sent = BUFFERS_SENT;
+    self->buffers.n_notices = 0;
     if (pl_comm_rank(self->comm) == pl_reducer_root(self->reducer))
         return 0;
     if (!pl_reducer_root_is_active(self->reducer)) {
-        self->buffers_state = BUFFERS_CURRENT; /* what was put off is overwritten */
+        self->buffers.state = BUFFERS_CURRENT; /* what was put off is overwritten */
         return 0;
     }
     return put_off(self);
@@ -222,9 +222,9 @@ int pli_buffers_receive(reducer_object *self)
 
 void pli_buffers_forget(reducer_object *self)
 {
-    self->buffers_state = BUFFERS_CURRENT;
-    self->buffers_sent = BUFFERS_UNSENT;
-    self->n_notices = 0;
+    self->buffers.state = BUFFERS_CURRENT;
+    self->buffers.sent = BUFFERS_UNSENT;
+    self->buffers.n_notices = 0;
 }
 
 /* ---- in a forward --------------------------------------------------------------- */
@@ -242,7 +242,7 @@ static int differs(reducer_object *self, const grad_buffer *buffer, PyObject *ob
 /* 1 where the buffers are not what was sent last, 0, or -1. */
 static int is_to_send(reducer_object *self)
 {
-    if (self->buffers_sent != BUFFERS_SENT)
+    if (self->buffers.sent != BUFFERS_SENT)
         return 1;
     return visit_buffers(self, read_buffer, differs);
 }
@@ -267,9 +267,9 @@ static int ask_root(reducer_object *self, int root)
 {
     notice_wait wait = {.comm = self->comm, .root = root};
     const pl_comm_ops *ops = self->comm->ops;
-    if (ops->notify == NULL || self->n_notices == PLI_MOST_NOTICES)
+    if (ops->notify == NULL || self->buffers.n_notices == PLI_MOST_NOTICES)
         return 1;
-    wait.n = ++self->n_notices;
+    wait.n = ++self->buffers.n_notices;
     if (pl_comm_rank(self->comm) != root)
         return pli_wait_in_slices(state_of_reducer(self), notice_slice, &wait) != 0
                    ? -1
@@ -290,8 +290,8 @@ static int send(reducer_object *self, int root)
     if (pli_check(state, pl_reducer_send_extra(self->reducer, &ticket)) != 0 ||
         pli_wait_for_ticket(state, self->comm, ticket) != 0)
         return -1;
-    self->buffers_sent = BUFFERS_SENT;
-    self->n_notices = 0;
+    self->buffers.sent = BUFFERS_SENT;
+    self->buffers.n_notices = 0;
     return 0;
 }
 
@@ -300,13 +300,13 @@ int pli_buffers_sync(reducer_object *self)
     const int root = pl_reducer_next_root(self->reducer);
     /* A failed step is left behind by the next synchronised forward, and not by one of
      * no_sync(). */
-    if (self->n_buffers == 0 || self->forwards.n_unanswered[MODE_TRAINING] > 0 ||
+    if (self->buffers.n == 0 || self->forwards.n_unanswered[MODE_TRAINING] > 0 ||
         pl_reducer_has_failed(self->reducer))
         return 0;
     const int sends = ask_root(self, root);
     if (sends < 0 || (sends > 0 && send(self, root) != 0))
         return -1;
-    self->buffers_state = BUFFERS_CURRENT;
+    self->buffers.state = BUFFERS_CURRENT;
     if (pl_comm_rank(self->comm) == root)
         return 0;
     return visit_buffers(self, read_buffer, overwrite);
@@ -332,8 +332,8 @@ static int launch_in(reducer_object *self)
     const module_state *state = state_of_reducer(self);
     PyObject *written = PyList_New(0);
     int status = written != NULL ? pli_gpu_step_read_stream(self) : -1;
-    for (size_t b = 0; b < self->n_buffers; b++) {
-        grad_buffer *buffer = &self->buffers[b];
+    for (size_t b = 0; b < self->buffers.n; b++) {
+        grad_buffer *buffer = &self->buffers.all[b];
         PyObject *object = NULL;
         pli_tensor tensor;
         const int is_to = status == 0 ? is_as_seen(self, buffer, &object, &tensor) : 0;
@@ -345,24 +345,24 @@ static int launch_in(reducer_object *self)
         Py_XDECREF(object);
     }
     if (status == 0)
-        status = pli_gpu_step_copy(self, self->stream);
+        status = pli_gpu_step_copy(self, self->device.stream);
     if (status == 0 && PyList_GET_SIZE(written) > 0)
         status = pli_increment_versions(state, written);
-    self->n_copies = 0;
+    self->device.n_copies = 0;
     Py_XDECREF(written);
     return status;
 }
 
 int pli_buffers_apply(reducer_object *self)
 {
-    if (self->buffers_state == BUFFERS_CURRENT)
+    if (self->buffers.state == BUFFERS_CURRENT)
         return 0;
-    self->buffers_state = BUFFERS_CURRENT;
+    self->buffers.state = BUFFERS_CURRENT;
     const int status = pli_is_on_device(self)
                            ? launch_in(self)
                            : visit_buffers(self, is_as_seen, overwrite);
-    for (size_t b = 0; b < self->n_buffers; b++)
-        Py_CLEAR(self->buffers[b].seen);
+    for (size_t b = 0; b < self->buffers.n; b++)
+        Py_CLEAR(self->buffers.all[b].seen);
     /* Replays of a captured step bring new values, unseen. */
-    return status == 0 && self->captured != NULL ? put_off(self) : status;
+    return status == 0 && self->device.captured != NULL ? put_off(self) : status;
 }

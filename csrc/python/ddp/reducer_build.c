@@ -41,13 +41,13 @@ static grad_policy policy_by_size(const grad_slot *slot, size_t view_bytes)
 static int make_backend(const module_state *state, reducer_object *self)
 {
     const size_t n_most =
-        self->n_slots > self->n_buffers ? self->n_slots : self->n_buffers;
-    if (pli_check(state, pli_calloc(n_most, sizeof *self->copies, "copies",
-                                    &self->copies)) != 0)
+        self->n_slots > self->buffers.n ? self->n_slots : self->buffers.n;
+    if (pli_check(state, pli_calloc(n_most, sizeof *self->device.copies, "copies",
+                                    &self->device.copies)) != 0)
         return -1;
     if (!pli_is_on_device(self))
         return pli_check(state, pli_cpu_backend_create(&self->backend));
-    self->backend = self->gpu->backend;
+    self->backend = self->device.gpu->backend;
     pli_cuda_backend_retain(self->backend);
     return 0;
 }
@@ -73,7 +73,7 @@ static int prepare(const module_state *state, reducer_object *self)
     pl_stream *stream = NULL;
     if (!pli_is_on_device(self))
         return 0;
-    if (pli_gpu_current_stream(state, self->gpu, &stream) != 0)
+    if (pli_gpu_current_stream(state, self->device.gpu, &stream) != 0)
         return -1;
     pl_reducer_set_stream(self->reducer, stream);
     Py_BEGIN_ALLOW_THREADS
@@ -88,12 +88,13 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
     size_t extra_bytes = 0;
     pl_reducer_spec spec = {0};
     int status = -1;
-    if (pli_reducer_read_params(state, self->place, args->params, &self->slots,
+    if (pli_reducer_read_params(state, self->device.place, args->params, &self->slots,
                                 &self->n_slots) != 0 ||
         pli_reducer_read_sparse(args->sparse, pli_is_on_device(self), self->slots,
                                 self->n_slots) != 0 ||
-        pli_reducer_read_buffers(state, self->place, args->buffers, &self->buffers,
-                                 &self->n_buffers, &extra_bytes) != 0 ||
+        pli_reducer_read_buffers(state, self->device.place, args->buffers,
+                                 &self->buffers.all, &self->buffers.n,
+                                 &extra_bytes) != 0 ||
         pli_reducer_make_spec(state, args, self->slots, self->n_slots, extra_bytes,
                               &spec) != 0 ||
         make_backend(state, self) != 0 ||
@@ -108,7 +109,7 @@ int pli_reducer_build(const module_state *state, reducer_object *self,
         if (register_hook(state, self, i) != 0)
             goto done;
     }
-    self->retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
+    self->options.retains_grads = (char)(!pli_is_on_device(self) && may_retain(self));
     status = 0;
 done:
     pli_reducer_free_spec(&spec);

@@ -44,10 +44,9 @@ typedef struct grad_slot {
     pli_layout *layout; /* of the slot */
     grad_policy policy;
     grad_sync sync;
-    unsigned
-        n_sparse_dims; /* of the gradient read last; 0: dense; see sparse_grads.h */
-    uint64_t answered; /* forwards.n when a step last took a gradient of it */
-    char is_unused;    /* no output of the last forward shows it; for is_strict */
+    unsigned n_sparse_dims; /* of the gradient read last; 0: dense */
+    uint64_t answered;      /* forwards.n when a step last took a gradient of it */
+    char is_unused;         /* no output of the last forward shows it; for is_strict */
     /* of the step under way */
     grad_mode mode;
     char is_deferred; /* taken at the end: a hook of the user's ran after ours */
@@ -105,6 +104,53 @@ typedef struct forward_counts {
     unsigned n_unanswered[N_MODES]; /* after the last step, watched, has not begun */
 } forward_counts;
 
+/* Where the gradients are, and what is on its way there. */
+typedef struct reducer_device {
+    dl_device place;   /* of the parameters */
+    gpu_object *gpu;   /* the world's; NULL: the CPU */
+    pl_stream *stream; /* of the GPU, current in the hook that runs */
+    pl_move *copies;   /* to be made in one launch; room for all */
+    size_t n_copies;
+    size_t n_released;        /* buckets, in order, whose gradients were dropped */
+    pli_memory_ref *captured; /* memory that a captured step uses; NULL: none was */
+} reducer_device;
+
+typedef struct reducer_buffers {
+    grad_buffer *all;
+    size_t n;
+    buffers_state state;
+    buffers_sent sent;
+    unsigned n_notices; /* since the last step or sending */
+} reducer_buffers;
+
+/* What the wrapper chooses. */
+typedef struct reducer_options {
+    char retains_grads;    /* what was copied is freed at the end of the step */
+    char keeps_grads;      /* a `.grad` that a step finds stays the same tensor */
+    char is_strict;        /* a second gradient in one backward is an error: torch's */
+    char follows_forwards; /* a backward of no forward of the wrapper is local */
+    char ends_with_step; /* what a step leaves without gradient is awaited no longer */
+} reducer_options;
+
+typedef struct reducer_sync {
+    char is_on;         /* forwards are to be synchronised */
+    char is_in_no_sync; /* ... and backwards are not, whatever their forward was */
+    sync_mode backward; /* ... asked for at the forward whose backward runs */
+} reducer_sync;
+
+typedef struct reducer_join {
+    join_divisor divisor;
+    join_end end;
+    join_grads grads;
+} reducer_join;
+
+/* Of distributed autograd. */
+typedef struct reducer_context {
+    PyObject *all;   /* autograd_contexts.Contexts, with RPC; or NULL */
+    PyObject *homes; /* what has each `.grad` in the context; NULL: parameters */
+    long task;       /* whose gradients are in a context; or NO_CONTEXT */
+} reducer_context;
+
 typedef struct reducer_object {
     PyObject_HEAD
     struct reducer_object *next; /* in the module's list */
@@ -115,48 +161,26 @@ typedef struct reducer_object {
     PyObject *world;
     pl_comm *comm; /* the world's */
     pl_backend *backend;
-    dl_device place;   /* of the parameters */
-    gpu_object *gpu;   /* the world's; NULL: the CPU */
-    pl_stream *stream; /* of the GPU, current in the hook that runs */
-    pl_move *copies;   /* to be made in one launch; room for all */
-    size_t n_copies;
-    size_t n_released;        /* buckets, in order, whose gradients were dropped */
-    pli_memory_ref *captured; /* memory that a captured step uses; NULL: none was */
+    reducer_device device;
     pl_reducer *reducer;
     pli_window *window;
     unsigned generation; /* of the plan that the window shows */
     grad_slot *slots;
     size_t n_slots;
-    grad_buffer *buffers;
-    size_t n_buffers;
-    buffers_state buffers_state;
-    buffers_sent buffers_sent;
-    unsigned n_notices;      /* of the buffers, since the last step or sending */
-    char retains_grads;      /* what was copied is freed at the end of the step */
-    char is_sync;            /* forwards are to be synchronised */
-    char is_in_no_sync;      /* ... and backwards are not, whatever their forward was */
-    sync_mode sync_backward; /* ... asked for at the forward whose backward runs */
+    reducer_buffers buffers;
+    reducer_options options;
+    reducer_sync sync;
     forward_counts forwards;
     unseen_failure unseen;
     attachment attachment;
     grad_recording recording;
     grad_engine engine;
     pl_role role; /* of this rank in the step under way */
-    join_divisor join_divisor;
-    join_end join_end;
-    join_grads join_grads;
-    PyObject *on_finish;   /* called after each step, in the backward; NULL: nothing */
-    char has_user_hooks;   /* in this step: a parameter has hooks of the user's */
-    char keeps_grads;      /* a `.grad` that a step finds stays the same tensor */
-    char is_strict;        /* a second gradient in one backward is an error: torch's */
-    char follows_forwards; /* a backward of no forward of the wrapper is local */
-    char ends_with_step; /* what a step leaves without gradient is awaited no longer */
+    reducer_join join;
+    PyObject *on_finish; /* called after each step, in the backward; NULL: nothing */
+    char has_user_hooks; /* in this step: a parameter has hooks of the user's */
     PyObject *comm_hook; /* a communication hook's: comm_hook.c; NULL: none */
-    PyObject
-        *contexts;   /* paceline._ddp.autograd_contexts.Contexts, with RPC; or NULL */
-    PyObject *homes; /* what has each `.grad` in the context; NULL: parameters */
-    long
-        context_task; /* the backward whose gradients are in a context; or NO_CONTEXT */
+    reducer_context context;
     int n_backward_ends; /* queued in the engine, not yet called */
     int owner_pid;       /* a forked child has no part in the world */
 } reducer_object;
@@ -186,14 +210,15 @@ static inline int pli_ask(PyObject *question)
 
 static inline int pli_is_on_device(const reducer_object *self)
 {
-    return self->gpu != NULL;
+    return self->device.gpu != NULL;
 }
 
 /* What has the gradient of parameter i as its `.grad`; borrowed. */
 static inline PyObject *pli_grad_home(const reducer_object *self, size_t i)
 {
-    return self->homes != NULL ? PyTuple_GET_ITEM(self->homes, (Py_ssize_t)i)
-                               : self->slots[i].param;
+    return self->context.homes != NULL
+               ? PyTuple_GET_ITEM(self->context.homes, (Py_ssize_t)i)
+               : self->slots[i].param;
 }
 
 static inline int pli_set_grad(reducer_object *self, size_t i, PyObject *grad)
@@ -247,7 +272,7 @@ static inline int pli_is_anyone_missing(const reducer_object *self)
  * of the gradients is nobody else's to scale. */
 static inline int pli_is_to_rescale(const reducer_object *self)
 {
-    return self->comm_hook == NULL && self->join_divisor == DIVIDE_BY_N_ACTIVE &&
+    return self->comm_hook == NULL && self->join.divisor == DIVIDE_BY_N_ACTIVE &&
            pli_is_anyone_missing(self);
 }
 
@@ -255,7 +280,7 @@ static inline int pli_is_to_rescale(const reducer_object *self)
 static inline int pli_binds_results(const reducer_object *self)
 {
     return self->role == PL_ACTIVE ||
-           (self->join_grads == JOIN_BINDS_RESULTS &&
+           (self->join.grads == JOIN_BINDS_RESULTS &&
             pl_reducer_participation(self->reducer).n_active > 0);
 }
 

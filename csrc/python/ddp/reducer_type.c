@@ -49,13 +49,13 @@ static PyObject *reducer_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->world = Py_NewRef(read.world);
     self->comm = ((world_object *)read.world)->comm;
     read.world_size = pl_comm_world_size(self->comm);
-    self->gpu = ((world_object *)read.world)->gpu;
-    self->place =
-        pli_is_on_device(self) ? self->gpu->place : (dl_device){.type = DL_CPU};
+    self->device.gpu = ((world_object *)read.world)->gpu;
+    self->device.place =
+        pli_is_on_device(self) ? self->device.gpu->place : (dl_device){.type = DL_CPU};
     self->task = -1;
-    self->context_task = NO_CONTEXT;
-    self->is_sync = 1;
-    self->sync_backward = SYNC_ON;
+    self->context.task = NO_CONTEXT;
+    self->sync.is_on = 1;
+    self->sync.backward = SYNC_ON;
     self->role = PL_ACTIVE;
     self->owner_pid = getpid();
     if (pli_reducer_build(state, self, &read) != 0)
@@ -88,18 +88,21 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->world);
     Py_VISIT(self->on_finish);
     Py_VISIT(self->comm_hook);
-    Py_VISIT(self->contexts);
-    Py_VISIT(self->homes);
+    Py_VISIT(self->context.all);
+    Py_VISIT(self->context.homes);
     for (size_t i = 0; self->slots != NULL && i < self->n_slots; i++) {
         Py_VISIT(self->slots[i].param);
+        Py_VISIT(self->slots[i].hooks);
         Py_VISIT(self->slots[i].handle);
         Py_VISIT(self->slots[i].target);
         Py_VISIT(self->slots[i].late);
         Py_VISIT(self->slots[i].retained);
         Py_VISIT(self->slots[i].saved);
     }
-    for (size_t b = 0; self->buffers != NULL && b < self->n_buffers; b++)
-        Py_VISIT(self->buffers[b].owner);
+    for (size_t b = 0; self->buffers.all != NULL && b < self->buffers.n; b++) {
+        Py_VISIT(self->buffers.all[b].owner);
+        Py_VISIT(self->buffers.all[b].seen);
+    }
     return 0;
 }
 
@@ -110,13 +113,13 @@ static int reducer_clear(PyObject *object)
     pli_free_slots(self->slots, self->n_slots);
     self->slots = NULL;
     self->n_slots = 0;
-    pli_free_buffers(self->buffers, self->n_buffers);
-    self->buffers = NULL;
-    self->n_buffers = 0;
+    pli_free_buffers(self->buffers.all, self->buffers.n);
+    self->buffers.all = NULL;
+    self->buffers.n = 0;
     Py_CLEAR(self->on_finish);
     Py_CLEAR(self->comm_hook);
-    Py_CLEAR(self->contexts);
-    Py_CLEAR(self->homes);
+    Py_CLEAR(self->context.all);
+    Py_CLEAR(self->context.homes);
     return 0;
 }
 
@@ -142,10 +145,10 @@ static void reducer_dealloc(PyObject *object)
     (void)reducer_clear(object);
     pl_reducer_destroy(self->reducer);
     pli_window_release(self->window);
-    if (self->captured != NULL)
-        self->captured->release(self->captured);
+    if (self->device.captured != NULL)
+        self->device.captured->release(self->device.captured);
     pli_backend_destroy(self->backend);
-    pli_free(self->copies);
+    pli_free(self->device.copies);
     Py_CLEAR(self->world); /* last: all of the above lives in its memory */
     type->tp_free(object);
     Py_DECREF(type);
@@ -167,7 +170,7 @@ static int is_in_backward(const module_state *state)
  * itself comes first. */
 static int leave_failure(reducer_object *self)
 {
-    if (!self->is_sync || !pl_reducer_has_failed(self->reducer))
+    if (!self->sync.is_on || !pl_reducer_has_failed(self->reducer))
         return 0;
     if (pli_step_recover(self) != 0)
         return -1;
@@ -204,7 +207,7 @@ static PyObject *reducer_forward_begins(PyObject *object, PyObject *ignored)
             "was never seen: run the model's forward through the wrapper");
         return NULL;
     }
-    self->sync_backward = SYNC_ON;
+    self->sync.backward = SYNC_ON;
     if (leave_failure(self) != 0 ||
         (pli_is_on_device(self) && pli_buffers_apply(self) != 0))
         return NULL;
@@ -225,7 +228,7 @@ static PyObject *reducer_forward_ends(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "pp:forward_ends", &is_watched, &is_training))
         return NULL;
     if (!is_in_backward(state_of(object))) {
-        if (self->is_sync)
+        if (self->sync.is_on)
             token =
                 pli_forwards_end(self, is_watched ? OUTPUTS_WATCHED : OUTPUTS_UNWATCHED,
                                  is_training ? MODE_TRAINING : MODE_EVALUATION);
@@ -252,7 +255,7 @@ static PyObject *reducer_forward_fails(PyObject *object, PyObject *ignored)
     reducer_object *self = reducer_of(object);
     (void)ignored;
     /* Where a peer has failed, that is the same step: this rank has given it up too. */
-    if (self->is_sync && !is_in_backward(state_of(object)))
+    if (self->sync.is_on && !is_in_backward(state_of(object)))
         pl_reducer_skip(self->reducer);
     Py_RETURN_NONE;
 }
@@ -307,8 +310,9 @@ static PyObject *reducer_on_output(PyObject *object, PyObject *args)
             return NULL;
         Py_RETURN_TRUE;
     }
-    self->sync_backward = SYNC_ON;
-    if (!self->is_in_no_sync && pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
+    self->sync.backward = SYNC_ON;
+    if (!self->sync.is_in_no_sync &&
+        pli_backward_end_queue(self, QUEUED_BY_OUTPUT) != 0)
         return NULL;
     Py_RETURN_TRUE;
 }
@@ -454,20 +458,20 @@ static PyMemberDef reducer_members[] = {
      READONLY, NULL},
     {"on_finish", T_OBJECT, offsetof(reducer_object, on_finish), 0,
      "Called without arguments after each step, inside the backward; None: nothing."},
-    {"contexts", T_OBJECT, offsetof(reducer_object, contexts), 0,
+    {"contexts", T_OBJECT, offsetof(reducer_object, context.all), 0,
      "Called at the end of a backward that arrive_in_context() was called in, with its "
      "number; returns what has the gradients, each as its `grad`."},
-    {"sync", T_BOOL, offsetof(reducer_object, is_sync), 0,
+    {"sync", T_BOOL, offsetof(reducer_object, sync.is_on), 0,
      "Whether backwards of the forwards to come are synchronised."},
-    {"in_no_sync", T_BOOL, offsetof(reducer_object, is_in_no_sync), 0,
+    {"in_no_sync", T_BOOL, offsetof(reducer_object, sync.is_in_no_sync), 0,
      "Whether none is now, whatever its forward was."},
-    {"keeps_grads", T_BOOL, offsetof(reducer_object, keeps_grads), 0,
+    {"keeps_grads", T_BOOL, offsetof(reducer_object, options.keeps_grads), 0,
      "Whether a .grad that a step finds stays the same tensor."},
-    {"strict", T_BOOL, offsetof(reducer_object, is_strict), 0,
+    {"strict", T_BOOL, offsetof(reducer_object, options.is_strict), 0,
      "Whether a second gradient of a parameter in one backward is torch's error."},
-    {"follows_forwards", T_BOOL, offsetof(reducer_object, follows_forwards), 0,
+    {"follows_forwards", T_BOOL, offsetof(reducer_object, options.follows_forwards), 0,
      "Whether a backward of no forward of the wrapper is local; else all are steps."},
-    {"ends_with_step", T_BOOL, offsetof(reducer_object, ends_with_step), 0,
+    {"ends_with_step", T_BOOL, offsetof(reducer_object, options.ends_with_step), 0,
      "Whether parameters without a gradient in a step are awaited no longer after it."},
     {NULL, 0, 0, 0, NULL},
 };

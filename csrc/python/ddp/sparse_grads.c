@@ -44,8 +44,8 @@ typedef struct sparse_step {
     size_t n_parts;
     sparse_part *parts;
     pl_table *tables;
-    pl_rows *rows;
-    pl_rows *rooms;
+    pl_sparse_rows *rows;
+    pl_sparse_rows *rooms;
     pl_exchange *exchange;
 } sparse_step;
 
@@ -68,13 +68,13 @@ static int64_t *no_indices(void)
 /* Reads a tuple of numbers and values, which owns the memory; -1 where they do not fit
  * the table. */
 static int read_rows(const module_state *state, PyObject *tuple, const pl_table *table,
-                     pl_rows *out)
+                     pl_sparse_rows *out)
 {
     PyObject *numbers, *values, *mean;
     pli_tensor tensor;
     if (!PyArg_ParseTuple(tuple, "OO|O", &numbers, &values, &mean))
         return -1;
-    *out = (pl_rows){.n_rows = table->n_rows};
+    *out = (pl_sparse_rows){.n_rows = table->n_rows};
     if (numbers != Py_None) {
         if (pli_tensor_read(state, numbers, "row numbers", &tensor) != 0)
             return -1;
@@ -112,7 +112,7 @@ static int read_part(sparse_step *self, size_t t, size_t slot)
     sparse_part *part = &self->parts[t];
     part->slot = slot;
     self->tables[t] = table_of(layout);
-    self->rows[t] = (pl_rows){.indices = no_indices()};
+    self->rows[t] = (pl_sparse_rows){.indices = no_indices()};
     /* In a shadow step there is none: the gradient is that of a step before. */
     part->local = self->reducer->role == PL_ACTIVE
                       ? PyObject_CallOneArg(state->sparse_read,
@@ -157,10 +157,10 @@ static int begin(sparse_step *self)
 static int make_room(sparse_step *self, size_t t)
 {
     const module_state *state = state_of_reducer(self->reducer);
-    const pl_rows all = pl_exchange_union(self->exchange, t);
+    const pl_sparse_rows all = pl_exchange_union(self->exchange, t);
     sparse_part *part = &self->parts[t];
     PyObject *param = self->reducer->slots[part->slot].param;
-    pl_rows room;
+    pl_sparse_rows room;
     part->room = all.indices != NULL
                      ? PyObject_CallFunction(state->sparse_room, "On", param,
                                              (Py_ssize_t)all.n_rows)
@@ -234,8 +234,7 @@ int pli_sparse_finish(reducer_object *self)
 
 /* ---- not declared: reduced densely ---------------------------------------------- */
 
-/* Exchanges a sparse *grad for a dense copy. */
-static int densify(reducer_object *self, size_t i, PyObject **grad)
+int pli_sparse_densify(reducer_object *self, size_t i, PyObject **grad)
 {
     PyObject *pair = PyObject_CallOneArg(state_of_reducer(self)->sparse_densify, *grad);
     PyObject *dense;
@@ -252,24 +251,6 @@ static int densify(reducer_object *self, size_t i, PyObject **grad)
     Py_DECREF(pair);
     self->slots[i].n_sparse_dims = (unsigned)n_dims;
     return 0;
-}
-
-int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor *out)
-{
-    static const char what[] = "a parameter's gradient";
-    const module_state *state = state_of_reducer(self);
-    /* Most are dense: that one is sparse shows where it cannot be read, and then is
-     * looked for until a dense one comes. */
-    if (self->slots[i].n_sparse_dims == 0) {
-        if (pli_tensor_read_any(state, self->place, *grad, what, out) == 0)
-            return 0;
-        if (!PyErr_ExceptionMatches(PyExc_TypeError))
-            return -1;
-        PyErr_Clear();
-    }
-    if (densify(self, i, grad) != 0)
-        return -1;
-    return pli_tensor_read_any(state, self->place, *grad, what, out);
 }
 
 /* ---- the end of the step: a mean becomes the gradient ---------------------------- */
@@ -326,8 +307,8 @@ int pli_sparse_put_mean(reducer_object *self, size_t i)
 {
     const module_state *state = state_of_reducer(self);
     const unsigned n_dims = pl_reducer_sparse_dims(self->reducer, i);
-    PyObject *slot = pli_tensor_borrow(state, self->place, pli_slot_memory(self, i),
-                                       self->slots[i].layout);
+    PyObject *slot = pli_tensor_borrow(state, self->device.place,
+                                       pli_slot_memory(self, i), self->slots[i].layout);
     PyObject *mean = NULL;
     if (slot != NULL)
         mean = n_dims > 0 ? PyObject_CallMethod(slot, "to_sparse", "I", n_dims)

@@ -26,9 +26,9 @@ int pli_sparse_finish(reducer_object *self);
 /* Makes a mean the gradient of slot i.  It calls nothing that is written in Python. */
 int pli_sparse_put(reducer_object *self, size_t i, PyObject *mean);
 
-/* Reads the gradient of slot i, which is not declared sparse: where it is sparse,
- * *grad is exchanged for a dense copy, and the slot's n_sparse_dims says so. */
-int pli_sparse_read(reducer_object *self, size_t i, PyObject **grad, pli_tensor *out);
+/* The gradient of slot i, which is not declared sparse: if it is sparse, *grad is
+ * exchanged for a dense copy.  The slot's n_sparse_dims says which it was. */
+int pli_sparse_densify(reducer_object *self, size_t i, PyObject **grad);
 
 /* The mean in the slot becomes the gradient: sparse again, or dense for who has a
  * sparse one while another rank's is dense. */

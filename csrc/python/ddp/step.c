@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "autograd_context.h"
+#include "backward_end_type.h"
 #include "comm_hook.h"
 #include "forwards.h"
 #include "gpu_step.h"
@@ -23,7 +24,7 @@ static pl_status recover_slice(void *reducer, int64_t slice_ns)
  * everybody's; one of torch.distributed.autograd may go through several. */
 static int goes_by_task(const reducer_object *self)
 {
-    return pli_is_on_device(self) || self->context_task != NO_CONTEXT;
+    return pli_is_on_device(self) || self->context.task != NO_CONTEXT;
 }
 
 /* Whether both reducers' steps are of the backward that ends in this thread with
@@ -106,8 +107,8 @@ static int protect_views(reducer_object *self)
     int captures = 0;
     if (!pli_is_on_device(self))
         return 0;
-    self->n_released = 0;
-    self->n_copies = 0;
+    self->device.n_released = 0;
+    self->device.n_copies = 0;
     if (self->window == NULL || pli_window_n_views(self->window) == 0)
         return 0;
     const int is_kept_anywhere = is_any_kept(self);
@@ -144,6 +145,35 @@ int pli_step_begin(reducer_object *self)
         self->generation == pl_reducer_generation(self->reducer))
         return 0;
     return pli_grad_window_refresh(self);
+}
+
+int pli_step_enter(reducer_object *self, size_t i, long task)
+{
+    if (!pl_reducer_is_active(self->reducer)) {
+        if (getpid() != self->owner_pid)
+            return 0; /* a forked child trains the bare model for itself */
+        if (!pli_forwards_begin_step(self, i)) {
+            if (task == NO_CONTEXT)
+                self->slots[i].sync = GRAD_UNSYNCED;
+            return 0;
+        }
+        /* The callback comes first: should this backward fail, it reports that. */
+        if (pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0 ||
+            pli_step_begin(self) != 0 ||
+            (task == NO_CONTEXT && pli_grads_note(self, i) != 0))
+            return -1;
+        self->context.task = task;
+    } else if (self->context.task != task) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "gradients of a model came from two backwards at once, one of "
+                        "them of torch.distributed.autograd: run one after the other");
+        return -1;
+    }
+    /* An inner backward's callback may have run: the outer one needs another. */
+    if (self->n_backward_ends == 0 && self->engine == ENGINE_CALLS_BACK &&
+        pli_backward_end_queue(self, QUEUED_BY_PARAMETER) != 0)
+        return -1;
+    return 1;
 }
 
 int pli_step_finish_inline(reducer_object *self)
@@ -333,7 +363,7 @@ static int call_on_finish(reducer_object *self)
  * is to end then. */
 static int check_join_end(const reducer_object *self)
 {
-    if (self->join_end == JOIN_GOES_ON || self->role != PL_ACTIVE ||
+    if (self->join.end == JOIN_GOES_ON || self->role != PL_ACTIVE ||
         !pli_is_anyone_missing(self))
         return 0;
     PyErr_SetString(PyExc_RuntimeError,

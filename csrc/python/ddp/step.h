@@ -12,6 +12,11 @@ int pli_step_recover(reducer_object *self);
 
 int pli_step_begin(reducer_object *self);
 
+/* A gradient has come for slot i: in a context, where `task` is that backward's, or as
+ * `.grad`, with NO_CONTEXT.  1 where it is part of a step, which may begin with it; 0
+ * where it is local; -1. */
+int pli_step_enter(reducer_object *self, size_t i, long task);
+
 /* Also raises, after a step without fault, where a join context is to end with it. */
 int pli_step_finish(reducer_object *self);
 

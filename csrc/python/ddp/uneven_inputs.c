@@ -42,7 +42,7 @@ PyObject *pli_join_shadow_step(PyObject *object, PyObject *args)
         return NULL;
     const pl_role role = is_first ? PL_JOINING : PL_SHADOWING;
     int status = begin(self, role);
-    self->join_grads = binds_results ? JOIN_BINDS_RESULTS : JOIN_LEAVES_GRADS;
+    self->join.grads = binds_results ? JOIN_BINDS_RESULTS : JOIN_LEAVES_GRADS;
     if (status == 0)
         status = pli_step_finish(self);
     self->role = PL_ACTIVE;
@@ -59,9 +59,9 @@ PyObject *pli_join_set(PyObject *object, PyObject *args)
     int divides_by_active = 0, raises = 0;
     if (!PyArg_ParseTuple(args, "pp:set_join", &divides_by_active, &raises))
         return NULL;
-    self->join_divisor = divides_by_active ? DIVIDE_BY_N_ACTIVE : DIVIDE_BY_WORLD_SIZE;
+    self->join.divisor = divides_by_active ? DIVIDE_BY_N_ACTIVE : DIVIDE_BY_WORLD_SIZE;
     pl_reducer_reset_participation(self->reducer);
-    self->join_end = raises ? JOIN_RAISES : JOIN_GOES_ON;
+    self->join.end = raises ? JOIN_RAISES : JOIN_GOES_ON;
     Py_RETURN_NONE;
 }
 

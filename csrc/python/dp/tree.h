@@ -38,13 +38,14 @@ typedef struct pli_node {
     Py_ssize_t n_children;
     PyTypeObject *type; /* NULL: a leaf or a constant */
     PyObject *keys;     /* a child's key or attribute each; registered: its maker */
-    PyObject
-        *extra; /* the constant; registered: its context; a dict's default_factory */
+    /* The constant; registered: its context; a dict's default_factory. */
+    PyObject *extra;
     PyObject *attributes; /* what else its __dict__ had; Ellipsis: it was itself */
 } pli_node;
 
 typedef struct pli_tree {
-    PyObject_VAR_HEAD Py_ssize_t n_leaves;
+    PyObject_VAR_HEAD
+    Py_ssize_t n_leaves;
     pli_node nodes[];
 } pli_tree;
 
