@@ -23,6 +23,7 @@ import dependence
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 500
 MIN_TEST_WORDS = 3
+BUDGET = "tests/lint/budget.toml"
 
 # rule: pattern, the only file where it may stand, words
 CALLS = {
@@ -223,9 +224,26 @@ def find_circles(root: Path) -> Iterator[str]:
         yield f"python/paceline: circle: {' '.join(part)}"
 
 
+def find_overruns(root: Path) -> Iterator[str]:
+    """Compare the lines of each folder of the product with ``budget.toml``."""
+    text = (root / BUDGET).read_text() if (root / BUDGET).exists() else ""
+    rows = re.findall(r'^"(.+)" = (\d+)$', text, re.MULTILINE)
+    budget = {name: int(most) for name, most in rows}
+    lines = dict.fromkeys(budget, 0)
+    for path in [*root.glob("csrc/**/*.*"), *root.glob("python/**/*.py*")]:
+        if budget and path.is_file() and path.suffix != ".pyc":
+            parts = path.relative_to(root).parts[:-1]
+            # Packages count as one, but the halves of the binding.
+            name = "/".join(parts[: 3 if parts[0] == "python" else None])
+            lines[name] = lines.get(name, 0) + path.read_text().count("\n")
+    for name, n in lines.items():
+        if n > (most := budget.get(name, 0)):
+            yield f"{BUDGET}: {name} has {n} lines, {n - most} more than its budget"
+
+
 def run(root: Path) -> list[str]:
     """Return what is wrong under a root, one line a thing."""
-    wrong = [*find_circles(root)]
+    wrong = [*find_circles(root), *find_overruns(root)]
     for folder, glob, checks in TABLE:
         for path in sorted((root / folder).glob(glob)):
             if path.suffix == ".pyc":

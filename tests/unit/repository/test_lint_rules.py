@@ -160,3 +160,14 @@ def test_circles_of_includes_are_found_too(lint):
     one, other = "csrc/comm/one.h", "csrc/comm/other.h"
     found = lint({one: include("other.h"), other: include("comm/one.h")})
     assert found == ["csrc: circle: comm/one.h comm/other.h"]
+
+
+def test_a_folder_that_outgrows_its_budget_is_said(lint):
+    files = {"csrc/core/a.c": "\n" * 5, "csrc/core/b.h": "\n" * 3}
+    files |= {"python/paceline/_cli/doctor/x.py": "\n" * 4}
+    rows = '"csrc/core" = 8\n"python/paceline/_cli" = {}\n'
+    assert lint({**files, "tests/lint/budget.toml": rows.format(4)}) == []
+    (said,) = lint({"tests/lint/budget.toml": rows.format(3)})
+    assert said.endswith("python/paceline/_cli has 4 lines, 1 more than its budget")
+    (said,) = lint({"tests/lint/budget.toml": '"python/paceline/_cli" = 4\n'})
+    assert "csrc/core has 8 lines, 8 more than its budget" in said
