@@ -42,12 +42,12 @@ import machine
 import paceline
 import torch
 from contestants import split_names
-from paceline._cli.bench.command import Row, rows_of
+from paceline._cli.bench.command import StepRow, rows_of
 from paceline._cli.bench.steps import PLAIN, RANKS, REPLICAS, Plan, run
 from report import machine_lines
 
 N = 2  # ranks, and replicas
-Group = dict[tuple[str, str], Row]  # by model and contestant
+Group = dict[tuple[str, str], StepRow]  # by model and contestant
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """A world whose operations a process group carries: see csrc/comm/group_comm.h.
 
-For groups of a backend that we know nothing of (MPI, a subclass in Python) and for
-ranks on several hosts.  The group's own methods are called, not those of
-``torch.distributed``, which know registered groups alone.
+For groups of a backend that we know nothing of (MPI, a subclass in Python), for hosts
+that cannot be linked, and for machines that refuse shared memory.  The group's own
+methods are called: those of ``torch.distributed`` know registered groups alone.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def _agreed(found: Variables, launch: Launch) -> Launch:
 
     What another launcher is known by does not count here: it has been found incomplete.
     """
-    said = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
-    for name, value in zip(_NUMBERS, said, strict=True):
+    given = (launch.rank, launch.world_size, launch.local_rank, launch.local_world_size)
+    for name, value in zip(_NUMBERS, given, strict=True):
         number = found.number(name)
         if value is not None and number is not None and number != value:
             raise ValueError(

@@ -52,7 +52,7 @@ _LEFT_COLUMNS = 2
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """The steps of one contestant on one model.
 
     Attributes
@@ -156,7 +156,7 @@ def _read(
 
 def _measure(
     options: argparse.Namespace, worlds: Sequence[int], device_type: str, n_cores: int
-) -> list[Row]:
+) -> list[StepRow]:
     """Start each world, and make rows of what it returns."""
     is_cpu = device_type == "cpu"
     contestants = list(steps.CONTESTANTS)
@@ -174,7 +174,7 @@ def _measure(
             _QUICK_TURN_SECONDS if options.quick else options.seconds / n_turns
         ),
     )
-    rows: list[Row] = []
+    rows: list[StepRow] = []
     for n in worlds:
         print(f"{n} ranks on {n_cores} cores ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):  # what Gloo of torch 2.8 says
@@ -189,7 +189,9 @@ def _measure(
     return rows
 
 
-def rows_of(by_rank: Sequence[Mapping[str, steps.Timed]], n_cores: int) -> list[Row]:
+def rows_of(
+    by_rank: Sequence[Mapping[str, steps.Timed]], n_cores: int
+) -> list[StepRow]:
     """Make rows of what ``steps.run`` returned on the ranks of a world."""
     n_ranks = len(by_rank)
     rows = []
@@ -209,7 +211,7 @@ def rows_of(by_rank: Sequence[Mapping[str, steps.Timed]], n_cores: int) -> list[
                 if other in of_turns and other != name
             }
             rows.append(
-                Row(
+                StepRow(
                     model,
                     name,
                     1 if name == steps.PLAIN else n_ranks,
@@ -223,7 +225,7 @@ def rows_of(by_rank: Sequence[Mapping[str, steps.Timed]], n_cores: int) -> list[
     return rows
 
 
-def advise(rows: Sequence[Row], device_type: str) -> str:
+def advise(rows: Sequence[StepRow], device_type: str) -> str:
     """Say what was fastest over all models; the plain module if no wrapper was."""
     ratios: dict[tuple[str, int, int], list[list[float]]] = {}
     for row in rows:
@@ -267,7 +269,7 @@ def _geometric(values: Iterable[float]) -> float:
     return math.exp(fmean(map(math.log, values)))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: StepRow) -> tuple[str, ...]:
     return (
         row.model,
         steps.CONTESTANTS[row.contestant],
