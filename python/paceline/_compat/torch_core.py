@@ -12,7 +12,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -337,10 +337,15 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
-def count_holders(tensor: torch.Tensor) -> int:
-    """Return how many tensors hold a tensor's memory, and what else does."""
-    held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return held
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what `count_holders` takes for a tensor's memory, while that lives."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def count_holders(storages: Iterable[int]) -> int:
+    """Return how many tensors hold any of these storages, and what else does."""
+    return sum(map(torch._C._storage_Use_Count, storages))
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

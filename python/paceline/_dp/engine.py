@@ -179,7 +179,7 @@ class Engine:
             return outputs
         finally:
             if self._replicated is not None:
-                self._replicated.finish(replicas, streams, outputs)
+                self._replicated.finish(streams, outputs)
             if not torch.is_grad_enabled():
                 # It would hold on to casts of the replicas' parameters, which are new
                 # ones in each forward, until the outermost autocast ends.

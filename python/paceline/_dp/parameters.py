@@ -8,7 +8,7 @@ that it has changed: so the devices compare what looks the same, and fetch what 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,6 @@ class Replicated:
         self._group = group
         self._layout: Layout | None = None
         self._held = HeldBlocks()
-        self._buffers: list[tuple[Segment, int, Sequence[torch.Tensor]]] = []
         self._leaves: list[_Leaves] = []
         self._shells = Shells()
         self.inner_backwards = InnerBackwards([])
@@ -52,7 +51,7 @@ class Replicated:
         self, parts: list[Module], n_replicas: int, streams: Streams
     ) -> list[Module]:
         """Return the module, and replicas of it on their devices, for one forward."""
-        self._buffers, self._leaves = [], []
+        self._leaves = []
         if n_replicas < 2:
             return [parts[0]]
         self.inner_backwards = InnerBackwards(parts)
@@ -111,19 +110,12 @@ class Replicated:
             _log.info(_memory_of(self._layout, self._group))
         return self._layout
 
-    def finish(
-        self, replicas: Sequence[Module], streams: Streams, outputs: Sequence[Any]
-    ) -> None:
+    def finish(self, streams: Streams, outputs: Sequence[Any]) -> None:
         """Have the model get what a forward has done to replicas, once it has run.
 
         Parameters and buffers without a graph are leaves of a replica's own: a backward
         within the forward gave it the gradients.  If the forward made one require them,
         or recorded a graph although the caller does not, the backward to come does.
-
-        Raises
-        ------
-        RuntimeError
-            If a buffer has grown over another one.
         """
         leaves, self._leaves = self._leaves, []
         will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
@@ -137,7 +129,6 @@ class Replicated:
                     _accumulate(self._group, streams, leaf)
                 if will_come and copy.requires_grad:
                     late.append(leaf)
-        self._check_buffers(replicas)
         for leaf in late:
             # It gets the copy as its argument: what it held would never be freed.
             where = leaf.member, leaf.original
@@ -147,14 +138,6 @@ class Replicated:
     def release(self) -> None:
         """Remove what a forward has set, of replicas that nothing else refers to."""
         self._shells.finish()
-
-    def _check_buffers(self, replicas: Sequence[Module]) -> None:
-        buffers, self._buffers = self._buffers, []
-        for segment, k, tensors in buffers:
-            i = segment.outgrown(k, tensors)
-            if i is not None:
-                self._layout = None  # it is not known what else lies there
-                raise _outgrown(replicas[k], tensors[i], segment.forms[i].n_elems)
 
     # ---- there ----------------------------------------------------------------------
 
@@ -237,19 +220,12 @@ class Replicated:
                 made = [_as_originals(segment, tensors, is_plain) for tensors in made]
             else:
                 made = [_leaves_of(segment, k, is_plain) for k in range(1, n_replicas)]
-                self._note_leaves(segment, made)
+                originals = list(segment.tensors)
+                for k, tensors in enumerate(made, 1):
+                    self._leaves.append(_Leaves(k, originals, tensors))
             for of_replica, tensors in zip(views, made, strict=True):
                 of_replica += tensors
         return views
-
-    def _note_leaves(
-        self, segment: Segment, made: Sequence[Sequence[torch.Tensor]]
-    ) -> None:
-        originals = list(segment.tensors)
-        for k, tensors in enumerate(made, 1):
-            self._leaves.append(_Leaves(k, originals, tensors))
-            if not segment.is_parameter:
-                self._buffers.append((segment, k, tensors))
 
 
 def _as_originals(
@@ -332,23 +308,6 @@ def _has_graph(output: Any) -> bool:
     return any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad
         for leaf in _native.flatten(output)[1]
-    )
-
-
-def _name_of(tensor: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    return next((name for name, found in named if found is tensor), "of a part")
-
-
-def _outgrown(
-    replica: Module, buffer: torch.Tensor, n_elems_before: int
-) -> RuntimeError:
-    """Return what to raise where a forward has given a buffer more elements."""
-    name = _name_of(buffer, replica.named_buffers(remove_duplicate=False))
-    return RuntimeError(
-        f"a replica of DataParallel made its buffer '{name}' grow from "
-        f"{n_elems_before} to {buffer.numel()} elements, over what lies behind it: run "
-        "one forward of the plain module before it is wrapped, or register the buffer "
-        "with its final size"
     )
 
 

@@ -3,16 +3,18 @@
 A segment is one block of memory a device: tensors of one dtype and kind, each with the
 strides that it has in the model, at multiples of 64 bytes.
 
-What replicas are given are views of the blocks.  A block of which anything else still
-holds a view (what a graph has saved, what a user keeps) is never written again: it is
+What replicas are given are parts of the blocks.  A block of which anything else still
+holds a part (what a graph has saved, what a user keeps) is never written again: it is
 theirs, and the segment has a fresh one.
+
+Each part has a storage of its own, which torch does not resize: a forward that makes a
+tensor grow over the one behind it gets torch's error.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,7 +105,7 @@ class Segment:
         self.n_elems = 0
         self.blocks: list[torch.Tensor | None] = [None] * len(group)
         self.slots: list[list[torch.Tensor]] = [[] for _ in range(len(group))]
-        self._rooms: list[int] = []
+        self._storages: list[list[int]] = [[] for _ in range(len(group))]
         self._sums: list[_native.GradientSum] = []
         self._n_holders = [0] * len(group)
         self._sent: list[Any] = [None] * len(group)
@@ -122,7 +124,6 @@ class Segment:
         """Let a tensor that is alone have a block of its very size."""
         if len(self.tensors) == 1:
             self.n_elems = self.forms[0].n_elems
-        self._rooms = [end - begin for begin, end in pairwise(self.offsets)]
 
     @property
     def n_bytes(self) -> int:
@@ -148,7 +149,7 @@ class Segment:
         With `keeps_values`, the fresh one has the values of the other.
         """
         before, n_holders = self.blocks[member], self._n_holders[member]
-        if before is not None and torch_core.count_holders(before) == n_holders:
+        if before is not None and self._count_holders(member) == n_holders:
             return None
         with torch.inference_mode(False), torch.no_grad():
             block = torch.empty(
@@ -157,10 +158,22 @@ class Segment:
             if before is not None and keeps_values:
                 block.copy_(before)
             self.blocks[member] = block
-            # A count of versions for each: to write one does not concern others.
-            self.slots[member] = [view.data for view in self.views(block)]
-        self._n_holders[member] = torch_core.count_holders(block)
+            self.slots[member] = self._parts(block)
+        self._storages[member] = list(map(torch_core.storage_of, self.slots[member]))
+        self._n_holders[member] = self._count_holders(member)
         return before
+
+    def _count_holders(self, member: int) -> int:
+        return torch_core.count_holders(self._storages[member])
+
+    def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return the places of the tensors in a block, each a storage by itself."""
+        storage, parts = block.untyped_storage(), []
+        for form, begin in zip(self.forms, self.byte_offsets, strict=True):
+            part = storage[begin : begin + form.n_elems * self.width]
+            empty = torch.empty(0, dtype=self.dtype, device=block.device)
+            parts.append(empty.set_(part, 0, form.shape, form.strides))
+        return parts
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the places of the tensors in a block."""
@@ -182,14 +195,6 @@ class Segment:
 
     def _counts(self, member: int) -> list[int]:
         return [slot._version for slot in self.slots[member]]
-
-    def outgrown(self, member: int, tensors: Iterable[torch.Tensor]) -> int | None:
-        """Return which of a replica's tensors reaches over the one behind it."""
-        for i, (tensor, room) in enumerate(zip(tensors, self._rooms, strict=False)):
-            is_larger = tensor.numel() > room
-            if is_larger and tensor.data_ptr() == self.slots[member][i].data_ptr():
-                return i
-        return None
 
     def travelling(self, members: Iterable[int]) -> Travelling:
         """Return what the native side has to know to send it to some members."""

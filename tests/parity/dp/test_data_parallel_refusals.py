@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import X, buffer, module
+from programs import X, buffer, module, parameter
 from replicas import (
     F64,
     ON_GPUS,
@@ -46,9 +46,15 @@ def outgrows(m, x):
     return m.layer(x) * m.after + m.size[1]
 
 
-def outgrows_and_fails(m, x):
-    if outgrows(m, x) is not None and m.after[0] == 5:
-        raise IndexError("because of what lies behind it")
+def outgrows_for_a_while(m, x):
+    m.size.resize_(20).fill_(5)
+    m.size.resize_(1)
+    return m.layer(x) * m.after
+
+
+def is_written_to_by_out(m, x):
+    torch.arange(20, out=m.size)
+    return m.layer(x) * m.after
 
 
 def nests(m, x):
@@ -66,6 +72,7 @@ def hooked_by_a_lambda(made):
 
 
 LATE = {"size": buffer(torch.zeros(1, **F64)), "after": buffer(integers(3))}
+FROZEN = {name: parameter(b.tensor, trained=False) for name, b in LATE.items()}
 
 # name: (forward, held, init, error, words, where)
 NORM = {"norm": nn.BatchNorm1d(3).double()}
@@ -105,10 +112,14 @@ def test_what_a_forward_must_not_do_is_one_clear_error(wrap, what):
 
 
 @ON_GPUS
-@pytest.mark.parametrize("forward", [outgrows, outgrows_and_fails])
-def test_a_buffer_must_not_outgrow_its_place_on_a_gpu(wrap, forward):
-    ours = wrap(module(forward, layer=linear(), **LATE))
-    with pytest.raises(RuntimeError, match=r"'size'.*1 to 20 elements.*before it"):
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("held", [LATE, FROZEN], ids=["buffer", "frozen"])
+@pytest.mark.parametrize(
+    "forward", [outgrows, outgrows_for_a_while, is_written_to_by_out]
+)
+def test_a_copy_must_not_outgrow_its_place_on_a_gpu(wrap, forward, held):
+    ours = wrap(module(forward, layer=linear(), **held))
+    with pytest.raises(RuntimeError, match=r"replica 1 (?s:.*) not resizable"):
         ours(X)
 
 
@@ -137,7 +148,7 @@ def test_a_buffer_that_only_replicas_let_grow_does_no_lasting_harm(wrap):
     twin.step(step, x)
     late = x.clone()
     late[3:] = 1
-    with pytest.raises(RuntimeError, match="'size'"):
+    with pytest.raises(RuntimeError, match="not resizable"):
         twin.ours(late)
     twin.zero()
     twin.step(step, x)

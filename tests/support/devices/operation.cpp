@@ -30,7 +30,7 @@ c10::Storage storage_over(const c10::Storage &other, Device device)
     c10::DataPtr memory(other.mutable_data(), held, &let_go, device);
     c10::Allocator *ways = device.is_cpu() ? c10::GetCPUAllocator() : allocator();
     return c10::Storage(c10::Storage::use_byte_size_t(), other.nbytes(),
-                        std::move(memory), ways, /*resizable=*/true);
+                        std::move(memory), ways, other.resizable());
 }
 
 /* Return the keys of a tensor on the other kind of device, all else being alike. */
