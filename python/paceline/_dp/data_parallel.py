@@ -10,7 +10,6 @@ from types import GenericAlias
 from typing import Any
 
 import torch
-from torch.nn import Embedding, EmbeddingBag
 from torch.nn.parallel.data_parallel import DataParallel as TorchDP
 
 from paceline import _environment, _native
@@ -20,7 +19,7 @@ from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark
 from paceline._dp.nesting import is_inside_replica
-from paceline._dp.replicate import check_lazy, held_by, parts_of
+from paceline._dp.replicate import alone_because, check_lazy, parts_of
 from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
@@ -164,7 +163,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     __module__ = "paceline"
 
-    _was_inner = False  # the last call, but for those of backwards
+    _ways: frozenset[bool] = frozenset()  # of calls that a backward may repeat
 
     def __class_getitem__(cls, kind: Any) -> GenericAlias:
         """Return ``DataParallel[kind]``, as annotations have it: torch's is generic."""
@@ -245,7 +244,7 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         if self._is_inner() or torch_modes.is_tracing():
             return self._call_plainly(inputs, kwargs)
         engine, ids = self._engine_for(self.device_ids), self.device_ids
-        because = _alone_because(self.module)
+        because = alone_because(self.module)
         if because is not None:
             _log.debug("DataParallel uses one replica: %s", because)
             ids = ids[:1]
@@ -269,11 +268,20 @@ class DataParallel(LoadsEither, TorchDP[Any]):
 
     def _is_inner(self) -> bool:
         """Tell whether a replica calls this, or a backward that repeats its call."""
+        if "_is_replica" in self.__dict__:
+            return True
         is_inner = is_inside_replica()
-        if torch_graph.current_task() >= 0:  # a checkpoint, most likely
-            return is_inner or self._was_inner
-        if is_inner is not self._was_inner:
-            self._was_inner = is_inner
+        if torch_graph.current_task() >= 0 and not is_inner:
+            if len(self._ways) > 1:
+                raise RuntimeError(
+                    "a backward repeats a call of a DataParallel, by a checkpoint most "
+                    "likely, and it was called both by itself and inside another "
+                    "DataParallel: give each of the two a wrapper of its own"
+                )
+            return True in self._ways
+        # A checkpoint has hooks on saved tensors, or turns gradients off.
+        if not torch.is_grad_enabled() or torch_modes.has_saved_tensors_hooks():
+            self._ways |= {is_inner}
         return is_inner
 
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
@@ -483,17 +491,3 @@ def _checked(n_replicas: int, args: Any, kwargs: Any) -> Lists:
             f"{n_replicas}"
         )
     return args, named
-
-
-def _alone_because(module: torch.nn.Module) -> str | None:
-    """Return why only a plain call computes what the module does, or None."""
-    parts = parts_of(module)
-    for part in parts:
-        if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
-            return (
-                f"a {type(part).__name__} has max_norm, by which each call writes the "
-                "rows of the whole batch to the weight"
-            )
-    if any(tensor.is_inference() for tensor in held_by(parts)):
-        return "a parameter or buffer was made in torch.inference_mode()"
-    return None

@@ -19,7 +19,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
 from paceline._compat import torch_core
 
@@ -60,6 +60,20 @@ def held_by(parts: list[Module]) -> list[torch.Tensor]:
         for tensor in tensors.values()
         if tensor is not None
     ]
+
+
+def alone_because(module: torch.nn.Module) -> str | None:
+    """Return why only a plain call computes what the module does, or None."""
+    parts = parts_of(module)
+    for part in parts:
+        if isinstance(part, (Embedding, EmbeddingBag)) and part.max_norm is not None:
+            return (
+                f"a {type(part).__name__} has max_norm, by which each call writes the "
+                "rows of the whole batch to the weight"
+            )
+    if any(tensor.is_inference() for tensor in held_by(parts)):
+        return "a parameter or buffer was made in torch.inference_mode()"
+    return None
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

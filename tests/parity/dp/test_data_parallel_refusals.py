@@ -6,6 +6,7 @@ from programs import X, buffer, module, parameter
 from replicas import (
     F64,
     ON_GPUS,
+    Parent,
     Twin,
     bare,
     integer_weights,
@@ -15,6 +16,7 @@ from replicas import (
     step,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def grows(m, x):
@@ -121,6 +123,18 @@ def test_a_copy_must_not_outgrow_its_place_on_a_gpu(wrap, forward, held):
     ours = wrap(module(forward, layer=linear(), **held))
     with pytest.raises(RuntimeError, match=r"replica 1 (?s:.*) not resizable"):
         ours(X)
+
+
+def test_a_backward_must_know_whether_the_call_that_it_repeats_was_in_a_replica(wrap):
+    inner = wrap(nn.Sequential(linear(), nn.Dropout()))
+    outer, x = wrap(Parent(inner)), X.clone().requires_grad_()
+    outer(x).sum().backward()  # nothing repeats it
+    checkpoint(inner, x, use_reentrant=True).sum().backward()
+    late = checkpoint(inner, x, use_reentrant=True)
+    with torch.no_grad():
+        outer(x)
+    with pytest.raises(RuntimeError, match="both by itself and inside another"):
+        late.sum().backward()
 
 
 def test_a_parameter_must_not_be_on_another_device(wrap):
