@@ -212,6 +212,7 @@ class Reducer:
     @property
     def ready_counts(self) -> bytes: ...
     unused: bytes
+    unseen: bytes
     @property
     def step(self) -> int: ...
     @property

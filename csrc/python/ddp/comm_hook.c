@@ -161,7 +161,7 @@ int pli_comm_hook_finish_sparse(reducer_object *self)
     for (size_t i = 0; result != NULL && i < self->n_slots; i++)
         if (self->slots[i].policy == POLICY_SPARSE &&
             pl_reducer_is_used(self->reducer, i))
-            self->slots[i].sync = GRAD_SYNCED;
+            self->slots[i].is_unseen = 0;
     Py_XDECREF(list);
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;

@@ -149,7 +149,7 @@ int pli_results_bind(reducer_object *self, size_t i)
     if (pl_reducer_is_used(self->reducer, i)) {
         status = bind_used(self, i);
         if (self->context.homes == NULL)
-            slot->sync = GRAD_SYNCED;
+            slot->is_unseen = 0;
     } else {
         status = restore(self, i);
     }

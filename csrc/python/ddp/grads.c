@@ -336,8 +336,8 @@ static pl_use read_use(reducer_object *self, size_t i, int has_grad)
     if (self->context.homes != NULL)
         return has_grad ? PL_USED : PL_UNUSED;
     if (!has_grad)
-        slot->sync = GRAD_SYNCED; /* what had accumulated was reset */
-    return slot->sync == GRAD_UNSYNCED ? PL_USED : PL_UNUSED;
+        slot->is_unseen = 0; /* what had accumulated was reset */
+    return slot->is_unseen ? PL_USED : PL_UNUSED;
 }
 
 static int mark_unused(reducer_object *self, size_t i, const void *data,

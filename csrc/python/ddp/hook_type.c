@@ -51,19 +51,33 @@ static int check_is_first(const reducer_object *self, size_t i)
     return -1;
 }
 
-int pli_hook_set_unused(PyObject *object, PyObject *mask, void *closure)
+static char *field_of(reducer_object *self, size_t i, const void *offset)
+{
+    return (char *)&self->slots[i] + (size_t)offset;
+}
+
+PyObject *pli_hook_get_flags(PyObject *object, void *offset)
 {
     PLI_ENTER(object);
     reducer_object *self = (reducer_object *)object;
-    (void)closure;
-    if (mask == NULL || !PyBytes_Check(mask) ||
-        PyBytes_GET_SIZE(mask) != (Py_ssize_t)self->n_slots) {
-        PyErr_Format(PyExc_ValueError, "unused takes %zu bytes, one a parameter",
+    PyObject *flags = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)self->n_slots);
+    for (size_t i = 0; flags != NULL && i < self->n_slots; i++)
+        PyBytes_AS_STRING(flags)[i] = *field_of(self, i, offset);
+    return flags;
+}
+
+int pli_hook_set_flags(PyObject *object, PyObject *flags, void *offset)
+{
+    PLI_ENTER(object);
+    reducer_object *self = (reducer_object *)object;
+    if (flags == NULL || !PyBytes_Check(flags) ||
+        PyBytes_GET_SIZE(flags) != (Py_ssize_t)self->n_slots) {
+        PyErr_Format(PyExc_ValueError, "give %zu bytes, one a parameter",
                      self->n_slots);
         return -1;
     }
     for (size_t i = 0; i < self->n_slots; i++)
-        self->slots[i].is_unused = PyBytes_AS_STRING(mask)[i];
+        *field_of(self, i, offset) = PyBytes_AS_STRING(flags)[i];
     return 0;
 }
 

@@ -10,9 +10,9 @@ PyObject *pli_hook_new(const module_state *state, reducer_object *reducer,
 /* The reducer is gone: the hook does nothing from now on. */
 void pli_hook_detach(PyObject *hook);
 
-/* Sets `unused` of the Reducer: under strict, whose gradients are torch's error in this
- * backward. */
-int pli_hook_set_unused(PyObject *object, PyObject *mask, void *closure);
+/* A flag of each parameter's slot, as bytes of the Reducer: `offset` is the field's. */
+PyObject *pli_hook_get_flags(PyObject *object, void *offset);
+int pli_hook_set_flags(PyObject *object, PyObject *flags, void *offset);
 
 /* A method of the Reducer: a gradient has come in an autograd context. */
 PyObject *pli_hook_arrive_in_context(PyObject *object, PyObject *args);

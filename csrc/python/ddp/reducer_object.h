@@ -34,16 +34,13 @@
 typedef enum grad_mode { GRAD_UNTOUCHED, GRAD_COPY, GRAD_VIEW } grad_mode;
 typedef enum grad_policy { POLICY_COPY, POLICY_VIEW, POLICY_SPARSE } grad_policy;
 
-/* Whether this rank's gradient holds something that the peers have not seen. */
-typedef enum grad_sync { GRAD_SYNCED, GRAD_UNSYNCED } grad_sync;
-
 /* What every gradient touches comes first, in one line of the cache. */
 typedef struct grad_slot {
     PyObject *param;
     PyObject *hooks;    /* the parameter's dict of hooks like ours; NULL: not known */
     pli_layout *layout; /* of the slot */
     grad_policy policy;
-    grad_sync sync;
+    char is_unseen;         /* the gradient holds something that the peers lack */
     unsigned n_sparse_dims; /* of the gradient read last; 0: dense */
     uint64_t answered;      /* forwards.n when a step last took a gradient of it */
     char is_unused;         /* no output of the last forward shows it; for is_strict */

@@ -448,8 +448,12 @@ static PyGetSetDef reducer_getset[] = {
      "How often each parameter got a gradient in the last step; 255: or more.", NULL},
     {"has_other_buffers", pli_buffers_get_are_others, NULL,
      "Whether a buffer is gone, or of another size than it had.", NULL},
-    {"unused", NULL, pli_hook_set_unused,
-     "A byte a parameter: whether its gradient is torch's error, under strict.", NULL},
+    {"unused", NULL, pli_hook_set_flags,
+     "A byte a parameter: whether its gradient is torch's error, under strict.",
+     (void *)offsetof(grad_slot, is_unused)},
+    {"unseen", pli_hook_get_flags, pli_hook_set_flags,
+     "A byte a parameter: whether its gradient has accumulated what no step averaged.",
+     (void *)offsetof(grad_slot, is_unseen)},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

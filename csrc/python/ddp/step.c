@@ -154,7 +154,7 @@ int pli_step_enter(reducer_object *self, size_t i, long task)
             return 0; /* a forked child trains the bare model for itself */
         if (!pli_forwards_begin_step(self, i)) {
             if (task == NO_CONTEXT)
-                self->slots[i].sync = GRAD_UNSYNCED;
+                self->slots[i].is_unseen = 1;
             return 0;
         }
         /* The callback comes first: should this backward fail, it reports that. */

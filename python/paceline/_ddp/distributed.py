@@ -161,7 +161,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - Evaluation (``torch.no_grad``) never communicates.  The first after a step has
       rank 0's buffers as they were at the end of its backward.
     - A forward does not take over rank 0's buffers while another awaits its backward,
-      whose graph may have saved them, nor in a join context before the next step.
+      whose graph may have saved them (one that will never have it, until the next
+      step), nor in a join context before the next step.
     - The number of forwards since the last step goes with each step: where ranks are
       not in the same step (one has caught an exception between forward and backward),
       all raise ``MismatchError``.  Run a forward that is not to be trained under

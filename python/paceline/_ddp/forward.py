@@ -179,7 +179,7 @@ class Forward(TorchDDP):
         try:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             if len(opened) == n_opened:  # a subclass has not called ours
-                opened.append(_begin_uncompiled(self))
+                opened.append(_begin_uncompiled(self, False))
             output = self._run_ddp_forward(*inputs, **kwargs)
             return self._post_forward(output)
         except BaseException:
@@ -247,13 +247,17 @@ class Forward(TorchDDP):
         # Not by torch's setter, which takes a microsecond.
         attributes["require_forward_param_sync"] = is_synchronised
 
-    def _begin_forward(self) -> ForwardPass | None:
-        """Return what watches the backward to come; None where there is nothing."""
+    def _begin_forward(self, has_buffers: bool = True) -> ForwardPass | None:
+        """Return what watches the backward to come; None where there is nothing.
+
+        Rank 0's buffers are taken over with ``has_buffers``.
+        """
         session = self._session
         if session.log.is_measuring and not torch_core.is_in_backward():
             session.log.drop_failed()
         if not torch.is_grad_enabled():
-            if session.reducer is not None and self.require_forward_param_sync:
+            is_to_apply = has_buffers and self.require_forward_param_sync
+            if session.reducer is not None and is_to_apply:
                 session.reducer.apply_buffers()
             return None
         if sys.is_finalizing():  # torch aborts over a graph that is left half made
@@ -271,8 +275,9 @@ class Forward(TorchDDP):
         if self._join_config.enable and session.membership is not Membership.ALONE:
             notify_join(self)
         if has_changed:
-            session.adopt_changes()
-        if "buffer_hook" in self.__dict__ and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            session.adopt_changes(has_buffers)
+        has_hook = has_buffers and "buffer_hook" in self.__dict__
+        if has_hook and self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
             self._sync_buffers()  # type: ignore[no-untyped-call]
         reducer = session.reducer
         if not torch_core.is_in_backward():
@@ -285,7 +290,7 @@ class Forward(TorchDDP):
         if reducer is None:
             return None
         reducer.forward_begins()
-        if session.model.buffers and session.syncs_buffers:
+        if has_buffers and session.model.buffers and session.syncs_buffers:
             self._take_buffers(reducer)
         session.requested_step = -1
         return ForwardPass(session, reducer, _watch_contexts(session, reducer))

@@ -400,13 +400,17 @@ class Session:
             return self.is_to_meet and is_stateless_call(module)
         return has_nothing_to_train(module) or is_stateless_call(module)
 
-    def adopt_changes(self) -> None:
+    def adopt_changes(self, has_buffers: bool = True) -> None:
         """Have the wrapper meet the ranks: every rank notices at this same forward.
+
+        It takes over what rank 0 has sent of the buffers, with ``has_buffers``.
 
         A copy (deepcopy, unpickled) does it now, and not before: a rank may make a copy
         alone, to save or to evaluate it.
         """
         if self.reducer is not None:
+            if has_buffers:
+                self.reducer.apply_buffers()
             self._leave_old_world(self.reducer)
         elif self.is_to_meet and not has_nothing_to_train(self.wrapper.module):
             self.set_up(copies=self.membership is Membership.COPIED)
@@ -427,7 +431,6 @@ class Session:
                 "the model was changed in a join context after a rank has run out of "
                 "batches: change it on every rank, outside the context"
             )
-        reducer.apply_buffers()
         # Outputs of earlier forwards may keep the reducer, and its world, alive.
         self.world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
@@ -436,6 +439,8 @@ class Session:
         if self.membership is not Membership.MOVED:  # whose ranks may have left it
             self._meet_in_old_world()
         self.membership = Membership.MET
+        flags = zip(self.trainable, reducer.unseen, strict=True)
+        unseen = {id(p) for p, is_unseen in flags if is_unseen}
         reducer.detach()
         reducer.on_finish = None
         self.world.leave()
@@ -443,6 +448,9 @@ class Session:
         self.set_up(
             copies=not self._is_to_wrap_anew and self._changes.parameters_changed()
         )
+        anew: _native.Reducer | None = self.reducer
+        if anew is not None:
+            anew.unseen = bytes(id(p) in unseen for p in self.trainable)
 
     def _meet_in_old_world(self) -> None:
         """Raise where not every rank is about to wrap its model anew.

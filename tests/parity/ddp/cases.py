@@ -427,6 +427,34 @@ class Twin:
             assert_equal(p.grad, theirs[name].grad, f"the gradient of {name}")
 
 
+# ---- parts of a forward, of subclasses of the wrapper -------------------------------
+
+
+def doubles(self, *inputs, **kwargs):
+    return 2 * super(type(self), self)._run_ddp_forward(*inputs, **kwargs)
+
+
+def adds_to_inputs(self, *inputs):
+    (x, *more), kwargs = super(type(self), self)._pre_forward(*inputs)
+    return (x + 1, *more), kwargs
+
+
+def takes_inputs_as_they_are(self, *inputs, **kwargs):
+    return inputs, kwargs
+
+
+def triples(self, output):
+    return 3 * super(type(self), self)._post_forward(output)
+
+
+PARTS = {
+    "run": {"_run_ddp_forward": doubles},  # as mmcv's wrapper has it
+    "before": {"_pre_forward": adds_to_inputs},
+    "instead": {"_pre_forward": takes_inputs_as_they_are},
+    "after": {"_post_forward": triples},
+}
+
+
 # ---- models ------------------------------------------------------------------------
 
 

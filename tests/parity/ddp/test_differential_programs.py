@@ -2,8 +2,9 @@
 
 A program is a list of statements that torch's class allows: steps, backwards in no_sync
 and of the bare module, on all ranks or on some, evaluation, exceptions, hooks, frozen
-layers, unused branches.  Both classes run it in the same ranks, and every gradient and
-buffer that it looks at must have the same bits.
+layers, unused branches, ignored tensors, late buffers, wrappers of a subclass, losses
+that raise in their own backward, tensor-parallel layers.  Both classes run it in the
+same ranks, and every gradient and buffer that it looks at must have the same bits.
 
 A loop does what torch's class does not allow: each rank uses parameters of its own, as
 often as it likes, resets, keeps and replaces gradients, and accumulates in any style.
@@ -14,14 +15,33 @@ that was named in a failure.
 """
 
 import contextlib
+import functools
 import os
 import random
 import time
 
 import pytest
 import torch
-from cases import Twin, assert_equal, integer_weights, mean_over, on_gpus_too, on_ranks
+import torch.distributed as dist
+from cases import (
+    PARTS,
+    FailsInBackward,
+    Ranks,
+    Twin,
+    assert_equal,
+    integer_weights,
+    mean_over,
+    on_gpus_too,
+    on_ranks,
+)
+from paceline import MismatchError
 from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 N_DRAWN = int(os.environ.get("FUZZ", "48"))  # of each kind
@@ -37,6 +57,14 @@ def drawn_seeds(ranks):
 
 
 # ---- programs -----------------------------------------------------------------------
+
+AVERAGED = ["step", "parts", "beside", "lose"]
+IGNORED = ["first.bias", "second.weight", "large.weight", "mark", "late0"]
+
+
+@functools.cache
+def mesh_of_four():
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 class Model(nn.Module):
@@ -67,29 +95,47 @@ class Model(nn.Module):
 class Program:
     """One drawn program: `same` draws what concerns all ranks, `own` the rest."""
 
-    def __init__(self, ranks, wrap, seed):
-        self.ranks, self.seed = ranks, seed
+    def __init__(self, ranks, kind, seed):
+        self.seed, self.is_ours = seed, kind is not TorchDDP
         self.same = random.Random(seed)
+        draw = self.same.random
+        options = {"process_group": ranks.group}
+        self.is_split = ranks.n == 4 and draw() < 0.5
+        if (
+            self.is_split
+        ):  # all that a rank draws is drawn by its part of the layers too
+            mesh = mesh_of_four()
+            ranks = Ranks(mesh["dp"].get_local_rank(), 2, mesh["dp"].get_group())
+            options = {"device_mesh": mesh["dp"]}
+        self.ranks = ranks
         self.own = random.Random(f"{seed} {ranks.rank}")
         self.found = []
         self.n_inputs = 0
-        draw = self.same.random
         self.has_buffer = draw() < 0.5
         self.evaluates = draw() < 0.5
         self.is_unused = draw() < 0.3  # some branches, on some ranks
         module = integer_weights(Model(ranks.rank, ranks.n, self.has_buffer))
         if draw() < 0.3:
             module.second.requires_grad_(False)
-        if draw() < 0.3:
+        if draw() < 0.3 and not self.is_split:
             module.first.weight.register_hook(lambda g: g * 2)
-        options = {
+        ignored = self.same.sample(IGNORED, self.same.choice([0, 0, 1, 2]))
+        TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        if self.is_split:
+            split = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+            parallelize_module(module, mesh["tp"], split)
+        part = self.same.choice([None, None, *PARTS])
+        if part is not None:
+            kind = type("Own", (kind,), PARTS[part])
+        options |= {
             "find_unused_parameters": self.is_unused,
             "gradient_as_bucket_view": draw() < 0.5,
             "static_graph": not self.is_unused and draw() < 0.2,
         }
         self.is_static = options["static_graph"]
-        self.model = wrap(module, **options)
-        if draw() < 0.3:
+        self.model = kind(module, **options)
+        self.parameters = [*self.model.parameters()]  # split layers have none later
+        if draw() < 0.3 and not self.is_split:
             module.last.weight.register_hook(lambda g: g * 2)
 
     def x(self, rows=2):
@@ -98,9 +144,13 @@ class Program:
 
     def look(self):
         self.found += [
-            None if p.grad is None else p.grad.clone() for p in self.model.parameters()
+            None if p.grad is None else p.grad.clone() for p in self.parameters
         ]
         self.found += [b.clone() for b in self.model.buffers()]
+
+    def zero(self):
+        for p in self.parameters:
+            p.grad = None
 
     def branches(self):
         if not self.is_unused:
@@ -151,20 +201,56 @@ class Program:
         x = self.x()
         (self.model(x) + self.model.module(x)).backward()
 
+    def register(self):
+        name, n = f"late{self.same.randint(0, 1)}", self.same.randint(1, 3)
+        self.model.module.register_buffer(name, torch.full((n,), 1.0 + self.ranks.rank))
+
+    def lose(self):
+        """Have a loss raise before its backward is at the wrapper's output."""
+        self.fail_in(self.model(self.x(), self.branches()))
+        self.step()  # torch takes any backward of the module for that of the forward
+
+    def fail_in(self, out):
+        with pytest.raises(ArithmeticError):
+            FailsInBackward.apply(out, ArithmeticError()).backward()
+
+    def lose_micro(self):
+        with self.model.no_sync():
+            out = self.model(self.x(), self.branches())
+            if self.own.random() < 0.5:
+                self.fail_in(out)
+            else:
+                out.backward()
+
+    def lose_alone(self):
+        """Lose one rank's step: torch averages its next one with this of the others."""
+        self.step()
+        steps = [(self.x(), self.branches()) for _ in range(2)]
+        is_loser = self.same.randrange(self.ranks.n) == self.ranks.rank
+        if self.is_ours:
+            out = self.model(*steps[0])
+            if is_loser:
+                self.fail_in(out)
+                out = self.model(*steps[1])
+            with pytest.raises(MismatchError):
+                out.backward()
+        self.zero()
+
     def statements(self):
         if self.is_unused:  # torch wants what a bare backward has used
-            names = ["step", "step", "micro"]
+            names = ["step", "step", "micro", "lose_micro"]
         elif self.is_static:  # ... and counts each parameter's gradients
             names = ["step"]
         else:
             names = ["step", "step", "micro", "bare_everywhere", "gradient_of_input"]
-            names += ["bare", "bare", "beside"]
+            names += ["bare", "bare", "beside", "lose_micro"]
             # Unused parameters are looked for in the last forward alone.
             names += [] if self.has_buffer else ["parts"]
         if not self.has_buffer:
-            return [*names, "fail", "evaluate"]
+            names += [] if self.is_static else ["lose", "lose_alone"]
+            return [*names, "fail", "evaluate", "register"]
         if not self.evaluates:
-            return [*names, "write"]
+            return [*names, "write", "register"]
         # An evaluation does not ask rank 0 for what was written after the last step.
         return [name for name in names if name in ("step", "micro")] + ["evaluate"]
 
@@ -177,8 +263,8 @@ class Program:
             if self.is_unused and name != "step":
                 continue  # torch wants the gradients of what was used
             # An average of averages is exact on 2 ranks alone.
-            if reset or (self.ranks.n > 2 and name in ("step", "parts", "beside")):
-                self.model.zero_grad()
+            if reset or (self.ranks.n > 2 and name in AVERAGED):
+                self.zero()
         self.step()
         self.look()
         return self.found
@@ -187,8 +273,8 @@ class Program:
 @on_ranks(2, 4)
 def test_programs_of_a_grammar_do_the_same_as_with_torch(ranks):
     for seed in drawn_seeds(ranks):
-        theirs = Program(ranks, ranks.wrap_by_torch, seed).run()
-        ours = Program(ranks, ranks.wrap, seed).run()
+        theirs = Program(ranks, TorchDDP, seed).run()
+        ours = Program(ranks, ranks.ours, seed).run()
         assert len(ours) == len(theirs)
         for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             assert_equal(mine, other, f"FUZZ_SEED={seed}, tensor {i}")

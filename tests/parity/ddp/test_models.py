@@ -224,24 +224,6 @@ def test_a_rank_keeps_its_own_buffers_until_its_next_forward(ranks, wrap):
         yield [*look(model), [*model.state_dict().values()][-1]]
 
 
-WRITES = {
-    "before the first forward": lambda step: step == 0,
-    "before some forwards": lambda step: step in (2, 3, 5),
-    "before each forward": lambda step: True,
-}
-
-
-@as_torch(when=[*WRITES])
-def test_what_rank_0_writes_between_steps_reaches_the_next_forward(ranks, wrap, when):
-    model = wrap(Counting(ranks.rank))
-    for step in range(6):
-        if WRITES[when](step):
-            model.module.update()
-            model.module.mark.mul_(ranks.rank + 2)
-        model(x_of(ranks, step)).backward()
-        yield look(model)
-
-
 @as_torch(who=["all ranks", "rank 0", "rank 1"])
 def test_a_part_that_runs_after_backward_leaves_its_own_statistics(ranks, wrap, who):
     model = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))

@@ -5,7 +5,6 @@ plain module, averaged by hand: on small integers, so that sums are exact.  Two 
 mean of two is rounded once, by either library.
 """
 
-import contextlib
 import copy
 import shutil
 
@@ -13,7 +12,6 @@ import paceline
 import torch
 import torch.distributed as dist
 from cases import (
-    FailsInBackward,
     Twin,
     as_torch,
     assert_equal,
@@ -164,29 +162,6 @@ def test_a_compiled_model_gives_the_gradients_of_the_plain_one(ranks, backend, w
             model(x_of(ranks, key)).sum().backward()
         twin.average()
         assert_same_grads(module, twin.plain, key)
-
-
-# ---- exceptions that a rank catches --------------------------------------------------
-
-
-@on_ranks(where=["forward", "backward"])
-def test_a_rank_out_of_memory_in_a_micro_step_retries_alone(ranks, where):
-    """Nothing was to be synchronised yet: nobody else need hear of it."""
-    twin = Twin(ranks, exact())
-    for key in range(3):
-        twin.zero()
-        x = x_of(ranks, key)
-        if ranks.rank == 1:
-            with contextlib.suppress(MemoryError), twin.ours.no_sync():
-                out = twin.ours(x)
-                if where == "forward":
-                    raise MemoryError
-                error = MemoryError("no room for a gradient")
-                FailsInBackward.apply(out, error).sum().backward()
-            twin.ours.zero_grad()
-        for half in x.split(2):  # a smaller batch at a time
-            twin.local(lambda model, half=half: model(half).sum())
-        step(twin, key)
 
 
 # ---- copies --------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from cases import (
     Branches,
     FailsInBackward,
     as_torch,
-    compare_with_torch,
     grads_of,
     integer_weights,
     net,
@@ -28,28 +27,6 @@ def data(ranks, step, rows=3, size=6):
 
 
 # ---- backwards of the bare module ----------------------------------------------------
-
-
-@as_torch(where=["first rank", "last rank", "all ranks"])
-def test_a_backward_of_the_bare_module_is_local(ranks, wrap, where):
-    chosen = {"first rank": 0, "last rank": ranks.n - 1}.get(where, ranks.rank)
-    model = wrap(net())
-    for step in range(4):
-        yield step_of(model, data(ranks, step))
-        if ranks.rank == chosen:
-            model.zero_grad()
-            model.module(data(ranks, ("bare", step))).square().sum().backward()
-            yield grads_of(model)
-    yield step_of(model, data(ranks, "end"))
-
-
-@as_torch()
-def test_a_backward_of_the_bare_module_before_the_first_step_is_local(ranks, wrap):
-    model = wrap(net())
-    for _ in range(ranks.rank):
-        model.module(data(ranks, "bare")).sum().backward()
-    yield grads_of(model)
-    yield step_of(model, data(ranks, 0))
 
 
 @as_torch(view=[False, True])
@@ -312,23 +289,6 @@ def test_a_kept_loss_on_one_rank_and_an_output_on_the_other_is_an_error(ranks):
     with pytest.raises(paceline.MismatchError, match="not in the same step"):
         (model.module.kept if ranks.rank else out.sum()).backward()
     step_of(model, data(ranks, 1))
-
-
-def test_gradients_are_whole_after_ranks_were_not_in_the_same_step(ranks):
-    model = ranks.wrap(net())
-    for step in range(3):
-        step_of(model, data(ranks, step))
-    if ranks.rank:
-        model(data(ranks, "dropped"))
-    with pytest.raises(paceline.MismatchError, match="rank 1: 2, 1 of them"):
-        step_of(model, data(ranks, "mismatch"))
-
-    def program(ranks, wrap):
-        other = model if wrap == ranks.wrap else wrap(net())
-        for step in range(3):
-            yield step_of(other, data(ranks, step))
-
-    compare_with_torch(ranks, program)
 
 
 # ---- a rank's own exception ----------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import (
+    PARTS,
     Branches,
     as_torch,
     grads_of,
@@ -286,43 +287,18 @@ def test_a_subclass_may_forward_names_to_its_module(ranks):
     assert data["world_size"] == ranks.n
 
 
-def doubles(self, *inputs, **kwargs):
-    return 2 * super(type(self), self)._run_ddp_forward(*inputs, **kwargs)
-
-
-def adds_to_inputs(self, x):
-    (x,), kwargs = super(type(self), self)._pre_forward(x)
-    return (x + 1,), kwargs
-
-
-def takes_inputs_as_they_are(self, *inputs, **kwargs):
-    return inputs, kwargs
-
-
-def triples(self, output):
-    return 3 * super(type(self), self)._post_forward(output)
-
-
-PARTS = {
-    "run": {"_run_ddp_forward": doubles},  # as mmcv's wrapper has it
-    "before": {"_pre_forward": adds_to_inputs},
-    "instead": {"_pre_forward": takes_inputs_as_they_are},
-    "after": {"_post_forward": triples},
-}
-
-
 @as_torch(part=[*PARTS], compiled=[False, True])
 def test_a_subclass_may_have_parts_of_a_forward_of_its_own(ranks, wrap, part, compiled):
     torch._dynamo.reset()
     if compiled:
         torch.compile(lambda x: x, backend="eager")
     base = ranks.ours if wrap == ranks.wrap else TorchDDP
-    model = type("Own", (base,), PARTS[part])(net(), process_group=ranks.group)
+    module = nn.Sequential(nn.BatchNorm1d(6), *net())
+    model = type("Own", (base,), PARTS[part])(module, process_group=ranks.group)
     for step in range(3):
         x = ranks.integers(3, 6, key=step)
-        yield model(x)
-        yield step_of(model, x)
-    with pytest.raises(TypeError):
+        yield [*step_of(model, x), *model.buffers()]
+    with pytest.raises((AttributeError, TypeError)):
         model(None)
     yield step_of(model, x)
 
