@@ -7,8 +7,8 @@ What replicas are given are parts of the blocks.  A block of which anything else
 holds a part (what a graph has saved, what a user keeps) is never written again: it is
 theirs, and the segment has a fresh one.
 
-Each part has a storage of its own, which torch does not resize: a forward that makes a
-tensor grow over the one behind it gets torch's error.
+Each part has a storage of its own, which torch does not resize: a forward that would
+have a tensor grow over the one behind it gets torch's error.
 """
 
 from __future__ import annotations
@@ -167,10 +167,15 @@ class Segment:
         return torch_core.count_holders(self._storages[member])
 
     def _parts(self, block: torch.Tensor) -> list[torch.Tensor]:
-        """Return the places of the tensors in a block, each a storage by itself."""
+        """Return the places of the tensors in a block, each a storage by itself.
+
+        It reaches to the next one: a small buffer, as observers have, may grow a bit.
+        """
         storage, parts = block.untyped_storage(), []
-        for form, begin in zip(self.forms, self.byte_offsets, strict=True):
-            part = storage[begin : begin + form.n_elems * self.width]
+        ends = [*self.byte_offsets[1:], self.n_bytes]
+        places = zip(self.forms, self.byte_offsets, ends, strict=True)
+        for form, begin, end in places:
+            part = storage[begin:end]
             empty = torch.empty(0, dtype=self.dtype, device=block.device)
             parts.append(empty.set_(part, 0, form.shape, form.strides))
         return parts
