@@ -76,15 +76,16 @@ def test_each_tensor_that_was_overwritten_gets_a_new_version(
 
 def test_holders_of_memory_are_tensors_and_what_graphs_have_saved():
     block = torch.ones(8)
-    alone = torch_core.count_holders(block)
-    assert torch_core.count_holders(block) == alone
+    storages = [torch_core.storage_of(block)]
+    alone = torch_core.count_holders(storages)
+    assert torch_core.count_holders(storages) == alone
     view = block[:4].detach()
-    assert torch_core.count_holders(block) == alone + 1
+    assert torch_core.count_holders(storages) == alone + 1
     out = torch.ones(4, requires_grad=True) * view
     del view
-    assert torch_core.count_holders(block) == alone + 1
+    assert torch_core.count_holders(storages) == alone + 1
     out.sum().backward()
-    assert torch_core.count_holders(block) == alone
+    assert torch_core.count_holders(storages) == alone
 
 
 # ---- what a thread has --------------------------------------------------------------
