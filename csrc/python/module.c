@@ -8,6 +8,7 @@
 #include "python/dp/gather.h"
 #include "python/dp/kept.h"
 #include "python/dp/scatter.h"
+#include "python/dp/tree.h"
 
 static module_state *state_of_module(PyObject *module)
 {

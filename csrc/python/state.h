@@ -51,8 +51,6 @@
     X(size_type, PyType_Type)                                                          \
     X(packed_type, PyType_Type) /* PackedSequence */                                   \
     X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
-    X(default_dict_type, PyType_Type) /* collections: defaultdict, UserDict */         \
-    X(user_dict_type, PyType_Type)                                                     \
     X(cached_type, PyType_Type) /* functools.cached_property */                        \
     X(registry, PyDict_Type)    /* of pytrees: {type: NodeDef} */
 
@@ -64,7 +62,6 @@
     X(__dict__)                                                                        \
     X(__new__)                                                                         \
     X(data)                                                                            \
-    X(default_factory)                                                                 \
     X(flatten_fn)                                                                      \
     X(is_nested)                                                                       \
     X(name)                                                                            \

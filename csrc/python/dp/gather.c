@@ -7,13 +7,32 @@
  */
 #include "gather.h"
 
+#include "leaf.h"
 #include "python/array.h"
+#include "tree.h"
 
-static PyObject *join(const joiner *self, PyObject *values, const step *at);
+typedef struct joiner {
+    pli_walk walk;
+    PyObject *sizes; /* a tuple: rows of each replica; another length: not known */
+    Py_ssize_t dim;
+    PyObject *dim_object;
+    PyObject *join; /* makes one tensor of many, on several devices; NULL: torch does */
+    int has_warned; /* of scalars, in this call */
+} joiner;
+
+/* Raises "gather: output['logits'][0] " and the words; returns -1. */
+static int refuse(PyObject *type, const pli_step *at, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    pli_raise_at(type, pli_path(at, "gather: output"), format, args);
+    va_end(args);
+    return -1;
+}
 
 /* ---- tensors and arrays --------------------------------------------------------- */
 
-static int refuse_shapes(const step *at, Py_ssize_t k, const pli_shape *first,
+static int refuse_shapes(const pli_step *at, Py_ssize_t k, const pli_shape *first,
                          const pli_shape *other, Py_ssize_t dim)
 {
     PyObject *first_text = pli_shape_text(first);
@@ -21,43 +40,43 @@ static int refuse_shapes(const step *at, Py_ssize_t k, const pli_shape *first,
     if (first_text == NULL || other_text == NULL)
         ;
     else if (first->n_dims == other->n_dims && pli_shape_dim(first, dim) < 0)
-        (void)pli_refuse_output(PyExc_ValueError, at,
-                                "has shape %U on replica 0, and no dimension %zd to "
-                                "join along: override gather to say what it shall "
-                                "become",
-                                first_text, dim);
+        (void)refuse(PyExc_ValueError, at,
+                     "has shape %U on replica 0, and no dimension %zd to "
+                     "join along: override gather to say what it shall "
+                     "become",
+                     first_text, dim);
     else
-        (void)pli_refuse_output(PyExc_ValueError, at,
-                                "has shape %U on replica 0 and %U on replica %zd: only "
-                                "dimension %zd may differ; pad them to one size in the "
-                                "module, or override gather",
-                                first_text, other_text, k, dim);
+        (void)refuse(PyExc_ValueError, at,
+                     "has shape %U on replica 0 and %U on replica %zd: only "
+                     "dimension %zd may differ; pad them to one size in the "
+                     "module, or override gather",
+                     first_text, other_text, k, dim);
     Py_XDECREF(first_text);
     Py_XDECREF(other_text);
     return -1;
 }
 
 /* Fills *first with replica 0's shape; -1 where they cannot be joined. */
-static int check_shapes(const joiner *self, PyObject *values, const step *at,
+static int check_shapes(joiner *self, PyObject *values, const pli_step *at,
                         pli_shape *first)
 {
     pli_shape other;
-    if (pli_leaf_shape(self->state, PyTuple_GET_ITEM(values, 0), first) != 0)
+    if (pli_leaf_shape(self->walk.state, PyTuple_GET_ITEM(values, 0), first) != 0)
         return -1;
-    if (self->n == 1)
+    if (self->walk.n == 1)
         return 0;
     if (first->n_dims == PLI_SHAPE_UNKNOWN) {
-        (void)pli_refuse_output(PyExc_ValueError, at,
-                                "is a nested tensor, which has no shape to join by: "
-                                "return its rows as tensors of one shape, or override "
-                                "gather");
+        (void)refuse(PyExc_ValueError, at,
+                     "is a nested tensor, which has no shape to join by: "
+                     "return its rows as tensors of one shape, or override "
+                     "gather");
         return -1;
     }
     const int dim = pli_shape_dim(first, self->dim);
     if (dim < 0 && first->n_dims > 0)
         return refuse_shapes(at, 0, first, first, self->dim);
-    for (Py_ssize_t k = 1; k < self->n; k++) {
-        if (pli_leaf_shape(self->state, PyTuple_GET_ITEM(values, k), &other) != 0)
+    for (Py_ssize_t k = 1; k < self->walk.n; k++) {
+        if (pli_leaf_shape(self->walk.state, PyTuple_GET_ITEM(values, k), &other) != 0)
             return -1;
         if (!pli_shape_joins(first, &other, dim))
             return refuse_shapes(at, k, first, &other, self->dim);
@@ -65,103 +84,106 @@ static int check_shapes(const joiner *self, PyObject *values, const step *at,
     return 0;
 }
 
-static int warn_of_scalars(const joiner *self)
+static int warn_of_scalars(joiner *self)
 {
-    if (*self->has_warned)
+    if (self->has_warned)
         return 0;
-    *self->has_warned = 1;
+    self->has_warned = 1;
     return PyErr_WarnEx(PyExc_UserWarning,
                         "Was asked to gather along dimension 0, but all input tensors "
                         "were scalars; will instead unsqueeze and return a vector.",
                         1);
 }
 
-static PyObject *join_tensors(const joiner *self, PyObject *values, const step *at)
+static PyObject *join_tensors(joiner *self, PyObject *values, const pli_step *at)
 {
     pli_shape shape;
     if (check_shapes(self, values, at, &shape) != 0)
         return NULL;
-    if (shape.n_dims != 0 && self->n == 1 && self->join == NULL)
+    if (shape.n_dims != 0 && self->walk.n == 1 && self->join == NULL)
         return Py_NewRef(PyTuple_GET_ITEM(values, 0));
     if (shape.n_dims == 0 && warn_of_scalars(self) != 0)
         return NULL;
     PyObject *args[] = {values, shape.n_dims > 0 ? self->dim_object : Py_None};
     if (self->join != NULL)
         return PyObject_Vectorcall(self->join, args, 2, NULL);
-    return shape.n_dims > 0 ? PyObject_Vectorcall(self->state->cat, args, 2, NULL)
-                            : PyObject_CallOneArg(self->state->stack, values);
+    return shape.n_dims > 0 ? PyObject_Vectorcall(self->walk.state->cat, args, 2, NULL)
+                            : PyObject_CallOneArg(self->walk.state->stack, values);
 }
 
-static PyObject *join_arrays(const joiner *self, PyObject *values, const step *at)
+static PyObject *join_arrays(joiner *self, PyObject *values, const pli_step *at)
 {
     pli_shape shape;
     if (check_shapes(self, values, at, &shape) != 0)
         return NULL;
     const int dim = shape.n_dims > 0 ? pli_shape_dim(&shape, self->dim) : 0;
-    if (shape.n_dims > 0 && self->n == 1)
+    if (shape.n_dims > 0 && self->walk.n == 1)
         return Py_NewRef(PyTuple_GET_ITEM(values, 0));
-    for (Py_ssize_t k = 0; k < self->n; k++)
+    for (Py_ssize_t k = 0; k < self->walk.n; k++)
         if (!pli_array_is_plain(PyTuple_GET_ITEM(values, k)))
-            return PyObject_CallFunction(self->state->join_arrays, "Oi", values, dim);
+            return PyObject_CallFunction(self->walk.state->join_arrays, "Oi", values,
+                                         dim);
     return pli_array_join(values, dim);
+}
+
+/* ---- kinds ---------------------------------------------------------------------- */
+
+/* None says "nothing": it is not one constant among others. */
+static int is_none_in_one(PyObject *left, PyObject *right)
+{
+    return (left == Py_None) != (right == Py_None);
+}
+
+static int refuse_types(const pli_step *at, PyObject *first, PyObject *other,
+                        Py_ssize_t k)
+{
+    return refuse(
+        PyExc_TypeError, at,
+        "is %s%.200s on replica 0 and %s%.200s on replica %zd: return the same from "
+        "each replica, or override gather",
+        first == Py_None ? "" : "of type ",
+        first == Py_None ? "None" : Py_TYPE(first)->tp_name,
+        other == Py_None ? "" : "of type ",
+        other == Py_None ? "None" : Py_TYPE(other)->tp_name, k);
+}
+
+static int kind_of_output(const module_state *state, PyObject *value)
+{
+    const int kind = pli_kind_of(state, value);
+    return kind == PLI_MARK ? PLI_CONSTANT : kind;
+}
+
+/* What the replicas' values are, by replica 0's; -1 where another's is something else.
+ */
+static int kind_of_all(const joiner *self, PyObject *const *values, const pli_step *at)
+{
+    const int kind = kind_of_output(self->walk.state, values[0]);
+    for (Py_ssize_t k = 1; kind >= 0 && k < self->walk.n; k++) {
+        const int other = kind_of_output(self->walk.state, values[k]);
+        if (other < 0)
+            return -1;
+        const int is_same = kind == other && (kind <= PLI_CONSTANT ||
+                                              Py_TYPE(values[0]) == Py_TYPE(values[k]));
+        if (!is_same || is_none_in_one(values[0], values[k]))
+            return refuse_types(at, values[0], values[k], k);
+    }
+    return kind;
 }
 
 /* ---- containers ----------------------------------------------------------------- */
 
-/* What the replicas' containers hold, opened: `n` of each. */
-typedef struct opened {
-    pli_node *nodes;
-    PyObject **children; /* tuples */
-    Py_ssize_t n;
-} opened;
-
-static int open_all(const joiner *self, PyObject *values, pli_kind kind, opened *out)
+static int refuse_keys(const pli_step *at, const pli_container *parts, Py_ssize_t k)
 {
-    out->n = 0;
-    out->nodes = PyMem_Calloc((size_t)self->n, sizeof *out->nodes);
-    out->children = PyMem_Calloc((size_t)self->n, sizeof(PyObject *));
-    if (out->nodes == NULL || out->children == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (; out->n < self->n; out->n++) {
-        PyObject *value = PyTuple_GET_ITEM(values, out->n);
-        out->children[out->n] = pli_open(self->state, value, kind, &out->nodes[out->n]);
-        if (out->children[out->n] == NULL)
-            return -1;
-    }
-    return 0;
-}
-
-static void drop_all(const opened *parts)
-{
-    for (Py_ssize_t k = 0; k < parts->n; k++) {
-        pli_node_drop(&parts->nodes[k]);
-        Py_DECREF(parts->children[k]);
-    }
-    PyMem_Free(parts->nodes);
-    PyMem_Free(parts->children);
-}
-
-static int refuse_keys(const step *at, const opened *parts, Py_ssize_t k)
-{
-    PyObject *first_keys = PySequence_List(parts->nodes[0].keys);
-    PyObject *other_keys = PySequence_List(parts->nodes[k].keys);
-    if (first_keys != NULL && other_keys != NULL)
-        (void)pli_refuse_output(PyExc_ValueError, at,
-                                "has the keys %R on replica 0 and %R on replica %zd: "
-                                "return the same keys from each replica, or override "
-                                "gather",
-                                first_keys, other_keys, k);
-    Py_XDECREF(first_keys);
-    Py_XDECREF(other_keys);
-    return -1;
+    return refuse(PyExc_ValueError, at,
+                  "has the keys %R on replica 0 and %R on replica %zd: return the same "
+                  "keys from each replica, or override gather",
+                  parts[0].keys, parts[k].keys, k);
 }
 
 /* Brings replica k's children into the order of replica 0's keys. */
-static int order_by_keys(const step *at, const opened *parts, Py_ssize_t k)
+static int order_by_keys(const pli_step *at, pli_container *parts, Py_ssize_t k)
 {
-    PyObject *wanted = parts->nodes[0].keys, *keys = parts->nodes[k].keys;
+    PyObject *wanted = parts[0].keys, *keys = parts[k].keys;
     const int same = PyObject_RichCompareBool(wanted, keys, Py_EQ);
     if (same != 0)
         return same < 0 ? -1 : 0;
@@ -173,7 +195,7 @@ static int order_by_keys(const step *at, const opened *parts, Py_ssize_t k)
     int status = table != NULL && ordered != NULL ? 0 : -1;
     for (Py_ssize_t i = 0; status == 0 && i < n; i++)
         status = PyDict_SetItem(table, PyTuple_GET_ITEM(keys, i),
-                                PyTuple_GET_ITEM(parts->children[k], i));
+                                PyTuple_GET_ITEM(parts[k].children, i));
     for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
         PyObject *child = PyDict_GetItemWithError(table, PyTuple_GET_ITEM(wanted, i));
         if (child == NULL)
@@ -182,7 +204,7 @@ static int order_by_keys(const step *at, const opened *parts, Py_ssize_t k)
             PyTuple_SET_ITEM(ordered, i, Py_NewRef(child));
     }
     if (status == 0) {
-        Py_SETREF(parts->children[k], ordered);
+        Py_SETREF(parts[k].children, ordered);
         ordered = NULL;
     }
     Py_XDECREF(ordered);
@@ -190,128 +212,167 @@ static int order_by_keys(const step *at, const opened *parts, Py_ssize_t k)
     return status;
 }
 
-static int check_part(const step *at, const opened *parts, Py_ssize_t k)
+static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
 {
-    const pli_node *first = &parts->nodes[0], *other = &parts->nodes[k];
-    if (first->kind == PLI_REGISTERED) {
-        const int same = PyObject_RichCompareBool(first->extra, other->extra, Py_EQ);
+    const pli_container *first = &parts[0], *other = &parts[k];
+    if (first->keys != NULL && other->keys != NULL)
+        return order_by_keys(at, parts, k);
+    if (first->context != NULL) {
+        const int same =
+            PyObject_RichCompareBool(first->context, other->context, Py_EQ);
         if (same == 0)
-            return pli_refuse_output(
+            return refuse(
                 PyExc_ValueError, at,
                 "is a %.200s with the context %R on replica 0 and %R on replica %zd: "
                 "return the same from each replica, or override gather",
-                first->type->tp_name, first->extra, other->extra, k);
+                Py_TYPE(first->value)->tp_name, first->context, other->context, k);
         if (same < 0)
             return -1;
-    } else if (first->keys != NULL && order_by_keys(at, parts, k) != 0) {
-        return -1;
     }
-    if (first->n_children == other->n_children)
+    const Py_ssize_t n_first = PyTuple_GET_SIZE(first->children);
+    const Py_ssize_t n_other = PyTuple_GET_SIZE(other->children);
+    if (n_first == n_other)
         return 0;
-    return pli_refuse_output(PyExc_ValueError, at,
-                             "has %zd entries on replica 0 and %zd on replica %zd: "
-                             "return as many from each replica, or override gather",
-                             first->n_children, other->n_children, k);
+    return refuse(PyExc_ValueError, at,
+                  "has %zd entries on replica 0 and %zd on replica %zd: "
+                  "return as many from each replica, or override gather",
+                  n_first, n_other, k);
 }
 
-static PyObject *join_children(const joiner *self, const opened *parts, const step *at)
+/* ---- lists of rows -------------------------------------------------------------- */
+
+/* Looks into a list: is there a tensor or an array, is there a plain value? */
+typedef struct search {
+    pli_walk walk;
+    int has_leaf;
+    int has_value;
+} search;
+
+static int look(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
+                PyObject **out)
 {
-    const pli_node *first = &parts->nodes[0];
-    PyObject *items = PyTuple_New(first->n_children);
-    for (Py_ssize_t i = 0; items != NULL && i < first->n_children; i++) {
-        const step below = {.parent = at, .node = first, .child = i};
-        PyObject *column = PyTuple_New(self->n);
-        for (Py_ssize_t k = 0; column != NULL && k < self->n; k++)
-            PyTuple_SET_ITEM(column, k,
-                             Py_NewRef(PyTuple_GET_ITEM(parts->children[k], i)));
-        pli_tuple_put(&items, i, column != NULL ? join(self, column, &below) : NULL);
-        Py_XDECREF(column);
+    search *self = (search *)walk;
+    (void)at;
+    (void)out;
+    self->has_leaf |= kind < PLI_CONSTANT;
+    self->has_value |= kind == PLI_CONSTANT && values[0] != Py_None;
+    return kind <= PLI_CONSTANT;
+}
+
+/* Where the rows are known, each replica's list must have an entry for each of its. */
+static int check_rows(const joiner *self, PyObject *const *lists, const pli_step *at)
+{
+    if (PyTuple_GET_SIZE(self->sizes) != self->walk.n || self->walk.n == 1)
+        return 0;
+    for (Py_ssize_t k = 0; k < self->walk.n; k++) {
+        const Py_ssize_t n = PySequence_Size(lists[k]);
+        const Py_ssize_t n_rows = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->sizes, k));
+        if (PyErr_Occurred())
+            return -1;
+        if (n != n_rows)
+            return refuse(
+                PyExc_ValueError, at,
+                "has %zd entries for the %zd rows of replica %zd: a list of numbers, "
+                "strings or objects has one entry a row; return a tuple where they are "
+                "something else, or override gather",
+                n, n_rows, k);
     }
-    return items;
+    return 0;
 }
 
-/* Lists with one entry a row, one behind the other. */
-static PyObject *chain(const opened *parts)
+/* Have these lists one entry for each row of their replica?  1, 0 or -1.  So it is with
+ * lists of plain values (numbers, strings, objects), which are joined end to end. Those
+ * with a tensor or an array inside are joined entry by entry, as torch's gather does.
+ */
+static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
+    search found = {.walk = {.state = self->walk.state, .n = 1, .meet = look}};
+    for (Py_ssize_t k = 0; k < self->walk.n; k++)
+        if (pli_look(&found.walk, lists[k]) != 0)
+            return -1;
+    if (found.has_leaf || !found.has_value)
+        return 0;
+    return check_rows(self, lists, at) == 0 ? 1 : -1;
+}
+
+/* Lists, one behind the other. */
+static PyObject *chain(const joiner *self, PyObject *const *lists)
+{
+    pli_container first;
     PyObject *all = PyList_New(0);
-    for (Py_ssize_t k = 0; all != NULL && k < parts->n; k++) {
+    for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++) {
         const Py_ssize_t end = PyList_GET_SIZE(all);
-        if (PyList_SetSlice(all, end, end, parts->children[k]) != 0)
+        if (PyList_SetSlice(all, end, end, lists[k]) != 0)
             Py_CLEAR(all);
     }
-    PyObject *items = all != NULL ? PyList_AsTuple(all) : NULL;
+    PyObject *made = NULL;
+    if (pli_open(self->walk.state, lists[0], PLI_LIST, &first) == 0 && all != NULL)
+        made = pli_close(self->walk.state, &first, all);
+    pli_container_drop(&first);
     Py_XDECREF(all);
-    return items;
-}
-
-static PyObject *join_opened(const joiner *self, PyObject *values, const step *at,
-                             const opened *parts)
-{
-    const pli_kind kind = parts->nodes[0].kind;
-    int is_chain = 0;
-    if (kind == PLI_LIST || kind == PLI_LIST_LIKE)
-        is_chain = pli_lists_are_by_row(self, values, at);
-    if (is_chain < 0)
-        return NULL;
-    for (Py_ssize_t k = 1; !is_chain && k < self->n; k++)
-        if (check_part(at, parts, k) != 0)
-            return NULL;
-    PyObject *items = is_chain ? chain(parts) : join_children(self, parts, at);
-    return items != NULL ? pli_close(self->state, &parts->nodes[0], items) : NULL;
-}
-
-static PyObject *join_containers(const joiner *self, PyObject *values, pli_kind kind,
-                                 const step *at)
-{
-    opened parts;
-    PyObject *result = NULL;
-    if (Py_EnterRecursiveCall(" while outputs are gathered"))
-        return NULL;
-    if (open_all(self, values, kind, &parts) == 0)
-        result = join_opened(self, values, at, &parts);
-    drop_all(&parts);
-    Py_LeaveRecursiveCall();
-    return result;
+    return made;
 }
 
 /* ---- any ------------------------------------------------------------------------ */
 
-static PyObject *join(const joiner *self, PyObject *values, const step *at)
+static PyObject *join_packed(const joiner *self, PyObject *values)
 {
-    int kind = 0;
-    if (pli_outputs_kind(self, values, at, &kind) != 0)
-        return NULL;
-    switch (kind) {
-    case PLI_TENSOR:
-        return join_tensors(self, values, at);
-    case PLI_ARRAY:
-        return join_arrays(self, values, at);
-    case PLI_CONSTANT:
-        return PyTuple_GET_ITEM(values, 0) == Py_None ? Py_NewRef(Py_None)
-                                                      : PySequence_List(values);
-    case PLI_PACKED:
-        return self->join != NULL
-                   ? PyObject_CallMethod(self->join, "packed", "(O)", values)
-                   : PyObject_CallOneArg(self->state->join_packed, values);
-    default:
-        return join_containers(self, values, (pli_kind)kind, at);
+    return self->join != NULL
+               ? PyObject_CallMethod(self->join, "packed", "(O)", values)
+               : PyObject_CallOneArg(self->walk.state->join_packed, values);
+}
+
+static PyObject *join_constants(PyObject *values)
+{
+    return PyTuple_GET_ITEM(values, 0) == Py_None ? Py_NewRef(Py_None)
+                                                  : PySequence_List(values);
+}
+
+static int join(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
+                PyObject **out)
+{
+    joiner *self = (joiner *)walk;
+    kind = kind_of_all(self, values, at);
+    if (kind == PLI_LIST) {
+        const int is_chain = are_by_row(self, values, at);
+        if (is_chain == 1)
+            *out = chain(self, values);
+        return is_chain == 1 && *out == NULL ? -1 : is_chain;
     }
+    if (kind < 0 || (kind > PLI_CONSTANT && kind != PLI_PACKED))
+        return kind < 0 ? -1 : 0;
+    PyObject *all = PyTuple_New(self->walk.n);
+    for (Py_ssize_t k = 0; all != NULL && k < self->walk.n; k++)
+        PyTuple_SET_ITEM(all, k, Py_NewRef(values[k]));
+    if (all == NULL)
+        return -1;
+    if (kind == PLI_TENSOR)
+        *out = join_tensors(self, all, at);
+    else if (kind == PLI_ARRAY)
+        *out = join_arrays(self, all, at);
+    else
+        *out = kind == PLI_PACKED ? join_packed(self, all) : join_constants(all);
+    Py_DECREF(all);
+    return *out != NULL ? 1 : -1;
 }
 
 static PyObject *gather_outputs(const module_state *state, PyObject *values,
                                 PyObject *sizes, PyObject *dim, PyObject *join_object)
 {
-    int has_warned = 0;
-    const joiner self = {
-        .state = state,
-        .n = PyTuple_GET_SIZE(values),
+    joiner self = {
+        .walk = {.state = state,
+                 .n = PyTuple_GET_SIZE(values),
+                 .mode = PLI_REBUILD,
+                 .meet = join,
+                 .align = align},
         .sizes = sizes,
         .dim = PyLong_AsSsize_t(dim),
         .dim_object = dim,
         .join = join_object != Py_None ? join_object : NULL,
-        .has_warned = &has_warned,
     };
-    return PyErr_Occurred() ? NULL : join(&self, values, NULL);
+    if (PyErr_Occurred())
+        return NULL;
+    return pli_walk_values(&self.walk, PySequence_Fast_ITEMS(values), NULL);
 }
 
 PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args)

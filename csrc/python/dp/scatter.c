@@ -11,19 +11,29 @@
 
 typedef struct scattered_object {
     PyObject_HEAD
-    PyObject *call; /* (inputs, kwargs), as they came */
-    pli_tree *tree;
+    PyObject *call;   /* (inputs, kwargs), as they came */
+    PyObject *tree;   /* of the call */
     PyObject *leaves; /* a list */
-    char *ways;
-    PyObject *packs; /* a list of a list of PackedSequences, one a replica; or NULL */
+    char *ways;       /* one a leaf */
+    Py_ssize_t n_ways_allocated;
+    PyObject *packs; /* a list: a PackedSequence each, and then a list of its parts */
     PyObject *sizes; /* a tuple of int */
     Py_ssize_t dim;
     Py_ssize_t n_rows;
     Py_ssize_t n_replicas; /* at the most */
     Py_ssize_t n_parts;
-    int has_markers;
+    int has_marks;
     int has_each; /* a leaf of one row a replica */
 } scattered_object;
+
+/* How a leaf goes to the replicas. */
+enum {
+    PLI_SPLIT,
+    PLI_WHOLE,
+    PLI_PACK_FIRST, /* the first leaf of a PackedSequence */
+    PLI_PACK_MORE,
+    PLI_EACH /* a number a replica, always the same */
+};
 
 /* The first leaf that is split says how many rows there are. */
 typedef struct batch {
@@ -33,13 +43,19 @@ typedef struct batch {
 
 /* ---- how many rows -------------------------------------------------------------- */
 
+static PyObject *path_of(const scattered_object *self, Py_ssize_t leaf)
+{
+    const module_state *state = state_of_type(Py_TYPE((const PyObject *)self));
+    return pli_path_of_leaf(state, self->call, leaf, NULL);
+}
+
 /* Raises ValueError: the path of a leaf, then the words. */
 static int refuse(const scattered_object *self, Py_ssize_t leaf, const char *format,
                   ...)
 {
     va_list args;
     va_start(args, format);
-    PyObject *path = pli_tree_path_of_call(self->tree, leaf);
+    PyObject *path = path_of(self, leaf);
     pli_raise_at(PyExc_ValueError, path, format, args);
     va_end(args);
     return -1;
@@ -61,7 +77,7 @@ static int refuse_dims(const scattered_object *self, Py_ssize_t leaf,
 static int refuse_rows(const scattered_object *self, const batch *first,
                        const batch *other)
 {
-    PyObject *path = pli_tree_path_of_call(self->tree, other->leaf);
+    PyObject *path = path_of(self, other->leaf);
     if (path != NULL)
         (void)refuse(self, first->leaf,
                      "has %zd rows along dimension %zd, and %U has %zd: all tensors "
@@ -192,8 +208,7 @@ static int fill_sizes(scattered_object *self)
 
 static int split_packs(const module_state *state, const scattered_object *self)
 {
-    for (Py_ssize_t i = 0; self->packs != NULL && i < PyList_GET_SIZE(self->packs);
-         i++) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->packs); i++) {
         PyObject *args[] = {PyList_GET_ITEM(self->packs, i), self->sizes};
         PyObject *parts = PyObject_Vectorcall(state->split_packed, args, 2, NULL);
         if (parts == NULL || PyList_SetItem(self->packs, i, parts) != 0)
@@ -290,35 +305,70 @@ static PyObject *scattered_chunk(PyObject *object, PyObject *number)
     Py_ssize_t k;
     if (read_replica(self, number, &k) != 0)
         return NULL;
-    if (self->n_parts == 1 && !self->has_markers && !self->has_each)
+    if (self->n_parts == 1 && !self->has_marks && !self->has_each)
         return Py_NewRef(self->call);
     PyObject *leaves = leaves_of(state, self, k);
     PyObject *call =
-        leaves != NULL ? pli_tree_unflatten(state, self->tree, leaves) : NULL;
+        leaves != NULL ? pli_with_leaves(state, self->call, leaves, 0) : NULL;
     Py_XDECREF(leaves);
     return call;
 }
 
 /* ---- scatter() ------------------------------------------------------------------ */
 
+typedef struct sorting {
+    pli_walk walk;
+    scattered_object *scattered;
+} sorting;
+
+/* Keeps how a leaf goes to the replicas, by the containers that it is in. */
+static int keep_way(scattered_object *self, const pli_step *at)
+{
+    const Py_ssize_t i = PyList_GET_SIZE(self->leaves);
+    if (i == self->n_ways_allocated) {
+        char *ways = PyMem_Realloc(self->ways, 2 * (size_t)i + 16);
+        if (ways == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->ways = ways;
+        self->n_ways_allocated = 2 * i + 16;
+    }
+    const pli_container *pack = NULL;
+    self->ways[i] = PLI_SPLIT;
+    for (; at != NULL && self->ways[i] != PLI_WHOLE; at = at->parent) {
+        if (at->container->kind == PLI_MARK) {
+            self->ways[i] = PLI_WHOLE;
+        } else if (at->container->kind == PLI_PACKED) {
+            self->ways[i] = at->child == 0 ? PLI_PACK_FIRST : PLI_PACK_MORE;
+            pack = at->container;
+        }
+    }
+    return self->ways[i] == PLI_PACK_FIRST ? PyList_Append(self->packs, pack->value)
+                                           : 0;
+}
+
+static int sort_value(pli_walk *walk, int kind, PyObject *const *values,
+                      const pli_step *at, PyObject **out)
+{
+    scattered_object *self = ((sorting *)walk)->scattered;
+    self->has_marks |= kind == PLI_MARK;
+    (void)out;
+    if (kind < PLI_CONSTANT &&
+        (keep_way(self, at) != 0 || PyList_Append(self->leaves, values[0]) != 0))
+        return -1;
+    return kind <= PLI_CONSTANT;
+}
+
 static int walk_call(const module_state *state, scattered_object *self)
 {
-    pli_walk walk;
-    int status = pli_walk_begin(&walk, state, 1);
-    if (status == 0)
-        status = pli_walk_value(&walk, self->call);
-    if (status == 0) {
-        self->tree = pli_tree_new(state, &walk);
-        self->leaves = Py_NewRef(walk.leaves);
-        self->has_markers = walk.n_markers > 0;
-        self->ways = walk.ways;
-        walk.ways = NULL;
-        self->packs = walk.packs;
-        walk.packs = NULL;
-        status = self->tree != NULL ? 0 : -1;
-    }
-    pli_walk_drop(&walk);
-    return status;
+    sorting all = {.walk = {.state = state, .n = 1, .meet = sort_value},
+                   .scattered = self};
+    self->leaves = PyList_New(0);
+    self->packs = PyList_New(0);
+    if (self->leaves == NULL || self->packs == NULL)
+        return -1;
+    return pli_look(&all.walk, self->call);
 }
 
 PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args)
@@ -354,7 +404,7 @@ static PyObject *scattered_tree(PyObject *object, void *closure)
 {
     PLI_ENTER(object);
     (void)closure;
-    return Py_NewRef((PyObject *)((const scattered_object *)object)->tree);
+    return pli_tree_new(state_of(object), ((const scattered_object *)object)->call, 0);
 }
 
 static PyObject *scattered_sizes(PyObject *object, void *closure)
@@ -369,7 +419,6 @@ static int scattered_traverse(PyObject *object, visitproc visit, void *arg)
     const scattered_object *self = (const scattered_object *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->call);
-    Py_VISIT((PyObject *)self->tree);
     Py_VISIT(self->leaves);
     Py_VISIT(self->packs);
     return 0;
@@ -381,7 +430,6 @@ static void scattered_dealloc(PyObject *object)
     scattered_object *self = (scattered_object *)object;
     PyObject_GC_UnTrack(object);
     Py_XDECREF(self->call);
-    Py_XDECREF((PyObject *)self->tree);
     Py_XDECREF(self->leaves);
     Py_XDECREF(self->packs);
     Py_XDECREF(self->sizes);
@@ -398,7 +446,7 @@ static PyMethodDef scattered_methods[] = {
 };
 
 static PyGetSetDef scattered_getset[] = {
-    {"tree", scattered_tree, NULL, "The nesting of (inputs, kwargs), without markers.",
+    {"tree", scattered_tree, NULL, "The nesting of (inputs, kwargs), without marks.",
      NULL},
     {"sizes", scattered_sizes, NULL, "The rows of each replica that takes part.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

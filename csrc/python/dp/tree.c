@@ -1,130 +1,221 @@
-/* tree.c - paceline._native.Tree: paths, the way back, life. */
+/* tree.c - the walk through nested containers, and paceline._native.Tree. */
 #include "tree.h"
 
-#include <string.h>
+/* ---- the walk ------------------------------------------------------------------- */
 
-/* ---- construction --------------------------------------------------------------- */
-
-pli_tree *pli_tree_new(const module_state *state, pli_walk *walk)
+static PyObject *close_with(const pli_walk *walk, const pli_container *part,
+                            PyObject *items)
 {
-    PyTypeObject *type = state->tree_type;
-    pli_tree *self = (pli_tree *)type->tp_alloc(type, walk->n_nodes);
-    if (self == NULL)
+    if (walk->mode == PLI_LOOK)
+        return Py_NewRef(Py_None);
+    if (walk->mode == PLI_UNMARK && part->kind == PLI_MARK)
+        return Py_NewRef(PyTuple_GET_ITEM(items, 0));
+    return pli_close(walk->state, part, items);
+}
+
+/* Goes through the children of opened parts, with room for one of each in `column`. */
+static PyObject *walk_children(pli_walk *walk, /* NOLINT(misc-no-recursion) */
+                               const pli_container *parts, PyObject **column,
+                               const pli_step *at)
+{
+    const Py_ssize_t n_children = PyTuple_GET_SIZE(parts[0].children);
+    PyObject *items = PyTuple_New(n_children);
+    for (Py_ssize_t i = 0; items != NULL && i < n_children; i++) {
+        const pli_step below = {.parent = at, .container = parts, .child = i};
+        for (Py_ssize_t k = 0; k < walk->n; k++)
+            column[k] = PyTuple_GET_ITEM(parts[k].children, i);
+        pli_tuple_put(&items, i, pli_walk_values(walk, column, &below));
+    }
+    PyObject *made = items != NULL ? close_with(walk, parts, items) : NULL;
+    Py_XDECREF(items);
+    return made;
+}
+
+static PyObject *walk_containers(pli_walk *walk, /* NOLINT(misc-no-recursion) */
+                                 pli_kind kind, PyObject *const *values,
+                                 const pli_step *at)
+{
+    pli_container *parts =
+        PyMem_Calloc((size_t)walk->n, sizeof *parts + sizeof *values);
+    if (parts == NULL)
+        return PyErr_NoMemory();
+    int status = 0;
+    for (Py_ssize_t k = 0; status == 0 && k < walk->n; k++) {
+        status = pli_open(walk->state, values[k], kind, &parts[k]);
+        if (status == 0 && k > 0)
+            status = walk->align(parts, k, at);
+    }
+    PyObject *made = NULL;
+    if (status == 0)
+        made = walk_children(walk, parts, (PyObject **)(parts + walk->n), at);
+    for (Py_ssize_t k = 0; k < walk->n; k++)
+        pli_container_drop(&parts[k]);
+    PyMem_Free(parts);
+    return made;
+}
+
+PyObject *pli_walk_values(pli_walk *walk, /* NOLINT(misc-no-recursion) */
+                          PyObject *const *values, const pli_step *at)
+{
+    PyObject *made = NULL;
+    const int kind = pli_kind_of(walk->state, values[0]);
+    const int met = kind >= 0 ? walk->meet(walk, kind, values, at, &made) : -1;
+    if (met != 0)
+        return met > 0 && made == NULL ? Py_NewRef(Py_None) : made;
+    if (Py_EnterRecursiveCall(" while looking for tensors in nested containers"))
         return NULL;
-    memcpy(self->nodes, walk->nodes, (size_t)walk->n_nodes * sizeof(pli_node));
-    self->n_leaves = PyList_GET_SIZE(walk->leaves);
-    walk->n_nodes = 0;
-    return self;
+    made = walk_containers(walk, (pli_kind)kind, values, at);
+    Py_LeaveRecursiveCall();
+    return made;
+}
+
+int pli_look(pli_walk *walk, PyObject *value)
+{
+    PyObject *none = pli_walk_values(walk, &value, NULL);
+    Py_XDECREF(none);
+    return none != NULL ? 0 : -1;
 }
 
 /* ---- paths ---------------------------------------------------------------------- */
 
-PyObject *pli_node_step(const pli_node *node, Py_ssize_t child)
+PyObject *pli_path(const pli_step *at,
+                   const char *start) /* NOLINT(misc-no-recursion) */
 {
-    switch (node->kind) {
-    case PLI_DICT:
-    case PLI_DICT_LIKE:
-    case PLI_OUTPUT:
-        return PyUnicode_FromFormat("[%R]", PyTuple_GET_ITEM(node->keys, child));
-    case PLI_NAMED:
-    case PLI_PACKED:
-    case PLI_ATTRIBUTES:
-        return PyUnicode_FromFormat(".%S", PyTuple_GET_ITEM(node->keys, child));
-    default:
-        return PyUnicode_FromFormat("[%zd]", child);
-    }
+    if (at == NULL)
+        return PyUnicode_FromString(start);
+    if (at->parent == NULL && start == NULL)
+        return PyUnicode_FromString(at->child == 0 ? "args" : "kwargs");
+    PyObject *path = pli_path(at->parent, start);
+    const pli_container *from = at->container;
+    if (path == NULL || from->kind == PLI_MARK)
+        return path;
+    const int has_items = from->kind == PLI_DICT || from->kind == PLI_REGISTERED;
+    PyObject *longer =
+        from->keys == NULL
+            ? PyUnicode_FromFormat("%U[%zd]", path, at->child)
+            : PyUnicode_FromFormat(has_items ? "%U[%R]" : "%U.%S", path,
+                                   PyTuple_GET_ITEM(from->keys, at->child));
+    Py_DECREF(path);
+    return longer;
 }
 
-/* The node behind the last descendant of `node`; counts the leaves that it passes. */
-static const pli_node *after(const pli_node *node, Py_ssize_t *n_leaves)
+/* A walk that looks for one leaf. */
+typedef struct finding {
+    pli_walk walk;
+    Py_ssize_t to_go;
+    const char *start;
+    PyObject *path;
+} finding;
+
+static int find(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
+                PyObject **out)
 {
-    for (Py_ssize_t n_due = 1; n_due > 0; node++) {
-        *n_leaves += node->kind < PLI_CONSTANT;
-        n_due += node->n_children - 1;
-    }
-    return node;
+    finding *self = (finding *)walk;
+    (void)values;
+    (void)out;
+    if (kind < PLI_CONSTANT && self->to_go-- == 0 &&
+        (self->path = pli_path(at, self->start)) == NULL)
+        return -1;
+    return kind <= PLI_CONSTANT;
 }
 
-/* Goes down from *node to the child that holds the leaf, *to_go leaves further on;
- * returns the child's number. */
-static Py_ssize_t descend(const pli_node **node, Py_ssize_t *to_go)
+PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_t leaf,
+                           const char *start)
 {
-    const pli_node *child = *node + 1;
-    for (Py_ssize_t i = 0;; i++) {
-        Py_ssize_t n_leaves = 0;
-        const pli_node *next = after(child, &n_leaves);
-        if (*to_go < n_leaves) {
-            *node = child;
-            return i;
-        }
-        *to_go -= n_leaves;
-        child = next;
-    }
+    finding self = {
+        .walk = {.state = state, .n = 1, .meet = find}, .to_go = leaf, .start = start};
+    if (pli_look(&self.walk, value) != 0)
+        Py_CLEAR(self.path);
+    else if (self.path == NULL)
+        PyErr_Format(PyExc_IndexError, "path(%zd) of a tree of %zd leaves", leaf,
+                     leaf - self.to_go);
+    return self.path;
 }
 
-static PyObject *path_below(const pli_node *node, Py_ssize_t to_go, PyObject *path)
+/* ---- other leaves --------------------------------------------------------------- */
+
+typedef struct replacing {
+    pli_walk walk;
+    PyObject *leaves;
+    Py_ssize_t n_met;
+} replacing;
+
+static int replace(pli_walk *walk, int kind, PyObject *const *values,
+                   const pli_step *at, PyObject **out)
 {
-    while (path != NULL && node->kind > PLI_CONSTANT) {
-        const pli_node *parent = node;
-        PyObject *step = pli_node_step(parent, descend(&node, &to_go));
-        PyObject *longer = step != NULL ? PyUnicode_Concat(path, step) : NULL;
-        Py_XDECREF(step);
-        Py_SETREF(path, longer);
-    }
-    return path;
+    replacing *self = (replacing *)walk;
+    (void)at;
+    if (kind > PLI_CONSTANT)
+        return 0;
+    if (kind == PLI_CONSTANT)
+        *out = Py_NewRef(values[0]);
+    else if (self->n_met < PySequence_Fast_GET_SIZE(self->leaves))
+        *out = Py_NewRef(PySequence_Fast_GET_ITEM(self->leaves, self->n_met));
+    self->n_met += kind != PLI_CONSTANT; /* too few are an error at the end */
+    return 1;
 }
 
-PyObject *pli_tree_path_of_call(const pli_tree *tree, Py_ssize_t leaf)
+PyObject *pli_with_leaves(const module_state *state, PyObject *value, PyObject *leaves,
+                          int keeps_marks)
 {
-    const pli_node *node = tree->nodes;
-    const Py_ssize_t child = descend(&node, &leaf);
-    return path_below(node, leaf, PyUnicode_FromString(child ? "kwargs" : "args"));
+    replacing self = {.walk = {.state = state,
+                               .n = 1,
+                               .mode = keeps_marks ? PLI_REBUILD : PLI_UNMARK,
+                               .meet = replace},
+                      .leaves = leaves};
+    PyObject *made = pli_walk_values(&self.walk, &value, NULL);
+    if (made != NULL && self.n_met != PySequence_Fast_GET_SIZE(leaves)) {
+        PyErr_Format(PyExc_ValueError, "unflatten: %zd leaves for a tree of %zd",
+                     PySequence_Fast_GET_SIZE(leaves), self.n_met);
+        Py_CLEAR(made);
+    }
+    return made;
+}
+
+/* ---- Tree ----------------------------------------------------------------------- */
+
+typedef struct tree_object {
+    PyObject_HEAD
+    PyObject *value; /* what was flattened */
+    int keeps_marks;
+} tree_object;
+
+PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_marks)
+{
+    tree_object *self = (tree_object *)state->tree_type->tp_alloc(state->tree_type, 0);
+    if (self == NULL)
+        return NULL;
+    self->value = Py_NewRef(value);
+    self->keeps_marks = keeps_marks;
+    return (PyObject *)self;
 }
 
 static PyObject *tree_path(PyObject *object, PyObject *number)
 {
     PLI_ENTER(object);
-    const pli_tree *self = (const pli_tree *)object;
     const Py_ssize_t leaf = PyNumber_AsSsize_t(number, PyExc_IndexError);
     if (leaf == -1 && PyErr_Occurred())
         return NULL;
-    if (leaf < 0 || leaf >= self->n_leaves)
-        return PyErr_Format(PyExc_IndexError, "path(%zd) of a tree of %zd leaves", leaf,
-                            self->n_leaves);
-    return path_below(self->nodes, leaf, PyUnicode_FromString(""));
+    return pli_path_of_leaf(state_of(object), ((const tree_object *)object)->value,
+                            leaf, "");
 }
-
-/* ---- use ------------------------------------------------------------------------ */
 
 static PyObject *tree_unflatten(PyObject *object, PyObject *leaves)
 {
     PLI_ENTER(object);
-    const pli_tree *self = (const pli_tree *)object;
+    const tree_object *self = (const tree_object *)object;
     PyObject *all = PySequence_Fast(leaves, "unflatten takes a sequence of leaves");
-    if (all == NULL)
-        return NULL;
     PyObject *value = NULL;
-    if (PySequence_Fast_GET_SIZE(all) != self->n_leaves)
-        PyErr_Format(PyExc_ValueError, "unflatten: %zd leaves for a tree of %zd",
-                     PySequence_Fast_GET_SIZE(all), self->n_leaves);
-    else
-        value = pli_tree_unflatten(state_of(object), self, all);
-    Py_DECREF(all);
+    if (all != NULL)
+        value = pli_with_leaves(state_of(object), self->value, all, self->keeps_marks);
+    Py_XDECREF(all);
     return value;
 }
 
-/* ---- life ----------------------------------------------------------------------- */
-
 static int tree_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    const pli_tree *self = (const pli_tree *)object;
     Py_VISIT(Py_TYPE(object));
-    for (Py_ssize_t i = 0; i < Py_SIZE(object); i++) {
-        Py_VISIT(self->nodes[i].type);
-        Py_VISIT(self->nodes[i].keys);
-        Py_VISIT(self->nodes[i].extra);
-        Py_VISIT(self->nodes[i].attributes);
-    }
+    Py_VISIT(((const tree_object *)object)->value);
     return 0;
 }
 
@@ -132,10 +223,8 @@ static int tree_traverse(PyObject *object, visitproc visit, void *arg)
  * holds, which can be cleared. */
 static void tree_dealloc(PyObject *object)
 {
-    pli_tree *self = (pli_tree *)object;
     PyObject_GC_UnTrack(object);
-    for (Py_ssize_t i = 0; i < Py_SIZE(object); i++)
-        pli_node_drop(&self->nodes[i]);
+    Py_XDECREF(((tree_object *)object)->value);
     pli_object_free(object);
 }
 
@@ -157,9 +246,43 @@ static PyType_Slot tree_slots[] = {
 
 PyType_Spec pli_tree_spec = {
     .name = "paceline._native.Tree",
-    .basicsize = sizeof(pli_tree),
-    .itemsize = sizeof(pli_node),
+    .basicsize = sizeof(tree_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE |
              Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = tree_slots,
 };
+
+/* ---- flatten() ------------------------------------------------------------------ */
+
+typedef struct collecting {
+    pli_walk walk;
+    PyObject *leaves;
+} collecting;
+
+static int collect(pli_walk *walk, int kind, PyObject *const *values,
+                   const pli_step *at, PyObject **out)
+{
+    (void)at;
+    (void)out;
+    if (kind < PLI_CONSTANT &&
+        PyList_Append(((collecting *)walk)->leaves, values[0]) != 0)
+        return -1;
+    return kind <= PLI_CONSTANT;
+}
+
+PyObject *pli_flatten(PyObject *module, PyObject *value)
+{
+    PLI_ENTER(module);
+    const module_state *state = PyModule_GetState(module);
+    if (pli_needs_torch(state) != 0)
+        return NULL;
+    collecting self = {.walk = {.state = state, .n = 1, .meet = collect},
+                       .leaves = PyList_New(0)};
+    PyObject *tree = NULL;
+    if (self.leaves != NULL && pli_look(&self.walk, value) == 0)
+        tree = pli_tree_new(state, value, 1);
+    PyObject *result = tree != NULL ? PyTuple_Pack(2, tree, self.leaves) : NULL;
+    Py_XDECREF(tree);
+    Py_XDECREF(self.leaves);
+    return result;
+}

@@ -1,11 +1,13 @@
-/* tree.h - the nesting of a value, apart from its tensors and arrays.
+/* tree.h - containers, opened and made again, and the walk through nested ones.
  *
- * A tree is a list of nodes in the order in which a walk from the left meets them: a
- * container stands before its children.  The leaves are torch's tensors and NumPy's
- * arrays; everything that is neither a leaf nor a known container is a constant, and
- * stands in its node.
+ * The leaves are torch's tensors and NumPy's arrays.  A value that is neither a leaf
+ * nor a container is a constant.
  *
- *     ({"x": t, "n": 3}, u)      tuple(2) dict(2) tensor constant(3) tensor
+ *     ({"x": t, "n": 3}, u)      two leaves, t and u, in a tuple with a dict
+ *
+ * One walk serves all: it opens a container, goes through its children, and makes a
+ * container like it of what stands for them.  Its function `meet` says what stands for
+ * a leaf.  gather() walks through several values side by side, the others through one.
  */
 #ifndef PLI_TREE_H
 #define PLI_TREE_H
@@ -16,104 +18,89 @@ typedef enum pli_kind {
     PLI_TENSOR,
     PLI_ARRAY,
     PLI_CONSTANT,
-    PLI_TUPLE, /* these three: exactly that type */
+    PLI_TUPLE, /* these and their subclasses, but for what torch's registry has */
     PLI_LIST,
     PLI_DICT,
-    PLI_TUPLE_LIKE, /* made by type(items): torch.return_types, torch.Size */
-    PLI_NAMED,      /* a namedtuple */
-    PLI_PACKED,     /* torch's PackedSequence, a namedtuple of tensors */
-    PLI_LIST_LIKE,
-    PLI_DICT_LIKE,
-    PLI_OUTPUT,     /* a dict and a dataclass at once, as Hugging Face's ModelOutput */
-    PLI_ATTRIBUTES, /* a dataclass; a UserDict, by its one attribute */
-    PLI_REGISTERED, /* in torch's registry of pytrees */
-    PLI_MARKER,     /* paceline._compat.packed_sequence.Replicated: is taken off, and is
-                       never a node */
+    PLI_NAMED,  /* a namedtuple */
+    PLI_PACKED, /* torch's PackedSequence, a namedtuple of tensors */
+    PLI_DATACLASS,
+    PLI_REGISTERED, /* in torch.utils._pytree: OrderedDict, deque, ModelOutput, ... */
+    PLI_MARK,       /* paceline._compat.packed_sequence.Replicated */
     PLI_N_KINDS
 } pli_kind;
 
-/* What a container is but for its children; also a leaf, or a constant.  All owned. */
-typedef struct pli_node {
+/* ---- kinds.c: one container ----------------------------------------------------- */
+
+typedef struct pli_container {
     pli_kind kind;
-    Py_ssize_t n_children;
-    PyTypeObject *type; /* NULL: a leaf or a constant */
-    PyObject *keys;     /* a child's key or attribute each; registered: its maker */
-    /* The constant; registered: its context; a dict's default_factory. */
-    PyObject *extra;
-    PyObject *attributes; /* what else its __dict__ had; Ellipsis: it was itself */
-} pli_node;
-
-typedef struct pli_tree {
-    PyObject_VAR_HEAD
-    Py_ssize_t n_leaves;
-    pli_node nodes[];
-} pli_tree;
-
-/* How a leaf goes to the replicas. */
-enum {
-    PLI_SPLIT,
-    PLI_WHOLE,
-    PLI_PACK_FIRST, /* the first leaf of a PackedSequence */
-    PLI_PACK_MORE,
-    PLI_EACH /* a number a replica, always the same */
-};
-
-/* What a walk finds. */
-typedef struct pli_walk {
-    const module_state *state;
-    pli_node *nodes;
-    Py_ssize_t n_nodes, n_nodes_allocated;
-    PyObject *leaves; /* a list */
-    PyObject *packs;  /* the PackedSequences that are to be split; NULL: none */
-    char *ways;       /* a letter of the enum above for each leaf; NULL: not wanted */
-    Py_ssize_t n_ways_allocated;
-    int n_markers; /* markers taken off so far */
-    int n_whole;   /* markers that the walk is inside of */
-    int n_packs;   /* PackedSequences that the walk is inside of: 0 or 1 */
-    pli_node few_nodes[12];
-} pli_walk;
-
-/* ---- tree_open.c: one container ------------------------------------------------- */
+    PyObject *value;    /* borrowed */
+    PyObject *children; /* a tuple; owned, as what follows */
+    PyObject *keys;     /* a tuple: keys or attributes of the children; NULL: none */
+    PyObject *maker;    /* registered: its function to unflatten, and the context */
+    PyObject *context;
+} pli_container;
 
 /* The kind of a value, or -1. */
 int pli_kind_of(const module_state *state, PyObject *value);
 
-/* Opens a container of kind `kind`: fills *out, and returns its children, a tuple.
- * NULL on failure; *out is then empty, and need not be dropped. */
-PyObject *pli_open(const module_state *state, PyObject *value, pli_kind kind,
-                   pli_node *out);
+/* Opens a container of kind `kind`.  Drop `out` in any case. */
+int pli_open(const module_state *state, PyObject *value, pli_kind kind,
+             pli_container *out);
+void pli_container_drop(pli_container *self);
 
-void pli_node_drop(pli_node *node);
+/* A new container like `self` with the children `items`, a tuple of as many; a list may
+ * have more or fewer. */
+PyObject *pli_close(const module_state *state, const pli_container *self,
+                    PyObject *items);
 
-/* ---- tree_close.c: the way back ------------------------------------------------- */
+/* ---- tree.c: nested ones -------------------------------------------------------- */
 
-/* A new container like the one that was opened, with the children `items`, a tuple;
- * steals `items`, also on failure. */
-PyObject *pli_close(const module_state *state, const pli_node *node, PyObject *items);
+/* Where a walk is: a chain of frames on the stack, outermost last. */
+typedef struct pli_step {
+    const struct pli_step *parent;
+    const pli_container *container;
+    Py_ssize_t child;
+} pli_step;
 
-/* The value of a tree with leaves `leaves`, a list or tuple of the right length. */
-PyObject *pli_tree_unflatten(const module_state *state, const pli_tree *tree,
-                             PyObject *leaves);
+typedef struct pli_walk {
+    const module_state *state;
+    Py_ssize_t n; /* values side by side */
+    enum {
+        PLI_LOOK,    /* make nothing: None stands for all */
+        PLI_REBUILD, /* make containers again */
+        PLI_UNMARK   /* the same, without marks */
+    } mode;
+    /* Says what stands for `values`, which are of kind `kind` by the first: 1, with a
+     * new reference in *out, or without, for None; 0 to walk through the children of a
+     * container; or -1. */
+    int (*meet)(struct pli_walk *walk, int kind, PyObject *const *values,
+                const pli_step *at, PyObject **out);
+    /* Brings the children of part k into the order of part 0's; NULL where n is 1. */
+    int (*align)(pli_container *parts, Py_ssize_t k, const pli_step *at);
+} pli_walk;
 
-/* ---- tree_walk.c ---------------------------------------------------------------- */
+/* What stands for `values`; `at` is NULL for the outermost. */
+PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values, const pli_step *at);
 
-/* Walks `value`; `wants_ways` for scatter.  Drop the walk in any case. */
-int pli_walk_begin(pli_walk *walk, const module_state *state, int wants_ways);
-int pli_walk_value(pli_walk *walk, PyObject *value);
-void pli_walk_drop(pli_walk *walk);
+/* Walks through one value, in the mode PLI_LOOK: 0 or -1. */
+int pli_look(pli_walk *walk, PyObject *value);
+
+/* `start`, then a step for each frame: "[0]", "['mask']" or ".logits".  Where `start`
+ * is NULL the outermost is (args, kwargs): "args[0]['mask']", "kwargs['x']". */
+PyObject *pli_path(const pli_step *at, const char *start);
+
+/* The path of leaf number `leaf`. */
+PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_t leaf,
+                           const char *start);
+
+/* `value` with its leaves, in order, replaced by those of a list or tuple. */
+PyObject *pli_with_leaves(const module_state *state, PyObject *value, PyObject *leaves,
+                          int keeps_marks);
+
+/* A Tree, which takes `value` apart and puts it together. */
+PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_marks);
 
 /* flatten(value) */
 PyObject *pli_flatten(PyObject *module, PyObject *value);
-
-/* ---- tree.c --------------------------------------------------------------------- */
-
-/* The tree of a walk, which gives up its nodes. */
-pli_tree *pli_tree_new(const module_state *state, pli_walk *walk);
-
-/* Where a leaf of (args, kwargs) is: "args[0]['mask']", "kwargs['x']". */
-PyObject *pli_tree_path_of_call(const pli_tree *tree, Py_ssize_t leaf);
-
-/* The step from a container to its child: "[0]", "['mask']" or ".logits". */
-PyObject *pli_node_step(const pli_node *node, Py_ssize_t child);
 
 #endif

@@ -1,6 +1,6 @@
 """The parts of scatter and gather that are Python by nature.
 
-The walk over nested containers is in C (``csrc/python/tree*.c``); here are the marker
+The walk over nested containers is in C (``csrc/python/dp/tree.c``); here are the marker
 of what is not to be split, and the split and the join of packed sequences.
 """
 

@@ -5,7 +5,6 @@ Nothing else in the package asks for a torch version or touches a private name.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import sys
@@ -80,8 +79,6 @@ def attach() -> None:
         size_type=torch.Size,
         packed_type=PackedSequence,
         marker_type=packed_sequence.Replicated,
-        default_dict_type=collections.defaultdict,
-        user_dict_type=collections.UserDict,
         cached_type=functools.cached_property,
         registry=_pytree.SUPPORTED_NODES,
         # torch 2.10 and newer; before, tensors go through capsules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict
 from typing import Any
 
 import torch
@@ -63,8 +62,6 @@ def has_mark(value: Any) -> bool:
         return any(map(has_mark, value))
     if isinstance(value, dict):
         return any(map(has_mark, value.values()))
-    if isinstance(value, UserDict):
-        return any(map(has_mark, value.data.values()))
     if dataclasses.is_dataclass(kind):
         fields = dataclasses.fields(kind)
         return any(has_mark(getattr(value, each.name, None)) for each in fields)

@@ -158,6 +158,11 @@ def test_inputs_from_the_host_go_through_pinned_memory(wrap, monkeypatch):
     assert len(pinned) == 2  # a few bytes are not worth it
 
 
+class Shifted(torch.nn.Linear):
+    def forward(self, x, by):
+        return super().forward(x) + by
+
+
 def test_check_compares_a_model_where_it_is(wrap):
     model = smooth_net().to(wrap.device())
     x = integers(7, 3).to(wrap.device())
@@ -165,6 +170,8 @@ def test_check_compares_a_model_where_it_is(wrap):
     assert report.ok, str(report)
     assert report.n_replicas == 3
     assert paceline.check(model, {"input": x}, replicas=5).ok
+    shifted, by = Shifted(3, 3).to(x), paceline.replicate(integers(3))
+    assert paceline.check(shifted, (x, by)).ok
 
 
 def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap):

@@ -40,7 +40,6 @@ MAKERS = {
         sorted({"a": x, "b": x}.items(), reverse=x is B)
     ),
     "deque": lambda x: collections.deque([x, None]),
-    "user dict": lambda x: collections.UserDict(a=x),
     "frozen": lambda x: Frozen(x, None),
     "model output": lambda x: Classified(logits=x, hidden_states=(x, x)),
     "registered": lambda x: Box(x, "label"),
@@ -129,8 +128,8 @@ DIFFERENT = {
     "container": ([A], (B,), TypeError, "of type list on replica 0 and of type tuple"),
     "array": (A, B.numpy(), TypeError, "numpy.ndarray on replica 1"),
     "keys": ({"x": {"a": A}}, {"x": {"b": B}}, ValueError, r"output\['x'\] has the k"),
-    "fewer": ({"a": A, "b": A}, {"a": B}, ValueError, r"\['a', 'b'\] on replica 0"),
-    "output": (WITH_LOSS, WITHOUT, ValueError, r"\['logits'\] on replica 1"),
+    "fewer": ({"a": A, "b": A}, {"a": B}, ValueError, r"\('a', 'b'\) on replica 0"),
+    "output": (WITH_LOSS, WITHOUT, ValueError, r"\('logits',\) on replica 1"),
     "length": ((A, A), (B,), ValueError, "2 entries on replica 0 and 1 on replica 1"),
     "list": ([A], [B, B, B], ValueError, "override gather"),
     "context": (Box(A, 1), Box(B, 2), ValueError, "context 1 on replica 0 and 2"),

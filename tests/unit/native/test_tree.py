@@ -53,7 +53,6 @@ def containers():
         "counter": collections.Counter(a=2),
         "deque": collections.deque([t, 1]),
         "list subclass": cyclic,
-        "user dict": collections.UserDict(a=t),
         "frozen": Frozen(t),
         "model output": Classified(logits=t, hidden_states=(t, t)),
         "registered": Box({"a": t}, "label"),
@@ -157,6 +156,14 @@ def test_a_dict_that_is_its_own_attributes_stays_so():
     assert again.a is t
     again.c = 4
     assert again["c"] == 4
+
+
+def test_a_mark_stays_where_it_is():
+    tree, leaves = _native.flatten([{"a": Replicated((rows(2), 1))}])
+    assert tree.path(0) == "[0]['a'][0]"
+    (again,) = tree.unflatten([leaves[0] + 1])
+    assert type(again["a"]) is Replicated
+    assert torch.equal(again["a"].value[0], rows(2) + 1)
 
 
 def test_leaves_must_be_as_many_as_there_were():
