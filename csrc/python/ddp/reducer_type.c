@@ -12,7 +12,6 @@
 #include "reducer_list.h"
 #include "step.h"
 #include "uneven_inputs.h"
-
 #include <structmember.h>
 
 static reducer_object *reducer_of(PyObject *object)
@@ -441,8 +440,7 @@ static PyMethodDef reducer_methods[] = {
 static PyGetSetDef reducer_getset[] = {
     {"step", reducer_get_step, NULL, "Number of synchronised backwards begun.", NULL},
     {"is_active", reducer_get_is_active, NULL, "Whether a step is under way.", NULL},
-    {"n_active", reducer_get_n_active, NULL,
-     "Number of ranks that had gradients in the last step.", NULL},
+    {"n_active", reducer_get_n_active, NULL, "Ranks with gradients, last step.", NULL},
     {"buckets", reducer_get_buckets, NULL, "Parameters' indices, by bucket.", NULL},
     {"ready_counts", reducer_get_ready_counts, NULL,
      "How often each parameter got a gradient in the last step; 255: or more.", NULL},
