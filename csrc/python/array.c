@@ -33,31 +33,6 @@ Py_ssize_t pli_array_size(PyObject *array, int dim)
     return PyArray_DIM((PyArrayObject *)array, dim);
 }
 
-PyObject *pli_array_slice(Py_ssize_t start, Py_ssize_t n)
-{
-    PyObject *from = PyLong_FromSsize_t(start);
-    PyObject *to = PyLong_FromSsize_t(start + n);
-    PyObject *slice = from != NULL && to != NULL ? PySlice_New(from, to, NULL) : NULL;
-    Py_XDECREF(from);
-    Py_XDECREF(to);
-    return slice;
-}
-
-PyObject *pli_array_narrow(PyObject *array, int dim, Py_ssize_t start, Py_ssize_t n)
-{
-    PyObject *part = NULL;
-    PyObject *index = PyTuple_New(dim + 1);
-    for (int d = 0; index != NULL && d <= dim; d++) {
-        pli_tuple_put(&index, d,
-                      d == dim ? pli_array_slice(start, n)
-                               : PySlice_New(NULL, NULL, NULL));
-    }
-    if (index != NULL)
-        part = PyObject_GetItem(array, index);
-    Py_XDECREF(index);
-    return part;
-}
-
 PyObject *pli_array_join(PyObject *arrays, int dim)
 {
     const Py_ssize_t n = PyTuple_GET_SIZE(arrays);

@@ -16,12 +16,6 @@ int pli_array_is_plain(PyObject *array); /* of no subclass */
 int pli_array_n_dims(PyObject *array);
 Py_ssize_t pli_array_size(PyObject *array, int dim);
 
-/* slice(start, start + n) */
-PyObject *pli_array_slice(Py_ssize_t start, Py_ssize_t n);
-
-/* array[..., start : start + n, ...] along `dim`, a view. */
-PyObject *pli_array_narrow(PyObject *array, int dim, Py_ssize_t start, Py_ssize_t n);
-
 /* A tuple of plain arrays as one, along `dim`; those without dimensions make a vector.
  */
 PyObject *pli_array_join(PyObject *arrays, int dim);

@@ -38,7 +38,7 @@
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \
-    X(is_strided)       /* these six: paceline._compat.packed_sequence */              \
+    X(layout_of)        /* these six: paceline._compat.packed_sequence */              \
     X(repeats_row)                                                                     \
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
@@ -63,10 +63,7 @@
     X(__new__)                                                                         \
     X(data)                                                                            \
     X(flatten_fn)                                                                      \
-    X(is_nested)                                                                       \
     X(name)                                                                            \
-    X(narrow)                                                                          \
-    X(shape)                                                                           \
     X(unflatten_fn)                                                                    \
     X(value)
 

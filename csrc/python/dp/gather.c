@@ -57,7 +57,7 @@ static int refuse_shapes(const pli_step *at, Py_ssize_t k, const pli_shape *firs
 }
 
 /* Fills *first with replica 0's shape; -1 where they cannot be joined. */
-static int check_shapes(joiner *self, PyObject *values, const pli_step *at,
+static int check_shapes(const joiner *self, PyObject *values, const pli_step *at,
                         pli_shape *first)
 {
     pli_shape other;
@@ -190,26 +190,21 @@ static int order_by_keys(const pli_step *at, pli_container *parts, Py_ssize_t k)
     const Py_ssize_t n = PyTuple_GET_SIZE(wanted);
     if (PyTuple_GET_SIZE(keys) != n)
         return refuse_keys(at, parts, k);
-    PyObject *table = PyDict_New();
     PyObject *ordered = PyTuple_New(n);
-    int status = table != NULL && ordered != NULL ? 0 : -1;
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++)
-        status = PyDict_SetItem(table, PyTuple_GET_ITEM(keys, i),
-                                PyTuple_GET_ITEM(parts[k].children, i));
-    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
-        PyObject *child = PyDict_GetItemWithError(table, PyTuple_GET_ITEM(wanted, i));
-        if (child == NULL)
-            status = PyErr_Occurred() ? -1 : refuse_keys(at, parts, k);
-        else
-            PyTuple_SET_ITEM(ordered, i, Py_NewRef(child));
+    for (Py_ssize_t i = 0; ordered != NULL && i < n; i++) {
+        const Py_ssize_t from = PySequence_Index(keys, PyTuple_GET_ITEM(wanted, i));
+        if (from < 0) {
+            Py_DECREF(ordered);
+            PyErr_Clear();
+            return refuse_keys(at, parts, k);
+        }
+        PyTuple_SET_ITEM(ordered, i,
+                         Py_NewRef(PyTuple_GET_ITEM(parts[k].children, from)));
     }
-    if (status == 0) {
-        Py_SETREF(parts[k].children, ordered);
-        ordered = NULL;
-    }
-    Py_XDECREF(ordered);
-    Py_XDECREF(table);
-    return status;
+    if (ordered == NULL)
+        return -1;
+    Py_SETREF(parts[k].children, ordered);
+    return 0;
 }
 
 static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)

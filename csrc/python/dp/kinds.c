@@ -134,21 +134,18 @@ static void open_dataclass(const module_state *state, pli_container *self)
 }
 
 /* A registered dict whose children are its values, one by one, has their keys too. */
-static int find_keys(const module_state *state, pli_container *self)
+static int find_keys(pli_container *self)
 {
-    pli_container dict = {.value = self->value};
-    open_dict(state, &dict);
-    const int same = dict.children != NULL ? PyTuple_GET_SIZE(dict.children) ==
-                                                 PyTuple_GET_SIZE(self->children)
-                                           : -1;
-    Py_ssize_t i = 0;
-    while (same == 1 && i < PyTuple_GET_SIZE(dict.children) &&
-           PyTuple_GET_ITEM(dict.children, i) == PyTuple_GET_ITEM(self->children, i))
-        i++;
-    if (same == 1 && i == PyTuple_GET_SIZE(dict.children))
-        self->keys = Py_NewRef(dict.keys);
-    pli_container_drop(&dict);
-    return same < 0 ? -1 : 0;
+    PyObject *keys = PySequence_Tuple(self->value);
+    const Py_ssize_t n = PyTuple_GET_SIZE(self->children);
+    int are_same = keys != NULL && PyTuple_GET_SIZE(keys) == n;
+    for (Py_ssize_t i = 0; are_same && i < n; i++)
+        are_same = PyDict_GetItemWithError(self->value, PyTuple_GET_ITEM(keys, i)) ==
+                   PyTuple_GET_ITEM(self->children, i);
+    if (are_same)
+        self->keys = Py_NewRef(keys);
+    Py_XDECREF(keys);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* Asks torch's registry: flatten(value) gives (children, context). */
@@ -172,8 +169,7 @@ static void open_registered(const module_state *state, pli_container *self)
     } else if (parts != NULL) {
         self->context = Py_NewRef(PyTuple_GET_ITEM(parts, 1));
         self->children = PySequence_Tuple(PyTuple_GET_ITEM(parts, 0));
-        if (self->children != NULL && PyDict_Check(self->value) &&
-            find_keys(state, self) != 0)
+        if (self->children != NULL && PyDict_Check(self->value) && find_keys(self) != 0)
             Py_CLEAR(self->children);
     }
     Py_XDECREF(parts);
@@ -190,8 +186,19 @@ static void open_mark(const module_state *state, pli_container *self)
 
 /* ---- made again ----------------------------------------------------------------- */
 
-/* Gives `made` the attributes of the container's, without what a cached_property has
- * kept there: it was computed from the children. */
+/* What a cached_property keeps was computed from the children. */
+static int is_cached(const module_state *state, PyTypeObject *type, PyObject *name)
+{
+    PyObject *owner = PyObject_GetAttr((PyObject *)type, name);
+    if (owner == NULL)
+        PyErr_Clear();
+    const int is_so =
+        owner != NULL && PyObject_TypeCheck(owner, (PyTypeObject *)state->cached_type);
+    Py_XDECREF(owner);
+    return is_so;
+}
+
+/* Gives `made` the attributes of the container's, except for its children. */
 static int copy_attributes(const module_state *state, const pli_container *self,
                            PyObject *made)
 {
@@ -201,20 +208,15 @@ static int copy_attributes(const module_state *state, const pli_container *self,
         return 0;
     }
     int status = 0;
-    if (all == self->value) /* a dict that is its own attributes */
-        status = PyObject_GenericSetAttr(made, state->name___dict__, made);
     PyObject *name, *attribute;
     Py_ssize_t i = 0;
-    while (all != self->value && status == 0 &&
-           PyDict_Next(all, &i, &name, &attribute)) {
-        PyObject *owner = PyObject_GetAttr((PyObject *)Py_TYPE(made), name);
-        if (owner == NULL)
-            PyErr_Clear();
-        if (owner == NULL ||
-            !PyObject_TypeCheck(owner, (PyTypeObject *)state->cached_type))
+    if (all == self->value) /* a dict that is its own attributes */
+        status = PyObject_GenericSetAttr(made, state->name___dict__, made);
+    while (all != self->value && status == 0 && PyDict_Next(all, &i, &name, &attribute))
+        if ((self->kind != PLI_DATACLASS ||
+             PySequence_Contains(self->keys, name) == 0) &&
+            !is_cached(state, Py_TYPE(made), name))
             status = PyObject_GenericSetAttr(made, name, attribute);
-        Py_XDECREF(owner);
-    }
     Py_DECREF(all);
     return status;
 }

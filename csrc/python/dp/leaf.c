@@ -29,26 +29,21 @@ static int shape_of_array(PyObject *array, pli_shape *out)
 static int shape_by_attributes(const module_state *state, PyObject *tensor,
                                pli_shape *out)
 {
-    out->n_dims = PLI_SHAPE_UNKNOWN;
-    out->is_strided = pli_is_true(PyObject_CallOneArg(state->is_strided, tensor));
-    const int is_nested = pli_is_true(PyObject_GetAttr(tensor, state->name_is_nested));
-    if (is_nested != 0 || out->is_strided < 0)
-        return is_nested < 0 || out->is_strided < 0 ? -1 : 0;
-    PyObject *shape = PyObject_GetAttr(tensor, state->name_shape);
-    if (shape == NULL)
-        return -1;
+    PyObject *sizes;
+    PyObject *answer = PyObject_CallOneArg(state->layout_of, tensor);
     int status = -1;
-    if (!PyTuple_Check(shape)) {
-        PyErr_Format(PyExc_TypeError, "a tensor's shape is a %.200s, not a tuple",
-                     Py_TYPE(shape)->tp_name);
-    } else if (too_many_dims((int)PyTuple_GET_SIZE(shape)) == 0) {
-        out->n_dims = (int)PyTuple_GET_SIZE(shape);
-        for (int d = 0; d < out->n_dims; d++)
+    if (answer != NULL && PyArg_ParseTuple(answer, "pO", &out->is_strided, &sizes)) {
+        out->n_dims = PLI_SHAPE_UNKNOWN;
+        status = 0;
+        if (sizes != Py_None)
+            status = too_many_dims(out->n_dims = (int)PyTuple_GET_SIZE(sizes));
+        for (int d = 0; status == 0 && d < out->n_dims; d++)
             out->sizes[d] =
-                PyNumber_AsSsize_t(PyTuple_GET_ITEM(shape, d), PyExc_OverflowError);
-        status = PyErr_Occurred() ? -1 : 0;
+                PyNumber_AsSsize_t(PyTuple_GET_ITEM(sizes, d), PyExc_OverflowError);
+        if (PyErr_Occurred())
+            status = -1;
     }
-    Py_DECREF(shape);
+    Py_XDECREF(answer);
     return status;
 }
 
@@ -88,34 +83,39 @@ PyObject *pli_shape_text(const pli_shape *shape)
 
 /* ---- rows ----------------------------------------------------------------------- */
 
-/* tensor[start : start + n]: a third less than narrow() takes. */
-static PyObject *slice_tensor(PyObject *tensor, Py_ssize_t start, Py_ssize_t n)
+static PyObject *slice_of(Py_ssize_t start, Py_ssize_t n)
 {
-    PyObject *slice = pli_array_slice(start, n);
-    PyObject *part = slice != NULL ? PyObject_GetItem(tensor, slice) : NULL;
-    Py_XDECREF(slice);
-    return part;
+    PyObject *from = PyLong_FromSsize_t(start);
+    PyObject *to = PyLong_FromSsize_t(start + n);
+    PyObject *slice = from != NULL && to != NULL ? PySlice_New(from, to, NULL) : NULL;
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    return slice;
 }
 
-static PyObject *narrow_tensor(const module_state *state, PyObject *tensor,
-                               Py_ssize_t dim, Py_ssize_t start, Py_ssize_t n)
+/* start : start + n, along dimension 1 as [:, rows], along -2 as [..., rows, :]. */
+static PyObject *index_of(Py_ssize_t dim, Py_ssize_t start, Py_ssize_t n)
 {
-    PyObject *part = NULL;
-    PyObject *args[] = {tensor, PyLong_FromSsize_t(dim), PyLong_FromSsize_t(start),
-                        PyLong_FromSsize_t(n)};
-    if (args[1] != NULL && args[2] != NULL && args[3] != NULL)
-        part = PyObject_VectorcallMethod(state->name_narrow, args, 4, NULL);
-    for (int i = 1; i < 4; i++)
-        Py_XDECREF(args[i]);
-    return part;
+    if (dim == 0)
+        return slice_of(start, n);
+    const Py_ssize_t at = dim > 0 ? dim : 1;
+    PyObject *index = PyTuple_New(1 + (dim > 0 ? dim : -dim));
+    for (Py_ssize_t i = 0; index != NULL && i < PyTuple_GET_SIZE(index); i++) {
+        if (i == at)
+            pli_tuple_put(&index, i, slice_of(start, n));
+        else
+            pli_tuple_put(&index, i,
+                          i == 0 && dim < 0 ? Py_NewRef(Py_Ellipsis)
+                                            : PySlice_New(NULL, NULL, NULL));
+    }
+    return index;
 }
 
-PyObject *pli_leaf_narrow(const module_state *state, PyObject *leaf, Py_ssize_t dim,
-                          Py_ssize_t start, Py_ssize_t n)
+PyObject *pli_leaf_narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t start,
+                          Py_ssize_t n)
 {
-    if (PyType_IsSubtype(Py_TYPE(leaf), (PyTypeObject *)state->tensor_type))
-        return dim == 0 ? slice_tensor(leaf, start, n)
-                        : narrow_tensor(state, leaf, dim, start, n);
-    const Py_ssize_t counted = dim < 0 ? dim + pli_array_n_dims(leaf) : dim;
-    return pli_array_narrow(leaf, (int)counted, start, n);
+    PyObject *index = index_of(dim, start, n);
+    PyObject *part = index != NULL ? PyObject_GetItem(leaf, index) : NULL;
+    Py_XDECREF(index);
+    return part;
 }

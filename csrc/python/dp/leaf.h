@@ -10,8 +10,8 @@ int pli_leaf_shape(const module_state *state, PyObject *leaf, pli_shape *out);
 /* "(2, 3)" */
 PyObject *pli_shape_text(const pli_shape *shape);
 
-/* `n` rows of a leaf from row `start`; a tensor's are a view that autograd knows. */
-PyObject *pli_leaf_narrow(const module_state *state, PyObject *leaf, Py_ssize_t dim,
-                          Py_ssize_t start, Py_ssize_t n);
+/* `n` rows of a leaf from row `start`, a view; autograd knows a tensor's. */
+PyObject *pli_leaf_narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t start,
+                          Py_ssize_t n);
 
 #endif

@@ -35,9 +35,9 @@ enum {
     PLI_EACH /* a number a replica, always the same */
 };
 
-/* The first leaf that is split says how many rows there are. */
+/* A leaf that is split, and its rows. */
 typedef struct batch {
-    Py_ssize_t leaf; /* -1: none yet */
+    Py_ssize_t leaf; /* -1: none */
     Py_ssize_t n_rows;
 } batch;
 
@@ -88,14 +88,6 @@ static int refuse_rows(const scattered_object *self, const batch *first,
     return -1;
 }
 
-static Py_ssize_t rows_of_packed(const module_state *state, PyObject *packed)
-{
-    PyObject *number = PyObject_CallOneArg(state->packed_rows, packed);
-    const Py_ssize_t n_rows = number != NULL ? PyLong_AsSsize_t(number) : -1;
-    Py_XDECREF(number);
-    return n_rows;
-}
-
 /* The rows of a leaf that is to be split; makes it whole where it has no dimension. */
 static int read_rows(const module_state *state, const scattered_object *self,
                      Py_ssize_t leaf, Py_ssize_t *n_rows)
@@ -119,10 +111,10 @@ static int read_rows(const module_state *state, const scattered_object *self,
     return 0;
 }
 
-/* Takes a leaf that has the same number once a replica for what it is: 1 if it is one.
- * So says a number to each replica who knows torch's class, which splits every tensor
- * by itself (`n.expand(n_replicas, -1)`).  Of more numbers than one a replica, or of
- * different ones, the plain module would get another thing than its replicas. */
+/* Takes a leaf that has the same number once a replica for what it is.  So says a
+ * number to each replica who knows torch's class, which splits every tensor by itself
+ * (`n.expand(n_replicas, -1)`).  Of more numbers than one a replica, or of different
+ * ones, the plain module would get another thing than its replicas. */
 static int take_each(const module_state *state, scattered_object *self,
                      const batch *rows)
 {
@@ -137,61 +129,55 @@ static int take_each(const module_state *state, scattered_object *self,
         self->ways[rows->leaf] = PLI_EACH;
         self->has_each = 1;
     }
-    return is_each;
+    return is_each < 0 ? -1 : 0;
 }
 
-/* Takes all leaves up to `other` for such ones, which has another number of rows. */
-static int take_all_before(const module_state *state, scattered_object *self,
-                           const batch *first, const batch *other)
+static int read_packed(const module_state *state, PyObject *packed, Py_ssize_t *n_rows)
 {
-    for (Py_ssize_t i = first->leaf; i < other->leaf; i++) {
-        if (self->ways[i] == PLI_WHOLE || self->ways[i] == PLI_EACH)
+    PyObject *number = PyObject_CallOneArg(state->packed_rows, packed);
+    *n_rows = number != NULL ? PyLong_AsSsize_t(number) : -1;
+    Py_XDECREF(number);
+    return *n_rows < 0 ? -1 : 0;
+}
+
+/* Fills `first` with the first leaf that is split, and `other` with the next that has
+ * another number of rows; where `takes_each`, leaves with a number a replica are told
+ * apart. */
+static int read_batch(const module_state *state, scattered_object *self, int takes_each,
+                      batch *first, batch *other)
+{
+    Py_ssize_t n_packs = 0;
+    *first = *other = (batch){.leaf = -1};
+    for (batch at = {.leaf = 0}; at.leaf < PyList_GET_SIZE(self->leaves); at.leaf++) {
+        const char *way = &self->ways[at.leaf];
+        int status = 0;
+        if (*way == PLI_PACK_FIRST)
+            status =
+                read_packed(state, PyList_GET_ITEM(self->packs, n_packs++), &at.n_rows);
+        else if (*way == PLI_SPLIT)
+            status = read_rows(state, self, at.leaf, &at.n_rows);
+        if (status == 0 && takes_each)
+            status = take_each(state, self, &at);
+        if (status != 0)
+            return -1;
+        if (*way != PLI_SPLIT && *way != PLI_PACK_FIRST)
             continue;
-        const batch here = {.leaf = i, .n_rows = first->n_rows};
-        const int is_each = take_each(state, self, &here);
-        if (is_each != 1)
-            return is_each;
-    }
-    return 1;
-}
-
-/* Takes account of a leaf that is to be split. */
-static int add_rows(const module_state *state, scattered_object *self, batch *first,
-                    const batch *here)
-{
-    if (first->leaf >= 0 && first->n_rows != here->n_rows) {
-        int is_settled = take_each(state, self, here);
-        if (is_settled != 0)
-            return is_settled < 0 ? -1 : 0;
-        is_settled = take_all_before(state, self, first, here);
-        if (is_settled != 1)
-            return is_settled < 0 ? -1 : refuse_rows(self, first, here);
-        *first = *here;
-    } else if (first->leaf < 0) {
-        *first = *here;
+        if (first->leaf < 0)
+            *first = at;
+        else if (other->leaf < 0 && at.n_rows != first->n_rows)
+            *other = at;
     }
     return 0;
 }
 
 static int count_rows(const module_state *state, scattered_object *self, batch *first)
 {
-    Py_ssize_t n_packs = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->leaves); i++) {
-        batch here = {.leaf = i};
-        if (self->ways[i] == PLI_SPLIT) {
-            if (read_rows(state, self, i, &here.n_rows) != 0)
-                return -1;
-        } else if (self->ways[i] == PLI_PACK_FIRST) {
-            PyObject *packed = PyList_GET_ITEM(self->packs, n_packs++);
-            here.n_rows = rows_of_packed(state, packed);
-            if (here.n_rows < 0)
-                return -1;
-        }
-        if ((self->ways[i] == PLI_SPLIT || self->ways[i] == PLI_PACK_FIRST) &&
-            add_rows(state, self, first, &here) != 0)
-            return -1;
-    }
-    return 0;
+    batch other;
+    if (read_batch(state, self, 0, first, &other) != 0)
+        return -1;
+    if (other.leaf >= 0 && read_batch(state, self, 1, first, &other) != 0)
+        return -1;
+    return other.leaf >= 0 ? refuse_rows(self, first, &other) : 0;
 }
 
 /* ---- chunks --------------------------------------------------------------------- */
@@ -219,16 +205,12 @@ static int split_packs(const module_state *state, const scattered_object *self)
 
 static int divide(const module_state *state, scattered_object *self)
 {
-    const Py_ssize_t n_replicas = self->n_replicas;
     batch first = {.leaf = -1};
-    const int status = count_rows(state, self, &first);
-    if (status != 0) {
-        if (n_replicas > 1 || !PyErr_ExceptionMatches(PyExc_ValueError))
-            return -1;
-        PyErr_Clear(); /* one replica takes whatever the module takes */
-    }
+    /* One replica takes whatever the module takes. */
+    if (self->n_replicas > 1 && count_rows(state, self, &first) != 0)
+        return -1;
     self->n_rows = first.n_rows;
-    self->n_parts = pli_split_parts(first.n_rows, n_replicas);
+    self->n_parts = pli_split_parts(first.n_rows, self->n_replicas);
     if (fill_sizes(self) != 0)
         return -1;
     return self->n_parts > 1 || self->has_each ? split_packs(state, self) : 0;
@@ -248,8 +230,7 @@ static Py_ssize_t put_packed(PyObject *leaves, Py_ssize_t at, PyObject *part)
     return at;
 }
 
-static PyObject *leaves_of(const module_state *state, const scattered_object *self,
-                           Py_ssize_t k)
+static PyObject *leaves_of(const scattered_object *self, Py_ssize_t k)
 {
     const Py_ssize_t n = PyList_GET_SIZE(self->leaves);
     const pli_rows rows = pli_split_rows(self->n_rows, self->n_parts, k);
@@ -268,8 +249,7 @@ static PyObject *leaves_of(const module_state *state, const scattered_object *se
         pli_list_put(&leaves, i,
                      self->ways[i] == PLI_WHOLE
                          ? Py_NewRef(leaf)
-                         : pli_leaf_narrow(state, leaf, self->dim,
-                                           is_each ? k : rows.begin,
+                         : pli_leaf_narrow(leaf, self->dim, is_each ? k : rows.begin,
                                            is_each ? 1 : rows.n));
         i++;
     }
@@ -294,7 +274,7 @@ static PyObject *scattered_leaves(PyObject *object, PyObject *number)
     Py_ssize_t k;
     if (read_replica(self, number, &k) != 0)
         return NULL;
-    return leaves_of(state_of(object), self, k);
+    return leaves_of(self, k);
 }
 
 static PyObject *scattered_chunk(PyObject *object, PyObject *number)
@@ -307,7 +287,7 @@ static PyObject *scattered_chunk(PyObject *object, PyObject *number)
         return NULL;
     if (self->n_parts == 1 && !self->has_marks && !self->has_each)
         return Py_NewRef(self->call);
-    PyObject *leaves = leaves_of(state, self, k);
+    PyObject *leaves = leaves_of(self, k);
     PyObject *call =
         leaves != NULL ? pli_with_leaves(state, self->call, leaves, 0) : NULL;
     Py_XDECREF(leaves);

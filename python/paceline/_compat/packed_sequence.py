@@ -30,9 +30,11 @@ class Replicated(Generic[T]):
         return f"replicate({self.value!r})"
 
 
-def is_strided(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be split by rows: it is neither sparse nor nested."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+def layout_of(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...] | None]:
+    """Tell whether a tensor can be split by rows, and its shape: nested have none."""
+    if tensor.is_nested:
+        return False, None
+    return tensor.layout is torch.strided, tuple(tensor.shape)
 
 
 def repeats_row(leaf: Any, dim: int) -> bool:

@@ -69,7 +69,7 @@ def attach() -> None:
         cat=torch.cat,
         stack=torch.stack,
         dataclass_fields=dataclasses.fields,
-        is_strided=packed_sequence.is_strided,
+        layout_of=packed_sequence.layout_of,
         repeats_row=packed_sequence.repeats_row,
         packed_rows=packed_sequence.packed_rows,
         split_packed=packed_sequence.split_packed,
