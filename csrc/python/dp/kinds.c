@@ -262,12 +262,17 @@ static PyObject *close_object(const module_state *state, const pli_container *se
     int status = made != NULL ? 0 : -1;
     if (status == 0 && self->kind == PLI_LIST)
         status = PyList_SetSlice(made, 0, PY_SSIZE_T_MAX, items);
-    for (Py_ssize_t i = 0;
-         status == 0 && self->keys != NULL && i < PyTuple_GET_SIZE(items); i++) {
+    const int has_fields = status == 0 && self->kind != PLI_LIST &&
+                           !PyDict_CheckExact(made) &&
+                           type_has(Py_TYPE(made), state->name___dataclass_fields__);
+    const Py_ssize_t n = self->keys != NULL ? PyTuple_GET_SIZE(items) : 0;
+    for (Py_ssize_t i = 0; status == 0 && i < n; i++) {
         PyObject *key = PyTuple_GET_ITEM(self->keys, i);
         PyObject *item = PyTuple_GET_ITEM(items, i);
-        status = self->kind == PLI_DICT ? PyObject_SetItem(made, key, item)
-                                        : PyObject_GenericSetAttr(made, key, item);
+        if (has_fields)
+            status = PyObject_GenericSetAttr(made, key, item);
+        if (status == 0 && self->kind == PLI_DICT)
+            status = PyObject_SetItem(made, key, item);
     }
     if (status != 0)
         Py_CLEAR(made);

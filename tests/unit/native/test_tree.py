@@ -141,6 +141,19 @@ def test_a_model_output_of_pairs_is_not_taken_for_pairs():
     assert list(again) == ["loss", "logits"]
 
 
+def test_a_dict_that_is_a_dataclass_keeps_its_entries_as_attributes():
+    @dataclasses.dataclass
+    class Both(dict):
+        x: torch.Tensor
+
+        def __post_init__(self):
+            self["x"] = self.x
+
+    tree, leaves = _native.flatten(Both(rows(2)))
+    again = tree.unflatten([leaves[0] + 1])
+    assert again.x is again["x"]
+
+
 def test_an_order_that_was_changed_is_kept():
     value = collections.OrderedDict(a=rows(1), b=rows(2))
     value.move_to_end("a")
