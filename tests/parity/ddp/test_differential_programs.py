@@ -15,18 +15,15 @@ that was named in a failure.
 """
 
 import contextlib
-import functools
 import os
 import random
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import (
     PARTS,
     FailsInBackward,
-    Ranks,
     Twin,
     assert_equal,
     integer_weights,
@@ -36,11 +33,6 @@ from cases import (
 )
 from paceline import MismatchError
 from torch import nn
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -60,11 +52,6 @@ def drawn_seeds(ranks):
 
 AVERAGED = ["step", "parts", "beside", "lose"]
 IGNORED = ["first.bias", "second.weight", "large.weight", "mark", "late0"]
-
-
-@functools.cache
-def mesh_of_four():
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 class Model(nn.Module):
@@ -100,13 +87,6 @@ class Program:
         self.same = random.Random(seed)
         draw = self.same.random
         options = {"process_group": ranks.group}
-        self.is_split = ranks.n == 4 and draw() < 0.5
-        if (
-            self.is_split
-        ):  # all that a rank draws is drawn by its part of the layers too
-            mesh = mesh_of_four()
-            ranks = Ranks(mesh["dp"].get_local_rank(), 2, mesh["dp"].get_group())
-            options = {"device_mesh": mesh["dp"]}
         self.ranks = ranks
         self.own = random.Random(f"{seed} {ranks.rank}")
         self.found = []
@@ -117,13 +97,10 @@ class Program:
         module = integer_weights(Model(ranks.rank, ranks.n, self.has_buffer))
         if draw() < 0.3:
             module.second.requires_grad_(False)
-        if draw() < 0.3 and not self.is_split:
+        if draw() < 0.3:
             module.first.weight.register_hook(lambda g: g * 2)
         ignored = self.same.sample(IGNORED, self.same.choice([0, 0, 1, 2]))
         TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ignored)
-        if self.is_split:
-            split = {"first": ColwiseParallel(), "last": RowwiseParallel()}
-            parallelize_module(module, mesh["tp"], split)
         part = self.same.choice([None, None, *PARTS])
         if part is not None:
             kind = type("Own", (kind,), PARTS[part])
@@ -134,8 +111,8 @@ class Program:
         }
         self.is_static = options["static_graph"]
         self.model = kind(module, **options)
-        self.parameters = [*self.model.parameters()]  # split layers have none later
-        if draw() < 0.3 and not self.is_split:
+        self.parameters = [*self.model.parameters()]
+        if draw() < 0.3:
             module.last.weight.register_hook(lambda g: g * 2)
 
     def x(self, rows=2):
