@@ -69,6 +69,8 @@ def run(test, is_torch, folder):
         *(home, test, is_torch, str(folder)),
         timeout=TIMEOUT,
         rendezvous="none",
+        # The master may ask a trainer for a group before that has its default one.
+        env={"TORCH_DIST_INIT_BARRIER": "1"},
     )
     assert values(outcomes) == built
 
