@@ -74,7 +74,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
         {.n_rows = 700, .row_elems = 1, .dtype = PL_F32}};
     static int64_t indices[] = {1, 3};
     static float values[] = {1, 2, 3, 4};
-    const pl_sparse_rows rows[ROWS_TABLES] = {{indices, values, 2}, {indices, values, 2}};
+    const pl_sparse_rows rows[ROWS_TABLES] = {{indices, values, 2},
+                                              {indices, values, 2}};
     rows_world world = {.super = {.ops = &rows_ops,
                                   .rank = 1,
                                   .world_size = 2,

@@ -448,10 +448,10 @@ static PyGetSetDef reducer_getset[] = {
      "Whether a buffer is gone, or of another size than it had.", NULL},
     {"unused", NULL, pli_hook_set_flags,
      "A byte a parameter: whether its gradient is torch's error, under strict.",
-     (void *)offsetof(grad_slot, is_unused)},
+     (void *)offsetof(grad_slot, is_unused)}, /* NOLINT: an offset */
     {"unseen", pli_hook_get_flags, pli_hook_set_flags,
      "A byte a parameter: whether its gradient has accumulated what no step averaged.",
-     (void *)offsetof(grad_slot, is_unseen)},
+     (void *)offsetof(grad_slot, is_unseen)}, /* NOLINT: an offset */
     {NULL, NULL, NULL, NULL, NULL},
 };
 
