@@ -50,15 +50,21 @@ def digest(kind: str) -> str:
     return h.hexdigest()
 
 
-def find_nvcc() -> str | None:
-    """The compiler of CUDA, where setup.py would find it."""
+def find_tool(name: str) -> str | None:
+    """A program of CUDA's, where setup.py would find its compiler."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     places = [f"{home}/bin" for home in homes if home]
     path = os.pathsep.join([*places, os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
-    return shutil.which("nvcc", path=path)
+    return shutil.which(name, path=path)
 
 
-def run_command(command: list[str], cwd: Path, **env: str) -> str:
+def find_nvcc() -> str | None:
+    return find_tool("nvcc")
+
+
+def run_command(
+    command: list[str], cwd: Path, seconds: float = BUILD_SECONDS, **env: str
+) -> str:
     """Return what a command prints; that is the error's where it fails."""
     done = subprocess.run(
         command,
@@ -67,7 +73,7 @@ def run_command(command: list[str], cwd: Path, **env: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=BUILD_SECONDS,
+        timeout=seconds,
         check=False,
     )
     if done.returncode != 0:

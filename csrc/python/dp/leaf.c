@@ -33,10 +33,9 @@ static int shape_by_attributes(const module_state *state, PyObject *tensor,
     PyObject *answer = PyObject_CallOneArg(state->layout_of, tensor);
     int status = -1;
     if (answer != NULL && PyArg_ParseTuple(answer, "pO", &out->is_strided, &sizes)) {
-        out->n_dims = PLI_SHAPE_UNKNOWN;
-        status = 0;
-        if (sizes != Py_None)
-            status = too_many_dims(out->n_dims = (int)PyTuple_GET_SIZE(sizes));
+        out->n_dims =
+            sizes == Py_None ? PLI_SHAPE_UNKNOWN : (int)PyTuple_GET_SIZE(sizes);
+        status = too_many_dims(out->n_dims);
         for (int d = 0; status == 0 && d < out->n_dims; d++)
             out->sizes[d] =
                 PyNumber_AsSsize_t(PyTuple_GET_ITEM(sizes, d), PyExc_OverflowError);

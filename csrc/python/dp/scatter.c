@@ -12,7 +12,6 @@
 typedef struct scattered_object {
     PyObject_HEAD
     PyObject *call;   /* (inputs, kwargs), as they came */
-    PyObject *tree;   /* of the call */
     PyObject *leaves; /* a list */
     char *ways;       /* one a leaf */
     Py_ssize_t n_ways_allocated;
@@ -111,10 +110,10 @@ static int read_rows(const module_state *state, const scattered_object *self,
     return 0;
 }
 
-/* Takes a leaf that has the same number once a replica for what it is.  So says a
- * number to each replica who knows torch's class, which splits every tensor by itself
- * (`n.expand(n_replicas, -1)`).  Of more numbers than one a replica, or of different
- * ones, the plain module would get another thing than its replicas. */
+/* Finds out whether a leaf holds one number once for each replica: programs written for
+ * torch's class, which splits every tensor by itself, pass a number to each replica so
+ * (`n.expand(n_replicas, -1)`).  If there are more numbers, or different ones, replicas
+ * would get something else than the plain module: such a leaf is split by rows. */
 static int take_each(const module_state *state, scattered_object *self,
                      const batch *rows)
 {

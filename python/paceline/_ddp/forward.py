@@ -248,9 +248,9 @@ class Forward(TorchDDP):
         attributes["require_forward_param_sync"] = is_synchronised
 
     def _begin_forward(self, has_buffers: bool = True) -> ForwardPass | None:
-        """Return what watches the backward to come; None where there is nothing.
+        """Return what watches the coming backward, or None if nothing has to.
 
-        Rank 0's buffers are taken over with ``has_buffers``.
+        With ``has_buffers`` the module takes over rank 0's buffers.
         """
         session = self._session
         if session.log.is_measuring and not torch_core.is_in_backward():

@@ -178,6 +178,7 @@ def run_cases(rank, n_ranks, module, cases):
 
 def _run_case(rank, n_ranks, store, number, body, point):
     print(f"case {body.__name__} {point}", file=sys.stderr, flush=True)
+    group = None
     try:
         group = dist.new_group(timeout=timedelta(seconds=PEER_SECONDS))
         torch.manual_seed(number)
@@ -192,7 +193,8 @@ def _run_case(rank, n_ranks, store, number, body, point):
     ends = [f"case/{number}/{each}" for each in range(n_ranks)]
     with contextlib.suppress(RuntimeError):  # a rank that misses this one goes on
         store.wait(ends, timedelta(seconds=5 * PEER_SECONDS))
-    dist.destroy_process_group(group)  # its thread wakes 100 times a second
+    if group is not None:  # its thread wakes 100 times a second
+        dist.destroy_process_group(group)
     return words
 
 

@@ -92,7 +92,7 @@ def look_torch() -> Finding:
 def judge_torch(
     version: str, build: str = "", error: str = "", has_groups: bool = True
 ) -> Finding:
-    """Judge whether Paceline can use this torch; `version` is "" if there is none."""
+    """Judge whether Paceline can use this torch; "" says that none is there."""
     oldest = ".".join(map(str, OLDEST_TORCH))
     install = f"{sys.executable} -m pip install 'torch>={oldest}' numpy cloudpickle"
     found = f"torch {version}" if version else "no torch"
