@@ -38,7 +38,8 @@
     X(cat)                                                                             \
     X(stack)                                                                           \
     X(dataclass_fields) /* dataclasses.fields */                                       \
-    X(layout_of)        /* these six: paceline._compat.packed_sequence */              \
+    X(copy_attributes)  /* these seven: paceline._compat.packed_sequence */            \
+    X(layout_of)                                                                       \
     X(repeats_row)                                                                     \
     X(packed_rows)                                                                     \
     X(split_packed)                                                                    \
@@ -51,7 +52,6 @@
     X(size_type, PyType_Type)                                                          \
     X(packed_type, PyType_Type) /* PackedSequence */                                   \
     X(marker_type, PyType_Type) /* paceline._compat.packed_sequence.Replicated */      \
-    X(cached_type, PyType_Type) /* functools.cached_property */                        \
     X(registry, PyDict_Type)    /* of pytrees: {type: NodeDef} */
 
 /* Attribute names that are asked for often: interned, in the field name_x. */
@@ -59,7 +59,6 @@
     X(_fields)                                                                         \
     X(_make)                                                                           \
     X(__dataclass_fields__)                                                            \
-    X(__dict__)                                                                        \
     X(__new__)                                                                         \
     X(data)                                                                            \
     X(flatten_fn)                                                                      \

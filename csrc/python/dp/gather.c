@@ -236,24 +236,6 @@ static int align(pli_container *parts, Py_ssize_t k, const pli_step *at)
 
 /* ---- lists of rows -------------------------------------------------------------- */
 
-/* Looks into a list: is there a tensor or an array, is there a plain value? */
-typedef struct search {
-    pli_walk walk;
-    int has_leaf;
-    int has_value;
-} search;
-
-static int look(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
-                PyObject **out)
-{
-    search *self = (search *)walk;
-    (void)at;
-    (void)out;
-    self->has_leaf |= kind < PLI_CONSTANT;
-    self->has_value |= kind == PLI_CONSTANT && values[0] != Py_None;
-    return kind <= PLI_CONSTANT;
-}
-
 /* Where the rows are known, each replica's list must have an entry for each of its. */
 static int check_rows(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
@@ -281,9 +263,9 @@ static int check_rows(const joiner *self, PyObject *const *lists, const pli_step
  */
 static int are_by_row(const joiner *self, PyObject *const *lists, const pli_step *at)
 {
-    search found = {.walk = {.state = self->walk.state, .n = 1, .meet = look}};
+    pli_contents found = {0};
     for (Py_ssize_t k = 0; k < self->walk.n; k++)
-        if (pli_look(&found.walk, lists[k]) != 0)
+        if (pli_look_inside(self->walk.state, lists[k], &found) != 0)
             return -1;
     if (found.has_leaf || !found.has_value)
         return 0;

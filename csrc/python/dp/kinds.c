@@ -73,12 +73,17 @@ static void open_tuple(const module_state *state, pli_container *self)
     self->children = PyTuple_GetSlice(self->value, 0, PyTuple_GET_SIZE(self->value));
 }
 
+/* A class may make tuples that do not have one entry for each name. */
 static void open_named(const module_state *state, pli_container *self)
 {
-    self->keys =
+    PyObject *names =
         PyObject_GetAttr((PyObject *)Py_TYPE(self->value), state->name__fields);
-    if (self->keys != NULL)
+    if (names != NULL)
         open_tuple(state, self);
+    if (names != NULL && PyTuple_Check(names) &&
+        PyTuple_GET_SIZE(names) == PyTuple_GET_SIZE(self->value))
+        self->keys = Py_NewRef(names);
+    Py_XDECREF(names);
 }
 
 static void open_list(const module_state *state, pli_container *self)
@@ -186,39 +191,19 @@ static void open_mark(const module_state *state, pli_container *self)
 
 /* ---- made again ----------------------------------------------------------------- */
 
-/* What a cached_property keeps was computed from the children. */
-static int is_cached(const module_state *state, PyTypeObject *type, PyObject *name)
+/* `made`, or NULL where it is that: with the attributes of the container's. */
+static PyObject *with_attributes(const module_state *state, const pli_container *self,
+                                 PyObject *made)
 {
-    PyObject *owner = PyObject_GetAttr((PyObject *)type, name);
-    if (owner == NULL)
-        PyErr_Clear();
-    const int is_so =
-        owner != NULL && PyObject_TypeCheck(owner, (PyTypeObject *)state->cached_type);
-    Py_XDECREF(owner);
-    return is_so;
-}
-
-/* Gives `made` the attributes of the container's, except for its children. */
-static int copy_attributes(const module_state *state, const pli_container *self,
-                           PyObject *made)
-{
-    PyObject *all = PyObject_GetAttr(self->value, state->name___dict__);
-    if (all == NULL) {
-        PyErr_Clear(); /* slots alone */
-        return 0;
-    }
-    int status = 0;
-    PyObject *name, *attribute;
-    Py_ssize_t i = 0;
-    if (all == self->value) /* a dict that is its own attributes */
-        status = PyObject_GenericSetAttr(made, state->name___dict__, made);
-    while (all != self->value && status == 0 && PyDict_Next(all, &i, &name, &attribute))
-        if ((self->kind != PLI_DATACLASS ||
-             PySequence_Contains(self->keys, name) == 0) &&
-            !is_cached(state, Py_TYPE(made), name))
-            status = PyObject_GenericSetAttr(made, name, attribute);
-    Py_DECREF(all);
-    return status;
+    PyObject *keys = self->kind == PLI_DATACLASS ? self->keys : Py_None;
+    PyObject *args[] = {self->value, made, keys};
+    PyObject *done = made != NULL
+                         ? PyObject_Vectorcall(state->copy_attributes, args, 3, NULL)
+                         : NULL;
+    if (done == NULL)
+        Py_CLEAR(made);
+    Py_XDECREF(done);
+    return made;
 }
 
 static PyObject *close_tuple(const module_state *state, const pli_container *self,
@@ -230,9 +215,7 @@ static PyObject *close_tuple(const module_state *state, const pli_container *sel
     PyObject *made = self->kind == PLI_TUPLE
                          ? PyObject_CallOneArg(type, items)
                          : PyObject_CallMethodOneArg(type, state->name__make, items);
-    if (made != NULL && copy_attributes(state, self, made) != 0)
-        Py_CLEAR(made);
-    return made;
+    return with_attributes(state, self, made);
 }
 
 /* What type.__new__(type) makes: an instance before its __init__. */
@@ -250,9 +233,7 @@ static PyObject *blank(const module_state *state, const pli_container *self)
                      Py_TYPE(made)->tp_name);
         Py_CLEAR(made);
     }
-    if (made != NULL && copy_attributes(state, self, made) != 0)
-        Py_CLEAR(made);
-    return made;
+    return with_attributes(state, self, made);
 }
 
 static PyObject *close_object(const module_state *state, const pli_container *self,

@@ -217,14 +217,17 @@ static int divide(const module_state *state, scattered_object *self)
 
 /* ---- a replica's ---------------------------------------------------------------- */
 
-/* The tensors of a PackedSequence's part, into `leaves` from `at` on. */
-static Py_ssize_t put_packed(PyObject *leaves, Py_ssize_t at, PyObject *part)
+/* The tensors of a PackedSequence's part, into `leaves` from `at` on: as many as the
+ * whole has, which may lack the unsorted indices. */
+static Py_ssize_t put_packed(const scattered_object *self, PyObject *leaves,
+                             Py_ssize_t at, PyObject *part)
 {
+    const Py_ssize_t n = PyList_GET_SIZE(leaves);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(part); i++) {
         PyObject *tensor = PyTuple_GET_ITEM(part, i);
-        if (tensor == Py_None)
-            continue;
-        PyList_SET_ITEM(leaves, at++, Py_NewRef(tensor));
+        if (tensor != Py_None &&
+            (i == 0 || (at < n && self->ways[at] == PLI_PACK_MORE)))
+            PyList_SET_ITEM(leaves, at++, Py_NewRef(tensor));
     }
     return at;
 }
@@ -241,7 +244,7 @@ static PyObject *leaves_of(const scattered_object *self, Py_ssize_t k)
         PyObject *leaf = PyList_GET_ITEM(self->leaves, i);
         if (self->ways[i] == PLI_PACK_FIRST) {
             PyObject *parts = PyList_GET_ITEM(self->packs, n_packs++);
-            i = put_packed(leaves, i, PyList_GET_ITEM(parts, k));
+            i = put_packed(self, leaves, i, PyList_GET_ITEM(parts, k));
             continue;
         }
         const int is_each = self->ways[i] == PLI_EACH;

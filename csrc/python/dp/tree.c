@@ -76,6 +76,30 @@ int pli_look(pli_walk *walk, PyObject *value)
     return none != NULL ? 0 : -1;
 }
 
+typedef struct looking {
+    pli_walk walk;
+    pli_contents *contents;
+} looking;
+
+static int note(pli_walk *walk, int kind, PyObject *const *values, const pli_step *at,
+                PyObject **out)
+{
+    pli_contents *contents = ((looking *)walk)->contents;
+    (void)at;
+    (void)out;
+    contents->has_leaf |= kind < PLI_CONSTANT;
+    contents->has_value |= kind == PLI_CONSTANT && values[0] != Py_None;
+    contents->has_mark |= kind == PLI_MARK;
+    return kind <= PLI_CONSTANT;
+}
+
+int pli_look_inside(const module_state *state, PyObject *value, pli_contents *contents)
+{
+    looking self = {.walk = {.state = state, .n = 1, .meet = note},
+                    .contents = contents};
+    return pli_look(&self.walk, value);
+}
+
 /* ---- paths ---------------------------------------------------------------------- */
 
 PyObject *pli_path(const pli_step *at,
@@ -134,6 +158,18 @@ PyObject *pli_path_of_leaf(const module_state *state, PyObject *value, Py_ssize_
 
 /* ---- other leaves --------------------------------------------------------------- */
 
+/* A dataclass that holds no leaf and no mark is one object of the user's: his forward
+ * may write to it, or ask whether it is this one (an enumeration).  1, 0 or -1. */
+static int is_object(const module_state *state, int kind, PyObject *value)
+{
+    pli_contents contents = {0};
+    if (kind != PLI_DATACLASS)
+        return kind == PLI_CONSTANT;
+    if (pli_look_inside(state, value, &contents) != 0)
+        return -1;
+    return !contents.has_leaf && !contents.has_mark;
+}
+
 typedef struct replacing {
     pli_walk walk;
     PyObject *leaves;
@@ -145,13 +181,14 @@ static int replace(pli_walk *walk, int kind, PyObject *const *values,
 {
     replacing *self = (replacing *)walk;
     (void)at;
-    if (kind > PLI_CONSTANT)
-        return 0;
-    if (kind == PLI_CONSTANT)
+    const int is_whole = is_object(walk->state, kind, values[0]);
+    if (kind > PLI_CONSTANT && is_whole <= 0)
+        return is_whole;
+    if (is_whole)
         *out = Py_NewRef(values[0]);
     else if (self->n_met < PySequence_Fast_GET_SIZE(self->leaves))
         *out = Py_NewRef(PySequence_Fast_GET_ITEM(self->leaves, self->n_met));
-    self->n_met += kind != PLI_CONSTANT; /* too few are an error at the end */
+    self->n_met += !is_whole; /* too few are an error at the end */
     return 1;
 }
 

@@ -85,6 +85,14 @@ PyObject *pli_walk_values(pli_walk *walk, PyObject *const *values, const pli_ste
 /* Walks through one value, in the mode PLI_LOOK: 0 or -1. */
 int pli_look(pli_walk *walk, PyObject *value);
 
+/* What there is in a value: a tensor or an array, a constant but None, a mark. */
+typedef struct pli_contents {
+    int has_leaf, has_value, has_mark;
+} pli_contents;
+
+/* Adds what is in `value` to `contents`: 0 or -1. */
+int pli_look_inside(const module_state *state, PyObject *value, pli_contents *contents);
+
 /* `start`, then a step for each frame: "[0]", "['mask']" or ".logits".  Where `start`
  * is NULL the outermost is (args, kwargs): "args[0]['mask']", "kwargs['x']". */
 PyObject *pli_path(const pli_step *at, const char *start);

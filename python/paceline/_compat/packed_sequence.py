@@ -1,12 +1,16 @@
 """The parts of scatter and gather that are Python by nature.
 
 The walk over nested containers is in C (``csrc/python/dp/tree.c``); here are the marker
-of what is not to be split, and the split and the join of packed sequences.
+of what is not to be split, what a container has besides its children, and the split and
+the join of packed sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -28,6 +32,27 @@ class Replicated(Generic[T]):
 
     def __repr__(self) -> str:
         return f"replicate({self.value!r})"
+
+
+def copy_attributes(value: Any, made: Any, children: Sequence[str] | None) -> None:
+    """Give a container the attributes of another one, except for its children.
+
+    Those in slots, too, and ``default_factory``; not what a ``cached_property`` keeps,
+    which was computed from the children.
+    """
+    others = set(children or ())
+    for base in type(made).__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, cached_property):
+                others.add(name)
+            elif type(member) is MemberDescriptorType:
+                with suppress(AttributeError):  # never set, or read-only
+                    member.__set__(made, member.__get__(value))
+    own = getattr(value, "__dict__", {})
+    if own is value:  # a dict that is its own attributes
+        object.__setattr__(made, "__dict__", made)
+    elif own:
+        vars(made).update((k, v) for k, v in own.items() if k not in others)
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...] | None]:

@@ -69,6 +69,7 @@ def attach() -> None:
         cat=torch.cat,
         stack=torch.stack,
         dataclass_fields=dataclasses.fields,
+        copy_attributes=packed_sequence.copy_attributes,
         layout_of=packed_sequence.layout_of,
         repeats_row=packed_sequence.repeats_row,
         packed_rows=packed_sequence.packed_rows,
@@ -79,7 +80,6 @@ def attach() -> None:
         size_type=torch.Size,
         packed_type=PackedSequence,
         marker_type=packed_sequence.Replicated,
-        cached_type=functools.cached_property,
         registry=_pytree.SUPPORTED_NODES,
         # torch 2.10 and newer; before, tensors go through capsules
         exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),

@@ -11,7 +11,7 @@ from paceline._compat import torch_core
 from support.leaks import assert_leaves_nothing
 from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from values import Attributed, Box, Classified, Frozen, Pair, Wanting, rows, same
+from values import Attributed, Box, Classified, Frozen, Pair, rows, same
 
 torch_core.attach()
 
@@ -108,17 +108,6 @@ def test_constants_are_not_compared():
     assert second is two
 
 
-def test_a_dataclass_is_joined_without_its_constructor():
-    parts = [Wanting(A, 1), Wanting(B, 2)]
-    parts[0].extra = "first"
-    before = Wanting.n_made
-    output = gather(*parts)
-    assert Wanting.n_made == before
-    assert torch.equal(output.x, X)
-    assert output.extra == "first"
-    assert parts[0].x is A
-
-
 WITH_LOSS, WITHOUT = Classified(loss=A, logits=A), Classified(logits=B)
 OTHER = {"l": [rows(2, 3)]}
 AT = r"output\['l'\]\[0\] has shape \(3, 2\) on replica 0 and \(2, 3\) on replica 1"
@@ -131,6 +120,7 @@ DIFFERENT = {
     "fewer": ({"a": A, "b": A}, {"a": B}, ValueError, r"\('a', 'b'\) on replica 0"),
     "output": (WITH_LOSS, WITHOUT, ValueError, r"\('logits',\) on replica 1"),
     "length": ((A, A), (B,), ValueError, "2 entries on replica 0 and 1 on replica 1"),
+    "names": (Pair(A, A), tuple.__new__(Pair, (B,)), ValueError, "2 entries on repl"),
     "list": ([A], [B, B, B], ValueError, "override gather"),
     "context": (Box(A, 1), Box(B, 2), ValueError, "context 1 on replica 0 and 2"),
     "shape": ({"l": [A]}, OTHER, ValueError, AT),

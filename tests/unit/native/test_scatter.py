@@ -10,13 +10,14 @@ from paceline import _native
 from paceline._compat import torch_core
 from paceline._compat.packed_sequence import Replicated
 from support.leaks import assert_leaves_nothing
+from torch.nn.parallel import scatter_gather
 from torch.nn.utils.rnn import (
     PackedSequence,
     pack_padded_sequence,
     pack_sequence,
     unpack_sequence,
 )
-from values import Pair, rows, same
+from values import Pair, Wanting, rows, same
 
 torch_core.attach()
 
@@ -161,6 +162,19 @@ def test_a_packed_sequence_that_was_sorted_stays_without_indices():
     for part in parts:
         assert (part.sorted_indices, part.unsorted_indices) == (None, None)
     assert [p.batch_sizes.tolist() for p in parts] == [[2, 2, 1, 1], [1]]
+    ordered = packed._replace(sorted_indices=torch.arange(3))
+    scattered = _native.scatter((ordered, rows(3)), {}, 2, 0)
+    assert [x.tolist() for x in scattered.leaves(1)[2:]] == [[0], [2.0]]
+
+
+def test_a_dataclass_without_tensors_is_one_object_for_all_as_in_torch():
+    thing = Wanting(["log"], 1)
+    for args, _ in chunks(_native.scatter((rows(4), [thing]), {}, 2, 0)):
+        assert args[1][0] is thing
+    assert all(part[0] is thing for part in scatter_gather.scatter([thing], [0, 1]))
+    marked = Wanting([Replicated(2)], 1)
+    (args, _) = _native.scatter((rows(4), marked), {}, 2, 0).chunk(1)
+    assert args[1].x == [2]
 
 
 def test_gradients_flow_through_a_packed_sequence():

@@ -1,7 +1,7 @@
 """Containers as models take and return them, and how two values are compared."""
 
 import dataclasses
-from collections import OrderedDict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,12 @@ class Classified(Output):
     hidden_states: Any = None
 
 
+class Noted(defaultdict):
+    """Its note is in a slot; C keeps the default of its base."""
+
+    __slots__ = ("note",)
+
+
 class Box:
     """A type that torch's registry of pytrees knows."""
 
@@ -128,6 +134,9 @@ def same(left, right):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, np.ndarray):
         return left.dtype == right.dtype and np.array_equal(left, right)
+    for name in ("note", "default_factory"):
+        if getattr(left, name, None) != getattr(right, name, None):
+            return False
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[k], right[k]) for k in left)
     if isinstance(left, list | tuple | deque):
