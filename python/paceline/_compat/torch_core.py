@@ -11,7 +11,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -302,6 +302,44 @@ def tensor_leaves(tree: Any) -> list[Any]:
     return _pytree.tree_leaves(tree)
 
 
+_PLAIN = frozenset(
+    (type(None), bool, int, float, str, bytes, slice, range)
+    + (torch.dtype, torch.device, torch.Size)
+)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what is in nested containers, but for plain values.
+
+    Tuples, lists, dicts, dataclasses and registered pytrees are opened, each of them
+    once: they may be nested to any depth, and hold themselves.
+    """
+    met: dict[int, Any] = {}
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        inside = None if isinstance(value, torch.Tensor) else _children(value)
+        if inside is None:
+            yield value
+        elif id(value) not in met:
+            met[id(value)] = value
+            pending += [child for child in inside if type(child) not in _PLAIN]
+
+
+def _children(value: Any) -> Iterable[Any] | None:
+    kind = type(value)
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is not None and kind not in (tuple, list, dict):
+        return node.flatten_fn(value)[0]
+    if isinstance(value, (tuple, list)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if dataclasses.is_dataclass(kind):
+        return [getattr(value, each.name, None) for each in dataclasses.fields(kind)]
+    return None
+
+
 def has_accelerator() -> bool:
     """Tell whether torch's own DataParallel would find devices to use here."""
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and newer
@@ -364,12 +402,6 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_frames(call)
     return call
-
-
-def children(value: Any) -> list[Any]:
-    """Return what a value of a type that is registered as a pytree is made of."""
-    node = _pytree.SUPPORTED_NODES.get(type(value))
-    return list(node.flatten_fn(value)[0]) if node is not None else []
 
 
 def accumulation_node(parameter: torch.Tensor) -> Any:

@@ -57,11 +57,7 @@ class ForwardPass:
     def watch(self, output: Any) -> bool:
         """Have the beginning of the backward of ``output`` noticed, if it can be."""
         is_watched = False
-        if isinstance(output, torch.Tensor):
-            leaves = [output]
-        else:
-            leaves = torch_core.tensor_leaves(output)
-        for leaf in leaves:
+        for leaf in torch_core.leaves_of(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self)  # type: ignore[no-untyped-call]
                 is_watched = True

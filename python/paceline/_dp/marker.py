@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-
-import torch
 
 from paceline._compat import torch_core
 from paceline._compat.packed_sequence import Replicated
-
-_PLAIN = frozenset(
-    (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, bytes)
-    + (torch.dtype, torch.device, torch.Size, slice, range)
-)
 
 
 def replicate(value: Any) -> Any:
@@ -48,21 +40,5 @@ def replicate(value: Any) -> Any:
 
 
 def has_mark(value: Any) -> bool:
-    """Tell whether a value is marked, or holds something that is.
-
-    Looked for in tuples, lists, dicts, dataclasses and registered pytrees, nested in
-    any way.
-    """
-    kind = type(value)
-    if kind in _PLAIN:
-        return False
-    if kind is Replicated:
-        return True
-    if isinstance(value, (tuple, list)):
-        return any(map(has_mark, value))
-    if isinstance(value, dict):
-        return any(map(has_mark, value.values()))
-    if dataclasses.is_dataclass(kind):
-        fields = dataclasses.fields(kind)
-        return any(has_mark(getattr(value, each.name, None)) for each in fields)
-    return any(map(has_mark, torch_core.children(value)))
+    """Tell whether a value is marked, or holds something that is."""
+    return any(type(leaf) is Replicated for leaf in torch_core.leaves_of(value))

@@ -119,10 +119,20 @@ class Hides(TwoParts):
         self.kept = self.first(x) + self.second(x)
 
 
+class Circles(Hides):
+    """Returns containers that have no end."""
+
+    def forward(self, x):
+        super().forward(x)
+        circle = []
+        circle.append({"again": (circle,)})
+        return circle
+
+
 @on_gpus_too()
-@as_torch(asks=[True, False], hides=[False, True])
+@as_torch(asks=[True, False], hides=[None, Hides, Circles])
 def test_the_attribute_is_read_in_forward(ranks, wrap, asks, hides):
-    model = wrap(integer_weights(Hides()) if hides else net())
+    model = wrap(integer_weights(hides()) if hides else net())
     for step in range(3):
         model.require_backward_grad_sync = asks
         out = model(data(ranks, step))

@@ -300,10 +300,14 @@ def test_a_method_may_be_replaced_on_one_object(n_rows):
 
 def test_marks_are_found_wherever_they_may_stand():
     mark = paceline.replicate(1)
+    deep = circle = []
+    for _ in range(5000):
+        deep = [deep, deep]
+    circle.append(deep)
     pair = collections.namedtuple("Pair", "a b")
-    for value in (mark, [mark], (0, [mark]), {"a": (mark,)}, pair(0, [mark])):
+    for value in (mark, [mark], (0, [mark]), {"a": (mark,)}, pair(deep, mark)):
         assert marker.has_mark(value)
-    for value in (1, torch.ones(1), [1, "a", (None,)], {"a": {}}, object(), pair(0, 1)):
+    for value in (1, torch.ones(1), [1, "a", (None,)], {"a": {}}, object(), deep):
         assert not marker.has_mark(value)
 
 
