@@ -114,7 +114,8 @@ def check(
     """Compare a model in a :class:`paceline.DataParallel` with the model alone.
 
     Copies of the model take one forward and one backward on the whole batch, with and
-    without the wrapper; the model itself and the random numbers are left as they are.
+    without the wrapper; the model itself, the batch and the random numbers are left as
+    they are.
 
     Parameters
     ----------
@@ -159,14 +160,13 @@ def check(
     torch_core.attach()
     model = unwrap(model)
     devices, place = _devices(model, replicas)
-    args, kwargs = _arguments(batch, place)
-    plain = copy.deepcopy(model)
-    output, notes = _run(plain, plain, args, kwargs)
-    _backward(output, loss, _is_scalar(output))
-    wrapped = copy.deepcopy(model)
+    plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
     wrapper = DataParallel(wrapped, devices)
-    joined, _ = _run(wrapper, wrapped, args, kwargs)
-    _backward(joined, loss, _is_scalar(output))
+    with torch.enable_grad():
+        output, notes = _run(plain, plain, *_arguments(batch, place))
+        _backward(output, loss, _is_scalar(output))
+        joined, _ = _run(wrapper, wrapped, *_arguments(batch, place))
+        _backward(joined, loss, _is_scalar(output))
     tolerance = (rtol, atol)
     rows = _output_rows(output, joined, tolerance)
     for (name, ours), theirs in zip(
@@ -192,15 +192,21 @@ def _devices(
 def _arguments(
     batch: Any, place: torch.device | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the batch as arguments, on a GPU where one is given."""
-    if place is not None:
-        tree, leaves = _native.flatten(batch)
-        batch = tree.unflatten(
-            [x.to(place) if isinstance(x, torch.Tensor) else x for x in leaves]
-        )
+    """Return a copy of the batch as arguments, on a GPU where one is given."""
+    tree, leaves = _native.flatten(batch)
+    batch = tree.unflatten([_copied(leaf, place) for leaf in leaves])
     if isinstance(batch, dict):
         return (), batch
     return (batch if type(batch) is tuple else (batch,)), {}
+
+
+def _copied(leaf: Any, place: torch.device | None) -> Any:
+    """Return a copy out of the caller's graph: one more node, if it was in one."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf.copy()
+    copied = leaf.detach().to(place or leaf.device, copy=True)
+    copied.requires_grad_(leaf.requires_grad)
+    return copied if leaf.is_leaf else copied.clone()
 
 
 def _run(

@@ -343,10 +343,21 @@ def test_check_agrees_with_itself_on_a_model_of_rows():
     )
 
 
-def test_check_leaves_the_random_numbers_as_they_are():
+@torch.no_grad()
+def test_check_leaves_the_batch_and_the_random_numbers_as_they_are():
     before = torch.get_rng_state()
     paceline.check(nn.Dropout(0.5), torch.ones(4, 3))
     assert torch.equal(before, torch.get_rng_state())
+    encoder, x = nn.Linear(2, 2), torch.ones(4, 2)
+    with torch.enable_grad():
+        loss = (encoded := encoder(x)).sum()
+    model = nn.Sequential(nn.Hardtanh(0, 0.1, inplace=True), nn.Linear(2, 1))
+    report = paceline.check(model, encoded)
+    assert report.ok
+    assert float(report.rows[-1].plain) > 0
+    assert torch.equal(encoded, encoder(x))
+    loss.backward()
+    assert encoder.bias.grad.tolist() == [4, 4]
 
 
 class Sum(nn.Linear):
