@@ -114,7 +114,7 @@ def save(
         the target is written, and a file that is replaced keeps its mode.
     prefix : {"keep", "strip"}, default "keep"
         Whether the keys of a wrapper's parameters keep ``module.`` in front; stripped,
-        the bare model loads them.
+        the bare model loads them.  State dicts inside a dict keep them.
     process_group : torch.distributed.ProcessGroup, optional
         Whose rank 0 writes: the default group's, where there is one.
 

@@ -159,7 +159,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
     - A sparse embedding may be left out by ranks, and get a dense gradient on some: the
       average is then dense on all. Any parameter's gradient may be sparse.
     - Evaluation (``torch.no_grad``) never communicates.  The first after a step has
-      rank 0's buffers as they were at the end of its backward.
+      rank 0's buffers as they were at the end of its backward.  The next forward that
+      records gradients takes over rank 0's, where torch's leaves each rank its own.
     - A forward does not take over rank 0's buffers while another awaits its backward,
       whose graph may have saved them (one that will never have it, until the next
       step), nor in a join context before the next step.
