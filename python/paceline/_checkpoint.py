@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from paceline._checksum import ChecksumWriter, damage_of
 from paceline._files import write_whole
 
 PREFIX = "module."
+_RNG = "rng"
 
 
 def has_prefix(state: Any) -> bool:
@@ -25,13 +30,12 @@ def has_prefix(state: Any) -> bool:
     )
 
 
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside a data-parallel wrapper, or the module itself."""
+def unwrap(module: Any) -> Any:
+    """Return the module inside a data-parallel wrapper, or the object itself."""
     if isinstance(
         module, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     ):
-        bare: torch.nn.Module = module.module
-        return bare
+        return module.module
     return module
 
 
@@ -85,10 +89,97 @@ class LoadsEither(torch.nn.Module):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
 
-def _is_writer(process_group: dist.ProcessGroup | None) -> bool:
+def _keys_for(bare: torch.nn.Module, state: Any) -> Any:
+    """Return a state dict with the keys that fit a bare model best."""
+    is_wrapped = has_prefix(state) and not is_of_bare(bare, state)
+    return strip_prefix(state) if is_wrapped else state
+
+
+def _plain(obj: Any, is_stripped: bool) -> Any:
+    """Return the state dict of an object, or a container with those of its objects."""
+    kind = type(obj)
+    if callable(getattr(obj, "state_dict", None)) and not isinstance(obj, type):
+        # A bare model may have a part called `module`: those names are its own.
+        is_stripped = is_stripped and unwrap(obj) is not obj
+        obj = obj.state_dict()
+        return strip_prefix(obj) if is_stripped else obj
+    if is_stripped and has_prefix(obj):
+        return strip_prefix(obj)
+    if kind in (dict, OrderedDict) and not hasattr(obj, "_metadata"):
+        return kind((key, _plain(value, is_stripped)) for key, value in obj.items())
+    if kind in (list, tuple):
+        return kind(_plain(value, is_stripped) for value in obj)
+    return obj
+
+
+def _put_back(name: str, target: Any, state: Any) -> None:
+    """Load a state into an object, or a list of states into a list of objects."""
+    if isinstance(target, torch.nn.Module):
+        bare = unwrap(target)
+        bare.load_state_dict(_keys_for(bare, state))
+    elif callable(getattr(target, "load_state_dict", None)):
+        target.load_state_dict(state)
+    elif isinstance(target, list | tuple) and len(target) == len(state):
+        for i, one in enumerate(target):
+            _put_back(f"{name}[{i}]", one, state[i])
+    else:
+        raise TypeError(
+            f"{name}={type(target).__name__} does not fit the file: give an object "
+            "with load_state_dict(); load() returns what has none"
+        )
+
+
+# ---- random states ------------------------------------------------------------------
+
+
+def _rank_and_ranks(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
-        return True
-    return dist.get_rank(process_group) == 0
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
+def _random_states(process_group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the random states of all ranks, in plain containers, on rank 0."""
+    rank, n_ranks = _rank_and_ranks(process_group)
+    of_numpy: Any = np.random.get_state(legacy=False)
+    for name, value in of_numpy["state"].items():
+        of_numpy["state"][name] = value.tolist() if hasattr(value, "tolist") else value
+    mine = {"torch": torch.get_rng_state(), "cuda": [], "numpy": of_numpy}
+    mine["python"] = random.getstate()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        mine["cuda"] = torch.cuda.get_rng_state_all()
+        if n_ranks > 1:  # a rank's GPU may have another number at the restart
+            mine["cuda"] = [torch.cuda.get_rng_state()]
+    if n_ranks <= 1:
+        return [mine]
+    states: list[Any] = [None] * n_ranks
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    dist.gather_object(mine, states if rank == 0 else None, first, process_group)
+    return states
+
+
+def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
+    rank, n_ranks = _rank_and_ranks()
+    if n_ranks != len(of_ranks):
+        warnings.warn(
+            f"{path} has the random states of {len(of_ranks)} rank(s), and {n_ranks} "
+            "load it: random numbers differ from those of an uninterrupted training",
+            stacklevel=4,
+        )
+    if rank >= len(of_ranks):
+        return
+    states = of_ranks[rank]
+    torch.set_rng_state(states["torch"].cpu())
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    if torch.cuda.is_available():
+        first = torch.cuda.current_device() if n_ranks > 1 else 0
+        here = range(first, torch.cuda.device_count())
+        for device, state in zip(here, states["cuda"], strict=False):
+            torch.cuda.set_rng_state(state.cpu(), device)
+
+
+# ---- save and load ------------------------------------------------------------------
 
 
 def save(
@@ -96,58 +187,87 @@ def save(
     path: str | os.PathLike[str],
     *,
     prefix: Literal["keep", "strip"] = "keep",
+    rng: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model, or any object, from rank 0 alone, whole or not at all.
+    """Save a training, or a part of it, from rank 0 alone, whole or not at all.
 
-    The file appears under its name only once it is complete: a reader never sees half
-    of it, and a crash leaves the old file (and perhaps a hidden ``.part`` beside it,
-    which the next save to that place removes).  The other ranks return at once; put a
-    ``torch.distributed.barrier()`` behind where they read the file next.
+    The file appears under its name only once it is complete and on the disk: a reader
+    never sees half of it, and a crash leaves the old file (and perhaps a hidden
+    ``.part`` beside it, which the next save to that place removes).  The other ranks
+    write nothing and return at once; put a ``torch.distributed.barrier()`` behind where
+    they read the file next.
 
     Parameters
     ----------
-    obj : torch.nn.Module or object
-        A module is saved as its ``state_dict()``, anything else as it is.
+    obj : object
+        An object with a ``state_dict()`` is saved as that: a model, an optimizer, a
+        scheduler.  In a dict, list or tuple this holds for each entry.  Anything else
+        is saved as it is.
     path : path-like
         Where to; its folder must exist, and this process may write there.  Of a link
         the target is written, and a file that is replaced keeps its mode.
     prefix : {"keep", "strip"}, default "keep"
         Whether the keys of a wrapper's parameters keep ``module.`` in front; stripped,
-        the bare model loads them.  State dicts inside a dict keep them.
+        the bare model loads them.
+    rng : bool, default False
+        Add the random states of torch, NumPy, Python and the GPUs to the dict `obj`,
+        under the key ``"rng"``.  Each rank has its own: every rank must call `save`.
     process_group : torch.distributed.ProcessGroup, optional
         Whose rank 0 writes: the default group's, where there is one.
 
     Raises
     ------
     ValueError
-        If ``prefix`` is anything else.
+        If ``prefix`` is anything else, or `rng` is set and `obj` is not a dict without
+        the key ``"rng"``.
     OSError
         If the file cannot be written: no room, no permission, no folder.
 
-    Notes
+    Warns
     -----
-    The format is ``torch.save``'s: ``torch.load`` reads it too.
+    UserWarning
+        If the file holds an object that :func:`load` refuses by default.
 
     Examples
     --------
     >>> import tempfile, torch, paceline
-    >>> path = tempfile.mkdtemp() + "/model.pt"
-    >>> paceline.save(torch.nn.Linear(2, 1), path)
-    >>> sorted(paceline.load(path))
-    ['bias', 'weight']
+    >>> path = tempfile.mkdtemp() + "/training.pt"
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> paceline.save({"model": model, "optimizer": optimizer, "epoch": 3}, path)
+    >>> paceline.load(path, model=model, optimizer=optimizer)
+    {'epoch': 3}
+
+    Notes
+    -----
+    The format is ``torch.save``'s, with a checksum in the comment of the zip archive:
+    ``torch.load`` reads it too.
     """
     if prefix not in ("keep", "strip"):
         raise ValueError(f"prefix is {prefix!r}: give 'keep' or 'strip'")
-    if not _is_writer(process_group):
+    if rng:
+        if not isinstance(obj, dict) or _RNG in obj:
+            raise ValueError(f"rng=True needs a dict without the key {_RNG!r}")
+        obj = {**obj, _RNG: _random_states(process_group)}
+    if _rank_and_ranks(process_group)[0] != 0:
         return
-    is_module = isinstance(obj, torch.nn.Module)
-    state = obj.state_dict() if is_module else obj
-    # A bare model may have a part called `module`: those names are its own.
-    is_wrapped = not is_module or unwrap(obj) is not obj
-    if prefix == "strip" and is_wrapped and has_prefix(state):
-        state = strip_prefix(state)
-    write_whole(Path(path), lambda file: torch.save(state, file))
+    state = _plain(obj, prefix == "strip")
+
+    def write(file: BinaryIO) -> None:
+        summed: Any = ChecksumWriter(file)
+        torch.save(state, summed)
+        summed.finish()
+
+    write_whole(Path(path), write)
+    # What load() would refuse is said here, not at the restart.
+    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    if find is not None and os.path.isfile(path) and (refused := find(str(path))):
+        warnings.warn(
+            f"{path} holds {', '.join(sorted(refused))}: load() reads it with "
+            "weights_only=False alone; save a state_dict() or plain values instead",
+            stacklevel=2,
+        )
 
 
 def load(
@@ -156,6 +276,8 @@ def load(
     *,
     map_location: Any = None,
     weights_only: bool = True,
+    rng: bool = False,
+    **objects: Any,
 ) -> Any:
     """Read what :func:`save` or ``torch.save`` has written, with either kind of keys.
 
@@ -166,19 +288,35 @@ def load(
     module : torch.nn.Module, optional
         A wrapper or a bare model, whose parameters are set to those of the file.
     map_location : optional
-        As for ``torch.load``.
+        As for ``torch.load``; with `objects` the default is ``"cpu"``, from where each
+        object takes its state to its own device.
     weights_only : bool, default True
         As for ``torch.load``: refuse anything but tensors and plain containers.
+    rng : bool, default False
+        Set the random states to those of this rank in the file.
+    **objects
+        By the key that it was saved under, each object (or list or dict of them) whose
+        ``load_state_dict()`` is to be given its state.
 
     Returns
     -------
     object
-        What the file holds; a state dict comes without the prefix.
+        What the file holds; a state dict comes without the prefix.  With `objects` or
+        `rng`: the dict without what was put back.
 
     Raises
     ------
     RuntimeError
-        If the parameters are not those of ``module``, with torch's list of them.
+        If the file is damaged; or if the parameters are not those of the model, with
+        torch's list of them.
+    ValueError
+        If the file has no entry for one of `objects`; then none is changed.
+
+    Warns
+    -----
+    UserWarning
+        If the file has the random states of another number of ranks.  Ranks that it
+        has none for keep their own.
 
     Examples
     --------
@@ -188,11 +326,36 @@ def load(
     >>> paceline.save(model, path)
     >>> _ = paceline.load(path, model)
     """
+    if module is not None and (objects or rng):
+        raise ValueError("name the model as the others: load(path, model=model, ...)")
+    is_path = isinstance(path, str | os.PathLike)
+    if is_path and (damage := damage_of(path)) is not None:
+        raise RuntimeError(
+            f"{os.fspath(path)} is damaged: {damage}. Load an earlier checkpoint, or "
+            "remove this one and begin anew."
+        )
+    if objects and map_location is None:
+        map_location = "cpu"
     state = torch.load(path, map_location=map_location, weights_only=weights_only)
-    bare = unwrap(module) if module is not None else None
-    own = set(bare.state_dict()) if bare is not None else set()
-    if has_prefix(state) and own.isdisjoint(state):
-        state = strip_prefix(state)
-    if bare is not None:
-        bare.load_state_dict(state)
+    parts = state if isinstance(state, dict) else {}
+    if objects or rng:
+        wanted = [*objects, *([_RNG] if rng else [])]
+        for name in wanted:
+            if name not in parts:
+                raise ValueError(f"{path} has no {name!r}: it holds {list(parts)}")
+        for name, target in objects.items():
+            _put_back(name, target, state[name])
+        if rng:
+            _set_random_states(path, state[_RNG])
+        return {name: parts[name] for name in parts if name not in wanted}
+    if module is None:
+        return strip_prefix(state) if has_prefix(state) else state
+    bare = unwrap(module)
+    state = _keys_for(bare, state)
+    nested = [name for name in parts if isinstance(parts[name], dict)]
+    if nested and bare.state_dict().keys().isdisjoint(state):
+        raise RuntimeError(
+            f"{path} holds {list(parts)}: name one, as in load(path, {nested[0]}=model)"
+        )
+    bare.load_state_dict(state)
     return state

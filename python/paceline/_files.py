@@ -68,6 +68,14 @@ def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         _write(descriptor, write)
         os.fsync(descriptor)
         os.replace(name, target)
+    with suppress(OSError):  # not every file system can
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(
+                folder
+            )  # else the new name may be lost, and the old file come back
+        finally:
+            os.close(folder)
 
 
 def _write(descriptor: int, write: Callable[[BinaryIO], object]) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import paceline
 import torch
@@ -56,10 +55,8 @@ train_x, train_y, *_ = (part.to(world.device) for part in load_data())
 
 first_step = 0
 if options.checkpoint.exists():
-    state: dict[str, Any] = paceline.load(options.checkpoint, map_location=world.device)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    first_step = state["n_steps"]
+    rest = paceline.load(options.checkpoint, model=model, optimizer=optimizer)
+    first_step = rest["n_steps"]
     if world.rank == 0:
         print(f"going on after step {first_step}, with {world.world_size} ranks")
 first_of_rank_0 = torch.tensor(first_step)
@@ -87,11 +84,7 @@ for step in range(first_step, options.steps):
         with options.losses.open("a") as losses:
             losses.write(json.dumps(line) + "\n")
     if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "n_steps": step + 1,
-        }
+        state = {"model": model, "optimizer": optimizer, "n_steps": step + 1}
         paceline.save(state, options.checkpoint)  # rank 0 writes, whole or not at all
 
 if world.rank == 0:

@@ -1,0 +1,196 @@
+"""A training that is saved and resumed equals, bit for bit, one without a break."""
+
+import random
+
+import numpy as np
+import paceline
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WRAPS = {
+    "bare": lambda model: model,
+    "ranks": paceline.DistributedDataParallel,
+    "torch's": nn.DataParallel,
+}
+
+
+def make(wrap="bare", seed=0, p=0.5):
+    """Return what a training consists of, by name."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(p), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
+    return {"model": WRAPS[wrap](model), "optimizer": optimizer, "scheduler": scheduler}
+
+
+def train(training, n_steps):
+    for _ in range(n_steps):
+        noise = np.random.randn(6, 4) + random.random() + random.gauss(0, 1)
+        training["optimizer"].zero_grad()
+        output = training["model"](torch.tensor(noise, dtype=torch.float32))
+        output.square().mean().backward()
+        training["optimizer"].step()
+        training["scheduler"].step()
+
+
+def seed_all(seed):
+    for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+        set_seed(seed)
+
+
+def result_of(training):
+    states = {name: part.state_dict() for name, part in training.items()}
+    text = str({k.removeprefix("module."): v for k, v in states["model"].items()})
+    return text, str(states["optimizer"]["state"]), str(states["scheduler"])
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "training.pt")
+
+
+@pytest.mark.parametrize("prefix", ["keep", "strip"])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_training_goes_on_to_the_bit(alone, path, prefix, wrap):
+    seed_all(1)
+    unbroken = make()
+    train(unbroken, 8)
+    seed_all(1)
+    first = make(wrap)
+    train(first, 3)
+    paceline.save({**first, "epoch": 3}, path, prefix=prefix, rng=True)
+    keys = torch.load(path)["model"]
+    is_kept = wrap != "bare" and prefix == "keep"
+    assert all(key.startswith("module.") == is_kept for key in keys)
+    for wrap_again in WRAPS:
+        seed_all(3)
+        resumed = make(wrap_again, seed=2)
+        assert paceline.load(path, rng=True, **resumed) == {"epoch": 3}
+        train(resumed, 5)
+        assert result_of(resumed) == result_of(unbroken)
+
+
+# ---- ranks --------------------------------------------------------------------------
+
+
+def break_off_and_resume(path):
+    """Return this rank's result without a break, and with one."""
+    results = []
+    for is_broken in (False, True):
+        seed_all(dist.get_rank())
+        training = make("ranks")
+        seed_all(dist.get_rank())
+        train(training, 3)
+        if is_broken:
+            paceline.save({**training, "step": 3}, path, rng=True)
+            dist.barrier()
+            training = make("ranks", seed=7)
+            seed_all(7)
+            assert paceline.load(path, rng=True, **training) == {"step": 3}
+        train(training, 3)
+        results.append(result_of(training))
+    return results
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(path):
+    for unbroken, resumed in paceline.launch(break_off_and_resume, 2, path):
+        assert resumed == unbroken
+    states = torch.load(path)["rng"]
+    assert states[0]["python"] != states[1]["python"]
+
+
+def begin_as_rank(path):
+    """Take the first steps on the same rows as the other rank."""
+    seed_all(5)
+    training = make("ranks")
+    seed_all(5)
+    train(training, 2)
+    paceline.save({**training, "step": 2}, path, rng=True)
+
+
+def finish_as_rank(path):
+    """Take the last steps; rank 1, of which the file has no state, copies rank 0's."""
+    training = make("ranks")
+    paceline.load(path, rng=True, **training)
+    states = [(torch.get_rng_state(), np.random.get_state(), random.getstate())]
+    dist.broadcast_object_list(states)
+    setters = (torch.set_rng_state, np.random.set_state, random.setstate)
+    for set_state, state in zip(setters, states[0], strict=True):
+        set_state(state)
+    train(training, 2)
+    return result_of(training)
+
+
+def test_ranks_and_one_process_take_over_from_each_other(path):
+    """Both ranks have the rows of the one process: the mean is its gradient."""
+    seed_all(5)
+    unbroken = make()
+    seed_all(5)
+    train(unbroken, 6)
+    paceline.launch(begin_as_rank, 2, path)
+    resumed = make(seed=9)
+    with pytest.warns(UserWarning, match=r"states of 2 rank\(s\), and 1 load it"):
+        assert paceline.load(path, rng=True, **resumed) == {"step": 2}
+    train(resumed, 2)
+    paceline.save({**resumed, "step": 4}, path, rng=True)
+    assert paceline.launch(finish_as_rank, 2, path) == [result_of(unbroken)] * 2
+
+
+def test_the_gpus_that_are_there_get_their_states(path, monkeypatch):
+    states = [torch.full((16,), n, dtype=torch.uint8) for n in range(3)]
+    put = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda s, i: put.update({i: s}))
+    paceline.save({}, path, rng=True)
+    assert paceline.load(path, rng=True) == {}
+    assert [put[i].tolist() for i in put] == [s.tolist() for s in states[:2]]
+
+
+# ---- what does not fit --------------------------------------------------------------
+
+
+def test_lists_of_objects_are_put_back_by_their_places(path):
+    saved = [nn.Linear(2, 1), (make()["optimizer"], nn.Linear(1, 1))]
+    paceline.save({"parts": saved, "epoch": 1}, path)
+    parts = [nn.Linear(2, 1), (make()["optimizer"], nn.Linear(1, 1))]
+    assert paceline.load(path, parts=parts) == {"epoch": 1}
+    assert torch.equal(parts[0].weight, saved[0].weight)
+    assert torch.equal(parts[1][1].weight, saved[1][1].weight)
+
+
+def test_an_optimizer_by_itself_is_saved_as_its_state(path):
+    paceline.save(make()["optimizer"], path)
+    assert sorted(paceline.load(path)) == ["param_groups", "state"]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda p: paceline.load(p, scaler=1), ValueError, r"no 'scaler': .*'epoch'\]"),
+        (lambda p: paceline.load(p, rng=True), ValueError, "no 'rng'"),
+        (lambda p: paceline.load(p, epoch=3), TypeError, "epoch=int does not fit"),
+        (lambda p: paceline.load(p, model=[]), TypeError, "model=list does not fit"),
+        (
+            lambda p: paceline.load(p, nn.Linear(2, 1), epoch=3),
+            ValueError,
+            "name the model",
+        ),
+        (
+            lambda p: paceline.load(p, nn.Linear(2, 1)),
+            RuntimeError,
+            r"\(path, model=mo",
+        ),
+        (lambda p: paceline.save([], p, rng=True), ValueError, "needs a dict"),
+        (lambda p: paceline.save({"rng": 1}, p, rng=True), ValueError, "the key 'rng'"),
+    ],
+)
+def test_what_does_not_fit_the_file_is_one_error(path, call, kind, words):
+    paceline.save({"model": nn.Linear(2, 1), "epoch": 3}, path)
+    with pytest.raises(kind, match=words):
+        call(path)
+    assert paceline.load(path)["epoch"] == 3
