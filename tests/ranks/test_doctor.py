@@ -345,9 +345,3 @@ def test_help_names_the_program_as_it_was_started(console_script, tmp_path):
         assert "Exit status" in ended.stdout
         version = run(*start, "--version", cwd=tmp_path).stdout
         assert version == f"paceline {paceline.__version__}\n"
-
-
-def test_an_argument_that_doctor_does_not_know_is_refused(tmp_path):
-    ended = run(sys.executable, "-m", "paceline", "doctor", "--jsn", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert "unrecognized arguments: --jsn" in ended.stderr

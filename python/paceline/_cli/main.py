@@ -7,12 +7,14 @@ The first word is a command's name; any other word is a Python program to run, s
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import paceline
+from paceline._cli.options import meant
 
 _USAGE = """\
 usage: {program} script.py [argument ...]
@@ -79,6 +81,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"paceline {paceline.__version__}")
         return 0
     command = _COMMANDS.get(first)
+    is_word = re.fullmatch(r"[\w-]+", first) and not os.path.exists(first)
+    if command is None and is_word and (question := meant(first, _KNOWN)):
+        _refuse(f"unknown word {first}{question}")
     return _run(arguments) if command is None else command(arguments[1:])
 
 
@@ -134,6 +139,9 @@ _COMMANDS: dict[str, Callable[[list[str]], int]] = {
 }
 
 
+_KNOWN = (*_COMMANDS, "--help", "--version")
+
+
 def _program() -> str:
     """Return what the user has typed to get here."""
     is_script = Path(sys.argv[0]).name != "__main__.py"
@@ -145,5 +153,5 @@ def _usage() -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"paceline: {message}\n{_usage()}", end="", file=sys.stderr)
+    print(f"paceline: {message} ({_program()} --help says more)", file=sys.stderr)
     raise SystemExit(2)

@@ -1,11 +1,17 @@
 """Recorded steps: whose files are read, what they amount to, when there are none."""
 
+import dataclasses
+import fcntl
+import importlib
 import json
 import os
+import pty
 import random
+import re
 import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -276,6 +282,37 @@ def test_jobs_are_told_apart_and_chosen(folder):
     assert len(summary.read(pid=os.getpid())[0]) == 3
     assert summary.read(pid=1)[0] == []
     del recorders
+
+
+def test_top_keeps_its_numbers_in_a_terminal_of_80_columns(folder):
+    pytest.importorskip("rich")
+    recorders = [start(rank=rank, device="cuda:0") for rank in (0, 1)]
+    for recorder in recorders:
+        take_steps(recorder, 3, first=1234567)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+    line = [sys.executable, "-m", "paceline", "top", "--once"]
+    subprocess.run(line, env=env | {"TERM": "xterm"}, stdout=theirs, check=True)
+    shown = os.read(ours, 1 << 16).decode()
+    lines = re.sub(r"\x1b\[\d+m", "", shown).splitlines()
+    os.close(ours), os.close(theirs)
+    assert max(map(len, lines)) <= 80
+    assert "waits  for" in lines[1]
+    assert "last steps" not in lines[1]
+    (job,) = summary.jobs(summary.read()[0])
+    for row, text in zip(job.rows, lines[2:], strict=True):
+        numbers = [str(row.rank), str(row.pid), "1234569", f"{row.step_ms:.2f}"]
+        assert [w for w in text.split() if w in numbers][:4] == numbers, lines
+
+
+def test_the_help_of_top_has_each_column_and_key():
+    pytest.importorskip("rich")
+    table = importlib.import_module("paceline._cli.steps.table")
+    fields = [*dataclasses.fields(summary.Row), *dataclasses.fields(summary.Job)]
+    for name in (*table._COLUMNS, *(field.name for field in fields), "problems"):
+        assert re.search(rf"\b{name}\b", " ".join(top.EPILOGUE.split())), name
+    assert max(map(len, top.EPILOGUE.splitlines())) < 80
 
 
 def test_top_says_what_to_install_without_rich(folder, monkeypatch, capsys):

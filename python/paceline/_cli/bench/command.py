@@ -21,6 +21,7 @@ import torch
 import paceline
 from paceline import _cgroup
 from paceline._cli.bench import models, steps
+from paceline._cli.options import Parser
 
 DESCRIPTION = """\
 Measures on this machine, in about two minutes, whole training steps of the plain module
@@ -107,12 +108,7 @@ def _read(
     arguments: Sequence[str], program: str, n_cores: int
 ) -> tuple[argparse.Namespace, list[int], str]:
     """Return the options, the number of ranks of each world, and the device's type."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program} bench",
-        description=DESCRIPTION,
-        epilog=EPILOGUE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(f"{program} bench", DESCRIPTION, EPILOGUE)
     known, quick = ",".join(models.BY_NAME), ",".join(_QUICK_MODELS)
     add = parser.add_argument
     add("--models", help=f"default: {known}; with --quick {quick}")
@@ -129,7 +125,7 @@ def _read(
         help=f"for the turns of all steps together; default {_SECONDS:g}",
     )
     add("--quick", action="store_true", help="short turns: no figures to quote")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     names = options.models or (quick if options.quick else known)
     options.models = list(dict.fromkeys(names.split(",")))
     for name in options.models:

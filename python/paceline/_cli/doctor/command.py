@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -19,6 +18,7 @@ from paceline._cli.doctor.finding import (
     Finding,
     Status,
 )
+from paceline._cli.options import Parser
 
 DESCRIPTION = """\
 Looks at this machine as training with Paceline would use it, and says for each thing
@@ -52,16 +52,11 @@ _INDENT = " " * (len("problem") + 2 + _NAME_WIDTH + 2)
 
 def main(arguments: Sequence[str], program: str) -> int:
     """Run ``doctor`` with its arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program} doctor",
-        description=DESCRIPTION,
-        epilog=EPILOGUE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(f"{program} doctor", DESCRIPTION, EPILOGUE)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object in place of text"
     )
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     findings = run()
     found = _show_json(findings) if options.json else _show_text(findings)
     return int(any(finding.status is Status.PROBLEM for finding in found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -13,19 +13,39 @@ from paceline._cli.steps.summary import Job, Row
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 16
 _STUCK_SECONDS = 5.0
-_COLUMNS = ("rank", "pid", "device", "step", "ms", "sums", "waits", "for", "now", "RSS")
+_NUMBERS = ("rank", "pid", "step", "ms", "sums", "waits", "RSS")
+_COLUMNS = (
+    *("rank", "pid", "device", "step", "ms", "sums", "waits", "for", "now", "RSS"),
+    "last steps",
+)
+_OPTIONAL = ("last steps", "RSS", "device", "sums", "pid")
+"""What a terminal that is too narrow does not show, the first of them first."""
+_GAP = 2
 
 
-def picture(found: Sequence[Job], problems: Sequence[str]) -> Group:
+def picture(found: Sequence[Job], problems: Sequence[str], width: int) -> Group:
     """Return all that is shown: a table a job, and what could not be read."""
-    parts: list[Table | Text] = [_table(job) for job in found]
+    parts: list[Table | Text] = [_table(job, width) for job in found]
     if not found:
         parts.append(Text("No job of this user is recorded on this host."))
     parts += [Text(problem, style="yellow") for problem in problems]
     return Group(*parts)
 
 
-def _table(job: Job) -> Table:
+def _widths(rows: list[list[str | Text]], most: int) -> dict[str, int]:
+    """Return the columns that fit, with their widths: only `now` is ever cut."""
+    columns = zip(_COLUMNS, *rows, strict=True)
+    widths = {str(column[0]): max(map(len, column)) for column in columns}
+    for name in (*_OPTIONAL, "now"):
+        excess = sum(widths.values()) + _GAP * (len(widths) - 1) - most
+        if excess > 0 and name == "now":
+            widths[name] = max(widths[name] - excess, len(name))
+        elif excess > 0:
+            del widths[name]
+    return widths
+
+
+def _table(job: Job, most: int) -> Table:
     first = job.rows[0]
     what = f"{first.world_size} ranks"
     if first.kind == "replicas":
@@ -34,12 +54,13 @@ def _table(job: Job) -> Table:
     if job.slowest is not None:
         title += f", waiting for {job.slowest} most"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in _COLUMNS:
-        is_text = name in ("device", "for", "now")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
-    table.add_column("last steps", no_wrap=True)
-    for row in job.rows:
-        table.add_row(*_cells(row))
+    rows = [_cells(row) for row in job.rows]
+    widths = _widths(rows, most)
+    for name, width in widths.items():
+        side: JustifyMethod = "right" if name in _NUMBERS else "left"
+        table.add_column(name, justify=side, no_wrap=True, width=width)
+    for cells in rows:
+        table.add_row(*(c for n, c in zip(_COLUMNS, cells, strict=True) if n in widths))
     return table
 
 
@@ -80,4 +101,4 @@ def print_once(found: Sequence[Job], problems: Sequence[str]) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)
-    console.print(picture(found, problems))
+    console.print(picture(found, problems, console.width))

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from paceline._cli.options import Parser
 from paceline._cli.steps import summary
 from paceline._recorder import Recording
 
@@ -16,9 +17,19 @@ Shows the jobs of this user that train on this host by Paceline: of each rank it
 the median time of a step, the shares of it that go to sums and to waits, which rank
 came last, what it does now, and its memory.  It only reads: jobs do not notice."""
 EPILOGUE = """\
-Columns: ms, from one step's end to the next; sums, this rank's part of adding up
-gradients; waits, nothing to do before others came; for, the rank that came last then,
-with its share of the waits."""
+Columns: rank, pid, device, step (the last one); ms, from one step's end to the
+next, the median; sums and waits, the shares of it in which this rank adds up
+gradients, and can only wait for others; for, the rank that came last then,
+with its share of the waits; now, what it does, since when, and for whom it
+waits; RSS, its memory; last steps, bars of their times. A narrow terminal
+shows no last steps, then no RSS, device, sums and pid.
+
+Keys of --json: jobs, problems (files that cannot be read). Of a job: job (its
+name), slowest (the rank that others wait for), rows. Of a row: kind (rank or
+replicas), model, rank, world_size, local_rank, host, pid, device; step, steps
+(how many are kept); step_ms, reducing, waiting (the columns ms, sums, waits,
+from 0 to 1), awaited (shares by rank); activity, seconds, awaiting (the column
+now); rss_bytes; history (ms of the last steps)."""
 NEEDS_RICH = (
     "paceline top needs the package rich for its table: pip install rich; "
     "paceline top --json works without it"
@@ -41,19 +52,15 @@ def main(arguments: Sequence[str], program: str) -> int:
         return 0
     from rich.live import Live
 
-    with Live(table.picture(*_look(options)), screen=True, auto_refresh=False) as live:
+    with Live(screen=True, auto_refresh=False) as live:
         while True:
+            shown = table.picture(*_look(options), live.console.width)
+            live.update(shown, refresh=True)
             time.sleep(options.interval)
-            live.update(table.picture(*_look(options)), refresh=True)
 
 
 def _read(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} top",
-        description=DESCRIPTION,
-        epilog=EPILOGUE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(f"{program} top", DESCRIPTION, EPILOGUE)
     parser.add_argument("--once", action="store_true", help="print one table, and end")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, and end"
@@ -67,7 +74,7 @@ def _read(arguments: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--pid", type=int, help="this process alone")
     parser.add_argument("--job", help="this job alone: its name, or rank 0's pid")
-    return parser.parse_args(arguments)
+    return parser.read(arguments)
 
 
 def _seconds(text: str) -> float:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline import _files
+from paceline._cli.options import Parser
 from paceline._cli.steps import events, summary
 
 DESCRIPTION = """\
@@ -20,11 +20,7 @@ do not notice."""
 
 def main(arguments: Sequence[str], program: str) -> int:
     """Run ``trace`` with its arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=f"{program} trace",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(f"{program} trace", DESCRIPTION)
     parser.add_argument(
         "-o",
         "--output",
@@ -34,7 +30,7 @@ def main(arguments: Sequence[str], program: str) -> int:
     )
     parser.add_argument("--pid", type=int, help="this process alone")
     parser.add_argument("--job", help="this job alone: its name, or rank 0's pid")
-    options = parser.parse_args(arguments)
+    options = parser.read(arguments)
     recordings, problems = summary.read(options.pid, options.job)
     for problem in problems:
         print(f"paceline: {problem}", file=sys.stderr)
