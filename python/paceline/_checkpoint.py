@@ -164,7 +164,7 @@ def _set_random_states(path: Any, of_ranks: list[Any]) -> None:
         warnings.warn(
             f"{path} has the random states of {len(of_ranks)} rank(s), and {n_ranks} "
             "load it: random numbers differ from those of an uninterrupted training",
-            stacklevel=4,
+            stacklevel=3,
         )
     if rank >= len(of_ranks):
         return
@@ -203,7 +203,7 @@ def save(
     obj : object
         An object with a ``state_dict()`` is saved as that: a model, an optimizer, a
         scheduler.  In a dict, list or tuple this holds for each entry.  Anything else
-        is saved as it is.
+        is saved as it is, with a warning if :func:`load` refuses it by default.
     path : path-like
         Where to; its folder must exist, and this process may write there.  Of a link
         the target is written, and a file that is replaced keeps its mode.
@@ -223,11 +223,6 @@ def save(
         the key ``"rng"``.
     OSError
         If the file cannot be written: no room, no permission, no folder.
-
-    Warns
-    -----
-    UserWarning
-        If the file holds an object that :func:`load` refuses by default.
 
     Examples
     --------
@@ -262,7 +257,7 @@ def save(
     write_whole(Path(path), write)
     # What load() would refuse is said here, not at the restart.
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    if find is not None and os.path.isfile(path) and (refused := find(str(path))):
+    if find and os.path.isfile(path) and (refused := find(str(path))):
         warnings.warn(
             f"{path} holds {', '.join(sorted(refused))}: load() reads it with "
             "weights_only=False alone; save a state_dict() or plain values instead",
@@ -293,9 +288,10 @@ def load(
     weights_only : bool, default True
         As for ``torch.load``: refuse anything but tensors and plain containers.
     rng : bool, default False
-        Set the random states to those of this rank in the file.
+        Set the random states to those of this rank in the file.  A rank without any
+        keeps its own; another number of ranks is a warning.
     **objects
-        By the key that it was saved under, each object (or list or dict of them) whose
+        By the key that it was saved under, each object (or list of them) whose
         ``load_state_dict()`` is to be given its state.
 
     Returns
@@ -311,12 +307,6 @@ def load(
         torch's list of them.
     ValueError
         If the file has no entry for one of `objects`; then none is changed.
-
-    Warns
-    -----
-    UserWarning
-        If the file has the random states of another number of ranks.  Ranks that it
-        has none for keep their own.
 
     Examples
     --------
@@ -355,7 +345,8 @@ def load(
     nested = [name for name in parts if isinstance(parts[name], dict)]
     if nested and bare.state_dict().keys().isdisjoint(state):
         raise RuntimeError(
-            f"{path} holds {list(parts)}: name one, as in load(path, {nested[0]}=model)"
+            f"{path} holds {list(parts)}: name one, as in load(path, model=model), or "
+            f"take load(path)[{nested[0]!r}]"
         )
     bare.load_state_dict(state)
     return state

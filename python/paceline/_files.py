@@ -21,11 +21,11 @@ from typing import Any, BinaryIO
 
 
 class _Sink(io.RawIOBase):
-    """Writes to a descriptor, and keeps the system's error for who hides it."""
+    """Writes to a descriptor, and keeps the first error, which torch would hide."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def writable(self) -> bool:
         return True
@@ -36,7 +36,7 @@ class _Sink(io.RawIOBase):
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
+        except BaseException as error:  # an interrupt too
             self.error = self.error or error
             raise
         return n_bytes

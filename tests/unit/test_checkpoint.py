@@ -2,7 +2,6 @@
 
 import io
 import os
-import resource
 import signal
 import stat
 import zipfile
@@ -129,21 +128,6 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(path):
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_the_file_appears_under_its_name_only_once_it_is_complete(path, monkeypatch):
-    during = []
-    save = torch.save
-
-    def watch(state, file):
-        save(state, file)
-        during.extend(os.listdir(path.parent))
-
-    monkeypatch.setattr(torch, "save", watch)
-    paceline.save({"a": torch.zeros(1)}, path)
-    assert len(during) == 1
-    assert during != [path.name]
-    assert os.listdir(path.parent) == [path.name]
-
-
 def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         paceline.save({}, tmp_path / "nowhere" / "model.pt")
@@ -180,7 +164,7 @@ def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-NEW = {"model": nn.Linear(30, 30), "epoch": 2}
+NEW = {"model": nn.Linear(60, 60), "epoch": 2}
 
 
 def sampled_offsets(path, n):
@@ -249,19 +233,15 @@ def test_a_file_that_was_cut_is_refused(path, save):
     assert_is_refused(path, bytes(len(whole)))
 
 
-def test_files_without_a_checksum_and_of_old_torch_are_read(path):
+def test_files_are_read_without_a_checksum_and_by_others_with_it(path):
     for is_zip in (True, False):
         torch.save(STATE, path, _use_new_zipfile_serialization=is_zip)
         assert torch.equal(paceline.load(path)["weight"], STATE["weight"])
+    paceline.save(STATE, path)
+    assert torch.equal(torch.load(path, mmap=True)["weight"], STATE["weight"])
+    assert zipfile.ZipFile(path).testzip() is None
     with path.open("rb") as file:
         assert torch.equal(paceline.load(file)["weight"], STATE["weight"])
-
-
-def test_every_reader_of_archives_passes_the_checksum_over(path):
-    paceline.save(STATE, path)
-    for options in ({}, {"mmap": True}, {"weights_only": True}):
-        assert torch.equal(torch.load(path, **options)["weight"], STATE["weight"])
-    assert zipfile.ZipFile(path).testzip() is None
 
 
 # ---- arguments ----------------------------------------------------------------------
@@ -377,20 +357,6 @@ def test_a_file_that_may_not_be_written_is_refused(path, save):
     with pytest.raises((PermissionError, RuntimeError)):
         save(STATE, path)
     assert path.read_bytes() == b"old"
-
-
-@pytest.mark.parametrize("n_elems", [10, 1 << 20])
-def test_a_full_disk_is_an_error_of_the_system_and_leaves_the_old_file(path, n_elems):
-    paceline.save(STATE, path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            paceline.save(torch.zeros(n_elems), path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert torch.equal(paceline.load(path)["weight"], STATE["weight"])
-    assert list(path.parent.iterdir()) == [path]
 
 
 class Deadly:

@@ -156,6 +156,8 @@ def test_the_gpus_that_are_there_get_their_states(path, monkeypatch):
 
 def test_lists_of_objects_are_put_back_by_their_places(path):
     saved = [nn.Linear(2, 1), (make()["optimizer"], nn.Linear(1, 1))]
+    paceline.save(saved[1][0], path)
+    assert sorted(paceline.load(path)) == ["param_groups", "state"]
     paceline.save({"parts": saved, "epoch": 1}, path)
     parts = [nn.Linear(2, 1), (make()["optimizer"], nn.Linear(1, 1))]
     assert paceline.load(path, parts=parts) == {"epoch": 1}
@@ -163,34 +165,21 @@ def test_lists_of_objects_are_put_back_by_their_places(path):
     assert torch.equal(parts[1][1].weight, saved[1][1].weight)
 
 
-def test_an_optimizer_by_itself_is_saved_as_its_state(path):
-    paceline.save(make()["optimizer"], path)
-    assert sorted(paceline.load(path)) == ["param_groups", "state"]
-
-
 @pytest.mark.parametrize(
-    ("call", "kind", "words"),
+    ("call", "words"),
     [
-        (lambda p: paceline.load(p, scaler=1), ValueError, r"no 'scaler': .*'epoch'\]"),
-        (lambda p: paceline.load(p, rng=True), ValueError, "no 'rng'"),
-        (lambda p: paceline.load(p, epoch=3), TypeError, "epoch=int does not fit"),
-        (lambda p: paceline.load(p, model=[]), TypeError, "model=list does not fit"),
-        (
-            lambda p: paceline.load(p, nn.Linear(2, 1), epoch=3),
-            ValueError,
-            "name the model",
-        ),
-        (
-            lambda p: paceline.load(p, nn.Linear(2, 1)),
-            RuntimeError,
-            r"\(path, model=mo",
-        ),
-        (lambda p: paceline.save([], p, rng=True), ValueError, "needs a dict"),
-        (lambda p: paceline.save({"rng": 1}, p, rng=True), ValueError, "the key 'rng'"),
+        (lambda p: paceline.load(p, scaler=1), r"no 'scaler': .*'epoch'\]"),
+        (lambda p: paceline.load(p, rng=True), "no 'rng'"),
+        (lambda p: paceline.load(p, epoch=3), "epoch=int does not fit"),
+        (lambda p: paceline.load(p, model=[]), "model=list does not fit"),
+        (lambda p: paceline.load(p, nn.Linear(2, 1), epoch=3), "name the model"),
+        (lambda p: paceline.load(p, nn.Linear(2, 1)), r"\(path, model=model"),
+        (lambda p: paceline.save([], p, rng=True), "needs a dict"),
+        (lambda p: paceline.save({"rng": 1}, p, rng=True), "the key 'rng'"),
     ],
 )
-def test_what_does_not_fit_the_file_is_one_error(path, call, kind, words):
+def test_what_does_not_fit_the_file_is_one_error(path, call, words):
     paceline.save({"model": nn.Linear(2, 1), "epoch": 3}, path)
-    with pytest.raises(kind, match=words):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         call(path)
     assert paceline.load(path)["epoch"] == 3
