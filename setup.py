@@ -24,9 +24,14 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+
+try:
+    import numpy
+except ImportError:
+    sys.exit("paceline: the build needs NumPy: pip install numpy")
 
 CSRC = Path("csrc")  # setuptools runs this file from its own folder
 
@@ -108,6 +113,20 @@ def compile_fatbin(command, fatbin):
     return fatbin
 
 
+class CheckedBuild(build):
+    """Says in one sentence what the machine lacks, before anything is built."""
+
+    def run(self):
+        command = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+        compiler, version = shlex.split(command)[0], sysconfig.get_python_version()
+        needs = "paceline: the build needs "
+        if shutil.which(compiler) is None:
+            sys.exit(f"{needs}a C compiler, {compiler}: apt install gcc libc6-dev")
+        if not Path(sysconfig.get_path("include"), "Python.h").exists():
+            sys.exit(f"{needs}the headers of Python: apt install python{version}-dev")
+        super().run()
+
+
 class BuildInParallel(build_ext):
     """Compiles the sources of an extension side by side."""
 
@@ -152,7 +171,8 @@ native = Extension(
 def long_description():
     """Return the README without links into the tree: an index has no such files."""
     text = Path("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"!\[[^]]*\]\([^)]*\)\n*", "", text)
+    text = re.sub(r"(?s)!\[[^]]*\]\([^)]*\)\n\n.*?\n\n", "", text)  # with its caption
+    text = re.sub(r"\[([^]]*)\]\(#[^)]*\)", r"\1", text)
     return re.sub(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)", r"\1 (`\2`)", text)
 
 
@@ -161,5 +181,5 @@ setup(
     long_description=long_description(),
     long_description_content_type="text/markdown",
     ext_modules=[native],
-    cmdclass={"build_ext": BuildInParallel},
+    cmdclass={"build": CheckedBuild, "build_ext": BuildInParallel},
 )

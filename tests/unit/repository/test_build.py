@@ -2,6 +2,7 @@
 
 import runpy
 import stat
+import sys
 from pathlib import Path
 
 import paceline
@@ -96,6 +97,20 @@ def test_a_build_that_must_have_kernels_fails_without(build, monkeypatch):
     monkeypatch.setenv("NVCC_FAILS", "cc1plus: not found")
     with pytest.raises(SystemExit, match="PACELINE_NVCC=1 asks for it"):
         build()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [("CC", "compiler, no-cc: apt install gcc"), ("include", r"apt install python3\.")],
+)
+def test_what_a_build_needs_is_said_in_one_sentence(monkeypatch, build, lacks, words):
+    import sysconfig
+
+    monkeypatch.setenv("CC", "no-cc -O" if lacks == "CC" else sys.executable)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
+    command = runpy.run_path("setup.py")["CheckedBuild"](setuptools.Distribution())
+    with pytest.raises(SystemExit, match=f"the build needs [^.]*{words}"):
+        command.run()
 
 
 def test_the_extension_is_smaller_than_two_megabytes():
