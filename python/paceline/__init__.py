@@ -1,9 +1,19 @@
-"""Paceline: data-parallel training of PyTorch models, by a C core.
+"""Data-parallel training of PyTorch models, by a C core under torch's interface.
 
-Importing this package imports neither torch nor anything of CUDA, and not the extension
-either, so that ``paceline doctor`` can say what is wrong with it: that happens when a
-name below is first used.
+world = paceline.init()                          join the ranks of any launcher
+model = paceline.DistributedDataParallel(model)  one process a rank, CPUs or GPUs
+model = paceline.DataParallel(model)             replicas in one process: a notebook
+paceline.launch(train, 2)                        run a function as ranks, from a cell
+paceline.save({"model": model}, path)            by rank 0, whole or not at all
+paceline.load(path, model=model)                 after a restart, wrapped or bare
+paceline.install()                               give torch's names these classes
+paceline.check(model, batch)                     compare with the plain model
+paceline.PeerError                               which rank has failed, and why
+$ paceline doctor, bench, top, trace             the machine, and running jobs
 """
+
+# Neither torch nor the extension is imported before a name is used: `paceline doctor`
+# can then say what is wrong with them.
 
 from __future__ import annotations
 

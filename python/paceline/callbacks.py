@@ -129,11 +129,6 @@ class TensorBoard(_Callback):
     ValueError
         If `every` is less than 1.
 
-    Notes
-    -----
-    The times are of rank 0, and ranks are taken to have as many samples each.  Call it
-    on every rank, or on rank 0 alone: it does not communicate.
-
     Examples
     --------
     >>> import torch
@@ -145,6 +140,11 @@ class TensorBoard(_Callback):
     >>> log(0, loss=torch.tensor(0.5))
     0 loss 0.5
     >>> log(1, loss=torch.tensor(0.25))
+
+    Notes
+    -----
+    The times are of rank 0, and ranks are taken to have as many samples each.  Call it
+    on every rank, or on rank 0 alone: it does not communicate.
     """
 
     _sink = "writer"

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from email import message_from_string
+from email.message import Message
 from itertools import pairwise
 from pathlib import Path
 
 import documents
 import paceline
 import pytest
-import setuptools
 from documents import README, ROOT, RUN_PAGES, commands_of, name_of
 from paceline._cli.doctor import command as doctor
 from paceline._cli.doctor import machine
@@ -322,6 +322,12 @@ def test_every_public_name_is_in_the_documents():
     assert missing == ["__version__"]
 
 
+def test_the_tour_of_help_names_what_there_is():
+    _, tour = (paceline.__doc__ or "").split("\n\n")
+    assert len(tour.splitlines()) == 10
+    assert set(re.findall(r"paceline\.(\w+)", tour)) <= set(paceline.__all__)
+
+
 # ---- figures -------------------------------------------------------------------------
 
 FIGURE = r"\d+\.\d+ \[\d+\.\d+, \d+\.\d+\]"
@@ -340,13 +346,38 @@ def test_the_picture_has_the_ratios_of_the_readme():
     rows = re.findall(rf"^\|[^|]+\| ({FIGURE}) \|", README.read_text(), re.MULTILINE)
     drawn = re.findall(r">(\d\.\d\d) times as fast<", picture)
     assert [row.split()[0] for row in rows] == drawn
+    textpath = pytest.importorskip("matplotlib.textpath")
+    start = r"font-size: (\d+)px(?!.*anchor: (?:middle|end))"
+    texts = re.findall(start + r'.*(?: x="|translate\()([\d.]+).*>(.+)<', picture)
+    assert len(texts) == len(drawn) + 3
+    for size, x, text in texts:
+        extent = textpath.TextPath((0, 0), text, size=float(size)).get_extents()
+        assert float(x) + extent.width < 576, text
+    assert 'viewBox="0 0 576 ' in picture
 
 
-def test_the_package_describes_itself_without_links_to_files(monkeypatch):
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.chdir(ROOT)
-    text = runpy.run_path("setup.py")["long_description"]()
+@pytest.fixture(scope="module")
+def package_metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
+    """Return what an index is told of the package."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("setup.py", "pyproject.toml", "README.md", "csrc", "requirements"):
+        (tree / name).symlink_to(ROOT / name)
+    (tree / "python").mkdir()
+    (tree / "python" / "paceline").symlink_to(ROOT / "python" / "paceline")
+    code = "import setuptools.build_meta as b; b.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", code], cwd=tree, check=True, timeout=SECONDS)
+    (found,) = tree.glob("*.dist-info/METADATA")
+    return message_from_string(found.read_text(encoding="utf-8"))
+
+
+def test_the_package_describes_itself_without_links_to_files(package_metadata):
+    text = package_metadata.get_payload()
     assert text.startswith("# Paceline\n")
-    assert "speed.svg" not in text
     assert "failures (`docs/failures.md`)" in text
-    assert documents.LINK.findall(text) == []
+    assert not re.search(r"[^`]``[^`]|speed\.svg|further left", text)
+    markdown_it = pytest.importorskip("markdown_it")
+    tokens = markdown_it.MarkdownIt().parse(text)
+    parts = [part for token in tokens for part in token.children or ()]
+    links = [dict(part.attrs) for part in parts if part.type in ("link_open", "image")]
+    assert all(link.get("href", "").startswith("https:") for link in links), links
+    assert "pytorch" in package_metadata["Keywords"].split(",")
