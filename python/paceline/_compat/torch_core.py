@@ -152,11 +152,6 @@ def torch_ddp_in_forward() -> Any:
     return active if active is not None and is_torch_ddp(active) else None
 
 
-def is_in_torch_ddp() -> bool:
-    """Tell whether torch's DistributedDataParallel runs its forward now."""
-    return torch_ddp_in_forward() is not None
-
-
 def is_compile_used() -> bool:
     """Tell whether somebody has asked for ``torch.compile`` in this process."""
     module = sys.modules.get("torch._dynamo.eval_frame")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,7 @@ class Contexts:
 
     torch calls no hook of the parameter then, but those of the node that would have
     added to its `.grad`: in threads of its own, several at once, where nobody can ask
-    for the context.  It is that of the forward.
-
-    Parameters
-    ----------
-    reducer : paceline._native.Reducer
-        Which owns this.
-    parameters : sequence of torch.nn.Parameter
-        The reducer's.
+    for the context.  It is that of the forward.  The reducer owns this object.
     """
 
     def __init__(
@@ -115,6 +108,18 @@ class Contexts:
         ]
 
 
+def watch_contexts(
+    reducer: _native.Reducer, parameters: Sequence[torch.nn.Parameter]
+) -> Callable[[], None] | None:
+    """Return what is to be called as a backward begins; None where there is no RPC."""
+    if not torch_graph.is_rpc_used():
+        return None
+    contexts = reducer.contexts
+    if not isinstance(contexts, Contexts):
+        reducer.contexts = contexts = Contexts(reducer, parameters)
+    return functools.partial(contexts.enter, contexts.watch())
+
+
 def _gradients_in(context: int | None) -> _Gradients:
     return {} if context is None else torch_graph.gradients_in(context)
 
@@ -146,12 +151,7 @@ def _raise(error: Exception) -> None:
 class ParameterInContext:
     """Stands for a parameter whose gradient is in a context.
 
-    Parameters
-    ----------
-    parameter : torch.nn.Parameter
-        Of which all is taken but the gradient.
-    grad : torch.Tensor or None
-        What the context has: nobody can exchange it there, only its contents.
+    Nobody can exchange the gradient there, only its contents.
     """
 
     __slots__ = ("_grad", "_parameter")
@@ -167,7 +167,7 @@ class ParameterInContext:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient."""
+        """The context's."""
         return self._grad
 
     @grad.setter

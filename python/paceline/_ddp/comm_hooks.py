@@ -12,19 +12,15 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _native
 from paceline._compat import torch_core, torch_groups
 from paceline._ddp import group_comm
-
-if TYPE_CHECKING:
-    from paceline._ddp.session import Session
+from paceline._ddp.model_spec import Model
 
 _ORDER_LOST = (
     "a step has failed while a communication hook was at work, so its collectives may "
@@ -33,8 +29,6 @@ _ORDER_LOST = (
 )
 
 Hook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
-
-_ONCE = "{} or {} can only be called once. For another hook, wrap the module anew."
 
 
 class GradBucket(dist.GradBucket):  # type: ignore[misc, name-defined]
@@ -124,37 +118,24 @@ def _strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 class CommHookRunner:
-    """Gives a reducer's buckets to a hook, and its results back.
+    """Gives the buckets of a reducer, which owns it, to a hook, and its results back.
 
-    Parameters
-    ----------
-    reducer : paceline._native.Reducer
-        The wrapper's; it owns this object.
-    parameters : list of torch.Tensor
-        All that require a gradient, in the reducer's order.
-    sparse : list of int
-        Which of them are declared sparse.
-    state, hook
-        The user's.
-    uses_group : bool
-        Whether a process group, perhaps the hook's, carries the reducer's messages too.
+    With `uses_group` a process group, perhaps the hook's, carries the reducer's own
+    messages too.
     """
 
     def __init__(
         self,
         reducer: _native.Reducer,
-        parameters: list[torch.nn.Parameter],
-        sparse: list[int],
-        state: Any,
-        hook: Hook,
+        model: Model,
+        registered: tuple[Hook, Any],
         uses_group: bool,
     ) -> None:
         self._uses_group = uses_group
         self._reference = weakref.ref(reducer)
-        self._parameters = parameters
-        self._sparse = frozenset(sparse)
-        self._state = state
-        self._hook = hook
+        self._parameters = model.trainable
+        self._sparse = frozenset(model.sparse)
+        self._hook, self._state = registered
         self._pending: list[tuple[int, torch.Tensor, Any]] = []
         self._members: list[list[torch.nn.Parameter]] = []
         self._has_lost_order = False
@@ -179,23 +160,20 @@ class CommHookRunner:
                 [self._parameters[i] for i in bucket if i not in self._sparse]
                 for bucket in reducer.buckets
             ]
-        if self._members[index] and self._refusal is None:
-            self._post(index, self._members[index])
+        parameters = self._members[index]
+        if parameters and self._refusal is None:
+            n_elems = sum(p.numel() for p in parameters)
+            values = torch.empty(
+                n_elems, dtype=parameters[0].dtype, device=parameters[0].device
+            )
+            reducer.read_bucket(index, values)
+            is_last = not self._sparse and not any(self._members[index + 1 :])
+            self._begin(index, _as_reals(values), list(parameters), is_last)
         if self._uses_group and index == len(self._members) - 1:
             # A hook may issue more as its futures come (PowerSGD does), on threads of
             # their own: all ranks must have done so before the step's own messages.
             for _, _, future in self._pending:
                 group_comm.await_future(future, reducer.poll)
-
-    def _post(self, index: int, parameters: list[torch.nn.Parameter]) -> None:
-        values = torch.empty(
-            sum(p.numel() for p in parameters),
-            dtype=parameters[0].dtype,
-            device=parameters[0].device,
-        )
-        self._reducer.read_bucket(index, values)
-        is_last = not self._sparse and not any(self._members[index + 1 :])
-        self._begin(index, _as_reals(values), list(parameters), is_last)
 
     def _begin(
         self,
@@ -256,7 +234,7 @@ class CommHookRunner:
         """Have the hook average gradients that are declared sparse, each by itself."""
         for k, i in enumerate(indices):
             parameter = self._parameters[i]
-            gradient = _sparse_gradient(parameter if is_active else None, parameter)
+            gradient = _sparse_gradient(parameter, is_active)
             self._begin(i, gradient, [parameter], k == len(indices) - 1)
             self.refuse()
         results = [(i, self._result_of(future)) for i, _, future in self._pending]
@@ -276,15 +254,13 @@ class CommHookRunner:
         return result
 
 
-def _sparse_gradient(
-    owner: torch.Tensor | None, parameter: torch.Tensor
-) -> torch.Tensor:
-    """Return a sparse gradient to reduce: a copy of the owner's, or one without rows.
+def _sparse_gradient(parameter: torch.Tensor, is_active: bool) -> torch.Tensor:
+    """Return a sparse gradient to reduce: a copy of the parameter's, or one of no rows.
 
     A copy, since hooks change it in place, and two tables that are added to each other
     have gradients of the same memory.
     """
-    gradient = owner.grad if owner is not None else None
+    gradient = parameter.grad if is_active else None
     if gradient is None:
         return torch.sparse_coo_tensor(
             torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
@@ -300,161 +276,65 @@ class _DefaultGroup:
     """Stands in a copy for the default process group, which cannot be pickled."""
 
 
-def pack_hooks(hooks: list[tuple[Hook, Any]]) -> list[tuple[Hook, Any]]:
-    """Return hooks and their states as a copy of the wrapper keeps them."""
-    return [
-        (hook, _DefaultGroup if _is_default_group(state) else state)
-        for hook, state in hooks
-    ]
+class CommHooks:
+    """What carries a wrapper's gradients in place of us, if anything does."""
 
+    def __init__(self) -> None:
+        self.registered: list[tuple[Hook, Any]] = []  # and its state: one at the most
+        self.is_builtin = False  # one of torch's that are written in C++
+        self.name = ""  # as the logging data has it
 
-def unpack_hooks(hooks: list[tuple[Hook, Any]]) -> list[tuple[Hook, Any]]:
-    """Return what :func:`pack_hooks` was given, in the process of the copy."""
-    return [
-        (hook, torch_groups.default_group() if state is _DefaultGroup else state)
-        for hook, state in hooks
-    ]
+    def refuse_second(self, *methods: str) -> None:
+        """Raise if there is a hook; `methods` begin with the one that was called."""
+        if self.registered or self.is_builtin:
+            raise RuntimeError(
+                f"{' or '.join(methods)} can only be called once. For another hook, "
+                "wrap the module anew."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = [
+            (hook, _DefaultGroup if _is_default_group(state) else state)
+            for hook, state in self.registered
+        ]
+        return {**vars(self), "registered": packed}
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
+        self.registered = [
+            (hook, torch_groups.default_group() if state is _DefaultGroup else state)
+            for hook, state in self.registered
+        ]
 
 
 def _is_default_group(state: Any) -> bool:
     return isinstance(state, dist.ProcessGroup) and torch_groups.is_default_group(state)
 
 
-class CommHooks(TorchDDP):
-    """The methods of a wrapper for communication hooks."""
-
-    _session: Session
-    _comm_hooks: list[tuple[Hook, Any]]
-    _has_builtin_hook: bool = False
-    _comm_hook_name: str
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Have ``hook`` average the gradients, bucket by bucket, in place of us.
-
-        Parameters
-        ----------
-        state : object
-            Given to the hook each time; None, say, or a process group.
-        hook : callable
-            ``hook(state, bucket)`` begins the averaging of one
-            ``torch.distributed.GradBucket`` and returns a
-            ``torch.futures.Future[torch.Tensor]`` of what ``bucket.buffer()`` becomes:
-            a tensor of as many elements.  Gradients come as they are: it is the hook
-            that divides by the number of ranks.
-
-        Raises
-        ------
-        TypeError
-            If the hook is not callable.
-        ValueError
-            If an annotation of its is not what torch asks for.
-        RuntimeError
-            If the wrapper has a hook.  Out of ``backward()``: if the hook returns no
-            future of a fitting tensor.  What the hook, or its future, raises comes out
-            of ``backward()`` too; the other ranks get ``PeerError``.
-
-        Notes
-        -----
-        The contract is that of `torch's method
-        <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>`_.  Where it differs:
-
-        - Buckets are up to 25 MiB, and the last up to 1 MiB, where no ``bucket_cap_mb``
-          was given; in the first backward they are cut in the reverse order of the
-          parameters, from the second on in the order in which gradients came.
-        - The buffer is a tensor of its own: a hook may keep it.
-        - bfloat16 hooks work on the CPU (``strict`` refuses them, as torch does).
-        - A copy of the wrapper, and a model that was changed, keep the hook.
-        - A parameter whose gradient comes a second time after its bucket has gone
-          raises on every rank.
-        - After a step that failed while the hook's work was under way, further steps
-          raise: a collective that only some ranks began would pair with the next one.
-
-        Examples
-        --------
-        Each bucket travels as float16 (in this world of one rank, to nobody):
-
-        >>> import torch, torch.distributed as dist
-        >>> from paceline import DistributedDataParallel
-        >>> from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        >>> dist.init_process_group(
-        ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
-        ... )
-        >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
-        >>> model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        >>> model(torch.full((1, 2), 3.0)).sum().backward()
-        >>> model.module.weight.grad
-        tensor([[3., 3.]])
-        >>> dist.destroy_process_group()
-        """
-        self._check_hook(hook)
-        if self._comm_hooks or self._has_builtin_hook:
-            raise RuntimeError(
-                _ONCE.format("register_comm_hook", "register_builtin_comm_hook")
-            )
-        self._comm_hooks.append((hook, state))
-        try:
-            self._session.attach_comm_hook()
-        except BaseException:
-            self._comm_hooks.clear()
-            raise
-        self._comm_hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Have a hook that torch has written in C++ average the gradients.
-
-        Parameters
-        ----------
-        comm_hook_type : torch.distributed.BuiltinCommHookType
-            ``ALLREDUCE``, which is what happens anyway, or ``FP16_COMPRESS``.
-        """
-        kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
-        if not isinstance(comm_hook_type, kinds):
-            raise TypeError(
-                f"comm_hook_type is {comm_hook_type!r}: give a "
-                "torch.distributed.BuiltinCommHookType"
-            )
-        if self._comm_hooks or self._has_builtin_hook:
-            raise RuntimeError(
-                _ONCE.format("register_builtin_comm_hook", "register_comm_hook")
-            )
-        if comm_hook_type == kinds.FP16_COMPRESS:
-            self.register_comm_hook(
-                self.process_group, default_hooks.fp16_compress_hook
-            )
-        self._has_builtin_hook = True
-        self._comm_hook_name = str(comm_hook_type)
-
-    def _check_hook(self, hook: Any) -> None:
-        """Raise for what cannot be a hook, as torch does."""
-        if not callable(hook):
-            self._refuse_hook(TypeError, "Communication hook must be callable.")
-        signature = inspect.signature(hook)
-        bucket = signature.parameters.get("bucket")
-        kind = dist.GradBucket  # type: ignore[attr-defined]
-        if bucket is not None and not self._is_as(bucket.annotation, kind):
-            self._refuse_hook(
-                ValueError,
-                "Communication hook: bucket annotation should be dist.GradBucket.",
-            )
-        future = torch.futures.Future[torch.Tensor]
-        if not self._is_as(signature.return_annotation, future):
-            self._refuse_hook(
-                ValueError,
-                "Communication hook: return annotation should be "
-                "torch.futures.Future[torch.Tensor].",
-            )
-        if self._session.options.strict:
-            self._check_comm_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
-
-    def _refuse_hook(self, kind: type[Exception], message: str) -> None:
-        self._log_and_throw(kind, message)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _is_as(annotation: Any, expected: Any) -> bool:
-        """Tell whether an annotation is as expected; one that is text may be."""
-        return annotation in (inspect.Parameter.empty, expected) or isinstance(
-            annotation, str
+def refusal(hook: Any) -> Exception | None:
+    """Return what torch raises for what cannot be a hook."""
+    if not callable(hook):
+        return TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    kind = dist.GradBucket  # type: ignore[attr-defined]
+    if bucket is not None and not _is_as(bucket.annotation, kind):
+        return ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket."
         )
+    if not _is_as(signature.return_annotation, torch.futures.Future[torch.Tensor]):
+        return ValueError(
+            "Communication hook: return annotation should be "
+            "torch.futures.Future[torch.Tensor]."
+        )
+    return None
+
+
+def _is_as(annotation: Any, expected: Any) -> bool:
+    """Tell whether an annotation is as expected; one that is text may be."""
+    return annotation in (inspect.Parameter.empty, expected) or isinstance(
+        annotation, str
+    )
 
 
 # Called in backwards, which may be part of what torch.compile is given.
@@ -462,7 +342,6 @@ torch_core.skip_frames(
     GradBucket.of.__func__,  # type: ignore[attr-defined]
     _as_reals,
     CommHookRunner.post,
-    CommHookRunner._post,
     CommHookRunner._begin,
     CommHookRunner.abandon,
     CommHookRunner.refuse,

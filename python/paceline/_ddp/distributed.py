@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _environment
 from paceline._checkpoint import LoadsEither
 from paceline._compat import torch_core, torch_groups
-from paceline._ddp.comm_hooks import CommHooks, pack_hooks, unpack_hooks
-from paceline._ddp.forward import Forward
-from paceline._ddp.join import Joins
+from paceline._ddp.join import JoinContext, ShadowSteps
 from paceline._ddp.model_spec import Model
 from paceline._ddp.options import (
     MIB,
@@ -26,11 +25,11 @@ from paceline._ddp.options import (
     warn_of_deprecated,
 )
 from paceline._ddp.options import read as read_options
-from paceline._ddp.session import Membership, Session
+from paceline._ddp.session import JoinState, Membership, Session
 from paceline._ddp.torch_surface import TorchSurface
 
 
-class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurface):
+class DistributedDataParallel(LoadsEither, TorchSurface):
     """Trains one model on all ranks of a process group: a drop-in for torch's class.
 
     Each rank runs the same script on its share of the data; gradients come out of
@@ -282,11 +281,8 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         )
         torch_groups.wait_for_gloo_at_exit()
         self._session = Session(self, options)
-        self._comm_hooks = []
         self.module = module
         self.dim = dim
-        self.device_ids = None
-        self.output_device = None
         self.is_multi_device_module = False
         self.process_group = options.group
         self.find_unused_parameters = find_unused_parameters
@@ -304,12 +300,128 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         self.use_side_stream_for_tensor_copies = _environment.copies_by_side_stream()
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._delay_all_reduce_params = []
         self._delay_all_reduce_all_params = False
         delayed = delay_all_reduce_named_params, param_to_hook_all_reduce
-        self._session.set_up((device_ids, output_device, *delayed), error)
+        read_arguments = functools.partial(
+            self._read_arguments, device_ids, output_device, *delayed
+        )
+        self._session.set_up(read_arguments, error)
         if static_graph:
             self._set_static_graph()
+
+    # ---- uneven inputs ------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> JoinContext:
+        """Return a context in which ranks may take different numbers of steps.
+
+        A rank that leaves it waits for the others, and takes part in their steps with
+        zeros; its own ``.grad`` are left alone.  At its end every rank has the
+        parameters, and with ``broadcast_buffers`` the buffers, of the rank that left it
+        last (of several, the highest).
+
+        Parameters
+        ----------
+        divide_by_initial_world_size : bool, default True
+            Whether gradients are divided by the number of all ranks, or by that of the
+            ranks that still train.
+        enable : bool, default True
+            Without it, the context does nothing.
+        throw_on_early_termination : bool, default False
+            Whether to raise on every rank once one has run out of batches.
+
+        Returns
+        -------
+        context manager
+
+        Raises
+        ------
+        RuntimeError
+            With ``throw_on_early_termination``: on a rank that has run out, at the end
+            of the context; on the others, out of the forward that it has missed, before
+            the module is run.
+        paceline.PeerError
+            If another rank dies in the context, or leaves it by an exception: within a
+            second, wherever this rank waits for it.
+
+        Notes
+        -----
+        The contract is that of `torch's method
+        <https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>`_.
+        Where it differs:
+
+        - What counts is synchronised backwards, not forwards: several forwards before a
+          backward, evaluation, and ``no_sync()`` in any form may be in the context.
+          Only with ``throw_on_early_termination`` does each forward that records
+          gradients ask all ranks, so that a module may have collectives of its own.
+        - Rank 0's buffers are sent until it has run out, then those of the lowest rank
+          that still trains (torch: of the highest); in the step in which the sender
+          changes, ranks keep their own.
+        - ``divide_by_initial_world_size=False`` scales the averages over all ranks by
+          ``n_ranks / n_active``, in float64 and rounded once more.  That is exact where
+          the ratio is a power of two; with float32 on 2, 4, 8... ranks it gives the sum
+          divided by ``n_active``, rounded once.
+        - An exception in the context ends it on all ranks; all may catch it and go on.
+
+        Contexts of several wrappers are not nested: give all of them to torch's
+        ``Join([...])``.  The model must not be changed in the context after a rank has
+        run out.
+
+        In ``Join([...])`` of torch this class is a joinable, with torch's limits: it
+        counts forwards (those that record gradients), so each needs one backward, and
+        ``no_sync()`` must be around both.  A rank that has run out gets the averages as
+        its ``.grad`` there, so that a sharded optimizer in the list steps by them;
+        torch's class leaves it to step by old ones.  A rank that has run out waits in
+        the process group, so it learns of an exception elsewhere when the group does.
+
+        Examples
+        --------
+        >>> import torch, torch.distributed as dist
+        >>> from paceline import DistributedDataParallel
+        >>> dist.init_process_group(
+        ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
+        ... )
+        >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> batches_of_this_rank = torch.ones(3, 4, 2)
+        >>> with model.join():
+        ...     for batch in batches_of_this_rank:
+        ...         model.zero_grad()
+        ...         model(batch).mean().backward()
+        >>> model.module.weight.grad
+        tensor([[1., 1.]])
+        >>> dist.destroy_process_group()
+        """
+        state = JoinState(
+            divides_by_active=not divide_by_initial_world_size,
+            raises=throw_on_early_termination,
+            is_active=True,
+        )
+        return JoinContext(self, self._session, enable, state)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what ``torch.distributed.algorithms.Join`` calls on a joined rank.
+
+        Parameters
+        ----------
+        **kwargs
+            ``divide_by_initial_world_size``, as for :meth:`join`; others are for other
+            joinables.
+
+        Returns
+        -------
+        torch.distributed.algorithms.JoinHook
+        """
+        session = self._session
+        session.adopt_now()
+        session.enter_join(
+            JoinState(not kwargs.get("divide_by_initial_world_size", True))
+        )
+        session.n_join_hooks += 1
+        return ShadowSteps(self, session)
 
     # ---- state --------------------------------------------------------------------
 
@@ -329,7 +441,7 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         state = copy.copy(self.__dict__)
         for name in ("_session", "process_group", "device_mesh"):
             state.pop(name, None)
-        state["_comm_hooks"] = pack_hooks(self._comm_hooks)
+        state["_hooks"] = copy.copy(self._session.hooks)
         state["_option_values"] = {
             field.name: getattr(self._session.options, field.name)
             for field in dataclasses.fields(Options)
@@ -345,13 +457,13 @@ class DistributedDataParallel(LoadsEither, Forward, CommHooks, Joins, TorchSurfa
         torch_core.attach()  # this process may never have constructed one
         state = dict(state)
         values = state.pop("_option_values")
-        state["_comm_hooks"] = unpack_hooks(state["_comm_hooks"])
+        hooks = state.pop("_hooks")
         torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         Joinable.__init__(self)  # join contexts are those of the wrapper copied
         options = Options(group=torch_groups.default_group(), **values)
         self.process_group = options.group
         model = Model.of(self.module)
         self._session = Session(self, options, Membership.COPIED)
-        self._session.model, self._session.trainable = model, model.trainable
+        self._session.model, self._session.hooks = model, hooks
         for _, parameter in model.parameters[:1]:
             self._follow_module(parameter.device)  # torch.load() may have moved it

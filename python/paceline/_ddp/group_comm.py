@@ -60,12 +60,8 @@ def wait_for_future(future: Any, poll: Callable[[], None]) -> Any:
 def await_future(future: Any, poll: Callable[[], None]) -> None:
     """Wait until a future is done, whatever has become of it.
 
-    Parameters
-    ----------
-    future : torch.futures.Future
-        Whose own ``wait`` neither signals nor anything else can end.
-    poll : callable
-        Called now and then until the future is done; what it raises ends the wait.
+    Its own ``wait`` heeds no signal.  Here `poll` is called now and then, and ends the
+    wait by raising.
     """
     if not future.done():
         is_done = threading.Event()
@@ -79,11 +75,6 @@ class GroupComm:
 
     Sums are the group's: every rank gets what the backend gives it, and gradients are
     divided by the number of ranks before they are summed, as torch's wrapper does.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        The user's.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

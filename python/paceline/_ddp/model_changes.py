@@ -14,18 +14,8 @@ class Changes:
 
     A native watch says cheaply, at each forward, that nothing at all has.  Where
     something has, what travels is compared with what was wrapped: a module without
-    parameters, say, is one rank's own affair.
-
-    Parameters
-    ----------
-    wrapper : torch.nn.Module
-        Of which the module may be replaced as a whole.
-    model : Model
-        What was wrapped.
-    buffers : list
-        Those of the model's that travel.
-    reducer : paceline._native.Reducer
-        Which sees the buffers of each step.
+    parameters, say, is one rank's own affair.  `buffers` are those that travel; the
+    reducer sees them in each step.
     """
 
     def __init__(

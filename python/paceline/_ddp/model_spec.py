@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import itertools
 import re
@@ -37,20 +38,13 @@ WRAP_ONCE = (
 class Model:
     """A module's tensors, as data parallelism sees them.
 
-    Attributes
-    ----------
-    parameters : list of (str, torch.Tensor)
-        All parameters that are averaged, or copied at the start: each once.
-    buffers : list of (str, dict, str)
-        All buffers that are not ignored: full name, the ``_buffers`` they are in, and
-        their name there.
-    declared_sparse : frozenset of int
-        The ``id`` of each parameter whose gradients are expected to be sparse.
-    unaveraged, uncopied : frozenset of int
-        The ``id`` of each parameter that is only copied, or only averaged.
+    A set has the ``id`` of each parameter whose gradients are expected to be sparse,
+    that is only copied, or only averaged.
     """
 
+    # All that are averaged, or copied at the start: each once.
     parameters: list[tuple[str, torch.nn.Parameter]]
+    # All that are not ignored: full name, the `_buffers` they are in, the name there.
     buffers: list[tuple[str, dict[str, Any], str]] = field(repr=False)
     declared_sparse: frozenset[int] = field(default=frozenset(), repr=False)
     unaveraged: frozenset[int] = field(default=frozenset(), repr=False)
@@ -103,9 +97,9 @@ class Model:
             uncopied=frozenset(averaged.keys() - copied.keys()),
         )
 
-    @property
+    @functools.cached_property
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The parameters that are averaged: those that require a gradient."""
+        """The parameters that are averaged: those that required a gradient at first."""
         return [
             p
             for _, p in self.parameters
@@ -134,15 +128,7 @@ class Model:
         return replace(self, parameters=kept, buffers=[] if buffers else self.buffers)
 
     def check(self) -> None:
-        """Raise where this rank's model cannot be wrapped at all.
-
-        Raises
-        ------
-        RuntimeError
-            If no parameter requires a gradient, or a lazy one has no shape yet.
-        ValueError
-            If the parameters are on several types of devices.
-        """
+        """Raise where this rank's model cannot be wrapped at all."""
         for name, tensor in self._named_tensors():
             if torch_core.is_lazy(tensor):
                 raise RuntimeError(
@@ -211,14 +197,7 @@ class Model:
                 )
 
     def check_supported(self, module: torch.nn.Module) -> None:
-        """Raise for what a module does that is not there yet.
-
-        Raises
-        ------
-        ValueError
-            If the module has a SyncBatchNorm, which needs a GPU, or torch's wrapper
-            round a part of it.
-        """
+        """Raise for a SyncBatchNorm on the CPU, or torch's wrapper around a part."""
         is_on_gpu = placement.is_gpu(self.parameters[0][1].device)
         for name, part in module.named_modules():
             if isinstance(part, torch.nn.modules.SyncBatchNorm) and not is_on_gpu:
@@ -373,17 +352,9 @@ def copy_model(
 
 
 def raise_first_difference(models: list[list[tuple[str, str, str]]]) -> None:
-    """Raise the first difference between rank 0's model and another's.
+    """Raise, on every rank the same, the first difference between rank 0 and another.
 
-    Parameters
-    ----------
-    models : list
-        Every rank's :meth:`Model.describe`, by rank.
-
-    Raises
-    ------
-    paceline.MismatchError
-        The same on every rank; returns where there is no difference.
+    Each rank's :meth:`Model.describe` is given.
     """
     for rank, model in enumerate(models):
         counts = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -20,19 +21,11 @@ VIEW_BYTES = 32 * 1024
 
 @dataclass(frozen=True)
 class Caps:
-    """How large buckets may become.
-
-    Attributes
-    ----------
-    bucket_bytes, last_bytes : int
-        Of a bucket, and of the one that fills last, in bytes.
-    each : tuple of int
-        Of each bucket in the order in which they fill, in place of the two: further
-        ones as the last of these.
-    """
+    """How large buckets may become, in bytes."""
 
     bucket_bytes: int
-    last_bytes: int
+    last_bytes: int  # the one that fills last
+    # Each in the order in which they fill, in place of the two; more are as its last.
     each: tuple[int, ...] = ()
 
 
@@ -45,45 +38,23 @@ DEFAULT_NETWORK_CAPS = Caps(25 * MIB, 1 * MIB)
 
 @dataclass(frozen=True)
 class Options:
-    """What a DistributedDataParallel was asked to be.
-
-    Attributes
-    ----------
-    group : torch.distributed.ProcessGroup
-        The ranks.
-    sync_buffers : bool
-        Whether rank 0's buffers are sent with each synchronised step.
-    sync_at_start : bool
-        Whether rank 0's parameters and buffers are sent at once.
-    caps : Caps
-        Of buckets that are summed in shared memory.
-    network_caps : Caps
-        Of buckets that a communication hook or a process group carries.
-    sync_buffers_at_start : bool
-        Whether ``sync_at_start`` is for buffers too.
-    strict : bool
-        Whether to refuse what torch refuses.
-    accumulate_in_fp32 : bool
-        Whether GPUs add up 16-bit gradients in float32.
-    as_bucket_views : bool
-        Whether large gradients become views of their buckets wherever that shows: on a
-        GPU, and where a backward finds a gradient.
-    """
+    """What a DistributedDataParallel was asked to be."""
 
     group: dist.ProcessGroup
-    sync_buffers: bool
-    sync_at_start: bool
-    caps: Caps
-    network_caps: Caps
-    sync_buffers_at_start: bool = True
-    strict: bool = False
-    accumulate_in_fp32: bool = False
-    as_bucket_views: bool = False
+    sync_buffers: bool  # rank 0's, with each synchronised step
+    sync_at_start: bool  # rank 0's parameters and buffers
+    sync_buffers_at_start: bool  # or the parameters alone
+    as_bucket_views: bool  # on a GPU, and where a backward finds a gradient
+    caps: Caps = DEFAULT_CAPS  # of buckets that are summed in shared memory
+    network_caps: Caps = DEFAULT_NETWORK_CAPS  # that a hook or a process group carries
+    strict: bool = False  # refuse what torch refuses
+    accumulate_in_fp32: bool = False  # 16-bit gradients on GPUs
 
-    @property
-    def device_caps(self) -> Caps:
-        """Of buckets that NCCL carries: the one that fills last is small."""
-        caps = self.network_caps
+    def caps_of(self, *, is_by_group: bool, is_on_gpu: bool) -> Caps:
+        """Return the caps that suit what carries gradients."""
+        if not is_on_gpu:
+            return self.network_caps if is_by_group else self.caps
+        caps = self.network_caps  # NCCL's, but the bucket that fills last is small
         last_bytes = min(caps.last_bytes, DEFAULT_NETWORK_CAPS.last_bytes)
         return Caps(caps.bucket_bytes, last_bytes, caps.each)
 
@@ -122,50 +93,40 @@ def read(
 
     A rank that raised here, alone, would leave the others waiting for it.
     """
-    error: Exception | None = None
-    caps, network_caps = DEFAULT_CAPS, DEFAULT_NETWORK_CAPS
+    newer_first = reversed(sync_buffers)
+    options = Options(
+        group=group,
+        sync_buffers=bool(next((v for v in newer_first if v is not None), True)),
+        sync_at_start=bool(sync_at_start),
+        sync_buffers_at_start=sync_buffers != (False, None),
+        as_bucket_views=bool(gradient_as_bucket_view),
+    )
     try:
         if mixed_precision is not None and mixed_precision is not False:
             raise NotImplementedError(
                 f"mixed_precision={mixed_precision!r} is not supported by this version "
                 "of paceline; leave it out"
             )
-        caps, network_caps = read_caps(bucket_cap_mb, bucket_cap_mb_list)
-        strict = read_strict(strict)
+        caps, network_caps = _read_caps(bucket_cap_mb, bucket_cap_mb_list)
+        options = dataclasses.replace(options, caps=caps, network_caps=network_caps)
+        if strict is None:
+            strict = _environment.is_strict()
+        if strict not in (True, False):
+            raise TypeError(f"strict is {strict!r}: give True, False or None")
         if accumulate_in_fp32 not in (True, False):
             raise TypeError(
                 f"accumulate_in_fp32 is {accumulate_in_fp32!r}: give True or False"
             )
     except (NotImplementedError, TypeError, ValueError) as problem:
-        error = problem
-    newer_first = reversed(sync_buffers)
-    options = Options(
-        group=group,
-        sync_buffers=bool(next((v for v in newer_first if v is not None), True)),
-        sync_at_start=bool(sync_at_start),
-        caps=caps,
-        network_caps=network_caps,
-        sync_buffers_at_start=sync_buffers != (False, None),
-        strict=bool(strict),
-        accumulate_in_fp32=accumulate_in_fp32 is True,
-        as_bucket_views=bool(gradient_as_bucket_view),
-    )
-    return options, error
+        return options, problem
+    in_fp32 = bool(accumulate_in_fp32)
+    return dataclasses.replace(
+        options, strict=bool(strict), accumulate_in_fp32=in_fp32
+    ), None
 
 
 def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
-    """Return the group that the two arguments name.
-
-    Raises
-    ------
-    RuntimeError
-        If both are given, or the mesh has more than one dimension.
-    TypeError
-        If it is neither a process group nor a device mesh.
-    ValueError
-        If neither is given and there is no default group, or this rank is not in the
-        group.
-    """
+    """Return the group that the two arguments name."""
     if device_mesh is None:
         if process_group is None:
             return torch_groups.default_group()
@@ -196,19 +157,12 @@ def read_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     return group
 
 
-def read_caps(
+def _read_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[Caps, Caps]:
     """Return the caps of buckets in shared memory, and of those on a network.
 
     As in torch, a list counts instead of the number.
-
-    Raises
-    ------
-    TypeError
-        If one is no number.
-    ValueError
-        If one is not positive.
     """
     if bucket_cap_mb_list and not isinstance(bucket_cap_mb_list, Iterable):
         raise TypeError(
@@ -227,23 +181,6 @@ def read_caps(
     )
 
 
-def read_strict(strict: bool | None) -> bool:
-    """Return whether to refuse what torch refuses.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a bool nor None.
-    ValueError
-        If it is None, and ``PACELINE_STRICT`` says neither.
-    """
-    if strict is None:
-        return _environment.is_strict()
-    if strict not in (True, False):
-        raise TypeError(f"strict is {strict!r}: give True, False or None")
-    return bool(strict)
-
-
 def _cap_bytes(name: str, mebibytes: float) -> int:
     try:
         wanted = float(mebibytes) * MIB
@@ -260,13 +197,7 @@ def _cap_bytes(name: str, mebibytes: float) -> int:
 
 
 def check_delayed(named: Any, hooked: Any) -> None:
-    """Raise where one of the two arguments for delayed gradients is missing.
-
-    Raises
-    ------
-    ValueError
-        With torch's own words.
-    """
+    """Raise where one of the two arguments for delayed gradients is missing."""
     if (named is None) != (hooked is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set "
@@ -306,17 +237,9 @@ def warn_of_deprecated(
 
 
 def raise_first_difference(options: list[dict[str, Any]]) -> None:
-    """Raise where ranks were given different options.
+    """Raise, on every rank the same, where options that must agree differ.
 
-    Parameters
-    ----------
-    options : list of dict
-        Every rank's options that must agree, by rank.
-
-    Raises
-    ------
-    paceline.MismatchError
-        The same on every rank; returns where there is no difference.
+    They are given by rank.
     """
     for rank, theirs in enumerate(options):
         for name, first in options[0].items():

@@ -19,43 +19,21 @@ _SHARED_GPU_NCCL = 23003
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank trains, as the ranks tell each other.
-
-    Attributes
-    ----------
-    device : str
-        Its device: ``"cuda:0"``, say.
-    gpu : str
-        What tells the GPU from others of the host; nothing on the CPU.
-    nccl_version : int
-        As in 22809; 0 on the CPU, or where it is not known.
-    nccl_host : str
-        What NCCL tells hosts apart by.
-    shares : bool
-        Whether NCCL was told to take several ranks on one GPU.
-    """
+    """Where a rank trains, as the ranks tell each other."""
 
     device: str = "cpu"
-    gpu: str = ""
-    nccl_version: int = 0
-    nccl_host: str = ""
-    shares: bool = False
+    gpu: str = ""  # what tells it from others of the host
+    nccl_version: int = 0  # as in 22809; 0 where it is not known
+    nccl_host: str = ""  # what NCCL tells hosts apart by
+    shares: bool = False  # NCCL was told to take several ranks on one GPU
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A rank's GPU.
+    """A rank's GPU."""
 
-    Attributes
-    ----------
-    index : int
-        As torch counts.
-    nccl : str or None
-        The file of NCCL, where the loader is not to find it by itself.
-    """
-
-    index: int
-    nccl: str | None = None
+    index: int  # as torch counts
+    nccl: str | None = None  # its file, where the loader is not to find it by itself
 
     @property
     def native(self) -> _native.Device:
@@ -65,14 +43,8 @@ class Gpu:
     def memory(self, arena_bytes: int, words_bytes: int, in_fp32: bool) -> Any:
         """Return what a world is to be given to have its gradients on this GPU.
 
-        Parameters
-        ----------
-        arena_bytes : int
-            Of all memory of a step, host's and GPU's.
-        words_bytes : int
-            What of it is the host's.
-        in_fp32 : bool
-            Whether 16-bit gradients are added up in float32.
+        Of the memory of a step `words_bytes` are the host's.  With `in_fp32` 16-bit
+        gradients are added up in float32.
         """
         return {
             "device": self.native,
@@ -96,13 +68,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def open_gpu(device: torch.device, is_alone: bool) -> tuple[Gpu, Placement]:
-    """Return a rank's GPU, ready for use, and what to tell the others of it.
-
-    Raises
-    ------
-    NotImplementedError
-        If torch, the driver or NCCL cannot be used; it says which, and what to do.
-    """
+    """Return a rank's GPU, ready for use, and what to tell the others of it."""
     index = _gpu.machine.index_of(device)
     assert index is not None
     if because := _gpu.machine.why_unusable():
@@ -133,31 +99,29 @@ def read_devices(
 ) -> tuple[list[int] | None, int | None]:
     """Return ``device_ids`` and ``output_device`` as torch's wrapper keeps them.
 
-    Parameters
-    ----------
-    device_ids, output_device
-        As given.
-    devices : iterable of torch.device
-        Those of the module's parameters.
-
-    Raises
-    ------
-    TypeError
-        If ``device_ids`` is no list.
-    ValueError
-        If there are several, the module is elsewhere, or there is no such device.
+    `devices` are those of the module's parameters.
     """
-    ids = _as_list(device_ids)
+    try:
+        ids = [] if device_ids is None else list(device_ids)
+    except TypeError:
+        raise TypeError(
+            f"device_ids is {device_ids!r}: give a list with one device, as in "
+            "device_ids=[0], or None"
+        ) from None
+    if len(ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
     found = sorted(set(devices), key=str)
     index = _gpu.machine.index_of(found[0]) if len(found) == 1 else None
     if not ids or index is None:
         if ids or output_device:
+            because = _gpu.machine.why_unusable()
+            hint = f"; {because}" if because else ", or move the module to a GPU first"
             raise ValueError(
                 "DistributedDataParallel device_ids and output_device arguments only "
                 "work with single-device/multiple-device GPU modules or CPU modules, "
                 f"but got device_ids {device_ids}, output_device {output_device}, and "
                 f"module parameters {[str(device) for device in found]}. Leave both "
-                f"out on the CPU{_hint()}."
+                f"out on the CPU{hint}."
             )
         return None, None
     wanted = _index(ids[0], "device_ids")
@@ -170,26 +134,6 @@ def read_devices(
     if output_device is None:
         return [wanted], wanted
     return [wanted], _index(output_device, "output_device")
-
-
-def _hint() -> str:
-    because = _gpu.machine.why_unusable()
-    return f"; {because}" if because else ", or move the module to a GPU first"
-
-
-def _as_list(device_ids: Any) -> list[Any]:
-    if device_ids is None:
-        return []
-    try:
-        ids = list(device_ids)
-    except TypeError:
-        raise TypeError(
-            f"device_ids is {device_ids!r}: give a list with one device, as in "
-            "device_ids=[0], or None"
-        ) from None
-    if len(ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    return ids
 
 
 def _index(device: Any, name: str) -> int:
@@ -225,20 +169,7 @@ def _number(device: Any, name: str) -> int | None:
 
 
 def raise_conflict(placements: Sequence[Placement]) -> None:
-    """Raise where ranks cannot train together from where they are.
-
-    Parameters
-    ----------
-    placements : sequence of Placement
-        Every rank's, by rank.
-
-    Raises
-    ------
-    paceline.MismatchError
-        If the types of devices, or the versions of NCCL, differ.
-    ValueError
-        If two ranks are on one GPU.
-    """
+    """Raise where ranks, in their order, cannot train together from where they are."""
     first = placements[0]
     for rank, placement in enumerate(placements):
         kinds = [each.device.partition(":")[0] for each in (first, placement)]

@@ -15,14 +15,15 @@ import enum
 import threading
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from paceline import _native, _recorder
 from paceline._ddp import placement, strict
-from paceline._ddp.comm_hooks import CommHookRunner
+from paceline._ddp.comm_hooks import CommHookRunner, CommHooks
 from paceline._ddp.model_changes import Changes
 from paceline._ddp.model_spec import (
     Model,
@@ -37,8 +38,15 @@ from paceline._ddp.rendezvous import Meeting
 from paceline._ddp.step_callbacks import OptimizersInBackward, StepCallbacks
 from paceline._ddp.step_log import StepLog
 
-if TYPE_CHECKING:
-    from paceline._ddp.distributed import DistributedDataParallel
+
+class Wrapper(Protocol):
+    """What a session needs of its wrapper."""
+
+    module: torch.nn.Module
+    find_unused_parameters: bool
+    static_graph: bool
+
+    def _show_model(self, model: Model) -> None: ...
 
 
 class Membership(enum.Enum):
@@ -52,24 +60,12 @@ class Membership(enum.Enum):
 
 @dataclasses.dataclass
 class JoinState:
-    """Of the join context that the wrapper is in.
+    """The join context that the wrapper is in."""
 
-    Attributes
-    ----------
-    divides_by_active : bool
-        Whether gradients are divided by the number of ranks that still train.
-    raises : bool
-        Whether all ranks raise as soon as one has run out of batches.
-    is_active : bool
-        Whether there is such a context.
-    has_ended_early : bool
-        Whether some rank has run out, and all are to raise.
-    """
-
-    divides_by_active: bool = False
-    raises: bool = False
-    is_active: bool = False
-    has_ended_early: bool = False
+    divides_by_active: bool = False  # gradients, by how many ranks still train
+    raises: bool = False  # on all ranks as soon as one has run out of batches
+    is_active: bool = False  # there is such a context
+    has_ended_early: bool = False  # a rank has run out, and all are to raise
 
 
 class ThreadList(threading.local):
@@ -80,41 +76,14 @@ class ThreadList(threading.local):
 
 
 class Session:
-    """What a DistributedDataParallel has behind torch's surface.
+    """What a DistributedDataParallel, which owns it, has behind torch's surface."""
 
-    Parameters
-    ----------
-    wrapper : DistributedDataParallel
-        Which owns the session.
-    options : Options
-        What it was asked to be.
-    membership : Membership
-        ``COPIED`` of a copy; else :meth:`set_up` finds it.
-
-    Attributes
-    ----------
-    world : paceline._native.World
-        There as soon as there is a reducer.
-    reducer : paceline._native.Reducer or None
-        None where there is nothing to average, or nobody was met.
-    sync, in_no_sync : bool
-        What :meth:`set_sync` was told.
-    requested_step : int
-        The step whose backward ``prepare_for_backward()`` has asked to synchronise,
-        whatever its forward was; -1: none.
-    n_join_hooks : int
-        How many contexts of torch's own ``Join`` the wrapper was in.
-    syncs_buffers : bool
-        Whether the last forward that recorded gradients was synchronised, so that the
-        next one has rank 0's buffers to take over.
-    """
-
-    world: _native.World
-    _changes: Changes
+    world: _native.World  # there as soon as there is a reducer
+    _changes: Changes  # likewise
 
     def __init__(
         self,
-        wrapper: DistributedDataParallel,
+        wrapper: Wrapper,
         options: Options,
         membership: Membership = Membership.MET,
     ) -> None:
@@ -122,22 +91,26 @@ class Session:
         self.options = options
         self.membership = membership
         self.model = Model([], [])
-        self.trainable: list[torch.nn.Parameter] = []
+        # None where there is nothing to average, or nobody was met
         self.reducer: _native.Reducer | None = None
         self.strict_check: strict.DynamicGraph | strict.StaticGraph | None = None
         self.callbacks = StepCallbacks()
         self.log = StepLog()
+        self.hooks = CommHooks()
         self.join = JoinState()
-        self.n_join_hooks = 0
+        self.n_join_hooks = 0  # contexts of torch's own `Join` that it was in
         self.open_forwards = ThreadList()  # what watches each, the innermost last
+        # The step that prepare_for_backward() has asked to synchronise; -1: none.
         self.requested_step = -1
+        # Whether the last forward that recorded gradients was synchronised: the next
+        # one has rank 0's buffers to take over.
         self.syncs_buffers = True
         self.has_taken_optimizers = False  # those that run in backward
         self.sync, self.in_no_sync = True, False
         self._is_to_wrap_anew = False
 
     @property
-    def wrapper(self) -> DistributedDataParallel:
+    def wrapper(self) -> Wrapper:
         """The wrapper."""
         wrapper = self._wrapper()
         assert wrapper is not None, "only the wrapper asks"
@@ -166,48 +139,52 @@ class Session:
     @property
     def needs_reducer(self) -> bool:
         """Whether a rank that is alone needs one, which has nothing to average."""
-        has_callbacks = bool(self.wrapper._comm_hooks or self.callbacks.always)
+        has_callbacks = bool(self.hooks.registered or self.callbacks.always)
         return has_callbacks or self.options.strict
+
+    def set_join(self, state: JoinState) -> None:
+        """Be in another join context, or in none."""
+        self.join = state
+        if self.reducer is not None:
+            self.reducer.set_join(state.divides_by_active, state.raises)
+
+    def enter_join(self, state: JoinState) -> None:
+        """Be in a join context from now on."""
+        self.log.record_join()
+        self.set_join(state)
 
     # ---- construction -------------------------------------------------------------
 
     def set_up(
         self,
-        arguments: tuple[Any, ...] | None = None,
+        read_arguments: Callable[[Model], None] | None = None,
         error: Exception | None = None,
         copies: bool = True,
     ) -> None:
         """Compare the ranks' models, make the world, register the hooks.
 
-        Parameters
-        ----------
-        arguments : tuple, optional
-            The constructor's, for ``_read_arguments`` of the wrapper.
-        error : Exception, optional
-            What was wrong with others of them: every rank raises it.
-        copies : bool
-            Whether rank 0's tensors may be copied to all ranks.
+        `read_arguments` checks those of the constructor's arguments that say something
+        of the model; `error` is what was wrong with others: every rank raises it.
+        Without `copies` rank 0's tensors are not copied.
         """
         options = self.options
         if not copies:
             options = dataclasses.replace(options, sync_at_start=False)
         meeting = Meeting(options.group, placement.type_of(self.wrapper.module))
-        model, gpu, jobs = self._agree(meeting, options, arguments, error)
-        self.model, self.trainable = model, model.trainable
+        model, gpu, jobs = self._agree(meeting, options, read_arguments, error)
+        self.model = model
         self.membership = Membership.ALONE if meeting.size == 1 else Membership.MET
         self.wrapper._show_model(model)
         uses_group = meeting.uses_group and gpu is None
         if meeting.size == 1 and not uses_group and not self.needs_reducer:
             return  # the gradients of one rank are their own average
         is_by_group = uses_group and not meeting.ranks_by_host
-        caps = options.network_caps if is_by_group else options.caps
-        if gpu is not None:
-            caps = options.device_caps
+        caps = options.caps_of(is_by_group=is_by_group, is_on_gpu=gpu is not None)
         buffers = model.buffers if self.sends_buffers else []
         owners = [(owner, name) for _, owner, name in buffers]
         bytes_of = (caps.bucket_bytes, caps.last_bytes)
         arena_bytes, n_ops, host_bytes = _native.measure(
-            self.trainable,
+            self.model.trainable,
             owners,
             *bytes_of,
             model.sparse,
@@ -215,18 +192,18 @@ class Session:
             meeting.size,
         )
         arena_bytes = max(arena_bytes, MIB)
-        if gpu is None:
-            world = meeting.connect(arena_bytes, n_ops)
-        else:
+        device = {}
+        if gpu is not None:
             device = gpu.memory(arena_bytes, host_bytes, options.accumulate_in_fp32)
-            world = meeting.connect(host_bytes, n_ops, **device)
+            arena_bytes = host_bytes
+        world = meeting.connect(arena_bytes, n_ops, **device)
         try:
             if options.sync_at_start:
                 tensors = model.tensors(options.sync_buffers_at_start)
                 copy_model(world, options.group, tensors)
             reducer = _native.Reducer(
                 world,
-                self.trainable,
+                self.model.trainable,
                 owners,
                 *bytes_of,
                 options.view_bytes(is_on_gpu=gpu is not None),
@@ -241,13 +218,20 @@ class Session:
         self._record(jobs)
         self._changes = Changes(self.wrapper, model, buffers, reducer)
         self._is_to_wrap_anew = False
-        self._attach(reducer)
+        self.reducer = reducer
+        self.set_sync(self.sync, self.in_no_sync)
+        self.set_join(self.join)
+        reducer.follows_forwards = True
+        reducer.keeps_grads = not options.as_bucket_views
+        self.log.first_buckets = reducer.buckets
+        self.follow_graph()
+        self.attach_comm_hook()
 
     def _agree(
         self,
         meeting: Meeting,
         options: Options,
-        arguments: tuple[Any, ...] | None,
+        read_arguments: Callable[[Model], None] | None,
         error: Exception | None,
     ) -> tuple[Model, placement.Gpu | None, list[str]]:
         """Return model, GPU, and each rank's identity; or raise what is wrong on any.
@@ -263,8 +247,8 @@ class Session:
                     f"module is {type(wrapper.module).__name__}: give a torch.nn.Module"
                 )
             model = Model.of(wrapper.module)
-            if arguments is not None:
-                wrapper._read_arguments(model, *arguments)
+            if read_arguments is not None:
+                read_arguments(model)
             elif not self.model.buffers:  # torch then never sends any
                 model = dataclasses.replace(model, buffers=[])
             model.check()
@@ -274,8 +258,6 @@ class Session:
                 model.check_buffers()
             model.check_supported(wrapper.module)
             device = model.parameters[0][1].device
-            if arguments is None:
-                wrapper._follow_module(device)
             if placement.is_gpu(device):
                 gpu, here = placement.open_gpu(device, is_alone=meeting.size == 1)
         except (RuntimeError, TypeError, ValueError, MemoryError, OSError) as problem:
@@ -318,17 +300,6 @@ class Session:
         if recorder is not None:
             self.world.record(recorder)
 
-    def _attach(self, reducer: _native.Reducer) -> None:
-        """Give a new reducer what is to be called."""
-        self.reducer = reducer
-        self.set_sync(self.sync, self.in_no_sync)
-        reducer.set_join(self.join.divides_by_active, self.join.raises)
-        reducer.follows_forwards = True
-        reducer.keeps_grads = not self.options.as_bucket_views
-        self.log.first_buckets = reducer.buckets
-        self.follow_graph()
-        self.attach_comm_hook()
-
     def follow_graph(self) -> None:
         """Have the reducer take graphs as the wrapper's flags say."""
         reducer, wrapper = self.reducer, self.wrapper
@@ -341,24 +312,22 @@ class Session:
             self.strict_check = None
         if self.options.strict:
             if wrapper.static_graph:
-                check: Any = strict.StaticGraph(reducer, self.trainable, self.log)
+                check: Any = strict.StaticGraph(reducer, self.model.trainable, self.log)
             else:
                 searches = wrapper.find_unused_parameters
-                check = strict.DynamicGraph(reducer, self.trainable, searches)
+                check = strict.DynamicGraph(reducer, self.model.trainable, searches)
             self.strict_check = check
             self.callbacks.always.append(check)
         self.callbacks.attach(reducer)
 
     def attach_comm_hook(self) -> None:
         """Have the reducer, which is new or idle, give its buckets to the hook."""
-        hooks = self.wrapper._comm_hooks
-        if self.reducer is None and self.membership is Membership.ALONE:
-            self.set_up()  # one rank needs a reducer now, which takes the hook
-        elif hooks and self.reducer is not None:
-            hook, state = hooks[0]
-            caps = self.options.network_caps
-            model = self.reducer, self.trainable, self.model.sparse
-            runner = CommHookRunner(*model, state, hook, self.world.uses_group)
+        hooks = self.hooks.registered
+        if self.reducer is None:
+            self._set_up_alone()  # which takes the hook
+        elif hooks:
+            caps, uses_group = self.options.network_caps, self.world.uses_group
+            runner = CommHookRunner(self.reducer, self.model, hooks[0], uses_group)
             self.reducer.set_comm_hook(
                 runner, caps.bucket_bytes, caps.last_bytes, caps.each
             )
@@ -366,13 +335,26 @@ class Session:
     def take_optimizers(self) -> None:
         """Take over optimizers that were given to parameters, at the first forward."""
         self.has_taken_optimizers = True
-        optimizers = OptimizersInBackward.of(self.wrapper._module_parameters)
+        optimizers = OptimizersInBackward.of(p for _, p in self.model.parameters)
         if optimizers is None:
             return
         self.callbacks.always.append(optimizers)
-        if self.reducer is None and self.membership is Membership.ALONE:
-            self.set_up()  # one rank needs a reducer now
+        self._set_up_alone()
         self.callbacks.attach(self.reducer)
+
+    def _set_up_alone(self) -> None:
+        """Make a reducer where one rank, which had none, needs it now."""
+        if self.reducer is None and self.membership is Membership.ALONE:
+            self.set_up()
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' values; a rank that fails is noticed at once."""
+        total = torch.zeros_like(values)
+        for rank in range(self.world.world_size):
+            of_rank = values.clone()
+            self.world.broadcast([of_rank], rank)
+            total += of_rank
+        return total
 
     # ---- changes --------------------------------------------------------------------
 
@@ -399,6 +381,11 @@ class Session:
         if self.reducer is None:
             return self.is_to_meet and is_stateless_call(module)
         return has_nothing_to_train(module) or is_stateless_call(module)
+
+    def adopt_now(self) -> None:
+        """Do at once what the next forward would, which some ranks may not have."""
+        if self.reducer is None or (self.has_changed() and not self.has_no_part()):
+            self.adopt_changes()
 
     def adopt_changes(self, has_buffers: bool = True) -> None:
         """Have the wrapper meet the ranks: every rank notices at this same forward.
@@ -439,7 +426,7 @@ class Session:
         if self.membership is not Membership.MOVED:  # whose ranks may have left it
             self._meet_in_old_world()
         self.membership = Membership.MET
-        flags = zip(self.trainable, reducer.unseen, strict=True)
+        flags = zip(self.model.trainable, reducer.unseen, strict=True)
         unseen = {id(p) for p, is_unseen in flags if is_unseen}
         reducer.detach()
         reducer.on_finish = None
@@ -450,7 +437,7 @@ class Session:
         )
         anew: _native.Reducer | None = self.reducer
         if anew is not None:
-            anew.unseen = bytes(id(p) in unseen for p in self.trainable)
+            anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
 
     def _meet_in_old_world(self) -> None:
         """Raise where not every rank is about to wrap its model anew.
@@ -477,8 +464,9 @@ class Session:
         if self.strict_check is None or self.reducer is None:
             return
         name_of = {id(p): name for name, p in self.model.parameters}
-        names = [name_of[id(p)] for p in self.trainable]
+        names = [name_of[id(p)] for p in self.model.trainable]
         message = self.strict_check.refusal(names, self.world.rank)
         if message is not None:
             self.world.note_exception(message)
-            self.wrapper._log_and_throw(RuntimeError, message)  # type: ignore[no-untyped-call]
+            self.log.note_error(f"{RuntimeError}: {message}")
+            raise RuntimeError(message)

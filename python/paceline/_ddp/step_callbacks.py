@@ -18,15 +18,10 @@ class StepCallbacks:
 
     It knows neither the wrapper nor the reducer, which owns it: a wrapper that is
     dropped must go at once.
-
-    Attributes
-    ----------
-    always : list of callable
-        Called after every step.
     """
 
     def __init__(self) -> None:
-        self.always: list[Callable[[], object]] = []
+        self.always: list[Callable[[], object]] = []  # after every step
         self._once: list[Callable[[], object]] = []
 
     def attach(self, reducer: _native.Reducer | None) -> None:
@@ -56,11 +51,6 @@ class OptimizersInBackward:
 
     They step by averages, so after the step of the reducer; then the gradients that
     they have used become None.
-
-    Parameters
-    ----------
-    parameters : sequence of torch.nn.Parameter
-        Those that have such an optimizer.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -25,23 +25,13 @@ DEFAULT_RATE = 100
 
 @dataclass
 class Sample:
-    """One step that is measured: times in nanoseconds since the epoch.
+    """One step that is measured: times in nanoseconds since the epoch; 0: not yet."""
 
-    Attributes
-    ----------
-    number : int
-        Of the forward, from 1.
-    forward_start, forward_end, end : int
-        When the forward began and ended, and when all averages were in place; 0: not
-        yet.
-    arrivals : list of (int, int)
-        Which parameter's gradient came when.
-    """
-
-    number: int
+    number: int  # of the forward, from 1
     forward_start: int
     forward_end: int = 0
-    end: int = 0
+    end: int = 0  # all averages were in place
+    # which parameter's gradient came when
     arrivals: list[tuple[int, int]] = field(default_factory=list)
 
     def arrives(self, index: int, *_: Any) -> None:
@@ -54,19 +44,11 @@ class Sample:
         return list(dict.fromkeys(i for i, _ in self.arrivals))
 
     def times(self, buckets: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return torch's entries, in nanoseconds.
-
-        Parameters
-        ----------
-        buckets : sequence of sequence of int
-            The parameters of each bucket; communication begins as soon as one is full.
-        """
+        """Return torch's entries; communication begins as soon as a bucket is full."""
         came = dict(self.arrivals)  # the last time, of each
         last = max(came.values())
         full = [
-            max(came[i] for i in bucket if i in came)
-            for bucket in buckets
-            if any(i in came for i in bucket)
+            max((came[i] for i in each if i in came), default=last) for each in buckets
         ]
         communicated = min(full, default=last)
         end = max(self.end, last)
@@ -92,24 +74,14 @@ _AVERAGED = (
 
 
 class StepLog:
-    """What a wrapper remembers of its synchronised steps.
-
-    Attributes
-    ----------
-    iteration : int
-        Synchronised forwards so far.
-    is_static : bool
-        Whether every step had as many gradients of each parameter as the first.
-    entries : dict
-        The logging data that only running gives.
-    """
+    """What a wrapper remembers of its synchronised steps."""
 
     def __init__(self) -> None:
-        self.iteration = 0
+        self.iteration = 0  # synchronised forwards so far
         self.rate = DEFAULT_RATE
-        self.is_static = True
+        self.is_static = True  # each step had as many gradients of each parameter
         self.has_rebuilt = False
-        self.entries: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}  # of the logging data what running gives
         self.first_buckets: list[list[int]] = []
         self.last: Sample | None = None  # the sample that was recorded last
         self._sample: Sample | None = None

@@ -59,14 +59,7 @@ LATE_STATIC = (
 class GraphCheck:
     """Compares what a wrapper's steps used with what torch's class takes.
 
-    Called after each step.
-
-    Parameters
-    ----------
-    reducer : paceline._native.Reducer
-        Whose steps; it owns this object.
-    parameters : sequence of torch.nn.Parameter
-        In the reducer's order.
+    Called after each step of the reducer, which owns it.
     """
 
     def __init__(
@@ -85,12 +78,8 @@ class GraphCheck:
 class DynamicGraph(GraphCheck):
     """What came since the last forward, where the graph may change from step to step.
 
-    Each step since then counts: outputs may have a backward each.
-
-    Parameters
-    ----------
-    searches : bool
-        Whether outputs are searched for what they use: ``find_unused_parameters``.
+    Each step since then counts: outputs may have a backward each.  With `searches`
+    (``find_unused_parameters``) outputs are searched for what they use.
     """
 
     def __init__(
@@ -137,13 +126,7 @@ class DynamicGraph(GraphCheck):
 
 
 class StaticGraph(GraphCheck):
-    """Holds every step's graph to that of the first: ``static_graph``.
-
-    Parameters
-    ----------
-    log : paceline._ddp.step_log.StepLog
-        Where a refusal is noted.
-    """
+    """Holds every step's graph to that of the first: ``static_graph``."""
 
     def __init__(
         self,

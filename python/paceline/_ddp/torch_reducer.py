@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,10 @@ import torch.distributed as dist
 from paceline import _environment
 from paceline._compat import torch_groups
 from paceline._ddp import strict
-from paceline._ddp.forward import ForwardPass
+from paceline._ddp.forward_pass import ForwardPass
+from paceline._ddp.session import Session
 from paceline._ddp.step_callbacks import wait_for
 from paceline._ddp.step_log import join_numbers
-
-if TYPE_CHECKING:
-    from paceline._ddp.session import Session
-    from paceline._ddp.torch_surface import TorchSurface
 
 _DTYPES = {
     torch.float32: "float",
@@ -60,11 +57,11 @@ def _do_nothing(*_: Any) -> None:
 class _Facade:
     """Knows its wrapper without keeping it."""
 
-    def __init__(self, wrapper: TorchSurface) -> None:
+    def __init__(self, wrapper: Any) -> None:
         self._reference = weakref.ref(wrapper)
 
     @property
-    def _wrapper(self) -> TorchSurface:
+    def _wrapper(self) -> Any:
         wrapper = self._reference()
         if wrapper is None:
             raise RuntimeError("the DistributedDataParallel of this object is gone")
@@ -72,10 +69,11 @@ class _Facade:
 
     @property
     def _session(self) -> Session:
-        return self._wrapper._session
+        session: Session = self._wrapper._session
+        return session
 
 
-class Reducer(_Facade):
+class ReducerFacade(_Facade):
     """What ``torch.distributed.Reducer`` is asked by name, for one wrapper."""
 
     prepare_for_forward = _do_nothing  # the wrapper's own forward does it
@@ -89,13 +87,7 @@ class Reducer(_Facade):
     # ---- before and after a forward -----------------------------------------------
 
     def prepare_for_backward(self, outputs: Any = ()) -> None:
-        """Have the next backward synchronised, although its forward was not.
-
-        Parameters
-        ----------
-        outputs : torch.Tensor or sequence of torch.Tensor
-            What is to be differentiated.  None need be given.
-        """
+        """Have the next backward, of `outputs`, synchronised: its forward was not."""
         session, reducer = self._session, self._session.reducer
         if reducer is None or reducer.is_active:
             return
@@ -125,10 +117,7 @@ class Reducer(_Facade):
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward has not ended, or left parameters out.
 
-        Raises
-        ------
-        RuntimeError
-            In the first case; in the second under ``strict`` alone.
+        The latter under ``strict`` alone.
         """
         reducer = self._session.reducer
         if reducer is not None and reducer.is_active:
@@ -152,12 +141,7 @@ class Reducer(_Facade):
         used = torch.tensor([int(n > 0) for n in counts], dtype=torch.int32)
         if reducer is None or not self._wrapper.find_unused_parameters:
             return used
-        world, total = self._session.world, torch.zeros_like(used)
-        for rank in range(world.world_size):
-            of_rank = used.clone()
-            world.broadcast([of_rank], rank)
-            total += of_rank
-        return total
+        return self._session.sum_over_ranks(used)
 
     def _ddp_graph_static(self) -> bool:
         """Tell whether every step had as many gradients of each parameter."""
@@ -212,7 +196,7 @@ class Reducer(_Facade):
         return future.then(lambda done: done.value()[0])
 
 
-class Logger(_Facade):
+class LoggerFacade(_Facade):
     """What ``torch.distributed.Logger`` is asked by name, for one wrapper."""
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
@@ -225,7 +209,7 @@ class Logger(_Facade):
 
     def _set_comm_hook_name(self, name: str) -> None:
         """Note which hook carries the gradients."""
-        self._wrapper._comm_hook_name = name
+        self._session.hooks.name = name
 
     def _set_uneven_input_join(self) -> None:
         """Note that a join context was entered."""
@@ -240,7 +224,7 @@ class Logger(_Facade):
         self._session.log.note_error(str(error))
 
 
-def _logging_data(wrapper: TorchSurface) -> dict[str, Any]:
+def _logging_data(wrapper: Any) -> dict[str, Any]:
     """Return all that is known of a wrapper: strings, and whole numbers.
 
     Times are in nanoseconds, sizes in bytes; torch documents the keys in
@@ -252,8 +236,8 @@ def _logging_data(wrapper: TorchSurface) -> dict[str, Any]:
     data["can_set_static_graph"] = int(log.is_static)
     if wrapper.static_graph:
         data["static_graph"] = 1
-    if wrapper._comm_hook_name:
-        data["comm_hook"] = wrapper._comm_hook_name
+    if wrapper._session.hooks.name:
+        data["comm_hook"] = wrapper._session.hooks.name
     data |= log.entries
     if wrapper.skip_all_reduce_unused_params:
         data["num_buckets_reduced"] = log.n_buckets_used
@@ -262,7 +246,7 @@ def _logging_data(wrapper: TorchSurface) -> dict[str, Any]:
     return data
 
 
-def _of_construction(wrapper: TorchSurface) -> dict[str, Any]:
+def _of_construction(wrapper: Any) -> dict[str, Any]:
     parameters = wrapper._session.model.trainable
     sizes = [p.numel() * p.element_size() for p in parameters]
     buckets = wrapper._session.log.first_buckets or [list(range(len(parameters)))]

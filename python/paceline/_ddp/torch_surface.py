@@ -1,4 +1,4 @@
-"""What torch's wrapper answers besides training: settings, hooks, and its insides.
+"""What torch's wrapper answers besides its constructor and ``join``.
 
 Methods of torch's class that only ask ``self.reducer`` or ``self.logger`` are inherited
 as they are, and ask what :mod:`paceline._ddp.torch_reducer` answers.
@@ -8,39 +8,298 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from paceline import _gpu
 from paceline._compat import torch_core
-from paceline._ddp import placement, strict, torch_reducer
+from paceline._ddp import comm_hooks, forward, placement, strict, torch_reducer
 from paceline._ddp.model_spec import Model
 from paceline._ddp.session import Session
 
 
 class TorchSurface(TorchDDP):
-    """The parts of a wrapper that programs reach for by torch's private names."""
+    """A wrapper's methods, and what programs reach for by torch's private names."""
 
     module: torch.nn.Module
     _session: Session
-    _comm_hook_name: str = ""
     _moves_inputs = False  # to the GPU: whether device_ids were given
     _ddp_sink_clone = True  # outputs are the module's own, and never cloned
     _use_python_reducer = False
     _has_rebuilt_buckets = False
     _delay_grad_buffer = None  # delayed gradients are averaged with all others
 
-    @property
-    def reducer(self) -> torch_reducer.Reducer:  # type: ignore[override]
-        """What answers for ``torch.distributed.Reducer``."""
-        return torch_reducer.Reducer(self)
+    # ---- a forward ------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Parameters
+        ----------
+        *inputs, **kwargs
+            For the module's own ``forward``.
+
+        Returns
+        -------
+        object
+            What the module returns, itself.
+
+        Raises
+        ------
+        paceline.PeerError
+            If a rank died or failed and the step cannot be taken.
+        RuntimeError
+            Under ``strict``: if the last step left parameters out, in torch's words.
+        """
+        if torch_core.is_profiling():
+            with torch.autograd.profiler.record_function(
+                "DistributedDataParallel.forward"
+            ):
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch_core.is_compile_used() or self._has_own_parts():
+            return self._forward_in_parts(inputs, kwargs)
+        session = self._session
+        forward_pass = forward.begin(self, session)
+        try:
+            if self.device_ids:
+                inputs, kwargs = self._move_to_device(inputs, kwargs)
+            # self.module, without torch's search for it
+            output = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            if forward_pass is not None:
+                forward_pass.forward_fails()
+            raise
+        forward.end(self, session, output, forward_pass)
+        return output
+
+    def _has_own_parts(self) -> bool:
+        """Tell whether a subclass, or this object, has parts of its own."""
+        kind, own = type(self), self.__dict__
+        return (
+            kind._run_ddp_forward is not _RUN
+            or kind._pre_forward is not _BEFORE
+            or kind._post_forward is not _AFTER
+            or "_run_ddp_forward" in own
+            or "_pre_forward" in own
+            or "_post_forward" in own
+        )
+
+    def _forward_in_parts(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the parts by the names and in the order of torch's class."""
+        opened = self._session.open_forwards.items
+        n_opened = len(opened)
+        try:
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            if len(opened) == n_opened:  # a subclass has not called ours
+                opened.append(forward.begin_uncompiled(self, self._session, False))
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output)
+        except BaseException:
+            for forward_pass in opened[n_opened:]:
+                if forward_pass is not None:
+                    forward_pass.forward_fails()
+            raise
+        finally:
+            del opened[n_opened:]
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module as the one that torch.compile splits at its buckets."""
+        before = torch_core.exchange_active_ddp(self)
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            torch_core.exchange_active_ddp(before)
+
+    def _pre_forward(
+        self, *inputs: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Do what comes before the module's forward; return the arguments for that.
+
+        Whoever runs the module himself (``replicate()``, say) calls this before, and
+        :meth:`_post_forward` after it, in the same thread.
+        """
+        session = self._session
+        session.open_forwards.items.append(forward.begin_uncompiled(self, session))
+        if self.device_ids:
+            inputs, kwargs = _move_uncompiled(self, inputs, kwargs)
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        """Do what comes after the module's forward; return its output, itself."""
+        session = self._session
+        forward_pass = session.open_forwards.items.pop()
+        forward.end_uncompiled(self, session, output, forward_pass)
+        return output
+
+    def _move_to_device(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the inputs on the GPU of ``device_ids``, as torch moves them."""
+        if not kwargs and all(
+            type(value) is torch.Tensor and value.device == self.device
+            for value in inputs
+        ):
+            return inputs, kwargs
+        assert self.device_ids is not None
+        to: Any = self.to_kwargs  # has no types
+        moved_inputs, moved_kwargs = to(inputs, kwargs, self.device_ids[0])
+        return tuple(moved_inputs[0]), dict(moved_kwargs[0])
 
     @property
-    def logger(self) -> torch_reducer.Logger:  # type: ignore[override]
-        """What answers for ``torch.distributed.Logger``."""
-        return torch_reducer.Logger(self)
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a forward asks for its backward to be averaged over the ranks."""
+        return self._session.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        session = self._session
+        session.set_sync(bool(value), session.in_no_sync and not value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank, without averaging.
+
+        A backward is not averaged when its forward ran inside the context (torch's
+        contract), or when it runs inside itself.  The first averaged backward after it
+        averages all that has accumulated.
+
+        Examples
+        --------
+        >>> import torch, torch.distributed as dist
+        >>> from paceline import DistributedDataParallel
+        >>> dist.init_process_group(
+        ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
+        ... )
+        >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> with model.no_sync():
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model(torch.ones(1, 2)).sum().backward()  # averages the sum of both
+        >>> model.module.weight.grad
+        tensor([[2., 2.]])
+        >>> dist.destroy_process_group()
+        """
+        session = self._session
+        before = session.sync, session.in_no_sync
+        session.set_sync(False, True)
+        try:
+            yield
+        finally:
+            session.set_sync(*before)
+
+    # ---- hooks ----------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: comm_hooks.Hook) -> None:
+        """Have ``hook`` average the gradients, bucket by bucket, in place of us.
+
+        Parameters
+        ----------
+        state : object
+            Given to the hook each time; None, say, or a process group.
+        hook : callable
+            ``hook(state, bucket)`` begins the averaging of one
+            ``torch.distributed.GradBucket`` and returns a
+            ``torch.futures.Future[torch.Tensor]`` of what ``bucket.buffer()`` becomes:
+            a tensor of as many elements.  Gradients come as they are: it is the hook
+            that divides by the number of ranks.
+
+        Raises
+        ------
+        TypeError
+            If the hook is not callable.
+        ValueError
+            If an annotation of its is not what torch asks for.
+        RuntimeError
+            If the wrapper has a hook.  Out of ``backward()``: if the hook returns no
+            future of a fitting tensor.  What the hook, or its future, raises comes out
+            of ``backward()`` too; the other ranks get ``PeerError``.
+
+        Notes
+        -----
+        The contract is that of `torch's method
+        <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>`_.  Where it differs:
+
+        - Buckets are up to 25 MiB, and the last up to 1 MiB, where no ``bucket_cap_mb``
+          was given; in the first backward they are cut in the reverse order of the
+          parameters, from the second on in the order in which gradients came.
+        - The buffer is a tensor of its own: a hook may keep it.
+        - bfloat16 hooks work on the CPU (``strict`` refuses them, as torch does).
+        - A copy of the wrapper, and a model that was changed, keep the hook.
+        - A parameter whose gradient comes a second time after its bucket has gone
+          raises on every rank.
+        - After a step that failed while the hook's work was under way, further steps
+          raise: a collective that only some ranks began would pair with the next one.
+
+        Examples
+        --------
+        Each bucket travels as float16 (in this world of one rank, to nobody):
+
+        >>> import torch, torch.distributed as dist
+        >>> from paceline import DistributedDataParallel
+        >>> from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        >>> dist.init_process_group(
+        ...     "gloo", store=dist.HashStore(), rank=0, world_size=1
+        ... )
+        >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        >>> model(torch.full((1, 2), 3.0)).sum().backward()
+        >>> model.module.weight.grad
+        tensor([[3., 3.]])
+        >>> dist.destroy_process_group()
+        """
+        if (error := comm_hooks.refusal(hook)) is not None:
+            self._log_and_throw(type(error), str(error))  # type: ignore[no-untyped-call]
+        session, hooks = self._session, self._session.hooks
+        if session.options.strict:
+            self._check_comm_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+        hooks.refuse_second("register_comm_hook", "register_builtin_comm_hook")
+        hooks.registered.append((hook, state))
+        try:
+            session.attach_comm_hook()
+        except BaseException:
+            hooks.registered.clear()
+            raise
+        hooks.name = getattr(hook, "__qualname__", type(hook).__qualname__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Have a hook that torch has written in C++ average the gradients.
+
+        It is ``ALLREDUCE``, which is what happens anyway, or ``FP16_COMPRESS``.
+        """
+        kinds = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+        if not isinstance(comm_hook_type, kinds):
+            raise TypeError(
+                f"comm_hook_type is {comm_hook_type!r}: give a "
+                "torch.distributed.BuiltinCommHookType"
+            )
+        hooks = self._session.hooks
+        hooks.refuse_second("register_builtin_comm_hook", "register_comm_hook")
+        if comm_hook_type == kinds.FP16_COMPRESS:
+            self.register_comm_hook(
+                self.process_group, default_hooks.fp16_compress_hook
+            )
+        hooks.is_builtin, hooks.name = True, str(comm_hook_type)
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Any, *location: Any, **named: Any
+    ) -> None:
+        """Have ``hook(state, {name: buffer})`` bring buffers to all ranks.
+
+        It may return a list of futures, which the next backward's end awaits.  As in
+        torch, it is called after the forward, or where ``comm_hook_location`` says, and
+        a hook on one rank must be on all.  It is called in forwards that record
+        gradients; torch also calls it in the first evaluation after one.
+        """
+        super()._register_buffer_comm_hook(state, hook, *location, **named)
+        self._session.wrap_anew()
 
     # ---- settings -------------------------------------------------------------------
 
@@ -73,29 +332,6 @@ class TorchSurface(TorchDDP):
             and len(self.modules_buffers) > 0
         )
 
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, *location: Any, **named: Any
-    ) -> None:
-        """Have ``hook(state, {name: buffer})`` bring buffers to all ranks.
-
-        Parameters
-        ----------
-        state : object
-            Given to the hook.
-        hook : callable
-            May return a list of futures, which the next backward's end awaits.
-        comm_hook_location : optional
-            torch's ``_BufferCommHookLocation``: before the forward, or after it (the
-            default).
-
-        Notes
-        -----
-        As in torch, a hook on one rank must be on all.  It is called in forwards that
-        record gradients; torch also calls it in the first evaluation after one.
-        """
-        super()._register_buffer_comm_hook(state, hook, *location, **named)
-        self._session.wrap_anew()
-
     def _set_static_graph(self) -> None:
         """Declare that every step uses the same parameters, as often.
 
@@ -125,22 +361,29 @@ class TorchSurface(TorchDDP):
                 stacklevel=2,
             )
 
-    # ---- for the session ------------------------------------------------------------
+    # ---- its insides ----------------------------------------------------------------
+
+    @property
+    def reducer(self) -> torch_reducer.ReducerFacade:  # type: ignore[override]
+        """What answers for ``torch.distributed.Reducer``."""
+        return torch_reducer.ReducerFacade(self)
+
+    @property
+    def logger(self) -> torch_reducer.LoggerFacade:  # type: ignore[override]
+        """What answers for ``torch.distributed.Logger``."""
+        return torch_reducer.LoggerFacade(self)
+
+    @property
+    def _comm_hooks(self) -> list[Any]:  # type: ignore[override]
+        return self._session.hooks.registered
 
     def _read_arguments(
-        self, model: Model, device_ids: Any, output_device: Any, named: Any, hooked: Any
+        self, device_ids: Any, output_device: Any, named: Any, hooked: Any, model: Model
     ) -> None:
         """Check those of the constructor's arguments that say something of the model.
 
-        Parameters
-        ----------
-        model : Model
-            The module's.
-        device_ids, output_device
-            As given.
-        named, hooked
-            torch's arguments for gradients that are averaged together, later.  Here
-            they are averaged with all others, so the two say nothing new.
+        `named` and `hooked` are torch's, for gradients that are averaged together,
+        later: here with all others.
         """
         self.device_ids, self.output_device = placement.read_devices(
             device_ids, output_device, [p.device for _, p in model.parameters]
@@ -161,15 +404,16 @@ class TorchSurface(TorchDDP):
 
     def _follow_module(self, device: torch.device) -> None:
         """Have inputs moved to where the module is now, if they were to be moved."""
-        index = _gpu.machine.index_of(device)
-        is_moved_to = index if self._moves_inputs else None
-        self.device_ids = None if is_moved_to is None else [is_moved_to]
-        self.output_device = is_moved_to
+        index = _gpu.machine.index_of(device) if self._moves_inputs else None
+        ids = None if index is None else [index]
+        if self.device_ids != ids:
+            self.device_ids, self.output_device = ids, index
 
     def _show_model(self, model: Model) -> None:
-        """Show what torch's class keeps of its model."""
+        """Show what torch's class keeps of its model; move inputs to where it is."""
         self.device = model.parameters[0][1].device
         self.device_type = self.device.type
+        self._follow_module(self.device)
         delayed = {id(p) for p in self._delay_all_reduce_params}
         self.parameters_to_ignore = set(
             getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
@@ -181,4 +425,20 @@ class TorchSurface(TorchDDP):
         ]
 
 
-torch_core.skip_frames(TorchSurface.will_sync_module_buffers)
+_RUN, _BEFORE = TorchSurface._run_ddp_forward, TorchSurface._pre_forward
+_AFTER = TorchSurface._post_forward
+_move_uncompiled = torch_core.uncompiled(TorchSurface._move_to_device)
+
+torch_core.skip_frames(
+    TorchSurface.forward,
+    TorchSurface._forward,
+    TorchSurface._has_own_parts,
+    TorchSurface._forward_in_parts,
+    TorchSurface._run_ddp_forward,
+    TorchSurface._pre_forward,
+    TorchSurface._post_forward,
+    TorchSurface.will_sync_module_buffers,
+    torch_core.is_profiling,
+    torch_core.is_compile_used,
+    torch_core.exchange_active_ddp,
+)

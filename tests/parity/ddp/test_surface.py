@@ -240,6 +240,8 @@ def test_times_of_a_step_are_in_their_order(ranks):
     stats = model.reducer.get_backward_stats()
     assert len(stats) == 6
     assert min(stats) > 0
+    model.module.requires_grad_(False)
+    assert model.reducer.get_backward_stats() == stats
 
 
 @as_torch()
