@@ -28,20 +28,11 @@ _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 @dataclass(frozen=True)
 class Offer:
-    """Where the first rank of a host listens.
+    """Where the first rank of a host listens."""
 
-    Attributes
-    ----------
-    addresses : tuple of str
-        All under which it may be reached, the likeliest first.
-    port : int
-    token : bytes
-        What who connects has to know.
-    """
-
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # all that may reach it, the likeliest first
     port: int
-    token: bytes
+    token: bytes  # which a caller has to know
 
 
 class LinkListener:
@@ -65,19 +56,8 @@ class LinkListener:
     ) -> list[socket.socket | None]:
         """Return the sockets to all other hosts, `N_STREAMS` each; None for this one's.
 
-        Parameters
-        ----------
-        offers : sequence of Offer
-            Of each host.
-        host : int
-            This one's number.
-        seconds : float
-            How long the others may take.
-
-        Raises
-        ------
-        OSError
-            If one cannot be reached; ``TimeoutError`` if one does not come.
+        There is an offer of each host; `host` is this one's number.  An ``OSError``
+        says that one cannot be reached, or does not come in time.
         """
         until = time.monotonic() + seconds
         sockets: list[socket.socket | None] = [None] * (len(offers) * N_STREAMS)

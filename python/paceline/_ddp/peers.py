@@ -49,34 +49,15 @@ def words_of(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a rank runs: what must agree for ranks to share memory and see each other.
+    """Where a rank runs: what must agree for ranks to share memory, or be seen."""
 
-    Attributes
-    ----------
-    boot : str
-        The kernel's boot id; drawn, where the kernel does not tell all of this: such a
-        rank is on a host of its own.
-    network : int
-        Network namespace, which the abstract sockets live in.
-    processes : int
-        PID namespace: process ids mean the same inside one.
-    users : int
-        User namespace: numbers of users mean the same inside one.
-    user : int
-        The user that the rank runs as; ranks of others are not talked to.
-    pid : int
-        The rank's process id in its own namespace.
-    problem : str
-        Why the rank is on a host of its own; empty where it is not.
-    """
-
-    boot: str
-    network: int
-    processes: int
-    users: int
-    user: int
-    pid: int
-    problem: str = ""
+    boot: str  # the kernel's boot id; drawn where there is a `problem`
+    network: int  # namespace, which the abstract sockets live in
+    processes: int  # namespace: process ids mean the same inside one
+    users: int  # namespace: numbers of users mean the same inside one
+    user: int  # ranks of others are not talked to
+    pid: int  # in the rank's own namespace
+    problem: str = ""  # why the rank is on a host of its own: what cannot be read
 
     @classmethod
     def here(cls) -> Host:
@@ -151,8 +132,9 @@ class Peers:
         self.rank, self.size = rank, size
         self.here = Host.here()
         self._hosts: dict[int, Host] = {rank: self.here}
-        self._store: Any = None  # torch.distributed.Store
-        self._kept_store: Any = None
+        # The group's store, under a prefix of this meeting; None: torch shows none.
+        self.store: Any = None
+        self._store: Any = None  # the same, while processes are to be watched by it
         self._n_sent = 0
         self._n_looked = 0
         store = torch_groups.group_store(group)
@@ -162,8 +144,8 @@ class Peers:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         number = next(_wrap_numbers[name])
         prefix = f"paceline/{name}/{restart}/{number}"
-        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-        self._kept_store = self._store
+        self.store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._store = self.store
         with self._store_failure():
             self._store.set(f"host/{rank}", json.dumps(vars(self.here)))
             self._read_hosts(self._store)
@@ -214,13 +196,13 @@ class Peers:
 
     def tell_of_end(self, why: BaseException) -> None:
         """Have the others' :meth:`check` raise that this rank has left the meeting."""
-        if self._kept_store is None:
+        if self.store is None:
             return
         with suppress(dist.DistError):
             self._tell_gone(self.rank, f"left the construction ({words_of(why)})")
 
     def _tell_gone(self, rank: int, what: str) -> None:
-        self._kept_store.set("gone", json.dumps((rank, what)))
+        self.store.set("gone", json.dumps((rank, what)))
 
     def _check_processes(self) -> None:
         for rank, host in self._hosts.items():
@@ -233,19 +215,10 @@ class Peers:
                         self._tell_gone(rank, "died during construction")
                 self._fail(rank, f"(process {pid}) died during construction")
 
-    @property
-    def store(self) -> Any:
-        """The group's store, under a prefix of this meeting; None: torch shows none."""
-        return self._kept_store
-
     def all_gather(self, message: bytes, seconds: float) -> list[bytes]:
         """Send `message` to all ranks by the store; return every rank's, by rank.
 
-        Raises
-        ------
-        paceline.PeerError
-            If a rank dies meanwhile; a ``PeerTimeoutError`` if one has sent nothing
-            after `seconds`.
+        A rank that dies, or has sent nothing after `seconds`, is a ``PeerError``.
         """
         try:
             return self._all_gather(message, seconds)
@@ -266,7 +239,7 @@ class Peers:
 
         Each rank would ask the one store for every other's otherwise.
         """
-        store, number = self._kept_store, self._n_sent
+        store, number = self.store, self._n_sent
         self._n_sent += 1
         key, together = f"message/{number}/{self.rank}", f"messages/{number}"
         with self._store_failure():
@@ -295,7 +268,7 @@ class Peers:
         while True:
             self.check()
             with self._store_failure():
-                while n_there < len(keys) and self._kept_store.check([keys[n_there]]):
+                while n_there < len(keys) and self.store.check([keys[n_there]]):
                     n_there += 1
             if n_there == len(keys):
                 return
@@ -310,7 +283,7 @@ class Peers:
             silent = [
                 rank
                 for rank in range(self.size)
-                if not self._kept_store.check([f"message/{number}/{rank}"])
+                if not self.store.check([f"message/{number}/{rank}"])
             ] or [0]
         raise _native.PeerTimeoutError(
             f"rank {self.rank}: ranks {silent} have not come to this "

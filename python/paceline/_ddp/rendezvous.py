@@ -9,6 +9,7 @@ From then on the native world watches the processes itself.
 
 from __future__ import annotations
 
+import enum
 import logging
 import mmap
 import os
@@ -38,7 +39,7 @@ _log = logging.getLogger("paceline")
 
 LINK_SECONDS = 20.0
 """How long hosts may take to connect to one another."""
-OUTCOME_SECONDS = 30.0
+_OUTCOME_SECONDS = 30.0
 """How long a rank whose world could not be made waits for what the others say of it:
 none can have made it, and each soon gives up."""
 _INTERRUPTED_SECONDS = 2.0
@@ -55,22 +56,9 @@ and why."""
 class Meeting:
     """The ranks of a process group, before they share memory.
 
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        The user's group.  Where Gloo carries its CPU tensors, or nothing does (NCCL),
-        and all ranks are on one host and have memory to share, they meet there;
-        otherwise the group's own collectives carry all messages.
-    device_type : str, default "cpu"
-        Of the tensors to come: its timeout counts where a group has several.
-
-    Attributes
-    ----------
-    rank, size : int
-        This rank, and how many there are.
-    uses_group : bool
-        Whether collectives of a group carry the messages of a step; known after
-        :meth:`exchange`, but for a lack of memory, which :meth:`connect` finds.
+    Where Gloo carries the group's CPU tensors, or nothing does (NCCL), and all ranks of
+    a host have memory to share, they meet there; otherwise the group's own collectives
+    carry all messages.  Of several timeouts of a group that of `device_type` counts.
     """
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = "cpu") -> None:
@@ -84,8 +72,7 @@ class Meeting:
         self.rank = torch_groups.group_rank(group)
         self.size = int(group.size())
         self._seconds = torch_groups.group_timeout_seconds(group, device_type)
-        self._lacks_memory = False
-        self._links_problem = ""
+        self._memory_problem = self._links_problem = ""
         self._has_cpu = not torch_groups.is_device_bound(group)
         self._is_known_kind = (
             not self._has_cpu or torch_groups.cpu_backend_name(group) == "gloo"
@@ -100,14 +87,18 @@ class Meeting:
 
     @property
     def uses_group(self) -> bool:
-        """Whether collectives of a group carry a step's messages; see the class."""
+        """Whether collectives of a group carry a step's messages.
+
+        Known after :meth:`exchange`, but for a lack of memory, which :meth:`connect`
+        finds.
+        """
         if not self._is_known_kind:
             return True
         if self.size == 1:
             return False
         first, *others = self._peers.hosts
         return (
-            self._lacks_memory
+            bool(self._memory_problem)
             or self.size > _native.MAX_SHARED_MEMORY_RANKS
             or not all(host.shares_memory_with(first) for host in others)
         )
@@ -128,17 +119,8 @@ class Meeting:
     def exchange(self, message: Any, seconds: float | None = None) -> list[Any]:
         """Send one picklable object to all ranks; return every rank's, by rank.
 
-        Parameters
-        ----------
-        message : object
-            Picklable.
-        seconds : float, optional
-            How long the others may take; by default as long as the group's timeout.
-
-        Raises
-        ------
-        paceline.PeerError
-            If a rank dies meanwhile; a ``PeerTimeoutError`` if the others take longer.
+        A rank that dies meanwhile is a ``PeerError``, and so is one that takes more
+        than `seconds`, by default the group's timeout.
         """
         if self.size == 1:
             return [message]
@@ -210,188 +192,127 @@ class Meeting:
     def connect(self, arena_bytes: int, n_ops: int, **device: Any) -> _native.World:
         """Make the world; collective over the group.
 
-        Parameters
-        ----------
-        arena_bytes : int
-            Bytes of shared memory a rank; the same on every rank.
-        n_ops : int
-            The most operations in flight; the same on every rank.
-        **device
-            Of a world whose gradients are on a GPU: see ``paceline._native.World``.
-
-        Returns
-        -------
-        paceline._native.World
-
-        Raises
-        ------
-        paceline.PeerError
-            If a rank dies meanwhile.
+        Every rank gives the same bytes of shared memory and number of operations in
+        flight; `device` is what ``paceline._native.World`` takes for a GPU.
         """
-        if self.size > 1 and not self.uses_group:
-            world = self._connect_by_memory(arena_bytes, n_ops, device)
-            if world is not None:
-                return world
-        elif self.size > 1 and self._is_known_kind:
-            world = None
-            if self.ranks_by_host:
-                world = self._connect_by_links(arena_bytes, n_ops, device)
-            self._warn(self._why_no_memory_is_shared(), by_group=world is None)
-            if world is not None:
-                return world
-        return self._connect_alone(arena_bytes, n_ops, device)
+        sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
+        world = None
+        if self.size > 1 and self._is_known_kind:
+            n_ranks = self.ranks_by_host if self.uses_group else [self.size]
+            if n_ranks:
+                world = self._connect_by_memory(n_ranks, sizes)
+            if self.uses_group:
+                self._warn(is_by_group=world is None)
+        return world if world is not None else self._connect_alone(sizes)
 
     def _connect_by_memory(
-        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
+        self, n_ranks: list[int], sizes: dict[str, Any]
     ) -> _native.World | None:
-        """Make a world in shared memory; None on every rank where one can have none."""
-        listener = lack = None
-        try:
-            # Of each rank its process, and the socket that it is met by.
-            open_files.make_room(2 * self.size)
-            listener = _native.Listener() if self.rank == 0 else None
-        except OSError as error:
-            lack = str(error)
-        address = listener.address if listener is not None else None
-        offers = self.exchange((address, lack))
-        lacking = _who_lacks(offers)
-        if lacking is not None:
-            self._lacks_memory = True
-            self._warn(lacking)
-            return None
-        address, _ = offers[0]
-        here, hosts = self._peers.here, self._peers.hosts
-        try:
-            return self._make_world(
-                arena_bytes,
-                n_ops,
-                pids=[host.visible_pid(here) for host in hosts],
-                meeting=listener if listener is not None else address,
-                **device,
-            )
-        except BaseException as error:
-            del listener  # who still connects finds that nobody listens
-            # A GPU's memory may have run out instead.
-            may_lack = not device or _lacks_shared_memory(arena_bytes)
-            self._raise_unless_memory_lacks(error, may_lack)
-            return None
+        """Make a world of ranks that share each host's memory; links join the hosts.
 
-    def _connect_by_links(
-        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
-    ) -> _native.World | None:
-        """Make a world of several hosts; None on every rank where they have no links.
-
-        Where one rank's construction fails, others may have succeeded: all say so.
+        Return None on every rank where one of them has no memory, or no link.
         """
-        n_ranks = self.ranks_by_host
         firsts = [sum(n_ranks[:h]) for h in range(len(n_ranks))]
         host = max(h for h, first in enumerate(firsts) if first <= self.rank)
         first, n_here = firsts[host], n_ranks[host]
-        is_first = self.rank == first
-        listener = links = lack = world = None
-        problem: BaseException | None = None
-        may_lack = True
-        sockets: list[Any] = []
-        # A first rank's sockets are duplicated on their way to the core.
-        n_sockets = 2 * host_links.N_STREAMS * len(n_ranks) if is_first else 0
+        is_first, has_links = self.rank == first, len(n_ranks) > 1
+        listener = links = lack = None
+        # Of each rank its process, and the socket that it is met by.  A first rank's
+        # links are duplicated on their way to the core.
+        n_links = host_links.N_STREAMS * len(n_ranks) if is_first and has_links else 0
         try:
-            open_files.make_room(n_sockets + 2 * n_here)
-            links = host_links.LinkListener() if is_first else None
+            open_files.make_room(2 * n_here + 2 * n_links)
+            links = host_links.LinkListener() if n_links else None
             listener = _native.Listener() if is_first and n_here > 1 else None
         except OSError as error:
             lack = str(error)
         address = listener.address if listener is not None else None
-        offers = self.exchange(((address, links.offer if links else None), lack))
+        offers = self.exchange((address, links.offer if links else None, lack))
+        sockets: list[Any] = []
+        world = problem = None
+        may_lack = True  # of an error of the operating system: not memory of a GPU
         try:
-            lacking = _who_lacks(offers)
-            if lacking is not None:
-                self._links_problem = f"hosts cannot connect: {lacking}"
+            lacks = [
+                f"rank {r}: {offer[2]}" for r, offer in enumerate(offers) if offer[2]
+            ]
+            if lacks:
+                self._do_without(lacks[0], has_links)
                 return None
             if links is not None:
                 seconds = min(self._seconds / 3.0, LINK_SECONDS)
-                every = [offers[r][0][1] for r in firsts]
+                every = [offers[r][1] for r in firsts]
                 sockets = links.connect_all(every, host, seconds)
+            names = (name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks))
+            files = [-1 if each is None else each.fileno() for each in sockets]
             here, hosts = self._peers.here, self._peers.hosts
-            may_lack = not device
+            may_lack = "device" not in sizes
             world = self._make_world(
-                arena_bytes,
-                n_ops,
+                sizes,
                 pids=[h.visible_pid(here) for h in hosts[first : first + n_here]],
-                meeting=listener if is_first else offers[first][0][0],
-                hosts=(
-                    n_ranks,
-                    tuple(name_of_host(h, firsts[h], n) for h, n in enumerate(n_ranks)),
-                    [-1 if each is None else each.fileno() for each in sockets],
-                ),
-                **device,
+                meeting=listener if is_first else offers[first][0],
+                hosts=(n_ranks, tuple(names), files) if has_links else None,
             )
         except BaseException as error:
-            del listener  # who still connects finds that nobody listens
+            listener = None  # who still connects finds that nobody listens
+            may_lack = may_lack or _lacks_shared_memory(sizes["arena_bytes"])
             problem = error
-            # A GPU's memory may have run out instead.
-            may_lack = may_lack or _lacks_shared_memory(arena_bytes)
         finally:
             host_links.close_all(sockets)
             if links is not None:
                 links.close()
-        outcome = "made" if problem is None else _outcome_of(problem, may_lack)
-        return self._settle(world, outcome, problem)
+        if problem is None and not has_links:
+            return world  # all or none have one
+        patience = None if has_links else _OUTCOME_SECONDS
+        return self._settle(world, problem, may_lack, has_links, patience)
+
+    def _do_without(self, why: str, has_links: bool) -> None:
+        if has_links:
+            self._links_problem = f"hosts cannot connect: {why}"
+        else:
+            self._memory_problem = why
 
     def _settle(
-        self, world: _native.World | None, outcome: str, problem: BaseException | None
+        self,
+        world: _native.World | None,
+        problem: BaseException | None,
+        may_lack: bool,
+        has_links: bool,
+        seconds: float | None = None,
     ) -> _native.World | None:
-        """Return the world where every rank has one; None where links are lacking."""
+        """Tell every rank how it went here; return the world, if every rank has one.
+
+        The gravest outcome of all ranks says what becomes of each: see `_Outcome`.
+        """
+        outcome = _Outcome.of(problem, may_lack)
         is_interrupted = problem is not None and not isinstance(problem, Exception)
-        seconds = _INTERRUPTED_SECONDS if is_interrupted else None
+        if is_interrupted:
+            seconds = _INTERRUPTED_SECONDS
         try:
             received = self.exchange((outcome, str(problem or "")), seconds)
-        except RuntimeError:  # a rank is gone
+        except RuntimeError:  # a rank is gone, or has not failed
             if problem is not None and is_interrupted:
                 self._tell_of_end(problem)
-            if problem is None or isinstance(problem, OSError):  # it had no links
-                raise
+            if problem is None or (has_links and isinstance(problem, OSError)):
+                raise  # it had no links
             raise problem from None
-        bad = [(r, *row) for r, row in enumerate(received) if row[0] != "made"]
-        if not bad:
+        gravest = max(each for each, _ in received)
+        if gravest is _Outcome.MADE:
             return world
-        if problem is not None and outcome == "fails":
-            raise problem
-        causes = [row for row in bad if row[1] != "follows another"] or bad
-        rank, what, message = max(causes, key=lambda row: row[1] == "fails")
-        if what == "fails":
-            raise _native.PeerError(f"rank {rank} could not make its world: {message}")
+        causes = [
+            (r, text) for r, (each, text) in enumerate(received) if each is gravest
+        ]
+        is_broken = gravest is _Outcome.FOLLOWS and not has_links
+        if gravest is _Outcome.FAILS or is_broken:
+            if problem is not None and outcome is gravest:
+                raise problem
+            rank, text = causes[0]
+            raise _native.PeerError(f"rank {rank} could not make its world: {text}")
         if world is not None:
             world.leave()
-        texts = "; ".join(f"rank {r}: {text}" for r, _, text in causes[:4])
-        self._links_problem = f"hosts cannot connect: {texts}"
+        self._do_without(
+            "; ".join(f"rank {r}: {text}" for r, text in causes[:4]), has_links
+        )
         return None
-
-    def _raise_unless_memory_lacks(
-        self, problem: BaseException, may_lack: bool
-    ) -> None:
-        """Raise why the world was not made, unless a rank has no memory to share.
-
-        Where one rank's construction fails, none has succeeded, so all come here.
-        """
-        is_interrupted = not isinstance(problem, Exception)
-        seconds = _INTERRUPTED_SECONDS if is_interrupted else OUTCOME_SECONDS
-        try:
-            received = self.exchange(
-                (_outcome_of(problem, may_lack), str(problem)), seconds
-            )
-        except RuntimeError:  # a rank is gone, or has not failed
-            if is_interrupted:
-                self._tell_of_end(problem)
-            raise problem from None
-        lacks = [
-            f"rank {rank}: {message}"
-            for rank, (what, message) in enumerate(received)
-            if what == "lacks memory"
-        ]
-        if not lacks or any(what == "fails" for what, _ in received):
-            raise problem
-        self._lacks_memory = True
-        self._warn(lacks[0])
 
     def _why_no_memory_is_shared(self) -> str | None:
         """Return why ranks of one host share no memory; None: they are on several."""
@@ -404,34 +325,26 @@ class Meeting:
             return None
         return f"they are more than {_native.MAX_SHARED_MEMORY_RANKS}"
 
-    def _warn(self, reason: str | None, by_group: bool = True) -> None:
+    def _warn(self, *, is_by_group: bool) -> None:
         """Say, on rank 0, why ranks share no memory, and by what they talk instead."""
-        reasons = filter(None, (reason, self._links_problem))
+        why = self._memory_problem or self._why_no_memory_is_shared()
+        reasons = "; ".join(filter(None, (why, self._links_problem)))
         how = "they talk by sockets between them"
-        if by_group:
+        if is_by_group:
             how = "they talk by the process group's own collectives"
-        if self.rank == 0 and (reason or self._links_problem):
-            _log.warning("the ranks share no memory (%s): %s", "; ".join(reasons), how)
+        if self.rank == 0 and reasons:
+            _log.warning("the ranks share no memory (%s): %s", reasons, how)
 
-    def _connect_alone(
-        self, arena_bytes: int, n_ops: int, device: dict[str, Any]
-    ) -> _native.World:
+    def _connect_alone(self, sizes: dict[str, Any]) -> _native.World:
         """Make a world that shares no memory: over a group, or of one rank."""
         comm = group_comm.GroupComm(self._group_of_hosts()) if self.uses_group else None
+        ways = {"pids": [0] * self.size, "meeting": None, "group_comm": comm}
         world = problem = None
         try:
-            world = self._make_world(
-                arena_bytes,
-                n_ops,
-                pids=[0] * self.size,
-                meeting=None,
-                group_comm=comm,
-                **device,
-            )
+            world = self._make_world(sizes, **ways)
         except BaseException as error:
             problem = error
-        outcome = "made" if problem is None else _outcome_of(problem, may_lack=False)
-        world = self._settle(world, outcome, problem)
+        world = self._settle(world, problem, may_lack=False, has_links=False)
         assert world is not None  # where one rank has none, this raises
         if comm is not None:
             comm.serve(world)
@@ -445,31 +358,44 @@ class Meeting:
             self._peers.store, self.rank, self.size, self._seconds
         )
 
-    def _make_world(self, arena_bytes: int, n_ops: int, **ways: Any) -> _native.World:
+    def _make_world(self, sizes: dict[str, Any], **ways: Any) -> _native.World:
         world = _native.World(
             rank=self.rank,
             world_size=self.size,
-            arena_bytes=arena_bytes,
-            n_ops=n_ops,
             timeout=self._seconds,
+            **sizes,
             **ways,
         )
         live_worlds.add(world)
         return world
 
 
-def _who_lacks(offers: list[tuple[Any, str | None]]) -> str | None:
-    """Return which rank cannot be met, and why; None where all can."""
-    lacks = (f"rank {r}: {lack}" for r, (_, lack) in enumerate(offers) if lack)
-    return next(lacks, None)
+class _Outcome(enum.IntEnum):
+    """What came of the making of a world on one rank, the gravest last.
 
+    ======= =================================== =======================================
+    on one  since                               then all
+    ======= =================================== =======================================
+    MADE    it has its world                    have theirs
+    FOLLOWS another has failed (``PeerError``)  raise; over links, as LACKS
+    LACKS   it has no memory to share, no link  go on by the group
+    FAILS   of anything else                    raise: it its own error, others its name
+    ======= =================================== =======================================
+    """
 
-def _outcome_of(problem: BaseException, may_lack: bool) -> str:
-    if isinstance(problem, _native.PeerError):
-        return "follows another"
-    if may_lack and isinstance(problem, (OSError, MemoryError)):
-        return "lacks memory"
-    return "fails"
+    MADE = 0
+    FOLLOWS = 1
+    LACKS = 2
+    FAILS = 3
+
+    @classmethod
+    def of(cls, problem: BaseException | None, may_lack: bool) -> _Outcome:
+        if problem is None:
+            return cls.MADE
+        if isinstance(problem, _native.PeerError):
+            return cls.FOLLOWS
+        is_lack = may_lack and isinstance(problem, (OSError, MemoryError))
+        return cls.LACKS if is_lack else cls.FAILS
 
 
 def _lacks_shared_memory(n_bytes: int) -> bool:
