@@ -62,7 +62,7 @@ never: streams that are the current ones already are made so again: only time is
     python/paceline/_dp/group.py Group.on self.native.streams() == streams
 
 drop statement: what looks alike is compared, and fetched where it is not
-    python/paceline/_dp/parameters.py Replicated._send self._layout = None
+    python/paceline/_dp/parameters.py ModelCopies._send self._layout = None
 
 always: a new parameter that is a buffer, too, takes the place of one, and is sent
     python/paceline/_dp/segments.py Layout._take_buffers not segment.is_parameter

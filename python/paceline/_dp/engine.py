@@ -48,7 +48,7 @@ from paceline._dp.generators import generators_of, has_generator
 from paceline._dp.group import Group
 from paceline._dp.host import HOST
 from paceline._dp.nesting import InsideReplica
-from paceline._dp.parameters import Replicated
+from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import Task, ThreadPool
@@ -63,7 +63,7 @@ class _OfThread(threading.local):
     """What one thread has on the CPU, where a forward may wait for another thread's."""
 
     group: Group | None = None
-    replicated: Replicated | None = None
+    replicated: ModelCopies | None = None
 
 
 class Engine:
@@ -115,8 +115,8 @@ class Engine:
         return group
 
     @property
-    def _replicated(self) -> Replicated | None:
-        replicated: Replicated | None = self._kept.replicated
+    def _replicated(self) -> ModelCopies | None:
+        replicated: ModelCopies | None = self._kept.replicated
         return replicated
 
     # ---- a forward ------------------------------------------------------------------
@@ -137,8 +137,8 @@ class Engine:
         parts = parts_of(module)
         self._check_devices(parts)
         if self._kept.replicated is None:
-            self._kept.replicated = Replicated(self.group)
-        replicated: Replicated = self._kept.replicated
+            self._kept.replicated = ModelCopies(self.group)
+        replicated: ModelCopies = self._kept.replicated
         return replicated.replicas(parts, n_replicas, self.group.streams())
 
     def apply(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from paceline import _gpu, _native
-from paceline._dp.host import HOST, Host
+from paceline._dp.host import HOST, Cpu
 
 if TYPE_CHECKING:
     from paceline._dp.gradients import Arrival
@@ -41,7 +41,7 @@ class Group:
     indices : list of int
         The number of each, as torch counts; one may be there more than once.
     devices : list of torch.device
-    machine : _gpu.Machine or Host
+    machine : _gpu.Machine or Cpu
         What knows of the devices.
     native : paceline._native.DeviceGroup or None
         None on the CPU.
@@ -56,7 +56,7 @@ class Group:
         If two GPUs do not get each other's bytes.
     """
 
-    def __init__(self, indices: Sequence[int], machine: _gpu.Machine | Host) -> None:
+    def __init__(self, indices: Sequence[int], machine: _gpu.Machine | Cpu) -> None:
         self._in_flight: list[Arrival] = []
         self._lock = threading.Lock()
         self.machine = machine

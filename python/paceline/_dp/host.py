@@ -10,7 +10,7 @@ import torch
 from paceline._dp.devices import CPU
 
 
-class Host:
+class Cpu:
     """The CPU, as often as there are replicas: all has happened when a call returns."""
 
     device_type = "cpu"
@@ -45,4 +45,4 @@ class Host:
         """Return nothing: the CPU's generator is the process's."""
 
 
-HOST = Host()
+HOST = Cpu()

@@ -30,7 +30,7 @@ from paceline._dp.transfers import at_member, copy_by_torch, is_by_torch, move
 _log = logging.getLogger("paceline")
 
 
-class Replicated:
+class ModelCopies:
     """A model's parameters and buffers on the devices of its replicas.
 
     Attributes

@@ -19,7 +19,7 @@ _NS_A_MS = 1e6
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """One rank, or the parent of replicas.
 
     Attributes
@@ -67,7 +67,7 @@ class Job:
 
     job: str
     slowest: int | None
-    rows: list[Row]
+    rows: list[RankRow]
 
 
 def rss_bytes(pid: int) -> int | None:
@@ -94,12 +94,12 @@ def waiting_of(step: Step) -> int:
     return max(step.waiting, at_the_end)
 
 
-def row_of(recording: Recording) -> Row:
+def row_of(recording: Recording) -> RankRow:
     """Return what one process's recording says."""
     who, now, steps = recording.who, recording.now, recording.steps()
     times = step_times(steps)
     median = statistics.median(times) if times else None
-    return Row(
+    return RankRow(
         kind=who["kind"],
         model=who["model"],
         rank=who["rank"],
@@ -135,7 +135,7 @@ def _share(parts: list[int], whole: float | None) -> float | None:
     return min(statistics.median(parts) / whole, 1.0) if whole else None
 
 
-def slowest_of(rows: Iterable[Row]) -> int | None:
+def slowest_of(rows: Iterable[RankRow]) -> int | None:
     """Return the rank for which the others wait longest."""
     waits: dict[int, float] = defaultdict(float)
     for row in rows:
@@ -169,7 +169,7 @@ def _is_meant(recording: Recording, pid: int | None, job: str | None) -> bool:
 
 def jobs(recordings: Iterable[Recording]) -> list[Job]:
     """Return the jobs that processes are of, each wrapper's ranks one job."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RankRow]] = {}
     for recording in recordings:
         found.setdefault(recording.who["job"], []).append(row_of(recording))
     return [

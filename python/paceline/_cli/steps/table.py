@@ -8,7 +8,7 @@ from rich.console import Console, Group, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from paceline._cli.steps.summary import Job, Row
+from paceline._cli.steps.summary import Job, RankRow
 
 _BARS = "▁▂▃▄▅▆▇█"
 _HISTORY = 16
@@ -64,7 +64,7 @@ def _table(job: Job, most: int) -> Table:
     return table
 
 
-def _cells(row: Row) -> list[str | Text]:
+def _cells(row: RankRow) -> list[str | Text]:
     now = f"{row.activity}, {row.seconds:.0f} s"
     if row.awaiting is not None:
         now += f", for {row.awaiting}"
