@@ -146,7 +146,7 @@ class Recorder:
     def close(self) -> None: ...
 
 @final
-class World:
+class RankWorld:
     def __new__(
         cls,
         rank: int,
@@ -162,7 +162,7 @@ class World:
         nccl: str | None = None,
         accumulate: str = "nccl",
         hosts: tuple[Sequence[int], tuple[str, ...], Sequence[int]] | None = None,
-    ) -> World: ...
+    ) -> RankWorld: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -190,7 +190,7 @@ class World:
 class Reducer:
     def __new__(
         cls,
-        world: World,
+        world: RankWorld,
         params: Sequence[torch.Tensor],
         buffers: Sequence[tuple[dict[str, Any], str]],
         bucket_bytes: int,

@@ -1,4 +1,4 @@
-/* world_type.c - paceline._native.World. */
+/* world_type.c - paceline._native.RankWorld. */
 #include <limits.h>
 #include <stddef.h>
 #include <string.h>
@@ -204,7 +204,7 @@ static int parse_arguments(const module_state *state, PyObject *args, PyObject *
         "pids", "meeting",    "group_comm",  "device", "device_bytes",
         "nccl", "accumulate", "hosts",       NULL};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "iinndOO|OOnzsO:World", names, &arguments->rank,
+            args, kwargs, "iinndOO|OOnzsO:RankWorld", names, &arguments->rank,
             &arguments->world_size, &arguments->arena_bytes, &arguments->n_ops,
             &arguments->timeout, &arguments->pids, &arguments->meeting,
             &arguments->group_comm, &arguments->device, &arguments->device_bytes,
@@ -464,7 +464,7 @@ static PyType_Slot world_slots[] = {
     {Py_tp_members, world_members},
     {Py_bf_getbuffer, world_getbuffer},
     {Py_tp_doc,
-     "World(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
+     "RankWorld(rank, world_size, arena_bytes, n_ops, timeout, pids, meeting, "
      "group_comm=None, device=None, device_bytes=0, nccl=None, "
      "accumulate='nccl', hosts=None)\n--\n\n"
      "A rank's end of a world of processes: of one host, of several, of whose ranks "
@@ -477,7 +477,7 @@ static PyType_Slot world_slots[] = {
 };
 
 PyType_Spec pli_world_spec = {
-    .name = "paceline._native.World",
+    .name = "paceline._native.RankWorld",
     .basicsize = sizeof(world_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = world_slots,

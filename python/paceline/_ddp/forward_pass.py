@@ -17,7 +17,7 @@ from paceline._ddp.model_spec import Model
 class Owner(Protocol):
     """What a forward needs of its wrapper's session."""
 
-    world: _native.World
+    world: _native.RankWorld
     reducer: _native.Reducer | None
     model: Model
     requested_step: int

@@ -82,7 +82,7 @@ class GroupComm:
         self._size = int(group.size())
         self._pending: list[tuple[int, Any]] = []
 
-    def serve(self, world: _native.World) -> None:
+    def serve(self, world: _native.RankWorld) -> None:
         """Work in the arena of ``world``, which owns this object."""
         self._world = weakref.ref(world)
 

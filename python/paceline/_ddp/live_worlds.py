@@ -15,11 +15,11 @@ from paceline._ddp.last_error import keep_error_of_child, last_error
 _GOODBYE_PRIORITY = 100
 """Before multiprocessing's own finalizers, which have 10 at the most."""
 
-_live_worlds: weakref.WeakSet[_native.World] = weakref.WeakSet()
+_live_worlds: weakref.WeakSet[_native.RankWorld] = weakref.WeakSet()
 _owner_pid = 0
 
 
-def add(world: _native.World) -> None:
+def add(world: _native.RankWorld) -> None:
     """Have a world left as this process ends, where it lives until then."""
     global _owner_pid
     if not _owner_pid:  # the first world of the process

@@ -325,7 +325,7 @@ def _each_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_model(
-    world: _native.World,
+    world: _native.RankWorld,
     group: dist.ProcessGroup,
     tensors: list[torch.Tensor],
     root: int = 0,

@@ -189,11 +189,11 @@ class Meeting:
             self._peers.blame(error)
         return rows
 
-    def connect(self, arena_bytes: int, n_ops: int, **device: Any) -> _native.World:
+    def connect(self, arena_bytes: int, n_ops: int, **device: Any) -> _native.RankWorld:
         """Make the world; collective over the group.
 
         Every rank gives the same bytes of shared memory and number of operations in
-        flight; `device` is what ``paceline._native.World`` takes for a GPU.
+        flight; `device` is what ``paceline._native.RankWorld`` takes for a GPU.
         """
         sizes = {"arena_bytes": arena_bytes, "n_ops": n_ops, **device}
         world = None
@@ -207,7 +207,7 @@ class Meeting:
 
     def _connect_by_memory(
         self, n_ranks: list[int], sizes: dict[str, Any]
-    ) -> _native.World | None:
+    ) -> _native.RankWorld | None:
         """Make a world of ranks that share each host's memory; links join the hosts.
 
         Return None on every rank where one of them has no memory, or no link.
@@ -273,12 +273,12 @@ class Meeting:
 
     def _settle(
         self,
-        world: _native.World | None,
+        world: _native.RankWorld | None,
         problem: BaseException | None,
         may_lack: bool,
         has_links: bool,
         seconds: float | None = None,
-    ) -> _native.World | None:
+    ) -> _native.RankWorld | None:
         """Tell every rank how it went here; return the world, if every rank has one.
 
         The gravest outcome of all ranks says what becomes of each: see `_Outcome`.
@@ -335,7 +335,7 @@ class Meeting:
         if self.rank == 0 and reasons:
             _log.warning("the ranks share no memory (%s): %s", reasons, how)
 
-    def _connect_alone(self, sizes: dict[str, Any]) -> _native.World:
+    def _connect_alone(self, sizes: dict[str, Any]) -> _native.RankWorld:
         """Make a world that shares no memory: over a group, or of one rank."""
         comm = group_comm.GroupComm(self._group_of_hosts()) if self.uses_group else None
         ways = {"pids": [0] * self.size, "meeting": None, "group_comm": comm}
@@ -358,8 +358,8 @@ class Meeting:
             self._peers.store, self.rank, self.size, self._seconds
         )
 
-    def _make_world(self, sizes: dict[str, Any], **ways: Any) -> _native.World:
-        world = _native.World(
+    def _make_world(self, sizes: dict[str, Any], **ways: Any) -> _native.RankWorld:
+        world = _native.RankWorld(
             rank=self.rank,
             world_size=self.size,
             timeout=self._seconds,

@@ -78,7 +78,7 @@ class ThreadList(threading.local):
 class Session:
     """What a DistributedDataParallel, which owns it, has behind torch's surface."""
 
-    world: _native.World  # there as soon as there is a reducer
+    world: _native.RankWorld  # there as soon as there is a reducer
     _changes: Changes  # likewise
 
     def __init__(

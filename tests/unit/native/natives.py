@@ -20,7 +20,7 @@ def make_world(**changes):
         "pids": [0],
         "meeting": None if "group_comm" in changes else _native.Listener(),
     }
-    return _native.World(**{**given, **changes})
+    return _native.RankWorld(**{**given, **changes})
 
 
 def make_reducer(world=None, params=None, buffers=(), sizes=(MIB, MIB // 4, 1024)):

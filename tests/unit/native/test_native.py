@@ -277,7 +277,7 @@ def test_a_callable_of_torch_that_is_none_is_named(monkeypatch, value):
 
 
 @pytest.mark.parametrize(
-    "kind", ["Listener", "World", "Reducer", "Hook", "BackwardEnd"]
+    "kind", ["Listener", "RankWorld", "Reducer", "Hook", "BackwardEnd"]
 )
 def test_types_cannot_be_changed_or_subclassed_nor_some_of_them_made(kind):
     made = getattr(_native, kind)

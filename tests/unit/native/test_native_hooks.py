@@ -469,4 +469,4 @@ def test_a_thousand_worlds_over_groups_leave_nothing():
         callbacks.calls.clear()
 
     callbacks = GroupCallbacks()
-    assert_leaves_nothing(make, callbacks, _native.World)
+    assert_leaves_nothing(make, callbacks, _native.RankWorld)

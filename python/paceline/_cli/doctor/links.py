@@ -37,7 +37,7 @@ def look_links() -> Finding:
         text=True,
     ) as other:
         try:
-            world = native.World(
+            world = native.RankWorld(
                 0, N_RANKS, _N_BYTES, 2, SECONDS, [os.getpid(), other.pid], listener
             )
             n_wrong = all_reduce_patterns(world)
@@ -57,7 +57,7 @@ def look_links() -> Finding:
 def be_rank_1(address: str, pid: str) -> None:
     """Be the second rank, and print how many elements were wrong."""
     pids = [int(pid), os.getpid()]
-    world = imports.native().World(1, N_RANKS, _N_BYTES, 2, SECONDS, pids, address)
+    world = imports.native().RankWorld(1, N_RANKS, _N_BYTES, 2, SECONDS, pids, address)
     n_wrong = all_reduce_patterns(world)
     world.leave()
     print(n_wrong, flush=True)
