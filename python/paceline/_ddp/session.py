@@ -218,11 +218,15 @@ class Session:
         self._record(jobs)
         self._changes = Changes(self.wrapper, model, buffers, reducer)
         self._is_to_wrap_anew = False
+        self._attach(reducer)
+
+    def _attach(self, reducer: _native.Reducer) -> None:
+        """Give a new reducer what is to be called."""
         self.reducer = reducer
         self.set_sync(self.sync, self.in_no_sync)
         self.set_join(self.join)
         reducer.follows_forwards = True
-        reducer.keeps_grads = not options.as_bucket_views
+        reducer.keeps_grads = not self.options.as_bucket_views
         self.log.first_buckets = reducer.buckets
         self.follow_graph()
         self.attach_comm_hook()
