@@ -422,6 +422,7 @@ class Session:
                 "the model was changed in a join context after a rank has run out of "
                 "batches: change it on every rank, outside the context"
             )
+        unseen = self._unseen(reducer)
         # Outputs of earlier forwards may keep the reducer, and its world, alive.
         self.world.note_exception(
             "Its model was changed after wrapping. Change it on every rank, before the "
@@ -430,8 +431,6 @@ class Session:
         if self.membership is not Membership.MOVED:  # whose ranks may have left it
             self._meet_in_old_world()
         self.membership = Membership.MET
-        flags = zip(self.model.trainable, reducer.unseen, strict=True)
-        unseen = {id(p) for p, is_unseen in flags if is_unseen}
         reducer.detach()
         reducer.on_finish = None
         self.world.leave()
@@ -442,6 +441,24 @@ class Session:
         anew: _native.Reducer | None = self.reducer
         if anew is not None:
             anew.unseen = bytes(id(p) in unseen for p in self.model.trainable)
+
+    def _unseen(self, reducer: _native.Reducer) -> set[int]:
+        """Return the ids of parameters that hold gradients of this rank alone.
+
+        None of them may be frozen by now: the ranks would never average it.
+        """
+        flags = zip(self.model.trainable, reducer.unseen, strict=True)
+        unseen = {id(p) for p, is_unseen in flags if is_unseen and p.grad is not None}
+        for name, p in self.wrapper.module.named_parameters():
+            if id(p) in unseen and not p.requires_grad:
+                message = (
+                    f"parameter {name} was frozen, and its gradient holds what this "
+                    "rank has accumulated in no_sync(): run a backward outside "
+                    "no_sync() before the model is changed, or set .grad to None"
+                )
+                self.world.note_exception(message)
+                raise RuntimeError(message)
+        return unseen
 
     def _meet_in_old_world(self) -> None:
         """Raise where not every rank is about to wrap its model anew.

@@ -194,6 +194,19 @@ def test_what_was_accumulated_before_a_change_and_is_unused_is_averaged(ranks, w
     yield grads_of(model)
 
 
+def test_what_was_accumulated_before_a_change_and_is_frozen_is_refused(ranks):
+    model = ranks.wrap(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+    with model.no_sync():
+        model(ranks.integers(4, 2)).sum().backward()
+    model.module[0].requires_grad_(False)
+    model.module.append(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight was frozen, and its"):
+        model(ranks.integers(4, 2))
+    model.module[0].zero_grad()
+    model(ranks.integers(4, 2)).sum().backward()
+    assert model.module[2].weight.grad is not None
+
+
 def test_a_change_leaves_whether_to_synchronise_as_it_was(ranks):
     model = ranks.wrap(nn.Sequential(nn.Linear(4, 130), nn.Linear(130, 3)))
     train(ranks, model)
