@@ -5,9 +5,6 @@
 #include "python/ddp/failed_backward.h"
 #include "python/ddp/grad_window.h"
 #include "python/ddp/reducer_args.h"
-#include "python/dp/gather.h"
-#include "python/dp/kept.h"
-#include "python/dp/scatter.h"
 #include "python/dp/tree.h"
 
 static module_state *state_of_module(PyObject *module)
@@ -206,12 +203,13 @@ static PyMethodDef module_methods[] = {
      "returned; "
      "join(tensors, dim) makes one of several tensors, join.packed() of sequences."},
     {"differing", pli_differing, METH_VARARGS,
-     "differing(dicts, names, values, any, /)\n--\n\nReturn the numbers of dicts that "
-     "have not these names in this order, or other objects as values, unless those are "
-     "None; a value that is `any` may be any object."},
+     "differing(dicts, expected, any, /)\n--\n\nReturn the numbers of dicts that have "
+     "other names than the expected ones, in another order, or other objects as "
+     "values; "
+     "where `any` is expected, all objects will do."},
     {"restore", pli_restore, METH_VARARGS,
-     "restore(dicts, names, values, /)\n--\n\nHave dicts hold these values under these "
-     "names, and nothing else."},
+     "restore(dicts, expected, /)\n--\n\nHave dicts hold what is expected, and nothing "
+     "else."},
     {"reference_counts", pli_reference_counts, METH_O,
      "reference_counts(objects, /)\n--\n\nReturn how many references there are to "
      "each of a list."},

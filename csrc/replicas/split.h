@@ -1,11 +1,12 @@
-/* split.h - how the rows of a batch are divided over replicas: pure arithmetic.
+/* split.h - how the rows of a batch are divided over replicas, and which outputs can be
+ * joined: pure arithmetic.
  *
  *     rows 0 .. 6 over 3 replicas:   0 1 2 | 3 4 | 5 6      the larger parts first
  */
 #ifndef PLI_SPLIT_H
 #define PLI_SPLIT_H
 
-#include <stdint.h>
+#include "core/layout.h"
 
 typedef struct pli_rows {
     int64_t begin;
@@ -18,5 +19,19 @@ int64_t pli_split_parts(int64_t n_rows, int64_t n_replicas);
 
 /* The rows of part k of n_parts. */
 pli_rows pli_split_rows(int64_t n_rows, int64_t n_parts, int64_t k);
+
+enum { PLI_SHAPE_UNKNOWN = -1 }; /* n_dims of a nested tensor */
+
+typedef struct pli_shape {
+    int n_dims;
+    int is_strided; /* not sparse, not nested */
+    int64_t sizes[PLI_MAX_DIMS];
+} pli_shape;
+
+/* `dim` counted from the front, or -1 where the shape has no such dimension. */
+int pli_shape_dim(const pli_shape *shape, int64_t dim);
+
+/* Non-zero where the two differ in dimension `dim`, counted from the front, alone. */
+int pli_shape_joins(const pli_shape *first, const pli_shape *other, int dim);
 
 #endif

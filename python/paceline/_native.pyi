@@ -29,18 +29,9 @@ def gather(
     outputs: Sequence[Any], sizes: tuple[int, ...], dim: int, join: Any = None, /
 ) -> Any: ...
 def differing(
-    dicts: list[dict[str, Any]],
-    names: list[tuple[str, ...]],
-    values: list[tuple[Any, ...]] | None,
-    any: object,
-    /,
+    dicts: list[dict[str, Any]], expected: list[dict[str, Any]], any: object, /
 ) -> list[int]: ...
-def restore(
-    dicts: list[dict[str, Any]],
-    names: list[tuple[str, ...]],
-    values: list[tuple[Any, ...]],
-    /,
-) -> None: ...
+def restore(dicts: list[dict[str, Any]], expected: list[dict[str, Any]], /) -> None: ...
 def reference_counts(objects: list[Any], /) -> tuple[int, ...]: ...
 def measure(
     params: Sequence[torch.Tensor],

@@ -1,6 +1,5 @@
 /* How rows are divided over replicas, and which outputs can be joined. */
 #include "check.h"
-#include "replicas/shape.h"
 #include "replicas/split.h"
 
 /* ---- split ---------------------------------------------------------------------- */

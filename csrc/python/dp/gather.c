@@ -5,9 +5,6 @@
  *     replica 0: {"logits": (2, 5), "n": 2}
  *     replica 1: {"logits": (1, 5), "n": 1}      ->  {"logits": (3, 5), "n": [2, 1]}
  */
-#include "gather.h"
-
-#include "leaf.h"
 #include "python/array.h"
 #include "tree.h"
 

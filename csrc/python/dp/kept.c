@@ -1,75 +1,53 @@
-#include "kept.h"
+/* kept.c - what tells whether the dictionaries of kept modules are as they were. */
+#include "tree.h"
 
 static int is_same_name(PyObject *name, PyObject *expected)
 {
-    return name == expected ||
-           (PyUnicode_Check(name) && PyUnicode_Compare(name, expected) == 0);
+    return name == expected || (PyUnicode_Check(name) && PyUnicode_Check(expected) &&
+                                PyUnicode_Compare(name, expected) == 0);
 }
 
 /* Runs no code of the user's: names are compared as strings, values by identity, but
- * for values that may be `any`. */
-static int is_as(PyObject *dict, PyObject *names, PyObject *values, PyObject *any)
+ * for those that may be `any`; where that is NULL, names alone. */
+static int is_as(PyObject *dict, PyObject *expected, PyObject *any)
 {
-    Py_ssize_t at = 0, i = 0;
-    PyObject *name, *value;
-    if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(names))
+    Py_ssize_t at = 0, at_expected = 0;
+    PyObject *name, *value, *expected_name, *held;
+    if (PyDict_GET_SIZE(dict) != PyDict_GET_SIZE(expected))
         return 0;
-    while (PyDict_Next(dict, &at, &name, &value)) {
-        PyObject *const held = values != NULL ? PyTuple_GET_ITEM(values, i) : any;
-        if (!is_same_name(name, PyTuple_GET_ITEM(names, i)) ||
-            (held != any && value != held))
+    while (PyDict_Next(dict, &at, &name, &value) &&
+           PyDict_Next(expected, &at_expected, &expected_name, &held))
+        if (!is_same_name(name, expected_name) ||
+            (any != NULL && held != any && value != held))
             return 0;
-        i++;
-    }
     return 1;
 }
 
-static int check(PyObject *dicts, PyObject *names, PyObject *values)
+static int check(PyObject *dicts, PyObject *expected)
 {
-    const Py_ssize_t n = PyList_GET_SIZE(dicts);
-    int is_right =
-        PyList_GET_SIZE(names) == n &&
-        (values == Py_None || (PyList_Check(values) && PyList_GET_SIZE(values) == n));
-    for (Py_ssize_t i = 0; i < n && is_right; i++) {
-        PyObject *const of = PyList_GET_ITEM(names, i);
-        PyObject *const held = values == Py_None ? of : PyList_GET_ITEM(values, i);
-        is_right = PyDict_Check(PyList_GET_ITEM(dicts, i)) && PyTuple_Check(of) &&
-                   PyTuple_Check(held) &&
-                   PyTuple_GET_SIZE(of) == PyTuple_GET_SIZE(held);
-        for (Py_ssize_t j = 0; is_right && j < PyTuple_GET_SIZE(of); j++)
-            is_right = PyUnicode_Check(PyTuple_GET_ITEM(of, j));
-    }
+    int is_right = PyList_Check(dicts) && PyList_Check(expected) &&
+                   PyList_GET_SIZE(dicts) == PyList_GET_SIZE(expected);
+    for (Py_ssize_t i = 0; is_right && i < PyList_GET_SIZE(dicts); i++)
+        is_right = PyDict_Check(PyList_GET_ITEM(dicts, i)) &&
+                   PyDict_Check(PyList_GET_ITEM(expected, i));
     if (!is_right)
-        PyErr_SetString(PyExc_TypeError,
-                        "give lists of dicts, of tuples of names, and of tuples of as "
-                        "many values or None");
+        PyErr_SetString(PyExc_TypeError, "give two lists of as many dicts");
     return is_right ? 0 : -1;
-}
-
-static int put_all(PyObject *dict, PyObject *names, PyObject *values)
-{
-    if (!is_as(dict, names, NULL, NULL))
-        PyDict_Clear(dict);
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++)
-        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i),
-                           PyTuple_GET_ITEM(values, i)) != 0)
-            return -1;
-    return 0;
 }
 
 PyObject *pli_restore(PyObject *module, PyObject *args)
 {
-    PyObject *dicts, *names, *values;
+    PyObject *dicts, *expected;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!O!:restore", &PyList_Type, &dicts, &PyList_Type,
-                          &names, &PyList_Type, &values) ||
-        check(dicts, names, values) != 0)
+    if (!PyArg_ParseTuple(args, "OO:restore", &dicts, &expected) ||
+        check(dicts, expected) != 0)
         return NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); i++) {
         PyObject *const dict = PyList_GET_ITEM(dicts, i);
-        PyObject *const held = PyList_GET_ITEM(values, i);
-        if (!is_as(dict, PyList_GET_ITEM(names, i), held, NULL) &&
-            put_all(dict, PyList_GET_ITEM(names, i), held) != 0)
+        PyObject *const held = PyList_GET_ITEM(expected, i);
+        if (!is_as(dict, held, NULL))
+            PyDict_Clear(dict);
+        if (PyDict_Update(dict, held) != 0)
             return NULL;
     }
     Py_RETURN_NONE;
@@ -77,16 +55,14 @@ PyObject *pli_restore(PyObject *module, PyObject *args)
 
 PyObject *pli_differing(PyObject *module, PyObject *args)
 {
-    PyObject *dicts, *names, *values, *any;
+    PyObject *dicts, *expected, *any;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OO:differing", &PyList_Type, &dicts, &PyList_Type,
-                          &names, &values, &any) ||
-        check(dicts, names, values) != 0)
+    if (!PyArg_ParseTuple(args, "OOO:differing", &dicts, &expected, &any) ||
+        check(dicts, expected) != 0)
         return NULL;
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(dicts); i++) {
-        PyObject *const held = values == Py_None ? NULL : PyList_GET_ITEM(values, i);
-        if (is_as(PyList_GET_ITEM(dicts, i), PyList_GET_ITEM(names, i), held, any))
+        if (is_as(PyList_GET_ITEM(dicts, i), PyList_GET_ITEM(expected, i), any))
             continue;
         PyObject *number = PyLong_FromSsize_t(i);
         if (number == NULL || PyList_Append(found, number) != 0)

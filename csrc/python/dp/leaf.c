@@ -1,7 +1,6 @@
 /* leaf.c - shapes and rows of tensors and arrays. */
-#include "leaf.h"
-
 #include "python/array.h"
+#include "tree.h"
 
 /* ---- shapes --------------------------------------------------------------------- */
 

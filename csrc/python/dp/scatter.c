@@ -3,10 +3,6 @@
  * scatter() walks the arguments once, and decides for each leaf whether it is split;
  * the parts are cut, by replicas/split.h, when a replica's are asked for.
  */
-#include "scatter.h"
-
-#include "leaf.h"
-#include "replicas/split.h"
 #include "tree.h"
 
 typedef struct scattered_object {

@@ -13,6 +13,7 @@
 #define PLI_TREE_H
 
 #include "python/state.h"
+#include "replicas/split.h"
 
 typedef enum pli_kind {
     PLI_TENSOR,
@@ -110,5 +111,37 @@ PyObject *pli_tree_new(const module_state *state, PyObject *value, int keeps_mar
 
 /* flatten(value) */
 PyObject *pli_flatten(PyObject *module, PyObject *value);
+
+/* ---- leaf.c: a tensor or an array ---------------------------------------------- */
+
+int pli_leaf_shape(const module_state *state, PyObject *leaf, pli_shape *out);
+
+/* "(2, 3)" */
+PyObject *pli_shape_text(const pli_shape *shape);
+
+/* `n` rows of a leaf from row `start`, a view; autograd knows a tensor's. */
+PyObject *pli_leaf_narrow(PyObject *leaf, Py_ssize_t dim, Py_ssize_t start,
+                          Py_ssize_t n);
+
+/* ---- scatter.c and gather.c ---------------------------------------------------- */
+
+/* scatter(inputs, kwargs, n, dim) */
+PyObject *pli_scatter(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* gather(outputs, sizes, dim, join=None) */
+PyObject *pli_gather(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
+
+/* ---- kept.c: whether the dictionaries of kept modules are as they were --------- */
+
+/* differing(dicts, expected, any): a list of the numbers of dicts that have not the
+ * names of the expected one in its order, or other objects as values; where it has
+ * `any`, all objects will do. */
+PyObject *pli_differing(PyObject *module, PyObject *args);
+
+/* restore(dicts, expected): have all dicts hold that, and nothing else. */
+PyObject *pli_restore(PyObject *module, PyObject *args);
+
+/* reference_counts(objects): a tuple. */
+PyObject *pli_reference_counts(PyObject *module, PyObject *objects);
 
 #endif

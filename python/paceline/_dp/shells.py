@@ -66,12 +66,6 @@ def _is_live(value: Any) -> bool:
     return type(value) is partial or isinstance(value, torch.Tensor)
 
 
-def _is_constant(value: Any) -> bool:
-    """Tell whether a container can never hold anything but numbers and strings."""
-    kinds = replicate.CONSTANTS
-    return type(value) is tuple and all(type(entry) in kinds for entry in value)
-
-
 def _leads_to_part(value: Any, n_levels: int = 4) -> bool:
     """Tell whether a value refers to a module, itself or by what is in it."""
     entries: Iterable[Any] = ()
@@ -94,21 +88,19 @@ class _Dicts:
 
     def __init__(self, dicts: Iterable[dict[str, Any]]) -> None:
         self.dicts = list(dicts)
-        self.names = list(map(tuple, self.dicts))
-        self.values = [tuple(held.values()) for held in self.dicts]
+        self.expected = list(map(dict, self.dicts))
 
     def note(self, i: int, but: Iterable[str], there: object) -> None:
         """Take what one holds for what it is to; `there` stands for some values."""
-        held = {**self.dicts[i], **dict.fromkeys(but, there)}
-        self.names[i], self.values[i] = tuple(held), tuple(held.values())
+        self.expected[i] = {**self.dicts[i], **dict.fromkeys(but, there)}
 
     def differing(self) -> list[int]:
         """Return the numbers of those that hold something else."""
-        return _native.differing(self.dicts, self.names, self.values, _ANY)
+        return _native.differing(self.dicts, self.expected, _ANY)
 
     def restore(self) -> None:
         """Have all hold what they are to."""
-        _native.restore(self.dicts, self.names, self.values)
+        _native.restore(self.dicts, self.expected)
 
 
 class _Sorted:
@@ -122,24 +114,22 @@ class _Sorted:
         Containers that may come to lead to something of the module's.
     leads_to_part : bool
         Another attribute is a part, or a method of one.
-    hooks : dict of dict
-        Those of forward and backward.
     """
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.live: list[str] = []
         self.watched: list[Any] = []
         self.leads_to_part = False
-        self.hooks = {name: held[name] for name in replicate.HOOKS if name in held}
+        constants = replicate.CONSTANTS
         for name, value in held.items():
-            if name in replicate.OWN_KEYS or type(value) in replicate.CONSTANTS:
+            if name in replicate.OWN_KEYS or type(value) in constants:
                 continue
             if _is_live(value):
                 self.live.append(name)
-            elif type(value) in _CONTAINERS and not _is_constant(value):
+            elif type(value) not in _CONTAINERS:
+                self.leads_to_part |= _leads_to_part(value)
+            elif type(value) is not tuple or not {*map(type, value)} <= constants:
                 self.watched.append(value)
-            elif _leads_to_part(value):
-                self.leads_to_part = True
 
 
 class _Plan:
@@ -150,8 +140,6 @@ class _Plan:
     parts : list of Module
     attributes : _Dicts
         ``__dict__`` of each part.
-    sorted : list of _Sorted
-        By part.
     live : list of (int, str)
         Attributes whose values are renewed in each forward, by part.
     tensors : list of (int, str, str, int)
@@ -164,11 +152,14 @@ class _Plan:
         self.tensors: list[tuple[int, str, str, int]] = []
         self._kinds = list(map(type, parts))
         self._children = _Dicts(part._modules for part in parts)
-        self._places = [getattr(part, kind) for part in parts for kind in _TENSORS]
-        self._names = list(map(tuple, self._places))
+        self._places = _Dicts(
+            getattr(part, kind) for part in parts for kind in _TENSORS
+        )
+        for i, names in enumerate(self._places.dicts):
+            self._places.note(i, names, _ANY)
         self._ids: list[int] = []
         self._ids_by_place: list[int] = []
-        self.sorted = [_Sorted(part.__dict__) for part in parts]
+        self._sorted = [_Sorted(part.__dict__) for part in parts]
         self._gather(range(len(parts)))
 
     def fits(self, parts: list[Module]) -> bool:
@@ -178,7 +169,7 @@ class _Plan:
             and all(map(operator.is_, parts, self.parts))
             and list(map(type, parts)) == self._kinds
             and not self._children.differing()
-            and not _native.differing(self._places, self._names, None, _ANY)
+            and not self._places.differing()
         )
 
     def changed(self) -> list[int]:
@@ -186,13 +177,12 @@ class _Plan:
         held = self.attributes.dicts
         found = set(self.attributes.differing())
         found |= {i for i, name in self.live if not _is_live(held[i].get(name))}
-        found |= {i for i, value in self._watched if value and _is_live(value)}
-        return sorted(found)
+        return sorted(found | {i for i, value in self._watched if _is_live(value)})
 
     def take_over(self, changed: list[int]) -> None:
         """Take the attributes of these parts for what they are to be."""
         for i in changed:
-            self.sorted[i] = _Sorted(self.attributes.dicts[i])
+            self._sorted[i] = _Sorted(self.attributes.dicts[i])
         if changed:
             self._gather(changed)
 
@@ -207,16 +197,22 @@ class _Plan:
 
     def hooks(self) -> list[tuple[int, str, dict[Any, Any]]]:
         """Return the hooks of forward and backward, by part, that there are."""
-        return [of for of in self._hooks if of[2]]
+        held = enumerate(self.attributes.dicts)
+        return [
+            (i, at, of[at]) for i, of in held for at in replicate.HOOKS if of.get(at)
+        ]
+
+    def live_of(self, i: int) -> list[str]:
+        """Return the live attributes of a part."""
+        return self._sorted[i].live
 
     def _gather(self, changed: Iterable[int]) -> None:
         for i in changed:
-            self.attributes.note(i, self.sorted[i].live, _ANY)
-        parts = list(enumerate(self.sorted))
+            self.attributes.note(i, self.live_of(i), _ANY)
+        parts = list(enumerate(self._sorted))
         self.live = [(i, name) for i, of in parts for name in of.live]
         self._watched = [(i, value) for i, of in parts for value in of.watched]
-        self._hooks = [(i, *hooks) for i, of in parts for hooks in of.hooks.items()]
-        self._leads_to_part = any(of.leads_to_part for _, of in parts)
+        self._leads_to_part = any(of.leads_to_part for of in self._sorted)
 
     def locate(self, tensors: Sequence[torch.Tensor], by_place: list[int]) -> None:
         """Note which tensor is to be found where; `by_place` has the id at each."""
@@ -235,9 +231,8 @@ class _Plan:
 
     def copies(self, shells: list[Module], flat: Sequence[Any]) -> dict[int, Any]:
         """Return what stands for parts and tensors in a replica, by their ids."""
-        copies: dict[int, Any] = dict(zip(self._ids, flat, strict=True))
-        copies.update(zip(map(id, self.parts), shells, strict=True))
-        return copies
+        keys = [*self._ids, *map(id, self.parts)]
+        return dict(zip(keys, [*flat, *shells], strict=True))
 
 
 class _Member:
@@ -292,12 +287,11 @@ class _Member:
             replicate.fill(part, shell, copies, bring)
         held_by = [shell.__dict__ for shell in self.shells]
         self._held = _Dicts(held_by)
-        for i, of in enumerate(self._plan.sorted):
-            if of.live:
-                self._held.note(i, of.live, None)
+        for i in {i for i, _ in self._plan.live}:
+            self._held.note(i, self._plan.live_of(i), None)
         self._children = _Dicts(held["_modules"] for held in held_by)
         self._places = _Dicts(held[kind] for held in held_by for kind in _TENSORS)
-        self._places.values = [(None,) * len(names) for names in self._places.names]
+        self._places.expected = list(map(dict.fromkeys, self._places.dicts))
         hooks = (held.get(name) for held in held_by for name in replicate.HOOKS)
         self._hooks = [each for each in hooks if each is not None]
         self._counts = ()
@@ -336,7 +330,7 @@ class Shells:
 
     def __init__(self) -> None:
         self._plan: _Plan | None = None
-        self._members: list[_Member | None] = []
+        self._members: list[_Member] = []
 
     def replicas(
         self,
@@ -360,45 +354,37 @@ class Shells:
         bring : sequence of callable
             The way of each replica to tensors that are attributes.
         """
-        self._look(parts)
-        if self._plan is None or self._plan.leads_to_part():
+        plan = self._look(parts)
+        if plan is None or plan.leads_to_part():
             self._members = []
             return None
-        self._plan.locate(tensors, by_place)
-        self._fill(flat, bring)
+        plan.locate(tensors, by_place)
+        while len(self._members) < len(flat):
+            self._members.append(_Member(plan))
+        hooks = plan.hooks()
+        for k, (own, way) in enumerate(zip(flat, bring, strict=True)):
+            if not self._members[k].clean():
+                self._members[k] = _Member(plan)
+            self._members[k].fill(own, way, hooks)
         for member in self._members:
-            if member is not None:
-                member.count()
-        made = self._members[: len(flat)]
-        return [member.shells[0] for member in made if member is not None]
+            member.count()
+        return [member.shells[0] for member in self._members[: len(flat)]]
 
-    def _look(self, parts: list[Module]) -> None:
+    def _look(self, parts: list[Module]) -> _Plan | None:
         """Take over what has changed about the module."""
-        if self._plan is None or not self._plan.fits(parts):
-            self._plan, self._members = None, []
-            if can_be_kept(parts):
-                self._plan = _Plan(parts)
-            return
-        changed = self._plan.changed()
-        for member in self._members:  # first: Ctrl-C may come before the plan has it
-            if member is not None:
+        if self._plan is not None and self._plan.fits(parts):
+            changed = self._plan.changed()
+            for (
+                member
+            ) in self._members:  # first: Ctrl-C may come before the plan has it
                 member.stale.update(changed)
-        self._plan.take_over(changed)
-
-    def _fill(
-        self, flat: Sequence[Sequence[torch.Tensor]], bring: Sequence[Bring]
-    ) -> None:
-        assert self._plan is not None
-        self._members += [None] * (len(flat) - len(self._members))
-        hooks = self._plan.hooks()
-        for k, (tensors, way) in enumerate(zip(flat, bring, strict=True)):
-            member = self._members[k]
-            if member is None or not member.clean():
-                member = self._members[k] = _Member(self._plan)
-            member.fill(tensors, way, hooks)
+            self._plan.take_over(changed)
+        else:
+            self._members = []
+            self._plan = _Plan(parts) if can_be_kept(parts) else None
+        return self._plan
 
     def finish(self) -> None:
         """Remove what a forward has set, of replicas that nothing else refers to."""
         for member in self._members:
-            if member is not None:
-                member.clean()
+            member.clean()
