@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,19 +162,18 @@ def check(
     model = unwrap(model)
     devices, place = _devices(model, replicas)
     plain, wrapped = copy.deepcopy(model), copy.deepcopy(model)
-    wrapper = DataParallel(wrapped, devices)
     with torch.enable_grad():
-        output, notes = _run(plain, plain, *_arguments(batch, place))
-        _backward(output, loss, _is_scalar(output))
-        joined, _ = _run(wrapper, wrapped, *_arguments(batch, place))
-        _backward(joined, loss, _is_scalar(output))
-    tolerance = (rtol, atol)
-    rows = _output_rows(output, joined, tolerance)
-    for (name, ours), theirs in zip(
-        plain.named_parameters(), wrapped.parameters(), strict=True
-    ):
-        rows.append(_row(f"grad {name}", ours.grad, theirs.grad, tolerance))
-    return Report(rows, replicas, notes)
+        inputs = _native.scatter(*_arguments(batch, place), 1, 0).chunk(0)
+        output, draws = _run(plain, *inputs)
+        _backward(output, loss, output)
+        wrapper = DataParallel(wrapped, devices)
+        joined, _ = _run(wrapper, *_arguments(batch, place))
+        _backward(joined, loss, output)
+    row = partial(_row, rtol=rtol, atol=atol)
+    rows = [row(*named) for named in _named_outputs(output, joined)]
+    pairs = zip(plain.named_parameters(), wrapped.parameters(), strict=True)
+    rows += [row(f"grad {name}", own.grad, its.grad) for (name, own), its in pairs]
+    return Report(rows, replicas, _notes(plain, draws))
 
 
 def _devices(
@@ -209,49 +209,42 @@ def _copied(leaf: Any, place: torch.device | None) -> Any:
     return copied if leaf.is_leaf else copied.clone()
 
 
-def _run(
-    call: Callable[..., Any],
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, list[str]]:
-    """Return the output for a fixed seed, and what else may make it differ."""
-    notes = []
+def _run(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Return the output for a fixed seed, and whether the forward draws numbers."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(_SEED)
         before = torch.get_rng_state()
-        inputs, named = _native.scatter(args, kwargs, 1, 0).chunk(0)
-        if isinstance(call, DataParallel):
-            inputs, named = args, kwargs
-        output = call(*inputs, **named)
-        if not torch.equal(before, torch.get_rng_state()):
-            notes.append(
-                "the forward draws random numbers, others in each replica; compare in "
-                "evaluation mode, by model.eval()"
-            )
-    norms = [
-        part for part in module.modules() if isinstance(part, torch_core.BatchNorm)
-    ]
+        output = call(*args, **kwargs)
+        return output, not torch.equal(before, torch.get_rng_state())
+
+
+def _notes(module: torch.nn.Module, draws: bool) -> list[str]:
+    """Return why outputs may differ."""
+    notes = []
+    if draws:
+        notes.append(
+            "the forward draws random numbers, others in each replica; compare in "
+            "evaluation mode, by model.eval()"
+        )
+    norms = (m for m in module.modules() if isinstance(m, torch_core.BatchNorm))
     if any(norm.training for norm in norms):
         notes.append("BatchNorm in training mode sees each replica's rows alone")
-    return output, notes
-
-
-def _is_scalar(output: Any) -> list[bool]:
-    return [leaf.ndim == 0 for leaf in _native.flatten(output)[1]]
+    return notes
 
 
 def _backward(
-    output: Any, loss: Callable[[Any], torch.Tensor] | None, is_scalar: list[bool]
+    output: Any, loss: Callable[[Any], torch.Tensor] | None, plain: Any
 ) -> None:
+    """Take a backward; of what is a number in the plain output, the mean counts."""
     total: Any = None
     if loss is not None:
         total = loss(output)
     else:
-        leaves = _native.flatten(output)[1]
-        for seed, (leaf, scalar) in enumerate(zip(leaves, is_scalar, strict=False)):
+        leaves, likes = _native.flatten(output)[1], _native.flatten(plain)[1]
+        for seed, (leaf, like) in enumerate(zip(leaves, likes, strict=False)):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                term = leaf.mean() if scalar else (leaf * _weights(leaf, seed)).sum()
+                is_number = like.ndim == 0
+                term = leaf.mean() if is_number else (leaf * _weights(leaf, seed)).sum()
                 total = term if total is None else total + term
         if total is not None and total.is_complex():
             total = torch.view_as_real(total).sum()
@@ -264,56 +257,43 @@ def _weights(leaf: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(leaf.shape, generator=generator).to(leaf)
 
 
-def _output_rows(
-    plain: Any, joined: Any, tolerance: tuple[float | None, float | None]
-) -> list[Row]:
+def _named_outputs(plain: Any, joined: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name of each output, and what it is on both sides."""
     tree, leaves = _native.flatten(plain)
     others = _native.flatten(joined)[1]
     if len(leaves) != len(others):
-        counts = f"{len(leaves)} tensors", f"{len(others)} tensors"
-        return [Row("output", *counts, math.nan, math.nan, False)]
+        return [("output", f"{len(leaves)} tensors", f"{len(others)} tensors")]
     rows = []
     for i, (ours, theirs) in enumerate(zip(leaves, others, strict=True)):
         name = f"output{tree.path(i)}"
         if ours.ndim == 0 and theirs.ndim == 1:
-            name += " (mean of replicas)"
-            theirs = theirs.mean()
-        rows.append(_row(name, ours, theirs, tolerance))
+            name, theirs = f"{name} (mean of replicas)", theirs.mean()
+        rows.append((name, ours, theirs))
     return rows
 
 
 def _row(
-    name: str, plain: Any, other: Any, tolerance: tuple[float | None, float | None]
+    name: str, plain: Any, other: Any, rtol: float | None, atol: float | None
 ) -> Row:
     if plain is None or other is None:
         ours, theirs = ("none" if each is None else "some" for each in (plain, other))
         gap = 0.0 if plain is other else math.nan
         return Row(name, ours, theirs, gap, gap, plain is other)
+    if isinstance(plain, str):
+        return Row(name, plain, other, math.nan, math.nan, False)
     plain, other = (torch.as_tensor(each).detach() for each in (plain, other))
     if plain.shape != other.shape or plain.dtype != other.dtype:
         ours, theirs = (f"{list(t.shape)} {t.dtype}" for t in (plain, other))
         return Row(name, ours, theirs, math.nan, math.nan, False)
-    return _compared(name, plain, other, tolerance)
-
-
-def _compared(
-    name: str,
-    plain: torch.Tensor,
-    other: torch.Tensor,
-    tolerance: tuple[float | None, float | None],
-) -> Row:
-    ours, theirs = _wide(plain), _wide(other)
-    largest = _largest(ours)
-    both_nan = torch.isnan(ours) & torch.isnan(theirs)
-    gaps = (ours - theirs).abs().masked_fill((ours == theirs) | both_nan, 0.0)
-    gap = _largest(gaps)
-    rtol, atol = tolerance
+    one, two = _wide(plain), _wide(other)
+    largest, both_nan = _largest(one), torch.isnan(one) & torch.isnan(two)
+    gap = _largest((one - two).abs().masked_fill((one == two) | both_nan, 0.0))
     rtol = _RTOL.get(plain.dtype, _RTOL_OTHERWISE) if rtol is None else rtol
     atol = _ATOL.get(plain.dtype, _ATOL_OTHERWISE) if atol is None else atol
     return Row(
         name,
         f"{largest:.4g}",
-        f"{_largest(theirs):.4g}",
+        f"{_largest(two):.4g}",
         gap,
         gap / largest if largest else gap,
         gap <= atol + rtol * largest,
