@@ -59,25 +59,17 @@ def has_generator(*arguments: Any) -> bool:
     return bool(search.found)
 
 
-def kinds_of_generators() -> tuple[type, ...]:
-    """Return the types of generators that have a state of their own."""
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        rng = numpy.random
-        kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
-    return kinds
-
-
 class _Search:
     def __init__(self) -> None:
         self.found: dict[int, Any] = {}
         self._codes: set[CodeType] = set()
-        self._kinds = kinds_of_generators()
+        self._kinds: tuple[type, ...] = (torch.Generator, random.Random)
         self._shared = {id(torch.default_generator), id(_owner(random.random))}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            self._shared.add(id(_owner(numpy.random.random_sample)))
+            rng = numpy.random
+            self._kinds += (rng.Generator, rng.RandomState, rng.BitGenerator)
+            self._shared.add(id(_owner(rng.random_sample)))
 
     def visit(self, value: Any, n_levels: int) -> None:
         """Add the generators that a value leads to."""
