@@ -42,8 +42,6 @@ int pli_group_check_lists(PyObject *one, PyObject *other);
 /* A tensor of a member's that is one block of memory. */
 int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
                          PyObject *tensor, pli_tensor *out);
-int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
-                        pli_ring *out);
 
 /* A tensor of each member's, or None. */
 int pli_group_read_rooms(const device_group_object *self, PyObject *items,

@@ -55,8 +55,7 @@ int pli_group_read_block(const device_group_object *self, Py_ssize_t member,
     return -1;
 }
 
-int pli_group_read_ring(const device_group_object *self, PyObject *tensor,
-                        pli_ring *out)
+static int read_ring(const device_group_object *self, PyObject *tensor, pli_ring *out)
 {
     pli_tensor memory;
     if (pli_group_read_block(self, 0, tensor, &memory) != 0)
@@ -173,14 +172,6 @@ static PyObject *group_copy(PyObject *object, PyObject *args)
 
 /* ---- broadcasts ----------------------------------------------------------------- */
 
-/* What segments are made of, in arrays that all of them share. */
-typedef struct broadcast {
-    pli_segment *segments;
-    pl_move *moves;
-    void **targets;
-    size_t n_segments, n_moves;
-} broadcast;
-
 static int read_moves(const device_group_object *self, PyObject *sources,
                       PyObject *offsets, size_t n_bytes, pl_move *out)
 {
@@ -219,13 +210,22 @@ static int read_targets(const device_group_object *self, PyObject *blocks,
     return 0;
 }
 
-/* (sources, offsets, n_bytes, blocks) */
-static int read_segment(const device_group_object *self, PyObject *item, broadcast *out)
+#define A_SEGMENT                                                                      \
+    "a segment is (sources: list, offsets: list, n_bytes: int, blocks: list)"
+
+/* Fills *out, whose `moves` are for pli_free(), `targets` with them. */
+static int read_segment(const device_group_object *self, PyObject *item,
+                        pli_segment *out)
 {
     PyObject *sources, *offsets, *blocks;
     Py_ssize_t n_bytes;
-    if (!PyArg_ParseTuple(item, "O!O!nO!", &PyList_Type, &sources, &PyList_Type,
-                          &offsets, &n_bytes, &PyList_Type, &blocks) ||
+    pl_move *moves;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, A_SEGMENT);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(item, "O!O!nO!;" A_SEGMENT, &PyList_Type, &sources,
+                          &PyList_Type, &offsets, &n_bytes, &PyList_Type, &blocks) ||
         pli_group_check_lists(sources, offsets) != 0)
         return -1;
     if (n_bytes < 0 || PyList_GET_SIZE(blocks) != n_members(self)) {
@@ -235,114 +235,74 @@ static int read_segment(const device_group_object *self, PyObject *item, broadca
                      n_bytes, PyList_GET_SIZE(blocks), n_members(self));
         return -1;
     }
-    pl_move *moves = out->moves + out->n_moves;
-    void **targets = out->targets + out->n_segments * (size_t)n_members(self);
-    if (read_moves(self, sources, offsets, (size_t)n_bytes, moves) != 0 ||
-        read_targets(self, blocks, (size_t)n_bytes, targets) != 0)
-        return -1;
     const size_t n_moves = (size_t)PyList_GET_SIZE(sources);
-    out->segments[out->n_segments++] = (pli_segment){.moves = moves,
-                                                     .n_moves = n_moves,
-                                                     .n_bytes = (size_t)n_bytes,
-                                                     .targets = targets};
-    out->n_moves += n_moves;
-    return 0;
-}
-
-static int count_moves(PyObject *segments, size_t *out)
-{
-    *out = 0;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(segments); i++) {
-        PyObject *item = PyList_GET_ITEM(segments, i);
-        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 4 ||
-            !PyList_Check(PyTuple_GET_ITEM(item, 0))) {
-            PyErr_SetString(PyExc_TypeError,
-                            "a segment is (sources, offsets, n_bytes, blocks)");
-            return -1;
-        }
-        *out += (size_t)PyList_GET_SIZE(PyTuple_GET_ITEM(item, 0));
-    }
-    return 0;
-}
-
-static int read_segments(const device_group_object *self, PyObject *items,
-                         broadcast *out)
-{
-    const module_state *state = state_of((PyObject *)self);
-    const size_t n_items = (size_t)PyList_GET_SIZE(items);
-    const size_t n_blocks = n_items * (size_t)n_members(self);
-    size_t n_moves = 0;
-    if (count_moves(items, &n_moves) != 0 ||
-        pli_check(state, pli_calloc(n_items + 1, sizeof *out->segments, "segments",
-                                    &out->segments)) != 0 ||
-        pli_check(state, pli_calloc(n_moves + 1, sizeof *out->moves, "segments",
-                                    &out->moves)) != 0 ||
-        pli_check(state, pli_calloc(n_blocks + 1, sizeof *out->targets, "segments",
-                                    &out->targets)) != 0)
+    if (pli_check(state_of((PyObject *)self),
+                  pli_calloc(1,
+                             n_moves * sizeof *moves +
+                                 (size_t)n_members(self) * sizeof *out->targets,
+                             "a segment", &moves)) != 0)
         return -1;
-    for (size_t i = 0; i < n_items; i++)
-        if (read_segment(self, PyList_GET_ITEM(items, (Py_ssize_t)i), out) != 0)
-            return -1;
-    return 0;
+    void **const targets = (void **)(moves + n_moves);
+    *out = (pli_segment){moves, n_moves, (size_t)n_bytes, targets};
+    if (read_moves(self, sources, offsets, out->n_bytes, moves) != 0)
+        return -1;
+    return read_targets(self, blocks, out->n_bytes, targets);
 }
 
-static void free_segments(broadcast *all)
+/* Brings segments to the members; with `sums` what differs of them. */
+static PyObject *send_segments(const device_group_object *self, PyObject *numbers,
+                               PyObject *memory, PyObject *items, const pli_room *sums)
 {
-    pli_free(all->segments);
-    pli_free(all->moves);
-    pli_free(all->targets);
+    const size_t n = (size_t)PyList_GET_SIZE(items);
+    PyObject *result = NULL;
+    pli_segment *all = NULL;
+    pli_group_streams of;
+    pli_ring ring;
+    pl_status st;
+    if (pli_group_read_streams(self, numbers, &of) != 0 ||
+        read_ring(self, memory, &ring) != 0 ||
+        pli_check(state_of((PyObject *)self),
+                  pli_calloc(n + 1, sizeof *all, "segments", &all)) != 0)
+        return NULL;
+    size_t n_read = 0;
+    while (n_read < n &&
+           read_segment(self, PyList_GET_ITEM(items, n_read), &all[n_read]) == 0)
+        n_read++;
+    if (n_read == n) {
+        pl_stream *const *const streams = of.by_member;
+        Py_BEGIN_ALLOW_THREADS
+        st = sums != NULL
+                 ? pli_device_group_refresh(self->group, streams, all, n, ring, sums)
+                 : pli_device_group_broadcast(self->group, streams, all, n, ring);
+        Py_END_ALLOW_THREADS
+        result = none_or_raise(self, st);
+    }
+    for (size_t i = 0; i < n; i++)
+        pli_free((void *)all[i].moves);
+    pli_free(all);
+    return result;
 }
 
 static PyObject *group_broadcast(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
-    const device_group_object *self = group_of(object);
-    PyObject *numbers, *memory, *items, *result = NULL;
-    broadcast all = {0};
-    pli_group_streams of;
-    pli_ring ring;
-    pl_status st;
+    PyObject *numbers, *memory, *items;
     if (!PyArg_ParseTuple(args, "OOO!:broadcast", &numbers, &memory, &PyList_Type,
-                          &items) ||
-        pli_group_read_streams(self, numbers, &of) != 0 ||
-        pli_group_read_ring(self, memory, &ring) != 0)
+                          &items))
         return NULL;
-    if (read_segments(self, items, &all) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        st = pli_device_group_broadcast(self->group, of.by_member, all.segments,
-                                        all.n_segments, ring);
-        Py_END_ALLOW_THREADS
-        result = none_or_raise(self, st);
-    }
-    free_segments(&all);
-    return result;
+    return send_segments(group_of(object), numbers, memory, items, NULL);
 }
 
 static PyObject *group_refresh(PyObject *object, PyObject *args)
 {
     PLI_ENTER(object);
-    const device_group_object *self = group_of(object);
-    PyObject *numbers, *memory, *items, *sums_list, *result = NULL;
-    broadcast all = {0};
-    pli_group_streams of;
+    PyObject *numbers, *memory, *items, *sums_list;
     pli_room sums[PLI_MOST_MEMBERS];
-    pli_ring ring;
-    pl_status st;
     if (!PyArg_ParseTuple(args, "OOO!O!:refresh", &numbers, &memory, &PyList_Type,
                           &items, &PyList_Type, &sums_list) ||
-        pli_group_read_streams(self, numbers, &of) != 0 ||
-        pli_group_read_ring(self, memory, &ring) != 0 ||
-        pli_group_read_rooms(self, sums_list, sums) != 0)
+        pli_group_read_rooms(group_of(object), sums_list, sums) != 0)
         return NULL;
-    if (read_segments(self, items, &all) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        st = pli_device_group_refresh(self->group, of.by_member, all.segments,
-                                      all.n_segments, ring, sums);
-        Py_END_ALLOW_THREADS
-        result = none_or_raise(self, st);
-    }
-    free_segments(&all);
-    return result;
+    return send_segments(group_of(object), numbers, memory, items, sums);
 }
 
 /* ---- sums of gradients ---------------------------------------------------------- */
