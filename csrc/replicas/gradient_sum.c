@@ -13,8 +13,6 @@
  * comes to a member, the sum and what leaves it are in order on its side stream, so its
  * room needs no events.
  */
-#include "gradient_sum.h"
-
 #include "core/alloc.h"
 #include "device_group_state.h"
 

@@ -122,13 +122,12 @@ class GradientSum:
         self,
         stream: int,
         member: int,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: list[torch.Tensor | None],
         block: torch.Tensor,
         /,
     ) -> list[int]: ...
     def begin(self, rooms: list[torch.Tensor | None], to: torch.Tensor, /) -> None: ...
     def end(self, stream: int, /) -> None: ...
-    def clear(self) -> None: ...
 
 @final
 class Recorder:

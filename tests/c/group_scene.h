@@ -17,7 +17,6 @@
 #include "fake/fake.h"
 #include "naive_sum.h"
 #include "replicas/device_group_state.h"
-#include "replicas/gradient_sum.h"
 
 #include "draw.h" /* last: a name there is a variable elsewhere */
 

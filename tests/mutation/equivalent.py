@@ -71,11 +71,7 @@ always: None is in no tensor's place
     python/paceline/_dp/segments.py Layout._take_buffers b is not None
 
 never: its gradients are put aside from their block as they come: only room is lost
-    python/paceline/_dp/segments.py _tensors_of and part.sparse
-    python/paceline/_dp/segments.py _tensors_of is_sparse or known[2]
-
-always: nothing is put behind a piece: only time is lost
-    python/paceline/_dp/gradients.py Gradients._pack_by_torch n_more
+    python/paceline/_dp/segments.py Layout.__init__ if of.sparse
 
 """
 

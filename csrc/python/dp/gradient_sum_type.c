@@ -1,12 +1,11 @@
 /* gradient_sum_type.c - paceline._native.GradientSum: gradients of one segment of a
  * model, packed by each member, added up for member 0.
  *
- * It keeps the blocks and the sum until clear(): after a backward that has failed,
- * streams may still read and write them when nothing else refers to them.
+ * The caller keeps the blocks and the sum until settle(): streams may read and write
+ * them until then, also after a backward that has failed.
  */
 #include "core/alloc.h"
 #include "device_group_object.h"
-#include "replicas/gradient_sum.h"
 
 typedef struct slot {
     pli_layout *layout;
@@ -19,18 +18,11 @@ typedef struct gradient_sum_object {
     pli_gradient_sum *sum;
     slot *slots;
     size_t n_slots, n_bytes;
-    /* Member 0's is the sum, the others' are blocks. */
-    PyObject *kept[PLI_MOST_MEMBERS];
 } gradient_sum_object;
 
 static inline gradient_sum_object *sum_of(PyObject *object)
 {
     return (gradient_sum_object *)object;
-}
-
-static void keep(gradient_sum_object *self, Py_ssize_t member, PyObject *tensor)
-{
-    Py_XSETREF(self->kept[member], Py_XNewRef(tensor));
 }
 
 /* Reads a block of a member's that has the size of the segment. */
@@ -73,7 +65,7 @@ static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
     const dl_device place = device_of(self->group, member)->place;
     PyObject *others = PyList_New(0);
     for (size_t i = 0; others != NULL && i < self->n_slots; i++) {
-        PyObject *const grad = PySequence_Fast_GET_ITEM(grads, (Py_ssize_t)i);
+        PyObject *const grad = PyList_GET_ITEM(grads, (Py_ssize_t)i);
         const int status =
             read_grad(self, place, grad, &self->slots[i], block, &out[i]);
         if (status == 0)
@@ -86,57 +78,40 @@ static PyObject *read_grads(const gradient_sum_object *self, Py_ssize_t member,
     return others;
 }
 
-static PyObject *pack(gradient_sum_object *self, Py_ssize_t member, pl_stream *stream,
-                      PyObject *grads, PyObject *tensor)
+static PyObject *sum_pack(PyObject *object, PyObject *args)
 {
-    const module_state *state = state_of((PyObject *)self);
-    pli_tensor block;
+    PLI_ENTER(object);
+    const gradient_sum_object *self = (const gradient_sum_object *)object;
+    PyObject *number, *grads, *tensor;
+    Py_ssize_t member;
+    pl_stream *stream;
     pl_move *moves = NULL;
-    PyObject *others = NULL;
+    pli_tensor block;
     pl_status st;
-    if (read_block(self, member, tensor, &block) != 0 ||
-        pli_check(state, pli_calloc(self->n_slots + 1, sizeof *moves, "gradients",
-                                    &moves)) != 0)
+    if (!PyArg_ParseTuple(args, "OnO!O:pack", &number, &member, &PyList_Type, &grads,
+                          &tensor) ||
+        pli_group_read_stream(number, &stream) != 0 ||
+        pli_group_check_member(self->group, member) != 0 ||
+        read_block(self, member, tensor, &block) != 0)
         return NULL;
-    others = read_grads(self, member, grads, block.data, moves);
+    if (member == 0 || (size_t)PyList_GET_SIZE(grads) != self->n_slots)
+        return PyErr_Format(PyExc_ValueError,
+                            "member %zd packs %zd gradients of %zu tensors: give all "
+                            "of them, and a member that has no sum",
+                            member, PyList_GET_SIZE(grads), self->n_slots);
+    if (pli_check(state_of(object), pli_calloc(self->n_slots + 1, sizeof *moves,
+                                               "gradients", &moves)) != 0)
+        return NULL;
+    PyObject *others = read_grads(self, member, grads, block.data, moves);
     if (others != NULL && PyList_GET_SIZE(others) == 0) {
-        keep(self, member, tensor);
         Py_BEGIN_ALLOW_THREADS
         st = pli_gradient_sum_pack(self->sum, (int)member, stream, moves, self->n_slots,
                                    block.data);
         Py_END_ALLOW_THREADS
-        if (pli_check(state, st) != 0)
+        if (pli_check(state_of(object), st) != 0)
             Py_CLEAR(others);
     }
     pli_free(moves);
-    return others;
-}
-
-static PyObject *sum_pack(PyObject *object, PyObject *args)
-{
-    PLI_ENTER(object);
-    gradient_sum_object *self = sum_of(object);
-    PyObject *number, *given, *block;
-    Py_ssize_t member;
-    pl_stream *stream;
-    if (!PyArg_ParseTuple(args, "OnOO:pack", &number, &member, &given, &block) ||
-        pli_group_read_stream(number, &stream) != 0 ||
-        pli_group_check_member(self->group, member) != 0)
-        return NULL;
-    if (member == 0) {
-        PyErr_SetString(PyExc_ValueError, "member 0 packs nothing: it has the sum");
-        return NULL;
-    }
-    PyObject *grads = PySequence_Fast(given, "gradients are no sequence");
-    if (grads == NULL)
-        return NULL;
-    PyObject *others = NULL;
-    if ((size_t)PySequence_Fast_GET_SIZE(grads) != self->n_slots)
-        PyErr_Format(PyExc_ValueError, "%zd gradients of %zu tensors",
-                     PySequence_Fast_GET_SIZE(grads), self->n_slots);
-    else
-        others = pack(self, member, stream, grads, block);
-    Py_DECREF(grads);
     return others;
 }
 
@@ -155,7 +130,6 @@ static PyObject *sum_begin(PyObject *object, PyObject *args)
         read_block(self, 0, tensor, &to) != 0)
         return NULL;
     const pl_move sum = pli_group_move_of(to.data, &to);
-    keep(self, 0, tensor);
     Py_BEGIN_ALLOW_THREADS
     st = pli_gradient_sum_begin(self->sum, &sum, rooms);
     Py_END_ALLOW_THREADS
@@ -174,15 +148,6 @@ static PyObject *sum_end(PyObject *object, PyObject *number)
     st = pli_gradient_sum_end(self->sum, stream);
     Py_END_ALLOW_THREADS
     return none_or_raise(self->group, st);
-}
-
-static PyObject *sum_clear(PyObject *object, PyObject *ignored)
-{
-    PLI_ENTER(object);
-    (void)ignored;
-    for (Py_ssize_t k = 0; k < n_members(sum_of(object)->group); k++)
-        keep(sum_of(object), k, NULL);
-    Py_RETURN_NONE;
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -250,8 +215,6 @@ static void sum_dealloc(PyObject *object)
     for (size_t i = 0; i < self->n_slots; i++)
         pli_free(self->slots[i].layout);
     pli_free(self->slots);
-    for (int k = 0; k < PLI_MOST_MEMBERS; k++)
-        Py_XDECREF(self->kept[k]);
     Py_XDECREF(self->group);
     pli_object_free(object);
 }
@@ -269,9 +232,6 @@ static PyMethodDef sum_methods[] = {
     {"end", sum_end, METH_O,
      "end($self, stream, /)\n--\n\n"
      "Have a stream of member 0's wait for the sum."},
-    {"clear", sum_clear, METH_NOARGS,
-     "clear($self, /)\n--\n\n"
-     "Let go of the blocks and of the sum; see DeviceGroup.settle()."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,14 +7,12 @@
         originals        the module beside replicas that run in order
         threads          with what torch keeps a thread (thread_state)
         rng, generators  random numbers, and where they come from
-        nesting          whether this thread runs a replica
-      parameters       what each device has of the model; on the CPU copies
+      parameters       what each device has of the model
         segments         which tensors travel together, and where they lie
         gradients        their way back; inner_backwards: inside a forward
         replicate        replicas of a module, which shells keeps
       transfers        arguments to the devices, outputs back
-        group            the devices, and their streams, over csrc/replicas
-        host             the CPU, in the place of GPUs
+        group            the devices, and their streams, over csrc/replicas; the CPU
     devices          of replicas, as the user names them
     marker           arguments that are not to be split
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Sequence
 from types import GenericAlias
 from typing import Any
@@ -18,8 +17,8 @@ from paceline._compat import torch_core, torch_graph, torch_modes
 from paceline._dp import devices as devices_
 from paceline._dp.engine import Engine
 from paceline._dp.marker import has_mark
-from paceline._dp.nesting import is_inside_replica
 from paceline._dp.replicate import alone_because, check_lazy, parts_of
+from paceline._dp.threads import is_inside_replica
 from paceline._recorder import Steps
 
 _log = logging.getLogger("paceline")
@@ -186,8 +185,6 @@ class DataParallel(LoadsEither, TorchDP[Any]):
             raise TypeError(f"dim is {dim!r}: give an integer")
         torch_core.warn_of_wrapper(module, type(self))
         devices = devices_.read(device_ids, output_device)
-        if devices.warning:
-            warnings.warn(devices.warning, stacklevel=2)
         self.module = module
         self.device_ids: list[Any] = devices.ids
         self.dim = dim
@@ -287,9 +284,11 @@ class DataParallel(LoadsEither, TorchDP[Any]):
     def _engine_for(self, device_ids: Sequence[Any]) -> Engine:
         """Return what runs replicas on these devices; for others than its own, anew."""
         indices, wanted = _indices(self, self.device_ids), _indices(self, device_ids)
-        engine = self._engine
-        if engine is None or engine.indices != indices:
-            engine = _start(self, indices)
+        with _starting:  # one engine, however many threads ask
+            engine = self._engine
+            if engine is None or engine.indices != indices:
+                check_lazy(parts_of(self.module))
+                engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
         if wanted == indices[: len(wanted)]:
             return engine
         return Engine(wanted, is_cpu=not self._are_gpus)
@@ -447,16 +446,6 @@ class DataParallel(LoadsEither, TorchDP[Any]):
         ours = ("device_ids", "dim", "output_device", "src_device_obj")
         kept = {name: state[name] for name in state if name not in ours}
         super().__setstate__(kept)  # type: ignore[no-untyped-call]
-
-
-def _start(self: DataParallel, indices: list[int]) -> Engine:
-    """Return an engine for these devices: one, however many threads ask."""
-    with _starting:
-        engine = self._engine
-        if engine is None or engine.indices != indices:
-            check_lazy(parts_of(self.module))
-            engine = self._engine = Engine(indices, is_cpu=not self._are_gpus)
-        return engine
 
 
 def _indices(self: DataParallel, device_ids: Sequence[Any]) -> list[int]:

@@ -28,8 +28,6 @@ class Devices(NamedTuple):
     are_gpus : bool
     because : str
         Why there is only one replica, if so.
-    warning : str
-        What the user is to be told, if anything.
     """
 
     ids: list[Any]
@@ -37,7 +35,6 @@ class Devices(NamedTuple):
     source: torch.device
     are_gpus: bool
     because: str
-    warning: str = ""
 
 
 def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
@@ -65,12 +62,13 @@ def read(device_ids: Sequence[Any] | None, output_device: Any) -> Devices:
             )
         indices = [_index(each, "device_ids", device_ids) for each in devices]
         return _placed(indices, because, device_ids, output_device)
-    advice = (
+    warnings.warn(
         f"device_ids is {list(device_ids)!r}, and there is no GPU: the module is "
         f"called plainly; {_environment.CPU_REPLICAS}=2 in the environment makes "
-        "replicas on the CPU of these"
+        "replicas on the CPU of these",
+        stacklevel=3,
     )
-    return Devices([], CPU, CPU, False, f"{because}, and there is no GPU", advice)
+    return Devices([], CPU, CPU, False, f"{because}, and there is no GPU")
 
 
 def _placed(

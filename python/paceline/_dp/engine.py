@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -45,25 +45,13 @@ from paceline import _gpu, _native
 from paceline._compat import torch_modes
 from paceline._dp import originals, rng, transfers
 from paceline._dp.generators import generators_of, has_generator
-from paceline._dp.group import Group
-from paceline._dp.host import HOST
-from paceline._dp.nesting import InsideReplica
-from paceline._dp.parameters import ModelCopies
+from paceline._dp.group import HOST, Group
+from paceline._dp.parameters import Replicated
 from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
 from paceline._dp.thread_state import State, sees_operations
-from paceline._dp.threads import Task, ThreadPool
-
-if TYPE_CHECKING:
-    from paceline._dp.inner_backwards import InnerBackwards
+from paceline._dp.threads import InsideReplica, Task, ThreadPool
 
 _log = logging.getLogger("paceline")
-
-
-class _OfThread(threading.local):
-    """What one thread has on the CPU, where a forward may wait for another thread's."""
-
-    group: Group | None = None
-    replicated: ModelCopies | None = None
 
 
 class Engine:
@@ -80,12 +68,11 @@ class Engine:
     def __init__(self, indices: Sequence[int], *, is_cpu: bool) -> None:
         self.indices = list(indices)
         self.is_cpu = is_cpu
-        self._machine = HOST if is_cpu else _gpu.machine
+        self._machine: Any = HOST if is_cpu else _gpu.machine
         self._lock = threading.RLock()  # a gather() of a subclass may call the wrapper
         self._process = os.getpid()
-        self._kept: Any = (
-            _OfThread() if is_cpu else SimpleNamespace(group=None, replicated=None)
-        )
+        # On the CPU a forward may wait for one of another thread: each has its own.
+        self._kept: Any = threading.local() if is_cpu else SimpleNamespace()
         self._threads = ThreadPool()
         self._draws: dict[bytes, bool] = {}
         self._drawn_module: Module | None = None
@@ -109,25 +96,23 @@ class Engine:
     def group(self) -> Group:
         """The devices, opened on first use."""
         self._check_process()
-        if self._kept.group is None:
-            self._kept.group = Group(self.indices, self._machine)
-        group: Group = self._kept.group
+        group: Group | None = getattr(self._kept, "group", None)
+        if group is None:
+            group = self._kept.group = Group(self.indices, self._machine)
         return group
 
     @property
-    def _replicated(self) -> ModelCopies | None:
-        replicated: ModelCopies | None = self._kept.replicated
-        return replicated
+    def _replicated(self) -> Replicated | None:
+        return getattr(self._kept, "replicated", None)
 
     # ---- a forward ------------------------------------------------------------------
 
     def place(self, scattered: _native.Scattered) -> list[Any]:
         """Return the arguments of each replica, on its device."""
         self._refuse_capture()
-        group = self.group
-        streams = group.streams()
+        streams = self.group.streams()
         return [
-            transfers.to_member(group, streams, scattered, k)
+            transfers.to_member(streams, scattered, k)
             for k in range(len(scattered.sizes))
         ]
 
@@ -136,9 +121,9 @@ class Engine:
         self._refuse_capture()
         parts = parts_of(module)
         self._check_devices(parts)
-        if self._kept.replicated is None:
-            self._kept.replicated = ModelCopies(self.group)
-        replicated: ModelCopies = self._kept.replicated
+        replicated = self._replicated
+        if replicated is None:
+            replicated = self._kept.replicated = Replicated(self.group)
         return replicated.replicas(parts, n_replicas, self.group.streams())
 
     def apply(
@@ -216,22 +201,32 @@ class Engine:
         """Return the outputs, and whether replicas must not run side by side."""
         lists = originals.lists_of_classes(parts)
         inner = self._replicated.inner_backwards if self._replicated else None
-        own = [originals.of_replica(lists, parts, replica) for replica in replicas]
-        calls: list[Callable[[], Any]] = [
-            partial(_call, task, of, inner if k else None)
-            for k, (task, of) in enumerate(zip(tasks, own, strict=True))
-        ]
-        if not self.is_cpu:
-            without = torch_modes.without_saved_tensors_hooks
-            calls[1:] = [partial(without, call) for call in calls[1:]]
-        this = object()
-        watched = originals.Originals(parts)
+        watched, this = originals.Originals(parts), object()
+
+        def call(k: int) -> Any:
+            """Return what replica `k` returns, if it wrote only to its own."""
+            run = tasks[k].run_and_take
+            if k > 0 and not self.is_cpu:
+                run = partial(torch_modes.without_saved_tensors_hooks, run)
+            before = originals.put(originals.of_replica(lists, parts, replicas[k]))
+            try:
+                with inner if k > 0 and inner is not None else nullcontext():
+                    output = run()
+            finally:
+                originals.put(before)
+            # Otherwise what has changed may be the work of a call in another thread.
+            if k > 0 and began_alone and self._last_begun is this:
+                watched.check(k)
+            else:
+                watched.look()
+            return output
+
         try:
             self._running.add(this)
             began_alone, self._last_begun = len(self._running) == 1, this
-            watch = partial(self._watch, watched, this, began_alone)
-            calls = [partial(watch, k, call) for k, call in enumerate(calls)]
-            outputs, draw = self._call_all(calls)
+            outputs, draw = self._call_all(
+                [partial(call, k) for k in range(len(tasks))]
+            )
         finally:
             self._running.discard(this)
         has_run_backward = inner is not None and inner.were_seen
@@ -242,30 +237,11 @@ class Engine:
         if torch_modes.count_dispatch_modes():  # they would see what generators do
             return [call() for call in calls], False
         if self.is_cpu:
-            return rng.run_in_order(calls), False
-        others, devices = rng.other_streams(), self._shared_generators()
-        draws = rng.Draws()
-        outputs = rng.run_in_order([partial(draws.watch, call) for call in calls])
-        others_drew = others != rng.other_streams()
-        others_drew |= devices != self._shared_generators()
-        return outputs, draws.were_made or others_drew
-
-    def _watch(
-        self,
-        watched: originals.Originals,
-        this: object,
-        began_alone: bool,
-        k: int,
-        call: Callable[[], Any],
-    ) -> Any:
-        """Return what the call of replica `k` returns, if it wrote only to its own."""
-        output = call()
-        # Otherwise what has changed may be the work of a call in another thread.
-        if k > 0 and began_alone and self._last_begun is this:
-            watched.check(k)
-        else:
-            watched.look()
-        return output
+            return rng.run_in_order(calls)
+        others = rng.other_streams(), self._shared_generators()
+        outputs, draw = rng.run_in_order(calls)
+        others_drew = others != (rng.other_streams(), self._shared_generators())
+        return outputs, draw or others_drew
 
     def _shared_generators(self) -> list[Any]:
         """Return the states of generators of devices that are there more than once."""
@@ -320,11 +296,14 @@ class Engine:
         """Return the output for the whole batch, on a device."""
         if self.is_cpu:
             return _native.gather(list(outputs), sizes or (), dim)
-        return transfers.gather(self.group, outputs, sizes, dim, output)
+        join = transfers.Joiner(self.group.streams(), output)
+        return _native.gather(list(outputs), sizes or (), dim, join)
 
     def bring(self, output: Any, where: torch.device) -> Any:
         """Return the output of one replica, on a device."""
-        return output if self.is_cpu else transfers.bring_all(self.group, output, where)
+        if self.is_cpu:
+            return output
+        return transfers.bring_all(self.group.streams(), output, where)
 
     def _run_on(self, index: int, stream: Any, call: Callable[[], Any]) -> Any:
         with self._machine.on(index, stream):
@@ -338,16 +317,3 @@ class Engine:
                 "several GPUs cannot be part of a graph; capture the module inside it "
                 "instead, or train with DistributedDataParallel"
             )
-
-
-def _call(task: Task, lists: originals.Lists, inner: InnerBackwards | None) -> Any:
-    """Return what a replica returns; classes have its lists while it runs."""
-    before = originals.put(lists)
-    if inner is not None:
-        inner.begin()
-    try:
-        return task.run_and_take()
-    finally:
-        originals.put(before)
-        if inner is not None:
-            inner.end()

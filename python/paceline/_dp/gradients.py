@@ -23,21 +23,22 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline._compat import torch_graph
-from paceline._dp.group import Group, Streams
+from paceline._dp.group import Streams
 from paceline._dp.inner_backwards import InnerBackwards
 from paceline._dp.replicate import unused_gradient
 from paceline._dp.segments import Segment
+from paceline._dp.transfers import move
 
 
 class _Row(NamedTuple):
     """What one member's backward gives of a segment.
 
-    `used` says of which tensors there is a gradient; `aside` are those that no block
-    can hold (sparse ones).
+    `packed` says of which tensors the block has a gradient.  `aside` are those that no
+    block can hold: sparse ones, or all of them (with a graph, or of vmap's).
     """
 
-    block: torch.Tensor
-    used: list[bool]
+    block: torch.Tensor | None
+    packed: list[bool]
     aside: dict[int, torch.Tensor]
 
 
@@ -48,52 +49,27 @@ class Arrival:
     ----------
     rows : dict
         By member.
-    is_plain : bool
-        They have no graph, and are none of vmap's.
+    n_rows : int
+        How many members will come.
     total : torch.Tensor or None
         On member 0, what they are added up in.
     is_begun, is_collected : bool
     """
 
-    def __init__(
-        self, segment: Segment, streams: Streams, total: torch.Tensor | None
-    ) -> None:
+    def __init__(self, segment: Segment, streams: Streams, n_rows: int) -> None:
         self.segment = segment
         self.streams = streams
-        self.total = total
+        self.n_rows = n_rows
+        self.total: torch.Tensor | None = None
         self.rows: dict[int, _Row] = {}
-        self.is_plain = True
         self.is_begun = False
         self.is_collected = False
         self.sum = segment.take_sum()
 
     def release(self) -> None:
-        """Let go of memory, once all streams wait for those that used it."""
-        self.sum.clear()
+        """Give back what added up, once all streams wait for it."""
         if self.is_collected:
             self.segment.give_sum(self.sum)
-
-
-class _Backward:
-    """One pass of autograd through the nodes of a forward.
-
-    Attributes
-    ----------
-    n_rows : list of int
-        How many members will come, by segment.
-    totals : list of torch.Tensor or None
-        Memory for the sums.
-    arrivals : dict of Arrival
-        By segment.
-    waiting : set of int
-        Segments that are not collected yet.
-    """
-
-    def __init__(self, n_rows: list[int]) -> None:
-        self.n_rows = n_rows
-        self.totals: list[torch.Tensor | None] = [None] * len(n_rows)
-        self.arrivals: dict[int, Arrival] = {}
-        self.waiting = {i for i, n in enumerate(n_rows) if n}
 
 
 class Gradients:
@@ -105,19 +81,18 @@ class Gradients:
 
     def __init__(
         self,
-        group: Group,
         streams: Streams,
         segments: Sequence[Segment],
         n: int,
         inner: InnerBackwards,
     ) -> None:
-        self.group = group
+        self.group = streams.group
         self.inner = inner
         self.streams = streams
-        self._segments = segments
+        self.segments = segments
         self._n_replicas = n
         self._nodes: list[list[weakref.ref[Any]]] = [[] for _ in segments]
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, dict[int, Arrival]] = {}  # by segment: not collected
         self._lock = threading.Lock()
 
     # ---- the graph ------------------------------------------------------------------
@@ -125,7 +100,7 @@ class Gradients:
     def slots(self, i: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the tensors of a segment by further replica, in the graph."""
         n_tokens = self._n_replicas - 1
-        tokens = _Segment.apply(self, i, n_tokens, *self._segments[i].tensors)  # type: ignore[no-untyped-call]
+        tokens = _Segment.apply(self, i, n_tokens, *self.segments[i].tensors)  # type: ignore[no-untyped-call]
         # Those that were registered first come last.
         torch_graph.set_turn(tokens[0].grad_fn, i)
         made = []
@@ -137,54 +112,55 @@ class Gradients:
             made.append(tensors)
         return made
 
-    def slots_of(self, i: int, member: int) -> list[torch.Tensor]:
-        """Return where a member has the tensors of a segment."""
-        return self._segments[i].slots[member]
-
     # ---- one member's ---------------------------------------------------------------
 
     def take(self, i: int, member: int, grads: Sequence[Any]) -> None:
         """Pack a member's gradients, some of them None; add up if all have come."""
         self.inner.see()
-        backward, arrival = self._arrival(i)
-        aside: dict[int, torch.Tensor] = {}
-        dense = [_dense(aside, j, grad) for j, grad in enumerate(grads)]
-        is_plain = not (torch.is_grad_enabled() or any(map(_is_batched, dense)))
-        pack = self._pack if is_plain else self._pack_by_torch
-        block = pack(arrival, member, dense)
+        arrival = self._arrival(i)
+        is_plain = not (
+            torch.is_grad_enabled()
+            or any(torch_graph.is_batched(grad) for grad in grads if grad is not None)
+        )
+        dense = [_dense(grad) if is_plain else None for grad in grads]
+        pairs = enumerate(zip(grads, dense, strict=True))
+        aside = {j: g for j, (g, d) in pairs if g is not None and d is None}
+        packed = [grad is not None for grad in dense]
+        block = self._pack(arrival, member, dense) if is_plain else None
         with self._lock:
-            arrival.is_plain &= is_plain
-            used = [grad is not None for grad in grads]
-            arrival.rows[member] = _Row(block, used, aside)
-            are_all = len(arrival.rows) == backward.n_rows[i]
-        if are_all and arrival.is_plain:
+            arrival.rows[member] = _Row(block, packed, aside)
+            rows = list(arrival.rows.values())
+        if len(rows) == arrival.n_rows and all(r.block is not None for r in rows):
             self._begin(arrival)
 
-    def _arrival(self, i: int) -> tuple[_Backward, Arrival]:
+    def _arrival(self, i: int) -> Arrival:
         """Return what there is of a segment in this thread's backward."""
         task = torch_graph.current_task()
         with self._lock:
             if task not in self._backwards:
                 self._backwards[task] = self._opened()
-            backward = self._backwards[task]
-            if i not in backward.arrivals:
-                total, backward.totals[i] = backward.totals[i], None
-                arrival = Arrival(self._segments[i], self.streams, total)
-                backward.arrivals[i] = arrival
-            return backward, backward.arrivals[i]
+            arrivals = self._backwards[task]
+            if i not in arrivals:  # autograd had not said that it would come
+                arrivals[i] = Arrival(self.segments[i], self.streams, 0)
+            return arrivals[i]
 
-    def _opened(self) -> _Backward:
-        """Return a backward that begins.
+    def _opened(self) -> dict[int, Arrival]:
+        """Return what is to come in a backward that begins.
 
         Memory for its sums is allocated now, for all: what streams have used it for
         comes before the fence, and so no sum waits for the rest of backward.
         """
-        backward = _Backward([sum(map(_will_run, nodes)) for nodes in self._nodes])
+        counts = [sum(map(_will_run, nodes)) for nodes in self._nodes]
+        arrivals = {
+            i: Arrival(segment, self.streams, n)
+            for i, (segment, n) in enumerate(zip(self.segments, counts, strict=True))
+            if n
+        }
         if not torch.is_grad_enabled():
-            for i in backward.waiting:
-                backward.totals[i] = self._new_total(self._segments[i])
+            for arrival in arrivals.values():
+                arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
-        return backward
+        return arrivals
 
     def _new_total(self, segment: Segment) -> torch.Tensor:
         device = self.group.devices[0]
@@ -205,25 +181,6 @@ class Gradients:
             arrival.sum.pack(*arguments, grads, block)
         return block
 
-    def _pack_by_torch(
-        self, arrival: Arrival, member: int, grads: list[torch.Tensor | None]
-    ) -> torch.Tensor:
-        """Return the same, in the graph."""
-        segment, device = arrival.segment, self.group.devices[member]
-        zero = torch.zeros((), dtype=segment.dtype, device=device)
-        example = next((grad for grad in grads if grad is not None), zero)
-        pieces = []
-        ends = [*segment.offsets[1:], segment.n_elems]
-        for i, (grad, end) in enumerate(zip(grads, ends, strict=True)):
-            n_elems = end - segment.offsets[i]
-            if grad is None:
-                pieces.append(example.new_zeros(n_elems))
-                continue
-            flat = segment.flattened(i, grad)
-            n_more = n_elems - segment.forms[i].n_elems
-            pieces.append(torch.cat([flat, flat.new_zeros(n_more)]) if n_more else flat)
-        return torch.cat(pieces)
-
     # ---- all members' ---------------------------------------------------------------
 
     def _begin(self, arrival: Arrival) -> None:
@@ -232,75 +189,50 @@ class Gradients:
             arrival.total = self._new_total(arrival.segment)
             self.group.native.fence(self.streams.numbers)
         arrival.is_begun = True
+        self.group.hold(arrival)
         arrival.sum.begin(self.group.rooms, arrival.total)
-        self.group.hold(arrival)  # its rows hold the memory until then
 
     def collect(self, i: int) -> list[torch.Tensor | None]:
         """Return the sum of the gradients of members 1, 2, ..., for each tensor."""
-        backward, arrival = self._arrival(i)
-        rows = [row for _, row in sorted(arrival.rows.items())]
-        is_used = [any(of) for of in zip(*(row.used for row in rows), strict=True)]
-        if arrival.is_plain:
+        arrival = self._arrival(i)
+        sums: list[torch.Tensor | None] = [None] * len(arrival.segment.tensors)
+        if any(row.block is not None for row in arrival.rows.values()):
             if not arrival.is_begun:
                 self._begin(arrival)
             arrival.sum.end(self.streams.numbers[0])
-            sums = self._parts(arrival, is_used)
-        else:
-            sums = self._add_by_torch(arrival.segment, rows, is_used)
-        for j in {j for row in rows for j in row.aside}:
-            self._add_aside(sums, j, rows)
+            sums = _parts(arrival)
+        for member, row in sorted(arrival.rows.items()):
+            if not row.aside:
+                continue
+            moved = move(self.streams, (member, 0), [*row.aside.values()])
+            for j, grad in zip(row.aside, moved, strict=True):
+                sums[j] = _added(sums[j], grad)
+        for j, tensor in enumerate(arrival.segment.tensors):
+            if sums[j] is None:
+                sums[j] = unused_gradient(tensor)
         arrival.is_collected = True
-        self._close(i, backward)
+        self._close(i)
         return sums
 
-    def _close(self, i: int, backward: _Backward) -> None:
+    def _close(self, i: int) -> None:
         """Note that a segment is collected; with the last one streams wait for sums."""
         with self._lock:
-            backward.waiting.discard(i)
-            backward.arrivals.pop(i)
-            is_over = not backward.waiting and not backward.arrivals
+            task = torch_graph.current_task()
+            self._backwards[task].pop(i)
+            is_over = not self._backwards[task]
             if is_over:
-                self._backwards.pop(torch_graph.current_task())
+                self._backwards.pop(task)
         if is_over:
             self.group.settle()
 
-    def _parts(
-        self, arrival: Arrival, is_used: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        segment, total = arrival.segment, arrival.total
-        assert total is not None
-        # A count of versions for each: what is done to one does not concern others.
-        return [
-            view.data if used else unused_gradient(tensor)
-            for tensor, view, used in zip(
-                segment.tensors, segment.views(total), is_used, strict=True
-            )
-        ]
 
-    def _add_aside(
-        self, sums: list[torch.Tensor | None], j: int, rows: Sequence[_Row]
-    ) -> None:
-        """Add sparse gradients to what dense ones there are."""
-        grads = [row.aside[j] for row in rows if j in row.aside]
-        sparse = grads[0].to(self.group.devices[0])
-        for grad in grads[1:]:
-            sparse = sparse + grad.to(self.group.devices[0])
-        has_dense = any(row.used[j] and j not in row.aside for row in rows)
-        sums[j] = sums[j] + sparse if has_dense else sparse  # type: ignore[operator]
-
-    def _add_by_torch(
-        self, segment: Segment, rows: Sequence[_Row], is_used: Sequence[bool]
-    ) -> list[torch.Tensor | None]:
-        """Return the sums, in the graph."""
-        device = self.group.devices[0]
-        total = rows[0].block.to(device)
-        for row in rows[1:]:
-            total = total + row.block.to(device)
-        sums: list[torch.Tensor | None] = []
-        for i, offset in enumerate(segment.offsets):
-            flat = total.narrow(0, offset, segment.forms[i].n_elems)
-            sums.append(segment.shaped(i, flat) if is_used[i] else None)
-        return sums
+def _parts(arrival: Arrival) -> list[torch.Tensor | None]:
+    """Return the sum of the rows' blocks, by tensor."""
+    assert arrival.total is not None
+    views = arrival.segment.views(arrival.total)
+    used = map(any, zip(*(row.packed for row in arrival.rows.values()), strict=True))
+    # A count of versions for each: what is done to one does not concern others.
+    return [v.data if is_used else None for v, is_used in zip(views, used, strict=True)]
 
 
 def _will_run(node: weakref.ref[Any]) -> bool:
@@ -309,18 +241,18 @@ def _will_run(node: weakref.ref[Any]) -> bool:
     return found is not None and torch_graph.will_run(found)
 
 
-def _is_batched(grad: torch.Tensor | None) -> bool:
-    return grad is not None and torch_graph.is_batched(grad)
-
-
-def _dense(aside: dict[int, torch.Tensor], j: int, grad: Any) -> torch.Tensor | None:
-    """Return a gradient whose memory says all of it; put a sparse one aside."""
-    if grad is None:
+def _dense(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient whose memory says all of it; None for a sparse one."""
+    if grad is None or grad.layout is not torch.strided:
         return None
-    if grad.layout is torch.strided:
-        return grad.resolve_conj().resolve_neg()  # type: ignore[no-any-return]
-    aside[j] = grad
-    return None
+    return grad.resolve_conj().resolve_neg()
+
+
+def _added(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum; torch adds a sparse tensor to a dense one, not the reverse."""
+    if one is None:
+        return other
+    return other + one if one.layout is not torch.strided else one + other
 
 
 class _Segment(torch.autograd.Function):
@@ -341,7 +273,7 @@ class _Segment(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        with ctx.of.group.on(ctx.of.streams):
+        with ctx.of.streams.on():
             return None, None, None, *ctx.of.collect(ctx.i)
 
 
@@ -354,10 +286,10 @@ class _Replica(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.of, ctx.i, ctx.member = of, i, member
-        return tuple(map(torch.Tensor.detach, of.slots_of(i, member)))
+        return tuple(map(torch.Tensor.detach, of.segments[i].slots[member]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        with ctx.of.group.on(ctx.of.streams):
+        with ctx.of.streams.on():
             ctx.of.take(ctx.i, ctx.member, grads)
         return None, None, None, None

@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from paceline import _gpu, _native
-from paceline._dp.host import HOST, Cpu
+from paceline._dp.devices import CPU
 
 if TYPE_CHECKING:
     from paceline._dp.gradients import Arrival
@@ -26,11 +27,53 @@ _N_TRIED = 1 << 13  # numbers of 64 bits
 _log = logging.getLogger("paceline")
 
 
-class Streams(NamedTuple):
-    """Streams, one a member: as numbers, and as torch has them."""
+class Host:
+    """The CPU in the place of GPUs: all has happened when a call returns."""
 
+    def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
+        """Return `expected` for what is on the CPU."""
+        return expected if tensor.is_cpu else None
+
+    def device(self, index: int) -> torch.device:
+        """Return the CPU as torch names it."""
+        return CPU
+
+    def on(self, index: int, stream: Any) -> AbstractContextManager[Any]:
+        """Return what changes nothing."""
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        """Tell that no graph is captured."""
+        return False
+
+
+HOST = Host()
+
+
+class Streams(NamedTuple):
+    """Streams of a group, one a member: as numbers, and as torch has them."""
+
+    group: Group
     numbers: tuple[int, ...]
     handles: list[Any]
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Have these streams be the current ones: what is allocated is theirs.
+
+        A thread of autograd's has the stream of one device from the forward, and the
+        default ones of all others.
+        """
+        group, machine = self.group, self.group.machine
+        if group.is_cpu or group.native.streams() == self.numbers:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            here = machine.current()
+            for index, handle in zip(group.indices, self.handles, strict=True):
+                stack.enter_context(machine.on(index, handle))
+            stack.enter_context(machine.on(here, machine.current_stream(here)))
+            yield
 
 
 class Group:
@@ -41,7 +84,7 @@ class Group:
     indices : list of int
         The number of each, as torch counts; one may be there more than once.
     devices : list of torch.device
-    machine : _gpu.Machine or Cpu
+    machine : _gpu.Machine, or Host for the CPU
         What knows of the devices.
     native : paceline._native.DeviceGroup or None
         None on the CPU.
@@ -56,12 +99,14 @@ class Group:
         If two GPUs do not get each other's bytes.
     """
 
-    def __init__(self, indices: Sequence[int], machine: _gpu.Machine | Cpu) -> None:
+    def __init__(self, indices: Sequence[int], machine: Any) -> None:
         self._in_flight: list[Arrival] = []
         self._lock = threading.Lock()
         self.machine = machine
         self.indices = list(indices)
-        self.devices = [machine.device(index) for index in self.indices]
+        self.devices: list[torch.device] = [
+            machine.device(index) for index in self.indices
+        ]
         self.native: Any = None  # the CPU needs none
         if not self.is_cpu:
             opened = [_gpu.open_device(index) for index in self.indices]
@@ -75,24 +120,23 @@ class Group:
 
         There are machines whose GPUs are said to reach each other, and get wrong bytes.
         """
-        pairs = {
-            (self.indices[j], self.indices[k]): (j, k)
-            for j, k in itertools.combinations(range(len(self)), 2)
-            if self.indices[j] != self.indices[k]
-        }
-        for key, (j, k) in pairs.items():
-            if key not in _gpu.tried:
+        for j, k in itertools.combinations(range(len(self)), 2):
+            key = self.indices[j], self.indices[k]
+            if key[0] != key[1] and key not in _gpu.tried:
                 # In a thread on the default streams, without modes of torch's.
                 with ThreadPoolExecutor(1) as thread:
-                    thread.submit(self._try_copies, j, k).result()
-                    reads = thread.submit(self._try_kernels, j, k).result()
-                _gpu.tried[key] = reads
+                    _gpu.tried[key] = thread.submit(self._try_pair, j, k).result()
         first = self.indices[0]
         return all(_gpu.tried.get((first, index), True) for index in self.indices)
 
-    def _try_copies(self, j: int, k: int) -> None:
-        """Raise if bytes do not arrive as they were sent, from member to member."""
-        numbers, sent = self.native.streams(), _bytes_to_try()
+    def _try_pair(self, j: int, k: int) -> bool:
+        """Raise if bytes do not arrive as they were sent, from member to member.
+
+        Tell whether a kernel of one reads of the other what is there; log where not.
+        """
+        numbers = self.native.streams()
+        sent = torch.arange(1, _N_TRIED + 1) * 0x0123456789ABCDF  # each byte is another
+        one, other = self.devices[j], self.devices[k]
         for source, target in ((j, k), (k, j)):
             block = sent.to(self.devices[source])
             place = block.to(self.devices[target])  # as torch gives its memory access
@@ -105,30 +149,25 @@ class Group:
                     "redirects copies between GPUs, torch's too. Turn it off (in the "
                     "BIOS, or by the kernel's iommu=off), or give device_ids=[0]"
                 )
-
-    def _try_kernels(self, j: int, k: int) -> bool:
-        """Tell whether kernels of a member read another's memory; log where not."""
-        pair = f"{self.devices[j]} and {self.devices[k]}"
         if j > 0 or not _gpu.machine.can_access(self.indices[k], self.indices[0]):
             return True  # no kernel reads
         if not self.native.readers()[k]:
             _log.warning(
-                "the driver refuses peer access between %s: copies go by way of the "
-                "host's memory",
-                pair,
+                "the driver refuses peer access between %s and %s: copies go by way of "
+                "the host's memory",
+                one,
+                other,
             )
             return True
-        sent = _bytes_to_try()
-        block = sent.to(self.devices[0])
-        place = torch.full_like(block, -1, device=self.devices[k])
-        blocks: list[Any] = [None] * len(self)
-        blocks[k] = place
+        block, place = sent.to(one), sent.to(other).fill_(-1)
+        blocks = [place if member == k else None for member in range(len(self))]
         segment = [block], [0], block.nbytes, blocks
-        arguments = self.native.streams(), self.ring(_ALIGNMENT), [segment]
-        self.native.refresh(*arguments, self.sums(1))
+        self.native.refresh(numbers, self.ring(_ALIGNMENT), [segment], self.sums(1))
         if torch.equal(place.cpu(), sent):
             return True
-        _log.warning("kernels of %s read wrong bytes: all parameters are sent", pair)
+        _log.warning(
+            "kernels of %s and %s read wrong bytes: all parameters are sent", one, other
+        )
         return False
 
     def __len__(self) -> int:
@@ -142,27 +181,9 @@ class Group:
     def streams(self) -> Streams:
         """Return the streams that are current in this thread."""
         if self.is_cpu:
-            return Streams((), [None] * len(self))
+            return Streams(self, (), [None] * len(self))
         handles = [self.machine.current_stream(index) for index in self.indices]
-        return Streams(self.native.streams(), handles)
-
-    @contextlib.contextmanager
-    def on(self, streams: Streams) -> Iterator[None]:
-        """Have these streams be the current ones: what is allocated is theirs.
-
-        A thread of autograd's has the stream of one device from the forward, and the
-        default ones of all others.
-        """
-        machine = self.machine
-        if self.is_cpu or self.native.streams() == streams.numbers:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            here = machine.current()
-            for index, handle in zip(self.indices, streams.handles, strict=True):
-                stack.enter_context(machine.on(index, handle))
-            stack.enter_context(machine.on(here, machine.current_stream(here)))
-            yield
+        return Streams(self, self.native.streams(), handles)
 
     def ring(self, slot_bytes: int) -> torch.Tensor:
         """Return memory of member 0 that parameters pass through."""
@@ -224,8 +245,3 @@ class Group:
         if index == self.indices[expected]:
             return expected
         return self.indices.index(index) if index in self.indices else None
-
-
-def _bytes_to_try() -> torch.Tensor:
-    """Return numbers that differ in all of their bytes."""
-    return torch.arange(1, _N_TRIED + 1) * 0x0123456789ABCDF

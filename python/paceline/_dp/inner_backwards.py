@@ -31,7 +31,7 @@ class InnerBackwards:
         self._has_grads = False
         self.were_seen = False
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Note that a replica's forward begins."""
         self._is_running = True
         self._tasks = set()
@@ -48,7 +48,7 @@ class InnerBackwards:
         found = tensors_of(self._parts).values()
         return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave no gradients where replica 0 left none; warn if that is a guess."""
         self._is_running = False
         self.were_seen |= bool(self._tasks)

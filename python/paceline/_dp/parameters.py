@@ -7,25 +7,31 @@ that it has changed: so the devices compare what looks the same, and fetch what 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from paceline import _native
 from paceline._compat import torch_core, torch_graph
 from paceline._dp import segments as segments_
-from paceline._dp.copies import copies_of
 from paceline._dp.gradients import Gradients
 from paceline._dp.group import N_SLOTS, Group, Streams
 from paceline._dp.inner_backwards import InnerBackwards
-from paceline._dp.replicate import as_original, replicas_of, tensors_of
-from paceline._dp.segments import HeldBlocks, Layout, Segment, Travelling, ids_of
+from paceline._dp.replicate import (
+    as_original,
+    has_more_behind,
+    replicas_of,
+    tensors_of,
+    unused_gradient,
+)
+from paceline._dp.segments import HeldBlocks, Layout, Segment, ids_of
 from paceline._dp.shells import Shells
-from paceline._dp.transfers import at_member, copy_by_torch, is_by_torch, move
+from paceline._dp.transfers import at_member, is_by_torch, move
 
 _log = logging.getLogger("paceline")
 
@@ -43,7 +49,10 @@ class ModelCopies:
         self._group = group
         self._layout: Layout | None = None
         self._held = HeldBlocks()
-        self._leaves: list[_Leaves] = []
+        # By replica: tensors of the model, and what it has of them; leaves are its own.
+        self._leaves: list[
+            tuple[int, Sequence[torch.Tensor], Sequence[torch.Tensor]]
+        ] = []
         self._shells = Shells()
         self.inner_backwards = InnerBackwards([])
 
@@ -56,18 +65,9 @@ class ModelCopies:
             return [parts[0]]
         self.inner_backwards = InnerBackwards(parts)
         by_torch = is_by_torch()
-        if self._group.is_cpu:
-            tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
-            members = range(1, n_replicas)
-            of_replicas = [copies_of(tensors, self.inner_backwards) for _ in members]
-            for k, own in zip(members, of_replicas, strict=True):
-                self._leaves.append(_Leaves(k, tensors, own))
-        else:
-            layout = self._layout_of(parts, by_torch)
-            tensors, ids = layout.tensors, layout.ids
-            of_replicas = self._brought_up_to_date(
-                layout, n_replicas, streams, by_torch=by_torch
-            )
+        tensors, ids, of_replicas = self._brought_up_to_date(
+            parts, n_replicas, streams, by_torch=by_torch
+        )
         bring = [partial(self._brought, streams, k) for k in range(1, n_replicas)]
         if not by_torch:
             made = self._shells.replicas(parts, tensors, ids, of_replicas, bring)
@@ -78,33 +78,42 @@ class ModelCopies:
         return replicas_of(parts, by_id, bring)
 
     def _brought_up_to_date(
-        self, layout: Layout, n_replicas: int, streams: Streams, *, by_torch: bool
-    ) -> list[list[torch.Tensor]]:
-        """Return what each further replica has on its device, in the layout's order."""
+        self, parts: list[Module], n_replicas: int, streams: Streams, *, by_torch: bool
+    ) -> tuple[list[torch.Tensor], list[int], list[list[torch.Tensor]]]:
+        """Return the model's tensors and ids, and what each further replica has."""
+        tensors, ids = list(tensors_of(parts).values()), ids_of(parts)
+        of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
+        moved = tensors
         if by_torch:
-            of_replicas: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
-            moved = layout.tensors
+            pass
+        elif self._group.is_cpu:
+            # Nothing is gained there by blocks of memory that are kept.
+            together = list(filter(_is_alone_in_graph, tensors))
+            moved = [t for t in tensors if not _is_alone_in_graph(t)]
+            tensors = together + moved
+            for own in of_replicas if together else ():
+                made = _Copies.apply(self.inner_backwards, *together)  # type: ignore[no-untyped-call]
+                own += map(as_original, made, together)
         else:
+            layout = self._layout_of(parts)
+            tensors, ids, moved = layout.tensors, layout.ids, layout.others
             self._group.settle()  # of a backward that has failed
             if torch.is_grad_enabled() and n_replicas > 2:
                 self._group.make_rooms(layout.room_bytes)
             self._send(layout, n_replicas, streams)
             of_replicas = self._views(layout, n_replicas, streams)
-            moved = layout.others
+            if not layout.is_kept:
+                self._layout = None
         for k, own in enumerate(of_replicas, 1):
-            copies = [_moved(self._group, streams, tensor, k) for tensor in moved]
+            copies = _moved(streams, moved, k)
             for copy in copies:
                 if copy.grad_fn is not None:
                     copy.register_hook(self.inner_backwards.see)  # type: ignore[no-untyped-call]
-            self._leaves.append(_Leaves(k, moved, copies))
+            self._leaves.append((k, moved, copies))
             own += copies
-        if not layout.is_kept:
-            self._layout = None
-        return of_replicas
+        return tensors, ids, of_replicas
 
-    def _layout_of(self, parts: list[Module], by_torch: bool) -> Layout:
-        if by_torch:
-            return Layout(parts, self._group)
+    def _layout_of(self, parts: list[Module]) -> Layout:
         if self._layout is None or not self._layout.fits(parts):
             self._layout = Layout(parts, self._group)
             _log.info(_memory_of(self._layout, self._group))
@@ -119,21 +128,18 @@ class ModelCopies:
         """
         leaves, self._leaves = self._leaves, []
         will_come = torch.is_grad_enabled() or any(map(_has_graph, outputs))
-        late: list[_Leaf] = []
-        for of in leaves:
-            for original, copy in zip(of.originals, of.copies, strict=True):
+        late = []
+        for member, originals, copies in leaves:
+            for original, copy in zip(originals, copies, strict=True):
                 if not copy.is_leaf:
                     continue
-                leaf = _Leaf(of.member, original, copy)
                 if copy.grad is not None:
-                    _accumulate(self._group, streams, leaf)
+                    _accumulate(streams, member, original, copy)
                 if will_come and copy.requires_grad:
-                    late.append(leaf)
-        for leaf in late:
-            # It gets the copy as its argument: what it held would never be freed.
-            where = leaf.member, leaf.original
-            hook = partial(_accumulate_later, self._group, streams, *where)
-            leaf.copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    accumulate = partial(_accumulate, streams, member, original)
+                    late.append((copy, partial(_accumulate_later, accumulate)))
+        for copy, hook in late:
+            copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Remove what a forward has set, of replicas that nothing else refers to."""
@@ -149,7 +155,7 @@ class ModelCopies:
         source = self._group.member_of(tensor, k)
         if source is None:
             return tensor
-        return at_member(self._group, streams, (source, k), tensor)
+        return at_member(streams, (source, k), tensor)
 
     def _send(self, layout: Layout, n_replicas: int, streams: Streams) -> None:
         members = range(1, n_replicas)
@@ -167,37 +173,23 @@ class ModelCopies:
             for segments, keeps_values in ((sent, False), (compared, True)):
                 for segment in segments:
                     for k in members:
-                        held = segment.make_writable(self._group, k, keeps_values)
+                        held = segment.make_writable(k, keeps_values)
                         if held is not None:
                             self._held.add(held)
-            self._bring(
-                layout,
-                [segment.travelling(members) for segment in sent],
-                [segment.travelling(members) for segment in compared],
-                streams,
-            )
+            numbers, ring = streams.numbers, self._group.ring(layout.segment_bytes)
+            if sent:
+                travelling = [segment.travelling(members) for segment in sent]
+                self._group.native.broadcast(numbers, ring, travelling)
+            if compared:
+                travelling = [segment.travelling(members) for segment in compared]
+                sums = self._group.sums(len(compared))
+                self._group.native.refresh(numbers, ring, travelling, sums)
             for segment in layout.segments:
                 for k in members:
                     segment.record_versions(k)
         except BaseException:
             self._layout = None  # nobody knows what came
             raise
-
-    def _bring(
-        self,
-        layout: Layout,
-        sent: list[Travelling],
-        compared: list[Travelling],
-        streams: Streams,
-    ) -> None:
-        """Have members get what has changed, and compare what looks the same."""
-        group = self._group
-        ring = group.ring(layout.segment_bytes)
-        if sent:
-            group.native.broadcast(streams.numbers, ring, sent)
-        if compared:
-            sums = group.sums(len(compared))
-            group.native.refresh(streams.numbers, ring, compared, sums)
 
     # ---- in the replicas ------------------------------------------------------------
 
@@ -207,101 +199,63 @@ class ModelCopies:
         """Return what each further replica has of all segments, in their order."""
         trained = [segment for segment in layout.segments if segment.is_trained]
         is_recorded = torch.is_grad_enabled()
-        arguments = self._group, streams, trained, n_replicas
-        gradients = Gradients(*arguments, self.inner_backwards)
-        n_recorded = 0
+        gradients = Gradients(streams, trained, n_replicas, self.inner_backwards)
+        numbers = itertools.count()
         views: list[list[torch.Tensor]] = [[] for _ in range(1, n_replicas)]
         for segment in layout.segments:
-            made: Sequence[Sequence[torch.Tensor]]
-            is_plain = segment.is_plain()
+            originals = list(segment.tensors)
             if is_recorded and segment.is_trained:
-                made = gradients.slots(n_recorded)
-                n_recorded += 1
-                made = [_as_originals(segment, tensors, is_plain) for tensors in made]
+                slots = gradients.slots(next(numbers))
+                made = [list(map(as_original, own, originals)) for own in slots]
             else:
-                made = [_leaves_of(segment, k, is_plain) for k in range(1, n_replicas)]
-                originals = list(segment.tensors)
-                for k, tensors in enumerate(made, 1):
-                    self._leaves.append(_Leaves(k, originals, tensors))
-            for of_replica, tensors in zip(views, made, strict=True):
-                of_replica += tensors
+                made = [_leaves_of(segment, k) for k in range(1, n_replicas)]
+                self._leaves += [(k, originals, own) for k, own in enumerate(made, 1)]
+            for of_replica, own in zip(views, made, strict=True):
+                of_replica += own
         return views
 
 
-def _as_originals(
-    segment: Segment, tensors: Sequence[torch.Tensor], is_plain: bool
-) -> Sequence[torch.Tensor]:
-    """Return tensors of a graph as parameters of the classes that the model's are."""
-    if not is_plain:
-        return list(map(as_original, tensors, segment.tensors))
-    for tensor in tensors:
-        tensor.__class__ = Parameter
-    return tensors
-
-
-def _leaves_of(segment: Segment, k: int, is_plain: bool) -> list[torch.Tensor]:
+def _leaves_of(segment: Segment, k: int) -> list[torch.Tensor]:
     """Return what a replica has of a segment without a graph.
 
     These are never the slots themselves: who holds on to one of them is not counted.
     """
-    slots = segment.slots[k]
-    if not is_plain:
-        detached = [slot.detach() for slot in slots]
-        return list(map(as_original, detached, segment.tensors))
-    if not segment.is_parameter:
-        return [slot.detach() for slot in slots]
     with torch.inference_mode(False):
-        return [Parameter(slot, segment.is_trained) for slot in slots]
+        detached = [slot.detach() for slot in segment.slots[k]]
+        return list(map(as_original, detached, segment.tensors))
 
 
-class _Leaves(NamedTuple):
-    """What a replica has, of which leaves are its own."""
-
-    member: int
-    originals: Sequence[torch.Tensor]
-    copies: Sequence[torch.Tensor]
-
-
-class _Leaf(NamedTuple):
-    """One of them."""
-
-    member: int
-    original: torch.Tensor
-    copy: torch.Tensor
-
-
-def _accumulate(group: Group, streams: Streams, leaf: _Leaf) -> None:
+def _accumulate(
+    streams: Streams, member: int, original: torch.Tensor, copy: torch.Tensor
+) -> None:
     """Add the gradient that a replica's own tensor was given to the model's."""
-    with torch.enable_grad():  # it may have a graph, by create_graph
-        grad: Any = leaf.copy.grad
-        leaf.copy.grad = None
-        if not group.is_cpu:
-            (grad,) = move(group, streams, (leaf.member, 0), [grad])
-        before = leaf.original.grad
+    with torch.enable_grad(), streams.on():  # it may have a graph, by create_graph
+        grad: Any = copy.grad
+        copy.grad = None
+        if not streams.group.is_cpu:
+            (grad,) = move(streams, (member, 0), [grad])
+        before = original.grad
         if before is None:
-            leaf.original.grad = grad
+            original.grad = grad
         elif before.requires_grad or grad.requires_grad or before.is_sparse:
-            leaf.original.grad = before + grad
+            original.grad = before + grad
         else:
             before.add_(grad)
 
 
 def _accumulate_later(
-    group: Group,
-    streams: Streams,
-    member: int,
-    original: torch.Tensor,
-    copy: torch.Tensor,
+    accumulate: Callable[[torch.Tensor], None], copy: torch.Tensor
 ) -> None:
-    """Do so at the end of the backward: until then device 0's thread may do so too."""
-    leaf = _Leaf(member, original, copy)
+    """Do so at the end of the backward: until then device 0's thread may do so too.
 
-    def accumulate() -> None:
-        if leaf.copy.grad is not None:
-            with group.on(streams):
-                _accumulate(group, streams, leaf)
+    The hook gets the copy as its argument: what it held would never be freed.
+    """
 
-    torch_core.at_end_of_backward(accumulate)
+    def later() -> None:
+        if copy.grad is not None:
+            accumulate(copy)
+
+    torch_core.at_end_of_backward(later)
 
 
 def _has_graph(output: Any) -> bool:
@@ -327,14 +281,54 @@ def _memory_of(layout: Layout, group: Group) -> str:
     )
 
 
+def _is_alone_in_graph(tensor: torch.Tensor) -> bool:
+    """Tell whether nothing but its gradient hangs on a tensor that is trained."""
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    return trained and not has_more_behind(tensor)
+
+
 def _moved(
-    group: Group, streams: Streams, tensor: torch.Tensor, member: int
-) -> torch.Tensor:
-    """Return a tensor that travels by itself, on a member's device."""
+    streams: Streams, tensors: Sequence[torch.Tensor], member: int
+) -> list[torch.Tensor]:
+    """Return tensors that travel by themselves, on a member's device."""
+    way, is_recorded = (0, member), torch.is_grad_enabled()
     if torch_graph.is_transformed():
-        return copy_by_torch(group, streams, tensor, member)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return as_original(copy_by_torch(group, streams, tensor, member), tensor)
-    with torch.inference_mode(False):
-        copy = copy_by_torch(group, streams, tensor.detach(), member)
-        return as_original(copy.requires_grad_(tensor.requires_grad), tensor)
+        return move(streams, way, tensors)
+    with torch.inference_mode(False), torch.set_grad_enabled(is_recorded):
+        # A node each: it must not run where no replica has used the tensor.
+        in_graph = {
+            i: move(streams, way, [tensor])[0]
+            for i, tensor in enumerate(tensors)
+            if is_recorded and tensor.requires_grad
+        }
+        others = [t.detach() for i, t in enumerate(tensors) if i not in in_graph]
+        copies = iter(move(streams, way, others))
+        return [
+            as_original(in_graph[i], tensor)
+            if i in in_graph
+            else as_original(next(copies).requires_grad_(tensor.requires_grad), tensor)
+            for i, tensor in enumerate(tensors)
+        ]
+
+
+class _Copies(torch.autograd.Function):
+    """Copies of parameters; gradients go to the parameters.
+
+    One node runs all that is behind it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inner: InnerBackwards, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.inner, ctx.tensors = inner, tensors
+        return tuple([tensor.detach().clone() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.inner.see()
+        pairs = zip(ctx.tensors, grads, strict=True)
+        return None, *(
+            unused_gradient(t) if grad is None else grad for t, grad in pairs
+        )

@@ -115,10 +115,8 @@ def replicas_of(
     `copies` holds the copies of each further replica.  `bring` is each one's way to
     tensors that are attributes.
     """
-    return [
-        parts[0],
-        *(_replica(parts, *its) for its in zip(copies, bring, strict=True)),
-    ]
+    its = zip(copies, bring, strict=True)
+    return [parts[0], *(_replica(parts, own, way) for own, way in its)]
 
 
 def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
@@ -129,8 +127,7 @@ def as_original(copy: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     kind = type(original)
     if kind is Parameter or isinstance(original, Parameter):
         if copy.grad_fn is None:
-            with torch.inference_mode(False):
-                copy = Parameter(copy, original.requires_grad)
+            copy = Parameter(copy, original.requires_grad)
         if type(copy) is not kind:
             copy.__class__ = kind
     if original.__dict__:
@@ -198,51 +195,32 @@ def structure_of(parts: Iterable[Module]) -> list[Structure]:
     ]
 
 
-def _differs(old: Structure, new: Structure) -> bool:
-    """Tell whether what is trained is another; a frozen one may give way to another."""
-    return len(old) != len(new) or any(
-        before != now and (was_trained or is_trained)
-        for (before, was_trained, _), (now, is_trained, _) in zip(old, new, strict=True)
-    )
-
-
-def _hooked(part: Module, old: Structure, new: Structure) -> str | None:
-    """Return the name of a parameter that has more hooks than it had."""
-    for name, before, now in zip(part._parameters.keys(), old, new, strict=False):
-        if now[2] > before[2]:
-            return name
-    return None
-
-
 def check_structure(parts: Sequence[Module], before: list[Structure]) -> None:
     """Raise where replica 0's forward has given a part others to train, or hooks.
 
-    A hook of replica 0's would be called with the gradient of all.
+    Each other replica has done so for itself: nobody trains what it has made, and a
+    hook of replica 0's would be called with the gradient of all.
     """
     for part, old, new in zip(parts, before, structure_of(parts), strict=True):
         if old == new:
             continue
-        if _differs(old, new):
-            raise restructured(part)
-        name = _hooked(part, old, new)
-        if name is not None:
+        pairs = list(zip(old, new, strict=False))
+        # A frozen one may give way to another.
+        if len(old) != len(new) or any(
+            was[0] != now[0] and (was[1] or now[1]) for was, now in pairs
+        ):
             raise RuntimeError(
-                f"a forward of DataParallel has put a hook on the parameter '{name}' "
-                f"of {type(part).__name__} in each replica: put it there before the "
-                "forward, where it sees the gradient of the whole batch"
+                f"{type(part).__name__} has changed its parameters or modules in "
+                "forward, after its replicas were made: run the bare module once on a "
+                "small batch before you wrap it; the next call works"
             )
-
-
-def restructured(part: Module) -> RuntimeError:
-    """Return what to raise where a forward has changed what a part is made of.
-
-    Each other replica has done so for itself, and what it has made nobody trains.
-    """
-    return RuntimeError(
-        f"{type(part).__name__} has changed its parameters or modules in forward, "
-        "after its replicas were made: run the bare module once on a small batch "
-        "before you wrap it; the next call works"
-    )
+        for name, (was, now) in zip(part._parameters, pairs, strict=False):
+            if now[2] > was[2]:
+                raise RuntimeError(
+                    f"a forward of DataParallel has put a hook on the parameter "
+                    f"'{name}' of {type(part).__name__} in each replica: put it there "
+                    "before the forward, where it sees the gradient of the whole batch"
+                )
 
 
 def fill(

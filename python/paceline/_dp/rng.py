@@ -24,38 +24,25 @@ _MOST_SEED = 2**63 - 1
 _MT19937_BYTES = 624 * 4 + 4  # its key, and where in that it is
 
 
-def run_in_order(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return what each replica's call returns.
+def run_in_order(calls: Sequence[Callable[[], Any]]) -> tuple[list[Any], bool]:
+    """Return what each replica's call returns, and whether any drew from the stream.
 
     The caller's stream is replica 0's.  A checkpoint that repeats the forward, from the
     same state, repeats the numbers.
     """
-    generator = torch.default_generator
-    digest = hashlib.blake2b(stream(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little")
+    generator, before = torch.default_generator, stream()
+    seed = int.from_bytes(hashlib.blake2b(before, digest_size=8).digest(), "little")
     outputs = [calls[0]()]
-    after = get_state()
+    draws, after = stream() != before, get_state()
     try:
         for k, call in enumerate(calls[1:]):
             generator.manual_seed((seed + k) & _MOST_SEED)
+            before = stream()
             outputs.append(call())
+            draws |= stream() != before
     finally:
         generator.set_state(after)
-    return outputs
-
-
-class Draws:
-    """Whether calls have drawn from torch's generator."""
-
-    def __init__(self) -> None:
-        self.were_made = False
-
-    def watch(self, call: Callable[[], Any]) -> Any:
-        """Return what a call returns."""
-        before = stream()
-        output = call()
-        self.were_made |= stream() != before
-        return output
+    return outputs, draws
 
 
 def stream() -> bytes:

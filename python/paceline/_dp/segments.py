@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module
 
 from paceline._compat import torch_core
 from paceline._dp.group import Group
-from paceline._dp.replicate import has_more_behind
+from paceline._dp.replicate import has_more_behind, tensors_of
 from paceline._dp.transfers import is_native
 
 if TYPE_CHECKING:
@@ -55,17 +55,6 @@ def can_travel(tensor: torch.Tensor) -> bool:
     )
 
 
-Travelling = tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]
-
-
-class Form(NamedTuple):
-    """How a tensor lies in memory."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    n_elems: int
-
-
 class Segment:
     """Tensors that travel together.
 
@@ -73,8 +62,8 @@ class Segment:
     ----------
     tensors : list of torch.Tensor
         The model's own.
-    forms : list of Form
-        Of each, as it was at first: a backward may come when they have others.
+    forms : list of (torch.Size, tuple of int)
+        Shape and strides of each at first: a backward may come when it has others.
     offsets, byte_offsets : list of int
         Of each, in elements of the block, and in bytes.
     dtype : torch.dtype
@@ -98,7 +87,7 @@ class Segment:
         self.width = dtype.itemsize
         self.is_parameter = is_parameter
         self.is_trained = is_trained
-        self.forms: list[Form] = []
+        self.forms: list[tuple[torch.Size, tuple[int, ...]]] = []
         self.tensors: list[torch.Tensor] = []
         self.offsets: list[int] = []
         self.byte_offsets: list[int] = []
@@ -115,25 +104,15 @@ class Segment:
         """Give a tensor a place at the end."""
         step = max(1, _ALIGNMENT // self.width)
         self.tensors.append(tensor)
-        self.forms.append(Form(tensor.shape, tensor.stride(), tensor.numel()))
+        self.forms.append((tensor.shape, tensor.stride()))
         self.offsets.append(self.n_elems)
         self.byte_offsets.append(self.n_elems * self.width)
         self.n_elems += -(-tensor.numel() // step) * step
-
-    def close(self) -> None:
-        """Let a tensor that is alone have a block of its very size."""
-        if len(self.tensors) == 1:
-            self.n_elems = self.forms[0].n_elems
 
     @property
     def n_bytes(self) -> int:
         """Of the block."""
         return self.n_elems * self.width
-
-    def is_plain(self) -> bool:
-        """Tell whether its tensors have no class or attributes of the user's."""
-        kind = Parameter if self.is_parameter else torch.Tensor
-        return all(type(t) is kind and not t.__dict__ for t in self.tensors)
 
     def stamp(self) -> list[tuple[int, int]]:
         """Return what changes where somebody writes to the model's tensors."""
@@ -141,9 +120,7 @@ class Segment:
 
     # ---- blocks ---------------------------------------------------------------------
 
-    def make_writable(
-        self, group: Group, member: int, keeps_values: bool
-    ) -> torch.Tensor | None:
+    def make_writable(self, member: int, keeps_values: bool) -> torch.Tensor | None:
         """Have a block that nothing else holds; return the one that something held.
 
         With `keeps_values`, the fresh one has the values of the other.
@@ -152,9 +129,8 @@ class Segment:
         if before is not None and self._count_holders(member) == n_holders:
             return None
         with torch.inference_mode(False), torch.no_grad():
-            block = torch.empty(
-                self.n_elems, dtype=self.dtype, device=group.devices[member]
-            )
+            device = self._group.devices[member]
+            block = torch.empty(self.n_elems, dtype=self.dtype, device=device)
             if before is not None and keeps_values:
                 block.copy_(before)
             self.blocks[member] = block
@@ -177,13 +153,13 @@ class Segment:
         for form, begin, end in places:
             part = storage[begin:end]
             empty = torch.empty(0, dtype=self.dtype, device=block.device)
-            parts.append(empty.set_(part, 0, form.shape, form.strides))
+            parts.append(empty.set_(part, 0, *form))
         return parts
 
     def views(self, block: torch.Tensor) -> list[torch.Tensor]:
         """Return the places of the tensors in a block."""
         return [
-            block.as_strided(form.shape, form.strides, offset + block.storage_offset())
+            block.as_strided(*form, offset + block.storage_offset())
             for form, offset in zip(self.forms, self.offsets, strict=True)
         ]
 
@@ -201,7 +177,9 @@ class Segment:
     def _counts(self, member: int) -> list[int]:
         return [slot._version for slot in self.slots[member]]
 
-    def travelling(self, members: Iterable[int]) -> Travelling:
+    def travelling(
+        self, members: Iterable[int]
+    ) -> tuple[list[torch.Tensor], list[int], int, list[torch.Tensor | None]]:
         """Return what the native side has to know to send it to some members."""
         blocks: list[torch.Tensor | None] = [None] * len(self.blocks)
         for member in members:
@@ -215,32 +193,13 @@ class Segment:
         try:
             return self._sums.pop()
         except IndexError:
-            arguments = 1, self.slots[1], self.byte_offsets, self.n_bytes
-            made: _native.GradientSum = self._group.native.gradient_sum(*arguments)
-            return made
+            return self._group.native.gradient_sum(  # type: ignore[no-any-return]
+                1, self.slots[1], self.byte_offsets, self.n_bytes
+            )
 
     def give_sum(self, of: _native.GradientSum) -> None:
         """Give it back, for another backward."""
         self._sums.append(of)
-
-    # ---- in memory order ------------------------------------------------------------
-
-    def flattened(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what has the shape of tensor i as it lies in the block, by torch."""
-        order = _order(self.forms[i])
-        return tensor.permute(order).reshape(-1)
-
-    def shaped(self, i: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the way back, of a part of a block."""
-        shape, order = self.forms[i].shape, _order(self.forms[i])
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return flat.reshape([shape[d] for d in order]).permute(back)
-
-
-def _order(form: Form) -> list[int]:
-    """Return the dimensions of a tensor, the one of the largest stride first."""
-    shape, strides = form.shape, form.strides
-    return sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
 
 
 class HeldBlocks:
@@ -302,30 +261,32 @@ class Layout:
         there.
     """
 
-    def __init__(self, parts: Sequence[Module], group: Group) -> None:
+    def __init__(self, parts: list[Module], group: Group) -> None:
         self.segments: list[Segment] = []
         self.others: list[torch.Tensor] = []
         self._group = group
         travelling: list[tuple[torch.Tensor, bool]] = []
-        for tensor, is_parameter, is_sparse in _tensors_of(parts):
-            wants = tensor.requires_grad
-            if not can_travel(tensor) or (
-                wants and (is_sparse or not is_parameter or tensor.dtype not in _SUMMED)
-            ):
-                self.others.append(tensor)
+        self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
+        sparse = {id(of._parameters.get("weight")) for of in self._tables if of.sparse}
+        parameters = {id(p) for part in parts for p in part._parameters.values()}
+        summed = parameters - sparse
+        for key, tensor in tensors_of(parts).items():
+            is_summed = tensor.dtype in _SUMMED and key in summed
+            if can_travel(tensor) and (is_summed or not tensor.requires_grad):
+                travelling.append((tensor, key in parameters))
             else:
-                travelling.append((tensor, is_parameter))
-        self.segment_bytes = _segment_bytes(sum(_n_bytes(t) for t, _ in travelling))
+                self.others.append(tensor)
+        self.segment_bytes = _segment_bytes(sum(t.nbytes for t, _ in travelling))
         opened: dict[Any, tuple[Segment, int]] = {}
         for tensor, is_parameter in travelling:
             self._place(tensor, is_parameter, opened)
         tensors: list[torch.Tensor] = []
         for segment in self.segments:
-            segment.close()
+            if len(segment.tensors) == 1:  # a block of its very size
+                segment.n_elems = segment.tensors[0].numel()
             tensors += segment.tensors
         tensors += self.others
         self.is_kept = all(tensor.is_leaf for tensor in tensors)
-        self._tables = [p for p in parts if isinstance(p, (Embedding, EmbeddingBag))]
         self.ids, self.tensors = ids_of(parts), tensors
         self._forms = self._forms_now()
 
@@ -336,7 +297,7 @@ class Layout:
         opened: dict[Any, tuple[Segment, int]],
     ) -> None:
         is_trained = tensor.requires_grad
-        n_bytes = _n_bytes(tensor) + _ALIGNMENT
+        n_bytes = tensor.nbytes + _ALIGNMENT
         key = tensor.dtype, is_parameter, is_trained
         is_alone = n_bytes > self.segment_bytes or (
             is_trained and has_more_behind(tensor)
@@ -402,10 +363,6 @@ class Layout:
         return [*map(_form, self.tensors), *(table.sparse for table in self._tables)]
 
 
-def _n_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _segment_bytes(n_bytes: int) -> int:
     """Return what a segment of a model of so many bytes has at the most."""
     few, many = (-(-n_bytes // n // _ALIGNMENT) * _ALIGNMENT for n in (_FEW, _MANY))
@@ -420,21 +377,6 @@ def ids_of(parts: Sequence[Module]) -> list[int]:
         for tensors in (part._parameters, part._buffers)
         for tensor in tensors.values()
     ]
-
-
-def _tensors_of(parts: Sequence[Module]) -> list[tuple[torch.Tensor, bool, bool]]:
-    """Return each tensor once, whether it is a parameter, and has sparse gradients."""
-    found: dict[int, tuple[torch.Tensor, bool, bool]] = {}
-    for part in parts:
-        is_sparse = isinstance(part, (Embedding, EmbeddingBag)) and part.sparse
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                known = found.get(id(parameter), (parameter, True, False))
-                found[id(parameter)] = parameter, True, is_sparse or known[2]
-        for buffer in part._buffers.values():
-            if buffer is not None and id(buffer) not in found:
-                found[id(buffer)] = buffer, False, False
-    return list(found.values())
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

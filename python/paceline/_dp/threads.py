@@ -1,4 +1,4 @@
-"""What each replica is to do, and threads of those on GPUs.
+"""What each replica is to do, threads of those on GPUs, and what a replica raised.
 
 ::
 
@@ -9,8 +9,10 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,23 +20,31 @@ from typing import Any
 
 import torch
 
-from paceline._dp.errors import as_of_replica
-from paceline._dp.nesting import InsideReplica
+from paceline._compat import torch_core
 from paceline._dp.thread_state import State
+
+_local = threading.local()
+
+
+def is_inside_replica() -> bool:
+    """Tell whether this thread runs a replica."""
+    return getattr(_local, "depth", 0) > 0
+
+
+class InsideReplica:
+    """Mark this thread as one that runs a replica."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _local.depth = getattr(_local, "depth", 0) + 1
+
+    def __exit__(self, *ignored: object) -> None:
+        _local.depth -= 1
 
 
 class Task:
     """One forward of one replica, run once."""
-
-    __slots__ = (
-        "_call",
-        "_caller",
-        "_device",
-        "_is_done",
-        "_replica",
-        "error",
-        "output",
-    )
 
     def __init__(
         self, call: Callable[[], Any], replica: int, device: torch.device
@@ -111,22 +121,20 @@ class ThreadPool:
 
     def __init__(self) -> None:
         self._inboxes: list[_Inbox] = []
-        self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._inboxes)
+        weakref.finalize(self, _end, self._inboxes)
 
     def grow(self, n_threads: int) -> None:
         """Have at least this many."""
-        while len(self._threads) < n_threads:
+        while len(self._inboxes) < n_threads:
             inbox: _Inbox = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_serve,
                 args=(inbox,),
-                name=f"paceline-replica-{len(self._threads) + 1}",
+                name=f"paceline-replica-{len(self._inboxes) + 1}",
                 daemon=True,
             )
             thread.start()
             self._inboxes.append(inbox)
-            self._threads.append(thread)
 
     def run(self, tasks: list[Task]) -> None:
         """Run the first task here, the others side by side; return when all ran."""
@@ -151,3 +159,59 @@ class ThreadPool:
                     barrier.wait()
                 except KeyboardInterrupt:
                     continue
+
+
+# ---- exceptions --------------------------------------------------------------------
+
+
+def as_of_replica(error: BaseException, replica: int, device: Any) -> BaseException:
+    """Return the exception that tells the caller what failed in a replica.
+
+    It has the type and the attributes of `error`, even where its constructor takes
+    other arguments; its message is torch's, with the traceback of the replica.  What is
+    no ``Exception`` (``SystemExit``), or cannot be made again, comes as a
+    ``RuntimeError``.
+    """
+    text = "".join(traceback.format_exception(error))
+    name = type(error).__name__
+    message = f"Caught {name} in replica {replica} on device {device}.\nOriginal {text}"
+    if not isinstance(error, Exception):
+        return RuntimeError(message)
+    try:
+        return _with_message(_renewed(error), message)
+    except Exception:  # a type that can be neither made nor given a message
+        return RuntimeError(message)
+
+
+def _with_message(error: Exception, message: str) -> Exception:
+    """Return an exception with a message; as its cause, where its type hides it."""
+    if isinstance(error, KeyError):
+        error.args = (torch_core.key_error_message(message),)
+    else:
+        error.args = (message,)
+    if isinstance(error, ImportError):
+        error.msg = message
+    if not _shows(error, message):
+        error.__cause__ = RuntimeError(message)
+    return error
+
+
+def _renewed(error: Exception) -> Exception:
+    """Return a copy without the traceback, which would keep the replica's frames."""
+    kind = type(error)
+    try:
+        renewed = copy.copy(error)
+        if type(renewed) is kind and renewed is not error:
+            return renewed
+    except Exception:  # the constructor wants other arguments
+        pass
+    renewed = kind.__new__(kind, *error.args)
+    renewed.__dict__.update(error.__dict__)
+    return renewed
+
+
+def _shows(error: BaseException, message: str) -> bool:
+    try:
+        return message in str(error)
+    except Exception:
+        return False

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from paceline import _gpu, _native
 from paceline._compat import packed_sequence, torch_core, torch_graph, torch_modes
-from paceline._dp.group import Group, Streams
+from paceline._dp.group import Streams
 
 NATIVE = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -50,40 +50,48 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        streams: Streams,
-        way: tuple[int, int],
-        *tensors: torch.Tensor,
+        ctx: Any, streams: Streams, way: tuple[int, int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.arguments = group, streams, way
-        return tuple(_copied(group, streams, way, tensors))
+        ctx.streams, ctx.way = streams, way
+        return tuple(_copied(streams, way, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        group, streams, (source, target) = ctx.arguments
-        with group.on(streams):
-            back = move(group, streams, (target, source), grads)
-        return None, None, None, *back
+        source, target = ctx.way
+        with ctx.streams.on():
+            return None, None, *move(ctx.streams, (target, source), grads)
 
 
 def _copied(
-    group: Group,
-    streams: Streams,
-    way: tuple[int, int],
-    tensors: Sequence[torch.Tensor],
+    streams: Streams, way: tuple[int, int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return copies on another member, which know of no graph."""
-    device = group.devices[way[1]]
-    whole = [_as_block(tensor.detach()) for tensor in tensors]
-    places = [torch.empty_like(tensor, device=device) for tensor in whole]
-    _copy_all(group, streams, way, whole, places)
-    return places
+    device = streams.group.devices[way[1]]
+    copies, blocks, places = [], [], []
+    for tensor in tensors:
+        copy = tensor.detach()
+        if is_native(copy) and not streams.group.is_cpu:
+            blocks.append(_as_block(copy))
+            copy = torch.empty_like(blocks[-1], device=device)
+            places.append(copy)
+        else:
+            copy = _copied_by_torch(streams, way[1], copy)
+        copies.append(copy)
+    if blocks:
+        _copy_all(streams, way, blocks, places)
+    return copies
+
+
+def _copied_by_torch(
+    streams: Streams, member: int, tensor: torch.Tensor
+) -> torch.Tensor:
+    if streams.group.is_cpu:
+        return tensor.clone()
+    return tensor.to(streams.group.devices[member], non_blocking=True, copy=True)
 
 
 def _copy_all(
-    group: Group,
     streams: Streams,
     way: tuple[int, int],
     blocks: Sequence[torch.Tensor],
@@ -98,7 +106,7 @@ def _copy_all(
     ]
     source, target = way
     given, taken = [block for block, _ in flat], [place for _, place in flat]
-    group.native.copy(streams.numbers, source, given, target, taken)
+    streams.group.native.copy(streams.numbers, source, given, target, taken)
 
 
 def _as_block(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,14 +115,11 @@ def _as_block(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if torch_core.is_dense(tensor) else tensor.contiguous()
 
 
-def move(
-    group: Group, streams: Streams, way: tuple[int, int], tensors: Sequence[Any]
-) -> list[Any]:
+def move(streams: Streams, way: tuple[int, int], tensors: Sequence[Any]) -> list[Any]:
     """Return copies on another member, in the graph; None for None.
 
     Parameters
     ----------
-    group : Group
     streams : Streams
         What comes before and after.
     way : tuple of int
@@ -129,8 +134,8 @@ def move(
     for i, tensor in enumerate(tensors):
         if tensor is None:
             continue
-        if by_torch or not is_native(tensor) or torch_graph.is_batched(tensor):
-            moved[i] = copy_by_torch(group, streams, tensor, way[1])
+        if by_torch or torch_graph.is_batched(tensor):
+            moved[i] = _copied_by_torch(streams, way[1], tensor)
         else:
             wanted[is_recorded and tensor.requires_grad].append(i)
     for recorded, indices in wanted.items():
@@ -138,22 +143,22 @@ def move(
             continue
         given = [tensors[i] for i in indices]
         if recorded:
-            copies: Sequence[Any] = _Copy.apply(group, streams, way, *given)  # type: ignore[no-untyped-call]
+            copies: Sequence[Any] = _Copy.apply(streams, way, *given)  # type: ignore[no-untyped-call]
         else:
-            copies = _copied(group, streams, way, given)
+            copies = _copied(streams, way, given)
         for i, copy in zip(indices, copies, strict=True):
             moved[i] = copy
     return moved
 
 
 def at_member(
-    group: Group, streams: Streams, way: tuple[int, int], tensor: torch.Tensor
+    streams: Streams, way: tuple[int, int], tensor: torch.Tensor
 ) -> torch.Tensor:
     """Return a tensor for another member: itself, where both are on one GPU."""
     source, target = way
-    if group.indices[source] == group.indices[target]:
+    if streams.group.indices[source] == streams.group.indices[target]:
         return tensor
-    moved: torch.Tensor = move(group, streams, way, [tensor])[0]
+    moved: torch.Tensor = move(streams, way, [tensor])[0]
     return moved
 
 
@@ -172,54 +177,20 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-class _CopyByTorch(torch.autograd.Function):
-    """As torch's own, whose backward refuses sparse gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        streams: Streams,
-        device: torch.device,
-        tensor: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.arguments = group, streams, tensor.device
-        return tensor.to(device, non_blocking=True, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        group, streams, device = ctx.arguments
-        with group.on(streams):
-            return None, None, None, grads[0].to(device, non_blocking=True)
-
-
-def copy_by_torch(
-    group: Group, streams: Streams, tensor: torch.Tensor, member: int
-) -> torch.Tensor:
-    """Return a copy on a member's device, in the graph."""
-    device = group.devices[member]
-    if is_by_torch() or not (torch.is_grad_enabled() and tensor.requires_grad):
-        return tensor.to(device, non_blocking=True, copy=True)
-    arguments = group, streams, device, tensor
-    return _CopyByTorch.apply(*arguments)  # type: ignore[no-untyped-call,no-any-return]
-
-
 # ---- arguments ----------------------------------------------------------------------
 
 
-def to_member(
-    group: Group, streams: Streams, scattered: _native.Scattered, member: int
-) -> Any:
+def to_member(streams: Streams, scattered: _native.Scattered, member: int) -> Any:
     """Return a replica's arguments, with tensors on its device.
 
     Arrays stay what they are, and so does what lies on its device.
     """
     leaves = scattered.leaves(member)
-    if group.is_cpu:
+    if streams.group.is_cpu:
         if member > 0:
             leaves = list(map(_own_leaf, leaves, scattered.leaves(0)))
         return scattered.tree.unflatten(leaves)
-    placed = _placed(group, streams, leaves, member)
+    placed = _placed(streams, leaves, member)
     for i, (leaf, tensor) in enumerate(zip(leaves, placed, strict=True)):
         if tensor is not leaf and _is_sizes(scattered.tree, i, leaf):
             placed[i] = leaf
@@ -251,22 +222,20 @@ def _is_sizes(tree: _native.Tree, i: int, leaf: Any) -> bool:
     )
 
 
-def _placed(
-    group: Group, streams: Streams, leaves: Sequence[Any], member: int
-) -> list[Any]:
+def _placed(streams: Streams, leaves: Sequence[Any], member: int) -> list[Any]:
     placed = list(leaves)
     by_source: dict[int, list[int]] = {}
-    device = group.devices[member]
+    group = streams.group
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
         source = group.member_of(leaf, 0)
         if source is None:
-            placed[i] = _sent(leaf, device)
+            placed[i] = _sent(leaf, group.devices[member])
         elif source != member:
             by_source.setdefault(source, []).append(i)
     for source, indices in by_source.items():
-        moved = move(group, streams, (source, member), [leaves[i] for i in indices])
+        moved = move(streams, (source, member), [leaves[i] for i in indices])
         for i, tensor in zip(indices, moved, strict=True):
             placed[i] = tensor
     return placed
@@ -280,42 +249,36 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        streams: Streams,
-        target: int,
-        *parts: torch.Tensor,
+        ctx: Any, streams: Streams, target: int, *parts: torch.Tensor
     ) -> torch.Tensor:
-        ctx.arguments = group, streams, target
+        ctx.streams, ctx.target = streams, target
         ctx.sizes = [len(part) for part in parts]
         whole = torch.empty(
             (sum(ctx.sizes), *parts[0].shape[1:]),
             dtype=parts[0].dtype,
-            device=group.devices[target],
+            device=streams.group.devices[target],
         )
         for k, place in enumerate(torch.split(whole, ctx.sizes)):
-            _copy_all(group, streams, (k, target), [parts[k].detach()], [place])
+            _copy_all(streams, (k, target), [parts[k].detach()], [place])
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        group, streams, target = ctx.arguments
-        with group.on(streams):
-            (grad,) = grads
+        (grad,) = grads
+        with ctx.streams.on():
             if grad.layout is not torch.strided:  # as of an embedding that is sparse
                 grad = grad.to_dense()
             parts = [
-                at_member(group, streams, (target, k), part)
+                at_member(ctx.streams, (ctx.target, k), part)
                 for k, part in enumerate(grad.split(ctx.sizes))
             ]
-        return None, None, None, *parts
+        return None, None, *parts
 
 
-class _Joiner:
+class Joiner:
     """Makes one tensor on a device of those of replicas 0, 1, ...."""
 
-    def __init__(self, group: Group, streams: Streams, output: torch.device) -> None:
-        self._group = group
+    def __init__(self, streams: Streams, output: torch.device) -> None:
         self._streams = streams
         self._output = output
 
@@ -325,11 +288,10 @@ class _Joiner:
             parts, dim = [part.reshape(1) for part in parts], 0
         if len(parts) == 1:
             return self._bring(0, parts[0])
-        group = self._group
-        if self._output in group.devices and self._are_rows(parts, dim):
-            target = group.devices.index(self._output)
-            arguments = group, self._streams, target, *parts
-            gathered: torch.Tensor = _Gather.apply(*arguments)  # type: ignore[no-untyped-call]
+        devices = self._streams.group.devices
+        if self._output in devices and self._are_rows(parts, dim):
+            target = devices.index(self._output)
+            gathered: torch.Tensor = _Gather.apply(self._streams, target, *parts)  # type: ignore[no-untyped-call]
             return gathered
         return torch.cat([self._bring(k, part) for k, part in enumerate(parts)], dim)
 
@@ -350,15 +312,15 @@ class _Joiner:
         )
 
     def _bring(self, k: int, part: torch.Tensor) -> torch.Tensor:
-        return bring(self._group, self._streams, part, k, self._output)
+        return bring(self._streams, part, k, self._output)
 
     def _are_rows(self, parts: Sequence[torch.Tensor], dim: int) -> bool:
         """Tell whether the parts are rows of a tensor, each on its replica's device."""
-        first = parts[0]
+        first, member_of = parts[0], self._streams.group.member_of
         return (
             dim in (0, -first.dim())
             and not is_by_torch()
-            and all(self._group.member_of(part, k) == k for k, part in enumerate(parts))
+            and all(member_of(part, k) == k for k, part in enumerate(parts))
             and all(map(is_native, parts))
             and all(p.dtype == first.dtype and p.is_contiguous() for p in parts)
             and not any(p.is_conj() or p.is_neg() for p in parts)
@@ -366,38 +328,23 @@ class _Joiner:
 
 
 def bring(
-    group: Group, streams: Streams, tensor: torch.Tensor, k: int, output: torch.device
+    streams: Streams, tensor: torch.Tensor, k: int, output: torch.device
 ) -> torch.Tensor:
     """Return an output of replica k on the device where outputs are wanted."""
+    group = streams.group
     member = group.member_of(tensor, k)
     if member is None or output not in group.devices:
         return tensor.to(output)
-    way = member, group.devices.index(output)
-    return at_member(group, streams, way, tensor)
+    return at_member(streams, (member, group.devices.index(output)), tensor)
 
 
-def bring_all(group: Group, output: Any, where: torch.device) -> Any:
+def bring_all(streams: Streams, output: Any, where: torch.device) -> Any:
     """Return what replica 0 returned, with its tensors on a device."""
-    streams = group.streams()
     tree, leaves = _native.flatten(output)
     placed = [
-        bring(group, streams, leaf, 0, where)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
+        bring(streams, leaf, 0, where) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
     if all(map(operator.is_, placed, leaves)):
         return output
     return tree.unflatten(placed)
-
-
-def gather(
-    group: Group,
-    outputs: Sequence[Any],
-    sizes: tuple[int, ...] | None,
-    dim: int,
-    output: torch.device,
-) -> Any:
-    """Return the output for the whole batch, on a device."""
-    join = _Joiner(group, group.streams(), output)
-    return _native.gather(list(outputs), sizes or (), dim, join)

@@ -5,6 +5,7 @@ The devices are simulated: see support/fake_gpus.py.
 
 import ctypes
 import gc
+import threading
 import weakref
 
 import paceline
@@ -195,13 +196,14 @@ def test_a_call_of_the_driver_that_fails_is_an_error_and_the_next_one_works(wrap
 
 
 def test_a_wrapper_takes_its_threads_and_memory_along(wrap):
-    ours = wrap(smooth_net(), 3)
+    before, ours = set(threading.enumerate()), wrap(smooth_net(), 3)
     for _ in range(3):
         ours(integers(7, 3)).sum().backward()
     alive = weakref.ref(ours)
     engine = ours._engine_for(ours.device_ids)
     block = weakref.ref(engine._replicated._layout.segments[0].blocks[1])
-    threads = set(engine._threads._threads)
+    began = set(threading.enumerate()) - before
+    threads = {thread for thread in began if "paceline-replica" in thread.name}
     assert len(threads) == 2
     del ours, engine
     gc.collect()
