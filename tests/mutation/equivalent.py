@@ -59,7 +59,7 @@ last use of the others, too, and is more than need be
     csrc/replicas/device_group.c send_load record(to, to->has_read[slot]
 
 never: streams that are the current ones already are made so again: only time is lost
-    python/paceline/_dp/group.py Group.on self.native.streams() == streams
+    python/paceline/_dp/group.py Streams.on group.native.streams() == self.numbers
 
 drop statement: what looks alike is compared, and fetched where it is not
     python/paceline/_dp/parameters.py ModelCopies._send self._layout = None
@@ -71,7 +71,7 @@ always: None is in no tensor's place
     python/paceline/_dp/segments.py Layout._take_buffers b is not None
 
 never: its gradients are put aside from their block as they come: only room is lost
-    python/paceline/_dp/segments.py Layout.__init__ if of.sparse
+    python/paceline/_dp/segments.py Layout.__init__ of.sparse
 
 """
 
