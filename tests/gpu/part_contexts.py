@@ -124,6 +124,7 @@ class Group:
         self.streams = tuple(m.stream for m in self.members)
         self.ring = self.members[0].empty(12 * MIB, dtype=torch.uint8)
         self.rooms = [m.empty(4 * MIB, dtype=torch.uint8) for m in self.members]
+        self.rows: list[Tensor] = []  # of the last sum, which does not keep them
 
     def here(self, k: int, value: Tensor) -> Tensor:
         """A copy of a tensor in a member's memory."""
@@ -146,10 +147,12 @@ class Group:
 
     def sum_of(self, tensor: Tensor) -> _native.GradientSum:
         """Return what adds up tensors like one of member 1's."""
+        self.rows = []
         return self.native.gradient_sum(1, [tensor], [0], tensor.nbytes)
 
     def pack(self, of: _native.GradientSum, k: int, grad: Tensor, row: Tensor) -> None:
         """Have a member pack a gradient into a row."""
+        self.rows.append(row)
         assert of.pack(self.streams[k], k, [grad], row) == []
 
     def add_up(self, of: _native.GradientSum, to: Tensor) -> None:
