@@ -46,7 +46,7 @@ from paceline._compat import torch_modes
 from paceline._dp import originals, rng, transfers
 from paceline._dp.generators import generators_of, has_generator
 from paceline._dp.group import HOST, Group
-from paceline._dp.parameters import Replicated
+from paceline._dp.parameters import ModelCopies
 from paceline._dp.replicate import check_structure, held_by, parts_of, structure_of
 from paceline._dp.thread_state import State, sees_operations
 from paceline._dp.threads import InsideReplica, Task, ThreadPool
@@ -102,7 +102,7 @@ class Engine:
         return group
 
     @property
-    def _replicated(self) -> Replicated | None:
+    def _replicated(self) -> ModelCopies | None:
         return getattr(self._kept, "replicated", None)
 
     # ---- a forward ------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Engine:
         self._check_devices(parts)
         replicated = self._replicated
         if replicated is None:
-            replicated = self._kept.replicated = Replicated(self.group)
+            replicated = self._kept.replicated = ModelCopies(self.group)
         return replicated.replicas(parts, n_replicas, self.group.streams())
 
     def apply(

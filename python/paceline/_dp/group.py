@@ -27,7 +27,7 @@ _N_TRIED = 1 << 13  # numbers of 64 bits
 _log = logging.getLogger("paceline")
 
 
-class Host:
+class Cpu:
     """The CPU in the place of GPUs: all has happened when a call returns."""
 
     def index_of_tensor(self, tensor: torch.Tensor, expected: int) -> int | None:
@@ -47,7 +47,7 @@ class Host:
         return False
 
 
-HOST = Host()
+HOST = Cpu()
 
 
 class Streams(NamedTuple):
@@ -84,7 +84,7 @@ class Group:
     indices : list of int
         The number of each, as torch counts; one may be there more than once.
     devices : list of torch.device
-    machine : _gpu.Machine, or Host for the CPU
+    machine : _gpu.Machine, or Cpu
         What knows of the devices.
     native : paceline._native.DeviceGroup or None
         None on the CPU.
