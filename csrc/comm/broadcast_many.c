@@ -27,7 +27,7 @@ static void move_load(pli_broadcast_many *self, pli_range_cursor *cursor,
 {
     char *const arena = self->is_on_device
                             ? pli_comm_memory(self->comm, self->op.offset_bytes)
-                            : pli_comm_arena(self->comm);
+                            : self->comm->arena;
     self->n_moves = 0;
     for (size_t n_moved = 0; n_moved < self->op.n_elems;) {
         const pli_byte_range *range = &self->ranges[cursor->range];

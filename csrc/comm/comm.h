@@ -50,6 +50,8 @@ typedef struct pli_op_range {
     size_t n_least;
 } pli_op_range;
 
+/* What every kind has; none is NULL.  A kind that stands on another may leave a
+ * function to its base (pli_base_...). */
 typedef struct pl_comm_ops {
     const char *name;
     pl_status (*issue)(pl_comm *comm, const pl_op *op, const pli_order *order,
@@ -57,61 +59,63 @@ typedef struct pl_comm_ops {
     void (*work)(pl_comm *comm); /* progress, but failures are left to be met later */
     pl_status (*progress)(pl_comm *comm);
     pl_status (*check_peers)(
-        pl_comm *comm); /* progress; a rank that is gone is a failure */
-    pl_status (*query)(pl_comm *comm, pli_query what); /* any thread; NULL: unknown */
-    int (*is_done)(pl_comm *comm, pl_ticket ticket);   /* everywhere; as `query` */
+        pl_comm *comm); /* progress; a rank that is gone fails it */
+    pl_status (*query)(pl_comm *comm, pli_query what); /* any thread */
+    /* Whether an operation is known to be done on every rank; any thread. */
+    int (*is_done)(pl_comm *comm, pl_ticket ticket);
     pl_status (*wait)(pl_comm *comm, pl_ticket ticket, int64_t slice_ns);
     pl_status (*recover)(pl_comm *comm, int64_t slice_ns, pl_recovery *out);
     void (*abort)(pl_comm *comm, const char *message);
-    /* As abort, for good: nothing recovers from it.  NULL: this kind is no host's. */
-    void (*end)(pl_comm *comm, const char *message);
     void (*record_activity)(pl_comm *comm, pl_activity activity, uint64_t step);
-    void (*set_failure_message)(pl_comm *comm,
-                                const char *message); /* NULL: nobody is told */
-    /* Hands the recorder on to worlds that do this one's operations; NULL: none do. */
-    void (*set_recorder)(pl_comm *comm, pli_recorder *recorder);
+    void (*set_failure_message)(pl_comm *comm, const char *message);
+    /* In a forked child: closes connections, whose end the peers could not see while
+     * the child has them. */
+    void (*forget)(pl_comm *comm);
+    void (*leave)(pl_comm *comm);
+    void (*destroy)(pl_comm *comm);
+} pl_comm_ops;
+
+/* What ranks that share memory have beside. */
+typedef struct pli_host_ops {
+    /* Like abort, but permanent: nothing recovers from it. */
+    void (*end)(pl_comm *comm, const char *message);
     /* A bit for the peers, at a point that all ranks pass: behind the operations issued
      * so far, the n-th notice there, of 1 to PLI_MOST_NOTICES.  One store. */
-    void (*notify)(pl_comm *comm, unsigned n, unsigned bit); /* NULL: cannot */
+    void (*notify)(pl_comm *comm, unsigned n, unsigned bit);
     /* Waits until `rank` has been at this point, and no longer; 0 where it has passed
      * it.  PL_EMISMATCH where it waits for this rank to go on; 1 where it is at a
      * barrier, so that both find out. */
     pl_status (*await_notice)(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,
                               unsigned *bit);
-    void *(*arena)(pl_comm *comm); /* of host memory */
-    /* Where byte `offset_bytes` of the arena lies, be it a device's memory; NULL: in
-     * arena(). */
-    void *(*memory)(pl_comm *comm, size_t offset_bytes);
-    /* All device operations issued so far come before what `stream` does from now on.
-     * They have been enqueued by the time it returns.  NULL: there are none. */
-    pl_status (*order)(pl_comm *comm, pl_stream *stream);
-    /* A step has failed: what `stream` holds may still touch the device's memory, and
-     * no operation is behind it.  What the world does from now on is, and the end of
-     * that memory.  NULL: there is none. */
-    void (*follow)(pl_comm *comm, pl_stream *stream);
     /* Maps a range of this rank's own arena once more, and makes such a mapping private
-     * with its contents; NULL: this kind cannot. */
+     * with its contents. */
     pl_status (*map_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                          void **out);
     pl_status (*unshare_own)(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                              void *memory);
-    /* In a forked child: lets go of connections, whose end the peers could not see
-     * while the child has them; NULL: there are none. */
-    void (*forget)(pl_comm *comm);
-    /* On a device, NULL elsewhere: a further share of its memory as it is now; and
-     * other memory in its place, contents undefined, where no operation is under way.
-     * What memory() answers changes; what is retained stays.  Each rank for itself. */
+} pli_host_ops;
+
+/* What a kind with a device has beside. */
+typedef struct pli_device_ops {
+    /* All device operations issued so far come before what `stream` does from now on.
+     * They have been enqueued by the time it returns. */
+    pl_status (*order)(pl_comm *comm, pl_stream *stream);
+    /* A step has failed: what `stream` holds may still touch the device's memory, and
+     * no operation is behind it.  What the world does from now on is, and the end of
+     * that memory. */
+    void (*follow)(pl_comm *comm, pl_stream *stream);
+    /* A further share of the device's memory as it is now; and other memory in its
+     * place, contents undefined, where no operation is under way.  What is retained
+     * stays.  Each rank for itself. */
     pli_memory_ref *(*retain_memory)(pl_comm *comm);
     pl_status (*renew)(pl_comm *comm);
-    /* On a device, NULL elsewhere.  Collective, before the first step: tries operations
-     * as steps will issue them, behind `order->ready`, so that none of these has to
-     * allocate, or to wait on the host, and checks what came.  What the device's memory
-     * had in it is lost, but for what is retained. */
+    /* Collective, before the first step: tries operations as steps will issue them,
+     * behind `order->ready`, so that none of these has to allocate, or to wait on the
+     * host, and checks what came.  What the device's memory had in it is lost, but for
+     * what is retained. */
     pl_status (*prepare)(pl_comm *comm, const pli_op_range *ranges, size_t n_ranges,
                          const pli_order *order);
-    void (*leave)(pl_comm *comm);
-    void (*destroy)(pl_comm *comm);
-} pl_comm_ops;
+} pli_device_ops;
 
 enum { PLI_MOST_NOTICES = 127 };
 
@@ -121,11 +125,16 @@ enum { PLI_SHM_CHUNK_BYTES = 1 << 20 };
 /* Every kind's struct begins with this. */
 struct pl_comm {
     const pl_comm_ops *ops;
+    const pli_host_ops *host;     /* NULL unless this is shared memory itself */
+    const pli_device_ops *device; /* NULL: no device */
+    pl_comm *base; /* the world below, of this host's ranks or all; NULL: none */
     int rank;
     int world_size;
+    char *arena; /* its host memory, which is that of the lowest world */
     size_t arena_bytes;
     size_t host_bytes;   /* offsets below are host memory; equal to arena_bytes where
                             there is no device */
+    char *device_memory; /* the rest; changed by renew() */
     pl_backend *backend; /* of the memory above; NULL: none.  Borrowed */
     size_t chunk_bytes;  /* a long range is best issued in operations of this size */
     int is_group_comm;
@@ -137,9 +146,9 @@ struct pl_comm {
  * does.  Until it is destroyed, or given NULL. */
 static inline void pli_comm_set_recorder(pl_comm *comm, pli_recorder *recorder)
 {
-    comm->recorder = recorder;
-    if (comm->ops->set_recorder != NULL)
-        comm->ops->set_recorder(comm, recorder);
+    /* A base does the operations of whoever has no device. */
+    for (; comm != NULL; comm = comm->device == NULL ? comm->base : NULL)
+        comm->recorder = recorder;
 }
 
 /* Says what this rank is doing, in which step: to its peers, by two plain stores, and
@@ -155,8 +164,7 @@ static inline void pli_comm_record_activity(pl_comm *comm, pl_activity activity,
  * NULL forgets it, or says, where this rank has failed, that none follows. */
 static inline void pli_comm_set_failure_message(pl_comm *comm, const char *message)
 {
-    if (comm->ops->set_failure_message != NULL)
-        comm->ops->set_failure_message(comm, message);
+    comm->ops->set_failure_message(comm, message);
 }
 
 /* Whether somebody else carries the operations (group_comm.h): then no rank is told of
@@ -176,21 +184,23 @@ static inline pl_status pli_comm_check_peers(pl_comm *comm)
 /* Beside the rank's own thread: fails where the peers have; else does nothing. */
 static inline pl_status pli_comm_query(pl_comm *comm, pli_query what)
 {
-    return comm->ops->query != NULL ? comm->ops->query(comm, what) : PL_OK;
-}
-
-/* The start of this rank's own arena. */
-static inline void *pli_comm_arena(pl_comm *comm)
-{
-    return comm->ops->arena(comm);
+    return comm->ops->query(comm, what);
 }
 
 /* Where byte `offset_bytes` of this rank's own arena lies: host or device memory. */
 static inline void *pli_comm_memory(pl_comm *comm, size_t offset_bytes)
 {
-    if (comm->ops->memory != NULL)
-        return comm->ops->memory(comm, offset_bytes);
-    return (char *)comm->ops->arena(comm) + offset_bytes;
+    return comm->device == NULL || offset_bytes < comm->host_bytes
+               ? comm->arena + offset_bytes
+               : comm->device_memory + (offset_bytes - comm->host_bytes);
+}
+
+/* The world that the arena belongs to, which has host ops. */
+static inline pl_comm *pli_comm_lowest(pl_comm *comm)
+{
+    while (comm->base != NULL)
+        comm = comm->base;
+    return comm;
 }
 
 /* As pl_comm_issue(), with the device-side order of the operation. */
@@ -201,35 +211,17 @@ pl_status pli_comm_issue_ordered(pl_comm *comm, const pl_op *op, const pli_order
  */
 static inline pl_status pli_comm_order(pl_comm *comm, pl_stream *stream)
 {
-    return comm->ops->order != NULL ? comm->ops->order(comm, stream) : PL_OK;
+    return comm->device != NULL ? comm->device->order(comm, stream) : PL_OK;
 }
 
-/* A no-op without a device. */
-static inline void pli_comm_follow(pl_comm *comm, pl_stream *stream)
-{
-    if (comm->ops->follow != NULL)
-        comm->ops->follow(comm, stream);
-}
-
-/* A no-op without a device. */
-static inline pl_status pli_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
-                                         size_t n_ranges, const pli_order *order)
-{
-    if (comm->ops->prepare == NULL)
-        return PL_OK;
-    return comm->ops->prepare(comm, ranges, n_ranges, order);
-}
-
-/* PL_EUNSUPPORTED where this kind of world has no such memory. */
-pl_status pli_comm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                           void **out) PL_MUST_USE;
-
-/* In a forked child; the world is its parent's. */
-static inline void pli_comm_forget(pl_comm *comm)
-{
-    if (comm->ops->forget != NULL)
-        comm->ops->forget(comm);
-}
+/* Functions of pl_comm_ops for a kind that leaves them to its base. */
+void pli_base_work(pl_comm *comm);
+pl_status pli_base_query(pl_comm *comm, pli_query what) PL_MUST_USE;
+int pli_base_is_done(pl_comm *comm, pl_ticket ticket);
+void pli_base_record_activity(pl_comm *comm, pl_activity activity, uint64_t step);
+void pli_base_set_failure_message(pl_comm *comm, const char *message);
+void pli_base_forget(pl_comm *comm);
+void pli_base_leave(pl_comm *comm);
 
 /* Differs where two operations differ. */
 uint64_t pli_op_hash(const pl_op *op);

@@ -10,15 +10,6 @@
  */
 #include "shm_counters.h"
 
-uint32_t pli_thread_number(void)
-{
-    static _Atomic uint32_t n_threads;
-    static _Thread_local uint32_t number;
-    if (number == 0)
-        number = atomic_fetch_add(&n_threads, 1) + 1;
-    return number;
-}
-
 typedef struct wait {
     const pli_shm_comm *here;
     int rank;
@@ -45,7 +36,7 @@ static int waits(const pli_rank *rank)
 /* Fails both worlds where it is so: the other rank must not find this one gone. */
 static int fail_if_waits_for_us(const pl_comm *other, const void *context)
 {
-    if (!pli_is_shm_comm(other))
+    if (other->host == NULL)
         return 0; /* of several hosts: what each shares is a world of its own */
     const wait *at = context;
     const pli_shm_comm *there = (const pli_shm_comm *)(const void *)other;

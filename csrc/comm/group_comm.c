@@ -12,7 +12,6 @@ typedef enum group_phase { GROUP_RUNNING, GROUP_FAILING, GROUP_FAILED } group_ph
 
 typedef struct group_comm {
     pl_comm super;
-    pl_comm *base;
     pli_group_callbacks callbacks;
     pl_ticket n_issued;
     pl_ticket n_done;
@@ -65,11 +64,6 @@ done:
     return st;
 }
 
-static void group_work(pl_comm *comm)
-{
-    (void)comm; /* the group makes its own progress */
-}
-
 static pl_status group_progress(pl_comm *comm)
 {
     return check_phase(group_comm_of(comm));
@@ -116,57 +110,34 @@ static void group_abort(pl_comm *comm, const char *message)
     fail(group_comm_of(comm), message);
 }
 
-static void group_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
+/* Only the group's own wait tells, in the rank's thread. */
+static int group_is_done(pl_comm *comm, pl_ticket ticket)
 {
     (void)comm;
-    (void)activity;
-    (void)step;
-}
-
-static void *group_arena(pl_comm *comm)
-{
-    return pli_comm_arena(group_comm_of(comm)->base);
-}
-
-static pl_status group_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                               void **out)
-{
-    return pli_comm_map_own(group_comm_of(comm)->base, offset_bytes, n_bytes, out);
-}
-
-static pl_status group_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                                   void *memory)
-{
-    pl_comm *base = group_comm_of(comm)->base;
-    return base->ops->unshare_own(base, offset_bytes, n_bytes, memory);
-}
-
-static void group_leave(pl_comm *comm)
-{
-    pl_comm_leave(group_comm_of(comm)->base);
+    return ticket == 0;
 }
 
 static void group_destroy(pl_comm *comm)
 {
-    pl_comm_destroy(group_comm_of(comm)->base);
+    pl_comm_destroy(comm->base);
     pli_free(comm);
 }
 
 static const pl_comm_ops group_ops = {
     .name = "group",
     .issue = group_issue,
-    .work = group_work,
+    .work = pli_base_work,
     .progress = group_progress,
     .check_peers = group_progress,
     .query = group_query,
+    .is_done = group_is_done,
     .wait = group_wait,
     .recover = group_recover,
     .abort = group_abort,
-    .record_activity = group_record_activity,
-    .arena = group_arena,
-    .map_own = group_map_own,
-    .unshare_own = group_unshare_own,
-    .leave = group_leave,
+    .record_activity = pli_base_record_activity,
+    .set_failure_message = pli_base_set_failure_message,
+    .forget = pli_base_forget,
+    .leave = pli_base_leave,
     .destroy = group_destroy,
 };
 
@@ -183,6 +154,8 @@ pl_status pli_group_comm_create(const pli_group_comm_options *options, pl_comm *
                 pl_comm_world_size(options->base));
     PL_TRY(pli_calloc(1, sizeof *self, "a group comm", &self));
     self->super = (pl_comm){.ops = &group_ops,
+                            .base = options->base,
+                            .arena = options->base->arena,
                             .rank = options->rank,
                             .world_size = options->world_size,
                             .arena_bytes = pl_comm_arena_bytes(options->base),
@@ -190,7 +163,6 @@ pl_status pli_group_comm_create(const pli_group_comm_options *options, pl_comm *
                             .chunk_bytes = SIZE_MAX,
                             .is_group_comm = 1,
                             .is_failure_final = 1};
-    self->base = options->base;
     self->callbacks = options->callbacks;
     *out = &self->super;
 done:

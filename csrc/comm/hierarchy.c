@@ -46,7 +46,7 @@ static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
 
 static pl_status issue_inside(hierarchy *self, const pl_op *op)
 {
-    const pl_status st = pl_comm_issue(self->inner, op, &self->last_inner);
+    const pl_status st = pl_comm_issue(self->super.base, op, &self->last_inner);
     return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
 }
 
@@ -132,13 +132,13 @@ static pl_status advance_unless_busy(hierarchy *self)
 static void hierarchy_work(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
-    self->inner->ops->work(self->inner);
+    pli_base_work(&self->super);
     (void)advance_unless_busy(self); /* a failure is met by who waits */
 }
 
 static pl_status progress_inside(hierarchy *self)
 {
-    const pl_status st = pl_comm_progress(self->inner);
+    const pl_status st = pl_comm_progress(self->super.base);
     return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
 }
 
@@ -159,7 +159,7 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
     PL_TRY(advance_unless_busy(self));
-    st = pli_comm_check_peers(self->inner);
+    st = pli_comm_check_peers(self->super.base);
     if (st != PL_OK)
         PL_TRY(pli_hierarchy_fail_as_inside(self, st));
     if (self->links != NULL) {
@@ -238,7 +238,7 @@ done:
         pli_links_poll(&waited, most_ns);
     }
     if (st == PL_OK && up != 0) {
-        st = pl_comm_wait(self->inner, up, PLI_MS);
+        st = pl_comm_wait(self->super.base, up, PLI_MS);
         if (st == PL_EAGAIN)
             st = PL_OK;
         else if (st != PL_OK)
@@ -251,7 +251,8 @@ static pl_status wait_inside(hierarchy *self, pl_ticket ticket, int64_t slice_ns
 {
     pl_status st = PL_OK;
     if (!is_alone_on_host(self))
-        st = pl_comm_wait(self->inner, operation_at(self, ticket)->whole, slice_ns);
+        st =
+            pl_comm_wait(self->super.base, operation_at(self, ticket)->whole, slice_ns);
     return st == PL_OK || st == PL_EAGAIN ? st : pli_hierarchy_fail_as_inside(self, st);
 }
 
@@ -327,36 +328,6 @@ done:
 
 /* ---- the rest ------------------------------------------------------------------- */
 
-static void hierarchy_record_activity(pl_comm *comm, pl_activity activity,
-                                      uint64_t step)
-{
-    pl_comm *inner = hierarchy_of(comm)->inner;
-    inner->ops->record_activity(inner, activity, step); /* recorded here already */
-}
-
-static void hierarchy_set_recorder(pl_comm *comm, pli_recorder *recorder)
-{
-    pli_comm_set_recorder(hierarchy_of(comm)->inner, recorder);
-}
-
-static void *hierarchy_arena(pl_comm *comm)
-{
-    return pli_comm_arena(hierarchy_of(comm)->inner);
-}
-
-static pl_status hierarchy_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                                   void **out)
-{
-    return pli_comm_map_own(hierarchy_of(comm)->inner, offset_bytes, n_bytes, out);
-}
-
-static pl_status hierarchy_unshare_own(pl_comm *comm, size_t offset_bytes,
-                                       size_t n_bytes, void *memory)
-{
-    pl_comm *inner = hierarchy_of(comm)->inner;
-    return inner->ops->unshare_own(inner, offset_bytes, n_bytes, memory);
-}
-
 static void hierarchy_leave(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
@@ -369,7 +340,7 @@ static void hierarchy_leave(pl_comm *comm)
         pli_hierarchy_return_message(self, phase);
         pli_links_end(self->links, NULL);
     }
-    pl_comm_leave(self->inner);
+    pli_base_leave(comm);
 }
 
 static void hierarchy_forget(pl_comm *comm)
@@ -384,7 +355,7 @@ static void hierarchy_destroy(pl_comm *comm)
     hierarchy *self = hierarchy_of(comm);
     pli_progress_leave(self->progress, comm);
     pli_links_destroy(self->links);
-    pl_comm_destroy(self->inner);
+    pl_comm_destroy(self->super.base);
     for (int h = 0; h < self->n_hosts; h++)
         pli_free(self->peers[h].staging);
     pli_free(self->peers);
@@ -403,12 +374,8 @@ static const pl_comm_ops hierarchy_ops = {
     .wait = hierarchy_wait,
     .recover = pli_hierarchy_recover,
     .abort = pli_hierarchy_abort,
-    .record_activity = hierarchy_record_activity,
-    .set_recorder = hierarchy_set_recorder,
+    .record_activity = pli_base_record_activity, /* recorded here already */
     .set_failure_message = pli_hierarchy_set_failure_message,
-    .arena = hierarchy_arena,
-    .map_own = hierarchy_map_own,
-    .unshare_own = hierarchy_unshare_own,
     .forget = hierarchy_forget,
     .leave = hierarchy_leave,
     .destroy = hierarchy_destroy,
@@ -467,6 +434,8 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
     PL_TRY(pli_cpu_sums(&self->sums));
     const size_t arena_bytes = pl_comm_arena_bytes(options->inner);
     self->super = (pl_comm){.ops = &hierarchy_ops,
+                            .base = options->inner, /* before others can meet this */
+                            .arena = options->inner->arena,
                             .rank = options->rank,
                             .world_size = options->world_size,
                             .arena_bytes = arena_bytes,
@@ -475,7 +444,6 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
     self->ring_ops = options->n_ops + 1;
     self->deadline_ns = options->deadline_ns;
     atomic_flag_clear(&self->busy);
-    self->inner = options->inner; /* before others can meet this world */
     self->links = options->links;
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;

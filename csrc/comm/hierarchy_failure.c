@@ -68,9 +68,9 @@ pl_status pli_hierarchy_check(hierarchy *self)
 static void fail_inside(hierarchy *self, failure_kind kind, const char *message)
 {
     if (kind == STEP_FAILED)
-        pl_comm_abort(self->inner, message);
+        pl_comm_abort(self->super.base, message);
     else
-        self->inner->ops->end(self->inner, message);
+        self->super.base->host->end(self->super.base, message);
 }
 
 /* What this rank has to say itself: other hosts know by which host alone it is said. */
@@ -148,7 +148,7 @@ pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
     if (self->links == NULL)
         return st;
     pli_text_print(message, sizeof message, "%s", pl_error_message());
-    const int is_final = pli_comm_query(self->inner, PLI_QUERY_WORLD) != PL_OK;
+    const int is_final = pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK;
     pli_hierarchy_fail(self, is_final ? WORLD_FAILED : STEP_FAILED, message);
     return pli_fail(st, "%s", message);
 }
@@ -177,7 +177,7 @@ static pl_status follow_hosts(hierarchy *self)
     if (st == PL_OK)
         return PL_OK;
     if (!pli_hierarchy_is_finished(self, self->n_whole)) {
-        self->inner->ops->work(self->inner);
+        pli_base_work(&self->super);
         return pli_hierarchy_advance(self);
     }
     self->has_met_mark = 1; /* or will */
@@ -217,7 +217,7 @@ pl_status pli_hierarchy_query(pl_comm *comm, pli_query what)
     hierarchy *self = hierarchy_of(comm);
     if (pli_hierarchy_phase(self) == HIERARCHY_ENDED)
         PL_TRY(pli_hierarchy_check(self));
-    st = pli_comm_query(self->inner, what);
+    st = pli_base_query(&self->super, what);
     if (self->links == NULL)
         return st;
     if (st != PL_OK && what != PLI_QUERY_GONE) {
@@ -234,7 +234,7 @@ done:
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
     hierarchy *self = hierarchy_of(comm);
-    pli_comm_set_failure_message(self->inner, message);
+    pli_base_set_failure_message(comm, message);
     if (self->links == NULL)
         return;
     const int phase = pli_hierarchy_take_message(self);

@@ -34,7 +34,8 @@ int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
         return 1; /* nothing of an earlier epoch is left */
     return number <= self->n_down &&
            (is_alone_on_host(self) ||
-            self->inner->ops->is_done(self->inner, operation_at(self, number)->whole));
+            self->super.base->ops->is_done(self->super.base,
+                                           operation_at(self, number)->whole));
 }
 
 /* The last of the operations that follow one another. */
@@ -249,7 +250,7 @@ static int has_failed(hierarchy *self)
 {
     pl_status st = PL_OK;
     if (pli_hierarchy_phase(self) == HIERARCHY_RUNNING)
-        st = pl_comm_progress(self->inner);
+        st = pl_comm_progress(self->super.base);
     if (st != PL_OK)
         st = pli_hierarchy_fail_as_inside(self, st);
     return st != PL_OK || pli_hierarchy_phase(self) != HIERARCHY_RUNNING;
@@ -265,7 +266,8 @@ pl_status pli_hierarchy_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *ou
     }
     if (self->links != NULL)
         PL_TRY(recover_between(self, slice_ns));
-    st = pl_comm_recover(self->inner, slice_ns, out); /* the others wait for a leader */
+    st = pl_comm_recover(self->super.base, slice_ns,
+                         out); /* the others wait for a leader */
     if (st != PL_OK && st != PL_EAGAIN)
         st = pli_hierarchy_fail_as_inside(self, st);
     PL_TRY(st);

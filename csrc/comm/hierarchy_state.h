@@ -55,8 +55,7 @@ typedef struct operation {
  * PLI_EPOCH_SHIFT | count.  n_down <= n_exchanged <= n_reduced <= n_up <= n_issued on a
  * leader; `n_exchanged` and `n_reduced` are the leader's alone. */
 typedef struct hierarchy {
-    pl_comm super;
-    pl_comm *inner;
+    pl_comm super;    /* its base: the host's own world */
     pli_links *links; /* NULL: this rank is no leader */
     pli_progress *progress;
     const pli_sum_table *sums;
@@ -112,7 +111,7 @@ static inline int host_of_rank(const hierarchy *self, int rank)
 
 static inline char *range_of(const hierarchy *self, const pl_op *op)
 {
-    return (char *)pli_comm_arena(self->inner) + op->offset_bytes;
+    return self->super.arena + op->offset_bytes;
 }
 
 static inline void hierarchy_lock(hierarchy *self)

@@ -343,17 +343,27 @@ done:
     return st;
 }
 
+/* Tells the threads of this process apart; never 0. */
+static uint32_t thread_number(void)
+{
+    static _Atomic uint32_t n_threads;
+    static _Thread_local uint32_t number;
+    if (number == 0)
+        number = atomic_fetch_add(&n_threads, 1) + 1;
+    return number;
+}
+
 static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
 {
     pli_rank *mine = pli_rank_of(shm_of(comm)->segment, comm->rank);
-    atomic_store_explicit(&mine->thread, pli_thread_number(), memory_order_relaxed);
+    atomic_store_explicit(&mine->thread, thread_number(), memory_order_relaxed);
     atomic_store_explicit(&mine->activity, activity, memory_order_relaxed);
     atomic_store_explicit(&mine->step, step, memory_order_relaxed);
 }
 
-static void *shm_arena(pl_comm *comm)
+static void shm_forget(pl_comm *comm)
 {
-    return pli_arena_of(shm_of(comm)->segment, comm->rank);
+    (void)comm; /* what a child inherits is closed with it */
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -398,22 +408,20 @@ static const pl_comm_ops shm_ops = {
     .wait = shm_wait,
     .recover = shm_recover,
     .abort = shm_abort,
-    .end = shm_end,
     .record_activity = shm_record_activity,
     .set_failure_message = shm_set_failure_message,
-    .notify = pli_shm_notify,
-    .await_notice = pli_shm_await_notice,
-    .arena = shm_arena,
-    .map_own = pli_shm_map_own,
-    .unshare_own = pli_shm_unshare_own,
+    .forget = shm_forget,
     .leave = shm_leave,
     .destroy = shm_destroy,
 };
 
-int pli_is_shm_comm(const pl_comm *comm)
-{
-    return comm->ops == &shm_ops;
-}
+static const pli_host_ops shm_host_ops = {
+    .end = shm_end,
+    .notify = pli_shm_notify,
+    .await_notice = pli_shm_await_notice,
+    .map_own = pli_shm_map_own,
+    .unshare_own = pli_shm_unshare_own,
+};
 
 static int spins_for(int world_size)
 {
@@ -430,6 +438,8 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
     pli_segment *segment = &options->shared->segment;
     PL_TRY(pli_calloc(1, sizeof *self, "a rank's end of its world", &self));
     self->super = (pl_comm){.ops = &shm_ops,
+                            .host = &shm_host_ops,
+                            .arena = pli_arena_of(segment, options->rank),
                             .rank = options->rank,
                             .world_size = segment->world_size,
                             .arena_bytes = segment->arena_bytes,
@@ -448,7 +458,7 @@ pl_status pli_shm_comm_create(const pli_shm_comm_options *options, pli_shm_comm 
     self->progress = options->progress;
     self->shared = options->shared;
     pli_segment_enter(segment, options->rank, options->pid,
-                      pli_progress_process(options->progress), pli_thread_number());
+                      pli_progress_process(options->progress), thread_number());
     *out = self;
     self = NULL;
 done:

@@ -63,9 +63,6 @@ typedef struct pli_shm_comm_options {
 pl_status pli_shm_comm_create(const pli_shm_comm_options *options,
                               pli_shm_comm **out) PL_MUST_USE;
 
-/* Whether that is what a world is. */
-int pli_is_shm_comm(const pl_comm *comm);
-
 /* The part of a range that `rank` owns: whole cache lines, but for the last. */
 void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
                  size_t *first, size_t *n);
@@ -74,7 +71,7 @@ void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
  */
 void pli_part_run(const pli_shm_comm *self, const pl_op *op);
 
-/* Of pl_comm_ops (shm_init.c). */
+/* Of pli_host_ops (shm_init.c). */
 pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
                           void **out) PL_MUST_USE;
 pl_status pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,

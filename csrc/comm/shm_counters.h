@@ -159,15 +159,12 @@ void pli_peers_check(pli_shm_comm *self, pli_counter counter, uint64_t least);
  */
 int pli_peers_blame_dead(const pli_shm_comm *self, pli_counter counter, uint64_t least);
 
-/* Tells the threads of this process apart; never 0. */
-uint32_t pli_thread_number(void);
-
 /* Fails both worlds where `rank`, for which this rank waits, waits itself for this rank
  * in another world, and neither has a thread at hand that could come.  To be called
  * only after a while: another thread may be about to. */
 void pli_deadlock_check(const pli_shm_comm *self, int rank);
 
-/* ---- notice.c: notify and await_notice of pl_comm_ops --------------------------- */
+/* ---- notice.c: notify and await_notice of pli_host_ops -------------------------- */
 
 void pli_shm_notify(pl_comm *comm, unsigned n, unsigned bit);
 pl_status pli_shm_await_notice(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,

@@ -31,11 +31,12 @@ pl_status pli_window_create(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
     PL_TRY(pli_calloc(n_slots, sizeof *window->n_views, "window's views",
                       &window->n_views));
     window->comm = comm;
-    if (comm->ops->retain_memory != NULL) {
-        window->ref = comm->ops->retain_memory(comm);
+    if (comm->device != NULL) {
+        window->ref = comm->device->retain_memory(comm);
         base = pli_comm_memory(comm, offset_bytes);
     } else {
-        PL_TRY(pli_comm_map_own(comm, offset_bytes, n_bytes, &base));
+        pl_comm *lowest = pli_comm_lowest(comm);
+        PL_TRY(lowest->host->map_own(lowest, offset_bytes, n_bytes, &base));
     }
     window->base = base;
     *out = window;
@@ -51,11 +52,12 @@ pl_status pli_window_retire(pli_window *window)
     pl_comm *comm = window->comm;
     if (comm == NULL || pli_window_n_views(window) == 0)
         return PL_OK;
+    pl_comm *lowest = pli_comm_lowest(comm);
     if (window->ref != NULL)
-        PL_TRY(comm->ops->renew(comm));
+        PL_TRY(comm->device->renew(comm));
     else
-        PL_TRY(comm->ops->unshare_own(comm, window->offset_bytes, window->n_bytes,
-                                      window->base));
+        PL_TRY(lowest->host->unshare_own(lowest, window->offset_bytes, window->n_bytes,
+                                         window->base));
     window->comm = NULL;
 done:
     return st;

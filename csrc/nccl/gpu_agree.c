@@ -27,7 +27,7 @@ size_t pli_gpu_board_bytes(int world_size)
 /* The base's memory for what is said here. */
 char *pli_gpu_comm_board(const pli_gpu_comm *self)
 {
-    return (char *)pli_comm_arena(self->base) + self->super.host_bytes;
+    return self->super.arena + self->super.host_bytes;
 }
 
 pl_status pli_gpu_comm_check_signals(const pli_gpu_comm *self)
@@ -43,7 +43,7 @@ pl_status pli_gpu_comm_poll_base(void *context)
 {
     const pli_gpu_comm *self = context;
     const pl_status st = pli_gpu_comm_check_signals(self);
-    return st == PL_OK ? pli_comm_check_peers(self->base) : st;
+    return st == PL_OK ? pli_comm_check_peers(self->super.base) : st;
 }
 
 /* Does one of the base's operations on the board's first n_bytes. */
@@ -57,8 +57,9 @@ pl_status pli_gpu_comm_talk(const pli_gpu_comm *self, pl_op_kind kind, int root,
                       .root = root,
                       .offset_bytes = self->super.host_bytes,
                       .n_elems = n_bytes};
-    PL_TRY(pl_comm_issue(self->base, &op, &ticket));
-    while ((st = pl_comm_wait(self->base, ticket, SLICE_MS * PLI_MS)) == PL_EAGAIN)
+    PL_TRY(pl_comm_issue(self->super.base, &op, &ticket));
+    while ((st = pl_comm_wait(self->super.base, ticket, SLICE_MS * PLI_MS)) ==
+           PL_EAGAIN)
         PL_TRY(pli_gpu_comm_check_signals(self));
 done:
     return st;
@@ -131,12 +132,12 @@ pl_status pli_gpu_comm_query_base(const pli_gpu_comm *self, pl_status st)
     pli_backoff waiting = pli_backoff_begin(
         most_ns < HEARSAY_MS * PLI_MS ? most_ns : HEARSAY_MS * PLI_MS, NULL, NULL);
     pl_status found = PL_OK;
-    if (pli_comm_is_group_comm(self->base))
+    if (pli_comm_is_group_comm(self->super.base))
         return PL_OK;
     do {
-        found = pli_comm_query(self->base, PLI_QUERY_WORLD);
+        found = pli_comm_query(self->super.base, PLI_QUERY_WORLD);
         if (found == PL_OK)
-            found = pli_comm_query(self->base, PLI_QUERY_STEP);
+            found = pli_comm_query(self->super.base, PLI_QUERY_STEP);
     } while (found == PL_OK && is_of_network &&
              pli_backoff_pause(&waiting, "a check of the peers") == PL_OK);
     return found;

@@ -29,10 +29,10 @@ static int is_of_host(const pli_gpu_comm *self, const pl_op *op)
  * callbacks may take locks of the caller. */
 static pl_status issue_on_base(pli_gpu_comm *self, const pl_op *op, pl_ticket *out)
 {
-    const int is_group_comm = pli_comm_is_group_comm(self->base);
+    const int is_group_comm = pli_comm_is_group_comm(self->super.base);
     if (!is_group_comm)
         (void)pthread_mutex_lock(&self->lock);
-    const pl_status st = pl_comm_issue(self->base, op, out);
+    const pl_status st = pl_comm_issue(self->super.base, op, out);
     if (is_group_comm)
         (void)pthread_mutex_lock(&self->lock);
     if (st == PL_OK) {
@@ -144,18 +144,12 @@ done:
 
 /* ---- waiting -------------------------------------------------------------------- */
 
-static void gpu_work(pl_comm *comm)
-{
-    const pli_gpu_comm *self = gpu_comm_of(comm);
-    self->base->ops->work(self->base);
-}
-
 static pl_status gpu_progress(pl_comm *comm)
 {
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
     PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(pli_gpu_comm_after(self, pl_comm_progress(self->base)));
+    PL_TRY(pli_gpu_comm_after(self, pl_comm_progress(self->super.base)));
 done:
     return st;
 }
@@ -165,14 +159,9 @@ static pl_status gpu_check_peers(pl_comm *comm)
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
     PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(pli_gpu_comm_after(self, pli_comm_check_peers(self->base)));
+    PL_TRY(pli_gpu_comm_after(self, pli_comm_check_peers(self->super.base)));
 done:
     return st;
-}
-
-static pl_status gpu_query(pl_comm *comm, pli_query what)
-{
-    return pli_comm_query(gpu_comm_of(comm)->base, what);
 }
 
 /* Where every rank has done its part of the step's host operations the step is over, on
@@ -181,7 +170,7 @@ static pl_status gpu_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
-    PL_TRY(pli_gpu_comm_after(self, pl_comm_wait(self->base, ticket, slice_ns)));
+    PL_TRY(pli_gpu_comm_after(self, pl_comm_wait(self->super.base, ticket, slice_ns)));
     (void)pthread_mutex_lock(&self->lock);
     if (ticket == self->base_ticket) {
         pli_gpu_comm_agreed_locked(self);
@@ -229,7 +218,7 @@ static void gpu_abort(pl_comm *comm, const char *message)
     pli_gpu_comm *self = gpu_comm_of(comm);
     if (self->owner_pid != getpid())
         return;
-    pl_comm_abort(self->base, message);
+    pl_comm_abort(self->super.base, message);
     (void)pthread_mutex_lock(&self->lock);
     const uint64_t generation = self->generation;
     (void)pthread_mutex_unlock(&self->lock);
@@ -242,25 +231,13 @@ static void gpu_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
     atomic_store_explicit(&self->step, step, memory_order_relaxed);
     if (activity == PL_BACKWARD)
         self->capture = PLI_GPU_CAPTURE_UNKNOWN;
-    pli_comm_record_activity(self->base, activity, step);
+    pli_base_record_activity(comm, activity, step);
 }
 
-static void gpu_set_failure_message(pl_comm *comm, const char *message)
+static void put_block(pli_gpu_comm *self, pli_block *block)
 {
-    pli_comm_set_failure_message(gpu_comm_of(comm)->base, message);
-}
-
-static void *gpu_arena(pl_comm *comm)
-{
-    return pli_comm_arena(gpu_comm_of(comm)->base);
-}
-
-static void *gpu_memory(pl_comm *comm, size_t offset_bytes)
-{
-    pli_gpu_comm *self = gpu_comm_of(comm);
-    if (offset_bytes < comm->host_bytes)
-        return pli_comm_memory(self->base, offset_bytes);
-    return (char *)self->block->memory.address + (offset_bytes - comm->host_bytes);
+    self->block = block;
+    self->super.device_memory = block->memory.address;
 }
 
 static pli_memory_ref *gpu_retain_memory(pl_comm *comm)
@@ -285,7 +262,7 @@ static pl_status gpu_renew(pl_comm *comm)
         }
     }
     pli_block *old = self->block;
-    self->block = fresh;
+    put_block(self, fresh);
     old->ref.release(&old->ref);
     pli_pool_trim(self->pool, self->nccl);
 done:
@@ -293,16 +270,6 @@ done:
 }
 
 /* ---- life ----------------------------------------------------------------------- */
-
-static void gpu_forget(pl_comm *comm)
-{
-    pli_comm_forget(gpu_comm_of(comm)->base);
-}
-
-static void gpu_leave(pl_comm *comm)
-{
-    pl_comm_leave(gpu_comm_of(comm)->base);
-}
 
 static void end_watch(pli_gpu_comm *self)
 {
@@ -353,7 +320,7 @@ static void tear_down(pli_gpu_comm *self)
 static void gpu_destroy(pl_comm *comm)
 {
     pli_gpu_comm *self = gpu_comm_of(comm);
-    pl_comm *base = self->base;
+    pl_comm *base = comm->base;
     /* In a forked child the device and all threads are the parent's. */
     if (self->owner_pid == getpid()) {
         end_well(self);
@@ -365,25 +332,27 @@ static void gpu_destroy(pl_comm *comm)
 static const pl_comm_ops gpu_ops = {
     .name = "gpu",
     .issue = gpu_issue,
-    .work = gpu_work,
+    .work = pli_base_work,
     .progress = gpu_progress,
     .check_peers = gpu_check_peers,
-    .query = gpu_query,
+    .query = pli_base_query,
+    .is_done = pli_base_is_done,
     .wait = gpu_wait,
     .recover = pli_gpu_comm_recover,
     .abort = gpu_abort,
     .record_activity = gpu_record_activity,
-    .set_failure_message = gpu_set_failure_message,
-    .arena = gpu_arena,
-    .memory = gpu_memory,
+    .set_failure_message = pli_base_set_failure_message,
+    .forget = pli_base_forget,
+    .leave = pli_base_leave,
+    .destroy = gpu_destroy,
+};
+
+static const pli_device_ops gpu_device_ops = {
     .order = gpu_order,
     .follow = gpu_follow,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
     .prepare = pli_gpu_comm_prepare,
-    .forget = gpu_forget,
-    .leave = gpu_leave,
-    .destroy = gpu_destroy,
 };
 
 static pl_status check_options(const pli_gpu_comm_options *options)
@@ -405,6 +374,7 @@ done:
 static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options)
 {
     pl_status st = PL_OK;
+    pli_block *block = NULL;
     const int is_alone = self->super.world_size == 1;
     const pli_pool_options pool = {.library = self->library,
                                    .backend = self->backend,
@@ -417,7 +387,8 @@ static pl_status furnish(pli_gpu_comm *self, const pli_gpu_comm_options *options
     PL_TRY(self->backend->ops->event_create(self->backend, &self->captured));
     PL_TRY(self->backend->ops->event_create(self->backend, &self->drained));
     PL_TRY(pli_pool_create(&pool, &self->pool));
-    PL_TRY(pli_pool_take(self->pool, &self->block));
+    PL_TRY(pli_pool_take(self->pool, &block));
+    put_block(self, block);
     if (self->accumulation == PLI_ACCUMULATE_IN_F32 && !is_alone)
         PL_TRY(pli_pool_alloc(
             self->pool,
@@ -433,6 +404,9 @@ done:
 static pl_comm super_of(const pli_gpu_comm_options *options)
 {
     return (pl_comm){.ops = &gpu_ops,
+                     .device = &gpu_device_ops,
+                     .base = options->base,
+                     .arena = options->base->arena,
                      .rank = pl_comm_rank(options->base),
                      .world_size = pl_comm_world_size(options->base),
                      .arena_bytes = options->host_bytes + options->device_bytes,
@@ -448,7 +422,6 @@ static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
     pli_gpu_comm *self = NULL;
     PL_TRY(pli_calloc(1, sizeof *self, "a world of GPUs", &self));
     self->super = super_of(options);
-    self->base = options->base;
     self->backend = options->backend;
     pli_cuda_backend_retain(self->backend);
     self->side = pli_cuda_side_stream(self->backend);
@@ -470,7 +443,6 @@ done:
 static pl_status give_up(const pli_gpu_comm_options *options, pl_status st)
 {
     pli_gpu_comm nothing = {.super = super_of(options),
-                            .base = options->base,
                             .accumulation = options->accumulation};
     return pli_gpu_comm_agree(&nothing, st);
 }

@@ -50,8 +50,8 @@ int pli_gpu_comm_drain(pli_gpu_comm *self)
         if (oldest.n == 0 || oldest.n > n_agreed)
             return 1;
         /* A group comm tells of steps that have failed, and of no rank that is gone. */
-        if ((!pli_comm_is_group_comm(self->base) &&
-             pli_comm_query(self->base, PLI_QUERY_WORLD) != PL_OK) ||
+        if ((!pli_comm_is_group_comm(self->super.base) &&
+             pli_base_query(&self->super, PLI_QUERY_WORLD) != PL_OK) ||
             pli_backoff_pause(&waiting, "a step that is over") != PL_OK)
             break;
     }
@@ -64,10 +64,9 @@ static void fail_locked(pli_gpu_comm *self, pl_status st, const char *message)
     self->failure = message != NULL ? st : PL_OK;
     (void)snprintf(self->message, sizeof self->message, "%s",
                    message != NULL ? message : "");
-    if (message != NULL && !pli_comm_is_group_comm(self->base))
-        pl_comm_abort(self->base, self->message);
-    if (self->base->ops->is_done != NULL &&
-        self->base->ops->is_done(self->base, self->base_ticket))
+    if (message != NULL && !pli_comm_is_group_comm(self->super.base))
+        pl_comm_abort(self->super.base, self->message);
+    if (pli_base_is_done(&self->super, self->base_ticket))
         pli_gpu_comm_agreed_locked(self);
     self->is_lost = self->is_lost || !pli_gpu_comm_drain(self);
     pli_nccl_abort(self->nccl);
@@ -89,8 +88,8 @@ void pli_gpu_comm_fail(pli_gpu_comm *self, uint64_t generation, pl_status st)
     }
     (void)pthread_mutex_unlock(&self->lock);
     /* Group callbacks may want locks of its caller's. */
-    if (is_first && pli_comm_is_group_comm(self->base))
-        pl_comm_abort(self->base, message);
+    if (is_first && pli_comm_is_group_comm(self->super.base))
+        pl_comm_abort(self->super.base, message);
     (void)pli_fail(st, "%s", message);
 }
 
@@ -104,7 +103,7 @@ pl_status pli_gpu_comm_check(pli_gpu_comm *self)
         st = pli_fail(self->failure, "%s", self->message);
     (void)pthread_mutex_unlock(&self->lock);
     if (st == PL_OK)
-        st = pl_comm_progress(self->base);
+        st = pl_comm_progress(self->super.base);
     if (st == PL_OK)
         st = pli_fail(PL_EPEER, "rank %d: the step was aborted", self->super.rank);
     return st;
@@ -139,7 +138,7 @@ static pl_status check_replays(pli_gpu_comm *self)
 {
     const int64_t now = pli_now_ns();
     if (!atomic_load(&self->is_captured) ||
-        pli_comm_query(self->base, PLI_QUERY_GONE) == PL_OK) {
+        pli_base_query(&self->super, PLI_QUERY_GONE) == PL_OK) {
         self->gone_since_ns = 0;
         return PL_OK;
     }
@@ -147,7 +146,7 @@ static pl_status check_replays(pli_gpu_comm *self)
         self->gone_since_ns = now;
     if (now - self->gone_since_ns <= GONE_MS * PLI_MS)
         return PL_OK;
-    return pli_comm_query(self->base, PLI_QUERY_WORLD);
+    return pli_base_query(&self->super, PLI_QUERY_WORLD);
 }
 
 static pl_status check_device(pli_gpu_comm *self, int *is_base)
@@ -156,7 +155,7 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     pli_inflight_op oldest = {.n = 0};
     char what[256];
     *is_base = 1;
-    PL_TRY(pli_comm_query(self->base, PLI_QUERY_STEP));
+    PL_TRY(pli_base_query(&self->super, PLI_QUERY_STEP));
     *is_base = 0;
     if (self->nccl != NULL && !self->is_given_up)
         PL_TRY(pli_nccl_check(self->nccl));
@@ -168,7 +167,7 @@ static pl_status check_device(pli_gpu_comm *self, int *is_base)
     }
     const int64_t age_ns = pli_now_ns() - oldest.since_ns;
     if (age_ns > GONE_MS * PLI_MS)
-        PL_TRY(pli_comm_query(self->base, PLI_QUERY_WORLD));
+        PL_TRY(pli_base_query(&self->super, PLI_QUERY_WORLD));
     *is_base = 0;
     /* Where the host waits for the same rank, it can name it: it comes first. */
     if (age_ns <= self->deadline_ns + self->deadline_ns / 4)
@@ -236,8 +235,8 @@ static pl_status check_lost(pli_gpu_comm *self)
                         "so the ranks may differ"
                       : "NCCL keeps a thread of this process",
         cause);
-    pli_comm_set_failure_message(self->base, pl_error_message());
-    pl_comm_leave(self->base);
+    pli_base_set_failure_message(&self->super, pl_error_message());
+    pli_base_leave(&self->super);
 done:
     return st;
 }
@@ -263,22 +262,22 @@ pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out
     pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
     pl_recovery found = PL_NOTHING_FAILED;
     if (atomic_load(&self->phase) == PLI_GPU_RUNNING &&
-        pli_comm_query(self->base, PLI_QUERY_STEP) == PL_OK) {
+        pli_base_query(&self->super, PLI_QUERY_STEP) == PL_OK) {
         *out = PL_NOTHING_FAILED;
         goto done;
     }
     pli_gpu_comm_fail(self, self->generation, PL_OK);
     PL_TRY(check_lost(self));
-    PL_TRY(pl_comm_recover(self->base, slice_ns, &found));
+    PL_TRY(pl_comm_recover(self->super.base, slice_ns, &found));
     if (found == PL_NOTHING_FAILED) {
-        pl_comm_abort(self->base, NULL);
+        pl_comm_abort(self->super.base, NULL);
         PL_FAIL(PL_EAGAIN, "not done yet");
     }
     st = renew_communicator(self);
     if (st != PL_OK) {
         char message[PLI_GPU_MESSAGE_BYTES];
         pli_text_print(message, sizeof message, "%s", pl_error_message());
-        pl_comm_abort(self->base, message); /* so that all come back here */
+        pl_comm_abort(self->super.base, message); /* so that all come back here */
         PL_FAIL(st, "%s", message);
     }
     begin_anew(self);

@@ -30,11 +30,11 @@ static pl_status meet_in_nccl(pli_gpu_comm *self, const char *id, pli_nccl **out
 pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st)
 {
     char message[PLI_GPU_MESSAGE_BYTES];
-    if (st != PL_OK && !pli_comm_is_group_comm(self->base)) {
+    if (st != PL_OK && !pli_comm_is_group_comm(self->super.base)) {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
         const pl_status theirs = pli_gpu_comm_query_base(self, st);
         if (theirs == PL_OK) {
-            pl_comm_abort(self->base, message);
+            pl_comm_abort(self->super.base, message);
             (void)pli_fail(st, "%s", message);
         } else {
             st = theirs;

@@ -27,7 +27,6 @@ typedef enum pli_gpu_capture {
  */
 typedef struct pli_gpu_comm {
     pl_comm super;
-    pl_comm *base;
     pl_backend *backend;
     pl_stream *side;
     pli_nccl_library *library; /* NULL: a world of one */
@@ -107,7 +106,7 @@ pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 /* Does once what every world does, with the new communicator. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 
-/* pl_comm_ops.prepare */
+/* pli_device_ops.prepare */
 pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
                                size_t n_ranges, const pli_order *order) PL_MUST_USE;
 

@@ -404,7 +404,7 @@ static pl_status try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
     pl_status st = PL_OK;
     trial *run = NULL;
     if (pli_block_is_shared(self->block))
-        PL_TRY(self->super.ops->renew(&self->super));
+        PL_TRY(self->super.device->renew(&self->super));
     PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
     *run = (trial){.self = self, .n_ranges = n_ranges, .ready = ready};
     memcpy(run->ranges, ranges, n_ranges * sizeof *ranges);

@@ -181,7 +181,7 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     self->spec.params = self->params;
     take_caps(self, &spec->caps, each);
     each = NULL;
-    self->arena = pli_comm_arena(comm);
+    self->arena = comm->arena;
     self->late_at = late_at(spec);
     self->roles_at = roles_at(spec);
     self->order_at = order_at(spec);

@@ -357,7 +357,7 @@ static void end_world(pl_reducer *self, const char *text)
                    "this rank failed where the step had come to its end, and others "
                    "have taken it, so weights differ: load them from a checkpoint: %s",
                    text != NULL ? text : "an exception in its backward");
-    self->comm->ops->end(self->comm, message);
+    self->comm->host->end(self->comm, message);
 }
 
 void pl_reducer_fail(pl_reducer *self, const char *text)
@@ -367,7 +367,7 @@ void pl_reducer_fail(pl_reducer *self, const char *text)
         return;
     }
     if (self->phase == REDUCER_COMPLETE && self->comm->world_size > 1 &&
-        self->comm->ops->end != NULL)
+        self->comm->host != NULL)
         end_world(self, text);
     else
         pl_comm_abort(self->comm, text);

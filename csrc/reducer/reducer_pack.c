@@ -142,8 +142,8 @@ void pli_deferred_copies_abandon(pl_reducer *self)
         (void)ops->event_record(self->backend, deferred->pending[k],
                                 deferred->streams[k]);
     }
-    for (size_t k = 0; k < n_streams; k++)
-        pli_comm_follow(self->comm, deferred->streams[k]);
+    for (size_t k = 0; self->comm->device != NULL && k < n_streams; k++)
+        self->comm->device->follow(self->comm, deferred->streams[k]);
     if (n_streams > 0)
         deferred->n_pending =
             n_streams < deferred->n_pending_made ? n_streams : deferred->n_pending_made;

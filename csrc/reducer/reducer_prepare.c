@@ -34,13 +34,15 @@ pl_status pl_reducer_prepare(pl_reducer *self)
     pli_op_range ranges[PL_N_DTYPES];
     size_t n_ranges = 0;
     pli_order order = {.ready = NULL};
+    if (self->comm->device == NULL)
+        goto done;
     for (int dtype = 0; dtype < PL_N_DTYPES; dtype++) {
         const pli_op_range range = range_of(self, (pl_dtype)dtype);
         if (range.op.n_elems > 0)
             ranges[n_ranges++] = range;
     }
     PL_TRY(pli_reducer_record_side(self, self->stream, &order.ready));
-    PL_TRY(pli_comm_prepare(self->comm, ranges, n_ranges, &order));
+    PL_TRY(self->comm->device->prepare(self->comm, ranges, n_ranges, &order));
 done:
     return st;
 }

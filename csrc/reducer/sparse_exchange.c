@@ -146,7 +146,7 @@ pl_status pl_exchange_create(const pl_exchange_spec *spec, pl_exchange **out)
     self->spec = *spec;
     memcpy(self->tables, spec->tables, n * sizeof *self->tables);
     memcpy(self->rows, spec->rows, n * sizeof *self->rows);
-    self->staging = (char *)pli_comm_arena(spec->comm) + spec->offset_bytes;
+    self->staging = spec->comm->arena + spec->offset_bytes;
     begin_counting(self);
     *out = self;
     self = NULL;

@@ -64,7 +64,7 @@ static inline int ops_expected(const pl_op *op, unsigned seed, int world_size, i
 
 static inline char *ops_range(pl_comm *comm, const pl_op *op)
 {
-    return (char *)pli_comm_arena(comm) + op->offset_bytes;
+    return comm->arena + op->offset_bytes;
 }
 
 /* Fills this rank's range and guards it on both sides. */

@@ -192,8 +192,7 @@ static inline void trainer_destroy(trainer *self)
 
 static inline char *trainer_slot(const trainer *self, size_t i)
 {
-    return (char *)pli_comm_arena(self->comm) +
-           pl_reducer_slot_offset(self->reducer, i);
+    return self->comm->arena + pl_reducer_slot_offset(self->reducer, i);
 }
 
 /* The first gradient replaces, or is in its slot already; later ones add. */

@@ -111,7 +111,7 @@ static pl_status make_and_retire_window(void)
     if (st == PL_OK)
         st = pli_window_create(comm, 0, 70000, 3, &window);
     if (st == PL_OK) {
-        memset(pli_comm_arena(comm), 1, 70000);
+        memset(comm->arena, 1, 70000);
         pli_window_see(window, 2);
         st = pli_window_retire(window);
         /* Kept or not, the view is there to be read. */

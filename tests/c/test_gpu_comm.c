@@ -180,7 +180,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
     for (unsigned k = 0; k < 5; k++) {
         if (!one_step(self, k))
             return;
-        holds[k] = self->comm->ops->retain_memory(self->comm);
+        holds[k] = self->comm->device->retain_memory(self->comm);
         at[k] = pli_comm_memory(self->comm, mean.offset_bytes);
         /* Each rank for itself: some keep more than others. */
         if (k == 1 && self->rank == 0) {
@@ -188,7 +188,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
             holds[k] = NULL;
             continue;
         }
-        if (!CHECK_OK(self->comm->ops->renew(self->comm)))
+        if (!CHECK_OK(self->comm->device->renew(self->comm)))
             return;
         CHECK(pli_comm_memory(self->comm, mean.offset_bytes) != at[k]);
     }
@@ -201,7 +201,7 @@ GPU_TEST(12, 1 + seed % 3, schedules[seed % 3],
     /* What was given back is used again. */
     const int n_before = fake_count("ncclMemAlloc");
     for (unsigned k = 5; k < 7; k++) {
-        CHECK_OK(self->comm->ops->renew(self->comm));
+        CHECK_OK(self->comm->device->renew(self->comm));
         (void)one_step(self, k);
     }
     if (self->all->world_size == 1)

@@ -40,7 +40,7 @@ static void three_steps(gpu_rank *self)
     for (uint64_t step = 1; st == PL_OK && step <= 3; step++)
         st = try_step(self, step);
     if (st == PL_OK)
-        st = self->comm->ops->renew(self->comm);
+        st = self->comm->device->renew(self->comm);
     if (st == PL_OK)
         st = try_step(self, 4);
     say(self, st);
@@ -484,7 +484,7 @@ GPU_TEST_ON_HOSTS(1, 1, FAKE_LATE, a_forked_child_touches_nothing)
 {
     int how = 0;
     CHECK_OK(try_step(self, 1));
-    pli_memory_ref *ref = self->comm->ops->retain_memory(self->comm);
+    pli_memory_ref *ref = self->comm->device->retain_memory(self->comm);
     const pid_t pid = fork();
     if (pid == 0) {
         (void)alarm(20);

@@ -81,15 +81,16 @@ static void deregister(gpu_rank *self)
 {
     pli_memory_ref *kept[3];
     for (int k = 0; k < 3; k++) {
-        kept[k] = self->comm->ops->retain_memory(self->comm);
-        CHECK_OK(self->comm->ops->renew(self->comm));
+        kept[k] = self->comm->device->retain_memory(self->comm);
+        CHECK_OK(self->comm->device->renew(self->comm));
         CHECK_OK(gpu_step(self));
     }
     for (int k = 0; k < 3; k++)
         kept[k]->release(kept[k]);
-    (void)self->comm->ops->renew(self->comm); /* retires two of them */
+    (void)self->comm->device->renew(self->comm); /* retires two of them */
     CHECK(fake_synchronize_all());
-    (void)self->comm->ops->renew(self->comm); /* which the device is through with now */
+    (void)self->comm->device->renew(
+        self->comm); /* which the device is through with now */
     CHECK(pl_comm_progress(self->comm) != PL_OK);
 }
 
@@ -185,7 +186,7 @@ static pl_status prepare(gpu_rank *self)
     const pli_order order = {.ready = self->ready};
     pl_status st = PL_OK;
     PL_TRY(self->backend->ops->event_record(self->backend, self->ready, self->stream));
-    PL_TRY(pli_comm_prepare(self->comm, ranges, 2, &order));
+    PL_TRY(self->comm->device->prepare(self->comm, ranges, 2, &order));
 done:
     return st;
 }

@@ -233,7 +233,7 @@ static size_t bytes_of(const pl_op *op)
 static pl_status carry(void *context, const pl_op *op, pl_ticket ticket)
 {
     carrier *it = context;
-    char *theirs = pli_comm_arena(it->through);
+    char *theirs = it->through->arena;
     (void)ticket;
     it->op = *op;
     if (op->kind != PL_BARRIER)
@@ -245,7 +245,7 @@ static pl_status carry(void *context, const pl_op *op, pl_ticket ticket)
 static pl_status carried(void *context, pl_ticket ticket)
 {
     carrier *it = context;
-    const char *theirs = pli_comm_arena(it->through);
+    const char *theirs = it->through->arena;
     (void)ticket;
     if (it->op.kind != PL_BARRIER)
         memcpy(it->arena + it->op.offset_bytes, theirs + it->op.offset_bytes,
@@ -269,7 +269,7 @@ static pl_status make_group_comm(gpu_ranks *all, over_group *it, int rank)
     PL_TRY(local_create(1, GPUS_HOST_BYTES + PLI_GPU_BOARD_BYTES, RANKS_DEADLINE_NS,
                         &it->lone[rank]));
     it->carriers[rank] =
-        (carrier){.through = all->bases[rank], .arena = pli_comm_arena(it->lone[rank])};
+        (carrier){.through = all->bases[rank], .arena = it->lone[rank]->arena};
     PL_TRY(pli_group_comm_create(
         &(pli_group_comm_options){.rank = rank,
                                   .world_size = all->world_size,

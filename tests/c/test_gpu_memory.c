@@ -73,16 +73,16 @@ GPU_TEST(9, 1 + seed % 3, FAKE_LATE,
     for (int k = 0; k < 3; k++) {
         if (!CHECK_OK(gpu_step(self)))
             return;
-        kept[k] = self->comm->ops->retain_memory(self->comm);
-        CHECK_OK(self->comm->ops->renew(self->comm));
+        kept[k] = self->comm->device->retain_memory(self->comm);
+        CHECK_OK(self->comm->device->renew(self->comm));
     }
     for (int k = 0; k < 3; k++)
         kept[k]->release(kept[k]);
     const int64_t n_most = fake_bytes_in_use(self->rank);
-    CHECK_OK(self->comm->ops->renew(self->comm));
+    CHECK_OK(self->comm->device->renew(self->comm));
     CHECK(fake_synchronize_all());
     for (int k = 0; k < 20; k++) /* a query may take its time */
-        CHECK_OK(self->comm->ops->renew(self->comm));
+        CHECK_OK(self->comm->device->renew(self->comm));
     CHECK(fake_bytes_in_use(self->rank) == n_most / 2); /* one in use, one spare */
     CHECK_OK(gpu_agree_on_end(self));
 }
@@ -105,7 +105,7 @@ static void end_behind_a_failed_step(gpu_rank *self)
     CHECK(cuMemsetD8Async(
               (CUdeviceptr)(uintptr_t)pli_comm_memory(self->comm, mean.offset_bytes), 0,
               64, stream) == 0);
-    pli_comm_follow(self->comm, (pl_stream *)(void *)stream);
+    self->comm->device->follow(self->comm, (pl_stream *)(void *)stream);
     CHECK(is_behind(self, 0) && !is_behind(self, 1));
     gpu_end_world(self);
     CHECK(fake_bytes_in_use(self->rank) == 0);
@@ -124,7 +124,7 @@ static void follow_a_capture(gpu_rank *self)
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING) == 0);
     CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_RELAXED) == 0);
     const int n_records = fake_count("cuEventRecord");
-    pli_comm_follow(self->comm, (pl_stream *)(void *)stream);
+    self->comm->device->follow(self->comm, (pl_stream *)(void *)stream);
     CHECK(fake_count("cuEventRecord") == n_records);
     CHECK(cuStreamEndCapture(stream, &graph) == 0);
     CHECK(cuGraphDestroy(graph) == 0);
@@ -148,7 +148,7 @@ GPU_TEST(4, 2, seed % 2 != 0 ? FAKE_LATE : FAKE_RANDOM,
     if (!CHECK_OK(self->backend->ops->alloc(self->backend, n_bytes, &out)) ||
         !CHECK_OK(gpu_step(self)))
         return;
-    pli_memory_ref *view = self->comm->ops->retain_memory(self->comm);
+    pli_memory_ref *view = self->comm->device->retain_memory(self->comm);
     const pl_move move = {.to = out,
                           .from = pli_comm_memory(self->comm, mean.offset_bytes),
                           .dtype = mean.dtype,

@@ -38,9 +38,8 @@ static pl_status ferry_issue(void *context, const pl_op *op, pl_ticket ticket)
         PL_FAIL(PL_ESYS, "the bridge is up");
     self->ops[self->n_issued % MAX_OPS] = *op;
     if (op_bytes(op) > 0)
-        memcpy((char *)pli_comm_arena(self->world) + op->offset_bytes,
-               (char *)pli_comm_arena(self->group_comm) + op->offset_bytes,
-               op_bytes(op));
+        memcpy(self->world->arena + op->offset_bytes,
+               self->group_comm->arena + op->offset_bytes, op_bytes(op));
     PL_TRY(pl_comm_issue(self->world, op, &inner));
     CHECK(inner == ticket);
     self->n_issued = ticket;
@@ -63,9 +62,8 @@ static pl_status ferry_wait(void *context, pl_ticket ticket)
     for (; self->n_done < ticket; self->n_done++) {
         const pl_op *op = &self->ops[self->n_done % MAX_OPS];
         if (op_bytes(op) > 0)
-            memcpy((char *)pli_comm_arena(self->group_comm) + op->offset_bytes,
-                   (char *)pli_comm_arena(self->world) + op->offset_bytes,
-                   op_bytes(op));
+            memcpy(self->group_comm->arena + op->offset_bytes,
+                   self->world->arena + op->offset_bytes, op_bytes(op));
     }
 done:
     return st;
@@ -141,7 +139,7 @@ static pl_op mean_of(size_t n_elems)
 
 static float *floats_of(pl_comm *comm)
 {
-    return (float *)pli_comm_arena(comm);
+    return (float *)comm->arena;
 }
 
 /* ---- what is carried ------------------------------------------------------------ */

@@ -385,7 +385,7 @@ PLAYED_TEST(2, RANKS_DEADLINE_NS,
     pl_comm_abort(comms[0], "the dog ate it");
     pli_comm_set_failure_message(comms[0], NULL);
     CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "the dog ate it");
-    comms[0]->ops->end(comms[0], "for good");
+    comms[0]->host->end(comms[0], "for good");
     pli_comm_set_failure_message(comms[0], NULL);
     CHECK_FAILS(pl_comm_progress(comms[1]), PL_EPEER, "for good");
 }

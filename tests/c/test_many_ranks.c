@@ -40,7 +40,7 @@ MANY_TEST(ops_arena_bytes(N_ELEMS), operations_of_hundreds_of_ranks_are_exact)
 static void average(rank_job *job)
 {
     char *results = job->context;
-    float *range = pli_comm_arena(job->comm);
+    float *range = (void *)job->comm->arena;
     const pl_op op = {.dtype = PL_F32, .reduction = PL_MEAN, .n_elems = N_BIT_ELEMS};
     for (size_t i = 0; i < N_BIT_ELEMS; i++)
         range[i] = 1.0F / (float)(1 + (size_t)job->rank * 7919 % (i + 13));
@@ -170,7 +170,7 @@ static int has_ended(pl_comm *comm, pl_ticket ticket)
 {
     hierarchy *self = hierarchy_of(comm);
     return self->n_down >= ticket &&
-           self->inner->ops->is_done(self->inner, operation_at(self, ticket)->whole);
+           pli_base_is_done(comm, operation_at(self, ticket)->whole);
 }
 
 /* Whether all of a host's ranks have seen the end of an operation that all issue. */
@@ -204,13 +204,13 @@ static void *run_crowd(void *memory)
     for (int64_t step = 1; step <= 2; step++) {
         for (int r = 0; r < self->n_ranks; r++)
             for (int64_t i = 0; i < 8; i++)
-                ((int64_t *)pli_comm_arena(self->comms[r]))[i] =
+                ((int64_t *)self->comms[r]->arena)[i] =
                     step * (self->first_rank + r) + i;
         if (!reduce_in_turns(self, &op))
             break;
         for (int r = 0; r < self->n_ranks; r++)
             for (int64_t i = 0; i < 8; i++)
-                CHECK(((const int64_t *)pli_comm_arena(self->comms[r]))[i] ==
+                CHECK(((const int64_t *)self->comms[r]->arena)[i] ==
                       step * (n * (n - 1) / 2) + n * i);
     }
     return NULL;

@@ -26,7 +26,7 @@ typedef struct peers {
 
 static char *memory_of(const peers *self, const pl_op *op)
 {
-    return (char *)pli_comm_arena(self->comm) + op->offset_bytes;
+    return self->comm->arena + op->offset_bytes;
 }
 
 static void reduce_flags(const peers *self)
@@ -218,8 +218,10 @@ TEST(thousands_of_ranks_agree_to_make_a_world)
     peers all;
     if (!peers_create(pli_gpu_board_bytes(N_RANKS), &all))
         return;
-    pli_gpu_comm self = {.super = {.rank = RANK, .world_size = N_RANKS},
-                         .base = all.comm};
+    pli_gpu_comm self = {.super = {.base = all.comm,
+                                   .rank = RANK,
+                                   .world_size = N_RANKS,
+                                   .arena = all.comm->arena}};
     CHECK_OK(pli_gpu_comm_agree(&self, PL_OK));
     all.lame = N_RANKS - 1;
     CHECK_FAILS(pli_gpu_comm_agree(&self, PL_OK), PL_EPEER,

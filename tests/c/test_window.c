@@ -45,7 +45,7 @@ static int scene_open(scene *out)
     *out = (scene){0};
     if (!create_world(&out->comm))
         return 0;
-    out->arena = (char *)pli_comm_arena(out->comm) + AT;
+    out->arena = out->comm->arena + AT;
     return CHECK_OK(pli_window_create(out->comm, AT, N_BYTES, N_SLOTS, &out->window));
 }
 
@@ -246,23 +246,17 @@ static pl_status take_other_half(pl_comm *comm)
 {
     halves *it = (halves *)(void *)comm;
     it->now = 1 - it->now;
+    comm->device_memory = it->each[it->now].memory;
     return PL_OK;
-}
-
-static void *memory_of_half(pl_comm *comm, size_t offset_bytes)
-{
-    halves *it = (halves *)(void *)comm;
-    return it->each[it->now].memory + offset_bytes;
 }
 
 TEST(on_a_device_old_memory_stays_with_its_views_and_the_world_has_other)
 {
-    static const pl_comm_ops ops = {.name = "halves",
-                                    .memory = memory_of_half,
-                                    .retain_memory = take_share,
-                                    .renew = take_other_half};
-    halves it = {.comm = {.ops = &ops},
+    static const pli_device_ops ops = {.retain_memory = take_share,
+                                       .renew = take_other_half};
+    halves it = {.comm = {.device = &ops},
                  .each = {{.ref = {give_share_back}}, {.ref = {give_share_back}}}};
+    it.comm.device_memory = it.each[0].memory;
     pli_window *old = NULL;
     pli_window *new = NULL;
     if (!CHECK_OK(pli_window_create(&it.comm, 8, 32, N_SLOTS, &old)))

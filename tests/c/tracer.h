@@ -211,20 +211,16 @@ static inline void trace_record_activity(pl_comm *comm, pl_activity activity,
     pli_comm_record_activity(of_comm(comm)->local, activity, step);
 }
 
-static inline void *trace_arena(pl_comm *comm)
-{
-    return pli_comm_arena(of_comm(comm)->local);
-}
-
-static inline void *trace_memory(pl_comm *comm, size_t offset_bytes)
-{
-    return (char *)trace_arena(comm) + offset_bytes;
-}
-
 static inline pl_status trace_order(pl_comm *comm, pl_stream *on)
 {
     note(of_comm(comm), "o%d ", number(on));
     return PL_OK;
+}
+
+static inline void trace_follow(pl_comm *comm, pl_stream *on)
+{
+    (void)comm;
+    (void)on;
 }
 
 static const pl_comm_ops trace_comm_ops = {
@@ -235,9 +231,11 @@ static const pl_comm_ops trace_comm_ops = {
     .recover = trace_recover,
     .abort = trace_abort,
     .record_activity = trace_record_activity,
-    .arena = trace_arena,
-    .memory = trace_memory,
+};
+
+static const pli_device_ops trace_device_ops = {
     .order = trace_order,
+    .follow = trace_follow,
 };
 
 /* ---- two ranks ------------------------------------------------------------------ */
@@ -266,8 +264,12 @@ static inline int traced_create(pair *out)
         it->local = out->comms[r];
         it->backend.ops = &trace_backend_ops;
         it->comm = (pl_comm){.ops = &trace_comm_ops,
+                             .device = &trace_device_ops,
                              .rank = r,
                              .world_size = N_RANKS,
+                             .arena = it->local->arena,
+                             .device_memory =
+                                 it->local->arena + pl_reducer_header_bytes(&spec),
                              .arena_bytes = pl_comm_arena_bytes(it->local),
                              .host_bytes = pl_reducer_header_bytes(&spec),
                              .backend = &it->backend,

@@ -67,7 +67,7 @@ static void use_comm(pli_shm_comm *comm, unsigned flags, const uint64_t *failure
         (void)!pli_comm_query(world, (pli_query)what);
     if (world->ops->is_done(world, ticket) || pli_failure_stands(comm, &failure)) {
         (void)!pl_comm_wait(world, ticket, 0);
-        (void)!world->ops->await_notice(world, 0, 1, 0, &bit);
+        (void)!world->host->await_notice(world, 0, 1, 0, &bit);
     }
     (void)!pli_comm_check_peers(world);
     if (flags & SEGMENT_RECOVERS)

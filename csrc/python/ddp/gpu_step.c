@@ -49,8 +49,8 @@ int pli_gpu_step_check_capture(reducer_object *self)
         return -1;
     }
     /* A replay writes to today's memory, whatever becomes of it here. */
-    if (self->device.captured == NULL && self->comm->ops->retain_memory != NULL)
-        self->device.captured = self->comm->ops->retain_memory(self->comm);
+    if (self->device.captured == NULL)
+        self->device.captured = self->comm->device->retain_memory(self->comm);
     return 0;
 }
 

@@ -258,16 +258,16 @@ typedef struct notice_wait {
 static pl_status notice_slice(void *context, int64_t slice_ns)
 {
     notice_wait *wait = context;
-    return wait->comm->ops->await_notice(wait->comm, wait->root, wait->n, slice_ns,
-                                         &wait->bit);
+    return wait->comm->host->await_notice(wait->comm, wait->root, wait->n, slice_ns,
+                                          &wait->bit);
 }
 
 /* Whether the root sends its buffers in this forward: what it says, or -1. */
 static int ask_root(reducer_object *self, int root)
 {
     notice_wait wait = {.comm = self->comm, .root = root};
-    const pl_comm_ops *ops = self->comm->ops;
-    if (ops->notify == NULL || self->buffers.n_notices == PLI_MOST_NOTICES)
+    const pli_host_ops *host = self->comm->host;
+    if (host == NULL || self->buffers.n_notices == PLI_MOST_NOTICES)
         return 1;
     wait.n = ++self->buffers.n_notices;
     if (pl_comm_rank(self->comm) != root)
@@ -276,7 +276,7 @@ static int ask_root(reducer_object *self, int root)
                    : (int)wait.bit;
     const int sends = is_to_send(self);
     if (sends >= 0)
-        ops->notify(self->comm, wait.n, (unsigned)sends);
+        host->notify(self->comm, wait.n, (unsigned)sends);
     return sends;
 }
 

@@ -395,7 +395,7 @@ static int world_getbuffer(PyObject *object, Py_buffer *view, int flags)
     const size_t n_more = comm->host_bytes < comm->arena_bytes
                               ? pli_gpu_board_bytes(pl_comm_world_size(comm))
                               : 0;
-    return PyBuffer_FillInfo(view, object, pli_comm_arena(comm),
+    return PyBuffer_FillInfo(view, object, comm->arena,
                              (Py_ssize_t)(comm->host_bytes + n_more), 0, flags);
 }
 
