@@ -1,139 +1,12 @@
-/* hierarchy.c - what goes up, between hosts, and down, in its order. */
+/* hierarchy.c - a world of hosts: issuing, waiting, and its life. */
 #include "core/alloc.h"
 #include "hierarchy_state.h"
-
-/* ---- inside the host ------------------------------------------------------------ */
-
-/* The part of `op` that the host's own world does first; 0 where there is none. */
-static int op_up(const hierarchy *self, const pl_op *op, pl_op *out)
-{
-    const peer *here = &self->peers[self->host];
-    *out = *op;
-    switch (op->kind) {
-    case PL_ALL_REDUCE:
-        out->kind = PL_REDUCE;
-        out->root = 0;
-        return 1;
-    case PL_BROADCAST:
-        out->root = op->root - here->first_rank;
-        return host_of_rank(self, op->root) == self->host;
-    case PL_ALL_GATHER: {
-        const size_t block = op->n_elems / (size_t)self->super.world_size;
-        out->offset_bytes +=
-            (size_t)here->first_rank * block * pl_dtype_bytes(op->dtype);
-        out->n_elems = (size_t)here->n_ranks * block;
-        return 1;
-    }
-    case PL_BARRIER:
-        return 1;
-    case PL_REDUCE:
-    case PL_N_OP_KINDS:
-        break;
-    }
-    return 0;
-}
-
-/* ... and last. */
-static int op_down(const hierarchy *self, const pl_op *op, pl_op *out)
-{
-    *out = *op;
-    out->root = 0;
-    if (op->kind == PL_BARRIER)
-        return 1;
-    out->kind = PL_BROADCAST;
-    return op->kind != PL_BROADCAST || host_of_rank(self, op->root) != self->host;
-}
-
-static pl_status issue_inside(hierarchy *self, const pl_op *op)
-{
-    const pl_status st = pl_comm_issue(self->super.base, op, &self->last_inner);
-    return st == PL_OK ? st : pli_hierarchy_fail_as_inside(self, st);
-}
-
-static pl_status go_up(hierarchy *self, operation *entry)
-{
-    pl_status st = PL_OK;
-    pl_op op;
-    entry->up = 0;
-    if (!is_alone_on_host(self) && op_up(self, &entry->op, &op)) {
-        PL_TRY(issue_inside(self, &op));
-        entry->up = self->last_inner;
-    }
-    self->n_up++;
-done:
-    return st;
-}
-
-static pl_status go_down(hierarchy *self, operation *entry)
-{
-    pl_status st = PL_OK;
-    pl_op op;
-    if (!is_alone_on_host(self) && op_down(self, &entry->op, &op))
-        PL_TRY(issue_inside(self, &op));
-    entry->whole = self->last_inner;
-    self->n_down++;
-done:
-    return st;
-}
-
-/* ---- progress ------------------------------------------------------------------- */
-
-static pl_status exchange(hierarchy *self)
-{
-    const pl_status st = pli_hierarchy_exchange(self);
-    if (st != PL_OK)
-        pli_hierarchy_fail_between(self);
-    return st;
-}
-
-/* Hands to the host's own world what its order allows: of operations that follow one
- * another, all go up before the first goes down. */
-static pl_status advance(hierarchy *self)
-{
-    pl_status st = PL_OK;
-    uint64_t before;
-    do {
-        before = self->n_up + self->n_down;
-        while (self->n_up < self->n_issued &&
-               (is_alone_on_host(self) || self->n_down == self->n_up ||
-                operation_at(self, self->n_up)->op.is_followed))
-            PL_TRY(go_up(self, operation_at(self, self->n_up + 1)));
-        if (self->links != NULL)
-            PL_TRY(exchange(self));
-        while (self->n_down < self->n_up &&
-               (is_alone_on_host(self) || self->n_down < self->n_whole) &&
-               (self->links == NULL || self->n_down < self->n_exchanged))
-            PL_TRY(go_down(self, operation_at(self, self->n_down + 1)));
-    } while (self->n_up + self->n_down != before);
-done:
-    return st;
-}
-
-pl_status pli_hierarchy_advance(hierarchy *self)
-{
-    pl_status st = pli_hierarchy_check(self);
-    if (st == PL_OK)
-        st = advance(self);
-    pli_hierarchy_give_up(self);
-    return st;
-}
-
-static pl_status advance_unless_busy(hierarchy *self)
-{
-    pl_status st = PL_OK;
-    if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
-        return PL_OK; /* another thread is at it */
-    if (self->n_down < self->n_issued || self->is_given_up)
-        st = pli_hierarchy_advance(self);
-    hierarchy_unlock(self);
-    return st;
-}
 
 static void hierarchy_work(pl_comm *comm)
 {
     hierarchy *self = hierarchy_of(comm);
     pli_base_work(&self->super);
-    (void)advance_unless_busy(self); /* a failure is met by who waits */
+    (void)!pli_hierarchy_advance_unless_busy(self); /* a failure is met by who waits */
 }
 
 static pl_status progress_inside(hierarchy *self)
@@ -148,7 +21,7 @@ static pl_status hierarchy_progress(pl_comm *comm)
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
     PL_TRY(progress_inside(self));
-    PL_TRY(advance_unless_busy(self));
+    PL_TRY(pli_hierarchy_advance_unless_busy(self));
 done:
     return st;
 }
@@ -158,7 +31,7 @@ static pl_status hierarchy_check_peers(pl_comm *comm)
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     PL_TRY(pli_hierarchy_check(self));
-    PL_TRY(advance_unless_busy(self));
+    PL_TRY(pli_hierarchy_advance_unless_busy(self));
     st = pli_comm_check_peers(self->super.base);
     if (st != PL_OK)
         PL_TRY(pli_hierarchy_fail_as_inside(self, st));
@@ -196,7 +69,7 @@ static pl_status hierarchy_issue(pl_comm *comm, const pl_op *op, const pli_order
     pl_status st = PL_OK;
     hierarchy *self = hierarchy_of(comm);
     (void)order; /* host memory is ready when this is called */
-    hierarchy_lock(self);
+    pli_spin_lock(&self->busy);
     PL_TRY(pli_hierarchy_check(self));
     PL_TRY(check_op(self, op));
     *operation_at(self, ++self->n_issued) = (operation){.op = *op};
@@ -205,7 +78,7 @@ static pl_status hierarchy_issue(pl_comm *comm, const pl_op *op, const pli_order
     PL_TRY(pli_hierarchy_advance(self));
     *out = self->n_issued;
 done:
-    hierarchy_unlock(self);
+    pli_spin_unlock(&self->busy);
     return st;
 }
 
@@ -218,7 +91,7 @@ static pl_status wait_as_leader(hierarchy *self)
     pl_ticket up = 0;
     int64_t most_ns = 0;
     pli_links_waited waited;
-    hierarchy_lock(self);
+    pli_spin_lock(&self->busy);
     PL_TRY(pli_hierarchy_advance(self));
     if (self->n_down == self->n_up)
         goto done;
@@ -232,7 +105,7 @@ static pl_status wait_as_leader(hierarchy *self)
     if (st != PL_OK)
         pli_hierarchy_fail_between(self);
 done:
-    hierarchy_unlock(self);
+    pli_spin_unlock(&self->busy);
     if (st == PL_OK && most_ns > 0) {
         pli_progress_others(self->progress, &self->super);
         pli_links_poll(&waited, most_ns);
@@ -259,7 +132,7 @@ static pl_status wait_inside(hierarchy *self, pl_ticket ticket, int64_t slice_ns
 static pl_status check_ticket(hierarchy *self, pl_ticket ticket)
 {
     pl_status st = PL_OK;
-    hierarchy_lock(self);
+    pli_spin_lock(&self->busy);
     if (ticket > self->n_issued)
         PL_FAIL(PL_EINVAL, "ticket %llu of %llu operations issued", count_of(ticket),
                 count_of(self->n_issued));
@@ -268,7 +141,7 @@ static pl_status check_ticket(hierarchy *self, pl_ticket ticket)
                 "operation %llu is waited for before what follows it was issued",
                 count_of(ticket));
 done:
-    hierarchy_unlock(self);
+    pli_spin_unlock(&self->busy);
     return st;
 }
 
@@ -278,19 +151,19 @@ static int hierarchy_is_done(pl_comm *comm, pl_ticket ticket)
     hierarchy *self = hierarchy_of(comm);
     if (ticket <= atomic_load(&self->n_done))
         return 1;
-    hierarchy_lock(self);
+    pli_spin_lock(&self->busy);
     const int is_done = pli_hierarchy_is_finished(self, ticket);
-    hierarchy_unlock(self);
+    pli_spin_unlock(&self->busy);
     return is_done;
 }
 
 static int has_gone_down(hierarchy *self, pl_ticket ticket)
 {
-    hierarchy_lock(self);
+    pli_spin_lock(&self->busy);
     const int has = self->n_down >= ticket;
     if (has)
         self->last_sign_ns = 0;
-    hierarchy_unlock(self);
+    pli_spin_unlock(&self->busy);
     return has;
 }
 
@@ -333,11 +206,11 @@ static void hierarchy_leave(pl_comm *comm)
     hierarchy *self = hierarchy_of(comm);
     pli_hierarchy_send_failure(self);
     if (self->links != NULL) {
-        /* Words of an exception are for who misses something of this host. */
-        const int phase = pli_hierarchy_take_message(self);
-        if (phase == HIERARCHY_RUNNING && self->message[0] != '\0')
+        /* For hosts that still wait for data of this one. */
+        pli_spin_lock(&self->message_lock);
+        if (atomic_load(&self->phase) == HIERARCHY_RUNNING && self->message[0] != '\0')
             pli_links_send_failure(self->links, self->message, 0);
-        pli_hierarchy_return_message(self, phase);
+        pli_spin_unlock(&self->message_lock);
         pli_links_end(self->links, NULL);
     }
     pli_base_leave(comm);
@@ -444,6 +317,7 @@ pl_status pli_hierarchy_create(const pli_hierarchy_options *options, pl_comm **o
     self->ring_ops = options->n_ops + 1;
     self->deadline_ns = options->deadline_ns;
     atomic_flag_clear(&self->busy);
+    atomic_flag_clear(&self->message_lock);
     self->links = options->links;
     PL_TRY(pli_progress_join(options->progress, &self->super));
     self->progress = options->progress;

@@ -199,7 +199,8 @@ static pl_status receive_range(hierarchy *self, int host, pli_link_stream link,
         if (flow->at < sizeof flow->head)
             goto done;
         if (flow->head.number == first_number_of(self->epoch + 1)) {
-            flow->is_reset = self->has_met_mark = 1;
+            flow->is_reset = 1;
+            atomic_store(&self->given_up, GIVEN_UP_ELSEWHERE);
             flow->at = 0;
             PL_TRY(pli_links_read_notice(self->links, host));
         }
@@ -241,7 +242,8 @@ static pl_status exchange_back(hierarchy *self, int host, const pl_op *op)
     const uint64_t number = self->n_exchanged + 1;
     const pl_op mine = part_of(self, op, self->host);
     const pl_op theirs = part_of(self, op, host);
-    if (stream_of(self, host, 1, PLI_LINK_BACK)->n_done < number && self->is_added_up)
+    if (stream_of(self, host, 1, PLI_LINK_BACK)->n_done < number &&
+        self->n_added == number)
         PL_TRY(send_range(self, host, PLI_LINK_BACK, number, &mine));
     if (stream_of(self, host, 0, PLI_LINK_BACK)->n_done < number)
         PL_TRY(receive_range(self, host, PLI_LINK_BACK, number, range_of(self, &theirs),
@@ -291,19 +293,18 @@ static pl_status exchange(hierarchy *self, int *is_done)
     for (int h = 0; h < self->n_hosts; h++)
         if (h != self->host)
             PL_TRY(receive_data(self, h, op));
-    if (!self->is_added_up && has_exchanged(self, PLI_LINK_DATA, number)) {
+    if (self->n_added < number && has_exchanged(self, PLI_LINK_DATA, number)) {
         if (op->kind == PL_ALL_REDUCE)
             add_up(self, op);
-        self->is_added_up = 1;
+        self->n_added = number;
     }
     for (int h = 0; is_shared && h < self->n_hosts; h++)
         if (h != self->host)
             PL_TRY(exchange_back(self, h, op));
-    if (!self->is_added_up ||
+    if (self->n_added < number ||
         (is_shared && !has_exchanged(self, PLI_LINK_BACK, number)))
         goto done;
     self->n_exchanged = number;
-    self->is_added_up = 0;
     *is_done = 1;
 done:
     return st;
@@ -345,7 +346,7 @@ int64_t pli_hierarchy_list_waited(const hierarchy *self, pli_links_waited *waite
             continue;
         list_stream(self, waited, h, PLI_LINK_DATA, out[0].n_done < self->n_reduced,
                     in[0].n_done < number);
-        if (self->is_added_up)
+        if (self->n_added == number)
             list_stream(self, waited, h, PLI_LINK_BACK, out[1].n_done < number,
                         in[1].n_done < number);
     }

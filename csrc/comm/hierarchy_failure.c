@@ -1,57 +1,39 @@
-/* hierarchy_failure.c - what a leader knows of failures, and says of them.
+/* hierarchy_failure.c - what a leader says of failures, and how it gives a step up.
  *
- * Other hosts are heard by whoever waits for them.  Where the leader's own thread is
- * asleep in a call of the user's, for a GPU that waits for a peer, another thread's
- * query hears them, and tells them what has failed here.
+ * A leader whose host gives a step up ends the message that it has begun, and sends a
+ * mark behind it, on every stream to every host: no more of this epoch will come.  Who
+ * needs more gives the step up too; who does not has seen its end, as had the other.
+ *
+ * A host that is interrupted when it has sent its part of a step's last operation, and
+ * has not seen its end, cannot know whether others will: weights may then differ from
+ * host to host, so the world ends.
  */
 #include "hierarchy_state.h"
 
 enum { INSIDE_MESSAGE_BYTES = 8192 };
 
-/* ---- the message ---------------------------------------------------------------- */
-
-int pli_hierarchy_phase(const hierarchy *self)
-{
-    int phase;
-    while ((phase = atomic_load(&self->phase)) == HIERARCHY_HELD)
-        pli_cpu_relax();
-    return phase;
-}
-
-int pli_hierarchy_take_message(hierarchy *self)
-{
-    int phase;
-    do {
-        phase = pli_hierarchy_phase(self);
-    } while (!atomic_compare_exchange_strong(&self->phase, &phase, HIERARCHY_HELD));
-    return phase;
-}
-
-void pli_hierarchy_return_message(hierarchy *self, int phase)
-{
-    atomic_store(&self->phase, phase);
-}
+/* ---- failing -------------------------------------------------------------------- */
 
 void pli_hierarchy_send_failure(hierarchy *self)
 {
     if (self->links == NULL || !atomic_exchange(&self->is_unsent, 0))
         return;
-    const int phase = pli_hierarchy_take_message(self);
-    if (phase == HIERARCHY_ENDED)
+    pli_spin_lock(&self->message_lock);
+    if (atomic_load(&self->phase) == HIERARCHY_ENDED)
         pli_links_end(self->links, self->message);
     else
-        pli_links_send_failure(self->links, self->message, self->has_met_mark);
-    pli_hierarchy_return_message(self, phase);
+        pli_links_send_failure(self->links, self->message,
+                               atomic_load(&self->given_up) == GIVEN_UP_ELSEWHERE);
+    pli_spin_unlock(&self->message_lock);
 }
-
-/* ---- failing -------------------------------------------------------------------- */
 
 pl_status pli_hierarchy_check(hierarchy *self)
 {
     pl_status st = PL_OK;
-    if (pli_hierarchy_phase(self) == HIERARCHY_RUNNING)
+    if (atomic_load(&self->phase) == HIERARCHY_RUNNING)
         return PL_OK;
-    const int phase = pli_hierarchy_take_message(self);
+    pli_spin_lock(&self->message_lock);
+    const int phase = atomic_load(&self->phase);
     if (phase == HIERARCHY_ENDED)
         st =
             pli_fail(PL_EPEER,
@@ -61,7 +43,7 @@ pl_status pli_hierarchy_check(hierarchy *self)
     else if (phase == HIERARCHY_FAILED)
         st = pli_fail(PL_EPEER, "rank %d: the step has failed (%s)", self->super.rank,
                       self->message);
-    pli_hierarchy_return_message(self, phase);
+    pli_spin_unlock(&self->message_lock);
     return st;
 }
 
@@ -95,11 +77,11 @@ static void fail(hierarchy *self, failure_kind kind, failure_words whose,
         fail_inside(self, kind, message);
         return;
     }
-    const int phase = pli_hierarchy_take_message(self);
-    const int is_news = phase == HIERARCHY_RUNNING ||
-                        (phase == HIERARCHY_FAILED && kind == WORLD_FAILED);
-    if (!is_news) {
-        pli_hierarchy_return_message(self, phase);
+    pli_spin_lock(&self->message_lock);
+    const int phase = atomic_load(&self->phase);
+    if (phase == HIERARCHY_ENDED ||
+        (phase == HIERARCHY_FAILED && kind == STEP_FAILED)) {
+        pli_spin_unlock(&self->message_lock);
         return;
     }
     const int has_words = message != NULL || self->message[0] != '\0';
@@ -110,8 +92,9 @@ static void fail(hierarchy *self, failure_kind kind, failure_words whose,
     else if (message != NULL)
         pli_text_print(self->message, sizeof self->message, "%s", message);
     atomic_store(&self->is_unsent, 1);
-    pli_hierarchy_return_message(self, kind == STEP_FAILED ? HIERARCHY_FAILED
-                                                           : HIERARCHY_ENDED);
+    atomic_store(&self->phase,
+                 kind == STEP_FAILED ? HIERARCHY_FAILED : HIERARCHY_ENDED);
+    pli_spin_unlock(&self->message_lock);
     if (has_words)
         pli_hierarchy_send_failure(self);
     fail_inside(self, kind, message);
@@ -122,14 +105,115 @@ void pli_hierarchy_fail(hierarchy *self, failure_kind kind, const char *message)
     fail(self, kind, WHOLE_WORDS, message);
 }
 
-static void give_up_locking(hierarchy *self)
+/* ---- giving up ------------------------------------------------------------------ */
+
+/* Whether anything of an operation has been sent to anybody. */
+static int is_begun(const hierarchy *self, uint64_t number)
 {
-    hierarchy_lock(self);
-    pli_hierarchy_give_up(self);
-    hierarchy_unlock(self);
+    for (int h = 0; h < self->n_hosts; h++) {
+        const stream *out = &self->peers[h].out[0];
+        if (h != self->host &&
+            (out->n_done >= number || (out->n_done == number - 1 && out->at > 0)))
+            return 1;
+    }
+    return 0;
 }
 
-static void give_up_unless_words_follow(hierarchy *self)
+int pli_hierarchy_is_finished(const hierarchy *self, uint64_t number)
+{
+    if (number <= first_number_of(self->epoch))
+        return 1; /* nothing of an earlier epoch is left */
+    return number <= self->n_down &&
+           (is_alone_on_host(self) ||
+            self->super.base->ops->is_done(self->super.base,
+                                           operation_at(self, number)->whole));
+}
+
+/* The last of the operations that follow one another. */
+static uint64_t end_of_round(const hierarchy *self, uint64_t number)
+{
+    while (operation_at(self, number)->op.is_followed && number < self->n_issued)
+        number++;
+    return number;
+}
+
+/* Whether other hosts may see the end of a step of which this one does not. */
+static int may_end_elsewhere(const hierarchy *self)
+{
+    const uint64_t first = first_number_of(self->epoch);
+    for (uint64_t n = self->n_reduced; n > first && n + self->ring_ops > self->n_issued;
+         n--)
+        if (operation_at(self, n)->op.ends_step && is_begun(self, n))
+            return !pli_hierarchy_is_finished(self, end_of_round(self, n));
+    return 0;
+}
+
+static pl_status send_mark(hierarchy *self, int host, pli_link_stream link)
+{
+    pl_status st = PL_OK;
+    stream *flow = &self->peers[host].out[link - PLI_LINK_DATA];
+    const uint64_t mark = first_number_of(self->epoch + 1);
+    while (!flow->is_reset) {
+        if (flow->at == 0)
+            flow->head = (head){.number = mark};
+        PL_TRY(pli_hierarchy_send(self, host, link));
+        if (!is_whole(flow))
+            goto done;
+        flow->is_reset = flow->head.number == mark;
+        flow->at = 0;
+    }
+done:
+    return st;
+}
+
+static pl_status send_marks(hierarchy *self, int host)
+{
+    pl_status st = PL_OK;
+    /* The notice first: whoever meets the mark is to hear why. */
+    if (!pli_links_has_sent_failure(self->links, host))
+        goto done;
+    PL_TRY(send_mark(self, host, PLI_LINK_DATA));
+    PL_TRY(send_mark(self, host, PLI_LINK_BACK));
+done:
+    return st;
+}
+
+void pli_hierarchy_give_up(hierarchy *self)
+{
+    pl_status st = PL_OK;
+    if (atomic_load(&self->phase) != HIERARCHY_FAILED)
+        return;
+    if (atomic_load(&self->given_up) == GIVEN_UP_NOWHERE && may_end_elsewhere(self)) {
+        char message[HIERARCHY_MESSAGE_BYTES];
+        pli_spin_lock(&self->message_lock);
+        pli_text_print(message, sizeof message,
+                       "a step failed on this host as it came to its end, and may have "
+                       "ended on others, so weights may differ: load them from a "
+                       "checkpoint: %s",
+                       self->message);
+        pli_spin_unlock(&self->message_lock);
+        pli_hierarchy_fail(self, WORLD_FAILED, message);
+        return;
+    }
+    pli_hierarchy_send_failure(self);
+    atomic_store(&self->given_up, GIVEN_UP_HERE);
+    for (int h = 0; h < self->n_hosts && st == PL_OK; h++)
+        if (h != self->host)
+            st = send_marks(self, h);
+    if (st != PL_OK)
+        pli_hierarchy_fail(self, WORLD_FAILED, pl_error_message());
+}
+
+/* ---- other threads -------------------------------------------------------------- */
+
+static void give_up_locking(hierarchy *self)
+{
+    pli_spin_lock(&self->busy);
+    pli_hierarchy_give_up(self);
+    pli_spin_unlock(&self->busy);
+}
+
+void pli_hierarchy_give_up_unless_words_follow(hierarchy *self)
 {
     if (!atomic_load(&self->is_unsent))
         give_up_locking(self);
@@ -139,7 +223,7 @@ void pli_hierarchy_abort(pl_comm *comm, const char *message)
 {
     hierarchy *self = hierarchy_of(comm);
     fail(self, STEP_FAILED, OWN_WORDS, message);
-    give_up_unless_words_follow(self);
+    pli_hierarchy_give_up_unless_words_follow(self);
 }
 
 pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
@@ -155,8 +239,8 @@ pl_status pli_hierarchy_fail_as_inside(hierarchy *self, pl_status st)
 
 void pli_hierarchy_fail_between(hierarchy *self)
 {
-    pli_hierarchy_fail(self, self->has_met_mark ? STEP_FAILED : WORLD_FAILED,
-                       pl_error_message());
+    const int is_step = atomic_load(&self->given_up) != GIVEN_UP_NOWHERE;
+    pli_hierarchy_fail(self, is_step ? STEP_FAILED : WORLD_FAILED, pl_error_message());
 }
 
 pl_status pli_hierarchy_check_hosts(hierarchy *self)
@@ -167,69 +251,6 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self)
     return st;
 }
 
-/* Another host may have finished an operation before its step failed, and this host may
- * still be at it.  What the other has sent decides: a mark follows its last message
- * (hierarchy_recover.c).  So the notice alone counts only when this host has finished
- * all that it has issued; before that, this takes in what has come. */
-static pl_status follow_hosts(hierarchy *self)
-{
-    const pl_status st = pli_links_check_step(self->links);
-    if (st == PL_OK)
-        return PL_OK;
-    if (!pli_hierarchy_is_finished(self, self->n_whole)) {
-        pli_base_work(&self->super);
-        return pli_hierarchy_advance(self);
-    }
-    self->has_met_mark = 1; /* or will */
-    pli_hierarchy_fail(self, STEP_FAILED, pl_error_message());
-    pli_hierarchy_give_up(self);
-    return st;
-}
-
-static pl_status query_hosts_locked(hierarchy *self, pli_query what)
-{
-    pl_status st = PL_OK;
-    if (what != PLI_QUERY_GONE)
-        PL_TRY(pli_hierarchy_check_hosts(self));
-    if (what == PLI_QUERY_STEP) {
-        PL_TRY(pli_hierarchy_check(self));
-        PL_TRY(follow_hosts(self));
-        goto done;
-    }
-    st = pli_links_check_present(self->links);
-    if (st != PL_OK && what == PLI_QUERY_WORLD)
-        pli_hierarchy_fail(self, WORLD_FAILED, pl_error_message());
-done:
-    return st;
-}
-
-pl_status pli_hierarchy_query_hosts(hierarchy *self, pli_query what)
-{
-    hierarchy_lock(self);
-    const pl_status st = query_hosts_locked(self, what);
-    hierarchy_unlock(self);
-    return st;
-}
-
-pl_status pli_hierarchy_query(pl_comm *comm, pli_query what)
-{
-    pl_status st = PL_OK;
-    hierarchy *self = hierarchy_of(comm);
-    if (pli_hierarchy_phase(self) == HIERARCHY_ENDED)
-        PL_TRY(pli_hierarchy_check(self));
-    st = pli_base_query(&self->super, what);
-    if (self->links == NULL)
-        return st;
-    if (st != PL_OK && what != PLI_QUERY_GONE) {
-        st = pli_hierarchy_fail_as_inside(self, st);
-        give_up_unless_words_follow(self);
-    }
-    PL_TRY(st);
-    PL_TRY(pli_hierarchy_query_hosts(self, what));
-done:
-    return st;
-}
-
 /* Words that come before a failure, or behind one that has none. */
 void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
 {
@@ -237,13 +258,14 @@ void pli_hierarchy_set_failure_message(pl_comm *comm, const char *message)
     pli_base_set_failure_message(comm, message);
     if (self->links == NULL)
         return;
-    const int phase = pli_hierarchy_take_message(self);
+    pli_spin_lock(&self->message_lock);
+    const int phase = atomic_load(&self->phase);
     const int may_change = phase == HIERARCHY_RUNNING || atomic_load(&self->is_unsent);
     if (may_change && message != NULL)
         put_own_words(self, message);
     else if (phase == HIERARCHY_RUNNING)
         self->message[0] = '\0';
-    pli_hierarchy_return_message(self, phase);
+    pli_spin_unlock(&self->message_lock);
     if (may_change && phase != HIERARCHY_RUNNING)
         give_up_locking(self);
 }

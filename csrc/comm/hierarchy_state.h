@@ -5,7 +5,7 @@
 #include <stdatomic.h>
 
 #include "backend/cpu_sum.h"
-#include "core/clock.h"
+#include "core/backoff.h"
 #include "hierarchy.h"
 #include "segment.h"
 
@@ -14,10 +14,17 @@ enum { HIERARCHY_MESSAGE_BYTES = PLI_NOTICE_BYTES };
 /* A leader's: its host's ranks ask their own world. */
 typedef enum hierarchy_phase {
     HIERARCHY_RUNNING,
-    HIERARCHY_HELD,   /* any of them: a thread has the message, for a moment */
     HIERARCHY_FAILED, /* until all hosts have left the step behind */
     HIERARCHY_ENDED   /* for good */
 } hierarchy_phase;
+
+/* Who is known to have given this epoch's step up: no more of it will come from there.
+ */
+typedef enum hierarchy_given_up {
+    GIVEN_UP_NOWHERE,
+    GIVEN_UP_ELSEWHERE, /* another host has, or is about to */
+    GIVEN_UP_HERE       /* marks are sent */
+} hierarchy_given_up;
 
 /* What stands before each operation's bytes. */
 typedef struct head {
@@ -52,8 +59,9 @@ typedef struct operation {
 } operation;
 
 /* Operations are counted from 1 in each epoch, and their numbers are epoch <<
- * PLI_EPOCH_SHIFT | count.  n_down <= n_exchanged <= n_reduced <= n_up <= n_issued on a
- * leader; `n_exchanged` and `n_reduced` are the leader's alone. */
+ * PLI_EPOCH_SHIFT | count.  n_down <= n_exchanged <= n_added <= n_reduced <= n_up <=
+ * n_issued on a leader; those from `n_exchanged` to `n_reduced` are the leader's alone.
+ */
 typedef struct hierarchy {
     pl_comm super;    /* its base: the host's own world */
     pli_links *links; /* NULL: this rank is no leader */
@@ -66,23 +74,23 @@ typedef struct hierarchy {
     int64_t deadline_ns;
     operation *ring;
     size_t ring_ops;
-    uint64_t epoch;   /* how often a step was left behind; alike on all leaders */
-    int has_met_mark; /* another host has given this epoch's step up, or is about to */
-    int is_given_up;  /* ... and so has this one */
+    uint64_t epoch;      /* how often a step was left behind; alike on all leaders */
+    atomic_int given_up; /* hierarchy_given_up; any thread sends failures */
     uint64_t n_issued;
     uint64_t n_up;        /* handed to the host's own world */
     uint64_t n_reduced;   /* have gone up, on all ranks of the host */
+    uint64_t n_added;     /* this leader's part is added up, by at most one ahead of: */
     uint64_t n_exchanged; /* between hosts */
     uint64_t n_down;      /* handed to the host's own world again */
     uint64_t n_whole;     /* the last that nothing follows */
     pl_ticket last_inner; /* of the host's own world */
     _Atomic uint64_t n_done;
-    int is_added_up;      /* of the operation behind n_exchanged: this leader's part */
-    int64_t last_sign_ns; /* when anything went on; while somebody waits */
-    int64_t sent_waiting_ns; /* ... of the silence that others know of */
-    atomic_flag busy;        /* a thread is at what stands above */
-    atomic_int phase;        /* hierarchy_phase; any thread may abort */
-    atomic_int is_unsent;    /* failed, and the other hosts do not know yet */
+    int64_t last_sign_ns;     /* when anything went on; while somebody waits */
+    int64_t sent_waiting_ns;  /* ... of the silence that others know of */
+    atomic_flag busy;         /* a thread is at what stands above */
+    atomic_int phase;         /* hierarchy_phase; any thread may abort */
+    atomic_int is_unsent;     /* failed, and the other hosts do not know yet */
+    atomic_flag message_lock; /* any thread may fail the step, and any other read why */
     char message[HIERARCHY_MESSAGE_BYTES];
 } hierarchy;
 
@@ -112,17 +120,6 @@ static inline int host_of_rank(const hierarchy *self, int rank)
 static inline char *range_of(const hierarchy *self, const pl_op *op)
 {
     return self->super.arena + op->offset_bytes;
-}
-
-static inline void hierarchy_lock(hierarchy *self)
-{
-    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
-        pli_cpu_relax();
-}
-
-static inline void hierarchy_unlock(hierarchy *self)
-{
-    atomic_flag_clear_explicit(&self->busy, memory_order_release);
 }
 
 /* The count in an operation's number. */
@@ -163,20 +160,20 @@ pl_status pli_hierarchy_check_hosts(hierarchy *self) PL_MUST_USE;
  * has; the lock is held. */
 pl_status pli_hierarchy_advance(hierarchy *self) PL_MUST_USE;
 
-/* A step has failed here: tells the other hosts, in what they receive, that nothing
- * more of it will come, as far as that can be sent now (hierarchy_recover.c). */
+/* ... unless another thread is at it, or nothing is to be done (hierarchy_progress.c).
+ */
+pl_status pli_hierarchy_advance_unless_busy(hierarchy *self) PL_MUST_USE;
+
+/* A step has failed here: sends the other hosts a mark behind what they receive,
+ * nothing more of it will come, as far as that can be sent now (hierarchy_failure.c).
+ */
 void pli_hierarchy_give_up(hierarchy *self);
+
+/* ... by any thread, but not before the words of the failure. */
+void pli_hierarchy_give_up_unless_words_follow(hierarchy *self);
 
 /* Tells the other hosts of a failure, once. */
 void pli_hierarchy_send_failure(hierarchy *self);
-
-/* Any thread may fail the step, with a message, and any other read it: both have the
- * message in between.  Give back the phase that this returns, or the next one. */
-int pli_hierarchy_take_message(hierarchy *self);
-void pli_hierarchy_return_message(hierarchy *self, int phase);
-
-/* Waits for who has the message. */
-int pli_hierarchy_phase(const hierarchy *self);
 
 /* Of pl_comm_ops. */
 void pli_hierarchy_abort(pl_comm *comm, const char *message);

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "core/alloc.h"
-#include "core/clock.h"
+#include "core/backoff.h"
 #include "links_state.h"
 
 enum { NOTICE_WAIT_MS = 300 }; /* for the words of a host whose connection has ended */
@@ -161,22 +161,11 @@ pl_status pli_links_read_notice(pli_links *self, int host)
     return fail_by_notice(from);
 }
 
-static void lock_sent(pli_links *self)
-{
-    while (atomic_flag_test_and_set_explicit(&self->is_sending, memory_order_acquire))
-        pli_cpu_relax();
-}
-
-static void unlock_sent(pli_links *self)
-{
-    atomic_flag_clear_explicit(&self->is_sending, memory_order_release);
-}
-
 void pli_links_begin_epoch(pli_links *self, uint64_t epoch)
 {
-    lock_sent(self);
+    pli_spin_lock(&self->is_sending);
     self->epoch = epoch;
-    unlock_sent(self);
+    pli_spin_unlock(&self->is_sending);
 }
 
 static void send_notice(connection *link)
@@ -222,9 +211,9 @@ static void send_to_all(pli_links *self, notice *sent, const char *reason)
 {
     if (self->owner_pid != getpid())
         return;
-    lock_sent(self);
+    pli_spin_lock(&self->is_sending);
     send_locked(self, sent, reason);
-    unlock_sent(self);
+    pli_spin_unlock(&self->is_sending);
 }
 
 void pli_links_send_failure(pli_links *self, const char *reason, int is_anothers)
@@ -259,11 +248,11 @@ int pli_links_waited_for(pli_links *self, uint64_t number, int host)
 int pli_links_has_sent_failure(pli_links *self, int host)
 {
     connection *link = &self->links[host];
-    lock_sent(self);
+    pli_spin_lock(&self->is_sending);
     if (!is_sent(link))
         send_notice(link);
     const int has = is_sent(link);
-    unlock_sent(self);
+    pli_spin_unlock(&self->is_sending);
     return has;
 }
 
@@ -279,12 +268,12 @@ void pli_links_end(pli_links *self, const char *reason)
     notice sent = {.epoch = self->epoch, .kind = NOTICE_ENDED};
     if (self->owner_pid != getpid())
         return; /* a child's copies of the sockets say nothing as they close */
-    lock_sent(self);
+    pli_spin_lock(&self->is_sending);
     if (!self->has_ended) {
         if (reason != NULL)
             send_locked(self, &sent, reason);
         say_no_more(self);
         self->has_ended = 1;
     }
-    unlock_sent(self);
+    pli_spin_unlock(&self->is_sending);
 }

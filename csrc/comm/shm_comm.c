@@ -1,46 +1,30 @@
-/* shm_comm.c - posting, working and waiting on counters in shared memory. */
+/* shm_comm.c - posting operations in shared memory, failing, and a world's life. */
 #include "shm_comm.h"
 
 #include <sched.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "core/alloc.h"
 #include "core/backoff.h"
+#include "core/pages.h"
 #include "shm_counters.h"
 
 enum {
     SPINS_WITH_CORES = 1000, /* pauses before a sleep: 20 to 40 us */
-    SPINS_CROWDED = 100,     /* ... where ranks outnumber cores */
-    SLEEP_MS = 10            /* between two checks of the peers' processes */
+    SPINS_CROWDED = 100      /* ... where ranks outnumber cores */
 };
-
-static pli_shm_comm *shm_of(pl_comm *comm)
-{
-    return (pli_shm_comm *)(void *)comm;
-}
-
-static pl_status fail_as(pli_shm_comm *self, const char *waiting_for)
-{
-    pli_failure failure = {0};
-    pli_failure cause;
-    if (!pli_failure_stands(self, &failure))
-        return PL_OK;
-    if (pli_failure_is_final(&failure) &&
-        pli_failure_raised_in(self->segment, self->epoch, &cause))
-        failure = cause;
-    return pli_failure_report(self->segment, &failure, self->super.rank, waiting_for);
-}
 
 static pl_status shm_issue(pl_comm *comm, const pl_op *op, const pli_order *order,
                            pl_ticket *out)
 {
     pl_status st = PL_OK;
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     const uint64_t n = atomic_load_explicit(&self->n_posted, memory_order_relaxed) + 1;
     (void)order; /* host memory is ready when this is called */
-    PL_TRY(fail_as(self, ""));
+    PL_TRY(pli_shm_check(self, ""));
     if (self->phase != PLI_RUNNING)
         PL_FAIL(PL_ESTATE, "an operation was issued while the world recovers");
     if (op->kind <= PL_REDUCE && self->sums->fn[op->dtype][op->reduction] == NULL)
@@ -65,50 +49,23 @@ done:
     return st;
 }
 
-/* Does every part that is ready; `busy` is held. */
-static void work_locked(pli_shm_comm *self)
-{
-    pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
-    const _Atomic uint64_t *all_posted = &pli_header_of(self->segment)->all_posted;
-    pli_failure failure;
-    while (self->n_done < atomic_load_explicit(&self->n_posted, memory_order_acquire)) {
-        const uint64_t n = self->n_done + 1;
-        if (!pli_all_have(self, all_posted, pli_epoch_base(self) + n) ||
-            pli_failure_stands(self, &failure))
-            break;
-        pli_part_run(self, &self->ring[n & (self->segment->ring_ops - 1)]);
-        self->n_done = n;
-        atomic_store(&mine->done, pli_epoch_base(self) + n);
-        (void)pli_have_all_done(self, pli_epoch_base(self) + n);
-    }
-}
-
-static void shm_work(pl_comm *comm)
-{
-    pli_shm_comm *self = shm_of(comm);
-    if (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
-        return; /* another thread is at it */
-    work_locked(self);
-    atomic_flag_clear_explicit(&self->busy, memory_order_release);
-}
-
 static pl_status shm_progress(pl_comm *comm)
 {
-    shm_work(comm);
-    return fail_as(shm_of(comm), "");
+    pli_shm_work(comm);
+    return pli_shm_check(pli_shm_of(comm), "");
 }
 
 /* ---- waiting -------------------------------------------------------------------- */
 
 static pl_status shm_check_peers(pl_comm *comm)
 {
-    pli_shm_comm *self = shm_of(comm);
-    shm_work(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
+    pli_shm_work(comm);
     for (int r = 0; r < comm->world_size; r++)
         if (r != comm->rank && pli_rank_has_left(self, r))
             pli_epoch_fail(self, r, PLI_LEFT);
     (void)pli_peers_blame_dead(self, pli_counter_done, UINT64_MAX);
-    return fail_as(self, ", waiting");
+    return pli_shm_check(self, ", waiting");
 }
 
 /* A rank that has left well may have done so with its part done. */
@@ -128,7 +85,7 @@ done:
 
 static pl_status shm_query(pl_comm *comm, pli_query what)
 {
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     pli_failure failure = {0};
     if (what == PLI_QUERY_GONE)
         return check_gone(self);
@@ -137,85 +94,18 @@ static pl_status shm_query(pl_comm *comm, pli_query what)
         if (!pli_failure_stands(self, &failure) || !pli_failure_is_final(&failure))
             return PL_OK;
     }
-    return fail_as(self, "");
+    return pli_shm_check(self, "");
 }
 
 static int shm_is_done(pl_comm *comm, pl_ticket ticket)
 {
-    return pli_have_all_done(shm_of(comm), ticket);
-}
-
-static int have_all_come(const pli_shm_comm *self, pli_counter counter, uint64_t least)
-{
-    return counter == pli_counter_done ? pli_have_all_done(self, least)
-                                       : pli_laggard(self, counter, least) < 0;
-}
-
-/* ... as far as that is known without a look at every rank. */
-static int is_said_to_have_come(const pli_shm_comm *self, pli_counter counter,
-                                uint64_t least)
-{
-    return counter == pli_counter_done
-               ? pli_all_have(self, &pli_header_of(self->segment)->all_done, least)
-               : have_all_come(self, counter, least);
-}
-
-static void sleep_briefly(pli_shm_comm *self, pli_counter counter, uint64_t least)
-{
-    pli_header *header = pli_header_of(self->segment);
-    pli_failure failure;
-    atomic_fetch_add(&header->n_waiters, 1);
-    const uint32_t before = atomic_load(&header->wakeup);
-    const uint64_t next =
-        atomic_load(&pli_rank_of(self->segment, self->super.rank)->done) + 1;
-    const int has_work = next <= pli_epoch_base(self) + atomic_load(&self->n_posted) &&
-                         pli_have_all_posted(self, next);
-    if (!has_work && !have_all_come(self, counter, least) &&
-        !pli_failure_stands(self, &failure))
-        pli_futex_wait(&header->wakeup, before, SLEEP_MS * PLI_MS);
-    atomic_fetch_sub(&header->n_waiters, 1);
-}
-
-pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t least,
-                           int64_t slice_ns)
-{
-    pl_status st = PL_OK;
-    const int64_t begin = pli_recorder_wait_begins(self->super.recorder);
-    pli_failure failure;
-    int n_spins = self->n_spins;
-    int awaited = PLI_RECORDER_NOBODY;
-    int is_failed = 0;
-    for (;;) {
-        shm_work(&self->super);
-        /* Whoever failed may have seen the end of what is waited for before. */
-        is_failed = pli_failure_stands(self, &failure);
-        if (is_said_to_have_come(self, counter, least) ||
-            (is_failed && have_all_come(self, counter, least)))
-            break;
-        if (is_failed)
-            PL_TRY(fail_as(self, ", waiting"));
-        awaited = pli_awaited(self, counter, least, awaited);
-        if (pli_spin(&n_spins))
-            continue;
-        pli_progress_others(self->progress, &self->super);
-        sleep_briefly(self, counter, least);
-        pli_peers_check(self, counter, least);
-        if (have_all_come(self, counter, least))
-            break;
-        if (pli_now_ns() - begin > slice_ns &&
-            (slice_ns == 0 || !pli_must_see_end(self, counter, least)))
-            PL_FAIL(PL_EAGAIN, "not done yet");
-    }
-    self->silent_since_ns = 0;
-done:
-    pli_recorder_wait_ends(self->super.recorder, begin, awaited);
-    return st;
+    return pli_have_all_done(pli_shm_of(comm), ticket);
 }
 
 static pl_status shm_wait(pl_comm *comm, pl_ticket ticket, int64_t slice_ns)
 {
     pl_status st = PL_OK;
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     if (ticket > pli_epoch_base(self) + atomic_load(&self->n_posted))
         PL_FAIL(PL_EINVAL, "ticket %llu is waited for, but was never issued",
                 (unsigned long long)ticket);
@@ -237,7 +127,7 @@ static void break_promise(pli_rank *mine)
 static void shm_set_failure_message(pl_comm *comm, const char *message)
 {
     pli_failure failure;
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (getpid() != self->owner_pid)
         return;            /* a forked child has holes where the world was mapped */
@@ -250,19 +140,18 @@ static void shm_set_failure_message(pl_comm *comm, const char *message)
     }
     /* The end of a traceback says most. */
     const char *from = pli_text_tail(message, PLI_MESSAGE_BYTES - 1);
-    while (atomic_flag_test_and_set(&self->is_writing))
-        pli_cpu_relax(); /* a watchdog may abort just now */
+    pli_spin_lock(&self->is_writing); /* a watchdog may abort just now */
     atomic_fetch_add(&mine->n_writes, 1);
     for (size_t i = 0, n = strlen(from); i <= n; i++) /* others may read this */
         __atomic_store_n(&mine->message[i], from[i], __ATOMIC_RELAXED);
     atomic_store(&mine->message_state, PLI_MESSAGE_READY);
     atomic_fetch_add(&mine->n_writes, 1);
-    atomic_flag_clear(&self->is_writing);
+    pli_spin_unlock(&self->is_writing);
 }
 
 static void shm_abort(pl_comm *comm, const char *message)
 {
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     pli_rank *mine = pli_rank_of(self->segment, comm->rank);
     if (getpid() != self->owner_pid)
         return;
@@ -275,7 +164,7 @@ static void shm_abort(pl_comm *comm, const char *message)
 
 static void shm_end(pl_comm *comm, const char *message)
 {
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     if (getpid() != self->owner_pid)
         return;
     shm_set_failure_message(comm, message);
@@ -289,14 +178,13 @@ static void shm_end(pl_comm *comm, const char *message)
 static void enter_epoch_after(pli_shm_comm *self, const pli_failure *failure)
 {
     pli_rank *mine = pli_rank_of(self->segment, self->super.rank);
-    while (atomic_flag_test_and_set_explicit(&self->busy, memory_order_acquire))
-        pli_cpu_relax(); /* a thread ends its part of an aborted operation */
+    pli_spin_lock(&self->busy); /* a thread ends its part of an aborted operation */
     if (self->phase == PLI_RUNNING)
         atomic_store(&mine->done_before, pli_epoch_base(self) + self->n_done);
     self->epoch = failure->epoch + 1;
     atomic_store(&self->n_posted, 0);
     self->n_done = 0;
-    atomic_flag_clear_explicit(&self->busy, memory_order_release);
+    pli_spin_unlock(&self->busy);
     /* A message that is there stays until everyone has had the time to read it. */
     break_promise(mine);
     self->silent_since_ns = 0;
@@ -321,7 +209,7 @@ static int has_failed(const pli_shm_comm *self, pli_failure *out)
 static pl_status shm_recover(pl_comm *comm, int64_t slice_ns, pl_recovery *out)
 {
     pl_status st = PL_OK;
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     do {
         pli_failure failure = {0};
         if (has_failed(self, &failure)) {
@@ -355,7 +243,7 @@ static uint32_t thread_number(void)
 
 static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t step)
 {
-    pli_rank *mine = pli_rank_of(shm_of(comm)->segment, comm->rank);
+    pli_rank *mine = pli_rank_of(pli_shm_of(comm)->segment, comm->rank);
     atomic_store_explicit(&mine->thread, thread_number(), memory_order_relaxed);
     atomic_store_explicit(&mine->activity, activity, memory_order_relaxed);
     atomic_store_explicit(&mine->step, step, memory_order_relaxed);
@@ -364,6 +252,43 @@ static void shm_record_activity(pl_comm *comm, pl_activity activity, uint64_t st
 static void shm_forget(pl_comm *comm)
 {
     (void)comm; /* what a child inherits is closed with it */
+}
+
+static off_t own_offset(pl_comm *comm, size_t offset_bytes)
+{
+    const pli_segment *segment = pli_shm_of(comm)->segment;
+    return (off_t)(segment->arenas_at + (size_t)comm->rank * segment->arena_bytes +
+                   offset_bytes);
+}
+
+static pl_status shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
+                             void **out)
+{
+    pl_status st = PL_OK;
+    const pli_segment *segment = pli_shm_of(comm)->segment;
+    const off_t at = own_offset(comm, offset_bytes);
+    /* Without a file, mremap() maps the same pages again: for an old size of 0. */
+    void *memory =
+        segment->fd >= 0
+            ? PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                              segment->fd, at),
+                         MAP_FAILED)
+            : PL_SYS_PTR(mremap(segment->base + at, 0, bytes, MREMAP_MAYMOVE),
+                         MAP_FAILED);
+    if (memory == MAP_FAILED)
+        PL_FAIL_ERRNO("cannot map %zu bytes of gradients", bytes);
+    (void)madvise(memory, bytes, 22 /* MADV_POPULATE_READ: no faults later */);
+    *out = memory;
+done:
+    return st;
+}
+
+static pl_status shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
+                                 void *memory)
+{
+    const pli_segment *segment = pli_shm_of(comm)->segment;
+    return pli_pages_make_private(memory, bytes, segment->fd,
+                                  own_offset(comm, offset_bytes));
 }
 
 /* ---- life ----------------------------------------------------------------------- */
@@ -378,7 +303,7 @@ void pli_shm_segment_release(pli_shm_segment *shared)
 
 static void shm_leave(pl_comm *comm)
 {
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     if (getpid() != self->owner_pid)
         return;
     atomic_store(&pli_rank_of(self->segment, comm->rank)->life, PLI_GONE);
@@ -387,7 +312,7 @@ static void shm_leave(pl_comm *comm)
 
 static void shm_destroy(pl_comm *comm)
 {
-    pli_shm_comm *self = shm_of(comm);
+    pli_shm_comm *self = pli_shm_of(comm);
     pli_progress_leave(self->progress, comm);
     shm_leave(comm);
     if (getpid() == self->owner_pid) /* a child may have closed what it inherited */
@@ -400,7 +325,7 @@ static void shm_destroy(pl_comm *comm)
 static const pl_comm_ops shm_ops = {
     .name = "shm",
     .issue = shm_issue,
-    .work = shm_work,
+    .work = pli_shm_work,
     .progress = shm_progress,
     .check_peers = shm_check_peers,
     .query = shm_query,
@@ -419,8 +344,8 @@ static const pli_host_ops shm_host_ops = {
     .end = shm_end,
     .notify = pli_shm_notify,
     .await_notice = pli_shm_await_notice,
-    .map_own = pli_shm_map_own,
-    .unshare_own = pli_shm_unshare_own,
+    .map_own = shm_map_own,
+    .unshare_own = shm_unshare_own,
 };
 
 static int spins_for(int world_size)

@@ -51,6 +51,11 @@ typedef struct pli_shm_comm {
     int notice_from;           /* the rank whose notice is waited for */
 } pli_shm_comm;
 
+static inline pli_shm_comm *pli_shm_of(pl_comm *comm)
+{
+    return (pli_shm_comm *)(void *)comm;
+}
+
 typedef struct pli_shm_comm_options {
     pli_shm_segment *shared; /* one user's share of it is taken over on success */
     pli_progress *progress;
@@ -70,12 +75,6 @@ void pli_part_of(size_t n_elems, size_t elem_bytes, int world_size, int rank,
 /* Does one rank's part of an operation that all ranks have posted (shm_collectives.c).
  */
 void pli_part_run(const pli_shm_comm *self, const pl_op *op);
-
-/* Of pli_host_ops (shm_init.c). */
-pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                          void **out) PL_MUST_USE;
-pl_status pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t n_bytes,
-                              void *memory) PL_MUST_USE;
 
 void pli_shm_segment_release(pli_shm_segment *shared);
 

@@ -8,6 +8,15 @@
  */
 #include "shm_counters.h"
 
+uint64_t pli_counter_done(const pli_shm_comm *self, int rank)
+{
+    pli_rank *state = pli_rank_of(self->segment, rank);
+    const uint64_t done = atomic_load_explicit(&state->done, memory_order_seq_cst);
+    return done >> PLI_EPOCH_SHIFT <= self->epoch
+               ? done
+               : atomic_load_explicit(&state->done_before, memory_order_relaxed);
+}
+
 uint64_t pli_tag_of(const pl_op *op)
 {
     return op->kind == PL_BARRIER ? pli_barrier_tag(op->mark) : pli_op_hash(op);

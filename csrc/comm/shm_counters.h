@@ -1,5 +1,5 @@
 /* shm_counters.h - how far each rank has come, as one of them sees it, and whether what
- * it does has failed; for shm_comm.c, shm_counters.c, notice.c, peer_check.c and
+ * it does has failed; for shm_comm.c, shm_wait.c, shm_counters.c, peer_check.c and
  * deadlock.c alone.
  *
  * What a counter says is epoch << PLI_EPOCH_SHIFT | n: a rank that has gone on to a
@@ -25,15 +25,9 @@ static inline uint64_t pli_counter_posted(const pli_shm_comm *self, int rank)
 }
 
 /* What a rank had done when it left this rank's epoch, where it has left it: a rank
- * that recovers has done nothing of what it leaves behind. */
-static inline uint64_t pli_counter_done(const pli_shm_comm *self, int rank)
-{
-    pli_rank *state = pli_rank_of(self->segment, rank);
-    const uint64_t done = atomic_load_explicit(&state->done, memory_order_seq_cst);
-    return done >> PLI_EPOCH_SHIFT <= self->epoch
-               ? done
-               : atomic_load_explicit(&state->done_before, memory_order_relaxed);
-}
+ * that recovers has done nothing of what it leaves behind.  One function, as its
+ * address is compared. */
+uint64_t pli_counter_done(const pli_shm_comm *self, int rank);
 
 static inline uint64_t pli_counter_epoch(const pli_shm_comm *self, int rank)
 {
@@ -164,14 +158,21 @@ int pli_peers_blame_dead(const pli_shm_comm *self, pli_counter counter, uint64_t
  * only after a while: another thread may be about to. */
 void pli_deadlock_check(const pli_shm_comm *self, int rank);
 
-/* ---- notice.c: notify and await_notice of pli_host_ops -------------------------- */
+/* ---- shm_wait.c ----------------------------------------------------------------- */
 
+/* PL_OK, or why this rank's epoch has failed. */
+pl_status pli_shm_check(const pli_shm_comm *self, const char *waiting_for) PL_MUST_USE;
+
+/* Does every part that is ready, unless another thread is at it. */
+void pli_shm_work(pl_comm *comm);
+
+/* Waits until every rank's counter has reached `least`. */
+pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t least,
+                           int64_t slice_ns) PL_MUST_USE;
+
+/* Of pli_host_ops. */
 void pli_shm_notify(pl_comm *comm, unsigned n, unsigned bit);
 pl_status pli_shm_await_notice(pl_comm *comm, int rank, unsigned n, int64_t slice_ns,
                                unsigned *bit) PL_MUST_USE;
-
-/* Waits until every rank's counter has reached `least` (shm_comm.c). */
-pl_status pli_shm_wait_for(pli_shm_comm *self, pli_counter counter, uint64_t least,
-                           int64_t slice_ns) PL_MUST_USE;
 
 #endif

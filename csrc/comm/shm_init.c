@@ -5,11 +5,9 @@
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "core/alloc.h"
-#include "core/pages.h"
 #include "handshake.h"
 #include "shm_comm.h"
 
@@ -133,40 +131,4 @@ done:
     pli_watch_fini(&watch);
     pli_shm_segment_release(shared);
     return st;
-}
-
-static off_t own_offset(const pl_comm *comm, size_t offset_bytes)
-{
-    const pli_segment *segment = ((const pli_shm_comm *)(const void *)comm)->segment;
-    return (off_t)(segment->arenas_at + (size_t)comm->rank * segment->arena_bytes +
-                   offset_bytes);
-}
-
-pl_status pli_shm_map_own(pl_comm *comm, size_t offset_bytes, size_t bytes, void **out)
-{
-    pl_status st = PL_OK;
-    const pli_segment *segment = ((pli_shm_comm *)(void *)comm)->segment;
-    const off_t at = own_offset(comm, offset_bytes);
-    /* Without a file, mremap() maps the same pages again: for an old size of 0. */
-    void *memory =
-        segment->fd >= 0
-            ? PL_SYS_PTR(mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
-                              segment->fd, at),
-                         MAP_FAILED)
-            : PL_SYS_PTR(mremap(segment->base + at, 0, bytes, MREMAP_MAYMOVE),
-                         MAP_FAILED);
-    if (memory == MAP_FAILED)
-        PL_FAIL_ERRNO("cannot map %zu bytes of gradients", bytes);
-    (void)madvise(memory, bytes, 22 /* MADV_POPULATE_READ: no faults later */);
-    *out = memory;
-done:
-    return st;
-}
-
-pl_status pli_shm_unshare_own(pl_comm *comm, size_t offset_bytes, size_t bytes,
-                              void *memory)
-{
-    const pli_segment *segment = ((pli_shm_comm *)(void *)comm)->segment;
-    return pli_pages_make_private(memory, bytes, segment->fd,
-                                  own_offset(comm, offset_bytes));
 }

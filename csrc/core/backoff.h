@@ -43,6 +43,23 @@ static inline int pli_spin(int *n_spins)
     return 1;
 }
 
+/* A lock that is held for a moment. */
+static inline void pli_spin_lock(atomic_flag *lock)
+{
+    while (atomic_flag_test_and_set_explicit(lock, memory_order_acquire))
+        pli_cpu_relax();
+}
+
+static inline int pli_spin_try_lock(atomic_flag *lock)
+{
+    return !atomic_flag_test_and_set_explicit(lock, memory_order_acquire);
+}
+
+static inline void pli_spin_unlock(atomic_flag *lock)
+{
+    atomic_flag_clear_explicit(lock, memory_order_release);
+}
+
 /* Sleeps while *word is `value`, for up to most_ns or until a signal comes; `word` may
  * be memory that processes share. */
 void pli_futex_wait(const _Atomic uint32_t *word, uint32_t value, int64_t most_ns);
