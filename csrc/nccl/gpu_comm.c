@@ -59,18 +59,6 @@ done:
     return st;
 }
 
-pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op)
-{
-    char *memory = pli_comm_memory(&self->super, op->offset_bytes);
-    const int is_short = op->dtype == PL_F16 || op->dtype == PL_BF16;
-    if (self->super.world_size == 1)
-        return PL_OK; /* its own sum, its own mean */
-    if (self->accumulation == PLI_ACCUMULATE_IN_F32 && is_short &&
-        op->kind == PL_ALL_REDUCE)
-        return pli_gpu_comm_sum(self, op, memory);
-    return pli_nccl_enqueue(self->nccl, op, memory, self->side);
-}
-
 /* Asked behind an operation, which has brought the side stream into the capture. */
 static pl_status read_capture(pli_gpu_comm *self, int *is_captured)
 {
@@ -146,22 +134,17 @@ done:
 
 static pl_status gpu_progress(pl_comm *comm)
 {
-    pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
-    PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(pli_gpu_comm_after(self, pl_comm_progress(self->super.base)));
-done:
-    return st;
+    const pl_status st = pli_gpu_comm_check(self);
+    return st != PL_OK ? st : pli_gpu_comm_after(self, pl_comm_progress(comm->base));
 }
 
 static pl_status gpu_check_peers(pl_comm *comm)
 {
-    pl_status st = PL_OK;
     pli_gpu_comm *self = gpu_comm_of(comm);
-    PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(pli_gpu_comm_after(self, pli_comm_check_peers(self->super.base)));
-done:
-    return st;
+    const pl_status st = pli_gpu_comm_check(self);
+    return st != PL_OK ? st
+                       : pli_gpu_comm_after(self, pli_comm_check_peers(comm->base));
 }
 
 /* Where every rank has done its part of the step's host operations the step is over, on
@@ -269,6 +252,23 @@ done:
     return st;
 }
 
+static pl_status gpu_prepare(pl_comm *comm, const pli_op_range *ranges, size_t n_ranges,
+                             const pli_order *order)
+{
+    pl_status st = PL_OK;
+    pli_gpu_comm *self = gpu_comm_of(comm);
+    if (comm->world_size == 1)
+        goto done;
+    PL_TRY(pli_gpu_comm_check(self));
+    PL_TRY(pli_gpu_comm_check_ranges(ranges, n_ranges)); /* the same on every rank */
+    st = pli_gpu_comm_agree_on(
+        self, pli_gpu_comm_try_ranges(self, ranges, n_ranges, order->ready));
+    if (st != PL_OK)
+        pli_gpu_comm_fail(self, self->generation, PL_OK);
+done:
+    return st;
+}
+
 /* ---- life ----------------------------------------------------------------------- */
 
 static void end_watch(pli_gpu_comm *self)
@@ -352,7 +352,7 @@ static const pli_device_ops gpu_device_ops = {
     .follow = gpu_follow,
     .retain_memory = gpu_retain_memory,
     .renew = gpu_renew,
-    .prepare = pli_gpu_comm_prepare,
+    .prepare = gpu_prepare,
 };
 
 static pl_status check_options(const pli_gpu_comm_options *options)
@@ -421,18 +421,17 @@ static pl_status make(const pli_gpu_comm_options *options, pli_gpu_comm **out)
     pl_status st = PL_OK;
     pli_gpu_comm *self = NULL;
     PL_TRY(pli_calloc(1, sizeof *self, "a world of GPUs", &self));
-    self->super = super_of(options);
-    self->backend = options->backend;
-    pli_cuda_backend_retain(self->backend);
-    self->side = pli_cuda_side_stream(self->backend);
+    *self = (pli_gpu_comm){.super = super_of(options),
+                           .backend = options->backend,
+                           .side = pli_cuda_side_stream(options->backend),
+                           .deadline_ns = options->deadline_ns,
+                           .accumulation = options->accumulation,
+                           .is_interrupted = options->is_interrupted,
+                           .context = options->context,
+                           .owner_pid = getpid()};
     self->library = self->super.world_size > 1 ? options->nccl : NULL;
-    if (self->library != NULL)
-        pli_nccl_library_retain(self->library);
-    self->deadline_ns = options->deadline_ns;
-    self->accumulation = options->accumulation;
-    self->is_interrupted = options->is_interrupted;
-    self->context = options->context;
-    self->owner_pid = getpid();
+    pli_cuda_backend_retain(self->backend);
+    pli_nccl_library_retain(self->library);
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     *out = self;
 done:

@@ -106,14 +106,13 @@ pl_status pli_gpu_comm_agree_on(pli_gpu_comm *self, pl_status st) PL_MUST_USE;
 /* Does once what every world does, with the new communicator. */
 pl_status pli_gpu_comm_try(pli_gpu_comm *self) PL_MUST_USE;
 
-/* pli_device_ops.prepare */
-pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
-                               size_t n_ranges, const pli_order *order) PL_MUST_USE;
+/* PL_EINVAL for what cannot be tried. */
+pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges,
+                                    size_t n_ranges) PL_MUST_USE;
 
-/* ---- gpu_comm.c ----------------------------------------------------------------- */
-
-/* Enqueues the operation on the side stream. */
-pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op) PL_MUST_USE;
+/* Does these, behind `ready`, in the world's memory. */
+pl_status pli_gpu_comm_try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
+                                  size_t n_ranges, pl_event *ready) PL_MUST_USE;
 
 /* ---- gpu_comm_fail.c ------------------------------------------------------------ */
 
@@ -148,8 +147,7 @@ pl_status pli_gpu_comm_recover(pl_comm *comm, int64_t slice_ns,
 /* Bytes of staging for ranges of up to n_bytes. */
 size_t pli_gpu_comm_staging_bytes(int world_size, size_t n_bytes);
 
-/* An all-reduce of 16-bit floats, in rank order and in float32. */
-pl_status pli_gpu_comm_sum(pli_gpu_comm *self, const pl_op *op,
-                           char *memory) PL_MUST_USE;
+/* Enqueues an operation on the side stream. */
+pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op) PL_MUST_USE;
 
 #endif

@@ -312,33 +312,35 @@ static void give_up(trial *run, const pli_helper *helper)
     (void)!pli_helper_wait(helper, &waiting, doing);
 }
 
-/* Takes `it`. */
-static pl_status try_aside(trial *tried)
+static pl_status try_aside(const trial *what)
 {
     pl_status st = PL_OK;
-    pli_gpu_comm *self = tried->self;
+    pli_gpu_comm *self = what->self;
+    trial *run = NULL;
     char message[PLI_GPU_MESSAGE_BYTES];
     pli_helper *helper = NULL;
     pli_backoff waiting =
         pli_backoff_begin(self->deadline_ns, pli_gpu_comm_poll_base, self);
+    PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
+    *run = *what;
     PL_TRY(pli_helper_start(
         &(pli_helper_job){
-            .run = run_trial, .drop = pli_free, .context = tried, .name = "tries NCCL"},
+            .run = run_trial, .drop = pli_free, .context = run, .name = "tries NCCL"},
         &helper));
     st = pli_helper_wait(helper, &waiting, doing);
     if (st == PL_OK) {
         st = pli_helper_result(helper);
     } else {
         pli_text_print(message, sizeof message, "%s", pl_error_message());
-        give_up(tried, helper);
+        give_up(run, helper);
         (void)pli_fail(st, "%s", message);
     }
     if (pli_helper_end(helper) == PLI_HELPER_LEFT) {
         self->is_left = 1;
-        tried = NULL;
+        run = NULL;
     }
 done:
-    pli_free(tried);
+    pli_free(run);
     return st;
 }
 
@@ -349,8 +351,8 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self)
     enum { FEW_BYTES = 64 };
     pl_status st = PL_OK;
     void *scratch = NULL;
-    trial *run = NULL;
-    size_t n_bytes = self->super.arena_bytes - self->super.host_bytes;
+    const size_t at = self->super.host_bytes;
+    size_t n_bytes = self->super.arena_bytes - at;
     const int is_new =
         atomic_load(&self->phase) == PLI_GPU_RUNNING; /* no step failed */
     const size_t n_most = is_new ? MOST_BROADCAST_BYTES : FEW_BYTES;
@@ -359,28 +361,25 @@ pl_status pli_gpu_comm_try(pli_gpu_comm *self)
         goto done;
     if (!is_new)
         PL_TRY(self->backend->ops->alloc(self->backend, n_bytes, &scratch));
-    PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
-    *run = (trial){.self = self, .scratch = scratch};
-    run->n_ranges = n_bytes < sizeof(double) ? 1 : 2;
-    run->ranges[0] =
-        (pli_op_range){.op = {.kind = PL_ALL_REDUCE,
-                              .dtype = PL_U8,
-                              .offset_bytes = self->super.host_bytes,
-                              .n_elems = n_bytes < FEW_BYTES ? n_bytes : FEW_BYTES},
-                       .n_least = 1};
-    run->ranges[1] = (pli_op_range){.op = {.kind = PL_BROADCAST,
-                                           .dtype = PL_F64,
-                                           .offset_bytes = self->super.host_bytes,
-                                           .n_elems = n_bytes / sizeof(double)},
-                                    .n_least = 1};
-    PL_TRY(try_aside(run));
+    const pl_op sum = {.kind = PL_ALL_REDUCE,
+                       .dtype = PL_U8,
+                       .offset_bytes = at,
+                       .n_elems = n_bytes < FEW_BYTES ? n_bytes : FEW_BYTES};
+    const pl_op broadcast = {.kind = PL_BROADCAST,
+                             .dtype = PL_F64,
+                             .offset_bytes = at,
+                             .n_elems = n_bytes / sizeof(double)};
+    PL_TRY(try_aside(&(trial){.self = self,
+                              .scratch = scratch,
+                              .ranges = {{sum, 1}, {broadcast, 1}},
+                              .n_ranges = broadcast.n_elems > 0 ? 2 : 1}));
 done:
     if (!self->is_left)
         self->backend->ops->free(self->backend, scratch);
     return st;
 }
 
-static pl_status check_ranges(const pli_op_range *ranges, size_t n_ranges)
+pl_status pli_gpu_comm_check_ranges(const pli_op_range *ranges, size_t n_ranges)
 {
     pl_status st = PL_OK;
     if (n_ranges > MOST_RANGES)
@@ -398,33 +397,15 @@ done:
     return st;
 }
 
-static pl_status try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
-                            size_t n_ranges, pl_event *ready)
+pl_status pli_gpu_comm_try_ranges(pli_gpu_comm *self, const pli_op_range *ranges,
+                                  size_t n_ranges, pl_event *ready)
 {
     pl_status st = PL_OK;
-    trial *run = NULL;
+    trial run = {.self = self, .n_ranges = n_ranges, .ready = ready};
     if (pli_block_is_shared(self->block))
         PL_TRY(self->super.device->renew(&self->super));
-    PL_TRY(pli_calloc(1, sizeof *run, "a trial", &run));
-    *run = (trial){.self = self, .n_ranges = n_ranges, .ready = ready};
-    memcpy(run->ranges, ranges, n_ranges * sizeof *ranges);
-    PL_TRY(try_aside(run));
-done:
-    return st;
-}
-
-pl_status pli_gpu_comm_prepare(pl_comm *comm, const pli_op_range *ranges,
-                               size_t n_ranges, const pli_order *order)
-{
-    pl_status st = PL_OK;
-    pli_gpu_comm *self = (pli_gpu_comm *)(void *)comm;
-    if (comm->world_size == 1)
-        goto done;
-    PL_TRY(pli_gpu_comm_check(self));
-    PL_TRY(check_ranges(ranges, n_ranges)); /* the same on every rank */
-    st = pli_gpu_comm_agree_on(self, try_ranges(self, ranges, n_ranges, order->ready));
-    if (st != PL_OK)
-        pli_gpu_comm_fail(self, self->generation, PL_OK);
+    memcpy(run.ranges, ranges, n_ranges * sizeof *ranges);
+    PL_TRY(try_aside(&run));
 done:
     return st;
 }

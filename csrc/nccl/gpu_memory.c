@@ -32,8 +32,7 @@ pl_status pli_pool_create(const pli_pool_options *options, pli_pool **out)
     PL_TRY(pli_calloc(1, sizeof *pool, "gradients' memory", &pool));
     (void)pthread_mutex_init(&pool->lock, NULL); /* cannot fail on Linux */
     pool->options = *options;
-    if (options->library != NULL)
-        pli_nccl_library_retain(options->library);
+    pli_nccl_library_retain(options->library);
     pli_cuda_backend_retain(options->backend);
     pool->owner_pid = getpid();
     atomic_store(&pool->n_refs, 1);

@@ -10,6 +10,8 @@
  * stream, in the same staging:
  *
  *     [rank 0's block r] [rank 1's] ...   [rank 0's rest] [rank 1's] ...
+ *
+ * Any other operation is one of NCCL's.
  */
 #include "gpu_comm_state.h"
 
@@ -108,7 +110,8 @@ done:
     return st;
 }
 
-pl_status pli_gpu_comm_sum(pli_gpu_comm *self, const pl_op *op, char *memory)
+/* An all-reduce of 16-bit floats, in rank order and in float32. */
+static pl_status sum_in_order(pli_gpu_comm *self, const pl_op *op, char *memory)
 {
     pl_status st = PL_OK;
     const size_t n_ranks = (size_t)self->super.world_size;
@@ -129,4 +132,16 @@ pl_status pli_gpu_comm_sum(pli_gpu_comm *self, const pl_op *op, char *memory)
     }
 done:
     return st;
+}
+
+pl_status pli_gpu_comm_carry(pli_gpu_comm *self, const pl_op *op)
+{
+    char *memory = pli_comm_memory(&self->super, op->offset_bytes);
+    const int is_short = op->dtype == PL_F16 || op->dtype == PL_BF16;
+    if (self->super.world_size == 1)
+        return PL_OK; /* its own sum, its own mean */
+    if (self->accumulation == PLI_ACCUMULATE_IN_F32 && is_short &&
+        op->kind == PL_ALL_REDUCE)
+        return sum_in_order(self, op, memory);
+    return pli_nccl_enqueue(self->nccl, op, memory, self->side);
 }

@@ -34,7 +34,7 @@ typedef enum farewell_phase {
 typedef struct farewell {
     ending end;
     pli_nccl_comm comm;
-    pl_backend *backend; /* retained */
+    pl_backend *backend; /* retained by the one on the heap */
     pli_nccl_result result;
     int is_revocable;
     atomic_int phase;         /* farewell_phase */
@@ -62,21 +62,6 @@ static pl_status run_farewell(void *context)
     return PL_OK;
 }
 
-static pl_status make_farewell(const farewell *what, farewell **out)
-{
-    pl_status st = PL_OK;
-    farewell *self = NULL;
-    PL_TRY(pli_calloc(1, sizeof *self, "a communicator's end", &self));
-    self->end = what->end;
-    self->comm = what->comm;
-    self->backend = what->backend;
-    self->is_revocable = what->is_revocable;
-    pli_cuda_backend_retain(self->backend);
-    *out = self;
-done:
-    return st;
-}
-
 /* Waits for the call; one that may be revoked is, where it has not begun by then, or is
  * given its time from its beginning on. */
 static void wait_for(farewell *self, const pli_helper *helper, int64_t most_ns)
@@ -96,10 +81,14 @@ static void wait_for(farewell *self, const pli_helper *helper, int64_t most_ns)
 /* *out: what the call has returned; 0 where it has not, by then. */
 static int call_for(const farewell *what, int64_t most_ns, pli_nccl_result *out)
 {
-    farewell here = {.end = what->end, .comm = what->comm, .backend = what->backend};
+    farewell here = *what;
     farewell *self = NULL;
     pli_helper *helper = NULL;
-    if (make_farewell(what, &self) == PL_OK &&
+    if (pli_calloc(1, sizeof *self, "a communicator's end", &self) == PL_OK) {
+        *self = *what;
+        pli_cuda_backend_retain(self->backend);
+    }
+    if (self != NULL &&
         pli_helper_start(&(pli_helper_job){.run = run_farewell,
                                            .drop = drop_farewell,
                                            .context = self,

@@ -98,27 +98,6 @@ done:
 
 /* ---- in the rank's -------------------------------------------------------------- */
 
-static pl_status make_meeting(const pli_nccl_options *options, meeting **out)
-{
-    pl_status st = PL_OK;
-    meeting *self = NULL;
-    PL_TRY(pli_calloc(1, sizeof *self, "ranks that meet", &self));
-    self->library = options->library;
-    pli_nccl_library_retain(self->library);
-    self->backend = options->backend;
-    pli_cuda_backend_retain(self->backend);
-    self->rank = options->rank;
-    self->world_size = options->world_size;
-    memcpy(&self->id, options->id, sizeof self->id);
-    self->config = (pli_nccl_config){.size = sizeof self->config,
-                                     .magic = (unsigned)PLI_NCCL_MAGIC,
-                                     .version = PLI_NCCL_CONFIG_VERSION,
-                                     .is_blocking = 0};
-    *out = self;
-done:
-    return st;
-}
-
 static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
 {
     pl_status st = PL_OK;
@@ -126,7 +105,18 @@ static pl_status meet_aside(pli_nccl *self, const pli_nccl_options *options)
     pli_helper *helper = NULL;
     pli_backoff waiting =
         pli_backoff_begin(self->deadline_ns, self->poll, self->context);
-    PL_TRY(make_meeting(options, &met));
+    PL_TRY(pli_calloc(1, sizeof *met, "ranks that meet", &met));
+    *met = (meeting){.library = options->library,
+                     .backend = options->backend,
+                     .rank = options->rank,
+                     .world_size = options->world_size,
+                     .config = {.size = sizeof met->config,
+                                .magic = (unsigned)PLI_NCCL_MAGIC,
+                                .version = PLI_NCCL_CONFIG_VERSION,
+                                .is_blocking = 0}};
+    memcpy(&met->id, options->id, sizeof met->id);
+    pli_nccl_library_retain(met->library);
+    pli_cuda_backend_retain(met->backend);
     PL_TRY(pli_helper_start(&(pli_helper_job){.run = meet,
                                               .drop = drop_meeting,
                                               .context = met,
@@ -152,14 +142,14 @@ pl_status pli_nccl_create(const pli_nccl_options *options, pli_nccl **out)
     pl_status st = PL_OK;
     pli_nccl *self = NULL;
     PL_TRY(pli_calloc(1, sizeof *self, "a communicator", &self));
-    self->library = options->library;
-    self->backend = options->backend;
-    self->rank = options->rank;
-    self->world_size = options->world_size;
-    self->deadline_ns = options->deadline_ns;
-    self->poll = options->poll;
-    self->context = options->context;
-    self->owner_pid = getpid();
+    *self = (pli_nccl){.library = options->library,
+                       .backend = options->backend,
+                       .rank = options->rank,
+                       .world_size = options->world_size,
+                       .deadline_ns = options->deadline_ns,
+                       .poll = options->poll,
+                       .context = options->context,
+                       .owner_pid = getpid()};
     (void)pthread_mutex_init(&self->lock, NULL); /* cannot fail on Linux */
     PL_TRY(meet_aside(self, options));
     PL_TRY(pli_nccl_await_call(self, doing));

@@ -127,7 +127,8 @@ done:
 
 void pli_nccl_library_retain(pli_nccl_library *library)
 {
-    atomic_fetch_add(&library->n_users, 1);
+    if (library != NULL)
+        atomic_fetch_add(&library->n_users, 1);
 }
 
 void pli_nccl_library_release(pli_nccl_library *library)

@@ -133,7 +133,7 @@ typedef struct pli_nccl_library {
  * enough, with what was tried and what to do. */
 pl_status pli_nccl_library_open(const char *path, pli_nccl_library **out) PL_MUST_USE;
 
-/* One user more; one less (NULL is allowed). */
+/* One user more; one less.  NULL is allowed. */
 void pli_nccl_library_retain(pli_nccl_library *library);
 void pli_nccl_library_release(pli_nccl_library *library);
 

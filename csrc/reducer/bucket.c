@@ -1,4 +1,4 @@
-/* bucket.c - the table of moves. */
+/* bucket.c - the one move from each phase. */
 #include "bucket.h"
 
 static const char *const phase_texts[PL_N_BUCKET_PHASES] = {
@@ -7,20 +7,11 @@ static const char *const phase_texts[PL_N_BUCKET_PHASES] = {
 #undef PHASE_TEXT
 };
 
-static const unsigned char is_allowed[PL_N_BUCKET_PHASES][PL_N_BUCKET_PHASES] = {
-    [PL_BUCKET_FILLING] = {[PL_BUCKET_READY] = 1},
-    [PL_BUCKET_READY] = {[PL_BUCKET_POSTED] = 1},
-    [PL_BUCKET_POSTED] = {[PL_BUCKET_REDUCED] = 1},
-    [PL_BUCKET_REDUCED] = {[PL_BUCKET_FILLING] = 1},
-};
-
 pl_status pl_bucket_move(pl_bucket_phase *phase, pl_bucket_phase to, size_t bucket)
 {
-    pl_status st = PL_OK;
-    if (!is_allowed[*phase][to])
-        PL_FAIL(PL_ESTATE, "bucket %zu cannot go from %s to %s", bucket,
-                phase_texts[*phase], phase_texts[to]);
+    if (to != (*phase + 1) % PL_N_BUCKET_PHASES)
+        return pli_fail(PL_ESTATE, "bucket %zu cannot go from %s to %s", bucket,
+                        phase_texts[*phase], phase_texts[to]);
     *phase = to;
-done:
-    return st;
+    return PL_OK;
 }

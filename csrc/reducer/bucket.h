@@ -1,4 +1,4 @@
-/* bucket.h - the life of a bucket within one step, as a table of allowed moves.
+/* bucket.h - the life of a bucket within one step.
  *
  *     FILLING --> READY --> POSTED --> REDUCED
  *        ^                                |
@@ -24,7 +24,7 @@ typedef enum pl_bucket_phase {
         PL_N_BUCKET_PHASES
 } pl_bucket_phase;
 
-/* Moves *phase to `to`; PL_ESTATE, naming the bucket, for a move not in the table. */
+/* Moves *phase to `to`; PL_ESTATE, naming the bucket, if that is not the next one. */
 pl_status pl_bucket_move(pl_bucket_phase *phase, pl_bucket_phase to,
                          size_t bucket) PL_MUST_USE;
 

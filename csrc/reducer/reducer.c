@@ -19,49 +19,30 @@ static size_t line_up(size_t n_bytes)
     return (n_bytes + PL_CACHE_LINE - 1) / PL_CACHE_LINE * PL_CACHE_LINE;
 }
 
-static size_t late_at(const pl_reducer_spec *spec)
+static arena_layout lay_out_arena(const pl_reducer_spec *spec)
 {
-    return spec->n_params;
-}
-
-static size_t roles_at(const pl_reducer_spec *spec)
-{
-    return 2 * spec->n_params;
-}
-
-static size_t order_at(const pl_reducer_spec *spec)
-{
+    /* The buckets are on the host on a page of their own, to be mapped by themselves.
+     */
+    const size_t page = 65536; /* a multiple of every page size in use */
     const int n_ranks =
         spec->world_size > PL_MAX_RANKS ? spec->world_size : PL_MAX_RANKS;
-    return line_up(roles_at(spec) + (1 + sizeof(forward_bytes)) * (size_t)n_ranks);
-}
-
-static size_t extra_at(const pl_reducer_spec *spec)
-{
-    return order_at(spec) + line_up(spec->n_params * sizeof(uint32_t));
-}
-
-static size_t staging_at(const pl_reducer_spec *spec)
-{
-    return extra_at(spec) + line_up(spec->extra_bytes);
-}
-
-static size_t buckets_at(const pl_reducer_spec *spec)
-{
-    /* On the host on a page of its own, so that it can be mapped by itself. */
-    const size_t page = 65536; /* a multiple of every page size in use */
-    const size_t n_bytes = staging_at(spec) + line_up(spec->staging_bytes);
-    return (n_bytes + page - 1) / page * page;
+    arena_layout at = {.late = spec->n_params, .roles = 2 * spec->n_params};
+    at.order = line_up(at.roles + (1 + sizeof(forward_bytes)) * (size_t)n_ranks);
+    at.extra = at.order + line_up(spec->n_params * sizeof(uint32_t));
+    at.staging = at.extra + line_up(spec->extra_bytes);
+    const size_t end = at.staging + line_up(spec->staging_bytes);
+    at.buckets = (end + page - 1) / page * page;
+    return at;
 }
 
 size_t pl_reducer_header_bytes(const pl_reducer_spec *spec)
 {
-    return extra_at(spec);
+    return lay_out_arena(spec).extra;
 }
 
 size_t pl_reducer_arena_bytes(const pl_reducer_spec *spec)
 {
-    return buckets_at(spec) + pl_plan_bytes(spec->params, spec->n_params);
+    return lay_out_arena(spec).buckets + pl_plan_bytes(spec->params, spec->n_params);
 }
 
 size_t pl_reducer_max_ops(const pl_reducer_spec *spec)
@@ -119,8 +100,7 @@ done:
 /* The caps are `self->spec.caps` from now on; `each` is a copy of theirs. */
 static void take_caps(pl_reducer *self, const pl_plan_caps *caps, size_t *each)
 {
-    pli_free(self->each_cap);
-    self->each_cap = each;
+    pli_free((void *)self->spec.caps.each);
     self->spec.caps = *caps;
     self->spec.caps.each = each;
 }
@@ -143,25 +123,24 @@ done:
 
 static pl_status check(const pl_reducer_spec *spec, const pl_comm *comm)
 {
-    pl_status st = PL_OK;
     if (pl_comm_world_size(comm) > PL_MAX_RANKS &&
         pl_comm_world_size(comm) != spec->world_size)
-        PL_FAIL(PL_EINVAL, "a reducer for %d ranks is made in a world of %d",
-                spec->world_size, pl_comm_world_size(comm));
+        return pli_fail(PL_EINVAL, "a reducer for %d ranks is made in a world of %d",
+                        spec->world_size, pl_comm_world_size(comm));
     if (pl_comm_arena_bytes(comm) < pl_reducer_arena_bytes(spec))
-        PL_FAIL(PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
-                pl_comm_arena_bytes(comm), spec->n_params,
-                pl_reducer_arena_bytes(spec));
+        return pli_fail(
+            PL_EINVAL, "an arena of %zu bytes is too small for %zu parameters: %zu",
+            pl_comm_arena_bytes(comm), spec->n_params, pl_reducer_arena_bytes(spec));
     if (comm->backend != NULL && comm->host_bytes != pl_reducer_header_bytes(spec))
-        PL_FAIL(PL_EINVAL,
-                "%zu bytes of host memory are not the %zu of a reducer's header",
-                comm->host_bytes, pl_reducer_header_bytes(spec));
+        return pli_fail(
+            PL_EINVAL, "%zu bytes of host memory are not the %zu of a reducer's header",
+            comm->host_bytes, pl_reducer_header_bytes(spec));
     for (size_t i = 0; i < spec->n_params; i++)
         if (spec->params[i].dtype < PL_F16)
-            PL_FAIL(PL_EINVAL, "parameter %zu is %s: only floating point has a mean", i,
-                    pl_dtype_text(spec->params[i].dtype));
-done:
-    return st;
+            return pli_fail(PL_EINVAL,
+                            "parameter %zu is %s: only floating point has a mean", i,
+                            pl_dtype_text(spec->params[i].dtype));
+    return PL_OK;
 }
 
 pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
@@ -179,14 +158,11 @@ pl_status pl_reducer_create(const pl_reducer_spec *spec, pl_comm *comm,
     PL_TRY(copy_each_cap(&spec->caps, &each));
     self->spec = *spec;
     self->spec.params = self->params;
+    self->spec.caps.each = NULL;
     take_caps(self, &spec->caps, each);
     each = NULL;
     self->arena = comm->arena;
-    self->late_at = late_at(spec);
-    self->roles_at = roles_at(spec);
-    self->order_at = order_at(spec);
-    self->extra_at = extra_at(spec);
-    self->buckets_at = buckets_at(spec);
+    self->at = lay_out_arena(spec);
     self->participation = pli_reducer_full_participation(self);
     *out = self;
     self = NULL;
@@ -213,7 +189,7 @@ void pl_reducer_destroy(pl_reducer *self)
     pli_deferred_copies_fini(self);
     pl_plan_destroy(self->plan);
     pli_free(self->params);
-    pli_free(self->each_cap);
+    pli_free((void *)self->spec.caps.each);
     pli_free(self->slots);
     pli_free(self->buckets);
     pli_free(self->backups);
@@ -242,7 +218,7 @@ static void arm_buckets(pl_reducer *self)
 /* What the root saw; in the arena since the first step. */
 static const uint32_t *learned_order(const pl_reducer *self)
 {
-    return (const uint32_t *)(const void *)(self->arena + self->order_at);
+    return (const uint32_t *)(const void *)(self->arena + self->at.order);
 }
 
 pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
@@ -258,17 +234,6 @@ pl_status pli_reducer_lay_out(pl_reducer *self, const uint32_t *order,
     self->generation++;
 done:
     pl_plan_destroy(plan);
-    return st;
-}
-
-/* Lays the buckets out in the order that the root saw; every rank does so in the same
- * step, the second. */
-static pl_status take_up_order(pl_reducer *self)
-{
-    pl_status st = PL_OK;
-    PL_TRY(pli_reducer_lay_out(self, learned_order(self), &self->spec.caps));
-    self->learning = LEARNING_DONE;
-done:
     return st;
 }
 
@@ -302,8 +267,10 @@ pl_status pl_reducer_begin(pl_reducer *self)
     pl_status st = PL_OK;
     if (self->phase != REDUCER_IDLE)
         PL_FAIL(PL_ESTATE, "a step begins while another is under way");
-    if (self->learning == LEARNING_ORDER_KNOWN)
-        PL_TRY(take_up_order(self));
+    if (self->learning == LEARNING_ORDER_KNOWN) { /* the second step, on every rank */
+        PL_TRY(pli_reducer_lay_out(self, learned_order(self), &self->spec.caps));
+        self->learning = LEARNING_DONE;
+    }
     for (size_t i = 0; i < self->spec.n_params; i++)
         self->slots[i].n_ready = 0;
     pli_deferred_copies_begin(self);
@@ -378,23 +345,23 @@ size_t pl_reducer_elems(const pl_reducer *self, size_t param)
 
 size_t pl_reducer_slot_offset(const pl_reducer *self, size_t param)
 {
-    return self->buckets_at + self->plan->slots[param].offset_bytes;
+    return self->at.buckets + self->plan->slots[param].offset_bytes;
 }
 
 void pl_reducer_buckets(const pl_reducer *self, size_t *offset_bytes, size_t *n_bytes)
 {
-    *offset_bytes = self->buckets_at;
+    *offset_bytes = self->at.buckets;
     *n_bytes = self->plan->n_bytes;
 }
 
 void *pl_reducer_extra(const pl_reducer *self)
 {
-    return pli_comm_memory(self->comm, self->extra_at);
+    return pli_comm_memory(self->comm, self->at.extra);
 }
 
 size_t pl_reducer_staging_offset(const pl_reducer *self)
 {
-    return staging_at(&self->spec);
+    return self->at.staging;
 }
 
 unsigned pl_reducer_generation(const pl_reducer *self)

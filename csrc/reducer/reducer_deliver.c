@@ -21,7 +21,7 @@ static pl_status issue_chunk(pl_reducer *self, size_t b)
         .kind = PL_ALL_REDUCE,
         .reduction = PL_MEAN,
         .dtype = bucket->dtype,
-        .offset_bytes = self->buckets_at + bucket->offset_bytes +
+        .offset_bytes = self->at.buckets + bucket->offset_bytes +
                         self->buckets[b].n_issued * elem_bytes,
         .n_elems = n_left < n_most ? n_left : n_most,
         .is_followed = 1, /* by what closes the step, at the latest */

@@ -72,7 +72,7 @@ static pl_status issue_extra(pl_reducer *self, issue_place place)
     if (self->spec.extra_bytes == 0)
         goto done;
     PL_TRY(pli_reducer_record_side(self, self->stream, &ready));
-    PL_TRY(broadcast_bytes(self, self->extra_at, self->spec.extra_bytes, ready, place));
+    PL_TRY(broadcast_bytes(self, self->at.extra, self->spec.extra_bytes, ready, place));
 done:
     return st;
 }
@@ -95,7 +95,7 @@ static pl_status write_order(pl_reducer *self)
 {
     pl_status st = PL_OK;
     const size_t n = self->spec.n_params;
-    uint32_t *order = (uint32_t *)(void *)(self->arena + self->order_at);
+    uint32_t *order = (uint32_t *)(void *)(self->arena + self->at.order);
     uint32_t *param_at = NULL;
     size_t n_written = 0;
     PL_TRY(pli_calloc(self->n_ready, sizeof *param_at, "order", &param_at));
@@ -126,7 +126,7 @@ static pl_status close_step(pl_reducer *self)
     PL_TRY(issue_flags(self, sends_order ? ISSUE_FOLLOWED : ISSUE_LAST));
     if (sends_order) {
         PL_TRY(write_order(self));
-        PL_TRY(broadcast_bytes(self, self->order_at,
+        PL_TRY(broadcast_bytes(self, self->at.order,
                                self->spec.n_params * sizeof(uint32_t), NULL,
                                ISSUE_LAST));
     }
@@ -183,9 +183,8 @@ done:
 static pl_status order(pl_reducer *self)
 {
     pl_status st = PL_OK;
-    if (self->is_ordered)
-        goto done;
-    PL_TRY(pli_comm_order(self->comm, self->stream));
+    if (!self->is_ordered)
+        PL_TRY(pli_comm_order(self->comm, self->stream));
     self->is_ordered = 1;
 done:
     return st;
@@ -193,12 +192,10 @@ done:
 
 pl_status pl_reducer_order(pl_reducer *self)
 {
-    pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
-        PL_FAIL(PL_ESTATE, "a stream is ordered behind means that are not in place");
-    PL_TRY(order(self));
-done:
-    return st;
+        return pli_fail(PL_ESTATE,
+                        "a stream is ordered behind means that are not in place");
+    return order(self);
 }
 
 /* ---- the second all-reduce ------------------------------------------------------ */
@@ -293,14 +290,13 @@ done:
 
 pl_status pl_reducer_complete(pl_reducer *self)
 {
-    pl_status st = PL_OK;
     if (self->phase != REDUCER_REDUCED)
-        PL_FAIL(PL_ESTATE, "a step is complete whose means are not in place");
+        return pli_fail(PL_ESTATE, "a step is complete whose means are not in place");
     if (pl_reducer_n_late(self) > 0)
-        PL_FAIL(PL_ESTATE, "a step ends whose late gradients got no second all-reduce");
+        return pli_fail(PL_ESTATE,
+                        "a step ends whose late gradients got no second all-reduce");
     self->phase = REDUCER_COMPLETE;
-done:
-    return st;
+    return PL_OK;
 }
 
 pl_status pl_reducer_end(pl_reducer *self)

@@ -226,7 +226,7 @@ static size_t list_moves(pl_reducer *self, size_t b, const pl_stream *stream,
 {
     deferred_copies *deferred = &self->deferred;
     const pl_bucket_plan *bucket = &self->plan->buckets[b];
-    char *memory = pli_comm_memory(self->comm, self->buckets_at);
+    char *memory = pli_comm_memory(self->comm, self->at.buckets);
     size_t n_moves = 0;
     for (size_t m = 0; m < bucket->n_params; m++) {
         const size_t i = bucket->params[m];

@@ -12,7 +12,7 @@ static pli_op_range range_of(const pl_reducer *self, pl_dtype dtype)
     pli_op_range range = {.op = {.kind = PL_ALL_REDUCE,
                                  .reduction = PL_MEAN,
                                  .dtype = dtype,
-                                 .offset_bytes = self->buckets_at}};
+                                 .offset_bytes = self->at.buckets}};
     for (size_t b = 0; b < self->plan->n_buckets; b++) {
         const pl_bucket_plan *bucket = &self->plan->buckets[b];
         if (bucket->dtype == dtype && bucket->n_elems > range.op.n_elems)

@@ -47,12 +47,16 @@ typedef struct backup {
     int is_taken;
 } backup;
 
+/* Where the parts of the arena begin: reducer.h. */
+typedef struct arena_layout {
+    size_t late, roles, order, extra, staging, buckets;
+} arena_layout;
+
 struct pl_reducer {
     pl_comm *comm;
     pl_backend *backend;
     pl_reducer_spec spec; /* params, caps.each: own copies */
     pl_param *params;
-    size_t *each_cap;
     pl_comm_hook comm_hook; /* post: NULL where there is none */
     pl_plan *plan;
     slot_state *slots;
@@ -62,7 +66,7 @@ struct pl_reducer {
     pl_stream *stream;        /* of all but what is marked ready */
     int is_ordered;           /* the stream is behind all that was issued */
     char *arena;              /* the header; on the CPU all of it */
-    size_t late_at, roles_at, order_at, extra_at, buckets_at;
+    arena_layout at;
     reducer_phase phase;
     reducer_learning learning;
     unsigned generation;
@@ -83,13 +87,13 @@ static inline unsigned char *used_of(const pl_reducer *self)
 
 static inline unsigned char *late_of(const pl_reducer *self)
 {
-    return (unsigned char *)self->arena + self->late_at;
+    return (unsigned char *)self->arena + self->at.late;
 }
 
 /* A pl_role a rank. */
 static inline unsigned char *roles_of(const pl_reducer *self)
 {
-    return (unsigned char *)self->arena + self->roles_at;
+    return (unsigned char *)self->arena + self->at.roles;
 }
 
 /* What a rank says of its forwards, each number up to 255. */
@@ -112,7 +116,7 @@ static inline size_t n_flag_bytes(const pl_reducer *self)
 
 static inline char *slot_memory(const pl_reducer *self, size_t param)
 {
-    const size_t at = self->buckets_at + self->plan->slots[param].offset_bytes;
+    const size_t at = self->at.buckets + self->plan->slots[param].offset_bytes;
     return pli_reducer_defers(&self->deferred) ? pli_comm_memory(self->comm, at)
                                                : self->arena + at;
 }

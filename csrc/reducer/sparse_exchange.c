@@ -71,18 +71,16 @@ struct pl_exchange {
 static pl_status check_order(const pl_sparse_rows *rows, size_t t, size_t n_rows,
                              pl_status code)
 {
-    pl_status st = PL_OK;
     for (size_t k = 0; rows->indices != NULL && k < rows->n_rows; k++) {
         const int64_t index = rows->indices[k];
         if (index < 0 || (uint64_t)index >= n_rows)
-            PL_FAIL(code, "row %lld is given of table %zu, which has %zu",
-                    (long long)index, t, n_rows);
+            return pli_fail(code, "row %lld is given of table %zu, which has %zu",
+                            (long long)index, t, n_rows);
         if (k > 0 && index <= rows->indices[k - 1])
-            PL_FAIL(code, "row %lld of table %zu comes after row %lld",
-                    (long long)index, t, (long long)rows->indices[k - 1]);
+            return pli_fail(code, "row %lld of table %zu comes after row %lld",
+                            (long long)index, t, (long long)rows->indices[k - 1]);
     }
-done:
-    return st;
+    return PL_OK;
 }
 
 static pl_status check_rows(const pl_exchange_spec *spec)
